@@ -1,0 +1,88 @@
+"""Devices: fake ones on this host's cores, or what an accelerator offers.
+
+Everything that must happen before JAX starts a backend happens here, and nowhere else.
+"""
+
+import os
+from collections.abc import Sequence
+
+import jax
+
+# XLA:CPU serves all fake devices from one pool with a thread per core. Collectives that wait for each other hold
+# their threads, so with more devices than cores a step with several independent collectives can deadlock. NPROC sets
+# the size of that pool; it is read when the backend starts.
+_THREADS = 32
+
+
+class HostError(RuntimeError):
+    """Devices that were asked for cannot be had."""
+
+
+def use_host_devices(count: int) -> None:
+    """Makes the CPU backend, once it starts, offer `count` devices that share this host's cores.
+
+    Does not choose the platform: where an accelerator is found, JAX still prefers it.
+
+    Args:
+        count: number of devices, at least 1.
+
+    Raises:
+        HostError: `count` is not positive, or a backend has already started with another number of CPU devices.
+    """
+    if count < 1:
+        raise HostError(f"cannot make {count} host devices: the number of devices must be at least 1.")
+    os.environ["NPROC"] = str(max(_THREADS, 4 * count, int(os.environ.get("NPROC") or 0)))
+    if jax.config.jax_num_cpu_devices == count:
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        raise HostError(
+            f"cannot make {count} host devices: JAX has already started a backend.\n"
+            "  Their number is fixed when the backend starts. Call gspmd.host.use_host_devices first, before any array\n"
+            "  is made and before jax.devices() is called."
+        ) from None
+
+
+def start(devices: int | None = None, platform: str | None = None, *, host_devices: int = 8) -> list[jax.Device]:
+    """Starts the backend and returns the devices to use.
+
+    On an accelerator `devices` defaults to all that is there; on the CPU to `host_devices` fake ones.
+
+    Args:
+        devices: how many devices; None for the default above.
+        platform: "cpu", "gpu" or "tpu"; None for the best that JAX finds.
+        host_devices: how many fake devices to make when the platform turns out to be the CPU.
+
+    Returns:
+        The devices, in JAX's order.
+
+    Raises:
+        HostError: the platform is unknown or absent, there are fewer devices than asked for, or it is too late.
+    """
+    use_host_devices(host_devices if devices is None else devices)
+    if platform is not None:
+        jax.config.update("jax_platforms", {"gpu": "cuda,rocm"}.get(platform, platform))
+    try:
+        found = jax.devices()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise HostError(f"cannot start platform {platform or 'default'!r}: {reason}") from None
+    wanted = len(found) if devices is None else devices
+    if wanted > len(found):
+        raise HostError(f"cannot use {wanted} devices: platform {found[0].platform!r} has {len(found)}.")
+    return found[:wanted]
+
+
+def is_fake(devices: Sequence[jax.Device]) -> bool:
+    """Whether the devices are fake ones that share this host's cores, so that times say nothing about parallelism."""
+    return devices[0].platform == "cpu" and len(devices) > 1
+
+
+def describe(devices: Sequence[jax.Device]) -> str:
+    """One line on the devices, honest about fake ones: "8 fake host devices sharing 2 cores"."""
+    if is_fake(devices):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return f"{len(devices)} fake host devices sharing {cores} core{'s' * (cores != 1)}"
+    noun = "device" if len(devices) == 1 else "devices"
+    return f"{len(devices)} {devices[0].device_kind} {noun} ({devices[0].platform})"

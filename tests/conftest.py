@@ -1,0 +1,33 @@
+"""Eight host devices for every test, set before JAX starts, and meshes over them."""
+
+from gspmd import host
+
+host.use_host_devices(8)
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+AXIS_TYPES = {"explicit": jax.sharding.AxisType.Explicit, "auto": jax.sharding.AxisType.Auto}
+
+
+@pytest.fixture
+def make_mesh():
+    """A function (sizes, axis_type="explicit") -> Mesh over the first devices, such as make_mesh({"x": 4, "y": 2})."""
+
+    def make(sizes: dict[str, int], axis_type: str = "explicit") -> jax.sharding.Mesh:
+        count = 1
+        for size in sizes.values():
+            count *= size
+        types = (AXIS_TYPES[axis_type],) * len(sizes)
+        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=jax.devices()[:count])
+
+    return make
+
+
+@pytest.fixture(params=["explicit", "auto"])
+def axis_type(request) -> str:
+    """Runs a test under Explicit and under Auto mesh axes."""
+    return request.param

@@ -1,0 +1,46 @@
+"""gspmd.host: devices are set before a backend starts, or the error says why not."""
+
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from gspmd import host
+
+
+def test_eight_devices_stand():
+    assert len(jax.devices("cpu")) == 8
+
+
+def test_same_number_again_is_no_error():
+    host.use_host_devices(8)
+
+
+def test_too_late_is_one_clear_error():
+    jax.devices()
+    with pytest.raises(host.HostError, match="JAX has already started a backend"):
+        host.use_host_devices(4)
+
+
+def test_number_must_be_positive():
+    with pytest.raises(host.HostError, match="cannot make -1 host devices: the number of devices must be at least 1"):
+        host.use_host_devices(-1)
+
+
+def test_start_gives_what_was_asked():
+    assert len(host.start(8)) == 8
+    assert host.describe(host.start(8)).startswith("8 fake host devices sharing ")
+    assert not host.is_fake(host.start(8)[:1])
+
+
+def test_threads_are_set_before_the_backend_starts():
+    code = "import os; from gspmd import host; host.start(3, 'cpu'); import jax; print(len(jax.devices()), os.environ['NPROC'])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["3", "32"]
+
+
+def test_absent_platform_is_named():
+    code = "from gspmd import host; host.start(1, 'rocm')"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "cannot start platform 'rocm'" in out.stderr
