@@ -1,0 +1,140 @@
+"""Every key of a layout's table: its dimensions, what kind of tensor it places, and what it means.
+
+docs/layouts.md is generated from this table (`python -m gspmd.layouts.document`), and `Layout.check` holds layouts to it.
+"""
+
+from dataclasses import dataclass
+
+#: What the letters mean, in the order in which docs list them.
+DIMENSIONS = {
+    "B": "batch", "L": "length", "E": "embed", "F": "feed-forward", "H": "query heads", "K": "key/value heads",
+    "D": "head size", "V": "vocabulary", "T": "key/value length", "X": "experts", "C": "capacity", "G": "token groups",
+}  # fmt: skip
+
+#: The sections that describe a part of the model, in the order of the forward pass.
+PARTS = ("embedding", "attention", "ffn", "moe", "output")
+
+#: Sections whose quoted keys override those of the parts, and what each overrides them for.
+OVERRIDES = {
+    "gradients": "the gradient of a parameter; as the parameter when absent",
+    "optimizer": "the optimizer state of a parameter; as the parameter when absent",
+    "cache": "the key/value cache",
+    "prefill": "any tensor, while a prompt is read",
+    "decode": "any tensor, while tokens are generated one by one",
+}
+
+LOWERINGS = ("auto", "blocking", "looped", "xla")
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a layout.
+
+    Attributes:
+      name: section and key, `"ffn.w_in"`.
+      dims: the dimensions its spec must have, in this order; for a `via`, the keys of its two operands.
+      kind: `"parameter"`, `"activation"` or `"via"`.
+      meaning: one line for docs/layouts.md.
+      default: the key whose spec stands in when this one is absent; None when it has to be there.
+      local: dimensions that stay whole on every device, because the code between einsums needs them so.
+      optional: absent means that the planner decides.
+    """
+
+    name: str
+    dims: str | tuple[str, str]
+    kind: str
+    meaning: str
+    default: str | None = None
+    local: str = ""
+    optional: bool = False
+
+    @property
+    def section(self) -> str:
+        """The part of the model this key belongs to."""
+        return self.name.partition(".")[0]
+
+
+def _parameter(name: str, dims: str, meaning: str, **more) -> Key:
+    return Key(name, dims, "parameter", meaning, **more)
+
+
+def _activation(name: str, dims: str, meaning: str, **more) -> Key:
+    return Key(name, dims, "activation", meaning, **more)
+
+
+def _via(name: str, left: str, right: str, meaning: str) -> Key:
+    return Key(name, (left, right), "via", meaning, optional=True)
+
+
+_ALL = (
+    _parameter("embedding.table", "VE", "The embedding table."),
+    _activation("embedding.tokens", "BL", "Token ids."),
+    _activation("attention.residual", "BLE", "The residual stream around attention."),
+    _parameter("attention.norm", "E", "Scale of the norm before attention."),
+    _parameter("attention.w_q", "EHD", "Query projection."),
+    _parameter("attention.w_k", "EKD", "Key projection."),
+    _parameter("attention.w_v", "EKD", "Value projection.", default="attention.w_k"),
+    _activation("attention.query", "BLHD", "Queries as the attention core takes them, and its result.", local="LD"),
+    _activation("attention.key", "BLKD", "Keys and values as the attention core takes them.", local="LD"),
+    _parameter("attention.w_o", "HDE", "Output projection."),
+    _via("attention.in_via", "attention.residual", "attention.w_q", "Where residual and w_q meet."),
+    _via("attention.out_via", "attention.query", "attention.w_o", "Where the core's result and w_o meet."),
+    _activation("ffn.residual", "BLE", "The residual stream around the feed-forward block."),
+    _parameter("ffn.norm", "E", "Scale of the norm before the feed-forward block."),
+    _parameter("ffn.w_in", "EF", "First matrix."),
+    _parameter("ffn.w_gate", "EF", "The gate of SwiGLU.", default="ffn.w_in"),
+    _activation("ffn.hidden", "BLF", "What the activation function is applied to."),
+    _parameter("ffn.w_out", "FE", "Second matrix."),
+    _via("ffn.in_via", "ffn.residual", "ffn.w_in", "Where residual and w_in (and w_gate) meet."),
+    _via("ffn.out_via", "ffn.hidden", "ffn.w_out", "Where hidden and w_out meet."),
+    _parameter("moe.router", "EX", "The router's matrix."),
+    _activation("moe.groups", "GLE", "The residual in token groups, each group whole on a device.", local="LE"),
+    _activation("moe.dispatched", "GXCE", "Tokens in the capacity slots of their group, before they travel.", local="XCE"),
+    _activation("moe.expert_input", "GXCE", "The same slots where their experts are, and the experts' results."),
+    _parameter("moe.w_in", "XEF", "First matrix of every expert."),
+    _parameter("moe.w_gate", "XEF", "The gate of SwiGLU of every expert.", default="moe.w_in"),
+    _activation("moe.hidden", "GXCF", "What the experts' activation function is applied to."),
+    _parameter("moe.w_out", "XFE", "Second matrix of every expert."),
+    _via("moe.in_via", "moe.expert_input", "moe.w_in", "Where expert_input and w_in (and w_gate) meet."),
+    _via("moe.out_via", "moe.hidden", "moe.w_out", "Where hidden and w_out meet."),
+    _parameter("output.norm", "E", "Scale of the last norm."),
+    _parameter("output.table", "VE", "The unembedding table, where it is not tied.", default="embedding.table"),
+    _activation("output.logits", "BLV", "Logits; the loss is taken without gathering the vocabulary."),
+)
+
+#: Every key by name, in the order of the forward pass.
+KEYS = {key.name: key for key in _ALL}
+
+#: The cache's only key, by the name that [cache] quotes; its length is T.
+CACHE = {"attention.key": Key("attention.key", "BTKD", "activation", "The key/value cache; as attention.key when absent.", local="D")}
+
+#: Tensors that have to carry the same mesh axes on a dimension, because no equation stands between them.
+SAME_AXES = (
+    ("attention.residual", "B", "ffn.residual", "B"),
+    ("attention.residual", "L", "ffn.residual", "L"),
+    ("attention.residual", "E", "ffn.residual", "E"),
+    ("attention.query", "B", "attention.key", "B"),
+    ("moe.groups", "G", "moe.dispatched", "G"),
+)
+
+
+def of_part(section: str) -> tuple[Key, ...]:
+    """The keys of one part of the model.
+
+    >>> [key.name for key in of_part("embedding")]
+    ['embedding.table', 'embedding.tokens']
+    """
+    return tuple(key for key in KEYS.values() if key.section == section)
+
+
+def keys_of_override(section: str) -> dict[str, Key]:
+    """The keys that an overriding section may quote: parameters for gradients and optimizer, the cache's, or all.
+
+    >>> list(keys_of_override("cache"))
+    ['attention.key']
+    """
+    if section == "cache":
+        return CACHE
+    if section in ("gradients", "optimizer"):
+        return {name: key for name, key in KEYS.items() if key.kind == "parameter"}
+    return KEYS
