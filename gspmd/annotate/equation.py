@@ -1,0 +1,278 @@
+"""The equation: specs joined as an einsum, as a sum of einsums, or as the move of one array.
+
+    equation = term { "+" term } "->" operand
+    term     = operand [ "," operand ]
+    operand  = spec | "(" spec { "," spec } ")"
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from gspmd.annotate.errors import Fault, SpecError, report
+from gspmd.annotate.reader import CAPITAL, Reader, Written
+from gspmd.annotate.rules import faults_of
+from gspmd.annotate.spec import Spec, mesh_sizes, spec_from
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand: a spec, or a group of several that meet the same other operand."""
+
+    specs: tuple[Spec, ...]
+    group: bool = False
+
+    def __str__(self) -> str:
+        inner = ", ".join(map(str, self.specs))
+        lone_sum = len(self.specs) == 1 and not self.specs[0].dims and self.specs[0].partial
+        return f"(({inner}))" if self.group and lone_sum else f"({inner})" if self.group else inner
+
+
+@dataclass(frozen=True)
+class Term:
+    """The product of two operands, or one operand by itself."""
+
+    operands: tuple[Operand, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.operands))
+
+
+@dataclass(frozen=True)
+class Equation:
+    """One equation of a program: `terms` are multiplied out and added, and come to stand as `outputs`.
+
+    Attributes:
+      terms: the products that are added; one, unless the equation is a sum.
+      outputs: the spec of the result, or of each result where an operand is a group.
+      group: whether the result is a tuple.
+      text: as it was written; not part of equality.
+      spans: the place in `text` of every spec, operands first, then outputs.
+    """
+
+    terms: tuple[Term, ...]
+    outputs: tuple[Spec, ...]
+    group: bool = False
+    text: str = field(default="", compare=False)
+    spans: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def is_move(self) -> bool:
+        """Whether one array is brought from one spec to another, and nothing is multiplied or added."""
+        return len(self.terms) == 1 and len(self.terms[0].operands) == 1
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """Every operand in the order in which a call takes them."""
+        return tuple(operand for term in self.terms for operand in term.operands)
+
+    def __str__(self) -> str:
+        return f"{' + '.join(map(str, self.terms))} -> {Operand(self.outputs, self.group)}".strip()
+
+    def check(self, sizes: Mapping[str, int], mesh: Any) -> None:
+        """Raises SpecError, with every fault, unless every spec of the equation fits these sizes and this mesh."""
+        mesh = mesh_sizes(mesh)
+        specs = [*(s for o in self.operands for s in o.specs), *self.outputs]
+        faults = [self._placed(at, f) for at, spec in enumerate(specs) for f in spec.faults(sizes, mesh)]
+        if faults:
+            given = ", ".join(f"{d}={n}" for d, n in sizes.items())
+            raise report(SpecError, f"cannot shard {self.text!r} for the sizes {given}", faults)
+
+    def sizes(self, shapes: Sequence[tuple[int, ...] | Sequence[tuple[int, ...]]]) -> dict[str, int]:
+        """The size of every dimension, from the operands' shapes in reading order (a group's shapes as a tuple).
+
+        Raises:
+          SpecError: for a number of operands, a rank, or two sizes of one dimension that do not agree.
+
+        Example:
+          >>> parse_equation("BL, (LE, LE) -> (BE, BE)").sizes([(2, 3), ((3, 5), (3, 5))])
+          {'B': 2, 'L': 3, 'E': 5}
+        """
+        flat = self._flat_shapes(shapes)
+        specs = [s for o in self.operands for s in o.specs]
+        sizes: dict[str, int] = {}
+        faults = []
+        for at, (spec, shape) in enumerate(zip(specs, flat)):
+            if len(spec.dims) != len(shape):
+                faults.append(self._placed(at, spec.faults(shape, dict.fromkeys((*spec.used, *spec.partial), 1))[0]))
+                continue
+            for dim, size in zip(spec.dims, shape):
+                if sizes.setdefault(dim, size) != size:
+                    fact = f"dimension {dim} has size {size} here, and size {sizes[dim]} before."
+                    faults.append(Fault(self.text, *self.spans[at], fact, "Arrays that share a dimension agree on its size."))
+        if faults:
+            raise report(SpecError, f"cannot apply {self.text!r} to arrays of shapes {_shapes_text(shapes)}", faults)
+        return sizes
+
+    def _flat_shapes(self, shapes: Sequence) -> list[tuple[int, ...]]:
+        counts = [len(shape) if operand.group else 1 for operand, shape in zip(self.operands, shapes)]
+        if len(shapes) != len(self.operands) or counts != [len(o.specs) for o in self.operands]:
+            wanted = ", ".join(f"a tuple of {len(o.specs)}" if o.group else "one array" for o in self.operands)
+            raise SpecError(f"cannot apply {self.text!r} to {len(shapes)} operands of shapes {_shapes_text(shapes)}\n"
+                            f"  The equation takes {wanted}.")
+        return [tuple(s) for o, shape in zip(self.operands, shapes) for s in (shape if o.group else [shape])]
+
+    def _placed(self, at: int, fault: Fault) -> Fault:
+        # A spec's own faults point into its canonical text; here they point at where it stands in the equation.
+        start, end = self.spans[at]
+        if self.text[start:end] == fault.text:
+            return Fault(self.text, start + fault.start, start + fault.end, fault.fact, fault.remedy)
+        return Fault(self.text, start, end, fault.fact, fault.remedy)
+
+
+def parse_equation(text: str | Equation) -> Equation:
+    """Reads an equation; one that is read already is returned as it is.
+
+    Raises:
+      SpecError: lists every fault of the text, each with a caret under it.
+
+    Example:
+      >>> equation = parse_equation("BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx)")
+      >>> equation.group, len(equation.operands), str(equation.outputs[1])
+      (True, 2, 'BLF_yzx')
+      >>> parse_equation("BLE_xyz -> B_xyzLE").is_move
+      True
+
+    Source: Pope et al. 2022 (arXiv 2211.05102), section 3.1, for the notation of the specs.
+    """
+    if isinstance(text, Equation):
+        return text
+    _refuse_other_than_text(text, "an equation", "A_x, B -> A_xB")
+    return _parse_equation(text)
+
+
+def parse_via(text: str) -> tuple[Term, ...]:
+    """Reads the left side of an equation: the specs to which its operands are brought.
+
+    >>> [str(s) for o in parse_via("BLE_x, E_xF_yz")[0].operands for s in o.specs]
+    ['BLE_x', 'E_xF_yz']
+    """
+    _refuse_other_than_text(text, "the specs of via=", "BLE_x, E_xF_yz")
+    return _parse_via(text)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class WrittenOperand:
+    """An operand as it was written."""
+
+    specs: list[Written]
+    group: bool
+    start: int
+    end: int = 0
+
+
+class EquationReader(Reader):
+    """Reads terms and outputs; faults of the equation's shape are collected as those of its specs are."""
+
+    def sides(self) -> list[list[list[WrittenOperand]]]:
+        """The terms on each side of the arrow; more than two sides are a fault."""
+        sides = [self.terms()]
+        while self.at < len(self.text):
+            start = self.at
+            self.take("->")
+            if len(sides) == 2:
+                self.fault(start, "an equation has one arrow, and this is a second.", "Write two equations.")
+            sides.append(self.terms())
+        return sides
+
+    def terms(self) -> list[list[WrittenOperand]]:
+        terms = [[self.operand()]]
+        while self.at < len(self.text) and not self.text.startswith("->", self.at):
+            start = self.at
+            if self.take("+"):
+                terms.append([self.operand()])
+            elif self.take(","):
+                terms[-1].append(self.operand())
+            elif self.take(")"):
+                self.fault(start, "this parenthesis closes nothing.", "Open it before, as in '(A, B)', or drop it.")
+                self._after_fault(terms[-1])
+            else:
+                self.fault(start, "a group stands by itself between commas.", "Write a comma before it: 'A, (B, C)'.", start + 1)
+                terms[-1].append(self.operand())
+        return terms
+
+    def _after_fault(self, term: list[WrittenOperand]) -> None:
+        self.space()
+        if self.peek() in CAPITAL and self.peek():
+            term.append(self.operand())
+
+    def operand(self) -> WrittenOperand:
+        self.space()
+        start = self.at
+        if self.peek() != "(" or not self._at_separator(Written(start)):
+            spec = self.spec()
+            return WrittenOperand([spec], False, start, spec.end)
+        operand = self._group(start)
+        self.space()
+        if self.at < len(self.text) and not re.compile(r"[,+()]|->").match(self.text, self.at):
+            at, more = self.at, self.spec()
+            self.fault(at, f"{self.text[at:more.end]!r} follows a group without a comma.", "Write a comma between operands.", more.end)
+        return operand
+
+    def _group(self, start: int) -> WrittenOperand:
+        self.at += 1
+        operand = WrittenOperand([self._member()], True, start)
+        while self.take(","):
+            operand.specs.append(self._member())
+        if not self.take(")"):
+            self.fault(start, "this parenthesis is not closed.", "Write a group as '(A, B)'.", start + 1)
+        elif len(operand.specs) == 1 and not self.text[start + 1 : self.at - 1].strip():
+            self.fault(start, "this group is empty.", "Write a group as '(A, B)'; a scalar is written as nothing at all.")
+        operand.end = self.at
+        return operand
+
+    def _member(self) -> Written:
+        self.space()
+        if self.peek() != "(" or not self._at_separator(Written(self.at)):
+            return self.spec()
+        start = self.at
+        inner = self._group(start)
+        self.fault(start, "a group cannot stand inside a group.", "Write all its specs in one pair of parentheses.", inner.end)
+        self.space()
+        return inner.specs[0]
+
+
+@lru_cache(maxsize=4096)
+def _parse_equation(text: str) -> Equation:
+    reader = EquationReader(text)
+    sides = reader.sides()
+    if len(sides) == 1:
+        reader.fault(len(text.rstrip()), "an equation has an arrow, and this has none.",
+                     "Write '->' and the spec of the result, as in 'A_x, B -> A_xB'.", len(text.rstrip()) + 1)
+    faults = [*reader.faults, *faults_of(text, *sides[:2])] if len(sides) > 1 else [*reader.faults, *faults_of(text, sides[0], None)]
+    if faults:
+        raise report(SpecError, f"cannot read the equation {text!r}", sorted(faults, key=lambda f: f.start))
+    output = sides[1][0][0]
+    written = [s for term in sides[0] for operand in term for s in operand.specs] + output.specs
+    return Equation(_terms(sides[0]), tuple(map(spec_from, output.specs)), output.group, text,
+                    tuple((s.start, s.end) for s in written))
+
+
+@lru_cache(maxsize=4096)
+def _parse_via(text: str) -> tuple[Term, ...]:
+    reader = EquationReader(text)
+    terms = reader.terms()
+    if reader.at < len(text):
+        reader.fault(reader.at, "via= has the operands' specs, and no arrow.", "Write the left side of the equation only.", reader.at + 2)
+    faults = [*reader.faults, *faults_of(text, terms, None)]
+    if faults:
+        raise report(SpecError, f"cannot read via={text!r}", sorted(faults, key=lambda f: f.start))
+    return _terms(terms)
+
+
+def _terms(written: list[list[WrittenOperand]]) -> tuple[Term, ...]:
+    return tuple(Term(tuple(Operand(tuple(map(spec_from, o.specs)), o.group) for o in term)) for term in written)
+
+
+def _refuse_other_than_text(text: object, what: str, example: str) -> None:
+    if not isinstance(text, str):
+        raise SpecError(f"cannot read {what} from {text!r}, which is a {type(text).__name__}.\n  Write a string such as {example!r}.")
+
+
+def _shapes_text(shapes: Sequence) -> str:
+    return ", ".join(str(tuple(s) if isinstance(s, Sequence) else s) for s in shapes)

@@ -1,0 +1,290 @@
+"""Reading one spec, character by character, and going on after a fault so that one error can list them all.
+
+    spec    = { dim } [ partial ]
+    dim     = "A".."Z" [ "_" ( axes | "?" ) ]
+    axes    = letter { letter } | "{" name { "," name } "}"
+    partial = "partialsum-" axes | "(" "partialsum-" axes ")"
+
+White space may stand between dims, around the partial sum, and inside braces and parentheses.
+"""
+
+import re
+import string
+from dataclasses import dataclass, field
+
+from gspmd.annotate.errors import Fault, listed
+
+OPEN = "?"  # the mark of a dimension left to the compiler
+LETTER = frozenset(string.ascii_lowercase)
+CAPITAL = frozenset(string.ascii_uppercase)
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+_PARTIAL = re.compile(r"partialsum-|\(\s*partialsum-")
+_ENCLOSED = re.compile(r"\(\s*partialsum-\s*(\{[^{}()]*\}|[^{}(),+>]*)\s*\)")
+_WORD = re.compile(r"[a-z0-9]+")
+_SEPARATOR = re.compile(r"[,+()]|->")
+_STRAY = re.compile(r"(?:(?!->)[^A-Za-z0-9_,+()\s])+|.", re.DOTALL)
+
+
+@dataclass
+class Axis:
+    name: str
+    start: int
+    end: int
+
+
+@dataclass
+class Dim:
+    name: str
+    start: int
+    end: int
+    axes: list[Axis] = field(default_factory=list)
+    braced: bool = False
+
+
+@dataclass
+class Written:
+    """A spec as it was written, with the place of everything; `broken` if a part of it could not be read."""
+
+    start: int
+    end: int = 0
+    dims: list[Dim] = field(default_factory=list)
+    partial: Dim | None = None
+    broken: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return [d.name for d in self.dims]
+
+
+class Reader:
+    """A position in a text and the faults found so far."""
+
+    def __init__(self, text: str):
+        self.text, self.at, self.faults = text, 0, []
+
+    # -- the smallest steps -------------------------------------------------------------------------------------------
+
+    def peek(self) -> str:
+        return self.text[self.at : self.at + 1]
+
+    def space(self) -> None:
+        while self.peek().isspace():
+            self.at += 1
+
+    def take(self, literal: str) -> bool:
+        found = self.text.startswith(literal, self.at)
+        self.at += len(literal) * found
+        return found
+
+    def match(self, pattern: re.Pattern) -> str:
+        found = pattern.match(self.text, self.at)
+        self.at = found.end() if found else self.at
+        return found.group() if found else ""
+
+    def fault(self, start: int, fact: str, remedy: str = "", end: int | None = None) -> None:
+        self.faults.append(Fault(self.text, start, self.at if end is None else end, fact, remedy))
+
+    # -- a spec -------------------------------------------------------------------------------------------------------
+
+    def spec(self) -> Written:
+        """Reads up to a separator (`,` `+` `->` or a parenthesis) or the end."""
+        self.space()
+        spec = Written(self.at, self.at)
+        while self.at < len(self.text) and not self._at_separator(spec):
+            self._piece(spec)
+            spec.end = self.at
+            self.space()
+        self._clashes(spec)
+        return spec
+
+    def _at_separator(self, spec: Written) -> bool:
+        if self.peek() != "(":
+            return _SEPARATOR.match(self.text, self.at) is not None
+        # A parenthesis opens a group, unless it encloses the partial sum of the spec at hand.
+        return (_PARTIAL if spec.dims else _ENCLOSED).match(self.text, self.at) is None
+
+    def _piece(self, spec: Written) -> None:
+        c = self.peek()
+        if c in CAPITAL:
+            self._dim(spec)
+        elif _PARTIAL.match(self.text, self.at):
+            self._partial(spec)
+        elif c == "_":
+            self._lone_underscore(spec)
+        elif c in LETTER:
+            self._lower_case(spec)
+        else:
+            self._stray(spec)
+
+    def _dim(self, spec: Written) -> None:
+        dim = Dim(self.peek(), self.at, self.at + 1)
+        self.at += 1
+        if self.take("_"):
+            self._axes(dim, f"{dim.name}_", f"dimension {dim.name}", spec)
+            dim.end = self.at
+        if spec.partial:
+            self.fault(dim.start, f"dimension {dim.name} stands after the partial sum.",
+                       "Write every dimension first: the partial sum ends a spec.")
+            spec.broken = True
+        spec.dims.append(dim)
+
+    def _partial(self, spec: Written) -> None:
+        start = self.at
+        enclosed = self.peek() == "("
+        self.match(_PARTIAL)
+        partial = Dim("partialsum", start, self.at)
+        self.space() if enclosed else None
+        self._axes(partial, "partialsum-", "the partial sum", spec)
+        if enclosed and not self._closes():
+            self.fault(start, "the parenthesis of this partial sum is not closed.", "Write it 'partialsum-x' or '(partialsum-x)'.")
+            spec.broken = True
+        partial.end = self.at
+        if spec.partial:
+            self.fault(start, "a spec has one partial sum, and this is a second.",
+                       "Write the mesh axes of both together: 'partialsum-xy'.")
+            spec.broken = True
+        spec.partial = partial if spec.partial is None else spec.partial
+
+    def _closes(self) -> bool:
+        at = self.at
+        self.space()
+        closed = self.take(")")
+        self.at = self.at if closed else at
+        return closed
+
+    # -- the axes after '_' or 'partialsum-' --------------------------------------------------------------------------
+
+    def _axes(self, dim: Dim, before: str, owner: str, spec: Written) -> None:
+        first, count = self.at, len(self.faults)
+        while self.at < len(self.text) and not self._after_axes():
+            if self.take("{"):
+                dim.braced = True
+                self._braces(dim, before, owner)
+            else:
+                dim.axes.append(Axis(self.peek(), self.at, self.at + 1))
+                self.at += 1
+        if len(self.faults) == count:
+            self._suffix_faults(dim, first, before, owner)
+        spec.broken |= len(self.faults) > count
+
+    def _after_axes(self) -> bool:
+        c = self.peek()
+        return not (c in LETTER or c.isascii() and c.isdigit() or c in "{?") or (
+            # 'BLEpartialsum-x' and 'E_?partialsum-x' can be read, 'E_xpartialsum-y' only if told apart here.
+            self.text.startswith("partialsum-", self.at)
+        )
+
+    def _braces(self, dim: Dim, before: str, owner: str) -> None:
+        start = self.at - 1
+        closing = re.compile(r"[^{}()>+]*").match(self.text, self.at).end()
+        closed = self.text[closing : closing + 1] == "}"
+        if not closed:
+            self.at = closing
+            return self.fault(start, f"the brace after '{before}' is not closed.", f"Write '{before}{{data,model}}'.")
+        for word in self.text[self.at : closing].split(","):
+            name = word.strip()
+            at = self.at + len(word) - len(word.lstrip()) if name else self.at
+            dim.axes.append(Axis(name, at, at + len(name)))
+            self.at += len(word) + 1
+        empty = [axis for axis in dim.axes if not axis.name]
+        if empty:
+            self.fault(start, f"the braces after '{before}' hold an empty name.",
+                       f"Name the mesh axes of {owner}, as in '{before}{{data,model}}'.")
+        for axis in dim.axes:
+            if axis.name and axis.name != OPEN and not NAME.fullmatch(axis.name):
+                self.fault(axis.start, f"{axis.name!r} is not the name of a mesh axis.",
+                           "A name is a lower-case letter, then lower-case letters, digits and '_'.", axis.end)
+        dim.axes = [axis for axis in dim.axes if axis.name]
+
+    def _suffix_faults(self, dim: Dim, first: int, before: str, owner: str) -> None:
+        suffix = self.text[first : self.at]
+        names = [axis.name for axis in dim.axes]
+        if not names:
+            remedy = "Write 'partialsum-x'." if dim.name == "partialsum" else f"Write '{before}x', or '{dim.name}' alone where it is unsharded."
+            self.fault(dim.start, f"'{before}' names no mesh axis.", remedy)
+        elif OPEN in names and dim.name == "partialsum":
+            self.fault(first, "a partial sum names its mesh axes: it cannot be left open.", "Write 'partialsum-x'.")
+        elif OPEN in names and suffix != OPEN:
+            rest = "".join(n for n in names if n != OPEN and len(n) == 1) or "x"
+            self.fault(first, f"'?' leaves {owner} to the compiler whole, and stands alone.", f"Write '{before}?' or '{before}{rest}'.")
+        elif dim.braced and not (suffix.startswith("{") and suffix.index("}") == len(suffix) - 1):
+            self.fault(first, f"{owner} has mesh axes inside braces and outside.",
+                       f"Write them all in one pair of braces: '{before}{{{','.join(names)}}}'.")
+        elif not dim.braced and any(n.isdigit() for n in names):
+            self.fault(first, f"{suffix!r} has a digit, and without braces every mesh axis is one letter.",
+                       f"If it is one name, write '{before}{{{suffix}}}'." if NAME.fullmatch(suffix) else "")
+        else:
+            self._repeats(dim, first, before, suffix)
+
+    def _repeats(self, dim: Dim, first: int, before: str, suffix: str) -> None:
+        names = [axis.name for axis in dim.axes]
+        twice = sorted({n for n in names if names.count(n) > 1}, key=names.index)
+        if not twice:
+            return
+        whole = ("Name each mesh axis once." if dim.braced else
+                 f"If {suffix!r} is the name of one mesh axis, write '{before}{{{suffix}}}'.")
+        axes = "mesh axis" if len(twice) == 1 else "mesh axes"
+        self.fault(first, f"{axes} {listed(twice)} {'stands' if len(twice) == 1 else 'stand'} twice in '{before}{suffix}'.", whole)
+
+    # -- what is wrong ------------------------------------------------------------------------------------------------
+
+    def _clashes(self, spec: Written) -> None:
+        """A dimension, or a mesh axis, that stands twice in one spec."""
+        first: dict[str, Dim] = {}
+        seen: dict[str, Dim] = {}
+        for dim in [*spec.dims, *([spec.partial] if spec.partial else [])]:
+            if dim.name in first:
+                self.fault(dim.start, f"dimension {dim.name} stands twice in one spec.",
+                           "Every dimension has a letter of its own.", dim.end)
+            first.setdefault(dim.name, dim)
+            for axis in dim.axes:
+                other = seen.setdefault(axis.name, dim)
+                if axis.name != OPEN and other is not dim:
+                    self._shared_axis(axis, other, dim)
+
+    def _shared_axis(self, axis: Axis, one: Dim, two: Dim) -> None:
+        if two.name == "partialsum":
+            fact = f"mesh axis {axis.name} shards dimension {one.name} and owes a partial sum as well."
+            remedy = "The sum over a mesh axis is owed by devices that hold the same part: drop it from one of them."
+        else:
+            fact = f"mesh axis {axis.name} shards dimension {one.name} and dimension {two.name} as well."
+            remedy = "A mesh axis shards one dimension of a tensor: drop it from one of them."
+        self.fault(axis.start, fact, remedy, axis.end)
+
+    def _lone_underscore(self, spec: Written) -> None:
+        start, last = self.at, spec.dims[-1] if spec.dims and not spec.partial else None
+        self.at += 1
+        word = self.match(re.compile(r"\{[^{}]*\}|[a-z0-9]*\??"))
+        if last is None:
+            self.fault(start, f"'_{word}' follows no dimension.", f"Write the dimension first: 'E_{word or 'x'}'.")
+        elif last.end == start and last.axes:
+            self.fault(start, f"dimension {last.name} has a second '_'.",
+                       f"Write its mesh axes together: '{last.name}_{''.join(a.name for a in last.axes) + word}'.")
+        else:
+            self.fault(start, f"a space parts dimension {last.name} from '_{word}'.", f"Write '{last.name}_{word or 'x'}'.")
+        spec.broken = True
+
+    def _lower_case(self, spec: Written) -> None:
+        start, word = self.at, self.match(_WORD)
+        last = spec.dims[-1] if spec.dims and not spec.partial else None
+        spec.broken = True
+        if word.startswith("part") or word.startswith("unreduced"):
+            self.match(re.compile(r"[a-z_]*-?[a-z]*"))
+            remedy = "A partial sum is written 'partialsum-x'."
+        elif last and last.end == start and not last.axes:
+            remedy = f"To shard dimension {last.name}, write '{last.name}_{word}'."
+        elif last and last.axes and self.peek() != "_":
+            remedy = f"Write the mesh axes of a dimension together: '{last.name}_{''.join(a.name for a in last.axes)}{word}'."
+        else:
+            remedy = f"Dimensions are capital letters: write '{word.upper()}'."
+            self.match(re.compile(r"_[a-z]*"))
+        self.fault(start, f"{self.text[start:self.at]!r} is neither a dimension nor the mesh axes of one.", remedy)
+
+    def _stray(self, spec: Written) -> None:
+        start, found = self.at, self.match(_STRAY)
+        remedies = {"→": "Write the arrow '->'.", "=>": "Write the arrow '->'.", ">": "Write the arrow '->'.", "-": "Write the arrow '->'.",
+                    "*": "Write a product with a comma: 'A, B -> C'.", "?": "Write 'E_?' to leave dimension E to the compiler.",
+                    "...": "Every dimension is written out."}
+        self.fault(start, f"{found!r} has no meaning in a spec.", remedies.get(found, "A spec is written as 'B_xLE_yz'."))
+        spec.broken = True

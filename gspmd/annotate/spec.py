@@ -1,0 +1,273 @@
+"""The spec: one tensor's dimensions, the mesh axes that shard each, and the partial sums it still owes."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+from gspmd.annotate.errors import Fault, SpecError, listed, report, suggestion
+from gspmd.annotate.reader import CAPITAL, NAME, OPEN, Reader, Written
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How one tensor lies on a mesh, in the notation of the papers: `B_xLE_yz partialsum-w`.
+
+    Two specs are equal when they mean the same; `str` gives the canonical text, which parses back.
+
+    Attributes:
+      dims: one capital letter for each dimension, `("B", "L", "E")`.
+      axes: parallel to `dims`, the mesh axes that shard each, major first; `()` unsharded, `("?",)` left open.
+      partial: the mesh axes over which a sum is still owed, sorted.
+
+    Example:
+      >>> spec = Spec.parse("B_x L E_{y,z} (partialsum-w)")
+      >>> spec.dims, spec.axes_of("E"), spec.partial
+      (('B', 'L', 'E'), ('y', 'z'), ('w',))
+      >>> str(spec)
+      'B_xLE_yz partialsum-w'
+
+    Source: Pope et al. 2022, Efficiently Scaling Transformer Inference (arXiv 2211.05102), section 3.1.
+    Differs: longer axis names stand in braces, `E_{data,model}`, and `E_?` leaves a dimension to the compiler.
+    """
+
+    dims: tuple[str, ...]
+    axes: tuple[tuple[str, ...], ...]
+    partial: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        object.__setattr__(self, "dims", tuple(self.dims))
+        object.__setattr__(self, "axes", tuple(tuple(a) for a in self.axes))
+        object.__setattr__(self, "partial", tuple(sorted(self.partial)))
+        _refuse_ill_formed(self)
+
+    @classmethod
+    def parse(cls, text: "str | Spec") -> "Spec":
+        """Reads a spec; one that is read already is returned as it is.
+
+        Raises:
+          SpecError: lists every fault of the text, each with a caret under it.
+
+        Example:
+          >>> Spec.parse("E_{x,y}") == Spec.parse(" E_xy ")
+          True
+        """
+        if isinstance(text, Spec):
+            return text
+        if not isinstance(text, str):
+            raise SpecError(f"cannot read a spec from {text!r}, which is a {type(text).__name__}.\n"
+                            "  Write a string such as 'B_xLE_yz'.")
+        return _parse(text)
+
+    def axes_of(self, dim: str) -> tuple[str, ...]:
+        """The mesh axes that shard a dimension, major first."""
+        return self.axes[self._index(dim)]
+
+    @cached_property
+    def used(self) -> frozenset[str]:
+        """Every mesh axis that shards a dimension; those of the partial sum are not among them."""
+        return frozenset(axis for axes in self.axes for axis in axes) - {OPEN}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some dimension is left to the compiler."""
+        return (OPEN,) in self.axes
+
+    def __str__(self) -> str:
+        dims = "".join(_written(d, axes) for d, axes in zip(self.dims, self.axes))
+        partial = f"partialsum-{_names(self.partial)}" if self.partial else ""
+        return f"{dims} {partial}".strip()
+
+    # -- editing ------------------------------------------------------------------------------------------------------
+
+    def with_axes(self, dim: str, axes: Sequence[str]) -> "Spec":
+        """This spec with a dimension sharded over `axes`, major first.
+
+        >>> str(Spec.parse("B_xLE").with_axes("E", ("y", "z")))
+        'B_xLE_yz'
+        """
+        at = self._index(dim)
+        return replace(self, axes=(*self.axes[:at], tuple(axes), *self.axes[at + 1 :]))
+
+    def with_partial(self, axes: Sequence[str]) -> "Spec":
+        """This spec, owing a sum over `axes` and no other."""
+        return replace(self, partial=tuple(axes))
+
+    def without_partial(self) -> "Spec":
+        """This spec with every partial sum settled."""
+        return replace(self, partial=())
+
+    def without(self, *dims: str) -> "Spec":
+        """This spec less some dimensions, with the mesh axes that shard them.
+
+        >>> str(Spec.parse("B_xLV_y").without("V"))
+        'B_xL'
+        """
+        gone = {self._index(d) for d in dims}
+        kept = [i for i in range(len(self.dims)) if i not in gone]
+        return replace(self, dims=tuple(self.dims[i] for i in kept), axes=tuple(self.axes[i] for i in kept))
+
+    def rename(self, dims: Mapping[str, str]) -> "Spec":
+        """This spec with other letters for some dimensions.
+
+        >>> str(Spec.parse("B_xLE").rename({"B": "G"}))
+        'G_xLE'
+        """
+        return replace(self, dims=tuple(dims.get(d, d) for d in self.dims))
+
+    def _index(self, dim: str) -> int:
+        if dim not in self.dims:
+            raise SpecError(f"dimension {dim} does not stand in '{self}'.")
+        return self.dims.index(dim)
+
+    # -- on a mesh ----------------------------------------------------------------------------------------------------
+
+    def partition_spec(self, *, dual: bool = False) -> Any:
+        """The `jax.P` of this spec; `dual=True` writes its partial sums as they stand in a cotangent's type."""
+        import jax  # parsing knows no jax
+
+        entries = [_entry(axes, jax.P.UNCONSTRAINED) for axes in self.axes]
+        partial = {"reduced" if dual else "unreduced": set(self.partial)} if self.partial else {}
+        return jax.P(*entries, **partial)
+
+    def local_shape(self, sizes: Mapping[str, int] | Sequence[int], mesh: Any) -> tuple[int, ...]:
+        """The shape that one device holds.
+
+        Args:
+          sizes: size of every dimension by letter, or the shape of the whole array.
+          mesh: size of every mesh axis by name, or a `jax.sharding.Mesh`.
+
+        Raises:
+          SpecError: as `check`; also for a dimension left open, whose local size nobody knows yet.
+
+        Example:
+          >>> Spec.parse("B_xLE_yz").local_shape((8, 128, 512), {"x": 4, "y": 2, "z": 2})
+          (2, 128, 128)
+        """
+        mesh = mesh_sizes(mesh)
+        self.check(sizes, mesh)
+        if self.is_open:
+            at = self.axes.index((OPEN,))
+            fault = self._fault(at, f"dimension {self.dims[at]} is left open, so its local size is not known.")
+            raise report(SpecError, f"cannot tell the local shape of '{self}'", [fault])
+        whole = [sizes[d] for d in self.dims] if isinstance(sizes, Mapping) else sizes
+        return tuple(n // math.prod(mesh[a] for a in axes) for n, axes in zip(whole, self.axes))
+
+    def check(self, sizes: Mapping[str, int] | Sequence[int], mesh: Any) -> None:
+        """Raises SpecError, with every fault, unless this spec fits these sizes and this mesh (see `local_shape`)."""
+        faults = self.faults(sizes, mesh)
+        if faults:
+            raise report(SpecError, f"cannot shard '{self}' for {_sizes_text(sizes)}", faults)
+
+    def faults(self, sizes: Mapping[str, int] | Sequence[int], mesh: Any) -> tuple[Fault, ...]:
+        """Every fault that `check` would raise, for whoever collects the faults of many specs."""
+        mesh = mesh_sizes(mesh)
+        unknown = self._unknown_axes(mesh)
+        if not isinstance(sizes, Mapping):
+            if len(sizes) != len(self.dims):
+                return (*unknown, self._rank_fault(tuple(sizes)))
+            sizes = dict(zip(self.dims, sizes))
+        return (*unknown, *filter(None, (self._size_fault(i, sizes, mesh) for i in range(len(self.dims)))))
+
+    def _unknown_axes(self, mesh: Mapping[str, int]) -> list[Fault]:
+        known = f"The mesh has {listed(sorted(mesh))}." if mesh else "The mesh has no axes."
+        faults = []
+        for at, axes in enumerate((*self.axes, self.partial)):
+            before = f"{self.dims[at]}_" if at < len(self.dims) else "partialsum-"
+            missing = [a for a in axes if a != OPEN and a not in mesh]
+            whole = _spelled(axes, mesh)
+            if missing and whole:
+                faults.append(self._fault(at, f"'{before}{''.join(axes)}' names the mesh axes {listed(axes)}, one letter each.",
+                                          f"The name of one mesh axis stands in braces: '{before}{{{whole}}}'."))
+            else:
+                faults += [self._fault(at, f"the mesh has no axis {a}.", suggestion(a, mesh) + known) for a in missing]
+        return faults
+
+    def _rank_fault(self, shape: tuple[int, ...]) -> Fault:
+        count = "1 dimension" if len(self.dims) == 1 else f"{len(self.dims)} dimensions"
+        fact = f"the spec has {count}, and the array {len(shape)}: {shape}."
+        return Fault(str(self), 0, len(str(self)), fact, "Write one capital letter for each dimension of the array.")
+
+    def _size_fault(self, at: int, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Fault | None:
+        dim, axes = self.dims[at], self.axes[at]
+        if dim not in sizes:
+            known = f"Sizes are given for {listed(sizes)}." if sizes else "No sizes are given."
+            return self._fault(at, f"dimension {dim} has no size.", known)
+        parts = math.prod(mesh.get(a, 1) for a in axes)
+        size = sizes[dim]
+        if size % parts == 0:
+            return None
+        over = (f"mesh axis {axes[0]} (size {parts}) does not divide" if len(axes) == 1 else
+                f"mesh axes {listed(axes)} (size {'·'.join(str(mesh.get(a, 1)) for a in axes)} = {parts}) do not divide")
+        below = size // parts * parts
+        near = f"{below} or {below + parts}" if below else f"{parts}"
+        bare = str(self.with_axes(dim, ()))
+        return self._fault(at, f"dimension {dim} has size {size}, which {over}.",
+                           f"Use a size that is a multiple of {parts} ({near}), or leave {dim} unsharded: '{bare}'.")
+
+    def _fault(self, at: int, fact: str, remedy: str = "") -> Fault:
+        pieces = [_written(d, axes) for d, axes in zip(self.dims, self.axes)]
+        text = str(self)
+        start = len("".join(pieces[:at])) if at < len(pieces) else text.index("partialsum-")
+        return Fault(text, start, start + len(pieces[at]) if at < len(pieces) else len(text), fact, remedy)
+
+
+def mesh_sizes(mesh: Any) -> dict[str, int]:
+    """The size of every mesh axis by name, of a mapping or of a `jax.sharding.Mesh`."""
+    return dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
+
+
+def spec_from(written: Written) -> Spec:
+    """The spec of what was read without a fault."""
+    partial = tuple(a.name for a in written.partial.axes) if written.partial else ()
+    return Spec(tuple(written.names), tuple(tuple(a.name for a in d.axes) for d in written.dims), partial)
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str) -> Spec:
+    reader = Reader(text)
+    written = reader.spec()
+    if reader.at < len(text):
+        found = "->" if text.startswith("->", reader.at) else reader.peek()
+        reader.fault(reader.at, f"{found!r} belongs to an equation, and a spec is one tensor.",
+                     "Write one spec, as in 'B_xLE_yz'.", reader.at + len(found))
+    while reader.at < len(text):  # what follows is read for its faults
+        reader.at += 2 if text.startswith("->", reader.at) else 1
+        reader.spec()
+    if reader.faults:
+        raise report(SpecError, f"cannot read the spec {text!r}", reader.faults)
+    return spec_from(written)
+
+
+def _refuse_ill_formed(spec: Spec) -> None:
+    axes = [a for group in spec.axes if group != (OPEN,) for a in group] + list(spec.partial)
+    fine = (len(spec.dims) == len(spec.axes) and len(set(spec.dims)) == len(spec.dims) and len(set(axes)) == len(axes)
+            and all(d in CAPITAL for d in spec.dims) and all(isinstance(a, str) and NAME.fullmatch(a) for a in axes))
+    if not fine:
+        raise SpecError(f"no spec has dims={spec.dims!r}, axes={spec.axes!r} and partial={spec.partial!r}.\n"
+                        "  Every dimension is a capital letter with its own mesh axes; a mesh axis stands once in a spec.")
+
+
+def _names(axes: Sequence[str]) -> str:
+    return "".join(axes) if all(len(a) == 1 for a in axes) else "{" + ",".join(axes) + "}"
+
+
+def _written(dim: str, axes: Sequence[str]) -> str:
+    return f"{dim}_{_names(axes)}" if axes else dim
+
+
+def _spelled(axes: Sequence[str], mesh: Mapping[str, int]) -> str:
+    """The mesh axis whose name the letters of a suffix spell, if they do."""
+    word = "".join(axes)
+    return word if len(axes) > 1 and all(len(a) == 1 for a in axes) and word in mesh else ""
+
+
+def _entry(axes: tuple[str, ...], unconstrained: Any) -> Any:
+    return unconstrained if axes == (OPEN,) else None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def _sizes_text(sizes: Mapping[str, int] | Sequence[int]) -> str:
+    if isinstance(sizes, Mapping):
+        return "the sizes " + ", ".join(f"{d}={n}" for d, n in sizes.items())
+    return f"an array of shape {tuple(sizes)}"
