@@ -1,0 +1,1 @@
+"""What an equation does: costs, plans, and the programs they become."""

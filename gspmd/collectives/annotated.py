@@ -1,0 +1,122 @@
+"""Lowering `xla`: the equation as plain einsums between annotations; the compiler inserts the collectives.
+
+A partial sum is no placement the compiler can be asked for by annotation. Here it becomes a dimension of its own, one
+summand per device: a relabelling without communication on either side of ordinary einsums.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import islice, product
+from string import ascii_uppercase
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.annotate.equation import Equation
+from gspmd.annotate.spec import Spec
+from gspmd.collectives import planned
+from gspmd.collectives.lower import accumulator
+from gspmd.collectives.planning import make_plan
+
+
+def annotated_program(equation: Equation, sizes: tuple, context: planned.Context, dtypes: tuple[str, ...], via: str | None, precision, preferred: str | None) -> Callable:
+    """From a flat list of arrays to a tuple of results; JAX differentiates it, forward and reverse."""
+    specs = [spec for operand in equation.operands for spec in operand.specs]
+    summands = _summand_letters([*specs, *equation.outputs])
+    ins, outs = ([_lifted(spec, summands) for spec in some] for some in (specs, equation.outputs))
+    compute = partial(_plain, equation, ins, outs, context.mesh, precision, preferred)
+    compute.__name__ = str(equation)
+
+    def program(*arrays):
+        with jax.named_scope(f"gspmd[{equation}]"):
+            arrays = [_to_dimensions(spec, new, x) for spec, new, x in zip(specs, ins, arrays)]
+            results = planned.compiler_chooses(compute, ins, tuple(outs), *arrays)
+            return tuple(_to_partial(new, spec, x) for spec, new, x in zip(equation.outputs, outs, results))
+
+    program.__name__ = program.__qualname__ = _register(equation, sizes, context, dtypes, via)
+    return jax.jit(program)
+
+
+def _register(equation: Equation, sizes: tuple, context: planned.Context, dtypes: tuple[str, ...], via: str | None) -> str:
+    """Under this lowering the plan is a forecast; an open dimension has none."""
+    steps = backward = ()
+    if not any(spec.is_open for operand in equation.operands for spec in operand.specs):
+        plan = make_plan(equation, sizes, context.axes, dtypes, context.chip, "xla", via)
+        steps, backward = plan.steps, plan.backward.steps
+    return planned.register(planned.Registered(str(equation), steps, backward))
+
+
+# -- a partial sum as a dimension -----------------------------------------------------------------------------------------
+
+
+def _summand_letters(specs: Sequence[Spec]) -> dict[str, str]:
+    """A letter that the equation does not use for every mesh axis over which a sum is owed."""
+    free = iter(sorted(set(ascii_uppercase) - {dim for spec in specs for dim in spec.dims}))
+    return {axis: next(free) for axis in sorted({axis for spec in specs for axis in spec.partial})}
+
+
+def _lifted(spec: Spec, letters: Mapping[str, str]) -> Spec:
+    """`BF_y partialsum-x` as `A_xBF_y`."""
+    return Spec(tuple(letters[axis] for axis in spec.partial) + spec.dims, tuple((axis,) for axis in spec.partial) + spec.axes)
+
+
+def _to_dimensions(spec: Spec, lifted: Spec, x: jax.Array) -> jax.Array:
+    count = len(spec.partial)
+    return _relabel(spec.partition_spec(), lifted.partition_spec(), count)(x) if count else x
+
+
+def _to_partial(lifted: Spec, spec: Spec, x: jax.Array) -> jax.Array:
+    count = len(spec.partial)
+    return _relabel(lifted.partition_spec(), spec.partition_spec(), -count)(x) if count else x
+
+
+@lru_cache(maxsize=1024)
+def _relabel(here: jax.P, there: jax.P, added: int) -> Callable:
+    """Every device keeps its piece, which gains or loses leading dimensions of size 1; no communication either way."""
+
+    def reshaped(x, ins, outs, added):
+        body = lambda piece: piece.reshape((1,) * added + piece.shape[max(0, -added) :])  # noqa: E731
+        return jax.shard_map(body, in_specs=ins, out_specs=outs, check_vma=False)(x)
+
+    relabel = jax.custom_vjp(lambda x: reshaped(x, here, there, added))
+    relabel.defvjp(
+        lambda x: (relabel(x), None),
+        lambda _, cotangent: (reshaped(cotangent, _dual(there), _dual(here), -added),),
+    )
+    return relabel
+
+
+def _dual(spec: jax.P) -> jax.P:
+    return jax.P(*spec.partitions, reduced=spec.unreduced) if spec.unreduced else spec
+
+
+def _plain(equation: Equation, ins, outs, mesh, precision, preferred, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    dtype = jnp.dtype(preferred) if preferred else jnp.result_type(*arrays)
+    held, sums = iter(zip(ins, arrays)), []
+    for term in equation.terms:
+        operands = [list(islice(held, len(operand.specs))) for operand in term.operands]
+        pairs = list(product(*operands))
+        sums.append([_product(pair, out, mesh, precision) for pair, out in zip(pairs, outs)])
+    return tuple(sum(parts[1:], parts[0]).astype(dtype) for parts in zip(*sums))
+
+
+def _product(pair, output: Spec, mesh: Mapping[str, int], precision) -> jax.Array:
+    """One product, accumulated in float32; a sum that only the result owes is cut out of a summed dimension."""
+    for dim, axes in zip(output.dims, output.axes):
+        if not any(dim in spec.dims for spec, _ in pair):
+            size = mesh[axes[0]]
+            summed = next(d for spec, x in pair for d, n in zip(spec.dims, x.shape) if d not in output.dims and n % size == 0)
+            pair = [_cut(spec, x, summed, dim, size) if summed in spec.dims else (spec, x) for spec, x in pair]
+    letters = ",".join("".join(spec.dims) for spec, _ in pair) + "->" + "".join(output.dims)
+    arrays = [x for _, x in pair]
+    wide = accumulator(*(x.dtype for x in arrays))
+    if len(arrays) == 1:
+        passes_through = set(pair[0][0].dims) == set(output.dims)
+        return jnp.einsum(letters, arrays[0] if passes_through else arrays[0].astype(wide))
+    return jnp.einsum(letters, *arrays, precision=precision, preferred_element_type=wide)
+
+
+def _cut(spec: Spec, x: jax.Array, dim: str, new: str, size: int) -> tuple[Spec, jax.Array]:
+    at = spec.dims.index(dim)
+    x = x.reshape((*x.shape[:at], size, x.shape[at] // size, *x.shape[at + 1 :]))
+    return Spec((*spec.dims[:at], new, *spec.dims[at:]), ((),) * (len(spec.dims) + 1)), x

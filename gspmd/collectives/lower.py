@@ -1,0 +1,182 @@
+"""Steps as they run inside a shard_map body: one public JAX collective each, under a scope that names the step."""
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gspmd.annotate.spec import Spec
+from gspmd.collectives.plan import Output, Product, Routine, Step
+
+
+def emit(steps: Sequence[Step], x: jax.Array, mesh: Mapping[str, int], *, reduce: str = "sum", first: int = 0) -> jax.Array:
+    """Run steps on a device's piece of a tensor, inside a shard_map over the whole mesh.
+
+    Args:
+        steps: a chain, as `moves.move` returns it.
+        x: the local piece, its dimensions in the order of the first step's `before`.
+        mesh: mesh axis sizes.
+        reduce: what an all-reduce computes, `"sum"` or `"max"`.
+        first: number of the first step in its plan; scopes are numbered from it.
+    """
+    for number, step in enumerate(steps, first):
+        with jax.named_scope(scope(number, step)):
+            x = _EMIT[step.kind](step, x, mesh, reduce)
+    return x
+
+
+def scope(number: int, step: Step) -> str:
+    """The named scope of a plan's step: its number and what it does."""
+    return f"step{number}.{step.kind}.{'.'.join(step.axes)}".rstrip(".")
+
+
+def _changed_dimension(step: Step) -> int:
+    return next(d for d, (old, new) in enumerate(zip(step.before.axes, step.after.axes)) if old != new)
+
+
+def _all_gather(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+    return lax.all_gather(x, step.axes, axis=_changed_dimension(step), tiled=True)
+
+
+def _reduce_scatter(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+    return lax.psum_scatter(x, step.axes, scatter_dimension=_changed_dimension(step), tiled=True)
+
+
+def _all_reduce(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+    return lax.pmax(x, step.axes) if reduce == "max" else lax.psum(x, step.axes)
+
+
+def _slice(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+    d = _changed_dimension(step)
+    size = x.shape[d] // prod(mesh[axis] for axis in step.axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(step.axes) * size, size, axis=d)
+
+
+def _all_to_all(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+    grown = [len(new) > len(old) for old, new in zip(step.before.axes, step.after.axes)]
+    shrunk = [len(new) < len(old) for old, new in zip(step.before.axes, step.after.axes)]
+    return lax.all_to_all(x, step.axes, split_axis=grown.index(True), concat_axis=shrunk.index(True), tiled=True)
+
+
+def _permute(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+    axes = tuple(axis for axis in mesh if mesh[axis] > 1)
+    return lax.ppermute(x, axes, permutation(step.before, step.after, {axis: mesh[axis] for axis in axes}))
+
+
+_EMIT = {
+    "all-gather": _all_gather,
+    "reduce-scatter": _reduce_scatter,
+    "all-reduce": _all_reduce,
+    "all-to-all": _all_to_all,
+    "slice": _slice,
+    "collective-permute": _permute,
+}
+
+
+def permutation(before: Spec, after: Spec, mesh: Mapping[str, int]) -> list[tuple[int, int]]:
+    """Who sends to whom when every device's piece changes place: (source, target) pairs, each device once on either side.
+
+    A device that already holds its piece keeps it; summands of a partial sum stay with their coordinates.
+
+    Example:
+        >>> permutation(Spec.parse("E_xy"), Spec.parse("E_yx"), {"x": 2, "y": 2})
+        [(0, 0), (2, 1), (1, 2), (3, 3)]
+    """
+    devices = [dict(zip(mesh, place)) for place in product(*(range(size) for size in mesh.values()))]
+    holders: dict[tuple, list[int]] = {}
+    for number, device in enumerate(devices):
+        holders.setdefault(_piece(before, device, mesh), []).append(number)
+    wanted = [_piece(after, device, mesh) for device in devices]
+    source: dict[int, int] = {}
+    for number, piece in enumerate(wanted):
+        if number in holders[piece]:
+            holders[piece].remove(number)
+            source[number] = number
+    for number, piece in enumerate(wanted):
+        if number not in source:
+            source[number] = holders[piece].pop(0)
+    return [(source[number], number) for number in range(len(devices))]
+
+
+def _piece(spec: Spec, device: Mapping[str, int], mesh: Mapping[str, int]) -> tuple[int, ...]:
+    """Which piece of the tensor a device holds: its index along every dimension, and its summand."""
+    index = []
+    for axes in (*spec.axes, *((axis,) for axis in spec.partial)):
+        position = 0
+        for axis in axes:
+            position = position * mesh[axis] + device[axis]
+        index.append(position)
+    return tuple(index)
+
+
+class Execution:
+    """Runs a routine on local pieces; built once per program, called while its shard_map is traced.
+
+    Local products accumulate in float32 (or wider) and cross the wire in the tensors' wire dtypes.
+    """
+
+    def __init__(self, routine: Routine, inputs: Sequence, outputs: Sequence, sizes: Mapping[str, int], mesh: Mapping[str, int], precision=None):
+        self.routine, self.inputs, self.outputs = routine, inputs, outputs
+        self.sizes, self.mesh, self.precision = sizes, mesh, precision
+
+    def __call__(self, *pieces: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The outputs' pieces, and those of the operands as moved."""
+        self.step = 0
+        moved = [self._send(move.steps, pieces[move.source], self.inputs[move.source].wire) for move in self.routine.moves]
+        values = [self._product(product, moved) for product in self.routine.products]
+        return [self._output(output, values, tensor) for output, tensor in zip(self.routine.outputs, self.outputs)], moved
+
+    def _send(self, steps: Sequence[Step], x: jax.Array, wire: str) -> jax.Array:
+        if any(step.is_collective for step in steps) and x.dtype != wire:
+            return self._send(steps, x.astype(wire), wire).astype(x.dtype)
+        x = emit(steps, x, self.mesh, first=self.step)
+        self.step += len(steps)
+        return x
+
+    def _product(self, product: Product, moved: Sequence[jax.Array]) -> jax.Array:
+        value = moved[product.left]
+        if not product.passes_through:
+            with jax.named_scope(scope(self.step, product.einsum)):
+                value = self._einsum(product, moved)
+            self.step += 1
+        return self._send(product.steps, value, self._wire_of(product))
+
+    def _wire_of(self, product: Product) -> str:
+        number = self.routine.products.index(product)
+        return next(tensor.wire for output, tensor in zip(self.routine.outputs, self.outputs) if number in output.products)
+
+    def _einsum(self, product: Product, moved: Sequence[jax.Array]) -> jax.Array:
+        operands = [moved[product.left]] if product.right is None else [moved[product.left], moved[product.right]]
+        specs = [product.einsum.before, product.einsum.other][: len(operands)]
+        letters = ",".join("".join(spec.dims) for spec in specs) + "->" + "".join(product.einsum.after.dims)
+        wide = accumulator(*(x.dtype for x in operands))
+        if len(operands) == 1:
+            return jnp.einsum(letters, operands[0].astype(wide))
+        return jnp.einsum(letters, *operands, precision=self.precision, preferred_element_type=wide)
+
+    def _output(self, output: Output, values: Sequence[jax.Array], tensor) -> jax.Array:
+        first, *rest = (values[number] for number in output.products)
+        total = sum(rest, first)
+        total = self._send(output.steps, total, tensor.wire)
+        held = self.routine.products[output.products[0]].spec.dims
+        return self._arrange(total, held, output.spec).astype(tensor.dtype)
+
+    def _arrange(self, x: jax.Array, held: tuple[str, ...], spec: Spec) -> jax.Array:
+        """Transpose to the output's order and broadcast the dimensions that no operand has."""
+        order = [held.index(dim) for dim in spec.dims if dim in held]
+        if order != sorted(order):
+            x = x.transpose(order)
+        if len(order) == len(spec.dims):
+            return x
+        new = [d for d, dim in enumerate(spec.dims) if dim not in held]
+        shape = tuple(self.sizes[dim] // prod(self.mesh[axis] for axis in axes) for dim, axes in zip(spec.dims, spec.axes))
+        return jnp.broadcast_to(jnp.expand_dims(x, new), shape)
+
+
+def accumulator(*dtypes) -> jnp.dtype:
+    """Float32 for what is narrower, the operands' own dtype for what is not."""
+    dtype = jnp.result_type(*dtypes)
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

@@ -1,0 +1,48 @@
+"""How plans become programs: the default inside a `with gspmd.lowering(...)`."""
+
+from contextlib import AbstractContextManager
+
+import jax
+
+from gspmd.annotate.errors import PlanError, suggestion
+
+LOWERINGS = ("auto", "xla", "blocking")
+
+_default = jax.make_user_context(default_value="auto")  # part of jit's cache key, so no stale program
+
+
+def lowering(name: str) -> AbstractContextManager:
+    """Set the default lowering of `gspmd.einsum` and `gspmd.reshard` inside a `with` block.
+
+    Args:
+        name: `"xla"` annotates, and the compiler chooses the collectives; `"blocking"` runs the plan's own collectives in a
+            shard_map; `"auto"` is the cheapest by the cost model, which between these two is the one whose cost is known:
+            blocking.
+
+    Raises:
+        PlanError: unknown name.
+
+    Example:
+        >>> with lowering("xla"):
+        ...     current()
+        'xla'
+    """
+    return _default(checked(name))
+
+
+def current() -> str:
+    """The lowering in force."""
+    return _default.value
+
+
+def checked(name: str) -> str:
+    """A lowering's name, if it is one."""
+    if name not in LOWERINGS:
+        raise PlanError(f"no lowering is called {name!r}.\n  {suggestion(str(name), LOWERINGS)}Known: {', '.join(LOWERINGS)}.")
+    return name
+
+
+def resolve(name: str | None) -> str:
+    """The lowering that runs: an argument, else the default in force; auto decided."""
+    chosen = checked(current() if name is None else name)
+    return "blocking" if chosen == "auto" else chosen

@@ -1,0 +1,188 @@
+"""The cheapest chain of collectives that brings a tensor from one spec to another.
+
+A uniform-cost search over placements. From any placement the actions are those that bring some axis nearer to where the
+target has it: slice, reduce-scatter and all-reduce what is replicated or partial, exchange or gather minor axes, permute
+where only the order is wrong. Slicing early and gathering late falls out of the costs.
+"""
+
+import heapq
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import chain
+from math import prod
+
+from gspmd.annotate.errors import PlanError
+from gspmd.annotate.spec import Spec
+from gspmd.collectives.chips import Chip
+from gspmd.collectives.cost import collective_seconds, wire_bytes
+from gspmd.collectives.plan import Step, picoseconds
+
+Axes = tuple[str, ...]
+Placement = tuple[tuple[Axes, ...], frozenset[str]]
+"""The axes of every dimension, and the axes whose sum is still owed."""
+
+
+def move(src: Spec, dst: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], itemsize: int, chip: Chip, operand: str = "") -> tuple[Step, ...]:
+    """Plan the collectives that bring a tensor from `src` to `dst`.
+
+    Args:
+        src: the spec it has.
+        dst: the spec it shall have; the same dimensions (their order is the caller's concern), partial sums a subset.
+        sizes: size of each dimension of the whole tensor.
+        mesh: size of each mesh axis.
+        itemsize: bytes per element on the wire.
+        chip: whose links the seconds are for.
+        operand: how the steps name the tensor.
+
+    Returns:
+        The steps, cheapest in seconds, then in bytes, then in number.
+
+    Raises:
+        PlanError: the target owes a partial sum that the source does not.
+    """
+    if src == dst:
+        return ()
+    src, dst = drop_trivial(src, mesh), drop_trivial(dst, mesh)
+    shape = tuple(sizes[dim] for dim in src.dims)
+    target = Spec(src.dims, tuple(dst.axes_of(dim) for dim in src.dims), dst.partial)
+    return _search(src, target, shape, tuple(mesh.items()), itemsize, chip, operand)
+
+
+def drop_trivial(spec: Spec, mesh: Mapping[str, int]) -> Spec:
+    """Leave out mesh axes of size 1, over which nothing is ever sent."""
+    if all(mesh[axis] > 1 for axis in chain(spec.partial, *spec.axes)):
+        return spec
+    axes = tuple(tuple(axis for axis in names if mesh[axis] > 1) for names in spec.axes)
+    return Spec(spec.dims, axes, tuple(axis for axis in spec.partial if mesh[axis] > 1))
+
+
+@lru_cache(maxsize=1 << 16)
+def _search(src: Spec, dst: Spec, shape: tuple[int, ...], mesh_items: tuple, itemsize: int, chip: Chip, operand: str) -> tuple[Step, ...]:
+    if not set(dst.partial) <= set(src.partial):
+        owed = ", ".join(sorted(set(dst.partial) - set(src.partial)))
+        raise PlanError(f"cannot move '{src}' to '{dst}'\n  nothing makes the partial sum over mesh axis {owed}.")
+    problem = _Problem(dst, shape, dict(mesh_items), itemsize, chip)
+    start, goal = (src.axes, frozenset(src.partial)), (dst.axes, frozenset(dst.partial))
+    queue = [((0, 0, 0), 0, start, ())]
+    done, pushed = set(), 0
+    while queue:
+        cost, _, here, path = heapq.heappop(queue)
+        if here == goal:
+            return tuple(problem.step(src.dims, *edge, operand) for edge in path)
+        if here in done:
+            continue
+        done.add(here)
+        for kind, axes, there in problem.actions(here):
+            if there not in done and problem.divides(there):
+                price = problem.price(kind, axes, here, there)
+                pushed += 1
+                heapq.heappush(queue, (tuple(map(sum, zip(cost, price))), pushed, there, (*path, (kind, axes, here, there))))
+    raise PlanError(f"cannot move '{src}' to '{dst}': no chain of collectives divides the sizes {shape} evenly.")
+
+
+class _Problem:
+    """The target of one search, and what an action on the way costs."""
+
+    def __init__(self, target: Spec, shape: tuple[int, ...], mesh: dict[str, int], itemsize: int, chip: Chip):
+        self.goal = target.axes
+        self.home = {axis: d for d, axes in enumerate(target.axes) for axis in axes}
+        self.keep = frozenset(target.partial)
+        self.shape, self.mesh, self.itemsize, self.chip = shape, mesh, itemsize, chip
+        self.whole = prod(shape) * itemsize
+
+    def local_bytes(self, placement: Placement) -> int:
+        return self.whole // prod(self.mesh[axis] for axes in placement[0] for axis in axes)
+
+    def divides(self, placement: Placement) -> bool:
+        return all(size % prod(self.mesh[axis] for axis in axes) == 0 for size, axes in zip(self.shape, placement[0]))
+
+    def price(self, kind: str, axes: Axes, here: Placement, there: Placement) -> tuple[int, int, int]:
+        buffer = max(self.local_bytes(here), self.local_bytes(there))
+        seconds = collective_seconds(kind, axes, self.mesh, buffer, self.chip)
+        return picoseconds(seconds), wire_bytes(kind, prod(self.mesh[axis] for axis in axes), buffer), 1
+
+    def step(self, dims: tuple[str, ...], kind: str, axes: Axes, here: Placement, there: Placement, operand: str) -> Step:
+        buffer = max(self.local_bytes(here), self.local_bytes(there))
+        sent = wire_bytes(kind, prod(self.mesh[axis] for axis in axes), buffer)
+        seconds = collective_seconds(kind, axes, self.mesh, buffer, self.chip)
+        before, after = (Spec(dims, place[0], tuple(sorted(place[1]))) for place in (here, there))
+        return Step(kind, axes, sent, seconds, before, after, operand)
+
+    def actions(self, here: Placement) -> Iterator[tuple[str, Axes, Placement]]:
+        """Every action that can be on a cheapest path: its kind, its axes, where it leads."""
+        yield from self._split(here)
+        yield from self._settle(here)
+        yield from self._leave(here)
+        yield from self._reorder(here)
+
+    def _split(self, here: Placement) -> Iterator[tuple[str, Axes, Placement]]:
+        """Slice what is replicated, reduce-scatter what is partial, onto the dimension that wants it."""
+        axes, partial = here
+        placed = frozenset(chain(*axes))
+        for d, wanted in enumerate(self.goal):
+            for kind, ready in (
+                ("slice", [axis for axis in wanted if axis not in placed and axis not in partial]),
+                ("reduce-scatter", [axis for axis in wanted if axis in partial]),
+            ):
+                for count in range(len(ready), 0, -1):
+                    group = tuple(ready[:count])
+                    yield kind, group, (_put(axes, d, axes[d] + group), partial - set(group))
+
+    def _settle(self, here: Placement) -> Iterator[tuple[str, Axes, Placement]]:
+        """All-reduce what is partial and wanted nowhere, or everything partial where scattering cannot be had."""
+        axes, partial = here
+        owed = partial - self.keep
+        for group in {frozenset(axis for axis in owed if axis not in self.home), owed} - {frozenset()}:
+            yield "all-reduce", tuple(axis for axis in self.mesh if axis in group), (axes, partial - group)
+
+    def _leave(self, here: Placement) -> Iterator[tuple[str, Axes, Placement]]:
+        """Take minor axes off a dimension: gather them, or exchange them for a split of the dimension they belong to."""
+        axes, partial = here
+        for d, held in enumerate(axes):
+            settled = _common_prefix(held, self.goal[d])
+            for start in range(settled, len(held)):
+                group, rest = held[start:], _put(axes, d, held[:start])
+                yield "all-gather", group, (rest, partial)
+                homes = {self.home.get(axis, d) for axis in group}
+                if len(homes) == 1 and (home := homes.pop()) != d:
+                    yield "all-to-all", group, (_put(rest, home, rest[home] + group), partial)
+
+    def _reorder(self, here: Placement) -> Iterator[tuple[str, Axes, Placement]]:
+        """Permute: within a dimension, so that what stays is major in the wanted order and what leaves is minor; or
+        straight to the target where every device already holds a piece of the right size."""
+        axes, partial = here
+        for d, held in enumerate(axes):
+            stays = tuple(axis for axis in self.goal[d] if axis in held)
+            leaves = sorted((axis for axis in held if axis not in self.goal[d]), key=self._exit_order)
+            ordered = stays + tuple(leaves)
+            if ordered != held:
+                yield "collective-permute", _changed(held, ordered), (_put(axes, d, ordered), partial)
+        goal = (self.goal, partial)
+        if axes != self.goal and partial == self.keep and self._same_pieces(axes):
+            moved = {axis for held, wanted in zip(axes, self.goal) if held != wanted for axis in _changed(held, wanted)}
+            yield "collective-permute", tuple(axis for axis in self.mesh if axis in moved), goal
+
+    def _same_pieces(self, axes: tuple[Axes, ...]) -> bool:
+        count = lambda names: prod(self.mesh[axis] for axis in names)  # noqa: E731
+        return all(count(held) == count(wanted) for held, wanted in zip(axes, self.goal))
+
+    def _exit_order(self, axis: str) -> tuple[int, int]:
+        home = self.home.get(axis)
+        return (-1, 0) if home is None else (home, self.goal[home].index(axis))
+
+
+def _put(axes: tuple[Axes, ...], d: int, held: Axes) -> tuple[Axes, ...]:
+    return (*axes[:d], held, *axes[d + 1 :])
+
+
+def _common_prefix(held: Axes, wanted: Axes) -> int:
+    count = 0
+    while count < min(len(held), len(wanted)) and held[count] == wanted[count]:
+        count += 1
+    return count
+
+
+def _changed(held: Axes, wanted: Axes) -> Axes:
+    """The axes along which a permute moves data."""
+    settled = _common_prefix(held, wanted)
+    return tuple(dict.fromkeys((*held[settled:], *wanted[settled:])))

@@ -1,0 +1,171 @@
+"""Steps, routines and plans: what an equation does, as data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from gspmd.annotate.equation import Equation
+from gspmd.annotate.spec import Spec
+from gspmd.collectives.chips import Chip
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "slice", "einsum")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing a device does: a collective, a slice, or the local einsum. Figures are per device and execution.
+
+    Attributes:
+        kind: one of `KINDS`.
+        axes: the mesh axes it runs over, major first; empty for an einsum.
+        wire_bytes: bytes one device sends.
+        seconds: by the chip's link and matrix-unit figures.
+        before: the tensor's spec before the step.
+        after: its spec after the step.
+        operand: what moves: `"operand 1"`, `"result"`, ...
+        flops: floating-point operations of a local einsum; 0 otherwise.
+        other: the second operand's spec of a local einsum.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    wire_bytes: int
+    seconds: float
+    before: Spec
+    after: Spec
+    operand: str = ""
+    flops: int = 0
+    other: Spec | None = None
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether devices talk to one another in it."""
+        return self.kind not in ("slice", "einsum")
+
+
+@dataclass(frozen=True)
+class Move:
+    """Bring input number `source` from its spec to `spec` by `steps`."""
+
+    source: int
+    spec: Spec
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Product:
+    """The local einsum of one or two moved tensors, then `steps` to bring it to `spec`.
+
+    `einsum.after` is what the local einsum leaves, and may owe partial sums. A single tensor with nothing to sum passes
+    through, and its einsum counts as no step.
+    """
+
+    left: int
+    right: int | None
+    einsum: Step
+    steps: tuple[Step, ...]
+    spec: Spec
+
+    @property
+    def passes_through(self) -> bool:
+        """Whether there is nothing to compute."""
+        return self.right is None and set(self.einsum.before.dims) == set(self.einsum.after.dims)
+
+    @property
+    def all_steps(self) -> tuple[Step, ...]:
+        """The local einsum, if there is one, and the steps behind it."""
+        return self.steps if self.passes_through else (self.einsum, *self.steps)
+
+
+@dataclass(frozen=True)
+class Output:
+    """The sum of `products`, which all have one spec, settled by `steps`; dimensions that no product has are broadcast."""
+
+    products: tuple[int, ...]
+    spec: Spec
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Routine:
+    """Moves, then local products, then outputs: all that runs inside one shard_map."""
+
+    inputs: tuple[Spec, ...]
+    moves: tuple[Move, ...]
+    products: tuple[Product, ...]
+    outputs: tuple[Output, ...]
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """Every step in the order of execution."""
+        moved = [step for move in self.moves for step in move.steps]
+        local = [step for product in self.products for step in product.all_steps]
+        return tuple(moved + local + [step for output in self.outputs for step in output.steps])
+
+
+def total_cost(steps: tuple[Step, ...]) -> tuple[int, int, int]:
+    """Add up steps. Picoseconds are whole numbers, so that ties are ties."""
+    return (
+        sum(picoseconds(step.seconds) for step in steps),
+        sum(step.wire_bytes for step in steps),
+        sum(step.kind != "einsum" for step in steps),
+    )
+
+
+def picoseconds(seconds: float) -> int:
+    """Seconds as a whole number of picoseconds."""
+    return round(seconds * 1e12)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps an equation takes on a mesh of a chip, and what they cost, per device and execution.
+
+    Attributes:
+        equation: the parsed equation.
+        sizes: dimension sizes of the whole tensors.
+        mesh: mesh axis sizes.
+        dtypes: dtype of each operand, group members one by one.
+        chip: the hardware figures the seconds come from.
+        lowering: `"xla"` or `"blocking"`: how it becomes a program.
+        routine: moves, local products and outputs, as `gspmd.einsum` runs them.
+        peak_bytes: the most bytes held at once: operands, moved copies, results.
+        backward: the routine of all cotangents together, as it runs; None for a plan that is itself a gradient.
+        gradients: one plan per operand's cotangent. A step that several share stands in the first of them only.
+    """
+
+    equation: Equation
+    sizes: Mapping[str, int]
+    mesh: Mapping[str, int]
+    dtypes: tuple[str, ...]
+    chip: Chip
+    lowering: str
+    routine: Routine
+    peak_bytes: int
+    backward: Routine | None = field(default=None, repr=False)
+    gradients: tuple["Plan", ...] = field(default=(), repr=False)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Every step in the order of execution, the local einsums among them."""
+        return self.routine.steps
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one device sends."""
+        return sum(step.wire_bytes for step in self.steps)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one device."""
+        return sum(step.flops for step in self.steps)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds, nothing overlapped."""
+        return sum(step.seconds for step in self.steps)
+
+    def __str__(self) -> str:
+        from gspmd.collectives.figure import plain
+
+        return plain(self)

@@ -1,0 +1,173 @@
+"""Programs with planned collectives: the current mesh, and the shard_map in which a plan's steps run.
+
+Every planned program is one `jax.jit` whose name leads to its steps, so that `gspmd.trace` finds it in a jaxpr, loops and
+recomputation included, and each step has its named scope, so that a compiled instruction can be joined to it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+from gspmd.annotate.errors import PlanError, SpecError
+from gspmd.annotate.spec import Spec
+from gspmd.collectives import lowering
+from gspmd.collectives.chips import Chip, chip, chip_of_device
+from gspmd.collectives.plan import Step
+
+DEFAULT_CHIP = "tpu-v4"
+"""Whose figures plans are made with on devices that chips.toml does not list, such as host devices."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """The mesh in force: its axis sizes, the chip it is made of, whether its axes are Explicit, and the lowering."""
+
+    axes: tuple[tuple[str, int], ...]
+    chip: Chip
+    explicit: bool
+    lowering: str
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Size of every mesh axis."""
+        return dict(self.axes)
+
+
+def context(lowering_name: str | None = None) -> Context:
+    """The context of a call.
+
+    Raises:
+        PlanError: there is no mesh, its axes are of both types, or the call stands inside another shard_map.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise PlanError("there is no mesh.\n  Call inside `with jax.set_mesh(mesh):`, with a mesh from jax.make_mesh.")
+    types = set(mesh.axis_types)
+    if AxisType.Manual in types:
+        raise PlanError(
+            "cannot plan inside another shard_map: its mesh axes are already manual, so arrays there are single pieces.\n"
+            "  Call gspmd outside of the shard_map, or use jax.lax collectives inside it."
+        )
+    if len(types) > 1:
+        raise PlanError("the mesh mixes Explicit and Auto axes.\n  Make it with axes of one type.")
+    axes = tuple(zip(mesh.axis_names, mesh.axis_sizes))
+    return Context(axes, _chip(mesh.abstract_device), types == {AxisType.Explicit}, lowering.resolve(lowering_name))
+
+
+def _chip(device: Any) -> Chip:
+    known = chip_of_device(device.device_kind) if device is not None else None
+    return known or chip(DEFAULT_CHIP)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """What a planned program's name stands for."""
+
+    equation: str
+    steps: tuple[Step, ...]
+    backward: tuple[Step, ...] = ()
+
+
+PREFIX = "gspmd_"
+_programs: dict[str, Registered] = {}
+
+
+@lru_cache(maxsize=None)
+def register(registered: Registered) -> str:
+    """The name under which a program runs; equal programs share one."""
+    name = f"{PREFIX}{len(_programs)}"
+    _programs[name] = registered
+    return name
+
+
+def registered(name: str) -> Registered | None:
+    """The program of a jit's name, or None where the name is not one of ours."""
+    return _programs.get(name)
+
+
+def run(name: str, steps: Sequence[Step], body: Callable, in_specs: Sequence, out_specs: Any, *arrays: jax.Array) -> Any:
+    """Run a shard_map over the whole mesh whose collectives are the planned `steps`.
+
+    Never differentiate through it: stand a `jax.custom_vjp` outside, whose backward pass is another `run`.
+
+    Args:
+        name: what is computed, in notation; it opens every scope inside.
+        steps: the plan; `body` emits them, with `lower.emit`.
+        body: from local pieces to local pieces.
+        in_specs: one Spec per array.
+        out_specs: a Spec, or a tuple of them, as `body` returns arrays. A `jax.P` is taken as it is.
+
+    Raises:
+        SpecError: under Explicit axes, an array's type is not what its spec says.
+    """
+    explicit = context().explicit
+    ins = tuple(_input_partition(spec, x, i, name, explicit) for i, (spec, x) in enumerate(zip(in_specs, arrays, strict=True)))
+    outs = jax.tree.map(partition, out_specs, is_leaf=lambda leaf: isinstance(leaf, (Spec, jax.P)))
+    return _program(register(Registered(name, tuple(steps))), name, body, ins, outs)(*arrays)
+
+
+def partition(spec: Spec | jax.P) -> jax.P:
+    """The `jax.P` of a spec."""
+    return spec.partition_spec() if isinstance(spec, Spec) else spec
+
+
+@lru_cache(maxsize=4096)
+def _program(name: str, title: str, body: Callable, ins: tuple, outs: Any) -> Callable:
+    def program(*arrays):
+        with jax.named_scope(f"gspmd[{title}]"):
+            return jax.shard_map(body, in_specs=ins, out_specs=outs, check_vma=False)(*arrays)
+
+    program.__name__ = program.__qualname__ = name
+    return jax.jit(program)
+
+
+def _input_partition(spec: Spec, x: Any, number: int, name: str, explicit: bool) -> jax.P:
+    wanted = spec.partition_spec()
+    if not explicit:
+        if spec.partial:
+            raise SpecError(auto_partial(spec))
+        return wanted
+    actual = jax.typeof(x).sharding.spec
+    if _placed(actual, len(spec.dims)) != _placed(wanted, len(spec.dims)) or actual.unreduced != wanted.unreduced:
+        raise SpecError(
+            f"operand {number + 1} of '{name}' does not lie as the equation says.\n"
+            f"  The equation says '{spec}', that is {wanted}; the array's type is {jax.typeof(x)}.\n"
+            f"  Bring it there with gspmd.reshard, or place it with gspmd.annotate(x, '{spec}')."
+        )
+    return actual
+
+
+def auto_partial(spec: Spec) -> str:
+    """Why a partial sum cannot cross an equation's border under Auto axes."""
+    return (
+        f"a partial sum, '{spec}', cannot enter or leave an equation under Auto mesh axes.\n"
+        "  Use Explicit axes (the default of jax.make_mesh), or settle it inside the equation."
+    )
+
+
+def _placed(spec: jax.P, rank: int) -> tuple:
+    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec.partitions]
+    return (*entries, *((),) * (rank - len(entries)))
+
+
+def compiler_chooses(f: Callable, in_specs: Sequence[Spec], out_specs: Any, *arrays: jax.Array) -> Any:
+    """Run plain code on placed arrays and let the compiler insert the collectives; differentiable by JAX.
+
+    Args:
+        f: plain jax.numpy code.
+        in_specs, out_specs: one Spec per array; constraints under Auto axes, types under Explicit ones.
+    """
+    ctx = context()
+    is_spec = lambda leaf: isinstance(leaf, Spec)  # noqa: E731
+    outs = jax.tree.map(partition, out_specs, is_leaf=is_spec)
+    if ctx.explicit:
+        for number, (spec, x) in enumerate(zip(in_specs, arrays, strict=True)):
+            _input_partition(spec, x, number, getattr(f, "__name__", "f"), True)
+        return jax.sharding.auto_axes(f, out_sharding=outs)(*arrays)
+    constrain = jax.lax.with_sharding_constraint
+    arrays = [constrain(x, spec.partition_spec()) for x, spec in zip(arrays, in_specs, strict=True)]
+    return jax.tree.map(constrain, f(*arrays), outs)

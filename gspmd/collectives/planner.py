@@ -1,0 +1,229 @@
+"""From an equation to its routine, forward and backward.
+
+A product is one search. A group is one search with several members: the shared operand travels once. A sum plans every
+term towards one common placement before settling, so that its partial sums settle once. The gradient of a product is a
+group (the cotangent is shared), that of a sum a larger group, that of a group a sum: the same two tools.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gspmd.annotate.equation import Equation, Term
+from gspmd.annotate.errors import PlanError
+from gspmd.annotate.spec import Spec
+from gspmd.collectives.moves import move
+from gspmd.collectives.plan import Move, Output, Product, Routine, Step, total_cost
+from gspmd.collectives.search import Found, Member, Setting, Tensor, add, search
+
+
+def forward(equation: Equation, setting: Setting, inputs: Sequence[Tensor], outputs: Sequence[Tensor], via: Sequence[Spec | None]) -> Routine:
+    """Plan an equation.
+
+    Args:
+        equation: what to compute.
+        setting: sizes, mesh, chip.
+        inputs: the operands, group members one by one, in reading order; their specs name no mesh axis of size 1.
+        outputs: what they become.
+        via: the spec each operand is brought to before the local einsum, or None where the search is free.
+
+    Raises:
+        PlanError: no assignment of mesh axes gives the outputs.
+    """
+    if equation.is_move and set(inputs[0].spec.dims) == set(outputs[0].spec.dims):
+        return _plain_move(setting, inputs[0], outputs[0])
+    jobs = _jobs(equation, inputs, outputs, via)
+    builder = _Builder(inputs)
+    if len(jobs) == 1:
+        found = _found(setting, jobs[0])
+        for product, target in zip(builder.run(jobs[0], found), outputs):
+            builder.outputs.append(Output((product,), target.spec, ()))
+        return builder.routine()
+    jobs, found, settle = _common_sum(setting, jobs, outputs[0])
+    products = [product for job, each in zip(jobs, found) for product in builder.run(job, each)]
+    builder.outputs.append(Output(tuple(products), outputs[0].spec, settle))
+    return builder.routine()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One search: the shared tensor's input number, its partners', what they become, and the pins."""
+
+    shared: int
+    tensor: Tensor
+    partners: tuple[int | None, ...]
+    members: tuple[Member, ...]
+    pinned: Spec | None = None
+
+
+def _jobs(equation: Equation, inputs, outputs, via) -> list[_Job]:
+    jobs, start = [], 0
+    for term in equation.terms:
+        count = sum(len(operand.specs) for operand in term.operands)
+        jobs.append(_job(term, range(start, start + count), inputs, outputs, via))
+        start += count
+    return jobs
+
+
+def _job(term: Term, numbers: range, inputs, outputs, via) -> _Job:
+    """The ungrouped operand is the shared one; without a group, the first."""
+    first = len(term.operands[0].specs)
+    left, right = tuple(numbers[:first]), tuple(numbers[first:])
+    if term.operands[0].group:
+        left, right = right, left
+    members = tuple(
+        Member(None if p is None else inputs[p], target, None if p is None else via[p])
+        for p, target in zip(right or (None,), outputs)
+    )
+    return _Job(left[0], inputs[left[0]], right or (None,), members, via[left[0]])
+
+
+def _found(setting: Setting, job: _Job) -> Found:
+    return search(setting, job.tensor, job.members, job.pinned)
+
+
+def _plain_move(setting: Setting, source: Tensor, output: Tensor) -> Routine:
+    steps = move(source.spec, output.spec, dict(setting.sizes), dict(setting.mesh), source.itemsize, setting.chip, source.name)
+    arrived = Spec(source.spec.dims, tuple(output.spec.axes_of(dim) for dim in source.spec.dims), output.spec.partial)
+    product = Product(0, None, Step("einsum", (), 0, 0.0, arrived, arrived), (), arrived)
+    return Routine((source.spec,), (Move(0, arrived, steps),), (product,), (Output((0,), output.spec, ()),))
+
+
+def _common_sum(setting: Setting, jobs: list[_Job], output: Tensor) -> tuple[list[_Job], list[Found], tuple[Step, ...]]:
+    """Plan every term towards one placement: each term's own favourite is tried, and settling each term by itself."""
+    favourites = [_found(setting, job).choices[0].result for job in jobs]
+    best = None
+    for common in dict.fromkeys([*favourites, output.spec]):
+        aimed = [_towards(job, common) for job in jobs]
+        try:
+            found = [_found(setting, job) for job in aimed]
+        except PlanError:  # some term cannot owe that sum; another placement will do, the output's own at the latest
+            continue
+        settle = _settle(setting, common, output)
+        cost = add(total_cost(settle), *(each.cost for each in found))
+        if best is None or cost < best[0]:
+            best = (cost, aimed, found, settle)
+    return best[1:]
+
+
+def _towards(job: _Job, common: Spec) -> _Job:
+    member = job.members[0]
+    return replace(job, members=(replace(member, target=replace(member.target, spec=common)),))
+
+
+def _settle(setting: Setting, common: Spec, target: Tensor) -> tuple[Step, ...]:
+    """From the placement that all terms of a sum share to the sum's own, its broadcast dimensions left out."""
+    wanted = Spec(common.dims, tuple(target.spec.axes_of(dim) for dim in common.dims), target.spec.partial)
+    return move(common, wanted, dict(setting.sizes), dict(setting.mesh), target.itemsize, setting.chip, target.name)
+
+
+class _Builder:
+    """Collects moves, each made once, and the products that use them."""
+
+    def __init__(self, inputs: Sequence[Tensor]):
+        self.inputs = tuple(inputs)
+        self.moves: list[Move] = []
+        self.products: list[Product] = []
+        self.outputs: list[Output] = []
+
+    def run(self, job: _Job, found: Found) -> list[int]:
+        """Add the moves and products of one search; the products' numbers."""
+        left = self._move(job.shared, found.shared, found.shared_steps)
+        numbers = []
+        for partner, choice, member in zip(job.partners, found.choices, job.members):
+            right = None if partner is None else self._move(partner, choice.partner, choice.partner_steps)
+            arrived = choice.settle_steps[-1].after if choice.settle_steps else choice.result
+            self.products.append(Product(left, right, choice.einsum, choice.settle_steps, arrived))
+            numbers.append(len(self.products) - 1)
+        return numbers
+
+    def _move(self, source: int, spec: Spec, steps: tuple[Step, ...]) -> int:
+        made = Move(source, spec, steps)
+        if made not in self.moves:
+            self.moves.append(made)
+        return self.moves.index(made)
+
+    def routine(self) -> Routine:
+        return Routine(tuple(t.spec for t in self.inputs), tuple(self.moves), tuple(self.products), tuple(self.outputs))
+
+
+def backward(setting: Setting, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Routine:
+    """Plan the cotangents of a routine's inputs from those of its outputs.
+
+    The operands are held as the forward pass moved them, one residual per move of `routine`. Inputs of the planned routine
+    are the cotangents, then the residuals; its outputs are the cotangents of `inputs`, in order.
+    """
+    cotangents = [replace(t, spec=t.spec.without_partial(), name=_numbered("cotangent", i, outputs)) for i, t in enumerate(outputs)]
+    residuals = [replace(inputs[m.source], spec=m.spec) for m in routine.moves]
+    targets = [replace(t, spec=t.spec.without_partial(), name=f"gradient of {t.name}") for t in inputs]
+    shared = _contributed_twice(routine)
+    best = None
+    for common in _placements(setting, routine, cotangents, residuals, targets, shared):
+        aims = [replace(t, spec=common) if i == shared else t for i, t in enumerate(targets)]
+        jobs = [_gradient_job(routine, n, cotangents, residuals, aims) for n in range(len(outputs))]
+        try:
+            found = [_found(setting, job) for job in jobs]
+        except PlanError:  # some contribution cannot owe that sum; settling each by itself always can
+            continue
+        settle = () if shared is None else _settle(setting, common, targets[shared])
+        cost = add(total_cost(settle), *(each.cost for each in found))
+        if best is None or cost < best[0]:
+            best = (cost, jobs, found, settle)
+    return _gradient_routine(routine, [*cotangents, *residuals], targets, shared, best)
+
+
+def _numbered(name: str, i: int, many: Sequence) -> str:
+    return name if len(many) == 1 else f"{name} {i + 1}"
+
+
+def _contributed_twice(routine: Routine) -> int | None:
+    """The operand that several products share, whose cotangent is a sum; None where there is none."""
+    sources = [routine.moves[m].source for p in routine.products for m in (p.left, p.right) if m is not None]
+    return next((source for source in sources if sources.count(source) > 1), None)
+
+
+def _sides(routine: Routine, output: int) -> list[tuple[int, int | None]]:
+    """For one output's cotangent: which move's cotangent each product gives, and the other move it needs for that."""
+    sides = []
+    for p in routine.outputs[output].products:
+        product = routine.products[p]
+        sides.append((product.left, product.right))
+        if product.right is not None:
+            sides.append((product.right, product.left))
+    return sides
+
+
+def _gradient_job(routine: Routine, output: int, cotangents, residuals, aims) -> _Job:
+    sides = _sides(routine, output)
+    partners = tuple(None if other is None else len(cotangents) + other for _, other in sides)
+    members = tuple(
+        Member(None if other is None else residuals[other], aims[routine.moves[own].source]) for own, other in sides
+    )
+    return _Job(output, cotangents[output], partners, members)
+
+
+def _placements(setting, routine, cotangents, residuals, targets, shared) -> list[Spec | None]:
+    """The placements in which the contributions to a shared operand's cotangent may be added before they settle."""
+    if shared is None:
+        return [None]
+    favourites = []
+    for n, cotangent in enumerate(cotangents):
+        for own, other in _sides(routine, n):
+            if routine.moves[own].source == shared:
+                member = Member(None if other is None else residuals[other], targets[shared])
+                favourites.append(search(setting, cotangent, (member,)).choices[0].result)
+    return list(dict.fromkeys([*favourites, _unbroadcast(targets[shared].spec, favourites[0])]))
+
+
+def _unbroadcast(target: Spec, like: Spec) -> Spec:
+    return Spec(like.dims, tuple(target.axes_of(dim) for dim in like.dims), target.partial)
+
+
+def _gradient_routine(routine: Routine, inputs, targets, shared, best) -> Routine:
+    _, jobs, found, settle = best
+    builder, products = _Builder(inputs), {i: [] for i in range(len(targets))}
+    for n, (job, each) in enumerate(zip(jobs, found)):
+        for (own, _), product in zip(_sides(routine, n), builder.run(job, each)):
+            products[routine.moves[own].source].append(product)
+    for i, target in enumerate(targets):
+        builder.outputs.append(Output(tuple(products[i]), target.spec, settle if i == shared else ()))
+    return builder.routine()

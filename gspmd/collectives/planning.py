@@ -1,0 +1,179 @@
+"""`gspmd.plan`: what an equation will do on a mesh, before anything runs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+from gspmd.annotate.equation import Equation, Operand, Term, parse_equation, parse_via
+from gspmd.annotate.errors import PlanError, SpecError
+from gspmd.annotate.spec import Spec, mesh_sizes
+from gspmd.collectives import planner
+from gspmd.collectives.chips import Chip, chip as chip_row
+from gspmd.collectives.lowering import resolve
+from gspmd.collectives.moves import drop_trivial
+from gspmd.collectives.plan import Plan, Routine
+from gspmd.collectives.search import Setting, Tensor
+
+
+def plan(
+    equation: str | Equation,
+    sizes: Mapping[str, int],
+    mesh: Mapping[str, int] | Any,
+    dtype: str | Sequence[str] = "bfloat16",
+    chip: str | Chip = "tpu-v4",
+    lowering: str | None = "auto",
+    via: str | None = None,
+) -> Plan:
+    """Plan an equation: the collectives and local einsums it takes, with bytes and seconds per device.
+
+    For each mesh axis the planner asks which dimension it shards while the einsum runs (a shared, a contracted or a free
+    one, or none); contracted ones leave a partial sum. The plan is the cheapest way in and out, in seconds on this chip,
+    ties to fewer bytes, then fewer steps, then the order of the specs.
+
+    Args:
+        equation: an einsum, a move, a group or a sum of specs.
+        sizes: size of every dimension of the whole tensors.
+        mesh: size of every mesh axis, or a `jax.sharding.Mesh`.
+        dtype: of all operands, or one each (group members one by one).
+        chip: a row of chips.toml.
+        lowering: `"xla"`, `"blocking"` or `"auto"`.
+        via: the specs that the operands are brought to before the local einsum, where they shall not be searched.
+
+    Returns:
+        A `Plan`; `print` shows it as the papers draw it.
+
+    Raises:
+        SpecError: the notation is wrong, or the sizes do not divide.
+        PlanError: no plan exists, or the chip or the lowering is unknown.
+
+    Example:
+        >>> p = plan("BLE_xyz, E_xF_yz -> BLF_yzx", {"B": 512, "L": 1, "E": 18432, "F": 73728}, {"x": 4, "y": 4, "z": 4})
+        >>> [(step.kind, "".join(step.axes)) for step in p.steps]
+        [('all-gather', 'yz'), ('einsum', ''), ('reduce-scatter', 'x')]
+        >>> p.wire_bytes
+        7962624
+
+    Source: Pope et al. 2022, *Efficiently Scaling Transformer Inference* (arXiv 2211.05102), §3.1 and appendix A.
+    """
+    equation = parse_equation(equation)
+    count = sum(len(operand.specs) for operand in equation.operands)
+    dtypes = (dtype,) * count if isinstance(dtype, str) else tuple(dtype)
+    if len(dtypes) != count:
+        raise PlanError(f"cannot plan '{equation}': {len(dtypes)} dtypes for {count} operands.\n  Give one dtype, or one each.")
+    axes = tuple(mesh_sizes(mesh).items())
+    return make_plan(equation, tuple(sizes.items()), axes, dtypes, chip_row(chip), resolve(lowering), via)
+
+
+@lru_cache(maxsize=4096)
+def make_plan(
+    equation: Equation,
+    sizes: tuple[tuple[str, int], ...],
+    mesh: tuple[tuple[str, int], ...],
+    dtypes: tuple[str, ...],
+    chip: Chip,
+    lowering: str,
+    via: str | None = None,
+    wire_dtype: str | None = None,
+) -> Plan:
+    """`plan` with everything resolved and hashable; `wire_dtype` is `gspmd.einsum`'s."""
+    _refuse_open(equation)
+    equation.check(dict(sizes), dict(mesh))
+    sizes = tuple((dim, size) for dim, size in sizes if any(dim in spec.dims for spec in _specs(equation)))
+    inputs, outputs = tensors(equation, dict(mesh), dtypes, wire_dtype)
+    real = tuple((axis, size) for axis, size in mesh if size > 1)
+    setting = Setting(sizes, real, chip)
+    routine = planner.forward(equation, setting, inputs, outputs, _pins(equation, via, dict(sizes), dict(mesh)))
+    back = planner.backward(setting, routine, inputs, outputs)
+    whole = Plan(equation, dict(sizes), dict(mesh), dtypes, chip, lowering, routine, _peak_bytes(setting, routine, inputs, outputs), back)
+    return replace(whole, gradients=_gradients(whole, setting, inputs, outputs))
+
+
+def tensors(equation: Equation, mesh: Mapping[str, int], dtypes: Sequence[str], wire_dtype: str | None, dtype: str | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    """The operands and the results as the planner sees them: on the wire each has its operand's dtype unless told otherwise."""
+    import jax.numpy as jnp
+
+    flat = [spec for operand in equation.operands for spec in operand.specs]
+    names = ["operand"] if len(flat) == 1 else [f"operand {i + 1}" for i in range(len(flat))]
+    inputs = [Tensor(drop_trivial(s, mesh), d, wire_dtype or d, n) for s, d, n in zip(flat, dtypes, names)]
+    joint = str(jnp.result_type(*map(jnp.dtype, dtypes)))
+    outputs = [Tensor(drop_trivial(s, mesh), dtype or joint, wire_dtype or joint, "result") for s in equation.outputs]
+    return inputs, outputs
+
+
+def _specs(equation: Equation) -> list[Spec]:
+    return [*(spec for operand in equation.operands for spec in operand.specs), *equation.outputs]
+
+
+def _refuse_open(equation: Equation) -> None:
+    for spec in _specs(equation):
+        if spec.is_open:
+            raise PlanError(
+                f"cannot plan '{equation}': '{spec}' leaves a dimension open, so what it will send is the compiler's choice.\n"
+                "  Name its mesh axes, or run it with lowering='xla' under Auto axes."
+            )
+
+
+def _pins(equation: Equation, via: str | None, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> list[Spec | None]:
+    flat = [spec for operand in equation.operands for spec in operand.specs]
+    if via is None:
+        return [None] * len(flat)
+    pinned = [spec for term in parse_via(via) for operand in term.operands for spec in operand.specs]
+    pinned = _spread_over_groups(equation, pinned, flat)
+    if [set(spec.dims) for spec in pinned] != [set(spec.dims) for spec in flat]:
+        raise SpecError(
+            f"cannot plan '{equation}' via '{via}': the specs do not have the operands' dimensions.\n"
+            f"  Write one spec per operand, in their order: '{', '.join(''.join(spec.dims) for spec in flat)}'."
+        )
+    for spec in pinned:
+        spec.check(sizes, mesh)
+    return [drop_trivial(_ordered_as(spec, like), mesh) for spec, like in zip(pinned, flat)]
+
+
+def _spread_over_groups(equation: Equation, pinned: list[Spec], flat: list[Spec]) -> list[Spec]:
+    """A via may write a group's spec once where its members have the same dimensions."""
+    if len(pinned) == len(flat) or len(pinned) != len(equation.operands):
+        return pinned
+    return [spec for spec, operand in zip(pinned, equation.operands) for _ in operand.specs]
+
+
+def _ordered_as(spec: Spec, like: Spec) -> Spec:
+    return Spec(like.dims, tuple(spec.axes_of(dim) for dim in like.dims), spec.partial)
+
+
+def _peak_bytes(setting: Setting, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+    """Operands, moved copies, what the local einsums leave, results: all that one shard_map holds."""
+    sizes, mesh = dict(setting.sizes), dict(setting.mesh)
+
+    def held(spec: Spec, itemsize: int) -> int:
+        whole = prod(sizes[dim] for dim in spec.dims) * itemsize
+        return whole // prod(mesh[axis] for axes in spec.axes for axis in axes)
+
+    total = sum(held(tensor.spec, tensor.itemsize) for tensor in [*inputs, *outputs])
+    total += sum(held(move.spec, inputs[move.source].itemsize) for move in routine.moves if move.steps)
+    settled = [p.einsum.after for p in routine.products if not p.passes_through and p.einsum.after not in routine.inputs]
+    return total + sum(held(spec, outputs[0].itemsize) for spec in settled if spec not in [o.spec for o in outputs])
+
+
+def _gradients(whole: Plan, setting: Setting, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Plan, ...]:
+    """Cut the backward routine into one plan per operand; a move that several need stands in the first."""
+    claimed: set[int] = set()
+    plans = []
+    for output in whole.backward.outputs:
+        plans.append(_gradient(whole, setting, output, claimed))
+    return tuple(plans)
+
+
+def _gradient(whole: Plan, setting: Setting, output, claimed: set[int]) -> Plan:
+    back = whole.backward
+    products = [back.products[number] for number in output.products]
+    used = [m for p in products for m in (p.left, p.right) if m is not None and m not in claimed]
+    moves = tuple(back.moves[m] for m in dict.fromkeys(used))
+    claimed.update(used)
+    renumbered = replace(output, products=tuple(range(len(products))))
+    routine = Routine(back.inputs, moves, tuple(products), (renumbered,))
+    sources = [[back.inputs[back.moves[m].source] for m in (p.left, p.right) if m is not None] for p in products]
+    terms = tuple(Term(tuple(Operand((spec,)) for spec in specs)) for specs in sources)
+    equation = Equation(terms, (output.spec,))
+    return replace(whole, equation=equation, routine=routine, peak_bytes=whole.peak_bytes, backward=None, gradients=())

@@ -1,0 +1,373 @@
+"""Which dimension each mesh axis shards while an einsum runs: the exact search behind every plan.
+
+One tensor, the shared one, meets one or several partners. For each mesh axis the search asks where it stands during the
+local einsums: on a dimension (of the shared tensor, or of a partner alone), nowhere, or still owing a partial sum. Every
+assignment gets a lower bound, all of them at once in numpy; the exact cost, with the moves in and out, is worked out in
+the order of the bounds until a bound exceeds the best cost found. So the search is exhaustive in its answer, not its work.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import permutations, product
+from math import prod
+
+import numpy as np
+
+from gspmd.annotate.errors import PlanError
+from gspmd.annotate.spec import Spec
+from gspmd.collectives.chips import Chip
+from gspmd.collectives.cost import einsum_seconds, itemsize
+from gspmd.collectives.moves import move
+from gspmd.collectives.plan import Step, total_cost
+
+Cost = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a search happens in: the sizes, the mesh without axes of size 1, and the chip."""
+
+    sizes: tuple[tuple[str, int], ...]
+    mesh: tuple[tuple[str, int], ...]
+    chip: Chip
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor as it is held: its spec, its dtype, its dtype on the wire, and its name in plans and messages."""
+
+    spec: Spec
+    dtype: str
+    wire: str
+    name: str = ""
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes per element on the wire."""
+        return itemsize(self.wire)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One product of the shared tensor: its partner (None: the shared tensor alone), what it becomes, and any pins."""
+
+    partner: Tensor | None
+    target: Tensor
+    pinned: Spec | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one member runs: where the partner is brought, the local einsum, what comes out, and the way to the target."""
+
+    partner: Spec | None
+    partner_steps: tuple[Step, ...]
+    einsum: Step
+    result: Spec
+    settle_steps: tuple[Step, ...]
+
+    @property
+    def cost(self) -> Cost:
+        """Of everything but the shared tensor's own move."""
+        return total_cost((*self.partner_steps, self.einsum, *self.settle_steps))
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer of a search: the shared tensor's spec during the einsums, its move, and one choice per member."""
+
+    shared: Spec
+    shared_steps: tuple[Step, ...]
+    choices: tuple[Choice, ...]
+
+    @property
+    def cost(self) -> Cost:
+        """Of the whole group; the shared tensor travels once."""
+        return add(total_cost(self.shared_steps), *(choice.cost for choice in self.choices))
+
+
+def add(*costs: Cost) -> Cost:
+    """Costs add up component by component."""
+    return tuple(map(sum, zip(*costs)))
+
+
+@lru_cache(maxsize=1 << 14)
+def search(setting: Setting, shared: Tensor, members: tuple[Member, ...], pinned: Spec | None = None) -> Found:
+    """Find the cheapest way to bring `shared` and each member's partner together, multiply, and settle.
+
+    Raises:
+        PlanError: no assignment of mesh axes gives the targets (a target owes a sum that nothing makes).
+    """
+    bounds = [_Bounds(setting, shared, member, pinned) for member in members]
+    best, found = None, None
+    for bound, key in _by_bound(bounds):
+        if best is not None and bound > best[0]:
+            break
+        for spec in _orderings(setting, bounds[0].axes, key, shared.spec.dims, _hints(shared, members, pinned), shared.spec):
+            if pinned is not None and spec != pinned:
+                continue
+            candidate = _complete(setting, shared, spec, members, bounds, key, best)
+            if candidate is not None and (best is None or _rank(candidate) < best):
+                best, found = _rank(candidate), candidate
+    if found is None:
+        raise PlanError(_impossible(shared, members, pinned))
+    return found
+
+
+def _rank(found: Found) -> tuple:
+    return (*found.cost, str(found.shared), *(str(choice.partner) for choice in found.choices))
+
+
+def _by_bound(bounds: "list[_Bounds]") -> Iterator[tuple[int, tuple]]:
+    """Assignments of the shared tensor's axes, cheapest bound first, that every member can complete."""
+    totals: dict[tuple, int] = {}
+    for key, own in bounds[0].shared_bound.items():
+        rests = [bound.best_rest.get(key) for bound in bounds]
+        if None not in rests:
+            totals[key] = own + sum(rests)
+    return iter(sorted((total, key) for key, total in totals.items()))
+
+
+def _complete(setting, shared, spec, members, bounds, key, best) -> Found | None:
+    """The exact best of every member, given the shared tensor's spec during the einsum."""
+    sizes, mesh = dict(setting.sizes), dict(setting.mesh)
+    steps = move(shared.spec, spec, sizes, mesh, shared.itemsize, setting.chip, shared.name)
+    spent = total_cost(steps)[0]
+    choices = []
+    for member, bound in zip(members, bounds):
+        limit = None if best is None else best[0] - spent
+        choice = _best_choice(setting, shared, spec, member, bound, key, limit)
+        if choice is None:
+            return None
+        spent += choice.cost[0]
+        choices.append(choice)
+    return Found(spec, steps, tuple(choices))
+
+
+def _best_choice(setting, shared, spec, member, bound, key, limit) -> Choice | None:
+    best, found = None, None
+    for low, row in bound.completions(key):
+        if (limit is not None and low > limit) or (best is not None and low > best[0]):
+            break
+        for choice in _choices(setting, shared, spec, member, bound, row):
+            rank = (*choice.cost, str(choice.partner))
+            if best is None or rank < best:
+                best, found = rank, choice
+    return found
+
+
+def _choices(setting, shared, spec, member, bound, row) -> Iterator[Choice]:
+    """Every order of the partner's own axes for one assignment."""
+    sizes, mesh = dict(setting.sizes), dict(setting.mesh)
+    for partner in _partners(setting, spec, member, bound, row):
+        if member.pinned is not None and partner != member.pinned:
+            continue
+        steps = ()
+        if partner is not None:
+            steps = move(member.partner.spec, partner, sizes, mesh, member.partner.itemsize, setting.chip, member.partner.name)
+        result = _result(spec, partner, member.target.spec)
+        wanted = _without_broadcast(member.target.spec, result)
+        if not set(wanted.partial) <= set(result.partial):
+            continue
+        settle = move(result, wanted, sizes, mesh, member.target.itemsize, setting.chip, member.target.name)
+        yield Choice(partner, steps, _einsum_step(setting, shared, spec, member, partner, result), result, settle)
+
+
+def _partners(setting, spec: Spec, member: Member, bound: "_Bounds", row: tuple) -> Iterable[Spec | None]:
+    if member.partner is None:
+        return (None,)
+    fixed = {dim: spec.axes_of(dim) for dim in spec.dims}
+    dims = member.partner.spec.dims
+    hints = [member.partner.spec, member.target.spec]
+    source = replace(member.partner.spec, partial=tuple(a for a in member.partner.spec.partial if a not in spec.partial))
+    return _orderings(setting, bound.axes, row, dims, hints, source, fixed)  # a product of two owed sums is not linear
+
+
+def _orderings(setting, axes, key, dims, hints, source: Spec, fixed: Mapping = {}) -> Iterator[Spec]:
+    """The specs that an assignment stands for: each dimension's axes in every order worth trying."""
+    placed = {dim: tuple(axis for axis, where in zip(axes, key) if where == dim) for dim in dims}
+    partial = tuple(axis for axis, where in zip(axes, key) if where == _OWED and axis in source.partial)
+    orders = [[fixed[dim]] if dim in fixed else _orders(placed[dim], [hint.axes_of(dim) for hint in hints if dim in hint.dims]) for dim in dims]
+    for combination in product(*orders):
+        yield Spec(dims, tuple(combination), tuple(sorted(partial)))
+
+
+def _orders(axes: tuple[str, ...], hints: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    if len(axes) < 2:
+        return [axes]
+    if len(axes) == 2:
+        return list(permutations(axes))
+    orders = {}
+    for hint in hints:
+        known = tuple(axis for axis in hint if axis in axes)
+        rest = tuple(axis for axis in axes if axis not in known)
+        orders.update(dict.fromkeys((known + rest, rest + known)))
+        for other in hints:
+            tail = tuple(axis for axis in other if axis in rest)
+            if len(tail) == len(rest):
+                orders.update(dict.fromkeys((known + tail, tail + known)))
+    return list(orders) or [axes]
+
+
+def _hints(shared: Tensor, members: tuple[Member, ...], pinned: Spec | None) -> list[Spec]:
+    specs = [shared.spec, *(member.target.spec for member in members)]
+    specs += [member.partner.spec for member in members if member.partner is not None]
+    return specs if pinned is None else [pinned, *specs]
+
+
+def _result(left: Spec, right: Spec | None, target: Spec) -> Spec:
+    """What the local einsum leaves: free axes on their dimensions, contracted and owed ones as a partial sum."""
+    where = {dim: left.axes_of(dim) for dim in left.dims}
+    owed = set(left.partial)
+    if right is not None:
+        where |= {dim: right.axes_of(dim) for dim in right.dims}
+        owed |= set(right.partial)
+    owed |= {axis for dim, axes in where.items() if dim not in target.dims for axis in axes}
+    dims = tuple(dim for dim in target.dims if dim in where)
+    return Spec(dims, tuple(where[dim] for dim in dims), tuple(sorted(owed)))
+
+
+def _without_broadcast(target: Spec, result: Spec) -> Spec:
+    """The target without the dimensions that no operand has: those are broadcast at the end, at no cost."""
+    return Spec(result.dims, tuple(target.axes_of(dim) for dim in result.dims), target.partial)
+
+
+def _einsum_step(setting, shared: Tensor, spec: Spec, member: Member, partner: Spec | None, result: Spec) -> Step:
+    sizes, mesh = dict(setting.sizes), dict(setting.mesh)
+    local = {}
+    for held in (spec, partner):
+        if held is not None:
+            local |= {dim: sizes[dim] // prod(mesh[axis] for axis in held.axes_of(dim)) for dim in held.dims}
+    contracted = any(dim not in result.dims for dim in local)
+    points = prod(local.values())
+    flops = 0 if partner is None else points * (2 if contracted else 1)
+    touched = prod(local[d] for d in spec.dims) * shared.itemsize + prod(local[d] for d in result.dims) * member.target.itemsize
+    if partner is not None:
+        touched += prod(local[d] for d in partner.dims) * member.partner.itemsize
+    seconds = 0.0 if partner is None and not contracted else einsum_seconds(flops, touched, shared.dtype, setting.chip)
+    return Step("einsum", (), 0, seconds, spec, result, member.target.name, flops, partner)
+
+
+_FREE, _OWED = "-", "+"  # where an axis stands when on no dimension: replicated, or owing a partial sum
+
+
+class _Bounds:
+    """Lower bounds, in picoseconds, of every assignment of mesh axes for one member."""
+
+    def __init__(self, setting: Setting, shared: Tensor, member: Member, pinned: Spec | None):
+        self.setting, self.shared, self.member = setting, shared, member
+        self.sizes, self.mesh = dict(setting.sizes), dict(setting.mesh)
+        self.axes = tuple(self.mesh)
+        partner = member.partner
+        self.dims = tuple(dict.fromkeys(shared.spec.dims + (partner.spec.dims if partner else ())))
+        options = [self._options(axis, pinned) for axis in self.axes]
+        self.table = np.array(list(product(*options)), dtype="U1").reshape(-1, len(self.axes))
+        self.table = self.table[self._divides() & self._consistent()]
+        self._measure()
+
+    def _options(self, axis: str, pinned: Spec | None) -> list[str]:
+        """Where an axis may stand; pins leave one place to the tensors they name."""
+        owed = axis in self.shared.spec.partial or (self.member.partner is not None and axis in self.member.partner.spec.partial)
+        places = [dim for dim in self.dims if self.sizes[dim] % self.mesh[axis] == 0] + [_FREE] + [_OWED] * owed
+        for spec in (pinned, self.member.pinned):
+            if spec is not None:
+                places = [place for place in places if place == _place(spec, axis) or (place not in spec.dims and _place(spec, axis) == _FREE)]
+        return places
+
+    def _divides(self) -> np.ndarray:
+        good = np.ones(len(self.table), bool)
+        for dim in self.dims:
+            good &= self.sizes[dim] % self._spread([dim]).astype(np.int64) == 0
+        return good
+
+    def _consistent(self) -> np.ndarray:
+        """The target's partial sums must come about: from a summed dimension, or from one that was owed already."""
+        good = np.ones(len(self.table), bool)
+        summed = [dim for dim in self.dims if dim not in self.member.target.spec.dims] + [_OWED]
+        for axis in self.member.target.spec.partial:
+            good &= np.isin(self.table[:, self.axes.index(axis)], summed)
+        return good
+
+    def _spread(self, places: Iterable[str]) -> np.ndarray:
+        """Into how many parts the axes standing on these places cut, per assignment."""
+        counts = np.array([self.mesh[axis] for axis in self.axes], dtype=float)
+        return np.where(np.isin(self.table, list(places)), counts, 1.0).prod(axis=1)
+
+    def _measure(self) -> None:
+        chip = self.setting.chip
+        self.rate = chip.egress_bandwidth if chip.is_switch else 2 * chip.link_bandwidth * chip.torus
+        own = self._move_bound(self.shared)
+        rest = self._compute_bound() + self._result_bound()
+        if self.member.partner is not None:
+            rest = rest + self._move_bound(self.member.partner)
+        own, rest = (np.floor(seconds * 1e12).astype(np.int64) for seconds in (own, rest))
+        self.shared_bound, self.best_rest, self.rows = {}, {}, {}
+        shared_dims = set(self.shared.spec.dims)
+        for row, mine, other in zip(self.table.tolist(), own.tolist(), rest.tolist()):
+            key = tuple(self._seen_by_shared(axis, place, shared_dims) for axis, place in zip(self.axes, row))
+            self.shared_bound.setdefault(key, mine)
+            self.best_rest[key] = min(other, self.best_rest.get(key, other))
+            self.rows.setdefault(key, []).append((other, tuple(row)))
+
+    def _seen_by_shared(self, axis: str, place: str, dims: set[str]) -> str:
+        owed = place == _OWED and axis in self.shared.spec.partial
+        return place if place in dims or owed else _FREE
+
+    def completions(self, key: tuple) -> list[tuple[int, tuple]]:
+        """The assignments that agree with the shared tensor's, cheapest bound first."""
+        return sorted(self.rows[key])
+
+    def _move_bound(self, tensor: Tensor) -> np.ndarray:
+        """What must at least be received, and one hop if anything has to leave its place."""
+        whole = prod(self.sizes[dim] for dim in tensor.spec.dims) * tensor.itemsize
+        target = whole / self._spread(tensor.spec.dims)
+        source = whole / prod(self.mesh[axis] for axes in tensor.spec.axes for axis in axes)
+        leaves = np.zeros(len(self.table), bool)
+        for i, axis in enumerate(self.axes):
+            held = _place(tensor.spec, axis)
+            if held != _FREE:
+                leaves |= self.table[:, i] != held
+        return np.maximum(0, target - source) / self.rate + leaves * self.setting.chip.hop_seconds
+
+    def _compute_bound(self) -> np.ndarray:
+        if self.member.partner is None:
+            return np.zeros(len(self.table))
+        points = prod(self.sizes[dim] for dim in self.dims)
+        factor = 2 if any(dim not in self.member.target.spec.dims for dim in self.dims) else 1
+        return factor * points / self._spread(self.dims) / self.setting.chip.flops(self.shared.dtype)
+
+    def _result_bound(self) -> np.ndarray:
+        target, chip = self.member.target, self.setting.chip
+        kept = [dim for dim in self.dims if dim in target.spec.dims]
+        whole = prod(self.sizes[dim] for dim in kept) * target.itemsize
+        result = whole / self._spread(kept)
+        wanted = whole / prod(self.mesh[axis] for dim in kept for axis in target.spec.axes_of(dim))
+        leaves, owed = np.zeros(len(self.table), bool), np.ones(len(self.table))
+        spare = np.ones(len(self.table))
+        for i, axis in enumerate(self.axes):
+            place, aim = self.table[:, i], _place(target.spec, axis)
+            leaves |= np.isin(place, kept) & (place != aim)
+            settled = ~np.isin(place, kept) & (place != _FREE) & (aim != _OWED)
+            owed *= np.where(settled, self.mesh[axis], 1)
+            if aim in kept:
+                spare *= np.where(place == _FREE, self.mesh[axis], 1)
+        scattered = result / spare * (1 - 1 / owed)
+        moves = leaves | (owed > 1)
+        return np.maximum(scattered, wanted - result) / self.rate + moves * chip.hop_seconds
+
+
+def _place(spec: Spec, axis: str) -> str:
+    if axis in spec.partial:
+        return _OWED
+    return next((dim for dim, axes in zip(spec.dims, spec.axes) if axis in axes), _FREE)
+
+
+def _impossible(shared: Tensor, members: tuple[Member, ...], pinned: Spec | None) -> str:
+    targets = ", ".join(f"'{member.target.spec}'" for member in members)
+    via = "" if pinned is None else f" via '{pinned}'"
+    return (
+        f"no plan brings '{shared.spec}'{via} to {targets}.\n"
+        "  A partial sum in the result comes from a mesh axis that shards a summed dimension, or from an operand that owes it;\n"
+        "  via specs must agree on every dimension that the operands share."
+    )
