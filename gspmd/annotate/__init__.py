@@ -1,8 +1,31 @@
 """What a string means: specs, equations, and the calls that place arrays by them."""
 
+from gspmd.annotate.annotate import annotate, spec_of
+from gspmd.annotate.calls import mesh_split, replicate, shard, split
 from gspmd.annotate.equation import Equation, Operand, Term, parse_equation, parse_via
 from gspmd.annotate.errors import Fault, LayoutError, PlanError, SpecError, report
-from gspmd.annotate.spec import OPEN, Spec, mesh_sizes
+from gspmd.annotate.fit import mesh_sizes
+from gspmd.annotate.spec import Spec
+from gspmd.annotate.written import OPEN
 
-__all__ = ["OPEN", "Equation", "Fault", "LayoutError", "Operand", "PlanError", "Spec", "SpecError", "Term",
-           "mesh_sizes", "parse_equation", "parse_via", "report"]
+__all__ = [
+    "OPEN",
+    "Equation",
+    "Fault",
+    "LayoutError",
+    "Operand",
+    "PlanError",
+    "Spec",
+    "SpecError",
+    "Term",
+    "annotate",
+    "mesh_sizes",
+    "mesh_split",
+    "parse_equation",
+    "parse_via",
+    "replicate",
+    "report",
+    "shard",
+    "spec_of",
+    "split",
+]

@@ -5,16 +5,17 @@
     operand  = spec | "(" spec { "," spec } ")"
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from gspmd.annotate.errors import Fault, SpecError, report
-from gspmd.annotate.reader import CAPITAL, Reader, Written
+from gspmd.annotate.fit import mesh_sizes
+from gspmd.annotate.operands import EquationReader
 from gspmd.annotate.rules import faults_of
-from gspmd.annotate.spec import Spec, mesh_sizes, spec_from
+from gspmd.annotate.spec import Spec, spec_from
+from gspmd.annotate.written import ARROW, WrittenTerm
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class Equation:
             for dim, size in zip(spec.dims, shape):
                 if sizes.setdefault(dim, size) != size:
                     fact = f"dimension {dim} has size {size} here, and size {sizes[dim]} before."
-                    faults.append(Fault(self.text, *self.spans[at], fact, "Arrays that share a dimension agree on its size."))
+                    remedy = "Arrays that share a dimension agree on its size."
+                    faults.append(Fault(self.text, *self.spans[at], fact, remedy))
         if faults:
             raise report(SpecError, f"cannot apply {self.text!r} to arrays of shapes {_shapes_text(shapes)}", faults)
         return sizes
@@ -153,88 +155,7 @@ def parse_via(text: str) -> tuple[Term, ...]:
     return _parse_via(text)
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class WrittenOperand:
-    """An operand as it was written."""
-
-    specs: list[Written]
-    group: bool
-    start: int
-    end: int = 0
-
-
-class EquationReader(Reader):
-    """Reads terms and outputs; faults of the equation's shape are collected as those of its specs are."""
-
-    def sides(self) -> list[list[list[WrittenOperand]]]:
-        """The terms on each side of the arrow; more than two sides are a fault."""
-        sides = [self.terms()]
-        while self.at < len(self.text):
-            start = self.at
-            self.take("->")
-            if len(sides) == 2:
-                self.fault(start, "an equation has one arrow, and this is a second.", "Write two equations.")
-            sides.append(self.terms())
-        return sides
-
-    def terms(self) -> list[list[WrittenOperand]]:
-        terms = [[self.operand()]]
-        while self.at < len(self.text) and not self.text.startswith("->", self.at):
-            start = self.at
-            if self.take("+"):
-                terms.append([self.operand()])
-            elif self.take(","):
-                terms[-1].append(self.operand())
-            elif self.take(")"):
-                self.fault(start, "this parenthesis closes nothing.", "Open it before, as in '(A, B)', or drop it.")
-                self._after_fault(terms[-1])
-            else:
-                self.fault(start, "a group stands by itself between commas.", "Write a comma before it: 'A, (B, C)'.", start + 1)
-                terms[-1].append(self.operand())
-        return terms
-
-    def _after_fault(self, term: list[WrittenOperand]) -> None:
-        self.space()
-        if self.peek() in CAPITAL and self.peek():
-            term.append(self.operand())
-
-    def operand(self) -> WrittenOperand:
-        self.space()
-        start = self.at
-        if self.peek() != "(" or not self._at_separator(Written(start)):
-            spec = self.spec()
-            return WrittenOperand([spec], False, start, spec.end)
-        operand = self._group(start)
-        self.space()
-        if self.at < len(self.text) and not re.compile(r"[,+()]|->").match(self.text, self.at):
-            at, more = self.at, self.spec()
-            self.fault(at, f"{self.text[at:more.end]!r} follows a group without a comma.", "Write a comma between operands.", more.end)
-        return operand
-
-    def _group(self, start: int) -> WrittenOperand:
-        self.at += 1
-        operand = WrittenOperand([self._member()], True, start)
-        while self.take(","):
-            operand.specs.append(self._member())
-        if not self.take(")"):
-            self.fault(start, "this parenthesis is not closed.", "Write a group as '(A, B)'.", start + 1)
-        elif len(operand.specs) == 1 and not self.text[start + 1 : self.at - 1].strip():
-            self.fault(start, "this group is empty.", "Write a group as '(A, B)'; a scalar is written as nothing at all.")
-        operand.end = self.at
-        return operand
-
-    def _member(self) -> Written:
-        self.space()
-        if self.peek() != "(" or not self._at_separator(Written(self.at)):
-            return self.spec()
-        start = self.at
-        inner = self._group(start)
-        self.fault(start, "a group cannot stand inside a group.", "Write all its specs in one pair of parentheses.", inner.end)
-        self.space()
-        return inner.specs[0]
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)
@@ -242,9 +163,10 @@ def _parse_equation(text: str) -> Equation:
     reader = EquationReader(text)
     sides = reader.sides()
     if len(sides) == 1:
-        reader.fault(len(text.rstrip()), "an equation has an arrow, and this has none.",
-                     "Write '->' and the spec of the result, as in 'A_x, B -> A_xB'.", len(text.rstrip()) + 1)
-    faults = [*reader.faults, *faults_of(text, *sides[:2])] if len(sides) > 1 else [*reader.faults, *faults_of(text, sides[0], None)]
+        end = len(text.rstrip())
+        reader.fault(end, "an equation has an arrow, and this has none.",
+                     "Write '->' and the spec of the result, as in 'A_x, B -> A_xB'.", end + 1)
+    faults = [*reader.faults, *faults_of(text, sides[0], sides[1] if len(sides) > 1 else None)]
     if faults:
         raise report(SpecError, f"cannot read the equation {text!r}", sorted(faults, key=lambda f: f.start))
     output = sides[1][0][0]
@@ -258,20 +180,22 @@ def _parse_via(text: str) -> tuple[Term, ...]:
     reader = EquationReader(text)
     terms = reader.terms()
     if reader.at < len(text):
-        reader.fault(reader.at, "via= has the operands' specs, and no arrow.", "Write the left side of the equation only.", reader.at + 2)
+        arrow, _ = reader.at, reader.match(ARROW)
+        reader.fault(arrow, "via= has the operands' specs, and no arrow.", "Write the left side of the equation only.")
     faults = [*reader.faults, *faults_of(text, terms, None)]
     if faults:
         raise report(SpecError, f"cannot read via={text!r}", sorted(faults, key=lambda f: f.start))
     return _terms(terms)
 
 
-def _terms(written: list[list[WrittenOperand]]) -> tuple[Term, ...]:
+def _terms(written: list[WrittenTerm]) -> tuple[Term, ...]:
     return tuple(Term(tuple(Operand(tuple(map(spec_from, o.specs)), o.group) for o in term)) for term in written)
 
 
 def _refuse_other_than_text(text: object, what: str, example: str) -> None:
     if not isinstance(text, str):
-        raise SpecError(f"cannot read {what} from {text!r}, which is a {type(text).__name__}.\n  Write a string such as {example!r}.")
+        raise SpecError(f"cannot read {what} from {text!r}: it is no text ({type(text).__name__}).\n"
+                        f"  Write a string such as {example!r}.")
 
 
 def _shapes_text(shapes: Sequence) -> str:

@@ -47,7 +47,8 @@ class Fault:
     def __str__(self) -> str:
         width = max(1, self.end - self.start)
         lines = [f"    {_one_line(self.text)}", f"    {' ' * self.start}{'^' * width}", f"  {self.fact}"]
-        return "\n".join(line.rstrip() for line in (lines + [f"  {self.remedy}"] if self.remedy else lines))
+        lines += [f"  {self.remedy}"] if self.remedy else []
+        return "\n".join(line.rstrip() for line in lines)
 
 
 def report(kind: type[NotationError], doing: str, faults: Iterable[Fault]) -> NotationError:

@@ -9,52 +9,21 @@ White space may stand between dims, around the partial sum, and inside braces an
 """
 
 import re
-import string
-from dataclasses import dataclass, field
 
 from gspmd.annotate.errors import Fault, listed
-
-OPEN = "?"  # the mark of a dimension left to the compiler
-LETTER = frozenset(string.ascii_lowercase)
-CAPITAL = frozenset(string.ascii_uppercase)
-NAME = re.compile(r"[a-z][a-z0-9_]*")
+from gspmd.annotate.written import CAPITALS, LETTERS, NAME, OPEN, SEPARATOR, Axis, Dim, Written, axes_text, dim_text
 
 _PARTIAL = re.compile(r"partialsum-|\(\s*partialsum-")
 _ENCLOSED = re.compile(r"\(\s*partialsum-\s*(\{[^{}()]*\}|[^{}(),+>]*)\s*\)")
+_MISSPELT = re.compile(r"(?:part|unreduced)[a-z_]*-?[a-z]*")
 _WORD = re.compile(r"[a-z0-9]+")
-_SEPARATOR = re.compile(r"[,+()]|->")
-_STRAY = re.compile(r"(?:(?!->)[^A-Za-z0-9_,+()\s])+|.", re.DOTALL)
-
-
-@dataclass
-class Axis:
-    name: str
-    start: int
-    end: int
-
-
-@dataclass
-class Dim:
-    name: str
-    start: int
-    end: int
-    axes: list[Axis] = field(default_factory=list)
-    braced: bool = False
-
-
-@dataclass
-class Written:
-    """A spec as it was written, with the place of everything; `broken` if a part of it could not be read."""
-
-    start: int
-    end: int = 0
-    dims: list[Dim] = field(default_factory=list)
-    partial: Dim | None = None
-    broken: bool = False
-
-    @property
-    def names(self) -> list[str]:
-        return [d.name for d in self.dims]
+_LOWER_SUFFIX = re.compile(r"_[a-z]*")
+_INSIDE_BRACES = re.compile(r"[^{}()>+]*")
+_SUFFIX = re.compile(r"\{[^{}(),+>]*\}|[a-z0-9]*\??")
+_STRAY = re.compile(r"(?:(?!->)[^A-Za-z0-9_,+()>→⇒\s])+|.", re.DOTALL)
+_ARROW_MEANT = "Write the arrow '->'."
+_STRAY_REMEDY = {"-": _ARROW_MEANT, "=": _ARROW_MEANT, "*": "Write a product with a comma, as in 'A, B -> AB'.",
+                 "?": "Write 'E_?' to leave dimension E to the compiler.", "...": "Every dimension is written out."}
 
 
 class Reader:
@@ -100,19 +69,19 @@ class Reader:
 
     def _at_separator(self, spec: Written) -> bool:
         if self.peek() != "(":
-            return _SEPARATOR.match(self.text, self.at) is not None
+            return SEPARATOR.match(self.text, self.at) is not None
         # A parenthesis opens a group, unless it encloses the partial sum of the spec at hand.
         return (_PARTIAL if spec.dims else _ENCLOSED).match(self.text, self.at) is None
 
     def _piece(self, spec: Written) -> None:
         c = self.peek()
-        if c in CAPITAL:
+        if c in CAPITALS:
             self._dim(spec)
         elif _PARTIAL.match(self.text, self.at):
             self._partial(spec)
         elif c == "_":
             self._lone_underscore(spec)
-        elif c in LETTER:
+        elif c in LETTERS:
             self._lower_case(spec)
         else:
             self._stray(spec)
@@ -134,10 +103,12 @@ class Reader:
         enclosed = self.peek() == "("
         self.match(_PARTIAL)
         partial = Dim("partialsum", start, self.at)
-        self.space() if enclosed else None
+        if enclosed:
+            self.space()
         self._axes(partial, "partialsum-", "the partial sum", spec)
         if enclosed and not self._closes():
-            self.fault(start, "the parenthesis of this partial sum is not closed.", "Write it 'partialsum-x' or '(partialsum-x)'.")
+            self.fault(start, "the parenthesis of this partial sum is not closed.",
+                       "Write it 'partialsum-x' or '(partialsum-x)'.")
             spec.broken = True
         partial.end = self.at
         if spec.partial:
@@ -157,7 +128,7 @@ class Reader:
 
     def _axes(self, dim: Dim, before: str, owner: str, spec: Written) -> None:
         first, count = self.at, len(self.faults)
-        while self.at < len(self.text) and not self._after_axes():
+        while self._at_axis():
             if self.take("{"):
                 dim.braced = True
                 self._braces(dim, before, owner)
@@ -166,33 +137,27 @@ class Reader:
                 self.at += 1
         if len(self.faults) == count:
             self._suffix_faults(dim, first, before, owner)
-        spec.broken |= len(self.faults) > count
 
-    def _after_axes(self) -> bool:
+    def _at_axis(self) -> bool:
+        # 'E_partialsum-x' owes a sum over x: it does not shard E over the letters of a word.
         c = self.peek()
-        return not (c in LETTER or c.isascii() and c.isdigit() or c in "{?") or (
-            # 'BLEpartialsum-x' and 'E_?partialsum-x' can be read, 'E_xpartialsum-y' only if told apart here.
-            self.text.startswith("partialsum-", self.at)
-        )
+        in_suffix = c in LETTERS or c in tuple("0123456789{?")
+        return in_suffix and not self.text.startswith("partialsum-", self.at)
 
     def _braces(self, dim: Dim, before: str, owner: str) -> None:
-        start = self.at - 1
-        closing = re.compile(r"[^{}()>+]*").match(self.text, self.at).end()
-        closed = self.text[closing : closing + 1] == "}"
-        if not closed:
-            self.at = closing
+        start, closing = self.at - 1, self.match(_INSIDE_BRACES)
+        if not self.take("}"):
             return self.fault(start, f"the brace after '{before}' is not closed.", f"Write '{before}{{data,model}}'.")
-        for word in self.text[self.at : closing].split(","):
-            name = word.strip()
-            at = self.at + len(word) - len(word.lstrip()) if name else self.at
-            dim.axes.append(Axis(name, at, at + len(name)))
-            self.at += len(word) + 1
-        empty = [axis for axis in dim.axes if not axis.name]
-        if empty:
+        at = start + 1
+        for word in closing.split(","):
+            place = at + len(word) - len(word.lstrip())
+            dim.axes.append(Axis(word.strip(), place, place + len(word.strip())))
+            at += len(word) + 1
+        if not all(axis.name for axis in dim.axes):
             self.fault(start, f"the braces after '{before}' hold an empty name.",
                        f"Name the mesh axes of {owner}, as in '{before}{{data,model}}'.")
         for axis in dim.axes:
-            if axis.name and axis.name != OPEN and not NAME.fullmatch(axis.name):
+            if axis.name not in ("", OPEN) and not NAME.fullmatch(axis.name):
                 self.fault(axis.start, f"{axis.name!r} is not the name of a mesh axis.",
                            "A name is a lower-case letter, then lower-case letters, digits and '_'.", axis.end)
         dim.axes = [axis for axis in dim.axes if axis.name]
@@ -201,14 +166,15 @@ class Reader:
         suffix = self.text[first : self.at]
         names = [axis.name for axis in dim.axes]
         if not names:
-            remedy = "Write 'partialsum-x'." if dim.name == "partialsum" else f"Write '{before}x', or '{dim.name}' alone where it is unsharded."
-            self.fault(dim.start, f"'{before}' names no mesh axis.", remedy)
-        elif OPEN in names and dim.name == "partialsum":
+            alone = f", or '{dim.name}' alone where it is unsharded" if before[-1] == "_" else ""
+            self.fault(dim.start, f"'{before}' names no mesh axis.", f"Write '{before}x'{alone}.")
+        elif OPEN in names and before[-1] == "-":
             self.fault(first, "a partial sum names its mesh axes: it cannot be left open.", "Write 'partialsum-x'.")
         elif OPEN in names and suffix != OPEN:
-            rest = "".join(n for n in names if n != OPEN and len(n) == 1) or "x"
-            self.fault(first, f"'?' leaves {owner} to the compiler whole, and stands alone.", f"Write '{before}?' or '{before}{rest}'.")
-        elif dim.braced and not (suffix.startswith("{") and suffix.index("}") == len(suffix) - 1):
+            rest = axes_text([n for n in names if n != OPEN]) or "x"
+            self.fault(first, f"'?' leaves {owner} to the compiler whole, and stands alone.",
+                       f"Write '{before}?' or '{before}{rest}'.")
+        elif dim.braced and (suffix[0] != "{" or suffix.find("}") != len(suffix) - 1):
             self.fault(first, f"{owner} has mesh axes inside braces and outside.",
                        f"Write them all in one pair of braces: '{before}{{{','.join(names)}}}'.")
         elif not dim.braced and any(n.isdigit() for n in names):
@@ -222,10 +188,10 @@ class Reader:
         twice = sorted({n for n in names if names.count(n) > 1}, key=names.index)
         if not twice:
             return
-        whole = ("Name each mesh axis once." if dim.braced else
-                 f"If {suffix!r} is the name of one mesh axis, write '{before}{{{suffix}}}'.")
-        axes = "mesh axis" if len(twice) == 1 else "mesh axes"
-        self.fault(first, f"{axes} {listed(twice)} {'stands' if len(twice) == 1 else 'stand'} twice in '{before}{suffix}'.", whole)
+        which = f"mesh axis {twice[0]} stands" if len(twice) == 1 else f"mesh axes {listed(twice)} stand"
+        self.fault(first, f"{which} twice in '{before}{suffix}'.",
+                   "Name each mesh axis once." if dim.braced else
+                   f"If {suffix!r} is the name of one mesh axis, write '{before}{{{suffix}}}'.")
 
     # -- what is wrong ------------------------------------------------------------------------------------------------
 
@@ -255,36 +221,42 @@ class Reader:
     def _lone_underscore(self, spec: Written) -> None:
         start, last = self.at, spec.dims[-1] if spec.dims and not spec.partial else None
         self.at += 1
-        word = self.match(re.compile(r"\{[^{}]*\}|[a-z0-9]*\??"))
+        word = self.match(_SUFFIX) or "x"
+        found = self.text[start : self.at]
         if last is None:
-            self.fault(start, f"'_{word}' follows no dimension.", f"Write the dimension first: 'E_{word or 'x'}'.")
-        elif last.end == start and last.axes:
-            self.fault(start, f"dimension {last.name} has a second '_'.",
-                       f"Write its mesh axes together: '{last.name}_{''.join(a.name for a in last.axes) + word}'.")
+            self.fault(start, f"{found!r} follows no dimension.", f"Write the dimension first: 'E_{word}'.")
+        elif last.axes or last.end == start:
+            self.fault(start, f"dimension {last.name} has a second '_'.", _joined(last, word))
         else:
-            self.fault(start, f"a space parts dimension {last.name} from '_{word}'.", f"Write '{last.name}_{word or 'x'}'.")
+            self.fault(start, f"a space parts dimension {last.name} from {found!r}.", f"Write '{last.name}_{word}'.")
         spec.broken = True
 
     def _lower_case(self, spec: Written) -> None:
-        start, word = self.at, self.match(_WORD)
-        last = spec.dims[-1] if spec.dims and not spec.partial else None
-        spec.broken = True
-        if word.startswith("part") or word.startswith("unreduced"):
-            self.match(re.compile(r"[a-z_]*-?[a-z]*"))
+        start, last = self.at, spec.dims[-1] if spec.dims and not spec.partial else None
+        misspelt = self.match(_MISSPELT)
+        word = misspelt or self.match(_WORD)
+        if misspelt:
             remedy = "A partial sum is written 'partialsum-x'."
         elif last and last.end == start and not last.axes:
-            remedy = f"To shard dimension {last.name}, write '{last.name}_{word}'."
+            remedy = f"To shard dimension {last.name}, write '{dim_text(last.name, [word])}'."
         elif last and last.axes and self.peek() != "_":
-            remedy = f"Write the mesh axes of a dimension together: '{last.name}_{''.join(a.name for a in last.axes)}{word}'."
+            remedy = _joined(last, word)
         else:
-            remedy = f"Dimensions are capital letters: write '{word.upper()}'."
-            self.match(re.compile(r"_[a-z]*"))
+            self.match(_LOWER_SUFFIX)
+            remedy = f"Dimensions are capital letters: write '{word.upper()}{self.text[start + len(word):self.at]}'."
         self.fault(start, f"{self.text[start:self.at]!r} is neither a dimension nor the mesh axes of one.", remedy)
+        spec.broken = True
 
     def _stray(self, spec: Written) -> None:
         start, found = self.at, self.match(_STRAY)
-        remedies = {"→": "Write the arrow '->'.", "=>": "Write the arrow '->'.", ">": "Write the arrow '->'.", "-": "Write the arrow '->'.",
-                    "*": "Write a product with a comma: 'A, B -> C'.", "?": "Write 'E_?' to leave dimension E to the compiler.",
-                    "...": "Every dimension is written out."}
-        self.fault(start, f"{found!r} has no meaning in a spec.", remedies.get(found, "A spec is written as 'B_xLE_yz'."))
+        remedy = _STRAY_REMEDY.get(found, "A spec is written as 'B_xLE_yz'.")
+        self.fault(start, f"{found!r} has no meaning in a spec.", remedy)
         spec.broken = True
+
+
+def _joined(dim: Dim, word: str) -> str:
+    names = [a.name for a in dim.axes]
+    if OPEN in names or not NAME.fullmatch(word):
+        return f"Write the mesh axes of dimension {dim.name} once, together."
+    more = [word] if any(len(n) > 1 for n in names) else list(word)
+    return f"Write the mesh axes of dimension {dim.name} together: '{dim_text(dim.name, [*names, *more])}'."

@@ -6,8 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from gspmd.annotate.errors import Fault, SpecError, listed, report, suggestion
-from gspmd.annotate.reader import CAPITAL, NAME, OPEN, Reader, Written
+from gspmd.annotate import fit
+from gspmd.annotate.errors import Fault, SpecError, report
+from gspmd.annotate.fit import mesh_sizes
+from gspmd.annotate.reader import Reader
+from gspmd.annotate.written import ARROW, CAPITALS, NAME, OPEN, Written, axes_text, dim_text
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Spec:
         if isinstance(text, Spec):
             return text
         if not isinstance(text, str):
-            raise SpecError(f"cannot read a spec from {text!r}, which is a {type(text).__name__}.\n"
+            raise SpecError(f"cannot read a spec from {text!r}: it is no text ({type(text).__name__}).\n"
                             "  Write a string such as 'B_xLE_yz'.")
         return _parse(text)
 
@@ -75,8 +78,8 @@ class Spec:
         return (OPEN,) in self.axes
 
     def __str__(self) -> str:
-        dims = "".join(_written(d, axes) for d, axes in zip(self.dims, self.axes))
-        partial = f"partialsum-{_names(self.partial)}" if self.partial else ""
+        dims = "".join(dim_text(d, axes) for d, axes in zip(self.dims, self.axes))
+        partial = f"partialsum-{axes_text(self.partial)}" if self.partial else ""
         return f"{dims} {partial}".strip()
 
     # -- editing ------------------------------------------------------------------------------------------------------
@@ -149,7 +152,7 @@ class Spec:
         self.check(sizes, mesh)
         if self.is_open:
             at = self.axes.index((OPEN,))
-            fault = self._fault(at, f"dimension {self.dims[at]} is left open, so its local size is not known.")
+            fault = fit.fault_at(self, at, f"dimension {self.dims[at]} is left open, so its local size is not known.")
             raise report(SpecError, f"cannot tell the local shape of '{self}'", [fault])
         whole = [sizes[d] for d in self.dims] if isinstance(sizes, Mapping) else sizes
         return tuple(n // math.prod(mesh[a] for a in axes) for n, axes in zip(whole, self.axes))
@@ -158,64 +161,11 @@ class Spec:
         """Raises SpecError, with every fault, unless this spec fits these sizes and this mesh (see `local_shape`)."""
         faults = self.faults(sizes, mesh)
         if faults:
-            raise report(SpecError, f"cannot shard '{self}' for {_sizes_text(sizes)}", faults)
+            raise report(SpecError, f"cannot shard '{self}' for {fit.sizes_text(sizes)}", faults)
 
     def faults(self, sizes: Mapping[str, int] | Sequence[int], mesh: Any) -> tuple[Fault, ...]:
         """Every fault that `check` would raise, for whoever collects the faults of many specs."""
-        mesh = mesh_sizes(mesh)
-        unknown = self._unknown_axes(mesh)
-        if not isinstance(sizes, Mapping):
-            if len(sizes) != len(self.dims):
-                return (*unknown, self._rank_fault(tuple(sizes)))
-            sizes = dict(zip(self.dims, sizes))
-        return (*unknown, *filter(None, (self._size_fault(i, sizes, mesh) for i in range(len(self.dims)))))
-
-    def _unknown_axes(self, mesh: Mapping[str, int]) -> list[Fault]:
-        known = f"The mesh has {listed(sorted(mesh))}." if mesh else "The mesh has no axes."
-        faults = []
-        for at, axes in enumerate((*self.axes, self.partial)):
-            before = f"{self.dims[at]}_" if at < len(self.dims) else "partialsum-"
-            missing = [a for a in axes if a != OPEN and a not in mesh]
-            whole = _spelled(axes, mesh)
-            if missing and whole:
-                faults.append(self._fault(at, f"'{before}{''.join(axes)}' names the mesh axes {listed(axes)}, one letter each.",
-                                          f"The name of one mesh axis stands in braces: '{before}{{{whole}}}'."))
-            else:
-                faults += [self._fault(at, f"the mesh has no axis {a}.", suggestion(a, mesh) + known) for a in missing]
-        return faults
-
-    def _rank_fault(self, shape: tuple[int, ...]) -> Fault:
-        count = "1 dimension" if len(self.dims) == 1 else f"{len(self.dims)} dimensions"
-        fact = f"the spec has {count}, and the array {len(shape)}: {shape}."
-        return Fault(str(self), 0, len(str(self)), fact, "Write one capital letter for each dimension of the array.")
-
-    def _size_fault(self, at: int, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Fault | None:
-        dim, axes = self.dims[at], self.axes[at]
-        if dim not in sizes:
-            known = f"Sizes are given for {listed(sizes)}." if sizes else "No sizes are given."
-            return self._fault(at, f"dimension {dim} has no size.", known)
-        parts = math.prod(mesh.get(a, 1) for a in axes)
-        size = sizes[dim]
-        if size % parts == 0:
-            return None
-        over = (f"mesh axis {axes[0]} (size {parts}) does not divide" if len(axes) == 1 else
-                f"mesh axes {listed(axes)} (size {'·'.join(str(mesh.get(a, 1)) for a in axes)} = {parts}) do not divide")
-        below = size // parts * parts
-        near = f"{below} or {below + parts}" if below else f"{parts}"
-        bare = str(self.with_axes(dim, ()))
-        return self._fault(at, f"dimension {dim} has size {size}, which {over}.",
-                           f"Use a size that is a multiple of {parts} ({near}), or leave {dim} unsharded: '{bare}'.")
-
-    def _fault(self, at: int, fact: str, remedy: str = "") -> Fault:
-        pieces = [_written(d, axes) for d, axes in zip(self.dims, self.axes)]
-        text = str(self)
-        start = len("".join(pieces[:at])) if at < len(pieces) else text.index("partialsum-")
-        return Fault(text, start, start + len(pieces[at]) if at < len(pieces) else len(text), fact, remedy)
-
-
-def mesh_sizes(mesh: Any) -> dict[str, int]:
-    """The size of every mesh axis by name, of a mapping or of a `jax.sharding.Mesh`."""
-    return dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
+        return fit.faults_of(self, sizes, mesh_sizes(mesh))
 
 
 def spec_from(written: Written) -> Spec:
@@ -228,12 +178,15 @@ def spec_from(written: Written) -> Spec:
 def _parse(text: str) -> Spec:
     reader = Reader(text)
     written = reader.spec()
-    if reader.at < len(text):
-        found = "->" if text.startswith("->", reader.at) else reader.peek()
-        reader.fault(reader.at, f"{found!r} belongs to an equation, and a spec is one tensor.",
-                     "Write one spec, as in 'B_xLE_yz'.", reader.at + len(found))
-    while reader.at < len(text):  # what follows is read for its faults
-        reader.at += 2 if text.startswith("->", reader.at) else 1
+    for number in range(len(text)):  # what follows is read for its faults
+        start = reader.at
+        if start == len(text):
+            break
+        found = reader.match(ARROW) or reader.peek()
+        reader.at = start + len(found)
+        if number == 0:
+            reader.fault(start, f"{found!r} belongs to an equation, and a spec is one tensor.",
+                         "Write one spec, as in 'B_xLE_yz'.")
         reader.spec()
     if reader.faults:
         raise report(SpecError, f"cannot read the spec {text!r}", reader.faults)
@@ -243,31 +196,11 @@ def _parse(text: str) -> Spec:
 def _refuse_ill_formed(spec: Spec) -> None:
     axes = [a for group in spec.axes if group != (OPEN,) for a in group] + list(spec.partial)
     fine = (len(spec.dims) == len(spec.axes) and len(set(spec.dims)) == len(spec.dims) and len(set(axes)) == len(axes)
-            and all(d in CAPITAL for d in spec.dims) and all(isinstance(a, str) and NAME.fullmatch(a) for a in axes))
+            and all(d in CAPITALS for d in spec.dims) and all(isinstance(a, str) and NAME.fullmatch(a) for a in axes))
     if not fine:
         raise SpecError(f"no spec has dims={spec.dims!r}, axes={spec.axes!r} and partial={spec.partial!r}.\n"
-                        "  Every dimension is a capital letter with its own mesh axes; a mesh axis stands once in a spec.")
-
-
-def _names(axes: Sequence[str]) -> str:
-    return "".join(axes) if all(len(a) == 1 for a in axes) else "{" + ",".join(axes) + "}"
-
-
-def _written(dim: str, axes: Sequence[str]) -> str:
-    return f"{dim}_{_names(axes)}" if axes else dim
-
-
-def _spelled(axes: Sequence[str], mesh: Mapping[str, int]) -> str:
-    """The mesh axis whose name the letters of a suffix spell, if they do."""
-    word = "".join(axes)
-    return word if len(axes) > 1 and all(len(a) == 1 for a in axes) and word in mesh else ""
+                        "  A dimension is a capital letter, with its own mesh axes; a mesh axis stands once in a spec.")
 
 
 def _entry(axes: tuple[str, ...], unconstrained: Any) -> Any:
     return unconstrained if axes == (OPEN,) else None if not axes else axes[0] if len(axes) == 1 else axes
-
-
-def _sizes_text(sizes: Mapping[str, int] | Sequence[int]) -> str:
-    if isinstance(sizes, Mapping):
-        return "the sizes " + ", ".join(f"{d}={n}" for d, n in sizes.items())
-    return f"an array of shape {tuple(sizes)}"

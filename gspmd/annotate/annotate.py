@@ -1,0 +1,176 @@
+"""annotate(): a spec put on an array. A concrete array is placed, a traced one is constrained or checked."""
+
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+
+from gspmd.annotate.errors import Fault, SpecError, report
+from gspmd.annotate.fit import fault_at
+from gspmd.annotate.spec import Spec
+from gspmd.annotate.written import OPEN
+
+
+def annotate(x: Any, spec: str | Spec) -> Any:
+    """Puts a spec on one array, on the mesh of `jax.set_mesh`.
+
+    A concrete array is placed (moved, if it lies elsewhere). Under `jit` and Auto axes the spec is a constraint, which
+    the compiler meets by a move of its own choice. Under Explicit axes a traced array has its placement in its type:
+    there the spec states that type, and is checked. A `jax.ShapeDtypeStruct` gets the sharding.
+
+    Args:
+      x: an array, a number, or a `jax.ShapeDtypeStruct`, with as many dimensions as the spec.
+      spec: such as `"B_xLE_yz"`. `E_?` exists under Auto axes only. A partial sum is made by an equation: here it can
+        be stated of an array that owes it, under Explicit axes.
+
+    Returns:
+      The array with that placement.
+
+    Raises:
+      SpecError: for a spec that cannot be read, does not fit the array or the mesh, or is not what the type says.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("x",))
+      >>> with jax.set_mesh(mesh):
+      ...     print(jax.typeof(annotate(np.ones((4, 8), np.float32), "B_xE")))
+      float32[4@x,8]
+
+    Source: Xu et al. 2021, GSPMD (arXiv 2105.04663), section 3.1; Lepikhin et al. 2020, GShard (arXiv 2006.16668),
+      section 3.2.
+    Differs: the mesh has named axes, and an array whose type is known is checked rather than moved.
+    """
+    spec = Spec.parse(spec)
+    mesh = jax.sharding.get_abstract_mesh()
+    _refuse_misfit(x, spec, mesh)
+    explicit = _axis_type(mesh) == AxisType.Explicit
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(_placing_mesh(), spec.partition_spec()))
+    if explicit and (isinstance(x, jax.core.Tracer) or spec.partial):
+        return _stated(x, spec, mesh)
+    if isinstance(x, jax.core.Tracer) or spec.is_open or (not explicit and _placing_mesh() is mesh):
+        return jax.lax.with_sharding_constraint(x, spec.partition_spec())
+    return jax.device_put(x, NamedSharding(_placing_mesh(), spec.partition_spec()))
+
+
+def spec_of(x: Any, dims: str | Sequence[str] | None = None) -> Spec:
+    """The spec that an array has: by its type under Explicit axes, by where it lies if it is concrete.
+
+    Args:
+      x: an array.
+      dims: the letters of its dimensions, `"BLE"`; A, B, C, … if they are not given.
+
+    Returns:
+      Its spec; a dimension whose placement the compiler has yet to choose is left open.
+
+    Raises:
+      SpecError: if there is not one letter for each dimension.
+
+    Example:
+      >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+      ...     str(spec_of(annotate(np.ones((4, 8)), "B_xE"), "BE"))
+      'B_xE'
+    """
+    rank = len(np.shape(x))
+    dims = tuple(string.ascii_uppercase[:rank] if dims is None else dims)
+    if len(dims) != rank:
+        raise SpecError(f"cannot name the dimensions of an array of shape {np.shape(x)} by {''.join(dims)!r}.\n"
+                        "  Write one capital letter for each dimension of the array.")
+    placed = _partition_spec_of(x)
+    if placed is None:
+        return Spec(dims, ((OPEN,),) * rank)
+    entries = [_axes_of_entry(entry) for entry in placed] + [()] * (rank - len(placed))
+    return Spec(dims, tuple(entries), tuple(placed.unreduced))
+
+
+# -- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+def _refuse_misfit(x: Any, spec: Spec, mesh: Any) -> None:
+    if not hasattr(x, "shape") and not isinstance(x, (bool, int, float, complex)):
+        raise SpecError(f"cannot annotate a {type(x).__name__} with '{spec}'.\n"
+                        "  annotate() takes one array; use jax.tree.map for a tree of arrays.")
+    doing = f"cannot annotate an array of shape {np.shape(x)} with '{spec}'"
+    if mesh.empty:
+        raise SpecError(f"{doing}: no mesh is set.\n"
+                        "  Call it inside 'with jax.set_mesh(mesh):', where mesh = jax.make_mesh((4, 2), ('x', 'y')).")
+    faults = [*_axis_type_faults(x, spec, mesh), *spec.faults(np.shape(x), mesh)]
+    if faults:
+        raise report(SpecError, doing, faults)
+
+
+def _axis_type_faults(x: Any, spec: Spec, mesh: Any) -> list[Fault]:
+    kind, whole = _axis_type(mesh), (str(spec), 0, len(str(spec)))
+    if kind == AxisType.Manual:
+        fact = "inside a shard_map over this mesh every array is one device's part."
+        return [Fault(*whole, fact, "Annotate the array outside of it.")]
+    if kind is None:
+        return [Fault(*whole, f"the mesh has axes of several types: {_axis_types_text(mesh)}.",
+                      "Make it with Auto axes only, or with Explicit axes only.")]
+    if kind == AxisType.Explicit:
+        return [fault_at(spec, at, f"dimension {dim} is left open, and Explicit axes place every dimension.",
+                         "Name its mesh axes, or make the mesh with Auto axes.")
+                for at, dim in enumerate(spec.dims) if spec.axes[at] == (OPEN,)]
+    if spec.partial:
+        return [fault_at(spec, len(spec.dims), "under Auto axes no array can owe a sum.",
+                         "Settle it in the equation that makes it, or make the mesh with Explicit axes.")]
+    return []
+
+
+def _stated(x: Any, spec: Spec, mesh: Any) -> Any:
+    actual = spec_of(x, spec.dims)
+    if actual == spec:
+        return x
+    if _on(actual, mesh) == _on(spec, mesh):  # they differ by mesh axes of size 1: one placement, two types
+        return jax.reshard(x, spec.partition_spec())
+    fact = f"the spec says '{spec}', and the array is '{actual}' by its type."
+    remedy = f"Bring it there by gspmd.reshard(x, '{actual} -> {spec}')."
+    if not set(spec.partial) <= set(actual.partial):
+        remedy = "A partial sum is left by an equation; annotate() cannot make one."
+    fault = Fault(str(spec), 0, len(str(spec)), fact, remedy)
+    raise report(SpecError, f"cannot annotate an array of shape {np.shape(x)} with '{spec}'", [fault])
+
+
+def _on(spec: Spec, mesh: Any) -> Spec:
+    """The spec less the mesh axes of size 1."""
+    axes = tuple(tuple(a for a in group if mesh.shape[a] > 1) for group in spec.axes)
+    return Spec(spec.dims, axes, tuple(a for a in spec.partial if mesh.shape[a] > 1))
+
+
+# -- what JAX says ----------------------------------------------------------------------------------------------------
+
+
+def _axis_type(mesh: Any) -> AxisType | None:
+    kinds = set(mesh.axis_types)
+    return AxisType.Manual if AxisType.Manual in kinds else kinds.pop() if len(kinds) == 1 else None
+
+
+def _axis_types_text(mesh: Any) -> str:
+    return ", ".join(f"{axis} {kind.name}" for axis, kind in zip(mesh.axis_names, mesh.axis_types))
+
+
+def _placing_mesh() -> Any:
+    """The devices of the current mesh; under a trace, where they are not at hand, the abstract mesh."""
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # inside jit
+        return jax.sharding.get_abstract_mesh()
+    return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+
+
+def _partition_spec_of(x: Any) -> Any:
+    """The `jax.P` of an array; None where nobody knows it yet."""
+    sharding = getattr(x, "sharding", None) if not isinstance(x, jax.core.Tracer) else jax.typeof(x).sharding
+    if isinstance(x, jax.core.Tracer) and AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    if isinstance(sharding, NamedSharding):
+        return sharding.spec
+    return jax.P() if sharding is None or len(sharding.device_set) == 1 else None
+
+
+def _axes_of_entry(entry: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (OPEN,) if entry is jax.P.UNCONSTRAINED else (entry,) if isinstance(entry, str) else tuple(entry)
