@@ -39,8 +39,8 @@ def use_host_devices(count: int) -> None:
     except RuntimeError:
         raise HostError(
             f"cannot make {count} host devices: JAX has already started a backend.\n"
-            "  Their number is fixed when the backend starts. Call gspmd.host.use_host_devices first, before any array\n"
-            "  is made and before jax.devices() is called."
+            "  Their number is fixed when the backend starts. Call gspmd.host.use_host_devices first,\n"
+            "  before any array is made and before jax.devices() is called."
         ) from None
 
 

@@ -1,0 +1,27 @@
+"""Training: settings, data, optimizer, state, step, checkpoints, metrics, and the loop over them."""
+
+from gspmd.training.checkpoint import Checkpoints
+from gspmd.training.config import ConfigError, OptimizerConfig, ShardingConfig, TrainingConfig, load_toml
+from gspmd.training.data import Corpus
+from gspmd.training.loop import Diverged, Interrupted, Program, fit
+from gspmd.training.state import TrainState
+from gspmd.training.step import Moves, jit_step, make_step, plan_moves
+
+__all__ = [
+    "Checkpoints",
+    "ConfigError",
+    "Corpus",
+    "Diverged",
+    "Interrupted",
+    "Moves",
+    "OptimizerConfig",
+    "Program",
+    "ShardingConfig",
+    "TrainState",
+    "TrainingConfig",
+    "fit",
+    "jit_step",
+    "load_toml",
+    "make_step",
+    "plan_moves",
+]

@@ -1,0 +1,99 @@
+"""Checkpoints: state, place in the data and settings, saved whole or not at all, restored onto any mesh and layout."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from gspmd.training.state import TrainState, abstract
+from gspmd.training.toml import ConfigError
+
+_FOLDER = "checkpoints"
+
+
+class Checkpoints:
+    """The checkpoints of one run, under `<out>/checkpoints/<step>`.
+
+    A save is written beside its final place and renamed when complete, so one that is interrupted leaves the earlier
+    ones as they were. Used as a context manager, it waits at the end for the save in progress.
+
+    Args:
+        out: the run's folder.
+        keep: how many of the newest to keep.
+    """
+
+    def __init__(self, out: str | Path, *, keep: int = 2):
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
+        self._manager = ocp.CheckpointManager(Path(out).resolve() / _FOLDER, options=options)
+
+    def save(self, state: TrainState, data: Mapping[str, Any]) -> None:
+        """Saves in the background: the state, and the data iterator's position."""
+        step = int(state.step)
+        if step in self._manager.all_steps():
+            return
+        items = ocp.args.Composite(state=ocp.args.StandardSave(_tree(state)), data=ocp.args.JsonSave(dict(data)))
+        self._manager.save(step, args=items, force=True)
+
+    def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        """The newest state, placed as `like` is, whatever mesh and layout it was saved from; and the data's position.
+
+        Raises:
+            ConfigError: there is none, or it belongs to a model of other sizes.
+        """
+        step = self._manager.latest_step()
+        if step is None:
+            raise ConfigError("cannot resume:", [f"there is no checkpoint under {str(self._manager.directory)!r}."])
+        target = ocp.args.StandardRestore(_tree(abstract(like)))
+        try:
+            found = self._manager.restore(step, args=ocp.args.Composite(state=target, data=ocp.args.JsonRestore()))
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"cannot resume from step {step}:", [_mismatch(error)]) from None
+        state = found["state"]
+        return TrainState(state["step"], state["params"], state["optimizer"]), found["data"]
+
+    def wait(self) -> None:
+        """Returns once every save so far is complete."""
+        self._manager.wait_until_finished()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._manager.close()
+
+
+def newest(out: str | Path) -> int | None:
+    """The step of the newest complete checkpoint of a run, or None; reads folder names only."""
+    folder = Path(out) / _FOLDER
+    steps = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
+    return max(steps, default=None)
+
+
+def save_settings(out: str | Path, settings: Mapping[str, Any]) -> None:
+    """Writes the run's settings to `<out>/config.json`, for a resume that names only the folder."""
+    (Path(out) / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def load_settings(out: str | Path) -> dict[str, Any]:
+    """The settings that a run was started with.
+
+    Raises:
+        ConfigError: the folder holds no run.
+    """
+    path = Path(out) / "config.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        raise ConfigError("cannot resume:", [f"{str(out)!r} holds no run: {str(path)!r} cannot be read."]) from None
+
+
+def _tree(state: TrainState) -> dict[str, Any]:
+    return {"step": state.step, "params": state.params, "optimizer": state.optimizer}
+
+
+def _mismatch(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"the checkpoint does not fit this model: {lines[0] if lines else type(error).__name__}"

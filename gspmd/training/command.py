@@ -1,0 +1,155 @@
+"""The command line of a training run: settings from file, folder and flags; errors in one message; exit codes."""
+
+import argparse
+import math
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import tyro
+
+from gspmd import host
+from gspmd.annotate.errors import LayoutError, PlanError, SpecError
+from gspmd.layouts import Layout
+from gspmd.training import checkpoint
+from gspmd.training.config import ShardingConfig, parse_mesh
+from gspmd.training.loop import Diverged, Interrupted
+from gspmd.training.toml import ConfigError, from_mapping, load_toml, to_mapping
+
+T = TypeVar("T")
+
+RUNS = Path("runs")
+_USER_ERRORS = (ConfigError, host.HostError, SpecError, PlanError, LayoutError)
+
+
+def parse(cls: type[T], argv: Sequence[str], *, default: str | None = None, description: str = "") -> T:
+    """Settings from a TOML file, and from flags, which win.
+
+    Args:
+        cls: a dataclass of settings.
+        argv: the flags. `--config FILE` names the TOML file; `--resume` without it begins from the run's own settings.
+        default: the TOML file when neither is given.
+        description: for --help.
+
+    Raises:
+        ConfigError: of `load_toml`; and what the dataclasses refuse.
+    """
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    early.add_argument("--config", nargs="?")
+    early.add_argument("--out", nargs="?")
+    early.add_argument("--resume", action="store_true")
+    known, _ = early.parse_known_args(list(argv))
+    if known.config:
+        base = load_toml(cls, known.config)
+    elif known.resume:
+        out = Path(known.out) if known.out else newest_run()
+        base = from_mapping(cls, checkpoint.load_settings(out), source=str(out / "config.json"))
+    else:
+        base = load_toml(cls, default) if default else cls()
+    return tyro.cli(cls, args=list(argv), default=base, description=description, config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def guarded(command: Callable[[Sequence[str]], None], argv: Sequence[str]) -> int:
+    """Runs a command and returns its exit code: 0, 1 for a run that failed, 2 for bad input, 130 for an interrupt.
+
+    What the user can put right is one message on stderr; anything else is a defect and keeps its traceback.
+    """
+    try:
+        command(argv)
+    except _USER_ERRORS as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except Diverged as error:
+        print(f"The run failed: {error}", file=sys.stderr)
+        return 1
+    except Interrupted as stopped:
+        print(f"\n{str(stopped).capitalize()}. To go on: {_resume_command(argv)}", file=sys.stderr)
+        return 130
+    except KeyboardInterrupt:
+        print("\nInterrupted before a step was done; nothing was saved.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def choose_out(out: str, *, resume: bool) -> Path:
+    """The run's folder, made if need be, and tried by writing to it.
+
+    Args:
+        out: as given; "" for the newest run on a resume, and for a new folder under runs/ otherwise.
+        resume: whether the folder has to hold a run, or must not.
+
+    Raises:
+        ConfigError: it cannot be written, or holds a run that would be overwritten.
+    """
+    path = Path(out) if out else newest_run() if resume else _fresh()
+    if not resume and checkpoint.newest(path) is not None:
+        fault = f"it already holds a run, at step {checkpoint.newest(path)}."
+        raise ConfigError(f"cannot write to {str(path)!r}:", [fault, "Add --resume to go on, or choose another --out."])
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot write to {str(path)!r}:", [f"{error.strerror}. Choose another --out."]) from None
+    return path
+
+
+def make_mesh(sharding: ShardingConfig, layout: Layout) -> jax.sharding.Mesh:
+    """Starts the backend and makes the mesh, with every axis that the layout names.
+
+    Raises:
+        ConfigError: the mesh does not have as many devices as were asked for.
+        HostError, LayoutError: the devices cannot be had, or the mesh does not suit the layout.
+    """
+    given = layout.complete_mesh(parse_mesh(sharding.mesh)) if sharding.mesh else None
+    wanted = math.prod(given.values()) if given else sharding.devices
+    if sharding.devices not in (None, wanted):
+        fault = f"it has {wanted} devices, but --devices asks for {sharding.devices}. Leave one of the two out."
+        raise ConfigError(f"cannot use mesh {sharding.mesh!r}:", [fault])
+    devices = host.start(wanted, sharding.platform)
+    sizes = given or layout.mesh_for(len(devices))
+    kind = jax.sharding.AxisType.Explicit if sharding.axis_types == "explicit" else jax.sharding.AxisType.Auto
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=devices)
+
+
+def newest_run() -> Path:
+    """The run under runs/ that was started last.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    runs = [path for path in _numbered() if checkpoint.newest(path) is not None]
+    if not runs:
+        raise ConfigError("cannot resume:", [f"there is no run under {str(RUNS)!r}. Name its folder with --out."])
+    return runs[-1]
+
+
+def _fresh() -> Path:
+    return RUNS / f"{1 + max((int(path.name) for path in _numbered()), default=0):03d}"
+
+
+def _numbered() -> list[Path]:
+    found = [path for path in RUNS.iterdir() if re.fullmatch(r"\d+", path.name)] if RUNS.is_dir() else []
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def _resume_command(argv: Sequence[str]) -> str:
+    """The command that continues this run; the run's own settings are in its folder, so only the folder is named."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--out")
+    known, _ = early.parse_known_args(list(argv))
+    out = known.out or str(newest_run())
+    return f"python {shlex.quote(sys.argv[0])} --resume --out {shlex.quote(out)}"
+
+
+def keep_settings(out: Path, settings: Any) -> None:
+    """Writes what a resume begins from: all settings but those that belong to one start only."""
+    kept = to_mapping(settings)
+    kept.pop("config", None)
+    kept.get("training", {}).pop("resume", None)
+    checkpoint.save_settings(out, kept)

@@ -1,0 +1,171 @@
+"""What a training run is told: how long, on which data, over which mesh, in which layout."""
+
+import dataclasses
+import typing
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from gspmd.training.toml import ConfigError, load_toml, not_negative, positive
+
+__all__ = ["ConfigError", "OptimizerConfig", "ShardingConfig", "TrainingConfig", "load_toml", "parse_mesh"]
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How long, on what, and where to."""
+
+    steps: int = 400
+    """Number of updates."""
+    batch: int = 32
+    """Sequences per update, over all devices."""
+    length: int = 256
+    """Bytes that a sequence predicts."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the model computes in; parameters and optimizer state stay float32."""
+    data: tuple[str, ...] = ()
+    """Text files or glob patterns ('path/*.txt', quoted); none for the source of Python's standard library."""
+    validation_fraction: float = 0.05
+    """Share of the files that is held out."""
+    validation_every: int = 100
+    """Updates between two validations; 0 for one at the end only."""
+    validation_batches: int = 8
+    """Batches of a validation on the way; the one at the end reads every held-out byte."""
+    save_every: int = 100
+    """Updates between two checkpoints; 0 for one at the end only."""
+    out: str = ""
+    """Folder for metrics, events, checkpoints and plots; a new one under runs/ if not given."""
+    resume: bool = False
+    """Continue from the newest checkpoint under --out (the newest run under runs/ if that is not given)."""
+    seed: int = 0
+    """Seed of parameters, order of the data, and the router's noise."""
+    prompt: str = "def "
+    """What the generated text at the end begins with."""
+    sample_bytes: int = 256
+    """Length of that text; 0 for none."""
+
+    def __post_init__(self):
+        faults: list[str] = []
+        positive(faults, steps=self.steps, batch=self.batch, length=self.length)
+        not_negative(faults, seed=self.seed, validation_every=self.validation_every, save_every=self.save_every)
+        not_negative(faults, sample_bytes=self.sample_bytes)
+        positive(faults, validation_batches=self.validation_batches)
+        if not 0 < self.validation_fraction < 1:
+            faults.append(f"validation_fraction must be between 0 and 1, but is {self.validation_fraction}.")
+        _literals(self, faults)
+        _refuse("training", faults)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with a linear warm-up, a cosine decay and clipping by the global norm."""
+
+    learning_rate: float = 3e-3
+    """Highest learning rate, reached at the end of the warm-up."""
+    warmup: float = 0.1
+    """Share of the steps over which the learning rate rises from zero."""
+    final_fraction: float = 0.05
+    """Last learning rate, as a share of the highest."""
+    weight_decay: float = 0.1
+    """Decoupled decay of the weight matrices; norms are left alone."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.98
+    """Decay of the second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    clip: float = 1.0
+    """Largest global norm of a gradient; 0 for no clipping."""
+
+    def __post_init__(self):
+        faults: list[str] = []
+        positive(faults, learning_rate=self.learning_rate, epsilon=self.epsilon)
+        not_negative(faults, weight_decay=self.weight_decay, clip=self.clip)
+        for name in ("warmup", "final_fraction", "beta1", "beta2"):
+            if not 0 <= getattr(self, name) <= 1:
+                faults.append(f"{name} must be between 0 and 1, but is {getattr(self, name)}.")
+        _refuse("optimizer", faults)
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """Which devices, which mesh over them, and which layout on it."""
+
+    layout: str = "gshard"
+    """A preset's name, or the path of a layout file."""
+    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """One change to the layout, such as ffn.w_in=E_xF_y; repeatable."""
+    lowering: Literal["auto", "blocking", "xla"] | None = None
+    """How a plan becomes a program; the layout's own choice if not given."""
+    mesh: str = ""
+    """Mesh axes and their sizes, such as x=4,y=2; factored by the layout's rule if not given."""
+    axis_types: Literal["explicit", "auto"] = "explicit"
+    """Whether a spec is part of an array's type."""
+    platform: Literal["cpu", "gpu", "tpu"] | None = None
+    """Where to run; the best that JAX finds if not given."""
+    devices: int | None = None
+    """Number of devices; all of an accelerator, or 8 fake ones on a CPU, if not given."""
+
+    def __post_init__(self):
+        faults: list[str] = []
+        positive(faults, devices=self.devices)
+        if self.mesh:
+            try:
+                parse_mesh(self.mesh)
+            except ConfigError as error:
+                faults.extend(error.faults)
+        for change in self.set:
+            key, equals, spec = change.partition("=")
+            if not (key and equals and spec):
+                faults.append(f"set must read KEY=SPEC, such as ffn.w_in=E_xF_y, but is {change!r}.")
+        _literals(self, faults)
+        _refuse("sharding", faults)
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        """The changes to the layout as a table from key to spec; the last of two for one key counts."""
+        return dict(change.split("=", 1) for change in self.set)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Mesh axes and sizes from text.
+
+    Example:
+        >>> parse_mesh("x=4,y=2")
+        {'x': 4, 'y': 2}
+
+    Raises:
+        ConfigError: the text is not a list of axis=size, an axis comes twice, or a size is not positive.
+    """
+    mesh: dict[str, int] = {}
+    faults = []
+    for part in text.split(","):
+        axis, equals, size = (piece.strip() for piece in part.partition("="))
+        if not (axis.isidentifier() and equals and size.lstrip("-").isdigit()):
+            faults.append(f"{part.strip()!r} is not AXIS=SIZE; write x=4,y=2.")
+        elif axis in mesh:
+            faults.append(f"mesh axis {axis} comes twice.")
+        elif int(size) < 1:
+            faults.append(f"mesh axis {axis} must have a positive size, but has {size}.")
+        else:
+            mesh[axis] = int(size)
+    if faults:
+        raise ConfigError(f"cannot read mesh {text!r}:", [f"mesh {text!r}: {fault}" for fault in faults])
+    return mesh
+
+
+def _literals(config: object, faults: list[str]) -> None:
+    """Adds a fault for every Literal field that holds something else."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        arms = (hints[field.name], *typing.get_args(hints[field.name]))
+        choices = [choice for arm in arms if typing.get_origin(arm) is Literal for choice in typing.get_args(arm)]
+        value = getattr(config, field.name)
+        if choices and value is not None and value not in choices:
+            faults.append(f"{field.name} must be one of {', '.join(map(repr, choices))}, but is {value!r}.")
+
+
+def _refuse(section: str, faults: list[str]) -> None:
+    if faults:
+        raise ConfigError(f"cannot use the {section} settings:", faults)

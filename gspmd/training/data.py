@@ -1,0 +1,194 @@
+"""Byte sequences from text files: found, split by file into train and validation, and batched by grain."""
+
+import glob
+import gzip
+import hashlib
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grain
+import numpy as np
+
+from gspmd.training.toml import ConfigError
+
+VOCABULARY = 256
+# What pip put there is not the standard library, and the tests repeat what they test.
+_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+# No text file holds this byte, so it can stand between files.
+_BETWEEN = b"\x00"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text, split by file.
+
+    Attributes:
+        name: where it comes from, for people.
+        train: the training files, joined, as bytes [N] of uint8.
+        validation: the held-out files, joined likewise.
+        files: number of training and of held-out files.
+        gzip_bits_per_byte: gzip's figure for the held-out files, each compressed by itself.
+    """
+
+    name: str
+    train: np.ndarray
+    validation: np.ndarray
+    files: tuple[int, int]
+    gzip_bits_per_byte: float
+
+    def describe(self) -> str:
+        """One line: source, bytes and files of both parts."""
+        train, held_out = (f"{size / 1e6:.2f} MB in {_count(number, 'file')}" for size, number in self._sizes())
+        return f"{self.name}: {train}, and {held_out} held out"
+
+    def _sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        return (len(self.train), self.files[0]), (len(self.validation), self.files[1])
+
+
+def load(patterns: Sequence[str] = (), *, fraction: float = 0.05) -> Corpus:
+    """Reads the text files that the patterns name, or Python's own standard library.
+
+    The split depends on the files' contents alone, so it is the same on every machine that has the same files; copies
+    of one file count once, so that nothing is both trained on and held out. A single file is split near its end.
+
+    Args:
+        patterns: paths or glob patterns (`**` for folders within folders); none for the standard library.
+        fraction: share of the bytes held out, rounded up to whole files.
+
+    Raises:
+        ConfigError: a pattern matches no file, a file cannot be read, or there is no text; all faults at once.
+    """
+    paths = _matching(patterns) if patterns else _standard_library()
+    name = " ".join(patterns) or "Python's standard library"
+    texts = _read(paths)
+    if not texts:
+        raise ConfigError("cannot train on this data:", [f"{_count(len(paths), 'file')} of {name!r} hold no text."])
+    train, held_out = _split(texts, fraction)
+    return Corpus(name, _join(train), _join(held_out), (len(train), len(held_out)), gzip_bits_per_byte(held_out))
+
+
+def gzip_bits_per_byte(texts: Sequence[bytes]) -> float:
+    """Bits that gzip -9 needs per byte of the texts, each compressed by itself.
+
+    Example:
+        >>> gzip_bits_per_byte([b"a" * 1000]) < 0.3
+        True
+    """
+    return 8 * sum(len(gzip.compress(text, mtime=0)) for text in texts) / sum(len(text) for text in texts)
+
+
+def check_size(corpus: Corpus, batch: int, length: int) -> None:
+    """Refuses text that is too short for one batch of training or one held-out sequence.
+
+    Raises:
+        ConfigError: with both numbers.
+    """
+    faults = []
+    if len(corpus.train) < batch * length + 1:
+        needs = f"a batch of {batch} sequences of {length} needs {batch * length + 1}."
+        faults.append(f"the training text has {len(corpus.train)} bytes, but {needs}")
+    if len(corpus.validation) < length + 1:
+        needs = f"a sequence of {length} needs {length + 1}."
+        faults.append(f"the held-out text has {len(corpus.validation)} bytes, but {needs}")
+    if faults:
+        faults.append("Give more text with --data, or lower --batch or --length.")
+        raise ConfigError(f"cannot train on {corpus.name!r}:", faults)
+
+
+def train_batches(corpus: Corpus, batch: int, length: int, seed: int) -> grain.DatasetIterator:
+    """An endless iterator over training batches, uint8 [B, L+1], shuffled anew every epoch.
+
+    Its position is what `get_state` gives and `set_state` takes, a small dictionary that goes into the checkpoint.
+    """
+    windows = grain.MapDataset.source(_Windows(corpus.train, length))
+    batches = windows.shuffle(seed=seed % 2**32).repeat().batch(batch, drop_remainder=True)
+    return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+
+
+def validation_batches(corpus: Corpus, batch: int, length: int, limit: int | None = None) -> Iterator[np.ndarray]:
+    """The held-out text as full batches, uint8 [B, L+1]; at most `limit` of them, spread evenly over the text.
+
+    Sequences overlap a little where the text's length calls for it, so that no byte is left out and no batch is short.
+    """
+    span = len(corpus.validation) - length - 1
+    whole = -(-(span // length + 1) // batch)
+    count = min(whole, limit or whole)
+    starts = np.linspace(0, span, count * batch).round().astype(np.int64)
+    for row in starts.reshape(count, batch):
+        yield np.stack([corpus.validation[start : start + length + 1] for start in row])
+
+
+class _Windows:
+    """Sequences of length + 1 bytes, each beginning with the byte that the one before it ends with."""
+
+    def __init__(self, text: np.ndarray, length: int):
+        self._text, self._length = text, length
+
+    def __len__(self) -> int:
+        return (len(self._text) - 1) // self._length
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        start = int(index) * self._length
+        return self._text[start : start + self._length + 1]
+
+    def __repr__(self) -> str:
+        return f"windows of {self._length} bytes"
+
+
+def _standard_library() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [path for path in sorted(root.rglob("*.py")) if not _SKIPPED & set(path.relative_to(root).parts)]
+    if not paths:
+        fault = f"Python's standard library at {str(root)!r} has no .py files. Give text with --data 'path/*.txt'."
+        raise ConfigError("cannot find text:", [fault])
+    return paths
+
+
+def _matching(patterns: Sequence[str]) -> list[Path]:
+    found: set[Path] = set()
+    faults = []
+    for pattern in patterns:
+        # A file's own name may hold brackets; a folder is not a text.
+        names = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)
+        files = {Path(name) for name in names if Path(name).is_file()}
+        if not files:
+            folder = f" It is a folder; write '{pattern.rstrip('/')}/**/*.txt'."
+            faults.append(f"no file matches {pattern!r}.{folder if Path(pattern).is_dir() else ''}")
+        found |= files
+    if faults:
+        raise ConfigError("cannot find the data:", faults)
+    return sorted(found)
+
+
+def _read(paths: Sequence[Path]) -> list[bytes]:
+    """The texts, without empty ones and copies, in the order of their digests."""
+    texts, faults = {}, []
+    for path in paths:
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            faults.append(f"cannot read {str(path)!r}: {error.strerror}.")
+            continue
+        if text:
+            texts[hashlib.sha256(text).digest()] = text
+    if faults:
+        raise ConfigError("cannot read the data:", faults)
+    return [texts[digest] for digest in sorted(texts)]
+
+
+def _split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
+    if len(texts) == 1:
+        cut = len(texts[0]) - max(1, round(fraction * len(texts[0])))
+        return [texts[0][:cut]], [texts[0][cut:]]
+    held_out = min(len(texts) - 1, max(1, round(fraction * len(texts))))
+    return texts[held_out:], texts[:held_out]
+
+
+def _join(texts: Sequence[bytes]) -> np.ndarray:
+    return np.frombuffer(_BETWEEN.join(texts), dtype=np.uint8)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,111 @@
+"""Figures of a run: one JSON object per step, TensorBoard events, and a progress bar."""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import tensorboardX
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+_FILE = "metrics.jsonl"
+# A terminal gets a bar; a log file gets this many lines.
+_LINES = 20
+
+
+class Metrics:
+    """Writes every step's figures to `<out>/metrics.jsonl` and `<out>/events`, each line flushed.
+
+    Args:
+        out: the run's folder.
+        resumed_at: the step of the checkpoint that the run goes on from; what was written after it is dropped.
+    """
+
+    def __init__(self, out: str | Path, *, resumed_at: int | None = None):
+        path = Path(out) / _FILE
+        kept = [] if resumed_at is None else [row for row in read(out) if "loss" in row and row["step"] <= resumed_at]
+        self._file = path.open("w", encoding="utf-8")
+        for row in kept:
+            self._line(row)
+        purge = None if resumed_at is None else resumed_at + 1
+        self._events = tensorboardX.SummaryWriter(str(Path(out) / "events"), purge_step=purge, flush_secs=10)
+
+    def write(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Adds one object; arrays become lists in the file, and their mean an event."""
+        row = {"step": step, **{name: _plain(value) for name, value in figures.items()}}
+        self._line(row)
+        for name, value in figures.items():
+            if value is not None:
+                self._events.add_scalar(name, float(np.mean(value)), step)
+
+    def _line(self, row: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+        self._events.close()
+
+
+def read(out: str | Path) -> list[dict[str, Any]]:
+    """The objects of `<out>/metrics.jsonl`; a last line cut short by a crash is left out."""
+    path = Path(out) / _FILE
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+class Display:
+    """A progress bar with loss, bits per byte, tokens per second and the time that is left."""
+
+    def __init__(self, console: Console, steps: int, done: int = 0):
+        self._console, self._steps, self._began, self._done = console, steps, time.monotonic(), done
+        columns = (
+            TextColumn("[bold]step {task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("loss [cyan]{task.fields[loss]}"),
+            TextColumn("[green]{task.fields[bits]}[/] bits/byte"),
+            TextColumn("[magenta]{task.fields[rate]}[/] tokens/s"),
+            TimeRemainingColumn(compact=True),
+        )
+        self._bar = Progress(*columns, console=console, expand=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=steps, completed=done, loss="–", bits="–", rate="–")
+
+    def update(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Shows a step's figures."""
+        loss, bits = f"{figures['loss']:.3f}", f"{figures['bits_per_byte']:.3f}"
+        rate = f"{figures['tokens_per_second']:,.0f}"
+        self._bar.update(self._task, completed=step, loss=loss, bits=bits, rate=rate)
+        if not self._console.is_terminal and (step % max(1, self._steps // _LINES) == 0 or step in (1, self._steps)):
+            left = (time.monotonic() - self._began) / (step - self._done) * (self._steps - step)
+            line = f"step {step}/{self._steps}  loss {loss}  {bits} bits/byte  {rate} tokens/s  {left:.0f} s left"
+            self._console.print(line)
+
+    def __enter__(self) -> "Display":
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.__exit__(kind, error, trace)
+
+
+def _plain(value: Any) -> Any:
+    """A number, or nested lists of numbers; None for what JSON cannot say."""
+    if value is None:
+        return None
+    if np.ndim(value):
+        return np.asarray(value, dtype=np.float64).round(6).tolist()
+    number = np.asarray(value).item()
+    return number if math.isfinite(number) else None

@@ -1,0 +1,69 @@
+"""AdamW, its learning rate over the steps, and clipping by the global norm."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gspmd.training.config import OptimizerConfig
+
+Tree = Any
+Norm = Callable[[Tree], jax.Array]
+
+
+def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Learning rate by step: a linear rise over the warm-up, then half a cosine down to the final fraction.
+
+    Args:
+        config: the rates and shares.
+        steps: number of updates in all.
+
+    Example:
+        >>> rate = schedule(OptimizerConfig(learning_rate=1.0, warmup=0.1, final_fraction=0.0), steps=100)
+        >>> [round(float(rate(step)), 3) for step in (0, 9, 55, 100)]
+        [0.1, 1.0, 0.5, 0.0]
+
+    Source: Loshchilov and Hutter, SGDR (arXiv 1608.03983), eq. 5, without restarts.
+    Differs: the first update already has one share of the rate, rather than none.
+    """
+    warmup = min(round(config.warmup * steps), steps - 1)
+    first = config.learning_rate / (warmup or 1)
+    rise = optax.linear_schedule(first, config.learning_rate, max(warmup - 1, 1))
+    fall = optax.cosine_decay_schedule(config.learning_rate, max(steps - warmup, 1), config.final_fraction)
+    return optax.join_schedules([rise, fall], [warmup])
+
+
+def adamw(config: OptimizerConfig, steps: int, decayed: Tree | None = None) -> optax.GradientTransformation:
+    """AdamW at the scheduled rate.
+
+    Args:
+        config: rates and decays.
+        steps: number of updates in all.
+        decayed: a tree like the parameters, true where the weight decay applies; None for everywhere.
+
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (arXiv 1711.05101), algorithm 2.
+    """
+    rate = schedule(config, steps)
+    return optax.adamw(rate, config.beta1, config.beta2, config.epsilon, weight_decay=config.weight_decay, mask=decayed)
+
+
+def clip(gradients: Tree, limit: float, norm: Norm = optax.tree.norm) -> tuple[Tree, jax.Array]:
+    """Scales the gradients down to a global norm of at most `limit`.
+
+    Args:
+        gradients: any tree of arrays.
+        limit: the largest norm; 0 for none.
+        norm: what computes the global norm; for sharded gradients, one whose collectives are planned.
+
+    Returns:
+        The scaled gradients, and the norm before scaling, a float32 scalar.
+
+    Source: Pascanu et al. (arXiv 1211.5063), algorithm 1.
+    """
+    size = norm(gradients)
+    if not limit:
+        return gradients, size
+    scale = jnp.minimum(1.0, limit / jnp.maximum(size, jnp.finfo(jnp.float32).tiny))
+    return jax.tree.map(lambda gradient: gradient * scale.astype(gradient.dtype), gradients), size

@@ -1,0 +1,53 @@
+"""What a run says to its reader: a header, tables before the first step, pictures and a sample at the end."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+
+from gspmd.training import metrics, plots, tables
+
+
+def header(console: Console, lines: Mapping[str, str]) -> None:
+    """A panel of names and facts."""
+    grid = Table.grid(padding=(0, 2))
+    for name, fact in lines.items():
+        grid.add_row(f"[dim]{name}", escape(fact))
+    console.print(Panel(grid, title="[bold]gspmd", title_align="left", border_style="dim", expand=False))
+
+
+def show_tensors(console: Console, title: str, placed: tables.Placed, mesh: Any) -> None:
+    """Every tensor's spec, and its shape and bytes on one device."""
+    console.print(tables.tensors(title, placed, dict(mesh.shape)))
+
+
+def show_collectives(console: Console, program: Any) -> None:
+    """The planned collectives of a traced step."""
+    title = "Planned collectives of one step, forward and backward"
+    console.print(tables.collectives(title, tables.step_entries(program)))
+
+
+def finish(console: Console, out: Path, prompt: str, sample: Callable[[], str] | None) -> None:
+    """Draws the pictures, and writes and prints generated text.
+
+    Args:
+        console: where to print.
+        out: the run's folder.
+        prompt: the part of the text that was given.
+        sample: generates the text, prompt included; None for no sample.
+    """
+    rows = metrics.read(out)
+    drawn = [out / "loss.png"]
+    plots.loss_curve(rows, drawn[0])
+    if plots.expert_load(rows, out / "experts.png"):
+        drawn.append(out / "experts.png")
+    console.print("Drawn: " + ", ".join(map(str, drawn)))
+    if sample is not None:
+        text = sample()
+        (out / "sample.txt").write_text(text, encoding="utf-8")
+        shown = f"[bold]{escape(prompt)}[/]{escape(text.removeprefix(prompt))}"
+        console.print(Panel(shown, title="generated text", title_align="left", border_style="dim"))

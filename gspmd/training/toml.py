@@ -1,0 +1,180 @@
+"""TOML files into nested frozen dataclasses, every fault reported at once."""
+
+import dataclasses
+import difflib
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used. The message lists every fault, one to a line."""
+
+    def __init__(self, doing: str, faults: typing.Sequence[str]):
+        self.faults = tuple(faults)
+        super().__init__("\n".join([doing, *(f"  {fault}" for fault in self.faults)]))
+
+
+def load_toml(cls: type[T], path: str | Path) -> T:
+    """Reads a TOML file as the dataclass `cls`; its tables are the nested dataclasses.
+
+    Args:
+        cls: a dataclass of numbers, strings, booleans, tuples, literals and dataclasses, each perhaps `| None`.
+        path: the file. Keys that it leaves out keep their defaults.
+
+    Returns:
+        An instance of `cls`.
+
+    Raises:
+        ConfigError: the file cannot be read, is not TOML, or has unknown keys or values of a wrong type; all at once.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read config {str(path)!r}:", [_reason(error)]) from None
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"cannot read config {str(path)!r}:", [f"it is not TOML: {error}."]) from None
+    return from_mapping(cls, values, source=str(path))
+
+
+def from_mapping(cls: type[T], values: Mapping[str, Any], *, source: str = "the given values") -> T:
+    """As `load_toml`, from a mapping already in hand.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Width:
+        ...     embed: int = 64
+        >>> from_mapping(Width, {"embed": 128})
+        Width(embed=128)
+        >>> from_mapping(Width, {"embd": 128})
+        Traceback (most recent call last):
+        gspmd.training.toml.ConfigError: cannot use config 'the given values':
+          unknown key 'embd'; did you mean 'embed'?
+    """
+    faults: list[str] = []
+    result = _build(cls, values, "", faults)
+    if faults:
+        raise ConfigError(f"cannot use config {source!r}:", faults)
+    return result
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """The inverse of `from_mapping`: nested dictionaries and lists, without what is None."""
+    out = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is not None:
+            out[field.name] = to_mapping(value) if dataclasses.is_dataclass(value) else value
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in out.items()}
+
+
+def positive(faults: list[str], **values: float | None) -> None:
+    """Adds a fault for every value that is not a finite number above zero; None passes."""
+    for name, value in values.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            faults.append(f"{name} must be positive, but is {value}.")
+
+
+def not_negative(faults: list[str], **values: float | None) -> None:
+    """Adds a fault for every value that is negative or not finite; None passes."""
+    for name, value in values.items():
+        if value is not None and not (value >= 0 and math.isfinite(value)):
+            faults.append(f"{name} must not be negative, but is {value}.")
+
+
+def _build(cls: type, values: Mapping[str, Any], prefix: str, faults: list[str]) -> Any:
+    hints = typing.get_type_hints(cls)
+    names = {field.name for field in dataclasses.fields(cls)}
+    before = len(faults)
+    kwargs = {}
+    for key, value in values.items():
+        if key in names:
+            kwargs[key] = _convert(hints[key], value, f"{prefix}{key}", faults)
+        else:
+            faults.append(_unknown(f"{prefix}{key}", [prefix + name for name in sorted(names)]))
+    return _construct(cls, kwargs, prefix, faults) if len(faults) == before else None
+
+
+def _construct(cls: type, kwargs: dict[str, Any], prefix: str, faults: list[str]) -> Any:
+    try:
+        return cls(**kwargs)
+    except ConfigError as error:
+        faults.extend(error.faults)
+    except (ValueError, TypeError) as error:
+        faults.append(f"[{prefix.rstrip('.')}] {error}" if prefix else str(error))
+    return None
+
+
+def _unknown(key: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    if close:
+        return f"unknown key {key!r}; did you mean {close[0]!r}?"
+    return f"unknown key {key!r}; known keys: {', '.join(known)}."
+
+
+def _convert(hint: Any, value: Any, key: str, faults: list[str]) -> Any:
+    hint, optional = _unwrap(hint)
+    if value is None and optional:
+        return None
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, Mapping):
+            return _build(hint, value, f"{key}.", faults)
+    elif typing.get_origin(hint) is typing.Literal:
+        return _choice(typing.get_args(hint), value, key, faults)
+    elif typing.get_origin(hint) is tuple and isinstance(value, list | tuple):
+        inner = typing.get_args(hint)[0]
+        return tuple(_convert(inner, item, f"{key}[{i}]", faults) for i, item in enumerate(value))
+    elif _fits(hint, value):
+        return float(value) if hint is float else value
+    faults.append(f"{key} must be {_wanted(hint)}, but is {value!r}.")
+    return None
+
+
+def _unwrap(hint: Any) -> tuple[Any, bool]:
+    """The type itself, without Annotated and None, and whether None is allowed."""
+    if typing.get_origin(hint) is typing.Annotated:
+        hint = typing.get_args(hint)[0]
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        inner = [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
+        if len(inner) == 1:
+            return _unwrap(inner[0])[0], True
+    return hint, False
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(hint, type) and isinstance(value, hint)
+
+
+def _choice(choices: tuple, value: Any, key: str, faults: list[str]) -> Any:
+    if value in choices:
+        return value
+    close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    faults.append(f"{key} must be one of {', '.join(map(repr, choices))}, but is {value!r}.{hint}")
+    return None
+
+
+def _wanted(hint: Any) -> str:
+    if dataclasses.is_dataclass(hint):
+        return "a table"
+    if typing.get_origin(hint) is tuple:
+        return "a list"
+    return {int: "an integer", float: "a number", str: "a string", bool: "true or false"}.get(hint, str(hint))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file."
+    return f"{getattr(error, 'strerror', None) or error}."

@@ -1,0 +1,120 @@
+"""Trains a Mixture-of-Experts language model on text, every tensor placed by a layout.
+
+    python scripts/train_moe.py                                        # five minutes on two cores, 8 fake devices
+    python scripts/train_moe.py --layout zero-3 --set ffn.w_in=E_xF_y  # the same losses, other collectives
+    python scripts/train_moe.py --resume --out runs/001                # goes on where it stopped
+
+Figures, events, checkpoints and pictures go to --out.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+
+import gspmd
+import models
+from gspmd import host
+from gspmd.collectives.global_norm import global_norm
+from gspmd.layouts import Layout
+from gspmd.training import OptimizerConfig, Program, ShardingConfig, TrainingConfig, command, data, loop, report
+from gspmd.training.optimizer import adamw, schedule
+from gspmd.training.state import initial, shardings
+from gspmd.training.step import jit_step, make_step, plan_moves
+from models import ModelConfig
+
+DEFAULT = Path(__file__).parents[1] / "configs" / "default.toml"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything a run is told, by file and by flag."""
+
+    config: str = ""
+    """TOML file with tables [model], [training], [optimizer] and [sharding]; configs/default.toml if not given."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: tyro.conf.OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
+    optimizer: tyro.conf.OmitArgPrefixes[OptimizerConfig] = field(default_factory=OptimizerConfig)
+    sharding: tyro.conf.OmitArgPrefixes[ShardingConfig] = field(default_factory=ShardingConfig)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Reads the settings, checks everything that can be checked without compiling, and trains."""
+    settings = command.parse(Settings, argv, default=str(DEFAULT), description=__doc__)
+    training, sharding = settings.training, settings.sharding
+    layout = Layout.load(sharding.layout).override(sharding.overrides)
+    sizes = settings.model.sizes(training.batch, training.length)
+    layout.check(sizes)
+    mesh = command.make_mesh(sharding, layout)
+    layout.check(sizes, mesh)
+    corpus = data.load(training.data, fraction=training.validation_fraction)
+    data.check_size(corpus, training.batch, training.length)
+    out = command.choose_out(training.out, resume=training.resume)
+    command.keep_settings(out, settings)
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    with jax.set_mesh(mesh), gspmd.lowering(sharding.lowering or layout.lowering or "auto"):
+        model = models.build(settings.model, layout, mesh, jax.random.key(training.seed), training.dtype)
+        program = make_program(settings, model, layout, mesh)
+        show(console, settings, layout, mesh, {"text": corpus.describe(), "out": str(out)})
+        tokens = program.place(np.zeros((training.batch, training.length + 1)))
+        report.show_collectives(console, gspmd.trace(program.step, program.state, tokens, program.key))
+        state = loop.fit(training, program, corpus, out, console)
+        text = partial(sample, training, models.with_arrays(model, state.params)) if training.sample_bytes else None
+        report.finish(console, out, training.prompt, text)
+
+
+def make_program(settings: Settings, model: models.Transformer, layout: Layout, mesh: jax.sharding.Mesh) -> Program:
+    """The model's loss, and the step around it."""
+    training, optimizer = settings.training, settings.optimizer
+    specs = {path: spec for path, (spec, _) in models.parameter_specs(settings.model, layout).items()}
+    kept = models.optimizer_specs(settings.model, layout)
+    # Norms, one dimension besides the stacked N, do not decay.
+    decayed = {path: len(set(spec.dims) - {"N"}) > 1 for path, spec in specs.items()}
+    transform = adamw(optimizer, training.steps, decayed)
+
+    def loss(params, tokens, key, train=True):
+        return models.loss(models.with_arrays(model, params), tokens, key=key, train=train)
+
+    step = make_step(
+        loss, transform, schedule(optimizer, training.steps), limit=optimizer.clip,
+        norm=partial(global_norm, specs=kept), moves=plan_moves(specs, kept, gspmd.reshard),
+    )  # fmt: skip
+    state = initial(models.arrays(model), transform, mesh, kept)
+    evaluate = jax.jit(lambda params, tokens: loss(params, tokens, None, train=False)[1]["cross_entropy"])
+    batch = shardings(models.batch_spec(layout), mesh)
+    place = lambda tokens: jax.device_put(np.asarray(tokens, np.int32), batch)  # noqa: E731
+    return Program(state, jit_step(step, state), evaluate, place, jax.random.key(training.seed + 1))
+
+
+def show(console: Console, settings: Settings, layout: Layout, mesh: jax.sharding.Mesh, facts: dict[str, str]) -> None:
+    """The header, and where every tensor stands."""
+    training, model, sharding = settings.training, settings.model, settings.sharding
+    flops = training.batch * training.length * model.flops_per_token(training.length)
+    lines = {
+        "devices": host.describe(list(mesh.devices.flat)),
+        "mesh": f"{', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())} ({sharding.axis_types} axes)",
+        "layout": f"{layout.name}, lowering {sharding.lowering or layout.lowering or 'auto'}",
+        "model": f"{model.num_parameters:,} parameters, {model.num_active_parameters:,} of them active per token",
+        "step": f"{training.batch} × {training.length} tokens, {flops / 1e9:.1f} GFLOP in {training.dtype}",
+    }
+    report.header(console, lines | facts)
+    report.show_tensors(console, "Parameters", models.parameter_specs(model, layout), mesh)
+    activations = models.activation_specs(model, layout, training.batch, training.length)
+    report.show_tensors(console, "Activations", activations, mesh)
+
+
+def sample(training: TrainingConfig, model: models.Transformer) -> str:
+    """Text that the model continues the prompt with."""
+    prompt = training.prompt.encode()
+    tokens = models.generate(model, list(prompt), training.sample_bytes, key=jax.random.key(training.seed))
+    return (prompt + bytes(tokens[0].astype(np.uint8))).decode(errors="replace")
+
+
+if __name__ == "__main__":
+    sys.exit(command.guarded(main, sys.argv[1:]))
