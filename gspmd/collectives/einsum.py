@@ -13,8 +13,7 @@ from gspmd.annotate.spec import Spec
 from gspmd.collectives import planned
 from gspmd.collectives.annotated import annotated_program
 from gspmd.collectives.lower import Execution
-from gspmd.collectives.plan import Plan
-from gspmd.collectives.planning import make_plan, tensors
+from gspmd.collectives.planning import Plan, make_plan, tensors
 
 
 def einsum(

@@ -138,7 +138,9 @@ class Execution:
 
     def _product(self, product: Product, moved: Sequence[jax.Array]) -> jax.Array:
         value = moved[product.left]
-        if not product.passes_through:
+        if product.passes_through:
+            value = _transposed(value, product.einsum.before.dims, product.einsum.after.dims)
+        else:
             with jax.named_scope(scope(self.step, product.einsum)):
                 value = self._einsum(product, moved)
             self.step += 1
@@ -166,14 +168,16 @@ class Execution:
 
     def _arrange(self, x: jax.Array, held: tuple[str, ...], spec: Spec) -> jax.Array:
         """Transpose to the output's order and broadcast the dimensions that no operand has."""
-        order = [held.index(dim) for dim in spec.dims if dim in held]
-        if order != sorted(order):
-            x = x.transpose(order)
-        if len(order) == len(spec.dims):
+        x = _transposed(x, held, tuple(dim for dim in spec.dims if dim in held))
+        if len(held) == len(spec.dims):
             return x
         new = [d for d, dim in enumerate(spec.dims) if dim not in held]
         shape = tuple(self.sizes[dim] // prod(self.mesh[axis] for axis in axes) for dim, axes in zip(spec.dims, spec.axes))
         return jnp.broadcast_to(jnp.expand_dims(x, new), shape)
+
+
+def _transposed(x: jax.Array, held: tuple[str, ...], wanted: tuple[str, ...]) -> jax.Array:
+    return x if held == wanted else x.transpose([held.index(dim) for dim in wanted])
 
 
 def accumulator(*dtypes) -> jnp.dtype:

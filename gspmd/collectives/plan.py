@@ -1,12 +1,9 @@
-"""Steps, routines and plans: what an equation does, as data."""
+"""Steps and routines: what an equation does, as data."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-from gspmd.annotate.equation import Equation
 from gspmd.annotate.spec import Spec
-from gspmd.collectives.chips import Chip
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "slice", "einsum")
 
@@ -115,57 +112,3 @@ def total_cost(steps: tuple[Step, ...]) -> tuple[int, int, int]:
 def picoseconds(seconds: float) -> int:
     """Seconds as a whole number of picoseconds."""
     return round(seconds * 1e12)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The steps an equation takes on a mesh of a chip, and what they cost, per device and execution.
-
-    Attributes:
-        equation: the parsed equation.
-        sizes: dimension sizes of the whole tensors.
-        mesh: mesh axis sizes.
-        dtypes: dtype of each operand, group members one by one.
-        chip: the hardware figures the seconds come from.
-        lowering: `"xla"` or `"blocking"`: how it becomes a program.
-        routine: moves, local products and outputs, as `gspmd.einsum` runs them.
-        peak_bytes: the most bytes held at once: operands, moved copies, results.
-        backward: the routine of all cotangents together, as it runs; None for a plan that is itself a gradient.
-        gradients: one plan per operand's cotangent. A step that several share stands in the first of them only.
-    """
-
-    equation: Equation
-    sizes: Mapping[str, int]
-    mesh: Mapping[str, int]
-    dtypes: tuple[str, ...]
-    chip: Chip
-    lowering: str
-    routine: Routine
-    peak_bytes: int
-    backward: Routine | None = field(default=None, repr=False)
-    gradients: tuple["Plan", ...] = field(default=(), repr=False)
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """Every step in the order of execution, the local einsums among them."""
-        return self.routine.steps
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that one device sends."""
-        return sum(step.wire_bytes for step in self.steps)
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of one device."""
-        return sum(step.flops for step in self.steps)
-
-    @property
-    def seconds(self) -> float:
-        """Predicted seconds, nothing overlapped."""
-        return sum(step.seconds for step in self.steps)
-
-    def __str__(self) -> str:
-        from gspmd.collectives.figure import plain
-
-        return plain(self)

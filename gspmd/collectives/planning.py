@@ -1,8 +1,8 @@
 """`gspmd.plan`: what an equation will do on a mesh, before anything runs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -11,10 +11,101 @@ from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.annotate.spec import Spec, mesh_sizes
 from gspmd.collectives import planner
 from gspmd.collectives.chips import Chip, chip as chip_row
+from gspmd.collectives.cost import itemsize
+from gspmd.collectives.figure import plain
 from gspmd.collectives.lowering import resolve
 from gspmd.collectives.moves import drop_trivial
-from gspmd.collectives.plan import Plan, Routine
+from gspmd.collectives.plan import Routine, Step
 from gspmd.collectives.search import Setting, Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The steps an equation takes on a mesh of a chip, and what they cost, per device and execution.
+
+    Attributes:
+        equation: the parsed equation.
+        sizes: dimension sizes of the whole tensors.
+        mesh: mesh axis sizes.
+        dtypes: dtype of each operand, group members one by one.
+        chip: the hardware figures the seconds come from.
+        lowering: `"xla"` or `"blocking"`: how it becomes a program.
+        routine: moves, local products and outputs, as `gspmd.einsum` runs them.
+    """
+
+    equation: Equation
+    sizes: Mapping[str, int]
+    mesh: Mapping[str, int]
+    dtypes: tuple[str, ...]
+    chip: Chip
+    lowering: str
+    routine: Routine
+    _inputs: tuple[Tensor, ...] = field(repr=False)
+    _outputs: tuple[Tensor, ...] = field(repr=False)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Every step in the order of execution, the local einsums among them."""
+        return self.routine.steps
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one device sends."""
+        return sum(step.wire_bytes for step in self.steps)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one device."""
+        return sum(step.flops for step in self.steps)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds, nothing overlapped."""
+        return sum(step.seconds for step in self.steps)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most bytes held at once, counted as if nothing were freed: operands, moved copies, results."""
+        held = [_held(tensor.spec, tensor.dtype, self) for tensor in (*self._inputs, *self._outputs)]
+        moved = [_held(move.spec, self._inputs[move.source].dtype, self) for move in self.routine.moves if move.steps]
+        owed = [_held(p.einsum.after, self._outputs[0].dtype, self) for p in self.routine.products if p.steps or len(self.equation.terms) > 1]
+        return sum((*held, *moved, *owed))
+
+    @cached_property
+    def backward(self) -> Routine:
+        """The routine of all the operands' cotangents together, as it runs."""
+        return planner.backward(_setting(self), self.routine, self._inputs, self._outputs)
+
+    @cached_property
+    def gradients(self) -> tuple["Plan", ...]:
+        """One plan per operand's cotangent. A step that several need stands in the first of them only."""
+        claimed: set[int] = set()
+        return tuple(_gradient(self, number, claimed) for number in range(len(self._inputs)))
+
+    def __str__(self) -> str:
+        return plain(self)
+
+
+def _setting(plan: Plan) -> Setting:
+    real = tuple((axis, size) for axis, size in plan.mesh.items() if size > 1)
+    return Setting(tuple(plan.sizes.items()), real, plan.chip)
+
+
+def _held(spec: Spec, dtype: str, plan: Plan) -> int:
+    whole = prod(plan.sizes[dim] for dim in spec.dims) * itemsize(dtype)
+    return whole // prod(plan.mesh[axis] for axes in spec.axes for axis in axes)
+
+
+def _gradient(whole: Plan, number: int, claimed: set[int]) -> Plan:
+    back, output = whole.backward, whole.backward.outputs[number]
+    products = [back.products[p] for p in output.products]
+    needed = dict.fromkeys(m for p in products for m in (p.left, p.right) if m is not None)
+    sources = [[back.inputs[back.moves[m].source] for m in (p.left, p.right) if m is not None] for p in products]
+    terms = tuple(Term(tuple(Operand((spec,)) for spec in specs)) for specs in sources)
+    moves = [m for m in needed if m not in claimed]
+    claimed.update(moves)
+    routine = Routine(back.inputs, tuple(back.moves[m] for m in moves), tuple(products), (output,))
+    return replace(whole, equation=Equation(terms, (output.spec,)), routine=routine)
 
 
 def plan(
@@ -85,9 +176,7 @@ def make_plan(
     real = tuple((axis, size) for axis, size in mesh if size > 1)
     setting = Setting(sizes, real, chip)
     routine = planner.forward(equation, setting, inputs, outputs, _pins(equation, via, dict(sizes), dict(mesh)))
-    back = planner.backward(setting, routine, inputs, outputs)
-    whole = Plan(equation, dict(sizes), dict(mesh), dtypes, chip, lowering, routine, _peak_bytes(setting, routine, inputs, outputs), back)
-    return replace(whole, gradients=_gradients(whole, setting, inputs, outputs))
+    return Plan(equation, dict(sizes), dict(mesh), dtypes, chip, lowering, routine, tuple(inputs), tuple(outputs))
 
 
 def tensors(equation: Equation, mesh: Mapping[str, int], dtypes: Sequence[str], wire_dtype: str | None, dtype: str | None = None) -> tuple[list[Tensor], list[Tensor]]:
@@ -140,40 +229,3 @@ def _spread_over_groups(equation: Equation, pinned: list[Spec], flat: list[Spec]
 
 def _ordered_as(spec: Spec, like: Spec) -> Spec:
     return Spec(like.dims, tuple(spec.axes_of(dim) for dim in like.dims), spec.partial)
-
-
-def _peak_bytes(setting: Setting, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
-    """Operands, moved copies, what the local einsums leave, results: all that one shard_map holds."""
-    sizes, mesh = dict(setting.sizes), dict(setting.mesh)
-
-    def held(spec: Spec, itemsize: int) -> int:
-        whole = prod(sizes[dim] for dim in spec.dims) * itemsize
-        return whole // prod(mesh[axis] for axes in spec.axes for axis in axes)
-
-    total = sum(held(tensor.spec, tensor.itemsize) for tensor in [*inputs, *outputs])
-    total += sum(held(move.spec, inputs[move.source].itemsize) for move in routine.moves if move.steps)
-    settled = [p.einsum.after for p in routine.products if not p.passes_through and p.einsum.after not in routine.inputs]
-    return total + sum(held(spec, outputs[0].itemsize) for spec in settled if spec not in [o.spec for o in outputs])
-
-
-def _gradients(whole: Plan, setting: Setting, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Plan, ...]:
-    """Cut the backward routine into one plan per operand; a move that several need stands in the first."""
-    claimed: set[int] = set()
-    plans = []
-    for output in whole.backward.outputs:
-        plans.append(_gradient(whole, setting, output, claimed))
-    return tuple(plans)
-
-
-def _gradient(whole: Plan, setting: Setting, output, claimed: set[int]) -> Plan:
-    back = whole.backward
-    products = [back.products[number] for number in output.products]
-    used = [m for p in products for m in (p.left, p.right) if m is not None and m not in claimed]
-    moves = tuple(back.moves[m] for m in dict.fromkeys(used))
-    claimed.update(used)
-    renumbered = replace(output, products=tuple(range(len(products))))
-    routine = Routine(back.inputs, moves, tuple(products), (renumbered,))
-    sources = [[back.inputs[back.moves[m].source] for m in (p.left, p.right) if m is not None] for p in products]
-    terms = tuple(Term(tuple(Operand((spec,)) for spec in specs)) for specs in sources)
-    equation = Equation(terms, (output.spec,))
-    return replace(whole, equation=equation, routine=routine, peak_bytes=whole.peak_bytes, backward=None, gradients=())

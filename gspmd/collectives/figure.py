@@ -1,0 +1,85 @@
+"""A plan as text, drawn as the papers draw it: a chain of specs, each arrow a collective, with bytes and microseconds."""
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from gspmd.collectives.plan import Step
+
+if TYPE_CHECKING:
+    from gspmd.collectives.planning import Plan
+
+COLORS = {
+    "all-gather": "cyan",
+    "reduce-scatter": "magenta",
+    "all-reduce": "red",
+    "all-to-all": "yellow",
+    "collective-permute": "blue",
+    "slice": "green",
+    "einsum": "white",
+}
+
+
+def plain(plan: "Plan") -> str:
+    """The figure without colors."""
+    return figure(plan).plain
+
+
+def figure(plan: "Plan", *, gradients: bool = False) -> Text:
+    """The figure: a heading, a line per step, a total; with `gradients`, those of the cotangents behind it."""
+    text = Text()
+    mesh = " ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+    sizes = " ".join(f"{dim}={size}" for dim, size in plan.sizes.items())
+    dtypes = " ".join(dict.fromkeys(plan.dtypes))
+    text.append(f"{plan.equation}\n", style="bold")
+    text.append(f"{sizes}   mesh {mesh}   {dtypes}   {plan.chip.name}   {plan.lowering}\n", style="dim")
+    _lines(text, plan)
+    for number, gradient in enumerate(plan.gradients if gradients else (), 1):
+        text.append(f"\n\ngradient of operand {number}: ", style="dim")
+        text.append(f"{gradient.equation}\n", style="bold")
+        _lines(text, gradient)
+    return text
+
+
+def _lines(text: Text, plan: "Plan") -> None:
+    rows = [_row(step) for step in plan.steps] or [("(nothing to do)", "", "", "", "", Step)]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    for before, arrow, after, amount, time, step in rows:
+        text.append(f"  {before.ljust(widths[0])}  ")
+        text.append(arrow.ljust(widths[1]), style=COLORS.get(getattr(step, "kind", ""), ""))
+        text.append(f"  {after.ljust(widths[2])}  {amount.rjust(widths[3])}  {time.rjust(widths[4])}\n")
+    text.append(f"  per device: {_bytes(plan.wire_bytes)} sent, {_flops(plan.flops)}, {_seconds(plan.seconds)}, {_bytes(plan.peak_bytes)} held", style="dim")
+
+
+def _row(step: Step) -> tuple[str, str, str, str, str, Step]:
+    if step.kind == "einsum":
+        before = str(step.before) if step.other is None else f"{step.before} · {step.other}"
+        return before, "── einsum ─▶", str(step.after), _flops(step.flops), _seconds(step.seconds), step
+    axes = "".join(step.axes) if all(len(axis) == 1 for axis in step.axes) else ",".join(step.axes)
+    return str(step.before), f"── {step.kind} {axes} ─▶", str(step.after), _bytes(step.wire_bytes), _seconds(step.seconds), step
+
+
+def _bytes(amount: float) -> str:
+    return _scaled(amount, 1000, ("B", "kB", "MB", "GB", "TB"))
+
+
+def _flops(amount: float) -> str:
+    return _scaled(amount, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+
+
+def _seconds(amount: float) -> str:
+    return "0 µs" if not amount else _scaled(amount * 1e6, 1000, ("µs", "ms", "s"))
+
+
+def _scaled(amount: float, base: int, units: tuple[str, ...]) -> str:
+    for unit in units[:-1]:
+        if amount < base:
+            return f"{amount:.3g} {unit}" if amount < 100 else f"{amount:.0f} {unit}"
+        amount /= base
+    return f"{amount:.3g} {units[-1]}"
+
+
+def show(plan: "Plan", console: Console, *, gradients: bool = True) -> None:
+    """Print the figure in color."""
+    console.print(figure(plan, gradients=gradients), soft_wrap=True, highlight=False)
