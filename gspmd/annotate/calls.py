@@ -64,7 +64,7 @@ def shard(tensor: Any, device_assignment: Any) -> Any:
     numbers, rank = np.asarray(device_assignment), len(np.shape(tensor))
     if numbers.ndim != rank:
         raise SpecError(f"shard: the device assignment has {numbers.ndim} dimensions, and the array has {rank}.\n"
-                        "  Write the device numbers in an array of as many dimensions, of size 1 where it is not split.")
+                        "  Write the device numbers in an array of as many dimensions, 1 long where it is not split.")
     axes = _axes_of_numbers(numbers, "shard: the device assignment")
     return annotate(tensor, _spec(tensor, dict(enumerate(axes)), "shard"))
 

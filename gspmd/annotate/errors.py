@@ -34,6 +34,11 @@ class LayoutError(NotationError):
     """A table of specs that is wrong in itself, or does not fit a model or a mesh."""
 
 
+# Users meet these as gspmd.SpecError, and a traceback should call them so.
+for _kind in (SpecError, PlanError, LayoutError):
+    _kind.__module__ = "gspmd"
+
+
 @dataclass(frozen=True)
 class Fault:
     """One fault: the notation, the span of it that is wrong, the fact, and the remedy (both whole sentences)."""
