@@ -1,0 +1,14 @@
+"""Decoder-only language models in Flax NNX, every tensor placed by a layout.
+
+Reading order: config, parameters, attention, feed_forward, experts, blocks, transformer, loss, decoding.
+"""
+
+from models.activations import activation_specs
+from models.config import ModelConfig
+from models.decoding import generate
+from models.loss import batch_spec, loss
+from models.parameters import gradient_specs, optimizer_specs, parameter_specs
+from models.transformer import Transformer, arrays, build, with_arrays
+
+__all__ = ["ModelConfig", "Transformer", "activation_specs", "arrays", "batch_spec", "build", "generate", "gradient_specs",
+           "loss", "optimizer_specs", "parameter_specs", "with_arrays"]

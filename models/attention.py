@@ -1,0 +1,98 @@
+"""Attention: rotary positions, and heads that are their own (multi-head), shared in groups, or one for all (multiquery)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import gspmd
+from gspmd.annotate import Spec
+from gspmd.collectives.attention import attention
+from gspmd.collectives.norm import rms_norm
+from models.config import ModelConfig
+
+
+class Attention(nnx.Module):
+    """Causal self-attention on the residual stream.
+
+    Each method is one line of the figure; the parallel block calls them apart, to share its collectives.
+    """
+
+    def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
+        self.config, self.specs, self.dtype = config, layout.section("attention"), dtype
+        self.norm = nnx.Param(weights["norm"]) if "norm" in weights else None
+        self.w_q, self.w_k, self.w_v = (nnx.Param(weights[name]) for name in ("w_q", "w_k", "w_v"))
+        self.w_o = nnx.Param(weights["w_o"])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """What attention adds to the residual stream, [B, L, E], placed as `attention.residual`."""
+        at = self.specs
+        y = rms_norm(x, self.norm[...], at.residual, at.norm, epsilon=self.config.norm_epsilon)
+        q, k, v = gspmd.einsum(
+            f"{at.residual}, ({at.w_q}, {at.w_k}, {at.w_v}) -> ({at.query}, {at.key}, {at.key})",
+            y, self.weights_in(), via=in_via(at), lowering=at.lowering)
+        return gspmd.einsum(f"{at.query}, {at.w_o} -> {at.residual}", self.core(q, k, v), self.weight_out(), via=at.out_via, lowering=at.lowering)
+
+    def core(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Softmax attention of rotated queries [B, L, H, D] and keys [B, L, K, D] over values; placed as the queries."""
+        with jax.named_scope("attention"):
+            q, k = rotate(q, self.config.rope_base), rotate(k, self.config.rope_base)
+            return attention(q, k, v, self.specs.query, self.specs.key, causal=True)
+
+    def weights_in(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Query, key and value projections in the compute type."""
+        return tuple(w[...].astype(self.dtype) for w in (self.w_q, self.w_k, self.w_v))
+
+    def weight_out(self) -> jax.Array:
+        """The output projection in the compute type."""
+        return self.w_o[...].astype(self.dtype)
+
+
+def rotate(x: jax.Array, base: float) -> jax.Array:
+    """Rotary position embedding: each pair (x[i], x[i + D/2]) turned by position · base^(-2i/D).
+
+    Elementwise, so that the placement of batch and heads does not matter; length and head size are whole.
+
+    Args:
+        x: [B, L, H, D], D even.
+        base: of the geometric sequence of wavelengths.
+
+    Returns:
+        [B, L, H, D] in x's dtype; computed in float32.
+
+    Example:
+        >>> rotate(jnp.ones((1, 2, 1, 2)), base=10000.0)[0, :, 0].round(4).tolist()
+        [[1.0, 1.0], [-0.30120000243186951, 1.381700038909912]]
+
+    Source: Su et al. 2021, RoFormer (arXiv 2104.09864), section 3.2.2.
+    Differs: pairs are halves of the head, not neighbours; the same up to a permutation of the projections' columns.
+    """
+    cos, sin = _turns(x.shape[1], x.shape[3], base)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def in_via(at: Any) -> str | None:
+    """Where the residual meets all three projections, from where the layout says it meets the queries'.
+
+    Keys and values follow the queries over E; over their own heads they keep to the axes that the core wants them on.
+    """
+    if at.in_via is None:
+        return None
+    left, w_q = (Spec.parse(part) for part in at.in_via.split(", "))
+    taken = left.used | set(w_q.axes_of("E"))
+    heads = tuple(axis for axis in Spec.parse(at.key).axes_of("K") if axis not in taken)
+    w_kv = Spec(("E", "K", "D"), (w_q.axes_of("E"), heads, ()))
+    return f"{left}, ({w_q}, {w_kv}, {w_kv})"
+
+
+def _turns(length: int, size: int, base: float) -> tuple[np.ndarray, np.ndarray]:
+    angles = np.arange(length)[:, None] * base ** (-np.arange(0, size, 2) / size)
+    angles = angles[None, :, None, :]
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

@@ -1,0 +1,101 @@
+"""The two kinds of transformer block: attention and then feed-forward, or both at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+import gspmd
+from gspmd.annotate import Spec
+from gspmd.collectives.norm import rms_norm
+from models.attention import Attention, in_via
+from models.config import ModelConfig
+from models.experts import Experts
+from models.feed_forward import FeedForward
+
+
+class Block(nnx.Module):
+    """x + Attention(norm x), then x + FeedForward(norm x)."""
+
+    def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, Any], dtype: Any):
+        self.residuals = (Spec.parse(layout["attention.residual"]), Spec.parse(layout["ffn.residual"]))
+        self.attention = Attention(config, layout, weights["attention"], dtype)
+        _feed_forward(self, config, layout, weights, dtype)
+
+    def __call__(self, x: jax.Array, *, key: jax.Array | None, train: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The residual stream behind the block, and the figures of its experts, if it has any."""
+        attention, ffn = self.residuals
+        x = x + self.attention(x)
+        x = _move(x, attention, ffn)
+        y, figures = (self.ffn(x), {}) if self.moe is None else self.moe(x, key=key, train=train)
+        return _move(x + y, ffn, attention), figures
+
+
+class ParallelBlock(nnx.Module):
+    """x + Attention(norm x) + FeedForward(norm x): one norm, one input brought to all weights, one sum settled.
+
+    Source: Chowdhery et al. 2022, PaLM (arXiv 2204.02311), section 2; Pope et al. 2022 (arXiv 2211.05102), section 3.4.
+    Differs: with experts there is no product to share the sum with, so attention and experts settle their own.
+    """
+
+    def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, Any], dtype: Any):
+        self.epsilon = config.norm_epsilon
+        self.norm = nnx.Param(weights["norm"])
+        self.attention = Attention(config, layout, weights["attention"], dtype)
+        self.specs = layout.section("ffn")
+        _feed_forward(self, config, layout, weights, dtype)
+
+    def __call__(self, x: jax.Array, *, key: jax.Array | None, train: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The residual stream behind the block, and the figures of its experts, if it has any."""
+        y = rms_norm(x, self.norm[...], self.specs.residual, self.specs.norm, epsilon=self.epsilon)
+        if self.moe is None:
+            return x + self.both(y), {}
+        added, figures = self.moe.mix(y, key=key, train=train)
+        return x + self.alone(y) + added, figures
+
+    def both(self, y: jax.Array) -> jax.Array:
+        """Attention and feed-forward of one normed input [B, L, E], added up before their sum is settled."""
+        at, ffn = self.attention.specs, self.specs
+        weights = ", ".join((str(at.w_q), str(at.w_k), str(at.w_v), *self.ffn.specs_in()))
+        results = ", ".join((str(at.query), str(at.key), str(at.key), *self.ffn.specs_hidden()))
+        q, k, v, *hidden = gspmd.einsum(
+            f"{ffn.residual}, ({weights}) -> ({results})",
+            y, (*self.attention.weights_in(), *self.ffn.weights_in()), via=_together(in_via(at), self.ffn.in_via()))
+        return gspmd.einsum(
+            f"{ffn.hidden}, {ffn.w_out} + {at.query}, {at.w_o} -> {ffn.residual}",
+            self.ffn.activate(*hidden), self.ffn.weight_out(), self.attention.core(q, k, v), self.attention.weight_out(),
+            via=_sum(ffn.out_via, at.out_via))
+
+    def alone(self, y: jax.Array) -> jax.Array:
+        """Attention of a normed input, its sum settled by itself."""
+        at, residual = self.attention.specs, self.specs.residual
+        q, k, v = gspmd.einsum(
+            f"{residual}, ({at.w_q}, {at.w_k}, {at.w_v}) -> ({at.query}, {at.key}, {at.key})",
+            y, self.attention.weights_in(), via=in_via(at), lowering=at.lowering)
+        return gspmd.einsum(
+            f"{at.query}, {at.w_o} -> {residual}", self.attention.core(q, k, v), self.attention.weight_out(), via=at.out_via, lowering=at.lowering)
+
+
+def _feed_forward(block: Any, config: ModelConfig, layout: Any, weights: Mapping[str, Any], dtype: Any) -> None:
+    block.ffn = FeedForward(config, layout, weights["ffn"], dtype) if "ffn" in weights else None
+    block.moe = Experts(config, layout, weights["moe"], dtype) if "moe" in weights else None
+
+
+def _move(x: jax.Array, before: Spec, after: Spec) -> jax.Array:
+    return x if before == after else gspmd.reshard(x, f"{before} -> {after}")
+
+
+def _together(attention: str | None, ffn: str | None) -> str | None:
+    """One place for the shared input to meet the weights of both; only where the layout names the same for both."""
+    if attention is None or ffn is None:
+        return None
+    (left, heads), (other, hidden) = (via.split(", ", 1) for via in (attention, ffn))
+    return f"{left}, ({heads.strip('()')}, {hidden.strip('()')})" if left == other else None
+
+
+def _sum(ffn: str | None, attention: str | None) -> str | None:
+    """The vias of two products that are added, if the layout pins both."""
+    return None if ffn is None or attention is None else f"{ffn} + {attention}"

@@ -1,0 +1,150 @@
+"""What a model is: its sizes and its choices, with no word on how it is placed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gspmd.moe.config import MoEConfig
+
+ACTIVATIONS = ("swiglu", "gelu", "relu")
+BLOCKS = ("serial", "parallel")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer; the defaults are the dense half of the default run.
+
+    Example:
+        >>> ModelConfig(embed=4096, layers=32, heads=16, kv_heads=1, head_size=256, feed_forward=16384,
+        ...             vocabulary=256128, block="parallel").num_parameters
+        8633061376
+
+    Raises:
+        ValueError: listing every fault, if the sizes do not fit one another.
+    """
+
+    vocabulary: int = 256
+    """Number of tokens; 256 reads bytes."""
+    embed: int = 128
+    """Width of the residual stream."""
+    layers: int = 4
+    """Number of blocks."""
+    heads: int = 8
+    """Query heads."""
+    kv_heads: int = 8
+    """Key/value heads: as many as heads is multi-head, 1 is multiquery, between them grouped-query attention."""
+    head_size: int = 16
+    """Width of one head, even."""
+    feed_forward: int = 256
+    """Width of the feed-forward layer, or of one expert."""
+    activation: str = "swiglu"
+    """swiglu (two weights in), gelu or relu."""
+    block: str = "serial"
+    """serial, or parallel: attention and feed-forward read one norm and settle one sum (PaLM)."""
+    tied: bool = True
+    """Whether the logits reuse the embedding table."""
+    rope_base: float = 10000.0
+    """Base of the rotary position embedding's wavelengths."""
+    norm_epsilon: float = 1e-6
+    """Added to the mean square in every RMSNorm."""
+    remat: bool = True
+    """Whether the backward pass recomputes each block instead of keeping its activations."""
+    moe: MoEConfig | None = None
+    """Experts in place of the feed-forward layer of every nth block; absent means none."""
+
+    def __post_init__(self) -> None:
+        faults = list(_faults(self))
+        if faults:
+            raise ValueError("this model cannot be built:\n" + "\n".join(f"  {fault}" for fault in faults))
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward layer has a gate, that is a second weight in."""
+        return self.activation == "swiglu"
+
+    @property
+    def period(self) -> int:
+        """Blocks until the pattern of dense and expert blocks repeats: what one step of the scan runs."""
+        return self.moe.every if self.moe else 1
+
+    @property
+    def expert_layers(self) -> int:
+        """Number of blocks whose feed-forward layer is a mixture of experts."""
+        return self.layers // self.moe.every if self.moe else 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, all experts counted."""
+        return self._parameters(self.moe.experts if self.moe else 0)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Number of parameters that take part in one token's result: of the experts only the chosen ones."""
+        return self._parameters(self.moe.choices if self.moe else 0)
+
+    def _parameters(self, experts: int) -> int:
+        attention = 2 * self.embed * self.head_size * (self.heads + self.kv_heads)
+        feed_forward = self.embed * self.feed_forward * (3 if self.gated else 2)
+        norms = self.embed * (2 if self.block == "serial" else 1)
+        router = self.embed * self.moe.experts if self.moe else 0
+        dense = (self.layers - self.expert_layers) * feed_forward
+        sparse = self.expert_layers * (experts * feed_forward + router)
+        tables = self.vocabulary * self.embed * (1 if self.tied else 2)
+        return self.layers * (attention + norms) + dense + sparse + tables + self.embed
+
+    def flops_per_token(self, length: int) -> int:
+        """Floating-point operations per trained token, forward and backward, without what remat repeats.
+
+        Args:
+            length: tokens per sequence.
+
+        Returns:
+            6 per parameter in a matrix product, active experts only, plus 12 · layers · heads · head_size · length
+            for the attention scores; the embedding look-up is free, the logits are not.
+
+        Example:
+            >>> ModelConfig(layers=1).flops_per_token(length=256)
+            1379328
+
+        Source: PaLM (arXiv 2204.02311), appendix B.
+        Differs: norms and the untied input table are not counted, since no matrix product reads them.
+        """
+        norms = self.embed * ((2 if self.block == "serial" else 1) * self.layers + 1)
+        looked_up = 0 if self.tied else self.vocabulary * self.embed
+        products = self.num_active_parameters - norms - looked_up
+        return 6 * products + 12 * self.layers * self.heads * self.head_size * length
+
+    def sizes(self, batch: int, length: int) -> dict[str, int]:
+        """The size of every dimension letter a layout may shard, for `Layout.check`.
+
+        Args:
+            batch: sequences per step, over all devices.
+            length: tokens per sequence.
+
+        Example:
+            >>> ModelConfig().sizes(batch=32, length=256)["F"]
+            256
+        """
+        sizes = {"B": batch, "L": length, "T": length, "E": self.embed, "F": self.feed_forward, "V": self.vocabulary,
+                 "H": self.heads, "K": self.kv_heads, "D": self.head_size}
+        if self.moe:
+            sizes |= {"X": self.moe.experts, "G": self.moe.groups or batch}
+        return sizes
+
+
+def _faults(config: ModelConfig):
+    for name in ("vocabulary", "embed", "layers", "heads", "kv_heads", "head_size", "feed_forward"):
+        if getattr(config, name) < 1:
+            yield f"{name} is {getattr(config, name)}; it must be at least 1"
+    for name, known in (("activation", ACTIVATIONS), ("block", BLOCKS)):
+        if getattr(config, name) not in known:
+            yield f"{name} is {getattr(config, name)!r}; it must be one of {', '.join(known)}"
+    for name in ("rope_base", "norm_epsilon"):
+        if getattr(config, name) <= 0:
+            yield f"{name} is {getattr(config, name)}; it must be positive"
+    if config.head_size % 2:
+        yield f"head_size is {config.head_size}; rotary position embedding turns pairs, so it must be even"
+    if config.kv_heads > 0 and config.heads % config.kv_heads:
+        yield f"heads is {config.heads}, which kv_heads ({config.kv_heads}) does not divide"
+    if config.moe and config.moe.every > 0 and config.layers % config.moe.every:
+        yield f"layers is {config.layers}, which moe.every ({config.moe.every}) does not divide"

@@ -1,0 +1,100 @@
+"""Text from a model, one token after the other, by reading the whole window again for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import gspmd
+from gspmd.annotate import Spec
+from gspmd.collectives.argmax import argmax
+from models.loss import batch_spec
+from models.transformer import Transformer, arrays, stream, with_arrays
+
+
+def generate(
+    model: Transformer, prompt: Sequence[int], count: int, *, key: jax.Array, temperature: float = 0.8, window: int = 64
+) -> np.ndarray:
+    """Continues a prompt, in as many independent rows as the layout needs to fill its mesh.
+
+    The program is compiled once, for a window of fixed length; what no longer fits falls out at its start.
+
+    Args:
+        model: a placed model; call under `jax.set_mesh`.
+        prompt: token ids, at least one.
+        count: tokens to add.
+        key: the same key continues the first row alike on every mesh.
+        temperature: divides the logits before sampling; 0 takes the likeliest token.
+        window: tokens the model sees.
+
+    Returns:
+        [rows, count] int32.
+
+    Raises:
+        ValueError: for an empty prompt, a negative temperature, or a window under 1.
+
+    Differs: there is no cache of keys and values yet. With experts, what fills the window behind the text competes for
+        their slots, after the text itself.
+    """
+    _check(prompt, temperature, window)
+    rows, mesh = _rows(model), jax.sharding.get_mesh()
+    sharding = jax.sharding.NamedSharding(mesh, batch_spec(model.layout).partition_spec())
+    step, weights = _step(model, temperature), arrays(model)
+    text = np.tile(np.asarray(prompt, np.int32), (rows, 1))
+    for at in range(count):
+        seen = text[:, -window:]
+        padded = np.pad(seen, ((0, 0), (0, window - seen.shape[1])))
+        token = step(weights, jax.device_put(padded, sharding), seen.shape[1] - 1, jax.random.fold_in(key, at))
+        text = np.concatenate([text, np.asarray(token)], axis=1)
+    return text[:, len(prompt) :]
+
+
+def _step(model: Transformer, temperature: float):
+    """Compiles (weights, tokens [rows, window], position, key) to the next token of every row, [rows, 1]."""
+    layout = model.layout
+    whole, tokens = batch_spec(layout), Spec.parse(layout["embedding.tokens"])
+    residual, logits = stream(model.config, layout), Spec.parse(layout["output.logits"])
+    # One position cannot be split over devices, so the length is whole from here on.
+    short, narrow = residual.with_axes("L", ()), logits.with_axes("L", ())
+
+    @jax.jit
+    def step(weights, ids, position, key):
+        placed = with_arrays(model, weights)
+        x, _ = placed.hidden(gspmd.reshard(ids, f"{whole} -> {tokens}"))
+        x = jax.lax.dynamic_slice_in_dim(gspmd.reshard(x, f"{residual} -> {short}"), position, 1, axis=1)
+        scores = placed.logits(x, residual=short, logits=narrow)
+        if temperature:
+            scores = scores / temperature + gspmd.reshard(_noise(key, scores.shape), f"BLV -> {narrow}")
+        found = argmax(scores, narrow, "V")
+        return gspmd.reshard(found, f"{narrow.without('V')} -> BL")
+
+    return step
+
+
+def _noise(key: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
+    """Gumbel noise, with which the largest score is a sample; each row from its own key, so rows do not depend on their number."""
+    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(shape[0]))
+    return jax.vmap(lambda key: jax.random.gumbel(key, shape[1:], jnp.float32))(keys)
+
+
+def _rows(model: Transformer) -> int:
+    """The least batch that every activation's B divides into."""
+    mesh, layout = jax.sharding.get_mesh().shape, model.layout
+    keys = ["embedding.tokens", "attention.residual", "attention.query", "attention.key", "ffn.residual", "ffn.hidden", "output.logits"]
+    batch = [Spec.parse(layout[key]).axes_of("B") for key in keys]
+    if model.config.moe:
+        batch.append(Spec.parse(layout["moe.groups"]).axes_of("G"))
+    return math.lcm(*(math.prod(mesh.get(axis, 1) for axis in axes) for axes in batch))
+
+
+def _check(prompt: Sequence[int], temperature: float, window: int) -> None:
+    if not len(prompt):
+        raise ValueError("cannot continue an empty prompt; give at least one token")
+    if temperature < 0:
+        raise ValueError(f"temperature is {temperature}; it must not be negative (0 takes the likeliest token)")
+    if window < 1:
+        raise ValueError(f"window is {window}; it must be at least 1")

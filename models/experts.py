@@ -1,0 +1,73 @@
+"""The mixture-of-experts feed-forward layer: tokens into groups, to the experts and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+import gspmd
+from gspmd.annotate import Spec
+from gspmd.collectives.norm import rms_norm
+from gspmd.moe import expert_layer
+from models.config import ModelConfig
+
+
+class Experts(nnx.Module):
+    """A feed-forward layer of which every token uses one or two of X (`gspmd.moe` has the papers)."""
+
+    def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
+        self.config, self.specs, self.moe, self.dtype = config, layout.section("ffn"), layout.section("moe"), dtype
+        self.norm = nnx.Param(weights["norm"]) if "norm" in weights else None
+        self.router = nnx.Param(weights["router"])
+        self.w_in = nnx.Param(weights["w_in"])
+        self.w_gate = nnx.Param(weights["w_gate"]) if config.gated else None
+        self.w_out = nnx.Param(weights["w_out"])
+
+    def __call__(self, x: jax.Array, *, key: jax.Array | None, train: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """What the experts add to the residual stream, [B, L, E], and the figures of their load."""
+        ffn = self.specs
+        y = rms_norm(x, self.norm[...], ffn.residual, ffn.norm, epsilon=self.config.norm_epsilon)
+        return self.mix(y, key=key, train=train)
+
+    def mix(self, y: jax.Array, *, key: jax.Array | None, train: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The experts' answers to a normed input [B, L, E], both placed as `ffn.residual`.
+
+        Returns:
+            the answers, and of this layer `aux_loss` (a scalar), `load` [X] and `dropped` (a scalar).
+        """
+        residual, groups = Spec.parse(self.specs.residual), Spec.parse(self.moe.groups)
+        sequences = groups.rename({"G": "B"})
+        count, shape = self.config.moe.groups or y.shape[0], y.shape
+        grouped = regroup(_move(y, residual, sequences), (count, y.shape[0] * y.shape[1] // count, y.shape[2]), groups)
+        answers, losses, stats = expert_layer(grouped, self.weights(), self.moe, self.config.moe, key=key, train=train)
+        return _move(regroup(answers, shape, sequences), sequences, residual), {"aux_loss": losses, **stats}
+
+    def weights(self) -> dict[str, jax.Array]:
+        """The experts' weights in the compute type, and the router's in float32."""
+        named = {"w_in": self.w_in, "w_gate": self.w_gate, "w_out": self.w_out}
+        cast = {name: w[...].astype(self.dtype) for name, w in named.items() if w is not None}
+        return {"router": self.router[...], **cast}
+
+
+def regroup(x: jax.Array, shape: tuple[int, int, int], spec: Spec) -> jax.Array:
+    """Cuts the tokens of [B, L, E] into groups [G, tokens, E], or back; rows stay on their device.
+
+    The leading dimension has the same mesh axes before and after, so each device reshapes its own rows.
+
+    Raises:
+        ValueError: if the tokens do not make that many groups.
+    """
+    if math.prod(shape) != x.size:
+        raise ValueError(f"{x.shape[0]} sequences of {x.shape[1]} tokens do not make {shape[0]} groups of one size")
+    if x.shape == shape:
+        return x
+    explicit = jax.sharding.get_abstract_mesh().are_all_axes_explicit
+    return jax.lax.reshape(x, shape, out_sharding=spec.partition_spec() if explicit else None)
+
+
+def _move(x: jax.Array, before: Spec, after: Spec) -> jax.Array:
+    return x if before == after else gspmd.reshard(x, f"{before} -> {after}")

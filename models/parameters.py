@@ -1,0 +1,164 @@
+"""The one table of a model's parameters: where each lies, how large it is and how it begins."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.annotate import Spec
+from models.config import ModelConfig
+
+Initialiser = Callable[[jax.Array, tuple[int, ...]], jax.Array]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One row of the table.
+
+    Attributes:
+        key: the layout's name of the tensor, `ffn.w_in`, which every layer shares.
+        spec: how it lies; the layers that a scan runs over are stacked in a leading N, unsharded.
+        shape: its sizes, N first where layers are stacked.
+        initialise: a random key and the shape to float32 values, the same on every mesh.
+    """
+
+    key: str
+    spec: Spec
+    shape: tuple[int, ...]
+    initialise: Initialiser
+
+
+def parameters(config: ModelConfig, layout: Any) -> dict[str, Parameter]:
+    """Every parameter by its path in the module, in the order the model uses them.
+
+    Args:
+        config: the model.
+        layout: a `gspmd.Layout`, or any mapping from its keys to specs.
+
+    Returns:
+        path, `blocks.0.ffn.w_in`, to its row.
+
+    Raises:
+        ValueError: if the layout gives a tensor other dimensions than the model has.
+    """
+    return dict(_rows(config, lambda key: layout[key]))
+
+
+def parameter_specs(config: ModelConfig, layout: Any) -> dict[str, tuple[Spec, tuple[int, ...]]]:
+    """Path to spec and shape of every parameter, for the table that is printed and for its gradient."""
+    return {path: (row.spec, row.shape) for path, row in parameters(config, layout).items()}
+
+
+def optimizer_specs(config: ModelConfig, layout: Any) -> dict[str, Spec]:
+    """Path to the spec of a parameter's optimizer state: the parameter's own unless the layout overrides it."""
+    return {path: row.spec for path, row in _rows(config, layout.optimizer)}
+
+
+def gradient_specs(config: ModelConfig, layout: Any) -> dict[str, Spec]:
+    """Path to the spec of a parameter's gradient: the parameter's own unless the layout overrides it."""
+    return {path: row.spec for path, row in _rows(config, layout.gradient)}
+
+
+def initialise(rows: Mapping[str, Parameter], mesh: jax.sharding.Mesh, key: jax.Array) -> dict[str, jax.Array]:
+    """Draws every parameter where it will lie: no device ever holds more than its own shards.
+
+    Args:
+        rows: the table.
+        mesh: devices with named axes.
+        key: one random key; each parameter's own is folded from it with its path.
+
+    Returns:
+        path to array. A layout does not change a value.
+    """
+    shardings = {path: jax.sharding.NamedSharding(mesh, row.spec.partition_spec()) for path, row in rows.items()}
+    with jax.set_mesh(mesh):
+        return jax.jit(lambda key: _draw(rows, key), out_shardings=shardings)(key)
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Paths to a tree: `{"a.b": 1, "a.c": 2}` to `{"a": {"b": 1, "c": 2}}`."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *inner, last = path.split(".")
+        branch = tree
+        for name in inner:
+            branch = branch.setdefault(name, {})
+        branch[last] = value
+    return tree
+
+
+def _draw(rows: Mapping[str, Parameter], key: jax.Array) -> dict[str, jax.Array]:
+    return {path: _draw_one(row, jax.random.fold_in(key, zlib.crc32(path.encode()))) for path, row in rows.items()}
+
+
+def _draw_one(row: Parameter, key: jax.Array) -> jax.Array:
+    # Under Explicit axes a drawn array would be typed, and so made, whole on every device.
+    draw = jax.sharding.auto_axes(lambda key: row.initialise(key, row.shape), out_sharding=row.spec.partition_spec())
+    return draw(key)
+
+
+def _rows(config: ModelConfig, spec_of: Callable[[str], str]) -> Iterator[tuple[str, Parameter]]:
+    sizes = config.sizes(batch=1, length=1)
+
+    def row(path: str, key: str, dims: str, begin: Initialiser, stack: int = 0) -> tuple[str, Parameter]:
+        spec, shape = _spec(spec_of, key, dims), tuple(sizes[d] for d in dims)
+        if stack:
+            spec, shape = Spec(("N", *spec.dims), ((), *spec.axes)), (stack, *shape)
+        return path, Parameter(key, spec, shape, begin)
+
+    # Rows scaled to unit length, and the look-up scaled back (Vaswani et al. 2017, section 3.4): so a tied table gives unit logits.
+    yield row("embedding.table", "embedding.table", "VE", scaled("E", "VE", sizes))
+    for place in range(config.period):
+        for path, key, dims, begin in _block(config, place, sizes):
+            yield row(f"blocks.{place}.{path}", key, dims, begin, stack=config.layers // config.period)
+    yield row("output.norm", "output.norm", "E", ones)
+    if not config.tied:
+        yield row("output.table", "output.table", "VE", scaled("E", "VE", sizes))
+
+
+def _block(config: ModelConfig, place: int, sizes: Mapping[str, int]) -> Iterator[tuple[str, str, str, Initialiser]]:
+    serial = config.block == "serial"
+    if not serial:
+        yield "norm", "ffn.norm", "E", ones
+    if serial:
+        yield "attention.norm", "attention.norm", "E", ones
+    for name, dims in (("w_q", "EHD"), ("w_k", "EKD"), ("w_v", "EKD")):
+        yield f"attention.{name}", f"attention.{name}", dims, scaled("E", dims, sizes)
+    yield "attention.w_o", "attention.w_o", "HDE", scaled("HD", "HDE", sizes, depth=config.layers)
+    experts = config.moe is not None and place == config.period - 1
+    section, lead = ("moe", "X") if experts else ("ffn", "")
+    if serial:
+        yield f"{section}.norm", "ffn.norm", "E", ones
+    if experts:
+        # A tenth of the variance keeps early routing close to even (Fedus et al. 2021, section 2.4).
+        yield "moe.router", "moe.router", "EX", scaled("E", "EX", sizes, variance=0.1)
+    for name in ("w_in", "w_gate") if config.gated else ("w_in",):
+        yield f"{section}.{name}", f"{section}.{name}", f"{lead}EF", scaled("E", f"{lead}EF", sizes)
+    yield f"{section}.w_out", f"{section}.w_out", f"{lead}FE", scaled("F", f"{lead}FE", sizes, depth=config.layers)
+
+
+def scaled(summed: str, dims: str, sizes: Mapping[str, int], variance: float = 1.0, depth: int = 0) -> Initialiser:
+    """Truncated normal of a variance over the summed dimensions' size, and over 2 · depth where the residual adds it up."""
+    if not set(summed) <= set(dims):
+        raise ValueError(f"the summed dimensions {summed} do not all stand in {dims}")
+    std = math.sqrt(variance / math.prod(sizes[d] for d in summed) / max(1, 2 * depth))
+    # Cut at two deviations, a unit normal keeps a deviation of 0.8796.
+    return lambda key, shape: jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32) * (std / 0.87962566)
+
+
+def ones(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The initial scale of a norm; it takes no random number."""
+    return jnp.ones(shape, jnp.float32)
+
+
+def _spec(spec_of: Callable[[str], str], key: str, dims: str) -> Spec:
+    spec = Spec.parse(spec_of(key))
+    if "".join(spec.dims) != dims:
+        raise ValueError(f"layout key {key} is '{spec}', where the model has the dimensions {dims}")
+    return spec

@@ -1,0 +1,136 @@
+"""The decoder-only transformer: embedding, scanned blocks, logits; every tensor placed by a layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import gspmd
+from gspmd.annotate import Spec
+from gspmd.collectives.embedding import embed
+from gspmd.collectives.norm import rms_norm
+from models.blocks import Block, ParallelBlock
+from models.config import ModelConfig
+from models.parameters import initialise, nested, parameters
+
+Figures = dict[str, jax.Array]
+
+
+class Transformer(nnx.Module):
+    """Tokens [B, L] to logits [B, L, V].
+
+    Blocks of one place in the repeating pattern are stacked over a leading N and scanned; a step of the scan runs the
+    whole pattern once (`ModelConfig.period` blocks).
+    """
+
+    def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, Any], dtype: Any = jnp.float32):
+        self.config, self.layout, self.dtype = config, layout, dtype
+        block = ParallelBlock if config.block == "parallel" else Block
+        self.embedding = Embedding(config, layout, weights["embedding"], dtype)
+        self.blocks = nnx.List([block(config, layout, weights["blocks"][str(i)], dtype) for i in range(config.period)])
+        self.output = Output(config, layout, weights["output"], dtype)
+
+    def __call__(self, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = False) -> tuple[jax.Array, Figures]:
+        """Logits, placed as `output.logits`, and the figures of the expert layers, each stacked over them.
+
+        Args:
+            tokens: [B, L] integers, placed as `embedding.tokens`.
+            key: randomness of the routers; needed in training only.
+            train: whether routers draw, and which capacity they have.
+        """
+        x, figures = self.hidden(tokens, key=key, train=train)
+        return self.logits(x), figures
+
+    def hidden(self, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = False) -> tuple[jax.Array, Figures]:
+        """The residual stream behind the last block, [B, L, E], before the last norm; and the experts' figures."""
+        x = self.embedding(tokens)
+        definition, weights = nnx.split(self.blocks)
+        repeats = self.config.layers // self.config.period
+        keys = None if key is None else jax.random.split(key, repeats)
+
+        def step(x: jax.Array, layer: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Figures]:
+            weights, key = layer
+            figures: Figures = {}
+            for block in nnx.merge(definition, weights):
+                x, found = block(x, key=key, train=train)
+                figures |= found
+            return x, figures
+
+        return jax.lax.scan(jax.checkpoint(step) if self.config.remat else step, x, (weights, keys))
+
+    def logits(self, x: jax.Array, *, residual: Spec | None = None, logits: Spec | None = None) -> jax.Array:
+        """Logits of a residual stream, both placed by the layout unless told otherwise; float32."""
+        tied = self.embedding.table if self.config.tied else None
+        return self.output(x, tied, residual or stream(self.config, self.layout), logits or Spec.parse(self.layout["output.logits"]))
+
+
+class Embedding(nnx.Module):
+    """The table of token vectors."""
+
+    def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
+        self.dtype = dtype
+        self.equation = f"{layout['embedding.tokens']}, {layout['embedding.table']} -> {stream(config, layout)}"
+        self.table = nnx.Param(weights["table"])
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Rows of the table, times √E, as they enter the residual stream."""
+        table = self.table[...].astype(self.dtype)
+        return embed(tokens, table, self.equation) * math.sqrt(table.shape[1])
+
+
+class Output(nnx.Module):
+    """The last norm and the product with the table, tied or the model's own."""
+
+    def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
+        self.epsilon, self.dtype = config.norm_epsilon, dtype
+        self.norm_spec = layout["output.norm"]
+        self.table_spec = layout["embedding.table" if config.tied else "output.table"]
+        self.norm = nnx.Param(weights["norm"])
+        self.table = None if config.tied else nnx.Param(weights["table"])
+
+    def __call__(self, x: jax.Array, tied: nnx.Param | None, residual: Spec, logits: Spec) -> jax.Array:
+        """Logits [B, L, V] in float32."""
+        table = (self.table if tied is None else tied)[...].astype(self.dtype)
+        y = rms_norm(x, self.norm[...], residual, self.norm_spec, epsilon=self.epsilon)
+        return gspmd.einsum(f"{residual}, {self.table_spec} -> {logits}", y, table, preferred_element_type=jnp.float32)
+
+
+def stream(config: ModelConfig, layout: Any) -> Spec:
+    """Where the residual stream lies between blocks: as their first layer reads it."""
+    return Spec.parse(layout["attention.residual" if config.block == "serial" else "ffn.residual"])
+
+
+def build(config: ModelConfig, layout: Any, mesh: jax.sharding.Mesh, key: jax.Array, dtype: Any = jnp.float32) -> Transformer:
+    """A model with fresh parameters, each drawn where the layout places it.
+
+    Args:
+        config: sizes and choices.
+        layout: a `gspmd.Layout`.
+        mesh: devices with the layout's axes.
+        key: one random key; the same key gives the same model on every mesh, in every layout.
+        dtype: what it computes in, float32 or bfloat16. Parameters, norms, softmax, router and loss are float32.
+
+    Returns:
+        A Flax NNX module. Call it under `jax.set_mesh(mesh)`.
+
+    Raises:
+        ValueError: if a spec does not fit the model or the mesh.
+    """
+    rows = parameters(config, layout)
+    return Transformer(config, layout, nested(initialise(rows, mesh, key)), jnp.dtype(dtype))
+
+
+def arrays(model: Transformer) -> dict[str, jax.Array]:
+    """The model's parameters by path, in the order of `parameters`: the tree that a training step carries."""
+    found = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    return {path: found[path][...] for path in parameters(model.config, model.layout)}
+
+
+def with_arrays(model: Transformer, values: Mapping[str, jax.Array]) -> Transformer:
+    """The same model with other parameters, by path; `values` may be tracers."""
+    return Transformer(model.config, model.layout, nested(values), model.dtype)
