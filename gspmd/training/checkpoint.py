@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from gspmd.training.state import TrainState, abstract
@@ -34,7 +35,8 @@ class Checkpoints:
         step = int(state.step)
         if step in self._manager.all_steps():
             return
-        items = ocp.args.Composite(state=ocp.args.StandardSave(_tree(state)), data=ocp.args.JsonSave(dict(data)))
+        run = {"data": dict(data), "shapes": _shapes(state)}
+        items = ocp.args.Composite(state=ocp.args.StandardSave(_tree(state)), run=ocp.args.JsonSave(run))
         self._manager.save(step, args=items, force=True)
 
     def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
@@ -46,13 +48,12 @@ class Checkpoints:
         step = self._manager.latest_step()
         if step is None:
             raise ConfigError("cannot resume:", [f"there is no checkpoint under {str(self._manager.directory)!r}."])
-        target = ocp.args.StandardRestore(_tree(abstract(like)))
-        try:
-            found = self._manager.restore(step, args=ocp.args.Composite(state=target, data=ocp.args.JsonRestore()))
-        except (ValueError, KeyError) as error:
-            raise ConfigError(f"cannot resume from step {step}:", [_mismatch(error)]) from None
-        state = found["state"]
-        return TrainState(state["step"], state["params"], state["optimizer"]), found["data"]
+        run = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        faults = _mismatches(run["shapes"], _shapes(like))
+        if faults:
+            raise ConfigError(f"cannot resume from step {step}: the checkpoint is of another model.", faults)
+        target = ocp.args.Composite(state=ocp.args.StandardRestore(_tree(abstract(like))))
+        return TrainState(**self._manager.restore(step, args=target)["state"]), run["data"]
 
     def wait(self) -> None:
         """Returns once every save so far is complete."""
@@ -94,6 +95,16 @@ def _tree(state: TrainState) -> dict[str, Any]:
     return {"step": state.step, "params": state.params, "optimizer": state.optimizer}
 
 
-def _mismatch(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"the checkpoint does not fit this model: {lines[0] if lines else type(error).__name__}"
+def _shapes(state: TrainState) -> dict[str, list[int]]:
+    """Shape by path of every parameter."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state.params)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): list(leaf.shape) for path, leaf in leaves}
+
+
+def _mismatches(saved: Mapping[str, list[int]], wanted: Mapping[str, list[int]]) -> list[str]:
+    faults = [f"{name} is in the checkpoint, but not in the model." for name in saved if name not in wanted]
+    faults += [f"{name} is in the model, but not in the checkpoint." for name in wanted if name not in saved]
+    for name in saved:
+        if saved[name] != wanted.get(name, saved[name]):
+            faults.append(f"{name} is {tuple(saved[name])} in the checkpoint, but {tuple(wanted[name])} in the model.")
+    return faults

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from gspmd.training.toml import ConfigError, load_toml, not_negative, positive
+from gspmd.training.toml import ConfigError, load_toml, not_a_choice, not_negative, positive
 
 __all__ = ["ConfigError", "OptimizerConfig", "ShardingConfig", "TrainingConfig", "load_toml", "parse_mesh"]
 
@@ -51,6 +51,8 @@ class TrainingConfig:
         not_negative(faults, seed=self.seed, validation_every=self.validation_every, save_every=self.save_every)
         not_negative(faults, sample_bytes=self.sample_bytes)
         positive(faults, validation_batches=self.validation_batches)
+        if self.seed >= 2**32:
+            faults.append(f"seed must be less than 2**32, but is {self.seed}.")
         if not 0 < self.validation_fraction < 1:
             faults.append(f"validation_fraction must be between 0 and 1, but is {self.validation_fraction}.")
         _literals(self, faults)
@@ -163,7 +165,7 @@ def _literals(config: object, faults: list[str]) -> None:
         choices = [choice for arm in arms if typing.get_origin(arm) is Literal for choice in typing.get_args(arm)]
         value = getattr(config, field.name)
         if choices and value is not None and value not in choices:
-            faults.append(f"{field.name} must be one of {', '.join(map(repr, choices))}, but is {value!r}.")
+            faults.append(not_a_choice(field.name, value, choices))
 
 
 def _refuse(section: str, faults: list[str]) -> None:

@@ -64,7 +64,8 @@ def load(patterns: Sequence[str] = (), *, fraction: float = 0.05) -> Corpus:
     name = " ".join(patterns) or "Python's standard library"
     texts = _read(paths)
     if not texts:
-        raise ConfigError("cannot train on this data:", [f"{_count(len(paths), 'file')} of {name!r} hold no text."])
+        hold = "holds" if len(paths) == 1 else "hold"
+        raise ConfigError("cannot train on this data:", [f"{_count(len(paths), 'file')} of {name!r} {hold} no text."])
     train, held_out = _split(texts, fraction)
     return Corpus(name, _join(train), _join(held_out), (len(train), len(held_out)), gzip_bits_per_byte(held_out))
 
@@ -113,7 +114,8 @@ def validation_batches(corpus: Corpus, batch: int, length: int, limit: int | Non
     Sequences overlap a little where the text's length calls for it, so that no byte is left out and no batch is short.
     """
     span = len(corpus.validation) - length - 1
-    whole = -(-(span // length + 1) // batch)
+    sequences = -(-span // length) + 1
+    whole = -(-sequences // batch)
     count = min(whole, limit or whole)
     starts = np.linspace(0, span, count * batch).round().astype(np.int64)
     for row in starts.reshape(count, batch):

@@ -90,6 +90,13 @@ def not_negative(faults: list[str], **values: float | None) -> None:
             faults.append(f"{name} must not be negative, but is {value}.")
 
 
+def not_a_choice(name: str, value: object, choices: typing.Sequence) -> str:
+    """The fault of a value that is none of the choices, with the nearest one."""
+    close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1, cutoff=0.7)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"{name} must be one of {', '.join(map(repr, choices))}, but is {value!r}.{hint}"
+
+
 def _build(cls: type, values: Mapping[str, Any], prefix: str, faults: list[str]) -> Any:
     hints = typing.get_type_hints(cls)
     names = {field.name for field in dataclasses.fields(cls)}
@@ -160,9 +167,7 @@ def _fits(hint: Any, value: Any) -> bool:
 def _choice(choices: tuple, value: Any, key: str, faults: list[str]) -> Any:
     if value in choices:
         return value
-    close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    faults.append(f"{key} must be one of {', '.join(map(repr, choices))}, but is {value!r}.{hint}")
+    faults.append(not_a_choice(key, value, choices))
     return None
 
 

@@ -1,0 +1,125 @@
+"""Checkpoints: whole or absent, and restored onto another mesh and layout."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspmd.annotate import Spec
+from gspmd.training import checkpoint
+from gspmd.training.checkpoint import Checkpoints
+from gspmd.training.toml import ConfigError
+
+
+def trained(make_program, corpus, steps=3, **more):
+    program, made = make_program(**more)
+    state = program.state
+    for _ in range(steps):
+        tokens = program.place(np.arange(36).reshape(4, 9) % 8)
+        state, _ = program.step(state, tokens, program.key)
+    return program, state
+
+
+def test_restores_onto_another_mesh_and_layout(make_program, corpus, tmp_path):
+    _, state = trained(make_program, corpus)
+    wanted = jax.device_get(state)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, {"next_index": 7})
+    other = {"table": Spec.parse("V_yE_x"), "bias": Spec.parse("E_x")}
+    like = make_program({"x": 2, "y": 4}, specs=other)[0].state
+    with Checkpoints(tmp_path) as checkpoints:
+        found, position = checkpoints.restore(like)
+    assert position == {"next_index": 7}
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), wanted)
+    assert found.params["table"].sharding == like.params["table"].sharding
+    assert found.optimizer[0].mu["table"].sharding.shard_shape((8, 8)) == (2, 4)
+
+
+def test_saved_values_survive_the_next_donating_step(make_program, corpus, tmp_path):
+    program, state = trained(make_program, corpus)
+    wanted = jax.device_get(state.params)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, {})
+        for _ in range(3):
+            state, _ = program.step(state, program.place(np.zeros((4, 9))), program.key)
+    with Checkpoints(tmp_path) as checkpoints:
+        found, _ = checkpoints.restore(make_program()[0].state)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found.params), wanted)
+
+
+def test_keeps_the_newest(make_program, corpus, tmp_path):
+    program, state = trained(make_program, corpus, steps=0)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for _ in range(4):
+            state, _ = program.step(state, program.place(np.zeros((4, 9))), program.key)
+            checkpoints.save(state, {})
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["3", "4"]
+    assert checkpoint.newest(tmp_path) == 4
+
+
+def test_nothing_to_resume_from(make_program, tmp_path):
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(ConfigError, match="there is no checkpoint under"):
+        checkpoints.restore(make_program()[0].state)
+    assert checkpoint.newest(tmp_path) is None
+    assert checkpoint.newest(tmp_path / "absent") is None
+
+
+def test_another_model_is_one_message(make_program, corpus, tmp_path):
+    program, state = trained(make_program, corpus)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, {})
+        wrong = program.state
+        renamed = {"table": jnp.zeros((9, 8)), "bia": wrong.params["bias"]}
+        with pytest.raises(ConfigError) as error:
+            checkpoints.restore(dataclasses.replace(wrong, params=renamed))
+    assert str(error.value).splitlines() == [
+        "cannot resume from step 3: the checkpoint is of another model.",
+        "  bias is in the checkpoint, but not in the model.",
+        "  bia is in the model, but not in the checkpoint.",
+        "  table is (8, 8) in the checkpoint, but (9, 8) in the model.",
+    ]
+
+
+def test_a_save_that_is_killed_loses_nothing(tmp_path):
+    """Saves in another process, over and over, until it is killed; the newest checkpoint can then be read."""
+    code = f"""
+        import jax, jax.numpy as jnp
+        from gspmd.training.checkpoint import Checkpoints
+        from gspmd.training.state import TrainState
+        checkpoints = Checkpoints({str(tmp_path)!r})
+        for step in range(1, 1000):
+            leaf = jnp.full((256, 1024), step, jnp.float32)
+            checkpoints.save(TrainState(jnp.int32(step), {{"w": leaf}}, {{"m": leaf}}), {{"next_index": step}})
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    deadline = time.monotonic() + 60
+    while (checkpoint.newest(tmp_path) or 0) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    newest = checkpoint.newest(tmp_path)
+    assert newest is not None
+    assert newest >= 3
+    whole = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    leaf = jax.device_put(np.zeros((256, 1024), np.float32), whole)
+    like = checkpoint.TrainState(jax.device_put(np.int32(0), whole), {"w": leaf}, {"m": leaf})
+    with Checkpoints(tmp_path) as checkpoints:
+        found, position = checkpoints.restore(like)
+    assert int(found.step) == position["next_index"] == newest
+    assert (np.asarray(found.params["w"]) == newest).all()
+    assert (np.asarray(found.optimizer["m"]) == newest).all()
+
+
+def test_settings(tmp_path):
+    checkpoint.save_settings(tmp_path, {"training": {"steps": 3}})
+    assert checkpoint.load_settings(tmp_path) == {"training": {"steps": 3}}
+    with pytest.raises(ConfigError, match=r"holds no run: .*config.json' cannot be read"):
+        checkpoint.load_settings(tmp_path / "absent")

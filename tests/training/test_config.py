@@ -1,0 +1,69 @@
+"""Training settings: what cannot be is refused, with the field, the fact and the figure."""
+
+import pytest
+
+from gspmd.training.config import ConfigError, OptimizerConfig, ShardingConfig, TrainingConfig, parse_mesh
+
+
+def faults(make, **fields):
+    with pytest.raises(ConfigError) as error:
+        make(**fields)
+    return error.value.faults
+
+
+def test_negative_numbers():
+    assert faults(TrainingConfig, steps=-5, batch=0, save_every=-1) == (
+        "steps must be positive, but is -5.",
+        "batch must be positive, but is 0.",
+        "save_every must not be negative, but is -1.",
+    )
+    assert faults(OptimizerConfig, learning_rate=-1.0) == ("learning_rate must be positive, but is -1.0.",)
+    assert faults(ShardingConfig, devices=-8) == ("devices must be positive, but is -8.",)
+
+
+def test_not_a_number():
+    assert faults(OptimizerConfig, learning_rate=float("nan")) == ("learning_rate must be positive, but is nan.",)
+    assert faults(OptimizerConfig, clip=float("inf")) == ("clip must not be negative, but is inf.",)
+
+
+def test_shares():
+    assert faults(TrainingConfig, validation_fraction=1.0) == ("validation_fraction must be between 0 and 1, but is 1.0.",)
+    assert faults(OptimizerConfig, warmup=2.0) == ("warmup must be between 0 and 1, but is 2.0.",)
+
+
+def test_choices():
+    assert faults(TrainingConfig, dtype="int3") == ("dtype must be one of 'float32', 'bfloat16', but is 'int3'.",)
+    assert faults(ShardingConfig, lowering="bloking") == (
+        "lowering must be one of 'auto', 'blocking', 'xla', but is 'bloking'. Did you mean 'blocking'?",
+    )
+
+
+def test_seed_fits_a_key():
+    assert faults(TrainingConfig, seed=2**32) == ("seed must be less than 2**32, but is 4294967296.",)
+
+
+def test_mesh():
+    assert parse_mesh("x=4, y=2") == {"x": 4, "y": 2}
+    assert parse_mesh("data=8") == {"data": 8}
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("x4", "mesh 'x4': 'x4' is not AXIS=SIZE; write x=4,y=2."),
+        ("x=4,", "mesh 'x=4,': '' is not AXIS=SIZE; write x=4,y=2."),
+        ("x=a", "mesh 'x=a': 'x=a' is not AXIS=SIZE; write x=4,y=2."),
+        ("x=4,x=2", "mesh 'x=4,x=2': mesh axis x comes twice."),
+        ("x=-4", "mesh 'x=-4': mesh axis x must have a positive size, but has -4."),
+        ("x=0", "mesh 'x=0': mesh axis x must have a positive size, but has 0."),
+    ],
+)
+def test_wrong_mesh(text, fault):
+    assert faults(ShardingConfig, mesh=text) == (fault,)
+
+
+def test_changes_to_the_layout():
+    assert ShardingConfig(set=("ffn.w_in=E_xF_y", "ffn.w_in=EF")).overrides == {"ffn.w_in": "EF"}
+    assert faults(ShardingConfig, set=("ffn.w_in",)) == (
+        "set must read KEY=SPEC, such as ffn.w_in=E_xF_y, but is 'ffn.w_in'.",
+    )

@@ -1,0 +1,148 @@
+"""The data: found, split by file, batched, and the same again after a resume."""
+
+import gzip
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gspmd.training import data
+from gspmd.training.toml import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for number in range(10):
+        (tmp_path / f"{number}.txt").write_bytes(bytes([97 + number]) * (100 + number))
+    return tmp_path
+
+
+def test_split_is_by_file_and_complete(folder):
+    corpus = data.load([f"{folder}/*.txt"], fraction=0.2)
+    assert corpus.files == (8, 2)
+    train, held_out = set(corpus.train) - {0}, set(corpus.validation) - {0}
+    assert not train & held_out
+    assert train | held_out == set(range(97, 107))
+
+
+def test_split_does_not_depend_on_names(folder, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    for path in folder.iterdir():
+        (other / f"z{path.name}.text").write_bytes(path.read_bytes())
+    one, two = data.load([f"{folder}/*.txt"]), data.load([f"{other}/*"])
+    np.testing.assert_array_equal(one.validation, two.validation)
+
+
+def test_copies_count_once(folder):
+    (folder / "copy.txt").write_bytes((folder / "0.txt").read_bytes())
+    assert sum(data.load([f"{folder}/*.txt"]).files) == 10
+
+
+def test_one_file_is_split_near_its_end(tmp_path):
+    (tmp_path / "a.txt").write_bytes(bytes(range(1, 101)))
+    corpus = data.load([str(tmp_path / "a.txt")], fraction=0.1)
+    assert (corpus.train[-1], corpus.validation[0], len(corpus.validation)) == (90, 91, 10)
+
+
+def test_gzip_is_of_each_file_by_itself():
+    texts = [b"hello world " * 50, b"hello world " * 50]
+    each = sum(len(gzip.compress(text)) for text in texts)
+    assert data.gzip_bits_per_byte(texts) == pytest.approx(8 * each / 1200)
+
+
+def test_standard_library_without_installed_packages():
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = data._standard_library()
+    assert root / "argparse.py" in paths
+    assert not any({"site-packages", "test"} & set(path.relative_to(root).parts) for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fault"),
+    [("none/*.txt", "no file matches 'none/*.txt'."), ("missing.txt", "no file matches 'missing.txt'.")],
+)
+def test_missing(pattern, fault):
+    with pytest.raises(ConfigError) as error:
+        data.load([pattern])
+    assert str(error.value) == f"cannot find the data:\n  {fault}"
+
+
+def test_every_missing_pattern_is_named(folder):
+    with pytest.raises(ConfigError) as error:
+        data.load(["a", f"{folder}/*.txt", "b"])
+    assert error.value.faults == ("no file matches 'a'.", "no file matches 'b'.")
+
+
+def test_folder_suggests_a_pattern(folder):
+    with pytest.raises(ConfigError, match=r"It is a folder; write '.*/\*\*/\*\.txt'\."):
+        data.load([str(folder)])
+
+
+def test_empty(tmp_path):
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(ConfigError) as error:
+        data.load([f"{tmp_path}/a.txt"])
+    assert str(error.value) == f"cannot train on this data:\n  1 file of '{tmp_path}/a.txt' holds no text."
+
+
+def test_too_small(folder):
+    corpus = data.load([f"{folder}/*.txt"], fraction=0.1)
+    with pytest.raises(ConfigError) as error:
+        data.check_size(corpus, batch=8, length=256)
+    message = str(error.value)
+    assert f"the training text has {len(corpus.train)} bytes, but a batch of 8 sequences of 256 needs 2049." in message
+    assert f"the held-out text has {len(corpus.validation)} bytes, but a sequence of 256 needs 257." in message
+
+
+@pytest.fixture
+def counting():
+    text = np.arange(1000) % 251
+    return data.Corpus("counting", text.astype(np.uint8), text[:333].astype(np.uint8), (1, 1), 1.0)
+
+
+def test_batches_are_windows_with_one_byte_shared(counting):
+    batch = next(data.train_batches(counting, 4, 16, seed=0))
+    assert batch.shape == (4, 17)
+    assert batch.dtype == np.uint8
+    assert (batch[:, 0] == batch[:, 16] - 16).sum() + (batch[:, 16] < 16).sum() == 4
+
+
+def test_an_epoch_reads_every_window_once_and_is_shuffled(counting):
+    batches = data.train_batches(counting, 6, 16, seed=0)
+    first = np.concatenate([next(batches) for _ in range(10)])
+    # 62 windows; ten batches of six are 60 of them.
+    assert len({row.tobytes() for row in first}) == 60
+    assert not (np.diff(first[:, 0].astype(int)) > 0).all()
+
+
+def test_resume_goes_on_where_it_stopped(counting):
+    batches = data.train_batches(counting, 4, 16, seed=3)
+    for _ in range(40):
+        next(batches)
+    position = batches.get_state()
+    wanted = [next(batches) for _ in range(5)]
+    again = data.train_batches(counting, 4, 16, seed=3)
+    again.set_state(position)
+    np.testing.assert_array_equal([next(again) for _ in range(5)], wanted)
+
+
+def test_seeds_differ(counting):
+    one, two = (next(data.train_batches(counting, 4, 16, seed)) for seed in (0, 1))
+    assert (one != two).any()
+
+
+def test_validation_leaves_no_byte_out(counting):
+    batches = list(data.validation_batches(counting, 4, 16))
+    assert {batch.shape for batch in batches} == {(4, 17)}
+    rows = np.concatenate(batches)
+    assert rows[0, 0] == counting.validation[0]
+    assert rows[-1, -1] == counting.validation[-1]
+    predicted = set().union(*({(row[0] + i) % 251 for i in range(1, 17)} for row in rows.astype(int)))
+    assert predicted == set(range(251))
+
+
+def test_limited_validation_spreads_over_the_text(counting):
+    batches = list(data.validation_batches(counting, 2, 16, limit=2))
+    assert len(batches) == 2
+    assert batches[-1][-1, -1] == counting.validation[-1]

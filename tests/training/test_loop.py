@@ -1,0 +1,98 @@
+"""The loop: figures of every step, a stop that saves, and a resumed run that equals an unbroken one."""
+
+import json
+import math
+import signal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from gspmd.training import checkpoint, metrics
+from gspmd.training.config import TrainingConfig
+from gspmd.training.loop import Diverged, Interrupted, fit
+
+CONFIG = TrainingConfig(steps=20, batch=4, length=16, validation_every=8, validation_batches=2, save_every=6)
+
+
+@pytest.fixture
+def console():
+    return Console(quiet=True)
+
+
+def replace(config, **changes):
+    return type(config)(**{**vars(config), **changes})
+
+
+def test_every_step_has_its_figures(make_program, corpus, console, tmp_path):
+    state = fit(CONFIG, make_program()[0], corpus, tmp_path, console)
+    assert int(state.step) == 20
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [*range(1, 21), 20]
+    names = {"loss", "aux_loss", "bits_per_byte", "tokens_per_second", "learning_rate", "gradient_norm", "dropped", "load"}
+    assert all(names <= set(row) for row in rows[:-1])
+    assert rows[0]["bits_per_byte"] == pytest.approx(3.0, rel=1e-5)
+    assert rows[0]["loss"] == pytest.approx(math.log(8) + 0.1, rel=1e-5)
+    assert rows[19]["bits_per_byte"] < 2
+    assert rows[0]["load"] == [[0.25, 0.75], [0.5, 0.5]]
+    assert set(rows[-1]) == {"step", "val_bits_per_byte", "gzip_bits_per_byte"}
+    assert [row["step"] for row in rows if "val_bits_per_byte" in row] == [8, 16, 20]
+    assert list((tmp_path / "events").iterdir())
+    assert checkpoint.newest(tmp_path) == 20
+
+
+def test_resumed_run_equals_an_unbroken_one(make_program, corpus, console, tmp_path):
+    fit(CONFIG, make_program()[0], corpus, tmp_path / mkdir(tmp_path, "whole"), console)
+    broken = tmp_path / mkdir(tmp_path, "broken")
+
+    class Stopping(Console):
+        """Raises the signal of Ctrl-C when the ninth step is shown."""
+
+        def print(self, *lines, **more):
+            if lines and str(lines[0]).startswith("step 9/"):
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted) as stop:
+        fit(CONFIG, make_program()[0], corpus, broken, Stopping(quiet=True))
+    assert stop.value.step == 9
+    assert checkpoint.newest(broken) == 9
+    fit(replace(CONFIG, resume=True), make_program({"x": 4, "y": 2})[0], corpus, broken, console)
+    one, two = ([row for row in metrics.read(tmp_path / name) if "loss" in row] for name in ("whole", "broken"))
+    assert [row["step"] for row in two] == list(range(1, 21))
+    np.testing.assert_allclose([row["loss"] for row in two], [row["loss"] for row in one], rtol=1e-5)
+
+
+def test_figures_after_the_checkpoint_are_dropped_on_resume(make_program, corpus, console, tmp_path):
+    fit(replace(CONFIG, steps=6), make_program()[0], corpus, tmp_path, console)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "loss": 1.0}\n{"step": 8, "lo')
+    fit(replace(CONFIG, resume=True), make_program()[0], corpus, tmp_path, console)
+    assert [row["step"] for row in metrics.read(tmp_path)] == [*range(1, 21), 20]
+
+
+def test_resume_of_a_finished_run_validates_again(make_program, corpus, console, tmp_path):
+    fit(CONFIG, make_program()[0], corpus, tmp_path, console)
+    before = metrics.read(tmp_path)[-1]
+    fit(replace(CONFIG, resume=True), make_program()[0], corpus, tmp_path, console)
+    assert metrics.read(tmp_path)[-1] == before
+    assert len(metrics.read(tmp_path)) == 21
+
+
+def test_a_loss_that_is_no_number_stops_the_run(make_program, corpus, console, tmp_path):
+    def loss(params, tokens, key):
+        return jnp.sum(params["bias"]) + jnp.nan, {"cross_entropy": jnp.float32(jnp.nan)}
+
+    with pytest.raises(Diverged, match="the loss is nan at step 1: lower --learning-rate, or raise --warmup."):
+        fit(CONFIG, make_program(loss=loss)[0], corpus, tmp_path, console)
+
+
+def test_handlers_are_put_back(make_program, corpus, console, tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    fit(replace(CONFIG, steps=1), make_program()[0], corpus, tmp_path, console)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def mkdir(path, name):
+    (path / name).mkdir()
+    return name

@@ -1,0 +1,90 @@
+"""What is shown: tables, pictures, the header and the sample."""
+
+import io
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from matplotlib import image
+from rich.console import Console
+
+from gspmd.annotate import Spec
+from gspmd.training import plots, report, tables
+
+
+@pytest.fixture
+def console():
+    return Console(file=io.StringIO(), width=120)
+
+
+def text(console, *things):
+    for thing in things:
+        console.print(thing)
+    return console.file.getvalue()
+
+
+def rows(steps=60, layers=2, experts=4):
+    rng = np.random.default_rng(0)
+    for step in range(1, steps + 1):
+        row = {"step": step, "loss": 5.0 / step + 1.5, "bits_per_byte": 7 / step + 2}
+        yield row | {"load": rng.dirichlet(np.ones(experts), layers).tolist()}
+    yield {"step": steps, "val_bits_per_byte": 2.2, "gzip_bits_per_byte": 2.05}
+
+
+def test_tensors_with_their_pieces(console):
+    placed = {"ffn.w_in": (Spec.parse("E_xF_y"), (512, 2048)), "norm": (Spec.parse("E"), (512,))}
+    shown = text(console, tables.tensors("Parameters", placed, {"x": 4, "y": 2}))
+    assert "E_xF_y" in shown
+    assert "128 × 1024" in shown
+    assert "512.00 KiB" in shown
+    assert "514.00 KiB" in shown
+
+
+def test_collectives_are_summed_by_kind_and_axes(console):
+    step = lambda kind, axes, size: SimpleNamespace(kind=kind, axes=axes, wire_bytes=size)  # noqa: E731
+    gather, scatter = step("all-gather", ("x",), 1024), step("reduce-scatter", ("x", "y"), 2048)
+    local = step("einsum", (), 0)
+    program = SimpleNamespace(steps=[(gather, 4, ""), (scatter, 1, ""), (gather, 2, ""), (local, 9, "")])
+    entries = tables.step_entries(program)
+    assert sorted(entries) == [("all-gather", ("x",), 6, 6144), ("reduce-scatter", ("x", "y"), 1, 2048)]
+    shown = text(console, tables.collectives("Step", entries))
+    assert "6.00 KiB" in shown
+    assert "x, y" in shown
+    assert "8.00 KiB" in shown
+
+
+def test_no_collectives_at_all(console):
+    assert "0 B" in text(console, tables.collectives("Step", []))
+
+
+def test_pictures_are_drawn(tmp_path):
+    plots.loss_curve(list(rows()), tmp_path / "loss.png")
+    assert plots.expert_load(list(rows()), tmp_path / "experts.png")
+    for name in ("loss.png", "experts.png"):
+        pixels = image.imread(tmp_path / name)
+        assert pixels.shape[1] > 800
+        assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 20
+
+
+def test_a_short_run_can_be_drawn(tmp_path):
+    plots.loss_curve(list(rows(steps=1)), tmp_path / "loss.png")
+    assert plots.expert_load(list(rows(steps=1, layers=1)), tmp_path / "experts.png")
+
+
+def test_a_dense_model_has_no_load(tmp_path):
+    assert not plots.expert_load([{"step": 1, "loss": 1.0}], tmp_path / "experts.png")
+    assert not (tmp_path / "experts.png").exists()
+
+
+def test_sample_may_hold_anything(console, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "bits_per_byte": 1.4}\n')
+    report.finish(console, tmp_path, "def ", lambda: "def [/bold] f\x00\x07(x):\n    return")
+    assert (tmp_path / "sample.txt").read_text() == "def [/bold] f\x00\x07(x):\n    return"
+    shown = console.file.getvalue()
+    assert "def [/bold] f" in shown
+    assert "\x07" not in shown
+
+
+def test_header(console):
+    report.header(console, {"mesh": "x=4, y=2 [explicit]"})
+    assert "x=4, y=2 [explicit]" in console.file.getvalue()
