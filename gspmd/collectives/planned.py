@@ -65,11 +65,11 @@ def _chip(device: Any) -> Chip:
 
 @dataclass(frozen=True)
 class Registered:
-    """What a planned program's name stands for."""
+    """What a planned program's name stands for; `backward` is set where JAX differentiates the program by itself."""
 
     equation: str
     steps: tuple[Step, ...]
-    backward: tuple[Step, ...] = ()
+    backward: tuple[Step, ...] | None = None
 
 
 PREFIX = "gspmd_"

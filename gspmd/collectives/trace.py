@@ -1,0 +1,170 @@
+"""`gspmd.trace`: every planned step of a whole function, forward and backward, times its loop trips.
+
+The function is traced to a jaxpr, dead code is removed, and the planned programs are found in it by the names under which
+`planned.run` runs them. Inside one, the steps that are still there are those whose named scope is: recomputation under
+`jax.checkpoint` keeps only the moves that the backward pass needs.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr
+from jax.interpreters import partial_eval
+from rich.console import Console
+from rich.table import Table
+
+from gspmd.collectives import planned
+from gspmd.collectives.figure import COLORS, amount_of_bytes, axes_text
+from gspmd.collectives.plan import Step
+
+_SCOPE = re.compile(r"step(\d+)\.")
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step of a function's plan: how often it runs, and the equation it belongs to."""
+
+    step: Step
+    trips: int
+    equation: str
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one device sends in all trips together."""
+        return self.step.wire_bytes * self.trips
+
+
+@dataclass(frozen=True)
+class ProgramPlan:
+    """All planned steps of a function, in program order; figures are per device and execution.
+
+    A conditional counts its largest branch; a while loop, whose trips nobody knows before it runs, counts once.
+    """
+
+    entries: tuple[PlannedStep, ...]
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Every step, repeated as often as it runs."""
+        return tuple(entry.step for entry in self.entries for _ in range(entry.trips))
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one device sends."""
+        return sum(entry.wire_bytes for entry in self.entries)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of the planned steps, nothing overlapped."""
+        return sum(entry.step.seconds * entry.trips for entry in self.entries)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the planned einsums."""
+        return sum(entry.step.flops * entry.trips for entry in self.entries)
+
+    def by_kind_and_axes(self) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
+        """For every collective kind and set of mesh axes: how often it runs, and the bytes sent."""
+        counts, sent = Counter(), Counter()
+        for entry in self.entries:
+            if entry.step.is_collective:
+                key = (entry.step.kind, tuple(sorted(entry.step.axes)))
+                counts[key] += entry.trips
+                sent[key] += entry.wire_bytes
+        return {key: (counts[key], sent[key]) for key in sorted(counts)}
+
+    def table(self) -> Table:
+        """The collectives as a rich table, most bytes first."""
+        table = Table(title="planned collectives, per device", title_justify="left")
+        for column, justify in (("kind", "left"), ("mesh axes", "left"), ("count", "right"), ("sent", "right")):
+            table.add_column(column, justify=justify)
+        rows = sorted(self.by_kind_and_axes().items(), key=lambda row: -row[1][1])
+        for (kind, axes), (count, sent) in rows:
+            table.add_row(f"[{COLORS[kind]}]{kind}[/]", axes_text(axes), str(count), amount_of_bytes(sent))
+        table.add_section()
+        total = sum(count for _, (count, _) in rows)
+        table.add_row("all", "", str(total), amount_of_bytes(self.wire_bytes), style="bold")
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=100, color_system=None)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
+
+
+def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
+    """Plan a whole function, gradients and loops included, without compiling it.
+
+    Args:
+        fn: any function that JAX traces, on the current mesh.
+        abstract: its arguments, arrays or `jax.ShapeDtypeStruct`; under Explicit axes with their shardings.
+
+    Returns:
+        A `ProgramPlan`.
+
+    Example:
+        >>> mesh = jax.make_mesh((1,), ("x",))
+        >>> with jax.set_mesh(mesh):
+        ...     trace(lambda x: x + 1, jax.ShapeDtypeStruct((4,), "float32")).wire_bytes
+        0
+    """
+    jaxpr = jax.make_jaxpr(fn)(*abstract, **keywords).jaxpr
+    return ProgramPlan(tuple(_merged(_walk(_live(jaxpr), 1))))
+
+
+def _live(jaxpr: Jaxpr) -> Jaxpr:
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+def _merged(entries: Iterator[PlannedStep]) -> list[PlannedStep]:
+    return [entry for entry in entries if entry.trips]
+
+
+def _walk(jaxpr: Jaxpr, trips: int) -> Iterator[PlannedStep]:
+    for equation in jaxpr.eqns:
+        program = planned.registered(str(equation.params.get("name", "")))
+        if program is not None:
+            yield from _steps(equation, program, trips)
+        elif equation.primitive.name == "cond":
+            branches = [list(_walk(branch.jaxpr, trips)) for branch in equation.params["branches"]]
+            yield from max(branches, key=lambda entries: sum(entry.wire_bytes for entry in entries))
+        else:
+            times = equation.params["length"] if equation.primitive.name == "scan" else 1
+            for inner in _inner(equation):
+                yield from _walk(inner, trips * times)
+
+
+def _steps(equation: Any, program: planned.Registered, trips: int) -> Iterator[PlannedStep]:
+    """The surviving steps of one planned program. One that the compiler lowers has no scopes, and counts whole."""
+    if program.backward is not None:
+        transposed = "transpose" in str(equation.source_info.name_stack)
+        steps = program.backward if transposed else program.steps
+        alive = range(len(steps))
+    else:
+        steps = program.steps
+        alive = sorted(set(_scopes(equation)))
+    for number in alive:
+        yield PlannedStep(steps[number], trips, program.equation)
+
+
+def _scopes(equation: Any) -> Iterator[int]:
+    for inner in _inner(equation):
+        for each in inner.eqns:
+            found = _SCOPE.findall(str(each.source_info.name_stack))
+            if found:
+                yield int(found[-1])
+            else:
+                yield from _scopes(each)
+
+
+def _inner(equation: Any) -> Iterator[Jaxpr]:
+    for value in equation.params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(one, "jaxpr", one)
+            if isinstance(inner, Jaxpr):
+                yield inner
