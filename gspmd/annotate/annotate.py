@@ -81,7 +81,7 @@ def spec_of(x: Any, dims: str | Sequence[str] | None = None) -> Spec:
     placed = _partition_spec_of(x)
     if placed is None:
         return Spec(dims, ((OPEN,),) * rank)
-    entries = [_axes_of_entry(entry) for entry in placed] + [()] * (rank - len(placed))
+    entries = [_axes_of_entry(entry) for entry in placed.partitions] + [()] * (rank - len(placed.partitions))
     return Spec(dims, tuple(entries), tuple(placed.unreduced))
 
 

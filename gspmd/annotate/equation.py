@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from gspmd.annotate.errors import Fault, SpecError, report
+from gspmd.annotate.errors import Fault, SpecError, listed, report
 from gspmd.annotate.fit import mesh_sizes
 from gspmd.annotate.operands import EquationReader
 from gspmd.annotate.rules import faults_of
@@ -111,9 +111,9 @@ class Equation:
     def _flat_shapes(self, shapes: Sequence) -> list[tuple[int, ...]]:
         counts = [len(shape) if operand.group else 1 for operand, shape in zip(self.operands, shapes)]
         if len(shapes) != len(self.operands) or counts != [len(o.specs) for o in self.operands]:
-            wanted = ", ".join(f"a tuple of {len(o.specs)}" if o.group else "one array" for o in self.operands)
-            raise SpecError(f"cannot apply {self.text!r} to {len(shapes)} operands of shapes {_shapes_text(shapes)}\n"
-                            f"  The equation takes {wanted}.")
+            wanted = listed(f"a tuple of {len(o.specs)} arrays" if o.group else "an array" for o in self.operands)
+            given = "1 operand" if len(shapes) == 1 else f"{len(shapes)} operands"
+            raise SpecError(f"cannot apply {self.text!r} to {given}\n  It takes {wanted}.")
         return [tuple(s) for o, shape in zip(self.operands, shapes) for s in (shape if o.group else [shape])]
 
     def _placed(self, at: int, fault: Fault) -> Fault:

@@ -43,7 +43,7 @@ def test_white_space_between_dims_means_nothing(spec, spaces):
     assert Spec.parse(text) == spec
 
 
-@pytest.mark.parametrize("text, canonical", [
+@pytest.mark.parametrize(("text", "canonical"), [
     ("B_xLE_yz", "B_xLE_yz"),
     (" B_x  L E_yz ", "B_xLE_yz"),
     ("E_{x,y}", "E_xy"),
@@ -98,7 +98,7 @@ def test_editing():
         spec.axes_of("Q")
 
 
-@pytest.mark.parametrize("dims, axes, partial", [
+@pytest.mark.parametrize(("dims", "axes", "partial"), [
     ("BB", [(), ()], ()),
     ("BL", [("x",), ("x",)], ()),
     ("B", [("x",)], ("x",)),
@@ -112,7 +112,7 @@ def test_no_spec_is_made_that_no_text_means(dims, axes, partial):
         Spec(tuple(dims), tuple(axes), partial)
 
 
-@pytest.mark.parametrize("text, expected", [
+@pytest.mark.parametrize(("text", "expected"), [
     ("B_xLE_yz", P("x", None, ("y", "z"))),
     ("E_{data}", P("data")),
     ("", P()),
@@ -140,7 +140,9 @@ def test_a_size_of_zero_and_an_axis_of_size_one_fit():
     assert Spec.parse("B_xE_y").local_shape((0, 3), {"x": 4, "y": 1}) == (0, 3)
 
 
-@pytest.mark.parametrize("size, parts, named", [(1, 2, [2]), (3, 2, [2, 4]), (7, 4, [4, 8]), (9, 4, [8, 12]), (6, 5, [5, 10])])
+@pytest.mark.parametrize(("size", "parts", "named"), [
+    (1, 2, [2]), (3, 2, [2, 4]), (7, 4, [4, 8]), (9, 4, [8, 12]), (6, 5, [5, 10]),
+])
 def test_the_sizes_that_an_error_names_would_fit(size, parts, named):
     with pytest.raises(SpecError) as error:
         Spec.parse("B_x").check((size,), {"x": parts})
