@@ -1,6 +1,6 @@
 """Every key of a layout's table: its dimensions, what kind of tensor it places, and what it means.
 
-docs/layouts.md is generated from this table (`python -m gspmd.layouts.document`), and `Layout.check` holds layouts to it.
+docs/layouts.md is generated from this table (`python -m gspmd.layouts.document`); `Layout.check` holds layouts to it.
 """
 
 from dataclasses import dataclass
@@ -78,6 +78,7 @@ _ALL = (
     _activation("attention.key", "BLKD", "Keys and values as the attention core takes them.", local="LD"),
     _parameter("attention.w_o", "HDE", "Output projection."),
     _via("attention.in_via", "attention.residual", "attention.w_q", "Where residual and w_q meet."),
+    _via("attention.key_via", "attention.residual", "attention.w_k", "Where residual and w_k (and w_v) meet."),
     _via("attention.out_via", "attention.query", "attention.w_o", "Where the core's result and w_o meet."),
     _activation("ffn.residual", "BLE", "The residual stream around the feed-forward block."),
     _parameter("ffn.norm", "E", "Scale of the norm before the feed-forward block."),
@@ -89,7 +90,9 @@ _ALL = (
     _via("ffn.out_via", "ffn.hidden", "ffn.w_out", "Where hidden and w_out meet."),
     _parameter("moe.router", "EX", "The router's matrix."),
     _activation("moe.groups", "GLE", "The residual in token groups, each group whole on a device.", local="LE"),
-    _activation("moe.dispatched", "GXCE", "Tokens in the capacity slots of their group, before they travel.", local="XCE"),
+    _activation(
+        "moe.dispatched", "GXCE", "Tokens in the capacity slots of their group, before they travel.", local="XCE"
+    ),
     _activation("moe.expert_input", "GXCE", "The same slots where their experts are, and the experts' results."),
     _parameter("moe.w_in", "XEF", "First matrix of every expert."),
     _parameter("moe.w_gate", "XEF", "The gate of SwiGLU of every expert.", default="moe.w_in"),
@@ -100,21 +103,24 @@ _ALL = (
     _parameter("output.norm", "E", "Scale of the last norm."),
     _parameter("output.table", "VE", "The unembedding table, where it is not tied.", default="embedding.table"),
     _activation("output.logits", "BLV", "Logits; the loss is taken without gathering the vocabulary."),
+    _via("output.in_via", "ffn.residual", "output.table", "Where residual and table meet."),
 )
 
 #: Every key by name, in the order of the forward pass.
 KEYS = {key.name: key for key in _ALL}
 
 #: The cache's only key, by the name that [cache] quotes; its length is T.
-CACHE = {"attention.key": Key("attention.key", "BTKD", "activation", "The key/value cache; as attention.key when absent.", local="D")}
+CACHE = {
+    "attention.key": Key(
+        "attention.key", "BTKD", "activation", "The key/value cache; as attention.key when absent.", local="D"
+    )
+}
 
-#: Tensors that have to carry the same mesh axes on a dimension, because no equation stands between them.
-SAME_AXES = (
-    ("attention.residual", "B", "ffn.residual", "B"),
-    ("attention.residual", "L", "ffn.residual", "L"),
-    ("attention.residual", "E", "ffn.residual", "E"),
-    ("attention.query", "B", "attention.key", "B"),
-    ("moe.groups", "G", "moe.dispatched", "G"),
+#: Pairs of tensors that have to lie alike on some dimensions, because no equation stands between them.
+ALIKE = (
+    ("attention.residual", "ffn.residual", "BLE"),
+    ("attention.query", "attention.key", "B"),
+    ("moe.groups", "moe.dispatched", "G"),
 )
 
 

@@ -1,0 +1,220 @@
+"""Every fault of a layout's table: each rule reads the whole table and gives all the faults it finds."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gspmd.annotate import Fault, Spec, SpecError, mesh_sizes, parse_via
+from gspmd.annotate.errors import listed, suggestion
+from gspmd.layouts.keys import ALIKE, KEYS, LOWERINGS, OVERRIDES, PARTS, Key, keys_of_override
+from gspmd.layouts.line import Line
+from gspmd.layouts.mesh import complete
+
+if TYPE_CHECKING:
+    from gspmd.layouts.layout import Layout
+
+Specs = Mapping[str, Spec]
+
+
+def faults_of(layout: "Layout", sizes: Mapping[str, int], mesh: Any) -> list[Fault]:
+    """Every fault of a layout for these sizes on this mesh (None: each declared axis has size 1)."""
+    faults = [*_declaration_faults(layout), *(mesh_faults(mesh, layout.axes) if mesh is not None else ())]
+    room = _Room(sizes, {a: n for a, n in complete(mesh or {}, layout.axes).items() if a in layout.axes})
+    specs, found = _read("", layout.table, KEYS, room)
+    faults += [*found, *_missing(layout, sizes), *_disagreements("", layout.table, specs)]
+    for section, table in layout.overrides.items():
+        faults += _override_faults(section, {**layout.table, **table}, table, specs, room)
+    return faults + list(_lowering_faults(layout.lowerings))
+
+
+def mesh_faults(mesh: Any, axes: Sequence[str]) -> list[Fault]:
+    """A fault for every axis of a mesh that a layout does not declare."""
+    pieces = {axis: f"{axis}={size}" for axis, size in mesh_sizes(mesh).items()}
+    text = ",".join(pieces.values())
+    return [_undeclared(text, f",{text}".index(f",{piece}"), piece, axis, axes) for axis, piece in pieces.items()
+            if axis not in axes]
+
+
+def _undeclared(text: str, at: int, piece: str, axis: str, axes: Sequence[str]) -> Fault:
+    remedy = f"{suggestion(axis, axes)}It declares {listed(axes)}."
+    return Fault(text, at, at + len(piece), f"the layout has no mesh axis {axis}.", remedy)
+
+
+class _Room:
+    """Sizes and mesh, as `Spec.faults` wants them: a dimension whose size is not given is taken to divide."""
+
+    def __init__(self, sizes: Mapping[str, int], mesh: Mapping[str, int]):
+        self.sizes = {**({"G": sizes["B"]} if "B" in sizes else {}), **sizes}
+        self.mesh = dict(mesh)
+
+    def faults(self, spec: Spec) -> tuple[Fault, ...]:
+        return spec.faults({**dict.fromkeys(spec.dims, 0), **self.sizes}, self.mesh)
+
+
+# -- line by line -----------------------------------------------------------------------------------------------------
+
+
+def _read(section: str, table: Mapping[str, Any], keys: Mapping[str, Key], room: _Room) -> tuple[Specs, list[Fault]]:
+    """The specs that can be read and have their key's dimensions, and the faults of every line."""
+    specs, faults = {}, []
+    for name, text in table.items():
+        line = Line(name, str(text), section)
+        if name not in keys:
+            faults.append(_unknown_key(line, keys))
+        elif not isinstance(text, str):
+            faults.append(line.at_text(f"{name} must be a string, and is {text!r}."))
+        elif keys[name].kind == "via":
+            faults += _via_faults(line, keys[name], room)
+        else:
+            spec, found = _read_spec(line, keys[name], room)
+            specs |= {name: spec} if spec else {}
+            faults += found
+    return specs, faults
+
+
+def _read_spec(line: Line, key: Key, room: _Room) -> tuple[Spec | None, list[Fault]]:
+    try:
+        spec = Spec.parse(line.text)
+    except SpecError as error:
+        return None, [line.moved(fault) for fault in error.faults]
+    if spec.dims != tuple(key.dims):
+        return None, [_wrong_dimensions(line, spec, key)]
+    return spec, [*map(line.moved, room.faults(spec)), *_whole_faults(line, spec, key)]
+
+
+def _wrong_dimensions(line: Line, spec: Spec, key: Key) -> Fault:
+    found = "in this order; here they stand as" if sorted(spec.dims) == sorted(key.dims) else "and this has"
+    return line.at_text(f"{key.name} must have dimensions {listed(key.dims)}, {found} {listed(spec.dims)}.",
+                        f"Write '{key.dims}' with the mesh axes that shard each dimension.")
+
+
+def _whole_faults(line: Line, spec: Spec, key: Key) -> Iterator[Fault]:
+    if spec.partial:
+        yield line.at_text(f"{key.name} owes a partial sum, and a layout places whole tensors.",
+                           f"Write '{spec.without_partial()}'.")
+    for dim in key.local:
+        if spec.axes_of(dim):
+            fact = f"dimension {dim} of {key.name} stays whole on every device, and is {_over(spec.axes_of(dim))}."
+            yield line.at_dim(spec, dim, fact, f"Write '{spec.with_axes(dim, ())}', or shard another dimension.")
+
+
+def _unknown_key(line: Line, keys: Mapping[str, Key]) -> Fault:
+    section, _, rest = line.name.partition(".")
+    if line.name in KEYS:
+        kind = KEYS[line.name].kind
+        fact = f"{line.name} is {'an' if kind == 'activation' else 'a'} {kind}, which has no place in this section."
+        return line.at_key(fact, f"It holds {', '.join(keys)}.")
+    if section not in PARTS:
+        known = (*PARTS, *OVERRIDES, "mesh", "lowering")
+        remedy = f"{suggestion(section, known)}Sections: {', '.join(known)}."
+        return line.at_key(f"no section of a layout is called {section!r}.", remedy)
+    near = suggestion(line.name, keys) or suggestion(rest, [name.partition(".")[2] for name in keys])
+    return line.at_key(f"no layout has a key {line.name!r}.", f"{near}docs/layouts.md lists every key.")
+
+
+def _via_faults(line: Line, key: Key, room: _Room) -> Iterator[Fault]:
+    """A via is two specs that can meet: those of the key's two operands."""
+    try:
+        terms = parse_via(line.text)
+    except SpecError as error:
+        yield from map(line.moved, error.faults)
+        return
+    specs = [spec for term in terms for operand in term.operands for spec in operand.specs]
+    wanted = [KEYS[name].dims for name in key.dims]
+    if len(terms) != 1 or [spec.dims for spec in specs] != [tuple(dims) for dims in wanted]:
+        yield line.at_text(f"{key.name} must be two specs, with the dimensions of {listed(key.dims)}.",
+                           f"Write '{', '.join(wanted)}' with the mesh axes that shard each dimension.")
+        return
+    for fault in (fault for spec in specs for fault in room.faults(spec)):
+        yield line.at_text(fault.fact, fault.remedy)
+    yield from _meeting_faults(line, *specs)
+
+
+def _meeting_faults(line: Line, left: Spec, right: Spec) -> Iterator[Fault]:
+    """What two tensors share lies alike where they meet, and a mesh axis stands on one dimension."""
+    for dim in left.dims:
+        mine = left.axes_of(dim)
+        if dim in right.dims and mine != right.axes_of(dim):
+            fact = f"dimension {dim} is {_over(mine)} in '{left}', and {_over(right.axes_of(dim))} in '{right}'."
+            yield line.at_text(fact, "Where two tensors meet, what they share lies alike.")
+        for other in right.dims if dim not in right.dims else ():
+            for axis in (axis for axis in mine if axis in right.axes_of(other)):
+                fact = f"mesh axis {axis} shards dimension {dim} in '{left}' and dimension {other} in '{right}'."
+                yield line.at_text(fact, "No device would hold their whole product: gather one of them.")
+
+
+# -- the table as a whole ---------------------------------------------------------------------------------------------
+
+
+def _missing(layout: "Layout", sizes: Mapping[str, int]) -> Iterator[Fault]:
+    written = {name.partition(".")[0] for name in layout.table}
+    for key in KEYS.values():
+        needed = key.section in written or key.section != "moe" or "X" in sizes
+        if needed and key.name not in layout.table and key.default is None and not key.optional:
+            short = key.name.partition(".")[2]
+            yield Line(key.name).at_key(f"{key.name} is missing: {key.meaning}",
+                                        f'Write {short} = "{key.dims}" in [{key.section}], with its mesh axes.')
+
+
+def _disagreements(section: str, table: Mapping[str, Any], specs: Specs) -> Iterator[Fault]:
+    for first, second, dims in ALIKE:
+        if first in specs and second in specs:
+            yield from _unlike(Line(second, table[second], section), first, specs[first], specs[second], dims)
+    query, key = specs.get("attention.query"), specs.get("attention.key")
+    if query and key and key.axes_of("K") not in ((), query.axes_of("H")):
+        line = Line("attention.key", table["attention.key"], section)
+        heads = f"query heads ('{query}') {_over(query.axes_of('H'))}"
+        fact = f"key/value heads are {_over(key.axes_of('K'))}, and {heads}."
+        yield line.at_dim(key, "K", fact, "Shard both over the same mesh axes, or leave K whole.")
+
+
+def _unlike(line: Line, first: str, model: Spec, spec: Spec, dims: str) -> Iterator[Fault]:
+    apart = [dim for dim in dims if model.axes_of(dim) != spec.axes_of(dim)]
+    if not apart:
+        return
+    dim, fitting = apart[0], {d: (model if d in dims else spec).axes_of(d) for d in spec.dims}
+    axes = [axis for of_dim in fitting.values() for axis in of_dim]
+    fact = (f"dimension {dim} of {line.name} is {_over(spec.axes_of(dim))}, and of {first} ('{model}') "
+            f"{_over(model.axes_of(dim))}; no equation stands between them.")
+    fits = len(axes) == len(set(axes))
+    written = f"Write {line.name} = '{Spec(spec.dims, tuple(fitting.values()))}'" if fits else f"Change {line.name}"
+    yield line.at_dim(spec, dim, fact, f"{written}, or change {first}.")
+
+
+# -- other sections ---------------------------------------------------------------------------------------------------
+
+
+def _override_faults(section: str, whole: Mapping, table: Mapping, base: Specs, room: _Room) -> list[Fault]:
+    specs, faults = _read(section, table, keys_of_override(section), room)
+    if section in ("prefill", "decode"):
+        known = {fault.fact for fault in _disagreements("", whole, base)}
+        found = _disagreements(section, whole, {**base, **specs})
+        faults += [fault for fault in found if fault.fact not in known]
+    return faults
+
+
+def _lowering_faults(lowerings: Mapping[str, Any]) -> Iterator[Fault]:
+    known = ("default", *PARTS)
+    for part, name in lowerings.items():
+        line = Line(part, str(name), "lowering")
+        if part not in known:
+            remedy = f"{suggestion(part, known)}Write default, or a part: {', '.join(PARTS)}."
+            yield line.at_key(f"no part of a layout is called {part!r}.", remedy)
+        if name not in LOWERINGS:
+            remedy = f"{suggestion(str(name), LOWERINGS)}Lowerings: {', '.join(LOWERINGS)}."
+            yield line.at_text(f"no lowering is called {name!r}.", remedy)
+
+
+def _declaration_faults(layout: "Layout") -> Iterator[Fault]:
+    if not layout.axes:
+        remedy = 'Write axes = ["x", "y", "z"] in [mesh].'
+        yield Line("axes", "", "mesh").at_key("the layout declares no mesh axes.", remedy)
+    elif not layout.factor:
+        fact = "the layout does not say how devices are dealt out to its mesh axes."
+        yield Line("factor", "", "mesh").at_key(fact, f'Write factor = ["{layout.axes[0]}"] in [mesh].')
+    for axis in (axis for axis in layout.factor if axis not in layout.axes):
+        remedy = f"{suggestion(axis, layout.axes)}It declares {listed(layout.axes)}."
+        yield Line("factor", axis, "mesh").at_text(f"the layout declares no mesh axis {axis}.", remedy)
+
+
+def _over(axes: Sequence[str]) -> str:
+    return f"sharded over {listed(axes)}" if axes else "whole"

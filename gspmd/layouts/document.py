@@ -1,0 +1,99 @@
+"""docs/layouts.md, from the table of keys and the presets: `python -m gspmd.layouts.document > docs/layouts.md`."""
+
+from collections.abc import Iterator
+
+from gspmd.annotate.errors import listed
+from gspmd.layouts.keys import ALIKE, DIMENSIONS, KEYS, LOWERINGS, OVERRIDES, PARTS, Key, of_part
+from gspmd.layouts.read import preset_names, text_of
+
+_INTRODUCTION = """\
+# Layouts
+
+A layout is one TOML table that says where every tensor of a model lies. Change a string in it and the same model trains
+to the same losses with other collectives. `gspmd.Layout.load` takes a preset's name or a file's path:
+
+```python
+layout = gspmd.Layout.load("megatron-1d").override({"ffn.residual": "B_xL_yzE", "attention.residual": "B_xL_yzE"})
+layout.check({"B": 8, "L": 128, "E": 64, "H": 8, "F": 256}, {"x": 2, "y": 4})  # every fault at once, or none
+layout["ffn.w_in"]  # 'EF_yz'
+```
+
+A file of one's own may begin with `base = "megatron-1d"` and hold only what differs. The specs are written in the
+notation of [notation.md](notation.md). This page is generated: `python -m gspmd.layouts.document > docs/layouts.md`.
+
+## Dimensions
+"""
+
+_MESH = """
+## The mesh
+
+`[mesh]` declares the mesh axes a layout is written for, and how a number of devices is factored over them:
+
+```toml
+[mesh]
+axes = ["x", "y", "z"]
+factor = ["y", "x"]
+```
+
+The prime factors of the number of devices, largest first, are dealt out to the axes of `factor` in turn: 8 devices
+become `y=4, x=2`, 12 become `y=6, x=2`; an axis that is not named there has size 1. A mesh that is given
+(`--mesh x=4,y=2`) may leave out a declared axis, which then has size 1, and may have no other.
+
+## Keys
+
+*Parameters* come with a spec for their gradient and their optimizer state, which is the parameter's own unless
+overridden. A *via* pins where the two operands of an equation meet, as `"BLE_x, E_xF_yz"`: it decides whether weights
+or activations travel. Without it the planner takes the cheapest way. *Whole* dimensions may not be sharded, because the
+code between einsums works on them locally. Where a key has a default, it may be left out.
+"""
+
+_AGREE = """
+These have to be sharded alike, because no equation stands between them: {pairs}. Key/value heads K lie as the query
+heads H do, or whole. Token groups G take the place of the batch B, one for each sequence unless the model says
+otherwise. Layers that are scanned share one spec; their stacked dimension is implicit and never sharded.
+
+## Sections that override
+
+Their keys are quoted keys of the parts above, as in `[optimizer]` `"ffn.w_in" = "E_xF_yz"`.
+
+{overrides}
+
+The cache has one key, `"attention.key"`, with dimensions BTKD. `[lowering]` names the lowering ({lowerings}) of a part,
+or of all of them as `default`; a flag or a context manager of the caller comes before it.
+
+## Presets
+
+In a preset a mesh axis that will be gathered stands minor (last), and one that is split off stands major (first), so
+that no move needs a permute.
+"""
+
+
+def markdown() -> str:
+    """The whole page."""
+    return "\n".join(_lines()).rstrip() + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield _INTRODUCTION
+    yield "| letter | meaning |\n| --- | --- |"
+    yield from (f"| {letter} | {meaning} |" for letter, meaning in DIMENSIONS.items())
+    yield _MESH
+    for part in PARTS:
+        yield f"### [{part}]\n\n| key | dimensions | kind | whole | default | meaning |\n{'| --- ' * 6}|"
+        yield from map(_row, of_part(part))
+        yield ""
+    pairs = ", ".join(f"{listed(dims)} of `{first}` and `{second}`" for first, second, dims in ALIKE)
+    overrides = "\n".join(f"- `[{section}]`: {meaning}." for section, meaning in OVERRIDES.items())
+    yield _AGREE.format(pairs=pairs, overrides=overrides, lowerings=", ".join(LOWERINGS)).lstrip()
+    for name in preset_names():
+        yield f"### {name}\n\n```toml\n{text_of(name).rstrip()}\n```\n"
+
+
+def _row(key: Key) -> str:
+    dims = key.dims if isinstance(key.dims, str) else ", ".join(KEYS[name].dims for name in key.dims)
+    default = "the planner's choice" if key.optional else f"`{key.default}`" if key.default else "required"
+    return f"| `{key.name}` | {dims} | {key.kind} | {', '.join(key.local)} | {default} | {key.meaning} |"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

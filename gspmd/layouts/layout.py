@@ -1,0 +1,244 @@
+"""A layout: one table that says where every tensor of a model lies, and how a number of devices becomes its mesh."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from typing import Any
+
+from gspmd.annotate import LayoutError, Spec, report
+from gspmd.annotate.errors import suggestion
+from gspmd.layouts import read
+from gspmd.layouts.check import faults_of, mesh_faults
+from gspmd.layouts.keys import KEYS, OVERRIDES, PARTS
+from gspmd.layouts.mesh import complete, factorise
+
+Table = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of a layout by attribute: `ffn.w_in`; an optional key that is absent is None.
+
+    Attributes:
+      lowering: the lowering that the layout asks of this part; None leaves it to the caller.
+    """
+
+    _part: str
+    _specs: Table
+    lowering: str | None = None
+
+    def __getattr__(self, key: str) -> str | None:
+        if key.startswith("_"):  # asked for while a copy is made
+            raise AttributeError(key)
+        try:
+            return _look_up(self._specs, f"{self._part}.{key}")
+        except LayoutError as error:
+            raise AttributeError(str(error)) from None
+
+    def __hash__(self) -> int:
+        return hash((self._part, str(sorted(self._specs.items(), key=str))))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where every tensor of a model lies, by key: `layout["ffn.w_in"]` is `"E_xF_yz"`.
+
+    Attributes:
+      name: the preset's name, or the path of the file.
+      axes: the mesh axes it is written for.
+      factor: how devices are dealt out to them (see `mesh_for`).
+      table: key to spec, `"ffn.w_in"` to `"E_xF_yz"`, as it was written.
+      overrides: section (`gradients`, `optimizer`, `cache`, `prefill`, `decode`) to such a table.
+      lowerings: part of the model, or `default`, to the lowering it asks for.
+
+    Example:
+      >>> layout = Layout.load("weight-stationary-2d").override({"ffn.w_in": "E_xF_y"})
+      >>> layout["ffn.w_in"], layout.section("ffn").hidden
+      ('E_xF_y', 'BLF_yzx')
+
+    Source: the layouts of Pope et al. 2022 (arXiv 2211.05102), sections 3.2 and 3.3, are tables of this kind.
+    """
+
+    name: str
+    axes: tuple[str, ...] = ()
+    factor: tuple[str, ...] = ()
+    table: Table = field(default_factory=dict)
+    overrides: Mapping[str, Table] = field(default_factory=dict)
+    lowerings: Table = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, name: "str | PathLike | Layout") -> "Layout":
+        """Reads a preset by its name, or a TOML file by its path (anything with a slash or that ends in `.toml`).
+
+        A file may say `base = "megatron-1d"` and then hold only what differs.
+
+        Raises:
+          LayoutError: no such preset or file, or not TOML. What the table says is the business of `check`.
+
+        Example:
+          >>> Layout.load("megatron-1d")["ffn.hidden"]
+          'B_xLF_yz'
+        """
+        if isinstance(name, Layout):
+            return name
+        return cls(name=str(name), **read.fields(name))
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.axes, str(sorted(self.table.items(), key=str))))
+
+    # -- what it says -------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: str) -> str:
+        """The spec of a tensor. Raises LayoutError for a key that no layout has, or that this one leaves out."""
+        spec = _look_up(self.table, key)
+        if spec is None:
+            raise LayoutError(
+                f"layout '{self.name}' does not write {key}, which is optional.\n  Ask with get({key!r})."
+            )
+        return spec
+
+    def get(self, key: str, default: str | None = None) -> str | None:
+        """The spec of a tensor, or `default` where an optional key is absent."""
+        spec = _look_up(self.table, key)
+        return default if spec is None else spec
+
+    def section(self, part: str) -> Section:
+        """One part of the model (embedding, attention, ffn, moe, output), its keys as attributes."""
+        if part not in PARTS:
+            raise LayoutError(
+                f"no part of a layout is called {part!r}.\n  {suggestion(part, PARTS)}Parts: {', '.join(PARTS)}."
+            )
+        return Section(part, self.table, self.lowering_of(part))
+
+    def gradient(self, key: str) -> str:
+        """The spec of a parameter's gradient: the parameter's own unless [gradients] says otherwise."""
+        return self.overrides.get("gradients", {}).get(key) or self[key]
+
+    def optimizer(self, key: str) -> str:
+        """The spec of a parameter's optimizer state: the parameter's own unless [optimizer] says otherwise.
+
+        >>> Layout.load("data-parallel").override({"optimizer.ffn.w_in": "E_xyzF"}).optimizer("ffn.w_in")
+        'E_xyzF'
+        """
+        return self.overrides.get("optimizer", {}).get(key) or self[key]
+
+    def cache(self, key: str = "attention.key") -> str:
+        """The spec of the key/value cache, with length T: as attention.key unless [cache] says otherwise.
+
+        >>> Layout.load("weight-stationary-2d").cache()
+        'B_xyzTKD'
+        """
+        written = self.overrides.get("cache", {}).get(key)
+        return written or str(Spec.parse(self[key]).rename({"L": "T"}))
+
+    def phase(self, name: str) -> "Layout":
+        """This layout as it is while a prompt is read (`"prefill"`) or tokens are generated (`"decode"`)."""
+        return replace(self, table=_joined(self.table, self.overrides.get(name, {})))
+
+    @property
+    def lowering(self) -> str | None:
+        """The lowering that [lowering] gives as default; None leaves it to the caller."""
+        return self.lowerings.get("default")
+
+    def lowering_of(self, part: str) -> str | None:
+        """The lowering that [lowering] gives for a part of the model, else its default."""
+        return self.lowerings.get(part, self.lowering)
+
+    # -- on devices ---------------------------------------------------------------------------------------------------
+
+    def mesh_for(self, devices: int) -> dict[str, int]:
+        """The mesh that this layout makes of a number of devices: every declared axis, in order.
+
+        The prime factors of the number, largest first, are dealt out to the axes of `factor` in turn.
+
+        >>> Layout.load("weight-stationary-2d").mesh_for(12)
+        {'x': 3, 'y': 2, 'z': 2}
+        """
+        return factorise(devices, self.axes, self.factor)
+
+    def complete_mesh(self, mesh: Any) -> dict[str, int]:
+        """A given mesh (sizes by name, or a `jax.sharding.Mesh`) with size 1 for every declared axis it lacks.
+
+        Raises:
+          LayoutError: the mesh has an axis that the layout does not declare.
+
+        Example:
+          >>> Layout.load("megatron-1d").complete_mesh({"x": 4, "y": 2})
+          {'x': 4, 'y': 2, 'z': 1}
+        """
+        faults = mesh_faults(mesh, self.axes)
+        if faults:
+            raise report(LayoutError, f"cannot use layout '{self.name}' on this mesh", faults)
+        return complete(mesh, self.axes)
+
+    # -- changing and checking ----------------------------------------------------------------------------------------
+
+    def override(self, specs: Mapping[str, str | Spec]) -> "Layout":
+        """This layout with other specs for some keys.
+
+        Args:
+          specs: `"ffn.w_in"` to a spec; also `"optimizer.ffn.w_in"`, `"decode.ffn.residual"`, `"lowering.ffn"`. `check`
+            holds them to the rules, all together.
+        """
+        layout = self
+        for key, spec in specs.items():
+            layout = layout._with(key, str(spec))
+        return layout
+
+    def _with(self, key: str, spec: str) -> "Layout":
+        section, _, rest = key.partition(".")
+        if section == "lowering":
+            return replace(self, lowerings=_joined(self.lowerings, {rest: spec}))
+        if section in OVERRIDES:
+            table = _joined(self.overrides.get(section, {}), {rest: spec})
+            return replace(self, overrides={**self.overrides, section: table})
+        return replace(self, table=_joined(self.table, {key: spec}))
+
+    def check(self, sizes: Mapping[str, int] | None = None, mesh: Any = None) -> "Layout":
+        """Holds the whole table to its rules, for these sizes on this mesh, and returns the layout.
+
+        Args:
+          sizes: size of each dimension by letter; a dimension that is not given is not divided. Token groups G are as
+            many as sequences B unless given; the experts' section is needed only where X is given.
+          mesh: mesh axis sizes by name, or a `jax.sharding.Mesh`; None looks at the table alone.
+
+        Raises:
+          LayoutError: lists every fault there is: unknown or missing keys, specs that cannot be read, wrong dimensions,
+            mesh axes not declared, sizes that do not divide, tensors that have to agree and do not.
+
+        Example:
+          >>> Layout.load("megatron-1d").check({"B": 8, "F": 256}, {"x": 2, "y": 4}).name
+          'megatron-1d'
+        """
+        faults = faults_of(self, sizes or {}, mesh)
+        if faults:
+            raise report(LayoutError, f"cannot use layout '{self.name}'{_circumstances(sizes, mesh)}", faults)
+        return self
+
+
+def presets() -> tuple[str, ...]:
+    """The names of the layouts that come with gspmd."""
+    return read.preset_names()
+
+
+def _look_up(table: Table, key: str) -> str | None:
+    if key in table:
+        return table[key]
+    known = KEYS.get(key)
+    if known is None:
+        raise LayoutError(f"no layout has a key {key!r}.\n  {suggestion(key, KEYS)}docs/layouts.md lists every key.")
+    if known.default is not None:
+        return _look_up(table, known.default)
+    if not known.optional:
+        raise LayoutError(f"the layout does not write {key}, and nothing stands in for it.")
+    return None
+
+
+def _joined(below: Table, above: Table) -> Table:
+    return {**below, **above}
+
+
+def _circumstances(sizes: Mapping[str, int] | None, mesh: Any) -> str:
+    given = f" for the sizes {', '.join(f'{d}={n}' for d, n in sizes.items())}" if sizes else ""
+    shape = mesh if mesh is None or isinstance(mesh, Mapping) else mesh.shape
+    return given + (f" on the mesh {','.join(f'{a}={n}' for a, n in shape.items())}" if shape else "")

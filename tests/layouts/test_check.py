@@ -1,0 +1,108 @@
+"""`Layout.check` reports every fault of the table, each with its key, the notation, a caret, the fact and the remedy."""
+
+import pytest
+
+from gspmd.annotate import LayoutError
+from gspmd.layouts import Layout
+
+SIZES = {"B": 8, "L": 32, "E": 64, "F": 128, "H": 8, "K": 8, "D": 8, "V": 256, "X": 8}
+MESH = {"x": 2, "y": 2, "z": 2}
+
+
+def fault(layout, sizes=SIZES, mesh=MESH) -> str:
+    """The text of the one fault that a layout has."""
+    with pytest.raises(LayoutError) as error:
+        layout.check(sizes, mesh)
+    assert len(error.value.faults) == 1, str(error.value)
+    return str(error.value.faults[0])
+
+
+def overridden(**specs):
+    return Layout.load("megatron-1d").override({key.replace("__", "."): spec for key, spec in specs.items()})
+
+
+def test_the_message_in_full():
+    with pytest.raises(LayoutError) as error:
+        overridden(ffn__w_in="E_xF_y", ffn__w_gate="EH").check({**SIZES, "E": 65}, MESH)
+    assert str(error.value) == (
+        "cannot use layout 'megatron-1d' for the sizes B=8, L=32, E=65, F=128, H=8, K=8, D=8, V=256, X=8 on the mesh "
+        "x=2,y=2,z=2: 2 faults\n"
+        "    ffn.w_in = E_xF_y\n"
+        "               ^^^\n"
+        "  dimension E has size 65, which mesh axis x (size 2) does not divide.\n"
+        "  Use a size that is a multiple of 2 (64 or 66), or leave E unsharded: 'EF_y'.\n"
+        "    ffn.w_gate = EH\n"
+        "                 ^^\n"
+        "  ffn.w_gate must have dimensions E and F, and this has E and H.\n"
+        "  Write 'EF' with the mesh axes that shard each dimension."
+    )
+
+
+@pytest.mark.parametrize(
+    "specs, message",
+    [
+        ({"ffn__w_inn": "EF"}, "no layout has a key 'ffn.w_inn'.\n  Did you mean 'ffn.w_in'?"),
+        ({"fnn__w_in": "EF"}, "no section of a layout is called 'fnn'.\n  Did you mean 'ffn'?"),
+        ({"ffn__w_in": "FE"}, "ffn.w_in must have dimensions E and F, in this order; here they stand as F and E."),
+        ({"ffn__w_in": "E_xF_w"}, "^^^\n  the mesh has no axis w."),
+        ({"ffn__hidden": "B_xLF_x"}, "ffn.hidden = B_xLF_x\n                       ^"),
+        ({"ffn__hidden": "B_xLF partialsum-y"}, "ffn.hidden owes a partial sum, and a layout places whole tensors."),
+        ({"ffn__w_out": "F_{y"}, "the brace after 'F_' is not closed."),
+        (
+            {"ffn__residual": "B_xL_yzE"},
+            "dimension L of ffn.residual is sharded over y and z, and of attention.residual ('B_xLE') whole; no equation "
+            "stands between them.\n  Write ffn.residual = 'B_xLE', or change attention.residual.",
+        ),
+        ({"attention__query": "B_xLH_yzD", "attention__key": "B_xL_yKD"}, "dimension L of attention.key stays whole on every device, and is sharded over y."),
+        ({"attention__key": "BLK_yzD"}, "dimension B of attention.key is whole, and of attention.query"),
+        ({"attention__key": "B_xLK_yD"}, "key/value heads are sharded over y, and query heads ('B_xLH_yzD') sharded over"),
+        ({"moe__groups": "GLE"}, "dimension G of moe.dispatched is sharded over x, and of moe.groups ('GLE') whole"),
+        ({"moe__groups": "G_xL_yE"}, "dimension L of moe.groups stays whole on every device, and is sharded over y."),
+        ({"ffn__in_via": "B_xLE, E_yF_z"}, "dimension E is whole in 'B_xLE', and sharded over y in 'E_yF_z'."),
+        ({"ffn__in_via": "B_xLE, EF_x"}, "mesh axis x shards dimension B in 'B_xLE' and dimension F in 'EF_x'."),
+        ({"ffn__in_via": "B_xLE"}, "ffn.in_via must be two specs, with the dimensions of ffn.residual and ffn.w_in."),
+        ({"ffn__in_via": "B_xLE -> EF"}, "via= has the operands' specs, and no arrow."),
+        ({"optimizer__ffn__w_in": "E_qF"}, "[optimizer] ffn.w_in = E_qF"),
+        ({"optimizer__ffn__hidden": "BLF"}, "ffn.hidden is an activation, which has no place in this section."),
+        ({"cache__attention__key": "BLKD"}, "attention.key must have dimensions B, T, K and D, and this has B, L, K and D."),
+        ({"decode__ffn__residual": "BLE"}, "[decode] ffn.residual = BLE\n                            ^\n  dimension B"),
+        ({"lowering__ffn": "blokcing"}, "no lowering is called 'blokcing'.\n  Did you mean 'blocking'?"),
+        ({"lowering__fnn": "xla"}, "no part of a layout is called 'fnn'."),
+    ],
+)
+def test_one_fault(specs, message):
+    assert message in fault(overridden(**specs))
+
+
+def test_the_mesh_is_held_to_the_declared_axes():
+    assert "the layout has no mesh axis w." in fault(overridden(), mesh={"x": 2, "w": 4})
+    overridden().check(SIZES, {"x": 2})
+    overridden().check()
+
+
+def test_groups_are_as_many_as_sequences_unless_given():
+    layout = Layout.load("gshard")
+    layout.check({"B": 8, "X": 8}, {"x": 8})
+    assert "dimension G has size 4" in str(pytest.raises(LayoutError, layout.check, {"B": 8, "X": 8, "G": 4}, {"x": 8}).value)
+
+
+def test_missing_and_mistyped_lines(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('[mesh]\naxes = ["x"]\nfactor = ["w"]\n[ffn]\nw_in = 3\nw_out = "FE"\nnorm = "E"\n')
+    with pytest.raises(LayoutError) as error:
+        Layout.load(path).check()
+    text = str(error.value)
+    assert "the layout declares no mesh axis w." in text
+    assert "ffn.w_in must be a string, and is 3." in text
+    assert "ffn.residual is missing: The residual stream around the feed-forward block." in text
+    assert 'Write residual = "BLE" in [ffn], with its mesh axes.' in text
+    assert "moe.router" not in text
+
+
+def test_every_fault_at_once():
+    layout = overridden(ffn__w_inn="EF", ffn__w_in="E", ffn__hidden="B_xLF_w", ffn__w_out="F__E", optimizer__ffn__w_in="E_w")
+    with pytest.raises(LayoutError) as error:
+        layout.check({**SIZES, "H": 6}, {**MESH, "data": 2})
+    text = str(error.value)
+    for key in ("ffn.w_inn =", "ffn.w_in = E", "ffn.hidden =", "ffn.w_out =", "[optimizer] ffn.w_in", "attention.w_q =", "data=2"):
+        assert key in text

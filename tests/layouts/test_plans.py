@@ -1,0 +1,166 @@
+"""What the presets cost, against the papers' formulas with every (K-1)/K, and that none of them needs a permute."""
+
+from fractions import Fraction
+from math import prod
+
+import pytest
+
+from gspmd.annotate import Spec
+from gspmd.collectives.planning import plan
+from gspmd.layouts import Layout, presets, rank
+from gspmd.layouts.rank import equations
+
+MESHES = ({"x": 4, "y": 4, "z": 4}, {"x": 2, "y": 4, "z": 8}, {"x": 3, "y": 2, "z": 2})
+POPE = ("weight-stationary-1d", "weight-stationary-2d", "weight-gathered-x", "weight-gathered-xy", "weight-gathered-xyz")
+
+
+def sent(devices: int) -> Fraction:
+    """The share of the larger buffer that each of K devices sends: (K-1)/K."""
+    return Fraction(devices - 1, devices)
+
+
+def elements(name: str, tokens: int, e: int, f: int, mesh: dict[str, int], matrices_in: int) -> Fraction:
+    """Elements that one device sends for a feed-forward block (Pope et al. 2022, section 3.2 and appendix A)."""
+    n, x, matrices = prod(mesh.values()), mesh["x"], matrices_in + 1
+    if name == "weight-stationary-1d":
+        return 2 * tokens * e * sent(n)
+    if name == "weight-stationary-2d":
+        return Fraction(2 * tokens * e, x) * sent(n // x) + Fraction(matrices * tokens * f * x, n) * sent(x)
+    gathered = prod(mesh[axis] for axis in name.removeprefix("weight-gathered-"))
+    weights = Fraction(matrices * e * f * gathered, n) * sent(gathered)
+    return weights + Fraction(2 * tokens * e, gathered) * sent(n // gathered)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "swiglu"])
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "x".join(map(str, m.values())))
+@pytest.mark.parametrize("name", POPE)
+def test_feed_forward_sends_what_the_formula_says(name, mesh, gated):
+    sizes = {"B": 192, "L": 4, "E": 384, "F": 1536}
+    block = equations(Layout.load(name), gated)
+    total = sum(plan(equation, sizes=sizes, mesh=mesh, dtype="bfloat16", via=via).wire_bytes for equation, via in block)
+    assert total == 2 * elements(name, 192 * 4, 384, 1536, mesh, 2 if gated else 1)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "swiglu"])
+def test_rank_goes_from_stationary_to_gathered_at_the_exact_crossings(gated):
+    e, f, mesh, order = 18432, 73728, MESHES[0], POPE[1:]
+    for before, after in zip(order, order[1:]):
+        at = _crossing(before, after, e, f, mesh, 2 if gated else 1)
+        for tokens in (-(-at // 64) * 64 - 64, at // 64 * 64 + 64):  # the nearest that 64 chips divide, on each side
+            sizes = {"B": tokens, "L": 1, "E": e, "F": f}
+            ranked = rank(POPE, sizes=sizes, mesh=mesh, objective="wire_bytes", gated=gated)
+            assert ranked[0].name == (before if tokens < at else after)
+            assert [r.wire_bytes for r in ranked] == sorted(2 * elements(name, tokens, e, f, mesh, 2 if gated else 1) for name in POPE)
+
+
+def _crossing(first: str, second: str, e: int, f: int, mesh: dict[str, int], matrices_in: int) -> Fraction:
+    """The number of tokens at which two layouts send the same: both costs are linear in it."""
+    (a0, a1), (b0, b1) = ((elements(n, 0, e, f, mesh, matrices_in), elements(n, 1, e, f, mesh, matrices_in)) for n in (first, second))
+    return (b0 - a0) / ((a1 - a0) - (b1 - b0))
+
+
+def test_the_shares_leave_the_crossings_where_they_are_on_a_cube():
+    """PaLM 540B's sizes on 4x4x4: every (K-1)/K telescopes, so that exact and approximate formulas cross alike."""
+    exact = [_crossing(first, second, 18432, 73728, MESHES[0], 1) for first, second in zip(POPE[1:], POPE[2:])]
+    assert exact == [18_432, 73_728, 1_179_648]
+
+
+def test_rank_by_seconds_and_layouts_that_do_not_fit():
+    sizes = {"B": 1, "L": 2048, "E": 18432, "F": 73728}
+    ranked = rank(presets(), sizes=sizes, mesh=MESHES[0])
+    assert [r.seconds for r in ranked] == sorted(r.seconds for r in ranked)
+    unfit = {r.name: r.reason for r in ranked if r.reason}
+    assert "weight-gathered-xyz" in unfit and "weight-stationary-2d" not in unfit
+    assert unfit["weight-gathered-x"] == "dimension B has size 1, which mesh axis x (size 4) does not divide."
+    assert str(ranked[-1]).endswith(f"does not fit: {ranked[-1].reason}")
+    with pytest.raises(ValueError, match="no layout is ranked by 'bytes'"):
+        rank(presets(), sizes=sizes, mesh=MESHES[0], objective="bytes")
+
+
+# -- no permutes ------------------------------------------------------------------------------------------------------
+
+
+def model_equations(layout: Layout):
+    """Every equation of a transformer with this layout, with its via: forward; the planner adds the gradients."""
+    at, ffn, moe, out = (layout.section(part) for part in ("attention", "ffn", "moe", "output"))
+    yield f"{at.residual}, ({at.w_q}, {at.w_k}, {at.w_v}) -> ({at.query}, {at.key}, {at.key})", _heads_via(at)
+    yield f"{at.query}, {at.w_o} -> {at.residual}", at.out_via
+    yield from equations(layout, gated=True)
+    yield f"{ffn.hidden}, {ffn.w_out} + {at.query}, {at.w_o} -> {ffn.residual}", f"{ffn.out_via} + {at.out_via}"
+    sequences = Spec.parse(moe.groups).rename({"G": "B"})
+    yield from _there_and_back(ffn.residual, str(sequences))
+    yield from _there_and_back(moe.dispatched, moe.expert_input)
+    yield f"{moe.groups}, {moe.router} -> {Spec.parse(moe.groups).without('E')}X", None
+    yield f"{moe.expert_input}, ({moe.w_in}, {moe.w_gate}) -> ({moe.hidden}, {moe.hidden})", moe.in_via
+    yield f"{moe.hidden}, {moe.w_out} -> {moe.expert_input}", moe.out_via
+    yield f"{ffn.residual}, {out.table} -> {out.logits}", out.in_via
+
+
+def _heads_via(at) -> str:
+    residual, w_q = at.in_via.split(", ")
+    w_k = at.key_via.split(", ")[1] if at.key_via else w_q.replace("H", "K")
+    return f"{residual}, ({w_q}, {w_k}, {w_k})"
+
+
+def _there_and_back(here: str, there: str):
+    if here != there:
+        yield f"{here} -> {there}", None
+        yield f"{there} -> {here}", None
+
+
+def kinds(planned) -> list[str]:
+    return [step.kind for step in planned.steps]
+
+
+def backward(planned) -> list:
+    gradients = planned.gradients
+    return [] if gradients is None else list(gradients) if isinstance(gradients, tuple) else [gradients]
+
+
+TINY = {"B": 16, "L": 32, "E": 96, "F": 192, "H": 16, "K": 16, "D": 16, "V": 256, "X": 16, "C": 10, "G": 16}
+PALM = {"B": 512, "L": 128, "E": 18432, "F": 73728, "H": 64, "K": 64, "D": 256, "V": 262144, "X": 64, "C": 8, "G": 512}
+
+
+@pytest.mark.parametrize("devices", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 16))])
+@pytest.mark.parametrize("name", presets())
+def test_no_plan_contains_a_permute(name, devices):
+    layout = Layout.load(name)
+    mesh = layout.mesh_for(devices)
+    for equation, via in model_equations(layout):
+        planned = plan(equation, sizes=TINY, mesh=mesh, dtype="float32", via=via)
+        for each in (planned, *backward(planned)):
+            assert "collective-permute" not in kinds(each), str(each)
+
+
+@pytest.mark.parametrize("name", presets())
+def test_no_forward_plan_contains_a_permute_at_the_papers_scale(name):
+    for equation, via in model_equations(Layout.load(name)):
+        assert "collective-permute" not in kinds(plan(equation, sizes=PALM, mesh=MESHES[0], via=via)), equation
+
+
+@pytest.mark.parametrize("name", presets())
+def test_tokens_travel_by_one_all_to_all_each_way(name):
+    moe = Layout.load(name).section("moe")
+    for there, back in ((moe.dispatched, moe.expert_input), (moe.expert_input, moe.dispatched)):
+        steps = plan(f"{there} -> {back}", sizes=TINY, mesh={"x": 2, "y": 2, "z": 2}).steps
+        assert [s.kind for s in steps if s.is_collective] == (["all-to-all"] if there != back else [])
+
+
+def test_replicated_and_data_parallel_send_nothing_forward():
+    for name in ("replicated", "data-parallel"):
+        layout = Layout.load(name)
+        for equation, via in model_equations(layout):
+            assert plan(equation, sizes=TINY, mesh=layout.mesh_for(8), via=via).wire_bytes == 0, equation
+
+
+def test_zero_3_gathers_weights_only():
+    layout = Layout.load("zero-3")
+    for equation, via in model_equations(layout):
+        if "X" not in equation:
+            steps = _steps(layout, equation, via)
+            assert {s.kind for s in steps} == {"all-gather"} and not any("B" in s.before.dims for s in steps), equation
+
+
+def _steps(layout: Layout, equation: str, via: str | None):
+    planned = plan(equation, sizes=TINY, mesh=layout.mesh_for(8), via=via)
+    return [step for step in planned.steps if step.is_collective]
