@@ -60,11 +60,11 @@ def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], 
     else:
         ring = wire_bytes(kind, group, buffer) / (2 * chip.link_bandwidth * min(len(sizes), chip.torus))
     passes = 2 if kind == "all-reduce" else 1
-    return ring * (1 if wrapped else 2) + passes * chip.hop_seconds * sum(_hops(size, chip) for size in sizes)
+    return ring * (1 if wrapped else 2) + passes * chip.hop_seconds * sum(hops(size, chip) for size in sizes)
 
 
-def _hops(size: int, chip: Chip) -> int:
-    """The farthest neighbour: half the ring where it closes, its whole length where it does not."""
+def hops(size: int, chip: Chip) -> int:
+    """How far the farthest neighbour on a mesh axis is: half the ring where it closes, its whole length where it does not."""
     return size // 2 if chip.wraps(size) else size - 1
 
 

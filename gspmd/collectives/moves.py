@@ -14,12 +14,14 @@ from math import prod
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.chips import Chip
-from gspmd.collectives.cost import collective_seconds, wire_bytes
+from gspmd.collectives.cost import collective_seconds, hops, wire_bytes
 from gspmd.collectives.plan import Step, picoseconds
 
 Axes = tuple[str, ...]
 Placement = tuple[tuple[Axes, ...], frozenset[str]]
 """The axes of every dimension, and the axes whose sum is still owed."""
+Path = tuple[tuple[str, Axes, Placement, Placement], ...]
+"""Actions: kind, axes, from where, to where."""
 
 
 def move(src: Spec, dst: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], itemsize: int, chip: Chip, operand: str = "") -> tuple[Step, ...]:
@@ -62,22 +64,69 @@ def _search(src: Spec, dst: Spec, shape: tuple[int, ...], mesh_items: tuple, ite
         owed = ", ".join(sorted(set(dst.partial) - set(src.partial)))
         raise PlanError(f"cannot move '{src}' to '{dst}'\n  nothing makes the partial sum over mesh axis {owed}.")
     problem = _Problem(dst, shape, dict(mesh_items), itemsize, chip)
-    start, goal = (src.axes, frozenset(src.partial)), (dst.axes, frozenset(dst.partial))
-    queue = [((0, 0, 0), 0, start, ())]
+    start = (src.axes, frozenset(src.partial))
+    path = straight(problem, start)
+    if path is None:
+        path = cheapest(problem, start)
+    if path is None:
+        raise PlanError(f"cannot move '{src}' to '{dst}': no chain of collectives divides the sizes {shape} evenly.")
+    return tuple(problem.step(src.dims, *edge, operand) for edge in path)
+
+
+def cheapest(problem: "_Problem", start: Placement) -> Path | None:
+    """Best-first search; ties go to fewer bytes, then fewer steps, then the order of the actions."""
+    queue: list = [(0, 0, 0, 0, 0, start, ())]
     done, pushed = set(), 0
     while queue:
-        cost, _, here, path = heapq.heappop(queue)
-        if here == goal:
-            return tuple(problem.step(src.dims, *edge, operand) for edge in path)
+        _, sent, steps, _, seconds, here, path = heapq.heappop(queue)
+        if here == problem.target:
+            return path
         if here in done:
             continue
         done.add(here)
         for kind, axes, there in problem.actions(here):
             if there not in done and problem.divides(there):
-                price = problem.price(kind, axes, here, there)
+                price, bytes_ = problem.price(kind, axes, here, there)
                 pushed += 1
-                heapq.heappush(queue, (tuple(map(sum, zip(cost, price))), pushed, there, (*path, (kind, axes, here, there))))
-    raise PlanError(f"cannot move '{src}' to '{dst}': no chain of collectives divides the sizes {shape} evenly.")
+                reached = seconds + price
+                entry = (reached + problem.ahead(there), sent + bytes_, steps + 1, pushed, reached, there, (*path, (kind, axes, here, there)))
+                heapq.heappush(queue, entry)
+    return None
+
+
+def straight(problem: "_Problem", start: Placement) -> Path | None:
+    """The answer where there is nothing to search: no axis changes its dimension or its order, and at most one dimension
+    is gathered, one reduce-scattered. Slices come first, then what sums, then what gathers. None where that is not so."""
+    axes, partial = start
+    gathers, arrivals = [], []
+    for d, (held, wanted) in enumerate(zip(axes, problem.goal)):
+        kept = _common_prefix(held, wanted)
+        leaving, arriving = held[kept:], wanted[kept:]
+        if (leaving and arriving) or any(axis in problem.home for axis in leaving):
+            return None
+        if leaving:
+            gathers.append((d, leaving))
+        if arriving:
+            arrivals.append((d, arriving))
+    scatters = [(d, group) for d, group in arrivals if any(axis in partial for axis in group)]
+    if len(gathers) > 1 or len(scatters) > 1 or any(not set(group) <= partial for _, group in scatters):
+        return None
+    path, here = [], start
+    for d, group in arrivals:
+        if (d, group) not in scatters:
+            here = _extend(path, "slice", group, (_put(here[0], d, here[0][d] + group), here[1]), here)
+    for d, group in scatters:
+        here = _extend(path, "reduce-scatter", group, (_put(here[0], d, here[0][d] + group), here[1] - set(group)), here)
+    if owed := here[1] - problem.keep:
+        here = _extend(path, "all-reduce", tuple(axis for axis in problem.mesh if axis in owed), (here[0], here[1] - owed), here)
+    for d, group in gathers:
+        here = _extend(path, "all-gather", group, (problem.goal, here[1]), here)
+    return tuple(path) if all(problem.divides(there) for *_, there in path) else None
+
+
+def _extend(path: list, kind: str, axes: Axes, there: Placement, here: Placement) -> Placement:
+    path.append((kind, axes, here, there))
+    return there
 
 
 class _Problem:
@@ -87,19 +136,42 @@ class _Problem:
         self.goal = target.axes
         self.home = {axis: d for d, axes in enumerate(target.axes) for axis in axes}
         self.keep = frozenset(target.partial)
-        self.shape, self.mesh, self.itemsize, self.chip = shape, mesh, itemsize, chip
+        self.target = (self.goal, self.keep)
+        self.shape, self.mesh, self.chip = shape, mesh, chip
         self.whole = prod(shape) * itemsize
+        self.local: dict[Placement, int] = {}
+        self.target_bytes = self.local_bytes(self.target)
+        self.rate = chip.egress_bandwidth if chip.is_switch else 2 * chip.link_bandwidth * chip.torus
+        latency = 0 if chip.is_switch else chip.hop_seconds
+        self.latency = {axis: int(1e12 * latency * hops(size, chip)) for axis, size in mesh.items()}
+
+    def ahead(self, placement: Placement) -> int:
+        """Picoseconds that the rest of the way takes at least: what has to be received, and every axis out of place."""
+        growth = self.target_bytes - self.local_bytes(placement)
+        wait = int(1e12 * growth / self.rate) if growth > 0 else 0
+        for d, held in enumerate(placement[0]):
+            for axis in held:
+                if self.home.get(axis) != d:
+                    wait += self.latency[axis]
+        for axis in placement[1] - self.keep:
+            wait += self.latency[axis]
+        return wait
 
     def local_bytes(self, placement: Placement) -> int:
-        return self.whole // prod(self.mesh[axis] for axes in placement[0] for axis in axes)
+        if placement not in self.local:
+            self.local[placement] = self.whole // prod([self.mesh[axis] for axes in placement[0] for axis in axes])
+        return self.local[placement]
 
     def divides(self, placement: Placement) -> bool:
-        return all(size % prod(self.mesh[axis] for axis in axes) == 0 for size, axes in zip(self.shape, placement[0]))
+        for size, axes in zip(self.shape, placement[0]):
+            if axes and size % prod([self.mesh[axis] for axis in axes]):
+                return False
+        return True
 
-    def price(self, kind: str, axes: Axes, here: Placement, there: Placement) -> tuple[int, int, int]:
+    def price(self, kind: str, axes: Axes, here: Placement, there: Placement) -> tuple[int, int]:
         buffer = max(self.local_bytes(here), self.local_bytes(there))
         seconds = collective_seconds(kind, axes, self.mesh, buffer, self.chip)
-        return picoseconds(seconds), wire_bytes(kind, prod(self.mesh[axis] for axis in axes), buffer), 1
+        return picoseconds(seconds), wire_bytes(kind, prod([self.mesh[axis] for axis in axes]), buffer)
 
     def step(self, dims: tuple[str, ...], kind: str, axes: Axes, here: Placement, there: Placement, operand: str) -> Step:
         buffer = max(self.local_bytes(here), self.local_bytes(there))

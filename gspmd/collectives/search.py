@@ -17,7 +17,7 @@ import numpy as np
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.chips import Chip
-from gspmd.collectives.cost import einsum_seconds, itemsize
+from gspmd.collectives.cost import einsum_seconds, hops, itemsize
 from gspmd.collectives.moves import move
 from gspmd.collectives.plan import Step, total_cost
 
@@ -297,6 +297,7 @@ class _Bounds:
     def _measure(self) -> None:
         chip = self.setting.chip
         self.rate = chip.egress_bandwidth if chip.is_switch else 2 * chip.link_bandwidth * chip.torus
+        self.latency = {axis: chip.hop_seconds * (0 if chip.is_switch else hops(size, chip)) for axis, size in self.mesh.items()}
         own = self._move_bound(self.shared)
         rest = self._compute_bound() + self._result_bound()
         if self.member.partner is not None:
@@ -319,16 +320,16 @@ class _Bounds:
         return sorted(self.rows[key])
 
     def _move_bound(self, tensor: Tensor) -> np.ndarray:
-        """What must at least be received, and one hop if anything has to leave its place."""
+        """What must at least be received, and the hops along every axis that has to leave its place."""
         whole = prod(self.sizes[dim] for dim in tensor.spec.dims) * tensor.itemsize
         target = whole / self._spread(tensor.spec.dims)
         source = whole / prod(self.mesh[axis] for axes in tensor.spec.axes for axis in axes)
-        leaves = np.zeros(len(self.table), bool)
+        latency = np.zeros(len(self.table))
         for i, axis in enumerate(self.axes):
             held = _place(tensor.spec, axis)
             if held != _FREE:
-                leaves |= self.table[:, i] != held
-        return np.maximum(0, target - source) / self.rate + leaves * self.setting.chip.hop_seconds
+                latency += (self.table[:, i] != held) * self.latency[axis]
+        return np.maximum(0, target - source) / self.rate + latency
 
     def _compute_bound(self) -> np.ndarray:
         if self.member.partner is None:
@@ -338,23 +339,22 @@ class _Bounds:
         return factor * points / self._spread(self.dims) / self.setting.chip.flops(self.shared.dtype)
 
     def _result_bound(self) -> np.ndarray:
-        target, chip = self.member.target, self.setting.chip
+        target = self.member.target
         kept = [dim for dim in self.dims if dim in target.spec.dims]
         whole = prod(self.sizes[dim] for dim in kept) * target.itemsize
         result = whole / self._spread(kept)
         wanted = whole / prod(self.mesh[axis] for dim in kept for axis in target.spec.axes_of(dim))
-        leaves, owed = np.zeros(len(self.table), bool), np.ones(len(self.table))
-        spare = np.ones(len(self.table))
+        latency, owed, spare = np.zeros(len(self.table)), np.ones(len(self.table)), np.ones(len(self.table))
         for i, axis in enumerate(self.axes):
             place, aim = self.table[:, i], _place(target.spec, axis)
-            leaves |= np.isin(place, kept) & (place != aim)
+            leaves = np.isin(place, kept) & (place != aim)
             settled = ~np.isin(place, kept) & (place != _FREE) & (aim != _OWED)
+            latency += (leaves | settled) * self.latency[axis]
             owed *= np.where(settled, self.mesh[axis], 1)
             if aim in kept:
                 spare *= np.where(place == _FREE, self.mesh[axis], 1)
         scattered = result / spare * (1 - 1 / owed)
-        moves = leaves | (owed > 1)
-        return np.maximum(scattered, wanted - result) / self.rate + moves * chip.hop_seconds
+        return np.maximum(scattered, wanted - result) / self.rate + latency
 
 
 def _place(spec: Spec, axis: str) -> str:
