@@ -73,8 +73,8 @@ def mesh_split(
     tensor: Any,
     device_mesh: Any,
     tensor_split_dims_mapping: Sequence[int],
-    unspecified_dims: Sequence[int] = (),
-    manual_mesh_dims: Sequence[int] = (),
+    unspecified_dims: Sequence[int] | None = (),
+    manual_mesh_dims: Sequence[int] | None = (),
 ) -> Any:
     """Splits every dimension of a tensor over one dimension of a device mesh, or over none.
 
@@ -99,13 +99,13 @@ def mesh_split(
       ...     mesh_split(np.ones((4, 8)), mesh, [-1, 0]).sharding.spec
       P(None, 'x')
     """
-    if len(manual_mesh_dims):
+    if manual_mesh_dims:
         raise SpecError("mesh_split: manual_mesh_dims is not supported.\n"
                         "  Write the manual part by jax.shard_map(..., axis_names={'x'}), which JAX has for it.")
     axes = _axes_of_device_mesh(device_mesh)
     _refuse_mapping(tensor, tensor_split_dims_mapping, len(axes))
     placed = {at: axes[dim] for at, dim in enumerate(tensor_split_dims_mapping) if dim != -1}
-    for dim in unspecified_dims:
+    for dim in unspecified_dims or ():
         at = _dimension(tensor, dim, "mesh_split")
         if placed.get(at):
             raise SpecError(f"mesh_split: dimension {dim} is split by the mapping, and unspecified as well.\n"

@@ -90,7 +90,7 @@ class Reader:
         dim = Dim(self.peek(), self.at, self.at + 1)
         self.at += 1
         if self.take("_"):
-            self._axes(dim, f"{dim.name}_", f"dimension {dim.name}", spec)
+            self._axes(dim, f"{dim.name}_", f"dimension {dim.name}")
             dim.end = self.at
         if spec.partial:
             self.fault(dim.start, f"dimension {dim.name} stands after the partial sum.",
@@ -103,9 +103,8 @@ class Reader:
         enclosed = self.peek() == "("
         self.match(_PARTIAL)
         partial = Dim("partialsum", start, self.at)
-        if enclosed:
-            self.space()
-        self._axes(partial, "partialsum-", "the partial sum", spec)
+        self.space()
+        self._axes(partial, "partialsum-", "the partial sum")
         if enclosed and not self._closes():
             self.fault(start, "the parenthesis of this partial sum is not closed.",
                        "Write it 'partialsum-x' or '(partialsum-x)'.")
@@ -126,7 +125,7 @@ class Reader:
 
     # -- the axes after '_' or 'partialsum-' --------------------------------------------------------------------------
 
-    def _axes(self, dim: Dim, before: str, owner: str, spec: Written) -> None:
+    def _axes(self, dim: Dim, before: str, owner: str) -> None:
         first, count = self.at, len(self.faults)
         while self._at_axis():
             if self.take("{"):

@@ -91,7 +91,7 @@ class Spec:
         'B_xLE_yz'
         """
         at = self._index(dim)
-        return replace(self, axes=(*self.axes[:at], tuple(axes), *self.axes[at + 1 :]))
+        return Spec(self.dims, (*self.axes[:at], tuple(axes), *self.axes[at + 1 :]), self.partial)
 
     def with_partial(self, axes: Sequence[str]) -> "Spec":
         """This spec, owing a sum over `axes` and no other."""
