@@ -48,8 +48,9 @@ code between einsums works on them locally. Where a key has a default, it may be
 """
 
 _AGREE = """
-These have to be sharded alike, because no equation stands between them: {pairs}. Key/value heads K lie as the query
-heads H do, or whole. Token groups G take the place of the batch B, one for each sequence unless the model says
+These have to be sharded alike, because no equation stands between them: {pairs}.
+
+Key/value heads K lie as the query heads H do, or whole. Token groups G take the place of the batch B, one for each sequence unless the model says
 otherwise. Layers that are scanned share one spec; their stacked dimension is implicit and never sharded.
 
 ## Sections that override
@@ -58,8 +59,8 @@ Their keys are quoted keys of the parts above, as in `[optimizer]` `"ffn.w_in" =
 
 {overrides}
 
-The cache has one key, `"attention.key"`, with dimensions BTKD. `[lowering]` names the lowering ({lowerings}) of a part,
-or of all of them as `default`; a flag or a context manager of the caller comes before it.
+The cache has one key, `"attention.key"`, with dimensions BTKD. `[lowering]` names the lowering of a part, or of
+all of them as `default`: {lowerings}. It goes before the default of whoever calls.
 
 ## Presets
 

@@ -1,5 +1,6 @@
 """What the presets cost, against the papers' formulas with every (K-1)/K, and that none of them needs a permute."""
 
+import itertools
 from fractions import Fraction
 from math import prod
 
@@ -11,7 +12,13 @@ from gspmd.layouts import Layout, presets, rank
 from gspmd.layouts.rank import equations
 
 MESHES = ({"x": 4, "y": 4, "z": 4}, {"x": 2, "y": 4, "z": 8}, {"x": 3, "y": 2, "z": 2})
-POPE = ("weight-stationary-1d", "weight-stationary-2d", "weight-gathered-x", "weight-gathered-xy", "weight-gathered-xyz")
+POPE = (
+    "weight-stationary-1d",
+    "weight-stationary-2d",
+    "weight-gathered-x",
+    "weight-gathered-xy",
+    "weight-gathered-xyz",
+)
 
 
 def sent(devices: int) -> Fraction:
@@ -44,24 +51,28 @@ def test_feed_forward_sends_what_the_formula_says(name, mesh, gated):
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "swiglu"])
 def test_rank_goes_from_stationary_to_gathered_at_the_exact_crossings(gated):
     e, f, mesh, order = 18432, 73728, MESHES[0], POPE[1:]
-    for before, after in zip(order, order[1:]):
+    for before, after in itertools.pairwise(order):
         at = _crossing(before, after, e, f, mesh, 2 if gated else 1)
         for tokens in (-(-at // 64) * 64 - 64, at // 64 * 64 + 64):  # the nearest that 64 chips divide, on each side
             sizes = {"B": tokens, "L": 1, "E": e, "F": f}
             ranked = rank(POPE, sizes=sizes, mesh=mesh, objective="wire_bytes", gated=gated)
             assert ranked[0].name == (before if tokens < at else after)
-            assert [r.wire_bytes for r in ranked] == sorted(2 * elements(name, tokens, e, f, mesh, 2 if gated else 1) for name in POPE)
+            assert [r.wire_bytes for r in ranked] == sorted(
+                2 * elements(name, tokens, e, f, mesh, 2 if gated else 1) for name in POPE
+            )
 
 
 def _crossing(first: str, second: str, e: int, f: int, mesh: dict[str, int], matrices_in: int) -> Fraction:
     """The number of tokens at which two layouts send the same: both costs are linear in it."""
-    (a0, a1), (b0, b1) = ((elements(n, 0, e, f, mesh, matrices_in), elements(n, 1, e, f, mesh, matrices_in)) for n in (first, second))
+    (a0, a1), (b0, b1) = (
+        (elements(n, 0, e, f, mesh, matrices_in), elements(n, 1, e, f, mesh, matrices_in)) for n in (first, second)
+    )
     return (b0 - a0) / ((a1 - a0) - (b1 - b0))
 
 
 def test_the_shares_leave_the_crossings_where_they_are_on_a_cube():
     """PaLM 540B's sizes on 4x4x4: every (K-1)/K telescopes, so that exact and approximate formulas cross alike."""
-    exact = [_crossing(first, second, 18432, 73728, MESHES[0], 1) for first, second in zip(POPE[1:], POPE[2:])]
+    exact = [_crossing(first, second, 18432, 73728, MESHES[0], 1) for first, second in itertools.pairwise(POPE)]
     assert exact == [18_432, 73_728, 1_179_648]
 
 
@@ -70,7 +81,8 @@ def test_rank_by_seconds_and_layouts_that_do_not_fit():
     ranked = rank(presets(), sizes=sizes, mesh=MESHES[0])
     assert [r.seconds for r in ranked] == sorted(r.seconds for r in ranked)
     unfit = {r.name: r.reason for r in ranked if r.reason}
-    assert "weight-gathered-xyz" in unfit and "weight-stationary-2d" not in unfit
+    assert "weight-gathered-xyz" in unfit
+    assert "weight-stationary-2d" not in unfit
     assert unfit["weight-gathered-x"] == "dimension B has size 1, which mesh axis x (size 4) does not divide."
     assert str(ranked[-1]).endswith(f"does not fit: {ranked[-1].reason}")
     with pytest.raises(ValueError, match="no layout is ranked by 'bytes'"):
@@ -158,7 +170,8 @@ def test_zero_3_gathers_weights_only():
     for equation, via in model_equations(layout):
         if "X" not in equation:
             steps = _steps(layout, equation, via)
-            assert {s.kind for s in steps} == {"all-gather"} and not any("B" in s.before.dims for s in steps), equation
+            assert {step.kind for step in steps} == {"all-gather"}, equation
+            assert not any("B" in step.before.dims for step in steps), equation
 
 
 def _steps(layout: Layout, equation: str, via: str | None):

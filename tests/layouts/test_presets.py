@@ -26,7 +26,8 @@ def test_preset_fits_a_tiny_model(name, devices):
     product = 1
     for size in mesh.values():
         product *= size
-    assert product == devices and tuple(mesh) == layout.axes
+    assert product == devices
+    assert tuple(mesh) == layout.axes
     layout.check(TINY, mesh)
 
 
@@ -42,7 +43,9 @@ def test_preset_opens_with_its_name_and_its_source(name):
     text = text_of(name)
     head = text[: text.index("[mesh]")]
     assert head.startswith(f"# {name}: ")
-    assert "# Source: " in head and "arXiv" in head and ("section" in head or "figure" in head)
+    assert "# Source: " in head
+    assert "arXiv" in head
+    assert ("section" in head or "figure" in head)
 
 
 @pytest.mark.parametrize("name", presets())
@@ -76,3 +79,12 @@ def test_documentation_lists_every_key_and_shows_every_preset(pytestconfig):
     assert page == markdown(), "run: python -m gspmd.layouts.document > docs/layouts.md"
     assert all(f"`{key}`" in page for key in KEYS)
     assert all(text_of(name).strip() in page for name in presets())
+
+
+def test_the_pages_example_runs(pytestconfig):
+    import gspmd.layouts
+
+    page = (pytestconfig.rootpath / "docs" / "layouts.md").read_text()
+    names = {"gspmd": gspmd.layouts}
+    exec(page.split("```python\n")[1].split("```")[0], names)
+    assert names["layout"]["ffn.w_in"] == "EF_yz"

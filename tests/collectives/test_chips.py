@@ -1,0 +1,59 @@
+"""The table of chips: its figures hang together, and each has a source."""
+
+from dataclasses import fields
+
+import pytest
+
+from gspmd.annotate import PlanError
+from gspmd.collectives.chips import CHIPS, chip, chip_of_device
+
+# 128x128 multiply-adds per matrix unit and cycle (256x256 on v6e), two FLOPs each; 4096 FLOPs of a GPU's multiprocessor
+FLOPS_PER_CYCLE = {
+    "tpu-v4": 8 * 2 * 128**2,
+    "tpu-v5e": 4 * 2 * 128**2,
+    "tpu-v5p": 8 * 2 * 128**2,
+    "tpu-v6e": 4 * 2 * 256**2,
+    "h100": 132 * 4096,
+    "h200": 132 * 4096,
+}
+
+
+@pytest.mark.parametrize("row", CHIPS.values(), ids=lambda row: row.name)
+def test_every_figure_has_a_source(row):
+    figures = {f.name for f in fields(row)} - {"name", "source", "device_kinds"}
+    assert set(row.source) == figures
+    assert all(row.source.values())
+
+
+@pytest.mark.parametrize("row", CHIPS.values(), ids=lambda row: row.name)
+def test_rate_is_matrix_units_times_clock(row):
+    assert row.bf16_flops == pytest.approx(FLOPS_PER_CYCLE[row.name] * row.clock, rel=0.005)
+
+
+def test_links_and_wrap_around():
+    v4, v5e, h100 = chip("tpu-v4"), chip("tpu-v5e"), chip("h100")
+    assert v4.egress_bandwidth == 270e9  # Pope et al. 2022, section 4
+    assert (v4.links, v4.torus, v5e.links, v5e.torus) == (6, 3, 4, 2)
+    assert (v4.wraps(4), v4.wraps(2), v5e.wraps(16), v5e.wraps(8)) == (True, False, True, False)
+    assert h100.is_switch
+    assert h100.egress_bandwidth == 450e9
+
+
+def test_rate_depends_on_the_dtype():
+    assert chip("h200").flops("bfloat16") == 989.4e12
+    assert chip("h200").flops("float32") == 66.9e12
+
+
+def test_a_chip_by_its_device_and_by_itself():
+    assert chip_of_device("TPU v5 lite").name == "tpu-v5e"
+    assert chip_of_device("cpu") is None
+    assert chip(chip("tpu-v4")) is CHIPS["tpu-v4"]
+
+
+def test_an_unknown_chip():
+    with pytest.raises(PlanError) as error:
+        chip("TPU v4")
+    assert str(error.value) == (
+        "no chip is called 'TPU v4'.\n"
+        "  Did you mean 'tpu-v4'? Known chips: tpu-v4, tpu-v5e, tpu-v5p, tpu-v6e, h100, h200."
+    )
