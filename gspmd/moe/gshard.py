@@ -1,0 +1,64 @@
+"""The GShard router: each token to its two best experts, the second one by chance."""
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.moe.config import MoEConfig
+from gspmd.moe.losses import gshard_balance
+from gspmd.moe.routing import Routing, chosen, every_token, queue, top_choices
+
+
+def route(logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None) -> Routing:
+    """Send each token to its two most probable experts: all first choices, then all second choices, while there is room.
+
+        g = softmax(logits)     g1, e1, g2, e2 = top2(g)     gates g1/(g1 + g2), g2/(g1 + g2)     C = (2 L / X) · factor
+        the second is kept with probability min(1, 2 · g2), g2 normalised
+        ℓ_aux = (1/X) Σ_e (c_e / S) · m_e, times k = config.aux_weight · X²
+
+    Args:
+        logits: [G, L, X]; taken to float32.
+        config: its capacity_factor and aux_weight are used.
+        key: for the draw of the second experts; None keeps them all, as evaluation does.
+        mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None when every token is real.
+
+    Returns:
+        Routing of arrays [G, L, 2] and losses {"aux": [G]}.
+
+    Example:
+        >>> routing = route(jnp.zeros((1, 4, 2)), MoEConfig(experts=2, router="gshard", capacity_factor=0.5))
+        >>> routing.slot[0].tolist()
+        [[0, 0], [1, 1], [2, 2], [3, 3]]
+        >>> routing.kept[0].tolist()
+        [[True, True], [True, True], [False, False], [False, False]]
+
+    Source: Lepikhin et al., *GShard*, arXiv 2006.16668, §2.2 and Algorithm 1.
+
+    Differs: where the paper and the authors' later public layer part, this follows
+      - the paper on a second choice that the draw rejects: it still advances its expert's count (the later layer drops it first);
+      - the paper on gates: normalised before capacity is known, and never again when one of the two overflows;
+      - the later layer on the loss's coefficient: X² makes balanced experts cost `aux_weight` however many there are, while the
+        paper's form, in `losses.gshard_balance`, is 1/X² when balanced.
+    Capacity is rounded up, and at least 1.
+    """
+    return assign(logits, config, draw(key, logits.shape), mask)
+
+
+def draw(key: jax.Array | None, shape: tuple[int, ...], *, out_sharding=None) -> jax.Array | None:
+    """Random numbers that routing logits of `shape` [G, L, X] takes: one in [0, 1) for each token, or none without a key."""
+    return None if key is None else jax.random.uniform(key, shape[:2], jnp.float32, out_sharding=out_sharding)
+
+
+def assign(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array | None) -> Routing:
+    """`route`, with its random numbers [G, L] given: nothing here looks beyond a group."""
+    logits = logits.astype(jnp.float32)
+    mask = every_token(logits, mask)
+    gates = jax.nn.softmax(logits, axis=-1)
+    expert = top_choices(logits, 2)
+    pair = chosen(gates, expert)
+    pair = pair / jnp.sum(pair, axis=-1, keepdims=True)
+    slot = queue(expert, jnp.broadcast_to(mask[..., None], expert.shape), config.experts)
+    kept = (slot >= 0) & (slot < config.capacity(logits.shape[1]))
+    if draws is not None:
+        kept &= jnp.stack([jnp.ones_like(mask), 2 * pair[..., 1] > draws], axis=-1)
+    aux = config.aux_weight * config.experts**2 * gshard_balance(gates, expert[..., 0], mask)
+    return Routing(expert, slot, jnp.where(kept, pair, 0), kept, {"aux": aux})

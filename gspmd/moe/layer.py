@@ -1,0 +1,218 @@
+"""The expert layer: route, dispatch, cross to the experts, compute, cross back, combine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.annotate.errors import Fault, LayoutError, report
+from gspmd.annotate.spec import Spec
+from gspmd.collectives.einsum import einsum, reshard
+from gspmd.collectives.planned import context
+from gspmd.moe.config import MoEConfig
+from gspmd.moe.dispatch import combine, dispatch
+from gspmd.moe.local import run_local
+from gspmd.moe.routers import router
+from gspmd.moe.routing import Routing, counts, every_token
+from gspmd.moe.switch import jittered
+
+ACTIVATIONS = {"gelu": jax.nn.gelu, "relu": jax.nn.relu}  # swiglu is silu(x · w_gate) · (x · w_in)
+
+
+def expert_layer(
+    x: jax.Array,
+    weights: Mapping[str, jax.Array],
+    layout: Any,
+    config: MoEConfig,
+    *,
+    key: jax.Array | None = None,
+    train: bool = False,
+    mask: jax.Array | None = None,
+    activation: str = "swiglu",
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """A feed-forward layer of X experts, of which each token uses the few that its router chooses.
+
+        logits = einsum("GLE, EX -> GLX")                      float32
+        slots  = dispatch(x, route(logits))                    [G, X, C, E], each device its own groups
+        slots  = reshard(slots, "G_xXCE -> GX_xCE")            the all-to-all to the experts
+        y      = activation(slots · w_in) · w_out              per expert
+        y      = combine(reshard(y, "GX_xCE -> G_xXCE"))       the all-to-all back
+
+    The letters are the layout's: with groups and experts over the same axis a forward pass moves data three times, the two
+    all-to-alls and one small all-reduce of losses and loads, plus what the layout asks for within an expert.
+
+    Args:
+        x: [G, L, E], placed as `layout.groups`: G groups of L tokens, each whole on its device.
+        weights: "router" [E, X], float32; "w_in" [X, E, F], "w_out" [X, F, E], and "w_gate" [X, E, F] for swiglu.
+        layout: the moe section of a layout: .router, .groups, .dispatched, .expert_input, .w_in, .w_gate, .hidden, .w_out,
+            and .in_via, .out_via where it has them.
+        config: router, capacity, form of dispatch.
+        key: of the router's draws in training: the jitter of its input, the second experts.
+        train: training's capacity and draws, or evaluation's.
+        mask: [G, L] bool, False for padding, placed as the tokens are; None when every token is real.
+        activation: "swiglu", "gelu" or "relu".
+
+    Returns:
+        The answers [G, L, E], placed as x, 0 for a token that no expert took; the auxiliary loss, a float32 scalar, the mean over
+        the groups that hold a real token, weighted; and statistics: "load" [X], the share of choices that each expert was
+        sent, and "dropped", the share of choices that found no slot.
+
+    Raises:
+        LayoutError: groups, or their slots, would not be whole on a device.
+        SpecError: sizes that the mesh does not divide.
+
+    Source: GShard, arXiv 2006.16668, §2.2 and Algorithm 2; Switch Transformer, arXiv 2101.03961, §2.
+
+    Differs: groups, capacity and random numbers belong to the model, so a layout never changes a result.
+    """
+    places = _places(str(layout.groups), str(layout.dispatched))
+    config = config if train else config.evaluation()
+    jitter_key, route_key = jax.random.split(key) if train and key is not None else (None, None)
+    logits = _logits(x, weights["router"], places, layout, config, jitter_key)
+    routing, summary = _route(logits, config, places, route_key, mask)
+    slots = _dispatch(x, routing, config, places)
+    answers = _experts(slots, weights, layout, activation)
+    y = _combine(answers, routing, config, places)
+    return y, *_figures(summary, places)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the layer's group-local arrays lie: over the mesh axes of G, each group whole."""
+
+    axes: tuple[str, ...]
+
+    def per_group(self, dims: str) -> Spec:
+        """The spec of an array whose first dimension is G: `per_group("LX")` is "G_xLX"."""
+        return Spec(("G", *dims), (self.axes, *((),) * len(dims)))
+
+    @property
+    def groups(self) -> Spec:
+        """The tokens."""
+        return self.per_group("LE")
+
+    @property
+    def dispatched(self) -> Spec:
+        """The tokens in their slots."""
+        return self.per_group("XCE")
+
+    def random(self) -> jax.P | None:
+        """Placement to draw random numbers of the groups in; under Auto axes the compiler finds it."""
+        return jax.P(self.groups.partition_spec()[0]) if context().explicit else None
+
+
+@lru_cache
+def _places(groups: str, dispatched: str) -> _Places:
+    groups, dispatched = Spec.parse(groups), Spec.parse(dispatched)
+    places = _Places(groups.axes_of("G") if "G" in groups.dims else ())
+    faults = []
+    if groups != places.groups:
+        faults.append(_not_whole(groups, "tokens", "GLE"))
+    if dispatched != places.dispatched:
+        faults.append(_not_whole(dispatched, "slots", str(places.dispatched)))
+    if faults:
+        raise report(LayoutError, "cannot route tokens by this layout", faults)
+    return places
+
+
+def _not_whole(spec: Spec, what: str, wanted: str) -> Fault:
+    fact = f"the {what} of a group have to lie whole on the device that routes it."
+    remedy = f"Write it '{wanted}', with mesh axes on G alone, the same ones for tokens and slots."
+    return Fault(str(spec), 0, len(str(spec)), fact, remedy)
+
+
+def _logits(x: jax.Array, weight: jax.Array, places: _Places, layout: Any, config: MoEConfig, key: jax.Array | None) -> jax.Array:
+    factor, width = None, config.jitter_width
+    if key is not None and width:
+        factor = jax.random.uniform(key, x.shape, jnp.float32, 1 - width, 1 + width, out_sharding=places.random())
+    equation = f"{places.groups}, {layout.router} -> {places.per_group('LX')}"
+    return einsum(equation, jittered(x, factor), weight.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+
+
+def _route(logits: jax.Array, config: MoEConfig, places: _Places, key: jax.Array | None, mask: jax.Array | None) -> tuple[Routing, jax.Array]:
+    """The routing, and per group what its figures are made of: [G, 2 + 1 + X], see `_summary`."""
+    draws = router(config).draw(key, logits.shape, out_sharding=places.random())
+    extra = [x for x in (draws, mask) if x is not None]
+    tokens, choices = places.per_group("L"), places.per_group("LK")
+    body = _router_body(config, draws is not None, mask is not None)
+    ins = (places.per_group("LX"), *(tokens for _ in extra))
+    outs = (choices, choices, choices, choices, places.per_group("S"))
+    name = f"{config.router} router {places.per_group('LX')}"
+    *arrays, summary = run_local(name, body, ins, outs, logits, *extra)
+    return Routing(*arrays, {}), summary
+
+
+@lru_cache
+def _router_body(config: MoEConfig, drawn: bool, masked: bool):
+    def body(logits, *extra):
+        extra = iter(extra)
+        draws, mask = (next(extra) if drawn else None), (next(extra) if masked else None)
+        routing = router(config).assign(logits, config, draws, mask)
+        return routing.expert, routing.slot, routing.gate, routing.kept, _summary(routing, logits, config, mask)
+
+    return body
+
+
+def _summary(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.Array | None) -> jax.Array:
+    """Per group: its losses, whether it holds a real token, choices without a slot, choices per expert."""
+    real = every_token(logits, mask)
+    chosen = sum(counts(routing.expert[..., k], real, config.experts) for k in range(config.choices))
+    overflow = jnp.sum(routing.slot >= config.capacity(logits.shape[1]), axis=(1, 2), dtype=jnp.float32)
+    loss = sum(routing.losses.values())
+    return jnp.concatenate([jnp.stack([loss, jnp.any(real, axis=1).astype(jnp.float32), overflow], axis=1), chosen], axis=1)
+
+
+def _figures(summary: jax.Array, places: _Places) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The mean loss and the statistics of all groups, from one sum over the axes of G."""
+    total = einsum(f"{places.per_group('S')} -> S", summary)
+    loss, groups, overflow, chosen = total[0], total[1], total[2], total[3:]
+    choices = jnp.maximum(1, jnp.sum(chosen))
+    stats = {"load": chosen / choices, "dropped": overflow / choices}
+    return loss / jnp.maximum(1, groups), jax.tree.map(jax.lax.stop_gradient, stats)
+
+
+def _dispatch(x: jax.Array, routing: Routing, config: MoEConfig, places: _Places) -> jax.Array:
+    choices = places.per_group("LK")
+    body = _dispatch_body(config.experts, config.capacity(x.shape[1]), config.dispatch)
+    name, ins = f"dispatch {places.groups} -> {places.dispatched}", (places.groups, choices, choices, choices)
+    (slots,) = run_local(name, body, ins, (places.dispatched,), x, routing.expert, routing.slot, routing.kept)
+    return slots
+
+
+@lru_cache
+def _dispatch_body(experts: int, capacity: int, form: str):
+    def body(x, expert, slot, kept):
+        return (dispatch(x, Routing(expert, slot, None, kept, {}), experts, capacity, form=form),)
+
+    return body
+
+
+def _experts(slots: jax.Array, weights: Mapping[str, jax.Array], layout: Any, activation: str) -> jax.Array:
+    """The experts' feed-forward layers on the slots [G, X, C, E], there and back."""
+    there, hidden = layout.expert_input, layout.hidden
+    in_via, out_via = getattr(layout, "in_via", None), getattr(layout, "out_via", None)
+    slots = reshard(slots, f"{layout.dispatched} -> {there}")
+    if activation == "swiglu":
+        equation = f"{there}, ({layout.w_gate}, {layout.w_in}) -> ({hidden}, {hidden})"
+        gate, up = einsum(equation, slots, (weights["w_gate"], weights["w_in"]), via=in_via)
+        h = jax.nn.silu(gate) * up
+    else:
+        h = ACTIVATIONS[activation](einsum(f"{there}, {layout.w_in} -> {hidden}", slots, weights["w_in"], via=in_via))
+    y = einsum(f"{hidden}, {layout.w_out} -> {there}", h, weights["w_out"], via=out_via)
+    return reshard(y, f"{there} -> {layout.dispatched}")
+
+
+def _combine(answers: jax.Array, routing: Routing, config: MoEConfig, places: _Places) -> jax.Array:
+    choices = places.per_group("LK")
+    name, ins = f"combine {places.dispatched} -> {places.groups}", (places.dispatched, choices, choices, choices, choices)
+    arrays = answers, routing.expert, routing.slot, routing.gate, routing.kept
+    (y,) = run_local(name, _combine_body(config.dispatch), ins, (places.groups,), *arrays)
+    return y
+
+
+@lru_cache
+def _combine_body(form: str):
+    return lambda answers, *routing: (combine(answers, Routing(*routing, {}), form=form),)

@@ -1,0 +1,81 @@
+"""Functions of a group, run where the group lies: no communication, neither in the value nor in the gradient."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.annotate.spec import Spec
+from gspmd.collectives.planned import compiler_chooses, context, run
+
+Body = Callable[..., tuple[jax.Array, ...]]
+
+
+def run_local(name: str, body: Body, in_specs: Sequence[Spec], out_specs: Sequence[Spec], *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Run `body` on each device's groups.
+
+    It is one shard_map with no collective in it, and its gradient is another: the body's own transpose. That is right only
+    where each result depends on its own device's groups, and no input is whole on several devices that hold different groups.
+
+    Args:
+        name: what is computed, in notation.
+        body: from arrays to a tuple of arrays. Give the same object for the same function, or nothing is found in caches.
+        in_specs, out_specs: one spec per array; all sharded alike, over their groups.
+        arrays: inputs; integers and booleans have no gradient.
+    """
+    in_specs, out_specs = tuple(in_specs), tuple(out_specs)
+    if context().lowering == "xla":
+        return compiler_chooses(body, in_specs, out_specs, *arrays)
+    return _local(name, body, in_specs, out_specs, *arrays)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _local(name, body, in_specs, out_specs, *arrays):
+    return run(name, (), body, in_specs, out_specs, *arrays)
+
+
+def _forward(name, body, in_specs, out_specs, *arrays):
+    return _local(name, body, in_specs, out_specs, *arrays), arrays
+
+
+def _backward(name, body, in_specs, out_specs, arrays, cotangents):
+    real = tuple(_is_real(x) for x in arrays)
+    answered = tuple(_is_real(x) for x in cotangents)  # the cotangent of an integer is of type float0
+    given = [(c, s) for c, s, yes in zip(cotangents, out_specs, answered) if yes]
+    found = run(
+        f"gradient of {name}",
+        (),
+        _pullback(body, real, answered),
+        (*in_specs, *(spec for _, spec in given)),
+        tuple(spec for spec, yes in zip(in_specs, real) if yes),
+        *arrays,
+        *(cotangent for cotangent, _ in given),
+    )
+    found = iter(found)
+    return tuple(next(found) if yes else None for yes in real)
+
+
+_local.defvjp(_forward, _backward)
+
+
+def _is_real(x: jax.Array) -> bool:
+    return x.dtype != jax.dtypes.float0 and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+@lru_cache(maxsize=1024)
+def _pullback(body: Body, real: tuple[bool, ...], answered: tuple[bool, ...]) -> Body:
+    """The gradient of `body`: from its inputs and the cotangents of its real outputs to those of its real inputs."""
+
+    def pullback(*pieces):
+        arrays, cotangents = pieces[: len(real)], pieces[len(real) :]
+
+        def of_real(*reals):
+            reals = iter(reals)
+            results = body(*(next(reals) if yes else x for x, yes in zip(arrays, real)))
+            return tuple(y for y, yes in zip(results, answered) if yes)
+
+        _, transpose = jax.vjp(of_real, *(x for x, yes in zip(arrays, real) if yes))
+        return transpose(cotangents)
+
+    return pullback

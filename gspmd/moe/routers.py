@@ -1,0 +1,34 @@
+"""The routers by the name that a config gives them."""
+
+from types import ModuleType
+
+import jax
+
+from gspmd.moe import gshard, switch
+from gspmd.moe.config import MoEConfig
+from gspmd.moe.routing import Routing
+
+
+def router(config: MoEConfig) -> ModuleType:
+    """The module of the config's router: its `route`, and `draw` and `assign`, the two halves that `route` is made of."""
+    return {"switch": switch, "gshard": gshard}[config.router]
+
+
+def route(logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None) -> Routing:
+    """Route the tokens of each group by the router that the config names.
+
+    Args:
+        logits: [G, L, X].
+        config: names the router; see `switch.route` and `gshard.route`.
+        key: for routers that draw, in training; None draws nothing.
+        mask: [G, L] bool, False for padding; None when every token is real.
+
+    Returns:
+        Routing of arrays [G, L, k].
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> route(jnp.zeros((2, 8, 4)), MoEConfig(experts=4, router="gshard")).gate.shape
+        (2, 8, 2)
+    """
+    return router(config).route(logits, config, key=key, mask=mask)

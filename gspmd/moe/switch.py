@@ -1,0 +1,66 @@
+"""The Switch router: each token to its one best expert."""
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.moe.config import MoEConfig
+from gspmd.moe.losses import load_balance
+from gspmd.moe.routing import Routing, chosen, every_token, queue, top_choices
+
+
+def route(logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None) -> Routing:
+    """Send each token to its most probable expert, in the order of the tokens, while that expert has room.
+
+        p = softmax(logits)          i = argmax p          gate = p_i          C = (L / X) · factor
+        aux = α · X · Σ_i f_i · P_i                        α = config.aux_weight
+
+    Args:
+        logits: [G, L, X]; taken to float32.
+        config: its capacity_factor and aux_weight are used.
+        key: not used: the jitter of this router is on its input, see `jittered`.
+        mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None when every token is real.
+
+    Returns:
+        Routing of arrays [G, L, 1] and losses {"aux": [G]}.
+
+    Example:
+        >>> routing = route(jnp.array([[[0., 1.], [2., 0.], [0., 3.], [0., 1.]]]), MoEConfig(experts=2, capacity_factor=1.0))
+        >>> routing.expert[0, :, 0].tolist(), routing.kept[0, :, 0].tolist()
+        ([1, 0, 1, 1], [True, True, True, False])
+
+    Source: Fedus, Zoph, Shazeer, *Switch Transformers*, arXiv 2101.03961, §2.1 and §2.2, equations 1 to 6.
+
+    Differs: tokens are routed in groups, each with its own capacity, as the paper's public code does; capacity is rounded up and at
+    least 1; the gate of a token without a slot is 0, so it passes through the residual alone.
+    """
+    return assign(logits, config, None, mask)
+
+
+def draw(key: jax.Array | None, shape: tuple[int, ...], *, out_sharding=None) -> None:
+    """Random numbers that routing logits of `shape` [G, L, X] takes: none."""
+    return None
+
+
+def assign(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array | None) -> Routing:
+    """`route`, with its random numbers given: nothing here looks beyond a group."""
+    logits = logits.astype(jnp.float32)
+    mask = every_token(logits, mask)
+    gates = jax.nn.softmax(logits, axis=-1)
+    expert = top_choices(logits, 1)
+    slot = queue(expert, mask[..., None], config.experts)
+    kept = (slot >= 0) & (slot < config.capacity(logits.shape[1]))
+    aux = config.aux_weight * load_balance(gates, expert[..., 0], mask)
+    return Routing(expert, slot, jnp.where(kept, chosen(gates, expert), 0), kept, {"aux": aux})
+
+
+def jittered(x: jax.Array, factor: jax.Array | None) -> jax.Array:
+    """The router's input in float32, multiplied by a factor drawn from U(1 − ε, 1 + ε) in training.
+
+    Args:
+        x: [G, L, E], of any dtype.
+        factor: [G, L, E] float32, or None outside training.
+
+    Source: Fedus et al., arXiv 2101.03961, §2.4 (selective precision) and appendix C (input jitter), with ε = 1e-2.
+    """
+    x = x.astype(jnp.float32)
+    return x if factor is None else x * factor
