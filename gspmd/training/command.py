@@ -24,6 +24,7 @@ from gspmd.training.toml import ConfigError, from_mapping, load_toml, to_mapping
 T = TypeVar("T")
 
 RUNS = Path("runs")
+_STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
 _USER_ERRORS = (ConfigError, host.HostError, SpecError, PlanError, LayoutError)
 
 
@@ -51,7 +52,7 @@ def parse(cls: type[T], argv: Sequence[str], *, default: str | None = None, desc
         base = from_mapping(cls, checkpoint.load_settings(out), source=str(out / "config.json"))
     else:
         base = load_toml(cls, default) if default else cls()
-    return tyro.cli(cls, args=list(argv), default=base, description=description, config=(tyro.conf.FlagCreatePairsOff,))
+    return tyro.cli(cls, args=list(argv), default=base, description=description, config=_STYLE)
 
 
 def guarded(command: Callable[[Sequence[str]], None], argv: Sequence[str]) -> int:

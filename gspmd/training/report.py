@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+from gspmd.collectives.trace import ProgramPlan
 from gspmd.training import metrics, plots, tables
 
 
@@ -25,10 +26,10 @@ def show_tensors(console: Console, title: str, placed: tables.Placed, mesh: Any)
     console.print(tables.tensors(title, placed, dict(mesh.shape)))
 
 
-def show_collectives(console: Console, program: Any) -> None:
+def show_collectives(console: Console, program: ProgramPlan) -> None:
     """The planned collectives of a traced step."""
     title = "Planned collectives of one step, forward and backward"
-    console.print(tables.collectives(title, tables.step_entries(program)))
+    console.print(tables.collectives(title, program.by_kind_and_axes()))
 
 
 def finish(console: Console, out: Path, prompt: str, sample: Callable[[], str] | None) -> None:
@@ -49,5 +50,6 @@ def finish(console: Console, out: Path, prompt: str, sample: Callable[[], str] |
     if sample is not None:
         text = sample()
         (out / "sample.txt").write_text(text, encoding="utf-8")
-        shown = f"[bold]{escape(prompt)}[/]{escape(text.removeprefix(prompt))}"
+        printable = "".join(mark if mark.isprintable() or mark in "\n\t" else "·" for mark in text.removeprefix(prompt))
+        shown = f"[bold]{escape(prompt)}[/]{escape(printable)}"
         console.print(Panel(shown, title="generated text", title_align="left", border_style="dim"))

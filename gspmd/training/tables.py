@@ -1,7 +1,6 @@
 """Tables printed before the first step: where every tensor stands, and what the step sends."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -10,6 +9,7 @@ from rich.table import Table
 from gspmd.annotate.spec import Spec
 
 _NUMBERS = ("count", "bytes", "bytes sent per device")
+Sent = Mapping[tuple[str, tuple[str, ...]], tuple[int, int]]
 Placed = Mapping[str, tuple[Spec, tuple[int, ...]]]
 
 
@@ -34,20 +34,20 @@ def tensors(title: str, placed: Placed, mesh: Mapping[str, int], itemsize: int |
     return table
 
 
-def collectives(title: str, entries: Iterable[tuple[str, Sequence[str], float, float]]) -> Table:
-    """A row for each kind of collective and the mesh axes it runs over.
+def collectives(title: str, sent: Sent) -> Table:
+    """A row for each kind of collective and the mesh axes it runs over, most bytes first.
 
     Args:
         title: of what.
-        entries: kind, axes, how many, and wire bytes per device.
+        sent: kind and axes to how many and the bytes that one device sends, as `ProgramPlan.by_kind_and_axes` has it.
     """
     table = _table(title, "collective", "mesh axes", "count", "bytes sent per device")
     count = total = 0
-    for kind, axes, times, size in sorted(entries, key=lambda entry: -entry[3]):
-        table.add_row(kind, ", ".join(axes), f"{times:,.0f}", human_bytes(size))
+    for (kind, axes), (times, size) in sorted(sent.items(), key=lambda entry: -entry[1][1]):
+        table.add_row(kind, ", ".join(axes), f"{times:,}", human_bytes(size))
         count, total = count + times, total + size
     table.add_section()
-    table.add_row("[bold]all", "", f"[bold]{count:,.0f}", f"[bold]{human_bytes(total)}")
+    table.add_row("[bold]all", "", f"[bold]{count:,}", f"[bold]{human_bytes(total)}")
     return table
 
 
@@ -75,13 +75,3 @@ def _table(title: str, *columns: str) -> Table:
 
 def _shape(shape: Sequence[int]) -> str:
     return " × ".join(map(str, shape)) if shape else "scalar"
-
-
-def step_entries(program: Any) -> list[tuple[str, Sequence[str], float, float]]:
-    """The planned collectives of a traced program, by kind and axes: kind, axes, how many, wire bytes per device."""
-    sums: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
-    for step, trips, _ in program.steps:
-        if step.wire_bytes:
-            count, size = sums.get((step.kind, tuple(step.axes)), (0, 0))
-            sums[step.kind, tuple(step.axes)] = count + trips, size + trips * step.wire_bytes
-    return [(kind, axes, count, size) for (kind, axes), (count, size) in sums.items()]
