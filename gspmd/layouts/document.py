@@ -51,7 +51,8 @@ _AGREE = """
 These have to be sharded alike, because no equation stands between them: {pairs}.
 
 Key/value heads K lie as the query heads H do, or whole. Token groups G take the place of the batch B, one for each
-sequence unless the model says otherwise. Layers that are scanned share one spec; their stacked dimension is implicit and never sharded.
+sequence unless the model says otherwise. Layers that are scanned share one spec; their stacked
+dimension is implicit and never sharded.
 
 ## Sections that override
 
