@@ -7,8 +7,7 @@ where only the order is wrong. Slicing early and gathering late falls out of the
 
 import heapq
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
-from itertools import chain
+from itertools import chain, takewhile
 from math import prod
 
 from gspmd.annotate.errors import PlanError
@@ -24,7 +23,9 @@ Path = tuple[tuple[str, Axes, Placement, Placement], ...]
 """Actions: kind, axes, from where, to where."""
 
 
-def move(src: Spec, dst: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], itemsize: int, chip: Chip, operand: str = "") -> tuple[Step, ...]:
+def move(
+    src: Spec, dst: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], itemsize: int, chip: Chip, operand: str = ""
+) -> tuple[Step, ...]:
     """Plan the collectives that bring a tensor from `src` to `dst`.
 
     Args:
@@ -40,14 +41,28 @@ def move(src: Spec, dst: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int]
         The steps, cheapest in seconds, then in bytes, then in number.
 
     Raises:
-        PlanError: the target owes a partial sum that the source does not.
+        PlanError: the target owes a partial sum that the source does not, or the sizes divide on no way there.
     """
+    return move_within(None, src, dst, sizes, mesh, itemsize, chip, operand)
+
+
+def move_within(limit: int | None, src: Spec, dst: Spec, sizes, mesh, itemsize: int, chip: Chip, operand: str = "") -> tuple[Step, ...] | None:
+    """`move`, or None as soon as it is certain to take more than `limit` picoseconds."""
     if src == dst:
         return ()
     src, dst = drop_trivial(src, mesh), drop_trivial(dst, mesh)
-    shape = tuple(sizes[dim] for dim in src.dims)
-    target = Spec(src.dims, tuple(dst.axes_of(dim) for dim in src.dims), dst.partial)
-    return _search(src, target, shape, tuple(mesh.items()), itemsize, chip, operand)
+    shape = tuple([sizes[dim] for dim in src.dims])
+    target = Spec(src.dims, tuple([dst.axes_of(dim) for dim in src.dims]), dst.partial)
+    key = (src, target, shape, tuple(mesh.items()), itemsize, chip.name, operand)
+    if key not in _known:
+        steps = _search(limit, src, target, shape, mesh, itemsize, chip, operand)
+        if steps is None:
+            return None
+        _known[key] = steps
+    return _known[key]
+
+
+_known: dict[tuple, tuple[Step, ...]] = {}  # an answer, not a bound: a search that hit its limit leaves nothing here
 
 
 def drop_trivial(spec: Spec, mesh: Mapping[str, int]) -> Spec:
@@ -58,27 +73,24 @@ def drop_trivial(spec: Spec, mesh: Mapping[str, int]) -> Spec:
     return Spec(spec.dims, axes, tuple(axis for axis in spec.partial if mesh[axis] > 1))
 
 
-@lru_cache(maxsize=1 << 16)
-def _search(src: Spec, dst: Spec, shape: tuple[int, ...], mesh_items: tuple, itemsize: int, chip: Chip, operand: str) -> tuple[Step, ...]:
+def _search(limit: int | None, src: Spec, dst: Spec, shape: tuple[int, ...], mesh: Mapping[str, int], itemsize: int, chip: Chip, operand: str) -> tuple[Step, ...] | None:
     if not set(dst.partial) <= set(src.partial):
         owed = ", ".join(sorted(set(dst.partial) - set(src.partial)))
         raise PlanError(f"cannot move '{src}' to '{dst}'\n  nothing makes the partial sum over mesh axis {owed}.")
-    problem = _Problem(dst, shape, dict(mesh_items), itemsize, chip)
+    problem = _Problem(dst, shape, mesh, itemsize, chip)
     start = (src.axes, frozenset(src.partial))
-    path = straight(problem, start)
-    if path is None:
-        path = cheapest(problem, start)
-    if path is None:
-        raise PlanError(f"cannot move '{src}' to '{dst}': no chain of collectives divides the sizes {shape} evenly.")
-    return tuple(problem.step(src.dims, *edge, operand) for edge in path)
+    path = straight(problem, start) or cheapest(problem, start, limit)
+    return None if path is None else tuple(problem.step(src.dims, *edge, operand) for edge in path)
 
 
-def cheapest(problem: "_Problem", start: Placement) -> Path | None:
-    """Best-first search; ties go to fewer bytes, then fewer steps, then the order of the actions."""
+def cheapest(problem: "_Problem", start: Placement, limit: int | None = None) -> Path | None:
+    """Best-first search; ties go to fewer bytes, then fewer steps, then the order of the actions. None beyond the limit."""
     queue: list = [(0, 0, 0, 0, 0, start, ())]
     done, pushed = set(), 0
     while queue:
-        _, sent, steps, _, seconds, here, path = heapq.heappop(queue)
+        least, sent, steps, _, seconds, here, path = heapq.heappop(queue)
+        if limit is not None and least > limit:
+            return None
         if here == problem.target:
             return path
         if here in done:
@@ -91,7 +103,7 @@ def cheapest(problem: "_Problem", start: Placement) -> Path | None:
                 reached = seconds + price
                 entry = (reached + problem.ahead(there), sent + bytes_, steps + 1, pushed, reached, there, (*path, (kind, axes, here, there)))
                 heapq.heappush(queue, entry)
-    return None
+    raise PlanError(f"no chain of collectives from {start[0]} to {problem.goal} divides the sizes {problem.shape} evenly.")
 
 
 def straight(problem: "_Problem", start: Placement) -> Path | None:
@@ -140,6 +152,7 @@ class _Problem:
         self.shape, self.mesh, self.chip = shape, mesh, chip
         self.whole = prod(shape) * itemsize
         self.local: dict[Placement, int] = {}
+        self.prices: dict[tuple, tuple[int, int]] = {}
         self.target_bytes = self.local_bytes(self.target)
         self.rate = chip.egress_bandwidth if chip.is_switch else 2 * chip.link_bandwidth * chip.torus
         latency = 0 if chip.is_switch else chip.hop_seconds
@@ -169,9 +182,13 @@ class _Problem:
         return True
 
     def price(self, kind: str, axes: Axes, here: Placement, there: Placement) -> tuple[int, int]:
+        """Picoseconds and wire bytes."""
         buffer = max(self.local_bytes(here), self.local_bytes(there))
-        seconds = collective_seconds(kind, axes, self.mesh, buffer, self.chip)
-        return picoseconds(seconds), wire_bytes(kind, prod([self.mesh[axis] for axis in axes]), buffer)
+        key = (kind, axes, buffer)
+        if key not in self.prices:
+            seconds = collective_seconds(kind, axes, self.mesh, buffer, self.chip)
+            self.prices[key] = picoseconds(seconds), wire_bytes(kind, prod([self.mesh[axis] for axis in axes]), buffer)
+        return self.prices[key]
 
     def step(self, dims: tuple[str, ...], kind: str, axes: Axes, here: Placement, there: Placement, operand: str) -> Step:
         buffer = max(self.local_bytes(here), self.local_bytes(there))
@@ -181,11 +198,23 @@ class _Problem:
         return Step(kind, axes, sent, seconds, before, after, operand)
 
     def actions(self, here: Placement) -> Iterator[tuple[str, Axes, Placement]]:
-        """Every action that can be on a cheapest path: its kind, its axes, where it leads."""
+        """Every action that can be on a cheapest path: its kind, its axes, where it leads.
+
+        A slice that stands in order costs nothing and shrinks all that follows, so where there is one it is the only action.
+        """
+        for d, (held, wanted) in enumerate(zip(here[0], self.goal)):
+            if held == wanted[: len(held)] and (group := self._sliceable(here, wanted[len(held) :])):
+                yield "slice", group, (_put(here[0], d, held + group), here[1])
+                return
         yield from self._split(here)
         yield from self._settle(here)
         yield from self._leave(here)
         yield from self._reorder(here)
+
+    def _sliceable(self, here: Placement, wanted: Axes) -> Axes:
+        """The leading axes of `wanted` over which the tensor is replicated."""
+        axes, partial = here
+        return tuple(takewhile(lambda axis: axis not in partial and not any(axis in held for held in axes), wanted))
 
     def _split(self, here: Placement) -> Iterator[tuple[str, Axes, Placement]]:
         """Slice what is replicated, reduce-scatter what is partial, onto the dimension that wants it."""

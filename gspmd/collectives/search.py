@@ -9,7 +9,7 @@ the order of the bounds until a bound exceeds the best cost found. So the search
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import permutations, product
+from itertools import product
 from math import prod
 
 import numpy as np
@@ -18,8 +18,8 @@ from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.chips import Chip
 from gspmd.collectives.cost import einsum_seconds, hops, itemsize
-from gspmd.collectives.moves import move
-from gspmd.collectives.plan import Step, total_cost
+from gspmd.collectives.moves import move_within
+from gspmd.collectives.plan import Step, picoseconds, total_cost
 
 Cost = tuple[int, int, int]
 
@@ -132,12 +132,15 @@ def _by_bound(bounds: "list[_Bounds]") -> Iterator[tuple[int, tuple]]:
 def _complete(setting, shared, spec, members, bounds, key, best) -> Found | None:
     """The exact best of every member, given the shared tensor's spec during the einsum."""
     sizes, mesh = dict(setting.sizes), dict(setting.mesh)
-    steps = move(shared.spec, spec, sizes, mesh, shared.itemsize, setting.chip, shared.name)
+    limit = None if best is None else best[0]
+    steps = move_within(limit, shared.spec, spec, sizes, mesh, shared.itemsize, setting.chip, shared.name)
+    if steps is None:
+        return None
     spent = total_cost(steps)[0]
     choices = []
     for member, bound in zip(members, bounds):
-        limit = None if best is None else best[0] - spent
-        choice = _best_choice(setting, shared, spec, member, bound, key, limit)
+        left = None if limit is None else limit - spent
+        choice = _best_choice(setting, shared, spec, member, bound, key, left)
         if choice is None:
             return None
         spent += choice.cost[0]
@@ -148,30 +151,38 @@ def _complete(setting, shared, spec, members, bounds, key, best) -> Found | None
 def _best_choice(setting, shared, spec, member, bound, key, limit) -> Choice | None:
     best, found = None, None
     for low, row in bound.completions(key):
-        if (limit is not None and low > limit) or (best is not None and low > best[0]):
+        most = min((each for each in (limit, None if best is None else best[0]) if each is not None), default=None)
+        if most is not None and low > most:
             break
-        for choice in _choices(setting, shared, spec, member, bound, row):
+        for choice in _choices(setting, shared, spec, member, bound, row, most):
             rank = (*choice.cost, str(choice.partner))
             if best is None or rank < best:
                 best, found = rank, choice
     return found
 
 
-def _choices(setting, shared, spec, member, bound, row) -> Iterator[Choice]:
-    """Every order of the partner's own axes for one assignment."""
+def _choices(setting, shared, spec, member, bound, row, most: int | None) -> Iterator[Choice]:
+    """Every order of the partner's own axes for one assignment, as far as it takes no more than `most` picoseconds."""
     sizes, mesh = dict(setting.sizes), dict(setting.mesh)
     for partner in _partners(setting, spec, member, bound, row):
         if member.pinned is not None and partner != member.pinned:
             continue
-        steps = ()
-        if partner is not None:
-            steps = move(member.partner.spec, partner, sizes, mesh, member.partner.itemsize, setting.chip, member.partner.name)
         result = _result(spec, partner, member.target.spec)
         wanted = _without_broadcast(member.target.spec, result)
         if not set(wanted.partial) <= set(result.partial):
             continue
-        settle = move(result, wanted, sizes, mesh, member.target.itemsize, setting.chip, member.target.name)
-        yield Choice(partner, steps, _einsum_step(setting, shared, spec, member, partner, result), result, settle)
+        einsum = _einsum_step(setting, shared, spec, member, partner, result)
+        left = None if most is None else most - picoseconds(einsum.seconds)
+        steps = ()
+        if partner is not None:
+            held = member.partner
+            steps = move_within(left, held.spec, partner, sizes, mesh, held.itemsize, setting.chip, held.name)
+            if steps is None:
+                continue
+            left = None if left is None else left - total_cost(steps)[0]
+        settle = move_within(left, result, wanted, sizes, mesh, member.target.itemsize, setting.chip, member.target.name)
+        if settle is not None:
+            yield Choice(partner, steps, einsum, result, settle)
 
 
 def _partners(setting, spec: Spec, member: Member, bound: "_Bounds", row: tuple) -> Iterable[Spec | None]:
@@ -194,20 +205,17 @@ def _orderings(setting, axes, key, dims, hints, source: Spec, fixed: Mapping = {
 
 
 def _orders(axes: tuple[str, ...], hints: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The orders in which axes can come to stand on one dimension without a permute: each spec's own, what is new behind."""
     if len(axes) < 2:
         return [axes]
-    if len(axes) == 2:
-        return list(permutations(axes))
     orders = {}
     for hint in hints:
         known = tuple(axis for axis in hint if axis in axes)
-        rest = tuple(axis for axis in axes if axis not in known)
-        orders.update(dict.fromkeys((known + rest, rest + known)))
-        for other in hints:
-            tail = tuple(axis for axis in other if axis in rest)
-            if len(tail) == len(rest):
-                orders.update(dict.fromkeys((known + tail, tail + known)))
-    return list(orders) or [axes]
+        for other in (*hints, axes):
+            tail = tuple(axis for axis in other if axis in axes and axis not in known)
+            if len(known) + len(tail) == len(axes):
+                orders[known + tail] = None
+    return list(orders)
 
 
 def _hints(shared: Tensor, members: tuple[Member, ...], pinned: Spec | None) -> list[Spec]:
