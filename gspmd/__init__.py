@@ -4,6 +4,21 @@ from gspmd.annotate import LayoutError, PlanError, Spec, SpecError, annotate
 from gspmd.collectives.einsum import einsum, reshard
 from gspmd.collectives.lowering import lowering
 from gspmd.collectives.planning import Plan, plan
-from gspmd.collectives.trace import trace
+from gspmd.collectives.trace import ProgramPlan, trace
+from gspmd.layouts import Layout
 
-__all__ = ["LayoutError", "Plan", "PlanError", "Spec", "SpecError", "annotate", "einsum", "lowering", "plan", "reshard", "trace"]
+__all__ = [
+    "Layout",
+    "LayoutError",
+    "Plan",
+    "PlanError",
+    "ProgramPlan",
+    "Spec",
+    "SpecError",
+    "annotate",
+    "einsum",
+    "lowering",
+    "plan",
+    "reshard",
+    "trace",
+]

@@ -146,20 +146,24 @@ class _Builder:
         return Routine(tuple(t.spec for t in self.inputs), tuple(self.moves), tuple(self.products), tuple(self.outputs))
 
 
-def backward(setting: Setting, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Routine:
+def backward(setting: Setting, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], mirrored: bool) -> Routine:
     """Plan the cotangents of a routine's inputs from those of its outputs.
 
     The operands are held as the forward pass moved them, one residual per move of `routine`. Inputs of the planned routine
     are the cotangents, then the residuals; its outputs are the cotangents of `inputs`, in order.
+
+    Args:
+        mirrored: whether every local einsum runs where its forward one did: the cotangent is brought to the placement of
+            the forward result, the residuals stay. So a gradient follows a layout whose forward pass is pinned.
     """
     cotangents = [replace(t, spec=t.spec.without_partial(), name=_numbered("cotangent", i, outputs)) for i, t in enumerate(outputs)]
     residuals = [replace(inputs[m.source], spec=m.spec) for m in routine.moves]
     targets = [replace(t, spec=t.spec.without_partial(), name=f"gradient of {t.name}") for t in inputs]
     shared = _contributed_twice(routine)
     best = None
-    for common in _placements(setting, routine, cotangents, residuals, targets, shared):
+    for common in _placements(setting, routine, cotangents, residuals, targets, shared, mirrored):
         aims = [replace(t, spec=common) if i == shared else t for i, t in enumerate(targets)]
-        jobs = [_gradient_job(routine, n, cotangents, residuals, aims) for n in range(len(outputs))]
+        jobs = [_gradient_job(routine, n, cotangents, residuals, aims, mirrored) for n in range(len(outputs))]
         try:
             found = [_found(setting, job) for job in jobs]
         except PlanError:  # some contribution cannot owe that sum; settling each by itself always can
@@ -192,25 +196,40 @@ def _sides(routine: Routine, output: int) -> list[tuple[int, int | None]]:
     return sides
 
 
-def _gradient_job(routine: Routine, output: int, cotangents, residuals, aims) -> _Job:
+def _gradient_job(routine: Routine, output: int, cotangents, residuals, aims, mirrored: bool) -> _Job:
     sides = _sides(routine, output)
     partners = tuple(None if other is None else len(cotangents) + other for _, other in sides)
+    pinned = _mirror(routine, output, cotangents[output].spec) if mirrored else None
     members = tuple(
-        Member(None if other is None else residuals[other], aims[routine.moves[own].source]) for own, other in sides
+        Member(
+            None if other is None else residuals[other],
+            aims[routine.moves[own].source],
+            None if other is None or pinned is None else residuals[other].spec,
+        )
+        for own, other in sides
     )
-    return _Job(output, cotangents[output], partners, members)
+    return _Job(output, cotangents[output], partners, members, pinned)
 
 
-def _placements(setting, routine, cotangents, residuals, targets, shared) -> list[Spec | None]:
+def _mirror(routine: Routine, output: int, cotangent: Spec) -> Spec | None:
+    """Where the local einsums of an output leave it, in the cotangent's order; None where several terms differ."""
+    left = {routine.products[p].einsum.after.without_partial() for p in routine.outputs[output].products}
+    if len(left) != 1:
+        return None
+    result = left.pop()
+    return Spec(cotangent.dims, tuple(result.axes_of(dim) if dim in result.dims else () for dim in cotangent.dims))
+
+
+def _placements(setting, routine, cotangents, residuals, targets, shared, mirrored: bool) -> list[Spec | None]:
     """The placements in which the contributions to a shared operand's cotangent may be added before they settle."""
     if shared is None:
         return [None]
     favourites = []
-    for n, cotangent in enumerate(cotangents):
-        for own, other in _sides(routine, n):
+    for n in range(len(cotangents)):
+        job = _gradient_job(routine, n, cotangents, residuals, targets, mirrored)
+        for (own, _), member in zip(_sides(routine, n), job.members):
             if routine.moves[own].source == shared:
-                member = Member(None if other is None else residuals[other], targets[shared])
-                favourites.append(search(setting, cotangent, (member,)).choices[0].result)
+                favourites.append(search(setting, job.tensor, (member,), job.pinned).choices[0].result)
     return list(dict.fromkeys([*favourites, _unbroadcast(targets[shared].spec, favourites[0])]))
 
 

@@ -31,6 +31,7 @@ class Plan:
         chip: the hardware figures the seconds come from.
         lowering: `"xla"` or `"blocking"`: how it becomes a program.
         routine: moves, local products and outputs, as `gspmd.einsum` runs them.
+        via: the pins, as they were written; the gradients of a pinned plan mirror it.
     """
 
     equation: Equation
@@ -42,6 +43,7 @@ class Plan:
     routine: Routine
     _inputs: tuple[Tensor, ...] = field(repr=False)
     _outputs: tuple[Tensor, ...] = field(repr=False)
+    via: str | None = None
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -74,7 +76,7 @@ class Plan:
     @cached_property
     def backward(self) -> Routine:
         """The routine of all the operands' cotangents together, as it runs."""
-        return planner.backward(_setting(self), self.routine, self._inputs, self._outputs)
+        return planner.backward(_setting(self), self.routine, self._inputs, self._outputs, mirrored=self.via is not None)
 
     @cached_property
     def gradients(self) -> tuple["Plan", ...]:
@@ -176,7 +178,7 @@ def make_plan(
     real = tuple((axis, size) for axis, size in mesh if size > 1)
     setting = Setting(sizes, real, chip)
     routine = planner.forward(equation, setting, inputs, outputs, _pins(equation, via, dict(sizes), dict(mesh)))
-    return Plan(equation, dict(sizes), dict(mesh), dtypes, chip, lowering, routine, tuple(inputs), tuple(outputs))
+    return Plan(equation, dict(sizes), dict(mesh), dtypes, chip, lowering, routine, tuple(inputs), tuple(outputs), via)
 
 
 def tensors(equation: Equation, mesh: Mapping[str, int], dtypes: Sequence[str], wire_dtype: str | None, dtype: str | None = None) -> tuple[list[Tensor], list[Tensor]]:
