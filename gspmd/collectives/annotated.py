@@ -19,7 +19,15 @@ from gspmd.collectives.lower import accumulator
 from gspmd.collectives.planning import make_plan
 
 
-def annotated_program(equation: Equation, sizes: tuple, context: planned.Context, dtypes: tuple[str, ...], via: str | None, precision, preferred: str | None) -> Callable:
+def annotated_program(
+    equation: Equation,
+    sizes: tuple,
+    context: planned.Context,
+    dtypes: tuple[str, ...],
+    via: str | None,
+    precision,
+    preferred: str | None,
+) -> Callable:
     """From a flat list of arrays to a tuple of results; JAX differentiates it, forward and reverse."""
     specs = [spec for operand in equation.operands for spec in operand.specs]
     summands = _summand_letters([*specs, *equation.outputs])
@@ -37,7 +45,9 @@ def annotated_program(equation: Equation, sizes: tuple, context: planned.Context
     return jax.jit(program)
 
 
-def _register(equation: Equation, sizes: tuple, context: planned.Context, dtypes: tuple[str, ...], via: str | None) -> str:
+def _register(
+    equation: Equation, sizes: tuple, context: planned.Context, dtypes: tuple[str, ...], via: str | None
+) -> str:
     """Under this lowering the plan is a forecast; an open dimension has none."""
     steps = backward = ()
     if not any(spec.is_open for operand in equation.operands for spec in operand.specs):
@@ -57,7 +67,9 @@ def _summand_letters(specs: Sequence[Spec]) -> dict[str, str]:
 
 def _lifted(spec: Spec, letters: Mapping[str, str]) -> Spec:
     """`BF_y partialsum-x` as `A_xBF_y`."""
-    return Spec(tuple(letters[axis] for axis in spec.partial) + spec.dims, tuple((axis,) for axis in spec.partial) + spec.axes)
+    return Spec(
+        tuple(letters[axis] for axis in spec.partial) + spec.dims, tuple((axis,) for axis in spec.partial) + spec.axes
+    )
 
 
 def _to_dimensions(spec: Spec, lifted: Spec, x: jax.Array) -> jax.Array:
@@ -105,7 +117,9 @@ def _product(pair, output: Spec, mesh: Mapping[str, int], precision) -> jax.Arra
     for dim, axes in zip(output.dims, output.axes):
         if not any(dim in spec.dims for spec, _ in pair):
             size = mesh[axes[0]]
-            summed = next(d for spec, x in pair for d, n in zip(spec.dims, x.shape) if d not in output.dims and n % size == 0)
+            summed = next(
+                d for spec, x in pair for d, n in zip(spec.dims, x.shape) if d not in output.dims and n % size == 0
+            )
             pair = [_cut(spec, x, summed, dim, size) if summed in spec.dims else (spec, x) for spec, x in pair]
     letters = ",".join("".join(spec.dims) for spec, _ in pair) + "->" + "".join(output.dims)
     arrays = [x for _, x in pair]

@@ -1,6 +1,6 @@
 """`gspmd.einsum` and `gspmd.reshard`: an equation as a program, and its gradient as two more equations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from gspmd.annotate.equation import Equation, parse_equation
 from gspmd.annotate.errors import PlanError, SpecError
-from gspmd.annotate.spec import Spec
 from gspmd.collectives import planned
 from gspmd.collectives.annotated import annotated_program
 from gspmd.collectives.lower import Execution
@@ -55,7 +54,12 @@ def einsum(
     Differs: forward-mode differentiation works under lowering "xla" only.
     """
     equation = parse_equation(equation)
-    sizes = equation.sizes([tuple(jnp.shape(x) for x in operand) if isinstance(operand, (tuple, list)) else jnp.shape(operand) for operand in operands])
+    sizes = equation.sizes(
+        [
+            tuple(jnp.shape(x) for x in operand) if isinstance(operand, (tuple, list)) else jnp.shape(operand)
+            for operand in operands
+        ]
+    )
     flat = [x for operand in operands for x in (operand if isinstance(operand, (tuple, list)) else (operand,))]
     context = planned.context(lowering)
     names = tuple(str(jnp.result_type(x)) for x in flat)
@@ -84,7 +88,9 @@ def reshard(x: Any, equation: str | Equation, lowering: str | None = None) -> ja
     """
     equation = parse_equation(equation)
     if not equation.is_move:
-        raise SpecError(f"cannot reshard by '{equation}', which has several operands.\n  Use gspmd.einsum, or a move such as 'BE_x -> B_xE'.")
+        raise SpecError(
+            f"cannot reshard by '{equation}', which has several operands.\n  Use gspmd.einsum, or a move such as 'BE_x -> B_xE'."
+        )
     return einsum(equation, x, lowering=lowering)
 
 
@@ -93,7 +99,16 @@ def _name(dtype: Any) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def _program(equation: Equation, sizes: tuple, context: planned.Context, dtypes: tuple[str, ...], via, wire_dtype, precision, preferred) -> Callable:
+def _program(
+    equation: Equation,
+    sizes: tuple,
+    context: planned.Context,
+    dtypes: tuple[str, ...],
+    via,
+    wire_dtype,
+    precision,
+    preferred,
+) -> Callable:
     """The program of an equation, from a flat list of arrays to a tuple of results; cached, so that jit finds it again."""
     equation.check(dict(sizes), context.mesh)
     if not context.explicit:
@@ -110,7 +125,9 @@ def _refuse_partial(equation: Equation) -> None:
             raise PlanError(planned.auto_partial(spec))
 
 
-def _planned_program(plan: Plan, dtypes: tuple[str, ...], wire_dtype: str | None, precision, preferred: str | None) -> Callable:
+def _planned_program(
+    plan: Plan, dtypes: tuple[str, ...], wire_dtype: str | None, precision, preferred: str | None
+) -> Callable:
     """The plan inside one shard_map, and its planned gradient inside another; the custom_vjp stands outside both."""
     equation, title = plan.equation, str(plan.equation)
     specs = [spec for operand in equation.operands for spec in operand.specs]

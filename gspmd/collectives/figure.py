@@ -49,14 +49,24 @@ def _lines(text: Text, plan: "Plan") -> None:
         text.append(f"  {before.ljust(widths[0])}  ")
         text.append(arrow.ljust(widths[1]), style=COLORS.get(getattr(step, "kind", ""), ""))
         text.append(f"  {after.ljust(widths[2])}  {amount.rjust(widths[3])}  {time.rjust(widths[4])}\n")
-    text.append(f"  per device: {amount_of_bytes(plan.wire_bytes)} sent, {_flops(plan.flops)}, {_seconds(plan.seconds)}, {amount_of_bytes(plan.peak_bytes)} held", style="dim")
+    text.append(
+        f"  per device: {amount_of_bytes(plan.wire_bytes)} sent, {_flops(plan.flops)}, {_seconds(plan.seconds)}, {amount_of_bytes(plan.peak_bytes)} held",
+        style="dim",
+    )
 
 
 def _row(step: Step) -> tuple[str, str, str, str, str, Step]:
     if step.kind == "einsum":
         before = str(step.before) if step.other is None else f"{step.before} · {step.other}"
         return before, "── einsum ─▶", str(step.after), _flops(step.flops), _seconds(step.seconds), step
-    return str(step.before), f"── {step.kind} {axes_text(step.axes)} ─▶", str(step.after), amount_of_bytes(step.wire_bytes), _seconds(step.seconds), step
+    return (
+        str(step.before),
+        f"── {step.kind} {axes_text(step.axes)} ─▶",
+        str(step.after),
+        amount_of_bytes(step.wire_bytes),
+        _seconds(step.seconds),
+        step,
+    )
 
 
 def axes_text(axes: tuple[str, ...]) -> str:

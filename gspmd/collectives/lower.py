@@ -12,7 +12,9 @@ from gspmd.annotate.spec import Spec
 from gspmd.collectives.plan import Output, Product, Routine, Step
 
 
-def emit(steps: Sequence[Step], x: jax.Array, mesh: Mapping[str, int], *, reduce: str = "sum", first: int = 0) -> jax.Array:
+def emit(
+    steps: Sequence[Step], x: jax.Array, mesh: Mapping[str, int], *, reduce: str = "sum", first: int = 0
+) -> jax.Array:
     """Run steps on a device's piece of a tensor, inside a shard_map over the whole mesh.
 
     Args:
@@ -118,16 +120,28 @@ class Execution:
     Local products accumulate in float32 (or wider) and cross the wire in the tensors' wire dtypes.
     """
 
-    def __init__(self, routine: Routine, inputs: Sequence, outputs: Sequence, sizes: Mapping[str, int], mesh: Mapping[str, int], precision=None):
+    def __init__(
+        self,
+        routine: Routine,
+        inputs: Sequence,
+        outputs: Sequence,
+        sizes: Mapping[str, int],
+        mesh: Mapping[str, int],
+        precision=None,
+    ):
         self.routine, self.inputs, self.outputs = routine, inputs, outputs
         self.sizes, self.mesh, self.precision = sizes, mesh, precision
 
     def __call__(self, *pieces: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         """The outputs' pieces, and those of the operands as moved."""
         self.step = 0
-        moved = [self._send(move.steps, pieces[move.source], self.inputs[move.source].wire) for move in self.routine.moves]
+        moved = [
+            self._send(move.steps, pieces[move.source], self.inputs[move.source].wire) for move in self.routine.moves
+        ]
         values = [self._product(product, moved) for product in self.routine.products]
-        return [self._output(output, values, tensor) for output, tensor in zip(self.routine.outputs, self.outputs)], moved
+        return [
+            self._output(output, values, tensor) for output, tensor in zip(self.routine.outputs, self.outputs)
+        ], moved
 
     def _send(self, steps: Sequence[Step], x: jax.Array, wire: str) -> jax.Array:
         if any(step.is_collective for step in steps) and x.dtype != wire:
@@ -148,7 +162,9 @@ class Execution:
 
     def _wire_of(self, product: Product) -> str:
         number = self.routine.products.index(product)
-        return next(tensor.wire for output, tensor in zip(self.routine.outputs, self.outputs) if number in output.products)
+        return next(
+            tensor.wire for output, tensor in zip(self.routine.outputs, self.outputs) if number in output.products
+        )
 
     def _einsum(self, product: Product, moved: Sequence[jax.Array]) -> jax.Array:
         operands = [moved[product.left]] if product.right is None else [moved[product.left], moved[product.right]]
@@ -172,7 +188,9 @@ class Execution:
         if len(held) == len(spec.dims):
             return x
         new = [d for d, dim in enumerate(spec.dims) if dim not in held]
-        shape = tuple(self.sizes[dim] // prod(self.mesh[axis] for axis in axes) for dim, axes in zip(spec.dims, spec.axes))
+        shape = tuple(
+            self.sizes[dim] // prod(self.mesh[axis] for axis in axes) for dim, axes in zip(spec.dims, spec.axes)
+        )
         return jnp.broadcast_to(jnp.expand_dims(x, new), shape)
 
 

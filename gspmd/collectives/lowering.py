@@ -38,7 +38,9 @@ def current() -> str:
 def checked(name: str) -> str:
     """A lowering's name, if it is one."""
     if name not in LOWERINGS:
-        raise PlanError(f"no lowering is called {name!r}.\n  {suggestion(str(name), LOWERINGS)}Known: {', '.join(LOWERINGS)}.")
+        raise PlanError(
+            f"no lowering is called {name!r}.\n  {suggestion(str(name), LOWERINGS)}Known: {', '.join(LOWERINGS)}."
+        )
     return name
 
 

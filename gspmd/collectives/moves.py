@@ -24,7 +24,13 @@ Path = tuple[tuple[str, Axes, Placement, Placement], ...]
 
 
 def move(
-    src: Spec, dst: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], itemsize: int, chip: Chip, operand: str = ""
+    src: Spec,
+    dst: Spec,
+    sizes: Mapping[str, int],
+    mesh: Mapping[str, int],
+    itemsize: int,
+    chip: Chip,
+    operand: str = "",
 ) -> tuple[Step, ...]:
     """Plan the collectives that bring a tensor from `src` to `dst`.
 
@@ -46,7 +52,9 @@ def move(
     return move_within(None, src, dst, sizes, mesh, itemsize, chip, operand)
 
 
-def move_within(limit: int | None, src: Spec, dst: Spec, sizes, mesh, itemsize: int, chip: Chip, operand: str = "") -> tuple[Step, ...] | None:
+def move_within(
+    limit: int | None, src: Spec, dst: Spec, sizes, mesh, itemsize: int, chip: Chip, operand: str = ""
+) -> tuple[Step, ...] | None:
     """`move`, or None as soon as it is certain to take more than `limit` picoseconds."""
     if src == dst:
         return ()
@@ -73,7 +81,16 @@ def drop_trivial(spec: Spec, mesh: Mapping[str, int]) -> Spec:
     return Spec(spec.dims, axes, tuple(axis for axis in spec.partial if mesh[axis] > 1))
 
 
-def _search(limit: int | None, src: Spec, dst: Spec, shape: tuple[int, ...], mesh: Mapping[str, int], itemsize: int, chip: Chip, operand: str) -> tuple[Step, ...] | None:
+def _search(
+    limit: int | None,
+    src: Spec,
+    dst: Spec,
+    shape: tuple[int, ...],
+    mesh: Mapping[str, int],
+    itemsize: int,
+    chip: Chip,
+    operand: str,
+) -> tuple[Step, ...] | None:
     if not set(dst.partial) <= set(src.partial):
         owed = ", ".join(sorted(set(dst.partial) - set(src.partial)))
         raise PlanError(f"cannot move '{src}' to '{dst}'\n  nothing makes the partial sum over mesh axis {owed}.")
@@ -101,9 +118,19 @@ def cheapest(problem: "_Problem", start: Placement, limit: int | None = None) ->
                 price, bytes_ = problem.price(kind, axes, here, there)
                 pushed += 1
                 reached = seconds + price
-                entry = (reached + problem.ahead(there), sent + bytes_, steps + 1, pushed, reached, there, (*path, (kind, axes, here, there)))
+                entry = (
+                    reached + problem.ahead(there),
+                    sent + bytes_,
+                    steps + 1,
+                    pushed,
+                    reached,
+                    there,
+                    (*path, (kind, axes, here, there)),
+                )
                 heapq.heappush(queue, entry)
-    raise PlanError(f"no chain of collectives from {start[0]} to {problem.goal} divides the sizes {problem.shape} evenly.")
+    raise PlanError(
+        f"no chain of collectives from {start[0]} to {problem.goal} divides the sizes {problem.shape} evenly."
+    )
 
 
 def straight(problem: "_Problem", start: Placement) -> Path | None:
@@ -128,9 +155,13 @@ def straight(problem: "_Problem", start: Placement) -> Path | None:
         if (d, group) not in scatters:
             here = _extend(path, "slice", group, (_put(here[0], d, here[0][d] + group), here[1]), here)
     for d, group in scatters:
-        here = _extend(path, "reduce-scatter", group, (_put(here[0], d, here[0][d] + group), here[1] - set(group)), here)
+        here = _extend(
+            path, "reduce-scatter", group, (_put(here[0], d, here[0][d] + group), here[1] - set(group)), here
+        )
     if owed := here[1] - problem.keep:
-        here = _extend(path, "all-reduce", tuple(axis for axis in problem.mesh if axis in owed), (here[0], here[1] - owed), here)
+        here = _extend(
+            path, "all-reduce", tuple(axis for axis in problem.mesh if axis in owed), (here[0], here[1] - owed), here
+        )
     for d, group in gathers:
         here = _extend(path, "all-gather", group, (problem.goal, here[1]), here)
     return tuple(path) if all(problem.divides(there) for *_, there in path) else None
@@ -190,7 +221,9 @@ class _Problem:
             self.prices[key] = picoseconds(seconds), wire_bytes(kind, prod([self.mesh[axis] for axis in axes]), buffer)
         return self.prices[key]
 
-    def step(self, dims: tuple[str, ...], kind: str, axes: Axes, here: Placement, there: Placement, operand: str) -> Step:
+    def step(
+        self, dims: tuple[str, ...], kind: str, axes: Axes, here: Placement, there: Placement, operand: str
+    ) -> Step:
         buffer = max(self.local_bytes(here), self.local_bytes(there))
         sent = wire_bytes(kind, prod(self.mesh[axis] for axis in axes), buffer)
         seconds = collective_seconds(kind, axes, self.mesh, buffer, self.chip)

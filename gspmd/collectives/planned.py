@@ -4,9 +4,9 @@ Every planned program is one `jax.jit` whose name leads to its steps, so that `g
 recomputation included, and each step has its named scope, so that a compiled instruction can be joined to it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import jax
@@ -76,7 +76,7 @@ PREFIX = "gspmd_"
 _programs: dict[str, Registered] = {}
 
 
-@lru_cache(maxsize=None)
+@cache
 def register(registered: Registered) -> str:
     """The name under which a program runs; equal programs share one."""
     name = f"{PREFIX}{len(_programs)}"
@@ -89,7 +89,9 @@ def registered(name: str) -> Registered | None:
     return _programs.get(name)
 
 
-def run(name: str, steps: Sequence[Step], body: Callable, in_specs: Sequence, out_specs: Any, *arrays: jax.Array) -> Any:
+def run(
+    name: str, steps: Sequence[Step], body: Callable, in_specs: Sequence, out_specs: Any, *arrays: jax.Array
+) -> Any:
     """Run a shard_map over the whole mesh whose collectives are the planned `steps`.
 
     Never differentiate through it: stand a `jax.custom_vjp` outside, whose backward pass is another `run`.
@@ -105,7 +107,9 @@ def run(name: str, steps: Sequence[Step], body: Callable, in_specs: Sequence, ou
         SpecError: under Explicit axes, an array's type is not what its spec says.
     """
     explicit = context().explicit
-    ins = tuple(_input_partition(spec, x, i, name, explicit) for i, (spec, x) in enumerate(zip(in_specs, arrays, strict=True)))
+    ins = tuple(
+        _input_partition(spec, x, i, name, explicit) for i, (spec, x) in enumerate(zip(in_specs, arrays, strict=True))
+    )
     outs = jax.tree.map(partition, out_specs, is_leaf=lambda leaf: isinstance(leaf, (Spec, jax.P)))
     return _program(register(Registered(name, tuple(steps))), name, body, ins, outs)(*arrays)
 

@@ -13,10 +13,17 @@ from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.moves import move
 from gspmd.collectives.plan import Move, Output, Product, Routine, Step, total_cost
-from gspmd.collectives.search import Found, Member, Setting, Tensor, add, search
+from gspmd.collectives.problem import Member, Setting, Tensor
+from gspmd.collectives.search import Found, add, search
 
 
-def forward(equation: Equation, setting: Setting, inputs: Sequence[Tensor], outputs: Sequence[Tensor], via: Sequence[Spec | None]) -> Routine:
+def forward(
+    equation: Equation,
+    setting: Setting,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    via: Sequence[Spec | None],
+) -> Routine:
     """Plan an equation.
 
     Args:
@@ -82,7 +89,9 @@ def _found(setting: Setting, job: _Job) -> Found:
 
 
 def _plain_move(setting: Setting, source: Tensor, output: Tensor) -> Routine:
-    steps = move(source.spec, output.spec, dict(setting.sizes), dict(setting.mesh), source.itemsize, setting.chip, source.name)
+    steps = move(
+        source.spec, output.spec, dict(setting.sizes), dict(setting.mesh), source.itemsize, setting.chip, source.name
+    )
     arrived = Spec(source.spec.dims, tuple(output.spec.axes_of(dim) for dim in source.spec.dims), output.spec.partial)
     product = Product(0, None, Step("einsum", (), 0, 0.0, arrived, arrived), (), arrived)
     return Routine((source.spec,), (Move(0, arrived, steps),), (product,), (Output((0,), output.spec, ()),))
@@ -146,7 +155,9 @@ class _Builder:
         return Routine(tuple(t.spec for t in self.inputs), tuple(self.moves), tuple(self.products), tuple(self.outputs))
 
 
-def backward(setting: Setting, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], mirrored: bool) -> Routine:
+def backward(
+    setting: Setting, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], mirrored: bool
+) -> Routine:
     """Plan the cotangents of a routine's inputs from those of its outputs.
 
     The operands are held as the forward pass moved them, one residual per move of `routine`. Inputs of the planned routine
@@ -156,7 +167,10 @@ def backward(setting: Setting, routine: Routine, inputs: Sequence[Tensor], outpu
         mirrored: whether every local einsum runs where its forward one did: the cotangent is brought to the placement of
             the forward result, the residuals stay. So a gradient follows a layout whose forward pass is pinned.
     """
-    cotangents = [replace(t, spec=t.spec.without_partial(), name=_numbered("cotangent", i, outputs)) for i, t in enumerate(outputs)]
+    cotangents = [
+        replace(t, spec=t.spec.without_partial(), name=_numbered("cotangent", i, outputs))
+        for i, t in enumerate(outputs)
+    ]
     residuals = [replace(inputs[m.source], spec=m.spec) for m in routine.moves]
     targets = [replace(t, spec=t.spec.without_partial(), name=f"gradient of {t.name}") for t in inputs]
     shared = _contributed_twice(routine)

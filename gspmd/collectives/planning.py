@@ -10,13 +10,14 @@ from gspmd.annotate.equation import Equation, Operand, Term, parse_equation, par
 from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.annotate.spec import Spec, mesh_sizes
 from gspmd.collectives import planner
-from gspmd.collectives.chips import Chip, chip as chip_row
+from gspmd.collectives.chips import Chip
+from gspmd.collectives.chips import chip as chip_row
 from gspmd.collectives.cost import itemsize
 from gspmd.collectives.figure import plain
 from gspmd.collectives.lowering import resolve
 from gspmd.collectives.moves import drop_trivial
 from gspmd.collectives.plan import Routine, Step
-from gspmd.collectives.search import Setting, Tensor
+from gspmd.collectives.problem import Setting, Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,13 +71,19 @@ class Plan:
         """The most bytes held at once, counted as if nothing were freed: operands, moved copies, results."""
         held = [_held(tensor.spec, tensor.dtype, self) for tensor in (*self._inputs, *self._outputs)]
         moved = [_held(move.spec, self._inputs[move.source].dtype, self) for move in self.routine.moves if move.steps]
-        owed = [_held(p.einsum.after, self._outputs[0].dtype, self) for p in self.routine.products if p.steps or len(self.equation.terms) > 1]
+        owed = [
+            _held(p.einsum.after, self._outputs[0].dtype, self)
+            for p in self.routine.products
+            if p.steps or len(self.equation.terms) > 1
+        ]
         return sum((*held, *moved, *owed))
 
     @cached_property
     def backward(self) -> Routine:
         """The routine of all the operands' cotangents together, as it runs."""
-        return planner.backward(_setting(self), self.routine, self._inputs, self._outputs, mirrored=self.via is not None)
+        return planner.backward(
+            _setting(self), self.routine, self._inputs, self._outputs, mirrored=self.via is not None
+        )
 
     @cached_property
     def gradients(self) -> tuple["Plan", ...]:
@@ -154,7 +161,9 @@ def plan(
     count = sum(len(operand.specs) for operand in equation.operands)
     dtypes = (dtype,) * count if isinstance(dtype, str) else tuple(dtype)
     if len(dtypes) != count:
-        raise PlanError(f"cannot plan '{equation}': {len(dtypes)} dtypes for {count} operands.\n  Give one dtype, or one each.")
+        raise PlanError(
+            f"cannot plan '{equation}': {len(dtypes)} dtypes for {count} operands.\n  Give one dtype, or one each."
+        )
     axes = tuple(mesh_sizes(mesh).items())
     return make_plan(equation, tuple(sizes.items()), axes, dtypes, chip_row(chip), resolve(lowering), via)
 
@@ -181,7 +190,9 @@ def make_plan(
     return Plan(equation, dict(sizes), dict(mesh), dtypes, chip, lowering, routine, tuple(inputs), tuple(outputs), via)
 
 
-def tensors(equation: Equation, mesh: Mapping[str, int], dtypes: Sequence[str], wire_dtype: str | None, dtype: str | None = None) -> tuple[list[Tensor], list[Tensor]]:
+def tensors(
+    equation: Equation, mesh: Mapping[str, int], dtypes: Sequence[str], wire_dtype: str | None, dtype: str | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
     """The operands and the results as the planner sees them: on the wire each has its operand's dtype unless told otherwise."""
     import jax.numpy as jnp
 

@@ -8,53 +8,19 @@ the order of the bounds until a bound exceeds the best cost found. So the search
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 from math import prod
 
-import numpy as np
-
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
-from gspmd.collectives.chips import Chip
-from gspmd.collectives.cost import einsum_seconds, hops, itemsize
+from gspmd.collectives.bounds import OWED, Bounds
+from gspmd.collectives.cost import einsum_seconds
 from gspmd.collectives.moves import move_within
 from gspmd.collectives.plan import Step, picoseconds, total_cost
+from gspmd.collectives.problem import Member, Setting, Tensor
 
 Cost = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a search happens in: the sizes, the mesh without axes of size 1, and the chip."""
-
-    sizes: tuple[tuple[str, int], ...]
-    mesh: tuple[tuple[str, int], ...]
-    chip: Chip
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor as it is held: its spec, its dtype, its dtype on the wire, and its name in plans and messages."""
-
-    spec: Spec
-    dtype: str
-    wire: str
-    name: str = ""
-
-    @cached_property
-    def itemsize(self) -> int:
-        """Bytes per element on the wire."""
-        return itemsize(self.wire)
-
-
-@dataclass(frozen=True)
-class Member:
-    """One product of the shared tensor: its partner (None: the shared tensor alone), what it becomes, and any pins."""
-
-    partner: Tensor | None
-    target: Tensor
-    pinned: Spec | None = None
 
 
 @dataclass(frozen=True)
@@ -99,12 +65,14 @@ def search(setting: Setting, shared: Tensor, members: tuple[Member, ...], pinned
     Raises:
         PlanError: no assignment of mesh axes gives the targets (a target owes a sum that nothing makes).
     """
-    bounds = [_Bounds(setting, shared, member, pinned) for member in members]
+    bounds = [Bounds(setting, shared, member, pinned) for member in members]
     best, found = None, None
     for bound, key in _by_bound(bounds):
         if best is not None and bound > best[0]:
             break
-        for spec in _orderings(setting, bounds[0].axes, key, shared.spec.dims, _hints(shared, members, pinned), shared.spec):
+        for spec in _orderings(
+            setting, bounds[0].axes, key, shared.spec.dims, _hints(shared, members, pinned), shared.spec
+        ):
             if pinned is not None and spec != pinned:
                 continue
             candidate = _complete(setting, shared, spec, members, bounds, key, best)
@@ -119,7 +87,7 @@ def _rank(found: Found) -> tuple:
     return (*found.cost, str(found.shared), *(str(choice.partner) for choice in found.choices))
 
 
-def _by_bound(bounds: "list[_Bounds]") -> Iterator[tuple[int, tuple]]:
+def _by_bound(bounds: "list[Bounds]") -> Iterator[tuple[int, tuple]]:
     """Assignments of the shared tensor's axes, cheapest bound first, that every member can complete."""
     totals: dict[tuple, int] = {}
     for key, own in bounds[0].shared_bound.items():
@@ -180,26 +148,35 @@ def _choices(setting, shared, spec, member, bound, row, most: int | None) -> Ite
             if steps is None:
                 continue
             left = None if left is None else left - total_cost(steps)[0]
-        settle = move_within(left, result, wanted, sizes, mesh, member.target.itemsize, setting.chip, member.target.name)
+        settle = move_within(
+            left, result, wanted, sizes, mesh, member.target.itemsize, setting.chip, member.target.name
+        )
         if settle is not None:
             yield Choice(partner, steps, einsum, result, settle)
 
 
-def _partners(setting, spec: Spec, member: Member, bound: "_Bounds", row: tuple) -> Iterable[Spec | None]:
+def _partners(setting, spec: Spec, member: Member, bound: "Bounds", row: tuple) -> Iterable[Spec | None]:
     if member.partner is None:
         return (None,)
     fixed = {dim: spec.axes_of(dim) for dim in spec.dims}
     dims = member.partner.spec.dims
     hints = [member.partner.spec, member.target.spec]
-    source = replace(member.partner.spec, partial=tuple(a for a in member.partner.spec.partial if a not in spec.partial))
+    source = replace(
+        member.partner.spec, partial=tuple(a for a in member.partner.spec.partial if a not in spec.partial)
+    )
     return _orderings(setting, bound.axes, row, dims, hints, source, fixed)  # a product of two owed sums is not linear
 
 
 def _orderings(setting, axes, key, dims, hints, source: Spec, fixed: Mapping = {}) -> Iterator[Spec]:
     """The specs that an assignment stands for: each dimension's axes in every order worth trying."""
     placed = {dim: tuple(axis for axis, where in zip(axes, key) if where == dim) for dim in dims}
-    partial = tuple(axis for axis, where in zip(axes, key) if where == _OWED and axis in source.partial)
-    orders = [[fixed[dim]] if dim in fixed else _orders(placed[dim], [hint.axes_of(dim) for hint in hints if dim in hint.dims]) for dim in dims]
+    partial = tuple(axis for axis, where in zip(axes, key) if where == OWED and axis in source.partial)
+    orders = [
+        [fixed[dim]]
+        if dim in fixed
+        else _orders(placed[dim], [hint.axes_of(dim) for hint in hints if dim in hint.dims])
+        for dim in dims
+    ]
     for combination in product(*orders):
         yield Spec(dims, tuple(combination), tuple(sorted(partial)))
 
@@ -250,125 +227,14 @@ def _einsum_step(setting, shared: Tensor, spec: Spec, member: Member, partner: S
     contracted = any(dim not in result.dims for dim in local)
     points = prod(local.values())
     flops = 0 if partner is None else points * (2 if contracted else 1)
-    touched = prod(local[d] for d in spec.dims) * shared.itemsize + prod(local[d] for d in result.dims) * member.target.itemsize
+    touched = (
+        prod(local[d] for d in spec.dims) * shared.itemsize
+        + prod(local[d] for d in result.dims) * member.target.itemsize
+    )
     if partner is not None:
         touched += prod(local[d] for d in partner.dims) * member.partner.itemsize
     seconds = 0.0 if partner is None and not contracted else einsum_seconds(flops, touched, shared.dtype, setting.chip)
     return Step("einsum", (), 0, seconds, spec, result, member.target.name, flops, partner)
-
-
-_FREE, _OWED = "-", "+"  # where an axis stands when on no dimension: replicated, or owing a partial sum
-
-
-class _Bounds:
-    """Lower bounds, in picoseconds, of every assignment of mesh axes for one member."""
-
-    def __init__(self, setting: Setting, shared: Tensor, member: Member, pinned: Spec | None):
-        self.setting, self.shared, self.member = setting, shared, member
-        self.sizes, self.mesh = dict(setting.sizes), dict(setting.mesh)
-        self.axes = tuple(self.mesh)
-        partner = member.partner
-        self.dims = tuple(dict.fromkeys(shared.spec.dims + (partner.spec.dims if partner else ())))
-        options = [self._options(axis, pinned) for axis in self.axes]
-        self.table = np.array(list(product(*options)), dtype="U1").reshape(-1, len(self.axes))
-        self.table = self.table[self._divides() & self._consistent()]
-        self._measure()
-
-    def _options(self, axis: str, pinned: Spec | None) -> list[str]:
-        """Where an axis may stand; pins leave one place to the tensors they name."""
-        owed = axis in self.shared.spec.partial or (self.member.partner is not None and axis in self.member.partner.spec.partial)
-        places = [dim for dim in self.dims if self.sizes[dim] % self.mesh[axis] == 0] + [_FREE] + [_OWED] * owed
-        for spec in (pinned, self.member.pinned):
-            if spec is not None:
-                places = [place for place in places if place == _place(spec, axis) or (place not in spec.dims and _place(spec, axis) == _FREE)]
-        return places
-
-    def _divides(self) -> np.ndarray:
-        good = np.ones(len(self.table), bool)
-        for dim in self.dims:
-            good &= self.sizes[dim] % self._spread([dim]).astype(np.int64) == 0
-        return good
-
-    def _consistent(self) -> np.ndarray:
-        """The target's partial sums must come about: from a summed dimension, or from one that was owed already."""
-        good = np.ones(len(self.table), bool)
-        summed = [dim for dim in self.dims if dim not in self.member.target.spec.dims] + [_OWED]
-        for axis in self.member.target.spec.partial:
-            good &= np.isin(self.table[:, self.axes.index(axis)], summed)
-        return good
-
-    def _spread(self, places: Iterable[str]) -> np.ndarray:
-        """Into how many parts the axes standing on these places cut, per assignment."""
-        counts = np.array([self.mesh[axis] for axis in self.axes], dtype=float)
-        return np.where(np.isin(self.table, list(places)), counts, 1.0).prod(axis=1)
-
-    def _measure(self) -> None:
-        chip = self.setting.chip
-        self.rate = chip.egress_bandwidth if chip.is_switch else 2 * chip.link_bandwidth * chip.torus
-        self.latency = {axis: chip.hop_seconds * (0 if chip.is_switch else hops(size, chip)) for axis, size in self.mesh.items()}
-        own = self._move_bound(self.shared)
-        rest = self._compute_bound() + self._result_bound()
-        if self.member.partner is not None:
-            rest = rest + self._move_bound(self.member.partner)
-        own, rest = (np.floor(seconds * 1e12).astype(np.int64) for seconds in (own, rest))
-        self.shared_bound, self.best_rest, self.rows = {}, {}, {}
-        shared_dims = set(self.shared.spec.dims)
-        for row, mine, other in zip(self.table.tolist(), own.tolist(), rest.tolist()):
-            key = tuple(self._seen_by_shared(axis, place, shared_dims) for axis, place in zip(self.axes, row))
-            self.shared_bound.setdefault(key, mine)
-            self.best_rest[key] = min(other, self.best_rest.get(key, other))
-            self.rows.setdefault(key, []).append((other, tuple(row)))
-
-    def _seen_by_shared(self, axis: str, place: str, dims: set[str]) -> str:
-        owed = place == _OWED and axis in self.shared.spec.partial
-        return place if place in dims or owed else _FREE
-
-    def completions(self, key: tuple) -> list[tuple[int, tuple]]:
-        """The assignments that agree with the shared tensor's, cheapest bound first."""
-        return sorted(self.rows[key])
-
-    def _move_bound(self, tensor: Tensor) -> np.ndarray:
-        """What must at least be received, and the hops along every axis that has to leave its place."""
-        whole = prod(self.sizes[dim] for dim in tensor.spec.dims) * tensor.itemsize
-        target = whole / self._spread(tensor.spec.dims)
-        source = whole / prod(self.mesh[axis] for axes in tensor.spec.axes for axis in axes)
-        latency = np.zeros(len(self.table))
-        for i, axis in enumerate(self.axes):
-            held = _place(tensor.spec, axis)
-            if held != _FREE:
-                latency += (self.table[:, i] != held) * self.latency[axis]
-        return np.maximum(0, target - source) / self.rate + latency
-
-    def _compute_bound(self) -> np.ndarray:
-        if self.member.partner is None:
-            return np.zeros(len(self.table))
-        points = prod(self.sizes[dim] for dim in self.dims)
-        factor = 2 if any(dim not in self.member.target.spec.dims for dim in self.dims) else 1
-        return factor * points / self._spread(self.dims) / self.setting.chip.flops(self.shared.dtype)
-
-    def _result_bound(self) -> np.ndarray:
-        target = self.member.target
-        kept = [dim for dim in self.dims if dim in target.spec.dims]
-        whole = prod(self.sizes[dim] for dim in kept) * target.itemsize
-        result = whole / self._spread(kept)
-        wanted = whole / prod(self.mesh[axis] for dim in kept for axis in target.spec.axes_of(dim))
-        latency, owed, spare = np.zeros(len(self.table)), np.ones(len(self.table)), np.ones(len(self.table))
-        for i, axis in enumerate(self.axes):
-            place, aim = self.table[:, i], _place(target.spec, axis)
-            leaves = np.isin(place, kept) & (place != aim)
-            settled = ~np.isin(place, kept) & (place != _FREE) & (aim != _OWED)
-            latency += (leaves | settled) * self.latency[axis]
-            owed *= np.where(settled, self.mesh[axis], 1)
-            if aim in kept:
-                spare *= np.where(place == _FREE, self.mesh[axis], 1)
-        scattered = result / spare * (1 - 1 / owed)
-        return np.maximum(scattered, wanted - result) / self.rate + latency
-
-
-def _place(spec: Spec, axis: str) -> str:
-    if axis in spec.partial:
-        return _OWED
-    return next((dim for dim, axes in zip(spec.dims, spec.axes) if axis in axes), _FREE)
 
 
 def _impossible(shared: Tensor, members: tuple[Member, ...], pinned: Spec | None) -> str:

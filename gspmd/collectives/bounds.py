@@ -1,0 +1,136 @@
+"""Lower bounds on what every assignment of mesh axes costs one product, all worked out at once in numpy.
+
+A bound leaves out what it cannot know cheaply, never adds: the einsum's operations at full speed, what must at least be
+received over all links together, and the hops along every axis that has to leave its place.
+"""
+
+from collections.abc import Iterable
+from itertools import product
+from math import prod
+
+import numpy as np
+
+from gspmd.annotate.spec import Spec
+from gspmd.collectives.cost import hops
+from gspmd.collectives.problem import Member, Setting, Tensor
+
+FREE, OWED = "-", "+"  # where an axis stands when on no dimension: replicated, or owing a partial sum
+
+
+class Bounds:
+    """Lower bounds, in picoseconds, of every assignment of mesh axes for one member."""
+
+    def __init__(self, setting: Setting, shared: Tensor, member: Member, pinned: Spec | None):
+        self.setting, self.shared, self.member = setting, shared, member
+        self.sizes, self.mesh = dict(setting.sizes), dict(setting.mesh)
+        self.axes = tuple(self.mesh)
+        partner = member.partner
+        self.dims = tuple(dict.fromkeys(shared.spec.dims + (partner.spec.dims if partner else ())))
+        options = [self._options(axis, pinned) for axis in self.axes]
+        self.table = np.array(list(product(*options)), dtype="U1").reshape(-1, len(self.axes))
+        self.table = self.table[self._divides() & self._consistent()]
+        self._measure()
+
+    def _options(self, axis: str, pinned: Spec | None) -> list[str]:
+        """Where an axis may stand; pins leave one place to the tensors they name."""
+        owed = axis in self.shared.spec.partial or (
+            self.member.partner is not None and axis in self.member.partner.spec.partial
+        )
+        places = [dim for dim in self.dims if self.sizes[dim] % self.mesh[axis] == 0] + [FREE] + [OWED] * owed
+        for spec in (pinned, self.member.pinned):
+            if spec is not None:
+                places = [
+                    place
+                    for place in places
+                    if place == place_of(spec, axis) or (place not in spec.dims and place_of(spec, axis) == FREE)
+                ]
+        return places
+
+    def _divides(self) -> np.ndarray:
+        good = np.ones(len(self.table), bool)
+        for dim in self.dims:
+            good &= self.sizes[dim] % self._spread([dim]).astype(np.int64) == 0
+        return good
+
+    def _consistent(self) -> np.ndarray:
+        """The target's partial sums must come about: from a summed dimension, or from one that was owed already."""
+        good = np.ones(len(self.table), bool)
+        summed = [dim for dim in self.dims if dim not in self.member.target.spec.dims] + [OWED]
+        for axis in self.member.target.spec.partial:
+            good &= np.isin(self.table[:, self.axes.index(axis)], summed)
+        return good
+
+    def _spread(self, places: Iterable[str]) -> np.ndarray:
+        """Into how many parts the axes standing on these places cut, per assignment."""
+        counts = np.array([self.mesh[axis] for axis in self.axes], dtype=float)
+        return np.where(np.isin(self.table, list(places)), counts, 1.0).prod(axis=1)
+
+    def _measure(self) -> None:
+        chip = self.setting.chip
+        self.rate = chip.egress_bandwidth if chip.is_switch else 2 * chip.link_bandwidth * chip.torus
+        self.latency = {
+            axis: chip.hop_seconds * (0 if chip.is_switch else hops(size, chip)) for axis, size in self.mesh.items()
+        }
+        own = self._move_bound(self.shared)
+        rest = self._compute_bound() + self._result_bound()
+        if self.member.partner is not None:
+            rest = rest + self._move_bound(self.member.partner)
+        own, rest = (np.floor(seconds * 1e12).astype(np.int64) for seconds in (own, rest))
+        self.shared_bound, self.best_rest, self.rows = {}, {}, {}
+        shared_dims = set(self.shared.spec.dims)
+        for row, mine, other in zip(self.table.tolist(), own.tolist(), rest.tolist()):
+            key = tuple(self._seen_by_shared(axis, place, shared_dims) for axis, place in zip(self.axes, row))
+            self.shared_bound.setdefault(key, mine)
+            self.best_rest[key] = min(other, self.best_rest.get(key, other))
+            self.rows.setdefault(key, []).append((other, tuple(row)))
+
+    def _seen_by_shared(self, axis: str, place: str, dims: set[str]) -> str:
+        owed = place == OWED and axis in self.shared.spec.partial
+        return place if place in dims or owed else FREE
+
+    def completions(self, key: tuple) -> list[tuple[int, tuple]]:
+        """The assignments that agree with the shared tensor's, cheapest bound first."""
+        return sorted(self.rows[key])
+
+    def _move_bound(self, tensor: Tensor) -> np.ndarray:
+        """What must at least be received, and the hops along every axis that has to leave its place."""
+        whole = prod(self.sizes[dim] for dim in tensor.spec.dims) * tensor.itemsize
+        target = whole / self._spread(tensor.spec.dims)
+        source = whole / prod(self.mesh[axis] for axes in tensor.spec.axes for axis in axes)
+        latency = np.zeros(len(self.table))
+        for i, axis in enumerate(self.axes):
+            held = place_of(tensor.spec, axis)
+            if held != FREE:
+                latency += (self.table[:, i] != held) * self.latency[axis]
+        return np.maximum(0, target - source) / self.rate + latency
+
+    def _compute_bound(self) -> np.ndarray:
+        if self.member.partner is None:
+            return np.zeros(len(self.table))
+        points = prod(self.sizes[dim] for dim in self.dims)
+        factor = 2 if any(dim not in self.member.target.spec.dims for dim in self.dims) else 1
+        return factor * points / self._spread(self.dims) / self.setting.chip.flops(self.shared.dtype)
+
+    def _result_bound(self) -> np.ndarray:
+        target = self.member.target
+        kept = [dim for dim in self.dims if dim in target.spec.dims]
+        whole = prod(self.sizes[dim] for dim in kept) * target.itemsize
+        result = whole / self._spread(kept)
+        wanted = whole / prod(self.mesh[axis] for dim in kept for axis in target.spec.axes_of(dim))
+        latency, owed, spare = np.zeros(len(self.table)), np.ones(len(self.table)), np.ones(len(self.table))
+        for i, axis in enumerate(self.axes):
+            place, aim = self.table[:, i], place_of(target.spec, axis)
+            leaves = np.isin(place, kept) & (place != aim)
+            settled = ~np.isin(place, kept) & (place != FREE) & (aim != OWED)
+            latency += (leaves | settled) * self.latency[axis]
+            owed *= np.where(settled, self.mesh[axis], 1)
+            if aim in kept:
+                spare *= np.where(place == FREE, self.mesh[axis], 1)
+        scattered = result / spare * (1 - 1 / owed)
+        return np.maximum(scattered, wanted - result) / self.rate + latency
+
+
+def place_of(spec: Spec, axis: str) -> str:
+    if axis in spec.partial:
+        return OWED
+    return next((dim for dim, axes in zip(spec.dims, spec.axes) if axis in axes), FREE)
