@@ -13,8 +13,8 @@ PAPER_JITTER = {"switch": 1e-2, "gshard": 0.0}
 class MoEConfig:
     """Settings of the mixture-of-experts blocks of a model.
 
-    `capacity_factor` counts slots per routed choice: an expert has room for factor · k · tokens / experts of each group, with
-    k the choices per token (1 for switch, 2 for gshard), rounded up, at least 1, and never more than the group has tokens.
+    `capacity_factor` counts slots per routed choice: an expert takes factor · k · tokens / experts of each group, k
+    being the choices per token (1 for switch, 2 for gshard), rounded up, at least 1, at most the tokens of the group.
 
     Attributes:
         experts: number of experts X in each block.
@@ -50,7 +50,8 @@ class MoEConfig:
     def __post_init__(self):
         faults = list(_faults(self))
         if faults:
-            raise ValueError("a mixture of experts cannot be built from these settings\n" + "\n".join(f"  {f}" for f in faults))
+            listed = "".join(f"\n  {fault}" for fault in faults)
+            raise ValueError(f"a mixture of experts cannot be built from these settings{listed}")
 
     @property
     def choices(self) -> int:
@@ -64,7 +65,7 @@ class MoEConfig:
 
     def capacity(self, tokens: int) -> int:
         """Slots that one expert has for a group of `tokens`."""
-        # The factor is taken as the decimal that was written: 1.1 · 10 is 11 slots, not the 12 that binary rounding makes of it.
+        # The factor is the decimal that was written: 1.1 · 100 / 10 is 11 slots, not the 12 of its binary rounding.
         slots = math.ceil(Fraction(repr(float(self.capacity_factor))) * self.choices * tokens / self.experts)
         return max(1, min(slots, tokens))
 

@@ -1,4 +1,4 @@
-"""Tokens into the experts' slots and back: as the papers' one-hot einsums, and as gathers, which touch each activation once."""
+"""Tokens into the experts' slots and back: as the papers' one-hot einsums, and as gathers that move each row once."""
 
 from functools import partial
 
@@ -11,8 +11,9 @@ from gspmd.moe.routing import Routing
 def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, form: str = "sort") -> jax.Array:
     """Bring each token's activations to the slots it was given; slots that nobody took are 0.
 
-    "onehot" is the papers' einsum, GLXC, GLE -> GXCE, whose time grows with tokens · slots. "sort" writes the number of the choice
-    that holds each slot (an int32 scatter), token = number // k, and gathers activations by it: time grows with the slots alone.
+    "onehot" is the papers' einsum, GLXC, GLE -> GXCE, whose time grows with tokens · slots. "sort" writes the number of
+    the choice that holds each slot (an int32 scatter; its token is number // k) and gathers activations by it: its time
+    grows with the slots alone.
 
     Args:
         x: [G, L, E].
@@ -33,8 +34,8 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
 
     Source: GShard, arXiv 2006.16668, Algorithm 2 (GSEC,GSM->EGCM); Switch Transformer, arXiv 2101.03961, appendix F.
 
-    Differs: the einsums keep the group in front, G X C E, so that groups stay where they are until a reshard moves them. The
-    gradient of the gather is a gather of each token's slots, where transposition would scatter-add activations.
+    Differs: the einsums keep the group in front, G X C E, so that groups stay put until a reshard moves them.
+    The gradient of the gather is a gather of each token's slots, where transposition would scatter-add activations.
     """
     if form == "onehot":
         taken = _one_hot(routing, routing.kept, experts, capacity).astype(x.dtype)

@@ -8,8 +8,10 @@ from gspmd.moe.losses import gshard_balance
 from gspmd.moe.routing import Routing, chosen, every_token, queue, top_choices
 
 
-def route(logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None) -> Routing:
-    """Send each token to its two most probable experts: all first choices, then all second choices, while there is room.
+def route(
+    logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None
+) -> Routing:
+    """Send each token to its two most probable experts: all first choices, then all second ones, while there is room.
 
         g = softmax(logits)     g1, e1, g2, e2 = top2(g)     gates g1/(g1 + g2), g2/(g1 + g2)     C = (2 L / X) · factor
         the second is kept with probability min(1, 2 · g2), g2 normalised
@@ -34,17 +36,18 @@ def route(logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None,
     Source: Lepikhin et al., *GShard*, arXiv 2006.16668, §2.2 and Algorithm 1.
 
     Differs: where the paper and the authors' later public layer part, this follows
-      - the paper on a second choice that the draw rejects: it still advances its expert's count (the later layer drops it first);
+      - the paper on a second choice that the draw rejects: it still advances its expert's count, and its slot stays
+        empty (the later layer drops it before it counts);
       - the paper on gates: normalised before capacity is known, and never again when one of the two overflows;
-      - the later layer on the loss's coefficient: X² makes balanced experts cost `aux_weight` however many there are, while the
-        paper's form, in `losses.gshard_balance`, is 1/X² when balanced.
+      - the later layer on the loss's coefficient: with X², balanced experts cost `aux_weight` however many there are,
+        while the paper's form, in `losses.gshard_balance`, is 1/X² when balanced.
     Capacity is rounded up, and at least 1.
     """
     return assign(logits, config, draw(key, logits.shape), mask)
 
 
 def draw(key: jax.Array | None, shape: tuple[int, ...], *, out_sharding=None) -> jax.Array | None:
-    """Random numbers that routing logits of `shape` [G, L, X] takes: one in [0, 1) for each token, or none without a key."""
+    """Random numbers that routing logits of `shape` [G, L, X] takes: one in [0, 1) per token; none without a key."""
     return None if key is None else jax.random.uniform(key, shape[:2], jnp.float32, out_sharding=out_sharding)
 
 

@@ -41,14 +41,14 @@ def expert_layer(
         y      = activation(slots · w_in) · w_out              per expert
         y      = combine(reshard(y, "GX_xCE -> G_xXCE"))       the all-to-all back
 
-    The letters are the layout's: with groups and experts over the same axis a forward pass moves data three times, the two
-    all-to-alls and one small all-reduce of losses and loads, plus what the layout asks for within an expert.
+    The axes are the layout's: with groups and experts over the same one, a forward pass moves data three times, by two
+    all-to-alls and one small all-reduce of losses and loads, and otherwise as the layout asks within an expert.
 
     Args:
         x: [G, L, E], placed as `layout.groups`: G groups of L tokens, each whole on its device.
         weights: "router" [E, X], float32; "w_in" [X, E, F], "w_out" [X, F, E], and "w_gate" [X, E, F] for swiglu.
-        layout: the moe section of a layout: .router, .groups, .dispatched, .expert_input, .w_in, .w_gate, .hidden, .w_out,
-            and .in_via, .out_via where it has them.
+        layout: the moe section of a layout: .router, .groups, .dispatched, .expert_input, .w_in, .w_gate, .hidden,
+            .w_out, and .in_via, .out_via where it has them.
         config: router, capacity, form of dispatch.
         key: of the router's draws in training: the jitter of its input, the second experts.
         train: training's capacity and draws, or evaluation's.
@@ -56,9 +56,9 @@ def expert_layer(
         activation: "swiglu", "gelu" or "relu".
 
     Returns:
-        The answers [G, L, E], placed as x, 0 for a token that no expert took; the auxiliary loss, a float32 scalar, the mean over
-        the groups that hold a real token, weighted; and statistics: "load" [X], the share of choices that each expert was
-        sent, and "dropped", the share of choices that found no slot.
+        The answers [G, L, E], placed as x, 0 for a token that no expert took; the auxiliary loss, a float32 scalar,
+        weighted, the mean over the groups that hold a real token; and statistics: "load" [X], the share of choices that
+        each expert was sent, and "dropped", the share of choices that found no slot.
 
     Raises:
         LayoutError: groups, or their slots, would not be whole on a device.
@@ -124,7 +124,8 @@ def _not_whole(spec: Spec, what: str, wanted: str) -> Fault:
     return Fault(str(spec), 0, len(str(spec)), fact, remedy)
 
 
-def _logits(x: jax.Array, weight: jax.Array, places: _Places, layout: Any, config: MoEConfig, key: jax.Array | None) -> jax.Array:
+def _logits(x, weight, places: _Places, layout: Any, config: MoEConfig, key: jax.Array | None) -> jax.Array:
+    """The router's logits [G, L, X] in float32, of an input that is jittered when there is a key."""
     factor, width = None, config.jitter_width
     if key is not None and width:
         factor = jax.random.uniform(key, x.shape, jnp.float32, 1 - width, 1 + width, out_sharding=places.random())
@@ -132,8 +133,8 @@ def _logits(x: jax.Array, weight: jax.Array, places: _Places, layout: Any, confi
     return einsum(equation, jittered(x, factor), weight.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
-def _route(logits: jax.Array, config: MoEConfig, places: _Places, key: jax.Array | None, mask: jax.Array | None) -> tuple[Routing, jax.Array]:
-    """The routing, and per group what its figures are made of: [G, 2 + 1 + X], see `_summary`."""
+def _route(logits: jax.Array, config: MoEConfig, places: _Places, key, mask) -> tuple[Routing, jax.Array]:
+    """The routing, and per group what the layer's figures are made of, see `_summary`."""
     draws = router(config).draw(key, logits.shape, out_sharding=places.random())
     extra = [x for x in (draws, mask) if x is not None]
     tokens, choices = places.per_group("L"), places.per_group("LK")
@@ -157,17 +158,19 @@ def _router_body(config: MoEConfig, drawn: bool, masked: bool):
 
 
 def _summary(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.Array | None) -> jax.Array:
-    """Per group: its losses, whether it holds a real token, choices without a slot, choices per expert."""
+    """Per group: its losses, whether it holds a real token, choices without a slot, choices per expert: [G, 3 + X]."""
     real = every_token(logits, mask)
     chosen = sum(counts(routing.expert[..., k], real, config.experts) for k in range(config.choices))
     overflow = jnp.sum(routing.slot >= config.capacity(logits.shape[1]), axis=(1, 2), dtype=jnp.float32)
-    loss = sum(routing.losses.values())
-    return jnp.concatenate([jnp.stack([loss, jnp.any(real, axis=1).astype(jnp.float32), overflow], axis=1), chosen], axis=1)
+    loss, is_real = sum(routing.losses.values()), jnp.any(real, axis=1).astype(jnp.float32)
+    return jnp.concatenate([jnp.stack([loss, is_real, overflow], axis=1), chosen], axis=1)
 
 
 def _figures(summary: jax.Array, places: _Places) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The mean loss and the statistics of all groups, from one sum over the axes of G."""
-    total = einsum(f"{places.per_group('S')} -> S", summary)
+    spec = places.per_group("S")
+    # Summed where it lies, so that what travels does not grow with the number of groups.
+    total = einsum(f"{spec} -> S", summary, via=str(spec))
     loss, groups, overflow, chosen = total[0], total[1], total[2], total[3:]
     choices = jnp.maximum(1, jnp.sum(chosen))
     stats = {"load": chosen / choices, "dropped": overflow / choices}
@@ -207,7 +210,7 @@ def _experts(slots: jax.Array, weights: Mapping[str, jax.Array], layout: Any, ac
 
 def _combine(answers: jax.Array, routing: Routing, config: MoEConfig, places: _Places) -> jax.Array:
     choices = places.per_group("LK")
-    name, ins = f"combine {places.dispatched} -> {places.groups}", (places.dispatched, choices, choices, choices, choices)
+    name, ins = f"combine {places.dispatched} -> {places.groups}", (places.dispatched, *(4 * (choices,)))
     arrays = answers, routing.expert, routing.slot, routing.gate, routing.kept
     (y,) = run_local(name, _combine_body(config.dispatch), ins, (places.groups,), *arrays)
     return y

@@ -12,15 +12,17 @@ from gspmd.collectives.planned import compiler_chooses, context, run
 Body = Callable[..., tuple[jax.Array, ...]]
 
 
-def run_local(name: str, body: Body, in_specs: Sequence[Spec], out_specs: Sequence[Spec], *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def run_local(
+    name: str, body: Body, in_specs: Sequence[Spec], out_specs: Sequence[Spec], *arrays: jax.Array
+) -> tuple[jax.Array, ...]:
     """Run `body` on each device's groups.
 
-    It is one shard_map with no collective in it, and its gradient is another: the body's own transpose. That is right only
-    where each result depends on its own device's groups, and no input is whole on several devices that hold different groups.
+    It is one shard_map with no collective in it, and its gradient is another: the body's own transpose. That is right
+    only where a result depends on its own device's groups alone, and no input is shared by devices with other groups.
 
     Args:
         name: what is computed, in notation.
-        body: from arrays to a tuple of arrays. Give the same object for the same function, or nothing is found in caches.
+        body: from arrays to a tuple of arrays. The same function has to be the same object, for caches to find it.
         in_specs, out_specs: one spec per array; all sharded alike, over their groups.
         arrays: inputs; integers and booleans have no gradient.
     """

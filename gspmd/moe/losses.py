@@ -9,7 +9,7 @@ from gspmd.moe.routing import counts
 def load_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Array:
     """Switch Transformer's loss X · Σ_i f_i · P_i, which is 1 when balanced.
 
-    f_i is the share of tokens whose first choice is expert i, whether it found a slot or not; P_i the mean probability of expert i.
+    f_i is the share of tokens whose first choice is expert i, with a slot or without; P_i is the mean probability of i.
 
     Args:
         gates: [G, L, X] float32, the router's softmax.

@@ -10,11 +10,13 @@ from gspmd.moe.routing import Routing
 
 
 def router(config: MoEConfig) -> ModuleType:
-    """The module of the config's router: its `route`, and `draw` and `assign`, the two halves that `route` is made of."""
+    """The module of the config's router: its `route`, and `draw` and `assign`, the halves that `route` is made of."""
     return {"switch": switch, "gshard": gshard}[config.router]
 
 
-def route(logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None) -> Routing:
+def route(
+    logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None
+) -> Routing:
     """Route the tokens of each group by the router that the config names.
 
     Args:

@@ -13,7 +13,7 @@ class Routing:
 
     Attributes:
         expert: [G, L, k] int32, the chosen experts, first choice first; ties go to the lowest index.
-        slot: [G, L, k] int32, the place in that expert's queue; at or past the capacity is overflow, -1 is no place at all (padding).
+        slot: [G, L, k] int32, the place in that expert's queue; from the capacity on it is overflow; padding has -1.
         gate: [G, L, k] float32, the weight of the expert's answer, 0 where not kept.
         kept: [G, L, k] bool, whether the choice has a slot.
         losses: name to [G] float32, each group's losses, already weighted by the config's coefficient.
@@ -38,7 +38,7 @@ def top_choices(logits: jax.Array, count: int) -> jax.Array:
     Returns:
         [..., k] int32.
     """
-    # Repeated argmax, not lax.top_k, whose total order puts 0.0 before -0.0. A logit of -inf still beats what is already taken.
+    # Repeated argmax, not lax.top_k, whose total order puts 0.0 before -0.0. A logit of -inf still beats one taken.
     left = jnp.maximum(logits, jnp.finfo(logits.dtype).min)
     picks = []
     for _ in range(count):
@@ -63,7 +63,7 @@ def counts(expert: jax.Array, mask: jax.Array, experts: int) -> jax.Array:
 def queue(expert: jax.Array, waiting: jax.Array, experts: int) -> jax.Array:
     """The place of each choice in its expert's queue; all first choices stand before second choices.
 
-    Within a choice, tokens stand in their order. Linear in the tokens but for one sort, and independent of the number of experts.
+    Within a choice, tokens stand in their order. Linear in the tokens but for one sort, whatever the number of experts.
 
     Args:
         expert: [G, L, k] int32.

@@ -8,7 +8,9 @@ from gspmd.moe.losses import load_balance
 from gspmd.moe.routing import Routing, chosen, every_token, queue, top_choices
 
 
-def route(logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None) -> Routing:
+def route(
+    logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None
+) -> Routing:
     """Send each token to its most probable expert, in the order of the tokens, while that expert has room.
 
         p = softmax(logits)          i = argmax p          gate = p_i          C = (L / X) · factor
@@ -24,14 +26,15 @@ def route(logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None,
         Routing of arrays [G, L, 1] and losses {"aux": [G]}.
 
     Example:
-        >>> routing = route(jnp.array([[[0., 1.], [2., 0.], [0., 3.], [0., 1.]]]), MoEConfig(experts=2, capacity_factor=1.0))
+        >>> logits = jnp.array([[[0., 1.], [2., 0.], [0., 3.], [0., 1.]]])
+        >>> routing = route(logits, MoEConfig(experts=2, capacity_factor=1.0))
         >>> routing.expert[0, :, 0].tolist(), routing.kept[0, :, 0].tolist()
         ([1, 0, 1, 1], [True, True, True, False])
 
     Source: Fedus, Zoph, Shazeer, *Switch Transformers*, arXiv 2101.03961, §2.1 and §2.2, equations 1 to 6.
 
-    Differs: tokens are routed in groups, each with its own capacity, as the paper's public code does; capacity is rounded up and at
-    least 1; the gate of a token without a slot is 0, so it passes through the residual alone.
+    Differs: tokens are routed in groups, each with its own capacity, as in the paper's public code; capacity is rounded
+    up and at least 1. As in the paper, a token without a slot passes through the residual alone: its gate is 0 here.
     """
     return assign(logits, config, None, mask)
 

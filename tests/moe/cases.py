@@ -1,4 +1,4 @@
-"""Logits that routers find hard: random, tied, crowded, scarce, padded."""
+"""Logits that routers find hard: random, tied, crowded, extreme, padded, scarce; in few shapes, which compile fast."""
 
 from dataclasses import dataclass
 
@@ -7,38 +7,41 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Case:
+    """Groups of logits [G, L, X], their mask of real tokens [G, L], and the capacity factor they are routed with."""
+
     name: str
-    logits: np.ndarray  # [G, L, X] float32
-    mask: np.ndarray | None  # [G, L] bool
+    logits: np.ndarray
+    mask: np.ndarray | None
     factor: float
 
 
-def _random(seed, shape, scale=2.0):
-    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
+def _random(seed: int, groups: int, tokens: int, experts: int, scale: float = 2.0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal((groups, tokens, experts)) * scale).astype(np.float32)
 
 
-def _mask(seed, shape):
-    return np.random.default_rng(seed).random(shape) < 0.7
+def _hard() -> tuple[np.ndarray, np.ndarray]:
+    one_expert = np.tile(np.eye(8, dtype=np.float32)[2] * 9, (1, 40, 1))
+    kinds = [
+        _random(0, 24, 40, 8),
+        np.round(_random(1, 16, 40, 8, 1.0)),  # ties, 0.0 against -0.0 among them
+        np.zeros((1, 40, 8), np.float32),
+        one_expert,
+        _random(2, 4, 40, 8, 300.0),
+        np.where(_random(3, 4, 40, 8) < 1.0, -np.inf, _random(4, 4, 40, 8)),
+    ]
+    kinds[-1][..., 5:7] = 0.0  # two experts are always possible
+    logits = np.concatenate([np.concatenate(kinds)] * 2)
+    mask = np.ones(logits.shape[:2], bool)
+    padded = len(mask) // 2  # the same groups again, with padding
+    mask[padded:] = np.random.default_rng(5).random(mask[padded:].shape) < 0.7
+    mask[-1] = False
+    return logits, mask
 
 
-def _padding_group():
-    mask = _mask(3, (3, 20))
-    mask[1] = False
-    return mask
-
-
-CASES = [
-    Case("random", _random(0, (64, 64, 8)), None, 1.25),
-    Case("roomy", _random(1, (8, 33, 4)), None, 8.0),
-    Case("overflow", _random(2, (16, 64, 8)), None, 0.25),
-    Case("one slot", _random(3, (8, 16, 8)), None, 0.01),
-    Case("ties", np.round(_random(4, (32, 48, 6), 1.0)), None, 1.0),
-    Case("all equal", np.zeros((2, 24, 5), np.float32), None, 1.0),
-    Case("one expert", np.tile(np.eye(6, dtype=np.float32)[2] * 9, (2, 30, 1)), None, 1.0),
-    Case("fewer tokens than experts", _random(5, (8, 3, 16)), None, 1.0),
-    Case("one token", _random(6, (4, 1, 8)), None, 1.0),
-    Case("extreme", _random(7, (4, 32, 8), 300.0), None, 1.0),
-    Case("padding", _random(8, (16, 40, 8)), _mask(1, (16, 40)), 1.0),
-    Case("padding and ties", np.round(_random(9, (8, 40, 4), 1.0)), _mask(2, (8, 40)), 0.5),
-    Case("a group of padding", _random(10, (3, 20, 4)), _padding_group(), 1.0),
+_LOGITS, _MASK = _hard()
+HARD = [Case(f"hard, factor {factor}", _LOGITS, _MASK, factor) for factor in (0.01, 0.5, 8.0)]
+SCARCE = [
+    Case("fewer tokens than experts", _random(6, 16, 3, 16), None, 1.0),
+    Case("one token", _random(7, 4, 1, 8), None, 1.0),
 ]
+MANY = Case("many", _random(8, 512, 16, 8), None, 1.0)

@@ -1,4 +1,4 @@
-"""The papers' routers and their layer, transcribed token by token in float64; nothing here is shared with the package."""
+"""The papers' routers and layer, transcribed token by token in float64; nothing here is shared with the package."""
 
 from dataclasses import dataclass, field
 
@@ -7,10 +7,10 @@ import numpy as np
 
 @dataclass
 class Answer:
-    """One group's assignments: for each token its (expert, slot, gate) that found room, and the group's loss as the paper writes it."""
+    """One group's assignments: every token's choices, those that found room, and the loss as the paper writes it."""
 
     choices: list[list[int]]
-    placed: list[dict[int, tuple[int, float]]] = field(default_factory=list)  # token -> {expert: (slot, gate)}
+    placed: list[dict[int, tuple[int, float]]] = field(default_factory=list)  # per token, expert: (slot, gate)
     loss: float = 0.0
 
 
@@ -29,7 +29,7 @@ def best(row, excluded=None):
     return found
 
 
-def switch(logits, capacity, alpha, real):
+def switch(logits, real, capacity, alpha):
     """Switch Transformer, arXiv 2101.03961, equations 1 to 6, one group of logits [L, X]."""
     experts = len(logits[0])
     answer, queue, first, mean, tokens = Answer([]), [0] * experts, [0] * experts, [0.0] * experts, 0
@@ -51,7 +51,7 @@ def switch(logits, capacity, alpha, real):
     return answer
 
 
-def gshard(logits, capacity, real, random=None):
+def gshard(logits, real, random=None, capacity=1):
     """GShard, arXiv 2006.16668, Algorithm 1, one group of logits [S, E]; `loss` is its l_aux, line 13."""
     experts = len(logits[0])
     answer, count, mean = Answer([]), [0] * experts, [0.0] * experts

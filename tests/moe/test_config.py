@@ -6,7 +6,7 @@ from gspmd.moe import MoEConfig
 
 
 @pytest.mark.parametrize(
-    "router, experts, factor, tokens, capacity",
+    ("router", "experts", "factor", "tokens", "capacity"),
     [
         ("switch", 8, 1.0, 64, 8),
         ("switch", 8, 1.25, 64, 10),
@@ -24,13 +24,14 @@ def test_capacity(router, experts, factor, tokens, capacity):
 
 def test_evaluation_has_its_own_capacity_and_no_jitter():
     config = MoEConfig(capacity_factor=1.0, evaluation_capacity_factor=3.0)
-    assert config.jitter_width == 1e-2 and MoEConfig(router="gshard").jitter_width == 0
-    assert config.evaluation().capacity_factor == 3.0 and config.evaluation().jitter_width == 0
+    assert (config.jitter_width, MoEConfig(router="gshard").jitter_width) == (1e-2, 0)
+    assert (config.evaluation().capacity_factor, config.evaluation().jitter_width) == (3.0, 0)
 
 
 def test_every_fault_in_one_error():
     with pytest.raises(ValueError) as error:
-        MoEConfig(experts=0, every=0, groups=-1, capacity_factor=-1.0, jitter=2.0, aux_weight=-1.0, router="hash", dispatch="scan")
+        MoEConfig(experts=0, every=0, groups=-1, capacity_factor=-1.0, jitter=2.0, aux_weight=-1.0, router="hash",
+                  dispatch="scan")  # fmt: skip
     assert str(error.value) == (
         "a mixture of experts cannot be built from these settings\n"
         "  experts is 0; it must be at least 1.\n"
