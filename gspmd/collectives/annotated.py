@@ -56,7 +56,7 @@ def _register(
     return planned.register(planned.Registered(str(equation), steps, backward))
 
 
-# -- a partial sum as a dimension -----------------------------------------------------------------------------------------
+# -- a partial sum as a dimension -------------------------------------------------------------------------------------
 
 
 def _summand_letters(specs: Sequence[Spec]) -> dict[str, str]:

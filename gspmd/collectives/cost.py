@@ -1,7 +1,7 @@
 """What a step costs: bytes one device sends, and seconds on a chip's links.
 
-The byte counts are those of ring algorithms; the times follow the roofline of the public *scaling book* (jax-ml, chapters
-1 to 3): bandwidth over the rings that the step can use at once, plus one hop of latency per neighbour passed.
+The byte counts are those of ring algorithms; the times follow the roofline of the public *scaling book* (jax-ml,
+chapters 1 to 3): bandwidth over the rings that the step can use at once, plus one hop of latency per neighbour passed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], 
 
 
 def hops(size: int, chip: Chip) -> int:
-    """How far the farthest neighbour on a mesh axis is: half the ring where it closes, its whole length where it does not."""
+    """Hops to the farthest neighbour on a mesh axis: half the ring where it closes, its length where it does not."""
     return size // 2 if chip.wraps(size) else size - 1
 
 

@@ -89,7 +89,8 @@ def reshard(x: Any, equation: str | Equation, lowering: str | None = None) -> ja
     equation = parse_equation(equation)
     if not equation.is_move:
         raise SpecError(
-            f"cannot reshard by '{equation}', which has several operands.\n  Use gspmd.einsum, or a move such as 'BE_x -> B_xE'."
+            f"cannot reshard by '{equation}', which has several operands.\n"
+            "  Use gspmd.einsum, or a move such as 'BE_x -> B_xE'."
         )
     return einsum(equation, x, lowering=lowering)
 
@@ -109,7 +110,7 @@ def _program(
     precision,
     preferred,
 ) -> Callable:
-    """The program of an equation, from a flat list of arrays to a tuple of results; cached, so that jit finds it again."""
+    """From a flat list of arrays to a tuple of results; cached, so that jit finds it again."""
     equation.check(dict(sizes), context.mesh)
     if not context.explicit:
         _refuse_partial(equation)

@@ -1,4 +1,4 @@
-"""A plan as text, drawn as the papers draw it: a chain of specs, each arrow a collective, with bytes and microseconds."""
+"""A plan as text, as the papers draw it: a chain of specs, each arrow a collective, with bytes and microseconds."""
 
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,8 @@ def _lines(text: Text, plan: "Plan") -> None:
         text.append(arrow.ljust(widths[1]), style=COLORS.get(getattr(step, "kind", ""), ""))
         text.append(f"  {after.ljust(widths[2])}  {amount.rjust(widths[3])}  {time.rjust(widths[4])}\n")
     text.append(
-        f"  per device: {amount_of_bytes(plan.wire_bytes)} sent, {_flops(plan.flops)}, {_seconds(plan.seconds)}, {amount_of_bytes(plan.peak_bytes)} held",
+        f"  per device: {amount_of_bytes(plan.wire_bytes)} sent, {_flops(plan.flops)}, {_seconds(plan.seconds)}, "
+        f"{amount_of_bytes(plan.peak_bytes)} held",
         style="dim",
     )
 

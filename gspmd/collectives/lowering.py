@@ -15,9 +15,10 @@ def lowering(name: str) -> AbstractContextManager:
     """Set the default lowering of `gspmd.einsum` and `gspmd.reshard` inside a `with` block.
 
     Args:
-        name: `"xla"` annotates, and the compiler chooses the collectives; `"blocking"` runs the plan's own collectives in a
-            shard_map; `"auto"` is the cheapest by the cost model, which between these two is the one whose cost is known:
-            blocking.
+        name: `"xla"` annotates, and the compiler chooses the collectives; `"blocking"` runs the plan's own collectives
+        in a
+            shard_map; `"auto"` is the cheapest by the cost model, which between these two is the one whose cost is
+            known: blocking.
 
     Raises:
         PlanError: unknown name.

@@ -1,8 +1,8 @@
 """The cheapest chain of collectives that brings a tensor from one spec to another.
 
 A uniform-cost search over placements. From any placement the actions are those that bring some axis nearer to where the
-target has it: slice, reduce-scatter and all-reduce what is replicated or partial, exchange or gather minor axes, permute
-where only the order is wrong. Slicing early and gathering late falls out of the costs.
+target has it: slice, reduce-scatter and all-reduce what is replicated or partial, exchange or gather minor axes,
+permute where only the order is wrong. Slicing early and gathering late falls out of the costs.
 """
 
 import heapq
@@ -101,7 +101,7 @@ def _search(
 
 
 def cheapest(problem: "_Problem", start: Placement, limit: int | None = None) -> Path | None:
-    """Best-first search; ties go to fewer bytes, then fewer steps, then the order of the actions. None beyond the limit."""
+    """Best-first search; ties go to fewer bytes, fewer steps, the order of the actions. None beyond the limit."""
     queue: list = [(0, 0, 0, 0, 0, start, ())]
     done, pushed = set(), 0
     while queue:
@@ -134,8 +134,11 @@ def cheapest(problem: "_Problem", start: Placement, limit: int | None = None) ->
 
 
 def straight(problem: "_Problem", start: Placement) -> Path | None:
-    """The answer where there is nothing to search: no axis changes its dimension or its order, and at most one dimension
-    is gathered, one reduce-scattered. Slices come first, then what sums, then what gathers. None where that is not so."""
+    """The answer where there is nothing to search, None elsewhere.
+
+    No axis changes its dimension or its order, and at most one dimension is gathered, one reduce-scattered. Then slices
+    come first, what sums second, what gathers last.
+    """
     axes, partial = start
     gathers, arrivals = [], []
     for d, (held, wanted) in enumerate(zip(axes, problem.goal)):
@@ -162,7 +165,7 @@ def straight(problem: "_Problem", start: Placement) -> Path | None:
         here = _extend(
             path, "all-reduce", tuple(axis for axis in problem.mesh if axis in owed), (here[0], here[1] - owed), here
         )
-    for d, group in gathers:
+    for _, group in gathers:
         here = _extend(path, "all-gather", group, (problem.goal, here[1]), here)
     return tuple(path) if all(problem.divides(there) for *_, there in path) else None
 
@@ -233,7 +236,8 @@ class _Problem:
     def actions(self, here: Placement) -> Iterator[tuple[str, Axes, Placement]]:
         """Every action that can be on a cheapest path: its kind, its axes, where it leads.
 
-        A slice that stands in order costs nothing and shrinks all that follows, so where there is one it is the only action.
+        A slice that stands in order costs nothing and shrinks all that follows, so where there is one it is the only
+        action.
         """
         for d, (held, wanted) in enumerate(zip(here[0], self.goal)):
             if held == wanted[: len(held)] and (group := self._sliceable(here, wanted[len(held) :])):
@@ -270,7 +274,7 @@ class _Problem:
             yield "all-reduce", tuple(axis for axis in self.mesh if axis in group), (axes, partial - group)
 
     def _leave(self, here: Placement) -> Iterator[tuple[str, Axes, Placement]]:
-        """Take minor axes off a dimension: gather them, or exchange them for a split of the dimension they belong to."""
+        """Take minor axes off a dimension: gather them, or exchange them for a split of where they belong."""
         axes, partial = here
         for d, held in enumerate(axes):
             settled = _common_prefix(held, self.goal[d])

@@ -76,7 +76,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Output:
-    """The sum of `products`, which all have one spec, settled by `steps`; dimensions that no product has are broadcast."""
+    """The sum of `products`, all of one spec, settled by `steps`; dimensions that no product has are broadcast."""
 
     products: tuple[int, ...]
     spec: Spec

@@ -1,7 +1,7 @@
 """Programs with planned collectives: the current mesh, and the shard_map in which a plan's steps run.
 
-Every planned program is one `jax.jit` whose name leads to its steps, so that `gspmd.trace` finds it in a jaxpr, loops and
-recomputation included, and each step has its named scope, so that a compiled instruction can be joined to it.
+Every planned program is one `jax.jit` whose name leads to its steps, so that `gspmd.trace` finds it in a jaxpr, loops
+and recomputation included, and each step has its named scope, so that a compiled instruction can be joined to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ def context(lowering_name: str | None = None) -> Context:
     types = set(mesh.axis_types)
     if AxisType.Manual in types:
         raise PlanError(
-            "cannot plan inside another shard_map: its mesh axes are already manual, so arrays there are single pieces.\n"
+            "cannot plan inside another shard_map: its mesh axes are already manual, so arrays there are pieces.\n"
             "  Call gspmd outside of the shard_map, or use jax.lax collectives inside it."
         )
     if len(types) > 1:

@@ -138,7 +138,7 @@ class _Builder:
         """Add the moves and products of one search; the products' numbers."""
         left = self._move(job.shared, found.shared, found.shared_steps)
         numbers = []
-        for partner, choice, member in zip(job.partners, found.choices, job.members):
+        for partner, choice in zip(job.partners, found.choices):
             right = None if partner is None else self._move(partner, choice.partner, choice.partner_steps)
             arrived = choice.settle_steps[-1].after if choice.settle_steps else choice.result
             self.products.append(Product(left, right, choice.einsum, choice.settle_steps, arrived))
@@ -160,11 +160,12 @@ def backward(
 ) -> Routine:
     """Plan the cotangents of a routine's inputs from those of its outputs.
 
-    The operands are held as the forward pass moved them, one residual per move of `routine`. Inputs of the planned routine
-    are the cotangents, then the residuals; its outputs are the cotangents of `inputs`, in order.
+    The operands are held as the forward pass moved them, one residual per move of `routine`. Inputs of the planned
+    routine are the cotangents, then the residuals; its outputs are the cotangents of `inputs`, in order.
 
     Args:
-        mirrored: whether every local einsum runs where its forward one did: the cotangent is brought to the placement of
+        mirrored: whether every local einsum runs where its forward one did: the cotangent is brought to the placement
+        of
             the forward result, the residuals stay. So a gradient follows a layout whose forward pass is pinned.
     """
     cotangents = [

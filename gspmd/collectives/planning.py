@@ -128,9 +128,9 @@ def plan(
 ) -> Plan:
     """Plan an equation: the collectives and local einsums it takes, with bytes and seconds per device.
 
-    For each mesh axis the planner asks which dimension it shards while the einsum runs (a shared, a contracted or a free
-    one, or none); contracted ones leave a partial sum. The plan is the cheapest way in and out, in seconds on this chip,
-    ties to fewer bytes, then fewer steps, then the order of the specs.
+    For each mesh axis the planner asks which dimension it shards while the einsum runs (a shared, a contracted or a
+    free one, or none); contracted ones leave a partial sum. The plan is the cheapest way in and out, in seconds on this
+    chip, ties to fewer bytes, then fewer steps, then the order of the specs.
 
     Args:
         equation: an einsum, a move, a group or a sum of specs.
@@ -149,7 +149,8 @@ def plan(
         PlanError: no plan exists, or the chip or the lowering is unknown.
 
     Example:
-        >>> p = plan("BLE_xyz, E_xF_yz -> BLF_yzx", {"B": 512, "L": 1, "E": 18432, "F": 73728}, {"x": 4, "y": 4, "z": 4})
+        >>> sizes, mesh = {"B": 512, "L": 1, "E": 18432, "F": 73728}, {"x": 4, "y": 4, "z": 4}
+        >>> p = plan("BLE_xyz, E_xF_yz -> BLF_yzx", sizes, mesh)
         >>> [(step.kind, "".join(step.axes)) for step in p.steps]
         [('all-gather', 'yz'), ('einsum', ''), ('reduce-scatter', 'x')]
         >>> p.wire_bytes
@@ -193,7 +194,7 @@ def make_plan(
 def tensors(
     equation: Equation, mesh: Mapping[str, int], dtypes: Sequence[str], wire_dtype: str | None, dtype: str | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The operands and the results as the planner sees them: on the wire each has its operand's dtype unless told otherwise."""
+    """Operands and results as the planner sees them; each crosses the wire in its own dtype unless told otherwise."""
     import jax.numpy as jnp
 
     flat = [spec for operand in equation.operands for spec in operand.specs]
@@ -212,7 +213,7 @@ def _refuse_open(equation: Equation) -> None:
     for spec in _specs(equation):
         if spec.is_open:
             raise PlanError(
-                f"cannot plan '{equation}': '{spec}' leaves a dimension open, so what it will send is the compiler's choice.\n"
+                f"cannot plan '{equation}': '{spec}' leaves a dimension open; what it sends is the compiler's choice.\n"
                 "  Name its mesh axes, or run it with lowering='xla' under Auto axes."
             )
 

@@ -1,9 +1,10 @@
 """Which dimension each mesh axis shards while an einsum runs: the exact search behind every plan.
 
 One tensor, the shared one, meets one or several partners. For each mesh axis the search asks where it stands during the
-local einsums: on a dimension (of the shared tensor, or of a partner alone), nowhere, or still owing a partial sum. Every
-assignment gets a lower bound, all of them at once in numpy; the exact cost, with the moves in and out, is worked out in
-the order of the bounds until a bound exceeds the best cost found. So the search is exhaustive in its answer, not its work.
+local einsums: on a dimension (of the shared tensor, or of a partner alone), nowhere, or still owing a partial sum.
+Every assignment gets a lower bound, all of them at once in numpy; the exact cost, with the moves in and out, is worked
+out in the order of the bounds until a bound exceeds the best cost found. So the search is exhaustive in its answer, not
+its work.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +26,7 @@ Cost = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Choice:
-    """How one member runs: where the partner is brought, the local einsum, what comes out, and the way to the target."""
+    """How one member runs: where the partner is brought, the local einsum, its result, the way to the target."""
 
     partner: Spec | None
     partner_steps: tuple[Step, ...]
@@ -182,7 +183,7 @@ def _orderings(setting, axes, key, dims, hints, source: Spec, fixed: Mapping = {
 
 
 def _orders(axes: tuple[str, ...], hints: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """The orders in which axes can come to stand on one dimension without a permute: each spec's own, what is new behind."""
+    """The orders in which axes come to stand on one dimension without a permute: each spec's, what is new behind."""
     if len(axes) < 2:
         return [axes]
     orders = {}
@@ -242,6 +243,6 @@ def _impossible(shared: Tensor, members: tuple[Member, ...], pinned: Spec | None
     via = "" if pinned is None else f" via '{pinned}'"
     return (
         f"no plan brings '{shared.spec}'{via} to {targets}.\n"
-        "  A partial sum in the result comes from a mesh axis that shards a summed dimension, or from an operand that owes it;\n"
+        "  A partial sum in the result comes from a mesh axis on a summed dimension, or from an operand that owes it;\n"
         "  via specs must agree on every dimension that the operands share."
     )

@@ -1,8 +1,8 @@
 """`gspmd.trace`: every planned step of a whole function, forward and backward, times its loop trips.
 
-The function is traced to a jaxpr, dead code is removed, and the planned programs are found in it by the names under which
-`planned.run` runs them. Inside one, the steps that are still there are those whose named scope is: recomputation under
-`jax.checkpoint` keeps only the moves that the backward pass needs.
+The function is traced to a jaxpr, dead code is removed, and the planned programs are found in it by the names under
+which `planned.run` runs them. Inside one, the steps that are still there are those whose named scope is: recomputation
+under `jax.checkpoint` keeps only the moves that the backward pass needs.
 """
 
 import re
