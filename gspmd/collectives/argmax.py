@@ -30,9 +30,9 @@ def argmax(logits: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
         PlanError: `logits` owe a partial sum.
 
     Example:
-        >>> import jax, jax.numpy as jnp
+        >>> import gspmd
         >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
-        ...     print(argmax(jnp.array([[0.0, 2.0, 2.0]]), "BV_x", "V"))
+        ...     print(argmax(gspmd.annotate(jnp.array([[0.0, 2.0, 2.0]]), "BV_x"), "BV_x", "V"))
         [1]
 
     Differs: `jnp.argmax` finds the first NaN; here a row with a NaN has no defined answer but a valid position.

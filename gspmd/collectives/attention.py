@@ -55,10 +55,10 @@ def attention(
         PlanError: batch or heads of queries and keys lie so that a device lacks keys it needs.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> q, k = jnp.ones((1, 3, 4, 2)), jnp.ones((1, 3, 1, 2))
-        >>> v = jnp.arange(3.0).reshape(1, 3, 1, 1) * k
+        >>> import gspmd
         >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        ...     q, k = gspmd.annotate(jnp.ones((1, 3, 4, 2)), "BLH_xD"), jnp.ones((1, 3, 1, 2))
+        ...     v = jnp.arange(3.0).reshape(1, 3, 1, 1) * k
         ...     print(attention(q, k, v, "BLH_xD", "BTKD")[0, :, 0, 0])
         [0.  0.5 1. ]
 

@@ -41,9 +41,9 @@ def cross_entropy(
         PlanError: `logits` owe a partial sum.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> logits = jnp.log(jnp.array([[[1.0, 2.0, 5.0]]]))
+        >>> import gspmd
         >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        ...     logits = gspmd.annotate(jnp.log(jnp.array([[[1.0, 2.0, 5.0]]])), "BLV_x")
         ...     print(cross_entropy(logits, jnp.array([[1]]), "BLV_x").round(4))
         [[1.3863]]
 

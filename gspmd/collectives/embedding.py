@@ -40,9 +40,11 @@ def embed(ids: jax.Array, table: jax.Array, equation: str | Equation) -> jax.Arr
         PlanError: something owes a partial sum, or no division of the work over the mesh is even.
 
     Example:
-        >>> import jax, jax.numpy as jnp
+        >>> import gspmd
         >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
-        ...     print(embed(jnp.array([[2, 0]]), jnp.arange(6.0).reshape(3, 2), "B_xL, V_xE -> B_xLE"))
+        ...     ids = gspmd.annotate(jnp.array([[2, 0]]), "B_xL")
+        ...     table = gspmd.annotate(jnp.arange(6.0).reshape(3, 2), "V_xE")
+        ...     print(embed(ids, table, "B_xL, V_xE -> B_xLE"))
         [[[4. 5.]
           [0. 1.]]]
 

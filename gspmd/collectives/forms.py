@@ -34,12 +34,25 @@ def read(doing: str, text: str | Spec, x: jax.Array, ctx: Context) -> Spec:
     if spec.partial:
         settled = spec.without_partial()
         fact = "this is not linear in its operand, so a sum still owed cannot pass through it."
-        faults.append(Fault(str(spec), str(spec).index("partialsum"), len(str(spec)), fact,
-                            f"Settle it before: gspmd.reshard(x, '{spec} -> {settled}')."))
+        faults.append(
+            Fault(
+                str(spec),
+                str(spec).index("partialsum"),
+                len(str(spec)),
+                fact,
+                f"Settle it before: gspmd.reshard(x, '{spec} -> {settled}').",
+            )
+        )
     if spec.is_open and ctx.lowering != "xla":
         dim = next(dim for dim, axes in zip(spec.dims, spec.axes) if axes == ("?",))
-        faults.append(fault(spec, dim, f"dimension {dim} is left open, and a plan needs to know where it lies.",
-                            "Name its mesh axes, or use lowering 'xla'."))
+        faults.append(
+            fault(
+                spec,
+                dim,
+                f"dimension {dim} is left open, and a plan needs to know where it lies.",
+                "Name its mesh axes, or use lowering 'xla'.",
+            )
+        )
     if faults:
         raise report(PlanError, doing, faults) from None
     return spec

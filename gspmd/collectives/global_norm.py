@@ -34,9 +34,10 @@ def global_norm(tree: Any, specs: Any) -> jax.Array:
         PlanError: an array owes a partial sum.
 
     Example:
-        >>> import jax, jax.numpy as jnp
+        >>> import gspmd
         >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
-        ...     print(global_norm({"w": jnp.full((2, 2), 2.0), "b": jnp.full(1, 3.0)}, {"w": "E_xF", "b": "F"}))
+        ...     weight = gspmd.annotate(jnp.full((2, 2), 2.0), "E_xF")
+        ...     print(global_norm({"weight": weight, "bias": jnp.full(1, 3.0)}, {"weight": "E_xF", "bias": "F"}))
         5.0
 
     Source: Pascanu, Mikolov and Bengio 2013, *On the difficulty of training recurrent neural networks*

@@ -36,10 +36,10 @@ def rms_norm(
         PlanError: an operand owes a partial sum.
 
     Example:
-        >>> import jax, jax.numpy as jnp
+        >>> import gspmd
         >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
-        ...     y = rms_norm(jnp.full((1, 2, 4), 3.0), jnp.ones(4), "B_xLE", "E")
-        >>> print(y[0, 0])
+        ...     x = gspmd.annotate(jnp.full((1, 2, 4), 3.0), "BLE_x")
+        ...     print(rms_norm(x, jnp.ones(4), "BLE_x", "E")[0, 0].round(3))
         [1. 1. 1. 1.]
 
     Source: Zhang and Sennrich 2019, *Root Mean Square Layer Normalization* (arXiv 1910.07467), equation 4.

@@ -32,9 +32,10 @@ def logsumexp(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
         PlanError: `x` owes a partial sum.
 
     Example:
-        >>> import jax, jax.numpy as jnp
+        >>> import gspmd
         >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
-        ...     print(logsumexp(jnp.log(jnp.array([[1.0, 2.0, 5.0]])), "BV_x", "V").round(4))
+        ...     x = gspmd.annotate(jnp.log(jnp.array([[1.0, 2.0, 5.0]])), "BV_x")
+        ...     print(logsumexp(x, "BV_x", "V").round(4))
         [2.0794]
 
     Source: Blanchard, Higham and Higham 2021, *Accurately computing the log-sum-exp and softmax functions*, section 3.
@@ -64,9 +65,10 @@ def softmax(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
         PlanError: `x` owes a partial sum.
 
     Example:
-        >>> import jax, jax.numpy as jnp
+        >>> import gspmd
         >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
-        ...     print(softmax(jnp.log(jnp.array([[1.0, 2.0, 5.0]])), "BV_x", "V"))
+        ...     x = gspmd.annotate(jnp.log(jnp.array([[1.0, 2.0, 5.0]])), "BV_x")
+        ...     print(softmax(x, "BV_x", "V").round(4))
         [[0.125 0.25  0.625]]
 
     Source: Blanchard, Higham and Higham 2021, *Accurately computing the log-sum-exp and softmax functions*, section 3.
