@@ -44,6 +44,7 @@ def einsum(
         PlanError: no mesh, or no plan.
 
     Example:
+        >>> from gspmd import annotate
         >>> mesh = jax.make_mesh((1, 1), ("x", "y"))
         >>> with jax.set_mesh(mesh):
         ...     x, w = annotate(jnp.ones((4, 8)), "BE_xy"), annotate(jnp.ones((8, 16)), "E_xF_y")
@@ -61,10 +62,15 @@ def einsum(
         ]
     )
     flat = [x for operand in operands for x in (operand if isinstance(operand, (tuple, list)) else (operand,))]
+    specs = [spec for operand in equation.operands for spec in operand.specs]
     context = planned.context(lowering)
     names = tuple(str(jnp.result_type(x)) for x in flat)
     options = (via, _name(wire_dtype), precision, _name(preferred_element_type))
     program = _program(equation, tuple(sizes.items()), context, names, *options)
+    if context.explicit:
+        flat = [
+            planned.stated(x, spec, f"operand {i + 1} of '{equation}'") for i, (x, spec) in enumerate(zip(flat, specs))
+        ]
     results = program(*flat)
     return tuple(results) if equation.group else results[0]
 
@@ -81,6 +87,7 @@ def reshard(x: Any, equation: str | Equation, lowering: str | None = None) -> ja
         SpecError: the equation is no move, or does not fit the array.
 
     Example:
+        >>> from gspmd import annotate
         >>> mesh = jax.make_mesh((1,), ("x",))
         >>> with jax.set_mesh(mesh):
         ...     reshard(annotate(jnp.ones((4, 8)), "B_xE"), "B_xE -> BE_x").shape

@@ -4,7 +4,7 @@ Every planned program is one `jax.jit` whose name leads to its steps, so that `g
 and recomputation included, and each step has its named scope, so that a compiled instruction can be joined to it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -129,20 +129,45 @@ def _program(name: str, title: str, body: Callable, ins: tuple, outs: Any) -> Ca
     return jax.jit(program)
 
 
-def _input_partition(spec: Spec, x: Any, number: int, name: str, explicit: bool) -> jax.P:
-    wanted = spec.partition_spec()
-    if not explicit:
-        if spec.partial:
-            raise SpecError(auto_partial(spec))
-        return wanted
-    actual = jax.typeof(x).sharding.spec
-    if _placed(actual, len(spec.dims)) != _placed(wanted, len(spec.dims)) or actual.unreduced != wanted.unreduced:
+def stated(x: jax.Array, spec: Spec, what: str = "the array") -> jax.Array:
+    """The array, its type checked against what a caller says of it; what every public entry does to its operands.
+
+    Under Explicit axes the type is part of the array. Axes of size 1 make a type, but no placement: an array whose type
+    differs only by them is given the type of the spec, here, outside of any custom_vjp, so that cotangents agree. Under
+    Auto axes the spec is a constraint, which the shard_map states.
+
+    Raises:
+        SpecError: the type says something else.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.are_all_axes_explicit:
+        return x
+    actual, wanted = jax.typeof(x).sharding.spec, spec.partition_spec()
+    rank, sizes = len(spec.dims), dict(mesh.shape)
+    if _placed(actual, rank) == _placed(wanted, rank) and actual.unreduced == wanted.unreduced:
+        return x
+    if not _same_placement(actual, wanted, rank, sizes):
         raise SpecError(
-            f"operand {number + 1} of '{name}' does not lie as the equation says.\n"
-            f"  The equation says '{spec}', that is {wanted}; the array's type is {jax.typeof(x)}.\n"
+            f"{what} does not lie as its spec says.\n"
+            f"  The spec is '{spec}', that is {wanted}; the array's type is {jax.typeof(x)}.\n"
             f"  Bring it there with gspmd.reshard, or place it with gspmd.annotate(x, '{spec}')."
         )
-    return actual
+    return jax.reshard(x, wanted)
+
+
+def _input_partition(spec: Spec, x: Any, number: int, name: str, explicit: bool) -> jax.P:
+    if explicit:
+        actual = jax.typeof(stated(x, spec, f"operand {number + 1} of '{name}'")).sharding.spec
+        return actual if actual.reduced else spec.partition_spec()
+    if spec.partial:
+        raise SpecError(auto_partial(spec))
+    return spec.partition_spec()
+
+
+def _same_placement(actual: jax.P, wanted: jax.P, rank: int, sizes: Mapping[str, int]) -> bool:
+    real = lambda axes: tuple(axis for axis in axes if sizes[axis] > 1)  # noqa: E731
+    dims = [list(map(real, _placed(spec, rank))) for spec in (actual, wanted)]
+    return dims[0] == dims[1] and set(real(actual.unreduced)) == set(real(wanted.unreduced))
 
 
 def auto_partial(spec: Spec) -> str:
