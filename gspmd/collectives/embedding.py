@@ -176,16 +176,17 @@ def _divisions(given: Lookup, sizes: Mapping[str, int], mesh: Mapping[str, int])
     axes = [axis for axis in mesh if any(axis in spec.used for spec in specs)]
     homes = [sorted({dim for spec in specs for dim in spec.dims if axis in spec.axes_of(dim)}) for axis in axes]
     for choice in product(*([*dims, None] for dims in homes)):
-        chosen = dict(zip(axes, choice))
-        held = {dim: _in_order(dim, [a for a in axes if chosen[a] == dim], specs) for dim in sizes}
-        if all(sizes[dim] % prod(mesh[axis] for axis in order) == 0 for dim, order in held.items()):
-            yield _placed(given, held)
+        chosen = {dim: {axis for axis, home in zip(axes, choice) if home == dim} for dim in sizes}
+        if all(sizes[dim] % prod(mesh[axis] for axis in held) == 0 for dim, held in chosen.items()):
+            for orders in product(*(_orders(dim, held, specs) for dim, held in chosen.items())):
+                yield _placed(given, dict(zip(chosen, orders)))
 
 
-def _in_order(dim: str, axes: list[str], specs: tuple[Spec, ...]) -> tuple[str, ...]:
-    """The axes in the order in which the specs hold them, so that no move has to permute."""
-    known = [axis for spec in specs if dim in spec.dims for axis in spec.axes_of(dim)]
-    return tuple(sorted(axes, key=known.index))
+def _orders(dim: str, axes: set[str], specs: tuple[Spec, ...]) -> list[tuple[str, ...]]:
+    """The axes of a dimension in the order of each spec that has it, so that the cheapest need not permute."""
+    written = [spec.axes_of(dim) for spec in specs if dim in spec.dims]
+    known = [axis for held in written for axis in held if axis in axes]
+    return list(dict.fromkeys(tuple(dict.fromkeys((*filter(axes.__contains__, held), *known))) for held in written))
 
 
 def _placed(given: Lookup, held: Mapping[str, tuple[str, ...]]) -> Lookup:
