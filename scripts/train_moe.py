@@ -56,7 +56,6 @@ def main(argv: Sequence[str]) -> None:
     corpus = data.load(training.data, fraction=training.validation_fraction)
     data.check_size(corpus, training.batch, training.length)
     out = command.choose_out(training.out, resume=training.resume)
-    command.keep_settings(out, settings)
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     with jax.set_mesh(mesh), gspmd.lowering(sharding.lowering or layout.lowering or "auto"):
         model = models.build(settings.model, layout, mesh, jax.random.key(training.seed), training.dtype)
@@ -64,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
         show(console, settings, layout, mesh, {"text": corpus.describe(), "out": str(out)})
         tokens = program.place(np.zeros((training.batch, training.length + 1)))
         report.show_collectives(console, gspmd.trace(program.step, program.state, tokens, program.key))
-        state = loop.fit(training, program, corpus, out, console)
+        state = loop.fit(training, program, corpus, out, console, command.kept_settings(settings))
         text = partial(sample, training, models.with_arrays(model, state.params)) if training.sample_bytes else None
         report.finish(console, out, training.prompt, text)
 

@@ -75,7 +75,10 @@ def newest(out: str | Path) -> int | None:
 
 def save_settings(out: str | Path, settings: Mapping[str, Any]) -> None:
     """Writes the run's settings to `<out>/config.json`, for a resume that names only the folder."""
-    (Path(out) / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    path = Path(out) / "config.json"
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    beside.replace(path)
 
 
 def load_settings(out: str | Path) -> dict[str, Any]:

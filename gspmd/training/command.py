@@ -88,8 +88,11 @@ def choose_out(out: str, *, resume: bool) -> Path:
         ConfigError: it cannot be written, or holds a run that would be overwritten.
     """
     path = Path(out) if out else newest_run() if resume else _fresh()
-    if not resume and checkpoint.newest(path) is not None:
-        fault = f"it already holds a run, at step {checkpoint.newest(path)}."
+    step = checkpoint.newest(path)
+    if resume and step is None:
+        raise ConfigError("cannot resume:", [f"there is no checkpoint under {str(path)!r}."])
+    if step is not None and not resume:
+        fault = f"it already holds a run, at step {step}."
         raise ConfigError(f"cannot write to {str(path)!r}:", [fault, "Add --resume to go on, or choose another --out."])
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -148,9 +151,9 @@ def _resume_command(argv: Sequence[str]) -> str:
     return f"python {shlex.quote(sys.argv[0])} --resume --out {shlex.quote(out)}"
 
 
-def keep_settings(out: Path, settings: Any) -> None:
-    """Writes what a resume begins from: all settings but those that belong to one start only."""
+def kept_settings(settings: Any) -> dict[str, Any]:
+    """What a resume begins from: all settings but those that belong to one start only."""
     kept = to_mapping(settings)
     kept.pop("config", None)
     kept.get("training", {}).pop("resume", None)
-    checkpoint.save_settings(out, kept)
+    return kept

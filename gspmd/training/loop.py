@@ -3,7 +3,7 @@
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from gspmd.training import data
-from gspmd.training.checkpoint import Checkpoints
+from gspmd.training.checkpoint import Checkpoints, save_settings
 from gspmd.training.config import TrainingConfig
 from gspmd.training.metrics import Display, Metrics
 from gspmd.training.state import TrainState
@@ -60,7 +60,14 @@ class Program:
     key: jax.Array
 
 
-def fit(config: TrainingConfig, program: Program, corpus: data.Corpus, out: Path, console: Console) -> TrainState:
+def fit(
+    config: TrainingConfig,
+    program: Program,
+    corpus: data.Corpus,
+    out: Path,
+    console: Console,
+    settings: Mapping[str, Any] | None = None,
+) -> TrainState:
     """Trains for `config.steps` updates and leaves figures and checkpoints in `out`.
 
     Args:
@@ -69,6 +76,7 @@ def fit(config: TrainingConfig, program: Program, corpus: data.Corpus, out: Path
         corpus: the text.
         out: an existing folder.
         console: where progress is shown.
+        settings: all settings of the run, kept in `out` for a resume.
 
     Returns:
         The last state.
@@ -86,6 +94,7 @@ def fit(config: TrainingConfig, program: Program, corpus: data.Corpus, out: Path
             batches.set_state(position)
             resumed_at = int(state.step)
             console.print(f"Resumed from step {resumed_at}.")
+        save_settings(out, settings or {})
         with Metrics(out, resumed_at=resumed_at) as metrics, _Stop() as stop:
             run = _Run(config, program, corpus, console, checkpoints, metrics, stop)
             state = run.train(state, batches)

@@ -20,7 +20,7 @@ from gspmd.training.toml import ConfigError
 
 
 def trained(make_program, corpus, steps=3, **more):
-    program, made = make_program(**more)
+    program, _ = make_program(**more)
     state = program.state
     for _ in range(steps):
         tokens = program.place(np.arange(36).reshape(4, 9) % 8)

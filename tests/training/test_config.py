@@ -27,7 +27,8 @@ def test_not_a_number():
 
 
 def test_shares():
-    assert faults(TrainingConfig, validation_fraction=1.0) == ("validation_fraction must be between 0 and 1, but is 1.0.",)
+    wanted = ("validation_fraction must be between 0 and 1, but is 1.0.",)
+    assert faults(TrainingConfig, validation_fraction=1.0) == wanted
     assert faults(OptimizerConfig, warmup=2.0) == ("warmup must be between 0 and 1, but is 2.0.",)
 
 
