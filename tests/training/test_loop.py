@@ -30,8 +30,8 @@ def test_every_step_has_its_figures(make_program, corpus, console, tmp_path):
     assert int(state.step) == 20
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [*range(1, 21), 20]
-    names = "loss aux_loss bits_per_byte tokens_per_second learning_rate gradient_norm dropped load".split()
-    assert all(set(names) <= set(row) for row in rows[:-1])
+    names = ["loss", "aux_loss", "bits_per_byte", "tokens_per_second", "learning_rate", "gradient_norm", "dropped"]
+    assert all({*names, "load"} <= set(row) for row in rows[:-1])
     assert rows[0]["bits_per_byte"] == pytest.approx(3.0, rel=1e-5)
     assert rows[0]["loss"] == pytest.approx(math.log(8) + 0.1, rel=1e-5)
     assert rows[19]["bits_per_byte"] < 2
