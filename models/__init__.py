@@ -1,6 +1,6 @@
 """Decoder-only language models in Flax NNX, every tensor placed by a layout.
 
-Reading order: config, parameters, attention, feed_forward, experts, blocks, transformer, loss, decoding.
+Reading order: config, parameters, attention, feed_forward, experts, scopes, blocks, transformer, loss, decoding.
 """
 
 from models.activations import activation_specs

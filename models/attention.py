@@ -35,14 +35,13 @@ class Attention(nnx.Module):
         y = rms_norm(x, self.norm[...], at.residual, at.norm, epsilon=self.config.norm_epsilon)
         q, k, v = gspmd.einsum(
             f"{at.residual}, ({at.w_q}, {at.w_k}, {at.w_v}) -> ({at.query}, {at.key}, {at.key})",
-            y, self.weights_in(), via=in_via(at), lowering=at.lowering)
-        return gspmd.einsum(f"{at.query}, {at.w_o} -> {at.residual}", self.core(q, k, v), self.weight_out(), via=at.out_via, lowering=at.lowering)
+            y, self.weights_in(), via=in_via(at))
+        return gspmd.einsum(f"{at.query}, {at.w_o} -> {at.residual}", self.core(q, k, v), self.weight_out(), via=at.out_via)
 
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Softmax attention of rotated queries [B, L, H, D] and keys [B, L, K, D] over values; placed as the queries."""
-        with jax.named_scope("attention"):
-            q, k = rotate(q, self.config.rope_base), rotate(k, self.config.rope_base)
-            return attention(q, k, v, self.specs.query, self.specs.key, causal=True)
+        q, k = rotate(q, self.config.rope_base), rotate(k, self.config.rope_base)
+        return attention(q, k, v, self.specs.query, self.specs.key, causal=True)
 
     def weights_in(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Query, key and value projections in the compute type."""

@@ -15,6 +15,7 @@ from models.attention import Attention, in_via
 from models.config import ModelConfig
 from models.experts import Experts
 from models.feed_forward import FeedForward
+from models.scopes import part
 
 
 class Block(nnx.Module):
@@ -28,9 +29,11 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, *, key: jax.Array | None, train: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The residual stream behind the block, and the figures of its experts, if it has any."""
         attention, ffn = self.residuals
-        x = x + self.attention(x)
+        with part(self.layout, "attention"):
+            x = x + self.attention(x)
         x = _move(x, attention, ffn)
-        y, figures = (self.ffn(x), {}) if self.moe is None else self.moe(x, key=key, train=train)
+        with part(self.layout, "ffn" if self.moe is None else "moe"):
+            y, figures = (self.ffn(x), {}) if self.moe is None else self.moe(x, key=key, train=train)
         return _move(x + y, ffn, attention), figures
 
 
@@ -45,16 +48,17 @@ class ParallelBlock(nnx.Module):
         self.epsilon = config.norm_epsilon
         self.norm = nnx.Param(weights["norm"])
         self.attention = Attention(config, layout, weights["attention"], dtype)
-        self.specs = layout.section("ffn")
         _feed_forward(self, config, layout, weights, dtype)
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None, train: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The residual stream behind the block, and the figures of its experts, if it has any."""
-        y = rms_norm(x, self.norm[...], self.specs.residual, self.specs.norm, epsilon=self.epsilon)
-        if self.moe is None:
-            return x + self.both(y), {}
-        added, figures = self.moe.mix(y, key=key, train=train)
-        return x + self.alone(y) + added, figures
+        with part(self.layout, "ffn" if self.moe is None else "moe"):
+            y = rms_norm(x, self.norm[...], self.specs.residual, self.specs.norm, epsilon=self.epsilon)
+            if self.moe is None:
+                return x + self.both(y), {}
+            added, figures = self.moe.mix(y, key=key, train=train)
+        with part(self.layout, "attention"):
+            return x + self.alone(y) + added, figures
 
     def both(self, y: jax.Array) -> jax.Array:
         """Attention and feed-forward of one normed input [B, L, E], added up before their sum is settled."""
@@ -74,12 +78,13 @@ class ParallelBlock(nnx.Module):
         at, residual = self.attention.specs, self.specs.residual
         q, k, v = gspmd.einsum(
             f"{residual}, ({at.w_q}, {at.w_k}, {at.w_v}) -> ({at.query}, {at.key}, {at.key})",
-            y, self.attention.weights_in(), via=in_via(at), lowering=at.lowering)
+            y, self.attention.weights_in(), via=in_via(at))
         return gspmd.einsum(
-            f"{at.query}, {at.w_o} -> {residual}", self.attention.core(q, k, v), self.attention.weight_out(), via=at.out_via, lowering=at.lowering)
+            f"{at.query}, {at.w_o} -> {residual}", self.attention.core(q, k, v), self.attention.weight_out(), via=at.out_via)
 
 
 def _feed_forward(block: Any, config: ModelConfig, layout: Any, weights: Mapping[str, Any], dtype: Any) -> None:
+    block.layout, block.specs = layout, layout.section("ffn")
     block.ffn = FeedForward(config, layout, weights["ffn"], dtype) if "ffn" in weights else None
     block.moe = Experts(config, layout, weights["moe"], dtype) if "moe" in weights else None
 

@@ -43,8 +43,9 @@ class Experts(nnx.Module):
         sequences = groups.rename({"G": "B"})
         count, shape = self.config.moe.groups or y.shape[0], y.shape
         grouped = regroup(_move(y, residual, sequences), (count, y.shape[0] * y.shape[1] // count, y.shape[2]), groups)
-        answers, losses, stats = expert_layer(grouped, self.weights(), self.moe, self.config.moe, key=key, train=train)
-        return _move(regroup(answers, shape, sequences), sequences, residual), {"aux_loss": losses, **stats}
+        answers, loss, stats = expert_layer(
+            grouped, self.weights(), self.moe, self.config.moe, key=key, train=train, activation=self.config.activation)
+        return _move(regroup(answers, shape, sequences), sequences, residual), {"aux_loss": loss, **stats}
 
     def weights(self) -> dict[str, jax.Array]:
         """The experts' weights in the compute type, and the router's in float32."""

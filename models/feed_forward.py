@@ -32,13 +32,12 @@ class FeedForward(nnx.Module):
         y = rms_norm(x, self.norm[...], ffn.residual, ffn.norm, epsilon=self.config.norm_epsilon)
         hidden = gspmd.einsum(
             f"{ffn.residual}, ({', '.join(self.specs_in())}) -> ({', '.join(self.specs_hidden())})",
-            y, self.weights_in(), via=self.in_via(), lowering=ffn.lowering)
-        return gspmd.einsum(f"{ffn.hidden}, {ffn.w_out} -> {ffn.residual}", self.activate(*hidden), self.weight_out(), via=ffn.out_via, lowering=ffn.lowering)
+            y, self.weights_in(), via=self.in_via())
+        return gspmd.einsum(f"{ffn.hidden}, {ffn.w_out} -> {ffn.residual}", self.activate(*hidden), self.weight_out(), via=ffn.out_via)
 
     def activate(self, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         """The nonlinearity, on tensors placed alike."""
-        with jax.named_scope("activation"):
-            return ACTIVATION[self.config.activation](*(h for h in (value, gate) if h is not None))
+        return ACTIVATION[self.config.activation](*(h for h in (value, gate) if h is not None))
 
     def specs_in(self) -> tuple[str, ...]:
         """Specs of the weights in, the gate's last."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import gspmd
 from gspmd.annotate import Spec
 from gspmd.collectives.cross_entropy import cross_entropy
+from models.scopes import part
 from models.transformer import Transformer
 
 
@@ -28,8 +29,9 @@ def loss(model: Transformer, tokens: jax.Array, *, key: jax.Array | None = None,
     """
     inputs, labels = split_tokens(tokens, model.layout)
     logits, figures = model(inputs, key=key, train=train)
-    each = cross_entropy(logits, labels, model.layout["output.logits"])
-    entropy = gspmd.reshard(each, f"{label_spec(model.layout)} -> ") / each.size
+    with part(model.layout, "output"):
+        each = cross_entropy(logits, labels, model.layout["output.logits"])
+        entropy = gspmd.reshard(each, f"{label_spec(model.layout)} -> ") / each.size
     aux = {"cross_entropy": entropy, **_summary(figures)}
     return (entropy + aux["aux_loss"] if train and figures else entropy), aux
 

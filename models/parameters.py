@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -76,9 +77,8 @@ def initialise(rows: Mapping[str, Parameter], mesh: jax.sharding.Mesh, key: jax.
     Returns:
         path to array. A layout does not change a value.
     """
-    shardings = {path: jax.sharding.NamedSharding(mesh, row.spec.partition_spec()) for path, row in rows.items()}
     with jax.set_mesh(mesh):
-        return jax.jit(lambda key: _draw(rows, key), out_shardings=shardings)(key)
+        return {path: _drawer(row)(_folded(key, path)) for path, row in rows.items()}
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,14 +93,26 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _draw(rows: Mapping[str, Parameter], key: jax.Array) -> dict[str, jax.Array]:
-    return {path: _draw_one(row, jax.random.fold_in(key, zlib.crc32(path.encode()))) for path, row in rows.items()}
+def _folded(key: jax.Array, path: str) -> jax.Array:
+    return jax.random.fold_in(key, zlib.crc32(path.encode()))
 
 
-def _draw_one(row: Parameter, key: jax.Array) -> jax.Array:
+def _drawer(row: Parameter) -> Callable[[jax.Array], jax.Array]:
+    return _compiled(row.initialise, row.shape, row.spec.partition_spec(), row.spec.dims[0] == "N")
+
+
+@lru_cache(maxsize=256)
+def _compiled(begin: Initialiser, shape: tuple[int, ...], placed: jax.P, stacked: bool) -> Callable[[jax.Array], jax.Array]:
+    """From a key to a drawn array; parameters that are drawn alike share the program."""
+
+    def draw(key: jax.Array) -> jax.Array:
+        if not stacked:
+            return begin(key, shape)
+        # A loop over the layers: less to compile than their whole stack.
+        return jax.lax.map(lambda key: begin(key, shape[1:]), jax.random.split(key, shape[0]))
+
     # Under Explicit axes a drawn array would be typed, and so made, whole on every device.
-    draw = jax.sharding.auto_axes(lambda key: row.initialise(key, row.shape), out_sharding=row.spec.partition_spec())
-    return draw(key)
+    return jax.jit(lambda key: jax.sharding.auto_axes(draw, out_sharding=placed)(key), out_shardings=placed)
 
 
 def _rows(config: ModelConfig, spec_of: Callable[[str], str]) -> Iterator[tuple[str, Parameter]]:
@@ -113,13 +125,13 @@ def _rows(config: ModelConfig, spec_of: Callable[[str], str]) -> Iterator[tuple[
         return path, Parameter(key, spec, shape, begin)
 
     # Rows scaled to unit length, and the look-up scaled back (Vaswani et al. 2017, section 3.4): so a tied table gives unit logits.
-    yield row("embedding.table", "embedding.table", "VE", scaled("E", "VE", sizes))
+    yield row("embedding.table", "embedding.table", "VE", scaled("E", sizes))
     for place in range(config.period):
         for path, key, dims, begin in _block(config, place, sizes):
             yield row(f"blocks.{place}.{path}", key, dims, begin, stack=config.layers // config.period)
     yield row("output.norm", "output.norm", "E", ones)
     if not config.tied:
-        yield row("output.table", "output.table", "VE", scaled("E", "VE", sizes))
+        yield row("output.table", "output.table", "VE", scaled("E", sizes))
 
 
 def _block(config: ModelConfig, place: int, sizes: Mapping[str, int]) -> Iterator[tuple[str, str, str, Initialiser]]:
@@ -129,27 +141,39 @@ def _block(config: ModelConfig, place: int, sizes: Mapping[str, int]) -> Iterato
     if serial:
         yield "attention.norm", "attention.norm", "E", ones
     for name, dims in (("w_q", "EHD"), ("w_k", "EKD"), ("w_v", "EKD")):
-        yield f"attention.{name}", f"attention.{name}", dims, scaled("E", dims, sizes)
-    yield "attention.w_o", "attention.w_o", "HDE", scaled("HD", "HDE", sizes, depth=config.layers)
+        yield f"attention.{name}", f"attention.{name}", dims, scaled("E", sizes)
+    yield "attention.w_o", "attention.w_o", "HDE", scaled("HD", sizes, depth=config.layers)
     experts = config.moe is not None and place == config.period - 1
     section, lead = ("moe", "X") if experts else ("ffn", "")
     if serial:
         yield f"{section}.norm", "ffn.norm", "E", ones
     if experts:
         # A tenth of the variance keeps early routing close to even (Fedus et al. 2021, section 2.4).
-        yield "moe.router", "moe.router", "EX", scaled("E", "EX", sizes, variance=0.1)
+        yield "moe.router", "moe.router", "EX", scaled("E", sizes, variance=0.1)
     for name in ("w_in", "w_gate") if config.gated else ("w_in",):
-        yield f"{section}.{name}", f"{section}.{name}", f"{lead}EF", scaled("E", f"{lead}EF", sizes)
-    yield f"{section}.w_out", f"{section}.w_out", f"{lead}FE", scaled("F", f"{lead}FE", sizes, depth=config.layers)
+        yield f"{section}.{name}", f"{section}.{name}", f"{lead}EF", scaled("E", sizes)
+    yield f"{section}.w_out", f"{section}.w_out", f"{lead}FE", scaled("F", sizes, depth=config.layers)
 
 
-def scaled(summed: str, dims: str, sizes: Mapping[str, int], variance: float = 1.0, depth: int = 0) -> Initialiser:
-    """Truncated normal of a variance over the summed dimensions' size, and over 2 · depth where the residual adds it up."""
-    if not set(summed) <= set(dims):
-        raise ValueError(f"the summed dimensions {summed} do not all stand in {dims}")
-    std = math.sqrt(variance / math.prod(sizes[d] for d in summed) / max(1, 2 * depth))
-    # Cut at two deviations, a unit normal keeps a deviation of 0.8796.
-    return lambda key, shape: jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32) * (std / 0.87962566)
+@dataclass(frozen=True)
+class Normal:
+    """Truncated normal of a standard deviation: equal ones are drawn by one program.
+
+    Example:
+        >>> round(float(Normal(0.5)(jax.random.key(0), (1000,)).std()), 1)
+        0.5
+    """
+
+    deviation: float
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        # Cut at two deviations, a unit normal keeps a deviation of 0.8796.
+        return jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32) * (self.deviation / 0.87962566)
+
+
+def scaled(summed: str, sizes: Mapping[str, int], variance: float = 1.0, depth: int = 0) -> Normal:
+    """Normal of a variance over the size of the summed dimensions, and over 2 · depth where a residual adds it up."""
+    return Normal(math.sqrt(variance / math.prod(sizes[d] for d in summed) / max(1, 2 * depth)))
 
 
 def ones(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -17,6 +17,7 @@ from gspmd.collectives.norm import rms_norm
 from models.blocks import Block, ParallelBlock
 from models.config import ModelConfig
 from models.parameters import initialise, nested, parameters
+from models.scopes import part
 
 Figures = dict[str, jax.Array]
 
@@ -48,7 +49,8 @@ class Transformer(nnx.Module):
 
     def hidden(self, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = False) -> tuple[jax.Array, Figures]:
         """The residual stream behind the last block, [B, L, E], before the last norm; and the experts' figures."""
-        x = self.embedding(tokens)
+        with part(self.layout, "embedding"):
+            x = self.embedding(tokens)
         definition, weights = nnx.split(self.blocks)
         repeats = self.config.layers // self.config.period
         keys = None if key is None else jax.random.split(key, repeats)
@@ -66,7 +68,9 @@ class Transformer(nnx.Module):
     def logits(self, x: jax.Array, *, residual: Spec | None = None, logits: Spec | None = None) -> jax.Array:
         """Logits of a residual stream, both placed by the layout unless told otherwise; float32."""
         tied = self.embedding.table if self.config.tied else None
-        return self.output(x, tied, residual or stream(self.config, self.layout), logits or Spec.parse(self.layout["output.logits"]))
+        with part(self.layout, "output"):
+            return self.output(
+                x, tied, residual or stream(self.config, self.layout), logits or Spec.parse(self.layout["output.logits"]))
 
 
 class Embedding(nnx.Module):
