@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from gspmd.moe.routing import Routing
 
 
+@partial(jax.jit, static_argnames=("experts", "capacity", "form"))
 def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, form: str = "sort") -> jax.Array:
     """Bring each token's activations to the slots it was given; slots that nobody took are 0.
 
@@ -44,6 +45,7 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
     return rows.reshape(x.shape[0], experts, capacity, x.shape[-1])
 
 
+@partial(jax.jit, static_argnames="form")
 def combine(y: jax.Array, routing: Routing, *, form: str = "sort") -> jax.Array:
     """Bring the experts' answers back to their tokens, weighted by the gates and summed in float32.
 

@@ -1,5 +1,7 @@
 """The GShard router: each token to its two best experts, the second one by chance."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -8,6 +10,7 @@ from gspmd.moe.losses import gshard_balance
 from gspmd.moe.routing import Routing, chosen, every_token, queue, top_choices
 
 
+@partial(jax.jit, static_argnames="config")
 def route(
     logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None
 ) -> Routing:

@@ -1,5 +1,7 @@
 """The Switch router: each token to its one best expert."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -8,6 +10,7 @@ from gspmd.moe.losses import load_balance
 from gspmd.moe.routing import Routing, chosen, every_token, queue, top_choices
 
 
+@partial(jax.jit, static_argnames="config")
 def route(
     logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None
 ) -> Routing:

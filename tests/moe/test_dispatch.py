@@ -14,9 +14,6 @@ from tests.moe.cases import HARD, SCARCE
 FORMS = ("sort", "onehot")
 by_router = pytest.mark.parametrize("router", ["switch", "gshard"])
 by_form = pytest.mark.parametrize("form", FORMS)
-routed = jax.jit(route, static_argnames="config")
-sent = jax.jit(dispatch, static_argnums=(2, 3), static_argnames="form")
-gathered = jax.jit(combine, static_argnames="form")
 
 
 def _layer(x, logits, weight, config, mask, form):
@@ -59,14 +56,14 @@ def _of_the_papers(router, x, logits, weight, config, mask):
 def test_slots_hold_the_tokens_that_the_router_put_there(router):
     config = MoEConfig(experts=4, router=router, capacity_factor=0.75)
     logits = jax.random.normal(jax.random.key(0), (2, 20, 4))
-    routing, capacity = routed(logits, config, key=jax.random.key(1)), config.capacity(20)
+    routing, capacity = route(logits, config, key=jax.random.key(1)), config.capacity(20)
     expert, slot, kept = (np.asarray(a) for a in (routing.expert, routing.slot, routing.kept))
     x = np.arange(1.0, 41.0, dtype=np.float32).reshape(2, 20, 1)
     wanted = np.zeros((2, 4, capacity, 1))
     for g, l, k in np.argwhere(kept):
         wanted[g, expert[g, l, k], slot[g, l, k]] = x[g, l]
     for form in FORMS:
-        np.testing.assert_array_equal(sent(x, routing, 4, capacity, form=form), wanted)
+        np.testing.assert_array_equal(dispatch(x, routing, 4, capacity, form=form), wanted)
 
 
 @by_router
@@ -82,18 +79,18 @@ def test_gradient_scatters_no_activations(router):
 @by_form
 def test_bfloat16_activations_are_combined_in_float32(form):
     config = MoEConfig(experts=4, router="gshard", capacity_factor=4.0)
-    routing = routed(jax.random.normal(jax.random.key(0), (1, 16, 4)), config)
+    routing = route(jax.random.normal(jax.random.key(0), (1, 16, 4)), config)
     x = jax.random.normal(jax.random.key(1), (1, 16, 8), jnp.bfloat16)
-    slots = sent(x, routing, 4, config.capacity(16), form=form)
-    y = gathered(slots, routing, form=form)
+    slots = dispatch(x, routing, 4, config.capacity(16), form=form)
+    y = combine(slots, routing, form=form)
     assert slots.dtype == y.dtype == jnp.bfloat16
     np.testing.assert_array_equal(y.astype(jnp.float32), x.astype(jnp.float32))  # the gates sum to 1
 
 
 def test_slots_that_nobody_took_are_never_read():
     config = MoEConfig(experts=2, capacity_factor=0.5)
-    routing = routed(np.tile(np.float32([5.0, 0.0]), (1, 8, 1)), config)
-    slots = sent(jnp.ones((1, 8, 3)), routing, 2, config.capacity(8))
-    y = np.asarray(gathered(slots.at[:, 1].set(jnp.nan), routing))  # all went to the first expert
+    routing = route(np.tile(np.float32([5.0, 0.0]), (1, 8, 1)), config)
+    slots = dispatch(jnp.ones((1, 8, 3)), routing, 2, config.capacity(8))
+    y = np.asarray(combine(slots.at[:, 1].set(jnp.nan), routing))  # all went to the first expert
     assert np.isfinite(y).all()
     assert not y[:, 2:].any()

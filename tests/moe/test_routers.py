@@ -15,7 +15,6 @@ CASES = [*HARD, *SCARCE, MANY]
 ROUTERS = ("switch", "gshard")
 by_router = pytest.mark.parametrize("router", ROUTERS)
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-routed = jax.jit(route, static_argnames="config")
 
 
 def _config(router, case, **more):
@@ -46,7 +45,7 @@ def test_switch_is_the_papers(case):
     config = _config("switch", case)
     capacity = config.capacity(case.logits.shape[1])
     answers = [papers.switch(*group, capacity, alpha=1e-2) for group in zip(case.logits, _real(case))]
-    _agree(routed(case.logits, config, mask=case.mask), answers, capacity, [a.loss for a in answers])
+    _agree(route(case.logits, config, mask=case.mask), answers, capacity, [a.loss for a in answers])
 
 
 @by_case
@@ -65,7 +64,7 @@ def _check_gshard(case, key):
     draws = [None] * len(case.logits) if key is None else np.asarray(gshard.draw(key, case.logits.shape))
     answers = [papers.gshard(*group, capacity) for group in zip(case.logits, _real(case), draws)]
     losses = [config.aux_weight * config.experts**2 * a.loss for a in answers]
-    _agree(routed(case.logits, config, key=key, mask=case.mask), answers, capacity, losses)
+    _agree(route(case.logits, config, key=key, mask=case.mask), answers, capacity, losses)
 
 
 @by_router
@@ -74,8 +73,8 @@ def test_padding_changes_nothing_for_real_tokens(router):
     garbage = jnp.concatenate([logits[:, :7], jnp.full((2, 5, 4), 50.0), logits[:, 7:]], axis=1)
     mask = np.ones((2, 17), bool)
     mask[:, 7:12] = False
-    plain = routed(logits, MoEConfig(experts=4, router=router, capacity_factor=12.0))
-    padded = routed(garbage, MoEConfig(experts=4, router=router, capacity_factor=17.0), mask=mask)
+    plain = route(logits, MoEConfig(experts=4, router=router, capacity_factor=12.0))
+    padded = route(garbage, MoEConfig(experts=4, router=router, capacity_factor=17.0), mask=mask)
     np.testing.assert_array_equal(padded.slot[:, real], plain.slot)
     np.testing.assert_array_equal(padded.gate[:, real], plain.gate)
     np.testing.assert_allclose(padded.losses["aux"], plain.losses["aux"], rtol=1e-6)
@@ -87,7 +86,7 @@ def test_padding_changes_nothing_for_real_tokens(router):
 @by_router
 def test_balanced_experts_cost_the_weight(router):
     logits = np.tile(np.eye(4, dtype=np.float32) * 1e-6, (1, 8, 1))
-    routing = routed(logits, MoEConfig(experts=4, router=router, aux_weight=0.5))
+    routing = route(logits, MoEConfig(experts=4, router=router, aux_weight=0.5))
     np.testing.assert_allclose(routing.losses["aux"], 0.5, rtol=1e-5)
 
 
@@ -95,7 +94,7 @@ def test_balanced_experts_cost_the_weight(router):
 def test_router_computes_in_float32(router):
     logits = jax.random.normal(jax.random.key(0), (1, 16, 4), jnp.bfloat16)
     config = MoEConfig(experts=4, router=router)
-    narrow, wide = routed(logits, config), routed(logits.astype(jnp.float32), config)
+    narrow, wide = route(logits, config), route(logits.astype(jnp.float32), config)
     assert narrow.gate.dtype == narrow.losses["aux"].dtype == jnp.float32
     np.testing.assert_array_equal(narrow.gate, wide.gate)
 
@@ -133,7 +132,7 @@ def test_gradient_is_the_papers_slope(router):
 def test_second_expert_is_drawn_in_proportion():
     logits = np.tile(np.float32([1.0, 0.0, -9.0, -9.0]), (1, 20000, 1))
     config = MoEConfig(experts=4, router="gshard", capacity_factor=4.0)
-    kept = np.asarray(routed(logits, config, key=jax.random.key(1)).kept)
+    kept = np.asarray(route(logits, config, key=jax.random.key(1)).kept)
     assert kept[..., 0].all()
     assert abs(kept[..., 1].mean() - 2 / (1 + np.e)) < 0.02
 
