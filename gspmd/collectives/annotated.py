@@ -88,7 +88,7 @@ def _relabel(here: jax.P, there: jax.P, added: int) -> Callable:
 
     def reshaped(x, ins, outs, added):
         body = lambda piece: piece.reshape((1,) * added + piece.shape[max(0, -added) :])  # noqa: E731
-        return jax.shard_map(body, in_specs=ins, out_specs=outs, check_vma=False)(x)
+        return planned.mapped(body, ins, outs)(x)
 
     relabel = jax.custom_vjp(lambda x: reshaped(x, here, there, added))
     relabel.defvjp(

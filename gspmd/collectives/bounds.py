@@ -27,7 +27,8 @@ class Bounds:
         partner = member.partner
         self.dims = tuple(dict.fromkeys(shared.spec.dims + (partner.spec.dims if partner else ())))
         options = [self._options(axis, pinned) for axis in self.axes]
-        self.table = np.array(list(product(*options)), dtype="U1").reshape(-1, len(self.axes))
+        rows = list(product(*options))
+        self.table = np.array(rows, dtype="U1").reshape(len(rows), len(self.axes))  # one empty row on one device
         self.table = self.table[self._divides() & self._consistent()]
         self._measure()
 

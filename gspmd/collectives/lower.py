@@ -176,11 +176,13 @@ class Execution:
         return jnp.einsum(letters, *operands, precision=self.precision, preferred_element_type=wide)
 
     def _output(self, output: Output, values: Sequence[jax.Array], tensor) -> jax.Array:
+        dims = [self.routine.products[number].spec.dims for number in output.products]
         first, *rest = (values[number] for number in output.products)
-        total = sum(rest, first)
-        total = self._send(output.steps, total, tensor.wire)
-        held = self.routine.products[output.products[0]].spec.dims
-        return self._arrange(total, held, output.spec).astype(tensor.dtype)
+        if len(set(dims)) > 1:  # nothing is owed then, and each is broadcast by itself
+            first, *rest = (self._arrange(x, held, output.spec) for x, held in zip((first, *rest), dims))
+            return sum(rest, first).astype(tensor.dtype)
+        total = self._send(output.steps, sum(rest, first), tensor.wire)
+        return self._arrange(total, dims[0], output.spec).astype(tensor.dtype)
 
     def _arrange(self, x: jax.Array, held: tuple[str, ...], spec: Spec) -> jax.Array:
         """Transpose to the output's order and broadcast the dimensions that no operand has."""

@@ -123,10 +123,17 @@ def partition(spec: Spec | jax.P) -> jax.P:
 def _program(name: str, title: str, body: Callable, ins: tuple, outs: Any) -> Callable:
     def program(*arrays):
         with jax.named_scope(f"gspmd[{title}]"):
-            return jax.shard_map(body, in_specs=ins, out_specs=outs, check_vma=False)(*arrays)
+            return mapped(body, ins, outs)(*arrays)
 
     program.__name__ = program.__qualname__ = name
     return jax.jit(program)
+
+
+def mapped(body: Callable, ins: tuple, outs: Any) -> Callable:
+    """The shard_map of a body over the mesh in force."""
+    if jax.sharding.get_abstract_mesh().size == 1:  # there JAX inlines it, and refuses partial sums of inlined code
+        body = jax.jit(body)
+    return jax.shard_map(body, in_specs=ins, out_specs=outs, check_vma=False)
 
 
 def stated(x: jax.Array, spec: Spec, what: str = "the array") -> jax.Array:

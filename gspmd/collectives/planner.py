@@ -168,12 +168,8 @@ def backward(
         of
             the forward result, the residuals stay. So a gradient follows a layout whose forward pass is pinned.
     """
-    cotangents = [
-        replace(t, spec=t.spec.without_partial(), name=_numbered("cotangent", i, outputs))
-        for i, t in enumerate(outputs)
-    ]
-    residuals = [replace(inputs[m.source], spec=m.spec) for m in routine.moves]
-    targets = [replace(t, spec=t.spec.without_partial(), name=f"gradient of {t.name}") for t in inputs]
+    held, targets = backward_tensors(routine, inputs, outputs)
+    cotangents, residuals = held[: len(outputs)], held[len(outputs) :]
     shared = _contributed_twice(routine)
     best = None
     for common in _placements(setting, routine, cotangents, residuals, targets, shared, mirrored):
@@ -187,7 +183,20 @@ def backward(
         cost = add(total_cost(settle), *(each.cost for each in found))
         if best is None or cost < best[0]:
             best = (cost, jobs, found, settle)
-    return _gradient_routine(routine, [*cotangents, *residuals], targets, shared, best)
+    return _gradient_routine(routine, held, targets, shared, best)
+
+
+def backward_tensors(
+    routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What the backward routine of `routine` takes, the cotangents and then the residuals, and what it gives."""
+    cotangents = [
+        replace(t, spec=t.spec.without_partial(), name=_numbered("cotangent", i, outputs))
+        for i, t in enumerate(outputs)
+    ]
+    residuals = [replace(inputs[m.source], spec=m.spec) for m in routine.moves]
+    targets = [replace(t, spec=t.spec.without_partial(), name=f"gradient of {t.name}") for t in inputs]
+    return [*cotangents, *residuals], targets
 
 
 def _numbered(name: str, i: int, many: Sequence) -> str:
@@ -245,6 +254,8 @@ def _placements(setting, routine, cotangents, residuals, targets, shared, mirror
         for (own, _), member in zip(_sides(routine, n), job.members):
             if routine.moves[own].source == shared:
                 favourites.append(search(setting, job.tensor, (member,), job.pinned).choices[0].result)
+    if len({spec.dims for spec in favourites}) > 1:  # some lack a dimension of the operand: broadcast each, then add
+        return [targets[shared].spec]
     return list(dict.fromkeys([*favourites, _unbroadcast(targets[shared].spec, favourites[0])]))
 
 
