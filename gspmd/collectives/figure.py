@@ -93,7 +93,7 @@ def _flops(amount: float) -> str:
 
 
 def _seconds(amount: float) -> str:
-    return "0 µs" if not amount else _scaled(amount * 1e6, 1000, ("µs", "ms", "s"))
+    return "0 µs" if not amount else _scaled(amount * 1e9, 1000, ("ns", "µs", "ms", "s"))
 
 
 def _scaled(amount: float, base: int, units: tuple[str, ...]) -> str:

@@ -69,14 +69,15 @@ class Plan:
     @cached_property
     def peak_bytes(self) -> int:
         """The most bytes held at once, counted as if nothing were freed: operands, moved copies, results."""
-        held = [_held(tensor.spec, tensor.dtype, self) for tensor in (*self._inputs, *self._outputs)]
-        moved = [_held(move.spec, self._inputs[move.source].dtype, self) for move in self.routine.moves if move.steps]
+        used = [self._inputs[source] for source in sorted({m.source for m in self.routine.moves})]
+        held = [_held(tensor.spec, tensor.dtype, self) for tensor in used]
+        moved = [_held(m.spec, self._inputs[m.source].dtype, self) for m in self.routine.moves if m.steps]
         owed = [
-            _held(p.einsum.after, self._outputs[0].dtype, self)
-            for p in self.routine.products
-            if p.steps or len(self.equation.terms) > 1
+            _held(product.einsum.after, self._outputs[0].dtype, self)
+            for product in self.routine.products
+            if not product.passes_through and product.einsum.after not in [t.spec for t in self._outputs]
         ]
-        return sum((*held, *moved, *owed))
+        return sum((*held, *moved, *owed, *(_held(t.spec, t.dtype, self) for t in self._outputs)))
 
     @cached_property
     def backward(self) -> Routine:
@@ -106,15 +107,27 @@ def _held(spec: Spec, dtype: str, plan: Plan) -> int:
 
 
 def _gradient(whole: Plan, number: int, claimed: set[int]) -> Plan:
+    """One operand's part of the backward routine. A move that an earlier gradient made is there, its steps are not."""
     back, output = whole.backward, whole.backward.outputs[number]
     products = [back.products[p] for p in output.products]
-    needed = dict.fromkeys(m for p in products for m in (p.left, p.right) if m is not None)
-    sources = [[back.inputs[back.moves[m].source] for m in (p.left, p.right) if m is not None] for p in products]
-    terms = tuple(Term(tuple(Operand((spec,)) for spec in specs)) for specs in sources)
-    moves = [m for m in needed if m not in claimed]
-    claimed.update(moves)
-    routine = Routine(back.inputs, tuple(back.moves[m] for m in moves), tuple(products), (output,))
-    return replace(whole, equation=Equation(terms, (output.spec,)), routine=routine)
+    needed = list(dict.fromkeys(m for p in products for m in (p.left, p.right) if m is not None))
+    moves = [replace(back.moves[m], steps=()) if m in claimed else back.moves[m] for m in needed]
+    claimed.update(needed)
+    local = [
+        replace(p, left=needed.index(p.left), right=None if p.right is None else needed.index(p.right))
+        for p in products
+    ]
+    held, targets = planner.backward_tensors(whole.routine, whole._inputs, whole._outputs)
+    sources = [[back.moves[m].source for m in (p.left, p.right) if m is not None] for p in products]
+    terms = tuple(Term(tuple(Operand((held[source].spec,)) for source in pair)) for pair in sources)
+    return replace(
+        whole,
+        equation=Equation(terms, (output.spec,)),
+        routine=Routine(back.inputs, tuple(moves), tuple(local), (replace(output, products=tuple(range(len(local)))),)),
+        dtypes=tuple(held[source].dtype for pair in sources for source in pair),
+        _inputs=tuple(held),
+        _outputs=(targets[number],),
+    )
 
 
 def plan(
