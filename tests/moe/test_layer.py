@@ -123,27 +123,45 @@ def test_no_layout_ever_changes_a_result(case, make_mesh):
     _check(make_mesh, *case)
 
 
-def _collectives(text):
+SENT = {
+    "replicated": ({}, {}),
+    "gshard": (
+        {("all-to-all", "xy"): 2, ("all-reduce", "xy"): 1},
+        {("all-to-all", "xy"): 4, ("all-reduce", "xy"): 2},  # and the router's gradient
+    ),
+    "expert x model": (  # an all-reduce over y settles w_out, and the gradient of w_in's input
+        {("all-to-all", "x"): 2, ("all-reduce", "x"): 1, ("all-reduce", "y"): 1},
+        {("all-to-all", "x"): 4, ("all-reduce", "x"): 2, ("all-reduce", "y"): 2},
+    ),
+}
+
+
+def _planned(function, arrays):
+    return {
+        (kind, "".join(axes)): count
+        for (kind, axes), (count, _) in gspmd.trace(function, *arrays).by_kind_and_axes().items()
+    }
+
+
+def _compiled(function, arrays):
+    text = jax.jit(function).lower(*arrays).compile().as_text()
     kinds = "all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute"
     return Counter(re.findall(rf" ({kinds})(?:-start)?\(", text))
 
 
-@pytest.mark.parametrize(
-    ("layout", "forward"),
-    [
-        ("replicated", {}),
-        ("gshard", {"all-to-all": 2, "all-reduce": 1}),
-        ("expert x model", {"all-to-all": 2, "all-reduce": 2}),  # one of them settles w_out over the model axis
-    ],
-)
-def test_forward_sends_two_all_to_alls_and_one_sum(layout, forward, make_mesh):
-    config = MoEConfig(experts=X, router="gshard")
-    specs = LAYOUTS[layout]
+@pytest.mark.parametrize("layout", SENT)
+def test_two_all_to_alls_each_way_and_small_sums(layout, make_mesh):
+    specs, config = LAYOUTS[layout], MoEConfig(experts=X, router="gshard")
+    forward, both = SENT[layout]
     with jax.set_mesh(make_mesh(MESH)), gspmd.lowering("blocking"):
-        x, weights, _ = _inputs()
-        arrays = gspmd.annotate(x, specs.groups), {k: gspmd.annotate(w, getattr(specs, k)) for k, w in weights.items()}
-        layer = jax.jit(lambda x, w: expert_layer(x, w, specs, config, key=jax.random.key(0), train=True))
-        assert _collectives(layer.lower(*arrays).compile().as_text()) == forward
+        program, arrays = _program(specs, config)
+        assert _planned(program, arrays) == both
+        layer = lambda x, w, mask: expert_layer(x, w, specs, config, train=True, mask=mask)  # noqa: E731
+        assert _planned(layer, arrays) == forward
+        kinds = Counter()
+        for (kind, _), count in forward.items():
+            kinds[kind] += count
+        assert _compiled(layer, arrays) == kinds
 
 
 def test_evaluation_draws_nothing_and_has_its_own_capacity(make_mesh):
