@@ -32,7 +32,8 @@ def annotated_program(
     specs = [spec for operand in equation.operands for spec in operand.specs]
     summands = _summand_letters([*specs, *equation.outputs])
     ins, outs = ([_lifted(spec, summands) for spec in some] for some in (specs, equation.outputs))
-    compute = partial(_plain, equation, ins, outs, context.mesh, precision, preferred)
+    owed = frozenset(summands.values())
+    compute = partial(_plain, equation, ins, outs, owed, context.mesh, precision, preferred)
     compute.__name__ = str(equation)
 
     def program(*arrays):
@@ -102,14 +103,25 @@ def _dual(spec: jax.P) -> jax.P:
     return jax.P(*spec.partitions, reduced=spec.unreduced) if spec.unreduced else spec
 
 
-def _plain(equation: Equation, ins, outs, mesh, precision, preferred, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _plain(equation: Equation, ins, outs, owed, mesh, precision, preferred, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     dtype = jnp.dtype(preferred) if preferred else jnp.result_type(*arrays)
     held, sums = iter(zip(ins, arrays)), []
     for term in equation.terms:
         operands = [list(islice(held, len(operand.specs))) for operand in term.operands]
-        pairs = list(product(*operands))
+        pairs = [_linear(pair, owed) for pair in product(*operands)]
         sums.append([_product(pair, out, mesh, precision) for pair, out in zip(pairs, outs)])
     return tuple(sum(parts[1:], parts[0]).astype(dtype) for parts in zip(*sums))
+
+
+def _linear(pair: tuple, owed: frozenset[str]) -> tuple:
+    """A product is linear in one owed sum: of two over the same mesh axis, the smaller operand's is summed first."""
+    twice = owed.intersection(*(spec.dims for spec, _ in pair)) if len(pair) == 2 else ()
+    if not twice:
+        return pair
+    number = min((0, 1), key=lambda n: pair[n][1].size)
+    spec, x = pair[number]
+    settled = spec.without(*twice), x.sum(tuple(spec.dims.index(dim) for dim in twice))
+    return (settled, pair[1]) if number == 0 else (pair[0], settled)
 
 
 def _product(pair, output: Spec, mesh: Mapping[str, int], precision) -> jax.Array:
