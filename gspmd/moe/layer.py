@@ -76,7 +76,7 @@ def expert_layer(
     slots = _dispatch(x, routing, config, places)
     answers = _experts(slots, weights, layout, activation)
     y = _combine(answers, routing, config, places)
-    return y, *_figures(summary, places)
+    return y, *_figures(summary, places, padded=mask is not None)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _summary(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.A
     return jnp.concatenate([jnp.stack([loss, is_real, overflow], axis=1), chosen], axis=1)
 
 
-def _figures(summary: jax.Array, places: _Places) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _figures(summary: jax.Array, places: _Places, *, padded: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The mean loss and the statistics of all groups, from one sum over the axes of G."""
     spec = places.per_group("S")
     # Summed where it lies, so that what travels does not grow with the number of groups.
@@ -174,7 +174,9 @@ def _figures(summary: jax.Array, places: _Places) -> tuple[jax.Array, dict[str, 
     loss, groups, overflow, chosen = total[0], total[1], total[2], total[3:]
     choices = jnp.maximum(1, jnp.sum(chosen))
     stats = {"load": chosen / choices, "dropped": overflow / choices}
-    return loss / jnp.maximum(1, groups), jax.tree.map(jax.lax.stop_gradient, stats)
+    # Without padding the divisor is known, and recomputation in a backward pass needs no second sum.
+    real_groups = jnp.maximum(1, groups) if padded else summary.shape[0]
+    return loss / real_groups, jax.tree.map(jax.lax.stop_gradient, stats)
 
 
 def _dispatch(x: jax.Array, routing: Routing, config: MoEConfig, places: _Places) -> jax.Array:
