@@ -72,6 +72,7 @@ class Display:
 
     def __init__(self, console: Console, steps: int, done: int = 0):
         self._console, self._steps, self._began, self._done = console, steps, time.monotonic(), done
+        self._pace = 0.0  # tokens per second, averaged over about ten steps
         columns = (
             TextColumn("[bold]step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),
@@ -86,7 +87,8 @@ class Display:
     def update(self, step: int, figures: Mapping[str, Any]) -> None:
         """Shows a step's figures."""
         loss, bits = f"{figures['loss']:.3f}", f"{figures['bits_per_byte']:.3f}"
-        rate = f"{figures['tokens_per_second']:,.0f}"
+        self._pace = 0.9 * (self._pace or figures["tokens_per_second"]) + 0.1 * figures["tokens_per_second"]
+        rate = f"{self._pace:,.0f}"
         self._bar.update(self._task, completed=step, loss=loss, bits=bits, rate=rate)
         if not self._console.is_terminal and (step % max(1, self._steps // _LINES) == 0 or step in (1, self._steps)):
             left = (time.monotonic() - self._began) / (step - self._done) * (self._steps - step)
