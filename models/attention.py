@@ -65,8 +65,9 @@ def rotate(x: jax.Array, base: float) -> jax.Array:
         [B, L, H, D] in x's dtype; computed in float32.
 
     Example:
-        >>> rotate(jnp.ones((1, 2, 1, 2)), base=10000.0)[0, :, 0].round(4).tolist()
-        [[1.0, 1.0], [-0.30120000243186951, 1.381700038909912]]
+        >>> print(rotate(jnp.ones((1, 2, 1, 2)), base=10000.0)[0, :, 0].round(3))
+        [[ 1.     1.   ]
+         [-0.301  1.382]]
 
     Source: Su et al. 2021, RoFormer (arXiv 2104.09864), section 3.2.2.
     Differs: pairs are halves of the head, not neighbours; the same up to a permutation of the projections' columns.

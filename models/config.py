@@ -17,7 +17,7 @@ class ModelConfig:
     Example:
         >>> ModelConfig(embed=4096, layers=32, heads=16, kv_heads=1, head_size=256, feed_forward=16384,
         ...             vocabulary=256128, block="parallel").num_parameters
-        8633061376
+        8632537088
 
     Raises:
         ValueError: listing every fault, if the sizes do not fit one another.
@@ -104,7 +104,7 @@ class ModelConfig:
 
         Example:
             >>> ModelConfig(layers=1).flops_per_token(length=256)
-            1379328
+            1572864
 
         Source: PaLM (arXiv 2204.02311), appendix B.
         Differs: norms and the untied input table are not counted, since no matrix product reads them.

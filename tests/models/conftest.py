@@ -1,0 +1,63 @@
+"""A tiny model, its batch, and the same parameters placed by any layout on any mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from gspmd.layouts import Layout
+
+BATCH, LENGTH = 8, 16
+
+
+@pytest.fixture
+def config():
+    """A function (changes) -> ModelConfig, small, but divisible by 8 wherever a preset divides."""
+
+    def make(**changes) -> models.ModelConfig:
+        sizes = {"embed": 32, "layers": 2, "heads": 8, "kv_heads": 8, "head_size": 8, "feed_forward": 64, "vocabulary": 64}
+        return models.ModelConfig(**(sizes | changes))
+
+    return make
+
+
+@pytest.fixture
+def tokens() -> np.ndarray:
+    """[B, L+1] tokens with something to learn: each is its predecessor plus one of two steps."""
+    steps = np.random.default_rng(0).choice([1, 5], size=(BATCH, LENGTH + 1))
+    return (np.cumsum(steps, axis=1) % 64).astype(np.int32)
+
+
+@pytest.fixture
+def one_device(make_mesh):
+    """A function (config) -> model on a single device, fresh from key 0."""
+    layout = Layout.load("replicated")
+    mesh = make_mesh(layout.mesh_for(1))
+    return lambda config: models.build(config, layout, mesh, jax.random.key(0))
+
+
+@pytest.fixture
+def placed():
+    """A function (model, layout, mesh) -> the same model, its parameters placed by the layout on the mesh."""
+
+    def place(model: models.Transformer, layout: Layout, mesh: jax.sharding.Mesh) -> models.Transformer:
+        specs = models.parameter_specs(model.config, layout)
+        values = {
+            path: jax.device_put(np.asarray(value), jax.sharding.NamedSharding(mesh, specs[path][0].partition_spec()))
+            for path, value in models.arrays(model).items()
+        }
+        return models.with_arrays(models.Transformer(model.config, layout, _nested(values), jnp.float32), values)
+
+    return place
+
+
+def _nested(values):
+    from models.parameters import nested
+
+    return nested(values)
+
+
+def put(tokens: np.ndarray, layout: Layout, mesh: jax.sharding.Mesh) -> jax.Array:
+    """A batch on the mesh, as the layout has it."""
+    return jax.device_put(tokens, jax.sharding.NamedSharding(mesh, models.batch_spec(layout).partition_spec()))

@@ -1,0 +1,70 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspmd.annotate import Spec
+from gspmd.layouts import Layout
+from models.attention import in_via, rotate
+from models.blocks import _together
+
+
+def test_rotation_turns_pairs_by_position():
+    x = np.random.default_rng(0).normal(size=(2, 5, 3, 6)).astype(np.float32)
+    angle = np.arange(5)[:, None] * 100.0 ** (-np.arange(3) / 3)
+    z = (x[..., :3] + 1j * x[..., 3:]) * np.exp(1j * angle)[None, :, None]
+    np.testing.assert_allclose(rotate(jnp.asarray(x), 100.0), np.concatenate([z.real, z.imag], -1), rtol=1e-5, atol=1e-5)
+
+
+def test_rotated_products_depend_on_distance_alone():
+    q, k = (np.random.default_rng(seed).normal(size=8).astype(np.float32) for seed in (1, 2))
+    turned = [np.asarray(rotate(jnp.broadcast_to(jnp.asarray(v)[None, None, None], (1, 12, 1, 8)), 10000.0))[0, :, 0] for v in (q, k)]
+    products = turned[0] @ turned[1].T
+    for distance in (0, 3, 7):
+        diagonal = np.diagonal(products, -distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4)
+
+
+def test_rotation_keeps_its_placement(make_mesh, axis_type):
+    mesh = make_mesh({"x": 2, "y": 4}, axis_type)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((4, 6, 8, 2)), jax.sharding.NamedSharding(mesh, jax.P("x", None, "y")))
+        text = jax.jit(rotate, static_argnums=1).lower(x, 10000.0).compile()
+        assert text.output_shardings.spec[:3] == ("x", None, "y")
+        assert "all-" not in text.as_text()
+
+
+def test_rotation_is_float32_inside():
+    x = jnp.ones((1, 300, 1, 4), jnp.bfloat16)
+    exact = rotate(x.astype(jnp.float32), 10000.0)
+    assert rotate(x, 10000.0).dtype == jnp.bfloat16
+    np.testing.assert_allclose(rotate(x, 10000.0).astype(jnp.float32), exact, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("via", "key", "wanted"),
+    [
+        (None, "BLK_yD", None),
+        ("B_xLE, EH_yD", "B_xLK_yD", "B_xLE, (EH_yD, EK_yD, EK_yD)"),
+        ("BLE_x, E_xH_yzD", "BLKD", "BLE_x, (E_xH_yzD, E_xKD, E_xKD)"),
+        ("B_xLE, EH_yD", "B_yLKD", "B_xLE, (EH_yD, EKD, EKD)"),
+    ],
+)
+def test_keys_and_values_meet_the_residual_where_queries_do(via, key, wanted):
+    class Section:
+        in_via = via
+
+    Section.key = key
+    assert in_via(Section) == wanted
+
+
+def test_the_parallel_block_pins_its_shared_input_only_where_both_agree():
+    assert _together("BLE_x, (E_xHD, E_xKD, E_xKD)", "BLE_x, (E_xF, E_xF)") == "BLE_x, (E_xHD, E_xKD, E_xKD, E_xF, E_xF)"
+    assert _together("BLE, (EHD, EKD, EKD)", "BLE_x, (E_xF, E_xF)") is None
+    assert _together(None, "BLE_x, (E_xF, E_xF)") is None
+
+
+def test_presets_keep_length_and_head_size_whole_in_the_core():
+    for name in ("gshard", "megatron-1d", "weight-gathered-xyz"):
+        at = Layout.load(name).section("attention")
+        assert not Spec.parse(at.query).axes_of("L") and not Spec.parse(at.query).axes_of("D")
