@@ -1,0 +1,98 @@
+"""A layout never changes a result: twenty steps of training give the single-device losses, whatever sends what where."""
+
+from functools import cache
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import gspmd
+import models
+from gspmd.layouts import Layout, presets
+from gspmd.moe import MoEConfig
+from tests.models.conftest import put
+
+STEPS, TOLERANCE = 20, 1e-4
+SERIAL = models.ModelConfig(
+    vocabulary=64, embed=32, layers=2, heads=8, kv_heads=8, head_size=8, feed_forward=64, moe=MoEConfig(experts=8, every=2))
+PARALLEL = models.ModelConfig(
+    vocabulary=64, embed=32, layers=2, heads=8, kv_heads=8, head_size=8, feed_forward=64, block="parallel",
+    moe=MoEConfig(experts=8, every=2, router="gshard"))
+
+ONCE = [
+    pytest.param(name, 8, ("blocking", "xla")[at % 2], ("explicit", "auto")[at // 2 % 2], (SERIAL, PARALLEL)[at % 3 == 2], id=name)
+    for at, name in enumerate(presets())
+]
+PRODUCT = [
+    pytest.param(name, devices, lowering, kind, SERIAL, id=f"{name}-{devices}-{lowering}-{kind}")
+    for name in presets() for devices in (1, 2, 4, 8) for lowering in ("blocking", "xla") for kind in ("explicit", "auto")
+]
+
+
+@pytest.mark.parametrize(("name", "devices", "lowering", "kind", "config"), ONCE)
+def test_every_preset_trains_as_one_device_does(make_mesh, placed, name, devices, lowering, kind, config):
+    compare(make_mesh, placed, name, devices, lowering, kind, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "devices", "lowering", "kind", "config"), PRODUCT)
+def test_every_preset_on_every_mesh(make_mesh, placed, name, devices, lowering, kind, config):
+    compare(make_mesh, placed, name, devices, lowering, kind, config)
+
+
+def compare(make_mesh, placed, name, devices, lowering, kind, config):
+    """Trains in the layout and alone, and holds the losses together."""
+    layout = Layout.load(name)
+    mesh = make_mesh(layout.mesh_for(devices), kind)
+    losses, loads = train(placed(fresh(config), layout, mesh), mesh, lowering)
+    wanted, wanted_loads = alone(config)
+    assert wanted[-1] < wanted[0] - 0.5, "there is nothing to compare in a curve that does not fall"
+    # A token that changes its expert takes one from a count and adds one to another.
+    moved = np.abs(loads - wanted_loads).sum() / 2 * config.moe.choices * 8 * 16
+    np.testing.assert_allclose(losses, wanted, rtol=TOLERANCE, err_msg=f"at least {moved:.0f} router assignments flipped")
+
+
+@cache
+def fresh(config):
+    layout = Layout.load("replicated")
+    return models.build(config, layout, single(), jax.random.key(0))
+
+
+@cache
+def alone(config):
+    return train(fresh(config), single(), "blocking")
+
+
+def single():
+    return jax.make_mesh((1, 1, 1), ("x", "y", "z"), devices=jax.devices()[:1])
+
+
+def train(model, mesh, lowering):
+    """Losses [steps] and expert loads [steps, expert layers, X] of AdamW on one repeating text."""
+    transform = optax.adamw(1e-2)
+
+    @jax.jit
+    def step(values, state, ids, key):
+        def loss(values):
+            return models.loss(models.with_arrays(model, values), ids, key=key)
+
+        (value, aux), gradients = jax.value_and_grad(loss, has_aux=True)(values)
+        updates, state = transform.update(gradients, state, values)
+        return optax.apply_updates(values, updates), state, value, aux["load"]
+
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        values = models.arrays(model)
+        state, losses, loads = jax.jit(transform.init)(values), [], []
+        for number in range(STEPS):
+            ids = put(text(number), model.layout, mesh)
+            values, state, value, load = step(values, state, ids, jax.random.fold_in(jax.random.key(1), number))
+            losses.append(float(value))
+            loads.append(np.asarray(load))
+    return np.array(losses), np.stack(loads)
+
+
+def text(number):
+    """[8, 17] tokens, each its predecessor plus 1 or 5."""
+    steps = np.random.default_rng(number).choice([1, 5], size=(8, 17))
+    return (np.cumsum(steps, axis=1) % 64).astype(np.int32)
