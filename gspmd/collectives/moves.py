@@ -162,6 +162,8 @@ def straight(problem: "_Problem", start: Placement) -> Path | None:
             path, "reduce-scatter", group, (_put(here[0], d, here[0][d] + group), here[1] - set(group)), here
         )
     if owed := here[1] - problem.keep:
+        if scatters:  # one all-reduce of everything, and slices, may be cheaper: it runs on the links of all its axes
+            return None
         here = _extend(
             path, "all-reduce", tuple(axis for axis in problem.mesh if axis in owed), (here[0], here[1] - owed), here
         )
