@@ -10,5 +10,17 @@ from models.loss import batch_spec, loss
 from models.parameters import gradient_specs, optimizer_specs, parameter_specs
 from models.transformer import Transformer, arrays, build, with_arrays
 
-__all__ = ["ModelConfig", "Transformer", "activation_specs", "arrays", "batch_spec", "build", "generate", "gradient_specs",
-           "loss", "optimizer_specs", "parameter_specs", "with_arrays"]
+__all__ = [
+    "ModelConfig",
+    "Transformer",
+    "activation_specs",
+    "arrays",
+    "batch_spec",
+    "build",
+    "generate",
+    "gradient_specs",
+    "loss",
+    "optimizer_specs",
+    "parameter_specs",
+    "with_arrays",
+]

@@ -9,7 +9,9 @@ from gspmd.annotate import Spec
 from models.config import ModelConfig
 
 
-def activation_specs(config: ModelConfig, layout: Any, batch: int, length: int) -> dict[str, tuple[Spec, tuple[int, ...]]]:
+def activation_specs(
+    config: ModelConfig, layout: Any, batch: int, length: int
+) -> dict[str, tuple[Spec, tuple[int, ...]]]:
     """Layout key to spec and whole shape of every activation of one training step, in the order of the forward pass.
 
     Args:
@@ -20,7 +22,8 @@ def activation_specs(config: ModelConfig, layout: Any, batch: int, length: int) 
 
     Example:
         >>> layout = {"embedding.tokens": "B_xL", "attention.residual": "B_xLE", "attention.query": "B_xLHD",
-        ...           "attention.key": "B_xLKD", "ffn.residual": "B_xLE", "ffn.hidden": "B_xLF", "output.logits": "B_xLV"}
+        ...           "attention.key": "B_xLKD", "ffn.residual": "B_xLE", "ffn.hidden": "B_xLF",
+        ...           "output.logits": "B_xLV"}
         >>> spec, shape = activation_specs(ModelConfig(), layout, batch=8, length=64)["ffn.hidden"]
         >>> str(spec), shape
         ('B_xLF', (8, 64, 256))

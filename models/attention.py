@@ -1,4 +1,4 @@
-"""Attention: rotary positions, and heads that are their own (multi-head), shared in groups, or one for all (multiquery)."""
+"""Attention: rotary positions, and key heads for each query, for a group of them, or for all (multiquery)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 import gspmd
-from gspmd.annotate import Spec
+from gspmd.annotate import Spec, parse_via
 from gspmd.collectives.attention import attention
 from gspmd.collectives.norm import rms_norm
 from models.config import ModelConfig
@@ -32,14 +32,24 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """What attention adds to the residual stream, [B, L, E], placed as `attention.residual`."""
         at = self.specs
-        y = rms_norm(x, self.norm[...], at.residual, at.norm, epsilon=self.config.norm_epsilon)
+        return self.attend(
+            rms_norm(x, self.norm[...], at.residual, at.norm, epsilon=self.config.norm_epsilon), at.residual
+        )
+
+    def attend(self, y: jax.Array, residual: str) -> jax.Array:
+        """Attention of a normed input [B, L, E]; both lie as `residual`."""
+        at = self.specs
         q, k, v = gspmd.einsum(
-            f"{at.residual}, ({at.w_q}, {at.w_k}, {at.w_v}) -> ({at.query}, {at.key}, {at.key})",
-            y, self.weights_in(), via=in_via(at))
-        return gspmd.einsum(f"{at.query}, {at.w_o} -> {at.residual}", self.core(q, k, v), self.weight_out(), via=at.out_via)
+            f"{residual}, ({at.w_q}, {at.w_k}, {at.w_v}) -> ({at.query}, {at.key}, {at.key})",
+            y,
+            self.weights_in(),
+            via=in_via(at),
+        )
+        y = self.core(q, k, v)
+        return gspmd.einsum(f"{at.query}, {at.w_o} -> {residual}", y, self.weight_out(), via=at.out_via)
 
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Softmax attention of rotated queries [B, L, H, D] and keys [B, L, K, D] over values; placed as the queries."""
+        """Softmax attention of rotated queries [B, L, H, D] and keys [B, L, K, D] over values, placed as queries."""
         q, k = rotate(q, self.config.rope_base), rotate(k, self.config.rope_base)
         return attention(q, k, v, self.specs.query, self.specs.key, causal=True)
 
@@ -65,9 +75,8 @@ def rotate(x: jax.Array, base: float) -> jax.Array:
         [B, L, H, D] in x's dtype; computed in float32.
 
     Example:
-        >>> print(rotate(jnp.ones((1, 2, 1, 2)), base=10000.0)[0, :, 0].round(3))
-        [[ 1.     1.   ]
-         [-0.301  1.382]]
+        >>> [f"{value:.3f}" for value in rotate(jnp.ones((1, 2, 1, 2)), base=10000.0)[0, 1, 0]]
+        ['-0.301', '1.382']
 
     Source: Su et al. 2021, RoFormer (arXiv 2104.09864), section 3.2.2.
     Differs: pairs are halves of the head, not neighbours; the same up to a permutation of the projections' columns.
@@ -85,11 +94,17 @@ def in_via(at: Any) -> str | None:
     """
     if at.in_via is None:
         return None
-    left, w_q = (Spec.parse(part) for part in at.in_via.split(", "))
+    left, w_q = via_specs(at.in_via)
     taken = left.used | set(w_q.axes_of("E"))
     heads = tuple(axis for axis in Spec.parse(at.key).axes_of("K") if axis not in taken)
     w_kv = Spec(("E", "K", "D"), (w_q.axes_of("E"), heads, ()))
     return f"{left}, ({w_q}, {w_kv}, {w_kv})"
+
+
+def via_specs(text: str) -> tuple[Spec, Spec]:
+    """The two specs of a layout's via: where the activation goes, and where the weight goes."""
+    left, right = parse_via(text)[0].operands
+    return left.specs[0], right.specs[0]
 
 
 def _turns(length: int, size: int, base: float) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ from gspmd.annotate import Spec
 from gspmd.collectives.norm import rms_norm
 from models.attention import Attention, in_via
 from models.config import ModelConfig
-from models.experts import Experts
+from models.experts import Experts, moved
 from models.feed_forward import FeedForward
 from models.scopes import part
 
@@ -31,10 +31,10 @@ class Block(nnx.Module):
         attention, ffn = self.residuals
         with part(self.layout, "attention"):
             x = x + self.attention(x)
-        x = _move(x, attention, ffn)
+        x = moved(x, attention, ffn)
         with part(self.layout, "ffn" if self.moe is None else "moe"):
             y, figures = (self.ffn(x), {}) if self.moe is None else self.moe(x, key=key, train=train)
-        return _move(x + y, ffn, attention), figures
+        return moved(x + y, ffn, attention), figures
 
 
 class ParallelBlock(nnx.Module):
@@ -58,7 +58,7 @@ class ParallelBlock(nnx.Module):
                 return x + self.both(y), {}
             added, figures = self.moe.mix(y, key=key, train=train)
         with part(self.layout, "attention"):
-            return x + self.alone(y) + added, figures
+            return x + self.attention.attend(y, self.specs.residual) + added, figures
 
     def both(self, y: jax.Array) -> jax.Array:
         """Attention and feed-forward of one normed input [B, L, E], added up before their sum is settled."""
@@ -67,30 +67,24 @@ class ParallelBlock(nnx.Module):
         results = ", ".join((str(at.query), str(at.key), str(at.key), *self.ffn.specs_hidden()))
         q, k, v, *hidden = gspmd.einsum(
             f"{ffn.residual}, ({weights}) -> ({results})",
-            y, (*self.attention.weights_in(), *self.ffn.weights_in()), via=_together(in_via(at), self.ffn.in_via()))
+            y,
+            (*self.attention.weights_in(), *self.ffn.weights_in()),
+            via=_together(in_via(at), self.ffn.in_via()),
+        )
         return gspmd.einsum(
             f"{ffn.hidden}, {ffn.w_out} + {at.query}, {at.w_o} -> {ffn.residual}",
-            self.ffn.activate(*hidden), self.ffn.weight_out(), self.attention.core(q, k, v), self.attention.weight_out(),
-            via=_sum(ffn.out_via, at.out_via))
-
-    def alone(self, y: jax.Array) -> jax.Array:
-        """Attention of a normed input, its sum settled by itself."""
-        at, residual = self.attention.specs, self.specs.residual
-        q, k, v = gspmd.einsum(
-            f"{residual}, ({at.w_q}, {at.w_k}, {at.w_v}) -> ({at.query}, {at.key}, {at.key})",
-            y, self.attention.weights_in(), via=in_via(at))
-        return gspmd.einsum(
-            f"{at.query}, {at.w_o} -> {residual}", self.attention.core(q, k, v), self.attention.weight_out(), via=at.out_via)
+            self.ffn.activate(*hidden),
+            self.ffn.weight_out(),
+            self.attention.core(q, k, v),
+            self.attention.weight_out(),
+            via=_sum(ffn.out_via, at.out_via),
+        )
 
 
 def _feed_forward(block: Any, config: ModelConfig, layout: Any, weights: Mapping[str, Any], dtype: Any) -> None:
     block.layout, block.specs = layout, layout.section("ffn")
     block.ffn = FeedForward(config, layout, weights["ffn"], dtype) if "ffn" in weights else None
     block.moe = Experts(config, layout, weights["moe"], dtype) if "moe" in weights else None
-
-
-def _move(x: jax.Array, before: Spec, after: Spec) -> jax.Array:
-    return x if before == after else gspmd.reshard(x, f"{before} -> {after}")
 
 
 def _together(attention: str | None, ffn: str | None) -> str | None:

@@ -12,7 +12,7 @@ BLOCKS = ("serial", "parallel")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer; the defaults are the dense half of the default run.
+    """A decoder-only transformer; the defaults are those of a small one that reads bytes.
 
     Example:
         >>> ModelConfig(embed=4096, layers=32, heads=16, kv_heads=1, head_size=256, feed_forward=16384,
@@ -125,8 +125,17 @@ class ModelConfig:
             >>> ModelConfig().sizes(batch=32, length=256)["F"]
             256
         """
-        sizes = {"B": batch, "L": length, "T": length, "E": self.embed, "F": self.feed_forward, "V": self.vocabulary,
-                 "H": self.heads, "K": self.kv_heads, "D": self.head_size}
+        sizes = {
+            "B": batch,
+            "L": length,
+            "T": length,
+            "E": self.embed,
+            "F": self.feed_forward,
+            "V": self.vocabulary,
+            "H": self.heads,
+            "K": self.kv_heads,
+            "D": self.head_size,
+        }
         if self.moe:
             sizes |= {"X": self.moe.experts, "G": self.moe.groups or batch}
         return sizes

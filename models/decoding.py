@@ -76,7 +76,7 @@ def _step(model: Transformer, temperature: float):
 
 
 def _noise(key: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
-    """Gumbel noise, with which the largest score is a sample; each row from its own key, so rows do not depend on their number."""
+    """Gumbel noise, with which the largest score is a sample; a row does not depend on how many there are."""
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(shape[0]))
     return jax.vmap(lambda key: jax.random.gumbel(key, shape[1:], jnp.float32))(keys)
 
@@ -84,7 +84,15 @@ def _noise(key: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
 def _rows(model: Transformer) -> int:
     """The least batch that every activation's B divides into."""
     mesh, layout = jax.sharding.get_mesh().shape, model.layout
-    keys = ["embedding.tokens", "attention.residual", "attention.query", "attention.key", "ffn.residual", "ffn.hidden", "output.logits"]
+    keys = [
+        "embedding.tokens",
+        "attention.residual",
+        "attention.query",
+        "attention.key",
+        "ffn.residual",
+        "ffn.hidden",
+        "output.logits",
+    ]
     batch = [Spec.parse(layout[key]).axes_of("B") for key in keys]
     if model.config.moe:
         batch.append(Spec.parse(layout["moe.groups"]).axes_of("G"))

@@ -42,10 +42,11 @@ class Experts(nnx.Module):
         residual, groups = Spec.parse(self.specs.residual), Spec.parse(self.moe.groups)
         sequences = groups.rename({"G": "B"})
         count, shape = self.config.moe.groups or y.shape[0], y.shape
-        grouped = regroup(_move(y, residual, sequences), (count, y.shape[0] * y.shape[1] // count, y.shape[2]), groups)
+        grouped = regroup(moved(y, residual, sequences), (count, y.shape[0] * y.shape[1] // count, y.shape[2]), groups)
         answers, loss, stats = expert_layer(
-            grouped, self.weights(), self.moe, self.config.moe, key=key, train=train, activation=self.config.activation)
-        return _move(regroup(answers, shape, sequences), sequences, residual), {"aux_loss": loss, **stats}
+            grouped, self.weights(), self.moe, self.config.moe, key=key, train=train, activation=self.config.activation
+        )
+        return moved(regroup(answers, shape, sequences), sequences, residual), {"aux_loss": loss, **stats}
 
     def weights(self) -> dict[str, jax.Array]:
         """The experts' weights in the compute type, and the router's in float32."""
@@ -70,5 +71,6 @@ def regroup(x: jax.Array, shape: tuple[int, int, int], spec: Spec) -> jax.Array:
     return jax.lax.reshape(x, shape, out_sharding=spec.partition_spec() if explicit else None)
 
 
-def _move(x: jax.Array, before: Spec, after: Spec) -> jax.Array:
+def moved(x: jax.Array, before: Spec, after: Spec) -> jax.Array:
+    """The same array where another spec says, if that is elsewhere."""
     return x if before == after else gspmd.reshard(x, f"{before} -> {after}")

@@ -10,6 +10,7 @@ from flax import nnx
 
 import gspmd
 from gspmd.collectives.norm import rms_norm
+from models.attention import via_specs
 from models.config import ModelConfig
 
 
@@ -32,8 +33,13 @@ class FeedForward(nnx.Module):
         y = rms_norm(x, self.norm[...], ffn.residual, ffn.norm, epsilon=self.config.norm_epsilon)
         hidden = gspmd.einsum(
             f"{ffn.residual}, ({', '.join(self.specs_in())}) -> ({', '.join(self.specs_hidden())})",
-            y, self.weights_in(), via=self.in_via())
-        return gspmd.einsum(f"{ffn.hidden}, {ffn.w_out} -> {ffn.residual}", self.activate(*hidden), self.weight_out(), via=ffn.out_via)
+            y,
+            self.weights_in(),
+            via=self.in_via(),
+        )
+        return gspmd.einsum(
+            f"{ffn.hidden}, {ffn.w_out} -> {ffn.residual}", self.activate(*hidden), self.weight_out(), via=ffn.out_via
+        )
 
     def activate(self, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         """The nonlinearity, on tensors placed alike."""
@@ -49,11 +55,10 @@ class FeedForward(nnx.Module):
 
     def in_via(self) -> str | None:
         """Where the residual and every weight in meet, if the layout says so."""
-        via = self.specs.in_via
-        if via is None:
+        if self.specs.in_via is None:
             return None
-        left, right = via.split(", ")
-        return f"{left}, ({', '.join([right] * (1 + self.config.gated))})"
+        left, right = via_specs(self.specs.in_via)
+        return f"{left}, ({', '.join([str(right)] * (1 + self.config.gated))})"
 
     def weights_in(self) -> tuple[jax.Array, ...]:
         """The weights in, in the compute type."""

@@ -14,7 +14,9 @@ from models.scopes import part
 from models.transformer import Transformer
 
 
-def loss(model: Transformer, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = True) -> tuple[jax.Array, dict[str, jax.Array]]:
+def loss(
+    model: Transformer, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = True
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Mean next-token cross-entropy in nats, plus the expert layers' auxiliary losses in training.
 
     Args:

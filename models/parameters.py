@@ -102,7 +102,9 @@ def _drawer(row: Parameter) -> Callable[[jax.Array], jax.Array]:
 
 
 @lru_cache(maxsize=256)
-def _compiled(begin: Initialiser, shape: tuple[int, ...], placed: jax.P, stacked: bool) -> Callable[[jax.Array], jax.Array]:
+def _compiled(
+    begin: Initialiser, shape: tuple[int, ...], placed: jax.P, stacked: bool
+) -> Callable[[jax.Array], jax.Array]:
     """From a key to a drawn array; parameters that are drawn alike share the program."""
 
     def draw(key: jax.Array) -> jax.Array:
@@ -124,7 +126,8 @@ def _rows(config: ModelConfig, spec_of: Callable[[str], str]) -> Iterator[tuple[
             spec, shape = Spec(("N", *spec.dims), ((), *spec.axes)), (stack, *shape)
         return path, Parameter(key, spec, shape, begin)
 
-    # Rows scaled to unit length, and the look-up scaled back (Vaswani et al. 2017, section 3.4): so a tied table gives unit logits.
+    # Rows of unit length, and the look-up scaled back (Vaswani et al. 2017, section 3.4), so that a tied table gives
+    # logits of unit variance.
     yield row("embedding.table", "embedding.table", "VE", scaled("E", sizes))
     for place in range(config.period):
         for path, key, dims, begin in _block(config, place, sizes):

@@ -36,7 +36,9 @@ class Transformer(nnx.Module):
         self.blocks = nnx.List([block(config, layout, weights["blocks"][str(i)], dtype) for i in range(config.period)])
         self.output = Output(config, layout, weights["output"], dtype)
 
-    def __call__(self, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = False) -> tuple[jax.Array, Figures]:
+    def __call__(
+        self, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = False
+    ) -> tuple[jax.Array, Figures]:
         """Logits, placed as `output.logits`, and the figures of the expert layers, each stacked over them.
 
         Args:
@@ -47,7 +49,9 @@ class Transformer(nnx.Module):
         x, figures = self.hidden(tokens, key=key, train=train)
         return self.logits(x), figures
 
-    def hidden(self, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = False) -> tuple[jax.Array, Figures]:
+    def hidden(
+        self, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = False
+    ) -> tuple[jax.Array, Figures]:
         """The residual stream behind the last block, [B, L, E], before the last norm; and the experts' figures."""
         with part(self.layout, "embedding"):
             x = self.embedding(tokens)
@@ -70,7 +74,11 @@ class Transformer(nnx.Module):
         tied = self.embedding.table if self.config.tied else None
         with part(self.layout, "output"):
             return self.output(
-                x, tied, residual or stream(self.config, self.layout), logits or Spec.parse(self.layout["output.logits"]))
+                x,
+                tied,
+                residual or stream(self.config, self.layout),
+                logits or Spec.parse(self.layout["output.logits"]),
+            )
 
 
 class Embedding(nnx.Module):
@@ -109,7 +117,9 @@ def stream(config: ModelConfig, layout: Any) -> Spec:
     return Spec.parse(layout["attention.residual" if config.block == "serial" else "ffn.residual"])
 
 
-def build(config: ModelConfig, layout: Any, mesh: jax.sharding.Mesh, key: jax.Array, dtype: Any = jnp.float32) -> Transformer:
+def build(
+    config: ModelConfig, layout: Any, mesh: jax.sharding.Mesh, key: jax.Array, dtype: Any = jnp.float32
+) -> Transformer:
     """A model with fresh parameters, each drawn where the layout places it.
 
     Args:

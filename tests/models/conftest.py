@@ -1,12 +1,12 @@
 """A tiny model, its batch, and the same parameters placed by any layout on any mesh."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import models
 from gspmd.layouts import Layout
+from models.parameters import nested
 
 BATCH, LENGTH = 8, 16
 
@@ -16,7 +16,15 @@ def config():
     """A function (changes) -> ModelConfig, small, but divisible by 8 wherever a preset divides."""
 
     def make(**changes) -> models.ModelConfig:
-        sizes = {"embed": 32, "layers": 2, "heads": 8, "kv_heads": 8, "head_size": 8, "feed_forward": 64, "vocabulary": 64}
+        sizes = {
+            "embed": 32,
+            "layers": 2,
+            "heads": 8,
+            "kv_heads": 8,
+            "head_size": 8,
+            "feed_forward": 64,
+            "vocabulary": 64,
+        }
         return models.ModelConfig(**(sizes | changes))
 
     return make
@@ -47,15 +55,9 @@ def placed():
             path: jax.device_put(np.asarray(value), jax.sharding.NamedSharding(mesh, specs[path][0].partition_spec()))
             for path, value in models.arrays(model).items()
         }
-        return models.with_arrays(models.Transformer(model.config, layout, _nested(values), jnp.float32), values)
+        return models.Transformer(model.config, layout, nested(values), model.dtype)
 
     return place
-
-
-def _nested(values):
-    from models.parameters import nested
-
-    return nested(values)
 
 
 def put(tokens: np.ndarray, layout: Layout, mesh: jax.sharding.Mesh) -> jax.Array:

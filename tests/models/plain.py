@@ -8,7 +8,9 @@ def logits(config, values, tokens):
     """Logits [B, L, V] from the parameters by path."""
     x = values["embedding.table"][tokens] * config.embed**0.5
     for layer in range(config.layers):
-        x = _block(config, {k.removeprefix("blocks.0."): v[layer] for k, v in values.items() if k.startswith("blocks.0.")}, x)
+        x = _block(
+            config, {k.removeprefix("blocks.0."): v[layer] for k, v in values.items() if k.startswith("blocks.0.")}, x
+        )
     table = values["embedding.table" if config.tied else "output.table"]
     return _norm(config, x, values["output.norm"]) @ table.T
 

@@ -13,12 +13,17 @@ def test_rotation_turns_pairs_by_position():
     x = np.random.default_rng(0).normal(size=(2, 5, 3, 6)).astype(np.float32)
     angle = np.arange(5)[:, None] * 100.0 ** (-np.arange(3) / 3)
     z = (x[..., :3] + 1j * x[..., 3:]) * np.exp(1j * angle)[None, :, None]
-    np.testing.assert_allclose(rotate(jnp.asarray(x), 100.0), np.concatenate([z.real, z.imag], -1), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        rotate(jnp.asarray(x), 100.0), np.concatenate([z.real, z.imag], -1), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_rotated_products_depend_on_distance_alone():
     q, k = (np.random.default_rng(seed).normal(size=8).astype(np.float32) for seed in (1, 2))
-    turned = [np.asarray(rotate(jnp.broadcast_to(jnp.asarray(v)[None, None, None], (1, 12, 1, 8)), 10000.0))[0, :, 0] for v in (q, k)]
+    turned = [
+        np.asarray(rotate(jnp.broadcast_to(jnp.asarray(v)[None, None, None], (1, 12, 1, 8)), 10000.0))[0, :, 0]
+        for v in (q, k)
+    ]
     products = turned[0] @ turned[1].T
     for distance in (0, 3, 7):
         diagonal = np.diagonal(products, -distance)
@@ -59,7 +64,9 @@ def test_keys_and_values_meet_the_residual_where_queries_do(via, key, wanted):
 
 
 def test_the_parallel_block_pins_its_shared_input_only_where_both_agree():
-    assert _together("BLE_x, (E_xHD, E_xKD, E_xKD)", "BLE_x, (E_xF, E_xF)") == "BLE_x, (E_xHD, E_xKD, E_xKD, E_xF, E_xF)"
+    assert (
+        _together("BLE_x, (E_xHD, E_xKD, E_xKD)", "BLE_x, (E_xF, E_xF)") == "BLE_x, (E_xHD, E_xKD, E_xKD, E_xF, E_xF)"
+    )
     assert _together("BLE, (EHD, EKD, EKD)", "BLE_x, (E_xF, E_xF)") is None
     assert _together(None, "BLE_x, (E_xF, E_xF)") is None
 
@@ -67,4 +74,5 @@ def test_the_parallel_block_pins_its_shared_input_only_where_both_agree():
 def test_presets_keep_length_and_head_size_whole_in_the_core():
     for name in ("gshard", "megatron-1d", "weight-gathered-xyz"):
         at = Layout.load(name).section("attention")
-        assert not Spec.parse(at.query).axes_of("L") and not Spec.parse(at.query).axes_of("D")
+        assert not Spec.parse(at.query).axes_of("L")
+        assert not Spec.parse(at.query).axes_of("D")

@@ -43,7 +43,9 @@ def test_palm_has_its_published_number_of_parameters(name, billions):
 
 
 def test_flops_of_a_dense_model_by_hand():
-    config = ModelConfig(vocabulary=10, embed=4, layers=3, heads=2, kv_heads=1, head_size=2, feed_forward=8, activation="relu")
+    config = ModelConfig(
+        vocabulary=10, embed=4, layers=3, heads=2, kv_heads=1, head_size=2, feed_forward=8, activation="relu"
+    )
     per_layer = 4 * 2 * 2 * 2 + 2 * 4 * 1 * 2 + 2 * 4 * 8
     assert config.flops_per_token(length=16) == 6 * (3 * per_layer + 10 * 4) + 12 * 3 * 2 * 2 * 16
 

@@ -1,4 +1,4 @@
-"""A layout never changes a result: twenty steps of training give the single-device losses, whatever sends what where."""
+"""A layout never changes a result: twenty steps of training give one device's losses, whatever sends what where."""
 
 from functools import cache
 
@@ -15,18 +15,44 @@ from tests.models.conftest import put
 
 STEPS, TOLERANCE = 20, 1e-4
 SERIAL = models.ModelConfig(
-    vocabulary=64, embed=32, layers=2, heads=8, kv_heads=8, head_size=8, feed_forward=64, moe=MoEConfig(experts=8, every=2))
+    vocabulary=64,
+    embed=32,
+    layers=2,
+    heads=8,
+    kv_heads=8,
+    head_size=8,
+    feed_forward=64,
+    moe=MoEConfig(experts=8, every=2),
+)
 PARALLEL = models.ModelConfig(
-    vocabulary=64, embed=32, layers=2, heads=8, kv_heads=8, head_size=8, feed_forward=64, block="parallel",
-    moe=MoEConfig(experts=8, every=2, router="gshard"))
+    vocabulary=64,
+    embed=32,
+    layers=2,
+    heads=8,
+    kv_heads=8,
+    head_size=8,
+    feed_forward=64,
+    block="parallel",
+    moe=MoEConfig(experts=8, every=2, router="gshard"),
+)
 
 ONCE = [
-    pytest.param(name, 8, ("blocking", "xla")[at % 2], ("explicit", "auto")[at // 2 % 2], (SERIAL, PARALLEL)[at % 3 == 2], id=name)
+    pytest.param(
+        name,
+        8,
+        ("blocking", "xla")[at % 2],
+        ("explicit", "auto")[at // 2 % 2],
+        (SERIAL, PARALLEL)[at % 3 == 2],
+        id=name,
+    )
     for at, name in enumerate(presets())
 ]
 PRODUCT = [
     pytest.param(name, devices, lowering, kind, SERIAL, id=f"{name}-{devices}-{lowering}-{kind}")
-    for name in presets() for devices in (1, 2, 4, 8) for lowering in ("blocking", "xla") for kind in ("explicit", "auto")
+    for name in presets()
+    for devices in (1, 2, 4, 8)
+    for lowering in ("blocking", "xla")
+    for kind in ("explicit", "auto")
 ]
 
 
@@ -50,7 +76,9 @@ def compare(make_mesh, placed, name, devices, lowering, kind, config):
     assert wanted[-1] < wanted[0] - 0.5, "there is nothing to compare in a curve that does not fall"
     # A token that changes its expert takes one from a count and adds one to another.
     moved = np.abs(loads - wanted_loads).sum() / 2 * config.moe.choices * 8 * 16
-    np.testing.assert_allclose(losses, wanted, rtol=TOLERANCE, err_msg=f"at least {moved:.0f} router assignments flipped")
+    np.testing.assert_allclose(
+        losses, wanted, rtol=TOLERANCE, err_msg=f"at least {moved:.0f} router assignments flipped"
+    )
 
 
 @cache

@@ -19,13 +19,17 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("changes", "preset", "lowering", "kind"), VARIANTS)
-def test_loss_and_gradients_are_those_of_plain_code(config, one_device, placed, make_mesh, tokens, changes, preset, lowering, kind):
+def test_loss_and_gradients_are_those_of_plain_code(
+    config, one_device, placed, make_mesh, tokens, changes, preset, lowering, kind
+):
     settings, layout = config(**changes), Layout.load(preset)
     mesh = make_mesh(layout.mesh_for(8), kind)
     fresh = one_device(settings)
     model = placed(fresh, layout, mesh)
     host = {path: jnp.asarray(np.asarray(value)) for path, value in models.arrays(fresh).items()}
-    wanted, wanted_gradients = jax.value_and_grad(lambda values: plain.loss(settings, values, jnp.asarray(tokens)))(host)
+    wanted, wanted_gradients = jax.value_and_grad(lambda values: plain.loss(settings, values, jnp.asarray(tokens)))(
+        host
+    )
     with jax.set_mesh(mesh), gspmd.lowering(lowering):
         run = jax.jit(jax.value_and_grad(lambda values, ids: models.loss(models.with_arrays(model, values), ids)[0]))
         found, gradients = run(models.arrays(model), put(tokens, layout, mesh))
@@ -52,9 +56,10 @@ def test_a_token_sees_only_what_stands_before_it(config, one_device, tokens):
     model = one_device(config())
     later = tokens[:, :-1].copy()
     later[:, 9:] = (later[:, 9:] + 3) % 64
-    with jax.set_mesh(jax.make_mesh((1, 1, 1), ("x", "y", "z"))):
+    mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"))
+    with jax.set_mesh(mesh):
         run = jax.jit(lambda ids: model(ids)[0])
-        first, second = run(put(tokens[:, :-1], model.layout, jax.sharding.get_mesh())), run(put(later, model.layout, jax.sharding.get_mesh()))
+        first, second = (run(put(ids, model.layout, mesh)) for ids in (tokens[:, :-1], later))
     np.testing.assert_array_equal(first[:, :9], second[:, :9])
     assert np.abs(np.asarray(first[:, 9:] - second[:, 9:])).min(axis=(0, 2)).max() > 0
 
