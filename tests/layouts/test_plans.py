@@ -124,11 +124,6 @@ def kinds(planned) -> list[str]:
     return [step.kind for step in planned.steps]
 
 
-def backward(planned) -> list:
-    gradients = planned.gradients
-    return [] if gradients is None else list(gradients) if isinstance(gradients, tuple) else [gradients]
-
-
 TINY = {"B": 16, "L": 32, "E": 96, "F": 192, "H": 16, "K": 16, "D": 16, "V": 256, "X": 16, "C": 10, "G": 16}
 PALM = {"B": 512, "L": 128, "E": 18432, "F": 73728, "H": 64, "K": 64, "D": 256, "V": 262144, "X": 64, "C": 8, "G": 512}
 
@@ -140,14 +135,17 @@ def test_no_plan_contains_a_permute(name, devices):
     mesh = layout.mesh_for(devices)
     for equation, via in model_equations(layout):
         planned = plan(equation, sizes=TINY, mesh=mesh, dtype="float32", via=via)
-        for each in (planned, *backward(planned)):
+        for each in (planned, *planned.gradients):
             assert "collective-permute" not in kinds(each), str(each)
 
 
+@pytest.mark.parametrize("length", [1, pytest.param(2048, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", presets())
-def test_no_forward_plan_contains_a_permute_at_the_papers_scale(name):
+def test_no_plan_contains_a_permute_at_the_papers_scale(name, length):
     for equation, via in model_equations(Layout.load(name)):
-        assert "collective-permute" not in kinds(plan(equation, sizes=PALM, mesh=MESHES[0], via=via)), equation
+        planned = plan(equation, sizes=PALM | {"L": length}, mesh=MESHES[0], via=via)
+        for each in (planned, *planned.gradients):
+            assert "collective-permute" not in kinds(each), str(each)
 
 
 @pytest.mark.parametrize("name", presets())
