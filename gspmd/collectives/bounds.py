@@ -14,7 +14,11 @@ from gspmd.annotate.spec import Spec
 from gspmd.collectives.cost import hops
 from gspmd.collectives.problem import Member, Setting, Tensor
 
-FREE, OWED = "-", "+"  # where an axis stands when on no dimension: replicated, or owing a partial sum
+FREE, OWED, THEIRS = "-", "+", "*"
+"""Where an axis stands when on no dimension: replicated, or owing a partial sum, the shared tensor's or the partner's.
+
+A product is linear in one owed sum, so at most one of the two still owes it.
+"""
 
 
 class Bounds:
@@ -34,17 +38,14 @@ class Bounds:
 
     def _options(self, axis: str, pinned: Spec | None) -> list[str]:
         """Where an axis may stand; pins leave one place to the tensors they name."""
-        owed = axis in self.shared.spec.partial or (
-            self.member.partner is not None and axis in self.member.partner.spec.partial
-        )
-        places = [dim for dim in self.dims if self.sizes[dim] % self.mesh[axis] == 0] + [FREE] + [OWED] * owed
-        for spec in (pinned, self.member.pinned):
+        places = [dim for dim in self.dims if self.sizes[dim] % self.mesh[axis] == 0] + [FREE]
+        places += [OWED] * (axis in self.shared.spec.partial)
+        partner = self.member.partner
+        places += [THEIRS] * (partner is not None and axis in partner.spec.partial)
+        for spec, owed in ((pinned, OWED), (self.member.pinned, THEIRS)):
             if spec is not None:
-                places = [
-                    place
-                    for place in places
-                    if place == place_of(spec, axis) or (place not in spec.dims and place_of(spec, axis) == FREE)
-                ]
+                held = place_of(spec, axis, owed)
+                places = [place for place in places if place == held or (place not in spec.dims and held == FREE)]
         return places
 
     def _divides(self) -> np.ndarray:
@@ -56,7 +57,7 @@ class Bounds:
     def _consistent(self) -> np.ndarray:
         """The target's partial sums must come about: from a summed dimension, or from one that was owed already."""
         good = np.ones(len(self.table), bool)
-        summed = [dim for dim in self.dims if dim not in self.member.target.spec.dims] + [OWED]
+        summed = [dim for dim in self.dims if dim not in self.member.target.spec.dims] + [OWED, THEIRS]
         for axis in self.member.target.spec.partial:
             good &= np.isin(self.table[:, self.axes.index(axis)], summed)
         return good
@@ -72,10 +73,10 @@ class Bounds:
         self.latency = {
             axis: chip.hop_seconds * (0 if chip.is_switch else hops(size, chip)) for axis, size in self.mesh.items()
         }
-        own = self._move_bound(self.shared)
+        own = self._move_bound(self.shared, OWED)
         rest = self._compute_bound() + self._result_bound()
         if self.member.partner is not None:
-            rest = rest + self._move_bound(self.member.partner)
+            rest = rest + self._move_bound(self.member.partner, THEIRS)
         own, rest = (np.floor(seconds * 1e12).astype(np.int64) for seconds in (own, rest))
         self.shared_bound, self.best_rest, self.rows = {}, {}, {}
         shared_dims = set(self.shared.spec.dims)
@@ -86,21 +87,20 @@ class Bounds:
             self.rows.setdefault(key, []).append((other, tuple(row)))
 
     def _seen_by_shared(self, axis: str, place: str, dims: set[str]) -> str:
-        owed = place == OWED and axis in self.shared.spec.partial
-        return place if place in dims or owed else FREE
+        return place if place in dims or place == OWED else FREE
 
     def completions(self, key: tuple) -> list[tuple[int, tuple]]:
         """The assignments that agree with the shared tensor's, cheapest bound first."""
         return sorted(self.rows[key])
 
-    def _move_bound(self, tensor: Tensor) -> np.ndarray:
+    def _move_bound(self, tensor: Tensor, owed: str) -> np.ndarray:
         """What must at least be received, and the hops along every axis that has to leave its place."""
         whole = prod(self.sizes[dim] for dim in tensor.spec.dims) * tensor.itemsize
         target = whole / self._spread(tensor.spec.dims)
         source = whole / prod(self.mesh[axis] for axes in tensor.spec.axes for axis in axes)
         latency = np.zeros(len(self.table))
         for i, axis in enumerate(self.axes):
-            held = place_of(tensor.spec, axis)
+            held = place_of(tensor.spec, axis, owed)
             if held != FREE:
                 latency += (self.table[:, i] != held) * self.latency[axis]
         return np.maximum(0, target - source) / self.rate + latency
@@ -131,7 +131,8 @@ class Bounds:
         return np.maximum(scattered, wanted - result) / self.rate + latency
 
 
-def place_of(spec: Spec, axis: str) -> str:
+def place_of(spec: Spec, axis: str, owed: str = OWED) -> str:
+    """The dimension that an axis shards, or what it is when on none; `owed` says whose sum an owed one is."""
     if axis in spec.partial:
-        return OWED
+        return owed
     return next((dim for dim, axes in zip(spec.dims, spec.axes) if axis in axes), FREE)

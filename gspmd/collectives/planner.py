@@ -41,9 +41,8 @@ def forward(
     jobs = _jobs(equation, inputs, outputs, via)
     builder = _Builder(inputs)
     if len(jobs) == 1:
-        found = _found(setting, jobs[0])
-        for product, target in zip(builder.run(jobs[0], found), outputs):
-            builder.outputs.append(Output((product,), target.spec, ()))
+        products = [product for job, found in _group(setting, jobs[0]) for product in builder.run(job, found)]
+        builder.outputs = [Output((product,), target.spec, ()) for product, target in zip(products, outputs)]
         return builder.routine()
     jobs, found, settle = _common_sum(setting, jobs, outputs[0])
     products = [product for job, each in zip(jobs, found) for product in builder.run(job, each)]
@@ -86,6 +85,17 @@ def _job(term: Term, numbers: range, inputs, outputs, via) -> _Job:
 
 def _found(setting: Setting, job: _Job) -> Found:
     return search(setting, job.tensor, job.members, job.pinned)
+
+
+def _group(setting: Setting, job: _Job) -> list[tuple[_Job, Found]]:
+    """A group travels once; where its results owe sums that no one placement makes, each member by itself."""
+    try:
+        return [(job, _found(setting, job))]
+    except PlanError:
+        if len(job.members) == 1:
+            raise
+    alone = [replace(job, partners=(p,), members=(member,)) for p, member in zip(job.partners, job.members)]
+    return [(each, _found(setting, each)) for each in alone]
 
 
 def _plain_move(setting: Setting, source: Tensor, output: Tensor) -> Routine:

@@ -8,14 +8,14 @@ its work.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
 
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
-from gspmd.collectives.bounds import OWED, Bounds
+from gspmd.collectives.bounds import OWED, THEIRS, Bounds
 from gspmd.collectives.cost import einsum_seconds
 from gspmd.collectives.moves import move_within
 from gspmd.collectives.plan import Step, picoseconds, total_cost
@@ -71,9 +71,7 @@ def search(setting: Setting, shared: Tensor, members: tuple[Member, ...], pinned
     for bound, key in _by_bound(bounds):
         if best is not None and bound > best[0]:
             break
-        for spec in _orderings(
-            setting, bounds[0].axes, key, shared.spec.dims, _hints(shared, members, pinned), shared.spec
-        ):
+        for spec in _orderings(bounds[0].axes, key, shared.spec.dims, _hints(shared, members, pinned), OWED):
             if pinned is not None and spec != pinned:
                 continue
             candidate = _complete(setting, shared, spec, members, bounds, key, best)
@@ -162,34 +160,32 @@ def _partners(setting, spec: Spec, member: Member, bound: "Bounds", row: tuple) 
     fixed = {dim: spec.axes_of(dim) for dim in spec.dims}
     dims = member.partner.spec.dims
     hints = [member.partner.spec, member.target.spec]
-    source = replace(
-        member.partner.spec, partial=tuple(a for a in member.partner.spec.partial if a not in spec.partial)
-    )
-    return _orderings(setting, bound.axes, row, dims, hints, source, fixed)  # a product of two owed sums is not linear
+    return _orderings(bound.axes, row, dims, hints, THEIRS, fixed)
 
 
-def _orderings(setting, axes, key, dims, hints, source: Spec, fixed: Mapping = {}) -> Iterator[Spec]:
+def _orderings(axes, key, dims, hints, owed: str, fixed: Mapping = {}) -> Iterator[Spec]:
     """The specs that an assignment stands for: each dimension's axes in every order worth trying."""
     placed = {dim: tuple(axis for axis, where in zip(axes, key) if where == dim) for dim in dims}
-    partial = tuple(axis for axis, where in zip(axes, key) if where == OWED and axis in source.partial)
+    partial = tuple(axis for axis, where in zip(axes, key) if where == owed)
+    written = dict.fromkeys(group for hint in hints for group in hint.axes)  # an all-to-all brings them as they stand
     orders = [
         [fixed[dim]]
         if dim in fixed
-        else _orders(placed[dim], [hint.axes_of(dim) for hint in hints if dim in hint.dims])
+        else _orders(placed[dim], [hint.axes_of(dim) for hint in hints if dim in hint.dims], written)
         for dim in dims
     ]
     for combination in product(*orders):
         yield Spec(dims, tuple(combination), tuple(sorted(partial)))
 
 
-def _orders(axes: tuple[str, ...], hints: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def _orders(axes: tuple[str, ...], hints: list[tuple[str, ...]], written: Iterable) -> list[tuple[str, ...]]:
     """The orders in which axes come to stand on one dimension without a permute: each spec's, what is new behind."""
     if len(axes) < 2:
         return [axes]
     orders = {}
     for hint in hints:
         known = tuple(axis for axis in hint if axis in axes)
-        for other in (*hints, axes):
+        for other in (*written, axes):
             tail = tuple(axis for axis in other if axis in axes and axis not in known)
             if len(known) + len(tail) == len(axes):
                 orders[known + tail] = None
