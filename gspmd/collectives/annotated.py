@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from gspmd.annotate.equation import Equation
 from gspmd.annotate.spec import Spec
 from gspmd.collectives import planned
-from gspmd.collectives.lower import accumulator
+from gspmd.collectives.lower import local_einsum
 from gspmd.collectives.planning import make_plan
 
 
@@ -103,7 +103,7 @@ def _dual(spec: jax.P) -> jax.P:
     return jax.P(*spec.partitions, reduced=spec.unreduced) if spec.unreduced else spec
 
 
-def _plain(equation: Equation, ins, outs, owed, mesh, precision, preferred, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _plain(equation: Equation, ins, outs, owed, mesh, precision, preferred, *arrays) -> tuple[jax.Array, ...]:
     dtype = jnp.dtype(preferred) if preferred else jnp.result_type(*arrays)
     held, sums = iter(zip(ins, arrays)), []
     for term in equation.terms:
@@ -135,11 +135,9 @@ def _product(pair, output: Spec, mesh: Mapping[str, int], precision) -> jax.Arra
             pair = [_cut(spec, x, summed, dim, size) if summed in spec.dims else (spec, x) for spec, x in pair]
     letters = ",".join("".join(spec.dims) for spec, _ in pair) + "->" + "".join(output.dims)
     arrays = [x for _, x in pair]
-    wide = accumulator(*(x.dtype for x in arrays))
-    if len(arrays) == 1:
-        passes_through = set(pair[0][0].dims) == set(output.dims)
-        return jnp.einsum(letters, arrays[0] if passes_through else arrays[0].astype(wide))
-    return jnp.einsum(letters, *arrays, precision=precision, preferred_element_type=wide)
+    if len(arrays) == 1 and set(pair[0][0].dims) == set(output.dims):
+        return jnp.einsum(letters, *arrays)
+    return local_einsum(letters, *arrays, precision=precision)
 
 
 def _cut(spec: Spec, x: jax.Array, dim: str, new: str, size: int) -> tuple[Spec, jax.Array]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -170,10 +171,7 @@ class Execution:
         operands = [moved[product.left]] if product.right is None else [moved[product.left], moved[product.right]]
         specs = [product.einsum.before, product.einsum.other][: len(operands)]
         letters = ",".join("".join(spec.dims) for spec in specs) + "->" + "".join(product.einsum.after.dims)
-        wide = accumulator(*(x.dtype for x in operands))
-        if len(operands) == 1:
-            return jnp.einsum(letters, operands[0].astype(wide))
-        return jnp.einsum(letters, *operands, precision=self.precision, preferred_element_type=wide)
+        return local_einsum(letters, *operands, precision=self.precision)
 
     def _output(self, output: Output, values: Sequence[jax.Array], tensor) -> jax.Array:
         dims = [self.routine.products[number].spec.dims for number in output.products]
@@ -198,6 +196,16 @@ class Execution:
 
 def _transposed(x: jax.Array, held: tuple[str, ...], wanted: tuple[str, ...]) -> jax.Array:
     return x if held == wanted else x.transpose([held.index(dim) for dim in wanted])
+
+
+def local_einsum(letters: str, *operands: jax.Array, precision: Any = None) -> jax.Array:
+    """An einsum of what a device holds, accumulated in float32 where the operands are narrower."""
+    wide = accumulator(*(x.dtype for x in operands))
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if len(operands) == 1 or (device is not None and device.device_kind == "cpu"):
+        # A sum has no accumulator of its own, and XLA:CPU has no batched product of narrow operands into a wide one.
+        operands = tuple(x.astype(wide) for x in operands)
+    return jnp.einsum(letters, *operands, precision=precision, preferred_element_type=wide)
 
 
 def accumulator(*dtypes) -> jnp.dtype:
