@@ -49,6 +49,8 @@ def main(argv: Sequence[str]) -> None:
     settings = command.parse(Settings, argv, default=str(DEFAULT), description=__doc__)
     training, sharding = settings.training, settings.sharding
     layout = Layout.load(sharding.layout).override(sharding.overrides)
+    if sharding.lowering:
+        layout = layout.lowered(sharding.lowering)
     sizes = settings.model.sizes(training.batch, training.length)
     layout.check(sizes)
     mesh = command.make_mesh(sharding, layout)
@@ -57,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
     data.check_size(corpus, training.batch, training.length)
     out = command.choose_out(training.out, resume=training.resume)
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    with jax.set_mesh(mesh), gspmd.lowering(sharding.lowering or layout.lowering or "auto"):
+    with jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"):
         model = models.build(settings.model, layout, mesh, jax.random.key(training.seed), training.dtype)
         program = make_program(settings, model, layout, mesh)
         show(console, settings, layout, mesh, {"text": corpus.describe(), "out": str(out)})
@@ -98,7 +100,7 @@ def show(console: Console, settings: Settings, layout: Layout, mesh: jax.shardin
     lines = {
         "devices": host.describe(list(mesh.devices.flat)),
         "mesh": f"{', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())} ({sharding.axis_types} axes)",
-        "layout": f"{layout.name}, lowering {sharding.lowering or layout.lowering or 'auto'}",
+        "layout": f"{layout.name}, lowering {layout.lowering or 'auto'}",
         "model": f"{model.num_parameters:,} parameters, {model.num_active_parameters:,} of them active per token",
         "step": f"{training.batch} × {training.length} tokens, {flops / 1e9:.1f} GFLOP in {training.dtype}",
     }

@@ -9,8 +9,8 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Programs here are compiled once and run on toy sizes: cheap machine code halves the suite's time. The partitioner, and so
-# every collective, is not affected.
+# Programs here are compiled once and run on toy sizes: cheap machine code halves the suite's time. The partitioner, and
+# so every collective, is not affected.
 jax.config.update("jax_disable_most_optimizations", True)
 
 AXIS_TYPES = {"explicit": jax.sharding.AxisType.Explicit, "auto": jax.sharding.AxisType.Auto}

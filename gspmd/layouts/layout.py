@@ -140,6 +140,10 @@ class Layout:
         """The lowering that [lowering] gives as default; None leaves it to the caller."""
         return self.lowerings.get("default")
 
+    def lowered(self, name: str) -> "Layout":
+        """This layout with one lowering for every part, whatever it asked for before."""
+        return replace(self, lowerings={"default": name})
+
     def lowering_of(self, part: str) -> str | None:
         """The lowering that [lowering] gives for a part of the model, else its default."""
         return self.lowerings.get(part, self.lowering)

@@ -131,3 +131,9 @@ def test_a_file_may_not_stand_on_itself(tmp_path):
     path.write_text(f'base = "{path}"')
     with pytest.raises(LayoutError, match="cannot have the base"):
         Layout.load(str(path))
+
+
+def test_one_lowering_for_every_part_goes_before_what_the_layout_asks():
+    layout = Layout.load("zero-3").override({"lowering.ffn": "xla"})
+    assert layout.lowering_of("ffn") == "xla"
+    assert layout.lowered("blocking").lowering_of("ffn") == "blocking"
