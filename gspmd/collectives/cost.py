@@ -10,6 +10,7 @@ from math import prod
 import ml_dtypes
 import numpy as np
 
+from gspmd.annotate.errors import PlanError
 from gspmd.collectives.chips import Chip
 
 
@@ -19,7 +20,10 @@ def itemsize(dtype: str) -> int:
     >>> itemsize("bfloat16"), itemsize("float32")
     (2, 4)
     """
-    return np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+    try:
+        return np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+    except TypeError:
+        raise PlanError(f"no dtype is called {dtype!r}.\n  Write 'bfloat16', 'float32', 'int8', ...") from None
 
 
 def wire_bytes(kind: str, group: int, buffer: float) -> int:

@@ -178,6 +178,8 @@ def plan(
         raise PlanError(
             f"cannot plan '{equation}': {len(dtypes)} dtypes for {count} operands.\n  Give one dtype, or one each."
         )
+    for name in dtypes:
+        itemsize(name)
     axes = tuple(mesh_sizes(mesh).items())
     return make_plan(equation, tuple(sizes.items()), axes, dtypes, chip_row(chip), resolve(lowering), via)
 
