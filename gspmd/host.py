@@ -61,16 +61,19 @@ def start(devices: int | None = None, platform: str | None = None, *, host_devic
         HostError: the platform is unknown or absent, there are fewer devices than asked for, or it is too late.
     """
     use_host_devices(host_devices if devices is None else devices)
-    if platform is not None:
-        jax.config.update("jax_platforms", {"gpu": "cuda,rocm"}.get(platform, platform))
+    # "gpu" is CUDA or ROCm, and JAX starts every platform that it is told of or fails: it has to find this one itself.
+    if platform not in (None, "gpu"):
+        jax.config.update("jax_platforms", platform)
     try:
         found = jax.devices()
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise HostError(f"cannot start platform {platform or 'default'!r}: {reason}") from None
+    if platform == "gpu" and found[0].platform != "gpu":
+        raise HostError(_no_gpu(found[0].platform))
     wanted = len(found) if devices is None else devices
     if wanted > len(found):
-        raise HostError(f"cannot use {wanted} devices: platform {found[0].platform!r} has {len(found)}.")
+        raise HostError(_too_few(wanted, found))
     return found[:wanted]
 
 
@@ -86,3 +89,17 @@ def describe(devices: Sequence[jax.Device]) -> str:
         return f"{len(devices)} fake host devices sharing {cores} core{'s' * (cores != 1)}"
     noun = "device" if len(devices) == 1 else "devices"
     return f"{len(devices)} {devices[0].device_kind} {noun} ({devices[0].platform})"
+
+
+def _no_gpu(found: str) -> str:
+    named = jax.config.jax_platforms
+    why = f"JAX_PLATFORMS is {named!r}; unset it." if named else "Install JAX for CUDA or ROCm, or use another platform."
+    return f"cannot start platform 'gpu': the best that JAX finds here is {found!r}.\n  {why}"
+
+
+def _too_few(wanted: int, found: Sequence[jax.Device]) -> str:
+    platform = found[0].platform
+    fact = f"cannot use {wanted} devices: platform {platform!r} has {len(found)}."
+    if platform == "cpu":
+        return f"{fact}\n  Their number was fixed when the backend started."
+    return f"{fact}\n  Leave --devices (or --mesh) out to use what is there, or take --platform cpu for fake ones."

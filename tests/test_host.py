@@ -1,7 +1,9 @@
 """gspmd.host: devices are set before a backend starts, or the error says why not."""
 
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -44,3 +46,27 @@ def test_absent_platform_is_named():
     code = "from gspmd import host; host.start(1, 'rocm')"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "cannot start platform 'rocm'" in out.stderr
+
+
+def test_gpu_is_left_to_jax_and_then_required():
+    code = "from gspmd import host; host.start(None, 'gpu')"
+    for environment, remedy in ((None, "Install JAX for CUDA or ROCm"), ("cpu", "JAX_PLATFORMS is 'cpu'; unset it.")):
+        variables = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+        variables |= {} if environment is None else {"JAX_PLATFORMS": environment}
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables)
+        if out.returncode == 0 and environment is None:
+            continue  # this host has a GPU
+        assert "HostError: cannot start platform 'gpu': the best that JAX finds here is 'cpu'." in out.stderr
+        assert remedy in out.stderr
+
+
+def test_one_gpu_is_used_whatever_its_kind(monkeypatch):
+    card = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    monkeypatch.setattr(jax, "devices", lambda: [card])
+    assert host.start(None, "gpu") == [card]
+    with pytest.raises(host.HostError) as error:
+        host.start(8, "gpu")
+    assert str(error.value).splitlines() == [
+        "cannot use 8 devices: platform 'gpu' has 1.",
+        "  Leave --devices (or --mesh) out to use what is there, or take --platform cpu for fake ones.",
+    ]
