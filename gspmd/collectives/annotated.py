@@ -51,7 +51,8 @@ def _register(
 ) -> str:
     """Under this lowering the plan is a forecast; an open dimension has none."""
     steps = backward = ()
-    if not any(spec.is_open for operand in equation.operands for spec in operand.specs):
+    specs = [*(spec for operand in equation.operands for spec in operand.specs), *equation.outputs]
+    if not any(spec.is_open for spec in specs):
         plan = make_plan(equation, sizes, context.axes, dtypes, context.chip, "xla", via)
         steps, backward = plan.steps, plan.backward.steps
     return planned.register(planned.Registered(str(equation), steps, backward))
@@ -132,7 +133,7 @@ def _product(pair, output: Spec, mesh: Mapping[str, int], precision) -> jax.Arra
             summed = next(
                 d for spec, x in pair for d, n in zip(spec.dims, x.shape) if d not in output.dims and n % size == 0
             )
-            pair = [_cut(spec, x, summed, dim, size) if summed in spec.dims else (spec, x) for spec, x in pair]
+            pair = [_cut(spec, x, summed, dim, axes, size) if summed in spec.dims else (spec, x) for spec, x in pair]
     letters = ",".join("".join(spec.dims) for spec, _ in pair) + "->" + "".join(output.dims)
     arrays = [x for _, x in pair]
     if len(arrays) == 1 and set(pair[0][0].dims) == set(output.dims):
@@ -140,7 +141,11 @@ def _product(pair, output: Spec, mesh: Mapping[str, int], precision) -> jax.Arra
     return local_einsum(letters, *arrays, precision=precision)
 
 
-def _cut(spec: Spec, x: jax.Array, dim: str, new: str, size: int) -> tuple[Spec, jax.Array]:
+def _cut(spec: Spec, x: jax.Array, dim: str, new: str, axes: tuple, size: int) -> tuple[Spec, jax.Array]:
     at = spec.dims.index(dim)
     x = x.reshape((*x.shape[:at], size, x.shape[at] // size, *x.shape[at + 1 :]))
+    # This is where the gradient's partitioning starts from, too; left to itself, XLA has been seen to forget one of a
+    # cotangent's two sums.
+    places = [axes if d == at else jax.P.UNCONSTRAINED for d in range(x.ndim)]
+    x = jax.lax.with_sharding_constraint(x, jax.P(*places))
     return Spec((*spec.dims[:at], new, *spec.dims[at:]), ((),) * (len(spec.dims) + 1)), x

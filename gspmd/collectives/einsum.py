@@ -119,7 +119,9 @@ def _program(
 ) -> Callable:
     """From a flat list of arrays to a tuple of results; cached, so that jit finds it again."""
     equation.check(dict(sizes), context.mesh)
-    if not context.explicit:
+    if context.explicit:
+        _refuse_open(equation)
+    else:
         _refuse_partial(equation)
     if context.lowering == "xla":
         return annotated_program(equation, sizes, context, dtypes, via, precision, preferred)
@@ -128,9 +130,22 @@ def _program(
 
 
 def _refuse_partial(equation: Equation) -> None:
-    for spec in (*(spec for operand in equation.operands for spec in operand.specs), *equation.outputs):
+    for spec in _specs(equation):
         if spec.partial:
             raise PlanError(planned.auto_partial(spec))
+
+
+def _refuse_open(equation: Equation) -> None:
+    for spec in _specs(equation):
+        if spec.is_open:
+            raise PlanError(
+                f"'{spec}' leaves a dimension to the compiler; under Explicit mesh axes every placement is a type.\n"
+                "  Name its mesh axes, or make the mesh with Auto axes and run it with lowering='xla'."
+            )
+
+
+def _specs(equation: Equation) -> list:
+    return [*(spec for operand in equation.operands for spec in operand.specs), *equation.outputs]
 
 
 def _planned_program(
