@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
@@ -49,9 +50,11 @@ def annotate(x: Any, spec: str | Spec) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(_placing_mesh(), spec.partition_spec()))
     if explicit and (isinstance(x, jax.core.Tracer) or spec.partial):
-        return _stated(x, spec, mesh)
+        return stated(x, spec, f"cannot annotate an array of shape {np.shape(x)} with '{spec}'")
     if isinstance(x, jax.core.Tracer) or spec.is_open or (not explicit and _placing_mesh() is mesh):
         return jax.lax.with_sharding_constraint(x, spec.partition_spec())
+    if isinstance(_placing_mesh(), jax.sharding.AbstractMesh):  # a constant inside a traced function
+        return jax.reshard(jnp.asarray(x), spec.partition_spec())
     return jax.device_put(x, NamedSharding(_placing_mesh(), spec.partition_spec()))
 
 
@@ -119,24 +122,25 @@ def _axis_type_faults(x: Any, spec: Spec, mesh: Any) -> list[Fault]:
     return []
 
 
-def _stated(x: Any, spec: Spec, mesh: Any) -> Any:
-    actual = spec_of(x, spec.dims)
+def stated(x: Any, spec: Spec, doing: str) -> Any:
+    """An array whose type, under Explicit axes, says what the spec does.
+
+    Axes of size 1 make a type but no placement: where only they differ, the array is given the spec's type.
+
+    Raises:
+      SpecError: opening with `doing`, if the type says something else.
+    """
+    actual, mesh = spec_of(x, spec.dims), dict(jax.sharding.get_abstract_mesh().shape)
     if actual == spec:
         return x
-    if _on(actual, mesh) == _on(spec, mesh):  # they differ by mesh axes of size 1: one placement, two types
+    if actual.without_trivial(mesh) == spec.without_trivial(mesh):
         return jax.reshard(x, spec.partition_spec())
     fact = f"the spec says '{spec}', and the array is '{actual}' by its type."
     remedy = f"Bring it there by gspmd.reshard(x, '{actual} -> {spec}')."
     if not set(spec.partial) <= set(actual.partial):
         remedy = "A partial sum is left by an equation; annotate() cannot make one."
     fault = Fault(str(spec), 0, len(str(spec)), fact, remedy)
-    raise report(SpecError, f"cannot annotate an array of shape {np.shape(x)} with '{spec}'", [fault])
-
-
-def _on(spec: Spec, mesh: Any) -> Spec:
-    """The spec less the mesh axes of size 1."""
-    axes = tuple(tuple(a for a in group if mesh.shape[a] > 1) for group in spec.axes)
-    return Spec(spec.dims, axes, tuple(a for a in spec.partial if mesh.shape[a] > 1))
+    raise report(SpecError, doing, [fault])
 
 
 # -- what JAX says ----------------------------------------------------------------------------------------------------

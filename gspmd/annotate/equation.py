@@ -118,6 +118,8 @@ class Equation:
 
     def _placed(self, at: int, fault: Fault) -> Fault:
         # A spec's own faults point into its canonical text; here they point at where it stands in the equation.
+        if not self.spans:  # an equation that was not read from text, such as a gradient's
+            return Fault(str(self), 0, len(str(self)), fault.fact, fault.remedy)
         start, end = self.spans[at]
         if self.text[start:end] == fault.text:
             return Fault(self.text, start + fault.start, start + fault.end, fault.fact, fault.remedy)

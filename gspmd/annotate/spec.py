@@ -111,6 +111,17 @@ class Spec:
         kept = [i for i in range(len(self.dims)) if i not in gone]
         return replace(self, dims=tuple(self.dims[i] for i in kept), axes=tuple(self.axes[i] for i in kept))
 
+    def without_trivial(self, mesh: Mapping[str, int]) -> "Spec":
+        """This spec less the mesh axes of size 1, over which nothing is cut and nothing is owed.
+
+        >>> str(Spec.parse("B_xE_yz").without_trivial({"x": 4, "y": 1, "z": 2}))
+        'B_xE_z'
+        """
+        if all(mesh[axis] > 1 for names in (self.partial, *self.axes) for axis in names):
+            return self
+        axes = tuple(tuple(axis for axis in names if mesh[axis] > 1) for names in self.axes)
+        return Spec(self.dims, axes, tuple(axis for axis in self.partial if mesh[axis] > 1))
+
     def rename(self, dims: Mapping[str, str]) -> "Spec":
         """This spec with other letters for some dimensions.
 

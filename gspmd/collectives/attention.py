@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from gspmd.annotate.errors import Fault, PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.forms import Chains, fault, read, shard_index, sizes_of
-from gspmd.collectives.moves import drop_trivial, move
+from gspmd.collectives.moves import move
 from gspmd.collectives.plan import Step
 from gspmd.collectives.planned import Context, compiler_chooses, context, run
 
@@ -171,7 +171,7 @@ def _check_shapes(doing: str, query: Spec, key: Spec, q, k, v, mask) -> None:
 
 def _share(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh: Mapping[str, int]) -> _Share:
     """Check that every device has the keys it needs, and find how it picks its key heads."""
-    query, key = drop_trivial(query, mesh), drop_trivial(key, mesh)
+    query, key = query.without_trivial(mesh), key.without_trivial(mesh)
     held, wanted, spread = key.axes[2], query.axes[2], query.axes[1]
     first = f"the axes of {key.dims[2]} have to be the first of those of {query.dims[2]}."
     faults = [

@@ -58,27 +58,21 @@ def move_within(
     """`move`, or None as soon as it is certain to take more than `limit` picoseconds."""
     if src == dst:
         return ()
-    src, dst = drop_trivial(src, mesh), drop_trivial(dst, mesh)
+    src, dst = src.without_trivial(mesh), dst.without_trivial(mesh)
     shape = tuple([sizes[dim] for dim in src.dims])
     target = Spec(src.dims, tuple([dst.axes_of(dim) for dim in src.dims]), dst.partial)
-    key = (src, target, shape, tuple(mesh.items()), itemsize, chip.name, operand)
+    key = (src, target, shape, tuple(mesh.items()), itemsize, chip, operand)
     if key not in _known:
         steps = _search(limit, src, target, shape, mesh, itemsize, chip, operand)
         if steps is None:
             return None
+        if len(_known) >= 1 << 16:
+            _known.clear()
         _known[key] = steps
     return _known[key]
 
 
 _known: dict[tuple, tuple[Step, ...]] = {}  # an answer, not a bound: a search that hit its limit leaves nothing here
-
-
-def drop_trivial(spec: Spec, mesh: Mapping[str, int]) -> Spec:
-    """Leave out mesh axes of size 1, over which nothing is ever sent."""
-    if all(mesh[axis] > 1 for axis in chain(spec.partial, *spec.axes)):
-        return spec
-    axes = tuple(tuple(axis for axis in names if mesh[axis] > 1) for names in spec.axes)
-    return Spec(spec.dims, axes, tuple(axis for axis in spec.partial if mesh[axis] > 1))
 
 
 def _search(

@@ -4,7 +4,7 @@ Every planned program is one `jax.jit` whose name leads to its steps, so that `g
 and recomputation included, and each step has its named scope, so that a compiled instruction can be joined to it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-from gspmd.annotate.errors import PlanError, SpecError
+from gspmd.annotate.annotate import stated
+from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.collectives import lowering
 from gspmd.collectives.chips import Chip, chip, chip_of_device
@@ -73,7 +74,7 @@ class Registered:
 
 
 PREFIX = "gspmd_"
-_programs: dict[str, Registered] = {}
+_programs: dict[str, Registered] = {}  # as lasting as the jaxprs that name them, so nothing is ever dropped
 
 
 @cache
@@ -105,6 +106,7 @@ def run(
 
     Raises:
         SpecError: under Explicit axes, an array's type is not what its spec says.
+        PlanError: under Auto axes, an array owes a partial sum.
     """
     explicit = context().explicit
     ins = tuple(
@@ -136,45 +138,13 @@ def mapped(body: Callable, ins: tuple, outs: Any) -> Callable:
     return jax.shard_map(body, in_specs=ins, out_specs=outs, check_vma=False)
 
 
-def stated(x: jax.Array, spec: Spec, what: str = "the array") -> jax.Array:
-    """The array, its type checked against what a caller says of it; what every public entry does to its operands.
-
-    Under Explicit axes the type is part of the array. Axes of size 1 make a type, but no placement: an array whose type
-    differs only by them is given the type of the spec, here, outside of any custom_vjp, so that cotangents agree. Under
-    Auto axes the spec is a constraint, which the shard_map states.
-
-    Raises:
-        SpecError: the type says something else.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.are_all_axes_explicit:
-        return x
-    actual, wanted = jax.typeof(x).sharding.spec, spec.partition_spec()
-    rank, sizes = len(spec.dims), dict(mesh.shape)
-    if _placed(actual, rank) == _placed(wanted, rank) and actual.unreduced == wanted.unreduced:
-        return x
-    if not _same_placement(actual, wanted, rank, sizes):
-        raise SpecError(
-            f"{what} does not lie as its spec says.\n"
-            f"  The spec is '{spec}', that is {wanted}; the array's type is {jax.typeof(x)}.\n"
-            f"  Bring it there with gspmd.reshard, or place it with gspmd.annotate(x, '{spec}')."
-        )
-    return jax.reshard(x, wanted)
-
-
 def _input_partition(spec: Spec, x: Any, number: int, name: str, explicit: bool) -> jax.P:
     if explicit:
-        actual = jax.typeof(stated(x, spec, f"operand {number + 1} of '{name}'")).sharding.spec
+        actual = jax.typeof(stated(x, spec, f"cannot use operand {number + 1} of '{name}' as '{spec}'")).sharding.spec
         return actual if actual.reduced else spec.partition_spec()
     if spec.partial:
-        raise SpecError(auto_partial(spec))
+        raise PlanError(auto_partial(spec))
     return spec.partition_spec()
-
-
-def _same_placement(actual: jax.P, wanted: jax.P, rank: int, sizes: Mapping[str, int]) -> bool:
-    real = lambda axes: tuple(axis for axis in axes if sizes[axis] > 1)  # noqa: E731
-    dims = [list(map(real, _placed(spec, rank))) for spec in (actual, wanted)]
-    return dims[0] == dims[1] and set(real(actual.unreduced)) == set(real(wanted.unreduced))
 
 
 def auto_partial(spec: Spec) -> str:
@@ -183,11 +153,6 @@ def auto_partial(spec: Spec) -> str:
         f"a partial sum, '{spec}', cannot enter or leave an equation under Auto mesh axes.\n"
         "  Use Explicit axes (the default of jax.make_mesh), or settle it inside the equation."
     )
-
-
-def _placed(spec: jax.P, rank: int) -> tuple:
-    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec.partitions]
-    return (*entries, *((),) * (rank - len(entries)))
 
 
 def compiler_chooses(f: Callable, in_specs: Sequence[Spec], out_specs: Any, *arrays: jax.Array) -> Any:

@@ -15,7 +15,6 @@ from gspmd.collectives.chips import chip as chip_row
 from gspmd.collectives.cost import itemsize
 from gspmd.collectives.figure import plain
 from gspmd.collectives.lowering import resolve
-from gspmd.collectives.moves import drop_trivial
 from gspmd.collectives.plan import Routine, Step
 from gspmd.collectives.problem import Setting, Tensor
 
@@ -214,9 +213,9 @@ def tensors(
 
     flat = [spec for operand in equation.operands for spec in operand.specs]
     names = ["operand"] if len(flat) == 1 else [f"operand {i + 1}" for i in range(len(flat))]
-    inputs = [Tensor(drop_trivial(s, mesh), d, wire_dtype or d, n) for s, d, n in zip(flat, dtypes, names)]
+    inputs = [Tensor(s.without_trivial(mesh), d, wire_dtype or d, n) for s, d, n in zip(flat, dtypes, names)]
     joint = str(jnp.result_type(*map(jnp.dtype, dtypes)))
-    outputs = [Tensor(drop_trivial(s, mesh), dtype or joint, wire_dtype or joint, "result") for s in equation.outputs]
+    outputs = [Tensor(s.without_trivial(mesh), dtype or joint, wire_dtype or joint, "result") for s in equation.outputs]
     return inputs, outputs
 
 
@@ -246,7 +245,7 @@ def _pins(equation: Equation, via: str | None, sizes: Mapping[str, int], mesh: M
         )
     for spec in pinned:
         spec.check(sizes, mesh)
-    return [drop_trivial(_ordered_as(spec, like), mesh) for spec, like in zip(pinned, flat)]
+    return [_ordered_as(spec, like).without_trivial(mesh) for spec, like in zip(pinned, flat)]
 
 
 def _spread_over_groups(equation: Equation, pinned: list[Spec], flat: list[Spec]) -> list[Spec]:

@@ -58,6 +58,11 @@ class ProgramPlan:
         return sum(entry.wire_bytes for entry in self.entries)
 
     @property
+    def size(self) -> tuple[int, float, int]:
+        """Bytes, seconds, operations: by which the largest branch of a conditional is the one that counts."""
+        return self.wire_bytes, self.seconds, self.flops
+
+    @property
     def seconds(self) -> float:
         """Predicted seconds of the planned steps, nothing overlapped."""
         return sum(entry.step.seconds * entry.trips for entry in self.entries)
@@ -132,7 +137,7 @@ def _walk(jaxpr: Jaxpr, trips: int) -> Iterator[PlannedStep]:
             yield from _steps(equation, program, trips)
         elif equation.primitive.name == "cond":
             branches = [list(_walk(branch.jaxpr, trips)) for branch in equation.params["branches"]]
-            yield from max(branches, key=lambda entries: sum(entry.wire_bytes for entry in entries))
+            yield from max(branches, key=lambda entries: ProgramPlan(tuple(entries)).size)
         else:
             times = equation.params["length"] if equation.primitive.name == "scan" else 1
             for inner in _inner(equation):
