@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 
 import gspmd
-from gspmd.annotate import Spec, parse_via
 from gspmd.collectives.attention import attention
 from gspmd.collectives.norm import rms_norm
+from gspmd.layouts.vias import heads_in
 from models.config import ModelConfig
 
 
@@ -43,7 +43,7 @@ class Attention(nnx.Module):
             f"{residual}, ({at.w_q}, {at.w_k}, {at.w_v}) -> ({at.query}, {at.key}, {at.key})",
             y,
             self.weights_in(),
-            via=in_via(at),
+            via=heads_in(at),
         )
         y = self.core(q, k, v)
         return gspmd.einsum(f"{at.query}, {at.w_o} -> {residual}", y, self.weight_out(), via=at.out_via)
@@ -85,26 +85,6 @@ def rotate(x: jax.Array, base: float) -> jax.Array:
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
-
-
-def in_via(at: Any) -> str | None:
-    """Where the residual meets all three projections, from where the layout says it meets the queries'.
-
-    Keys and values follow the queries over E; over their own heads they keep to the axes that the core wants them on.
-    """
-    if at.in_via is None:
-        return None
-    left, w_q = via_specs(at.in_via)
-    taken = left.used | set(w_q.axes_of("E"))
-    heads = tuple(axis for axis in Spec.parse(at.key).axes_of("K") if axis not in taken)
-    w_kv = Spec(("E", "K", "D"), (w_q.axes_of("E"), heads, ()))
-    return f"{left}, ({w_q}, {w_kv}, {w_kv})"
-
-
-def via_specs(text: str) -> tuple[Spec, Spec]:
-    """The two specs of a layout's via: where the activation goes, and where the weight goes."""
-    left, right = parse_via(text)[0].operands
-    return left.specs[0], right.specs[0]
 
 
 def _turns(length: int, size: int, base: float) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,8 @@ from flax import nnx
 import gspmd
 from gspmd.annotate import Spec
 from gspmd.collectives.norm import rms_norm
-from models.attention import Attention, in_via
+from gspmd.layouts.vias import heads_in
+from models.attention import Attention
 from models.config import ModelConfig
 from models.experts import Experts, moved
 from models.feed_forward import FeedForward
@@ -69,7 +70,7 @@ class ParallelBlock(nnx.Module):
             f"{ffn.residual}, ({weights}) -> ({results})",
             y,
             (*self.attention.weights_in(), *self.ffn.weights_in()),
-            via=_together(in_via(at), self.ffn.in_via()),
+            via=_together(heads_in(at), self.ffn.in_via()),
         )
         return gspmd.einsum(
             f"{ffn.hidden}, {ffn.w_out} + {at.query}, {at.w_o} -> {ffn.residual}",

@@ -66,7 +66,7 @@ def _step(model: Transformer, temperature: float):
         placed = with_arrays(model, weights)
         x, _ = placed.hidden(gspmd.reshard(ids, f"{whole} -> {tokens}"))
         x = jax.lax.dynamic_slice_in_dim(gspmd.reshard(x, f"{residual} -> {short}"), position, 1, axis=1)
-        scores = placed.logits(x, residual=short, logits=narrow)
+        scores = placed.logits(x, short=True)
         if temperature:
             scores = scores / temperature + gspmd.reshard(_noise(key, scores.shape), f"BLV -> {narrow}")
         found = argmax(scores, narrow, "V")

@@ -10,7 +10,7 @@ from flax import nnx
 
 import gspmd
 from gspmd.collectives.norm import rms_norm
-from models.attention import via_specs
+from gspmd.layouts.vias import via_specs
 from models.config import ModelConfig
 
 

@@ -14,6 +14,7 @@ import gspmd
 from gspmd.annotate import Spec
 from gspmd.collectives.embedding import embed
 from gspmd.collectives.norm import rms_norm
+from gspmd.layouts.vias import whole_length
 from models.blocks import Block, ParallelBlock
 from models.config import ModelConfig
 from models.parameters import initialise, nested, parameters
@@ -69,16 +70,16 @@ class Transformer(nnx.Module):
 
         return jax.lax.scan(jax.checkpoint(step) if self.config.remat else step, x, (weights, keys))
 
-    def logits(self, x: jax.Array, *, residual: Spec | None = None, logits: Spec | None = None) -> jax.Array:
-        """Logits of a residual stream, both placed by the layout unless told otherwise; float32."""
+    def logits(self, x: jax.Array, *, short: bool = False) -> jax.Array:
+        """Logits of a residual stream, both placed by the layout; float32.
+
+        Args:
+            x: [B, L, E], placed as `stream`.
+            short: L is a position or a few, which the mesh need not divide: every tensor has its length whole.
+        """
         tied = self.embedding.table if self.config.tied else None
         with part(self.layout, "output"):
-            return self.output(
-                x,
-                tied,
-                residual or stream(self.config, self.layout),
-                logits or Spec.parse(self.layout["output.logits"]),
-            )
+            return self.output(x, tied, short)
 
 
 class Embedding(nnx.Module):
@@ -100,16 +101,21 @@ class Output(nnx.Module):
 
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
         self.epsilon, self.dtype = config.norm_epsilon, dtype
-        self.norm_spec = layout["output.norm"]
+        self.residual, self.logits = stream(config, layout), Spec.parse(layout["output.logits"])
+        self.norm_spec, self.via = layout["output.norm"], layout.get("output.in_via")
         self.table_spec = layout["embedding.table" if config.tied else "output.table"]
         self.norm = nnx.Param(weights["norm"])
         self.table = None if config.tied else nnx.Param(weights["table"])
 
-    def __call__(self, x: jax.Array, tied: nnx.Param | None, residual: Spec, logits: Spec) -> jax.Array:
-        """Logits [B, L, V] in float32."""
+    def __call__(self, x: jax.Array, tied: nnx.Param | None, short: bool = False) -> jax.Array:
+        """Logits [B, L, V] in float32, of an x whose length is whole on every device if it is `short`."""
+        residual, logits, via = self.residual, self.logits, self.via
+        if short:
+            residual, logits, via = residual.with_axes("L", ()), logits.with_axes("L", ()), whole_length(via)
         table = (self.table if tied is None else tied)[...].astype(self.dtype)
         y = rms_norm(x, self.norm[...], residual, self.norm_spec, epsilon=self.epsilon)
-        return gspmd.einsum(f"{residual}, {self.table_spec} -> {logits}", y, table, preferred_element_type=jnp.float32)
+        equation = f"{residual}, {self.table_spec} -> {logits}"
+        return gspmd.einsum(equation, y, table, via=via, preferred_element_type=jnp.float32)
 
 
 def stream(config: ModelConfig, layout: Any) -> Spec:

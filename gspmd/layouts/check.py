@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from gspmd.annotate import Fault, Spec, SpecError, mesh_sizes, parse_via
 from gspmd.annotate.errors import listed, suggestion
-from gspmd.layouts.keys import ALIKE, KEYS, LOWERINGS, OVERRIDES, PARTS, Key, keys_of_override
+from gspmd.collectives.lowering import LOWERINGS
+from gspmd.layouts.keys import ALIKE, KEYS, OVERRIDES, PARTS, Key, keys_of_override
 from gspmd.layouts.line import Line
 from gspmd.layouts.mesh import complete
 
@@ -20,7 +21,7 @@ def faults_of(layout: "Layout", sizes: Mapping[str, int], mesh: Any) -> list[Fau
     faults = [*_declaration_faults(layout), *(mesh_faults(mesh, layout.axes) if mesh is not None else ())]
     room = _Room(sizes, {a: n for a, n in complete(mesh or {}, layout.axes).items() if a in layout.axes})
     specs, found = _read("", layout.table, KEYS, room)
-    faults += [*found, *_missing(layout, sizes), *_disagreements("", layout.table, specs)]
+    faults += [*found, *_missing(layout, sizes), *_disagreements("", layout.table, specs), *_key_via(layout.table)]
     for section, table in layout.overrides.items():
         faults += _override_faults(section, {**layout.table, **table}, table, specs, room)
     return faults + list(_lowering_faults(layout.lowerings))
@@ -165,6 +166,25 @@ def _disagreements(section: str, table: Mapping[str, Any], specs: Specs) -> Iter
         heads = f"query heads ('{query}') {_over(query.axes_of('H'))}"
         fact = f"key/value heads are {_over(key.axes_of('K'))}, and {heads}."
         yield line.at_dim(key, "K", fact, "Shard both over the same mesh axes, or leave K whole.")
+
+
+def _key_via(table: Mapping[str, Any]) -> Iterator[Fault]:
+    """w_k meets the residual where w_q does, because it is brought there once for both."""
+    key, query = (table.get(f"attention.{name}") for name in ("key_via", "in_via"))
+    residual, wanted = _brought_to(key), _brought_to(query)
+    if residual and residual != wanted and (wanted or not query):
+        where = f"attention.in_via brings it to '{wanted}'" if wanted else "there is no attention.in_via"
+        fact = f"attention.key_via brings the residual to '{residual}', and {where}."
+        remedy = "The residual travels once, for queries and keys: write both, with the same residual."
+        yield Line("attention.key_via", key).at_text(fact, remedy)
+
+
+def _brought_to(via: Any) -> Spec | None:
+    """Where a via brings the activation; None for one that is absent, or that cannot be read and is a fault already."""
+    try:
+        return parse_via(via)[0].operands[0].specs[0] if isinstance(via, str) else None
+    except SpecError:
+        return None
 
 
 def _unlike(line: Line, first: str, model: Spec, spec: Spec, dims: str) -> Iterator[Fault]:

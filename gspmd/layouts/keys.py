@@ -23,8 +23,6 @@ OVERRIDES = {
     "decode": "any tensor, while tokens are generated one by one",
 }
 
-LOWERINGS = ("auto", "blocking", "looped", "xla")
-
 
 @dataclass(frozen=True)
 class Key:
@@ -78,7 +76,13 @@ _ALL = (
     _activation("attention.key", "BLKD", "Keys and values as the attention core takes them.", local="LD"),
     _parameter("attention.w_o", "HDE", "Output projection."),
     _via("attention.in_via", "attention.residual", "attention.w_q", "Where residual and w_q meet."),
-    _via("attention.key_via", "attention.residual", "attention.w_k", "Where residual and w_k (and w_v) meet."),
+    _via(
+        "attention.key_via",
+        "attention.residual",
+        "attention.w_k",
+        "Where residual and w_k (and w_v) meet; the residual as in in_via. "
+        "Absent beside an in_via: over E as w_q there, over K as attention.key.",
+    ),
     _via("attention.out_via", "attention.query", "attention.w_o", "Where the core's result and w_o meet."),
     _activation("ffn.residual", "BLE", "The residual stream around the feed-forward block."),
     _parameter("ffn.norm", "E", "Scale of the norm before the feed-forward block."),

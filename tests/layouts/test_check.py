@@ -68,6 +68,10 @@ def test_the_message_in_full():
         ({"ffn__in_via": "B_xLE, EF_x"}, "mesh axis x shards dimension B in 'B_xLE' and dimension F in 'EF_x'."),
         ({"ffn__in_via": "B_xLE"}, "ffn.in_via must be two specs, with the dimensions of ffn.residual and ffn.w_in."),
         ({"ffn__in_via": "B_xLE -> EF"}, "via= has the operands' specs, and no arrow."),
+        (
+            {"attention__key_via": "BLE, EK_yzD"},
+            "attention.key_via brings the residual to 'BLE', and attention.in_via brings it to 'B_xLE'.",
+        ),
         ({"optimizer__ffn__w_in": "E_qF"}, "[optimizer] ffn.w_in = E_qF"),
         ({"optimizer__ffn__hidden": "BLF"}, "ffn.hidden is an activation, which has no place in this section."),
         (
@@ -76,6 +80,7 @@ def test_the_message_in_full():
         ),
         ({"decode__ffn__residual": "BLE"}, "[decode] ffn.residual = BLE\n                            ^\n  dimension B"),
         ({"lowering__ffn": "blokcing"}, "no lowering is called 'blokcing'.\n  Did you mean 'blocking'?"),
+        ({"lowering__ffn": "looped"}, "no lowering is called 'looped'.\n  Lowerings: auto, xla, blocking."),
         ({"lowering__fnn": "xla"}, "no part of a layout is called 'fnn'."),
     ],
 )

@@ -10,6 +10,7 @@ from gspmd.annotate import Spec
 from gspmd.collectives.planning import plan
 from gspmd.layouts import Layout, presets, rank
 from gspmd.layouts.rank import equations
+from gspmd.layouts.vias import heads_in
 
 MESHES = ({"x": 4, "y": 4, "z": 4}, {"x": 2, "y": 4, "z": 8}, {"x": 3, "y": 2, "z": 2})
 POPE = (
@@ -95,7 +96,7 @@ def test_rank_by_seconds_and_layouts_that_do_not_fit():
 def model_equations(layout: Layout):
     """Every equation of a transformer with this layout, with its via: forward; the planner adds the gradients."""
     at, ffn, moe, out = (layout.section(part) for part in ("attention", "ffn", "moe", "output"))
-    yield f"{at.residual}, ({at.w_q}, {at.w_k}, {at.w_v}) -> ({at.query}, {at.key}, {at.key})", _heads_via(at)
+    yield f"{at.residual}, ({at.w_q}, {at.w_k}, {at.w_v}) -> ({at.query}, {at.key}, {at.key})", heads_in(at)
     yield f"{at.query}, {at.w_o} -> {at.residual}", at.out_via
     yield from equations(layout, gated=True)
     yield f"{ffn.hidden}, {ffn.w_out} + {at.query}, {at.w_o} -> {ffn.residual}", f"{ffn.out_via} + {at.out_via}"
@@ -106,12 +107,6 @@ def model_equations(layout: Layout):
     yield f"{moe.expert_input}, ({moe.w_in}, {moe.w_gate}) -> ({moe.hidden}, {moe.hidden})", moe.in_via
     yield f"{moe.hidden}, {moe.w_out} -> {moe.expert_input}", moe.out_via
     yield f"{ffn.residual}, {out.table} -> {out.logits}", out.in_via
-
-
-def _heads_via(at) -> str:
-    residual, w_q = at.in_via.split(", ")
-    w_k = at.key_via.split(", ")[1] if at.key_via else w_q.replace("H", "K")
-    return f"{residual}, ({w_q}, {w_k}, {w_k})"
 
 
 def _there_and_back(here: str, there: str):

@@ -1,11 +1,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from gspmd.annotate import Spec
 from gspmd.layouts import Layout
-from models.attention import in_via, rotate
+from models.attention import rotate
 from models.blocks import _together
 
 
@@ -44,23 +43,6 @@ def test_rotation_is_float32_inside():
     exact = rotate(x.astype(jnp.float32), 10000.0)
     assert rotate(x, 10000.0).dtype == jnp.bfloat16
     np.testing.assert_allclose(rotate(x, 10000.0).astype(jnp.float32), exact, atol=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("via", "key", "wanted"),
-    [
-        (None, "BLK_yD", None),
-        ("B_xLE, EH_yD", "B_xLK_yD", "B_xLE, (EH_yD, EK_yD, EK_yD)"),
-        ("BLE_x, E_xH_yzD", "BLKD", "BLE_x, (E_xH_yzD, E_xKD, E_xKD)"),
-        ("B_xLE, EH_yD", "B_yLKD", "B_xLE, (EH_yD, EKD, EKD)"),
-    ],
-)
-def test_keys_and_values_meet_the_residual_where_queries_do(via, key, wanted):
-    class Section:
-        in_via = via
-
-    Section.key = key
-    assert in_via(Section) == wanted
 
 
 def test_the_parallel_block_pins_its_shared_input_only_where_both_agree():
