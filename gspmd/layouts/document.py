@@ -86,7 +86,7 @@ def _lines() -> Iterator[str]:
         yield from map(_row, of_part(part))
         yield ""
     pairs = ", ".join(f"{listed(dims)} of `{first}` and `{second}`" for first, second, dims in ALIKE)
-    overrides = "\n".join(f"- `[{section}]`: {meaning}." for section, meaning in OVERRIDES.items())
+    overrides = "\n".join(f"- `[{section}]`: {meaning}" for section, meaning in OVERRIDES.items())
     yield _AGREE.format(pairs=pairs, overrides=overrides, lowerings=", ".join(LOWERINGS)).lstrip()
     for name in preset_names():
         yield f"### {name}\n\n```toml\n{text_of(name).rstrip()}\n```\n"

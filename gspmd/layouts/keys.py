@@ -14,13 +14,28 @@ DIMENSIONS = {
 #: The sections that describe a part of the model, in the order of the forward pass.
 PARTS = ("embedding", "attention", "ffn", "moe", "output")
 
-#: Sections whose quoted keys override those of the parts, and what each overrides them for.
+#: Sections whose quoted keys override those of the parts: what each overrides them for, and who reads it.
 OVERRIDES = {
-    "gradients": "the gradient of a parameter; as the parameter when absent",
-    "optimizer": "the optimizer state of a parameter; as the parameter when absent",
-    "cache": "the key/value cache",
-    "prefill": "any tensor, while a prompt is read",
-    "decode": "any tensor, while tokens are generated one by one",
+    "optimizer": (
+        "the optimizer state of a parameter; as the parameter when absent. Training keeps the state there, brings "
+        "gradients there before it clips and updates, and the new parameters back (`models.optimizer_specs`)."
+    ),
+    "gradients": (
+        "the gradient of a parameter; as the parameter when absent. Checked, and read by `Layout.gradient` and "
+        "`models.gradient_specs`; the training step does not read it: it takes a gradient where its parameter lies "
+        "and brings it to where [optimizer] says."
+    ),
+    "prefill": (
+        "any tensor, while a prompt is read. Checked, and read by `Layout.phase(\"prefill\")`; neither training nor "
+        "`models.generate` asks for it."
+    ),
+    "decode": (
+        "any tensor, while tokens are generated one by one. Checked, and read by `Layout.phase(\"decode\")`; neither "
+        "training nor `models.generate` asks for it."
+    ),
+    "cache": (
+        "the key/value cache. Checked, and read by `Layout.cache`; `models.generate` keeps no cache, so it is not used."
+    ),
 }
 
 

@@ -88,3 +88,10 @@ def test_the_pages_example_runs(pytestconfig):
     names = {"gspmd": gspmd.layouts}
     exec(page.split("```python\n")[1].split("```")[0], names)
     assert names["layout"]["ffn.w_in"] == "EF_yz"
+
+
+@pytest.mark.parametrize("name", ["weight-gathered-x", "weight-gathered-xyz"])
+def test_weights_that_are_gathered_are_stored_where_weight_stationary_2d_keeps_them(name):
+    gathered, stationary = Layout.load(name), Layout.load("weight-stationary-2d")
+    apart = {key for key, row in KEYS.items() if row.kind == "parameter" and gathered[key] != stationary[key]}
+    assert apart <= {"embedding.table", "output.table", "attention.norm", "ffn.norm", "output.norm"}
