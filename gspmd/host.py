@@ -93,7 +93,7 @@ def describe(devices: Sequence[jax.Device]) -> str:
 
 def _no_gpu(found: str) -> str:
     named = jax.config.jax_platforms
-    why = f"JAX_PLATFORMS is {named!r}; unset it." if named else "Install JAX for CUDA or ROCm, or use another platform."
+    why = f"JAX_PLATFORMS is {named!r}; unset it." if named else "Install JAX for CUDA or ROCm, or drop --platform."
     return f"cannot start platform 'gpu': the best that JAX finds here is {found!r}.\n  {why}"
 
 
