@@ -9,7 +9,7 @@ Figures, events, checkpoints and pictures go to --out.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> None:
     """Reads the settings, checks everything that can be checked without compiling, and trains."""
     settings = command.parse(Settings, argv, default=str(DEFAULT), description=__doc__)
     training, sharding = settings.training, settings.sharding
+    command.check_model(training, settings.model)
     layout = Layout.load(sharding.layout).override(sharding.overrides)
     if sharding.lowering:
         layout = layout.lowered(sharding.lowering)
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> None:
     data.check_size(corpus, training.batch, training.length)
     out = command.choose_out(training.out, resume=training.resume)
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    with jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"):
+    with command.interrupts(out), jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"):
         model = models.build(settings.model, layout, mesh, jax.random.key(training.seed), training.dtype)
         program = make_program(settings, model, layout, mesh)
         show(console, settings, layout, mesh, {"text": corpus.describe(), "out": str(out)})
@@ -107,11 +108,13 @@ def show(console: Console, settings: Settings, layout: Layout, mesh: jax.shardin
     report.header(console, lines | facts)
     report.show_tensors(console, "Parameters", models.parameter_specs(model, layout), mesh)
     activations = models.activation_specs(model, layout, training.batch, training.length)
-    report.show_tensors(console, "Activations", activations, mesh)
+    report.show_tensors(console, "Activations", activations, mesh, training.dtype)
 
 
 def sample(training: TrainingConfig, model: models.Transformer) -> str:
     """Text that the model continues the prompt with."""
+    if moe := model.config.moe:  # here every row is a group, since the groups were those of a training batch
+        model.config = replace(model.config, moe=replace(moe, groups=None))
     prompt = training.prompt.encode()
     tokens = models.generate(model, list(prompt), training.sample_bytes, key=jax.random.key(training.seed))
     return (prompt + bytes(tokens[0].astype(np.uint8))).decode(errors="replace")

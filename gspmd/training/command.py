@@ -6,7 +6,8 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,8 @@ from gspmd import host
 from gspmd.annotate.errors import LayoutError, PlanError, SpecError
 from gspmd.layouts import Layout
 from gspmd.training import checkpoint
-from gspmd.training.config import ShardingConfig, parse_mesh
+from gspmd.training.config import ShardingConfig, TrainingConfig, parse_mesh
+from gspmd.training.data import VOCABULARY
 from gspmd.training.loop import Diverged, Interrupted
 from gspmd.training.toml import ConfigError, from_mapping, load_toml, to_mapping
 
@@ -33,7 +35,9 @@ def parse(cls: type[T], argv: Sequence[str], *, default: str | None = None, desc
 
     Args:
         cls: a dataclass of settings.
-        argv: the flags. `--config FILE` names the TOML file; `--resume` without it begins from the run's own settings.
+        argv: the flags. `--config FILE` names the TOML file; `--resume` without it begins from the run's own settings,
+            less its platform and devices, its mesh where `--devices` is given, and its `--set` where `--layout` or
+            `--set` is.
         default: the TOML file when neither is given.
         description: for --help.
 
@@ -44,12 +48,15 @@ def parse(cls: type[T], argv: Sequence[str], *, default: str | None = None, desc
     early.add_argument("--config", nargs="?")
     early.add_argument("--out", nargs="?")
     early.add_argument("--resume", action="store_true")
+    for flag in ("--devices", "--layout", "--set"):
+        early.add_argument(flag, nargs="?", const="")
     known, _ = early.parse_known_args(list(argv))
     if known.config:
         base = load_toml(cls, known.config)
     elif known.resume:
         out = Path(known.out) if known.out else newest_run()
-        base = from_mapping(cls, checkpoint.load_settings(out), source=str(out / "config.json"))
+        settings = _carried_over(checkpoint.load_settings(out), given=vars(known))
+        base = from_mapping(cls, settings, source=str(out / "config.json"))
     else:
         base = load_toml(cls, default) if default else cls()
     return tyro.cli(cls, args=list(argv), default=base, description=description, config=_STYLE)
@@ -69,12 +76,47 @@ def guarded(command: Callable[[Sequence[str]], None], argv: Sequence[str]) -> in
         print(f"The run failed: {error}", file=sys.stderr)
         return 1
     except Interrupted as stopped:
-        print(f"\n{str(stopped).capitalize()}. To go on: {_resume_command(argv)}", file=sys.stderr)
+        go_on = "" if stopped.step is None else f" To go on: {_resume_command(stopped.out)}"
+        print(f"\n{str(stopped).capitalize()}.{go_on}", file=sys.stderr)
         return 130
     except KeyboardInterrupt:
-        print("\nInterrupted before a step was done; nothing was saved.", file=sys.stderr)
+        print("\nInterrupted before the run began.", file=sys.stderr)
         return 130
     return 0
+
+
+@contextmanager
+def interrupts(out: Path) -> Iterator[None]:
+    """Turns an interrupt at any point of a run into one that says what is saved in the run's folder.
+
+    Raises:
+        Interrupted: in place of KeyboardInterrupt.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(checkpoint.newest(out), out) from None
+
+
+def check_model(training: TrainingConfig, model: Any) -> None:
+    """Refuses a model that the data cannot train: one that does not read bytes, or whose groups a batch cannot fill.
+
+    Args:
+        training: the settings of training.
+        model: a model's settings, with `vocabulary`, and `moe` that is None or has `groups`.
+
+    Raises:
+        ConfigError: with every fault.
+    """
+    faults = []
+    groups, tokens = model.moe and model.moe.groups, training.batch * training.length
+    if model.vocabulary != VOCABULARY:
+        faults.append(f"model.vocabulary must be {VOCABULARY}, since the data is bytes, but is {model.vocabulary}.")
+    if groups and tokens % groups:
+        product = f"{training.batch} × {training.length} = {tokens}"
+        faults.append(f"model.moe.groups must divide the tokens of a batch, {product}, but is {groups}.")
+    if faults:
+        raise ConfigError("cannot train this model:", faults)
 
 
 def choose_out(out: str, *, resume: bool) -> Path:
@@ -133,6 +175,17 @@ def newest_run() -> Path:
     return runs[-1]
 
 
+def _carried_over(settings: dict[str, Any], given: Mapping[str, str | None]) -> dict[str, Any]:
+    """A run's settings as a resume begins from them, without what belongs to a machine or is replaced by a flag."""
+    dropped = {"platform", "devices"}
+    if given["devices"] is not None:
+        dropped.add("mesh")
+    if given["layout"] is not None or given["set"] is not None:
+        dropped.add("set")
+    sharding = settings.get("sharding", {})
+    return settings | {"sharding": {name: value for name, value in sharding.items() if name not in dropped}}
+
+
 def _fresh() -> Path:
     return RUNS / f"{1 + max((int(path.name) for path in _numbered()), default=0):03d}"
 
@@ -142,13 +195,9 @@ def _numbered() -> list[Path]:
     return sorted(found, key=lambda path: int(path.name))
 
 
-def _resume_command(argv: Sequence[str]) -> str:
+def _resume_command(out: Path) -> str:
     """The command that continues this run; the run's own settings are in its folder, so only the folder is named."""
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--out")
-    known, _ = early.parse_known_args(list(argv))
-    out = known.out or str(newest_run())
-    return f"python {shlex.quote(sys.argv[0])} --resume --out {shlex.quote(out)}"
+    return f"python {shlex.quote(sys.argv[0])} --resume --out {shlex.quote(str(out))}"
 
 
 def kept_settings(settings: Any) -> dict[str, Any]:

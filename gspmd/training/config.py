@@ -27,11 +27,13 @@ class TrainingConfig:
     data: tuple[str, ...] = ()
     """Text files or glob patterns ('path/*.txt', quoted); none for the source of Python's standard library."""
     validation_fraction: float = 0.05
-    """Share of the files that is held out."""
+    """Share of the bytes that is held out, in whole files where there are enough."""
     validation_every: int = 100
     """Updates between two validations; 0 for one at the end only."""
     validation_batches: int = 8
-    """Batches of a validation on the way; the one at the end reads every held-out byte."""
+    """Batches of a validation on the way, spread over the held-out text."""
+    final_validation_batches: int = 500
+    """Batches of the validation at the end, likewise; 0 for all of the held-out text, however long."""
     save_every: int = 100
     """Updates between two checkpoints; 0 for one at the end only."""
     out: str = ""
@@ -50,7 +52,10 @@ class TrainingConfig:
         positive(faults, steps=self.steps, batch=self.batch, length=self.length)
         not_negative(faults, seed=self.seed, validation_every=self.validation_every, save_every=self.save_every)
         not_negative(faults, sample_bytes=self.sample_bytes)
+        not_negative(faults, final_validation_batches=self.final_validation_batches)
         positive(faults, validation_batches=self.validation_batches)
+        if not self.prompt:
+            faults.append("prompt must not be empty: generated text needs something to begin with.")
         if self.seed >= 2**32:
             faults.append(f"seed must be less than 2**32, but is {self.seed}.")
         if not 0 < self.validation_fraction < 1:
@@ -144,7 +149,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     faults = []
     for part in text.split(","):
         axis, equals, size = (piece.strip() for piece in part.partition("="))
-        if not (axis.isidentifier() and equals and size.lstrip("-").isdigit()):
+        if not (axis.isidentifier() and equals and size.removeprefix("-").isdecimal()):
             faults.append(f"{part.strip()!r} is not AXIS=SIZE; write x=4,y=2.")
         elif axis in mesh:
             faults.append(f"mesh axis {axis} comes twice.")

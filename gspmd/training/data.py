@@ -1,12 +1,13 @@
-"""Byte sequences from text files: found, split by file into train and validation, and batched by grain."""
+"""Byte sequences from text files: found, split into train and validation, and batched by grain."""
 
 import glob
 import gzip
 import hashlib
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grain
 import numpy as np
@@ -16,19 +17,19 @@ from gspmd.training.toml import ConfigError
 VOCABULARY = 256
 # What pip put there is not the standard library, and the tests repeat what they test.
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-# No text file holds this byte, so it can stand between files.
+# Text in ASCII, Latin or UTF-8 does not hold this byte, so it can stand between files.
 _BETWEEN = b"\x00"
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text, split by file.
+    """Text, in a part to train on and a part held out.
 
     Attributes:
         name: where it comes from, for people.
         train: the training files, joined, as bytes [N] of uint8.
         validation: the held-out files, joined likewise.
-        files: number of training and of held-out files.
+        files: number of files in each part; a file that is split near its end is in both.
         gzip_bits_per_byte: gzip's figure for the held-out files, each compressed by itself.
     """
 
@@ -43,6 +44,11 @@ class Corpus:
         train, held_out = (f"{size / 1e6:.2f} MB in {_count(number, 'file')}" for size, number in self._sizes())
         return f"{self.name}: {train}, and {held_out} held out"
 
+    def digest(self) -> str:
+        """A fingerprint of the text and of how it is split."""
+        parts = (hashlib.sha256(part.tobytes()).hexdigest() for part in (self.train, self.validation))
+        return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
+
     def _sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         return (len(self.train), self.files[0]), (len(self.validation), self.files[1])
 
@@ -51,11 +57,12 @@ def load(patterns: Sequence[str] = (), *, fraction: float = 0.05) -> Corpus:
     """Reads the text files that the patterns name, or Python's own standard library.
 
     The split depends on the files' contents alone, so it is the same on every machine that has the same files; copies
-    of one file count once, so that nothing is both trained on and held out. A single file is split near its end.
+    of one file count once, so that nothing is both trained on and held out. Whole files are held out; where none do,
+    because they are few or one is most of the text, every file is split near its end.
 
     Args:
         patterns: paths or glob patterns (`**` for folders within folders); none for the standard library.
-        fraction: share of the bytes held out, rounded up to whole files.
+        fraction: share of the bytes held out; whole files make from half of it to twice.
 
     Raises:
         ConfigError: a pattern matches no file, a file cannot be read, or there is no text; all faults at once.
@@ -98,26 +105,59 @@ def check_size(corpus: Corpus, batch: int, length: int) -> None:
         raise ConfigError(f"cannot train on {corpus.name!r}:", faults)
 
 
+def stream(corpus: Corpus, config: Any) -> dict[str, Any]:
+    """What the order of the training batches follows from, for `check_stream`; `config` is a TrainingConfig."""
+    return {"text": corpus.digest(), "batch": config.batch, "length": config.length, "seed": config.seed}
+
+
+def check_stream(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Refuses to go on with other batches than a run began with.
+
+    Raises:
+        ConfigError: naming everything that differs.
+    """
+    names = [name for name in wanted if saved.get(name) != wanted[name]]
+    faults = [f"{name} was {saved.get(name)}, but is {wanted[name]}." for name in names if name != "text"]
+    if "text" in names:
+        faults.insert(0, "the text differs: other files, other contents, or another validation_fraction.")
+    if faults:
+        remedy = "Leave the data's flags out to go on with what the run began with, or start anew in another --out."
+        raise ConfigError("cannot resume: the batches would not be those that the run began with.", [*faults, remedy])
+
+
 def train_batches(corpus: Corpus, batch: int, length: int, seed: int) -> grain.DatasetIterator:
     """An endless iterator over training batches, uint8 [B, L+1], shuffled anew every epoch.
 
-    Its position is what `get_state` gives and `set_state` takes, a small dictionary that goes into the checkpoint.
+    The text is cut into windows of `length` bytes to predict; what remains behind the last whole one is dropped. A
+    batch may end one epoch and begin the next. The iterator's position is what `get_state` gives and `set_state` takes,
+    a small dictionary that goes into the checkpoint.
     """
     windows = grain.MapDataset.source(_Windows(corpus.train, length))
     batches = windows.shuffle(seed=seed % 2**32).repeat().batch(batch, drop_remainder=True)
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
-def validation_batches(corpus: Corpus, batch: int, length: int, limit: int | None = None) -> Iterator[np.ndarray]:
-    """The held-out text as full batches, uint8 [B, L+1]; at most `limit` of them, spread evenly over the text.
-
-    Sequences overlap a little where the text's length calls for it, so that no byte is left out and no batch is short.
-    """
-    span = len(corpus.validation) - length - 1
-    sequences = -(-span // length) + 1
+def validation_count(corpus: Corpus, batch: int, length: int, limit: int = 0) -> int:
+    """How many batches a validation reads: what the held-out text fills, or `limit` if that is less and not 0."""
+    sequences = -(-(len(corpus.validation) - 1) // length)
     whole = -(-sequences // batch)
-    count = min(whole, limit or whole)
-    starts = np.linspace(0, span, count * batch).round().astype(np.int64)
+    return min(whole, limit or whole)
+
+
+def validation_batches(corpus: Corpus, batch: int, length: int, limit: int = 0) -> Iterator[np.ndarray]:
+    """The held-out text as full batches, uint8 [B, L+1].
+
+    With no limit every byte but the first is predicted: no byte is left out and no batch is short, for which sequences
+    overlap where the text's length calls for it, and the bytes of an overlap count twice.
+
+    Args:
+        corpus: the text.
+        batch: sequences per batch.
+        length: bytes that a sequence predicts.
+        limit: at most so many batches, their sequences spread evenly over the text; 0 for all.
+    """
+    count = validation_count(corpus, batch, length, limit)
+    starts = np.linspace(0, len(corpus.validation) - length - 1, count * batch).round().astype(np.int64)
     for row in starts.reshape(count, batch):
         yield np.stack([corpus.validation[start : start + length + 1] for start in row])
 
@@ -181,11 +221,18 @@ def _read(paths: Sequence[Path]) -> list[bytes]:
 
 
 def _split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
-    if len(texts) == 1:
-        cut = len(texts[0]) - max(1, round(fraction * len(texts[0])))
-        return [texts[0][:cut]], [texts[0][cut:]]
-    held_out = min(len(texts) - 1, max(1, round(fraction * len(texts))))
-    return texts[held_out:], texts[:held_out]
+    """Whole files, each that brings the held-out bytes nearer to their share; or the ends of all files."""
+    wanted = fraction * sum(map(len, texts))
+    train, held_out, size = [], [], 0
+    for text in texts:
+        fits = size + len(text) / 2 <= wanted
+        (held_out if fits else train).append(text)
+        size += len(text) * fits
+    if train and size >= wanted / 2:
+        return train, held_out
+    cuts = [len(text) - max(1, round(fraction * len(text))) for text in texts]
+    parts = [(text[:cut], text[cut:]) for text, cut in zip(texts, cuts, strict=True)]
+    return [begin for begin, _ in parts if begin], [end for _, end in parts]
 
 
 def _join(texts: Sequence[bytes]) -> np.ndarray:

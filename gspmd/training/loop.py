@@ -3,11 +3,11 @@
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import grain
 import jax
@@ -26,15 +26,16 @@ Evaluate = Callable[[Tree, jax.Array], jax.Array]
 
 
 class Interrupted(Exception):
-    """Someone asked the run to stop; what is needed to go on is saved.
+    """Someone asked the run to stop; up to `step`, what is needed to go on is saved.
 
     Attributes:
-        step: of the checkpoint.
+        step: of the newest checkpoint; None if there is none.
+        out: the run's folder.
     """
 
-    def __init__(self, step: int):
-        self.step = step
-        super().__init__(f"interrupted after step {step}")
+    def __init__(self, step: int | None, out: Path):
+        self.step, self.out = step, out
+        super().__init__("interrupted before a step was saved" if step is None else f"interrupted after step {step}")
 
 
 class Diverged(Exception):
@@ -82,21 +83,23 @@ def fit(
         The last state.
 
     Raises:
-        Interrupted: after SIGINT or SIGTERM, once a checkpoint is saved.
+        Interrupted: after SIGINT or SIGTERM, once a checkpoint is saved. A validation cut short leaves no figure.
         Diverged: the loss is not finite.
         ConfigError: there is no checkpoint to resume from, or it does not fit.
     """
     batches = data.train_batches(corpus, config.batch, config.length, config.seed)
+    stream = data.stream(corpus, config)
     with Checkpoints(out) as checkpoints:
         state, resumed_at = program.state, None
         if config.resume:
-            state, position = checkpoints.restore(state)
-            batches.set_state(position)
+            state, saved = checkpoints.restore(state)
+            data.check_stream(saved["stream"], stream)
+            batches.set_state(saved["position"])
             resumed_at = int(state.step)
             console.print(f"Resumed from step {resumed_at}.")
         save_settings(out, settings or {})
         with Metrics(out, resumed_at=resumed_at) as metrics, _Stop() as stop:
-            run = _Run(config, program, corpus, console, checkpoints, metrics, stop)
+            run = _Run(config, program, corpus, stream, out, console, checkpoints, metrics, stop)
             state = run.train(state, batches)
             run.finish(state)
     return state
@@ -107,6 +110,8 @@ class _Run:
     config: TrainingConfig
     program: Program
     corpus: data.Corpus
+    stream: Mapping[str, Any]
+    out: Path
     console: Console
     checkpoints: Checkpoints
     metrics: Metrics
@@ -135,39 +140,45 @@ class _Run:
                     raise Diverged(f"the loss is {row['loss']} at step {number}: {remedy}")
                 last = number == self.config.steps
                 if _due(number, self.config.validation_every) and not last:
-                    row["val_bits_per_byte"] = self.validate(state, self.config.validation_batches)
+                    row |= self.validate(state, self.config.validation_batches)
                 self.metrics.write(number, row)
                 display.update(number, row)
                 if last or self.stop.asked or _due(number, self.config.save_every):
-                    self.checkpoints.save(state, position)
+                    self.checkpoints.save(state, {"stream": self.stream, "position": position})
                 if self.stop.asked:
-                    self.checkpoints.wait()
-                    raise Interrupted(number)
+                    self.interrupt(number)
                 before = time.perf_counter() if "val_bits_per_byte" in row else now
         return state
 
     def finish(self, state: TrainState) -> None:
-        """Reads every held-out byte, and writes the last object of metrics.jsonl."""
-        bits = self.validate(state)
-        self.metrics.write(
-            int(state.step), {"val_bits_per_byte": bits, "gzip_bits_per_byte": self.corpus.gzip_bits_per_byte}
-        )
+        """Reads the held-out text, up to `final_validation_batches`, and writes the last object of metrics.jsonl."""
+        limit = self.config.final_validation_batches
+        found = self.validate(state, limit)
+        if not found:
+            self.interrupt(int(state.step))
+        gzip = self.corpus.gzip_bits_per_byte
+        self.metrics.write(int(state.step), found | {"gzip_bits_per_byte": gzip})
         self.console.print(
-            f"Held-out text: [bold green]{bits:.3f}[/] bits per byte; gzip: {self.corpus.gzip_bits_per_byte:.3f} "
+            f"Held-out text: [bold green]{found['val_bits_per_byte']:.3f}[/] bits per byte; gzip: {gzip:.3f} "
             f"({self.corpus.files[1]} files, each compressed by itself)."
         )
 
-    def validate(self, state: TrainState, limit: int | None = None) -> float:
-        """Bits per byte of the held-out text, of all of it or of `limit` batches."""
-        losses = []
-        for batch in self._held_out(limit):
-            losses.append(float(self.program.evaluate(state.params, self.program.place(batch))))
-            if self.stop.asked:
-                break
-        return float(np.mean(losses)) / math.log(2)
+    def validate(self, state: TrainState, limit: int = 0) -> dict[str, float]:
+        """Bits per byte of `limit` batches of held-out text, or of all; nothing when it was cut short."""
+        what = self.corpus, self.config.batch, self.config.length, limit
+        losses, count = [], data.validation_count(*what)
+        with self.console.status("Validating …") as status:
+            for number, batch in enumerate(data.validation_batches(*what), 1):
+                if self.stop.asked:
+                    return {}
+                losses.append(float(self.program.evaluate(state.params, self.program.place(batch))))
+                status.update(f"Validating: batch {number} of {count}")
+        return {"val_bits_per_byte": float(np.mean(losses)) / math.log(2)}
 
-    def _held_out(self, limit: int | None) -> Iterator[np.ndarray]:
-        return data.validation_batches(self.corpus, self.config.batch, self.config.length, limit)
+    def interrupt(self, step: int) -> NoReturn:
+        """Stops the run once the checkpoint of `step` is whole."""
+        self.checkpoints.wait()
+        raise Interrupted(step, self.out)
 
     def _compile(self, state: TrainState, batch: jax.Array) -> Callable:
         began = time.perf_counter()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
@@ -21,9 +22,19 @@ def header(console: Console, lines: Mapping[str, str]) -> None:
     console.print(Panel(grid, title="[bold]gspmd", title_align="left", border_style="dim", expand=False))
 
 
-def show_tensors(console: Console, title: str, placed: tables.Placed, mesh: Any) -> None:
-    """Every tensor's spec, and its shape and bytes on one device."""
-    console.print(tables.tensors(title, placed, dict(mesh.shape)))
+def show_tensors(console: Console, title: str, placed: tables.Placed, mesh: Any, dtype: str = "float32") -> None:
+    """Every tensor's spec, and its shape and bytes on one device.
+
+    Args:
+        console: where to print.
+        title: what the tensors are.
+        placed: a spec and a global shape by name.
+        mesh: the mesh that they stand on.
+        dtype: of all but token ids, which are int32, and logits, which are float32.
+    """
+    narrow = jnp.dtype(dtype).itemsize
+    itemsize = {name: 4 if name in ("embedding.tokens", "output.logits") else narrow for name in placed}
+    console.print(tables.tensors(title, placed, dict(mesh.shape), itemsize))
 
 
 def show_collectives(console: Console, program: ProgramPlan) -> None:

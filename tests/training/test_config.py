@@ -56,6 +56,8 @@ def test_mesh():
         ("x=a", "mesh 'x=a': 'x=a' is not AXIS=SIZE; write x=4,y=2."),
         ("x=4,x=2", "mesh 'x=4,x=2': mesh axis x comes twice."),
         ("x=-4", "mesh 'x=-4': mesh axis x must have a positive size, but has -4."),
+        ("x=²", "mesh 'x=²': 'x=²' is not AXIS=SIZE; write x=4,y=2."),
+        ("x=--4", "mesh 'x=--4': 'x=--4' is not AXIS=SIZE; write x=4,y=2."),
         ("x=0", "mesh 'x=0': mesh axis x must have a positive size, but has 0."),
     ],
 )
@@ -67,4 +69,10 @@ def test_changes_to_the_layout():
     assert ShardingConfig(set=("ffn.w_in=E_xF_y", "ffn.w_in=EF")).overrides == {"ffn.w_in": "EF"}
     assert faults(ShardingConfig, set=("ffn.w_in",)) == (
         "set must read KEY=SPEC, such as ffn.w_in=E_xF_y, but is 'ffn.w_in'.",
+    )
+
+
+def test_prompt_is_not_empty():
+    assert faults(TrainingConfig, prompt="") == (
+        "prompt must not be empty: generated text needs something to begin with.",
     )

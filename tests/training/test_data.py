@@ -1,5 +1,6 @@
 """The data: found, split by file, batched, and the same again after a resume."""
 
+import dataclasses
 import gzip
 import sysconfig
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from gspmd.training import data
+from gspmd.training.config import TrainingConfig
 from gspmd.training.toml import ConfigError
 
 
@@ -43,6 +45,34 @@ def test_one_file_is_split_near_its_end(tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(1, 101)))
     corpus = data.load([str(tmp_path / "a.txt")], fraction=0.1)
     assert (corpus.train[-1], corpus.validation[0], len(corpus.validation)) == (90, 91, 10)
+
+
+def test_a_tiny_file_beside_a_huge_one_does_not_hold_it_out(tmp_path):
+    sizes = {"a": 100, "b": 100_000}
+    for name, size in sizes.items():
+        (tmp_path / f"{name}.txt").write_bytes(name.encode() * size)
+    corpus = data.load([f"{tmp_path}/*.txt"], fraction=0.1)
+    assert len(corpus.validation) - 1 == 10 + 10_000
+    assert len(corpus.train) - 1 == 90 + 90_000
+    assert corpus.files == (2, 2)
+
+
+def test_whole_files_are_held_out_up_to_their_share_of_the_bytes():
+    rng = np.random.default_rng(0)
+    for fraction in (0.05, 0.2, 0.5, 0.9):
+        texts = [b"a" * int(size) for size in rng.integers(1, 1000, 200)]
+        train, held_out = data._split(texts, fraction)
+        share = sum(map(len, held_out)) / sum(map(len, texts))
+        assert train
+        assert fraction / 2 <= share <= 2 * fraction
+        assert len(train) + len(held_out) == 200
+
+
+def test_a_split_keeps_every_byte():
+    for texts in ([b"a"], [b"ab", b"c"], [b"abc", b"d" * 50], [b"abcdefgh"] * 2):
+        train, held_out = data._split(texts, 0.3)
+        assert sorted(b"".join(train + held_out)) == sorted(b"".join(texts))
+        assert held_out
 
 
 def test_gzip_is_of_each_file_by_itself():
@@ -146,3 +176,25 @@ def test_limited_validation_spreads_over_the_text(counting):
     batches = list(data.validation_batches(counting, 2, 16, limit=2))
     assert len(batches) == 2
     assert batches[-1][-1, -1] == counting.validation[-1]
+
+
+def test_number_of_validation_batches(counting):
+    for batch, length, limit in ((4, 16, 0), (2, 16, 2), (2, 16, 500), (1, 332, 0), (1, 331, 0), (3, 83, 0)):
+        count = data.validation_count(counting, batch, length, limit)
+        assert len(list(data.validation_batches(counting, batch, length, limit))) == count
+    assert data.validation_count(counting, 1, 332) == 1
+    assert data.validation_count(counting, 1, 331) == 2
+
+
+def test_another_stream_is_one_message(counting):
+    config = TrainingConfig(batch=4, length=16)
+    saved = data.stream(counting, config)
+    data.check_stream(saved, data.stream(counting, config))
+    other = dataclasses.replace(counting, train=counting.train[:-1])
+    with pytest.raises(ConfigError) as error:
+        data.check_stream(saved, data.stream(other, TrainingConfig(batch=8, length=16, seed=1)))
+    assert error.value.faults[:-1] == (
+        "the text differs: other files, other contents, or another validation_fraction.",
+        "batch was 4, but is 8.",
+        "seed was 0, but is 1.",
+    )

@@ -1,5 +1,6 @@
 """The loop: figures of every step, a stop that saves, and a resumed run that equals an unbroken one."""
 
+import dataclasses
 import json
 import math
 import signal
@@ -12,6 +13,7 @@ from rich.console import Console
 from gspmd.training import checkpoint, metrics
 from gspmd.training.config import TrainingConfig
 from gspmd.training.loop import Diverged, Interrupted, fit
+from gspmd.training.toml import ConfigError
 
 CONFIG = TrainingConfig(steps=20, batch=4, length=16, validation_every=8, validation_batches=2, save_every=6)
 
@@ -61,6 +63,56 @@ def test_resumed_run_equals_an_unbroken_one(make_program, corpus, console, tmp_p
     one, two = ([row for row in metrics.read(tmp_path / name) if "loss" in row] for name in ("whole", "broken"))
     assert [row["step"] for row in two] == list(range(1, 21))
     np.testing.assert_allclose([row["loss"] for row in two], [row["loss"] for row in one], rtol=1e-5)
+
+
+class Stopped:
+    """A program's validation that someone interrupts at its first batch."""
+
+    def __init__(self, evaluate):
+        self.evaluate = evaluate
+
+    def __call__(self, params, batch):
+        signal.raise_signal(signal.SIGINT)
+        return self.evaluate(params, batch)
+
+
+@pytest.mark.parametrize(("every", "step"), [(8, 8), (0, 20)])
+def test_a_validation_cut_short_leaves_no_figure(make_program, corpus, console, tmp_path, every, step):
+    program = make_program()[0]
+    stopping = dataclasses.replace(program, evaluate=Stopped(program.evaluate))
+    config = replace(CONFIG, validation_every=every)
+    with pytest.raises(Interrupted) as stop:
+        fit(config, stopping, corpus, tmp_path, console)
+    assert (stop.value.step, stop.value.out) == (step, tmp_path)
+    assert checkpoint.newest(tmp_path) == step
+    rows = metrics.read(tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, step + 1))
+    assert not any("val_bits_per_byte" in row for row in rows)
+    fit(replace(config, resume=True), make_program()[0], corpus, tmp_path, console)
+    assert "val_bits_per_byte" in metrics.read(tmp_path)[-1]
+
+
+def test_the_last_validation_has_a_limit(make_program, corpus, console, tmp_path):
+    program, read = make_program()[0], []
+
+    def counting(params, batch):
+        read.append(batch.shape)
+        return program.evaluate(params, batch)
+
+    config = replace(CONFIG, steps=1, final_validation_batches=3)
+    fit(config, dataclasses.replace(program, evaluate=counting), corpus, tmp_path, console)
+    assert read == [(4, 17)] * 3
+
+
+def test_a_resume_refuses_other_batches(make_program, corpus, console, tmp_path):
+    fit(replace(CONFIG, steps=2), make_program()[0], corpus, tmp_path, console)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    other = dataclasses.replace(corpus, train=corpus.train[1:])
+    with pytest.raises(ConfigError) as error:
+        fit(replace(CONFIG, resume=True, seed=5), make_program()[0], other, tmp_path, console)
+    assert "the text differs" in str(error.value)
+    assert "seed was 0, but is 5." in str(error.value)
+    assert (tmp_path / "metrics.jsonl").read_text() == before
 
 
 def test_figures_after_the_checkpoint_are_dropped_on_resume(make_program, corpus, console, tmp_path):

@@ -1,6 +1,7 @@
 """What is shown: tables, pictures, the header and the sample."""
 
 import io
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -83,3 +84,17 @@ def test_sample_may_hold_anything(console, tmp_path):
 def test_header(console):
     report.header(console, {"mesh": "x=4, y=2 [explicit]"})
     assert "x=4, y=2 [explicit]" in console.file.getvalue()
+
+
+def test_bytes_are_those_of_the_compute_type(console):
+    placed = {
+        "embedding.tokens": (Spec.parse("BL"), (4, 8)),
+        "ffn.hidden": (Spec.parse("BLF"), (4, 8, 2)),
+        "output.logits": (Spec.parse("BLV"), (4, 8, 2)),
+    }
+    report.show_tensors(console, "Activations", placed, SimpleNamespace(shape={"x": 2}), "bfloat16")
+    shown = {line.split()[0]: line.split()[-2:] for line in console.file.getvalue().splitlines() if "B " in f"{line} "}
+    assert shown["embedding.tokens"] == ["128", "B"]
+    assert shown["ffn.hidden"] == ["128", "B"]
+    assert shown["output.logits"] == ["256", "B"]
+    assert shown["all"] == ["512", "B"]

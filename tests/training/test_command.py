@@ -1,0 +1,113 @@
+"""The command line: what a resume takes over, what a model must fit, and what an interrupt says."""
+
+import json
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import pytest
+import tyro
+
+from gspmd.training import command
+from gspmd.training.config import ShardingConfig, TrainingConfig
+from gspmd.training.toml import ConfigError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """As a script has them."""
+
+    training: tyro.conf.OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
+    sharding: tyro.conf.OmitArgPrefixes[ShardingConfig] = field(default_factory=ShardingConfig)
+
+
+STARTED = Settings(
+    TrainingConfig(steps=7),
+    ShardingConfig(layout="zero-3", set=("ffn.w_in=EF",), mesh="x=4,y=2", platform="cpu", devices=8),
+)
+
+
+@pytest.fixture
+def resumed(tmp_path):
+    """A function of flags that gives the settings of a resume with them."""
+    (tmp_path / "config.json").write_text(json.dumps(command.kept_settings(STARTED)))
+    return lambda *flags: command.parse(Settings, ["--resume", "--out", str(tmp_path), *flags])
+
+
+def test_a_resume_leaves_the_machine_open(resumed):
+    found = resumed()
+    assert found.training == replace(STARTED.training, resume=True, out=found.training.out)
+    assert found.sharding == replace(STARTED.sharding, platform=None, devices=None)
+
+
+def test_another_mesh_needs_no_devices(resumed):
+    assert resumed("--mesh", "x=4").sharding == replace(STARTED.sharding, platform=None, devices=None, mesh="x=4")
+
+
+def test_other_devices_drop_the_mesh(resumed):
+    for flags in (["--devices", "4"], ["--devices=4"]):
+        assert resumed(*flags).sharding == replace(STARTED.sharding, platform=None, devices=4, mesh="")
+
+
+def test_another_layout_drops_changes_to_the_old_one(resumed):
+    found = resumed("--layout", "gshard").sharding
+    assert (found.layout, found.set, found.mesh) == ("gshard", (), "x=4,y=2")
+
+
+def test_changes_replace_those_of_the_start(resumed):
+    found = resumed("--set", "ffn.w_out=FE", "--set", "output.norm=E").sharding
+    assert (found.layout, found.set) == ("zero-3", ("ffn.w_out=FE", "output.norm=E"))
+
+
+def test_a_flag_without_its_value_is_told_by_the_parser(resumed, capsys):
+    with pytest.raises(SystemExit):
+        resumed("--layout")
+    assert "--layout" in capsys.readouterr().err
+
+
+def model(vocabulary=256, groups=None):
+    return SimpleNamespace(vocabulary=vocabulary, moe=SimpleNamespace(groups=groups))
+
+
+def test_a_model_that_fits():
+    training = TrainingConfig(batch=8, length=16)
+    command.check_model(training, model(groups=32))
+    command.check_model(training, SimpleNamespace(vocabulary=256, moe=None))
+
+
+def test_a_model_that_does_not_fit_is_one_message():
+    with pytest.raises(ConfigError) as error:
+        command.check_model(TrainingConfig(batch=8, length=16), model(vocabulary=100, groups=24))
+    assert error.value.faults == (
+        "model.vocabulary must be 256, since the data is bytes, but is 100.",
+        "model.moe.groups must divide the tokens of a batch, 8 × 16 = 128, but is 24.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ([], "Interrupted before a step was saved."),
+        (["8", "16"], "Interrupted after step 16. To go on: python train.py --resume --out 'my run'"),
+    ],
+)
+def test_an_interrupt_says_what_is_saved(tmp_path, monkeypatch, capsys, steps, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    for step in steps:
+        (tmp_path / "my run" / "checkpoints" / step).mkdir(parents=True)
+
+    def run(argv):
+        out = command.choose_out("my run", resume=bool(steps))
+        with command.interrupts(out):
+            raise KeyboardInterrupt
+
+    assert command.guarded(run, []) == 130
+    assert capsys.readouterr().err == f"\n{said}\n"
+
+
+def test_an_interrupt_before_the_run(capsys):
+    def run(argv):
+        raise KeyboardInterrupt
+
+    assert command.guarded(run, []) == 130
+    assert capsys.readouterr().err == "\nInterrupted before the run began.\n"
