@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.annotate.equation import Equation
+from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.collectives import planned
 from gspmd.collectives.lower import local_einsum
-from gspmd.collectives.planning import make_plan
+from gspmd.collectives.plan import Step
+from gspmd.collectives.planning import make_plan, pins
 
 
 def annotated_program(
@@ -32,8 +34,12 @@ def annotated_program(
     specs = [spec for operand in equation.operands for spec in operand.specs]
     summands = _summand_letters([*specs, *equation.outputs])
     ins, outs = ([_lifted(spec, summands) for spec in some] for some in (specs, equation.outputs))
+    plan = None
+    if not any(spec.is_open for spec in (*specs, *equation.outputs)):  # an open dimension has no forecast
+        plan = make_plan(equation, sizes, context.axes, dtypes, context.chip, "xla", via, None, preferred)
+    placed = _pinned(equation, via, ins, sizes, context)
     owed = frozenset(summands.values())
-    compute = partial(_plain, equation, ins, outs, owed, context.mesh, precision, preferred)
+    compute = partial(_plain, equation, ins, outs, placed, owed, context.mesh, plan, precision, preferred)
     compute.__name__ = str(equation)
 
     def program(*arrays):
@@ -42,20 +48,25 @@ def annotated_program(
             results = planned.compiler_chooses(compute, ins, tuple(outs), *arrays)
             return tuple(_to_partial(new, spec, x) for spec, new, x in zip(equation.outputs, outs, results))
 
-    program.__name__ = program.__qualname__ = _register(equation, sizes, context, dtypes, via)
+    steps, backward = ((), ()) if plan is None else (plan.steps, plan.backward.steps)
+    registered = planned.Registered(str(equation), steps, backward)
+    program.__name__ = program.__qualname__ = planned.register(registered)
     return jax.jit(program)
 
 
-def _register(
-    equation: Equation, sizes: tuple, context: planned.Context, dtypes: tuple[str, ...], via: str | None
-) -> str:
-    """Under this lowering the plan is a forecast; an open dimension has none."""
-    steps = backward = ()
-    specs = [*(spec for operand in equation.operands for spec in operand.specs), *equation.outputs]
-    if not any(spec.is_open for spec in specs):
-        plan = make_plan(equation, sizes, context.axes, dtypes, context.chip, "xla", via)
-        steps, backward = plan.steps, plan.backward.steps
-    return planned.register(planned.Registered(str(equation), steps, backward))
+def _pinned(equation: Equation, via: str | None, ins: Sequence[Spec], sizes: tuple, context: planned.Context) -> list:
+    """Where `via` has the operands constrained before they meet, their summands staying put; None: nowhere."""
+    placed = []
+    for pinned, lifted in zip(pins(equation, via, dict(sizes), context.mesh), ins):
+        axes = {} if pinned is None else dict(zip(pinned.dims, pinned.axes))
+        held = [axes.get(dim, here) for dim, here in zip(lifted.dims, lifted.axes)]
+        if pinned is not None and len(used := [axis for names in held for axis in names]) > len(set(used)):
+            raise PlanError(
+                f"cannot run '{equation}' via '{via}' under lowering 'xla': a partial sum is owed over a mesh\n"
+                "  axis that the pin needs. Use lowering='blocking', or settle the sum before."
+            )
+        placed.append(None if pinned is None else Spec(lifted.dims, tuple(held)))
+    return placed
 
 
 # -- a partial sum as a dimension -------------------------------------------------------------------------------------
@@ -104,14 +115,23 @@ def _dual(spec: jax.P) -> jax.P:
     return jax.P(*spec.partitions, reduced=spec.unreduced) if spec.unreduced else spec
 
 
-def _plain(equation: Equation, ins, outs, owed, mesh, precision, preferred, *arrays) -> tuple[jax.Array, ...]:
+def _plain(
+    equation: Equation, ins, outs, placed, owed, mesh, plan, precision, preferred, *arrays
+) -> tuple[jax.Array, ...]:
     dtype = jnp.dtype(preferred) if preferred else jnp.result_type(*arrays)
-    held, sums = iter(zip(ins, arrays)), []
+    arrays = [x if pin is None else _constrained(x, pin) for x, pin in zip(arrays, placed)]
+    held, sums, number = iter(zip(ins, arrays)), [], 0
     for term in equation.terms:
         operands = [list(islice(held, len(operand.specs))) for operand in term.operands]
         pairs = [_linear(pair, owed) for pair in product(*operands)]
-        sums.append([_product(pair, out, mesh, precision) for pair, out in zip(pairs, outs)])
+        steps = [None if plan is None else each.einsum for each in plan.routine.products[number : number + len(pairs)]]
+        sums.append([_product(*each, mesh, precision, dtype) for each in zip(pairs, outs, steps)])
+        number += len(pairs)
     return tuple(sum(parts[1:], parts[0]).astype(dtype) for parts in zip(*sums))
+
+
+def _constrained(x: jax.Array, spec: Spec) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, spec.partition_spec())
 
 
 def _linear(pair: tuple, owed: frozenset[str]) -> tuple:
@@ -125,20 +145,27 @@ def _linear(pair: tuple, owed: frozenset[str]) -> tuple:
     return (settled, pair[1]) if number == 0 else (pair[0], settled)
 
 
-def _product(pair, output: Spec, mesh: Mapping[str, int], precision) -> jax.Array:
+def _product(pair, output: Spec, step: Step | None, mesh: Mapping[str, int], precision, dtype) -> jax.Array:
     """One product, accumulated in float32; a sum that only the result owes is cut out of a summed dimension."""
     for dim, axes in zip(output.dims, output.axes):
         if not any(dim in spec.dims for spec, _ in pair):
-            size = mesh[axes[0]]
-            summed = next(
-                d for spec, x in pair for d, n in zip(spec.dims, x.shape) if d not in output.dims and n % size == 0
-            )
+            summed, size = _summed_over(axes[0], pair, output, step), mesh[axes[0]]
             pair = [_cut(spec, x, summed, dim, axes, size) if summed in spec.dims else (spec, x) for spec, x in pair]
     letters = ",".join("".join(spec.dims) for spec, _ in pair) + "->" + "".join(output.dims)
     arrays = [x for _, x in pair]
     if len(arrays) == 1 and set(pair[0][0].dims) == set(output.dims):
         return jnp.einsum(letters, *arrays)
-    return local_einsum(letters, *arrays, precision=precision)
+    narrow = dtype if jnp.issubdtype(dtype, jnp.floating) else None
+    return local_einsum(letters, *arrays, precision=precision, into=narrow)
+
+
+def _summed_over(axis: str, pair, output: Spec, step: Step | None) -> str:
+    """The summed dimension that the plan has a mesh axis on; any, for an axis of size 1, which no plan has."""
+    for spec in () if step is None else (step.before, step.other):
+        for dim, axes in () if spec is None else zip(spec.dims, spec.axes):
+            if axis in axes and dim not in output.dims:
+                return dim
+    return next(dim for spec, _ in pair for dim in spec.dims if dim not in output.dims)
 
 
 def _cut(spec: Spec, x: jax.Array, dim: str, new: str, axes: tuple, size: int) -> tuple[Spec, jax.Array]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.cost import hops
-from gspmd.collectives.problem import Member, Setting, Tensor
+from gspmd.collectives.problem import Member, Setting, Tensor, wider
 
 FREE, OWED, THEIRS = "-", "+", "*"
 """Where an axis stands when on no dimension: replicated, or owing a partial sum, the shared tensor's or the partner's.
@@ -69,7 +69,6 @@ class Bounds:
 
     def _measure(self) -> None:
         chip = self.setting.chip
-        self.rate = chip.egress_bandwidth if chip.is_switch else 2 * chip.link_bandwidth * chip.torus
         self.latency = {
             axis: chip.hop_seconds * (0 if chip.is_switch else hops(size, chip)) for axis, size in self.mesh.items()
         }
@@ -94,23 +93,53 @@ class Bounds:
         return sorted(self.rows[key])
 
     def _move_bound(self, tensor: Tensor, owed: str) -> np.ndarray:
-        """What must at least be received, and the hops along every axis that has to leave its place."""
+        """What a device must at least receive of its target piece, and the hops of every axis that leaves its place."""
         whole = prod(self.sizes[dim] for dim in tensor.spec.dims) * tensor.itemsize
         target = whole / self._spread(tensor.spec.dims)
-        source = whole / prod(self.mesh[axis] for axes in tensor.spec.axes for axis in axes)
-        latency = np.zeros(len(self.table))
+        leaving, changing, latency = [], [], np.zeros(len(self.table))
         for i, axis in enumerate(self.axes):
             held = place_of(tensor.spec, axis, owed)
+            gone = self.table[:, i] != held
             if held != FREE:
-                latency += (self.table[:, i] != held) * self.latency[axis]
-        return np.maximum(0, target - source) / self.rate + latency
+                latency += gone * self.latency[axis]
+            leaving.append(gone & (held in tensor.spec.dims))
+            changing.append(leaving[-1] & np.isin(self.table[:, i], tensor.spec.dims))
+        source = whole / prod(self.mesh[axis] for axes in tensor.spec.axes for axis in axes)
+        return np.maximum(self._received(target, leaving), self._exchanged(source, target, changing)) + latency
+
+    def _received(self, target: np.ndarray, leaving: list[np.ndarray]) -> np.ndarray:
+        """Seconds of receiving all of `target` bytes but a device's own part, over the rings of the axes that leave."""
+        gone = np.array(leaving).reshape(len(self.axes), -1).T
+        counts = np.array([self.mesh[axis] for axis in self.axes], dtype=float)
+        parts = np.where(gone, counts, 1.0).prod(axis=1)
+        return target * (1 - 1 / parts) / self._rate(gone)
+
+    def _exchanged(self, source, target, changing: list[np.ndarray]) -> np.ndarray:
+        """Seconds of bringing axes from one dimension to another, by all-to-all, or gathered and sliced."""
+        chip, slowest = self.setting.chip, np.zeros(len(self.table))
+        if chip.is_switch:
+            return slowest
+        for axis, moved in zip(self.axes, changing):
+            size = self.mesh[axis]
+            way = min(size / 8, (size - 1) / (2 * chip.torus))
+            slowest = np.maximum(slowest, moved * way)
+        return slowest * np.minimum(source, target) / chip.link_bandwidth
+
+    def _rate(self, used: np.ndarray) -> np.ndarray:
+        """Bytes per second at most of collectives over these axes; an axis that does not close halves its own."""
+        chip = self.setting.chip
+        if chip.is_switch:
+            return np.full(len(used), chip.egress_bandwidth)
+        rings = np.clip(used.sum(axis=1), 1, chip.torus)
+        closes = np.array([chip.wraps(self.mesh[axis]) for axis in self.axes], bool)
+        return 2 * chip.link_bandwidth * rings * np.where((used & closes).any(axis=1), 1.0, 0.5)
 
     def _compute_bound(self) -> np.ndarray:
         if self.member.partner is None:
             return np.zeros(len(self.table))
         points = prod(self.sizes[dim] for dim in self.dims)
         factor = 2 if any(dim not in self.member.target.spec.dims for dim in self.dims) else 1
-        return factor * points / self._spread(self.dims) / self.setting.chip.flops(self.shared.dtype)
+        return factor * points / self._spread(self.dims) / self.setting.chip.flops(wider(self.shared, self.member))
 
     def _result_bound(self) -> np.ndarray:
         target = self.member.target
@@ -119,16 +148,20 @@ class Bounds:
         result = whole / self._spread(kept)
         wanted = whole / prod(self.mesh[axis] for dim in kept for axis in target.spec.axes_of(dim))
         latency, owed, spare = np.zeros(len(self.table)), np.ones(len(self.table)), np.ones(len(self.table))
+        leaving, settling = [], []
         for i, axis in enumerate(self.axes):
             place, aim = self.table[:, i], place_of(target.spec, axis)
             leaves = np.isin(place, kept) & (place != aim)
             settled = ~np.isin(place, kept) & (place != FREE) & (aim != OWED)
             latency += (leaves | settled) * self.latency[axis]
             owed *= np.where(settled, self.mesh[axis], 1)
+            leaving.append(leaves)
+            settling.append(settled)
             if aim in kept:
                 spare *= np.where(place == FREE, self.mesh[axis], 1)
-        scattered = result / spare * (1 - 1 / owed)
-        return np.maximum(scattered, wanted - result) / self.rate + latency
+        settling = np.array(settling).reshape(len(self.axes), -1).T
+        scattered = result / spare * (1 - 1 / owed) / self._rate(settling)
+        return np.maximum(scattered, self._received(wanted, leaving)) + latency
 
 
 def place_of(spec: Spec, axis: str, owed: str = OWED) -> str:

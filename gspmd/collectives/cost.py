@@ -6,6 +6,7 @@ chapters 1 to 3): bandwidth over the rings that the step can use at once, plus o
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,16 +15,29 @@ from gspmd.annotate.errors import PlanError
 from gspmd.collectives.chips import Chip
 
 
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype, however it is written; the names that numpy lacks come from ml_dtypes, which JAX installs.
+
+    Raises:
+        PlanError: there is no such dtype.
+
+    Example:
+        >>> dtype_name("bfloat16"), dtype_name(np.float32)
+        ('bfloat16', 'float32')
+    """
+    try:
+        return np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype).name
+    except TypeError:
+        raise PlanError(f"no dtype is called {dtype!r}.\n  Write 'bfloat16', 'float32', 'int8', ...") from None
+
+
 def itemsize(dtype: str) -> int:
-    """Bytes per element; the names that numpy lacks come from ml_dtypes, which JAX installs.
+    """Bytes per element.
 
     >>> itemsize("bfloat16"), itemsize("float32")
     (2, 4)
     """
-    try:
-        return np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
-    except TypeError:
-        raise PlanError(f"no dtype is called {dtype!r}.\n  Write 'bfloat16', 'float32', 'int8', ...") from None
+    return np.dtype(getattr(ml_dtypes, dtype_name(dtype), dtype)).itemsize
 
 
 def wire_bytes(kind: str, group: int, buffer: float) -> int:

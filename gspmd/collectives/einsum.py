@@ -1,16 +1,18 @@
 """`gspmd.einsum` and `gspmd.reshard`: an equation as a program, and its gradient as two more equations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from gspmd.annotate.annotate import stated
 from gspmd.annotate.equation import Equation, parse_equation
 from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.collectives import planned
 from gspmd.collectives.annotated import annotated_program
+from gspmd.collectives.cost import dtype_name
 from gspmd.collectives.lower import Execution
 from gspmd.collectives.planning import Plan, make_plan, tensors
 
@@ -31,10 +33,11 @@ def einsum(
         operands: arrays of the specs' ranks, placed as they say; a group is a tuple of arrays.
         lowering: `"xla"`, `"blocking"` or `"auto"`; by default that of `gspmd.lowering`.
         via: the specs that the operands are brought to before the local einsum.
-        wire_dtype: dtype of everything that crosses the wire; by default that of the operand that does.
+        wire_dtype: dtype of everything that crosses the wire; by default that of the operand, or of the result, that
+            does. Lowering `"blocking"` only.
         precision: of the local products, as in `jax.lax.dot`.
         preferred_element_type: dtype of the result; by default the operands' joint dtype. Local products accumulate in
-            float32 either way.
+            float32 (int32 for integers) either way; partial sums cross the wire in the dtype of the result.
 
     Returns:
         The result, placed as the equation says; a tuple of them for a group.
@@ -55,22 +58,17 @@ def einsum(
     Differs: forward-mode differentiation works under lowering "xla" only.
     """
     equation = parse_equation(equation)
-    sizes = equation.sizes(
-        [
-            tuple(jnp.shape(x) for x in operand) if isinstance(operand, (tuple, list)) else jnp.shape(operand)
-            for operand in operands
-        ]
-    )
-    flat = [x for operand in operands for x in (operand if isinstance(operand, (tuple, list)) else (operand,))]
-    specs = [spec for operand in equation.operands for spec in operand.specs]
+    operands = _grouped(equation, operands)
+    sizes = equation.sizes([tuple(map(jnp.shape, x)) if isinstance(x, tuple) else x.shape for x in operands])
+    flat = [x for operand in operands for x in (operand if isinstance(operand, tuple) else (operand,))]
     context = planned.context(lowering)
-    names = tuple(str(jnp.result_type(x)) for x in flat)
+    names = tuple(str(x.dtype) for x in flat)
     options = (via, _name(wire_dtype), precision, _name(preferred_element_type))
     program = _program(equation, tuple(sizes.items()), context, names, *options)
     if context.explicit:
-        flat = [
-            planned.stated(x, spec, f"operand {i + 1} of '{equation}'") for i, (x, spec) in enumerate(zip(flat, specs))
-        ]
+        specs = [spec for operand in equation.operands for spec in operand.specs]
+        doing = "cannot use operand {} of '{}' as '{}'"
+        flat = [stated(x, spec, doing.format(i + 1, equation, spec)) for i, (x, spec) in enumerate(zip(flat, specs))]
     results = program(*flat)
     return tuple(results) if equation.group else results[0]
 
@@ -103,7 +101,13 @@ def reshard(x: Any, equation: str | Equation, lowering: str | None = None) -> ja
 
 
 def _name(dtype: Any) -> str | None:
-    return None if dtype is None else str(jnp.dtype(dtype))
+    return None if dtype is None else dtype_name(dtype)
+
+
+def _grouped(equation: Equation, operands: Sequence[Any]) -> list[Any]:
+    """The operands as arrays, a group's as a tuple of arrays; a wrong number is left to the equation to refuse."""
+    groups = [operand.group for operand in equation.operands] + [False] * len(operands)
+    return [tuple(map(jnp.asarray, x)) if group else jnp.asarray(x) for x, group in zip(operands, groups)]
 
 
 @lru_cache(maxsize=4096)
@@ -123,10 +127,28 @@ def _program(
         _refuse_open(equation)
     else:
         _refuse_partial(equation)
+    _refuse_wire(equation, context, dtypes, wire_dtype)
     if context.lowering == "xla":
         return annotated_program(equation, sizes, context, dtypes, via, precision, preferred)
-    plan = make_plan(equation, sizes, context.axes, dtypes, context.chip, context.lowering, via, wire_dtype)
+    plan = make_plan(equation, sizes, context.axes, dtypes, context.chip, context.lowering, via, wire_dtype, preferred)
     return _planned_program(plan, dtypes, wire_dtype, precision, preferred)
+
+
+def _refuse_wire(equation: Equation, context: planned.Context, dtypes: tuple[str, ...], wire_dtype: str | None) -> None:
+    if wire_dtype is None:
+        return
+    if context.lowering == "xla":
+        raise PlanError(
+            f"cannot send '{equation}' as {wire_dtype} under lowering 'xla': what travels is the compiler's choice.\n"
+            "  Use lowering='blocking', or cast the operands."
+        )
+    if jnp.issubdtype(jnp.result_type(*dtypes), jnp.floating) and not jnp.issubdtype(
+        jnp.dtype(wire_dtype), jnp.floating
+    ):
+        raise PlanError(
+            f"cannot send '{equation}' as {wire_dtype}: its {dtypes[0]} would be cut to whole numbers.\n"
+            "  Use a floating wire_dtype, such as bfloat16."
+        )
 
 
 def _refuse_partial(equation: Equation) -> None:

@@ -199,17 +199,27 @@ def _transposed(x: jax.Array, held: tuple[str, ...], wanted: tuple[str, ...]) ->
     return x if held == wanted else x.transpose([held.index(dim) for dim in wanted])
 
 
-def local_einsum(letters: str, *operands: jax.Array, precision: Any = None) -> jax.Array:
-    """An einsum of what a device holds, accumulated in float32 where the operands are narrower."""
+def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into: Any = None) -> jax.Array:
+    """An einsum of what a device holds, accumulated in float32 (or int32) where the operands are narrower.
+
+    Args:
+        letters: as in `jnp.einsum`.
+        precision: of the product.
+        into: the dtype that it leaves the matrix unit in; the accumulator's own if not given. Accelerators accumulate
+            in float32 either way, and what the compiler sums over devices has this dtype.
+    """
     wide = accumulator(*(x.dtype for x in operands))
     device = jax.sharding.get_abstract_mesh().abstract_device
     if len(operands) == 1 or (device is not None and device.device_kind == "cpu"):
         # A sum has no accumulator of its own, and XLA:CPU has no batched product of narrow operands into a wide one.
-        operands = tuple(x.astype(wide) for x in operands)
-    return jnp.einsum(letters, *operands, precision=precision, preferred_element_type=wide)
+        operands, into = tuple(x.astype(wide) for x in operands), None
+    return jnp.einsum(letters, *operands, precision=precision, preferred_element_type=into or wide)
 
 
 def accumulator(*dtypes) -> jnp.dtype:
-    """Float32 for what is narrower, the operands' own dtype for what is not."""
+    """Float32 or int32 for what is narrower, the operands' own dtype for what is not."""
     dtype = jnp.result_type(*dtypes)
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.promote_types(dtype, jnp.float32)
+    unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
+    return jnp.promote_types(dtype, jnp.uint32 if unsigned else jnp.int32)

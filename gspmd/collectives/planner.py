@@ -37,7 +37,7 @@ def forward(
         PlanError: no assignment of mesh axes gives the outputs.
     """
     if equation.is_move and set(inputs[0].spec.dims) == set(outputs[0].spec.dims):
-        return _plain_move(setting, inputs[0], outputs[0])
+        return _plain_move(setting, inputs[0], outputs[0], via[0])
     jobs = _jobs(equation, inputs, outputs, via)
     builder = _Builder(inputs)
     if len(jobs) == 1:
@@ -98,13 +98,15 @@ def _group(setting: Setting, job: _Job) -> list[tuple[_Job, Found]]:
     return [(each, _found(setting, each)) for each in alone]
 
 
-def _plain_move(setting: Setting, source: Tensor, output: Tensor) -> Routine:
-    steps = move(
-        source.spec, output.spec, dict(setting.sizes), dict(setting.mesh), source.itemsize, setting.chip, source.name
-    )
+def _plain_move(setting: Setting, source: Tensor, output: Tensor, pinned: Spec | None) -> Routine:
+    """One chain of steps, or two where a pin stands between them."""
     arrived = Spec(source.spec.dims, tuple(output.spec.axes_of(dim) for dim in source.spec.dims), output.spec.partial)
-    product = Product(0, None, Step("einsum", (), 0, 0.0, arrived, arrived), (), arrived)
-    return Routine((source.spec,), (Move(0, arrived, steps),), (product,), (Output((0,), output.spec, ()),))
+    stop = arrived if pinned is None else pinned
+    sizes, mesh = dict(setting.sizes), dict(setting.mesh)
+    there = move(source.spec, stop, sizes, mesh, source.itemsize, setting.chip, source.name)
+    on = move(stop, arrived, sizes, mesh, source.itemsize, setting.chip, source.name)
+    product = Product(0, None, Step("einsum", (), 0, 0.0, stop, stop), on, arrived)
+    return Routine((source.spec,), (Move(0, stop, there),), (product,), (Output((0,), output.spec, ()),))
 
 
 def _common_sum(setting: Setting, jobs: list[_Job], output: Tensor) -> tuple[list[_Job], list[Found], tuple[Step, ...]]:

@@ -6,13 +6,15 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
+import jax.numpy as jnp
+
 from gspmd.annotate.equation import Equation, Operand, Term, parse_equation, parse_via
 from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.annotate.spec import Spec, mesh_sizes
 from gspmd.collectives import planner
 from gspmd.collectives.chips import Chip
 from gspmd.collectives.chips import chip as chip_row
-from gspmd.collectives.cost import itemsize
+from gspmd.collectives.cost import dtype_name, itemsize
 from gspmd.collectives.figure import plain
 from gspmd.collectives.lowering import resolve
 from gspmd.collectives.plan import Routine, Step
@@ -172,7 +174,7 @@ def plan(
     """
     equation = parse_equation(equation)
     count = sum(len(operand.specs) for operand in equation.operands)
-    dtypes = (dtype,) * count if isinstance(dtype, str) else tuple(dtype)
+    dtypes = tuple(map(dtype_name, dtype)) if isinstance(dtype, (tuple, list)) else (dtype_name(dtype),) * count
     if len(dtypes) != count:
         raise PlanError(
             f"cannot plan '{equation}': {len(dtypes)} dtypes for {count} operands.\n  Give one dtype, or one each."
@@ -193,15 +195,16 @@ def make_plan(
     lowering: str,
     via: str | None = None,
     wire_dtype: str | None = None,
+    result_dtype: str | None = None,
 ) -> Plan:
-    """`plan` with everything resolved and hashable; `wire_dtype` is `gspmd.einsum`'s."""
+    """`plan` with everything resolved and hashable; the last two are `gspmd.einsum`'s."""
     _refuse_open(equation)
     equation.check(dict(sizes), dict(mesh))
     sizes = tuple((dim, size) for dim, size in sizes if any(dim in spec.dims for spec in _specs(equation)))
-    inputs, outputs = tensors(equation, dict(mesh), dtypes, wire_dtype)
+    inputs, outputs = tensors(equation, dict(mesh), dtypes, wire_dtype, result_dtype)
     real = tuple((axis, size) for axis, size in mesh if size > 1)
     setting = Setting(sizes, real, chip)
-    routine = planner.forward(equation, setting, inputs, outputs, _pins(equation, via, dict(sizes), dict(mesh)))
+    routine = planner.forward(equation, setting, inputs, outputs, pins(equation, via, dict(sizes), dict(mesh)))
     return Plan(equation, dict(sizes), dict(mesh), dtypes, chip, lowering, routine, tuple(inputs), tuple(outputs), via)
 
 
@@ -209,13 +212,12 @@ def tensors(
     equation: Equation, mesh: Mapping[str, int], dtypes: Sequence[str], wire_dtype: str | None, dtype: str | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Operands and results as the planner sees them; each crosses the wire in its own dtype unless told otherwise."""
-    import jax.numpy as jnp
-
     flat = [spec for operand in equation.operands for spec in operand.specs]
     names = ["operand"] if len(flat) == 1 else [f"operand {i + 1}" for i in range(len(flat))]
     inputs = [Tensor(s.without_trivial(mesh), d, wire_dtype or d, n) for s, d, n in zip(flat, dtypes, names)]
     joint = str(jnp.result_type(*map(jnp.dtype, dtypes)))
-    outputs = [Tensor(s.without_trivial(mesh), dtype or joint, wire_dtype or joint, "result") for s in equation.outputs]
+    dtype = dtype or joint
+    outputs = [Tensor(s.without_trivial(mesh), dtype, wire_dtype or dtype, "result") for s in equation.outputs]
     return inputs, outputs
 
 
@@ -232,7 +234,8 @@ def _refuse_open(equation: Equation) -> None:
             )
 
 
-def _pins(equation: Equation, via: str | None, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> list[Spec | None]:
+def pins(equation: Equation, via: str | None, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> list[Spec | None]:
+    """The spec that `via` brings each operand to, in the operand's order of dimensions; None where it says nothing."""
     flat = [spec for operand in equation.operands for spec in operand.specs]
     if via is None:
         return [None] * len(flat)
@@ -244,6 +247,10 @@ def _pins(equation: Equation, via: str | None, sizes: Mapping[str, int], mesh: M
             f"  Write one spec per operand, in their order: '{', '.join(''.join(spec.dims) for spec in flat)}'."
         )
     for spec in pinned:
+        if spec.is_open:
+            raise PlanError(
+                f"cannot plan '{equation}' via '{spec}', which leaves a dimension open.\n  Name its mesh axes."
+            )
         spec.check(sizes, mesh)
     return [_ordered_as(spec, like).without_trivial(mesh) for spec, like in zip(pinned, flat)]
 

@@ -39,3 +39,10 @@ class Member:
     partner: Tensor | None
     target: Tensor
     pinned: Spec | None = None
+
+
+def wider(shared: Tensor, member: Member) -> str:
+    """The dtype whose speed a product has: that of the operand with more bytes."""
+    if member.partner is None:
+        return shared.dtype
+    return max(shared.dtype, member.partner.dtype, key=itemsize)

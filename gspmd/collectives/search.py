@@ -16,10 +16,10 @@ from math import prod
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.bounds import OWED, THEIRS, Bounds
-from gspmd.collectives.cost import einsum_seconds
+from gspmd.collectives.cost import einsum_seconds, itemsize
 from gspmd.collectives.moves import move_within
 from gspmd.collectives.plan import Step, picoseconds, total_cost
-from gspmd.collectives.problem import Member, Setting, Tensor
+from gspmd.collectives.problem import Member, Setting, Tensor, wider
 
 Cost = tuple[int, int, int]
 
@@ -224,13 +224,12 @@ def _einsum_step(setting, shared: Tensor, spec: Spec, member: Member, partner: S
     contracted = any(dim not in result.dims for dim in local)
     points = prod(local.values())
     flops = 0 if partner is None else points * (2 if contracted else 1)
-    touched = (
-        prod(local[d] for d in spec.dims) * shared.itemsize
-        + prod(local[d] for d in result.dims) * member.target.itemsize
-    )
+    touched = prod(local[d] for d in spec.dims) * itemsize(shared.dtype)
+    touched += prod(local[d] for d in result.dims) * itemsize(member.target.dtype)
     if partner is not None:
-        touched += prod(local[d] for d in partner.dims) * member.partner.itemsize
-    seconds = 0.0 if partner is None and not contracted else einsum_seconds(flops, touched, shared.dtype, setting.chip)
+        touched += prod(local[d] for d in partner.dims) * itemsize(member.partner.dtype)
+    dtype = wider(shared, member)
+    seconds = 0.0 if partner is None and not contracted else einsum_seconds(flops, touched, dtype, setting.chip)
     return Step("einsum", (), 0, seconds, spec, result, member.target.name, flops, partner)
 
 
