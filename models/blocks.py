@@ -27,14 +27,16 @@ class Block(nnx.Module):
         self.attention = Attention(config, layout, weights["attention"], dtype)
         _feed_forward(self, config, layout, weights, dtype)
 
-    def __call__(self, x: jax.Array, *, key: jax.Array | None, train: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(
+        self, x: jax.Array, *, key: jax.Array | None, train: bool, mask: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The residual stream behind the block, and the figures of its experts, if it has any."""
         attention, ffn = self.residuals
         with part(self.layout, "attention"):
             x = x + self.attention(x)
         x = moved(x, attention, ffn)
         with part(self.layout, "ffn" if self.moe is None else "moe"):
-            y, figures = (self.ffn(x), {}) if self.moe is None else self.moe(x, key=key, train=train)
+            y, figures = (self.ffn(x), {}) if self.moe is None else self.moe(x, key=key, train=train, mask=mask)
         return moved(x + y, ffn, attention), figures
 
 
@@ -51,13 +53,15 @@ class ParallelBlock(nnx.Module):
         self.attention = Attention(config, layout, weights["attention"], dtype)
         _feed_forward(self, config, layout, weights, dtype)
 
-    def __call__(self, x: jax.Array, *, key: jax.Array | None, train: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(
+        self, x: jax.Array, *, key: jax.Array | None, train: bool, mask: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The residual stream behind the block, and the figures of its experts, if it has any."""
         with part(self.layout, "ffn" if self.moe is None else "moe"):
             y = rms_norm(x, self.norm[...], self.specs.residual, self.specs.norm, epsilon=self.epsilon)
             if self.moe is None:
                 return x + self.both(y), {}
-            added, figures = self.moe.mix(y, key=key, train=train)
+            added, figures = self.moe.mix(y, key=key, train=train, mask=mask)
         with part(self.layout, "attention"):
             return x + self.attention.attend(y, self.specs.residual) + added, figures
 

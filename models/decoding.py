@@ -37,8 +37,8 @@ def generate(
     Raises:
         ValueError: for an empty prompt, a negative temperature, or a window under 1.
 
-    Differs: there is no cache of keys and values yet. With experts, what fills the window behind the text competes for
-        their slots, after the text itself.
+    Differs: there is no cache of keys and values yet. What fills the window behind the text takes no slot of an expert,
+        but their capacity is that of the whole window, not of the text.
     """
     _check(prompt, temperature, window)
     rows, mesh = _rows(model), jax.sharding.get_mesh()
@@ -64,7 +64,8 @@ def _step(model: Transformer, temperature: float):
     @jax.jit
     def step(weights, ids, position, key):
         placed = with_arrays(model, weights)
-        x, _ = placed.hidden(gspmd.reshard(ids, f"{whole} -> {tokens}"))
+        real = jnp.broadcast_to(jnp.arange(ids.shape[1]) <= position, ids.shape)
+        x, _ = placed.hidden(gspmd.reshard(ids, f"{whole} -> {tokens}"), mask=gspmd.reshard(real, f"BL -> {tokens}"))
         x = jax.lax.dynamic_slice_in_dim(gspmd.reshard(x, f"{residual} -> {short}"), position, 1, axis=1)
         scores = placed.logits(x, short=True)
         if temperature:

@@ -27,14 +27,24 @@ class Experts(nnx.Module):
         self.w_gate = nnx.Param(weights["w_gate"]) if config.gated else None
         self.w_out = nnx.Param(weights["w_out"])
 
-    def __call__(self, x: jax.Array, *, key: jax.Array | None, train: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(
+        self, x: jax.Array, *, key: jax.Array | None, train: bool, mask: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """What the experts add to the residual stream, [B, L, E], and the figures of their load."""
         ffn = self.specs
         y = rms_norm(x, self.norm[...], ffn.residual, ffn.norm, epsilon=self.config.norm_epsilon)
-        return self.mix(y, key=key, train=train)
+        return self.mix(y, key=key, train=train, mask=mask)
 
-    def mix(self, y: jax.Array, *, key: jax.Array | None, train: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def mix(
+        self, y: jax.Array, *, key: jax.Array | None, train: bool, mask: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The experts' answers to a normed input [B, L, E], both placed as `ffn.residual`.
+
+        Args:
+            y: the input.
+            key: randomness of the router, in training.
+            train: whether the router draws, and which capacity it has.
+            mask: [B, L] bool, False for padding, placed as `tokens_spec`; None when every token is real.
 
         Returns:
             the answers, and of this layer `aux_loss` (a scalar), `load` [X] and `dropped` (a scalar).
@@ -42,9 +52,16 @@ class Experts(nnx.Module):
         residual, groups = Spec.parse(self.specs.residual), Spec.parse(self.moe.groups)
         sequences = groups.rename({"G": "B"})
         count, shape = self.config.moe.groups or y.shape[0], y.shape
-        grouped = regroup(moved(y, residual, sequences), (count, y.shape[0] * y.shape[1] // count, y.shape[2]), groups)
+        into = (count, y.shape[0] * y.shape[1] // count)
         answers, loss, stats = expert_layer(
-            grouped, self.weights(), self.moe, self.config.moe, key=key, train=train, activation=self.config.activation
+            regroup(moved(y, residual, sequences), (*into, y.shape[2]), groups),
+            self.weights(),
+            self.moe,
+            self.config.moe,
+            key=key,
+            train=train,
+            mask=None if mask is None else regroup(mask, into, groups.without("E")),
+            activation=self.config.activation,
         )
         return moved(regroup(answers, shape, sequences), sequences, residual), {"aux_loss": loss, **stats}
 
@@ -55,8 +72,13 @@ class Experts(nnx.Module):
         return {"router": self.router[...], **cast}
 
 
-def regroup(x: jax.Array, shape: tuple[int, int, int], spec: Spec) -> jax.Array:
-    """Cuts the tokens of [B, L, E] into groups [G, tokens, E], or back; rows stay on their device.
+def tokens_spec(layout: Any) -> Spec:
+    """Where what the experts know of each token [B, L] lies: as their groups, G for B."""
+    return Spec.parse(layout["moe.groups"]).rename({"G": "B"}).without("E")
+
+
+def regroup(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
+    """Cuts the tokens of [B, L, ...] into groups [G, tokens, ...], or back; rows stay on their device.
 
     The leading dimension has the same mesh axes before and after, so each device reshapes its own rows.
 

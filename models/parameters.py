@@ -151,8 +151,8 @@ def _block(config: ModelConfig, place: int, sizes: Mapping[str, int]) -> Iterato
     if serial:
         yield f"{section}.norm", "ffn.norm", "E", ones
     if experts:
-        # A tenth of the variance keeps early routing close to even. Fedus et al. 2021, section 2.4, scale the variance of
-        # every matrix by 0.1; here the others keep theirs, and the last of each block is scaled by its depth instead.
+        # A tenth of the variance keeps early routing close to even. Fedus et al. 2021, section 2.4, take 0.1 of the
+        # variance of every matrix; here the others keep theirs, and those that end a branch are divided by depth.
         yield "moe.router", "moe.router", "EX", scaled("E", sizes, variance=0.1)
     for name in ("w_in", "w_gate") if config.gated else ("w_in",):
         yield f"{section}.{name}", f"{section}.{name}", f"{lead}EF", scaled("E", sizes)

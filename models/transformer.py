@@ -17,6 +17,7 @@ from gspmd.collectives.norm import rms_norm
 from gspmd.layouts.vias import whole_length
 from models.blocks import Block, ParallelBlock
 from models.config import ModelConfig
+from models.experts import moved, tokens_spec
 from models.parameters import initialise, nested, parameters
 from models.scopes import part
 
@@ -51,11 +52,21 @@ class Transformer(nnx.Module):
         return self.logits(x), figures
 
     def hidden(
-        self, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = False
+        self, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = False, mask: jax.Array | None = None
     ) -> tuple[jax.Array, Figures]:
-        """The residual stream behind the last block, [B, L, E], before the last norm; and the experts' figures."""
+        """The residual stream behind the last block, [B, L, E], before the last norm; and the experts' figures.
+
+        Args:
+            tokens: [B, L] integers, placed as `embedding.tokens`.
+            key: randomness of the routers; needed in training only.
+            train: whether routers draw, and which capacity they have.
+            mask: [B, L] bool, placed as the tokens: False for padding, which no expert spends a slot on. Attention
+                needs none where padding stands behind the text. None when every token is real.
+        """
         with part(self.layout, "embedding"):
             x = self.embedding(tokens)
+        if mask is not None and self.config.moe:
+            mask = moved(mask, Spec.parse(self.layout["embedding.tokens"]), tokens_spec(self.layout))
         definition, weights = nnx.split(self.blocks)
         repeats = self.config.layers // self.config.period
         keys = None if key is None else jax.random.split(key, repeats)
@@ -64,7 +75,7 @@ class Transformer(nnx.Module):
             weights, key = layer
             figures: Figures = {}
             for block in nnx.merge(definition, weights):
-                x, found = block(x, key=key, train=train)
+                x, found = block(x, key=key, train=train, mask=mask)
                 figures |= found
             return x, figures
 

@@ -38,6 +38,22 @@ def test_a_row_is_the_same_on_every_mesh(config, one_device, placed, make_mesh):
     assert rows[0].tolist() == rows[1].tolist() == rows[2].tolist()
 
 
+@pytest.mark.parametrize("router", ["switch", "gshard"])
+def test_what_fills_the_window_takes_no_slot(config, one_device, make_mesh, router):
+    """Two slots for two first and two second choices: any slot that padding took would be missed."""
+    layout = Layout.load("replicated")
+    moe = MoEConfig(experts=2, router=router, evaluation_capacity_factor=2 * 2 / 8 / (1 + (router == "gshard")))
+    assert moe.evaluation().capacity(8) == 2
+    model, mesh = one_device(config(moe=moe)), make_mesh(layout.mesh_for(1))
+    with jax.set_mesh(mesh):
+        run = jax.jit(lambda ids, mask: model.hidden(ids, mask=mask)[0][:, :2])
+        mask = np.arange(8)[None] < 2
+        rows = [np.array([[7, 9, *[fill] * 6]], np.int32) for fill in (0, 7, 50)]
+        found = [run(put(row, layout, mesh), put(mask, layout, mesh)) for row in rows]
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+
+
 def test_temperature_makes_rows_differ(config, make_mesh):
     layout = Layout.load("data-parallel")
     mesh = make_mesh(layout.mesh_for(2))
