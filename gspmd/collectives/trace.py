@@ -8,7 +8,8 @@ under `jax.checkpoint` keeps only the moves that the backward pass needs.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gspmd.collectives import planned
+from gspmd.collectives.cost import wire_bytes
 from gspmd.collectives.figure import COLORS, amount_of_bytes, axes_text
 from gspmd.collectives.plan import Step
 
@@ -42,7 +44,8 @@ class PlannedStep:
 class ProgramPlan:
     """All planned steps of a function, in program order; figures are per device and execution.
 
-    A conditional counts its largest branch; a while loop, whose trips nobody knows before it runs, counts once.
+    A conditional counts its largest branch; a while loop, whose trips nobody knows before it runs, counts once. Under
+    vmap a step counts what the whole batch sends. Programs that the compiler lowers are forecasts, and count whole.
     """
 
     entries: tuple[PlannedStep, ...]
@@ -130,41 +133,97 @@ def _merged(entries: Iterator[PlannedStep]) -> list[PlannedStep]:
     return [entry for entry in entries if entry.trips]
 
 
-def _walk(jaxpr: Jaxpr, trips: int) -> Iterator[PlannedStep]:
+def _walk(jaxpr: Jaxpr, trips: int, transposed: bool = False) -> Iterator[PlannedStep]:
     for equation in jaxpr.eqns:
+        backward = _transposed(equation, transposed)
         program = planned.registered(str(equation.params.get("name", "")))
         if program is not None:
-            yield from _steps(equation, program, trips)
+            yield from _steps(equation, program, trips, backward)
         elif equation.primitive.name == "cond":
-            branches = [list(_walk(branch.jaxpr, trips)) for branch in equation.params["branches"]]
+            branches = [list(_walk(branch.jaxpr, trips, backward)) for branch in equation.params["branches"]]
             yield from max(branches, key=lambda entries: ProgramPlan(tuple(entries)).size)
         else:
             times = equation.params["length"] if equation.primitive.name == "scan" else 1
             for inner in _inner(equation):
-                yield from _walk(inner, trips * times)
+                yield from _walk(inner, trips * times, backward)
 
 
-def _steps(equation: Any, program: planned.Registered, trips: int) -> Iterator[PlannedStep]:
-    """The surviving steps of one planned program. One that the compiler lowers has no scopes, and counts whole."""
-    if program.backward is not None:
-        transposed = "transpose" in str(equation.source_info.name_stack)
-        steps = program.backward if transposed else program.steps
-        alive = range(len(steps))
-    else:
-        steps = program.steps
-        alive = sorted(set(_scopes(equation)))
-    for number in alive:
-        yield PlannedStep(steps[number], trips, program.equation)
+def _transposed(equation: Any, inherited: bool) -> bool:
+    """Whether an operation belongs to a backward pass; recomputation inside one is forward again."""
+    scopes = str(equation.source_info.name_stack).split("/")
+    if "rematted_computation" in scopes:
+        return False
+    return inherited or any(scope.startswith("transpose(") for scope in scopes)
 
 
-def _scopes(equation: Any) -> Iterator[int]:
+def _steps(equation: Any, program: planned.Registered, trips: int, transposed: bool) -> Iterator[PlannedStep]:
+    """The steps of one planned program that are still in it."""
+    if program.backward is None:
+        mesh = _mesh_of(equation)
+        for number, (buffer, flops) in sorted(_scoped(equation).items()):
+            yield PlannedStep(_as_run(program.steps[number], mesh, buffer, flops), trips, program.equation)
+    elif _computes(equation, program):  # the compiler lowers it: without scopes, it counts whole
+        for step in program.backward if transposed else program.steps:
+            yield PlannedStep(step, trips, program.equation)
+
+
+def _computes(equation: Any, program: planned.Registered) -> bool:
+    """Whether a piece of a compiler-lowered program does its work; JAX splits some off that only carry values along."""
+    einsums = any(step.kind == "einsum" for step in program.steps)
+    names = {each.primitive.name for inner in _inner(equation) for each in _all(inner)}
+    return not einsums or bool(names & {"dot_general", "reduce_sum", "mul"})
+
+
+def _all(jaxpr: Jaxpr) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in _inner(equation):
+            yield from _all(inner)
+
+
+def _mesh_of(equation: Any) -> dict[str, int]:
+    """The mesh of the shard_map in a planned program."""
+    found = (each for inner in _inner(equation) for each in _all(inner) if each.primitive.name == "shard_map")
+    return next((dict(each.params["mesh"].shape) for each in found), {})
+
+
+def _scoped(equation: Any) -> dict[int, tuple[int, int]]:
+    """The numbers of the steps whose scope is there, with the largest buffer and the operations found under each."""
+    found: dict[int, tuple[int, int]] = {}
     for inner in _inner(equation):
-        for each in inner.eqns:
-            found = _SCOPE.findall(str(each.source_info.name_stack))
-            if found:
-                yield int(found[-1])
-            else:
-                yield from _scopes(each)
+        for each in _all(inner):
+            numbers = _SCOPE.findall(str(each.source_info.name_stack))
+            if numbers:
+                buffer, flops = found.get(int(numbers[-1]), (0, 0))
+                found[int(numbers[-1])] = max(buffer, _buffer(each)), flops + _dot_flops(each)
+    return found
+
+
+def _buffer(equation: Any) -> int:
+    """Bytes of the larger side of a collective, on one device."""
+    if equation.primitive.name not in _COLLECTIVES:
+        return 0
+    sides = ([v.aval for v in equation.invars], [v.aval for v in equation.outvars])
+    return max(sum(aval.size * aval.dtype.itemsize for aval in side) for side in sides)
+
+
+_COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "pmax", "all_to_all", "ppermute")
+
+
+def _dot_flops(equation: Any) -> int:
+    if equation.primitive.name != "dot_general":
+        return 0
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    shape = equation.invars[0].aval.shape
+    return (2 if contracted else 1) * equation.outvars[0].aval.size * prod(shape[d] for d in contracted)
+
+
+def _as_run(step: Step, mesh: dict[str, int], buffer: int, flops: int) -> Step:
+    """The step with the figures of what is really there, which under vmap is more than was planned for one example."""
+    if step.kind == "einsum":
+        return replace(step, flops=flops, seconds=step.seconds * flops / step.flops) if flops and step.flops else step
+    sent = wire_bytes(step.kind, prod(mesh.get(axis, 1) for axis in step.axes), buffer)
+    return replace(step, wire_bytes=sent, seconds=step.seconds * sent / step.wire_bytes) if step.wire_bytes else step
 
 
 def _inner(equation: Any) -> Iterator[Jaxpr]:
