@@ -24,7 +24,7 @@ A product is linear in one owed sum, so at most one of the two still owes it.
 class Bounds:
     """Lower bounds, in picoseconds, of every assignment of mesh axes for one member."""
 
-    def __init__(self, setting: Setting, shared: Tensor, member: Member, pinned: Spec | None):
+    def __init__(self, setting: Setting, shared: Tensor, member: Member, pinned: Spec | None, twins=()):
         self.setting, self.shared, self.member = setting, shared, member
         self.sizes, self.mesh = dict(setting.sizes), dict(setting.mesh)
         self.axes = tuple(self.mesh)
@@ -34,6 +34,7 @@ class Bounds:
         rows = list(product(*options))
         self.table = np.array(rows, dtype="U1").reshape(len(rows), len(self.axes))  # one empty row on one device
         self.table = self.table[self._divides() & self._consistent()]
+        self.table = self.table[self._canonical(twins)]
         self._measure()
 
     def _options(self, axis: str, pinned: Spec | None) -> list[str]:
@@ -52,6 +53,14 @@ class Bounds:
         good = np.ones(len(self.table), bool)
         for dim in self.dims:
             good &= self.sizes[dim] % self._spread([dim]).astype(np.int64) == 0
+        return good
+
+    def _canonical(self, twins) -> np.ndarray:
+        """Of two dimensions that play the same part, the second gets axes only where the first cannot take them all."""
+        good = np.ones(len(self.table), bool)
+        for first, second in twins:
+            spread = self._spread([second])
+            good &= (spread == 1) | (self.sizes[first] % (spread * self._spread([first])).astype(np.int64) != 0)
         return good
 
     def _consistent(self) -> np.ndarray:
@@ -96,16 +105,17 @@ class Bounds:
         """What a device must at least receive of its target piece, and the hops of every axis that leaves its place."""
         whole = prod(self.sizes[dim] for dim in tensor.spec.dims) * tensor.itemsize
         target = whole / self._spread(tensor.spec.dims)
-        leaving, changing, latency = [], [], np.zeros(len(self.table))
+        leaving, changing, latency, least = [], [], np.zeros(len(self.table)), np.full(len(self.table), float(whole))
         for i, axis in enumerate(self.axes):
             held = place_of(tensor.spec, axis, owed)
             gone = self.table[:, i] != held
             if held != FREE:
                 latency += gone * self.latency[axis]
             leaving.append(gone & (held in tensor.spec.dims))
-            changing.append(leaving[-1] & np.isin(self.table[:, i], tensor.spec.dims))
-        source = whole / prod(self.mesh[axis] for axes in tensor.spec.axes for axis in axes)
-        return np.maximum(self._received(target, leaving), self._exchanged(source, target, changing)) + latency
+            stands = np.isin(self.table[:, i], tensor.spec.dims)
+            changing.append(leaving[-1] & stands)
+            least = np.where(stands | (held in tensor.spec.dims), least / self.mesh[axis], least)
+        return np.maximum(self._received(target, leaving), self._exchanged(least, changing)) + latency
 
     def _received(self, target: np.ndarray, leaving: list[np.ndarray]) -> np.ndarray:
         """Seconds of receiving all of `target` bytes but a device's own part, over the rings of the axes that leave."""
@@ -114,8 +124,11 @@ class Bounds:
         parts = np.where(gone, counts, 1.0).prod(axis=1)
         return target * (1 - 1 / parts) / self._rate(gone)
 
-    def _exchanged(self, source, target, changing: list[np.ndarray]) -> np.ndarray:
-        """Seconds of bringing axes from one dimension to another, by all-to-all, or gathered and sliced."""
+    def _exchanged(self, least: np.ndarray, changing: list[np.ndarray]) -> np.ndarray:
+        """Seconds of bringing axes from one dimension to another, by all-to-all, or gathered and sliced.
+
+        `least` is the smallest piece on the way, cut by the axes of both ends.
+        """
         chip, slowest = self.setting.chip, np.zeros(len(self.table))
         if chip.is_switch:
             return slowest
@@ -123,7 +136,7 @@ class Bounds:
             size = self.mesh[axis]
             way = min(size / 8, (size - 1) / (2 * chip.torus))
             slowest = np.maximum(slowest, moved * way)
-        return slowest * np.minimum(source, target) / chip.link_bandwidth
+        return slowest * least / chip.link_bandwidth
 
     def _rate(self, used: np.ndarray) -> np.ndarray:
         """Bytes per second at most of collectives over these axes; an axis that does not close halves its own."""
@@ -148,7 +161,7 @@ class Bounds:
         result = whole / self._spread(kept)
         wanted = whole / prod(self.mesh[axis] for dim in kept for axis in target.spec.axes_of(dim))
         latency, owed, spare = np.zeros(len(self.table)), np.ones(len(self.table)), np.ones(len(self.table))
-        leaving, settling = [], []
+        leaving, settling, changing, least = [], [], [], np.full(len(self.table), float(whole))
         for i, axis in enumerate(self.axes):
             place, aim = self.table[:, i], place_of(target.spec, axis)
             leaves = np.isin(place, kept) & (place != aim)
@@ -156,12 +169,15 @@ class Bounds:
             latency += (leaves | settled) * self.latency[axis]
             owed *= np.where(settled, self.mesh[axis], 1)
             leaving.append(leaves)
+            changing.append(leaves & (aim in kept))
+            least = np.where(np.isin(place, kept) | (aim in kept), least / self.mesh[axis], least)
             settling.append(settled)
             if aim in kept:
                 spare *= np.where(place == FREE, self.mesh[axis], 1)
         settling = np.array(settling).reshape(len(self.axes), -1).T
         scattered = result / spare * (1 - 1 / owed) / self._rate(settling)
-        return np.maximum(scattered, self._received(wanted, leaving)) + latency
+        moved = np.maximum(self._received(wanted, leaving), self._exchanged(least, changing))
+        return np.maximum(scattered, moved) + latency
 
 
 def place_of(spec: Spec, axis: str, owed: str = OWED) -> str:

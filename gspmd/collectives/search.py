@@ -66,7 +66,8 @@ def search(setting: Setting, shared: Tensor, members: tuple[Member, ...], pinned
     Raises:
         PlanError: no assignment of mesh axes gives the targets (a target owes a sum that nothing makes).
     """
-    bounds = [Bounds(setting, shared, member, pinned) for member in members]
+    twins = _twins(shared, members, pinned)
+    bounds = [Bounds(setting, shared, member, pinned, twins) for member in members]
     best, found = None, None
     for bound, key in _by_bound(bounds):
         if best is not None and bound > best[0]:
@@ -80,6 +81,17 @@ def search(setting: Setting, shared: Tensor, members: tuple[Member, ...], pinned
     if found is None:
         raise PlanError(_impossible(shared, members, pinned))
     return found
+
+
+def _twins(shared: Tensor, members: tuple[Member, ...], pinned: Spec | None) -> tuple[tuple[str, str], ...]:
+    """Pairs of dimensions, such as batch and length, that stand unsharded in the same tensors: one can do for both."""
+    tensors = [shared, *(tensor for member in members for tensor in (member.partner, member.target) if tensor)]
+    specs = [tensor.spec for tensor in tensors]
+    specs += [spec for spec in (pinned, *(member.pinned for member in members)) if spec is not None]
+    dims = dict.fromkeys(dim for spec in specs for dim in spec.dims)
+    plain = [dim for dim in dims if not any(dim in spec.dims and spec.axes_of(dim) for spec in specs)]
+    parts = {dim: [dim in spec.dims for spec in specs] for dim in plain}
+    return tuple((one, two) for i, one in enumerate(plain) for two in plain[i + 1 :] if parts[one] == parts[two])
 
 
 def _rank(found: Found) -> tuple:

@@ -34,6 +34,15 @@ def test_groups(mesh):
         _agree(equation, sizes, mesh)
 
 
+@pytest.mark.parametrize("sizes", [{"B": 4, "L": 64}, {"B": 64, "L": 2048}, {"B": 2, "L": 1}], ids=str)
+@pytest.mark.parametrize(
+    "equation", ["BLE_xy, E_xF_y -> BLF_yx", "BLF_y, F_yE_x -> BLE_xy", "BLE_x, EF_y -> BLF_xy", "BLE_xy, EF -> BLF_yx"]
+)
+@pytest.mark.parametrize("mesh", [{"x": 2, "y": 4}, {"x": 2, "y": 2}], ids=str)
+def test_batch_and_length_do_the_same(equation, sizes, mesh):
+    _agree(equation, {**sizes, "E": 512, "F": 2048}, mesh)
+
+
 @pytest.mark.parametrize(
     "equation",
     [

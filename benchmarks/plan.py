@@ -1,0 +1,97 @@
+"""How long planning takes: a first plan, a cached one, and the plans of the gradients.
+
+    python benchmarks/plan.py                  # a table of medians, in milliseconds and microseconds
+    python benchmarks/plan.py --json plan.json # the same as plain data
+
+Nothing runs on a device. Between two first plans every cache of the planner is emptied.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import gspmd
+from gspmd.collectives import moves, planning, search
+
+THREE, FOUR = {"x": 4, "y": 4, "z": 4}, {"w": 2, "x": 4, "y": 4, "z": 4}
+EQUATIONS = [
+    ("weight-stationary 2D, in", "BLE_xyz, E_xF_yz -> BLF_yzx", THREE),
+    ("weight-stationary 2D, out", "BLF_yzx, F_yzE_x -> BLE_xyz", THREE),
+    ("weight-gathered XYZ", "B_xyzLE, E_xF_yz -> B_xyzLF", THREE),
+    ("2D, gated", "BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx)", THREE),
+    ("parallel block", "BLF_yz, F_yzE_x + BLH_yzD, H_yzDE_x -> BLE_xyz", THREE),
+    ("2D with data parallelism", "B_wLE_xyz, E_xF_yz -> B_wLF_yzx", FOUR),
+    ("2D over four axes", "BLE_wxyz, E_xF_yzw -> BLF_yzxw", FOUR),
+    ("gated, four axes", "B_wLE_xyz, (E_xF_yz, E_xF_yz) -> (B_wLF_yzx, B_wLF_yzx)", FOUR),
+    ("to the experts", "G_wXCE_xyz -> GX_wCE_xyz", FOUR),
+]
+SIZES = {"B": 512, "E": 18432, "F": 73728, "H": 64, "D": 256, "G": 64, "X": 64, "C": 64}
+LENGTHS = {"decode": 1, "prefill": 2048}
+
+
+def main() -> None:
+    """Measure, print, and write what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--repeats", type=int, default=5, help="first plans per equation (default: %(default)s)")
+    options = parser.parse_args()
+    rows = [measure(*case, stage, options.repeats) for case in EQUATIONS for stage in LENGTHS]
+    Console().print(table(rows))
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def measure(name: str, equation: str, mesh: dict[str, int], stage: str, repeats: int) -> dict:
+    """Medians of one equation, in seconds."""
+    letters = {c for c in equation if c.isupper()}
+    sizes = {d: n for d, n in {**SIZES, "L": LENGTHS[stage]}.items() if d in letters}
+    make = lambda: gspmd.plan(equation, sizes, mesh)  # noqa: E731
+    make()  # numpy, the chips and the parser have their own first times
+    first, gradients = [], []
+    for _ in range(repeats):
+        forget()
+        first.append(seconds(make))
+        plan = make()
+        gradients.append(seconds(lambda: plan.gradients))  # noqa: B023
+    cached = [seconds(make) for _ in range(200)]
+    figures = {"first": first, "cached": cached, "gradients": gradients}
+    medians = {f"{key}_seconds": statistics.median(times) for key, times in figures.items()}
+    return {"name": name, "stage": stage, "equation": equation, "axes": len(mesh), **medians}
+
+
+def forget() -> None:
+    """Empty the planner's caches."""
+    planning.make_plan.cache_clear()
+    search.search.cache_clear()
+    moves._known.clear()
+
+
+def seconds(call: Callable) -> float:
+    """The wall time of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def table(rows: list[dict]) -> Table:
+    """The medians for a reader."""
+    found = Table(title="planning, medians", title_justify="left")
+    for column, justify in (("equation", "left"), ("", "left"), ("axes", "right")):
+        found.add_column(column, justify=justify)
+    for column in ("first", "its gradients", "cached"):
+        found.add_column(column, justify="right")
+    for row in rows:
+        times = (f"{row['first_seconds'] * 1e3:.1f} ms", f"{row['gradients_seconds'] * 1e3:.1f} ms")
+        cached = f"{row['cached_seconds'] * 1e6:.1f} µs"
+        found.add_row(row["name"], row["stage"], str(row["axes"]), *times, cached)
+    return found
+
+
+if __name__ == "__main__":
+    main()

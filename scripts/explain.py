@@ -1,0 +1,97 @@
+"""What an equation will do on a mesh, drawn as the papers draw it, with the plans of its gradients.
+
+    python scripts/explain.py "BLE_xyz, E_xF_yz -> BLF_yzx" --mesh x=4,y=4,z=4 --sizes B=512,L=1,E=18432,F=73728
+
+Nothing runs and nothing is compiled: no device of the mesh is needed.
+"""
+
+import argparse
+import json
+import sys
+
+from rich.console import Console
+
+import gspmd
+from gspmd.collectives import figure
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the plan; returns the exit code: 2 for bad input, which gets one message on stderr."""
+    options = _parser().parse_args(arguments)
+    try:
+        plan = gspmd.plan(
+            options.equation,
+            options.sizes,
+            options.mesh,
+            dtype=options.dtype,
+            chip=options.chip,
+            lowering=options.lowering,
+            via=options.via,
+        )
+        gradients = plan.gradients if options.gradients else ()
+    except (gspmd.SpecError, gspmd.PlanError) as error:
+        print(f"{_parser().prog}: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(as_json(plan, gradients), indent=2))
+    else:
+        figure.show(plan, Console(), gradients=options.gradients)
+    return 0
+
+
+def as_json(plan: gspmd.Plan, gradients: tuple[gspmd.Plan, ...] = ()) -> dict:
+    """A plan as plain data: its steps, its totals, and the same of its gradients; bytes and seconds are per device."""
+    settings = {"mesh": dict(plan.mesh), "sizes": dict(plan.sizes), "chip": plan.chip.name, "lowering": plan.lowering}
+    return {**_totals(plan), **settings, "gradients": [_totals(gradient) for gradient in gradients]}
+
+
+def _totals(plan: gspmd.Plan) -> dict:
+    figures = {name: getattr(plan, name) for name in ("wire_bytes", "flops", "seconds", "peak_bytes")}
+    steps = [
+        {
+            "kind": step.kind,
+            "axes": list(step.axes),
+            "operand": step.operand,
+            "before": str(step.before),
+            "after": str(step.after),
+            "wire_bytes": step.wire_bytes,
+            "flops": step.flops,
+            "seconds": step.seconds,
+        }
+        for step in plan.steps
+    ]
+    return {"equation": str(plan.equation), "dtypes": list(plan.dtypes), "steps": steps, **figures}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}\n")  # the message, without the usage before it
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="explain.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("equation", help='an equation, such as "BLE_xyz, E_xF_yz -> BLF_yzx"')
+    parser.add_argument("--mesh", type=_numbers, required=True, help="sizes of the mesh axes, such as x=4,y=4,z=4")
+    parser.add_argument("--sizes", type=_numbers, required=True, help="sizes of the dimensions, such as B=512,E=18432")
+    parser.add_argument("--dtype", default="bfloat16", help="of every operand (default: %(default)s)")
+    parser.add_argument("--chip", default="tpu-v4", help="a row of chips.toml (default: %(default)s)")
+    parser.add_argument("--lowering", default="auto", help="auto, xla or blocking (default: %(default)s)")
+    parser.add_argument("--via", help='the specs of the local einsum, such as "BLE_x, E_xF_yz"')
+    parser.add_argument("--no-gradients", dest="gradients", action="store_false", help="leave the gradients out")
+    parser.add_argument("--json", action="store_true", help="print plain data instead of the figure")
+    return parser
+
+
+def _numbers(text: str) -> dict[str, int]:
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    wrong = next(("".join(pair) for pair in pairs if not pair[0].strip() or not pair[2].strip().isdigit()), None)
+    if wrong is not None:
+        raise argparse.ArgumentTypeError(f"{wrong!r} is not a name and a size, such as x=4.")
+    names = [name.strip() for name, *_ in pairs]
+    if len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} gives a size twice.")
+    return {name: int(n) for name, (*_, n) in zip(names, pairs)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
