@@ -1,0 +1,71 @@
+"""Rooms import in one direction, only training knows the libraries of training, and parsing knows no JAX."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PURE = ("errors", "written", "reader", "operands", "rules", "fit", "spec", "equation")
+
+MAY_IMPORT = {
+    "gspmd.annotate": set(),
+    "gspmd.host": set(),
+    "gspmd.collectives": {"gspmd.annotate"},
+    "gspmd.layouts": {"gspmd.annotate", "gspmd.collectives"},
+    "gspmd.moe": {"gspmd.annotate", "gspmd.collectives", "gspmd.layouts"},
+    "gspmd.audit": {"gspmd.annotate", "gspmd.collectives"},
+    "gspmd.training": {"gspmd.annotate", "gspmd.collectives", "gspmd.layouts", "gspmd.moe", "gspmd.host"},
+    "models": {"gspmd", "gspmd.annotate", "gspmd.collectives", "gspmd.layouts", "gspmd.moe"},
+}
+ONLY_TRAINING = {"flax", "optax", "orbax", "grain", "tyro", "tensorboardX", "matplotlib"}
+
+FILES = sorted(path for room in ("gspmd", "models") for path in (ROOT / room).rglob("*.py"))
+
+
+def _imported(path: Path, everywhere: bool = True) -> set[str]:
+    """Modules that a file imports, in functions too, less what only a type checker sees."""
+    tree = ast.parse(path.read_text())
+    unseen = {id(inner) for node in ast.walk(tree) if _is_type_checking(node) for inner in ast.walk(node)}
+    nodes = [node for node in (ast.walk(tree) if everywhere else tree.body) if id(node) not in unseen]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def _room(module: str) -> str:
+    parts = module.split(".")
+    if parts[0] == "gspmd" and len(parts) > 1 and (ROOT / "gspmd" / parts[1]).exists():
+        return ".".join(parts[:2])
+    return "gspmd.host" if parts[:2] == ["gspmd", "host"] else parts[0]
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+@pytest.mark.parametrize("path", FILES, ids=_module)
+def test_imports_point_one_way(path):
+    own = _room(_module(path))
+    if path == ROOT / "gspmd" / "__init__.py":
+        return  # the front door
+    used = {_room(name) for name in _imported(path) if name.split(".")[0] in ("gspmd", "models", "scripts", "tests")}
+    assert used - {own} <= MAY_IMPORT[own] | ({"gspmd"} if own == "gspmd.training" else set())
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if _room(_module(path)) != "gspmd.training"], ids=_module)
+def test_only_training_knows_its_libraries(path):
+    allowed = {"flax"} if _room(_module(path)) == "models" else set()
+    assert {name.split(".")[0] for name in _imported(path)} & ONLY_TRAINING <= allowed
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_parsing_knows_no_jax(name):
+    used = {module.split(".")[0] for module in _imported(ROOT / "gspmd" / "annotate" / f"{name}.py", everywhere=False)}
+    assert not used & {"jax", "jaxlib", "numpy", "flax"}
