@@ -1,13 +1,8 @@
-"""Lowering `xla`: the equation as plain einsums between annotations; the compiler inserts the collectives.
-
-A partial sum is no placement the compiler can be asked for by annotation. Here it becomes a dimension of its own, one
-summand per device: a relabelling without communication on either side of ordinary einsums.
-"""
+"""Lowering `xla`: the equation as plain einsums between annotations; the compiler inserts the collectives."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice, product
-from string import ascii_uppercase
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +14,7 @@ from gspmd.collectives import planned
 from gspmd.collectives.lower import local_einsum
 from gspmd.collectives.plan import Step
 from gspmd.collectives.planning import make_plan, pins
+from gspmd.collectives.summands import gradients, lifted, summand_letters, to_dimensions, to_partial
 
 
 def annotated_program(
@@ -32,8 +28,8 @@ def annotated_program(
 ) -> Callable:
     """From a flat list of arrays to a tuple of results; JAX differentiates it, forward and reverse."""
     specs = [spec for operand in equation.operands for spec in operand.specs]
-    summands = _summand_letters([*specs, *equation.outputs])
-    ins, outs = ([_lifted(spec, summands) for spec in some] for some in (specs, equation.outputs))
+    summands = summand_letters([*specs, *equation.outputs])
+    ins, outs = ([lifted(spec, summands) for spec in some] for some in (specs, equation.outputs))
     plan = None
     if not any(spec.is_open for spec in (*specs, *equation.outputs)):  # an open dimension has no forecast
         plan = make_plan(equation, sizes, context.axes, dtypes, context.chip, "xla", via, None, preferred)
@@ -44,75 +40,56 @@ def annotated_program(
 
     def program(*arrays):
         with jax.named_scope(f"gspmd[{equation}]"):
-            arrays = [_to_dimensions(spec, new, x) for spec, new, x in zip(specs, ins, arrays)]
+            arrays = [to_dimensions(spec, new, x) for spec, new, x in zip(specs, ins, arrays)]
             results = planned.compiler_chooses(compute, ins, tuple(outs), *arrays)
-            return tuple(_to_partial(new, spec, x) for spec, new, x in zip(equation.outputs, outs, results))
+            return tuple(to_partial(new, spec, x) for spec, new, x in zip(equation.outputs, outs, results))
 
     steps, backward = ((), ()) if plan is None else (plan.steps, plan.backward.steps)
-    registered = planned.Registered(str(equation), steps, backward)
+    program = _named(program, planned.Registered(str(equation), steps, backward))
+    return _with_gradient(equation, specs, ins, program, backward) if summands else program
+
+
+def _named(program: Callable, registered: planned.Registered) -> Callable:
     program.__name__ = program.__qualname__ = planned.register(registered)
     return jax.jit(program)
+
+
+def _with_gradient(equation: Equation, specs, ins, program: Callable, steps: tuple[Step, ...]) -> Callable:
+    """An equation that takes or leaves partial sums, with its gradient as einsums in which there are none.
+
+    JAX would transpose the relabelling; the partitioner has been seen to sum such a cotangent over too few devices.
+    """
+    settled = [spec.without_partial() for spec in specs]
+    cotangent_specs = [spec.without_partial() for spec in equation.outputs]
+
+    def compute(*arrays):
+        return gradients(equation, ins, arrays[: len(ins)], arrays[len(ins) :])
+
+    def transposed(arrays, cotangents):
+        arrays = [to_dimensions(spec, new, x) for spec, new, x in zip(specs, ins, arrays)]
+        cotangents = [planned.as_settled(spec, x) for spec, x in zip(equation.outputs, cotangents)]
+        results = planned.compiler_chooses(compute, (*ins, *cotangent_specs), tuple(settled), *arrays, *cotangents)
+        return tuple(planned.as_cotangent(spec, x) for spec, x in zip(specs, results))
+
+    backward = _named(transposed, planned.Registered(f"gradient of {equation}", steps, steps))
+    with_gradient = jax.custom_vjp(program)
+    with_gradient.defvjp(lambda *arrays: (program(*arrays), arrays), backward)
+    return with_gradient
 
 
 def _pinned(equation: Equation, via: str | None, ins: Sequence[Spec], sizes: tuple, context: planned.Context) -> list:
     """Where `via` has the operands constrained before they meet, their summands staying put; None: nowhere."""
     placed = []
-    for pinned, lifted in zip(pins(equation, via, dict(sizes), context.mesh), ins):
+    for pinned, new in zip(pins(equation, via, dict(sizes), context.mesh), ins):
         axes = {} if pinned is None else dict(zip(pinned.dims, pinned.axes))
-        held = [axes.get(dim, here) for dim, here in zip(lifted.dims, lifted.axes)]
+        held = [axes.get(dim, here) for dim, here in zip(new.dims, new.axes)]
         if pinned is not None and len(used := [axis for names in held for axis in names]) > len(set(used)):
             raise PlanError(
                 f"cannot run '{equation}' via '{via}' under lowering 'xla': a partial sum is owed over a mesh\n"
                 "  axis that the pin needs. Use lowering='blocking', or settle the sum before."
             )
-        placed.append(None if pinned is None else Spec(lifted.dims, tuple(held)))
+        placed.append(None if pinned is None else Spec(new.dims, tuple(held)))
     return placed
-
-
-# -- a partial sum as a dimension -------------------------------------------------------------------------------------
-
-
-def _summand_letters(specs: Sequence[Spec]) -> dict[str, str]:
-    """A letter that the equation does not use for every mesh axis over which a sum is owed."""
-    free = iter(sorted(set(ascii_uppercase) - {dim for spec in specs for dim in spec.dims}))
-    return {axis: next(free) for axis in sorted({axis for spec in specs for axis in spec.partial})}
-
-
-def _lifted(spec: Spec, letters: Mapping[str, str]) -> Spec:
-    """`BF_y partialsum-x` as `A_xBF_y`."""
-    return Spec(
-        tuple(letters[axis] for axis in spec.partial) + spec.dims, tuple((axis,) for axis in spec.partial) + spec.axes
-    )
-
-
-def _to_dimensions(spec: Spec, lifted: Spec, x: jax.Array) -> jax.Array:
-    count = len(spec.partial)
-    return _relabel(spec.partition_spec(), lifted.partition_spec(), count)(x) if count else x
-
-
-def _to_partial(lifted: Spec, spec: Spec, x: jax.Array) -> jax.Array:
-    count = len(spec.partial)
-    return _relabel(lifted.partition_spec(), spec.partition_spec(), -count)(x) if count else x
-
-
-@lru_cache(maxsize=1024)
-def _relabel(here: jax.P, there: jax.P, added: int) -> Callable:
-    """Every device keeps its piece, which gains or loses leading dimensions of size 1; no communication either way."""
-
-    def reshaped(x, ins, outs, added):
-        body = lambda piece: piece.reshape((1,) * added + piece.shape[max(0, -added) :])  # noqa: E731
-        return planned.mapped(body, ins, outs)(x)
-
-    relabel = jax.custom_vjp(lambda x: reshaped(x, here, there, added))
-    relabel.defvjp(
-        lambda x: (relabel(x), None),
-        lambda _, cotangent: (reshaped(cotangent, _dual(there), _dual(here), -added),),
-    )
-    return relabel
-
-
-def _dual(spec: jax.P) -> jax.P:
-    return jax.P(*spec.partitions, reduced=spec.unreduced) if spec.unreduced else spec
 
 
 def _plain(

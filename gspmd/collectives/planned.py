@@ -172,3 +172,20 @@ def compiler_chooses(f: Callable, in_specs: Sequence[Spec], out_specs: Any, *arr
     constrain = jax.lax.with_sharding_constraint
     arrays = [constrain(x, spec.partition_spec()) for x, spec in zip(arrays, in_specs, strict=True)]
     return jax.tree.map(constrain, f(*arrays), outs)
+
+
+def as_settled(spec: Spec, cotangent: jax.Array) -> jax.Array:
+    """The cotangent of an array that owes sums, in the type of one that does not; the same on every device already."""
+    plain = spec.without_partial().partition_spec()
+    return _retyped(spec.partition_spec(dual=True), plain)(cotangent) if spec.partial else cotangent
+
+
+def as_cotangent(spec: Spec, x: jax.Array) -> jax.Array:
+    """The way back: a settled array in the type that the cotangent of an array of `spec` has."""
+    plain = spec.without_partial().partition_spec()
+    return _retyped(plain, spec.partition_spec(dual=True))(x) if spec.partial else x
+
+
+@lru_cache(maxsize=1024)
+def _retyped(here: jax.P, there: jax.P) -> Callable:
+    return mapped(lambda piece: piece, here, there)
