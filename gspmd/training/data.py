@@ -221,15 +221,16 @@ def _read(paths: Sequence[Path]) -> list[bytes]:
 
 
 def _split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
-    """Whole files, each that brings the held-out bytes nearer to their share; or the ends of all files."""
+    """The first whole files, up to the share of the bytes; or, where that is missed by half, the ends of all files."""
     wanted = fraction * sum(map(len, texts))
-    train, held_out, size = [], [], 0
-    for text in texts:
-        fits = size + len(text) / 2 <= wanted
-        (held_out if fits else train).append(text)
-        size += len(text) * fits
-    if train and size >= wanted / 2:
-        return train, held_out
+    # A file that is most of the text is passed over; to stop at it would hold out nothing.
+    able = [index for index, text in enumerate(texts) if len(text) <= 2 * wanted]
+    sizes = np.cumsum([0, *(len(texts[index]) for index in able)])
+    number = int(np.abs(sizes - wanted).argmin())
+    chosen = set(able[:number])
+    if sizes[number] >= wanted / 2 and number < len(texts):
+        train = [text for index, text in enumerate(texts) if index not in chosen]
+        return train, [texts[index] for index in able[:number]]
     cuts = [len(text) - max(1, round(fraction * len(text))) for text in texts]
     parts = [(text[:cut], text[cut:]) for text, cut in zip(texts, cuts, strict=True)]
     return [begin for begin, _ in parts if begin], [end for _, end in parts]

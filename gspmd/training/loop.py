@@ -153,6 +153,9 @@ class _Run:
     def finish(self, state: TrainState) -> None:
         """Reads the held-out text, up to `final_validation_batches`, and writes the last object of metrics.jsonl."""
         limit = self.config.final_validation_batches
+        what = self.corpus, self.config.batch, self.config.length
+        count, whole = data.validation_count(*what, limit), data.validation_count(*what)
+        self.console.print(f"Validating on {count} of the {whole} batches of held-out text.")
         found = self.validate(state, limit)
         if not found:
             self.interrupt(int(state.step))

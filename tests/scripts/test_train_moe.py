@@ -56,6 +56,12 @@ BAD = {
     "negative seed": (["--seed", "-1"], "seed must not be negative, but is -1."),
     "negative devices": (["--devices", "-8"], "devices must be positive, but is -8."),
     "negative width": (["--model.embed", "-8"], "embed is -8; it must be at least 1"),
+    "empty prompt": (["--prompt", ""], "prompt must not be empty: generated text needs something to begin with."),
+    "vocabulary": (["--model.vocabulary", "512"], "model.vocabulary must be 256, since the data is bytes, but is 512."),
+    "groups of tokens": (["--model.moe.groups", "24"], "must divide the tokens of a batch, 8 × 16 = 128, but is 24."),
+    "groups on the mesh": (["--model.moe.groups", "4"], "dimension G has size 4, which mesh axes"),
+    "digit of no number": (["--mesh", "x=²"], "mesh 'x=²': 'x=²' is not AXIS=SIZE; write x=4,y=2."),
+    "no GPU": (["--platform", "gpu", "--devices", "8"], "HostError: cannot"),
     "not a number": (["--steps", "many"], "'many'"),
     "unknown flag": (["--stps", "3"], "Unrecognized options: --stps"),
     "unknown dtype": (["--dtype", "int3"], "Expected one of ('float32', 'bfloat16')"),
@@ -123,6 +129,8 @@ def test_bad_input_in_a_process_of_its_own(tmp_path):
 
 def test_stop_and_resume_onto_another_mesh(tmp_path, text):
     flags = ["--steps", "100000", "--data", text, "--save-every", "0", "--sample-bytes", "8"]
+    # The window of the generated text does not make so many groups.
+    flags += ["--batch", "24", "--model.moe.groups", "48"]
     process = train(*flags, "--out", "run", cwd=tmp_path)
     deadline = time.monotonic() + 300
     while len(metrics.read(tmp_path / "run")) < 3 and process.poll() is None and time.monotonic() < deadline:
@@ -136,8 +144,8 @@ def test_stop_and_resume_onto_another_mesh(tmp_path, text):
     assert "8 fake host devices sharing" in out
     assert "Planned collectives of one step" in out
 
-    # --config belongs to the first start: a resume begins from the run's own settings.
-    command_line = ["--resume", "--out", "run", "--steps", str(step + 2), "--mesh", "x=4", "--devices", "4"]
+    # --config, --devices and --platform belong to the first start: a resume begins from the run's other settings.
+    command_line = ["--resume", "--out", "run", "--steps", str(step + 2), "--mesh", "x=4"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     resumed = subprocess.run(
         [sys.executable, str(SCRIPT), *command_line], cwd=tmp_path, env=environment, capture_output=True, text=True

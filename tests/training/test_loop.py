@@ -1,6 +1,7 @@
 """The loop: figures of every step, a stop that saves, and a resumed run that equals an unbroken one."""
 
 import dataclasses
+import io
 import json
 import math
 import signal
@@ -92,8 +93,8 @@ def test_a_validation_cut_short_leaves_no_figure(make_program, corpus, console, 
     assert "val_bits_per_byte" in metrics.read(tmp_path)[-1]
 
 
-def test_the_last_validation_has_a_limit(make_program, corpus, console, tmp_path):
-    program, read = make_program()[0], []
+def test_the_last_validation_has_a_limit_and_says_so(make_program, corpus, tmp_path):
+    program, read, console = make_program()[0], [], Console(file=io.StringIO(), width=120)
 
     def counting(params, batch):
         read.append(batch.shape)
@@ -102,6 +103,7 @@ def test_the_last_validation_has_a_limit(make_program, corpus, console, tmp_path
     config = replace(CONFIG, steps=1, final_validation_batches=3)
     fit(config, dataclasses.replace(program, evaluate=counting), corpus, tmp_path, console)
     assert read == [(4, 17)] * 3
+    assert "Validating on 3 of the 32 batches of held-out text." in console.file.getvalue()
 
 
 def test_a_resume_refuses_other_batches(make_program, corpus, console, tmp_path):
