@@ -119,7 +119,7 @@ class Bounds:
 
     def _received(self, target: np.ndarray, leaving: list[np.ndarray]) -> np.ndarray:
         """Seconds of receiving all of `target` bytes but a device's own part, over the rings of the axes that leave."""
-        gone = np.array(leaving).reshape(len(self.axes), -1).T
+        gone = np.array(leaving, bool).reshape(len(self.axes), len(self.table)).T
         counts = np.array([self.mesh[axis] for axis in self.axes], dtype=float)
         parts = np.where(gone, counts, 1.0).prod(axis=1)
         return target * (1 - 1 / parts) / self._rate(gone)
@@ -174,7 +174,7 @@ class Bounds:
             settling.append(settled)
             if aim in kept:
                 spare *= np.where(place == FREE, self.mesh[axis], 1)
-        settling = np.array(settling).reshape(len(self.axes), -1).T
+        settling = np.array(settling, bool).reshape(len(self.axes), len(self.table)).T
         scattered = result / spare * (1 - 1 / owed) / self._rate(settling)
         moved = np.maximum(self._received(wanted, leaving), self._exchanged(least, changing))
         return np.maximum(scattered, moved) + latency
