@@ -126,13 +126,15 @@ def _rows(config: ModelConfig, spec_of: Callable[[str], str]) -> Iterator[tuple[
             spec, shape = Spec(("N", *spec.dims), ((), *spec.axes)), (stack, *shape)
         return path, Parameter(key, spec, shape, begin)
 
-    # Rows of unit length, and the look-up scaled back (Vaswani et al. 2017, section 3.4), so that a tied table gives
-    # logits of unit variance.
+    # Rows of unit length, and the look-up scaled back (Vaswani et al. 2017, section 3.4).
     yield row("embedding.table", "embedding.table", "VE", scaled("E", sizes))
     for place in range(config.period):
         for path, key, dims, begin in _block(config, place, sizes):
             yield row(f"blocks.{place}.{path}", key, dims, begin, stack=config.layers // config.period)
-    yield row("output.norm", "output.norm", "E", ones)
+    # A tied table finds each token's own row in the residual stream again, with a logit of √E. Chowdhery et al. 2022,
+    # section 5, scale tied logits by 1/√E; here the last norm begins there and may grow, which learns faster, and the
+    # first loss is that of a uniform guess.
+    yield row("output.norm", "output.norm", "E", Constant(sizes["E"] ** -0.5) if config.tied else ones)
     if not config.tied:
         yield row("output.table", "output.table", "VE", scaled("E", sizes))
 
@@ -175,14 +177,28 @@ class Normal:
         return jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32) * (self.deviation / 0.87962566)
 
 
+@dataclass(frozen=True)
+class Constant:
+    """One value throughout; it takes no random number.
+
+    Example:
+        >>> Constant(0.5)(jax.random.key(0), (2,)).tolist()
+        [0.5, 0.5]
+    """
+
+    value: float
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return jnp.full(shape, self.value, jnp.float32)
+
+
 def scaled(summed: str, sizes: Mapping[str, int], variance: float = 1.0, depth: int = 0) -> Normal:
     """Normal of a variance over the size of the summed dimensions, and over 2 · depth where a residual adds it up."""
     return Normal(math.sqrt(variance / math.prod(sizes[d] for d in summed) / max(1, 2 * depth)))
 
 
-def ones(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The initial scale of a norm; it takes no random number."""
-    return jnp.ones(shape, jnp.float32)
+#: The initial scale of a norm.
+ones = Constant(1.0)
 
 
 def _spec(spec_of: Callable[[str], str], key: str, dims: str) -> Spec:

@@ -52,6 +52,15 @@ def test_bfloat16_computes_near_float32_and_keeps_parameters_wide(config, make_m
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-2)
 
 
+@pytest.mark.parametrize("changes", [{}, {"embed": 128, "vocabulary": 256}, {"block": "parallel"}])
+def test_a_tied_model_begins_with_a_uniform_guess(config, one_device, tokens, changes):
+    model = one_device(config(**changes))
+    with jax.set_mesh(jax.make_mesh((1, 1, 1), ("x", "y", "z"))):
+        ids = put(tokens, model.layout, jax.sharding.get_mesh())
+        value = jax.jit(lambda ids: models.loss(model, ids, train=False)[0])(ids)
+    assert abs(value - np.log(model.config.vocabulary)) < 0.1
+
+
 def test_a_token_sees_only_what_stands_before_it(config, one_device, tokens):
     model = one_device(config())
     later = tokens[:, :-1].copy()
