@@ -10,7 +10,10 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
 _COLLECTIVE = re.compile(rf"= (?P<type>\(.*?\)|\S+) (?P<kind>{'|'.join(KINDS)})(-start)?\(")
 _ARRAY = re.compile(r"[a-z]+(?P<bits>\d+)\[(?P<shape>[\d,]*)\]")
-_DOT = re.compile(r"^\s*(?:ROOT )?%\S+ = \S+?\[(?P<out>[\d,]*)\]\S* dot\(%?(?P<left>[\w.\-]+),.*lhs_contracting_dims=\{(?P<dims>[\d,]*)\}")
+_DOT = re.compile(
+    r"^\s*(?:ROOT )?%\S+ = \S+?\[(?P<out>[\d,]*)\]\S* "
+    r"dot\(%?(?P<left>[\w.\-]+),.*lhs_contracting_dims=\{(?P<dims>[\d,]*)\}"
+)
 _SHAPE = re.compile(r"^\s*(?:ROOT )?%(?P<name>[\w.\-]+) = \S+?\[(?P<shape>[\d,]*)\]")
 _CALLS = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -55,12 +58,12 @@ def _found(text: str) -> list[tuple[str, int, int]]:
 
 def _computations(text: str) -> list[tuple[list[str], int]]:
     """The lines of every computation, and how often it runs."""
-    bodies, name = {}, ""
+    bodies, name, entry = {}, "", ""
     for line in text.splitlines():
         if opened := _COMPUTATION.match(line):
             name = opened["name"]
             bodies[name] = []
-            entry = name if line.startswith("ENTRY") else locals().get("entry", "")
+            entry = name if line.startswith("ENTRY") else entry
         elif name:
             bodies[name].append(line)
     trips = Counter({entry: 1})
@@ -85,4 +88,13 @@ def _numbers(text: str) -> list[int]:
 def _group(line: str) -> int:
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     counted = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
-    return listed[1].count(",") + 1 if listed else int(counted[1]) if counted else 0
+    if listed:
+        return listed[1].count(",") + 1
+    named = re.search(r"replica_groups=mesh\[(?P<mesh>[^\]]*)\] \{(?P<axes>[^}]*)\}", line)
+    if counted:
+        return int(counted[1])
+    if named:
+        sizes = dict(re.findall(r"('\w+')=(\d+)", named["mesh"]))
+        return prod(int(sizes[axis]) for axis in named["axes"].replace(" ", "").split(","))
+    assert "source_target_pairs" in line, line  # a permute has pairs, and sends its whole buffer
+    return 2

@@ -12,7 +12,23 @@ from hypothesis import strategies as st
 import gspmd
 from gspmd.annotate import Equation, Operand, Term, parse_equation
 
-MESHES = ((1,), (2,), (3,), (4,), (6,), (8,), (1, 1), (2, 2), (3, 2), (2, 3), (4, 2), (2, 4), (2, 2, 2), (4, 1, 2), (1, 3, 2))
+MESHES = (
+    (1,),
+    (2,),
+    (3,),
+    (4,),
+    (6,),
+    (8,),
+    (1, 1),
+    (2, 2),
+    (3, 2),
+    (2, 3),
+    (4, 2),
+    (2, 4),
+    (2, 2, 2),
+    (4, 1, 2),
+    (1, 3, 2),
+)
 LETTERS = "BEFH"
 SUMMED = 3  # a case is kept small: no dimension is longer than it must be, times this
 
@@ -68,7 +84,7 @@ class _Drawing:
         return self.spec(dims, tuple(self.mesh))
 
     def output(self, dims: str, terms: Sequence[Sequence[gspmd.Spec]]) -> gspmd.Spec:
-        """A result's spec; a sum can be owed that an operand of every term owes, or that a summed dimension can make."""
+        """A result's spec; a sum may be owed that in every term an operand owes, or a summed dimension makes."""
         owed = [axis for axis in self.mesh if all(_makes(axis, dims, term) for term in terms)]
         return self.spec(dims, owed)
 
@@ -136,18 +152,25 @@ def _sizes(draw, equation: Equation, mesh: Mapping[str, int]) -> dict[str, int]:
 
 
 def check(case: Case) -> None:
-    """Values and gradients of a case equal numpy's, exactly; every result lies as the equation says, alike on replicas."""
+    """Values and gradients equal numpy's, exactly; results lie as the equation says, alike on replicas."""
     equation, sizes = parse_equation(case.equation), dict(case.sizes)
     specs = [spec for operand in equation.operands for spec in operand.specs]
     rng = np.random.default_rng(0)
-    summands = [_integers(rng, [dict(case.mesh)[a] for a in spec.partial] + [sizes[d] for d in spec.dims]) for spec in specs]
+    summands = [
+        _integers(rng, [dict(case.mesh)[a] for a in spec.partial] + [sizes[d] for d in spec.dims]) for spec in specs
+    ]
     cotangents = [_integers(rng, [sizes[d] for d in spec.dims]) for spec in equation.outputs]
     wholes = [x.sum(tuple(range(len(spec.partial)))) for x, spec in zip(summands, specs)]
     mesh = _mesh(case)
     with jax.set_mesh(mesh):
         placed = [place(x, spec, mesh) for x, spec in zip(summands, specs)]
-        duals = [place(x, spec.without_partial(), mesh, reduced=spec.partial) for x, spec in zip(cotangents, equation.outputs)]
-        results, gradients = jax.jit(_value_and_gradients, static_argnums=(0, 1))(equation, case.lowering, placed, duals)
+        duals = [
+            place(x, spec.without_partial(), mesh, reduced=spec.partial)
+            for x, spec in zip(cotangents, equation.outputs)
+        ]
+        results, gradients = jax.jit(_value_and_gradients, static_argnums=(0, 1))(
+            equation, case.lowering, placed, duals
+        )
     for result, spec, want in zip(results, equation.outputs, values(equation, wholes), strict=True):
         np.testing.assert_array_equal(whole(result, spec, mesh), want, err_msg="value")
     wanted = gradients_of(equation, wholes, cotangents)
@@ -187,7 +210,9 @@ def values(equation: Equation, wholes: Sequence[np.ndarray]) -> list[np.ndarray]
     return sums
 
 
-def gradients_of(equation: Equation, wholes: Sequence[np.ndarray], cotangents: Sequence[np.ndarray]) -> list[np.ndarray]:
+def gradients_of(
+    equation: Equation, wholes: Sequence[np.ndarray], cotangents: Sequence[np.ndarray]
+) -> list[np.ndarray]:
     """The cotangent of every operand, from those of the results."""
     gradients, first = [np.zeros_like(x) for x in wholes], 0
     for term in equation.terms:

@@ -1,8 +1,8 @@
-"""Moves: the cheapest chain, proved by brute force where there are few placements, and the shortcut equal to the search."""
+"""Moves: the cheapest chain, by brute force where there are few placements; the shortcut equal to the search."""
 
 import heapq
 import random
-from itertools import permutations, product
+from itertools import pairwise, permutations, product
 from math import prod
 
 import pytest
@@ -99,7 +99,8 @@ def test_no_chain_of_collectives_is_cheaper(mesh, scale):
     pairs = [(s, d) for s in specs for d in specs if set(d.partial) <= set(s.partial)]
     for src, dst in random.Random(0).sample(pairs, min(len(pairs), 150)):
         steps = move(src, dst, dict(zip("AB", shape)), mesh, 4, V4)
-        assert total_cost(steps)[:2] <= _best(src, dst, shape, mesh, specs), f"{src} -> {dst}: {[(s.kind, s.axes) for s in steps]}"
+        message = f"{src} -> {dst}: {[(s.kind, s.axes) for s in steps]}"
+        assert total_cost(steps)[:2] <= _best(src, dst, shape, mesh, specs), message
 
 
 @pytest.mark.parametrize("mesh", [{"x": 4, "y": 2, "z": 2}, {"x": 3, "y": 2, "z": 4}], ids=str)
@@ -172,7 +173,7 @@ def test_steps_by_hand(equation, steps):
     sizes = dict.fromkeys(src.dims, 1 << 24 // len(src.dims))
     moved = move(src, dst, sizes, {"x": 4, "y": 4, "z": 4}, 4, V4)
     assert [(step.kind, "".join(step.axes)) for step in moved] == steps
-    assert all(before.after == after.before for before, after in zip(moved, moved[1:]))
+    assert all(before.after == after.before for before, after in pairwise(moved))
 
 
 def test_a_gather_of_everything_sends_all_but_ones_own():
@@ -189,7 +190,9 @@ def test_axes_of_size_one_are_no_steps():
 def test_nothing_makes_a_partial_sum():
     with pytest.raises(PlanError) as error:
         move(Spec.parse("B_x"), Spec.parse("B partialsum-x"), {"B": 4}, {"x": 2}, 4, V4)
-    assert str(error.value) == "cannot move 'B_x' to 'B partialsum-x'\n  nothing makes the partial sum over mesh axis x."
+    assert (
+        str(error.value) == "cannot move 'B_x' to 'B partialsum-x'\n  nothing makes the partial sum over mesh axis x."
+    )
 
 
 def test_sizes_that_divide_on_no_way():

@@ -1,4 +1,4 @@
-"""Plans against bytes worked out by hand from the papers' formulas; pins, dtypes, figures of cost, wording of errors."""
+"""Plans against bytes worked out by hand from the papers' formulas; pins, dtypes, costs, wording of errors."""
 
 import pytest
 
@@ -56,11 +56,13 @@ BY_HAND = [
         id="parallel block: two products settle once",
     ),
     pytest.param(
-        "BLE_xyz, EF_xyz -> BLF_xyz", CUBE, None, [("all-gather", "xyz", _sent(B * E, 64))], id="weight-stationary 1D, in"
+        "BLE_xyz, EF_xyz -> BLF_xyz",
+        CUBE,
+        None,
+        [("all-gather", "xyz", _sent(B * E, 64))],
+        id="weight-stationary 1D, in",
     ),
-    pytest.param(
-        "BLF_xyz, F_xyzE -> BLE_xyz", CUBE, None, [("reduce-scatter", "xyz", _sent(B * E, 64))], id="1D, out"
-    ),
+    pytest.param("BLF_xyz, F_xyzE -> BLE_xyz", CUBE, None, [("reduce-scatter", "xyz", _sent(B * E, 64))], id="1D, out"),
     pytest.param(
         "B_xLE_yz, E_xF_yz -> B_xLF_yz",
         CUBE,
@@ -102,7 +104,7 @@ def test_gathered_weights_arrive_whole(layout, gathered):
 
 
 def test_gradients_of_weight_stationary_2d_by_hand():
-    """Backward, the cotangent is gathered over x, and the gradient of the input scattered over yz; the weights' is free."""
+    """The cotangent is gathered over x, the input's gradient scattered over yz; the weights' gradient is free."""
     x, w = _plan("BLE_xyz, E_xF_yz -> BLF_yzx").gradients
     assert _chain(x) == [("all-gather", "x", _sent(B * F / 16, 4)), ("reduce-scatter", "yz", _sent(B * E / 4, 16))]
     assert _chain(w) == []
@@ -121,7 +123,9 @@ def test_figures_of_cost():
     assert plan.flops == 2 * B * E * F // 64
     assert plan.seconds == pytest.approx(sum(step.seconds for step in plan.steps))
     gather, _, scatter = plan.steps
-    assert gather.seconds == pytest.approx(gather.wire_bytes / (4 * 45e9) + 4e-6)  # two rings of two links, two hops each
+    assert gather.seconds == pytest.approx(
+        gather.wire_bytes / (4 * 45e9) + 4e-6
+    )  # two rings of two links, two hops each
     assert scatter.seconds == pytest.approx(scatter.wire_bytes / (2 * 45e9) + 2e-6)
     operands = B * E // 64 + E * F // 64
     assert plan.peak_bytes == LAST * (operands + B * E // 4 + B * F // 16 + B * F // 64)

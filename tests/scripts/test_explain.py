@@ -81,7 +81,10 @@ BAD = [
         [EQUATION, *MESH, "--sizes", "B=512,L=1,E=18432,F=6"],
         "dimension F has size 6, which mesh axes y and z (size 4·4 = 16) do not divide.",
     ),
-    ([EQUATION, *MESH, *SIZES, "--chip", "tpu-v9"], "explain.py: no chip is called 'tpu-v9'.\n  Did you mean 'tpu-v4'?"),
+    (
+        [EQUATION, *MESH, *SIZES, "--chip", "tpu-v9"],
+        "explain.py: no chip is called 'tpu-v9'.\n  Did you mean 'tpu-v4'?",
+    ),
     ([EQUATION, *MESH, *SIZES, "--dtype", "float33"], "explain.py: no dtype is called 'float33'."),
     ([EQUATION, *MESH, *SIZES, "--lowering", "loop"], "explain.py: no lowering is called 'loop'."),
     ([EQUATION, *MESH, *SIZES, "--via", "BLE"], "the specs do not have the operands' dimensions."),
