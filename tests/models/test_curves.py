@@ -11,6 +11,7 @@ import gspmd
 import models
 from gspmd.layouts import Layout, presets
 from gspmd.moe import MoEConfig
+from gspmd.training.state import initial
 from tests.models.conftest import put
 
 STEPS, TOLERANCE = 20, 1e-4
@@ -22,6 +23,7 @@ SERIAL = models.ModelConfig(
     kv_heads=8,
     head_size=8,
     feed_forward=64,
+    remat=False,  # half of the product's compilation; the parallel blocks recompute
     moe=MoEConfig(experts=8, every=2),
 )
 PARALLEL = models.ModelConfig(
@@ -100,8 +102,7 @@ def train(model, mesh, lowering):
     """Losses [steps] and expert loads [steps, expert layers, X] of AdamW on one repeating text."""
     transform = optax.adamw(1e-2)
 
-    @jax.jit
-    def step(values, state, ids, key):
+    def update(values, state, ids, key):
         def loss(values):
             return models.loss(models.with_arrays(model, values), ids, key=key)
 
@@ -110,8 +111,11 @@ def train(model, mesh, lowering):
         return optax.apply_updates(values, updates), state, value, aux["load"]
 
     with jax.set_mesh(mesh), gspmd.lowering(lowering):
-        values = models.arrays(model)
-        state, losses, loads = jax.jit(transform.init)(values), [], []
+        begin = initial(models.arrays(model), transform, mesh)
+        values, state, losses, loads = begin.params, begin.optimizer, [], []
+        # Kept where they are, so that one program runs every step.
+        keep = jax.tree.map(lambda leaf: leaf.sharding, (values, state))
+        step = jax.jit(update, out_shardings=(*keep, None, None))
         for number in range(STEPS):
             ids = put(text(number), model.layout, mesh)
             values, state, value, load = step(values, state, ids, jax.random.fold_in(jax.random.key(1), number))
