@@ -5,7 +5,6 @@ communication on either side of ordinary einsums. Gradients are ordinary einsums
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from itertools import islice, product
 from string import ascii_uppercase
 
@@ -45,7 +44,6 @@ def to_partial(new: Spec, spec: Spec, x: jax.Array) -> jax.Array:
     return _relabel(new.partition_spec(), spec.partition_spec(), -len(spec.partial))(x) if spec.partial else x
 
 
-@lru_cache(maxsize=1024)
 def _relabel(here: jax.P, there: jax.P, added: int) -> Callable:
     """Every device keeps its piece, which gains or loses leading dimensions of size 1; no communication either way."""
     return planned.mapped(lambda piece: piece.reshape((1,) * added + piece.shape[max(0, -added) :]), here, there)
