@@ -76,6 +76,7 @@ def make_program(settings: Settings, model: models.Transformer, layout: Layout, 
     training, optimizer = settings.training, settings.optimizer
     specs = {path: spec for path, (spec, _) in models.parameter_specs(settings.model, layout).items()}
     kept = models.optimizer_specs(settings.model, layout)
+    gradients = models.gradient_specs(settings.model, layout)
     # Norms, one dimension besides the stacked N, do not decay.
     decayed = {path: len(set(spec.dims) - {"N"}) > 1 for path, spec in specs.items()}
     transform = adamw(optimizer, training.steps, decayed)
@@ -85,7 +86,7 @@ def make_program(settings: Settings, model: models.Transformer, layout: Layout, 
 
     step = make_step(
         loss, transform, schedule(optimizer, training.steps), limit=optimizer.clip,
-        norm=partial(global_norm, specs=kept), moves=plan_moves(specs, kept, gspmd.reshard),
+        norm=partial(global_norm, specs=kept), moves=plan_moves(specs, kept, gspmd.reshard, gradients),
     )  # fmt: skip
     state = initial(models.arrays(model), transform, mesh, kept)
     evaluate = jax.jit(lambda params, tokens: loss(params, tokens, None, train=False)[1]["cross_entropy"])

@@ -117,10 +117,10 @@ class Spec:
         >>> str(Spec.parse("B_xE_yz").without_trivial({"x": 4, "y": 1, "z": 2}))
         'B_xE_z'
         """
-        if all(mesh[axis] > 1 for names in (self.partial, *self.axes) for axis in names):
+        if all(mesh.get(axis) != 1 for names in (self.partial, *self.axes) for axis in names):
             return self
-        axes = tuple(tuple(axis for axis in names if mesh[axis] > 1) for names in self.axes)
-        return Spec(self.dims, axes, tuple(axis for axis in self.partial if mesh[axis] > 1))
+        axes = tuple(tuple(axis for axis in names if mesh.get(axis) != 1) for names in self.axes)
+        return Spec(self.dims, axes, tuple(axis for axis in self.partial if mesh.get(axis) != 1))
 
     def rename(self, dims: Mapping[str, str]) -> "Spec":
         """This spec with other letters for some dimensions.

@@ -1,7 +1,7 @@
 """What an equation does: costs, plans, and the programs they become.
 
-The planned forms of what stands between einsums are here; `einsum`, `reshard`, `plan`, `trace` and `lowering` are names of
-the package itself.
+The planned forms of what stands between einsums are here; `einsum`, `reshard`, `plan`, `trace` and `lowering` are names
+of the package itself.
 """
 
 from gspmd.collectives.argmax import argmax

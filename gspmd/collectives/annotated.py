@@ -101,7 +101,8 @@ def _plain(
     for term in equation.terms:
         operands = [list(islice(held, len(operand.specs))) for operand in term.operands]
         pairs = [_linear(pair, owed) for pair in product(*operands)]
-        steps = [None if plan is None else each.einsum for each in plan.routine.products[number : number + len(pairs)]]
+        known = [None] * len(pairs) if plan is None else plan.routine.products[number : number + len(pairs)]
+        steps = [each and each.einsum for each in known]
         sums.append([_product(*each, mesh, precision, dtype) for each in zip(pairs, outs, steps)])
         number += len(pairs)
     return tuple(sum(parts[1:], parts[0]).astype(dtype) for parts in zip(*sums))

@@ -131,11 +131,14 @@ def _program(name: str, title: str, body: Callable, ins: tuple, outs: Any) -> Ca
     return jax.jit(program)
 
 
-def mapped(body: Callable, ins: tuple, outs: Any) -> Callable:
-    """The shard_map of a body over the mesh in force."""
-    if jax.sharding.get_abstract_mesh().size == 1:  # there JAX inlines it, and refuses partial sums of inlined code
-        body = jax.jit(body)
-    return jax.shard_map(body, in_specs=ins, out_specs=outs, check_vma=False)
+def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
+    """The shard_map of a body over the mesh in force when it is called: a shard_map is bound to the mesh it is made in."""
+
+    def run_mapped(*arrays):
+        alone = jax.sharding.get_abstract_mesh().size == 1  # there JAX inlines it, and refuses its partial sums
+        return jax.shard_map(jax.jit(body) if alone else body, in_specs=ins, out_specs=outs, check_vma=False)(*arrays)
+
+    return run_mapped
 
 
 def _input_partition(spec: Spec, x: Any, number: int, name: str, explicit: bool) -> jax.P:
@@ -188,4 +191,4 @@ def as_cotangent(spec: Spec, x: jax.Array) -> jax.Array:
 
 @lru_cache(maxsize=1024)
 def _retyped(here: jax.P, there: jax.P) -> Callable:
-    return mapped(lambda piece: piece, here, there)
+    return lambda x: mapped(lambda piece: piece, here, there)(x)  # mapped when called: on the mesh in force then

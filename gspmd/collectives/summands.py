@@ -46,7 +46,8 @@ def to_partial(new: Spec, spec: Spec, x: jax.Array) -> jax.Array:
 
 def _relabel(here: jax.P, there: jax.P, added: int) -> Callable:
     """Every device keeps its piece, which gains or loses leading dimensions of size 1; no communication either way."""
-    return planned.mapped(lambda piece: piece.reshape((1,) * added + piece.shape[max(0, -added) :]), here, there)
+    body = lambda piece: piece.reshape((1,) * added + piece.shape[max(0, -added) :])  # noqa: E731
+    return lambda x: planned.mapped(body, here, there)(x)  # mapped when called: on the mesh in force then
 
 
 def gradients(equation: Equation, ins: Sequence[Spec], arrays: Sequence, cotangents: Sequence) -> tuple[jax.Array, ...]:

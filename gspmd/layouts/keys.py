@@ -21,9 +21,9 @@ OVERRIDES = {
         "gradients there before it clips and updates, and the new parameters back (`models.optimizer_specs`)."
     ),
     "gradients": (
-        "the gradient of a parameter; as the parameter when absent. Checked, and read by `Layout.gradient` and "
-        "`models.gradient_specs`; the training step does not read it: it takes a gradient where its parameter lies "
-        "and brings it to where [optimizer] says."
+        "the gradient of a parameter, on its way to the optimizer; as the parameter when absent. The training step "
+        "takes a gradient where its parameter lies, brings it here, and from here to where [optimizer] says "
+        "(`models.gradient_specs`)."
     ),
     "prefill": (
         "any tensor, while a prompt is read. Checked, and read by `Layout.phase(\"prefill\")`; neither training nor "

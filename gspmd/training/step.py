@@ -20,7 +20,7 @@ Step = Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, dict[str, 
 
 @dataclass(frozen=True)
 class Moves:
-    """How trees of parameters go to the optimizer's layout and back.
+    """How gradients and parameters go to the optimizer's layout, and the new parameters back.
 
     Where both layouts agree nothing moves. Where the optimizer shards further (ZeRO-1) the way there is a slice, or a
     reduce-scatter where the gradient is partial, and the way back an all-gather.
@@ -28,19 +28,24 @@ class Moves:
     Source: Rajbhandari et al., ZeRO (arXiv 1910.02054), section 5.
     """
 
+    gradients_to_optimizer: Callable[[Tree], Tree] = lambda tree: tree
     to_optimizer: Callable[[Tree], Tree] = lambda tree: tree
     to_parameters: Callable[[Tree], Tree] = lambda tree: tree
 
 
-def plan_moves(parameters: Tree, optimizer: Tree, reshard: Reshard) -> Moves:
+def plan_moves(parameters: Tree, optimizer: Tree, reshard: Reshard, gradients: Tree | None = None) -> Moves:
     """The moves between two trees of specs.
 
     Args:
         parameters: a spec per parameter.
         optimizer: a spec per parameter, for the optimizer's state; the same dimensions.
         reshard: moves an array by an equation, such as `gspmd.reshard`.
+        gradients: a spec per parameter, where its gradient lies on the way; None for as the parameter.
     """
-    return Moves(_mover(parameters, optimizer, reshard), _mover(optimizer, parameters, reshard))
+    first = _mover(parameters, parameters if gradients is None else gradients, reshard)
+    then = _mover(parameters if gradients is None else gradients, optimizer, reshard)
+    there, back = _mover(parameters, optimizer, reshard), _mover(optimizer, parameters, reshard)
+    return Moves(lambda tree: then(first(tree)), there, back)
 
 
 def make_step(
@@ -70,7 +75,7 @@ def make_step(
     def step(state: TrainState, batch: jax.Array, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(key, state.step)
         (value, aux), gradients = jax.value_and_grad(loss, has_aux=True)(state.params, batch, key)
-        gradients, size = clip(moves.to_optimizer(gradients), limit, norm)
+        gradients, size = clip(moves.gradients_to_optimizer(gradients), limit, norm)
         params = moves.to_optimizer(state.params)
         updates, optimizer = transform.update(gradients, state.optimizer, params)
         params = moves.to_parameters(optax.apply_updates(params, updates))
