@@ -132,7 +132,7 @@ def _program(name: str, title: str, body: Callable, ins: tuple, outs: Any) -> Ca
 
 
 def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
-    """The shard_map of a body over the mesh in force when it is called: a shard_map is bound to the mesh it is made in."""
+    """The shard_map of a body over the mesh in force at the call; JAX binds one to the mesh in which it is made."""
 
     def run_mapped(*arrays):
         alone = jax.sharding.get_abstract_mesh().size == 1  # there JAX inlines it, and refuses its partial sums

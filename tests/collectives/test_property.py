@@ -8,7 +8,7 @@ from tests.collectives.random_equations import cases, check
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 
 
-@settings(max_examples=250, derandomize=True, **_COMMON)
+@settings(max_examples=350, derandomize=True, **_COMMON)
 @given(cases())
 def test_equations_give_what_one_device_gives(case):
     check(case)
