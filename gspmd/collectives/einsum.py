@@ -44,7 +44,7 @@ def einsum(
 
     Raises:
         SpecError: the notation is wrong, shapes or sizes do not fit, or an array does not lie as its spec says.
-        PlanError: no mesh, or no plan.
+        PlanError: no mesh, no plan, or forward-mode differentiation of a planned program.
 
     Example:
         >>> from gspmd import annotate
@@ -69,7 +69,15 @@ def einsum(
         specs = [spec for operand in equation.operands for spec in operand.specs]
         doing = "cannot use operand {} of '{}' as '{}'"
         flat = [stated(x, spec, doing.format(i + 1, equation, spec)) for i, (x, spec) in enumerate(zip(flat, specs))]
-    results = program(*flat)
+    try:
+        results = program(*flat)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise PlanError(
+            f"cannot differentiate '{equation}' in forward mode: lowering '{context.lowering}' plans reverse mode only.\n"
+            "  Use lowering='xla', or jax.vjp and jax.jacrev."
+        ) from None
     return tuple(results) if equation.group else results[0]
 
 
