@@ -75,7 +75,7 @@ def einsum(
         if "forward-mode" not in str(error):
             raise
         raise PlanError(
-            f"cannot differentiate '{equation}' in forward mode: lowering '{context.lowering}' plans reverse mode only.\n"
+            f"cannot differentiate '{equation}' forward: lowering '{context.lowering}' plans reverse mode only.\n"
             "  Use lowering='xla', or jax.vjp and jax.jacrev."
         ) from None
     return tuple(results) if equation.group else results[0]
