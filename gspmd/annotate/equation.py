@@ -69,6 +69,11 @@ class Equation:
         """Every operand in the order in which a call takes them."""
         return tuple(operand for term in self.terms for operand in term.operands)
 
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """Every spec as it is read: the operands', group members one by one, then the results'."""
+        return (*(spec for operand in self.operands for spec in operand.specs), *self.outputs)
+
     def __str__(self) -> str:
         return f"{' + '.join(map(str, self.terms))} -> {Operand(self.outputs, self.group)}".strip()
 

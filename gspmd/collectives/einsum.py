@@ -160,22 +160,18 @@ def _refuse_wire(equation: Equation, context: planned.Context, dtypes: tuple[str
 
 
 def _refuse_partial(equation: Equation) -> None:
-    for spec in _specs(equation):
+    for spec in equation.specs:
         if spec.partial:
             raise PlanError(planned.auto_partial(spec))
 
 
 def _refuse_open(equation: Equation) -> None:
-    for spec in _specs(equation):
+    for spec in equation.specs:
         if spec.is_open:
             raise PlanError(
                 f"'{spec}' leaves a dimension to the compiler; under Explicit mesh axes every placement is a type.\n"
                 "  Name its mesh axes, or make the mesh with Auto axes and run it with lowering='xla'."
             )
-
-
-def _specs(equation: Equation) -> list:
-    return [*(spec for operand in equation.operands for spec in operand.specs), *equation.outputs]
 
 
 def _planned_program(

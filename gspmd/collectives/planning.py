@@ -200,7 +200,7 @@ def make_plan(
     """`plan` with everything resolved and hashable; the last two are `gspmd.einsum`'s."""
     _refuse_open(equation)
     equation.check(dict(sizes), dict(mesh))
-    sizes = tuple((dim, size) for dim, size in sizes if any(dim in spec.dims for spec in _specs(equation)))
+    sizes = tuple((dim, size) for dim, size in sizes if any(dim in spec.dims for spec in equation.specs))
     inputs, outputs = tensors(equation, dict(mesh), dtypes, wire_dtype, result_dtype)
     real = tuple((axis, size) for axis, size in mesh if size > 1)
     setting = Setting(sizes, real, chip)
@@ -221,12 +221,8 @@ def tensors(
     return inputs, outputs
 
 
-def _specs(equation: Equation) -> list[Spec]:
-    return [*(spec for operand in equation.operands for spec in operand.specs), *equation.outputs]
-
-
 def _refuse_open(equation: Equation) -> None:
-    for spec in _specs(equation):
+    for spec in equation.specs:
         if spec.is_open:
             raise PlanError(
                 f"cannot plan '{equation}': '{spec}' leaves a dimension open; what it sends is the compiler's choice.\n"

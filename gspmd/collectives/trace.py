@@ -122,15 +122,11 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
         0
     """
     jaxpr = jax.make_jaxpr(fn)(*abstract, **keywords).jaxpr
-    return ProgramPlan(tuple(_merged(_walk(_live(jaxpr), 1))))
+    return ProgramPlan(tuple(_walk(_live(jaxpr), 1)))
 
 
 def _live(jaxpr: Jaxpr) -> Jaxpr:
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
-
-
-def _merged(entries: Iterator[PlannedStep]) -> list[PlannedStep]:
-    return [entry for entry in entries if entry.trips]
 
 
 def _walk(jaxpr: Jaxpr, trips: int, transposed: bool = False) -> Iterator[PlannedStep]:
