@@ -1,5 +1,8 @@
 """Eight host devices for every test, set before JAX starts, and meshes over them."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 from gspmd import host
 
 host.use_host_devices(8)
@@ -14,6 +17,18 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)
 
 AXIS_TYPES = {"explicit": jax.sharding.AxisType.Explicit, "auto": jax.sharding.AxisType.Auto}
+
+
+@pytest.fixture(autouse=True)
+def few_memory_maps() -> Iterator[None]:
+    """Forgets compiled programs before they are too many: each holds memory maps, and a process may have 65530.
+
+    XLA ends in a segmentation fault where the kernel refuses it another one.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
+        jax.clear_caches()
 
 
 @pytest.fixture
