@@ -1,0 +1,123 @@
+"""Collectives as compilers write them: alone, started and waited for, wrapped, fused, several arrays in one."""
+
+import re
+from dataclasses import dataclass
+
+from gspmd.audit.groups import groups, pairs
+from gspmd.audit.hlo import Array, Computation, Instruction, Module
+from gspmd.collectives.cost import wire_bytes
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+_OTHER = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "collective-permute"}
+_OPCODE = re.compile(rf"({'|'.join([*_OTHER, *KINDS])})(?:-(start|done))?")
+_CUTS = ("dynamic-slice", "slice")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a compiled program, as often as its instruction stands there: once.
+
+    Attributes:
+        kind: as in a plan.
+        phase: `"sync"`, or `"start"` and `"done"` of one that runs beside other instructions.
+        instruction: what says how it is done: the wrapped or fused one where it is not the line itself.
+        arrays: what a device holds on the larger side: gathered, or before it is scattered.
+        group: how many devices take part together.
+        fused: whether the instruction is part of a fusion, so that only the fusion has a place in the schedule.
+    """
+
+    kind: str
+    phase: str
+    instruction: Instruction
+    arrays: tuple[Array, ...]
+    group: int
+    fused: bool = False
+
+    @property
+    def buffer(self) -> int:
+        """Bytes per device of the larger side."""
+        return sum(array.bytes for array in self.arrays)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one device sends; for a permute the device that sends most."""
+        if self.kind == "collective-permute":
+            return self.buffer if any(a != b for a, b in pairs(self.instruction) or [(0, 1)]) else 0
+        return sum(wire_bytes(self.kind, self.group, array.bytes) for array in self.arrays)
+
+    @property
+    def dtype(self) -> str:
+        """HLO's name of the dtype on the wire; of several, of the largest array."""
+        return max(self.arrays, key=lambda array: array.bytes).dtype if self.arrays else ""
+
+
+def collective(module: Module, computation: Computation, instruction: Instruction, devices: int) -> Collective | None:
+    """The collective that a scheduled instruction is, starts or waits for; None for anything else.
+
+    Args:
+        module: the whole program.
+        computation: where the instruction stands.
+        instruction: any instruction but one inside a fusion.
+        devices: how many devices run the program.
+
+    Source: opcodes and result types as XLA's HLO verifier demands them (openxla/xla, `service/hlo_verifier.cc`).
+    """
+    found = _OPCODE.fullmatch(instruction.opcode)
+    if found:
+        kind, phase = _OTHER.get(found[1], found[1]), found[2] or "sync"
+        if phase == "done":
+            started = _start_of(computation, instruction)
+            return collective(module, computation, started, devices) and _make(kind, "done", started, devices)
+        return _make(kind, phase, instruction, devices)
+    if instruction.opcode in ("async-start", "async-done"):
+        started = _start_of(computation, instruction) if instruction.opcode == "async-done" else instruction
+        return _wrapped(module, started, instruction.opcode.removeprefix("async-"), devices)
+    return _fused(module, instruction, devices) if instruction.opcode == "fusion" else None
+
+
+def _start_of(computation: Computation, done: Instruction) -> Instruction:
+    """The instruction that began what `done` waits for, past the updates between them."""
+    while not done.opcode.endswith("-start"):
+        done = computation.by_name[done.operands[0]]
+    return done
+
+
+def _wrapped(module: Module, start: Instruction, phase: str, devices: int) -> Collective | None:
+    inner = module.computations[start.called[0]] if start.called else None
+    for each in inner.instructions if inner else ():
+        found = collective(module, inner, each, devices)
+        if found:
+            return Collective(found.kind, phase, found.instruction, found.arrays, found.group, found.fused)
+    return None
+
+
+def _fused(module: Module, fusion: Instruction, devices: int) -> Collective | None:
+    """A fusion's collective. An all-reduce of which a part is kept is a reduce-scatter, which the TPU fuses that way."""
+    inner = module.computations[fusion.called[0]]
+    for each in inner.instructions:
+        found = _OPCODE.fullmatch(each.opcode)
+        if found and not found[2]:
+            made = _make(_OTHER.get(found[1], found[1]), "sync", each, devices)
+            cut = any(other.opcode in _CUTS for other in inner.instructions)
+            kind = "reduce-scatter" if made.kind == "all-reduce" and cut else made.kind
+            return Collective(kind, "sync", each, made.arrays, made.group, True)
+    return None
+
+
+def _make(kind: str, phase: str, instruction: Instruction, devices: int) -> Collective:
+    sent = pairs(instruction)
+    group = 2 if sent else len(groups(instruction, devices)[0])
+    arrays = _results(instruction)
+    if kind == "reduce-scatter":
+        arrays = tuple(Array(array.dtype, (group, *array.shape)) for array in arrays)
+    elif kind == "all-to-all":  # a tuple is the parts of one array
+        arrays = (Array(arrays[0].dtype, (sum(array.size for array in arrays),)),)
+    return Collective(kind, phase, instruction, arrays, group)
+
+
+def _results(instruction: Instruction) -> tuple[Array, ...]:
+    """The arrays that come out; what starts a gather or a permute carries its operands first, and flags last."""
+    if instruction.opcode in ("all-gather-start", "collective-permute-start"):
+        count = len(instruction.operands)
+        return instruction.arrays[count : 2 * count]
+    return instruction.arrays

@@ -1,0 +1,78 @@
+"""Floating-point operations of matrix products in compiled programs: dots, convolutions, and calls of GPU libraries."""
+
+import re
+from math import prod
+
+import numpy as np
+
+from gspmd.audit.hlo import Computation, Instruction, Module
+
+_WINDOW = re.compile(r"(\w+)=([\d_x\-]+)")
+
+
+def product_flops(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Operations of one execution of an instruction: two per multiplication; what is not a matrix product has none.
+
+    Args:
+        module: the whole program.
+        computation: where the instruction stands.
+        instruction: any; a fusion counts what is in it.
+    """
+    if instruction.opcode == "fusion":
+        inner = module.computations[instruction.called[0]]
+        return sum(product_flops(module, inner, each) for each in inner.instructions)
+    if instruction.opcode == "dot":
+        return _dot(computation, instruction, _listed(instruction.attribute("lhs_contracting_dims")))
+    if instruction.opcode == "convolution":
+        return _convolution(computation, instruction)
+    if instruction.opcode == "custom-call" and "gemm" in instruction.attribute("custom_call_target"):
+        return _library(computation, instruction)
+    return 0
+
+
+def _dot(computation: Computation, dot: Instruction, contracted: tuple[int, ...]) -> int:
+    left = computation.by_name[dot.operands[0]].arrays[0]
+    return 2 * dot.arrays[0].size * prod(left.shape[d] for d in contracted)
+
+
+def _library(computation: Computation, call: Instruction) -> int:
+    config = call.config.get("gemm_backend_config", call.config)
+    dims = config.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions", ())
+    return _dot(computation, call, tuple(int(d) for d in dims))
+
+
+def _convolution(computation: Computation, convolution: Instruction) -> int:
+    """As XLA counts: a multiplication per output element and tap that falls on an element of the input.
+
+    The TPU compiler writes every dot as a convolution; batch dimensions become windows of which one tap is valid.
+    """
+    left, kernel, out = _labels(convolution.attribute("dim_labels"))
+    shapes = [computation.by_name[name].arrays[0].shape for name in convolution.operands[:2]]
+    shapes.append(convolution.arrays[0].shape)
+    window = dict(_WINDOW.findall(convolution.attribute("window")))
+    size = lambda which, labels, label: shapes[which][labels.index(label)]  # noqa: E731
+    taps = 1
+    for number in sorted(set(out) - {"b", "f"}):
+        lengths = size(0, left, number), size(1, kernel, number), size(2, out, number)
+        taps *= _taps(*lengths, window, int(number))
+    return 2 * size(2, out, "b") * size(2, out, "f") * size(1, kernel, "i") * taps
+
+
+def _labels(text: str) -> tuple[str, str, str]:
+    """`bf_io->bf` as three strings of labels."""
+    operands, _, out = text.partition("->")
+    left, _, kernel = operands.partition("_")
+    return left, kernel, out
+
+
+def _taps(left: int, kernel: int, out: int, window: dict[str, str], number: int) -> int:
+    """How many pairs of an output position and a tap fall on an element, along one dimension of a window."""
+    part = lambda name, default: window.get(name, "").split("x")[number] if name in window else default  # noqa: E731
+    stride, spread, hole = (int(part(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    low = int(str(part("pad", "0_0")).split("_")[0])
+    at = np.arange(out)[:, None] * stride - low + np.arange(kernel)[None, :] * hole
+    return int(np.sum((at >= 0) & (at <= (left - 1) * spread) & (at % spread == 0)))
+
+
+def _listed(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", text))

@@ -1,0 +1,119 @@
+"""Which mesh axes a compiled collective runs over: its groups of devices, written in any of XLA's three ways."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import combinations
+from math import prod
+
+import numpy as np
+
+from gspmd.audit.hlo import Instruction
+
+UNNAMED = ("?",)
+"""The axes of a collective whose groups are those of no set of mesh axes."""
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def groups(instruction: Instruction, devices: int) -> Groups:
+    """The groups of devices that take part together, by their position in the mesh.
+
+    Args:
+        instruction: a collective.
+        devices: how many there are; an instruction that lists no groups runs over all of them.
+    """
+    return _groups(instruction.attribute("replica_groups"), devices)
+
+
+@lru_cache(maxsize=4096)
+def _groups(text: str, devices: int) -> Groups:
+    if text.startswith("mesh["):
+        return _of_mesh(text)
+    if "<=" in text:
+        return _of_iota(text)
+    listed = tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,\s]+)\}", text))
+    return listed or (tuple(range(devices)),)
+
+
+def _of_iota(text: str) -> Groups:
+    """`[4,2]<=[2,4]T(1,0)`: the numbers 0 to 7 as a 2 by 4 array, transposed, cut into four groups of two."""
+    found = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    shape, dims, order = (_numbers(part or "") for part in found.groups())
+    numbers = np.arange(prod(dims)).reshape(dims)
+    return _rows((numbers.transpose(order) if order else numbers).reshape(shape[0], -1))
+
+
+def _of_mesh(text: str) -> Groups:
+    """`mesh['x'=4,'y'=2] {'y'}`: the groups along named axes of a mesh written out."""
+    written, _, named = text.partition("]")
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", written)}
+    along = [name for name in re.findall(r"'([^']+)'", named)]
+    order = [list(sizes).index(name) for name in (*(n for n in sizes if n not in along), *along)]
+    numbers = np.arange(prod(sizes.values())).reshape(tuple(sizes.values())).transpose(order)
+    return _rows(numbers.reshape(-1, prod(sizes[name] for name in along)))
+
+
+def pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
+    """The (source, target) pairs of a permute."""
+    found = re.findall(r"\{(\d+),\s*(\d+)\}", instruction.attribute("source_target_pairs"))
+    return tuple((int(source), int(target)) for source, target in found)
+
+
+def axes_of(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes that a collective runs over, in the mesh's order; axes of size 1 are none.
+
+    Args:
+        instruction: a collective, or the instruction that starts it.
+        mesh: sizes of the mesh axes; devices are numbered as they stand in the mesh, the last axis fastest.
+
+    Returns:
+        Names; for a permute those of the axes along which anything moves. `UNNAMED` where the groups are those of no
+        set of axes: half of an axis, for instance.
+    """
+    sent = pairs(instruction)
+    if sent:
+        return _crossed(sent, tuple(mesh.items()))
+    return _spanned(groups(instruction, prod(mesh.values())), tuple(mesh.items()))
+
+
+@lru_cache(maxsize=4096)
+def _crossed(sent: tuple[tuple[int, int], ...], mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    shape = [size for _, size in mesh]
+    if max(max(pair) for pair in sent) >= prod(shape):
+        return UNNAMED
+    sources, targets = (np.unravel_index(np.array(side), shape) for side in zip(*sent))
+    return tuple(name for (name, _), a, b in zip(mesh, sources, targets) if (a != b).any())
+
+
+@lru_cache(maxsize=4096)
+def _spanned(found: Groups, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    wanted = {frozenset(group) for group in found}
+    if all(len(group) == 1 for group in wanted):
+        return ()
+    for names in _subsets([name for name, size in mesh if size > 1]):
+        if wanted == _along(names, mesh):
+            return names
+    return UNNAMED
+
+
+def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for count in range(1, len(names) + 1):
+        yield from combinations(names, count)
+
+
+@lru_cache(maxsize=4096)
+def _along(names: tuple[str, ...], mesh: tuple[tuple[str, int], ...]) -> set[frozenset[int]]:
+    order = [i for i, (name, _) in enumerate(mesh) if name not in names]
+    order += [i for i, (name, _) in enumerate(mesh) if name in names]
+    shape = tuple(size for _, size in mesh)
+    numbers = np.arange(prod(shape)).reshape(shape).transpose(order)
+    return {frozenset(row) for row in _rows(numbers.reshape(-1, prod(dict(mesh)[name] for name in names)))}
+
+
+def _rows(numbers: np.ndarray) -> Groups:
+    return tuple(tuple(int(n) for n in row) for row in numbers)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", text))
