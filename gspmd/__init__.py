@@ -1,6 +1,7 @@
 """Write the sharding as the papers write it; see what it costs; run it."""
 
 from gspmd.annotate import LayoutError, PlanError, Spec, SpecError, annotate
+from gspmd.audit.ledger import Ledger, ledger
 from gspmd.collectives.einsum import einsum, reshard
 from gspmd.collectives.lowering import lowering
 from gspmd.collectives.planning import Plan, plan
@@ -10,6 +11,7 @@ from gspmd.layouts import Layout
 __all__ = [
     "Layout",
     "LayoutError",
+    "Ledger",
     "Plan",
     "PlanError",
     "ProgramPlan",
@@ -17,6 +19,7 @@ __all__ = [
     "SpecError",
     "annotate",
     "einsum",
+    "ledger",
     "lowering",
     "plan",
     "reshard",

@@ -79,7 +79,9 @@ class Transformer(nnx.Module):
                 figures |= found
             return x, figures
 
-        return jax.lax.scan(jax.checkpoint(step) if self.config.remat else step, x, (weights, keys))
+        # With one repeat a backward pass holds all that it recomputed at once: nothing would be saved.
+        remat = self.config.remat and repeats > 1
+        return jax.lax.scan(jax.checkpoint(step) if remat else step, x, (weights, keys))
 
     def logits(self, x: jax.Array, *, short: bool = False) -> jax.Array:
         """Logits of a residual stream, both placed by the layout; float32.
@@ -159,7 +161,7 @@ def build(
 def arrays(model: Transformer) -> dict[str, jax.Array]:
     """The model's parameters by path, in the order of `parameters`: the tree that a training step carries."""
     found = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    return {path: found[path][...] for path in parameters(model.config, model.layout)}
+    return {path: found[path].get_value() for path in parameters(model.config, model.layout)}
 
 
 def with_arrays(model: Transformer, values: Mapping[str, jax.Array]) -> Transformer:

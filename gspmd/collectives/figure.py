@@ -50,7 +50,7 @@ def _lines(text: Text, plan: "Plan") -> None:
         text.append(arrow.ljust(widths[1]), style=COLORS.get(getattr(step, "kind", ""), ""))
         text.append(f"  {after.ljust(widths[2])}  {amount.rjust(widths[3])}  {time.rjust(widths[4])}\n")
     text.append(
-        f"  per device: {amount_of_bytes(plan.wire_bytes)} sent, {_flops(plan.flops)}, {_seconds(plan.seconds)}, "
+        f"  per device: {amount_of_bytes(plan.wire_bytes)} sent, {amount_of_flops(plan.flops)}, {amount_of_seconds(plan.seconds)}, "
         f"{amount_of_bytes(plan.peak_bytes)} held",
         style="dim",
     )
@@ -59,13 +59,13 @@ def _lines(text: Text, plan: "Plan") -> None:
 def _row(step: Step) -> tuple[str, str, str, str, str, Step]:
     if step.kind == "einsum":
         before = str(step.before) if step.other is None else f"{step.before} · {step.other}"
-        return before, "── einsum ─▶", str(step.after), _flops(step.flops), _seconds(step.seconds), step
+        return before, "── einsum ─▶", str(step.after), amount_of_flops(step.flops), amount_of_seconds(step.seconds), step
     return (
         str(step.before),
         f"── {step.kind} {axes_text(step.axes)} ─▶",
         str(step.after),
         amount_of_bytes(step.wire_bytes),
-        _seconds(step.seconds),
+        amount_of_seconds(step.seconds),
         step,
     )
 
@@ -88,11 +88,11 @@ def amount_of_bytes(amount: float) -> str:
     return _scaled(amount, 1000, ("B", "kB", "MB", "GB", "TB"))
 
 
-def _flops(amount: float) -> str:
+def amount_of_flops(amount: float) -> str:
     return _scaled(amount, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
 
 
-def _seconds(amount: float) -> str:
+def amount_of_seconds(amount: float) -> str:
     return "0 µs" if not amount else _scaled(amount * 1e9, 1000, ("ns", "µs", "ms", "s"))
 
 

@@ -123,9 +123,13 @@ def partition(spec: Spec | jax.P) -> jax.P:
 
 @lru_cache(maxsize=4096)
 def _program(name: str, title: str, body: Callable, ins: tuple, outs: Any) -> Callable:
-    def program(*arrays):
+    def scoped(*pieces):
+        # The scope stands inside: a reduction keeps only those of its body when a compiler rewrites it.
         with jax.named_scope(f"gspmd[{title}]"):
-            return mapped(body, ins, outs)(*arrays)
+            return body(*pieces)
+
+    def program(*arrays):
+        return mapped(scoped, ins, outs)(*arrays)
 
     program.__name__ = program.__qualname__ = name
     return jax.jit(program)

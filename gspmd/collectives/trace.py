@@ -22,6 +22,7 @@ from gspmd.collectives import planned
 from gspmd.collectives.cost import wire_bytes
 from gspmd.collectives.figure import COLORS, amount_of_bytes, axes_text
 from gspmd.collectives.plan import Step
+from gspmd.collectives.sharing import Values
 
 _SCOPE = re.compile(r"step(\d+)\.")
 
@@ -122,26 +123,28 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
         0
     """
     jaxpr = jax.make_jaxpr(fn)(*abstract, **keywords).jaxpr
-    return ProgramPlan(tuple(_walk(_live(jaxpr), 1)))
+    return ProgramPlan(tuple(_walk(_live(jaxpr), 1, Values())))
 
 
 def _live(jaxpr: Jaxpr) -> Jaxpr:
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
-def _walk(jaxpr: Jaxpr, trips: int, transposed: bool = False) -> Iterator[PlannedStep]:
+def _walk(jaxpr: Jaxpr, trips: int, values: Values, transposed: bool = False) -> Iterator[PlannedStep]:
     for equation in jaxpr.eqns:
         backward = _transposed(equation, transposed)
         program = planned.registered(str(equation.params.get("name", "")))
         if program is not None:
-            yield from _steps(equation, program, trips, backward)
+            yield from _steps(equation, program, trips, values, backward)
         elif equation.primitive.name == "cond":
-            branches = [list(_walk(branch.jaxpr, trips, backward)) for branch in equation.params["branches"]]
+            branches = [list(_walk(each.jaxpr, trips, Values(), backward)) for each in equation.params["branches"]]
             yield from max(branches, key=lambda entries: ProgramPlan(tuple(entries)).size)
         else:
             times = equation.params["length"] if equation.primitive.name == "scan" else 1
+            values.is_repeated(equation)
             for inner in _inner(equation):
-                yield from _walk(inner, trips * times, backward)
+                yield from _walk(inner, trips * times, values.enter(equation, inner), backward)
+                values.leave(equation, inner)
 
 
 def _transposed(equation: Any, inherited: bool) -> bool:
@@ -152,11 +155,13 @@ def _transposed(equation: Any, inherited: bool) -> bool:
     return inherited or any(scope.startswith("transpose(") for scope in scopes)
 
 
-def _steps(equation: Any, program: planned.Registered, trips: int, transposed: bool) -> Iterator[PlannedStep]:
-    """The steps of one planned program that are still in it."""
+def _steps(
+    equation: Any, program: planned.Registered, trips: int, values: Values, transposed: bool
+) -> Iterator[PlannedStep]:
+    """The steps of one planned program that are still in it, without moves that another has made already."""
     if program.backward is None:
         mesh = _mesh_of(equation)
-        for number, (buffer, flops) in sorted(_scoped(equation).items()):
+        for number, (buffer, flops) in sorted(_scoped(equation, values).items()):
             yield PlannedStep(_as_run(program.steps[number], mesh, buffer, flops), trips, program.equation)
     elif _computes(equation, program):  # the compiler lowers it: without scopes, it counts whole
         for step in program.backward if transposed else program.steps:
@@ -183,15 +188,22 @@ def _mesh_of(equation: Any) -> dict[str, int]:
     return next((dict(each.params["mesh"].shape) for each in found), {})
 
 
-def _scoped(equation: Any) -> dict[int, tuple[int, int]]:
+def _scoped(equation: Any, values: Values) -> dict[int, tuple[int, int]]:
     """The numbers of the steps whose scope is there, with the largest buffer and the operations found under each."""
     found: dict[int, tuple[int, int]] = {}
     for inner in _inner(equation):
-        for each in _all(inner):
+        known = values.enter(equation, inner)
+        for each in inner.eqns:
             numbers = _SCOPE.findall(str(each.source_info.name_stack))
-            if numbers:
+            if numbers and not known.is_repeated(each):
                 buffer, flops = found.get(int(numbers[-1]), (0, 0))
                 found[int(numbers[-1])] = max(buffer, _buffer(each)), flops + _dot_flops(each)
+            elif not numbers:
+                known.is_repeated(each)
+            for number, (buffer, flops) in _scoped(each, known).items():
+                before = found.get(number, (0, 0))
+                found[number] = max(buffer, before[0]), flops + before[1]
+        values.leave(equation, inner)
     return found
 
 

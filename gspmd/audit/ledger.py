@@ -1,0 +1,287 @@
+"""`gspmd.ledger`: what a compiled program really sends, read from its optimized HLO."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from gspmd.annotate.errors import PlanError
+from gspmd.audit import hlo
+from gspmd.audit.collectives import Collective, collective
+from gspmd.audit.flops import product_flops
+from gspmd.audit.groups import axes_of
+from gspmd.audit.loops import trips
+from gspmd.audit.origin import Origin, origin
+from gspmd.collectives.figure import COLORS, amount_of_bytes, amount_of_flops, axes_text
+from gspmd.collectives.trace import ProgramPlan
+
+if TYPE_CHECKING:
+    from gspmd.audit.compare import Comparison
+    from gspmd.audit.difference import Difference
+
+OURS = str(Path(__file__).parents[1])
+"""Where this package lies: a source line is the first outside of it."""
+
+Key = tuple[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One collective instruction of a compiled program, all its executions together; figures are per device.
+
+    Attributes:
+        kind: as in a plan: all-gather, reduce-scatter, all-reduce, all-to-all, collective-permute.
+        axes: the mesh axes it runs over, in the mesh's order; `("?",)` where its groups are those of no mesh axes.
+        count: how often it runs.
+        wire_bytes: bytes that one device sends in all of them; for a permute, the device that sends most.
+        dtype: what crosses the wire, as HLO names it: `f32`, `bf16`.
+        source: the line of the program that asked for it, `file:line`; empty where the compiler says nothing.
+        equation: the planned equation it belongs to; empty where no plan asked for it.
+        step: the plan's step, `step2.reduce-scatter.x`; empty where the compiler chose within an equation.
+        name: of the instruction in the HLO.
+        asynchronous: whether it is started and waited for by two instructions.
+        arrays: how many arrays it moves at once.
+        group: how many devices take part together.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    count: int
+    wire_bytes: int
+    dtype: str
+    source: str = ""
+    equation: str = ""
+    step: str = ""
+    name: str = field(default="", compare=False)
+    asynchronous: bool = False
+    arrays: int = 1
+    group: int = 1
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What one device of a compiled program sends and multiplies in one execution.
+
+    A conditional counts its branch with the most bytes. A loop whose trips depend on what is computed counts once, and
+    is named in `notes`.
+
+    Attributes:
+        entries: every collective instruction, in program order.
+        flops: of the matrix products, loops counted: two per multiplication.
+        mesh: sizes of the mesh axes.
+        name: of the program.
+        notes: what could not be counted.
+    """
+
+    entries: tuple[Entry, ...]
+    flops: int
+    mesh: Mapping[str, int]
+    name: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one device sends."""
+        return sum(entry.wire_bytes for entry in self.entries)
+
+    def by_kind_and_axes(self) -> dict[Key, tuple[int, int]]:
+        """For every collective kind and set of mesh axes: how often it runs, and the bytes sent."""
+        counts, sent = Counter(), Counter()
+        for entry in self.entries:
+            key = (entry.kind, tuple(sorted(entry.axes)))
+            counts[key] += entry.count * entry.arrays
+            sent[key] += entry.wire_bytes
+        return {key: (counts[key], sent[key]) for key in sorted(counts)}
+
+    def compare(self, plan: ProgramPlan) -> "Comparison":
+        """What was planned beside what was compiled, by (kind, axes) and by step; see `gspmd.audit.compare`."""
+        from gspmd.audit.compare import compare
+
+        return compare(self, plan)
+
+    def diff(self, other: "Ledger") -> "Difference":
+        """What changes from this ledger to another; see `gspmd.audit.difference`."""
+        from gspmd.audit.difference import difference
+
+        return difference(self, other)
+
+    def to_json(self) -> str:
+        """The whole ledger as JSON: name, mesh, wire_bytes, flops, notes, entries."""
+        totals = {"name": self.name, "mesh": dict(self.mesh), "wire_bytes": self.wire_bytes, "flops": self.flops}
+        return json.dumps({**totals, "notes": self.notes, "entries": [asdict(entry) for entry in self.entries]})
+
+    def table(self) -> Table:
+        """The collectives as a rich table, like ones in one row, most bytes first."""
+        title = f"ledger of {self.name or 'a program'}: what one of {prod(self.mesh.values())} devices sends"
+        table = Table(title=title, title_justify="left")
+        for column, justify in _COLUMNS:
+            table.add_column(column, justify=justify, overflow="fold")
+        for entry, count, sent in self._rows():
+            kind = f"[{COLORS[entry.kind]}]{entry.kind}[/]{' async' if entry.asynchronous else ''}"
+            figures = (axes_text(entry.axes), entry.dtype, str(count), amount_of_bytes(sent))
+            table.add_row(kind, *figures, asked(entry))
+        table.add_section()
+        count = str(sum(entry.count for entry in self.entries))
+        work = f"{amount_of_flops(self.flops)} in matrix products"
+        table.add_row("all", "", "", count, amount_of_bytes(self.wire_bytes), work, style="bold")
+        return table
+
+    def _rows(self) -> list[tuple[Entry, int, int]]:
+        """Entries that differ in nothing but count and bytes, together."""
+        rows: dict[tuple, list] = {}
+        for entry in self.entries:
+            alike = (entry.kind, entry.axes, entry.dtype, entry.equation, entry.step, entry.source, entry.asynchronous)
+            row = rows.setdefault(alike, [entry, 0, 0])
+            row[1] += entry.count
+            row[2] += entry.wire_bytes
+        return sorted((tuple(row) for row in rows.values()), key=lambda row: (-row[2], row[0].kind, row[0].axes))
+
+    def __str__(self) -> str:
+        console = Console(width=140, color_system=None)
+        with console.capture() as capture:
+            console.print(self.table(), *(f"note: {note}" for note in self.notes), sep="\n")
+        return capture.get()
+
+
+_COLUMNS = (
+    ("kind", "left"),
+    ("mesh axes", "left"),
+    ("dtype", "left"),
+    ("count", "right"),
+    ("sent", "right"),
+    ("asked for by", "left"),
+)
+
+
+def asked(entry: Entry) -> str:
+    """Who asked for a collective, for a person: the equation with its step, and the source line."""
+    number = entry.step.partition(".")[0].replace("step", "step ")
+    planned = " ".join(part for part in (entry.equation.replace("[", r"\["), number) if part)
+    return "  ".join(part for part in (planned, short(entry.source)) if part) or "the compiler"
+
+
+def short(source: str) -> str:
+    """A source line with the last two parts of its path."""
+    return "/".join(Path(source).parts[-2:]) if source else ""
+
+
+def ledger(compiled: Any, mesh: Any = None) -> Ledger:
+    """Read what a compiled program sends.
+
+    Args:
+        compiled: `jax.jit(f).lower(...).compile()`, for any platform, or the text of its optimized HLO.
+        mesh: a mesh, or sizes of its axes in its order; that of the program's inputs, or else the one in force, if not
+            given.
+
+    Returns:
+        A `Ledger`: every collective with its mesh axes, executions, bytes, dtype, plan step and source line.
+
+    Raises:
+        PlanError: no mesh is given, and none can be found.
+        HloError: the text is no HLO module.
+
+    Example:
+        >>> mesh = jax.make_mesh((1,), ("x",))
+        >>> x = jax.ShapeDtypeStruct((4, 4), "float32", sharding=jax.NamedSharding(mesh, jax.P("x")))
+        >>> gspmd.ledger(jax.jit(lambda x: x @ x).lower(x).compile()).flops
+        128
+
+    Differs: from `compiled.cost_analysis()`, which counts a loop's body once and has no collectives.
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    sizes = _sizes(_mesh_of(compiled) if mesh is None else mesh)
+    return of_module(hlo.parse(text), sizes)
+
+
+def of_module(module: hlo.Module, mesh: Mapping[str, int]) -> Ledger:
+    """The ledger of a module that is already parsed."""
+    reader = _Reader(module, mesh)
+    entries, flops = reader.read(module.entry, 1)
+    return Ledger(tuple(entries), flops, dict(mesh), module.name, tuple(dict.fromkeys(reader.notes)))
+
+
+class _Reader:
+    """One walk through a module."""
+
+    def __init__(self, module: hlo.Module, mesh: Mapping[str, int]):
+        self.module, self.mesh, self.notes = module, mesh, []
+        self.devices = prod(mesh.values())
+
+    def read(self, computation: hlo.Computation, times: int) -> tuple[list[Entry], int]:
+        """The entries of a computation that runs so often, and the operations of its products."""
+        entries, flops = [], 0
+        for instruction in computation.instructions:
+            flops += times * product_flops(self.module, computation, instruction)
+            found = collective(self.module, computation, instruction, self.devices)
+            if found and found.phase != "done" and found.group > 1:
+                entries.append(self._entry(computation, instruction, found, times))
+            if instruction.opcode == "conditional":
+                inner = max((self.read(branch, times) for branch in self._called(instruction)), key=_size)
+                entries, flops = entries + inner[0], flops + inner[1]
+            elif instruction.opcode in ("while", "call", "async-start") and not found:
+                for branch, runs in self._runs(computation, instruction):
+                    inner = self.read(branch, times * runs)
+                    entries, flops = entries + inner[0], flops + inner[1]
+        return entries, flops
+
+    def _called(self, instruction: hlo.Instruction) -> list[hlo.Computation]:
+        return [self.module.computations[name] for name in instruction.called]
+
+    def _runs(self, computation: hlo.Computation, caller: hlo.Instruction) -> Iterator[tuple[hlo.Computation, int]]:
+        if caller.opcode != "while":
+            yield from ((each, 1) for each in self._called(caller))
+            return
+        runs = trips(self.module, computation, caller)
+        if runs is None:
+            runs = 1
+            self.notes.append(f"the trips of loop {caller.name} depend on what is computed; it is counted once")
+        yield self.module.computations[caller.attribute("body").lstrip("%")], runs
+
+    def _entry(
+        self, computation: hlo.Computation, instruction: hlo.Instruction, found: Collective, times: int
+    ) -> Entry:
+        came: Origin = origin(self.module, computation, instruction, found.instruction, OURS)
+        return Entry(
+            found.kind,
+            axes_of(found.instruction, self.mesh),
+            times,
+            found.wire_bytes * times,
+            found.dtype,
+            came.source,
+            came.equation,
+            came.step,
+            instruction.name,
+            found.phase == "start",
+            len(found.arrays),
+            found.group,
+        )
+
+
+def _size(part: tuple[list[Entry], int]) -> tuple[int, int]:
+    return sum(entry.wire_bytes for entry in part[0]), part[1]
+
+
+def _mesh_of(compiled: Any) -> Any:
+    """The mesh that a program's inputs lie on, or the one in force."""
+    if not isinstance(compiled, str):
+        for sharding in jax.tree.leaves(compiled.input_shardings):
+            if isinstance(sharding, jax.NamedSharding) and not sharding.mesh.empty:
+                return sharding.mesh
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise PlanError(
+            "cannot name the mesh axes of this program: nothing it takes lies on a mesh.\n"
+            "  Give mesh=, or call inside `with jax.set_mesh(mesh):`."
+        )
+    return mesh
+
+
+def _sizes(mesh: Any) -> dict[str, int]:
+    return dict(mesh.shape) if hasattr(mesh, "shape") else dict(mesh)

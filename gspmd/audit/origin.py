@@ -1,0 +1,64 @@
+"""Where a compiled collective comes from: the plan's step, by the scopes JAX gave it, and the line that asked for it."""
+
+import re
+from dataclasses import dataclass
+
+from gspmd.audit.hlo import Computation, Instruction, Module
+
+_EQUATION = re.compile(r"gspmd\[([^\]]*)\]")
+_STEP = re.compile(r"(step\d+\.[a-z\-]+(?:\.[\w.]+)?)(?:/|$)")
+_NEAR = 4
+"""How many producers are asked for a line where the compiler left a collective without one."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The equation and step of a plan, and `file:line`; each empty where nothing tells it."""
+
+    equation: str
+    step: str
+    source: str
+
+
+def origin(
+    module: Module, computation: Computation, scheduled: Instruction, instruction: Instruction, ours: str
+) -> Origin:
+    """Where a collective comes from.
+
+    Args:
+        module, computation: where it stands.
+        scheduled: its line in the schedule.
+        instruction: the collective itself, where that is wrapped or fused.
+        ours: the path of files that are not where a collective was asked for, but how it was planned.
+
+    A compiler that rewrites a reduction drops its scopes; those of the reduced function are still there, and the line
+    is then that of what it reduces.
+    """
+    reducer = module.computations.get(instruction.attribute("to_apply").lstrip("%"))
+    own = [instruction, scheduled, *([reducer.root] if reducer else ())]
+    near = own + _producers(computation, scheduled)
+    scopes = next((each.op_name for each in own if _STEP.search(each.op_name)), "")
+    step = _last(_STEP, scopes)
+    named = _last(_EQUATION, scopes) or (
+        next((found for each in near if (found := _last(_EQUATION, each.op_name))), "") if step else _of_own(own)
+    )
+    source = next((found for each in near if (found := module.source(each, (ours,)))), "")
+    return Origin(named, step, source)
+
+
+def _of_own(own: list[Instruction]) -> str:
+    return next((found for each in own if (found := _last(_EQUATION, each.op_name))), "")
+
+
+def _last(pattern: re.Pattern, text: str) -> str:
+    found = pattern.findall(text)
+    return found[-1] if found else ""
+
+
+def _producers(computation: Computation, instruction: Instruction) -> list[Instruction]:
+    """What makes an instruction's first operand, and the first operand of that, for a few steps."""
+    found = []
+    while instruction.operands and len(found) < _NEAR:
+        instruction = computation.by_name[instruction.operands[0]]
+        found.append(instruction)
+    return found

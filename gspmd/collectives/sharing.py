@@ -1,0 +1,90 @@
+"""Common moves: a compiler that is told to move the same value in the same way twice moves it once.
+
+Values are numbered as compilers number them, along what only passes them on: calls, changes of dtype, collectives, and
+loops that run once, which XLA unrolls. Anything else makes a new value.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr
+
+_MOVES = ("all_gather", "reduce_scatter", "psum", "pmax", "all_to_all", "ppermute")
+_PURE = (*_MOVES, "convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim")
+_CALLS = ("jit", "pjit", "closed_call", "custom_vjp_call", "custom_jvp_call", "shard_map", "custom_partitioning")
+
+
+class Values:
+    """The values of one straight piece of a program, and the collectives that it has made of them."""
+
+    def __init__(self):
+        self._numbers: dict[Hashable, int] = {}
+        self._known: dict[Any, int] = {}
+        self._moved: set[int] = set()
+
+    def enter(self, equation: Any, inner: Jaxpr) -> "Values":
+        """The values with which a called program begins: the caller's own where it runs exactly once, else none."""
+        if self._is_call(equation, inner):
+            self._alias(inner.invars, [self._of(var) for var in equation.invars])
+            return self
+        if _runs_once(equation):
+            first = equation.params["num_consts"] + equation.params["num_carry"]
+            held = [self._of(var) for var in equation.invars]
+            self._alias(inner.invars, held[:first] + [self._only(number) for number in held[first:]])
+            return self
+        return Values()
+
+    def leave(self, equation: Any, inner: Jaxpr) -> None:
+        """Know a called program's results by what they are inside."""
+        if self._is_call(equation, inner) and len(equation.outvars) == len(inner.outvars):
+            self._alias(equation.outvars, [self._of(var) for var in inner.outvars])
+        elif _runs_once(equation):
+            held, carried = [self._of(var) for var in inner.outvars], equation.params["num_carry"]
+            self._alias(equation.outvars, held[:carried] + [self._number(("stack", n)) for n in held[carried:]])
+
+    def is_repeated(self, equation: Any) -> bool:
+        """Take note of an operation; whether it is a collective that has been made before of the same value."""
+        if equation.primitive.name not in _PURE:
+            # A jaxpr may run in many places with the same variables: what it makes is new in each.
+            self._alias(equation.outvars, [self._number(("new", len(self._numbers))) for _ in equation.outvars])
+            return False
+        key = (equation.primitive.name, str(equation.params), *(self._of(var) for var in equation.invars))
+        number = self._number(key)
+        self._alias(equation.outvars, [self._number((number, place)) for place in range(len(equation.outvars))])
+        if equation.primitive.name not in _MOVES:
+            return False
+        repeated = number in self._moved
+        self._moved.add(number)
+        return repeated
+
+    @staticmethod
+    def _is_call(equation: Any, inner: Jaxpr) -> bool:
+        return equation.primitive.name in _CALLS and len(equation.invars) == len(inner.invars)
+
+    def _only(self, stacked: int) -> int:
+        """The one slice of a value that is a stack of one."""
+        origin = next((key for key, number in self._numbers.items() if number == stacked), None)
+        whole = isinstance(origin, tuple) and origin[0] == "stack"
+        return origin[1] if whole else self._number(("slice", stacked))
+
+    def _number(self, key: Hashable) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def _of(self, var: Any) -> int:
+        if not _is_known(self._known, var):
+            return self._number(("outer", id(var)))
+        return self._known[var]
+
+    def _alias(self, variables: Sequence[Any], numbers: Sequence[int]) -> None:
+        self._known.update((var, number) for var, number in zip(variables, numbers))
+
+
+def _is_known(known: dict, var: Any) -> bool:
+    try:
+        return var in known
+    except TypeError:  # a literal may not be hashable
+        return False
+
+
+def _runs_once(equation: Any) -> bool:
+    return equation.primitive.name == "scan" and equation.params["length"] == 1
