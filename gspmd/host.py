@@ -5,6 +5,7 @@ Everything that must happen before JAX starts a backend happens here, and nowher
 
 import os
 from collections.abc import Sequence
+from glob import glob
 
 import jax
 
@@ -12,6 +13,17 @@ import jax
 # their threads, so with more devices than cores a step with several independent collectives can deadlock. NPROC sets
 # the size of that pool; it is read when the backend starts.
 _THREADS = 32
+
+# Where libtpu is installed JAX loads it to look for a TPU (0.1 s), unless JAX_PLATFORMS says otherwise. Without a TPU
+# libtpu would complain about every answer that it lacks, keep a log in /tmp, and lock other processes out of compiling
+# for TPUs (gspmd.audit.topology, which has the same table).
+_WITHOUT_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v4-32",
+    "TPU_LOG_DIR": "disabled",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 
 
 class HostError(RuntimeError):
@@ -31,6 +43,7 @@ def use_host_devices(count: int) -> None:
     """
     if count < 1:
         raise HostError(f"cannot make {count} host devices: the number of devices must be at least 1.")
+    _quiet_libtpu()
     os.environ["NPROC"] = str(max(_THREADS, 4 * count, int(os.environ.get("NPROC") or 0)))
     if jax.config.jax_num_cpu_devices == count:
         return
@@ -89,6 +102,13 @@ def describe(devices: Sequence[jax.Device]) -> str:
         return f"{len(devices)} fake host devices sharing {cores} core{'s' * (cores != 1)}"
     noun = "device" if len(devices) == 1 else "devices"
     return f"{len(devices)} {devices[0].device_kind} {noun} ({devices[0].platform})"
+
+
+def _quiet_libtpu() -> None:
+    # A machine with TPUs has one of these files per chip, and knows its own answers.
+    if not (glob("/dev/accel[0-9]*") or glob("/dev/vfio/[0-9]*")):
+        for variable, value in _WITHOUT_TPU.items():
+            os.environ.setdefault(variable, value)
 
 
 def _no_gpu(found: str) -> str:

@@ -11,7 +11,7 @@ from gspmd.annotate.errors import PlanError, suggestion
 
 @dataclass(frozen=True)
 class Chip:
-    """Peak figures of one chip, in bytes, seconds and FLOPs.
+    """Peak figures of one chip, in bytes, seconds and FLOPs; of one device, where JAX shows a chip as two.
 
     Source: chips.toml names the document of each figure; `Chip.source` holds the same text.
     """
@@ -78,7 +78,7 @@ def chip(name: "str | Chip") -> Chip:
     """The figures of a chip by its name in chips.toml.
 
     Args:
-      name: `tpu-v4`, `tpu-v5e`, `tpu-v5p`, `tpu-v6e`, `h100` or `h200`; a `Chip` is returned as it is.
+      name: one of `CHIPS`, such as `tpu-v4`, `tpu7x` or `h200`; a `Chip` is returned as it is.
 
     Raises:
       PlanError: no chip has this name.

@@ -7,12 +7,15 @@ import pytest
 from gspmd.annotate import PlanError
 from gspmd.collectives.chips import CHIPS, chip, chip_of_device
 
-# 128x128 multiply-adds per matrix unit and cycle (256x256 on v6e), two FLOPs each; 4096 FLOPs of a GPU's multiprocessor
+# 128x128 multiply-adds per matrix unit and cycle (256x256 on v6e and 7x), two FLOPs each; 4096 FLOPs of a GPU's
+# multiprocessor
 FLOPS_PER_CYCLE = {
+    "tpu-v3": 2 * 2 * 128**2,
     "tpu-v4": 8 * 2 * 128**2,
     "tpu-v5e": 4 * 2 * 128**2,
     "tpu-v5p": 8 * 2 * 128**2,
     "tpu-v6e": 4 * 2 * 256**2,
+    "tpu7x": 4 * 2 * 256**2,
     "h100": 132 * 4096,
     "h200": 132 * 4096,
 }
@@ -39,6 +42,24 @@ def test_links_and_wrap_around():
     assert h100.egress_bandwidth == 450e9
 
 
+def test_a_chip_that_is_two_devices_counts_as_half_a_chip():
+    v3, tpu7x = chip("tpu-v3"), chip("tpu7x")
+    assert (2 * v3.bf16_flops, 2 * v3.hbm_bytes, 2 * v3.hbm_bandwidth) == (123e12, 32 * 2**30, 900e9)
+    assert (2 * tpu7x.bf16_flops, 2 * tpu7x.hbm_bytes, 2 * tpu7x.hbm_bandwidth) == (2307e12, 192 * 2**30, 7380e9)
+    assert 2 * tpu7x.egress_bandwidth == 600e9  # 1200 GBps both ways
+    assert 2 * v3.egress_bandwidth == pytest.approx(340e12 / 1024, rel=0.001)
+    for name in ("tpu-v3", "tpu7x"):
+        halved = ("bf16_flops", "hbm_bytes", "hbm_bandwidth", "link_bandwidth")
+        assert all("half of it per device" in chip(name).source[figure] for figure in halved)
+
+
+@pytest.mark.parametrize("row", CHIPS.values(), ids=lambda row: row.name)
+def test_float32_is_six_passes_on_a_tpu(row):
+    if not row.is_switch:
+        assert row.float32_flops == pytest.approx(row.bf16_flops / 6, rel=0.002)
+        assert row.links == 2 * row.torus
+
+
 def test_rate_depends_on_the_dtype():
     assert chip("h200").flops("bfloat16") == 989.4e12
     assert chip("h200").flops("float32") == 66.9e12
@@ -46,6 +67,7 @@ def test_rate_depends_on_the_dtype():
 
 def test_a_chip_by_its_device_and_by_itself():
     assert chip_of_device("TPU v5 lite").name == "tpu-v5e"
+    assert (chip_of_device("TPU v3").name, chip_of_device("TPU7x").name) == ("tpu-v3", "tpu7x")
     assert chip_of_device("cpu") is None
     assert chip(chip("tpu-v4")) is CHIPS["tpu-v4"]
 
@@ -55,5 +77,5 @@ def test_an_unknown_chip():
         chip("TPU v4")
     assert str(error.value) == (
         "no chip is called 'TPU v4'.\n"
-        "  Did you mean 'tpu-v4'? Known chips: tpu-v4, tpu-v5e, tpu-v5p, tpu-v6e, h100, h200."
+        "  Did you mean 'tpu-v4'? Known chips: tpu-v3, tpu-v4, tpu-v5e, tpu-v5p, tpu-v6e, tpu7x, h100, h200."
     )

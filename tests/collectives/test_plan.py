@@ -179,7 +179,7 @@ ERRORS = [
         {"chip": "tpu-v9"},
         PlanError,
         "no chip is called 'tpu-v9'.\n"
-        "  Did you mean 'tpu-v4'? Known chips: tpu-v4, tpu-v5e, tpu-v5p, tpu-v6e, h100, h200.",
+        "  Did you mean 'tpu-v4'? Known chips: tpu-v3, tpu-v4, tpu-v5e, tpu-v5p, tpu-v6e, tpu7x, h100, h200.",
     ),
     ({"lowering": "loop"}, PlanError, "no lowering is called 'loop'.\n  Known: auto, xla, blocking."),
     (
