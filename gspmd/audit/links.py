@@ -1,0 +1,81 @@
+"""Which links a compiled collective keeps busy, and for how long when nothing else uses them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from gspmd.audit.collectives import Collective
+from gspmd.audit.groups import UNNAMED, axes_of, pairs
+from gspmd.collectives.chips import Chip
+from gspmd.collectives.cost import collective_seconds
+
+Link = tuple[str, int]
+"""A mesh axis and a direction along it, +1 or -1: every chip has one such link, and all are used alike."""
+
+SWITCH: Link = ("switch", 0)
+MEMORY: Link = ("memory", 0)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What a collective, or a copy, asks of the links.
+
+    Attributes:
+        busy: seconds for which it fills its links, when it has them for itself.
+        latency: seconds from then on until the last bytes have passed their hops; its links are free again.
+        links: those that it fills.
+    """
+
+    busy: float
+    latency: float
+    links: frozenset[Link]
+
+
+def transfer(found: Collective, mesh: Mapping[str, int], chip: Chip) -> Transfer:
+    """The links and seconds of a collective.
+
+    A permute by the same number of places along one mesh axis, such as a ring's step, uses one direction of that axis;
+    where the axis has no wrap-around links, what closes the ring comes back through the other. Everything else takes
+    the seconds of `gspmd.collectives.cost.collective_seconds` on both directions of its axes. Groups that are those of
+    no mesh axes are one ring of their own. Under a switch, all collectives share what a chip sends.
+
+    Args:
+        found: the collective.
+        mesh: sizes of the mesh axes, each one torus axis of the chip.
+        chip: whose links they are.
+    """
+    axes = axes_of(found.instruction, mesh)
+    shift = None if chip.is_switch else _shift(pairs(found.instruction), tuple(mesh.items()))
+    if shift:
+        return _along(*shift, found.buffer, mesh, chip)
+    sizes = {**mesh, UNNAMED[0]: found.group}
+    seconds = collective_seconds(found.kind, axes, sizes, found.buffer, chip)
+    latency = collective_seconds(found.kind, axes, sizes, 0, chip)
+    links = {SWITCH} if chip.is_switch else {(axis, sign) for axis in axes for sign in (1, -1)}
+    return Transfer(seconds - latency, latency, frozenset(links))
+
+
+def _shift(sent: tuple[tuple[int, int], ...], mesh: tuple[tuple[str, int], ...]) -> tuple[str, int, bool] | None:
+    """The axis, the places (the shorter way round), and whether a pair crosses the border of the mesh, if all agree."""
+    shape = [size for _, size in mesh]
+    if not sent or max(max(pair) for pair in sent) >= np.prod(shape):
+        return None
+    source, target = (np.array(np.unravel_index(np.array(side), shape)) for side in zip(*sent))
+    places = (target - source) % np.array(shape)[:, None]
+    moved = np.flatnonzero(places.any(axis=1))
+    if len(moved) != 1 or (places[moved[0]] != places[moved[0], 0]).any():
+        return None
+    (axis, size), by = mesh[moved[0]], int(places[moved[0], 0])
+    if 2 * by == size > 2:  # both ways round are as short
+        return None
+    by = by if 2 * by <= size else by - size
+    return axis, by, bool((target[moved[0]] - source[moved[0]] != by).any())
+
+
+def _along(axis: str, by: int, closes: bool, buffer: int, mesh: Mapping[str, int], chip: Chip) -> Transfer:
+    """Each link carries what `by` chips send; the ring is as slow as its longest way."""
+    both = closes and not chip.wraps(mesh[axis])
+    hops = mesh[axis] - abs(by) if both else abs(by)
+    links = {(axis, 1), (axis, -1)} if both else {(axis, 1 if by > 0 else -1)}
+    return Transfer(abs(by) * buffer / chip.link_bandwidth, hops * chip.hop_seconds, frozenset(links))
