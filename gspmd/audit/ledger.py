@@ -162,9 +162,13 @@ _COLUMNS = (
 
 def asked(entry: Entry) -> str:
     """Who asked for a collective, for a person: the equation with its step, and the source line."""
-    number = entry.step.partition(".")[0].replace("step", "step ")
-    planned = " ".join(part for part in (entry.equation.replace("[", r"\["), number) if part)
+    planned = " ".join(part for part in (entry.equation.replace("[", r"\["), number(entry.step)) if part)
     return "  ".join(part for part in (planned, short(entry.source)) if part) or "the compiler"
+
+
+def number(step: str) -> str:
+    """`step2.reduce-scatter.x` as `step 2`."""
+    return step.partition(".")[0].replace("step", "step ")
 
 
 def short(source: str) -> str:

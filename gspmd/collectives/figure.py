@@ -49,17 +49,16 @@ def _lines(text: Text, plan: "Plan") -> None:
         text.append(f"  {before.ljust(widths[0])}  ")
         text.append(arrow.ljust(widths[1]), style=COLORS.get(getattr(step, "kind", ""), ""))
         text.append(f"  {after.ljust(widths[2])}  {amount.rjust(widths[3])}  {time.rjust(widths[4])}\n")
-    text.append(
-        f"  per device: {amount_of_bytes(plan.wire_bytes)} sent, {amount_of_flops(plan.flops)}, {amount_of_seconds(plan.seconds)}, "
-        f"{amount_of_bytes(plan.peak_bytes)} held",
-        style="dim",
-    )
+    sent, held = amount_of_bytes(plan.wire_bytes), amount_of_bytes(plan.peak_bytes)
+    work, time = amount_of_flops(plan.flops), amount_of_seconds(plan.seconds)
+    text.append(f"  per device: {sent} sent, {work}, {time}, {held} held", style="dim")
 
 
 def _row(step: Step) -> tuple[str, str, str, str, str, Step]:
     if step.kind == "einsum":
         before = str(step.before) if step.other is None else f"{step.before} · {step.other}"
-        return before, "── einsum ─▶", str(step.after), amount_of_flops(step.flops), amount_of_seconds(step.seconds), step
+        work, time = amount_of_flops(step.flops), amount_of_seconds(step.seconds)
+        return before, "── einsum ─▶", str(step.after), work, time, step
     return (
         str(step.before),
         f"── {step.kind} {axes_text(step.axes)} ─▶",

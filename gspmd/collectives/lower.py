@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gspmd.annotate.spec import Spec
+from gspmd.collectives import tpu
 from gspmd.collectives.plan import Output, Product, Routine, Step
 
 
@@ -41,10 +42,14 @@ def _changed_dimension(step: Step) -> int:
 
 
 def _all_gather(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+    if tpu.is_target():
+        return tpu.all_gather(x, step.axes, _changed_dimension(step), mesh)
     return lax.all_gather(x, step.axes, axis=_changed_dimension(step), tiled=True)
 
 
 def _reduce_scatter(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+    if tpu.is_target():
+        return tpu.reduce_scatter(x, step.axes, _changed_dimension(step), mesh)
     return lax.psum_scatter(x, step.axes, scatter_dimension=_changed_dimension(step), tiled=True)
 
 

@@ -29,11 +29,12 @@ _SCOPE = re.compile(r"step(\d+)\.")
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step of a function's plan: how often it runs, and the equation it belongs to."""
+    """A step of a function's plan: how often it runs, the equation it belongs to, and its number among its steps."""
 
     step: Step
     trips: int
     equation: str
+    number: int = 0
 
     @property
     def wire_bytes(self) -> int:
@@ -162,10 +163,11 @@ def _steps(
     if program.backward is None:
         mesh = _mesh_of(equation)
         for number, (buffer, flops) in sorted(_scoped(equation, values).items()):
-            yield PlannedStep(_as_run(program.steps[number], mesh, buffer, flops), trips, program.equation)
+            step = _as_run(program.steps[number], mesh, buffer, flops)
+            yield PlannedStep(step, trips, program.equation, number)
     elif _computes(equation, program):  # the compiler lowers it: without scopes, it counts whole
-        for step in program.backward if transposed else program.steps:
-            yield PlannedStep(step, trips, program.equation)
+        for number, step in enumerate(program.backward if transposed else program.steps):
+            yield PlannedStep(step, trips, program.equation, number)
 
 
 def _computes(equation: Any, program: planned.Registered) -> bool:
