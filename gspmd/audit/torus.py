@@ -1,0 +1,68 @@
+"""How the axes of a mesh lie on the axes of a torus, in integers alone."""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from math import gcd, log
+
+
+def lay(torus: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """For each torus axis, the part of it that each mesh axis takes; earlier mesh axes vary more slowly along it.
+
+    As few mesh axes as possible take parts of torus axes instead of whole ones, and then in as few pieces as possible.
+    Differs from `jax.experimental.mesh_utils.create_device_mesh`, which goes greedily from the last mesh axis to the
+    first, and lays a mesh over TPU v3, where a chip is two devices, without looking.
+
+    Args:
+        torus: sizes of the torus axes.
+        sizes: of the mesh axes, with the same product.
+
+    Example:
+        >>> lay((4, 4, 8), (8, 16))
+        ((1, 4), (1, 4), (8, 1))
+        >>> lay((4, 4), (2, 8))
+        ((2, 2), (1, 4))
+    """
+
+    def cost(rows: tuple[tuple[int, ...], ...]) -> tuple[int, int]:
+        in_parts = {axis for size, row in zip(torus, rows) for axis, part in enumerate(row) if part not in (1, size)}
+        return len(in_parts), sum(part > 1 for row in rows for part in row)
+
+    return min(_layings(torus, sizes), key=cost)
+
+
+def nearest(count: int, sizes: Sequence[int], found: int = 3) -> list[tuple[int, ...]]:
+    """The ways to write `count` as a product of as many factors as there are sizes, the most similar ones first.
+
+    Example:
+        >>> nearest(64, (4, 8))
+        [(4, 16), (8, 8), (2, 32)]
+    """
+
+    def distance(factors: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+        return round(sum(abs(log(ours / asked)) for ours, asked in zip(factors, sizes)), 6), factors
+
+    return sorted(_factorings(count, (count,) * len(sizes)), key=distance)[:found]
+
+
+def _layings(torus: tuple[int, ...], room: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    if not torus:
+        yield ()
+        return
+    for row in _factorings(torus[0], room):
+        for rest in _layings(torus[1:], tuple(free // part for free, part in zip(room, row))):
+            yield (row, *rest)
+
+
+def _factorings(number: int, room: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Ways to write the number as a product of one divisor of each of `room`, large first factors first."""
+    if not room:
+        yield from [()] if number == 1 else []
+        return
+    for part in _divisors(gcd(number, room[0])):
+        for rest in _factorings(number // part, room[1:]):
+            yield (part, *rest)
+
+
+@cache
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(part for part in range(number, 0, -1) if number % part == 0)
