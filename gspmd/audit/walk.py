@@ -116,8 +116,8 @@ class Walk:
     def _iteration(self, computation: Computation, loop: Instruction, begun: float, stands: int) -> None:
         seconds = self.machine.now - begun
         if seconds:
-            span = replace(self._span(computation, loop, "loop", ("compute",)), name=loop.name, start=begun)
-            self.machine.draw(replace(span, seconds=seconds, times=stands, trips=stands))
+            span = self._span(computation, loop, "loop", ("compute",))
+            self.machine.draw(replace(span, start=begun, seconds=seconds, times=stands, trips=stands))
 
     def _longest(self, conditional: Instruction, arguments: list[Value]) -> Value:
         """Every branch from the same state; the one after which most time has passed is the one that was taken."""
@@ -141,7 +141,7 @@ class Walk:
     ) -> Span:
         came = origin(self.module, computation, scheduled, sent.instruction if sent else scheduled, OURS)
         return Span(
-            came.step or (sent.kind if sent else _named(scheduled)),
+            _name(scheduled, came.step, category),
             rows,
             0.0,
             0.0,
@@ -154,10 +154,16 @@ class Walk:
         )
 
 
-def _named(instruction: Instruction) -> str:
-    """What JAX called the last of what a fusion holds, or the opcode."""
-    fused = instruction.opcode in ("fusion", "custom-call")
-    return (fused and instruction.op_name.rpartition("/")[2]) or instruction.opcode
+def _name(instruction: Instruction, step: str, category: str) -> str:
+    """The plan's step, and what is done for its sake; without a plan, what JAX called it, or the opcode."""
+    if step and (category not in ("other", "copy") or ".einsum" in step):
+        return step
+    if step:
+        return f"{instruction.opcode} for {step}"
+    if category not in ("einsum", "other", "copy"):
+        return instruction.name if category == "loop" else category
+    named = instruction.op_name.rpartition("/")[2] if instruction.opcode in ("fusion", "custom-call") else ""
+    return named or instruction.opcode
 
 
 def _number(value: Value) -> int | None:

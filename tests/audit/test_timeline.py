@@ -303,6 +303,43 @@ def test_an_asynchronous_gather_is_hidden_behind_what_stands_between():
     assert times(run(f"%g = {gather}", step("m", 4), end)) == (5, 4, 4, 1)  # the gather takes 5 µs
 
 
+def test_a_collective_that_is_wrapped_runs_beside_too():
+    wrapped = """%wrapped (q: u8[360000]) -> u8[90000] {
+  %q = u8[360000]{0} parameter(0)
+  ROOT %r = u8[90000]{0} reduce-scatter(%q), replica_groups=[4,4]<=[16], dimensions={0}, to_apply=%add
+}
+"""
+    begin = "%s = ((u8[360000]{0}), u8[90000]{0}) async-start(%q), calls=%wrapped"
+    lines = ("%q = u8[360000]{0} parameter(1)", begin, step("m", 4), "%d = u8[90000]{0} async-done(%s)")
+    found = run(*lines, computations=wrapped, signature="(p: u8[90000], q: u8[360000]) -> u8[90000]")
+    assert times(found) == (5, 4, 4, 1)  # as the gather of as much
+    assert [part.category for part in found.parts] == ["reduce-scatter", "other"]
+
+
+def test_a_slice_that_runs_beside_is_a_copy():
+    # 1.2 MB of 12 leave main memory: 1 µs, hidden
+    begin = "%s = ((u8[12000000]{0}), u8[1200000]{0:S(3)}, u32[]) slice-start(%q), slice={[0:1200000]}"
+    lines = ("%q = u8[12000000]{0} parameter(1)", begin, step("m", 4), "%d = u8[1200000]{0:S(3)} slice-done(%s)")
+    found = run(*lines, signature="(p: u8[90000], q: u8[12000000]) -> u8[1200000]")
+    assert times(found) == (4, 4, 0, 0)
+    assert [(part.category, *micro(part.seconds)) for part in found.parts] == [("other", 4), ("copy", 1)]
+
+
+def test_spans_are_named_by_the_step_of_the_plan():
+    def named(name: str, *scopes: str) -> str:
+        return step(name, 1) + f', metadata={{op_name="jit(f)/{"/".join(scopes)}"}}'
+
+    planned = "gspmd[BLE_x -> BLE]/shard_map"
+    lines = (
+        named("a", planned, "step0.einsum", "dot_general"),
+        named("b", planned, "step1.all-to-all.x", "all_to_all"),
+        named("c", "add"),
+    )
+    spans = run(*lines).spans
+    assert [span.name for span in spans] == ["step0.einsum", "negate for step1.all-to-all.x", "negate"]
+    assert [span.equation for span in spans] == ["BLE_x -> BLE", "BLE_x -> BLE", ""]
+
+
 def test_a_collective_among_one_device_is_free():
     gather = "%g = u8[90000]{0} all-gather(%p), replica_groups=[16,1]<=[16], dimensions={0}"
     assert run(gather).step_seconds == 0
