@@ -40,8 +40,8 @@ def figure(timeline: Timeline) -> "Figure":
     """A timeline as a matplotlib figure.
 
     A row for computing, one per mesh axis, and one for copies between memories where there are any. The part of a
-    collective that runs beside computing is pale. A loop is drawn as one iteration, marked with how many it stands for,
-    so the time axis is that of the drawing; the title has the times of the whole step.
+    collective for which the device does not wait is pale. A loop is drawn as one iteration, marked with how many it
+    stands for, so the time axis is that of the drawing; the title has the times of the whole step.
 
     Args:
         timeline: from `gspmd.audit.timeline.timeline`.
@@ -193,6 +193,6 @@ def _legend(made: Any, timeline: Timeline) -> None:
     used = {span.category for span in timeline.spans if set(span.rows) & set(_rows(timeline))}
     patches = [Patch(color=color, label=_NAMES.get(kind, kind)) for kind, color in PALETTE.items() if kind in used]
     if timeline.hidden_seconds:
-        patches.append(Patch(color=_pale(_FAINT), label="pale: hidden behind computing"))
+        patches.append(Patch(color=_pale(_FAINT), label="pale: not waited for"))
     style = {"fontsize": 8.5, "frameon": False, "labelcolor": _INK, "handlelength": 1.1, "handleheight": 0.9}
     made.legend(handles=patches, loc="outside lower left", ncols=len(patches), **style)

@@ -49,8 +49,8 @@ def test_a_collective_stands_on_the_rows_of_its_axes(axes):
     assert gathered[0][1:] == gathered[1][1:]
 
 
-def test_the_part_of_a_collective_that_is_hidden_is_pale(axes):
-    # two at once on one row, 1 µs beside computing, then 4 µs until the first of them is over; both end together
+def test_the_part_of_a_collective_that_is_not_waited_for_is_pale(axes):
+    # two at once on one row, 1 µs beside computing, then 4 µs of waiting for the first; both end together
     begun = bars(axes, gantt.PALETTE["other"])[0][1]
     hidden = bars(axes, pale(gantt.PALETTE["collective-permute"]))
     assert [row for row, _, _ in hidden] == [0.84, 1.16]
@@ -76,7 +76,7 @@ def test_the_legend_names_what_is_drawn_and_no_more(axes):
         "all-gather",
         "collective-permute",
         "memory copies",
-        "pale: hidden behind computing",
+        "pale: not waited for",
     ]
 
 
