@@ -1,8 +1,10 @@
 """Decoder-only language models in Flax NNX, every tensor placed by a layout.
 
-Reading order: config, parameters, attention, feed_forward, experts, scopes, blocks, transformer, loss, decoding.
+Reading order: config, parameters, attention, feed_forward, experts, scopes, blocks, transformer, loss, decoding,
+abstract, step. `models.step` is imported by its name: it brings the libraries of training along.
 """
 
+from models.abstract import abstract, abstract_batch, abstract_key, abstract_tokens
 from models.activations import activation_specs
 from models.config import ModelConfig
 from models.decoding import generate
@@ -13,6 +15,10 @@ from models.transformer import Transformer, arrays, build, with_arrays
 __all__ = [
     "ModelConfig",
     "Transformer",
+    "abstract",
+    "abstract_batch",
+    "abstract_key",
+    "abstract_tokens",
     "activation_specs",
     "arrays",
     "batch_spec",

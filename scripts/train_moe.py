@@ -16,18 +16,17 @@ from pathlib import Path
 import jax
 import numpy as np
 import tyro
+from jax.sharding import Mesh
 from rich.console import Console
 
 import gspmd
 import models
 from gspmd import host
-from gspmd.collectives.global_norm import global_norm
 from gspmd.layouts import Layout
 from gspmd.training import OptimizerConfig, Program, ShardingConfig, TrainingConfig, command, data, loop, report
-from gspmd.training.optimizer import adamw, schedule
-from gspmd.training.state import initial, shardings
-from gspmd.training.step import jit_step, make_step, plan_moves
-from models import ModelConfig
+from gspmd.training.state import shardings
+from gspmd.training.step import jit_step
+from models import ModelConfig, step
 
 DEFAULT = Path(__file__).parents[1] / "configs" / "default.toml"
 
@@ -62,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     with command.interrupts(out), jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"):
         model = models.build(settings.model, layout, mesh, jax.random.key(training.seed), training.dtype)
-        program = make_program(settings, model, layout, mesh)
+        program = make_program(settings, model, mesh)
         show(console, settings, layout, mesh, {"text": corpus.describe(), "out": str(out)})
         tokens = program.place(np.zeros((training.batch, training.length + 1)))
         report.show_collectives(console, gspmd.trace(program.step, program.state, tokens, program.key))
@@ -71,31 +70,17 @@ def main(argv: Sequence[str]) -> None:
         report.finish(console, out, training.prompt, text)
 
 
-def make_program(settings: Settings, model: models.Transformer, layout: Layout, mesh: jax.sharding.Mesh) -> Program:
-    """The model's loss, and the step around it."""
+def make_program(settings: Settings, model: models.Transformer, mesh: Mesh) -> Program:
+    """The model's programs, and where they begin."""
     training, optimizer = settings.training, settings.optimizer
-    specs = {path: spec for path, (spec, _) in models.parameter_specs(settings.model, layout).items()}
-    kept = models.optimizer_specs(settings.model, layout)
-    gradients = models.gradient_specs(settings.model, layout)
-    # Norms, one dimension besides the stacked N, do not decay.
-    decayed = {path: len(set(spec.dims) - {"N"}) > 1 for path, spec in specs.items()}
-    transform = adamw(optimizer, training.steps, decayed)
-
-    def loss(params, tokens, key, train=True):
-        return models.loss(models.with_arrays(model, params), tokens, key=key, train=train)
-
-    step = make_step(
-        loss, transform, schedule(optimizer, training.steps), limit=optimizer.clip,
-        norm=partial(global_norm, specs=kept), moves=plan_moves(specs, kept, gspmd.reshard, gradients),
-    )  # fmt: skip
-    state = initial(models.arrays(model), transform, mesh, kept)
-    evaluate = jax.jit(lambda params, tokens: loss(params, tokens, None, train=False)[1]["cross_entropy"])
-    batch = shardings(models.batch_spec(layout), mesh)
+    state = step.initial_state(model, optimizer, training.steps, mesh)
+    update = jit_step(step.training_step(model, optimizer, training.steps), state)
+    batch = shardings(models.batch_spec(model.layout), mesh)
     place = lambda tokens: jax.device_put(np.asarray(tokens, np.int32), batch)  # noqa: E731
-    return Program(state, jit_step(step, state), evaluate, place, jax.random.key(training.seed + 1))
+    return Program(state, update, jax.jit(step.evaluation_step(model)), place, jax.random.key(training.seed + 1))
 
 
-def show(console: Console, settings: Settings, layout: Layout, mesh: jax.sharding.Mesh, facts: dict[str, str]) -> None:
+def show(console: Console, settings: Settings, layout: Layout, mesh: Mesh, facts: dict[str, str]) -> None:
     """The header, and where every tensor stands."""
     training, model, sharding = settings.training, settings.model, settings.sharding
     flops = training.batch * training.length * model.flops_per_token(training.length)

@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "gspmd.moe": {"gspmd.annotate", "gspmd.collectives", "gspmd.layouts"},
     "gspmd.audit": {"gspmd.annotate", "gspmd.collectives"},
     "gspmd.training": {"gspmd.annotate", "gspmd.collectives", "gspmd.layouts", "gspmd.moe", "gspmd.host"},
-    "models": {"gspmd", "gspmd.annotate", "gspmd.collectives", "gspmd.layouts", "gspmd.moe"},
+    "models": {"gspmd", "gspmd.annotate", "gspmd.collectives", "gspmd.layouts", "gspmd.moe", "gspmd.training"},
 }
 ONLY_TRAINING = {"flax", "optax", "orbax", "grain", "tyro", "tensorboardX", "matplotlib"}
 

@@ -47,19 +47,34 @@ def initial(params: Tree, transform: optax.GradientTransformation, mesh: Mesh, s
     Returns:
         The state; moments are placed by their specs, counts are on every device.
     """
+    shapes = abstract_initial(params, transform, mesh, specs)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+    optimizer = jax.jit(transform.init, out_shardings=placed.optimizer)(params)
+    return TrainState(jax.device_put(jnp.int32(0), placed.step), params, optimizer)
+
+
+def abstract_initial(
+    params: Tree, transform: optax.GradientTransformation, mesh: Mesh, specs: Tree | None = None
+) -> TrainState:
+    """Shapes, types and shardings of `initial`, whose parameters may be `jax.ShapeDtypeStruct`s; nothing is made."""
     like = jax.tree.map(lambda leaf: leaf.sharding, params) if specs is None else shardings(specs, mesh)
     everywhere = NamedSharding(mesh, P())
-    shapes = jax.eval_shape(transform.init, params)
-    placed = optax.tree_map_params(
-        transform, lambda _, sharding: sharding, shapes, like, transform_non_params=lambda _: everywhere
-    )
-    optimizer = jax.jit(transform.init, out_shardings=placed)(params)
-    return TrainState(jax.device_put(jnp.int32(0), everywhere), params, optimizer)
+    # Away from the mesh in force: the optimizer makes a few numbers, and its devices may exist for a compiler only.
+    with jax.set_mesh(None):
+        shapes = jax.eval_shape(transform.init, jax.tree.map(lambda leaf: _placed(leaf, None), params))
+        optimizer = optax.tree_map_params(
+            transform, _placed, shapes, like, transform_non_params=lambda leaf: _placed(leaf, everywhere)
+        )
+    return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere), abstract(params), optimizer)
 
 
-def abstract(state: TrainState) -> TrainState:
-    """The state's shapes, types and shardings, without its values."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+def abstract(state: Tree) -> Tree:
+    """A state's shapes, types and shardings, or those of a part of it, without the values."""
+    return jax.tree.map(lambda leaf: _placed(leaf, leaf.sharding), state)
+
+
+def _placed(leaf: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _is_spec(leaf: object) -> bool:

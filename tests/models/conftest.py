@@ -1,14 +1,31 @@
 """A tiny model, its batch, and the same parameters placed by any layout on any mesh."""
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 
 import models
 from gspmd.layouts import Layout
+from gspmd.training import load_toml
 from models.parameters import nested
 
 BATCH, LENGTH = 8, 16
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@dataclass(frozen=True)
+class File:
+    """The part of a configuration file that describes the model."""
+
+    model: models.ModelConfig
+
+
+def load(name: str) -> models.ModelConfig:
+    """The model of configs/NAME.toml, which says nothing else."""
+    return load_toml(File, CONFIGS / f"{name}.toml").model
 
 
 @pytest.fixture

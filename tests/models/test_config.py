@@ -1,20 +1,10 @@
-from dataclasses import dataclass
-from pathlib import Path
-
 import pytest
 
+from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
-from gspmd.training.toml import from_mapping, load_toml
+from gspmd.training.toml import from_mapping
 from models import ModelConfig
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-
-
-@dataclass(frozen=True)
-class File:
-    """The part of a configuration file that describes the model."""
-
-    model: ModelConfig
+from tests.models.conftest import load
 
 
 def test_every_fault_of_a_model_stands_in_one_error():
@@ -36,10 +26,44 @@ def test_experts_have_to_come_round_evenly():
         ModelConfig(layers=4, moe=MoEConfig(every=3))
 
 
-@pytest.mark.parametrize(("name", "billions"), [("palm-8b", 8.63), ("palm-62b", 62.50), ("palm-540b", 540.35)])
-def test_palm_has_its_published_number_of_parameters(name, billions):
-    """Chowdhery et al. 2022 (arXiv 2204.02311), table 1, in billions; our vocabulary is padded by 128 rows."""
-    assert abs(load_toml(File, CONFIGS / f"{name}.toml").model.num_parameters / 1e9 - billions) < 0.01
+PUBLISHED = [
+    # Chowdhery et al. 2022 (arXiv 2204.02311), table 1, to two decimals; our vocabulary is padded by 128 rows.
+    ("palm-8b", 8.63, 0.01),
+    ("palm-62b", 62.50, 0.01),
+    ("palm-540b", 540.35, 0.01),
+    # Fedus et al. 2021 (arXiv 2101.03961), table 9, to the billion.
+    ("switch-c", 1571, 0.5),
+    # Lepikhin et al. 2020 (arXiv 2006.16668), table 1, rounded to one digit ("beyond 600 billion" in the abstract): the
+    # published sizes make 618.5 in the experts alone.
+    ("gshard-600b", 600, 20),
+]
+
+
+@pytest.mark.parametrize(("name", "billions", "within"), PUBLISHED, ids=[row[0] for row in PUBLISHED])
+def test_models_have_their_published_numbers_of_parameters(name, billions, within):
+    assert abs(load(name).num_parameters / 1e9 - billions) < within
+
+
+def test_experts_of_the_large_models_by_hand():
+    """Experts per layer, layers of them, and two matrices each: the same table and section as above."""
+    gshard, switch = load("gshard-600b"), load("switch-c")
+    assert (gshard.expert_layers, switch.expert_layers) == (18, 30)
+    experts = 2048 * 18 * 2 * 1024 * 8192
+    dense = 18 * 2 * 1024 * 8192 + 36 * 4 * 1024 * 16 * 128
+    routers, norms, table = 18 * 1024 * 2048, (2 * 36 + 1) * 1024, 64_000 * 1024
+    assert gshard.num_parameters == experts + dense + routers + norms + table
+    experts, attention = 2048 * 30 * 2 * 2080 * 6144, 30 * 4 * 2080 * 32 * 64
+    routers, norms, table = 30 * 2080 * 2048, (2 * 30 + 1) * 2080, 32_128 * 2080
+    assert switch.num_parameters == experts + attention + routers + norms + table
+
+
+@pytest.mark.parametrize("preset", ["gshard", "switch-expert-model"])
+@pytest.mark.parametrize(("name", "batch", "length"), [("gshard-600b", 4096, 1024), ("switch-c", 1024, 512)])
+def test_expert_models_fit_1024_devices(name, batch, length, preset):
+    settings, layout = load(name), Layout.load(preset)
+    for mesh in (layout.mesh_for(1024), {"x": 8, "y": 8, "z": 16}):
+        layout.check(settings.sizes(batch, length), mesh)
+    assert settings.moe.capacity(length) == 1
 
 
 def test_flops_of_a_dense_model_by_hand():

@@ -9,7 +9,7 @@ import pytest
 from gspmd.annotate import Spec
 from gspmd.training.config import OptimizerConfig
 from gspmd.training.optimizer import adamw, schedule
-from gspmd.training.state import abstract, initial, shardings
+from gspmd.training.state import abstract, abstract_initial, initial, shardings
 from gspmd.training.step import Moves, jit_step, make_step, plan_moves
 
 CONFIG = OptimizerConfig(learning_rate=0.1, clip=0.5)
@@ -118,3 +118,14 @@ def test_abstract_state_has_shapes_and_places_only(make_mesh):
     state = initial(jax.device_put(begin(), jax.sharding.NamedSharding(mesh, jax.P())), adamw(CONFIG, 1), mesh)
     leaf = abstract(state).params["w"]
     assert (leaf.shape, leaf.dtype, leaf.sharding) == ((8, 4), jnp.float32, state.params["w"].sharding)
+
+
+def test_the_first_state_is_known_before_it_is_made(make_mesh):
+    mesh = make_mesh({"x": 4, "y": 2})
+    parameters = shardings({"w": Spec.parse("E_xF"), "b": Spec.parse("E")}, mesh)
+    optimizer = {"w": Spec.parse("E_xyF"), "b": Spec.parse("E_x")}
+    params, transform = jax.device_put(begin(), parameters), adamw(CONFIG, 1)
+    with jax.set_mesh(mesh):
+        made = abstract(initial(params, transform, mesh, optimizer))
+        assert abstract_initial(abstract(params), transform, mesh, optimizer) == made
+    assert made.optimizer[0].mu["w"].sharding.spec == jax.P(("x", "y"), None)

@@ -1,0 +1,77 @@
+"""Models and their inputs as shapes, types and places only: what a compiler needs for machines that are not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from gspmd.annotate import Spec
+from models.config import ModelConfig
+from models.loss import batch_spec
+from models.parameters import Parameter, nested, parameters
+from models.transformer import Transformer
+
+WIDE = ("norm", "router")  # these parameters are float32, whatever the matrices are
+
+
+def abstract(
+    config: ModelConfig,
+    layout: Any,
+    mesh: jax.sharding.Mesh,
+    dtype: Any = jnp.float32,
+    *,
+    stored: Any = jnp.float32,
+) -> Transformer:
+    """A model as `build` makes it, whose parameters are `jax.ShapeDtypeStruct`s: no device holds anything.
+
+    Args:
+        config: sizes and choices.
+        layout: a `gspmd.Layout`.
+        mesh: devices with the layout's axes; they may be described ones that only a compiler knows.
+        dtype: what it computes in.
+        stored: what its matrices are held in, float32 where it is trained; norms and routers are float32 always.
+
+    Returns:
+        A model whose `arrays` are the arguments of a program to lower, and which `with_arrays` fills inside of it.
+
+    Raises:
+        ValueError: if a spec does not fit the model.
+
+    Example:
+        >>> from gspmd.layouts import Layout
+        >>> from models.transformer import arrays
+        >>> mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"))
+        >>> model = abstract(ModelConfig(), Layout.load("replicated"), mesh, "bfloat16", stored="bfloat16")
+        >>> arrays(model)["blocks.0.ffn.w_in"].shape, arrays(model)["output.norm"].dtype
+        ((4, 128, 256), dtype('float32'))
+    """
+    rows = parameters(config, layout)
+    values = {path: _placed(row.spec, row.shape, _held_in(row, stored), mesh) for path, row in rows.items()}
+    return Transformer(config, layout, nested(values), jnp.dtype(dtype))
+
+
+def abstract_tokens(layout: Any, mesh: jax.sharding.Mesh, batch: int, length: int) -> jax.ShapeDtypeStruct:
+    """What a forward step reads: int32 [B, L], placed as `embedding.tokens`."""
+    return _placed(Spec.parse(layout["embedding.tokens"]), (batch, length), jnp.int32, mesh)
+
+
+def abstract_batch(layout: Any, mesh: jax.sharding.Mesh, batch: int, length: int) -> jax.ShapeDtypeStruct:
+    """What a training step reads: int32 [B, L+1], placed as `batch_spec`."""
+    return _placed(batch_spec(layout), (batch, length + 1), jnp.int32, mesh)
+
+
+def abstract_key(mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
+    """A random key, the same on every device."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=NamedSharding(mesh, jax.P()))
+
+
+def _held_in(row: Parameter, stored: Any) -> Any:
+    return jnp.float32 if row.key.rpartition(".")[2] in WIDE else stored
+
+
+def _placed(spec: Spec, shape: tuple[int, ...], dtype: Any, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec.partition_spec()))
