@@ -14,10 +14,11 @@ import jax
 # the size of that pool; it is read when the backend starts.
 _THREADS = 32
 
-# Where libtpu is installed JAX loads it to look for a TPU (0.1 s), unless JAX_PLATFORMS says otherwise. Without a TPU
-# libtpu would complain about every answer that it lacks, keep a log in /tmp, and lock other processes out of compiling
-# for TPUs (gspmd.audit.topology, which has the same table).
-_WITHOUT_TPU = {
+# What libtpu reads while it is loaded, by JAX in search of a TPU (0.1 s, unless JAX_PLATFORMS says otherwise) or to
+# compile for one. Without a TPU it would ask a metadata server that is not there, complain about every answer it
+# lacks, keep logs in /tmp, and refuse to be loaded by two processes at once, though there is no chip to guard. What it
+# makes of a program does not depend on these, the type of accelerator included: it is not the topology.
+WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v4-32",
@@ -43,7 +44,7 @@ def use_host_devices(count: int) -> None:
     """
     if count < 1:
         raise HostError(f"cannot make {count} host devices: the number of devices must be at least 1.")
-    _quiet_libtpu()
+    quiet_libtpu()
     os.environ["NPROC"] = str(max(_THREADS, 4 * count, int(os.environ.get("NPROC") or 0)))
     if jax.config.jax_num_cpu_devices == count:
         return
@@ -104,10 +105,11 @@ def describe(devices: Sequence[jax.Device]) -> str:
     return f"{len(devices)} {devices[0].device_kind} {noun} ({devices[0].platform})"
 
 
-def _quiet_libtpu() -> None:
+def quiet_libtpu() -> None:
+    """Tells libtpu, where there is no TPU, that there is none and it only compiles; leaves what the user has set."""
     # A machine with TPUs has one of these files per chip, and knows its own answers.
     if not (glob("/dev/accel[0-9]*") or glob("/dev/vfio/[0-9]*")):
-        for variable, value in _WITHOUT_TPU.items():
+        for variable, value in WITHOUT_TPU.items():
             os.environ.setdefault(variable, value)
 
 

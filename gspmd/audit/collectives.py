@@ -1,7 +1,7 @@
 """Collectives as compilers write them: alone, started and waited for, wrapped, fused, several arrays in one."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gspmd.audit.groups import groups, pairs
 from gspmd.audit.hlo import Array, Computation, Instruction, Module
@@ -11,6 +11,7 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 _OTHER = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "collective-permute"}
 _OPCODE = re.compile(rf"({'|'.join([*_OTHER, *KINDS])})(?:-(start|done))?")
 _CUTS = ("dynamic-slice", "slice")
+_ASYNCHRONOUS = {"AsyncCollectiveStart": "start", "AsyncCollectiveDone": "done"}
 
 
 @dataclass(frozen=True)
@@ -65,42 +66,42 @@ def collective(module: Module, computation: Computation, instruction: Instructio
     found = _OPCODE.fullmatch(instruction.opcode)
     if found:
         kind, phase = _OTHER.get(found[1], found[1]), found[2] or "sync"
-        if phase == "done":
-            started = _start_of(computation, instruction)
-            return collective(module, computation, started, devices) and _make(kind, "done", started, devices)
+        if phase == "done":  # its start may stand before the loop whose tuple brought it here
+            return Collective(kind, "done", instruction, instruction.arrays, 0)
         return _make(kind, phase, instruction, devices)
     if instruction.opcode in ("async-start", "async-done"):
-        started = _start_of(computation, instruction) if instruction.opcode == "async-done" else instruction
-        return _wrapped(module, started, instruction.opcode.removeprefix("async-"), devices)
+        return _wrapped(module, instruction, devices)
     return _fused(module, instruction, devices) if instruction.opcode == "fusion" else None
 
 
-def _start_of(computation: Computation, done: Instruction) -> Instruction:
-    """The instruction that began what `done` waits for, past the updates between them."""
-    while not done.opcode.endswith("-start"):
-        done = computation.by_name[done.operands[0]]
-    return done
-
-
-def _wrapped(module: Module, start: Instruction, phase: str, devices: int) -> Collective | None:
-    inner = module.computations[start.called[0]] if start.called else None
-    for each in inner.instructions if inner else ():
-        found = collective(module, inner, each, devices)
-        if found:
-            return Collective(found.kind, phase, found.instruction, found.arrays, found.group, found.fused)
+def _wrapped(module: Module, instruction: Instruction, devices: int) -> Collective | None:
+    """What an asynchronous start or done wraps; XLA prints the wrapped computation with either, or with the start."""
+    phase = instruction.opcode.removeprefix("async-")
+    for name in instruction.called:
+        inner = module.computations[name]
+        for each in inner.instructions:
+            found = collective(module, inner, each, devices)
+            if found:
+                return replace(found, phase=phase)
     return None
 
 
 def _fused(module: Module, fusion: Instruction, devices: int) -> Collective | None:
-    """A fusion's collective. An all-reduce of which a part is kept is a reduce-scatter, which the TPU fuses that way."""
+    """A fusion's collective. An all-reduce of which a part is kept is a reduce-scatter, which the TPU fuses that way.
+
+    An asynchronous one is three fusions: one that starts it, products that carry it along, one that waits for it.
+    """
     inner = module.computations[fusion.called[0]]
+    phase = _ASYNCHRONOUS.get(inner.root.attribute("custom_call_target").strip('"'), "sync")
+    if phase == "sync" and fusion.attribute("kind") != "kCustom":
+        return None
     for each in inner.instructions:
         found = _OPCODE.fullmatch(each.opcode)
         if found and not found[2]:
             made = _make(_OTHER.get(found[1], found[1]), "sync", each, devices)
             cut = any(other.opcode in _CUTS for other in inner.instructions)
             kind = "reduce-scatter" if made.kind == "all-reduce" and cut else made.kind
-            return Collective(kind, "sync", each, made.arrays, made.group, True)
+            return Collective(kind, phase, each, made.arrays, made.group, True)
     return None
 
 

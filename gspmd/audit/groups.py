@@ -48,7 +48,7 @@ def _of_mesh(text: str) -> Groups:
     """`mesh['x'=4,'y'=2] {'y'}`: the groups along named axes of a mesh written out."""
     written, _, named = text.partition("]")
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", written)}
-    along = [name for name in re.findall(r"'([^']+)'", named)]
+    along = re.findall(r"'([^']+)'", named)
     order = [list(sizes).index(name) for name in (*(n for n in sizes if n not in along), *along)]
     numbers = np.arange(prod(sizes.values())).reshape(tuple(sizes.values())).transpose(order)
     return _rows(numbers.reshape(-1, prod(sizes[name] for name in along)))

@@ -1,4 +1,4 @@
-"""Where a compiled collective comes from: the plan's step, by the scopes JAX gave it, and the line that asked for it."""
+"""Where a compiled collective comes from: the plan's step, by JAX's scopes, and the line that asked for it."""
 
 import re
 from dataclasses import dataclass

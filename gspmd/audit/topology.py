@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from glob import glob
 from importlib import metadata
 from math import isqrt, prod
 
@@ -14,6 +13,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
+from gspmd import host
 from gspmd.annotate.errors import PlanError, listed, suggestion
 from gspmd.audit.torus import lay, nearest
 from gspmd.collectives.chips import CHIPS, Chip
@@ -25,18 +25,6 @@ _PODS = {"tpu-v3": 1024, "tpu-v4": 4096, "tpu-v5e": 256, "tpu-v5p": 8960, "tpu-v
 # A v4 chip runs as one device ("megacore") for everyone but its compiler, which has to be told. Later chips default to
 # what JAX shows: v5p one device, v3 and tpu7x one for each of their two cores.
 _OPTIONS = {"tpu-v4": {"chip_config_name": "megacore"}}
-
-# What libtpu reads while it is loaded. Without a TPU it would ask a metadata server that is not there, complain about
-# every answer it lacks, keep logs in /tmp, and refuse to be loaded by two processes at once, though there is no chip to
-# guard. What it makes of a program does not depend on these (the type of accelerator included: it is not the topology).
-# gspmd.host has the same for the moment when JAX itself looks for a TPU.
-_WITHOUT_TPU = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v4-32",
-    "TPU_LOG_DIR": "disabled",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -184,7 +172,7 @@ def _no_such(name: str, fact: str, hint: str) -> str:
 def _described(chip: Chip, shape: tuple[int, ...]) -> Topology:
     sizes = "x".join(map(str, shape))
     name = f"{chip.name}:{sizes}"
-    _prepare_environment()
+    host.quiet_libtpu()
     try:
         found = topologies.get_topology_desc(
             platform="tpu", topology_name=f"{chip.name.removeprefix('tpu-')}:{sizes}", **_OPTIONS.get(chip.name, {})
@@ -193,13 +181,6 @@ def _described(chip: Chip, shape: tuple[int, ...]) -> Topology:
         reason = re.sub(r"^[A-Z_]+: ", "", str(error).strip().splitlines()[0])
         raise PlanError(f"libtpu refuses the topology {name!r}: {reason}") from None
     return Topology(name, chip, shape, tuple(sorted(found.devices, key=lambda d: (*d.coords, d.core_on_chip))))
-
-
-def _prepare_environment() -> None:
-    # A machine with TPUs has one of these files per chip, and knows its own answers.
-    if not (glob("/dev/accel[0-9]*") or glob("/dev/vfio/[0-9]*")):
-        for variable, value in _WITHOUT_TPU.items():
-            os.environ.setdefault(variable, value)
 
 
 def _require_libtpu(name: str) -> None:

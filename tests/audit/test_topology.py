@@ -248,28 +248,24 @@ def test_a_library_of_the_users_own_is_left_to_jax(monkeypatch, tmp_path):
 
 
 def test_the_environment_is_the_users_first(monkeypatch):
-    monkeypatch.setattr(module, "glob", lambda pattern: [])
-    for variable in module._WITHOUT_TPU:
+    monkeypatch.setattr(host, "glob", lambda pattern: [])
+    for variable in host.WITHOUT_TPU:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("TPU_LOG_DIR", "/logs")
-    module._prepare_environment()
-    assert {variable: os.environ[variable] for variable in module._WITHOUT_TPU} == {
-        **module._WITHOUT_TPU,
+    host.quiet_libtpu()
+    assert {variable: os.environ[variable] for variable in host.WITHOUT_TPU} == {
+        **host.WITHOUT_TPU,
         "TPU_LOG_DIR": "/logs",
     }
 
 
 @pytest.mark.parametrize("device", ["/dev/accel0", "/dev/vfio/0"])
 def test_a_machine_with_tpus_is_left_as_it_is(monkeypatch, device):
-    monkeypatch.setattr(module, "glob", lambda pattern: [device] * (pattern.split("[")[0] == device[:-1]))
-    for variable in module._WITHOUT_TPU:
+    monkeypatch.setattr(host, "glob", lambda pattern: [device] * (pattern.split("[")[0] == device[:-1]))
+    for variable in host.WITHOUT_TPU:
         monkeypatch.delenv(variable, raising=False)
-    module._prepare_environment()
-    assert not set(module._WITHOUT_TPU) & set(os.environ)
-
-
-def test_the_host_prepares_the_same_environment():
-    assert host._WITHOUT_TPU == module._WITHOUT_TPU
+    host.quiet_libtpu()
+    assert not set(host.WITHOUT_TPU) & set(os.environ)
 
 
 @needs_libtpu
@@ -280,7 +276,7 @@ def test_no_backend_starts_and_libtpu_is_quiet():
         "host.use_host_devices(3)\n"  # an error, had a backend started
         "print(len(jax.devices('cpu')), topology('v5e:2x2').num_devices)"
     )
-    known = {*module._WITHOUT_TPU, "JAX_PLATFORMS"}
+    known = {*host.WITHOUT_TPU, "JAX_PLATFORMS"}
     bare = {name: value for name, value in os.environ.items() if name not in known}
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=bare)
     assert out.stdout.split() == ["4", "3", "4"], out.stderr
