@@ -66,7 +66,11 @@ def abstract_state(model: Transformer, optimizer: OptimizerConfig, steps: int, m
 
 def evaluation_step(model: Transformer) -> Callable[[Parameters, jax.Array], jax.Array]:
     """(parameters, tokens [B, L+1]) -> mean cross-entropy in nats of the next token; no router draws."""
-    return lambda params, tokens: loss(with_arrays(model, params), tokens, train=False)[1]["cross_entropy"]
+
+    def evaluate(params: Parameters, tokens: jax.Array) -> jax.Array:
+        return loss(with_arrays(model, params), tokens, train=False)[1]["cross_entropy"]
+
+    return evaluate
 
 
 def forward_step(model: Transformer) -> Callable[[Parameters, jax.Array], jax.Array]:
@@ -74,7 +78,11 @@ def forward_step(model: Transformer) -> Callable[[Parameters, jax.Array], jax.Ar
 
     What it leaves out: nothing is kept of keys and values, so a sequence is as long as the tokens that are given.
     """
-    return lambda params, tokens: with_arrays(model, params)(tokens)[0]
+
+    def forward(params: Parameters, tokens: jax.Array) -> jax.Array:
+        return with_arrays(model, params)(tokens)[0]
+
+    return forward
 
 
 def _transform(model: Transformer, optimizer: OptimizerConfig, steps: int) -> Any:

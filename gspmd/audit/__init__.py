@@ -1,1 +1,25 @@
-"""What the compiler made of it."""
+"""What the compiler made of it: ledgers, machines one does not have, memory, and time."""
+
+from gspmd.audit import gantt, perfetto
+from gspmd.audit.compare import Comparison, compare
+from gspmd.audit.ledger import Entry, Ledger, ledger
+from gspmd.audit.offline import Report, compile_offline
+from gspmd.audit.timeline import Timeline, timeline
+from gspmd.audit.topology import Topology, slices, topology
+
+__all__ = [
+    "Comparison",
+    "Entry",
+    "Ledger",
+    "Report",
+    "Timeline",
+    "Topology",
+    "compare",
+    "compile_offline",
+    "gantt",
+    "ledger",
+    "perfetto",
+    "slices",
+    "timeline",
+    "topology",
+]

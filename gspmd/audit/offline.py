@@ -13,7 +13,8 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from gspmd.annotate.errors import PlanError
-from gspmd.audit import hlo, memory
+from gspmd.audit import memory
+from gspmd.audit.hlo import Module, parse
 from gspmd.audit.ledger import Ledger, of_module
 from gspmd.audit.timeline import Timeline, timeline
 from gspmd.audit.topology import Topology, topology
@@ -40,7 +41,8 @@ class Report:
         hbm_bytes: of one device.
         plan: what gspmd planned.
         ledger, timeline: of the compiled program; None where it does not fit.
-        hlo: the scheduled program, empty where it does not fit.
+        module, hlo: the scheduled program, parsed and as text; nothing where it does not fit.
+        arguments: the arguments on one device, largest first.
         compile_seconds: tracing, lowering, compiling.
         reason: the compiler's own words where it does not fit.
     """
@@ -55,7 +57,7 @@ class Report:
     plan: ProgramPlan = field(repr=False)
     ledger: Ledger | None = field(repr=False)
     timeline: Timeline | None = field(repr=False)
-    module: hlo.Module | None = field(repr=False)
+    module: Module | None = field(repr=False)
     hlo: str = field(repr=False)
     arguments: tuple[memory.Buffer, ...] = field(repr=False)
     compile_seconds: float = 0.0
@@ -187,16 +189,18 @@ def compile_offline(
     with jax.set_mesh(placed):
         progress("planning")
         plan = trace(fn, *abstract_args)
-        progress("lowering")
-        lowered = jax.jit(fn, donate_argnums=tuple(donate_argnums)).lower(*abstract_args)
-        progress("compiling")
-        compiled, reason = _compile(lowered)
+        compiled, reason = None, _overfull(held, target)
+        if not reason:
+            progress("lowering")
+            lowered = jax.jit(fn, donate_argnums=tuple(donate_argnums)).lower(*abstract_args)
+            progress("compiling")
+            compiled, reason = _compile(lowered)
     seconds = time.perf_counter() - began
     if compiled is None:
         return _too_large(target, sizes, plan, held, reason, seconds)
     progress("reading")
     text, stats = compiled.as_text(), compiled.memory_analysis()
-    module = hlo.parse(text)
+    module = parse(text)
     share = flops / target.num_devices
     needed = stats.argument_size_in_bytes, stats.output_size_in_bytes - stats.alias_size_in_bytes
     return Report(
@@ -222,6 +226,14 @@ def _mesh(given: Any, target: Topology, args: Any) -> jax.sharding.Mesh:
             "  Give mesh=, such as mesh={'x': 4, 'y': 4, 'z': 4}, or arguments with shardings."
         )
     return mesh
+
+
+def _overfull(held: Sequence[memory.Buffer], target: Topology) -> str:
+    """Why there is no need to ask the compiler; empty where there is."""
+    given, room = sum(buffer.bytes for buffer in held), target.chip.hbm_bytes
+    if given <= room:
+        return ""
+    return f"Its arguments alone take {amount_of_bytes(given)} per device, and a device has {amount_of_bytes(room)}."
 
 
 def _compile(lowered: Any) -> tuple[Any, str]:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
@@ -13,10 +13,10 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from gspmd import host
 from gspmd.annotate.errors import PlanError, listed, suggestion
 from gspmd.audit.torus import lay, nearest
 from gspmd.collectives.chips import CHIPS, Chip
+from gspmd.host import quiet_libtpu
 
 # Chips of the largest slice that exists (Google Cloud documentation, 'TPU v3', 'TPU v4', ...: pod size). The compiler
 # describes any.
@@ -109,6 +109,14 @@ def topology(name: str) -> Topology:
     return _described(chip, shape)
 
 
+def slices(chip: Chip) -> Iterator[Topology]:
+    """Slices of a chip from the smallest to a whole pod, each twice the one before, as near a cube as can be."""
+    shape = [2, 2, 1][: chip.torus]
+    while prod(shape) <= _PODS[chip.name]:
+        yield topology(f"{chip.name}:{'x'.join(map(str, sorted(shape) if 1 not in shape else shape))}")
+        shape[shape.index(min(shape))] *= 2
+
+
 def _written(axes: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in axes.items()) or "without axes"
 
@@ -172,7 +180,7 @@ def _no_such(name: str, fact: str, hint: str) -> str:
 def _described(chip: Chip, shape: tuple[int, ...]) -> Topology:
     sizes = "x".join(map(str, shape))
     name = f"{chip.name}:{sizes}"
-    host.quiet_libtpu()
+    quiet_libtpu()
     try:
         found = topologies.get_topology_desc(
             platform="tpu", topology_name=f"{chip.name.removeprefix('tpu-')}:{sizes}", **_OPTIONS.get(chip.name, {})

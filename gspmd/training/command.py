@@ -59,16 +59,21 @@ def parse(cls: type[T], argv: Sequence[str], *, default: str | None = None, desc
         base = from_mapping(cls, settings, source=str(out / "config.json"))
     else:
         base = load_toml(cls, default) if default else cls()
+    return parse_flags(cls, argv, base, description)
+
+
+def parse_flags(cls: type[T], argv: Sequence[str], base: T, description: str = "") -> T:
+    """Settings from flags, and from `base` where there is none."""
     return tyro.cli(cls, args=list(argv), default=base, description=description, config=_STYLE)
 
 
-def guarded(command: Callable[[Sequence[str]], None], argv: Sequence[str]) -> int:
-    """Runs a command and returns its exit code: 0, 1 for a run that failed, 2 for bad input, 130 for an interrupt.
+def guarded(command: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
+    """Runs a command and returns its exit code: its own, or 1 for a failed run, 2 for bad input, 130 for an interrupt.
 
     What the user can put right is one message on stderr; anything else is a defect and keeps its traceback.
     """
     try:
-        command(argv)
+        return command(argv) or 0
     except _USER_ERRORS as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -82,7 +87,6 @@ def guarded(command: Callable[[Sequence[str]], None], argv: Sequence[str]) -> in
     except KeyboardInterrupt:
         print("\nInterrupted before the run began.", file=sys.stderr)
         return 130
-    return 0
 
 
 @contextmanager

@@ -1,0 +1,173 @@
+"""Will it fit, and what will it cost? The real TPU compiler's answer for a slice that is not there.
+
+    python scripts/compile_offline.py --config configs/palm-540b.toml --layout weight-stationary-2d \
+        --topology tpu-v4:4x4x4 --phase forward --batch 512 --length 1
+
+Nothing is allocated and nothing runs; all times are simulated. Exit code 1 if the model does not fit.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from rich.console import Console
+
+import gspmd
+import models
+from gspmd import host
+from gspmd.audit import Report, compile_offline, gantt, perfetto, slices, topology
+from gspmd.audit.topology import Topology
+from gspmd.layouts import Layout
+from gspmd.training import OptimizerConfig, ShardingConfig, TrainingConfig, command
+from gspmd.training.config import ConfigError, load_toml, parse_mesh
+from gspmd.training.toml import positive
+from models import ModelConfig, step
+
+DEFAULT = Path(__file__).parents[1] / "configs" / "palm-8b.toml"
+
+
+@dataclass(frozen=True)
+class File:
+    """The tables that a configuration file may have; of [training] the batch and the length count here."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to compile, for which slice, and where to put what is found."""
+
+    config: str = str(DEFAULT)
+    """TOML file with a table [model], and perhaps [training], [optimizer] and [sharding]."""
+    topology: str = "tpu-v4:4x4x4"
+    """Chip and torus, such as tpu-v4:4x4x4, tpu-v5p:8x8x16 or tpu-v6e:16x16."""
+    phase: Literal["forward", "train"] = "forward"
+    """forward: tokens to logits, weights in --dtype. train: a whole update, weights and optimizer state in float32."""
+    batch: int = 32
+    """Sequences, over all devices."""
+    length: int = 256
+    """Tokens of a sequence."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """What the model computes in."""
+    smallest: bool = False
+    """Look for the smallest slice of the chip that the model fits on, from the least that could hold its arguments."""
+    json: str = ""
+    """File for the figures."""
+    hlo: str = ""
+    """File for the scheduled program."""
+    trace: str = ""
+    """File for the timeline, to open in ui.perfetto.dev."""
+    gantt: str = ""
+    """PNG file for the timeline."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: tyro.conf.Suppress[OptimizerConfig] = field(default_factory=OptimizerConfig)
+    sharding: tyro.conf.OmitArgPrefixes[ShardingConfig] = field(default_factory=ShardingConfig)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compiles, and says what was found; returns the exit code."""
+    settings = parse(argv)
+    host.start(1, "cpu")  # for JAX itself: the slice's devices exist for the compiler only
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    asked = topology(settings.topology)
+    report = None
+    for target in slices(asked.chip) if settings.smallest else [asked]:
+        report = compiled(settings, target)
+        if report and (report.fits or not settings.smallest):
+            break
+    if report is None:
+        raise ConfigError("cannot compile:", [f"no slice of {asked.chip.name} has a mesh that these sizes divide."])
+    console.print(report)
+    save(settings, report)
+    return 0 if report.fits else 1
+
+
+def parse(argv: Sequence[str]) -> Settings:
+    """Settings from the file, and from flags, which win."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    early.add_argument("--config", default=str(DEFAULT))
+    name = early.parse_known_args(list(argv))[0].config
+    file = load_toml(File, name)
+    default = Settings(
+        name, batch=file.training.batch, length=file.training.length,
+        model=file.model, optimizer=file.optimizer, sharding=file.sharding,
+    )  # fmt: skip
+    settings = command.parse_flags(Settings, argv, default, description=__doc__)
+    faults: list[str] = []
+    positive(faults, batch=settings.batch, length=settings.length)
+    if settings.sharding.platform or settings.sharding.devices:
+        faults.append("--topology says which devices there are; leave --platform and --devices out.")
+    if faults:
+        raise ConfigError("cannot compile:", faults)
+    return settings
+
+
+def compiled(settings: Settings, target: Topology) -> Report | None:
+    """The report for one slice; None where a smaller one is sought and this one is too small, or cut unevenly."""
+    sharding, config = settings.sharding, settings.model
+    layout = Layout.load(sharding.layout).override(sharding.overrides)
+    layout = layout.lowered(sharding.lowering) if sharding.lowering else layout
+    given = layout.complete_mesh(parse_mesh(sharding.mesh)) if sharding.mesh else layout.mesh_for(target.num_devices)
+    try:
+        layout.check(config.sizes(settings.batch, settings.length), given)
+    except gspmd.LayoutError:
+        if not settings.smallest:
+            raise
+        return None
+    mesh = target.mesh(given, sharding.axis_types)
+    program, args, donated = program_of(settings, layout, mesh)
+    flops = settings.batch * settings.length * config.flops_per_token(settings.length)
+    flops /= 1 if settings.phase == "train" else 3  # a backward pass is two forward passes
+    named = f"{config.num_parameters / 1e9:.4g} billion parameters, {layout.name}, {target.name}"
+    with gspmd.lowering(layout.lowering or "auto"), progress(named) as tell:
+        return compile_offline(
+            program, *args, topology=target, mesh=mesh, donate_argnums=donated, flops=flops, progress=tell
+        )
+
+
+def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tuple, tuple[int, ...]]:
+    """What is compiled, its abstract arguments, and which of them give their memory to the results."""
+    train = settings.phase == "train"
+    stored = "float32" if train else settings.dtype
+    model = models.abstract(settings.model, layout, mesh, settings.dtype, stored=stored)
+    if not train:
+        tokens = models.abstract_tokens(layout, mesh, settings.batch, settings.length)
+        return step.forward_step(model), (models.arrays(model), tokens), ()
+    state = step.abstract_state(model, settings.optimizer, 1000, mesh)
+    batch = models.abstract_batch(layout, mesh, settings.batch, settings.length)
+    return step.training_step(model, settings.optimizer, 1000), (state, batch, models.abstract_key(mesh)), (0,)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[str], None]]:
+    """Says on stderr what is going on; a spinner where somebody looks."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda doing: console.print(f"{what}: {doing}")
+        return
+    with console.status(what) as status:
+        yield lambda doing: status.update(f"{what}: {doing}")
+
+
+def save(settings: Settings, report: Report) -> None:
+    """Writes the files that were asked for; of a program that does not fit there are figures only."""
+    if settings.json:
+        Path(settings.json).write_text(report.to_json())
+    if report.timeline and settings.hlo:
+        Path(settings.hlo).write_text(report.hlo)
+    if report.timeline and settings.trace:
+        perfetto.write(report.timeline, settings.trace)
+    if report.timeline and settings.gantt:
+        gantt.draw(report.timeline, settings.gantt)
+
+
+if __name__ == "__main__":
+    sys.exit(command.guarded(main, sys.argv[1:]))
