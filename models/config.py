@@ -25,6 +25,8 @@ class ModelConfig:
 
     vocabulary: int = 256
     """Number of tokens; 256 reads bytes."""
+    vocabulary_multiple: int = 1
+    """The tables get rows for the vocabulary rounded up to a multiple of this, so that a mesh divides them."""
     embed: int = 128
     """Width of the residual stream."""
     layers: int = 4
@@ -68,13 +70,22 @@ class ModelConfig:
         return self.moe.every if self.moe else 1
 
     @property
+    def table_rows(self) -> int:
+        """Rows of the embedding table: the vocabulary, and padding that no token is and no logit chooses.
+
+        >>> ModelConfig(vocabulary=250, vocabulary_multiple=64).table_rows
+        256
+        """
+        return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
+
+    @property
     def expert_layers(self) -> int:
         """Number of blocks whose feed-forward layer is a mixture of experts."""
         return self.layers // self.moe.every if self.moe else 0
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, all experts counted."""
+        """Number of parameters, all experts counted; padding of the tables is none."""
         return self._parameters(self.moe.experts if self.moe else 0)
 
     @property
@@ -131,7 +142,7 @@ class ModelConfig:
             "T": length,
             "E": self.embed,
             "F": self.feed_forward,
-            "V": self.vocabulary,
+            "V": self.table_rows,
             "H": self.heads,
             "K": self.kv_heads,
             "D": self.head_size,
@@ -141,8 +152,11 @@ class ModelConfig:
         return sizes
 
 
+_WIDTHS = ("kv_heads", "head_size", "feed_forward")
+
+
 def _faults(config: ModelConfig):
-    for name in ("vocabulary", "embed", "layers", "heads", "kv_heads", "head_size", "feed_forward"):
+    for name in ("vocabulary", "vocabulary_multiple", "embed", "layers", "heads", *_WIDTHS):
         if getattr(config, name) < 1:
             yield f"{name} is {getattr(config, name)}; it must be at least 1"
     for name, known in (("activation", ACTIVATIONS), ("block", BLOCKS)):

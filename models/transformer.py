@@ -119,6 +119,7 @@ class Output(nnx.Module):
         self.table_spec = layout["embedding.table" if config.tied else "output.table"]
         self.norm = nnx.Param(weights["norm"])
         self.table = None if config.tied else nnx.Param(weights["table"])
+        self.vocabulary, self.rows = config.vocabulary, config.table_rows
 
     def __call__(self, x: jax.Array, tied: nnx.Param | None, short: bool = False) -> jax.Array:
         """Logits [B, L, V] in float32, of an x whose length is whole on every device if it is `short`."""
@@ -128,7 +129,13 @@ class Output(nnx.Module):
         table = (self.table if tied is None else tied)[...].astype(self.dtype)
         y = rms_norm(x, self.norm[...], residual, self.norm_spec, epsilon=self.epsilon)
         equation = f"{residual}, {self.table_spec} -> {logits}"
-        return gspmd.einsum(equation, y, table, via=via, preferred_element_type=jnp.float32)
+        found = gspmd.einsum(equation, y, table, via=via, preferred_element_type=jnp.float32)
+        return found if self.rows == self.vocabulary else found + self._padding(logits)
+
+    def _padding(self, logits: Spec) -> jax.Array:
+        """[1, 1, V]: 0 for a token, and for padding a logit that nothing chooses; finite, so that 0 · it is 0."""
+        bias = jnp.where(jnp.arange(self.rows) < self.vocabulary, 0.0, -1e30).astype(jnp.float32)
+        return gspmd.reshard(bias, f"V -> {Spec(('V',), (logits.axes_of('V'),))}")[None, None]
 
 
 def stream(config: ModelConfig, layout: Any) -> Spec:

@@ -115,14 +115,17 @@ def compiled(settings: Settings, target: Topology) -> Report | None:
     sharding, config = settings.sharding, settings.model
     layout = Layout.load(sharding.layout).override(sharding.overrides)
     layout = layout.lowered(sharding.lowering) if sharding.lowering else layout
-    given = layout.complete_mesh(parse_mesh(sharding.mesh)) if sharding.mesh else layout.mesh_for(target.num_devices)
+    sizes = config.sizes(settings.batch, settings.length)
     try:
-        layout.check(config.sizes(settings.batch, settings.length), given)
+        if sharding.mesh:
+            mesh = target.mesh(layout.complete_mesh(parse_mesh(sharding.mesh)), sharding.axis_types)
+            layout.check(sizes, mesh)
+        else:
+            mesh = target.mesh(layout.mesh_for(target.num_devices, sizes), sharding.axis_types)
     except gspmd.LayoutError:
         if not settings.smallest:
             raise
         return None
-    mesh = target.mesh(given, sharding.axis_types)
     program, args, donated = program_of(settings, layout, mesh)
     flops = settings.batch * settings.length * config.flops_per_token(settings.length)
     flops /= 1 if settings.phase == "train" else 3  # a backward pass is two forward passes

@@ -44,7 +44,8 @@ class _Room:
     """Sizes and mesh, as `Spec.faults` wants them: a dimension whose size is not given is taken to divide."""
 
     def __init__(self, sizes: Mapping[str, int], mesh: Mapping[str, int]):
-        self.sizes = {**({"G": sizes["B"]} if "B" in sizes else {}), **sizes}
+        # Without experts there are no groups of tokens either, and nothing of theirs has to divide.
+        self.sizes = {**({"G": sizes["B"]} if {"B", "X"} <= set(sizes) else {}), **sizes}
         self.mesh = dict(mesh)
 
     def faults(self, spec: Spec) -> tuple[Fault, ...]:

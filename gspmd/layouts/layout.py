@@ -10,7 +10,7 @@ from gspmd.annotate.errors import suggestion
 from gspmd.layouts import read
 from gspmd.layouts.check import faults_of, mesh_faults
 from gspmd.layouts.keys import KEYS, OVERRIDES, PARTS
-from gspmd.layouts.mesh import complete, factorise
+from gspmd.layouts.mesh import complete, factorise, nearest
 
 Table = Mapping[str, str]
 
@@ -150,15 +150,34 @@ class Layout:
 
     # -- on devices ---------------------------------------------------------------------------------------------------
 
-    def mesh_for(self, devices: int) -> dict[str, int]:
+    def mesh_for(self, devices: int, sizes: Mapping[str, int] | None = None) -> dict[str, int]:
         """The mesh that this layout makes of a number of devices: every declared axis, in order.
 
-        The prime factors of the number, largest first, are dealt out to the axes of `factor` in turn.
+        The prime factors of the number, largest first, are dealt out to the axes of `factor` in turn. Where `sizes` are
+        given and that mesh does not divide them, it is the mesh nearest to it that does.
 
-        >>> Layout.load("weight-stationary-2d").mesh_for(12)
-        {'x': 3, 'y': 2, 'z': 2}
+        Args:
+          devices: how many.
+          sizes: of the dimensions, as for `check`.
+
+        Raises:
+          LayoutError: no mesh of so many devices divides the sizes; the faults are those of the first.
+
+        Example:
+          >>> Layout.load("weight-stationary-2d").mesh_for(12)
+          {'x': 3, 'y': 2, 'z': 2}
         """
-        return factorise(devices, self.axes, self.factor)
+        first = factorise(devices, self.axes, self.factor)
+        if sizes is None:
+            return first
+        for mesh in nearest(first, self.factor):
+            try:
+                self.check(sizes, mesh)
+            except LayoutError:
+                continue
+            return mesh
+        self.check(sizes, first)
+        raise AssertionError("a mesh that was refused has faults")
 
     def complete_mesh(self, mesh: Any) -> dict[str, int]:
         """A given mesh (sizes by name, or a `jax.sharding.Mesh`) with size 1 for every declared axis it lacks.

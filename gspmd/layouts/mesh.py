@@ -1,7 +1,8 @@
 """How a number of devices, or a mesh that is given, becomes the mesh of a layout."""
 
-from collections.abc import Iterator, Sequence
-from itertools import cycle
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle, product
+from math import log2, prod
 from typing import Any
 
 from gspmd.annotate import LayoutError, mesh_sizes
@@ -21,6 +22,22 @@ def factorise(devices: int, axes: Sequence[str], order: Sequence[str]) -> dict[s
     for prime, axis in zip(sorted(_primes(devices), reverse=True), cycle(order)):
         mesh[axis] *= prime
     return mesh
+
+
+def nearest(mesh: Mapping[str, int], order: Sequence[str]) -> list[dict[str, int]]:
+    """All meshes of as many devices, over the axes of `order`, beginning with the one most like the given.
+
+    >>> nearest({"x": 2, "y": 2}, ("x", "y"))
+    [{'x': 2, 'y': 2}, {'x': 1, 'y': 4}, {'x': 4, 'y': 1}]
+    """
+    devices = prod(mesh.values())
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    found = [dict(zip(order, sizes)) for sizes in product(divisors, repeat=len(order)) if prod(sizes) == devices]
+    return sorted(({**mesh, **sizes} for sizes in found), key=lambda other: _distance(mesh, other))
+
+
+def _distance(one: Mapping[str, int], other: Mapping[str, int]) -> float:
+    return round(sum(abs(log2(one[axis] / other[axis])) for axis in one), 9)
 
 
 def complete(mesh: Any, axes: Sequence[str]) -> dict[str, int]:
