@@ -3,6 +3,7 @@
     python scripts/train_moe.py                                        # five minutes on two cores, 8 fake devices
     python scripts/train_moe.py --layout zero-3 --set ffn.w_in=E_xF_y  # the same losses, other collectives
     python scripts/train_moe.py --resume --out runs/001                # goes on where it stopped
+    python scripts/train_moe.py --explain                              # what its step will send, and no training
 
 Figures, events, checkpoints and pictures go to --out.
 """
@@ -37,6 +38,8 @@ class Settings:
 
     config: str = ""
     """TOML file with tables [model], [training], [optimizer] and [sharding]; configs/default.toml if not given."""
+    explain: bool = False
+    """Compile the training step, print what it sends beside what was planned, and stop."""
     model: ModelConfig = field(default_factory=ModelConfig)
     training: tyro.conf.OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
     optimizer: tyro.conf.OmitArgPrefixes[OptimizerConfig] = field(default_factory=OptimizerConfig)
@@ -57,8 +60,11 @@ def main(argv: Sequence[str]) -> None:
     layout.check(sizes, mesh)
     corpus = data.load(training.data, fraction=training.validation_fraction)
     data.check_size(corpus, training.batch, training.length)
-    out = command.choose_out(training.out, resume=training.resume)
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    if settings.explain:
+        explain(console, settings, layout, mesh)
+        return
+    out = command.choose_out(training.out, resume=training.resume)
     with command.interrupts(out), jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"):
         model = models.build(settings.model, layout, mesh, jax.random.key(training.seed), training.dtype)
         program = make_program(settings, model, mesh)
@@ -78,6 +84,22 @@ def make_program(settings: Settings, model: models.Transformer, mesh: Mesh) -> P
     batch = shardings(models.batch_spec(model.layout), mesh)
     place = lambda tokens: jax.device_put(np.asarray(tokens, np.int32), batch)  # noqa: E731
     return Program(state, update, jax.jit(step.evaluation_step(model)), place, jax.random.key(training.seed + 1))
+
+
+def explain(console: Console, settings: Settings, layout: Layout, mesh: Mesh) -> None:
+    """What one training step really sends, and what was planned; nothing is allocated and nothing runs."""
+    training, optimizer = settings.training, settings.optimizer
+    with jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"):
+        model = models.abstract(settings.model, layout, mesh, training.dtype)
+        state = step.abstract_state(model, optimizer, training.steps, mesh)
+        update = jit_step(step.training_step(model, optimizer, training.steps), state)
+        args = state, models.abstract_batch(layout, mesh, training.batch, training.length), models.abstract_key(mesh)
+        plan, ledger = gspmd.trace(update, *args), gspmd.ledger(update.lower(*args).compile())
+    show(console, settings, layout, mesh, {})
+    comparison = ledger.compare(plan)
+    console.print(ledger.table(), "", comparison.table(), sep="\n")
+    if comparison.differing:
+        console.print(comparison.steps_table())
 
 
 def show(console: Console, settings: Settings, layout: Layout, mesh: Mesh, facts: dict[str, str]) -> None:

@@ -10,6 +10,7 @@ from rich.table import Table
 from gspmd.audit.ledger import Entry, Key, Ledger, asked, number
 from gspmd.collectives.figure import COLORS, amount_of_bytes, axes_text
 from gspmd.collectives.lower import scope
+from gspmd.collectives.plan import Step
 from gspmd.collectives.trace import PlannedStep, ProgramPlan
 
 VERDICTS = ("as planned", "shared", "rewritten", "gone", "the compiler's choice", "not planned")
@@ -23,7 +24,8 @@ class Row:
         verdict: `"as planned"`; `"shared"`: another step moves the same value, and only that one was compiled;
             `"rewritten"`: something else was compiled in its place; `"gone"`: nothing was; `"the compiler's choice"`:
             within an equation whose lowering is `xla`; `"not planned"`: no equation asked for it.
-        how: what a rewriting did, by name: `"reduce-scatter made an all-reduce"`, `"f32 on the wire"`, `"padded"`, ...
+        how: what a rewriting did, by name: `"reduce-scatter made an all-reduce"`, `"f32 on the wire"`, `"padded"`, ...;
+            of a step as planned, with what it travels, where the compiler made several collectives one.
         kind, axes: as planned; as compiled where nothing was planned.
         equation, step: what it belongs to.
         planned: times it runs and bytes that one device sends, by the plan.
@@ -58,6 +60,11 @@ class Comparison:
     def agrees(self) -> bool:
         """Whether for every kind and set of axes the bytes are the planned ones, and nothing else is sent."""
         return all(planned == compiled for planned, compiled in self.totals.values())
+
+    @property
+    def differing(self) -> tuple[Row, ...]:
+        """The rows that are not as planned."""
+        return tuple(row for row in self.rows if row.verdict != "as planned")
 
     def __getitem__(self, verdict: str) -> tuple[Row, ...]:
         """The rows of one verdict."""
@@ -94,12 +101,11 @@ class Comparison:
 
     def __str__(self) -> str:
         console = Console(width=140, color_system=None)
-        differing = [row for row in self.rows if row.verdict != "as planned"]
         counted = ", ".join(f"{len(self[verdict])} {verdict}" for verdict in VERDICTS if self[verdict])
         with console.capture() as capture:
             console.print(self.table())
             console.print(f"steps: {counted or 'none'}")
-            if differing:
+            if self.differing:
                 console.print(self.steps_table())
         return capture.get()
 
@@ -164,6 +170,39 @@ def _in_whole(planned: dict[_Name, list[PlannedStep]], entries: Sequence[Entry])
 
 
 def _rows(planned: dict[_Name, list[PlannedStep]], entries: Sequence[Entry]) -> Iterator[Row]:
+    whole = _merged_whole(planned, entries)
+    for row in _judgements(planned, entries):
+        merged = row.compiled != row.planned and _place(row) in whole
+        yield _as_planned(row) if merged else row
+
+
+def _merged_whole(planned: dict[_Name, list[PlannedStep]], entries: Sequence[Entry]) -> set[tuple]:
+    """The kinds and axes whose collectives a compiler merged, and that send just the planned steps all together."""
+    place = {name: _place(steps[0].step) for name, steps in planned.items()}
+    wanted, found = defaultdict(int), defaultdict(list)
+    for name, steps in planned.items():
+        wanted[place[name]] += _planned(steps)[1]
+    for entry in entries:
+        found[_place(entry)].append(entry)
+    return {
+        key
+        for key, here in found.items()
+        if any(entry.arrays > 1 for entry in here)
+        and all(place.get((entry.equation, entry.step)) == key for entry in here)
+        and _compiled(here)[1] == wanted[key]
+    }
+
+
+def _place(step: Step | Entry | Row) -> tuple[str, frozenset[str]]:
+    return step.kind, frozenset(step.axes)
+
+
+def _as_planned(row: Row) -> Row:
+    """What a row says of a step whose arrays travel with those of others."""
+    return replace(row, verdict="as planned", how=row.how or "in one collective with others", compiled=row.planned)
+
+
+def _judgements(planned: dict[_Name, list[PlannedStep]], entries: Sequence[Entry]) -> Iterator[Row]:
     compiled = _by_name(entries)
     present = {_signature(step) for name, steps in planned.items() if name in compiled for step in steps}
     for name in [name for name in planned if name in compiled]:

@@ -139,8 +139,8 @@ class Report:
         if self.ledger and self.timeline:
             comparison = self.ledger.compare(self.plan)
             shown += ["", comparison.table()]
-            if comparison["rewritten"] or comparison["not planned"]:
-                shown.append(comparison.steps_table(("rewritten", "not planned")))
+            if comparison.differing:
+                shown.append(comparison.steps_table())
             shown += ["", self.timeline.table()]
         return Group(*shown)
 
