@@ -15,7 +15,9 @@ from math import prod
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
-_HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
+_BARE_NAME = re.compile(r"([\w.\-]+)$")
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _START = re.compile(r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
 _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|true_computation|false_computation|called_computations|branch_computations)="
@@ -24,6 +26,7 @@ _CALLED = re.compile(
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LINE = re.compile(r'source_file="([^"]*)"(?:,? source_line=(\d+))?')
+_DEVICES = re.compile(r", (?:num_partitions|replica_count)=(\d+)")
 KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
@@ -92,7 +95,7 @@ class Instruction:
     @cached_property
     def called(self) -> tuple[str, ...]:
         """Names of the computations that it runs."""
-        found = _CALLED.findall(self.attributes)
+        found = _CALLED.findall(self._unquoted)
         return tuple(name.strip("%{} ") for one in found for name in one.split(",") if name.strip("%{} "))
 
     @cached_property
@@ -101,10 +104,15 @@ class Instruction:
         found = _OP_NAME.search(self.attributes)
         return found[1] if found else ""
 
+    @cached_property
+    def _unquoted(self) -> str:
+        """The attributes without their strings, in which a user's names may look like anything."""
+        return re.sub(_STRING, '""', self.attributes)
+
     @property
     def frame(self) -> int:
         """Number of its stack frame in the module, 0 for none."""
-        found = _FRAME.search(self.attributes)
+        found = _FRAME.search(self._unquoted)
         return int(found[1]) if found else 0
 
     @property
@@ -125,7 +133,8 @@ class Instruction:
         >>> _instruction("  ROOT %s.1 = f32[8]{0} slice(%p), slice={[0:8]}, sharding={replicated}").attribute("slice")
         '{[0:8]}'
         """
-        found = re.search(rf"(?:^|, ){name}=", self.attributes)
+        either = re.finditer(rf"{_STRING}|(?:^|, )({name}=)", self.attributes)
+        found = next((each for each in either if each[1]), None)
         return _until(self.attributes, found.end(), ",").strip() if found else ""
 
     @cached_property
@@ -181,6 +190,7 @@ class Module:
         computations: every computation by name.
         frames: the stack frames that instructions refer to, by number.
         is_scheduled: whether the order of instructions is that of execution.
+        devices: how many run it; 1 where the text does not say.
     """
 
     name: str
@@ -188,6 +198,7 @@ class Module:
     computations: dict[str, Computation]
     frames: dict[int, Frame] = field(default_factory=dict, repr=False)
     is_scheduled: bool = False
+    devices: int = 1
 
     @cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
@@ -201,7 +212,7 @@ class Module:
 
     def source(self, instruction: Instruction, skip: tuple[str, ...] = ()) -> str:
         """`file:line` of the innermost call outside the files that begin with one of `skip`; empty where unknown."""
-        if instruction.line:
+        if instruction.line and not instruction.line[0].startswith(skip or ("\0",)):
             return f"{instruction.line[0]}:{instruction.line[1]}"
         for frame in self.stack(instruction):
             if not frame.file.startswith(skip or ("\0",)):
@@ -242,7 +253,7 @@ def parse(text: str) -> Module:
     Source: the printer of XLA's HloModule, openxla/xla, `hlo/ir/hlo_module.cc`.
     """
     lines = iter(text.splitlines())
-    header = next(lines, "")
+    header = next((line for line in text.splitlines() if line.startswith("HloModule ")), "")
     computations, entry = {}, None
     for line in lines:
         opened = _HEADER.match(line)
@@ -252,7 +263,8 @@ def parse(text: str) -> Module:
     if entry is None:
         raise HloError("this text holds no HLO module: it has no ENTRY computation.\n  Give compiled.as_text().")
     name = header.split(",")[0].removeprefix("HloModule ").strip()
-    return Module(name, computations[entry], computations, _frames(text), "is_scheduled=true" in header)
+    scheduled, devices = "is_scheduled=true" in header, prod(map(int, _DEVICES.findall(header)))
+    return Module(name, computations[entry], computations, _frames(text), scheduled, devices)
 
 
 def _body(lines: Iterator[str]) -> Iterator[Instruction]:
@@ -270,8 +282,20 @@ def _instruction(line: str) -> Instruction:
     opcode, _, _ = line[at:].partition("(")
     arguments = _until(line, at + len(opcode) + 1, ")")
     rest = line[at + len(opcode) + 1 + len(arguments) + 1 :].removeprefix(", ")
-    operands = () if opcode in ("constant", "parameter") else tuple(_NAME.findall(arguments))
+    operands = () if opcode in ("constant", "parameter") else _operands(arguments)
     return Instruction(start["name"], opcode.strip(), kind, operands, arguments, rest, bool(start["root"]))
+
+
+def _operands(arguments: str) -> tuple[str, ...]:
+    """The names between the parentheses, which some printers give no percent sign."""
+    if "%" in arguments or not arguments:
+        return tuple(_NAME.findall(arguments))
+    found, at = [], 0
+    while at < len(arguments):
+        one = _until(arguments, at, ",")
+        at += len(one) + 1
+        found += _BARE_NAME.findall(one.strip())
+    return tuple(found)
 
 
 _OPEN, _CLOSE = "({[", ")}]"
