@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, replace
 
-from gspmd.audit.groups import groups, pairs
+from gspmd.audit.groups import groups, is_permute, pairs
 from gspmd.audit.hlo import Array, Computation, Instruction, Module
 from gspmd.collectives.cost import wire_bytes
 
@@ -23,7 +23,7 @@ class Collective:
         phase: `"sync"`, or `"start"` and `"done"` of one that runs beside other instructions.
         instruction: what says how it is done: the wrapped or fused one where it is not the line itself.
         arrays: what a device holds on the larger side: gathered, or before it is scattered.
-        group: how many devices take part together.
+        group: how many devices take part together; of a permute 2, or 1 where nothing moves.
         fused: whether the instruction is part of a fusion, so that only the fusion has a place in the schedule.
     """
 
@@ -43,7 +43,7 @@ class Collective:
     def wire_bytes(self) -> int:
         """Bytes that one device sends; for a permute the device that sends most."""
         if self.kind == "collective-permute":
-            return self.buffer if any(a != b for a, b in pairs(self.instruction) or [(0, 1)]) else 0
+            return self.buffer if self.group > 1 else 0
         return sum(wire_bytes(self.kind, self.group, array.bytes) for array in self.arrays)
 
     @property
@@ -106,9 +106,7 @@ def _fused(module: Module, fusion: Instruction, devices: int) -> Collective | No
 
 
 def _make(kind: str, phase: str, instruction: Instruction, devices: int) -> Collective:
-    sent = pairs(instruction)
-    group = 2 if sent else len(groups(instruction, devices)[0])
-    arrays = _results(instruction)
+    group, arrays = _group(instruction, devices), _results(instruction)
     if kind == "reduce-scatter":
         arrays = tuple(Array(array.dtype, (group, *array.shape)) for array in arrays)
     elif kind == "all-to-all":  # a tuple is the parts of one array
@@ -116,9 +114,18 @@ def _make(kind: str, phase: str, instruction: Instruction, devices: int) -> Coll
     return Collective(kind, phase, instruction, arrays, group)
 
 
+def _group(instruction: Instruction, devices: int) -> int:
+    if is_permute(instruction):
+        return 2 if any(source != target for source, target in pairs(instruction)) else 1
+    return max(len(group) for group in groups(instruction, devices))
+
+
 def _results(instruction: Instruction) -> tuple[Array, ...]:
-    """The arrays that come out; what starts a gather or a permute carries its operands first, and flags last."""
-    if instruction.opcode in ("all-gather-start", "collective-permute-start"):
+    """The arrays that come out; what starts a gather or a permute carries its operands first, and flags last.
+
+    So does whatever wraps a collective, which XLA prints as one instruction, `reduce-scatter-start`, where it can.
+    """
+    if instruction.opcode in ("all-gather-start", "collective-permute-start") or instruction.type.startswith("(("):
         count = len(instruction.operands)
         return instruction.arrays[count : 2 * count]
     return instruction.arrays

@@ -1,4 +1,7 @@
-"""Which mesh axes a compiled collective runs over: its groups of devices, written in any of XLA's three ways."""
+"""Which mesh axes a compiled collective runs over: its groups of devices, written in any of XLA's three ways.
+
+Source: `CollectiveDeviceListBase` and `Mesh` of openxla/xla (`hlo/ir/replica_group.h`, `hlo/ir/mesh_and_axis.h`).
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,13 +26,14 @@ def groups(instruction: Instruction, devices: int) -> Groups:
         instruction: a collective.
         devices: how many there are; an instruction that lists no groups runs over all of them.
     """
-    return _groups(instruction.attribute("replica_groups"), devices)
+    written = instruction.attribute("replica_groups")
+    if written.startswith("mesh["):  # other numbers of its devices stand behind a comma, before the names of the axes
+        return _of_mesh(written, instruction.attribute("device_ids"))
+    return _groups(written, devices)
 
 
 @lru_cache(maxsize=4096)
 def _groups(text: str, devices: int) -> Groups:
-    if text.startswith("mesh["):
-        return _of_mesh(text)
     if "<=" in text:
         return _of_iota(text)
     listed = tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,\s]+)\}", text))
@@ -44,20 +48,47 @@ def _of_iota(text: str) -> Groups:
     return _rows((numbers.transpose(order) if order else numbers).reshape(shape[0], -1))
 
 
-def _of_mesh(text: str) -> Groups:
-    """`mesh['x'=4,'y'=2] {'y'}`: the groups along named axes of a mesh written out."""
-    written, _, named = text.partition("]")
-    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", written)}
-    along = re.findall(r"'([^']+)'", named)
-    order = [list(sizes).index(name) for name in (*(n for n in sizes if n not in along), *along)]
-    numbers = np.arange(prod(sizes.values())).reshape(tuple(sizes.values())).transpose(order)
-    return _rows(numbers.reshape(-1, prod(sizes[name] for name in along)))
+@lru_cache(maxsize=4096)
+def _of_mesh(text: str, reordered: str) -> Groups:
+    """`mesh['x'=4,'y'=2] {'y'}`: the groups along named axes of a mesh written out.
+
+    A part of an axis is `'x':(2)4`, four of its devices that stand two apart. A mesh whose devices do not stand in
+    order is followed by `device_ids=(1,0,...)`, or `device_ids=([2,4]T(1,0))`.
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text)}
+    named = re.findall(r"'([^']+)'(?!=)(?::\((\d+)\)(\d+))?", text + reordered)
+    along = [(name, int(first or 1), int(first or 1) * int(size or sizes[name])) for name, first, size in named]
+    factors = [factor for name, size in sizes.items() for factor in _factors(name, size, along)]
+    inside = lambda factor: any(factor[0] == n and a <= factor[1] < b for n, a, b in along)  # noqa: E731
+    order = sorted(range(len(factors)), key=lambda place: inside(factors[place]))
+    numbers = _order_of(reordered, prod(sizes.values())).reshape([size for *_, size in factors]).transpose(order)
+    return _rows(numbers.reshape(-1, prod(factor[2] for factor in factors if inside(factor))))
+
+
+def _factors(name: str, size: int, along: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """A mesh axis cut where parts of it begin and end, major first: its name, the product before, and the size."""
+    cuts = sorted({1, size, *(at for other, *ends in along if other == name for at in ends)})
+    return [(name, first, last // first) for first, last in zip(cuts, cuts[1:])]
+
+
+def _order_of(text: str, devices: int) -> np.ndarray:
+    """The numbers of a mesh's devices, in its order."""
+    iota = re.match(r"\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", text)
+    if iota:
+        dims, order = (_numbers(part or "") for part in iota.groups())
+        return np.arange(devices).reshape(dims).transpose(order or None).reshape(-1)
+    return np.array(_numbers(text.partition("{")[0])) if text else np.arange(devices)
 
 
 def pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
     """The (source, target) pairs of a permute."""
     found = re.findall(r"\{(\d+),\s*(\d+)\}", instruction.attribute("source_target_pairs"))
     return tuple((int(source), int(target)) for source, target in found)
+
+
+def is_permute(instruction: Instruction) -> bool:
+    """Whether it has pairs instead of groups, be they none."""
+    return bool(instruction.attribute("source_target_pairs"))
 
 
 def axes_of(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
@@ -71,18 +102,20 @@ def axes_of(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...
         Names; for a permute those of the axes along which anything moves. `UNNAMED` where the groups are those of no
         set of axes: half of an axis, for instance.
     """
-    sent = pairs(instruction)
-    if sent:
-        return _crossed(sent, tuple(mesh.items()))
+    if is_permute(instruction):
+        return _crossed(pairs(instruction), tuple(mesh.items()))
     return _spanned(groups(instruction, prod(mesh.values())), tuple(mesh.items()))
 
 
 @lru_cache(maxsize=4096)
 def _crossed(sent: tuple[tuple[int, int], ...], mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
     shape = [size for _, size in mesh]
-    if max(max(pair) for pair in sent) >= prod(shape):
+    moved = [pair for pair in sent if pair[0] != pair[1]]
+    if not moved:
+        return ()
+    if max(map(max, moved)) >= prod(shape):
         return UNNAMED
-    sources, targets = (np.unravel_index(np.array(side), shape) for side in zip(*sent))
+    sources, targets = (np.unravel_index(np.array(side), shape) for side in zip(*moved))
     return tuple(name for (name, _), a, b in zip(mesh, sources, targets) if (a != b).any())
 
 
