@@ -1,12 +1,13 @@
 """Floating-point operations of matrix products in compiled programs: dots, convolutions, and calls of GPU libraries."""
 
 import re
-from math import prod
+from math import gcd, prod
 
 import numpy as np
 
 from gspmd.audit.hlo import Computation, Instruction, Module
 
+_LIBRARY = re.compile(r"gemm|__cublas\$")
 _WINDOW = re.compile(r"(\w+)=([\d_x\-]+)")
 
 
@@ -17,15 +18,17 @@ def product_flops(module: Module, computation: Computation, instruction: Instruc
         module: the whole program.
         computation: where the instruction stands.
         instruction: any; a fusion counts what is in it.
+
+    A product with a single vector, which compilers write as a sum of products, is no matrix product and has none.
     """
     if instruction.opcode == "fusion":
         inner = module.computations[instruction.called[0]]
         return sum(product_flops(module, inner, each) for each in inner.instructions)
-    if instruction.opcode == "dot":
+    if instruction.opcode in ("dot", "scaled-dot"):
         return _dot(computation, instruction, _listed(instruction.attribute("lhs_contracting_dims")))
     if instruction.opcode == "convolution":
         return _convolution(computation, instruction)
-    if instruction.opcode == "custom-call" and "gemm" in instruction.attribute("custom_call_target"):
+    if instruction.opcode == "custom-call" and _LIBRARY.search(instruction.attribute("custom_call_target")):
         return _library(computation, instruction)
     return 0
 
@@ -70,8 +73,15 @@ def _taps(left: int, kernel: int, out: int, window: dict[str, str], number: int)
     part = lambda name, default: window.get(name, "").split("x")[number] if name in window else default  # noqa: E731
     stride, spread, hole = (int(part(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
     low = int(str(part("pad", "0_0")).split("_")[0])
-    at = np.arange(out)[:, None] * stride - low + np.arange(kernel)[None, :] * hole
-    return int(np.sum((at >= 0) & (at <= (left - 1) * spread) & (at % spread == 0)))
+    # Output position o and tap k meet element (o * stride + k * hole - low) / spread, if there is one. For each tap the
+    # positions that do are `period` apart, and lie between `first` and `last`.
+    offset, common = low - np.arange(kernel) * hole, gcd(stride, spread)
+    period = spread // common
+    phase = offset // common * pow(stride // common, -1, period) % period
+    first = np.maximum(0, -(-offset // stride))
+    last = np.minimum(out - 1, (offset + (left - 1) * spread) // stride)
+    counts = (last - phase) // period - (first - 1 - phase) // period
+    return int(np.sum(counts[(offset % common == 0) & (last >= first)]))
 
 
 def _listed(text: str) -> tuple[int, ...]:
