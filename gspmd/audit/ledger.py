@@ -181,31 +181,36 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
 
     Args:
         compiled: `jax.jit(f).lower(...).compile()`, for any platform, or the text of its optimized HLO.
-        mesh: a mesh, or sizes of its axes in its order; that of the program's inputs, or else the one in force, if not
-            given.
+        mesh: a mesh, or sizes of its axes in its order; that of the program's inputs or outputs, or else the one in
+            force, if not given.
 
     Returns:
         A `Ledger`: every collective with its mesh axes, executions, bytes, dtype, plan step and source line.
 
     Raises:
-        PlanError: no mesh is given, and none can be found.
+        PlanError: no mesh is given, and none can be found; or it has not as many devices as the program.
         HloError: the text is no HLO module.
 
     Example:
         >>> mesh = jax.make_mesh((1,), ("x",))
         >>> x = jax.ShapeDtypeStruct((4, 4), "float32", sharding=jax.NamedSharding(mesh, jax.P("x")))
-        >>> gspmd.ledger(jax.jit(lambda x: x @ x).lower(x).compile()).flops
+        >>> ledger(jax.jit(lambda x: x @ x).lower(x).compile()).flops
         128
 
     Differs: from `compiled.cost_analysis()`, which counts a loop's body once and has no collectives.
     """
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
-    sizes = _sizes(_mesh_of(compiled) if mesh is None else mesh)
-    return of_module(hlo.parse(text), sizes)
+    module = hlo.parse(compiled if isinstance(compiled, str) else compiled.as_text())
+    return of_module(module, _sizes(_mesh_of(compiled) if mesh is None else mesh))
 
 
 def of_module(module: hlo.Module, mesh: Mapping[str, int]) -> Ledger:
     """The ledger of a module that is already parsed."""
+    if module.devices not in (1, prod(mesh.values())):
+        written = ",".join(f"{axis}={size}" for axis, size in mesh.items())
+        raise PlanError(
+            f"cannot name the mesh axes of {module.name}: {module.devices} devices run it, and the mesh {written} has "
+            f"{prod(mesh.values())}.\n  Give mesh=, the one that it was compiled for."
+        )
     reader = _Reader(module, mesh)
     entries, flops = reader.read(module.entry, 1)
     return Ledger(tuple(entries), flops, dict(mesh), module.name, tuple(dict.fromkeys(reader.notes)))
@@ -231,6 +236,8 @@ class _Reader:
                 entries, flops = entries + inner[0], flops + inner[1]
             elif instruction.opcode in ("while", "call", "async-start") and not found:
                 for branch, runs in self._runs(computation, instruction):
+                    if runs == 0:
+                        continue
                     inner = self.read(branch, times * runs)
                     entries, flops = entries + inner[0], flops + inner[1]
         return entries, flops
@@ -242,11 +249,12 @@ class _Reader:
         if caller.opcode != "while":
             yield from ((each, 1) for each in self._called(caller))
             return
-        runs = trips(self.module, computation, caller)
-        if runs is None:
-            runs = 1
+        known = trips(self.module, computation, caller)
+        runs = 1 if known is None else known
+        if known is None:
             self.notes.append(f"the trips of loop {caller.name} depend on what is computed; it is counted once")
-        yield self.module.computations[caller.attribute("body").lstrip("%")], runs
+        for role, times in (("condition", runs + 1 if known else 1), ("body", runs)):
+            yield self.module.computations[caller.attribute(role).lstrip("%")], times
 
     def _entry(
         self, computation: hlo.Computation, instruction: hlo.Instruction, found: Collective, times: int
@@ -273,15 +281,15 @@ def _size(part: tuple[list[Entry], int]) -> tuple[int, int]:
 
 
 def _mesh_of(compiled: Any) -> Any:
-    """The mesh that a program's inputs lie on, or the one in force."""
+    """The mesh that a program's inputs lie on, or its outputs; else the one in force."""
     if not isinstance(compiled, str):
-        for sharding in jax.tree.leaves(compiled.input_shardings):
+        for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
             if isinstance(sharding, jax.NamedSharding) and not sharding.mesh.empty:
                 return sharding.mesh
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise PlanError(
-            "cannot name the mesh axes of this program: nothing it takes lies on a mesh.\n"
+            "cannot name the mesh axes of this program: nothing it takes or makes lies on a mesh.\n"
             "  Give mesh=, or call inside `with jax.set_mesh(mesh):`."
         )
     return mesh
