@@ -101,8 +101,9 @@ def difference(before: Ledger, after: Ledger) -> Difference:
         (False, True)
     """
     sums = _sums(before), _sums(after)
-    changes = [Change(*key, *(each.get(key, (0, 0)) for each in sums)) for key in sorted({*sums[0], *sums[1]})]
-    rows = sorted((row for row in changes if row.before != row.after), key=lambda row: -max(row.before[1], row.after[1]))
+    both = [Change(*key, *(each.get(key, (0, 0)) for each in sums)) for key in sorted({*sums[0], *sums[1]})]
+    changed = [row for row in both if row.before != row.after]
+    rows = sorted(changed, key=lambda row: -max(row.before[1], row.after[1]))
     sent, work = (before.wire_bytes, after.wire_bytes), (before.flops, after.flops)
     return Difference(tuple(rows), sent, work, (before.name, after.name))
 

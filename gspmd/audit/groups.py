@@ -6,7 +6,7 @@ Source: `CollectiveDeviceListBase` and `Mesh` of openxla/xla (`hlo/ir/replica_gr
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import prod
 
 import numpy as np
@@ -52,8 +52,8 @@ def _of_iota(text: str) -> Groups:
 def _of_mesh(text: str, reordered: str) -> Groups:
     """`mesh['x'=4,'y'=2] {'y'}`: the groups along named axes of a mesh written out.
 
-    A part of an axis is `'x':(2)4`, four of its devices that stand two apart. A mesh whose devices do not stand in
-    order is followed by `device_ids=(1,0,...)`, or `device_ids=([2,4]T(1,0))`.
+    A part of an axis is `'x':(2)4`: x is cut into 2, 4 and the rest, major first, and this is the second of them. A mesh
+    whose devices do not stand in order is followed by `device_ids=(1,0,...)`, or `device_ids=([2,4]T(1,0))`.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text)}
     named = re.findall(r"'([^']+)'(?!=)(?::\((\d+)\)(\d+))?", text + reordered)
@@ -68,7 +68,7 @@ def _of_mesh(text: str, reordered: str) -> Groups:
 def _factors(name: str, size: int, along: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     """A mesh axis cut where parts of it begin and end, major first: its name, the product before, and the size."""
     cuts = sorted({1, size, *(at for other, *ends in along if other == name for at in ends)})
-    return [(name, first, last // first) for first, last in zip(cuts, cuts[1:])]
+    return [(name, first, last // first) for first, last in pairwise(cuts)]
 
 
 def _order_of(text: str, devices: int) -> np.ndarray:
