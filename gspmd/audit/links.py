@@ -32,7 +32,11 @@ class Transfer:
     links: frozenset[Link]
 
 
-def transfer(found: Collective, mesh: Mapping[str, int], chip: Chip) -> Transfer:
+Torus = Mapping[str, tuple[int, ...]]
+"""Mesh axis -> sizes of the rings that it is laid over; an axis that is not in it is one ring."""
+
+
+def transfer(found: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus) -> Transfer:
     """The links and seconds of a collective.
 
     A permute by the same number of places along one mesh axis, such as a ring's step, uses one direction of that axis;
@@ -42,18 +46,25 @@ def transfer(found: Collective, mesh: Mapping[str, int], chip: Chip) -> Transfer
 
     Args:
         found: the collective.
-        mesh: sizes of the mesh axes, each one torus axis of the chip.
+        mesh: sizes of the mesh axes.
         chip: whose links they are.
+        torus: the rings of those mesh axes that are not one torus axis of the chip.
     """
     axes = axes_of(found.instruction, mesh)
     shift = None if chip.is_switch else _shift(pairs(found.instruction), tuple(mesh.items()))
     if shift:
         return _along(*shift, found.buffer, mesh, chip)
-    sizes = {**mesh, UNNAMED[0]: found.group}
-    seconds = collective_seconds(found.kind, axes, sizes, found.buffer, chip)
-    latency = collective_seconds(found.kind, axes, sizes, 0, chip)
+    rings = _rings(axes, {**mesh, UNNAMED[0]: found.group}, torus)
+    seconds = collective_seconds(found.kind, tuple(rings), rings, found.buffer, chip)
+    latency = collective_seconds(found.kind, tuple(rings), rings, 0, chip)
     links = {SWITCH} if chip.is_switch else {(axis, sign) for axis in axes for sign in (1, -1)}
     return Transfer(seconds - latency, latency, frozenset(links))
+
+
+def _rings(axes: tuple[str, ...], sizes: Mapping[str, int], torus: Torus) -> dict[str, int]:
+    """The rings that axes are laid over, by names that only have to differ."""
+    laid = {axis: torus.get(axis, (sizes[axis],)) for axis in axes}
+    return {f"{axis}{number}": size for axis, parts in laid.items() for number, size in enumerate(parts)}
 
 
 def _shift(sent: tuple[tuple[int, int], ...], mesh: tuple[tuple[str, int], ...]) -> tuple[str, int, bool] | None:

@@ -205,7 +205,8 @@ def compile_offline(
     needed = stats.argument_size_in_bytes, stats.output_size_in_bytes - stats.alias_size_in_bytes
     return Report(
         target, sizes, True, *needed, stats.temp_size_in_bytes, target.chip.hbm_bytes, plan,
-        of_module(module, sizes), timeline(module, target.chip, sizes, flops=share), module, text, held, seconds,
+        of_module(module, sizes), timeline(module, target.chip, sizes, flops=share, torus=target.rings(placed)),
+        module, text, held, seconds,
     )  # fmt: skip
 
 

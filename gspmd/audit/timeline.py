@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gspmd.audit.hlo import Module
+from gspmd.audit.links import Torus
 from gspmd.audit.machine import Machine, Span
 from gspmd.audit.walk import Walk
 from gspmd.collectives import chips
@@ -156,15 +157,17 @@ def _amounts(*seconds: float) -> tuple[str, ...]:
     return tuple(amount_of_seconds(each) for each in seconds)
 
 
-def timeline(module: Module, chip: Chip | str, mesh: Mapping[str, int], *, flops: float = 0) -> Timeline:
+def timeline(
+    module: Module, chip: Chip | str, mesh: Mapping[str, int], *, flops: float = 0, torus: Torus | None = None
+) -> Timeline:
     """Simulate one device running a compiled program once.
 
     - **Computing**: an instruction takes the cycles that the TPU compiler estimates for it, over the chip's clock (of
       both cores together, where a chip has two). One without an estimate takes the longer of its matrix products at
       the chip's peak and its bytes at the bandwidth of main memory; what only names something is free.
-    - **Collectives** take the seconds of `gspmd.collectives.cost.collective_seconds`, each mesh axis being one torus
-      axis; a permute by the same number of places along one axis (a ring's step) takes its bytes over one link for
-      each place, and uses one direction (`gspmd.audit.links`). Groups that no mesh axes make are one ring of their own.
+    - **Collectives** take the seconds of `gspmd.collectives.cost.collective_seconds`, each mesh axis being one ring
+      or those of `torus`; a permute by the same number of places along one axis (a ring's step) takes its bytes over
+      one link for each place, in one direction (`gspmd.audit.links`). Groups that no mesh axes make are one ring.
     - **Asynchronous ones** run beside what stands between start and done; at done the device waits for what is left.
     - **Links**: a mesh axis has two directions, a collective but for a shift fills both on all of its axes, and those
       that fill the same direction of an axis at the same time share it evenly: each goes on as slowly as on the most
@@ -179,6 +182,7 @@ def timeline(module: Module, chip: Chip | str, mesh: Mapping[str, int], *, flops
         chip: that it was compiled for, or is to be thought of as running on.
         mesh: sizes of the mesh axes, in the order of the devices.
         flops: of the model, per device and step, for `mfu`; those of the program's matrix products if not given.
+        torus: mesh axis -> sizes of the torus axes that it is laid over (`Topology.rings`); one if not given.
 
     Returns:
         A `Timeline`, to print; `gspmd.audit.gantt.draw` and `gspmd.audit.perfetto.write` make pictures of it.
@@ -202,12 +206,12 @@ def timeline(module: Module, chip: Chip | str, mesh: Mapping[str, int], *, flops
     Leaves out: what it costs to launch an instruction, a loop or a program; skew between devices, and the barriers in
     which they wait for one another; that collectives, copies and computing take bandwidth of main memory from each
     other, and from the cores; the latency of a copy; how a collective is cut into pieces, and what it needs on the
-    cores; padding to tiles; routing of anything that is no shift; a mesh axis that lies on several torus axes, or
-    only on a part of one; links between slices; clocks other than the nominal.
+    cores; padding to tiles; routing of anything that is no shift; mesh axes that share one torus axis; links between
+    slices; clocks other than the nominal.
 
     Source: for the links the *scaling book* (jax-ml), parts 2 and 3; for cycles the TPU compiler, `backend_config`.
     """
-    walk = Walk(module, chips.chip(chip), mesh)
+    walk = Walk(module, chips.chip(chip), mesh, torus or {})
     walk.run(module.entry, [])
     walk.machine.drain()
     sums = walk.machine.sums

@@ -81,6 +81,27 @@ class Topology:
         return f"{fact}\n  The sizes have to multiply to {self.num_devices}, as in {listed(fits, 'or')}."
 
 
+    def rings(self, mesh: Mesh) -> dict[str, tuple[int, ...]]:
+        """For each axis of a mesh over this slice, the sizes of the torus axes that its devices are laid over.
+
+        An axis whose devices fill no box of the torus counts as one ring. The two devices of one chip are no ring.
+
+        Example:
+            >>> slice64 = topology("tpu-v4:4x4x4")                  # doctest: +SKIP
+            >>> slice64.rings(slice64.mesh({"x": 16, "y": 4}))      # doctest: +SKIP
+            {'x': (4, 4), 'y': (4,)}
+        """
+        return {axis: self._ring(mesh, number) for number, axis in enumerate(mesh.axis_names)}
+
+    def _ring(self, mesh: Mesh, number: int) -> tuple[int, ...]:
+        along = np.moveaxis(mesh.devices, number, 0).reshape(mesh.devices.shape[number], -1)[:, 0]
+        places = list(zip(*(device.coords for device in along)))
+        spread = tuple(len(set(place)) for place in places)
+        cores = len({device.core_on_chip for device in along})
+        box = prod(spread) * cores == len(along)
+        return tuple(size for size in spread if size > 1) if box else (len(along),)
+
+
 def topology(name: str) -> Topology:
     """The devices and the chip of a TPU slice by name, from the real compiler; starts no backend, needs no TPU.
 

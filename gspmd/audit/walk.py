@@ -8,7 +8,7 @@ from gspmd.audit.collectives import Collective, collective
 from gspmd.audit.groups import axes_of
 from gspmd.audit.hlo import Computation, Instruction, Module
 from gspmd.audit.ledger import OURS
-from gspmd.audit.links import MEMORY, Transfer, transfer
+from gspmd.audit.links import MEMORY, Torus, Transfer, transfer
 from gspmd.audit.loops import trips
 from gspmd.audit.machine import Machine, Span
 from gspmd.audit.origin import origin
@@ -22,8 +22,8 @@ Value = int | dict | None
 class Walk:
     """One run of a program on one device; see `gspmd.audit.timeline.timeline` for what is modelled."""
 
-    def __init__(self, module: Module, chip: Chip, mesh: Mapping[str, int]):
-        self.module, self.chip, self.mesh = module, chip, mesh
+    def __init__(self, module: Module, chip: Chip, mesh: Mapping[str, int], torus: Torus):
+        self.module, self.chip, self.mesh, self.torus = module, chip, mesh, torus
         self.devices = prod(mesh.values())
         self.machine = Machine()
         self.notes: list[str] = []
@@ -79,7 +79,7 @@ class Walk:
         if found.group == 1 or not rows:
             return None
         span = self._span(computation, instruction, found.kind, rows, found.wire_bytes, found)
-        return self.machine.start(span, transfer(found, self.mesh, self.chip))
+        return self.machine.start(span, transfer(found, self.mesh, self.chip, self.torus))
 
     def _copy(self, computation: Computation, instruction: Instruction) -> int:
         """A copy, or a slice, between memories, at the bandwidth of the main one."""

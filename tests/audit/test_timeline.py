@@ -82,6 +82,15 @@ def test_a_blocking_all_gather_takes_the_link_model():
     ]
 
 
+def test_an_axis_over_two_torus_axes_is_two_rings():
+    gather = "%g = u8[1440000]{0} all-gather(%p), replica_groups=[1,16]<=[16], dimensions={0}"
+    module = program(gather)
+    # 1 350 000 bytes over two links, 90 000 per µs: 15 µs and 8 hops round one ring of 16
+    assert micro(timeline(module, "tpu-v4", {"x": 16}).step_seconds) == (23,)
+    # over four links 7.5 µs, and 2 hops along each of two rings of 4
+    assert micro(timeline(module, "tpu-v4", {"x": 16}, torus={"x": (4, 4)}).step_seconds) == (11.5,)
+
+
 @pytest.mark.parametrize(("each", "step_time", "hidden", "exposed"), [(5, 21, 9, 0), (2, 12, 6, 3)])
 def test_an_overlapped_ring_takes_the_longer_of_the_two_after_its_prologue(each, step_time, hidden, exposed):
     # 90 000 bytes: 2 µs on one link and one hop: 3 µs, three times, beside products of 5 µs or of 2 µs;

@@ -1,5 +1,6 @@
 """Topologies: what the TPU compiler describes, meshes over its torus, and what does not exist."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -13,9 +14,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd import PlanError, host
-from gspmd.audit import topology as module
-from gspmd.audit.topology import topology
+from gspmd.audit.topology import slices, topology
 from gspmd.collectives.chips import CHIPS, chip_of_device
+
+module = importlib.import_module("gspmd.audit.topology")  # gspmd.audit.topology is the function
 
 needs_libtpu = pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 
@@ -281,3 +283,26 @@ def test_no_backend_starts_and_libtpu_is_quiet():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=bare)
     assert out.stdout.split() == ["4", "3", "4"], out.stderr
     assert "TPU" not in out.stderr
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "axes", "rings"),
+    [
+        ("tpu-v4:4x4x4", {"x": 4, "y": 4, "z": 4}, {"x": (4,), "y": (4,), "z": (4,)}),
+        ("tpu-v4:4x4x4", {"x": 16, "y": 4}, {"x": (4, 4), "y": (4,)}),
+        ("tpu-v4:4x4x4", {"x": 8, "y": 8}, {"x": (4, 2), "y": (2, 4)}),
+        ("tpu-v5p:8x8x16", {"x": 1024, "y": 1}, {"x": (8, 8, 16), "y": ()}),
+        ("tpu7x:4x4x4", {"x": 32, "y": 4}, {"x": (4, 4), "y": (4,)}),  # two devices of one chip are no ring
+    ],
+)
+def test_an_axis_knows_the_rings_it_is_laid_over(name, axes, rings):
+    slice_ = topology(name)
+    assert slice_.rings(slice_.mesh(axes)) == rings
+
+
+@needs_libtpu
+def test_slices_grow_by_two():
+    found = [slice_.shape for slice_, _ in zip(slices(CHIPS["tpu-v4"]), range(6))]
+    assert found == [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8)]
+    assert [slice_.shape for slice_ in slices(CHIPS["tpu-v5e"])][-1] == (16, 16)
