@@ -52,8 +52,8 @@ def _of_iota(text: str) -> Groups:
 def _of_mesh(text: str, reordered: str) -> Groups:
     """`mesh['x'=4,'y'=2] {'y'}`: the groups along named axes of a mesh written out.
 
-    A part of an axis is `'x':(2)4`: x is cut into 2, 4 and the rest, major first, and this is the second of them. A mesh
-    whose devices do not stand in order is followed by `device_ids=(1,0,...)`, or `device_ids=([2,4]T(1,0))`.
+    A part of an axis is `'x':(2)4`: x cut into 2, 4 and the rest, major first, and the second of these. A mesh whose
+    devices do not stand in order is followed by `device_ids=(1,0,...)`, or `device_ids=([2,4]T(1,0))`.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text)}
     named = re.findall(r"'([^']+)'(?!=)(?::\((\d+)\)(\d+))?", text + reordered)
