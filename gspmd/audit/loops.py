@@ -151,4 +151,4 @@ def _value_in(module: Module, computation: Computation, loop: Instruction, place
     callers = module.callers.get(computation.name, [])
     if outer is None or len(callers) != 1 or callers[0][1].opcode != "while":
         return _number(value)
-    return None if _step(module, computation, outer) else _value_in(module, *callers[0], outer)
+    return _value_in(module, *callers[0], outer) if _step(module, computation, outer) == 0 else None
