@@ -56,7 +56,7 @@ def _of_mesh(text: str, reordered: str) -> Groups:
     devices do not stand in order is followed by `device_ids=(1,0,...)`, or `device_ids=([2,4]T(1,0))`.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text)}
-    named = re.findall(r"'([^']+)'(?!=)(?::\((\d+)\)(\d+))?", text + reordered)
+    named = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", (reordered or text).rpartition("{")[2])
     along = [(name, int(first or 1), int(first or 1) * int(size or sizes[name])) for name, first, size in named]
     factors = [factor for name, size in sizes.items() for factor in _factors(name, size, along)]
     inside = lambda factor: any(factor[0] == n and a <= factor[1] < b for n, a, b in along)  # noqa: E731
