@@ -1,0 +1,71 @@
+"""Training steps of small models on host devices, planned and compiled; nothing is allocated and nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import AxisType
+
+import gspmd
+import models
+from gspmd.audit.ledger import Ledger
+from gspmd.collectives.trace import ProgramPlan
+from gspmd.layouts import Layout
+from gspmd.moe import MoEConfig
+from gspmd.training import OptimizerConfig
+from gspmd.training.step import jit_step
+from models import step
+
+SMALL = models.ModelConfig(
+    vocabulary=64,
+    embed=32,
+    layers=4,  # two repeats of a dense block and one of experts, so that the backward pass recomputes
+    heads=8,
+    kv_heads=8,
+    head_size=8,
+    feed_forward=64,
+    moe=MoEConfig(experts=8, every=2),
+)
+BATCH, LENGTH, UPDATES = 8, 16, 100
+AXIS_TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
+
+
+@dataclass(frozen=True)
+class Built:
+    """A step's plan, and the ledger of the program that was made of it."""
+
+    plan: ProgramPlan
+    ledger: Ledger
+
+
+def training(
+    name: str,
+    config: models.ModelConfig = SMALL,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    axis_type: str = "explicit",
+) -> Built:
+    """A preset's training step in float32 with lowering blocking, as the training loop compiles it.
+
+    Args:
+        name: of the preset.
+        config: the model.
+        mesh: sizes of eight host devices' axes; what the preset makes of them, if not given.
+        axis_type: "explicit" or "auto".
+
+    Raises:
+        LayoutError: the preset does not fit the model on this mesh.
+    """
+    layout, optimizer = Layout.load(name).lowered("blocking"), OptimizerConfig()
+    sizes = mesh or layout.mesh_for(8)
+    layout.check(config.sizes(BATCH, LENGTH), sizes)
+    devices = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AXIS_TYPES[axis_type],) * len(sizes))
+    with jax.set_mesh(devices), gspmd.lowering("blocking"):
+        model = models.abstract(config, layout, devices)
+        state = step.abstract_state(model, optimizer, UPDATES, devices)
+        arguments = state, models.abstract_batch(layout, devices, BATCH, LENGTH), models.abstract_key(devices)
+        update = step.training_step(model, optimizer, UPDATES)
+        plan = gspmd.trace(update, *arguments)
+        return Built(plan, gspmd.ledger(jit_step(update, state).lower(*arguments).compile()))

@@ -1,0 +1,106 @@
+"""What is planned is what is compiled, for a training step of every preset; what it sends is what it sent before."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import jax
+import pytest
+
+from gspmd.annotate import LayoutError
+from gspmd.layouts import Layout, presets
+from gspmd.moe import MoEConfig
+from tests.audit import golden, steps
+
+UNEXPLAINED = ("shared", "rewritten", "gone", "the compiler's choice", "not planned")
+
+TOP2, ONEHOT = MoEConfig(experts=8, router="gshard"), MoEConfig(experts=8, dispatch="onehot", groups=16)
+MODELS = [
+    {"block": "parallel"},
+    {"block": "parallel", "activation": "gelu", "moe": None},
+    {"layers": 2},  # one repeat: the compiler unrolls the loop, and nothing is recomputed
+    {"layers": 2, "block": "parallel", "moe": TOP2},
+    {"activation": "gelu", "tied": False},
+    {"kv_heads": 2, "moe": TOP2},
+    {"kv_heads": 1, "block": "parallel"},
+    {"kv_heads": 4, "tied": False, "moe": None},
+    {"moe": ONEHOT, "activation": "relu"},
+    {"remat": False, "moe": replace(TOP2, every=1)},
+    {"remat": False, "block": "parallel", "tied": False, "kv_heads": 4},
+]
+MESHES = [(2, 2, 2), (4, 2, 1), (8, 1, 1)]
+
+
+@cache
+def built(name):
+    """The step that both tests of a preset look at, compiled once."""
+    return steps.training(name)
+
+
+def hold(step):
+    """Planned and compiled bytes by kind and axes are equal, and every step is there as it was planned."""
+    comparison = step.ledger.compare(step.plan)
+    planned, compiled = step.plan.by_kind_and_axes(), step.ledger.by_kind_and_axes()
+    assert {key: sent for key, (_, sent) in compiled.items()} == {k: sent for k, (_, sent) in planned.items() if sent}
+    assert comparison.agrees
+    assert {verdict: comparison[verdict] for verdict in UNEXPLAINED} == dict.fromkeys(UNEXPLAINED, ())
+    assert not step.ledger.notes
+
+
+@pytest.mark.parametrize("name", presets())
+def test_what_is_planned_is_compiled(name):
+    hold(built(name))
+
+
+@pytest.mark.parametrize("name", presets())
+def test_golden_ledger(name):
+    other = golden.other_jax(name)
+    if other:
+        pytest.skip(f"tests/golden/{name}.txt was written with jax {other}, and {jax.__version__} is installed")
+    assert not (difference := golden.difference(name, built(name).ledger)), difference
+
+
+def test_every_preset_has_a_golden_ledger_and_nothing_else_does():
+    assert {path.stem for path in golden.GOLDEN.iterdir()} == set(presets())
+
+
+def test_a_changed_ledger_is_shown_line_by_line_with_the_command_that_rewrites_it():
+    ledger = built("gshard").ledger
+    fewer = replace(ledger, entries=tuple(entry for entry in ledger.entries if entry.kind != "all-to-all"))
+    shown = golden.difference("gshard", fewer)
+    assert "python -m tests.audit.golden\n" in shown
+    assert "-all-to-all" in shown
+    assert "+all-to-all" not in shown
+
+
+def test_moved_lines_of_code_change_no_golden_ledger():
+    ledger = built("gshard").ledger
+    moved = replace(ledger, entries=tuple(replace(entry, source="elsewhere.py:7") for entry in ledger.entries))
+    assert golden.text(moved) == golden.text(ledger)
+
+
+def fitting(name, mesh, first):
+    """The first of the models, from a given one on, that a preset can place on a mesh, and its number; None if none."""
+    for number in (*range(first, len(MODELS)), *range(first)):
+        config = replace(steps.SMALL, **MODELS[number])
+        try:
+            Layout.load(name).check(config.sizes(steps.BATCH, steps.LENGTH), mesh)
+        except LayoutError:
+            continue
+        return number, config
+    return None
+
+
+def cases():
+    """Every preset on every mesh under both types of axes, the models in turn."""
+    for at, (name, shape, kind) in enumerate(product(presets(), MESHES, steps.AXIS_TYPES)):
+        mesh = dict(zip("xyz", shape))
+        if found := fitting(name, mesh, at % len(MODELS)):
+            number, config = found
+            yield pytest.param(name, config, mesh, kind, id=f"{name}-{'x'.join(map(str, shape))}-{kind}-model{number}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "config", "mesh", "kind"), list(cases()))
+def test_what_is_planned_is_compiled_for_other_models_and_meshes(name, config, mesh, kind):
+    hold(steps.training(name, config, mesh=mesh, axis_type=kind))
