@@ -78,13 +78,7 @@ def main(argv: Sequence[str]) -> int:
     host.start(1, "cpu")  # for JAX itself: the slice's devices exist for the compiler only
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     asked = topology(settings.topology)
-    report = None
-    for target in slices(asked.chip) if settings.smallest else [asked]:
-        report = compiled(settings, target)
-        if report and (report.fits or not settings.smallest):
-            break
-    if report is None:
-        raise ConfigError("cannot compile:", [f"no slice of {asked.chip.name} has a mesh that these sizes divide."])
+    report = smallest(settings, asked) if settings.smallest else compiled(settings, asked)
     console.print(report)
     save(settings, report)
     return 0 if report.fits else 1
@@ -105,31 +99,49 @@ def parse(argv: Sequence[str]) -> Settings:
     positive(faults, batch=settings.batch, length=settings.length)
     if settings.sharding.platform or settings.sharding.devices:
         faults.append("--topology says which devices there are; leave --platform and --devices out.")
+    if settings.smallest and settings.sharding.mesh:
+        faults.append("--smallest tries slices of many sizes; leave --mesh out.")
+    for flag in ("json", "hlo", "trace", "gantt"):
+        file = Path(getattr(settings, flag))
+        if not file.parent.is_dir():
+            faults.append(f"--{flag} {file}: there is no folder {str(file.parent)!r}.")
+    if settings.gantt and Path(settings.gantt).suffix != ".png":
+        faults.append(f"--gantt writes a PNG file, whose name ends in .png, not {settings.gantt!r}.")
     if faults:
         raise ConfigError("cannot compile:", faults)
     return settings
 
 
-def compiled(settings: Settings, target: Topology) -> Report | None:
-    """The report for one slice; None where a smaller one is sought and this one is too small, or cut unevenly."""
+def smallest(settings: Settings, asked: Topology) -> Report:
+    """The report for the smallest slice that the model fits on, or for the largest that there is."""
+    report = None
+    for target in slices(asked.chip):
+        try:
+            report = compiled(settings, target)
+        except gspmd.LayoutError:  # no mesh of so many devices divides the sizes
+            continue
+        if report.fits:
+            return report
+    if report is None:
+        raise ConfigError("cannot compile:", [f"no slice of {asked.chip.name} has a mesh that divides these sizes."])
+    return report
+
+
+def compiled(settings: Settings, target: Topology) -> Report:
+    """The report for one slice."""
     sharding, config = settings.sharding, settings.model
     layout = Layout.load(sharding.layout).override(sharding.overrides)
     layout = layout.lowered(sharding.lowering) if sharding.lowering else layout
     sizes = config.sizes(settings.batch, settings.length)
-    try:
-        if sharding.mesh:
-            mesh = target.mesh(layout.complete_mesh(parse_mesh(sharding.mesh)), sharding.axis_types)
-            layout.check(sizes, mesh)
-        else:
-            mesh = target.mesh(layout.mesh_for(target.num_devices, sizes), sharding.axis_types)
-    except gspmd.LayoutError:
-        if not settings.smallest:
-            raise
-        return None
+    if sharding.mesh:
+        mesh = target.mesh(layout.complete_mesh(parse_mesh(sharding.mesh)), sharding.axis_types)
+        layout.check(sizes, mesh)
+    else:
+        mesh = target.mesh(layout.mesh_for(target.num_devices, sizes), sharding.axis_types)
     program, args, donated = program_of(settings, layout, mesh)
     flops = settings.batch * settings.length * config.flops_per_token(settings.length)
     flops /= 1 if settings.phase == "train" else 3  # a backward pass is two forward passes
-    named = f"{config.num_parameters / 1e9:.4g} billion parameters, {layout.name}, {target.name}"
+    named = f"{config.num_parameters:,} parameters, {layout.name}, {target.name}"
     with gspmd.lowering(layout.lowering or "auto"), progress(named) as tell:
         return compile_offline(
             program, *args, topology=target, mesh=mesh, donate_argnums=donated, flops=flops, progress=tell

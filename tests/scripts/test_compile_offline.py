@@ -1,0 +1,131 @@
+"""scripts/compile_offline.py: what it prints and writes, its exit codes, and one message for bad input."""
+
+import importlib.util
+import json
+import re
+import sys
+from importlib import util
+from pathlib import Path
+
+import pytest
+
+from gspmd.training import command
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "compile_offline.py"
+TINY = ["--config", str(ROOT / "configs" / "tiny.toml"), "--layout", "weight-stationary-2d", "--length", "16"]
+V4 = ["--topology", "tpu-v4:2x2x1"]
+
+needs_libtpu = pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("compile_offline", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["compile_offline"] = module  # tyro looks a dataclass's module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["compile_offline"]
+
+
+@pytest.fixture
+def run(script, capfd, monkeypatch):
+    """A function of flags that returns the exit code, stdout, and stderr without box drawing and line breaks."""
+    monkeypatch.setattr(script.host, "start", lambda *_: None)  # the test's own host devices have started already
+
+    def call(*flags):
+        try:
+            code = command.guarded(script.main, [*TINY, *flags])
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capfd.readouterr()
+        return code, out, " ".join(re.sub("[│╭╮╰╯─]", " ", err).split())
+
+    return call
+
+
+@needs_libtpu
+def test_a_model_that_fits_is_reported_and_written_down(run, tmp_path):
+    files = {name: tmp_path / f"{name}.png" for name in ("json", "hlo", "trace", "gantt")}
+    flags = [part for name, file in files.items() for part in (f"--{name}", str(file))]
+    code, out, err = run(*V4, "--batch", "8", *flags)
+    assert code == 0
+    assert "fits" in out and "planned and compiled" in out and "timeline of jit_forward" in out  # noqa: PT018
+    assert re.findall(r"(\w+ing)\b", err) == ["planning", "lowering", "compiling", "reading"]
+    figures = json.loads(files["json"].read_text())
+    assert figures["fits"] is True
+    wanted = "bytes_per_device step_seconds compute_seconds hidden_seconds exposed_seconds wire_bytes flops mfu"
+    assert all(figures[name] is not None for name in wanted.split())
+    assert files["hlo"].read_text().startswith("HloModule jit_forward")
+    assert json.loads(files["trace"].read_text())["traceEvents"]
+    assert files["gantt"].read_bytes().startswith(b"\x89PNG")
+
+
+@needs_libtpu
+def test_a_training_step_is_compiled_with_its_state_donated(run, tmp_path):
+    code, out, _ = run(*V4, "--phase", "train", "--batch", "8", "--json", str(tmp_path / "a.json"))
+    assert code == 0
+    assert "timeline of jit_step" in out
+    figures = json.loads((tmp_path / "a.json").read_text())
+    assert figures["output_bytes"] < figures["argument_bytes"] / 10
+
+
+@needs_libtpu
+def test_a_model_that_does_not_fit_ends_with_1_and_the_largest_buffers(run, tmp_path):
+    file = tmp_path / "a.json"
+    code, out, _ = run(*V4, "--batch", "8", "--model.feed-forward", "1073741824", "--json", str(file))
+    assert code == 1
+    assert "does not fit" in out
+    assert len(re.findall(r"│ argument", out)) == 5
+    assert json.loads(file.read_text())["fits"] is False
+
+
+@needs_libtpu
+def test_the_smallest_slice_is_found(run, tmp_path):
+    file = tmp_path / "a.json"
+    # 32 times a dense block and eight experts: 864 matrices of 32 · 2^22 numbers, 232 GB in bfloat16: 58 on each of 4
+    # chips, 29 on each of 8
+    model = ["--model.layers", "64", "--model.feed-forward", str(2**22)]
+    assert run(*V4, *model, "--smallest", "--batch", "8", "--length", "1", "--json", str(file))[0] == 0
+    figures = json.loads(file.read_text())
+    assert figures["fits"] is True
+    assert figures["topology"] == "tpu-v4:2x2x2"
+    assert figures["argument_bytes"] == pytest.approx(2 * 864 * 32 * 2**22 / 8, rel=1e-2)
+
+
+BAD = {
+    "topology": (["--topology", "tpu-v9:4x4"], "there is no topology 'tpu-v9:4x4': no TPU is called 'tpu-v9'."),
+    "mesh": ([*V4, "--mesh", "x=4,y=4,z=8", "--batch", "128"], "128"),
+    "batch": (["--batch", "0"], "batch must be positive, but is 0."),
+    "length": (["--length", "-1"], "length must be positive, but is -1."),
+    "config": (["--config", "nope.toml"], "cannot read config 'nope.toml': there is no such file."),
+    "layout": (["--layout", "nope"], "no layout is called 'nope'."),
+    "uneven": ([*V4, "--batch", "3"], "dimension B has size 3, which"),
+    "devices": (["--devices", "8"], "--topology says which devices there are; leave --platform and --devices out."),
+    "picture": (["--gantt", "a.pdf"], "--gantt writes a PNG file, whose name ends in .png, not 'a.pdf'."),
+    "folder": (["--json", "nowhere/a.json"], "--json nowhere/a.json: there is no folder 'nowhere'."),
+    "two answers": (["--smallest", "--mesh", "x=4"], "--smallest tries slices of many sizes; leave --mesh out."),
+    "phase": (["--phase", "backward"], "invalid choice"),
+}
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("flags", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_message(run, monkeypatch, script, flags, message):
+    monkeypatch.setattr(script, "compile_offline", lambda *_, **__: pytest.fail("bad input was compiled"))
+    code, _, err = run(*flags)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_without_libtpu_it_says_what_to_install(run, monkeypatch):
+    module = importlib.import_module("gspmd.audit.topology")
+    missing = lambda name: (_ for _ in ()).throw(module.metadata.PackageNotFoundError(name))  # noqa: E731
+    version = module.metadata.version
+    monkeypatch.setattr(module.metadata, "version", lambda name: missing(name) if name == "libtpu" else version(name))
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    code, _, err = run("--topology", "tpu-v4:2x2x2")
+    assert code == 2
+    assert "libtpu, the compiler for TPUs, is not installed." in err
