@@ -6,9 +6,12 @@ import re
 import sys
 from importlib import util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import gspmd
+from gspmd.audit import topology
 from gspmd.training import command
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +66,7 @@ def test_a_model_that_fits_is_reported_and_written_down(run, tmp_path):
 
 
 @needs_libtpu
+@pytest.mark.slow
 def test_a_training_step_is_compiled_with_its_state_donated(run, tmp_path):
     code, out, _ = run(*V4, "--phase", "train", "--batch", "8", "--json", str(tmp_path / "a.json"))
     assert code == 0
@@ -82,6 +86,22 @@ def test_a_model_that_does_not_fit_ends_with_1_and_the_largest_buffers(run, tmp_
 
 
 @needs_libtpu
+def test_slices_are_tried_from_the_smallest_on(script, monkeypatch):
+    tried = []
+
+    def compiled(settings, target):
+        tried.append(target.num_devices)
+        if target.num_devices == 8:
+            raise gspmd.LayoutError("8 does not divide")
+        return SimpleNamespace(fits=target.num_devices >= 32, on=target.name)
+
+    monkeypatch.setattr(script, "compiled", compiled)
+    assert script.smallest(None, topology("tpu-v4:4x4x4")).on == "tpu-v4:2x4x4"
+    assert tried == [4, 8, 16, 32]
+
+
+@needs_libtpu
+@pytest.mark.slow
 def test_the_smallest_slice_is_found(run, tmp_path):
     file = tmp_path / "a.json"
     # 32 times a dense block and eight experts: 864 matrices of 32 · 2^22 numbers, 232 GB in bfloat16: 58 on each of 4
