@@ -93,7 +93,7 @@ def test_palm_540b_is_lowered_for_64_chips():
     layout.check(settings.sizes(512, 1), mesh)
     lowered, made = forward(settings, layout, mesh, 512, 1)
     assert made == []
-    assert lowered.out_info.shape == (512, 1, settings.vocabulary)
+    assert lowered.out_info.shape == (512, 1, settings.table_rows)
 
 
 TRAINED = [

@@ -61,6 +61,30 @@ def test_a_tied_model_begins_with_a_uniform_guess(config, one_device, tokens, ch
     assert abs(value - np.log(model.config.vocabulary)) < 0.1
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_that_pad_the_tables_change_nothing(config, make_mesh, tokens, tied):
+    """Neither the loss nor the gradients, and the padding's own gradient is zero."""
+    layout, mesh = Layout.load("weight-stationary-2d"), make_mesh({"x": 2, "y": 2, "z": 2})
+    padded = models.build(config(vocabulary=60, vocabulary_multiple=16, tied=tied), layout, mesh, jax.random.key(0))
+    whole, alone = Layout.load("replicated"), make_mesh({"x": 1, "y": 1, "z": 1})
+    cut = {path: np.asarray(value) for path, value in models.arrays(padded).items()}
+    cut |= {path: value[:60] for path, value in cut.items() if path.endswith("table")}
+    exact = models.build(config(vocabulary=60, tied=tied), whole, alone, jax.random.key(0))
+    found = []
+    for model, values, on in ((padded, models.arrays(padded), mesh), (exact, cut, alone)):
+        with jax.set_mesh(on):
+            run = jax.value_and_grad(lambda values, ids, m=model: models.loss(models.with_arrays(m, values), ids)[0])
+            ids = put(tokens % 60, model.layout, on)
+            places = {path: value.sharding for path, value in models.arrays(model).items()}
+            found.append(jax.jit(run)(jax.device_put(values, places), ids))
+    (loss, gradients), (wanted, wanted_gradients) = found
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    for path, gradient in wanted_gradients.items():
+        rows = slice(60 if path.endswith("table") else None)
+        np.testing.assert_allclose(np.asarray(gradients[path])[rows], gradient, rtol=2e-3, atol=2e-5, err_msg=path)
+        assert not np.any(np.asarray(gradients[path])[60:]) or not path.endswith("table")
+
+
 def test_a_token_sees_only_what_stands_before_it(config, one_device, tokens):
     model = one_device(config())
     later = tokens[:, :-1].copy()
