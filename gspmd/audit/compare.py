@@ -164,9 +164,14 @@ def _in_whole(planned: dict[_Name, list[PlannedStep]], entries: Sequence[Entry])
     for name, found in _by_name(entries).items():
         step = planned[name][0].step if name in planned else None
         over = {axis for entry in found for axis in entry.axes}
-        if step and over == set(step.axes) and all(entry.kind == step.kind for entry in found):
+        if step and _covers(step, over) and all(entry.kind == step.kind for entry in found):
             parts[name] = step.axes
     return [replace(entry, axes=parts.get((entry.equation, entry.step), entry.axes)) for entry in entries]
+
+
+def _covers(step: Step, over: set[str]) -> bool:
+    """Whether these are all axes of a step; a permute may leave a device's place along some of them as it is."""
+    return over == set(step.axes) or (step.kind == "collective-permute" and over < set(step.axes))
 
 
 def _rows(planned: dict[_Name, list[PlannedStep]], entries: Sequence[Entry]) -> Iterator[Row]:
@@ -235,7 +240,9 @@ def _stands_for(entry: Entry, steps: Sequence[PlannedStep]) -> bool:
 def _absent(name: _Name, steps: Sequence[PlannedStep], entries: Sequence[Entry], present: set) -> Row:
     """A step whose scope no compiled collective has: its arrays travel in another's, or another moved them already."""
     axes = set(steps[0].step.axes)
-    merged = next((e for e in entries if e.arrays > 1 and e.step and set(e.axes) == axes), None)
+    kinds = _REDUCTIONS if steps[0].step.kind in _REDUCTIONS else (steps[0].step.kind,)
+    several = (entry for entry in entries if entry.arrays > 1 and entry.step and entry.kind in kinds)
+    merged = next((entry for entry in several if set(entry.axes) == axes), None)
     if merged:
         where = "" if merged.equation == name[0] else f" of {merged.equation}"
         return _row("rewritten", f"in one collective with {number(merged.step)}{where}", name, steps, [])
@@ -270,6 +277,7 @@ def _how(planned: PlannedStep, entries: Sequence[Entry]) -> str:
     return ", ".join(told)
 
 
+_REDUCTIONS = ("all-reduce", "reduce-scatter")
 _WIDE = ("f32", "s32", "u32", "f64", "s64", "u64")
 
 
