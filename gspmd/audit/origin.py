@@ -35,7 +35,7 @@ def origin(
     is then that of what it reduces.
     """
     reducer = module.computations.get(instruction.attribute("to_apply").lstrip("%"))
-    own = [instruction, scheduled, *([reducer.root] if reducer else ())]
+    own = [instruction, scheduled, *([reducer.root] if reducer and not instruction.op_name else ())]
     near = own + _producers(computation, scheduled)
     scopes = next((each.op_name for each in own if _STEP.search(each.op_name)), "")
     step = _last(_STEP, scopes)
