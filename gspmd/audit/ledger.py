@@ -1,6 +1,7 @@
 """`gspmd.ledger`: what a compiled program really sends, read from its optimized HLO."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from gspmd.audit.compare import Comparison
     from gspmd.audit.difference import Difference
 
-OURS = str(Path(__file__).parents[1])
+OURS = f"{Path(__file__).parents[1]}{os.sep}"
 """Where this package lies: a source line is the first outside of it."""
 
 Key = tuple[str, tuple[str, ...]]
