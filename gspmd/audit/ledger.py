@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from gspmd.annotate.errors import PlanError
@@ -163,8 +164,8 @@ _COLUMNS = (
 
 def asked(entry: Entry) -> str:
     """Who asked for a collective, for a person: the equation with its step, and the source line."""
-    planned = " ".join(part for part in (entry.equation.replace("[", r"\["), number(entry.step)) if part)
-    return "  ".join(part for part in (planned, short(entry.source)) if part) or "the compiler"
+    planned = " ".join(part for part in (entry.equation, number(entry.step)) if part)
+    return escape("  ".join(part for part in (planned, short(entry.source)) if part)) or "the compiler"
 
 
 def number(step: str) -> str:
