@@ -43,7 +43,7 @@ def argmax(logits: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
     at = dimension(doing, spec, dim)
     logits = jax.lax.stop_gradient(logits)
     if ctx.lowering == "xla":
-        return compiler_chooses(partial(_plain, at), (spec,), spec.without(dim), logits)
+        return compiler_chooses(partial(_plain, at), (spec,), spec.without(dim), logits, name=f"argmax {spec}")
     return _argmax(spec, at, logits)
 
 

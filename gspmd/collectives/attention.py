@@ -73,7 +73,8 @@ def attention(
     more = (mask,) * extras.masked + (jnp.asarray(offset, jnp.int32),) * extras.shifted
     if ctx.lowering == "xla":
         f = partial(_plain, extras, causal, scale)
-        return compiler_chooses(f, (query, key, key, *extras.specs(key)), query, q, k, v, *more)
+        ins, name = (query, key, key, *extras.specs(key)), f"attention {query}, {key}"
+        return compiler_chooses(f, ins, query, q, k, v, *more, name=name)
     core = _Core(query, key, causal, scale, extras, _share(doing, query, key, q.shape[2], k.shape[2], ctx.mesh))
     return _core(core, q, k, v, *more)
 

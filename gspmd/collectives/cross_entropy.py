@@ -60,7 +60,8 @@ def cross_entropy(
     if ctx.lowering == "xla":
         rows = form.rows
         arrays = (logits, labels) if weights is None else (logits, labels, weights)
-        return compiler_chooses(partial(_plain, z_loss), (spec, rows, rows)[: len(arrays)], rows, *arrays)
+        ins, name = (spec, rows, rows)[: len(arrays)], f"cross_entropy {spec}"
+        return compiler_chooses(partial(_plain, z_loss), ins, rows, *arrays, name=name)
     return _loss(form, logits, labels, weights)
 
 

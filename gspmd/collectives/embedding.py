@@ -53,7 +53,8 @@ def embed(ids: jax.Array, table: jax.Array, equation: str | Equation) -> jax.Arr
     ctx = context()
     lookup = _read(equation, ids, table, ctx)
     if ctx.lowering == "xla":
-        return compiler_chooses(partial(_rows, 0), (lookup.ids, lookup.table), lookup.rows, ids, table)
+        ins = lookup.ids, lookup.table
+        return compiler_chooses(partial(_rows, 0), ins, lookup.rows, ids, table, name=f"embed {lookup}")
     return _embed(_Embed(lookup, table.shape, table.dtype), ids, table)
 
 

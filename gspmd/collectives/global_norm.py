@@ -55,7 +55,7 @@ def global_norm(tree: Any, specs: Any) -> jax.Array:
     if not leaves:
         return jnp.zeros((), jnp.float32)
     if ctx.lowering == "xla":
-        return compiler_chooses(_plain, specs, _SCALAR, *leaves)
+        return compiler_chooses(_plain, specs, _SCALAR, *leaves, name="global_norm")
     return _norm(_Norm(specs), *leaves)
 
 

@@ -53,7 +53,8 @@ def rms_norm(
         fact = f"the scale has to have the one dimension {last}, of size {x.shape[-1]}; its shape is {scale.shape}."
         raise report(SpecError, doing, [fault(form.scale, form.scale.dims[0], fact, f"Write it '{last}'.")]) from None
     if ctx.lowering == "xla":
-        return compiler_chooses(partial(_plain, epsilon), (form.x, form.scale), form.x, x, scale)
+        ins, name = (form.x, form.scale), f"rms_norm {form.x}"
+        return compiler_chooses(partial(_plain, epsilon), ins, form.x, x, scale, name=name)
     return _norm(form, x, scale)
 
 

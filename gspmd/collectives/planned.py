@@ -5,6 +5,7 @@ and recomputation included, and each step has its named scope, so that a compile
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -176,13 +177,19 @@ def auto_partial(spec: Spec) -> str:
     )
 
 
-def compiler_chooses(f: Callable, in_specs: Sequence[Spec], out_specs: Any, *arrays: jax.Array) -> Any:
+def compiler_chooses(f: Callable, in_specs: Sequence[Spec], out_specs: Any, *arrays: jax.Array, name: str = "") -> Any:
     """Run plain code on placed arrays and let the compiler insert the collectives; differentiable by JAX.
 
     Args:
         f: plain jax.numpy code.
         in_specs, out_specs: one Spec per array; constraints under Auto axes, types under Explicit ones.
+        name: what is computed, in notation, for the ledger; none where a scope says it already.
     """
+    with jax.named_scope(f"gspmd[{name}]") if name else nullcontext():
+        return _annotated(f, in_specs, out_specs, *arrays)
+
+
+def _annotated(f: Callable, in_specs: Sequence[Spec], out_specs: Any, *arrays: jax.Array) -> Any:
     ctx = context()
     is_spec = lambda leaf: isinstance(leaf, Spec)  # noqa: E731
     outs = jax.tree.map(partition, out_specs, is_leaf=is_spec)

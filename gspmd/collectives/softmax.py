@@ -43,7 +43,7 @@ def logsumexp(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
     form, xla = _read(f"cannot take the logsumexp of '{spec}' over '{dim}'", x, spec, dim)
     if xla:
         plain = partial(_plain_logsumexp, form.at)
-        return compiler_chooses(plain, (form.x,), form.statistic, x)
+        return compiler_chooses(plain, (form.x,), form.statistic, x, name=f"logsumexp {form.x}")
     return _logsumexp(form, x)
 
 
@@ -75,7 +75,7 @@ def softmax(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
     """
     form, xla = _read(f"cannot take the softmax of '{spec}' over '{dim}'", x, spec, dim)
     if xla:
-        return compiler_chooses(partial(_plain_softmax, form.at), (form.x,), form.x, x)
+        return compiler_chooses(partial(_plain_softmax, form.at), (form.x,), form.x, x, name=f"softmax {form.x}")
     return _softmax(form, x)
 
 

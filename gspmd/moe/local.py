@@ -28,7 +28,7 @@ def run_local(
     """
     in_specs, out_specs = tuple(in_specs), tuple(out_specs)
     if context().lowering == "xla":
-        return compiler_chooses(body, in_specs, out_specs, *arrays)
+        return compiler_chooses(body, in_specs, out_specs, *arrays, name=name)
     return _local(name, body, in_specs, out_specs, *arrays)
 
 
