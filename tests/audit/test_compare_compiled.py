@@ -1,0 +1,89 @@
+"""What was planned beside what was compiled, on 8 host devices."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import gspmd
+from gspmd.audit.compare import Comparison
+
+MESH = {"x": 4, "y": 2}
+
+
+def on(mesh, spec, shape, dtype="float32"):
+    place = jax.NamedSharding(mesh, gspmd.Spec.parse(spec).partition_spec())
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+
+def of_program(function, *abstract) -> Comparison:
+    return gspmd.ledger(jax.jit(function).lower(*abstract).compile()).compare(gspmd.trace(function, *abstract))
+
+
+def _layer(x, w, v):
+    h = gspmd.einsum("BE_x, EF_x -> BF_x", x, w, via="BE, EF_x")
+    return gspmd.einsum("BF_x, F_xE -> BE_x", jnp.tanh(h), v, via="BF_x, F_xE")
+
+
+def _gradient(x, w, v):
+    return jax.grad(lambda *a: lax.scan(lambda c, _: (_layer(c, *a[1:]), None), a[0], None, length=3)[0].sum(), (0, 1))(
+        x, w, v
+    )
+
+
+def test_a_training_step_is_compiled_as_planned(make_mesh):
+    mesh = make_mesh(MESH)
+    with jax.set_mesh(mesh):
+        arrays = on(mesh, "BE_x", (8, 16)), on(mesh, "EF_x", (16, 32)), on(mesh, "F_xE", (32, 16))
+        found = of_program(_gradient, *arrays)
+    assert found.agrees
+    assert {row.verdict for row in found.rows} == {"as planned"}
+    assert {row.compiled[0] for row in found.rows} == {3}
+
+
+def test_bf16_is_widened_on_this_machine(make_mesh):
+    mesh = make_mesh(MESH)
+    with jax.set_mesh(mesh):
+        found = of_program(lambda x: gspmd.reshard(x, "BE_xy -> BE"), on(mesh, "BE_xy", (8, 16), "bfloat16"))
+    (row,) = found.rows
+    assert (row.verdict, row.how) == ("rewritten", "f32 on the wire")
+    assert (row.planned, row.compiled) == ((1, 8 * 16 * 2 * 7 // 8), (1, 8 * 16 * 4 * 7 // 8))
+    assert not found.agrees
+
+
+@pytest.mark.parametrize("move", ["BE_xyz -> BE_zyx", "BE_xyz -> B_xyzE", "BE_xy -> BE_yx", "BE_xyz -> BE_y"])
+def test_moves_are_compiled_as_planned(make_mesh, move):
+    mesh = make_mesh({"x": 2, "y": 2, "z": 2})
+    with jax.set_mesh(mesh):
+        found = of_program(lambda x: gspmd.reshard(x, move), on(mesh, move.partition(" ")[0], (8, 16)))
+    assert found.agrees
+    assert found.rows
+    assert {row.verdict for row in found.rows} == {"as planned"}
+
+
+def test_a_collective_of_ones_own_is_not_planned(make_mesh):
+    mesh = make_mesh(MESH)
+
+    def own(x):
+        x = gspmd.reshard(x, "B_yE_x -> B_yE")
+        return jax.shard_map(lambda x: lax.psum(x, "y"), out_specs=jax.P())(x)
+
+    with jax.set_mesh(mesh):
+        found = of_program(own, on(mesh, "B_yE_x", (8, 16)))
+    _, first = inspect.getsourcelines(own)
+    (row,) = found["not planned"]
+    assert row.source == f"{__file__}:{first + 2}"
+    assert len(found["as planned"]) == 1
+    assert not found.agrees
+
+
+def test_under_xla_the_rest_is_the_compilers_choice(make_mesh):
+    mesh = make_mesh(MESH)
+    with jax.set_mesh(mesh), gspmd.lowering("xla"):
+        arrays = on(mesh, "BE_x", (8, 16)), on(mesh, "EF_x", (16, 32)), on(mesh, "F_xE", (32, 16))
+        found = of_program(_gradient, *arrays)
+    assert found["the compiler's choice"]
+    assert all(row.equation for row in found["the compiler's choice"])
+    assert found["not planned"] == ()
