@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 from rich.table import Table
 
+from gspmd.audit.groups import UNNAMED
 from gspmd.audit.ledger import Entry, Key, Ledger, asked, number
 from gspmd.collectives.figure import COLORS, amount_of_bytes, axes_text
 from gspmd.collectives.lower import scope
@@ -160,13 +161,15 @@ def _by_name(entries: Iterable[Entry]) -> dict[_Name, list[Entry]]:
 
 def _in_whole(planned: dict[_Name, list[PlannedStep]], entries: Sequence[Entry]) -> list[Entry]:
     """The entries, parts of one step under the axes of that step."""
-    parts = {}
+    whole = {}
     for name, found in _by_name(entries).items():
         step = planned[name][0].step if name in planned else None
         over = {axis for entry in found for axis in entry.axes}
-        if step and _covers(step, over) and all(entry.kind == step.kind for entry in found):
-            parts[name] = step.axes
-    return [replace(entry, axes=parts.get((entry.equation, entry.step), entry.axes)) for entry in entries]
+        enough = _compiled(found)[1] >= _planned(planned.get(name, ()))[1]  # parts of an axis have no name
+        covered = step and (_covers(step, over) or (over == {*UNNAMED} and enough))
+        if covered and all(entry.kind == step.kind for entry in found):
+            whole[name] = step.axes
+    return [replace(entry, axes=whole.get((entry.equation, entry.step), entry.axes)) for entry in entries]
 
 
 def _covers(step: Step, over: set[str]) -> bool:
@@ -216,7 +219,8 @@ def _judgements(planned: dict[_Name, list[PlannedStep]], entries: Sequence[Entry
     for name, steps in planned.items():
         if name in _by_name(entries):
             continue
-        stand_in = next((entry for entry in left if _stands_for(entry, steps)), None)
+        own_first = sorted(left, key=lambda entry: entry.equation != name[0])
+        stand_in = next((entry for entry in own_first if _stands_for(entry, steps)), None)
         if stand_in:
             left.remove(stand_in)
             yield _judged(name, steps, [stand_in])

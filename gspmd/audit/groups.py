@@ -107,6 +107,15 @@ def axes_of(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...
     return _spanned(groups(instruction, prod(mesh.values())), tuple(mesh.items()))
 
 
+def touched_by(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which members of a group differ, also where they are a part of an axis."""
+    named = axes_of(instruction, mesh)
+    if named != UNNAMED or is_permute(instruction):
+        return named
+    first = groups(instruction, prod(mesh.values()))[0]
+    return _crossed(tuple((first[0], other) for other in first), tuple(mesh.items()))
+
+
 @lru_cache(maxsize=4096)
 def _crossed(sent: tuple[tuple[int, int], ...], mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
     shape = [size for _, size in mesh]

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
 from gspmd.audit.collectives import Collective
-from gspmd.audit.groups import UNNAMED, axes_of, pairs
+from gspmd.audit.groups import UNNAMED, pairs, touched_by
 from gspmd.collectives.chips import Chip
 from gspmd.collectives.cost import collective_seconds
 
@@ -41,8 +42,8 @@ def transfer(found: Collective, mesh: Mapping[str, int], chip: Chip, torus: Toru
 
     A permute by the same number of places along one mesh axis, such as a ring's step, uses one direction of that axis;
     where the axis has no wrap-around links, what closes the ring comes back through the other. Everything else takes
-    the seconds of `gspmd.collectives.cost.collective_seconds` on both directions of its axes. Groups that are those of
-    no mesh axes are one ring of their own. Under a switch, all collectives share what a chip sends.
+    the seconds of `gspmd.collectives.cost.collective_seconds` on both directions of its axes. Groups that are a part
+    of an axis are some of its rings, or one of their own. Under a switch, all collectives share what a chip sends.
 
     Args:
         found: the collective.
@@ -50,11 +51,13 @@ def transfer(found: Collective, mesh: Mapping[str, int], chip: Chip, torus: Toru
         chip: whose links they are.
         torus: the rings of those mesh axes that are not one torus axis of the chip.
     """
-    axes = axes_of(found.instruction, mesh)
+    axes = touched_by(found.instruction, mesh)
     shift = None if chip.is_switch else _shift(pairs(found.instruction), tuple(mesh.items()))
     if shift:
         return _along(*shift, found.buffer, mesh, chip)
     rings = _rings(axes, {**mesh, UNNAMED[0]: found.group}, torus)
+    if prod(rings.values()) != found.group and not pairs(found.instruction):
+        rings = _part(list(rings.values()), found.group)
     seconds = collective_seconds(found.kind, tuple(rings), rings, found.buffer, chip)
     latency = collective_seconds(found.kind, tuple(rings), rings, 0, chip)
     links = {SWITCH} if chip.is_switch else {(axis, sign) for axis in axes for sign in (1, -1)}
@@ -65,6 +68,13 @@ def _rings(axes: tuple[str, ...], sizes: Mapping[str, int], torus: Torus) -> dic
     """The rings that axes are laid over, by names that only have to differ."""
     laid = {axis: torus.get(axis, (sizes[axis],)) for axis in axes}
     return {f"{axis}{number}": size for axis, parts in laid.items() for number, size in enumerate(parts)}
+
+
+def _part(rings: list[int], group: int) -> dict[str, int]:
+    """The rings of a group that is a part of an axis: some that follow each other, or else one of its own."""
+    runs = (rings[a:b] for a in range(len(rings)) for b in range(a + 1, len(rings) + 1))
+    found = next((run for run in runs if prod(run) == group), [group])
+    return {str(number): size for number, size in enumerate(found)}
 
 
 def _shift(sent: tuple[tuple[int, int], ...], mesh: tuple[tuple[str, int], ...]) -> tuple[str, int, bool] | None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import prod
 
 from gspmd.audit.collectives import Collective, collective
-from gspmd.audit.groups import axes_of
+from gspmd.audit.groups import touched_by
 from gspmd.audit.hlo import Computation, Instruction, Module
 from gspmd.audit.ledger import OURS
 from gspmd.audit.links import MEMORY, Torus, Transfer, transfer
@@ -75,7 +75,7 @@ class Walk:
             self.machine.compute(replace(span, seconds=took.seconds), took.flops, took.waits)
 
     def _send(self, computation: Computation, instruction: Instruction, found: Collective) -> int | None:
-        rows = axes_of(found.instruction, self.mesh)
+        rows = touched_by(found.instruction, self.mesh)
         if found.group == 1 or not rows:
             return None
         span = self._span(computation, instruction, found.kind, rows, found.wire_bytes, found)

@@ -1,60 +1,85 @@
 """Collectives written so that the TPU compiler keeps them; as they are planned it rewrites some of them.
 
-Found by compiling for v4 with jax 0.10.2 (libtpu 0.0.42); `python scripts/compile_offline.py` shows what is left:
+Found by compiling for v4 to v6e with jax 0.10.2 (libtpu 0.0.42); `python benchmarks/ledgers.py` shows what is left:
 
-- a gather or a reduce-scatter over three torus axes at once becomes an all-reduce, with twice the bytes. Over two axes
-  and then the third it sends what was planned, and is compiled as written;
+- a gather or a reduce-scatter over all devices of a slice, more than 16 or 4 of them, becomes an all-reduce, with twice
+  the bytes. Over a part of them and then over the rest it sends what was planned, and is compiled as written;
 - a reduce-scatter of two-byte numbers along the last dimension becomes an all-reduce where the pieces fill the lanes of
   the vector unit, or where nothing else can. With the scattered dimension in front it stays; the transpose costs less
   than the bytes.
 """
 
 from collections.abc import Mapping
-from math import prod
+from math import log, prod
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gspmd.collectives.chips import chip_of_device
+
 LANES = 128
-_RINGS = 2  # torus axes that one gather or reduce-scatter can run over
 _ROWS = 1024  # rows that fill the lanes instead, where the compiler lays the last dimension across them
+_WHOLE = {"gather": 16, "scatter": 4}  # devices of a slice up to which one collective over all of them stays one
+
+Part = tuple[tuple[str, ...], int, list[list[int]] | None]
+"""Mesh axes, how many devices take part together, and which places along the axis, if not all of them."""
 
 
 def is_target() -> bool:
     """Whether the program is being traced for a TPU."""
+    return _device_kind().startswith("TPU")
+
+
+def _device_kind() -> str:
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and device.device_kind.startswith("TPU")
+    return "" if device is None else device.device_kind
 
 
 def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
-    """A tiled gather over mesh axes, major first: over the last axes, and then over the first two."""
-    major, minor = _split(axes, mesh)
-    for part in (minor, major):
-        x = lax.all_gather(x, part, axis=dimension, tiled=True) if part else x
+    """A tiled gather over mesh axes, major first: where it is in parts, over the minor one and then over the major."""
+    for names, _, groups in reversed(_parts(axes, mesh, _WHOLE["gather"])):
+        x = lax.all_gather(x, names, axis=dimension, tiled=True, axis_index_groups=groups)
     return x
 
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
-    """A tiled reduce-scatter over mesh axes, major first: over the first two axes, and then over the rest."""
-    for part in _split(axes, mesh):
-        x = _scatter(x, part, dimension, prod(mesh[axis] for axis in part)) if part else x
+    """A tiled reduce-scatter over mesh axes, major first: where it is in parts, over the major one first."""
+    for part in _parts(axes, mesh, _WHOLE["scatter"]):
+        x = _scatter(x, part, dimension)
     return x
 
 
-def _split(axes: tuple[str, ...], mesh: Mapping[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The first two axes that have more than one device, with those of one between them, and the others."""
-    wide = [place for place, axis in enumerate(axes) if mesh[axis] > 1]
-    end = wide[_RINGS] if len(wide) > _RINGS else len(axes)
-    return axes[:end], axes[end:]
+def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int) -> list[Part]:
+    """The major and the minor part of a collective over all devices, or the collective as it is."""
+    wide = [axis for axis in axes if mesh[axis] > 1]
+    group = prod(mesh[axis] for axis in wide)
+    if group <= limit or group < prod(mesh.values()):
+        return [(axes, group, None)]
+    if len(wide) > 1:
+        return [(tuple(wide[:-1]), group // mesh[wide[-1]], None), ((wide[-1],), mesh[wide[-1]], None)]
+    minor = _ring(group)
+    if minor in (1, group):
+        return [(axes, group, None)]
+    across = [list(range(first, group, minor)) for first in range(minor)]
+    along = [list(range(first, first + minor)) for first in range(0, group, minor)]
+    return [((wide[0],), group // minor, across), ((wide[0],), minor, along)]
 
 
-def _scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, parts: int) -> jax.Array:
+def _ring(devices: int) -> int:
+    """The divisor that is most like the side of a cube, or a square, of so many devices: one ring of the torus."""
+    chip = chip_of_device(_device_kind())
+    side = log(devices) / (chip.torus if chip and chip.torus else 3)
+    return min((n for n in range(1, devices + 1) if devices % n == 0), key=lambda n: abs(log(n) - side))
+
+
+def _scatter(x: jax.Array, part: Part, dimension: int) -> jax.Array:
+    axes, parts, groups = part
     if not _leads(x, dimension, parts):
-        return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+        return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True, axis_index_groups=groups)
     front = jnp.moveaxis(x, dimension, 0)
     pieces = front.reshape(parts, front.shape[0] // parts, -1)
-    piece = lax.psum_scatter(pieces, axes, scatter_dimension=0, tiled=False)
+    piece = lax.psum_scatter(pieces, axes, scatter_dimension=0, tiled=False, axis_index_groups=groups)
     return jnp.moveaxis(piece.reshape(front.shape[0] // parts, *front.shape[1:]), 0, dimension)
 
 

@@ -146,12 +146,20 @@ def test_under_a_switch_everything_shares_what_a_chip_sends():
     assert found.step_seconds == pytest.approx(2e-6 + found.chip.hop_seconds)
 
 
-def test_groups_of_no_mesh_axis_are_a_ring_of_their_own():
+def test_groups_that_are_no_axes_are_a_ring_of_their_own_on_the_axes_they_cross():
     gather = "%g = u8[180000]{0} all-gather(%p), replica_groups={{0,5},{1,4},{2,7},{3,6},{8,13},{9,12},{10,15},{11,14}}"
     found = run(gather + ", dimensions={0}")
     # 90 000 bytes over two links is 1 µs; a ring of 2 has no wrap-around: twice that, and one hop
     assert times(found) == (3, 0, 0, 3)
-    assert found.rows == ("compute", "x", "y", "?")
+    assert [span.rows for span in found.spans] == [("x", "y")]
+
+
+def test_groups_that_are_a_part_of_an_axis_use_some_of_its_rings():
+    gather = "%g = u8[1440000]{0} all-gather(%p), replica_groups=[4,16]<=[64], dimensions={0}"
+    module = program(gather)
+    # places 0 to 15 of an axis of 64 over a torus of 4x4x4: two of its rings; 7.5 µs and 2 · 2 hops
+    assert micro(timeline(module, "tpu-v4", {"x": 64}, torus={"x": (4, 4, 4)}).step_seconds) == (11.5,)
+    assert micro(timeline(module, "tpu-v4", {"x": 64}).step_seconds) == (23,)  # one ring of 16
 
 
 LOOP = """
