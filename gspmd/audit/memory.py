@@ -7,6 +7,7 @@ from math import ceil, prod
 from typing import Any
 
 import jax
+from rich.markup import escape
 from rich.table import Table
 
 from gspmd.audit.hlo import Array, Instruction, Module
@@ -14,7 +15,8 @@ from gspmd.audit.ledger import OURS, short
 from gspmd.collectives.figure import amount_of_bytes, axes_text
 
 _FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant")
-_LAYOUT = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(?::((?:T\([\d,]+\)(?:\([\d,]+\))*)?)([^}]*))?\})?")
+_STARTS = ("-start", "-update")  # these carry their operands too; what they make is that of their -done
+_LAYOUT = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*)(?::((?:T\([\d,]+\)(?:\([\d,]+\))*)?)([^}]*))?\})?")
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,13 @@ def arguments(args: Any, mesh: Mapping[str, int]) -> list[Buffer]:
 def _argument(path: Any, leaf: Any, mesh: Mapping[str, int]) -> Buffer:
     sharding = getattr(leaf, "sharding", None)
     shape = tuple(leaf.shape) if sharding is None else sharding.shard_shape(tuple(leaf.shape))
-    width = 4 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) else leaf.dtype.itemsize
+    key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+    bits = 8 * leaf.dtype.itemsize if key else jax.dtypes.itemsize_bits(leaf.dtype)
     used = jax.tree.leaves(tuple(getattr(sharding, "spec", ())))
     free = tuple(axis for axis, size in mesh.items() if size > 1 and axis not in used)
     share = prod(mesh[axis] for axis in free)
     remedy = f"shard it over {axes_text(free)} too: up to 1/{share}" if free else "more chips, or fewer bits"
-    return Buffer("argument", _path(path), Array(str(leaf.dtype), shape), prod(shape) * width, remedy)
+    return Buffer("argument", _path(path), Array(str(leaf.dtype), shape), (prod(shape) * bits + 7) // 8, remedy)
 
 
 def _path(path: Any) -> str:
@@ -70,7 +73,7 @@ def temporaries(module: Module) -> list[Buffer]:
         for computation in module.computations.values()
         if computation.name not in fused
         for instruction in computation.instructions
-        if instruction.opcode not in _FREE and not instruction.opcode.endswith("-done")
+        if instruction.opcode not in _FREE and not instruction.opcode.endswith(_STARTS)
         for array, size in placed(instruction)
     ]
     return sorted(made, key=lambda buffer: -buffer.bytes)
@@ -91,7 +94,7 @@ def placed(instruction: Instruction) -> list[tuple[Array, int]]:
     found = []
     for dtype, shape, order, tiles, rest in _LAYOUT.findall(instruction.type):
         if "S(" not in (rest or "") or "S(0)" in rest:
-            array = Array(dtype, tuple(int(n) for n in shape.split(",") if n))
+            array = Array(dtype, tuple(int(n.removeprefix("<=")) for n in shape.split(",") if n))
             found.append((array, _padded(array, order, tiles)))
     return found
 
@@ -100,11 +103,10 @@ def _padded(array: Array, order: str, tiles: str) -> int:
     """Bytes of an array whose minor dimensions are cut into tiles: `T(8,128)` pads to 8 rows of 128."""
     tile = [int(n) for n in re.findall(r"\d+", tiles.partition(")")[0])] if tiles else []
     shape = [array.shape[int(d)] for d in order.split(",") if d] if order else list(reversed(array.shape))
+    shape += [1] * (len(tile) - len(shape))
     for place, size in enumerate(reversed(tile)):
-        if place < len(shape):
-            shape[place] = ceil(shape[place] / size) * size
-    elements = max(1, array.size)
-    return array.bytes * prod(shape) // elements if array.size else 0
+        shape[place] = ceil(shape[place] / size) * size
+    return Array(array.dtype, tuple(shape)).bytes
 
 
 def buffers_table(buffers: Sequence[Buffer], title: str = "largest buffers of one device") -> Table:
@@ -113,6 +115,6 @@ def buffers_table(buffers: Sequence[Buffer], title: str = "largest buffers of on
     for column in ("", "bytes", "what", "shape", "smaller by"):
         table.add_column(column, justify="right" if column == "bytes" else "left", overflow="fold")
     for buffer in buffers:
-        shape = f"{buffer.array.dtype} {list(buffer.array.shape)}".replace("[", r"\[")
-        table.add_row(buffer.kind, amount_of_bytes(buffer.bytes), buffer.name, shape, buffer.remedy)
+        shape = escape(f"{buffer.array.dtype} {list(buffer.array.shape)}")
+        table.add_row(buffer.kind, amount_of_bytes(buffer.bytes), escape(buffer.name), shape, buffer.remedy)
     return table
