@@ -19,13 +19,15 @@ class Values:
 
     def __init__(self):
         self._numbers: dict[Hashable, int] = {}
+        self._origins: list[Hashable] = []
         self._known: dict[Any, int] = {}
         self._moved: set[int] = set()
 
     def enter(self, equation: Any, inner: Jaxpr) -> "Values":
         """The values with which a called program begins: the caller's own where it runs exactly once, else none."""
         if self._is_call(equation, inner):
-            self._alias(inner.invars, [self._of(var) for var in equation.invars])
+            held = [self._of(var) for var in equation.invars]
+            self._alias(inner.invars, self._across(equation, "in_specs", held))
             return self
         if _runs_once(equation):
             first = equation.params["num_consts"] + equation.params["num_carry"]
@@ -37,7 +39,7 @@ class Values:
     def leave(self, equation: Any, inner: Jaxpr) -> None:
         """Know a called program's results by what they are inside."""
         if self._is_call(equation, inner) and len(equation.outvars) == len(inner.outvars):
-            self._alias(equation.outvars, [self._of(var) for var in inner.outvars])
+            self._alias(equation.outvars, self._across(equation, "out_specs", [self._of(var) for var in inner.outvars]))
         elif _runs_once(equation):
             held, carried = [self._of(var) for var in inner.outvars], equation.params["num_carry"]
             self._alias(equation.outvars, held[:carried] + [self._number(("stack", n)) for n in held[carried:]])
@@ -61,14 +63,29 @@ class Values:
     def _is_call(equation: Any, inner: Jaxpr) -> bool:
         return equation.primitive.name in _CALLS and len(equation.invars) == len(inner.invars)
 
+    def _across(self, equation: Any, side: str, held: Sequence[int]) -> list[int]:
+        """A call's values on its other side; a device's pieces are those of a value under one spec, and of no other."""
+        specs = equation.params.get(side) if equation.primitive.name == "shard_map" else None
+        if specs is None:
+            return list(held)
+        name, reverse = ("piece", "whole") if side == "in_specs" else ("whole", "piece")
+        return [self._undone(reverse, name, number, str(spec)) for number, spec in zip(held, specs)]
+
     def _only(self, stacked: int) -> int:
         """The one slice of a value that is a stack of one."""
-        origin = next((key for key, number in self._numbers.items() if number == stacked), None)
-        whole = isinstance(origin, tuple) and origin[0] == "stack"
-        return origin[1] if whole else self._number(("slice", stacked))
+        return self._undone("stack", "slice", stacked)
+
+    def _undone(self, made: str, name: str, number: int, *how: str) -> int:
+        """What a value was made of, if it was made in that way, and a new value otherwise."""
+        origin = self._origins[number]
+        same = isinstance(origin, tuple) and origin[0] == made and origin[2:] == how
+        return origin[1] if same else self._number((name, number, *how))
 
     def _number(self, key: Hashable) -> int:
-        return self._numbers.setdefault(key, len(self._numbers))
+        if key not in self._numbers:
+            self._numbers[key] = len(self._origins)
+            self._origins.append(key)
+        return self._numbers[key]
 
     def _of(self, var: Any) -> int:
         if not _is_known(self._known, var):
