@@ -1,0 +1,153 @@
+"""What `gspmd.trace` counts once is what the compiler makes once, and what it counts twice is made twice."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import gspmd
+
+MESH = {"x": 4, "y": 2}
+SHAPES = {"x": ("BE_x", (8, 16)), "w": ("EF_y", (16, 32)), "v": ("EF_y", (16, 32))}
+
+whole = partial(gspmd.einsum, "BE_x, EF_y -> BF_y", via="BE, EF_y")
+"""An einsum that gathers its first operand over x."""
+
+
+def gather(x):
+    return gspmd.reshard(x, "BE_x -> BE")
+
+
+def hidden(y):
+    return gspmd.reshard(y, "BF_y -> BF")
+
+
+@jax.custom_vjp
+def ruled(x, w):
+    """The einsum with a rule of its own, whose gradient of w gathers x again."""
+    return whole(x, w)
+
+
+def _ruled_forward(x, w):
+    return whole(x, w), (x, w)
+
+
+def _ruled_backward(kept, g):
+    x, w = kept
+    one = gspmd.einsum("BF_y, EF_y -> BE_x", g, w)
+    return one, gspmd.einsum("BE_x, BF_y -> EF_y", x, g, via="BE, BF_y")
+
+
+ruled.defvjp(_ruled_forward, _ruled_backward)
+
+
+def _repeated(body, length):
+    """A function (x, w, v) that runs body(x, w) so often in a scan."""
+    return lambda x, w, v: lax.scan(lambda c, _: (c * 2, body(c, w, v)), x, None, length=length)[1]
+
+
+def _twice(x, w, v):
+    return whole(x, w), whole(x, v)
+
+
+def _products(x, w, v):
+    return jnp.sum(whole(x, w) * whole(x, v))
+
+
+def _ruled_products(x, w, v):
+    return jnp.sum(ruled(x, w) * whole(x, v))
+
+
+def _in_one_trip(x, w, v):
+    y = lax.scan(lambda c, _: (c + whole(x, w), None), whole(x, v), None, length=1)[0]
+    return y, gather(x)
+
+
+def _stacked(x, w, v):
+    once = lambda w: lax.scan(lambda c, _: (c, whole(x, w)), 0, None, length=1)[1]  # noqa: E731
+    return once(w), once(v)
+
+
+def _through_one_trip(x, w, v):
+    # what one scan of a single trip has stacked is what the next one takes apart
+    y = whole(x, w)
+    stacked = lax.scan(lambda c, _: (c, y), 0, None, length=1)[1]
+    return lax.scan(lambda c, z: (c, hidden(z)), 0, stacked)[1], hidden(y)
+
+
+def _jitted(second):
+    program = jax.jit(whole)
+    return lambda x, w, v: (program(x, w), program(second(x), v))
+
+
+def whole3(x, w, v):
+    return whole(x, w)
+
+
+# name: program, and how many gathers over x there are
+ONCE = {
+    "two equations": (_twice, 1),
+    "a move and an equation": (lambda x, w, v: (gather(x), whole(x, w)), 1),
+    "two moves of one result": (lambda x, w, v: (hidden(y := whole(x, w)), hidden(y) + 1), 1),
+    "what is not used": (lambda x, w, v: (whole(x, w), whole(x + 1, v))[0], 1),
+    "a jitted function twice": (_jitted(lambda x: x), 1),
+    "an equation and its gradient": (jax.grad(_products, (0, 1, 2)), 1),
+    "a rule of one's own": (jax.grad(_ruled_products, (0, 1, 2)), 1),
+    "a scan of one trip": (_in_one_trip, 1),
+    "two scans of one trip": (_stacked, 1),
+    "through scans of one trip": (_through_one_trip, 1),
+    "in every trip of a scan": (_repeated(_twice, 3), 3),
+}
+
+TWICE = {
+    "different values": (lambda x, w, v: (whole(x, w), whole(x + 1, v)), 2),
+    "different numbers": (lambda x, w, v: (gather(x * 1.5), gather(x * 2.5)), 2),
+    "different dtypes": (lambda x, w, v: (gather(x), gather(x.astype("int32"))), 2),
+    "different slices": (lambda x, w, v: (gather(x[:4]), gather(x[4:])), 2),
+    "a jitted function of two values": (_jitted(lambda x: x * 2), 2),
+    "two scans": (lambda x, w, v: (_repeated(whole3, 3)(x, w, v), _repeated(whole3, 2)(x + 1, w, v)), 5),
+    "before a scan and in it": (lambda x, w, v: (whole(x, w), _repeated(whole3, 3)(x, w, v)), 4),
+    "nested scans": (lambda x, w, v: lax.scan(lambda c, _: (c + 1, _repeated(_twice, 3)(c, w, v)), x, None, 2)[1], 6),
+    "a scan of one trip, of another value": (
+        lambda x, w, v: (lax.scan(lambda c, _: (c, whole(x * 3, w)), 0, None, length=1)[1], whole(x, v)),
+        2,
+    ),
+    "a branch": (lambda x, w, v: (whole(x, w), lax.cond(v.sum() > 0, lambda: whole(x, v), lambda: 2 * whole(x, v))), 2),
+}
+
+
+def both(mesh, program, shapes=SHAPES):
+    """By (kind, axes): how often planned collectives run, and those that are compiled for an equation."""
+    place = lambda spec: jax.NamedSharding(mesh, gspmd.Spec.parse(spec).partition_spec())  # noqa: E731
+    with jax.set_mesh(mesh):
+        abstract = [jax.ShapeDtypeStruct(shape, "float32", sharding=place(spec)) for spec, shape in shapes.values()]
+        planned = gspmd.trace(program, *abstract)
+        ledger = gspmd.ledger(jax.jit(program).lower(*abstract).compile())
+    asked = [entry for entry in ledger.entries if entry.equation and entry.step]
+    return planned.by_kind_and_axes(), gspmd.Ledger(tuple(asked), 0, MESH).by_kind_and_axes()
+
+
+@pytest.mark.parametrize("name", {**ONCE, **TWICE})
+def test_planned_is_compiled(make_mesh, axis_type, name):
+    program, gathers = {**ONCE, **TWICE}[name]
+    planned, compiled = both(make_mesh(MESH, axis_type), program)
+    assert planned == compiled
+    assert planned["all-gather", ("x",)][0] == gathers
+
+
+def test_pieces_under_two_specs_are_two_values(make_mesh):
+    # under Auto axes both may be asked of one array: all-gathers over y, of what x shards and of what it does not
+    def program(x):
+        return gspmd.reshard(x, "BE_xy -> BE_x"), gspmd.reshard(x, "BE_y -> BE"), gspmd.reshard(x, "B_xE_y -> B_xE")
+
+    planned, compiled = both(make_mesh(MESH, "auto"), program, {"x": ("BE_xy", (8, 16))})
+    assert planned == {("all-gather", ("y",)): (3, 64 + 256 + 64)}  # half of 128, of 512 and of 128 bytes
+    assert compiled == planned
+
+
+def test_what_the_compiler_lowers_is_a_forecast_and_counts_whole(make_mesh):
+    with gspmd.lowering("xla"):
+        planned, _ = both(make_mesh(MESH), _twice)
+    assert planned["all-gather", ("x",)][0] == 2
