@@ -30,9 +30,9 @@ class Values:
             self._alias(inner.invars, self._across(equation, "in_specs", held))
             return self
         if _runs_once(equation):
-            first = equation.params["num_consts"] + equation.params["num_carry"]
-            held = [self._of(var) for var in equation.invars]
-            self._alias(inner.invars, held[:first] + [self._only(number) for number in held[first:]])
+            pairs = zip(equation.invars, inner.invars)
+            held = [self._only(self._of(var)) if _is_stack(var, one) else self._of(var) for var, one in pairs]
+            self._alias(inner.invars, held)
             return self
         return Values()
 
@@ -41,8 +41,9 @@ class Values:
         if self._is_call(equation, inner) and len(equation.outvars) == len(inner.outvars):
             self._alias(equation.outvars, self._across(equation, "out_specs", [self._of(var) for var in inner.outvars]))
         elif _runs_once(equation):
-            held, carried = [self._of(var) for var in inner.outvars], equation.params["num_carry"]
-            self._alias(equation.outvars, held[:carried] + [self._number(("stack", n)) for n in held[carried:]])
+            pairs = [(var, one, self._of(one)) for var, one in zip(equation.outvars, inner.outvars)]
+            held = [self._number(("stack", n)) if _is_stack(var, one) else n for var, one, n in pairs]
+            self._alias(equation.outvars, held)
 
     def is_repeated(self, equation: Any) -> bool:
         """Take note of an operation; whether it is a collective that has been made before of the same value."""
@@ -101,6 +102,11 @@ def _is_known(known: dict, var: Any) -> bool:
         return var in known
     except TypeError:  # a literal may not be hashable
         return False
+
+
+def _is_stack(outer: Any, inner: Any) -> bool:
+    """Whether a loop takes or makes a value piece by piece, rather than whole."""
+    return len(getattr(outer.aval, "shape", ())) > len(getattr(inner.aval, "shape", ()))
 
 
 def _runs_once(equation: Any) -> bool:
