@@ -176,11 +176,16 @@ def save(settings: Settings, report: Report) -> None:
     """Writes the files that were asked for; of a program that does not fit there are figures only."""
     if settings.json:
         Path(settings.json).write_text(report.to_json())
-    if report.timeline and settings.hlo:
+    if not report.timeline:
+        unwritten = [f"--{name}" for name in ("hlo", "trace", "gantt") if getattr(settings, name)]
+        if unwritten:
+            print(f"There is no program that fits: {', '.join(unwritten)} left nothing.", file=sys.stderr)
+        return
+    if settings.hlo:
         Path(settings.hlo).write_text(report.hlo)
-    if report.timeline and settings.trace:
+    if settings.trace:
         perfetto.write(report.timeline, settings.trace)
-    if report.timeline and settings.gantt:
+    if settings.gantt:
         gantt.draw(report.timeline, settings.gantt)
 
 

@@ -4,9 +4,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
+from pathlib import Path
 from typing import Any
 
 import jax
+from jax.extend.core import Jaxpr
 from rich.markup import escape
 from rich.table import Table
 
@@ -15,6 +17,8 @@ from gspmd.audit.ledger import OURS, short
 from gspmd.collectives.figure import amount_of_bytes, axes_text
 
 _FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant")
+_SMALLER = "a smaller batch or length, or a layout that shards it; in training, remat around it"
+_KEPT = 64  # values of one level that are kept: more than anybody looks at
 _STARTS = ("-start", "-update")  # these carry their operands too; what they make is that of their -done
 _LAYOUT = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*)(?::((?:T\([\d,]+\)(?:\([\d,]+\))*)?)([^}]*))?\})?")
 
@@ -46,7 +50,51 @@ def arguments(args: Any, mesh: Mapping[str, int]) -> list[Buffer]:
         mesh: sizes of the mesh axes.
     """
     leaves = jax.tree_util.tree_flatten_with_path(args)[0]
-    return sorted((_argument(path, leaf, mesh) for path, leaf in leaves), key=lambda buffer: -buffer.bytes)
+    placed = ((path, leaf) for path, leaf in leaves if hasattr(leaf, "dtype") and not _on_host(leaf))
+    return sorted((_argument(path, leaf, mesh) for path, leaf in placed), key=lambda buffer: -buffer.bytes)
+
+
+def _on_host(leaf: Any) -> bool:
+    """Whether an argument lies in the memory of the host, where a device does not hold it."""
+    return "host" in (getattr(getattr(leaf, "sharding", None), "memory_kind", None) or "")
+
+
+def values(jaxpr: Jaxpr, manual: bool = False) -> list[Buffer]:
+    """The values of a traced function on one device, where their types tell how they lie: inside a shard_map, and
+    everywhere under Explicit axes.
+
+    Leaves out: which of them a compiler would never make, or put in one place.
+    """
+    found = []
+    for equation in jaxpr.eqns:
+        inner = [each for value in equation.params.values() for each in _jaxprs(value)]
+        for each in inner:
+            found += values(each, manual or equation.primitive.name == "shard_map")
+        if not inner or equation.primitive.name == "scan":
+            found += [_value(var.aval, equation, manual) for var in equation.outvars if hasattr(var.aval, "shape")]
+    return sorted(filter(None, found), key=lambda buffer: -buffer.bytes)[:_KEPT]
+
+
+def _jaxprs(value: Any) -> list[Jaxpr]:
+    held = value if isinstance(value, (tuple, list)) else (value,)
+    return [inner for one in held if isinstance(inner := getattr(one, "jaxpr", one), Jaxpr)]
+
+
+def _value(aval: Any, equation: Any, manual: bool) -> Buffer | None:
+    explicit = set(getattr(aval.sharding.mesh, "axis_types", ())) == {jax.sharding.AxisType.Explicit}
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) or not (manual or explicit):
+        return None
+    shape = tuple(aval.shape) if manual else aval.sharding.shard_shape(tuple(aval.shape))
+    size = (prod(shape) * jax.dtypes.itemsize_bits(aval.dtype) + 7) // 8
+    return Buffer("temporary", _line(equation), Array(str(aval.dtype), shape), size, _SMALLER)
+
+
+def _line(equation: Any) -> str:
+    """The line of the program that made a value; of a frame outside of this package and of JAX."""
+    frames = equation.source_info.traceback.frames if equation.source_info.traceback else ()
+    ours = (OURS, str(Path(jax.__file__).parent))
+    line = next((f"{f.file_name}:{f.line_num}" for f in frames if not f.file_name.startswith(ours)), "")
+    return short(line) or str(equation.primitive)
 
 
 def _argument(path: Any, leaf: Any, mesh: Mapping[str, int]) -> Buffer:
@@ -86,7 +134,7 @@ def _inlined(instruction: Instruction) -> Sequence[str]:
 
 def _temporary(module: Module, instruction: Instruction, array: Array, size: int) -> Buffer:
     name = short(module.source(instruction, (OURS,))) or instruction.name
-    return Buffer("temporary", name, array, size, "a smaller batch, a layout that shards it, or remat around it")
+    return Buffer("temporary", name, array, size, _SMALLER)
 
 
 def placed(instruction: Instruction) -> list[tuple[Array, int]]:

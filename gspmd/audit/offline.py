@@ -5,12 +5,12 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import jax
 from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
 from gspmd.annotate.errors import PlanError
 from gspmd.audit import memory
@@ -27,6 +27,9 @@ _OFFERED = re.compile(r"(?:available HBM \(|Used [\d.]+[KMGTP]? of )([\d.]+)([KM
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
 
 
+_KEPT = 64  # buffers that a report lists
+
+
 @dataclass(frozen=True)
 class Report:
     """What the compiler made of a function for a machine that is not there; figures are per device and execution.
@@ -37,12 +40,13 @@ class Report:
         fits: whether the compiler could place everything in the memory of one device.
         argument_bytes: what goes in: parameters, optimizer state, batch. Donated arguments are given back as results.
         output_bytes: results that are not donated arguments.
-        temporary_bytes: what the program holds besides, at its peak.
+        temporary_bytes: what the program holds besides, at its peak; with the results, where it does not fit.
         hbm_bytes: of one device.
         plan: what gspmd planned.
         ledger, timeline: of the compiled program; None where it does not fit.
         module, hlo: the scheduled program, parsed and as text; nothing where it does not fit.
-        arguments: the arguments on one device, largest first.
+        buffers: the largest arrays of one device, largest first: arguments, and what the program makes. Where it does
+            not fit these are the values of the traced function, of which the compiler would have merged some.
         compile_seconds: tracing, lowering, compiling.
         reason: the compiler's own words where it does not fit.
     """
@@ -59,7 +63,7 @@ class Report:
     timeline: Timeline | None = field(repr=False)
     module: Module | None = field(repr=False)
     hlo: str = field(repr=False)
-    arguments: tuple[memory.Buffer, ...] = field(repr=False)
+    buffers: tuple[memory.Buffer, ...] = field(repr=False)
     compile_seconds: float = 0.0
     reason: str = ""
 
@@ -77,12 +81,6 @@ class Report:
     def wire_bytes(self) -> int:
         """Bytes that one device sends; as planned where it does not fit."""
         return self.ledger.wire_bytes if self.ledger else self.plan.wire_bytes
-
-    @cached_property
-    def buffers(self) -> tuple[memory.Buffer, ...]:
-        """The largest buffers first; only the arguments are known where it does not fit."""
-        made = memory.temporaries(self.module)[:64] if self.module else []
-        return tuple(sorted([*self.arguments, *made], key=lambda buffer: -buffer.bytes))
 
     def to_json(self) -> str:
         """The figures as JSON; seconds, hidden and exposed are null where it does not fit."""
@@ -135,7 +133,7 @@ class Report:
     def __rich__(self) -> Group:
         shown: list[Any] = [self.summary()]
         if not self.fits:
-            shown += [f"\n[red]{self.reason}[/]", memory.buffers_table(self.buffers[:5])]
+            shown += [Text(f"\n{self.reason}", style="red"), memory.buffers_table(self.buffers[:5])]
         if self.ledger and self.timeline:
             comparison = self.ledger.compare(self.plan)
             shown += ["", comparison.table()]
@@ -197,16 +195,19 @@ def compile_offline(
             compiled, reason = _compile(lowered)
     seconds = time.perf_counter() - began
     if compiled is None:
-        return _too_large(target, sizes, plan, held, reason, seconds)
+        with jax.set_mesh(placed):
+            values = memory.values(jax.make_jaxpr(fn)(*abstract_args).jaxpr)
+        return _too_large(target, sizes, plan, (*held, *values), reason, seconds)
     progress("reading")
     text, stats = compiled.as_text(), compiled.memory_analysis()
     module = parse(text)
     share = flops / target.num_devices
     needed = stats.argument_size_in_bytes, stats.output_size_in_bytes - stats.alias_size_in_bytes
+    buffers = sorted([*held, *memory.temporaries(module)], key=lambda buffer: -buffer.bytes)[:_KEPT]
     return Report(
         target, sizes, True, *needed, stats.temp_size_in_bytes, target.chip.hbm_bytes, plan,
         of_module(module, sizes), timeline(module, target.chip, sizes, flops=share, torus=target.rings(placed)),
-        module, text, held, seconds,
+        module, text, tuple(buffers), seconds,
     )  # fmt: skip
 
 
@@ -215,18 +216,38 @@ def _topology(given: Topology | str) -> Topology:
 
 
 def _mesh(given: Any, target: Topology, args: Any) -> jax.sharding.Mesh:
-    if isinstance(given, jax.sharding.Mesh):
-        return given
-    if given is not None:
-        return target.mesh(given)
-    found = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
-    mesh = next((each.mesh for each in found if isinstance(each, jax.NamedSharding)), None)
-    if mesh is None:
+    """The mesh of the arguments, or the one given; both over all devices of the slice and no others."""
+    meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(args) if _is_placed(leaf)]
+    if isinstance(given, Mapping):
+        meshes.append(target.mesh(given))
+    elif given is not None:
+        meshes.append(given)
+    if not meshes:
         raise PlanError(
             f"cannot compile for {target.name}: no argument lies on a mesh.\n"
             "  Give mesh=, such as mesh={'x': 4, 'y': 4, 'z': 4}, or arguments with shardings."
         )
-    return mesh
+    for mesh in meshes:
+        if set(mesh.devices.flat) != set(target.devices):
+            raise PlanError(
+                f"cannot compile for {target.name}: an argument, or mesh=, lies on a mesh of {mesh.devices.size} other "
+                f"devices.\n  Make the mesh with topology({target.name!r}).mesh(...), over all {target.num_devices}."
+            )
+        if mesh != meshes[-1]:
+            raise PlanError(
+                f"cannot compile for {target.name}: there are two meshes, {_axes(mesh)} and {_axes(meshes[-1])}.\n"
+                "  Place every argument on the same one."
+            )
+    return meshes[-1]
+
+
+def _is_placed(leaf: Any) -> bool:
+    sharding = getattr(leaf, "sharding", None)
+    return isinstance(sharding, jax.NamedSharding) and isinstance(sharding.mesh, jax.sharding.Mesh)
+
+
+def _axes(mesh: jax.sharding.Mesh) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())
 
 
 def _overfull(held: Sequence[memory.Buffer], target: Topology) -> str:
@@ -251,15 +272,17 @@ def _too_large(
     target: Topology,
     mesh: Mapping[str, int],
     plan: ProgramPlan,
-    held: tuple[memory.Buffer, ...],
+    buffers: tuple[memory.Buffer, ...],
     reason: str,
     seconds: float,
 ) -> Report:
-    given, room = sum(buffer.bytes for buffer in held), target.chip.hbm_bytes
-    needed = max(0, _amount(_NEEDED, reason) - (given if "Used" in reason else 0))
+    given = sum(buffer.bytes for buffer in buffers if buffer.kind == "argument")
+    room = target.chip.hbm_bytes
+    needed = max(0, _amount(_NEEDED, reason) - given)  # the compiler counts arguments and results among them
     room = _amount(_OFFERED, reason) or room
     first = reason.partition("\n")[0]
-    return Report(target, mesh, False, given, 0, needed, room, plan, None, None, None, "", held, seconds, first)
+    buffers = tuple(sorted(buffers, key=lambda buffer: -buffer.bytes)[:_KEPT])
+    return Report(target, mesh, False, given, 0, needed, room, plan, None, None, None, "", buffers, seconds, first)
 
 
 def _amount(pattern: re.Pattern, text: str) -> int:

@@ -39,7 +39,8 @@ def test_what_fits_is_reported_with_its_ledger_and_its_timeline(report):
     assert report.fits
     # [512, 1, 16] of the residual and [256, 256] of the weight, two bytes each
     assert report.argument_bytes == 2 * 512 * 16 + 2 * 256 * 256
-    assert sum(buffer.bytes for buffer in report.arguments) == report.argument_bytes
+    given = [buffer.bytes for buffer in report.buffers if buffer.kind == "argument"]
+    assert sum(given) == report.argument_bytes
     # gathered over yz: [512, 1, 256]; reduce-scattered over x from [512, 1, 256]
     assert report.ledger.by_kind_and_axes() == {
         ("all-gather", ("y", "z")): (1, 2 * 512 * 256 * 15 // 16),
@@ -84,10 +85,42 @@ def test_temporaries_that_do_not_fit_are_the_compilers_words(slice64):
     large = compile_offline(squared, a, topology=slice64)
     assert not large.fits
     assert "Ran out of memory" in large.reason
-    assert large.temporary_bytes > large.hbm_bytes
-    # 2^18 rows of 2^12: the only argument, which no other mesh axis shards
-    assert large.buffers[0].bytes == 2 * 2**18 * 2**12
-    assert large.buffers[0].remedy == "shard it over yz too: up to 1/16"
+    # 2^18 rows of 2^12 are the argument; the product is 2^18 by 2^18, in bfloat16 or wider
+    assert large.argument_bytes == 2 * 2**18 * 2**12
+    assert large.temporary_bytes >= 2 * 2**36
+    assert large.buffers[0].kind == "temporary"
+    assert large.buffers[0].array.shape == (2**18, 2**18)
+    assert large.buffers[0].name.startswith("audit/test_offline.py:")
+    argument = next(buffer for buffer in large.buffers if buffer.kind == "argument")
+    assert argument.remedy == "shard it over yz too: up to 1/16"
+
+
+def test_what_the_compiler_needs_is_not_counted_twice():
+    small = topology("tpu-v5e:2x2")
+    with jax.set_mesh(small.mesh({"x": 4})):
+        a = gspmd.annotate(jax.ShapeDtypeStruct((4 * 2**15, 2**16), "float32"), "B_xE")
+    large = compile_offline(lambda a: a * 2, a, topology=small)
+    assert not large.fits
+    # 8 GiB go in and 8 GiB come out; nothing else is held
+    assert large.bytes_per_device == pytest.approx(2 * 8 * 2**30, rel=1e-3)
+
+
+def test_a_mesh_of_other_devices_is_refused(slice64):
+    x, w = placed(slice64)
+    with pytest.raises(gspmd.PlanError) as refused:
+        compile_offline(layer, x, w, topology="tpu-v5p:4x4x4")
+    assert str(refused.value) == (
+        "cannot compile for tpu-v5p:4x4x4: an argument, or mesh=, lies on a mesh of 64 other devices.\n"
+        "  Make the mesh with topology('tpu-v5p:4x4x4').mesh(...), over all 64."
+    )
+    with pytest.raises(gspmd.PlanError, match="there are two meshes, x=4,y=4,z=4 and x=64"):
+        compile_offline(layer, x, w, topology=slice64, mesh={"x": 64})
+
+
+def test_what_the_host_holds_takes_no_memory_of_the_device(slice64):
+    x, _ = placed(slice64)
+    kept = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("pinned_host"))
+    assert [buffer.name for buffer in memory.arguments((x, kept, 3.0), MESH)] == ["0"]
 
 
 def test_amounts_are_read_from_either_of_the_compilers_sentences():
