@@ -82,7 +82,8 @@ def _jaxprs(value: Any) -> list[Jaxpr]:
 
 def _value(aval: Any, equation: Any, manual: bool) -> Buffer | None:
     explicit = set(getattr(aval.sharding.mesh, "axis_types", ())) == {jax.sharding.AxisType.Explicit}
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) or not (manual or explicit):
+    weightless = aval.dtype == jax.dtypes.float0 or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    if weightless or not (manual or explicit):
         return None
     shape = tuple(aval.shape) if manual else aval.sharding.shard_shape(tuple(aval.shape))
     size = (prod(shape) * jax.dtypes.itemsize_bits(aval.dtype) + 7) // 8

@@ -105,6 +105,14 @@ def test_what_the_compiler_needs_is_not_counted_twice():
     assert large.bytes_per_device == pytest.approx(2 * 8 * 2**30, rel=1e-3)
 
 
+def test_the_values_of_a_gradient_through_integers_have_sizes():
+    def f(x, n):
+        return jax.lax.scan(lambda c, i: (c * i.astype("float32"), c), x, n)[1].sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(f))(jax.numpy.ones(4), jax.numpy.arange(3)).jaxpr
+    assert memory.values(jaxpr, manual=True)[0].array.shape == (3, 4)
+
+
 def test_a_mesh_of_other_devices_is_refused(slice64):
     x, w = placed(slice64)
     with pytest.raises(gspmd.PlanError) as refused:
