@@ -4,9 +4,10 @@ import re
 from dataclasses import dataclass
 
 from gspmd.audit.hlo import Computation, Instruction, Module
+from gspmd.collectives.plan import KINDS
 
 _EQUATION = re.compile(r"gspmd\[([^\]]*)\]")
-_STEP = re.compile(r"(step\d+\.[a-z\-]+(?:\.[\w.]+)?)(?:/|$)")
+_STEP = re.compile(rf"(?:^|/)(step\d+\.(?:{'|'.join(KINDS)})(?:\.[\w.]+)?)(?=/|$)")
 _NEAR = 4
 """How many producers are asked for a line where the compiler left a collective without one."""
 
@@ -37,22 +38,18 @@ def origin(
     reducer = module.computations.get(instruction.attribute("to_apply").lstrip("%"))
     own = [instruction, scheduled, *([reducer.root] if reducer and not instruction.op_name else ())]
     near = own + _producers(computation, scheduled)
-    scopes = next((each.op_name for each in own if _STEP.search(each.op_name)), "")
-    step = _last(_STEP, scopes)
-    named = _last(_EQUATION, scopes) or (
-        next((found for each in near if (found := _last(_EQUATION, each.op_name))), "") if step else _of_own(own)
-    )
+    equation, step = max((_scopes(each.op_name) for each in own), key=lambda found: (bool(found[1]), bool(found[0])))
     source = next((found for each in near if (found := module.source(each, (ours,)))), "")
-    return Origin(named, step, source)
+    return Origin(equation, step, source)
 
 
-def _of_own(own: list[Instruction]) -> str:
-    return next((found for each in own if (found := _last(_EQUATION, each.op_name))), "")
-
-
-def _last(pattern: re.Pattern, text: str) -> str:
-    found = pattern.findall(text)
-    return found[-1] if found else ""
+def _scopes(op_name: str) -> tuple[str, str]:
+    """The innermost equation, and the step below it: a scope elsewhere that reads like a step is a user's own."""
+    equations = list(_EQUATION.finditer(op_name))
+    if not equations:
+        return "", ""
+    steps = _STEP.findall(op_name, equations[-1].end())
+    return equations[-1][1], steps[-1] if steps else ""
 
 
 def _producers(computation: Computation, instruction: Instruction) -> list[Instruction]:

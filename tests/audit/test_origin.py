@@ -67,6 +67,11 @@ def gather(op_name: str, frame: int = 2) -> str:
         # a user's own scopes
         ("step3/all_gather", "", ""),
         ("step1.5/all_gather", "", ""),
+        ("step1.attn/all_gather", "", ""),
+        ("step1.all-gather.x/all_gather", "", ""),
+        ("gspmd[A_x -> A]/step1.attn/all_gather", "A_x -> A", ""),
+        ("gspmd[A_x -> A]/mystep1.all-gather.x/all_gather", "A_x -> A", ""),
+        ("step1.all-gather.x/gspmd[A_x, AB -> B]/dot_general", "A_x, AB -> B", ""),
         (r"say \"gspmd\"/all_gather", "", ""),
         ("", "", ""),
     ],
