@@ -1,9 +1,10 @@
 """How often a while loop runs: from the compiler's own note, or from its counter, its bound and its step."""
 
-import math
+import operator
 
 from gspmd.audit.hlo import KNOWN_TRIPS, Computation, Instruction, Module
 
+_HOLDS = {"LT": operator.lt, "GT": operator.gt, "LE": operator.le, "GE": operator.ge, "NE": operator.ne}
 _SAME = ("copy", "bitcast", "convert", "copy-done", "copy-start", "reshape", "broadcast")
 
 
@@ -49,12 +50,17 @@ def _counted(module: Module, computation: Computation, loop: Instruction) -> int
 
 
 def _count(direction: str, start: int, bound: int, step: int) -> int | None:
+    """Steps until the comparison is false; None where it never is, or only once the counter has overflowed."""
+    if direction not in _HOLDS:
+        return None
+    if not _HOLDS[direction](start, bound):
+        return 0
     distance = bound - start
     if direction in ("LE", "GE"):
         distance += 1 if direction == "LE" else -1
-    if direction not in ("LT", "GT", "LE", "GE", "NE") or (direction == "NE" and distance % step):
+    if distance * step < 0 or (direction == "NE" and distance % step):
         return None
-    return max(0, math.ceil(distance / step))
+    return -(-distance // step)
 
 
 def _comparison(module: Module, condition: Computation) -> tuple[str, tuple[str, str]] | None:

@@ -81,6 +81,15 @@ def test_what_the_compiler_notes_comes_first():
         (0, 5, "NE", 12, None),  # never there
         (5, 1, "LT", 5, 0),
         (9, 1, "LT", 5, 0),
+        (9, -1, "LT", 5, 0),
+        (6, 1, "LE", 5, 0),
+        (5, 1, "NE", 5, 0),
+        # away from the bound: until the counter overflows
+        (0, -1, "LT", 5, None),
+        (5, -1, "LE", 5, None),
+        (5, 1, "GT", 0, None),
+        (0, 1, "GE", 0, None),
+        (12, 4, "NE", 0, None),
         (0, 0, "LT", 5, None),  # forever
         (0, 1, "EQ", 5, None),
     ],
