@@ -8,9 +8,6 @@ from typing import Any
 from gspmd.audit.machine import Span
 from gspmd.audit.timeline import Timeline
 
-_LANES = 64
-"""Numbers of threads that each row may take: what overlaps without nesting needs a thread of its own."""
-
 
 def write(timeline: Timeline, path: str | Path) -> None:
     """Write a timeline in the Chrome trace event format.
@@ -42,13 +39,17 @@ def trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def _lanes(timeline: Timeline) -> list[tuple[Span, int, str]]:
-    """Each span with a thread for each of its rows, and that thread's name; loops enclose what is computed in them."""
-    loops = [(span, 0, _title("compute", 0)) for span in timeline.spans if span.category == "loop"]
-    return loops + [
-        (span, row * _LANES + lane, _title(name, lane))
-        for row, name in enumerate(timeline.rows)
-        for span, lane in timeline.lanes(name)
-    ]
+    """Each span with a thread for each of its rows, and that thread's name; loops enclose what is computed in them.
+
+    What overlaps without nesting needs a thread of its own, so a row takes as many as it has lanes.
+    """
+    found = [(span, 0, _title("compute", 0)) for span in timeline.spans if span.category == "loop"]
+    first = 0
+    for name in timeline.rows:
+        placed = timeline.lanes(name)
+        found += [(span, first + lane, _title(name, lane)) for span, lane in placed]
+        first += max((lane + 1 for _, lane in placed), default=1)
+    return found
 
 
 def _title(row: str, lane: int) -> str:

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from gspmd.audit import perfetto
+from gspmd.audit import hlo, perfetto
+from gspmd.audit.timeline import timeline
 from tests.audit.drawn import drawn
 
 
@@ -93,3 +94,19 @@ def test_the_totals_are_those_of_the_step(found, written):
     assert (totals["chip"], totals["mesh"]) == ("tpu-v4", "x=4 y=2")
     assert totals["step_seconds"] == found.step_seconds > 118 * 5e-6
     assert totals["exposed_seconds"] + totals["compute_seconds"] == pytest.approx(totals["step_seconds"])
+
+
+def test_any_number_of_transfers_at_once_have_rows_of_their_own():
+    pairs, kind = "source_target_pairs={{0,2},{2,4},{4,6},{6,0}}", "(u8[900]{0}, u8[900]{0})"
+    begun = [f"  %s{n} = {kind} collective-permute-start(%p), {pairs}" for n in range(70)]
+    ended = [f"  %d{n} = u8[900]{{0}} collective-permute-done(%s{n})" for n in range(70)]
+    gather = "  %g = u8[1800]{0} all-gather(%p), replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}"
+    body = "\n".join(["  %p = u8[900]{0} parameter(0)", *begun, *ended, gather])
+    module = hlo.parse(f"HloModule m, is_scheduled=true\n\nENTRY %main (p: u8[900]) -> u8[1800] {{\n{body}\n}}\n")
+    named = [
+        (event["tid"], event["args"]["name"])
+        for event in perfetto.trace(timeline(module, "tpu-v4", {"x": 4, "y": 2}))["traceEvents"]
+        if event["name"] == "thread_name"
+    ]
+    assert len(named) == len(dict(named)) == 71
+    assert [named[0][1], named[69][1], named[70][1]] == ["mesh axis x", "mesh axis x (70)", "mesh axis y"]
