@@ -10,6 +10,7 @@ from gspmd.collectives.cost import wire_bytes
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _OTHER = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "collective-permute"}
 _OPCODE = re.compile(rf"({'|'.join([*_OTHER, *KINDS])})(?:-(start|done))?")
+_SENT = re.compile(r'_xla_send_recv_source_target_pairs="?(\{(?:\{\d+,\s*\d+\}[,\s]*)*\})')
 _CUTS = ("dynamic-slice", "slice")
 _ASYNCHRONOUS = {"AsyncCollectiveStart": "start", "AsyncCollectiveDone": "done"}
 
@@ -69,9 +70,20 @@ def collective(module: Module, computation: Computation, instruction: Instructio
         if phase == "done":  # its start may stand before the loop whose tuple brought it here
             return Collective(kind, "done", instruction, instruction.arrays, 0)
         return _make(kind, phase, instruction, devices)
+    if instruction.opcode == "send":
+        return _sent(instruction)
     if instruction.opcode in ("async-start", "async-done"):
         return _wrapped(module, instruction, devices)
     return _fused(module, instruction, devices) if instruction.opcode == "fusion" else None
+
+
+def _sent(send: Instruction) -> Collective | None:
+    """A permute that XLA:GPU took apart, which lasts from the send to its done; the receiving side is not another."""
+    found = _SENT.search(send.attribute("frontend_attributes"))
+    if not found:  # to the host, or to one other device by its channel
+        return None
+    permute = replace(send, attributes=f"source_target_pairs={found[1]}, {send.attributes}")
+    return Collective("collective-permute", "start", permute, send.arrays[:1], _group(permute, 0))
 
 
 def _wrapped(module: Module, instruction: Instruction, devices: int) -> Collective | None:

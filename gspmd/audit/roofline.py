@@ -11,11 +11,12 @@ from gspmd.collectives.chips import Chip
 FREE = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id"),
     *("after-all", "add-dependency", "opt-barrier", "optimization-barrier", "domain", "async-update"),
+    *("recv", "recv-done", "send-done"),
 )
-"""Opcodes that name something, and run nothing."""
+"""Opcodes that name something, make room or wait for it, and run nothing."""
 
 _PLACED = re.compile(r"\b[a-z]\w*\[[\d,<=]*\](\{[^}]*\})?")
-_CHIP = re.compile(r"S\([1-9]\d*\)")
+_CHIP = re.compile(r"S\((?!0\)|5\))\d+\)")  # 0 is main memory, 5 the host's
 _PARTS = ("dynamic-slice", "slice", "gather")
 
 
@@ -77,7 +78,10 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
     """Bytes that an instruction reads from main memory and writes there.
 
     Arrays that the compiler placed in a memory of the chip (`S(1)` and so on in their layouts) have none. Of an array
-    that is only sliced the slices count, and of one that is updated in place the update.
+    that is only sliced the slices count, and of one that is updated in place the update. An array in the host's memory
+    (`S(5)`) counts as if it lay in main memory, the least that it can take: the link to the host is slower.
+
+    Source: memory spaces as openxla/xla numbers them, `Layout::kHostMemorySpace` (`layout.h`).
     """
     inner = module.computations[instruction.called[0]] if instruction.opcode == "fusion" else None
     total = 0

@@ -230,3 +230,24 @@ def test_a_gather_that_products_carry_along_is_one_gather():
         ("all-gather", "start", 64 * 32 * 2 * 3 // 4),
         ("all-gather", "done", 64 * 32 * 2 * 3 // 4),
     ]
+
+
+SENT = "frontend_attributes={_xla_send_recv_pipeline=\"0\",_xla_send_recv_source_target_pairs={{0,1},{1,2}}}"
+
+
+@pytest.mark.parametrize("attributes", [SENT, SENT.replace("{{0,1},{1,2}}", '"{{0,1},{1,2}}"')])
+def test_a_permute_taken_apart_is_the_send(attributes):
+    kind = "(f32[64]{0}, u32[], token[])"
+    (each,) = found(
+        "%t = token[] after-all()",
+        f"%r = {kind} recv(%t), channel_id=1, {attributes}",
+        f"%s = {kind} send(%p, %t), channel_id=1, {attributes}",
+        f"%rd = (f32[64]{{0}}, token[]) recv-done(%r), channel_id=1, {attributes}",
+        f"%sd = token[] send-done(%s), channel_id=1, {attributes}",
+    )
+    assert told(each) == ("collective-permute", "start", "f32", 2, 256)
+    assert each.instruction.name == "s"
+
+
+def test_a_send_to_the_host_is_no_collective():
+    assert found("%s = (f32[64]{0}, u32[], token[]) send(%p, %t), channel_id=1, is_host_transfer=true") == []

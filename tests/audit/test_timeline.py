@@ -384,3 +384,25 @@ def test_it_prints_as_a_table():
 def test_an_unknown_chip():
     with pytest.raises(PlanError, match="no chip is called 'tpu-v40'"):
         run(step("a", 1), chip="tpu-v40")
+
+
+def test_a_permute_taken_apart_lasts_from_the_send_to_its_done():
+    attributes = f"channel_id=1, frontend_attributes={{_xla_send_recv_source_target_pairs={RING['+x']}}}"
+    kind = "(u8[90000]{0}, u32[], token[])"
+    found = run(
+        "%t = token[] after-all()",
+        f"%r = {kind} recv(%t), {attributes}",
+        f"%s = {kind} send(%p, %t), {attributes}",
+        step("m", 1),
+        f"%rd = (u8[90000]{{0}}, token[]) recv-done(%r), {attributes}",
+        f"%sd = token[] send-done(%s), {attributes}",
+    )
+    # 90 000 bytes on one link are 2 µs, the hop 1 µs, of which one is computed beside
+    assert times(found) == (3, 1, 1, 2)
+
+
+def test_memory_of_the_host_is_not_free():
+    # read there and written to main memory, 2 400 000 bytes in all: 2 µs; a memory of the chip (the second) is free
+    lines = ("%q = u8[1200000]{0:S(5)} parameter(1)", "%c = u8[1200000]{0} copy(%q)")
+    assert times(run(*lines)) == (2, 2, 0, 0)
+    assert times(run(*(line.replace("S(5)", "S(3)") for line in lines))) == (1, 1, 0, 0)
