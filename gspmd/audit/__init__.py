@@ -2,6 +2,7 @@
 
 from gspmd.audit import gantt, perfetto
 from gspmd.audit.compare import Comparison, compare
+from gspmd.audit.hlo import HloError
 from gspmd.audit.ledger import Entry, Ledger, ledger
 from gspmd.audit.offline import Report, compile_offline
 from gspmd.audit.timeline import Timeline, timeline
@@ -10,6 +11,7 @@ from gspmd.audit.topology import Topology, slices, topology
 __all__ = [
     "Comparison",
     "Entry",
+    "HloError",
     "Ledger",
     "Report",
     "Timeline",

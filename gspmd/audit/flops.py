@@ -1,13 +1,14 @@
 """Floating-point operations of matrix products in compiled programs: dots, convolutions, and calls of GPU libraries."""
 
 import re
+from collections.abc import Iterator
 from math import gcd, prod
 
 import numpy as np
 
-from gspmd.audit.hlo import Computation, Instruction, Module
+from gspmd.audit.hlo import Computation, Instruction, Module, integers
 
-_LIBRARY = re.compile(r"gemm|__cublas\$")
+_PRODUCT = re.compile(r"gemm|matmul|fmha|conv(?!ert)", re.IGNORECASE)
 _WINDOW = re.compile(r"(\w+)=([\d_x\-]+)")
 
 
@@ -25,12 +26,27 @@ def product_flops(module: Module, computation: Computation, instruction: Instruc
         inner = module.computations[instruction.called[0]]
         return sum(product_flops(module, inner, each) for each in inner.instructions)
     if instruction.opcode in ("dot", "scaled-dot"):
-        return _dot(computation, instruction, _listed(instruction.attribute("lhs_contracting_dims")))
+        return _dot(computation, instruction, integers(instruction.attribute("lhs_contracting_dims")))
     if instruction.opcode == "convolution":
         return _convolution(computation, instruction)
-    if instruction.opcode == "custom-call" and _LIBRARY.search(instruction.attribute("custom_call_target")):
-        return _library(computation, instruction)
-    return 0
+    contracted = _contracted(computation, instruction)
+    return 0 if contracted is None else _dot(computation, instruction, contracted)
+
+
+def uncounted(module: Module, computation: Computation, instruction: Instruction) -> Iterator[tuple[str, str]]:
+    """Name and target of calls that `product_flops` does not count, though their targets read like products.
+
+    Args:
+        module: the whole program.
+        computation: where the instruction stands.
+        instruction: any; a fusion tells what is in it.
+    """
+    if instruction.opcode == "fusion":
+        inner = module.computations[instruction.called[0]]
+        for each in inner.instructions:
+            yield from uncounted(module, inner, each)
+    elif _PRODUCT.search(_target(instruction)) and _contracted(computation, instruction) is None:
+        yield instruction.name, _target(instruction)
 
 
 def _dot(computation: Computation, dot: Instruction, contracted: tuple[int, ...]) -> int:
@@ -38,10 +54,21 @@ def _dot(computation: Computation, dot: Instruction, contracted: tuple[int, ...]
     return 2 * dot.arrays[0].size * prod(left.shape[d] for d in contracted)
 
 
-def _library(computation: Computation, call: Instruction) -> int:
+def _target(instruction: Instruction) -> str:
+    """Which function of a library an instruction calls; empty where it calls none."""
+    return instruction.attribute("custom_call_target").strip('"') if instruction.opcode == "custom-call" else ""
+
+
+def _contracted(computation: Computation, call: Instruction) -> tuple[int, ...] | None:
+    """The dimensions of its first operand over which a library's product sums; None where nothing tells them."""
+    if _target(call) == "__onednn$matmul":  # XLA:CPU, rows times columns
+        rank = len(computation.by_name[call.operands[0]].arrays[0].shape)
+        across = call.config.get("onednn_matmul_config", {}).get("transpose_a", False)
+        return (rank - 2 if across else rank - 1,) if rank > across else None
     config = call.config.get("gemm_backend_config", call.config)
-    dims = config.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions", ())
-    return _dot(computation, call, tuple(int(d) for d in dims))
+    if not _PRODUCT.search(_target(call)) or "dot_dimension_numbers" not in config:
+        return None
+    return tuple(int(d) for d in config["dot_dimension_numbers"].get("lhs_contracting_dimensions", ()))
 
 
 def _convolution(computation: Computation, convolution: Instruction) -> int:
@@ -82,7 +109,3 @@ def _taps(left: int, kernel: int, out: int, window: dict[str, str], number: int)
     last = np.minimum(out - 1, (offset + (left - 1) * spread) // stride)
     counts = (last - phase) // period - (first - 1 - phase) // period
     return int(np.sum(counts[(offset % common == 0) & (last >= first)]))
-
-
-def _listed(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"\d+", text))

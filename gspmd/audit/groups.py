@@ -11,7 +11,7 @@ from math import prod
 
 import numpy as np
 
-from gspmd.audit.hlo import Instruction
+from gspmd.audit.hlo import Instruction, integers
 
 UNNAMED = ("?",)
 """The axes of a collective whose groups are those of no set of mesh axes."""
@@ -36,14 +36,14 @@ def groups(instruction: Instruction, devices: int) -> Groups:
 def _groups(text: str, devices: int) -> Groups:
     if "<=" in text:
         return _of_iota(text)
-    listed = tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,\s]+)\}", text))
+    listed = tuple(tuple(integers(group)) for group in re.findall(r"\{([\d,\s]+)\}", text))
     return listed or (tuple(range(devices)),)
 
 
 def _of_iota(text: str) -> Groups:
     """`[4,2]<=[2,4]T(1,0)`: the numbers 0 to 7 as a 2 by 4 array, transposed, cut into four groups of two."""
     found = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    shape, dims, order = (_numbers(part or "") for part in found.groups())
+    shape, dims, order = (integers(part or "") for part in found.groups())
     numbers = np.arange(prod(dims)).reshape(dims)
     return _rows((numbers.transpose(order) if order else numbers).reshape(shape[0], -1))
 
@@ -75,9 +75,9 @@ def _order_of(text: str, devices: int) -> np.ndarray:
     """The numbers of a mesh's devices, in its order."""
     iota = re.match(r"\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", text)
     if iota:
-        dims, order = (_numbers(part or "") for part in iota.groups())
+        dims, order = (integers(part or "") for part in iota.groups())
         return np.arange(devices).reshape(dims).transpose(order or None).reshape(-1)
-    return np.array(_numbers(text.partition("{")[0])) if text else np.arange(devices)
+    return np.array(integers(text.partition("{")[0])) if text else np.arange(devices)
 
 
 def pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
@@ -155,7 +155,3 @@ def _along(names: tuple[str, ...], mesh: tuple[tuple[str, int], ...]) -> set[fro
 
 def _rows(numbers: np.ndarray) -> Groups:
     return tuple(tuple(int(n) for n in row) for row in numbers)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"\d+", text))

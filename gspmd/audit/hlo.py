@@ -321,6 +321,15 @@ def _until(text: str, start: int, stop: str) -> str:
     return text[start:at]
 
 
+def integers(text: str) -> tuple[int, ...]:
+    """Every number in a text, such as an attribute's `{0,2}`.
+
+    >>> integers("{0,2}")
+    (0, 2)
+    """
+    return tuple(int(n) for n in re.findall(r"\d+", text))
+
+
 def _plain(kind: str) -> str:
     """A type without its layouts, whose tiles look like shapes."""
     return re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", kind)
@@ -328,8 +337,8 @@ def _plain(kind: str) -> str:
 
 def _frames(text: str) -> dict[int, Frame]:
     files, functions = _table(text, "FileNames"), _table(text, "FunctionNames")
-    locations = {number: _numbers(row) for number, row in _table(text, "FileLocations").items()}
-    rows = {number: _numbers(row) for number, row in _table(text, "StackFrames").items()}
+    locations = {number: _fields(row) for number, row in _table(text, "FileLocations").items()}
+    rows = {number: _fields(row) for number, row in _table(text, "StackFrames").items()}
     # Some versions print a parent's number plus one, so that a root's parent is itself or 1; ids begin at 1.
     shift = int(any(row.get("parent_frame_id") == number for number, row in rows.items()))
     frames = {}
@@ -349,5 +358,5 @@ def _table(text: str, title: str) -> dict[int, str]:
     return {int(number): value for number, _, value in rows}
 
 
-def _numbers(row: str) -> dict[str, int]:
+def _fields(row: str) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", row)}

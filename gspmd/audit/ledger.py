@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -17,7 +18,7 @@ from rich.table import Table
 from gspmd.annotate.errors import PlanError
 from gspmd.audit import hlo
 from gspmd.audit.collectives import Collective, collective
-from gspmd.audit.flops import product_flops
+from gspmd.audit.flops import product_flops, uncounted
 from gspmd.audit.groups import axes_of
 from gspmd.audit.loops import trips
 from gspmd.audit.origin import Origin, origin
@@ -190,7 +191,8 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
         A `Ledger`: every collective with its mesh axes, executions, bytes, dtype, plan step and source line.
 
     Raises:
-        PlanError: no mesh is given, and none can be found; or it has not as many devices as the program.
+        PlanError: `compiled` is not compiled, or `mesh` no mesh; no mesh is given, and none can be found; or it has not
+            as many devices as the program.
         HloError: the text is no HLO module.
 
     Example:
@@ -201,7 +203,7 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
 
     Differs: from `compiled.cost_analysis()`, which counts a loop's body once and has no collectives.
     """
-    module = hlo.parse(compiled if isinstance(compiled, str) else compiled.as_text())
+    module = hlo.parse(_text_of(compiled))
     return of_module(module, _sizes(_mesh_of(compiled) if mesh is None else mesh))
 
 
@@ -230,6 +232,8 @@ class _Reader:
         entries, flops = [], 0
         for instruction in computation.instructions:
             flops += times * product_flops(self.module, computation, instruction)
+            for name, target in uncounted(self.module, computation, instruction):
+                self.notes.append(f"the operations of custom call {name} ({target}) are not counted")
             found = collective(self.module, computation, instruction, self.devices)
             if found and found.phase != "done" and found.group > 1:
                 entries.append(self._entry(computation, instruction, found, times))
@@ -282,6 +286,17 @@ def _size(part: tuple[list[Entry], int]) -> tuple[int, int]:
     return sum(entry.wire_bytes for entry in part[0]), part[1]
 
 
+def _text_of(compiled: Any) -> str:
+    if isinstance(compiled, str):
+        return compiled
+    if not hasattr(compiled, "as_text"):
+        raise PlanError(
+            f"cannot read what a {type(compiled).__name__} sends: it is not compiled.\n"
+            "  Give jax.jit(f).lower(...).compile(), or the text of its optimized HLO."
+        )
+    return compiled.as_text()
+
+
 def _mesh_of(compiled: Any) -> Any:
     """The mesh that a program's inputs lie on, or its outputs; else the one in force."""
     if not isinstance(compiled, str):
@@ -298,4 +313,13 @@ def _mesh_of(compiled: Any) -> Any:
 
 
 def _sizes(mesh: Any) -> dict[str, int]:
-    return dict(mesh.shape) if hasattr(mesh, "shape") else dict(mesh)
+    try:
+        sizes = dict(getattr(mesh, "shape", mesh))
+    except (TypeError, ValueError):
+        sizes = {"": None}
+    if not all(isinstance(size, (int, np.integer)) for size in sizes.values()):
+        raise PlanError(
+            f"cannot name the mesh axes with mesh={mesh!r}: it is no mesh.\n"
+            "  Give a mesh, or sizes of its axes in its order, such as {'x': 4, 'y': 2}."
+        )
+    return sizes

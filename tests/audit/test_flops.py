@@ -11,7 +11,7 @@ from jax import lax
 
 import gspmd
 from gspmd.audit import hlo
-from gspmd.audit.flops import product_flops
+from gspmd.audit.flops import product_flops, uncounted
 from gspmd.audit.topology import topology
 
 needs_libtpu = pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
@@ -19,9 +19,18 @@ needs_libtpu = pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libt
 
 def flops(*lines: str, computations: str = "") -> int:
     """Of the last instruction."""
+    return product_flops(*_last(lines, computations))
+
+
+def told(*lines: str, computations: str = "") -> list[tuple[str, str]]:
+    """What of the last instruction is not counted."""
+    return list(uncounted(*_last(lines, computations)))
+
+
+def _last(lines: tuple[str, ...], computations: str) -> tuple[hlo.Module, hlo.Computation, hlo.Instruction]:
     body = "\n".join(f"  {line}" for line in lines)
     module = hlo.parse(f"HloModule m\n\n{computations}\nENTRY %main (p: f32[]) -> f32[] {{\n{body}\n}}\n")
-    return product_flops(module, module.entry, module.entry.instructions[-1])
+    return module, module.entry, module.entry.instructions[-1]
 
 
 LEFT, RIGHT = "%a = f32[4,64,32]{2,1,0} parameter(0)", "%b = f32[4,32,48]{2,1,0} parameter(1)"
@@ -72,13 +81,39 @@ def test_calls_of_gpu_libraries(target, nested):
     dnums = f'"alpha_real":1,"dot_dimension_numbers":{{{DNUMS}}},"epilogue":"BIAS"'
     config = f'{{"operation_queue_id":"0","gemm_backend_config":{{{dnums}}}}}' if nested else f"{{{dnums}}}"
     line = "%g = (f32[4,64,48]{2,1,0}, s8[33554432]{0}) custom-call(%a, %b), "
-    assert flops(LEFT, RIGHT, f'{line}custom_call_target="{target}", backend_config={config}') == WORK
+    call = f'{line}custom_call_target="{target}", backend_config={config}'
+    assert (flops(LEFT, RIGHT, call), told(LEFT, RIGHT, call)) == (WORK, [])
 
 
-@pytest.mark.parametrize("target", ["Sharding", "SPMDFullToShardShape", "cu_threefry2x32", "TopK"])
+def test_calls_of_a_cpu_library():
+    line = '%g = f32[4,64,48]{2,1,0} custom-call(%a, %b), custom_call_target="__onednn$matmul"'
+    assert (flops(LEFT, RIGHT, line), told(LEFT, RIGHT, line)) == (WORK, [])
+    turned = "%a = f32[4,32,64]{2,1,0} parameter(0)"
+    config = ', backend_config={"onednn_matmul_config":{"transpose_a":true}}'
+    assert flops(turned, RIGHT, line + config) == WORK
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["__cublas$gemm", "__cublas$lt$matmul", "__cudnn$convForward", "__cudnn$fmhaSoftmax", "__onednn$convolution"],
+)
+def test_calls_whose_products_nothing_tells_are_named(target):
+    line = f'%g = f32[4,64,48]{{2,1,0}} custom-call(%a, %b), custom_call_target="{target}"'
+    assert (flops(LEFT, RIGHT, line), told(LEFT, RIGHT, line)) == (0, [("g", target)])
+    inner = f"""%fused (a: f32[4,64,32], b: f32[4,32,48]) -> f32[4,64,48] {{
+  {LEFT}
+  {RIGHT}
+  ROOT {line}
+}}
+"""
+    fusion = "%f = f32[4,64,48]{2,1,0} fusion(%a, %b), kind=kCustom, calls=%fused"
+    assert told(LEFT, RIGHT, fusion, computations=inner) == [("g", target)]
+
+
+@pytest.mark.parametrize("target", ["Sharding", "SPMDFullToShardShape", "cu_threefry2x32", "TopK", "ConvertIt"])
 def test_other_calls_have_none(target):
     line = f'%g = f32[4,64,48]{{2,1,0}} custom-call(%a, %b), custom_call_target="{target}"'
-    assert flops(LEFT, RIGHT, line) == 0
+    assert (flops(LEFT, RIGHT, line), told(LEFT, RIGHT, line)) == (0, [])
 
 
 @pytest.mark.parametrize(

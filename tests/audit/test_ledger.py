@@ -7,7 +7,11 @@ a reduce-scatter or an all-to-all of K devices, twice that in an all-reduce, and
 import json
 import re
 
+import jax
+import pytest
+
 import gspmd
+from gspmd.audit import HloError
 from gspmd.audit.ledger import Entry
 
 MESH = {"x": 4, "y": 2}
@@ -291,3 +295,37 @@ def test_like_entries_are_one_row_and_the_largest_comes_first():
 def test_brackets_in_a_path_are_printed():
     entry = Entry("all-gather", ("x",), 1, 8, "f32", "/tmp/[red]case/a[1].py:3", "BE_x -> BE")
     assert "BE_x -> BE  [red]case/a[1].py:3" in str(gspmd.Ledger((entry,), 0, MESH))
+
+
+def test_a_permute_taken_apart_counts_once():
+    attributes = "channel_id=1, frontend_attributes={_xla_send_recv_source_target_pairs={{0,2},{2,4}}}"
+    kind = "(f32[64]{0}, u32[], token[])"
+    found = ledger(
+        "%t = token[] after-all()",
+        f"%r = {kind} recv(%t), {attributes}",
+        f"%s = {kind} send(%p, %t), {attributes}",
+        f"%rd = (f32[64]{{0}}, token[]) recv-done(%r), {attributes}",
+        f"%sd = token[] send-done(%s), {attributes}",
+    )
+    assert found.by_kind_and_axes() == {("collective-permute", ("x",)): (1, 256)}
+    assert found.entries[0].asynchronous
+    assert found.notes == ()
+
+
+def test_a_product_of_a_library_that_cannot_be_counted_is_noted():
+    found = ledger('%c = f32[64]{0} custom-call(%p, %p), custom_call_target="__cudnn$convForward"')
+    assert found.flops == 0
+    assert found.notes == ("the operations of custom call c (__cudnn$convForward) are not counted",)
+
+
+def test_what_is_not_compiled_and_what_is_no_mesh():
+    with pytest.raises(gspmd.PlanError, match=r"it is not compiled.\n  Give jax.jit\(f\).lower\(...\).compile\(\)"):
+        gspmd.ledger(jax.jit(lambda x: x))
+    for mesh in ("x=8", 8, {"x": "8"}, (4, 2)):
+        with pytest.raises(gspmd.PlanError, match=r"it is no mesh\.\n  Give a mesh, or sizes of its axes"):
+            gspmd.ledger("HloModule m\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n", mesh=mesh)
+
+
+def test_a_text_without_a_program():
+    with pytest.raises(HloError, match="ENTRY"):
+        gspmd.ledger("no program", MESH)
