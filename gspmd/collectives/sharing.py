@@ -13,6 +13,9 @@ _MOVES = ("all_gather", "reduce_scatter", "psum", "pmax", "all_to_all", "ppermut
 _PURE = (*_MOVES, "convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim")
 _CALLS = ("jit", "pjit", "closed_call", "custom_vjp_call", "custom_jvp_call", "shard_map", "custom_partitioning")
 
+Asker = tuple[str, int]
+"""An equation and the number of its step; ("", 0) is the program's own."""
+
 
 class Values:
     """The values of one straight piece of a program, and the collectives that it has made of them."""
@@ -21,7 +24,7 @@ class Values:
         self._numbers: dict[Hashable, int] = {}
         self._origins: list[Hashable] = []
         self._known: dict[Any, int] = {}
-        self._moved: set[int] = set()
+        self._moved: dict[int, Asker] = {}
 
     def enter(self, equation: Any, inner: Jaxpr) -> "Values":
         """The values with which a called program begins: the caller's own where it runs exactly once, else none."""
@@ -45,20 +48,20 @@ class Values:
             held = [self._number(("stack", n)) if _is_stack(var, one) else n for var, one, n in pairs]
             self._alias(equation.outvars, held)
 
-    def is_repeated(self, equation: Any) -> bool:
-        """Take note of an operation; whether it is a collective that has been made before of the same value."""
+    def first(self, equation: Any, asker: Asker = ("", 0)) -> Asker | None:
+        """Take note of an operation; who has asked for this very collective of the same value, if somebody has."""
         if equation.primitive.name not in _PURE:
             # A jaxpr may run in many places with the same variables: what it makes is new in each.
             self._alias(equation.outvars, [self._number(("new", len(self._numbers))) for _ in equation.outvars])
-            return False
+            return None
         key = (equation.primitive.name, str(equation.params), *(self._of(var) for var in equation.invars))
         number = self._number(key)
         self._alias(equation.outvars, [self._number((number, place)) for place in range(len(equation.outvars))])
         if equation.primitive.name not in _MOVES:
-            return False
-        repeated = number in self._moved
-        self._moved.add(number)
-        return repeated
+            return None
+        earlier = self._moved.get(number)
+        self._moved.setdefault(number, asker)
+        return earlier
 
     @staticmethod
     def _is_call(equation: Any, inner: Jaxpr) -> bool:

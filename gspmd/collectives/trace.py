@@ -29,12 +29,23 @@ _SCOPE = re.compile(r"step(\d+)\.")
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step of a function's plan: how often it runs, the equation it belongs to, and its number among its steps."""
+    """A step of a function's plan.
+
+    Attributes:
+        step: what it does.
+        trips: how often it runs.
+        equation: the equation it belongs to.
+        number: its number among the steps of that equation.
+        dtype: what a collective sends, as HLO names it: `f32`, `bf16`; empty in a forecast.
+        first: the equation and number of the step that has moved the same value before, and serves this one too.
+    """
 
     step: Step
     trips: int
     equation: str
     number: int = 0
+    dtype: str = ""
+    first: tuple[str, int] | None = None
 
     @property
     def wire_bytes(self) -> int:
@@ -48,9 +59,18 @@ class ProgramPlan:
 
     A conditional counts its largest branch; a while loop, whose trips nobody knows before it runs, counts once. Under
     vmap a step counts what the whole batch sends. Programs that the compiler lowers are forecasts, and count whole.
+
+    Attributes:
+        entries: the steps that run.
+        shared: steps whose value one of the entries moves for them; they send nothing, and nothing here counts them.
+        lowered: the equations that the compiler lowers.
+        notes: what could not be counted.
     """
 
     entries: tuple[PlannedStep, ...]
+    shared: tuple[PlannedStep, ...] = ()
+    lowered: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -103,7 +123,7 @@ class ProgramPlan:
     def __str__(self) -> str:
         console = Console(width=100, color_system=None)
         with console.capture() as capture:
-            console.print(self.table())
+            console.print(self.table(), *(f"note: {note}" for note in self.notes), sep="\n")
         return capture.get()
 
 
@@ -123,12 +143,33 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
         ...     trace(lambda x: x + 1, jax.ShapeDtypeStruct((4,), "float32")).wire_bytes
         0
     """
-    jaxpr = jax.make_jaxpr(fn)(*abstract, **keywords).jaxpr
-    return ProgramPlan(tuple(_walk(_live(jaxpr), 1, Values())))
+    jaxpr = _live(jax.make_jaxpr(fn)(*abstract, **keywords).jaxpr)
+    found = tuple(_walk(jaxpr, 1, Values()))
+    entries = tuple(entry for entry in found if not entry.first)
+    shared = tuple(entry for entry in found if entry.first)
+    return ProgramPlan(entries, shared, frozenset(_lowered(jaxpr)), tuple(dict.fromkeys(_notes(jaxpr))))
 
 
 def _live(jaxpr: Jaxpr) -> Jaxpr:
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+def _programs(jaxpr: Jaxpr) -> Iterator[planned.Registered]:
+    named = (planned.registered(str(each.params.get("name", ""))) for each in _all(jaxpr))
+    return (program for program in named if program is not None)
+
+
+def _lowered(jaxpr: Jaxpr) -> Iterator[str]:
+    return (program.equation for program in _programs(jaxpr) if program.backward is not None)
+
+
+def _notes(jaxpr: Jaxpr) -> Iterator[str]:
+    """The while loops that have steps in them."""
+    for loop in (each for each in _all(jaxpr) if each.primitive.name == "while"):
+        inside = (program for inner in _inner(loop) for program in _programs(inner))
+        names = dict.fromkeys(each.equation for each in inside if any(step.is_collective for step in each.steps))
+        if names:
+            yield f"a while loop is planned as one trip, for its trips are not known here; in it: {'; '.join(names)}"
 
 
 def _walk(jaxpr: Jaxpr, trips: int, values: Values, transposed: bool = False) -> Iterator[PlannedStep]:
@@ -139,13 +180,17 @@ def _walk(jaxpr: Jaxpr, trips: int, values: Values, transposed: bool = False) ->
             yield from _steps(equation, program, trips, values, backward)
         elif equation.primitive.name == "cond":
             branches = [list(_walk(each.jaxpr, trips, Values(), backward)) for each in equation.params["branches"]]
-            yield from max(branches, key=lambda entries: ProgramPlan(tuple(entries)).size)
+            yield from max(branches, key=_size)
         else:
             times = equation.params["length"] if equation.primitive.name == "scan" else 1
-            values.is_repeated(equation)
+            values.first(equation)
             for inner in _inner(equation):
                 yield from _walk(inner, trips * times, values.enter(equation, inner), backward)
                 values.leave(equation, inner)
+
+
+def _size(entries: list[PlannedStep]) -> tuple[int, float, int]:
+    return ProgramPlan(tuple(entry for entry in entries if not entry.first)).size
 
 
 def _transposed(equation: Any, inherited: bool) -> bool:
@@ -159,12 +204,12 @@ def _transposed(equation: Any, inherited: bool) -> bool:
 def _steps(
     equation: Any, program: planned.Registered, trips: int, values: Values, transposed: bool
 ) -> Iterator[PlannedStep]:
-    """The steps of one planned program that are still in it, without moves that another has made already."""
+    """The steps of one planned program that are still in it."""
     if program.backward is None:
         mesh = _mesh_of(equation)
-        for number, (buffer, flops) in sorted(_scoped(equation, values).items()):
-            step = _as_run(program.steps[number], mesh, buffer, flops)
-            yield PlannedStep(step, trips, program.equation, number)
+        for number, found in sorted(_scoped(equation, values, program.equation).items()):
+            step = _as_run(program.steps[number], mesh, found)
+            yield PlannedStep(step, trips, program.equation, number, found.dtype, found.first)
     elif _computes(equation, program):  # the compiler lowers it: without scopes, it counts whole
         for number, step in enumerate(program.backward if transposed else program.steps):
             yield PlannedStep(step, trips, program.equation, number)
@@ -190,21 +235,32 @@ def _mesh_of(equation: Any) -> dict[str, int]:
     return next((dict(each.params["mesh"].shape) for each in found), {})
 
 
-def _scoped(equation: Any, values: Values) -> dict[int, tuple[int, int]]:
-    """The numbers of the steps whose scope is there, with the largest buffer and the operations found under each."""
-    found: dict[int, tuple[int, int]] = {}
+@dataclass(frozen=True)
+class _Found:
+    """What is there under a step's scope: its largest collective, in bytes and dtype, and who made it; operations."""
+
+    buffer: int = 0
+    flops: int = 0
+    dtype: str = ""
+    first: tuple[str, int] | None = None
+
+    def __add__(self, other: "_Found") -> "_Found":
+        larger = max(self, other, key=lambda found: found.buffer)
+        return replace(larger, flops=self.flops + other.flops)
+
+
+def _scoped(equation: Any, values: Values, name: str) -> dict[int, _Found]:
+    """The numbers of the steps whose scope is there, with what is found under each."""
+    found: dict[int, _Found] = {}
     for inner in _inner(equation):
         known = values.enter(equation, inner)
         for each in inner.eqns:
             numbers = _SCOPE.findall(str(each.source_info.name_stack))
-            if numbers and not known.is_repeated(each):
-                buffer, flops = found.get(int(numbers[-1]), (0, 0))
-                found[int(numbers[-1])] = max(buffer, _buffer(each)), flops + _dot_flops(each)
-            elif not numbers:
-                known.is_repeated(each)
-            for number, (buffer, flops) in _scoped(each, known).items():
-                before = found.get(number, (0, 0))
-                found[number] = max(buffer, before[0]), flops + before[1]
+            first = known.first(each, (name, int(numbers[-1])) if numbers else ("", 0))
+            here = _Found(_buffer(each), _dot_flops(each), _dtype(each), first)
+            own = [(int(number), here) for number in numbers[-1:]]
+            for number, more in (*own, *_scoped(each, known, name).items()):
+                found[number] = found.get(number, _Found()) + more
         values.leave(equation, inner)
     return found
 
@@ -217,6 +273,17 @@ def _buffer(equation: Any) -> int:
     return max(sum(aval.size * aval.dtype.itemsize for aval in side) for side in sides)
 
 
+def _dtype(equation: Any) -> str:
+    """What a collective sends, as HLO names it."""
+    if equation.primitive.name not in _COLLECTIVES:
+        return ""
+    name = equation.invars[0].aval.dtype.name
+    for jax_name, hlo_name in _DTYPES:
+        name = name.replace(jax_name, hlo_name)
+    return name
+
+
+_DTYPES = (("bool", "pred"), ("complex", "c"), ("float", "f"), ("uint", "u"), ("int", "s"), ("_", ""))
 _COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "pmax", "all_to_all", "ppermute")
 
 
@@ -228,11 +295,12 @@ def _dot_flops(equation: Any) -> int:
     return (2 if contracted else 1) * equation.outvars[0].aval.size * prod(shape[d] for d in contracted)
 
 
-def _as_run(step: Step, mesh: dict[str, int], buffer: int, flops: int) -> Step:
+def _as_run(step: Step, mesh: dict[str, int], found: _Found) -> Step:
     """The step with the figures of what is really there, which under vmap is more than was planned for one example."""
     if step.kind == "einsum":
+        flops = found.flops
         return replace(step, flops=flops, seconds=step.seconds * flops / step.flops) if flops and step.flops else step
-    sent = wire_bytes(step.kind, prod(mesh.get(axis, 1) for axis in step.axes), buffer)
+    sent = wire_bytes(step.kind, prod(mesh.get(axis, 1) for axis in step.axes), found.buffer)
     return replace(step, wire_bytes=sent, seconds=step.seconds * sent / step.wire_bytes) if step.wire_bytes else step
 
 

@@ -137,6 +137,28 @@ def test_planned_is_compiled(make_mesh, axis_type, name):
     assert planned["all-gather", ("x",)][0] == gathers
 
 
+def plan_of(mesh, program):
+    """The plan of a program on the mesh."""
+    place = lambda spec: jax.NamedSharding(mesh, gspmd.Spec.parse(spec).partition_spec())  # noqa: E731
+    with jax.set_mesh(mesh):
+        abstract = [jax.ShapeDtypeStruct(shape, "float32", sharding=place(spec)) for spec, shape in SHAPES.values()]
+        return gspmd.trace(program, *abstract)
+
+
+def test_what_is_shared_is_kept_and_not_counted(make_mesh):
+    plan = plan_of(make_mesh(MESH), _repeated(lambda x, w, v: (gather(x), whole(x, w)), 3))
+    (first,), (shared,) = plan.entries[:1], plan.shared
+    assert (shared.equation, shared.first) == ("BE_x, EF_y -> BF_y", (first.equation, first.number))
+    assert (shared.step.kind, shared.trips, shared.dtype) == ("all-gather", 3, "f32")
+    assert shared.wire_bytes == first.wire_bytes == plan.wire_bytes
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_what_is_made_twice_is_not_shared(make_mesh, name):
+    if name != "nested scans":  # whose body shares
+        assert plan_of(make_mesh(MESH), TWICE[name][0]).shared == ()
+
+
 def test_pieces_under_two_specs_are_two_values(make_mesh):
     # under Auto axes both may be asked of one array: all-gathers over y, of what x shards and of what it does not
     def program(x):

@@ -117,6 +117,49 @@ def test_a_conditional_counts_its_largest_branch(arguments):
         assert gspmd.trace(both, *abstract).wire_bytes == gspmd.trace(_layer, *abstract).wire_bytes
 
 
+DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "s32", "uint8": "u8", "bool": "pred"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_knows_what_it_sends(make_mesh, dtype):
+    with jax.set_mesh(make_mesh(MESH, "auto")):
+        plan = gspmd.trace(lambda x: gspmd.reshard(x, "B_xE -> BE"), jax.ShapeDtypeStruct((8, 4), dtype))
+    assert [entry.dtype for entry in plan.entries] == [DTYPES[dtype]]
+
+
+def _until_ten(x, w, v):
+    return jax.lax.while_loop(lambda c: c[0] < 10, lambda c: (c[0] + 1, _layer(c[1], w, v)), (0, x))[1]
+
+
+def test_a_while_loop_counts_once_and_a_note_says_so(arguments):
+    mesh, abstract = arguments
+    with jax.set_mesh(mesh):
+        plan, layer = gspmd.trace(_until_ten, *abstract), gspmd.trace(_layer, *abstract)
+    assert plan.wire_bytes == layer.wire_bytes
+    (note,) = plan.notes
+    inside = "in it: BLE_xyz, E_xF_yz -> BLF_yzx; BLF_yzx, F_yzE_x -> BLE_xyz"
+    assert note == f"a while loop is planned as one trip, for its trips are not known here; {inside}"
+    assert f"note: {note}" in " ".join(str(plan).split())
+    assert not layer.notes
+
+
+def test_a_while_loop_without_steps_needs_no_note(arguments):
+    mesh, abstract = arguments
+    with jax.set_mesh(mesh):
+        plan = gspmd.trace(lambda x, w, v: jax.lax.while_loop(lambda n: n < 10, lambda n: n + 1, 0), *abstract)
+    assert plan.notes == ()
+
+
+def test_the_plan_knows_which_equations_the_compiler_lowers(arguments):
+    mesh, abstract = arguments
+    with jax.set_mesh(mesh):
+        with gspmd.lowering("xla"):
+            forecast = gspmd.trace(_layer, *abstract)
+        planned = gspmd.trace(_layer, *abstract)
+    assert forecast.lowered == {"BLE_xyz, E_xF_yz -> BLF_yzx", "BLF_yzx, F_yzE_x -> BLE_xyz"}
+    assert planned.lowered == frozenset()
+
+
 def test_under_xla_the_plan_is_a_forecast(arguments):
     mesh, abstract = arguments
     with jax.set_mesh(mesh), gspmd.lowering("xla"):
