@@ -11,9 +11,9 @@ from gspmd.collectives.trace import PlannedStep, ProgramPlan
 MESH = {"x": 4, "y": 2}
 
 
-def planned(kind: str, axes: str, sent: int, *, of: str = "A", number: int = 0, trips: int = 1, way="BE_x -> BE"):
+def planned(kind: str, axes: str, sent: int, *, of: str = "A", number: int = 0, trips=1, way="BE_x -> BE", **more):
     before, after = (gspmd.Spec.parse(spec) for spec in way.split(" -> "))
-    return PlannedStep(Step(kind, tuple(axes), sent, 0.0, before, after), trips, of, number)
+    return PlannedStep(Step(kind, tuple(axes), sent, 0.0, before, after), trips, of, number, **more)
 
 
 def sent(kind: str, axes: str, each: int, *, of: str = "A", step: str = "", count: int = 1, dtype="f32", arrays=1):
@@ -21,8 +21,8 @@ def sent(kind: str, axes: str, each: int, *, of: str = "A", step: str = "", coun
     return Entry(kind, tuple(axes), count, each * count, dtype, source, of, step, arrays=arrays)
 
 
-def compared(steps, entries) -> Comparison:
-    return compare(Ledger(tuple(entries), 0, MESH), ProgramPlan(tuple(steps)))
+def compared(steps, entries, shared=(), **plan) -> Comparison:
+    return compare(Ledger(tuple(entries), 0, MESH), ProgramPlan(tuple(steps), tuple(shared), **plan))
 
 
 def only(found: Comparison) -> Row:
@@ -51,7 +51,7 @@ def test_the_same_step_in_two_places_is_one_row():
     ("kind", "axes", "entries", "how"),
     [
         ("reduce-scatter", "x", [sent("all-reduce", "x", 192, step=SCATTER)], "reduce-scatter made an all-reduce"),
-        ("all-gather", "x", [sent("all-gather", "x", 192, step="step1.all-gather.x")], "f32 on the wire"),
+        ("all-gather", "x", [sent("all-gather", "x", 192, step="step1.all-gather.x")], "padded"),
         ("all-gather", "x", [sent("all-gather", "x", 99, step="step1.all-gather.x")], "padded"),
         (
             "reduce-scatter",
@@ -142,20 +142,81 @@ def test_a_gather_does_not_travel_in_an_all_reduce():
     assert [row.verdict for row in found.rows] == ["rewritten", "gone"]
 
 
-def test_shared():
-    # the second equation moves what the first has moved
-    steps = [planned("all-gather", "x", 96, of=equation) for equation in "AB"]
-    found = compared(steps, [sent("all-gather", "x", 96, of="A", step=GATHER)])
-    assert [(row.verdict, row.equation, row.compiled) for row in found.rows] == [
-        ("as planned", "A", (1, 96)),
-        ("shared", "B", (0, 0)),
+@pytest.mark.parametrize(
+    ("planned_dtype", "dtype", "bytes_sent", "how"),
+    [
+        ("bf16", "f32", 192, "f32 on the wire"),
+        ("f32", "bf16", 48, "bf16 on the wire"),
+        ("pred", "s32", 384, "s32 on the wire"),
+        ("s32", "s8", 24, "s8 on the wire"),
+        ("f32", "f32", 192, "padded"),
+        ("bf16", "bf16", 192, "padded"),
+        ("f32", "f32", 48, "sends less"),
+        ("f32", "f32", 96, ""),
+        ("f32", "u32", 96, ""),
+    ],
+)
+def test_what_is_on_the_wire(planned_dtype, dtype, bytes_sent, how):
+    step = planned("all-gather", "x", 96, dtype=planned_dtype)
+    row = only(compared([step], [sent("all-gather", "x", bytes_sent, step=GATHER, dtype=dtype)]))
+    assert (row.verdict, row.how) == ("rewritten" if how else "as planned", how)
+
+
+def test_one_equation_in_two_dtypes():
+    steps = [planned("all-gather", "x", 48, dtype="bf16"), planned("all-gather", "x", 96, dtype="f32")]
+    entries = [sent("all-gather", "x", 48, step=GATHER, dtype="bf16"), sent("all-gather", "x", 96, step=GATHER)]
+    assert only(compared(steps, entries)).verdict == "as planned"
+
+
+@pytest.mark.parametrize("kept", "AB")
+def test_shared(kept):
+    # the second equation moves what the first has moved; a compiler may keep the scopes of either
+    steps, shared = [planned("all-gather", "x", 96)], [planned("all-gather", "x", 96, of="B", first=("A", 0))]
+    found = compared(steps, [sent("all-gather", "x", 96, of=kept, step=GATHER)], shared)
+    assert [(row.verdict, row.how, row.equation, row.planned, row.compiled) for row in found.rows] == [
+        ("as planned", "", "A", (1, 96), (1, 96)),
+        ("shared", "with step 0 of A", "B", (1, 96), (0, 0)),
     ]
-    assert not found.agrees
+    assert found.agrees
 
 
 def test_shared_within_one_equation():
-    found = compared([planned("all-gather", "x", 96, trips=3)], [sent("all-gather", "x", 96, step=GATHER)])
-    assert (only(found).verdict, only(found).planned, only(found).compiled) == ("shared", (3, 288), (1, 96))
+    steps, shared = [planned("all-gather", "x", 96)], [planned("all-gather", "x", 96, first=("A", 0))]
+    found = compared(steps, [sent("all-gather", "x", 96, step=GATHER)], shared)
+    assert [(row.verdict, row.how) for row in found.rows] == [("as planned", ""), ("shared", "with step 0")]
+
+
+def test_shared_with_a_step_that_also_moves_a_value_of_its_own():
+    steps = [planned("all-gather", "x", 96, of="A"), planned("all-gather", "x", 96, of="B")]
+    shared = [planned("all-gather", "x", 96, of="B", first=("A", 0))]
+    found = compared(steps, [sent("all-gather", "x", 96, of="B", step=GATHER)] * 2, shared)
+    assert [row.verdict for row in found.rows] == ["as planned", "as planned", "shared"]
+
+
+def test_planned_as_shared_and_sent_again():
+    steps, shared = [planned("all-gather", "x", 96)], [planned("all-gather", "x", 96, of="B", first=("A", 0))]
+    found = compared(steps, [sent("all-gather", "x", 96, of=equation, step=GATHER) for equation in "AB"], shared)
+    assert [(row.verdict, row.how) for row in found["rewritten"]] == [("rewritten", "sent again, though shared")]
+    assert not found.agrees
+
+
+def test_a_gather_of_another_value_is_gone_and_not_shared():
+    steps = [planned("all-gather", "x", 96, of=equation) for equation in "AB"]
+    found = compared(steps, [sent("all-gather", "x", 96, of="A", step=GATHER)])
+    assert [(row.verdict, row.equation) for row in found.rows] == [("as planned", "A"), ("gone", "B")]
+
+
+def test_it_runs_less_often():
+    row = only(compared([planned("all-gather", "x", 96, trips=3)], [sent("all-gather", "x", 96, step=GATHER)]))
+    assert (row.verdict, row.how) == ("rewritten", "runs less often")
+    assert (row.planned, row.compiled) == ((3, 288), (1, 96))
+
+
+def test_notes_of_both_sides_are_shown():
+    plan = ProgramPlan((), notes=("a while loop [sic]",))
+    found = compare(Ledger((), 0, MESH, notes=("the trips of loop w",)), plan)
+    assert found.notes == ("a while loop [sic]", "the trips of loop w")
+    assert "note: a while loop [sic]" in str(found)
 
 
 def test_gone():
@@ -177,11 +238,16 @@ def test_not_planned():
 
 def test_what_a_compiler_adds_within_a_step_and_within_an_equation():
     entries = [sent("collective-permute", "y", 8, step="step5.all-gather.x"), sent("all-to-all", "y", 8)]
-    found = compared([], entries)
+    found = compared([], entries, lowered=frozenset("A"))
     assert {(row.verdict, row.how) for row in found.rows} == {
         ("rewritten", "besides the step itself"),
         ("the compiler's choice", ""),
     }
+
+
+def test_what_a_compiler_adds_to_an_equation_that_it_does_not_lower_is_not_planned():
+    row = only(compared([], [sent("all-to-all", "y", 8)], lowered=frozenset("B")))
+    assert (row.verdict, row.equation) == ("not planned", "A")
 
 
 def test_a_collective_without_its_scopes_is_known_by_what_it_sends():

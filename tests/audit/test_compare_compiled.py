@@ -87,3 +87,45 @@ def test_under_xla_the_rest_is_the_compilers_choice(make_mesh):
     assert found["the compiler's choice"]
     assert all(row.equation for row in found["the compiler's choice"])
     assert found["not planned"] == ()
+
+
+def test_a_scope_of_ones_own_is_no_step(make_mesh):
+    mesh = make_mesh(MESH)
+
+    @jax.named_scope("step1.attn")
+    def own(x):
+        return lax.psum(x, "y")
+
+    with jax.set_mesh(mesh):
+        found = of_program(lambda x: jax.shard_map(own, out_specs=jax.P(None, "x"))(x), on(mesh, "B_yE_x", (8, 16)))
+    (row,) = found.rows
+    assert (row.verdict, row.equation, row.step) == ("not planned", "", "")
+
+
+def test_one_gather_for_two_equations(make_mesh):
+    mesh = make_mesh(MESH)
+    whole = lambda x, w: gspmd.einsum("BE_x, EF_y -> BF_y", x, w, via="BE, EF_y")  # noqa: E731
+    with jax.set_mesh(mesh):
+        arrays = on(mesh, "BE_x", (8, 16)), on(mesh, "EF_y", (16, 32))
+        found = of_program(lambda x, w: (gspmd.reshard(x, "BE_x -> BE"), whole(x, w)), *arrays)
+        other = of_program(lambda x, w: (gspmd.reshard(x, "BE_x -> BE"), whole(x + 1, w)), *arrays)
+    assert found.agrees
+    assert [(row.verdict, row.how) for row in found.rows] == [
+        ("as planned", ""),
+        ("shared", "with step 0 of BE_x -> BE"),
+    ]
+    assert [row.verdict for row in other.rows] == ["as planned", "as planned"]
+
+
+def test_a_while_loop_is_told_of(make_mesh):
+    mesh = make_mesh(MESH)
+
+    def ten_times(x):
+        around = lambda x: gspmd.reshard(gspmd.reshard(x, "BE_x -> BE") * 2, "BE -> BE_x")  # noqa: E731
+        return lax.while_loop(lambda c: c[0] < 10, lambda c: (c[0] + 1, around(c[1])), (0, x))[1]
+
+    with jax.set_mesh(mesh):
+        found = of_program(ten_times, on(mesh, "BE_x", (8, 16)))
+    (row,) = found.rows
+    assert (row.verdict, row.how, row.planned[0], row.compiled[0]) == ("rewritten", "sent more often", 1, 10)
+    assert found.notes[0].startswith("a while loop is planned as one trip")

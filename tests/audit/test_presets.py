@@ -12,7 +12,7 @@ from gspmd.layouts import Layout, presets
 from gspmd.moe import MoEConfig
 from tests.audit import golden, steps
 
-UNEXPLAINED = ("shared", "rewritten", "gone", "the compiler's choice", "not planned")
+UNEXPLAINED = ("rewritten", "gone", "the compiler's choice", "not planned")
 
 TOP2, ONEHOT = MoEConfig(experts=8, router="gshard"), MoEConfig(experts=8, dispatch="onehot", groups=16)
 MODELS = [
