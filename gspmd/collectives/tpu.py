@@ -6,7 +6,9 @@ Found by compiling for v4 to v6e with jax 0.10.2 (libtpu 0.0.42); `python benchm
   the bytes. Over a part of them and then over the rest it sends what was planned, and is compiled as written;
 - a reduce-scatter of two-byte numbers along the last dimension becomes an all-reduce where the pieces fill the lanes of
   the vector unit, or where nothing else can. With the scattered dimension in front it stays; the transpose costs less
-  than the bytes.
+  than the bytes;
+- one along the rows of a matrix (`B` of `[B, 1, E]`) does too. With the pieces along a dimension of their own it stays,
+  and costs no transpose.
 """
 
 from collections.abc import Mapping
@@ -19,6 +21,7 @@ from jax import lax
 from gspmd.collectives.chips import chip_of_device
 
 LANES = 128
+_TILE = 8  # rows; pieces that are no whole number of tiles are rewritten again
 _ROWS = 1024  # rows that fill the lanes instead, where the compiler lays the last dimension across them
 _WHOLE = {"gather": 16, "scatter": 4}  # devices of a slice up to which one collective over all of them stays one
 
@@ -75,12 +78,14 @@ def _ring(devices: int) -> int:
 
 def _scatter(x: jax.Array, part: Part, dimension: int) -> jax.Array:
     axes, parts, groups = part
-    if not _leads(x, dimension, parts):
+    if not (_leads(x, dimension, parts) or _is_row(x, dimension)):
         return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True, axis_index_groups=groups)
     front = jnp.moveaxis(x, dimension, 0)
-    pieces = front.reshape(parts, front.shape[0] // parts, -1)
+    size, *rest = front.shape[0] // parts, *front.shape[1:]
+    in_tiles = size % _TILE == 0 or size * prod(rest) % (_TILE * LANES) or dimension == x.ndim - 1
+    pieces = front.reshape(parts, size, *rest) if in_tiles else front.reshape(parts, -1, LANES)
     piece = lax.psum_scatter(pieces, axes, scatter_dimension=0, tiled=False, axis_index_groups=groups)
-    return jnp.moveaxis(piece.reshape(front.shape[0] // parts, *front.shape[1:]), 0, dimension)
+    return jnp.moveaxis(piece.reshape(size, *rest), 0, dimension)
 
 
 def _leads(x: jax.Array, dimension: int, parts: int) -> bool:
@@ -88,3 +93,9 @@ def _leads(x: jax.Array, dimension: int, parts: int) -> bool:
     if x.dtype.itemsize > 2 or dimension != x.ndim - 1 or x.ndim == 1:
         return False
     return x.shape[-1] // parts % LANES == 0 or x.shape[-2] < _ROWS
+
+
+def _is_row(x: jax.Array, dimension: int) -> bool:
+    """Whether a dimension is the rows of a matrix of two-byte numbers, all other dimensions being 1."""
+    others = (size for place, size in enumerate(x.shape[:-1]) if place != dimension)
+    return x.dtype.itemsize <= 2 and dimension < x.ndim - 1 and prod(others) == 1
