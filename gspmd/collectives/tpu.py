@@ -4,11 +4,13 @@ Found by compiling for v4 to v6e with jax 0.10.2 (libtpu 0.0.42); `python benchm
 
 - a gather or a reduce-scatter over all devices of a slice, more than 16 or 4 of them, becomes an all-reduce, with twice
   the bytes. Over a part of them and then over the rest it sends what was planned, and is compiled as written;
-- a reduce-scatter of two-byte numbers along the last dimension becomes an all-reduce where the pieces fill the lanes of
-  the vector unit, or where nothing else can. With the scattered dimension in front it stays; the transpose costs less
-  than the bytes;
-- one along the rows of a matrix (`B` of `[B, 1, E]`) does too. With the pieces along a dimension of their own it stays,
-  and costs no transpose.
+- a reduce-scatter of two-byte numbers along the last dimension stays where its pieces are multiples of 256, two rows of
+  lanes. Other multiples of 128 become an all-reduce; with the scattered dimension in front, and the others flattened,
+  they stay, and the transpose costs about what the bytes would. Narrower pieces stay where another dimension fills the
+  lanes instead;
+- one along the first dimension is padded, and permutes carry what lies across the borders of the pieces. With the
+  pieces along a dimension of their own it stays, at no cost;
+- dimensions of size 1 (`L` of `[B, 1, E]`) keep the compiler from any of this, so they are dropped on the way.
 """
 
 from collections.abc import Mapping
@@ -22,7 +24,7 @@ from gspmd.collectives.chips import chip_of_device
 
 LANES = 128
 _TILE = 8  # rows; pieces that are no whole number of tiles are rewritten again
-_ROWS = 1024  # rows that fill the lanes instead, where the compiler lays the last dimension across them
+_PACKED = 16  # rows of two-byte numbers in a tile
 _WHOLE = {"gather": 16, "scatter": 4}  # devices of a slice up to which one collective over all of them stays one
 
 Part = tuple[tuple[str, ...], int, list[list[int]] | None]
@@ -48,8 +50,8 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mappin
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
     """A tiled reduce-scatter over mesh axes, major first: where it is in parts, over the major one first."""
-    for part in _parts(axes, mesh, _WHOLE["scatter"]):
-        x = _scatter(x, part, dimension)
+    for number, part in enumerate(_parts(axes, mesh, _WHOLE["scatter"])):
+        x = _scatter(x, part, dimension, number)
     return x
 
 
@@ -76,26 +78,39 @@ def _ring(devices: int) -> int:
     return min((n for n in range(1, devices + 1) if devices % n == 0), key=lambda n: abs(log(n) - side))
 
 
-def _scatter(x: jax.Array, part: Part, dimension: int) -> jax.Array:
+def _scatter(x: jax.Array, part: Part, dimension: int, number: int) -> jax.Array:
+    shape = list(x.shape)
+    wide = [place for place, size in enumerate(shape) if size > 1 or place == dimension]
+    x, at = x.reshape([shape[place] for place in wide]), wide.index(dimension)
+    shape[dimension] //= part[1]
+    if _leads(x, at, part[1]):
+        front = jnp.moveaxis(x, at, 0)
+        piece = _in_front(front.reshape(front.shape[0], -1), part)
+        return jnp.moveaxis(piece.reshape(-1, *front.shape[1:]), 0, at).reshape(shape)
+    own = at == 0 and (x.ndim == 2 or x.shape[-1] >= LANES or number > 0)
+    return (_in_front(x, part) if own else _in_place(x, part, at)).reshape(shape)
+
+
+def _in_place(x: jax.Array, part: Part, dimension: int) -> jax.Array:
+    axes, _, groups = part
+    return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True, axis_index_groups=groups)
+
+
+def _in_front(x: jax.Array, part: Part) -> jax.Array:
+    """Scattered along the first dimension, the pieces along one of their own, in whole tiles."""
     axes, parts, groups = part
-    if not (_leads(x, dimension, parts) or _is_row(x, dimension)):
-        return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True, axis_index_groups=groups)
-    front = jnp.moveaxis(x, dimension, 0)
-    size, *rest = front.shape[0] // parts, *front.shape[1:]
-    in_tiles = size % _TILE == 0 or size * prod(rest) % (_TILE * LANES) or dimension == x.ndim - 1
-    pieces = front.reshape(parts, size, *rest) if in_tiles else front.reshape(parts, -1, LANES)
+    size, *rest = x.shape[0] // parts, *x.shape[1:]
+    in_tiles = size % _TILE == 0 or size * prod(rest) % (_TILE * LANES)
+    pieces = x.reshape(parts, size, *rest) if in_tiles else x.reshape(parts, -1, LANES)
     piece = lax.psum_scatter(pieces, axes, scatter_dimension=0, tiled=False, axis_index_groups=groups)
-    return jnp.moveaxis(piece.reshape(size, *rest), 0, dimension)
+    return piece.reshape(size, *rest)
 
 
 def _leads(x: jax.Array, dimension: int, parts: int) -> bool:
     """Whether the compiler would sum the whole along the last dimension."""
     if x.dtype.itemsize > 2 or dimension != x.ndim - 1 or x.ndim == 1:
         return False
-    return x.shape[-1] // parts % LANES == 0 or x.shape[-2] < _ROWS
-
-
-def _is_row(x: jax.Array, dimension: int) -> bool:
-    """Whether a dimension is the rows of a matrix of two-byte numbers, all other dimensions being 1."""
-    others = (size for place, size in enumerate(x.shape[:-1]) if place != dimension)
-    return x.dtype.itemsize <= 2 and dimension < x.ndim - 1 and prod(others) == 1
+    size = x.shape[-1] // parts
+    if size % LANES == 0:
+        return size % (2 * LANES) > 0
+    return size % _PACKED > 0 or max(x.shape[:-1]) < LANES

@@ -171,6 +171,13 @@ def test_a_gather_over_all_three_rings_sends_what_is_planned(torus):
         ((512, 4, 4608), 0, "x"),
         ((512, 4, 4608), 2, "x"),
         ((64, 4, 1024), 2, "xy"),
+        ((4, 1024, 2048), 2, "yz"),  # pieces of 128, one row of lanes
+        ((4, 1024, 4096), 2, "yz"),  # of 256, two rows
+        ((16, 256, 640), 2, "yz"),  # of 40, no whole number of tiles
+        ((2048, 8, 64), 2, "yz"),  # of 4
+        ((8192, 2048), 0, "y"),
+        ((64, 64, 2048), 0, "y"),
+        ((64, 512, 2048), 1, "y"),
     ],
     ids=str,
 )
