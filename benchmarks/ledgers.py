@@ -1,0 +1,229 @@
+"""What a training step of every preset sends, planned beside compiled, as Markdown tables.
+
+    python benchmarks/ledgers.py --lowering xla                              # eight host devices, float32
+    python benchmarks/ledgers.py --topology tpu-v4:4x4x4 --dtype bfloat16    # the real TPU compiler, no TPU needed
+    python benchmarks/ledgers.py --presets zero-3,gshard                     # some presets
+    python benchmarks/ledgers.py --lowering xla --write docs/ledgers.md      # regenerates the page's tables
+
+Nothing is allocated and nothing runs. Figures are bytes that one device sends in one step.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+import gspmd
+import models
+from gspmd import host
+from gspmd.audit import Comparison, Ledger, compile_offline, topology
+from gspmd.collectives.figure import axes_text
+from gspmd.collectives.trace import ProgramPlan
+from gspmd.layouts import Layout, presets
+from gspmd.moe import MoEConfig
+from gspmd.training import OptimizerConfig
+from gspmd.training.step import jit_step
+from models import step
+
+# Two repeats of a dense block and one of experts, so that a loop is there and the backward pass recomputes.
+SMALL = models.ModelConfig(
+    vocabulary=64, embed=32, layers=4, heads=8, kv_heads=8, head_size=8, feed_forward=64, moe=MoEConfig(experts=8)
+)  # fmt: skip
+# Pieces of 64 chips fill the tiles of the vector unit, which are 128 wide, wherever a dimension is split over all of
+# them once: 8192 / 64.
+LARGE = models.ModelConfig(
+    vocabulary=32768, embed=8192, layers=4, heads=64, kv_heads=64, head_size=64, feed_forward=8192,
+    moe=MoEConfig(experts=64, capacity_factor=2.0),
+)  # fmt: skip
+# Where every device holds every parameter, or all of a layer's at a time, there is room for a smaller one only: in a
+# memory that is nearly full the compiler gathers again what it could have kept.
+THIN = replace(LARGE, embed=2048, feed_forward=512, heads=16, kv_heads=16)
+SMALLER = {
+    "replicated": THIN,
+    "data-parallel": THIN,
+    "megatron-1d": replace(LARGE, feed_forward=4096),
+    "switch-expert-model": replace(LARGE, feed_forward=4096),
+    "zero-3": replace(LARGE, feed_forward=2048),
+    "weight-gathered-xyz": replace(LARGE, feed_forward=4096),
+}
+HOST, SLICE = (8, 16), (64, 1024)  # sequences and their length
+ROOT = f"{Path(__file__).parents[1]}/"
+
+
+def main() -> None:
+    """Compile, and print or write the tables."""
+    options = parsed()
+    host.start(8, "cpu")
+    text = "\n".join(page(options))
+    print(text)
+    if options.write:
+        options.write.write_text(written(options.write.read_text(), mark(options), text))
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lowering", choices=("blocking", "xla"), default="blocking", help="default: %(default)s")
+    parser.add_argument("--topology", default="", help="a TPU slice, such as tpu-v4:4x4x4; host devices if not given")
+    parser.add_argument("--mesh", default="", help="sizes of x, y and z; the torus of a slice, or else a layout's own")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s")
+    parser.add_argument("--presets", default=",".join(presets()), help="default: all of them")
+    parser.add_argument("--write", type=Path, help="replace these tables in a page")
+    return parser.parse_args()
+
+
+def page(options: argparse.Namespace) -> Iterator[str]:
+    """Every preset's tables."""
+    for name in options.presets.split(","):
+        print(f"{name} ...", file=sys.stderr)
+        layout = Layout.load(name)
+        plan, ledger = on_slice(layout, options) if options.topology else on_host(layout, options)
+        mesh = ", ".join(f"{axis}={size}" for axis, size in ledger.mesh.items())
+        yield f"### {name}\n\nMesh {mesh}; {ledger.flops:,} FLOP in matrix products.\n"
+        comparison = ledger.compare(plan)
+        yield from totals(comparison)
+        yield from by_equation(plan, ledger) if options.lowering == "xla" else by_step(comparison)
+
+
+def on_host(layout: Layout, options: argparse.Namespace) -> tuple[ProgramPlan, Ledger]:
+    """The plan of a step with lowering blocking, and what one with the lowering asked for compiles to."""
+    sizes = mesh_of(layout, 8, options)
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Explicit,) * len(sizes))
+    with jax.set_mesh(mesh):
+        update, arguments = program(SMALL, layout.lowered("blocking"), mesh, options.dtype, *HOST)
+        with gspmd.lowering("blocking"):
+            plan = gspmd.trace(update, *arguments)
+        update, arguments = program(SMALL, layout.lowered(options.lowering), mesh, options.dtype, *HOST)
+        with gspmd.lowering(options.lowering):
+            lowered = jit_step(update, arguments[0]).lower(*arguments)
+    # Merged all-reduces send the same bytes, and would all be listed under one equation.
+    separate = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner,all-reduce-combiner"}
+    return plan, gspmd.ledger(lowered.compile(separate), mesh)
+
+
+def on_slice(layout: Layout, options: argparse.Namespace) -> tuple[ProgramPlan, Ledger]:
+    """The plan of a step with the lowering asked for, and what the TPU compiler makes of it."""
+    target, config = topology(options.topology), SMALLER.get(layout.name, LARGE)
+    mesh = target.mesh(mesh_of(layout, target.num_devices, options))
+    shape = (SLICE[0], 64) if layout.name == "replicated" else SLICE  # every device would compute the whole batch
+    with gspmd.lowering(options.lowering), jax.set_mesh(mesh):
+        update, arguments = program(config, layout.lowered(options.lowering), mesh, options.dtype, *shape)
+        report = compile_offline(update, *arguments, topology=target, mesh=mesh, donate_argnums=(0,))
+    if not report.fits:
+        raise SystemExit(f"{layout.name} does not fit: {report.reason}")
+    Console(stderr=True).print(report.summary())
+    return report.plan, report.ledger
+
+
+def program(config: models.ModelConfig, layout: Layout, mesh: jax.sharding.Mesh, dtype: str, batch: int, length: int):
+    """A training step, and its abstract arguments."""
+    layout.check(config.sizes(batch, length), mesh)
+    model, optimizer = models.abstract(config, layout, mesh, dtype), OptimizerConfig()
+    state = step.abstract_state(model, optimizer, 100, mesh)
+    arguments = state, models.abstract_batch(layout, mesh, batch, length), models.abstract_key(mesh)
+    return step.training_step(model, optimizer, 100), arguments
+
+
+def mesh_of(layout: Layout, devices: int, options: argparse.Namespace) -> dict[str, int]:
+    """The mesh that is asked for; or the torus of a slice, if it has three axes; or what the layout makes of the devices."""
+    shape = options.mesh.split(",") if options.mesh else options.topology.partition(":")[2].split("x")
+    return dict(zip("xyz", map(int, shape))) if len(shape) == 3 else layout.mesh_for(devices)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def totals(comparison: Comparison) -> Iterator[str]:
+    """Planned and compiled bytes by kind and axes."""
+    yield "| kind | mesh axes | planned | compiled | |"
+    yield "|---|---|--:|--:|--:|"
+    rows = {f"{kind} | {axes_text(axes)}": figures for (kind, axes), figures in sorted(comparison.totals.items())}
+    sums = [sum(side) for side in zip(*rows.values())] or [0, 0]
+    for name, (planned, compiled) in {**rows, "**all** | ": sums}.items():
+        yield f"| {name} | {planned:,} | {compiled:,} | {ratio(planned, compiled)} |"
+    yield ""
+
+
+def ratio(planned: int, compiled: int) -> str:
+    """How much of what was planned is sent."""
+    return "=" if planned == compiled else f"× {compiled / planned:.2f}" if planned and compiled else ""
+
+
+def by_step(comparison: Comparison) -> Iterator[str]:
+    """Every step that is not as planned, those that send most first."""
+    rows = sorted(comparison.differing, key=lambda row: -max(row.planned[1], row.compiled[1]))
+    if not rows:
+        yield "Every step is compiled as planned.\n"
+        return
+    yield "| what became of it | kind | mesh axes | planned | compiled | step |"
+    yield "|---|---|---|--:|--:|---|"
+    for row in rows:
+        told = f"{row.verdict}: {row.how}" if row.how else row.verdict
+        figures = " | ".join(f"{count} × {sent // max(1, count):,}" for count, sent in (row.planned, row.compiled))
+        asked = f"`{row.equation}`, {row.step.partition('.')[0]}" if row.equation else line(row.source)
+        yield f"| {told} | {row.kind} | {axes_text(row.axes)} | {figures} | {asked} |"
+    yield ""
+
+
+def by_equation(plan: ProgramPlan, ledger: Ledger) -> Iterator[str]:
+    """What each equation sends, its gradient's moves included, where that is not what was planned."""
+    planned = sent([(e.equation, e.step.kind, e.step.axes, e.wire_bytes) for e in plan.entries if e.step.is_collective])
+    compiled = sent([(e.equation or line(e.source), e.kind, e.axes, e.wire_bytes) for e in ledger.entries])
+    names = [name for name in {**planned, **compiled} if planned.get(name) != compiled.get(name)]
+    if not names:
+        yield "Every equation sends what was planned.\n"
+        return
+    yield "| equation, with its gradient | planned | compiled |"
+    yield "|---|---|---|"
+    for name in sorted(names, key=lambda name: -max(total(planned.get(name)), total(compiled.get(name)))):
+        shown = f"`{name}`" if name in planned else name
+        yield f"| {shown} | {amounts(planned.get(name))} | {amounts(compiled.get(name))} |"
+    yield ""
+
+
+Sent = Mapping[tuple[str, tuple[str, ...]], int]
+
+
+def sent(collectives: Sequence[tuple]) -> dict[str, Sent]:
+    """Bytes by equation, and in it by kind and axes."""
+    found: dict[str, Counter] = {}
+    for equation, kind, axes, count in collectives:
+        if count:
+            found.setdefault(equation.removeprefix("gradient of "), Counter())[kind, tuple(sorted(axes))] += count
+    return found
+
+
+def total(amounts: Sent | None) -> int:
+    return sum((amounts or {}).values())
+
+
+def amounts(of: Sent | None) -> str:
+    """`all-gather yz 1,024, ...`."""
+    return ", ".join(f"{kind} {axes_text(axes)} {count:,}" for (kind, axes), count in sorted((of or {}).items()))
+
+
+def line(source: str) -> str:
+    """A source line from the repository's root on."""
+    return f"(no equation) {source.removeprefix(str(ROOT))}" if source else "(the compiler)"
+
+
+def mark(options: argparse.Namespace) -> str:
+    """The name of these tables in a page."""
+    return options.topology or f"host {options.lowering}"
+
+
+def written(old: str, name: str, tables: str) -> str:
+    """A page with the text between two markers replaced."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    if begin not in old or end not in old:
+        raise SystemExit(f"the page has no lines '{begin}' and '{end}' for these tables to stand between.")
+    return f"{old.partition(begin)[0]}{begin}\n\n{tables}\n{end}{old.partition(end)[2]}"
+
+
+if __name__ == "__main__":
+    main()
