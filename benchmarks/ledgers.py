@@ -130,7 +130,7 @@ def program(config: models.ModelConfig, layout: Layout, mesh: jax.sharding.Mesh,
 
 
 def mesh_of(layout: Layout, devices: int, options: argparse.Namespace) -> dict[str, int]:
-    """The mesh that is asked for; or the torus of a slice, if it has three axes; or what the layout makes of the devices."""
+    """The mesh that is asked for; or a slice's torus, if it has three axes; or what the layout makes of the devices."""
     shape = options.mesh.split(",") if options.mesh else options.topology.partition(":")[2].split("x")
     return dict(zip("xyz", map(int, shape))) if len(shape) == 3 else layout.mesh_for(devices)
 
