@@ -56,13 +56,15 @@ ROOT = f"{Path(__file__).parents[1]}/"
 
 
 def main() -> None:
-    """Compile, and print or write the tables."""
+    """Compile, print the tables, and write them preset by preset."""
     options = parsed()
     host.start(8, "cpu")
-    text = "\n".join(page(options))
-    print(text)
-    if options.write:
-        options.write.write_text(written(options.write.read_text(), mark(options), text))
+    for name in options.presets.split(","):
+        print(f"{name} ...", file=sys.stderr)
+        text = "\n".join(section(Layout.load(name), options))
+        print(text, flush=True)
+        if options.write:
+            options.write.write_text(written(options.write.read_text(), mark(options), name, text))
 
 
 def parsed() -> argparse.Namespace:
@@ -77,28 +79,38 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def page(options: argparse.Namespace) -> Iterator[str]:
-    """Every preset's tables."""
-    for name in options.presets.split(","):
-        print(f"{name} ...", file=sys.stderr)
-        layout = Layout.load(name)
-        plan, ledger = on_slice(layout, options) if options.topology else on_host(layout, options)
-        mesh = ", ".join(f"{axis}={size}" for axis, size in ledger.mesh.items())
-        yield f"### {name}\n\nMesh {mesh}; {ledger.flops:,} FLOP in matrix products.\n"
-        comparison = ledger.compare(plan)
-        yield from totals(comparison)
-        yield from by_equation(plan, ledger) if options.lowering == "xla" else by_step(comparison)
+def section(layout: Layout, options: argparse.Namespace) -> Iterator[str]:
+    """One preset's tables."""
+    model = model_of(layout, options)
+    plan, ledger = (on_slice if options.topology else on_host)(layout, options, *model)
+    mesh = ", ".join(f"{axis}={size}" for axis, size in ledger.mesh.items())
+    sizes = ", ".join(f"{dim}={size}" for dim, size in model[0].sizes(*model[1:]).items() if dim not in "TG")
+    yield f"### {layout.name}\n\nMesh {mesh}; {sizes}; {ledger.flops:,} FLOP in matrix products.\n"
+    comparison = ledger.compare(plan)
+    yield from totals(comparison)
+    yield from by_equation(plan, ledger) if options.lowering == "xla" else by_step(comparison)
 
 
-def on_host(layout: Layout, options: argparse.Namespace) -> tuple[ProgramPlan, Ledger]:
+def model_of(layout: Layout, options: argparse.Namespace) -> tuple[models.ModelConfig, int, int]:
+    """The model, sequences and their length."""
+    if not options.topology:
+        return SMALL, *HOST
+    batch, length = SLICE
+    # where nothing is sharded every device computes the whole batch
+    return SMALLER.get(layout.name, LARGE), batch, 64 if layout.name == "replicated" else length
+
+
+def on_host(
+    layout: Layout, options: argparse.Namespace, config: models.ModelConfig, batch: int, length: int
+) -> tuple[ProgramPlan, Ledger]:
     """The plan of a step with lowering blocking, and what one with the lowering asked for compiles to."""
     sizes = mesh_of(layout, 8, options)
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Explicit,) * len(sizes))
     with jax.set_mesh(mesh):
-        update, arguments = program(SMALL, layout.lowered("blocking"), mesh, options.dtype, *HOST)
+        update, arguments = program(config, layout.lowered("blocking"), mesh, options.dtype, batch, length)
         with gspmd.lowering("blocking"):
             plan = gspmd.trace(update, *arguments)
-        update, arguments = program(SMALL, layout.lowered(options.lowering), mesh, options.dtype, *HOST)
+        update, arguments = program(config, layout.lowered(options.lowering), mesh, options.dtype, batch, length)
         with gspmd.lowering(options.lowering):
             lowered = jit_step(update, arguments[0]).lower(*arguments)
     # Merged all-reduces send the same bytes, and would all be listed under one equation.
@@ -106,13 +118,14 @@ def on_host(layout: Layout, options: argparse.Namespace) -> tuple[ProgramPlan, L
     return plan, gspmd.ledger(lowered.compile(separate), mesh)
 
 
-def on_slice(layout: Layout, options: argparse.Namespace) -> tuple[ProgramPlan, Ledger]:
+def on_slice(
+    layout: Layout, options: argparse.Namespace, config: models.ModelConfig, batch: int, length: int
+) -> tuple[ProgramPlan, Ledger]:
     """The plan of a step with the lowering asked for, and what the TPU compiler makes of it."""
-    target, config = topology(options.topology), SMALLER.get(layout.name, LARGE)
+    target = topology(options.topology)
     mesh = target.mesh(mesh_of(layout, target.num_devices, options))
-    shape = (SLICE[0], 64) if layout.name == "replicated" else SLICE  # every device would compute the whole batch
     with gspmd.lowering(options.lowering), jax.set_mesh(mesh):
-        update, arguments = program(config, layout.lowered(options.lowering), mesh, options.dtype, *shape)
+        update, arguments = program(config, layout.lowered(options.lowering), mesh, options.dtype, batch, length)
         report = compile_offline(update, *arguments, topology=target, mesh=mesh, donate_argnums=(0,))
     if not report.fits:
         raise SystemExit(f"{layout.name} does not fit: {report.reason}")
@@ -217,12 +230,16 @@ def mark(options: argparse.Namespace) -> str:
     return options.topology or f"host {options.lowering}"
 
 
-def written(old: str, name: str, tables: str) -> str:
-    """A page with the text between two markers replaced."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+def written(old: str, name: str, preset: str, tables: str) -> str:
+    """A page with one preset's section between two markers replaced, or put in its place among the others."""
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
     if begin not in old or end not in old:
-        raise SystemExit(f"the page has no lines '{begin}' and '{end}' for these tables to stand between.")
-    return f"{old.partition(begin)[0]}{begin}\n\n{tables}\n{end}{old.partition(end)[2]}"
+        raise SystemExit(f"the page has no lines '{begin.strip()}' and '{end}' for these tables to stand between.")
+    before, _, rest = old.partition(begin)
+    block, _, after = rest.partition(end)
+    found = {part.partition("\n")[0]: f"### {part.strip()}\n" for part in block.split("### ")[1:]}
+    found[preset] = tables.strip() + "\n"
+    return "\n".join([before + begin, *(found[each] for each in presets() if each in found), end + after])
 
 
 if __name__ == "__main__":
