@@ -13,7 +13,7 @@ from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.collectives import planned
 from gspmd.collectives.annotated import annotated_program
 from gspmd.collectives.cost import dtype_name
-from gspmd.collectives.lower import Execution
+from gspmd.collectives.looped import LoopedExecution
 from gspmd.collectives.planning import Plan, make_plan, tensors
 
 
@@ -181,10 +181,13 @@ def _planned_program(
     equation, title = plan.equation, str(plan.equation)
     specs = [spec for operand in equation.operands for spec in operand.specs]
     inputs, outputs = tensors(equation, plan.mesh, dtypes, wire_dtype, preferred)
-    moved = [number for number, move in enumerate(plan.routine.moves) if move.steps]
-    run_forward = Execution(plan.routine, inputs, outputs, plan.sizes, plan.mesh, precision)
+    moved = [n for n, (move, spec) in enumerate(zip(plan.routine.moves, plan.kept)) if spec != inputs[move.source].spec]
+    run_forward = LoopedExecution(plan.routine, inputs, outputs, plan.sizes, plan.mesh, precision, plan.loops)
     residuals = [inputs[move.source] for move in plan.routine.moves]
-    run_backward = Execution(plan.backward, [*outputs, *residuals], inputs, plan.sizes, plan.mesh, precision)
+    held_tensors = [*outputs, *residuals]
+    run_backward = LoopedExecution(
+        plan.backward, held_tensors, inputs, plan.sizes, plan.mesh, precision, plan.backward_loops
+    )
 
     def forward_body(*pieces):
         results, everything = run_forward(*pieces)
@@ -193,7 +196,7 @@ def _planned_program(
     def backward_body(*pieces):
         return tuple(run_backward(*pieces)[0])
 
-    kept_specs = tuple(plan.routine.moves[number].spec for number in moved)
+    kept_specs = tuple(plan.kept[number] for number in moved)
 
     def forward(*arrays):
         results, kept = planned.run(title, plan.steps, forward_body, specs, (equation.outputs, kept_specs), *arrays)
@@ -201,7 +204,10 @@ def _planned_program(
         return results, tuple(kept.get(number, arrays[move.source]) for number, move in enumerate(plan.routine.moves))
 
     def backward(held, cotangents):
-        held_specs = [specs[move.source] if not move.steps else move.spec for move in plan.routine.moves]
+        held_specs = [
+            plan.kept[number] if number in moved else specs[move.source]
+            for number, move in enumerate(plan.routine.moves)
+        ]
         ins = [*(spec.without_partial() for spec in equation.outputs), *held_specs]
         outs = tuple(spec.partition_spec(dual=True) for spec in specs)
         return planned.run(f"gradient of {title}", plan.backward.steps, backward_body, ins, outs, *cotangents, *held)

@@ -5,8 +5,9 @@ from contextlib import AbstractContextManager
 import jax
 
 from gspmd.annotate.errors import PlanError, suggestion
+from gspmd.collectives.walk import SCHEDULES
 
-LOWERINGS = ("auto", "xla", "blocking")
+LOWERINGS = ("auto", "xla", "blocking", "looped", *(f"looped:{schedule}" for schedule in SCHEDULES))
 
 _default = jax.make_user_context(default_value="auto")  # part of jit's cache key, so no stale program
 
@@ -46,6 +47,5 @@ def checked(name: str) -> str:
 
 
 def resolve(name: str | None) -> str:
-    """The lowering that runs: an argument, else the default in force; auto decided."""
-    chosen = checked(current() if name is None else name)
-    return "blocking" if chosen == "auto" else chosen
+    """The lowering that is asked for: an argument, else the default in force."""
+    return checked(current() if name is None else name)

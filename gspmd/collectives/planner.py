@@ -168,19 +168,23 @@ class _Builder:
 
 
 def backward(
-    setting: Setting, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], mirrored: bool
+    setting: Setting,
+    routine: Routine,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    kept: Sequence[Spec],
+    mirrored: bool,
 ) -> Routine:
     """Plan the cotangents of a routine's inputs from those of its outputs.
 
-    The operands are held as the forward pass moved them, one residual per move of `routine`. Inputs of the planned
-    routine are the cotangents, then the residuals; its outputs are the cotangents of `inputs`, in order.
+    There is one residual per move of `routine`, held as `kept` says. Inputs of the planned routine are the cotangents, then the residuals; its outputs are the cotangents of `inputs`, in order.
 
     Args:
         mirrored: whether every local einsum runs where its forward one did: the cotangent is brought to the placement
         of
             the forward result, the residuals stay. So a gradient follows a layout whose forward pass is pinned.
     """
-    held, targets = backward_tensors(routine, inputs, outputs)
+    held, targets = backward_tensors(routine, inputs, outputs, kept)
     cotangents, residuals = held[: len(outputs)], held[len(outputs) :]
     shared = _contributed_twice(routine)
     best = None
@@ -199,14 +203,14 @@ def backward(
 
 
 def backward_tensors(
-    routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], kept: Sequence[Spec]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What the backward routine of `routine` takes, the cotangents and then the residuals, and what it gives."""
     cotangents = [
         replace(t, spec=t.spec.without_partial(), name=_numbered("cotangent", i, outputs))
         for i, t in enumerate(outputs)
     ]
-    residuals = [replace(inputs[m.source], spec=m.spec) for m in routine.moves]
+    residuals = [replace(inputs[m.source], spec=spec) for m, spec in zip(routine.moves, kept)]
     targets = [replace(t, spec=t.spec.without_partial(), name=f"gradient of {t.name}") for t in inputs]
     return [*cotangents, *residuals], targets
 
@@ -240,7 +244,7 @@ def _gradient_job(routine: Routine, output: int, cotangents, residuals, aims, mi
         Member(
             None if other is None else residuals[other],
             aims[routine.moves[own].source],
-            None if other is None or pinned is None else residuals[other].spec,
+            None if other is None or pinned is None else routine.moves[other].spec,
         )
         for own, other in sides
     )

@@ -17,6 +17,8 @@ from gspmd.collectives.chips import chip as chip_row
 from gspmd.collectives.cost import dtype_name, itemsize
 from gspmd.collectives.figure import plain
 from gspmd.collectives.lowering import resolve
+from gspmd.collectives.loops import Loops, kept
+from gspmd.collectives.looping import plan_loops
 from gspmd.collectives.plan import Routine, Step
 from gspmd.collectives.problem import Setting, Tensor
 
@@ -34,6 +36,8 @@ class Plan:
         lowering: `"xla"` or `"blocking"`: how it becomes a program.
         routine: moves, local products and outputs, as `gspmd.einsum` runs them.
         via: the pins, as they were written; the gradients of a pinned plan mirror it.
+        loops: the gathers and reduce-scatters that run inside an einsum.
+        hidden_seconds: how much sooner the steps end for that.
     """
 
     equation: Equation
@@ -46,6 +50,8 @@ class Plan:
     _inputs: tuple[Tensor, ...] = field(repr=False)
     _outputs: tuple[Tensor, ...] = field(repr=False)
     via: str | None = None
+    loops: Loops = field(default_factory=Loops)
+    hidden_seconds: float = 0.0
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -64,8 +70,8 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds, nothing overlapped."""
-        return sum(step.seconds for step in self.steps)
+        """Predicted seconds; nothing is overlapped but what `loops` says."""
+        return sum(step.seconds for step in self.steps) - self.hidden_seconds
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -84,8 +90,19 @@ class Plan:
     def backward(self) -> Routine:
         """The routine of all the operands' cotangents together, as it runs."""
         return planner.backward(
-            _setting(self), self.routine, self._inputs, self._outputs, mirrored=self.via is not None
+            _setting(self), self.routine, self._inputs, self._outputs, self.kept, mirrored=self.via is not None
         )
+
+    @property
+    def kept(self) -> tuple[Spec, ...]:
+        """The specs in which the moved operands are kept for the backward pass."""
+        return kept(self.routine, self.loops)
+
+    @cached_property
+    def backward_loops(self) -> Loops:
+        """The rings of the backward routine."""
+        held, targets = planner.backward_tensors(self.routine, self._inputs, self._outputs, self.kept)
+        return _looped(self.backward, held, targets, _setting(self), self.lowering)[0]
 
     @cached_property
     def gradients(self) -> tuple["Plan", ...]:
@@ -118,7 +135,7 @@ def _gradient(whole: Plan, number: int, claimed: set[int]) -> Plan:
         replace(p, left=needed.index(p.left), right=None if p.right is None else needed.index(p.right))
         for p in products
     ]
-    held, targets = planner.backward_tensors(whole.routine, whole._inputs, whole._outputs)
+    held, targets = planner.backward_tensors(whole.routine, whole._inputs, whole._outputs, whole.kept)
     sources = [[back.moves[m].source for m in (p.left, p.right) if m is not None] for p in products]
     terms = tuple(Term(tuple(Operand((held[source].spec,)) for source in pair)) for pair in sources)
     return replace(
@@ -205,7 +222,16 @@ def make_plan(
     real = tuple((axis, size) for axis, size in mesh if size > 1)
     setting = Setting(sizes, real, chip)
     routine = planner.forward(equation, setting, inputs, outputs, pins(equation, via, dict(sizes), dict(mesh)))
-    return Plan(equation, dict(sizes), dict(mesh), dtypes, chip, lowering, routine, tuple(inputs), tuple(outputs), via)
+    loops, hidden = _looped(routine, inputs, outputs, setting, lowering)
+    tensors_of = (tuple(inputs), tuple(outputs))
+    return Plan(
+        equation, dict(sizes), dict(mesh), dtypes, chip, lowering, routine, *tensors_of, via, loops, hidden
+    )
+
+
+def _looped(routine: Routine, inputs, outputs, setting: Setting, lowering: str) -> tuple[Loops, float]:
+    """The rings of a routine, and the seconds that they hide."""
+    return (Loops(), 0.0) if lowering in ("xla", "blocking") else plan_loops(routine, inputs, outputs, setting, lowering)
 
 
 def tensors(

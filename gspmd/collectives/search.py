@@ -171,7 +171,7 @@ def _partners(setting, spec: Spec, member: Member, bound: "Bounds", row: tuple) 
         return (None,)
     fixed = {dim: spec.axes_of(dim) for dim in spec.dims}
     dims = member.partner.spec.dims
-    hints = [member.partner.spec, member.target.spec]
+    hints = [member.pinned] if member.pinned else [member.partner.spec, member.target.spec]
     return _orderings(bound.axes, row, dims, hints, THEIRS, fixed)
 
 

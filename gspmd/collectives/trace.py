@@ -237,16 +237,20 @@ def _mesh_of(equation: Any) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Found:
-    """What is there under a step's scope: its largest collective, in bytes and dtype, and who made it; operations."""
+    """What is there under a step's scope: its largest collective, in bytes and dtype, and who made it; operations.
+
+    `permuted` is what all its permutes send together: a looped step has nothing else.
+    """
 
     buffer: int = 0
     flops: int = 0
     dtype: str = ""
     first: tuple[str, int] | None = None
+    permuted: int = 0
 
     def __add__(self, other: "_Found") -> "_Found":
         larger = max(self, other, key=lambda found: found.buffer)
-        return replace(larger, flops=self.flops + other.flops)
+        return replace(larger, flops=self.flops + other.flops, permuted=self.permuted + other.permuted)
 
 
 def _scoped(equation: Any, values: Values, name: str) -> dict[int, _Found]:
@@ -257,7 +261,8 @@ def _scoped(equation: Any, values: Values, name: str) -> dict[int, _Found]:
         for each in inner.eqns:
             numbers = _SCOPE.findall(str(each.source_info.name_stack))
             first = known.first(each, (name, int(numbers[-1])) if numbers else ("", 0))
-            here = _Found(_buffer(each), _dot_flops(each), _dtype(each), first)
+            permuted = 0 if first or each.primitive.name != "ppermute" else _buffer(each)
+            here = _Found(_buffer(each), _dot_flops(each), _dtype(each), first, permuted)
             own = [(int(number), here) for number in numbers[-1:]]
             for number, more in (*own, *_scoped(each, known, name).items()):
                 found[number] = found.get(number, _Found()) + more
@@ -300,7 +305,12 @@ def _as_run(step: Step, mesh: dict[str, int], found: _Found) -> Step:
     if step.kind == "einsum":
         flops = found.flops
         return replace(step, flops=flops, seconds=step.seconds * flops / step.flops) if flops and step.flops else step
-    sent = wire_bytes(step.kind, prod(mesh.get(axis, 1) for axis in step.axes), found.buffer)
+    if found.permuted:
+        return _with_bytes(replace(step, kind="collective-permute"), found.permuted)
+    return _with_bytes(step, wire_bytes(step.kind, prod(mesh.get(axis, 1) for axis in step.axes), found.buffer))
+
+
+def _with_bytes(step: Step, sent: int) -> Step:
     return replace(step, wire_bytes=sent, seconds=step.seconds * sent / step.wire_bytes) if step.wire_bytes else step
 
 

@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 
 import gspmd
 from gspmd.annotate import Equation, Operand, Term, parse_equation
+from gspmd.collectives.walk import SCHEDULES
 
 MESHES = (
     (1,),
     (2,),
     (3,),
     (4,),
+    (5,),
     (6,),
+    (7,),
     (8,),
     (1, 1),
     (2, 2),
@@ -27,9 +30,11 @@ MESHES = (
     (2, 4),
     (2, 2, 2),
     (4, 1, 2),
+    (4, 2, 1),
     (1, 3, 2),
 )
 LETTERS = "BEFH"
+LOWERINGS = ("blocking", "xla", "looped", *(f"looped:{schedule}" for schedule in SCHEDULES), "auto")
 SUMMED = 3  # a case is kept small: no dimension is longer than it must be, times this
 
 
@@ -42,6 +47,7 @@ class Case:
     mesh: tuple[tuple[str, int], ...]
     axis_type: str
     lowering: str
+    via: str | None = None
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------
@@ -55,9 +61,29 @@ def cases(draw) -> Case:
     axis_type = draw(st.sampled_from(("explicit", "auto")))
     form = draw(st.sampled_from((_product, _group, _sum, _move)))
     equation = form(_Drawing(draw, mesh, axis_type == "explicit"))
-    sizes = _sizes(draw, equation, mesh)
-    lowering = draw(st.sampled_from(("blocking", "xla")))
-    return Case(str(equation), tuple(sizes.items()), tuple(mesh.items()), axis_type, lowering)
+    lowering = draw(st.sampled_from(LOWERINGS))
+    pins = _pins(draw, equation, mesh) if lowering != "xla" and len(equation.terms) == 1 else None
+    sizes = _sizes(draw, equation, mesh, pins or [])
+    via = None if pins is None else str(Equation((_like(equation, pins),), (pins[0],))).partition(" ->")[0]
+    return Case(str(equation), tuple(sizes.items()), tuple(mesh.items()), axis_type, lowering, via)
+
+
+def _pins(draw, equation: Equation, mesh: Mapping[str, int]) -> list[gspmd.Spec] | None:
+    """Where operands that owe nothing are brought before they meet: each mesh axis on one dimension, or gathered."""
+    specs = [spec for operand in equation.operands for spec in operand.specs]
+    if len(specs) < 2 or any(spec.partial for spec in (*specs, *equation.outputs)) or draw(st.booleans()):
+        return None
+    axes = {dim: () for dim in _union(*specs)}
+    for axis in draw(st.permutations(list(mesh))):
+        dim = draw(st.sampled_from([*axes, ""]))
+        axes |= {dim: (*axes[dim], axis)} if dim else {}
+    return [gspmd.Spec(spec.dims, tuple(axes[dim] for dim in spec.dims)) for spec in specs]
+
+
+def _like(equation: Equation, specs: Sequence[gspmd.Spec]) -> Term:
+    """A term grouped as that of an equation, of these specs."""
+    held = iter(specs)
+    return Term(tuple(Operand(tuple(next(held) for _ in o.specs), o.group) for o in equation.operands))
 
 
 @dataclass(frozen=True)
@@ -136,9 +162,9 @@ def _union(*specs: gspmd.Spec) -> str:
     return "".join(dict.fromkeys(dim for spec in specs for dim in spec.dims))
 
 
-def _sizes(draw, equation: Equation, mesh: Mapping[str, int]) -> dict[str, int]:
+def _sizes(draw, equation: Equation, mesh: Mapping[str, int], pins: Sequence[gspmd.Spec]) -> dict[str, int]:
     """The least size of every dimension that divides evenly everywhere, times a small number."""
-    specs = [spec for operand in equation.operands for spec in operand.specs] + list(equation.outputs)
+    specs = [spec for operand in equation.operands for spec in operand.specs] + [*equation.outputs, *pins]
     owed = prod(mesh[axis] for axis in {axis for spec in equation.outputs for axis in spec.partial})
     sizes = {}
     for dim in sorted({dim for spec in specs for dim in spec.dims}):
@@ -169,7 +195,7 @@ def check(case: Case) -> None:
             for x, spec in zip(cotangents, equation.outputs)
         ]
         results, gradients = jax.jit(_value_and_gradients, static_argnums=(0, 1))(
-            equation, case.lowering, placed, duals
+            equation, case, placed, duals
         )
     for result, spec, want in zip(results, equation.outputs, values(equation, wholes), strict=True):
         np.testing.assert_array_equal(whole(result, spec, mesh), want, err_msg="value")
@@ -189,11 +215,11 @@ def _mesh(case: Case) -> jax.sharding.Mesh:
     return jax.make_mesh(shape, names, axis_types=(kind,) * len(names), devices=jax.devices()[: prod(shape)])
 
 
-def _value_and_gradients(equation: Equation, lowering: str, operands, cotangents):
+def _value_and_gradients(equation: Equation, case: Case, operands, cotangents):
     def compute(*flat):
         held = iter(flat)
         nested = [tuple(next(held) for _ in o.specs) if o.group else next(held) for o in equation.operands]
-        results = gspmd.einsum(equation, *nested, lowering=lowering)
+        results = gspmd.einsum(equation, *nested, lowering=case.lowering, via=case.via)
         return results if equation.group else (results,)
 
     results, transpose = jax.vjp(compute, *operands)

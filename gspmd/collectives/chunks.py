@@ -1,0 +1,158 @@
+"""Where a chunk of a travelling tensor belongs, on the device that holds it: slices, landings, and the permutes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gspmd.collectives.loops import Ring, Travel
+from gspmd.collectives.lower import scope
+from gspmd.collectives.walk import Hop, Offset, Part, walk
+
+Region = Mapping[str, tuple[jax.Array | int, int]]
+"""Where a chunk lies in a local tensor: by dimension, the first index and how many; other dimensions are whole."""
+
+
+def part_of(x: jax.Array, dims: Sequence[str], region: Region) -> jax.Array:
+    """The part of a local tensor that a region is; dimensions that the tensor lacks are left out."""
+    for dim, (start, size) in region.items():
+        if dim in dims and x.shape[dims.index(dim)] != size:
+            slice_in = lax.slice_in_dim if isinstance(start, int) else lax.dynamic_slice_in_dim
+            limit = start + size if isinstance(start, int) else size
+            x = slice_in(x, start, limit, axis=dims.index(dim))
+    return x
+
+
+def put(x: jax.Array, dims: Sequence[str], region: Region, part: jax.Array, *, add: bool = False) -> jax.Array:
+    """A local tensor with a region of it replaced, or added to."""
+    part = part.astype(x.dtype)
+    if part.shape == x.shape:
+        return x + part if add else part
+    starts = [region[dim][0] if dim in region else 0 for dim in dims]
+    if add:
+        part = part + lax.dynamic_slice(x, starts, part.shape)
+    return lax.dynamic_update_slice(x, part, starts)
+
+
+@dataclass(frozen=True)
+class Journey:
+    """A travelling tensor on one mesh: how big its chunks are, where they belong, and the scopes of its permutes.
+
+    Attributes:
+        travel: what moves.
+        ring: how.
+        mesh: mesh axis sizes.
+        shard: local sizes of a shard, by dimension.
+        first: number of the first step of the run in its plan.
+        wire: the dtype on the wire.
+    """
+
+    travel: Travel
+    ring: Ring
+    mesh: Mapping[str, int]
+    shard: Mapping[str, int]
+    first: int
+    wire: str
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The dimensions, in the tensor's order."""
+        return self.travel.shard.dims
+
+    def whole(self, dim: str) -> int:
+        """The local size of a dimension of the whole tensor."""
+        return self.shard[dim] * prod(self.mesh[axis] for axis in self.travel.spans.get(dim, ()))
+
+    def chunk(self, dim: str) -> int:
+        """The local size of a dimension of a chunk of the loop."""
+        return self.shard[dim] * prod(self.mesh[axis] for axis in self._over(dim, self.ring.within))
+
+    def block(self, offset: Offset) -> Region:
+        """Where in the whole tensor a chunk lies that belongs to the devices `offset` behind."""
+        dims = [dim for dim in self.travel.spans if self._over(dim, self.ring.axes)]
+        return {dim: (self._index(dim, self.ring.axes, offset) * self.chunk(dim), self.chunk(dim)) for dim in dims}
+
+    def inner(self, offset: Offset) -> Region:
+        """Where in a chunk the shard lies that belongs to the device `offset` behind along the axes within."""
+        dims = [dim for dim in self.travel.spans if self._over(dim, self.ring.within)]
+        return {dim: (self._index(dim, self.ring.within, offset) * self.shard[dim], self.shard[dim]) for dim in dims}
+
+    def divided(self, region: Region, start: int, size: int) -> Region:
+        """A region's part along the dimension that shards are cut along."""
+        split = self.ring.split
+        if split is None:
+            return region
+        before = region[split][0] if split in region else 0
+        return {**region, split: (before + start, size)}
+
+    def _over(self, dim: str, axes: Sequence[str]) -> list[str]:
+        return [axis for axis in self.travel.spans.get(dim, ()) if axis in axes and self.mesh[axis] > 1]
+
+    def _index(self, dim: str, axes: Sequence[str], offset: Offset) -> jax.Array:
+        """Which chunk along a dimension: the axes' places, major first."""
+        index = 0
+        for axis in self._over(dim, axes):
+            index = index * self.mesh[axis] + (lax.axis_index(axis) - offset.get(axis, 0)) % self.mesh[axis]
+        return index
+
+    def hops(self, part: Part) -> tuple[Hop, ...]:
+        """The way of a part of the chunks round the loop's axes."""
+        return walk(part.axes, self.mesh, part.schedule, part.sign)
+
+    def inner_hops(self, part: Part) -> tuple[Hop, ...]:
+        """The way of a part of the shards round the axes within a chunk."""
+        return walk(self.ring.within, self.mesh, part.schedule, part.sign)
+
+    def send(self, x: jax.Array, hop: Hop, *, back: bool = False) -> jax.Array:
+        """One permute, under the scope of the planned step that it is a part of."""
+        number, size, by = self.travel.number(hop.axis), self.mesh[hop.axis], -hop.by if back else hop.by
+        step = replace(self.travel.steps[number], kind="collective-permute")
+        with jax.named_scope(scope(self.first + number, step)):
+            return lax.ppermute(x, hop.axis, [(place, (place + by) % size) for place in range(size)])
+
+
+def collect(journey: Journey, part: Part, x: jax.Array) -> jax.Array:
+    """The chunk that a shard (or a part of it) makes together with those of the axes within."""
+    hops = journey.inner_hops(part)
+    if not hops:
+        return x
+    spans = {dim: journey.chunk(dim) // journey.shard[dim] for dim in journey.dims}
+    chunk = jnp.zeros([size * spans[dim] for dim, size in zip(journey.dims, x.shape)], x.dtype)
+    chunk, arrived = put(chunk, journey.dims, journey.inner({}), x), [x]
+    for hop in hops:
+        arrived.append(journey.send(arrived[hop.source], hop))
+        chunk = put(chunk, journey.dims, journey.inner(hop.offset), arrived[-1])
+    return chunk
+
+
+def spread(journey: Journey, part: Part, chunk: jax.Array) -> jax.Array:
+    """A device's shard of the sum of the chunks that the devices along the axes within hold."""
+    hops = journey.inner_hops(part)
+    if not hops:
+        return chunk
+    summed = lambda offset: part_of(chunk, journey.dims, journey.inner(offset))  # noqa: E731
+    return reduce_back(journey, hops, summed, chunk.dtype)
+
+
+def reduce_back(journey: Journey, hops: Sequence[Hop], summand, wire) -> jax.Array:
+    """Walk backwards: at every node a device adds its summand of whom it is for, and sends the sum on.
+
+    Args:
+        summand: from an offset to this device's summand for the device so far behind.
+        wire: the dtype in which sums travel; they are added in the summands' own.
+    """
+    owed: dict[int, list[jax.Array]] = {}
+    for number in range(len(hops), 0, -1):
+        hop = hops[number - 1]
+        total = _added(summand(hop.offset), owed.pop(number, ()))
+        owed.setdefault(hop.source, []).append(journey.send(total.astype(wire), hop, back=True))
+    return _added(summand({}), owed.pop(0, ()))
+
+
+def _added(x: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
+    for other in others:
+        x = x + other.astype(x.dtype)
+    return x

@@ -1,0 +1,123 @@
+"""Which gathers and reduce-scatters of a routine run inside its einsums, and how: as data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from types import MappingProxyType
+
+from gspmd.annotate.spec import Spec
+from gspmd.collectives.plan import Move, Routine, Step
+from gspmd.collectives.walk import Part, cut, parts
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How the shards of one tensor travel.
+
+    Attributes:
+        axes: the mesh axes that the loop goes over, outermost first; none: the tensor is gathered before it is used.
+        within: the axes whose shards make one chunk together, gathered before the loop, or scattered after it.
+        schedule: one of `walk.SCHEDULES`.
+        turns: in how many orders of `axes` parts of a shard travel, so that all their links are busy.
+        split: the dimension along which shards are cut into those parts, and into halves.
+        late: of a gather in whose einsum the result is scattered, too: the dimension whose second half is gathered
+            first, and multiplied while the result travels.
+    """
+
+    axes: tuple[str, ...]
+    within: tuple[str, ...] = ()
+    schedule: str = "halves"
+    turns: int = 1
+    split: str | None = None
+    late: str | None = None
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """All mesh axes that the tensor travels along."""
+        return self.axes + self.within
+
+    def parts(self, size: int) -> list[tuple[Part, int, int]]:
+        """The parts of a shard that has `size` along `split`: each with where it begins and how long it is."""
+        ways = parts(self.axes, self.schedule, self.turns)
+        return [(way, *place) for way, place in zip(ways, cut(size, len(ways)))]
+
+
+@dataclass(frozen=True)
+class Loops:
+    """The rings of a routine: of moves by their number, and of outputs by theirs."""
+
+    gathers: Mapping[int, Ring] = field(default_factory=lambda: MappingProxyType({}))
+    scatters: Mapping[int, Ring] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True)
+class Travel:
+    """What a run of gathers, or of reduce-scatters, does to a tensor: from shards to the whole, or back.
+
+    Attributes:
+        shard: the spec of what a device has before a gather, or after a reduce-scatter.
+        whole: the spec at the other end.
+        steps: the run, in the plan's order.
+    """
+
+    shard: Spec
+    whole: Spec
+    steps: tuple[Step, ...]
+
+    @property
+    def spans(self) -> dict[str, tuple[str, ...]]:
+        """The dimensions that change, each with the mesh axes that shard it at one end only, major first."""
+        pairs = zip(self.shard.dims, self.shard.axes, self.whole.axes)
+        return {dim: held[len(kept) :] for dim, held, kept in pairs if held != kept}
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """The mesh axes that it goes over."""
+        return tuple(axis for axes in self.spans.values() for axis in axes)
+
+    def number(self, axis: str) -> int:
+        """Which of the run's steps goes over an axis."""
+        return next(number for number, step in enumerate(self.steps) if axis in step.axes)
+
+
+def gather_of(move: Move) -> Travel | None:
+    """The gathers that a move ends in."""
+    count = _run(reversed(move.steps), "all-gather")
+    steps = move.steps[len(move.steps) - count :]
+    return Travel(steps[0].before, move.spec, steps) if steps else None
+
+
+def scatter_of(routine: Routine, output: int) -> Travel | None:
+    """The reduce-scatters that an output's products, once added, begin to settle with."""
+    steps = settling(routine, output)
+    count = _run(steps, "reduce-scatter")
+    return Travel(steps[count - 1].after, steps[0].before, steps[:count]) if count else None
+
+
+def settling(routine: Routine, output: int) -> tuple[Step, ...]:
+    """The chain behind the sum of an output's products; none where each product has a chain of its own."""
+    products = [routine.products[number] for number in routine.outputs[output].products]
+    if len(products) == 1:
+        return (*products[0].steps, *routine.outputs[output].steps)
+    return () if any(product.steps for product in products) else routine.outputs[output].steps
+
+
+def _run(steps, kind: str) -> int:
+    count = 0
+    for step in steps:
+        if step.kind != kind:
+            break
+        count += 1
+    return count
+
+
+def kept(routine: Routine, loops: Loops) -> tuple[Spec, ...]:
+    """The spec in which each moved operand is kept for the gradient: a travelling one as it was before."""
+    return tuple(
+        gather_of(move).shard if number in loops.gathers else move.spec for number, move in enumerate(routine.moves)
+    )
+
+
+def local_shape(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> dict[str, int]:
+    """The size of each dimension of a device's piece."""
+    return {dim: sizes[dim] // prod(mesh[axis] for axis in axes) for dim, axes in zip(spec.dims, spec.axes)}
