@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
+from math import hypot, prod, sqrt
 from types import MappingProxyType
 
 from gspmd.collectives.chips import Chip
@@ -20,29 +21,47 @@ FALLBACK_OVERHEAD = 2e-6
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """Bytes that a product moves between main memory and the chip: operands, its result, the accumulator in and out."""
+
+    read: float
+    written: float
+    accumulated: float = 0
+
+    @property
+    def bytes(self) -> float:
+        """All of them."""
+        return self.read + self.written + self.accumulated
+
+
+@dataclass(frozen=True)
 class Efficiency:
     """A row of efficiency.toml, which says what each figure means."""
 
     overhead_seconds: float
+    window_seconds: float
     matrix_efficiency: float
-    memory_efficiency: float
+    read_efficiency: float
+    write_efficiency: float
     load_rate: float
     drain_rate: float
-    overlap: float
     rows: int
     lanes: int
     depth: int
 
-    def seconds(self, sizes: tuple[int, int, int, int], moved: float, dtype: str, chip: Chip) -> float:
-        """Seconds of `batch` products [left, contracted] x [contracted, right] that move so many bytes in all."""
+    def seconds(self, sizes: tuple[int, int, int, int], moved: Traffic, dtype: str, chip: Chip) -> float:
+        """Seconds of `batch` products [left, contracted] x [contracted, right], done as one."""
         batch, left, contracted, right = sizes
         flops = 2 * batch * self._padded(left, right) * _up(contracted, self.depth)
         matrix = flops / (chip.flops(dtype) * self.matrix_efficiency)
         load = batch * contracted * (left + right) / self.load_rate
         drain = batch * left * right / self.drain_rate
-        memory = moved / (chip.hbm_bandwidth * self.memory_efficiency)
-        together = sum(each**self.overlap for each in (matrix + load, drain, memory)) ** (1 / self.overlap)
-        return self.overhead_seconds + together
+        streamed = (moved.read + moved.accumulated) / self.read_efficiency
+        memory = (streamed + moved.written / self.write_efficiency) / chip.hbm_bandwidth
+        together = hypot(matrix, load, drain, memory)
+        # In n windows the first read and the last write, together/n, hide behind nothing, and every window costs its
+        # start: at the best n that is 2 sqrt(together * start).
+        return self.overhead_seconds + together + 2 * sqrt(together * self.window_seconds)
 
     def _padded(self, left: int, right: int) -> int:
         """Elements of the result in whole tiles; the compiler lays either of its dimensions along the lanes."""
@@ -56,7 +75,11 @@ def _up(size: int, tile: int) -> int:
 
 def _load() -> dict[str, Efficiency]:
     table = tomllib.loads(files(__package__).joinpath("efficiency.toml").read_text())
-    return {name: Efficiency(**row) for name, row in table.items()}
+    return {name: _row(**figures) for name, figures in table.items()}
+
+
+def _row(fit: Mapping[str, float], **figures: float) -> Efficiency:
+    return Efficiency(**figures)  # how well they fit is for the reader of the table
 
 
 EFFICIENCIES: Mapping[str, Efficiency] = MappingProxyType(_load())
@@ -72,13 +95,14 @@ def product_seconds(
     dtype: str = "bfloat16",
     chip: Chip,
     accumulate: bool = False,
-    memory_bytes: float | None = None,
+    read_bytes: float | None = None,
 ) -> float:
     """Seconds of one local product [batch, left, contracted] x [batch, contracted, right] on a chip.
 
-    Of a chip in efficiency.toml this is `overhead + ((flops / peak + load)^p + drain^p + memory^p)^(1/p)`: the matrix
-    unit with every dimension in whole tiles and with the time to load both operands, the time to take the result out,
-    and the time of main memory, each at its calibrated rate. Symmetric in left and right.
+    Of a chip in efficiency.toml this is `overhead + t + 2 sqrt(t * window)` with `t` the root of the summed squares of
+    four times: multiplying, every dimension in whole tiles; feeding both operands to the matrix unit; taking the
+    result out; main memory; each at its calibrated rate. They overlap, but not wholly: `t` lies between the slowest
+    and the sum. The rest is what it costs to start, and to fill and empty the pipeline. Symmetric in left and right.
 
     Of any other chip (GPUs, a chip of one's own) it is the roofline, `gspmd.collectives.cost.einsum_seconds`, plus
     `FALLBACK_OVERHEAD`: thin products then cost what they move, and their number, and nothing more.
@@ -89,8 +113,8 @@ def product_seconds(
         dtype: of the operands and of the result.
         chip: that runs it.
         accumulate: the result is added to a float32 accumulator [batch, left, right], which is read and written.
-        memory_bytes: what is moved between main memory and the chip; by default both operands, and the result or the
-            accumulator twice. Less where something stays on the chip, as weights do that fit there in a loop.
+        read_bytes: of the operands, from main memory; by default both, once. Less where one stays on the chip, as
+            weights may that fit there in a loop. The result, or the accumulator, counts besides.
 
     Example:
         >>> from gspmd.collectives.chips import chip
@@ -102,17 +126,20 @@ def product_seconds(
 
     Source: cycles that the TPU compiler estimates for products compiled offline; benchmarks/thin.py regenerates them.
     Leaves out: what runs before and after it and may hide its reads; how the compiler picks its windows, from which
-    single shapes differ by a third and more; that an array may lie on the chip, unless `memory_bytes` says so.
+    single shapes differ by a third and more; that a result may stay on the chip.
     """
     sizes = (batch, left, contracted, right)
-    moved = operand_bytes(*sizes, dtype, accumulate) if memory_bytes is None else memory_bytes
+    moved = traffic(sizes, dtype, accumulate, read_bytes)
     if row := EFFICIENCIES.get(chip.name):
         return row.seconds(sizes, moved, dtype, chip)
-    flops = 2 * batch * left * contracted * right
-    return einsum_seconds(flops, moved, dtype, chip) + FALLBACK_OVERHEAD
+    return einsum_seconds(2 * prod(sizes), moved.bytes, dtype, chip) + FALLBACK_OVERHEAD
 
 
-def operand_bytes(batch: int, left: int, contracted: int, right: int, dtype: str, accumulate: bool) -> int:
-    """Bytes of both operands and of the result; with an accumulator, of that in float32, once in and once out."""
-    result = left * right * (2 * itemsize("float32") if accumulate else itemsize(dtype))
-    return batch * (contracted * (left + right) * itemsize(dtype) + result)
+def traffic(
+    sizes: tuple[int, int, int, int], dtype: str, accumulate: bool = False, read_bytes: float | None = None
+) -> Traffic:
+    """What a product moves whose result, or float32 accumulator, lies in main memory; operands too, or `read_bytes`."""
+    batch, left, contracted, right = sizes
+    read = batch * contracted * (left + right) * itemsize(dtype) if read_bytes is None else read_bytes
+    result = batch * left * right
+    return Traffic(read, 0, 2 * result * itemsize("float32")) if accumulate else Traffic(read, result * itemsize(dtype))

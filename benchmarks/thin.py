@@ -1,0 +1,256 @@
+"""What thin matrix products cost on TPUs, as their compiler estimates it, beside the model that the planner uses.
+
+    python benchmarks/thin.py --chip tpu-v4                   # compile offline; measured, model, their ratio
+    python benchmarks/thin.py --chip tpu-v4 --json thin.json  # and write the same as plain data
+    python benchmarks/thin.py --chip tpu-v4 --fit             # and print a row for gspmd/collectives/efficiency.toml
+
+Needs the compiler for TPUs (pip install 'gspmd[tpu]') and no TPU; one to ten minutes on two cores. Every product is
+taken in three forms: `plain`, by itself; `write`, a chunk of a free dimension, put in its place in the result; and
+`accumulate`, a chunk of the contracted dimension, added to a float32 accumulator; the latter two in a loop.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from math import log, prod
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+from scipy.optimize import least_squares
+
+from gspmd.audit import Topology, topology
+from gspmd.audit.hlo import Computation, Instruction, Module, parse
+from gspmd.audit.roofline import cost
+from gspmd.collectives.chips import Chip
+from gspmd.collectives.efficiency import EFFICIENCIES, Efficiency, Traffic
+
+SLICES = {"tpu-v3": "4x4", "tpu-v4": "4x4x4", "tpu-v5e": "4x4", "tpu-v5p": "4x4x4", "tpu-v6e": "4x4", "tpu7x": "4x4x4"}
+DEPTHS = {"tpu-v6e": 256, "tpu7x": 256}  # rows of the matrix unit, where they are not 128
+FORMS = ("plain", "write", "accumulate")
+LEFT = (8, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+CONTRACTED = (64, 128, 288, 512, 1152, 2304, 4608, 18432)
+RIGHT = (128, 256, 512, 1152, 2304, 4608, 8192)
+SERIES = ((18432, 1152), (1152, 4608), (4608, 4608))  # weights of which ever thinner chunks are multiplied
+TRIPS = 4
+TOGETHER, BYTES = 12, 4e9  # most products, and about the most bytes of arguments, in one program
+ON_CHIP = re.compile(r"S\([1-4]\)")  # in a layout: the array lies in a memory of the chip
+
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One product as compiled: seconds, bytes that it reads from main memory, and bytes of its result written there."""
+
+    form: str
+    left: int
+    contracted: int
+    right: int
+    seconds: float
+    read: int
+    written: int
+
+    @property
+    def moved(self) -> Traffic:
+        """The same as the model takes it."""
+        return Traffic(self.read, 0, self.written) if self.form == "accumulate" else Traffic(self.read, self.written)
+
+
+def main() -> None:
+    """Measure, print, and write what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chip", default="tpu-v4", choices=SLICES, help="default: %(default)s")
+    parser.add_argument("--shapes", type=int, default=75, help="of the grid, drawn by chance (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--fit", action="store_true", help="fit the constants anew, and print them")
+    options = parser.parse_args()
+    if not options.fit and options.chip not in EFFICIENCIES:
+        parser.error(f"{options.chip} has no constants yet: add --fit")
+    machine = topology(f"{options.chip}:{SLICES[options.chip]}")
+    samples = [
+        s for form in FORMS for group in programs(form, shapes(options.shapes)) for s in measure(machine, form, group)
+    ]
+    fitted = fit(samples, machine.chip) if options.fit else EFFICIENCIES[options.chip]
+    rows = [{**asdict(sample), "model": modelled(sample, machine.chip, fitted)} for sample in samples]
+    Console().print(table(rows, options.chip))
+    print(errors(rows))
+    if options.fit:
+        print(f"\n[{options.chip}]", *(f"{key} = {value:.4g}" for key, value in asdict(fitted).items()), sep="\n")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def shapes(count: int) -> list[Shape]:
+    """The series of ever thinner chunks, and so many shapes of the grid."""
+    grid = [s for s in product(LEFT, CONTRACTED, RIGHT) if 2**21 <= prod(s) <= 2**38]
+    drawn = np.random.default_rng(0).permutation(len(grid))[:count]
+    series = [(left, *weight) for left in (16, 64, 256, 1024, 2048) for weight in SERIES]
+    return list(dict.fromkeys([*series, *(grid[n] for n in drawn)]))
+
+
+def plain(x: jax.Array, w: jax.Array, at: jax.Array) -> jax.Array:
+    """A product by itself."""
+    return x @ w
+
+
+def write(x: jax.Array, w: jax.Array, at: jax.Array) -> jax.Array:
+    """Chunks of a free dimension, each product put in its place."""
+    left = x.shape[1]
+
+    def step(k: jax.Array, out: jax.Array) -> jax.Array:
+        place = (at + k) % TRIPS
+        piece = jax.lax.dynamic_index_in_dim(x, place, keepdims=False)
+        return jax.lax.dynamic_update_slice_in_dim(out, piece @ w, place * left, 0)
+
+    return jax.lax.fori_loop(0, TRIPS, step, jnp.zeros((TRIPS * left, w.shape[1]), x.dtype))
+
+
+def accumulate(x: jax.Array, w: jax.Array, at: jax.Array) -> jax.Array:
+    """Chunks of the contracted dimension, each product added to the sum so far."""
+
+    def step(k: jax.Array, total: jax.Array) -> jax.Array:
+        place = (at + k) % TRIPS
+        pieces = (jax.lax.dynamic_index_in_dim(each, place, keepdims=False) for each in (x, w))
+        return total + jnp.matmul(*pieces, preferred_element_type=jnp.float32)
+
+    return jax.lax.fori_loop(0, TRIPS, step, jnp.zeros((x.shape[1], w.shape[2]), jnp.float32))
+
+
+def operands(form: str, left: int, contracted: int, right: int) -> list[tuple[int, ...]]:
+    """Shapes of a form's operands: all of its chunks."""
+    of_left, of_right = () if form == "plain" else (TRIPS,), (TRIPS,) if form == "accumulate" else ()
+    return [(*of_left, left, contracted), (*of_right, contracted, right)]
+
+
+def programs(form: str, wanted: list[Shape]) -> Iterator[list[Shape]]:
+    """The shapes in groups, each small enough for one program."""
+    group, size = [], 0
+    for shape in wanted:
+        more = 2 * sum(map(prod, operands(form, *shape)))
+        if group and (size + more > BYTES or len(group) == TOGETHER):
+            yield group
+            group, size = [], 0
+        group, size = [*group, shape], size + more
+    yield group
+
+
+def measure(machine: Topology, form: str, group: list[Shape]) -> Iterator[Sample]:
+    """Compile independent products as one program, and read what each of them takes."""
+    body = {"plain": plain, "write": write, "accumulate": accumulate}[form]
+
+    def run(at: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+        found = []
+        for n, (x, w) in enumerate(zip(arrays[::2], arrays[1::2])):
+            with jax.named_scope(f"product{n}."):
+                found.append(body(x, w, at))
+        return found
+
+    module = compiled(machine, run, [each for shape in group for each in operands(form, *shape)])
+    computations = [module.entry] if form == "plain" else list(bodies(module))
+    for n, shape in enumerate(group):
+        yield Sample(form, *shape, *summed(module, computations, f"product{n}./", machine.chip))
+
+
+def compiled(machine: Topology, run: Callable, sizes: list[tuple[int, ...]]) -> Module:
+    """A program in which every device does the same, for itself."""
+    mesh = machine.mesh({"x": machine.num_devices}, "auto")
+    place = NamedSharding(mesh, PartitionSpec())
+    arrays = [jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=place) for size in sizes]
+    at = jax.ShapeDtypeStruct((), jnp.int32, sharding=place)
+    local = jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    return parse(jax.jit(local).lower(at, *arrays).compile().as_text())
+
+
+def bodies(module: Module) -> Iterator[Computation]:
+    """What the loops run."""
+    for computation in module.computations.values():
+        for each in computation.instructions:
+            if each.opcode == "while":
+                yield module.computations[each.attribute("body").lstrip("%")]
+
+
+def summed(module: Module, computations: list[Computation], scope: str, chip: Chip) -> tuple[float, int, int]:
+    """Seconds and bytes of everything in a scope, once; what is copied beside it, in the background, costs nothing."""
+    seconds, moved, written = 0.0, 0, 0
+    for computation in computations:
+        for each in computation.instructions:
+            if scope in each.op_name and not each.opcode.endswith(("-start", "-done", "while")):
+                found = cost(module, computation, each, chip)
+                seconds += found.seconds
+                sources = [computation.by_name[name] for name in each.operands]
+                moved += sum(map(touched, sources)) if found.flops else found.bytes
+                written += touched(each) if found.flops else 0
+    return seconds, moved, written
+
+
+def touched(value: Instruction) -> int:
+    """Bytes of main memory where a product reads an operand, one chunk of it, or writes its result."""
+    array = value.arrays[0]
+    on_chip = ON_CHIP.search(value.type) or len(array.shape) < 2
+    return 0 if on_chip else array.bytes // prod(array.shape[:-2])
+
+
+def modelled(sample: Sample, chip: Chip, row: Efficiency) -> float:
+    """Seconds by the model, for the bytes that the compiled program moves."""
+    return row.seconds((1, sample.left, sample.contracted, sample.right), sample.moved, "bfloat16", chip)
+
+
+def fit(samples: Sequence[Sample], chip: Chip) -> Efficiency:
+    """The constants with the least ratios between model and measurement, outliers counting little."""
+    tiles = {"rows": 8, "lanes": 128, "depth": DEPTHS.get(chip.name, 128)}
+    row = lambda logs: Efficiency(*np.exp(logs).tolist(), **tiles)  # noqa: E731
+    off = lambda logs: [log(modelled(each, chip, row(logs)) / each.seconds) for each in samples]  # noqa: E731
+    least = np.log([1e-8, 1e-10, 0.1, 0.1, 0.1, 1e10, 1e9])
+    start = np.log([2e-6, 1e-7, 0.9, 0.7, 0.7, 2e12, 1e11])
+    most = np.log([1e-4, 1e-4, 1, 1, 1, 1e14, 1e13])
+    return row(least_squares(off, start, bounds=(least, most), loss="soft_l1", f_scale=0.1).x)
+
+
+def errors(rows: list[dict]) -> str:
+    """How far the model is off, over all and form by form."""
+    lines = []
+    for form in ("all", *FORMS):
+        off = [abs(row["model"] / row["seconds"] - 1) for row in rows if form in ("all", row["form"])]
+        median, most = np.median(off), np.quantile(off, 0.9)
+        lines.append(f"{form}: {len(off)} products, |model / measured - 1| {median:.1%} (median), {most:.1%} (90%)")
+    return "\n".join(lines)
+
+
+def table(rows: list[dict], chip: str) -> Table:
+    """Measured and model for a reader, the worst last."""
+    found = Table(title=f"one product on {chip}", title_justify="left")
+    for column in (
+        "form",
+        "left",
+        "contracted",
+        "right",
+        "main memory MB",
+        "measured µs",
+        "model µs",
+        "model / measured",
+    ):
+        found.add_column(column, justify="left" if column == "form" else "right")
+    for row in sorted(rows, key=lambda row: abs(log(row["model"] / row["seconds"]))):
+        seconds = [f"{row[key] * 1e6:.2f}" for key in ("seconds", "model")]
+        shape = [str(row[key]) for key in ("left", "contracted", "right")]
+        found.add_row(
+            row["form"],
+            *shape,
+            f"{(row['read'] + row['written']) / 1e6:.1f}",
+            *seconds,
+            f"{row['model'] / row['seconds']:.2f}",
+        )
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
