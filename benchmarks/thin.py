@@ -12,7 +12,6 @@ taken in three forms: `plain`, by itself; `write`, a chunk of a free dimension, 
 import argparse
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -40,6 +39,8 @@ LEFT = (8, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 CONTRACTED = (64, 128, 288, 512, 1152, 2304, 4608, 18432)
 RIGHT = (128, 256, 512, 1152, 2304, 4608, 8192)
 SERIES = ((18432, 1152), (1152, 4608), (4608, 4608))  # weights of which ever thinner chunks are multiplied
+# whose results and accumulators are too large to stay on a chip
+LARGE = ((8192, 512, 4608), (8192, 1152, 4608), (8192, 4608, 4608), (8192, 288, 8192), (8192, 2304, 8192))
 TRIPS = 4
 TOGETHER, BYTES = 12, 4e9  # most products, and about the most bytes of arguments, in one program
 ON_CHIP = re.compile(r"S\([1-4]\)")  # in a layout: the array lies in a memory of the chip
@@ -82,19 +83,20 @@ def main() -> None:
     fitted = fit(samples, machine.chip) if options.fit else EFFICIENCIES[options.chip]
     rows = [{**asdict(sample), "model": modelled(sample, machine.chip, fitted)} for sample in samples]
     Console().print(table(rows, options.chip))
-    print(errors(rows))
+    for form, (count, median, most) in errors(rows).items():
+        print(f"{form}: {count} products, |model / measured - 1| {median:.1%} (median), {most:.1%} (90%)")
     if options.fit:
-        print(f"\n[{options.chip}]", *(f"{key} = {value:.4g}" for key, value in asdict(fitted).items()), sep="\n")
+        print(row_text(options.chip, fitted, rows))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def shapes(count: int) -> list[Shape]:
-    """The series of ever thinner chunks, and so many shapes of the grid."""
+    """The series of ever thinner chunks, the large ones, and so many shapes of the grid."""
     grid = [s for s in product(LEFT, CONTRACTED, RIGHT) if 2**21 <= prod(s) <= 2**38]
     drawn = np.random.default_rng(0).permutation(len(grid))[:count]
     series = [(left, *weight) for left in (16, 64, 256, 1024, 2048) for weight in SERIES]
-    return list(dict.fromkeys([*series, *(grid[n] for n in drawn)]))
+    return list(dict.fromkeys([*series, *LARGE, *(grid[n] for n in drawn)]))
 
 
 def plain(x: jax.Array, w: jax.Array, at: jax.Array) -> jax.Array:
@@ -201,7 +203,8 @@ def touched(value: Instruction) -> int:
 
 def modelled(sample: Sample, chip: Chip, row: Efficiency) -> float:
     """Seconds by the model, for the bytes that the compiled program moves."""
-    return row.seconds((1, sample.left, sample.contracted, sample.right), sample.moved, "bfloat16", chip)
+    sizes = (1, sample.left, sample.contracted, sample.right)
+    return row.seconds(sizes, sample.moved, "bfloat16", chip, sample.form == "accumulate")
 
 
 def fit(samples: Sequence[Sample], chip: Chip) -> Efficiency:
@@ -209,20 +212,26 @@ def fit(samples: Sequence[Sample], chip: Chip) -> Efficiency:
     tiles = {"rows": 8, "lanes": 128, "depth": DEPTHS.get(chip.name, 128)}
     row = lambda logs: Efficiency(*np.exp(logs).tolist(), **tiles)  # noqa: E731
     off = lambda logs: [log(modelled(each, chip, row(logs)) / each.seconds) for each in samples]  # noqa: E731
-    least = np.log([1e-8, 1e-10, 0.1, 0.1, 0.1, 1e10, 1e9])
-    start = np.log([2e-6, 1e-7, 0.9, 0.7, 0.7, 2e12, 1e11])
-    most = np.log([1e-4, 1e-4, 1, 1, 1, 1e14, 1e13])
+    least = np.log([1e-8, 1e-9, 1e-10, 0.1, 0.1, 0.1, 1e10, 1e9, 1e9])
+    start = np.log([2e-6, 1e-6, 1e-7, 0.9, 0.7, 0.7, 2e12, 1e11, 1e11])
+    most = np.log([1e-4, 1e-4, 1e-4, 1, 1, 1, 1e14, 1e13, 1e13])
     return row(least_squares(off, start, bounds=(least, most), loss="soft_l1", f_scale=0.1).x)
 
 
-def errors(rows: list[dict]) -> str:
-    """How far the model is off, over all and form by form."""
-    lines = []
+def errors(rows: list[dict]) -> dict[str, tuple[int, float, float]]:
+    """How far the model is off, over all and form by form: products, median and 90th percentile of |ratio - 1|."""
+    found = {}
     for form in ("all", *FORMS):
         off = [abs(row["model"] / row["seconds"] - 1) for row in rows if form in ("all", row["form"])]
-        median, most = np.median(off), np.quantile(off, 0.9)
-        lines.append(f"{form}: {len(off)} products, |model / measured - 1| {median:.1%} (median), {most:.1%} (90%)")
-    return "\n".join(lines)
+        found[form] = (len(off), float(np.median(off)), float(np.quantile(off, 0.9)))
+    return found
+
+
+def row_text(chip: str, fitted: Efficiency, rows: list[dict]) -> str:
+    """A row of efficiency.toml."""
+    count, median, most = errors(rows)["all"]
+    figures = "\n".join(f"{key} = {value:.4g}" for key, value in asdict(fitted).items())
+    return f"\n[{chip}]\n{figures}\n\n[{chip}.fit]\nproducts = {count}\nmedian = {median:.3f}\nninetieth = {most:.3f}\n"
 
 
 def table(rows: list[dict], chip: str) -> Table:
@@ -253,4 +262,4 @@ def table(rows: list[dict], chip: str) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -39,29 +39,34 @@ class Efficiency:
     """A row of efficiency.toml, which says what each figure means."""
 
     overhead_seconds: float
+    latency_seconds: float
     window_seconds: float
     matrix_efficiency: float
     read_efficiency: float
     write_efficiency: float
     load_rate: float
     drain_rate: float
+    accumulate_rate: float
     rows: int
     lanes: int
     depth: int
 
-    def seconds(self, sizes: tuple[int, int, int, int], moved: Traffic, dtype: str, chip: Chip) -> float:
+    def seconds(
+        self, sizes: tuple[int, int, int, int], moved: Traffic, dtype: str, chip: Chip, accumulate: bool
+    ) -> float:
         """Seconds of `batch` products [left, contracted] x [contracted, right], done as one."""
         batch, left, contracted, right = sizes
         flops = 2 * batch * self._padded(left, right) * _up(contracted, self.depth)
         matrix = flops / (chip.flops(dtype) * self.matrix_efficiency)
         load = batch * contracted * (left + right) / self.load_rate
-        drain = batch * left * right / self.drain_rate
+        drain = batch * left * right / (self.accumulate_rate if accumulate else self.drain_rate)
         streamed = (moved.read + moved.accumulated) / self.read_efficiency
         memory = (streamed + moved.written / self.write_efficiency) / chip.hbm_bandwidth
         together = hypot(matrix, load, drain, memory)
         # In n windows the first read and the last write, together/n, hide behind nothing, and every window costs its
         # start: at the best n that is 2 sqrt(together * start).
-        return self.overhead_seconds + together + 2 * sqrt(together * self.window_seconds)
+        alone = self.overhead_seconds + (self.latency_seconds if moved.read else 0)
+        return alone + together + 2 * sqrt(together * self.window_seconds)
 
     def _padded(self, left: int, right: int) -> int:
         """Elements of the result in whole tiles; the compiler lays either of its dimensions along the lanes."""
@@ -96,6 +101,7 @@ def product_seconds(
     chip: Chip,
     accumulate: bool = False,
     read_bytes: float | None = None,
+    accumulator_bytes: float | None = None,
 ) -> float:
     """Seconds of one local product [batch, left, contracted] x [batch, contracted, right] on a chip.
 
@@ -114,7 +120,12 @@ def product_seconds(
         chip: that runs it.
         accumulate: the result is added to a float32 accumulator [batch, left, right], which is read and written.
         read_bytes: of the operands, from main memory; by default both, once. Less where one stays on the chip, as
-            weights may that fit there in a loop. The result, or the accumulator, counts besides.
+            weights may that fit there in a loop.
+        accumulator_bytes: of the accumulator, from and to main memory; by default once in and once out. 0 where it
+            stays on the chip: what a loop carries does that, as long as it fits beside everything else.
+
+    Raises:
+        PlanError: there is no such dtype.
 
     Example:
         >>> from gspmd.collectives.chips import chip
@@ -129,17 +140,23 @@ def product_seconds(
     single shapes differ by a third and more; that a result may stay on the chip.
     """
     sizes = (batch, left, contracted, right)
-    moved = traffic(sizes, dtype, accumulate, read_bytes)
+    moved = traffic(sizes, dtype, accumulate, read_bytes, accumulator_bytes)
     if row := EFFICIENCIES.get(chip.name):
-        return row.seconds(sizes, moved, dtype, chip)
+        return row.seconds(sizes, moved, dtype, chip, accumulate)
     return einsum_seconds(2 * prod(sizes), moved.bytes, dtype, chip) + FALLBACK_OVERHEAD
 
 
 def traffic(
-    sizes: tuple[int, int, int, int], dtype: str, accumulate: bool = False, read_bytes: float | None = None
+    sizes: tuple[int, int, int, int],
+    dtype: str,
+    accumulate: bool = False,
+    read_bytes: float | None = None,
+    accumulator_bytes: float | None = None,
 ) -> Traffic:
-    """What a product moves whose result, or float32 accumulator, lies in main memory; operands too, or `read_bytes`."""
+    """What a product moves whose operands, and result or float32 accumulator, lie in main memory, unless told."""
     batch, left, contracted, right = sizes
-    read = batch * contracted * (left + right) * itemsize(dtype) if read_bytes is None else read_bytes
     result = batch * left * right
-    return Traffic(read, 0, 2 * result * itemsize("float32")) if accumulate else Traffic(read, result * itemsize(dtype))
+    read = batch * contracted * (left + right) * itemsize(dtype) if read_bytes is None else read_bytes
+    if not accumulate:
+        return Traffic(read, result * itemsize(dtype))
+    return Traffic(read, 0, 2 * result * itemsize("float32") if accumulator_bytes is None else accumulator_bytes)
