@@ -136,7 +136,7 @@ def product_seconds(
         True
 
     Source: cycles that the TPU compiler estimates for products compiled offline; benchmarks/thin.py regenerates them.
-    Over some 280 of them per chip the model is 5 to 7% off in the median, and 15 to 22% at the 90th percentile.
+    Over some 280 of them per chip the model is 5 to 7% off in the median, and 15 to 25% at the 90th percentile.
 
     Leaves out: what runs before and after it and may hide its reads; how the compiler picks its windows, from which
     single shapes differ by a third and more; that large products read operands more than once; that a result may stay
