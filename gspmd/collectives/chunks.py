@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from math import prod
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from gspmd.collectives.loops import Ring, Travel
@@ -75,10 +74,14 @@ class Journey:
         dims = [dim for dim in self.travel.spans if self._over(dim, self.ring.axes)]
         return {dim: (self._index(dim, self.ring.axes, offset) * self.chunk(dim), self.chunk(dim)) for dim in dims}
 
-    def inner(self, offset: Offset) -> Region:
-        """Where in a chunk the shard lies that belongs to the device `offset` behind along the axes within."""
-        dims = [dim for dim in self.travel.spans if self._over(dim, self.ring.within)]
-        return {dim: (self._index(dim, self.ring.within, offset) * self.shard[dim], self.shard[dim]) for dim in dims}
+    def along(self, axis: str, offset: Offset, size: int) -> Region:
+        """Where a piece of this size lies that belongs to the device `offset` behind along one axis."""
+        place = (lax.axis_index(axis) - offset.get(axis, 0)) % self.mesh[axis]
+        return {self.dim(axis): (place * size, size)}
+
+    def dim(self, axis: str) -> str:
+        """The dimension that an axis shards."""
+        return next(dim for dim, axes in self.travel.spans.items() if axis in axes)
 
     def divided(self, region: Region, start: int, size: int) -> Region:
         """A region's part along the dimension that shards are cut along."""
@@ -102,10 +105,6 @@ class Journey:
         """The way of a part of the chunks round the loop's axes."""
         return walk(part.axes, self.mesh, part.schedule, part.sign)
 
-    def inner_hops(self, part: Part) -> tuple[Hop, ...]:
-        """The way of a part of the shards round the axes within a chunk."""
-        return walk(self.ring.within, self.mesh, part.schedule, part.sign)
-
     def send(self, x: jax.Array, hop: Hop, *, back: bool = False) -> jax.Array:
         """One permute, under the scope of the planned step that it is a part of."""
         number, size, by = self.travel.number(hop.axis), self.mesh[hop.axis], -hop.by if back else hop.by
@@ -115,26 +114,27 @@ class Journey:
 
 
 def collect(journey: Journey, part: Part, x: jax.Array) -> jax.Array:
-    """The chunk that a shard (or a part of it) makes together with those of the axes within."""
-    hops = journey.inner_hops(part)
-    if not hops:
-        return x
-    spans = {dim: journey.chunk(dim) // journey.shard[dim] for dim in journey.dims}
-    chunk = jnp.zeros([size * spans[dim] for dim, size in zip(journey.dims, x.shape)], x.dtype)
-    chunk, arrived = put(chunk, journey.dims, journey.inner({}), x), [x]
-    for hop in hops:
-        arrived.append(journey.send(arrived[hop.source], hop))
-        chunk = put(chunk, journey.dims, journey.inner(hop.offset), arrived[-1])
-    return chunk
+    """The chunk that a shard (or a part of it) makes together with those of the axes within: axis by axis."""
+    for axis in reversed(journey.ring.within):
+        dim = journey.dim(axis)
+        at, hops = journey.dims.index(dim), walk([axis], journey.mesh, part.schedule, part.sign)
+        size, arrived = x.shape[at], [x]
+        shape = [n * (journey.mesh[axis] if place == at else 1) for place, n in enumerate(x.shape)]
+        chunk = put(lax.empty(tuple(shape), x.dtype), journey.dims, journey.along(axis, {}, size), x)
+        for hop in hops:
+            arrived.append(journey.send(arrived[hop.source], hop))
+            chunk = put(chunk, journey.dims, journey.along(axis, hop.offset, size), arrived[-1])
+        x = chunk
+    return x
 
 
 def spread(journey: Journey, part: Part, chunk: jax.Array) -> jax.Array:
-    """A device's shard of the sum of the chunks that the devices along the axes within hold."""
-    hops = journey.inner_hops(part)
-    if not hops:
-        return chunk
-    summed = lambda offset: part_of(chunk, journey.dims, journey.inner(offset))  # noqa: E731
-    return reduce_back(journey, hops, summed, chunk.dtype)
+    """A device's shard of the sum of the chunks that the devices along the axes within hold: axis by axis."""
+    for axis in journey.ring.within:
+        size = chunk.shape[journey.dims.index(journey.dim(axis))] // journey.mesh[axis]
+        summand = lambda offset, x=chunk, a=axis, n=size: part_of(x, journey.dims, journey.along(a, offset, n))  # noqa: E731
+        chunk = reduce_back(journey, walk([axis], journey.mesh, part.schedule, part.sign), summand, chunk.dtype)
+    return chunk
 
 
 def reduce_back(journey: Journey, hops: Sequence[Hop], summand, wire) -> jax.Array:

@@ -10,11 +10,12 @@ Source: Wang et al. 2023, *Overlap Communication with Dependent Computation via 
 2022 (arXiv 2211.05102), §3.5.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from gspmd.collectives.chunks import Journey, Region, collect, part_of, put, reduce_back, spread
 from gspmd.collectives.loops import Loops, gather_of, local_shape, scatter_of, settling
@@ -35,15 +36,53 @@ class LoopedExecution(Execution):
         """The outputs' pieces, and those of the operands as they are kept: a travelling one as it was before."""
         moves = range(len(self.routine.moves))
         shards = [self.move(number, pieces, self._stop(number)) for number in moves]
-        held = [self._gathered(number, shards[number]) if self._waits(number) else shards[number] for number in moves]
+        whole = {number: self._gathered(number, shards[number]) for number in moves if self._waits(number)}
+        runs = [self._values([whole.get(n, stripe) for n, stripe in enumerate(some)]) for some in self._stripes(shards)]
+        return [self._put_together(number, runs) for number in range(len(self.routine.outputs))], shards
+
+    def _values(self, shards: Sequence[jax.Array]) -> "dict[int, _Value]":
+        """Every product of what the operands have arrived as, or of a stripe of it."""
+        held = list(shards)
         values: dict[int, _Value] = {}
+        for number, ring in self.loops.gathers.items():
+            if not ring.axes and not self._waits(number):
+                held[number] = self._gathered(number, shards[number])
         for number, ring in self.loops.gathers.items():
             if ring.axes:
                 values |= self._looped(number, shards[number], held)
-        for number, product in enumerate(self.routine.products):
+        for number in range(len(self.routine.products)):
             if number not in values:
                 values[number] = self._plain(number, held)
-        return [self._settled(number, values) for number in range(len(self.routine.outputs))], shards
+        return values
+
+    # -- stripes -------------------------------------------------------------------------------------------------------
+
+    def _stripes(self, shards: Sequence[jax.Array]) -> Iterator[list[jax.Array]]:
+        """The operands, stripe by stripe; those without the dimension of stripes are the same in each."""
+        stripes = self.loops.stripes
+        if stripes is None:
+            yield list(shards)
+            return
+        start = 0
+        for size in stripes.sizes:
+            region = {stripes.dim: (start, size)}
+            yield [part_of(x, self._dims_of(number), region) for number, x in enumerate(shards)]
+            start += size
+
+    def _put_together(self, number: int, runs: "Sequence[dict[int, _Value]]") -> jax.Array:
+        """An output from its stripes: settled each by itself and side by side, or added and then settled."""
+        spec, stripes = self.routine.outputs[number].spec, self.loops.stripes
+        if stripes is None:
+            return self._settled(number, runs[0])
+        if stripes.dim in spec.dims:
+            settled = [self._settled(number, *run) for run in zip(runs, stripes.sizes)]
+            return jnp.concatenate(settled, spec.dims.index(stripes.dim))
+        products = self.routine.outputs[number].products
+        sums = {product: _added([values[product].block({}) for values in runs]) for product in products}
+        return self._settled(number, {product: _Whole(self, product, total) for product, total in sums.items()})
+
+    def _dims_of(self, move: int) -> tuple[str, ...]:
+        return self.routine.moves[move].spec.dims
 
     def _stop(self, number: int) -> int | None:
         """Where a move's ring begins among its steps."""
@@ -52,8 +91,9 @@ class LoopedExecution(Execution):
         return len(self.routine.moves[number].steps) - len(self.travels[number].steps)
 
     def _waits(self, number: int) -> bool:
-        """Whether a travelling operand is whole before it is used."""
-        return number in self.loops.gathers and not self.loops.gathers[number].axes
+        """Whether a travelling operand is gathered once, before everything else: it is needed whole."""
+        ring, stripes = self.loops.gathers.get(number), self.loops.stripes
+        return ring is not None and not ring.axes and (stripes is None or stripes.dim not in self._dims_of(number))
 
     # -- all-gather, then einsum ---------------------------------------------------------------------------------------
 
@@ -68,35 +108,10 @@ class LoopedExecution(Execution):
         return _Gather(self, number, shard).run({}, keep=True)[1]
 
     def _looped(self, number: int, shard: jax.Array, held: Sequence[jax.Array]) -> "dict[int, _Value]":
-        """The products of a travelling operand; those that are scattered next keep a part of their work for then."""
-        products, late = self._products_of(number), self.loops.gathers[number].late
-        later = [product for product in products if product in self.scattered] if late else []
-        others = {product: self._other(product, number, held) for product in products}
-        dims = self.travels[number].shard.dims
-        size = shard.shape[dims.index(late)] if late else 0
-        if size < 2 or not later:
-            values, _ = _Gather(self, number, shard).run(others)
-            return {product: _Whole(self, product, value) for product, value in values.items()}
-        halves = ({late: (0, size // 2)}, {late: (size // 2, size - size // 2)})
-        early, rest = ({p: self._other_part(p, number, x, half) for p, x in others.items()} for half in halves)
-        values, _ = _Gather(self, number, part_of(shard, dims, halves[0])).run(early)
-        gather = _Gather(self, number, part_of(shard, dims, halves[1]))
-        more, whole = gather.run({p: x for p, x in rest.items() if p not in later}, keep=True)
-        return {p: self._joined(p, number, value, more.get(p), whole, rest[p], late) for p, value in values.items()}
-
-    def _joined(self, product: int, move: int, early, more, whole, other, late: str) -> "_Value":
-        """A product from those of the two halves of a travelling operand, the second of which may be there or not."""
-        dims = self.routine.products[product].einsum.after.dims
-        if more is None:
-            rest = _Product(self, product, self._in_order(product, move, whole, other))
-            return _Halved(_Whole(self, product, early), rest, late, dims.index(late))
-        both = jnp.concatenate([early, more], dims.index(late)) if late in dims else early + more
-        return _Whole(self, product, both)
-
-    def _other_part(self, product: int, move: int, other: jax.Array | None, region: Region) -> jax.Array | None:
-        found = self.routine.products[product]
-        spec = found.einsum.other if found.left == move else found.einsum.before
-        return None if other is None else part_of(other, spec.dims, region)
+        """The products of an operand that travels while it is multiplied."""
+        others = {product: self._other(product, number, held) for product in self._products_of(number)}
+        values, _ = _Gather(self, number, shard).run(others)
+        return {product: _Whole(self, product, value) for product, value in values.items()}
 
     def _products_of(self, move: int) -> list[int]:
         return [number for number, product in enumerate(self.routine.products) if move in (product.left, product.right)]
@@ -123,10 +138,10 @@ class LoopedExecution(Execution):
 
     # -- einsum, then reduce-scatter -----------------------------------------------------------------------------------
 
-    def _settled(self, number: int, values: "dict[int, _Value]") -> jax.Array:
+    def _settled(self, number: int, values: "dict[int, _Value]", stripe: int | None = None) -> jax.Array:
         output, tensor = self.routine.outputs[number], self.outputs[number]
         if number in self.loops.scatters:
-            total = self._scattered(number, [values[product] for product in output.products])
+            total = self._scattered(number, [values[product] for product in output.products], stripe)
             return self.arrange(total, self._dims(number), output.spec).astype(tensor.dtype)
         whole = {}
         for product in output.products:
@@ -143,12 +158,13 @@ class LoopedExecution(Execution):
     def _dims(self, output: int) -> tuple[str, ...]:
         return self.routine.products[self.routine.outputs[output].products[0]].spec.dims
 
-    def _scattered(self, number: int, values: "Sequence[_Value]") -> jax.Array:
+    def _scattered(self, number: int, values: "Sequence[_Value]", stripe: int | None) -> jax.Array:
         """The sum of products over devices, each device its shard, and the steps behind that."""
         travel, tensor = scatter_of(self.routine, number), self.outputs[number]
         chain, ring = settling(self.routine, number), self.loops.scatters[number]
         first = self._first_settling(number)
         shard = local_shape(travel.shard, self.sizes, self.mesh)
+        shard |= {} if stripe is None else {self.loops.stripes.dim: stripe}
         journey = Journey(travel, ring, self.mesh, shard, first, tensor.wire)
         pieces = []
         for part, start, size in ring.parts(shard[ring.split] if ring.split else 1):
@@ -186,8 +202,8 @@ class _Gather:
         """The products with `others`, by number, and, to keep, the whole of the operand."""
         journey, ring = self.journey, self.journey.ring
         landings = {product: self._landing(product, other) for product, other in others.items()}
-        sizes = [journey.whole(dim) for dim in journey.dims]
-        whole = jnp.zeros(sizes, self.dtype) if keep else None
+        sizes = tuple(journey.whole(dim) for dim in journey.dims)
+        whole = lax.empty(sizes, self.dtype) if keep else None  # every place of it is written
         split = journey.shard[ring.split] if ring.split else 1
         for part, start, size in ring.parts(split):
             own = journey.divided({}, start, size)
@@ -230,7 +246,7 @@ class _Landing:
         self.other_dims = () if found.right is None else self._spec_of_other(found).dims
         sizes = dict(zip(self.other_dims, () if other is None else other.shape))
         sizes |= {dim: journey.whole(dim) for dim in journey.dims}
-        self.shape = [sizes[dim] for dim in self.dims]
+        self.shape = tuple(sizes[dim] for dim in self.dims)
         looped = set(journey.block({}))
         self.cut = looped | ({journey.ring.split} if journey.ring.split else set())
         self.adds = any(dim not in self.dims for dim in self.cut)
@@ -266,7 +282,8 @@ class _Landing:
             self.parts[key] = self.parts[key] + value if key in self.parts else value
             return
         if self.result is None:
-            self.result = jnp.zeros(self.shape, self._dtype(value))
+            start = jnp.zeros if self.adds else lax.empty  # every place is written, but only added to where sums are
+            self.result = start(self.shape, self._dtype(value))
         self.result = put(self.result, self.dims, region, value, add=self.adds)
 
     def _dtype(self, value: jax.Array):
@@ -319,32 +336,9 @@ class _Product:
         return self.execution.multiply(self.number, *parts)
 
 
-@dataclass(frozen=True)
-class _Halved:
-    """A product of which the first rows are there, and the others are worked out part by part."""
-
-    early: _Whole
-    late: _Product
-    dim: str
-    at: int
-
-    def block(self, region: Region) -> jax.Array:
-        """A part of it."""
-        border = self.early.value.shape[self.at]
-        start, size = region.get(self.dim, (0, border + self.late_size()))
-        first, last = max(0, min(size, border - start)), max(0, start + size - max(start, border))
-        rows = []
-        if first:
-            rows.append(self.early.block({**region, self.dim: (start, first)}))
-        if last:
-            rows.append(self.late.block({**region, self.dim: (max(start, border) - border, last)}))
-        return rows[0] if len(rows) == 1 else jnp.concatenate(rows, self.at)
-
-    def late_size(self) -> int:
-        """How many rows come later."""
-        einsum = self.late.execution.routine.products[self.late.number].einsum
-        pairs = zip(self.late.operands, (einsum.before, einsum.other))
-        return next(x.shape[spec.dims.index(self.dim)] for x, spec in pairs if self.dim in spec.dims)
+def _added(values: Sequence[jax.Array]) -> jax.Array:
+    first, *rest = values
+    return sum(rest, first)
 
 
-_Value = _Whole | _Product | _Halved
+_Value = _Whole | _Product

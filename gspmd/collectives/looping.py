@@ -7,6 +7,10 @@ that chunks are not too thin for the matrix unit), the schedule, and whether par
     what is gathered before the loop + max(chunked products, permutes) + the first chunk's way
         < the whole product + the collective.
 
+The other way is to cut a dimension that stays where it is, such as the batch, into stripes: while one is multiplied,
+the next is gathered and the one before it reduce-scattered. Products then keep their whole contracted dimension, and
+an operand and a result can travel both.
+
 Source: Wang et al. 2023 (ASPLOS), §5.5, whose gate this is.
 """
 
@@ -15,29 +19,23 @@ from dataclasses import dataclass
 from itertools import product as combinations
 from math import prod
 
-from gspmd.collectives.chips import Chip
-from gspmd.collectives.cost import itemsize
-from gspmd.collectives.efficiency import product_seconds
-from gspmd.collectives.loops import Loops, Ring, Travel, gather_of, local_shape, scatter_of, settling
-from gspmd.collectives.plan import Product, Routine
+from gspmd.collectives.costing import Costs
+from gspmd.collectives.loops import Loops, Ring, Stripes, Travel, gather_of, local_shape, scatter_of, settling
+from gspmd.collectives.plan import Product, Routine, Step
 from gspmd.collectives.problem import Setting, Tensor
-from gspmd.collectives.walk import SCHEDULES, Part, cut, parts, walk
+from gspmd.collectives.walk import SCHEDULES
+
+STRIPES = (2, 4, 8, 16, 32)
+FULL_STRIPE = 128
+"""Rows that fill the lanes of a vector register: thinner stripes are not worth trying."""
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Seconds of one travelling tensor and of the products that it travels in.
+class Choice:
+    """One way to run a routine, and its seconds."""
 
-    Attributes:
-        whole: blocking: the collectives, then the products.
-        seconds: looped.
-        exposed: of `seconds`, what is not the products'.
-    """
-
-    ring: Ring
-    whole: float
+    loops: Loops
     seconds: float
-    exposed: float
 
 
 def plan_loops(
@@ -55,198 +53,181 @@ def plan_loops(
     Returns:
         The rings, and how many seconds less than blocking the routine takes with them.
     """
-    chosen = _Chooser(routine, inputs, outputs, setting, lowering)
-    return Loops(chosen.gathers, chosen.scatters), chosen.gained
+    chooser = _Chooser(routine, setting, Costs(routine, inputs, outputs, setting), lowering)
+    if not chooser.gathers and not chooser.scatters:
+        return Loops(), 0.0
+    blocking = chooser.blocking()
+    choices = list(chooser.choices())
+    best = min(choices, key=lambda choice: choice.seconds)
+    if lowering == "auto" and best.seconds >= blocking:
+        return Loops(), 0.0
+    return best.loops, blocking - best.seconds
 
 
 class _Chooser:
-    def __init__(self, routine: Routine, inputs, outputs, setting: Setting, lowering: str):
-        self.routine, self.inputs, self.outputs = routine, inputs, outputs
-        self.sizes, self.mesh, self.chip = dict(setting.sizes), dict(setting.mesh), setting.chip
+    def __init__(self, routine: Routine, setting: Setting, costs: Costs, lowering: str):
+        self.routine, self.costs = routine, costs
+        self.sizes, self.mesh = dict(setting.sizes), dict(setting.mesh)
         self.forced = lowering != "auto"
         _, _, schedule = lowering.partition(":")
         self.schedules = (schedule,) if schedule else SCHEDULES
-        self.gained = 0.0
-        self.gathers: dict[int, Ring] = {}
-        self.scatters: dict[int, Ring] = {}
-        self._choose_gathers()
-        self._choose_scatters()
+        self.gathers, self.scatters = self._travels()
 
-    def _choose_gathers(self) -> None:
-        """The most bytes first: of two operands of one product, only one can travel while it is multiplied."""
-        travels = {n: found for n, move in enumerate(self.routine.moves) if (found := gather_of(move))}
-        for number in sorted(travels, key=lambda n: -sum(step.wire_bytes for step in travels[n].steps)):
-            products = [p for p in self._products_of(number) if not p.passes_through]
-            if not products:
-                continue
-            partners = {move for p in products for move in (p.left, p.right) if move not in (number, None)}
-            if any(self.gathers.get(move, Ring(())).axes for move in partners):
-                if self.forced:  # one of the two is needed whole, and kept as it was all the same
-                    self.gathers[number] = self._whole(number, travels[number])
-                continue
-            self._take(self.gathers, number, self._gather_estimates(number, travels[number], products))
+    def _travels(self) -> tuple[dict[int, Travel], dict[int, Travel]]:
+        """What can travel: operands that are multiplied, and results of products."""
+        routine = self.routine
+        gathers = {n: found for n, move in enumerate(routine.moves) if (found := gather_of(move))}
+        scatters = {n: found for n in range(len(routine.outputs)) if (found := scatter_of(routine, n))}
+        used = {m for p in routine.products if not p.passes_through for m in (p.left, p.right)}
+        made = {n for n in scatters if any(not p.passes_through for p in self._made(n))}
+        return {n: gathers[n] for n in gathers if n in used}, {n: scatters[n] for n in scatters if n in made}
 
-    def _choose_scatters(self) -> None:
-        for number, output in enumerate(self.routine.outputs):
-            travel = scatter_of(self.routine, number)
-            products = [self.routine.products[p] for p in output.products]
-            if travel is None or all(p.passes_through for p in products):
-                continue
-            before = len(self.scatters)
-            self._take(self.scatters, number, self._scatter_estimates(number, travel, products))
-            if len(self.scatters) > before:
-                self._make_late(products, travel)
-
-    def _take(self, rings: dict[int, Ring], number: int, estimates: Iterator[Estimate]) -> None:
-        best = min(estimates, key=lambda each: each.seconds, default=None)
-        if best is not None and (self.forced or best.seconds < best.whole):
-            rings[number] = best.ring
-            self.gained += best.whole - best.seconds
+    def _made(self, output: int) -> list[Product]:
+        return [self.routine.products[p] for p in self.routine.outputs[output].products]
 
     def _products_of(self, move: int) -> list[Product]:
         return [p for p in self.routine.products if move in (p.left, p.right)]
 
-    def _whole(self, number: int, travel: Travel) -> Ring:
-        dims = local_shape(travel.shard, self.sizes, self.mesh)
-        return Ring((), travel.group, self.schedules[0], 1, _split(dims, travel, travel.group, ()))
+    def blocking(self) -> float:
+        """Seconds of everything that may be looped, when nothing is."""
+        travels = (*self.gathers.values(), *self.scatters.values())
+        sent = sum(step.seconds for travel in travels for step in travel.steps)
+        return sent + sum(self.costs.product(p, {}) for p in self.routine.products)
 
-    def _make_late(self, products: Sequence[Product], travel: Travel) -> None:
-        """Half of what a scattered product gathers is gathered first and multiplied last, while the result travels."""
-        for found in products:
-            for move in (found.left, found.right):
-                if move in self.gathers and self.gathers[move].axes and not self.gathers[move].late:
-                    ring = self.gathers[move]
-                    self.gathers[move] = Ring(
-                        ring.axes, ring.within, ring.schedule, ring.turns, ring.split, self._rows(move, found, travel)
-                    )
+    def choices(self) -> Iterator[Choice]:
+        """Rings in the einsums, and every number of stripes."""
+        yield self._by_rings()
+        dim = self._stripe_dim()
+        for sizes in _stripes(self.costs.local(dim)) if dim else ():
+            yield from self._by_stripes(Stripes(dim, sizes))
 
-    def _rows(self, move: int, found: Product, travel: Travel) -> str | None:
-        """A dimension that only this operand has, and that does not change on either way: the largest."""
-        before, gathered = gather_of(self.routine.moves[move]), {}
-        other = found.einsum.other if found.left == move else found.einsum.before
-        sizes = local_shape(before.shard, self.sizes, self.mesh)
-        for dim, size in sizes.items():
-            own = other is None or dim not in other.dims
-            if own and dim in found.einsum.after.dims and dim not in before.spans and dim not in travel.spans:
-                gathered[dim] = size
-        return max(gathered, key=gathered.get, default=None)
+    # -- rings ---------------------------------------------------------------------------------------------------------
 
-    # -- what the candidates cost --------------------------------------------------------------------------------------
+    def _by_rings(self) -> Choice:
+        gathers, scatters, seconds, done = {}, {}, 0.0, []
+        # The most bytes first: of two operands of one product, only one can travel while it is multiplied.
+        for number in sorted(self.gathers, key=lambda n: -sum(step.wire_bytes for step in self.gathers[n].steps)):
+            travel, products = self.gathers[number], self._products_of(number)
+            partners = {move for p in products for move in (p.left, p.right) if move not in (number, None)}
+            blocked = any(move in gathers and gathers[move].axes for move in partners)
+            if blocked:
+                gathers |= {number: self._first(travel)} if self.forced else {}
+                seconds += sum(step.seconds for step in travel.steps)
+                continue
+            ring, taken = self._cheapest(travel, products, self.costs.gather)
+            gathers |= {number: ring} if ring else {}
+            seconds, done = seconds + taken, done + products
+        for number, travel in self.scatters.items():
+            products = [p for p in self._made(number) if p not in done]
+            ring, taken = self._cheapest(travel, products, self.costs.scatter)
+            scatters |= {number: ring} if ring else {}
+            seconds, done = seconds + taken, done + products
+        seconds += sum(self.costs.product(p, {}) for p in self.routine.products if p not in done)
+        return Choice(Loops(gathers, scatters), seconds)
 
-    def _gather_estimates(self, number: int, travel: Travel, products: Sequence[Product]) -> Iterator[Estimate]:
-        tensor = self.inputs[self.routine.moves[number].source]
-        shard = local_shape(travel.shard, self.sizes, self.mesh)
-        free = set.intersection(*(set(p.einsum.after.dims) for p in products))
-        blocking = sum(step.seconds for step in travel.steps) + sum(self._product_seconds(p, {}) for p in products)
-        for ring in self._rings(travel, shard, free):
-            chunk = self._chunk(travel, ring, shard)
-            compute = self._chunked(products, chunk, ring, travel)
-            yield self._estimate(ring, blocking, compute, shard, tensor)
+    def _cheapest(self, travel: Travel, products: Sequence[Product], cost) -> tuple[Ring | None, float]:
+        """The best ring of a tensor and its seconds with its products'; no ring where blocking is as good."""
+        blocking = sum(step.seconds for step in travel.steps) + sum(self.costs.product(p, {}) for p in products)
+        rings = [(cost(travel, ring, products), ring) for ring in self._rings(travel, products)]
+        seconds, ring = min(rings, key=lambda pair: pair[0])
+        return (ring, seconds) if self.forced or seconds < blocking else (None, blocking)
 
-    def _scatter_estimates(self, number: int, travel: Travel, products: Sequence[Product]) -> Iterator[Estimate]:
-        tensor, products = self.outputs[number], [p for p in products if not p.passes_through]
-        shard = local_shape(travel.shard, self.sizes, self.mesh)
-        blocking = sum(step.seconds for step in travel.steps) + sum(self._product_seconds(p, {}) for p in products)
-        for ring in self._rings(travel, shard, set(travel.shard.dims)):
-            chunk = self._chunk(travel, ring, shard)
-            compute = self._chunked(products, chunk, ring, travel)
-            yield self._estimate(ring, blocking, compute, shard, tensor)
-
-    def _rings(self, travel: Travel, shard: Mapping[str, int], free: set[str]) -> Iterator[Ring]:
+    def _rings(self, travel: Travel, products: Sequence[Product]) -> Iterator[Ring]:
         """Every choice of axes to loop over (the major ones of each dimension), schedule and turns."""
+        shard = local_shape(travel.shard, self.sizes, self.mesh)
+        free = set.intersection(set(travel.shard.dims), *(set(p.einsum.after.dims) for p in products))
         spans = {dim: [axis for axis in axes if self.mesh.get(axis, 1) > 1] for dim, axes in travel.spans.items()}
         for counts in combinations(*(range(len(axes) + 1) for axes in spans.values())):
             looped = tuple(axis for axes, count in zip(spans.values(), counts) for axis in axes[:count])
             within = tuple(axis for axes, count in zip(spans.values(), counts) for axis in axes[count:])
-            if not looped:
-                continue
-            for schedule, turns in combinations(self.schedules, sorted({1, len(looped)})):
-                split = None
-                if schedule == "halves" or turns > 1:
-                    split = _split(shard, travel, within, free)
-                yield Ring(looped, within, schedule, turns, split)
+            for schedule, turns in combinations(self.schedules, sorted({1, len(looped)})) if looped else ():
+                parted = schedule == "halves" or turns > 1
+                yield Ring(looped, within, schedule, turns, _split(shard, travel, within, free) if parted else None)
 
-    def _chunk(self, travel: Travel, ring: Ring, shard: Mapping[str, int]) -> dict[str, int]:
-        """The local sizes of a chunk, or of one of its parts, in the dimensions that are cut."""
-        spans = travel.spans
-        chunk = {
-            dim: shard[dim] * prod(self.mesh.get(axis, 1) for axis in spans[dim] if axis in ring.within)
-            for dim in spans
-            if any(axis in ring.axes for axis in spans[dim])
-        }
-        if ring.split:
-            size = chunk.get(ring.split, shard[ring.split])
-            chunk[ring.split] = max(1, size // len(parts(ring.axes, ring.schedule, ring.turns)))
-        return chunk
+    def _first(self, travel: Travel, schedule: str | None = None) -> Ring:
+        """A tensor that is gathered by permutes before it is multiplied, or scattered after that."""
+        shard = local_shape(travel.shard, self.sizes, self.mesh)
+        schedule = schedule or self.schedules[-1]
+        split = _split(shard, travel, travel.group, set(shard)) if schedule == "halves" else None
+        return Ring((), travel.group, schedule, 1, split)
 
-    def _chunked(self, products: Sequence[Product], chunk: Mapping[str, int], ring: Ring, travel: Travel) -> float:
-        count = prod(self.mesh[axis] for axis in ring.axes)
-        if ring.split:
-            count *= len(parts(ring.axes, ring.schedule, ring.turns))
-        return count * sum(self._product_seconds(found, chunk) for found in products)
+    # -- stripes -------------------------------------------------------------------------------------------------------
 
-    def _product_seconds(self, found: Product, chunk: Mapping[str, int]) -> float:
-        """Of a product whose dimensions are cut to the sizes of a chunk."""
-        left, right, after = found.einsum.before, found.einsum.other, found.einsum.after
-        sizes = local_shape(left, self.sizes, self.mesh)
-        sizes |= {} if right is None else local_shape(right, self.sizes, self.mesh)
-        adds = any(dim not in after.dims and size < sizes[dim] for dim, size in chunk.items() if dim in sizes)
-        sizes |= {dim: size for dim, size in chunk.items() if dim in sizes}
-        both = set(left.dims) & set(right.dims if right is not None else ())
-        amount = lambda dims: prod(sizes[dim] for dim in dims)  # noqa: E731
-        return product_seconds(
-            amount(set(left.dims) & set(after.dims) - both),
-            amount(set(sizes) - set(after.dims)),
-            amount(set(after.dims) - set(left.dims)),
-            batch=amount(both & set(after.dims)),
-            dtype=self.inputs[0].dtype,
-            chip=self.chip,
-            accumulate=adds,
-        )
+    def _stripe_dim(self) -> str | None:
+        """The longest dimension that stays where it is in everything that travels, where nothing else is sent."""
+        candidates = {}
+        for dim in self.routine.products[0].einsum.before.dims:
+            if all(self._stays(dim, *each) for each in self._chains()) and self._reaches(dim):
+                candidates[dim] = self.costs.local(dim)
+        return max(candidates, key=candidates.get, default=None)
 
-    def _estimate(
-        self, ring: Ring, blocking: float, compute: float, shard: Mapping[str, int], tensor: Tensor
-    ) -> Estimate:
-        whole = prod(shard.values()) * itemsize(tensor.wire)
-        ways = parts(ring.axes, ring.schedule, ring.turns)
-        each = whole / len(ways)
-        first = _links_seconds(
-            [(each, walk(ring.within, self.mesh, way.schedule, way.sign)) for way in ways], self.mesh, self.chip
-        )
-        fat = each * prod(self.mesh[axis] for axis in ring.within)
-        loop = _links_seconds(
-            [(fat, walk(way.axes, self.mesh, way.schedule, way.sign)) for way in ways], self.mesh, self.chip
-        )
-        steps = max(1, prod(self.mesh[axis] for axis in ring.axes) // (2 if ring.schedule == "paired" else 1))
-        fill = loop / steps if loop > compute else compute / steps * min(1.0, loop / compute) if compute else 0.0
-        seconds = first + max(compute, loop) + (fill if loop > compute else 0.0)
-        return Estimate(ring, blocking, seconds, seconds - compute)
+    def _chains(self) -> Iterator[tuple[tuple[Step, ...], Travel | None, tuple[str, ...]]]:
+        """Every chain of steps with what of it can travel, and the dimensions of its tensor."""
+        for number, move in enumerate(self.routine.moves):
+            yield move.steps, self.gathers.get(number), move.spec.dims
+        for number, output in enumerate(self.routine.outputs):
+            dims = self.routine.products[output.products[0]].spec.dims
+            yield settling(self.routine, number), self.scatters.get(number), dims
+
+    def _stays(self, dim: str, steps: tuple[Step, ...], travel: Travel | None, dims: tuple[str, ...]) -> bool:
+        if dim not in dims:
+            return True
+        alone = not any(step.is_collective for step in steps if travel is None or step not in travel.steps)
+        return alone and all(step.before.axes_of(dim) == step.after.axes_of(dim) for step in steps)
+
+    def _reaches(self, dim: str) -> bool:
+        """Whether whatever travels has the dimension, each product has it, and no product has steps of its own."""
+        moves = [self.routine.moves[n].spec.dims for n in self.gathers]
+        products = self.routine.products
+        inside = all(dim in p.einsum.before.dims or (p.einsum.other and dim in p.einsum.other.dims) for p in products)
+        single = all(len(o.products) == 1 or not self._steps_of(o.products) for o in self.routine.outputs)
+        return inside and single and all(dim in dims for dims in moves)
+
+    def _steps_of(self, products: Sequence[int]) -> list[Step]:
+        return [step for p in products for step in self.routine.products[p].steps]
+
+    def _by_stripes(self, stripes: Stripes) -> Iterator[Choice]:
+        for schedule in self.schedules:
+            gathers = {n: self._first(travel, schedule) for n, travel in self.gathers.items()}
+            scatters = {n: self._scattered(stripes, n, travel, schedule) for n, travel in self.scatters.items()}
+            gathered = [(travel, gathers[n], ()) for n, travel in self.gathers.items()]
+            settled = [(travel, scatters[n], self._made(n)) for n, travel in self.scatters.items()]
+            seconds = self.costs.striped(stripes, gathered, settled)
+            yield Choice(Loops(gathers, scatters, stripes), seconds)
+
+    def _scattered(self, stripes: Stripes, number: int, travel: Travel, schedule: str) -> Ring:
+        """How a stripe's result is scattered: while it is made, as far as that makes no thin products."""
+        products, chunk = self._made(number), {stripes.dim: max(stripes.sizes)}
+        rings = [ring for ring in self._rings(travel, products) if (ring.schedule, ring.turns) == (schedule, 1)]
+        rings.append(self._first(travel, schedule))
+        return min(rings, key=lambda ring: self.costs.in_stripe(chunk, travel, ring, products))
 
 
-def _links_seconds(walks: Sequence[tuple[float, tuple]], mesh: Mapping[str, int], chip: Chip) -> float:
-    """Seconds of walks that go on side by side: the busiest link's, and its hops' latency."""
-    busy: dict[tuple[str, int], float] = {}
-    hops: dict[tuple[str, int], int] = {}
-    for amount, steps in walks:
-        for hop in steps:
-            back = 1 if chip.is_switch or chip.wraps(mesh[hop.axis]) else 2  # what closes the ring comes back through it
-            for sign in {hop.by, -hop.by} if back == 2 else {hop.by}:
-                busy[hop.axis, sign] = busy.get((hop.axis, sign), 0.0) + amount
-                hops[hop.axis, sign] = hops.get((hop.axis, sign), 0) + 1
-    if not busy:
-        return 0.0
-    if chip.is_switch:
-        sent = sum(amount * len(steps) for amount, steps in walks)
-        return sent / chip.egress_bandwidth + chip.hop_seconds * max(len(steps) for _, steps in walks)
-    return max(busy[link] / chip.link_bandwidth + hops[link] * chip.hop_seconds for link in busy)
+def _stripes(size: int) -> Iterator[tuple[int, ...]]:
+    """Ways to cut a dimension: evenly, and with a thin stripe at both ends, whose ways nothing hides."""
+    for number in STRIPES:
+        if size % number == 0 and size // number >= FULL_STRIPE:
+            yield (size // number,) * number
+            for thin in (2, 4, 8):
+                end = size // number // thin
+                if number > 2 and end % FULL_STRIPE == 0:
+                    inside = size - 2 * end
+                    yield (end, *_even(inside, number - 1, FULL_STRIPE), end)
 
 
-def _split(shard: Mapping[str, int], travel: Travel, within: Sequence[str], free: set[str] | tuple) -> str | None:
+def _even(size: int, number: int, multiple: int) -> list[int]:
+    """Parts of a size, all but the last of them a multiple."""
+    part = -(-size // number // multiple) * multiple
+    return [part] * (number - 1) + [size - part * (number - 1)] if part * (number - 1) < size else _even(
+        size, number - 1, multiple
+    )
+
+
+def _split(shard: Mapping[str, int], travel: Travel, within: Sequence[str], free: set[str]) -> str | None:
     """The dimension along which shards are cut into parts: a free one that stays as it is, if there is one."""
 
     def rank(dim: str) -> tuple:
-        inside = any(axis in within for axis in travel.spans.get(dim, ()))
-        return (inside, shard[dim] < 2, dim in travel.spans, dim not in free, -shard[dim])
+        return shard[dim] < 2, dim in travel.spans, dim not in free, -shard[dim]
 
     allowed = [dim for dim in shard if not any(axis in within for axis in travel.spans.get(dim, ()))]
     return min(allowed, key=rank, default=None)

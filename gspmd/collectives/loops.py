@@ -20,8 +20,6 @@ class Ring:
         schedule: one of `walk.SCHEDULES`.
         turns: in how many orders of `axes` parts of a shard travel, so that all their links are busy.
         split: the dimension along which shards are cut into those parts, and into halves.
-        late: of a gather in whose einsum the result is scattered, too: the dimension whose second half is gathered
-            first, and multiplied while the result travels.
     """
 
     axes: tuple[str, ...]
@@ -29,7 +27,6 @@ class Ring:
     schedule: str = "halves"
     turns: int = 1
     split: str | None = None
-    late: str | None = None
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -43,11 +40,25 @@ class Ring:
 
 
 @dataclass(frozen=True)
+class Stripes:
+    """A dimension that stays where it is, cut into stripes: while one is multiplied, others travel.
+
+    Attributes:
+        dim: the dimension.
+        sizes: of the stripes, on one device.
+    """
+
+    dim: str
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Loops:
-    """The rings of a routine: of moves by their number, and of outputs by theirs."""
+    """The rings of a routine: of moves by their number, and of outputs by theirs; and its stripes, if it has any."""
 
     gathers: Mapping[int, Ring] = field(default_factory=lambda: MappingProxyType({}))
     scatters: Mapping[int, Ring] = field(default_factory=lambda: MappingProxyType({}))
+    stripes: Stripes | None = None
 
 
 @dataclass(frozen=True)

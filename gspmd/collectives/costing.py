@@ -1,0 +1,173 @@
+"""What rings and stripes cost: the products in chunks, the busiest link, and what of either hides nothing.
+
+Leaves out that links are shared with what other equations send, and what the compiler's scheduler does not see.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from gspmd.collectives.cost import itemsize
+from gspmd.collectives.efficiency import product_seconds
+from gspmd.collectives.loops import Ring, Stripes, Travel, local_shape
+from gspmd.collectives.plan import Product, Routine
+from gspmd.collectives.problem import Setting, Tensor
+from gspmd.collectives.walk import Hop, parts, walk
+
+Journey = tuple[Travel, Ring, Sequence[Product]]
+"""What travels, how, and the products that it is of."""
+
+Sent = tuple[float, tuple[Hop, ...]]
+"""Bytes of each hop, and the hops."""
+
+
+class Costs:
+    """Seconds of the parts of one routine."""
+
+    def __init__(self, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], setting: Setting):
+        self.routine, self.inputs, self.outputs = routine, inputs, outputs
+        self.sizes, self.mesh, self.chip = dict(setting.sizes), dict(setting.mesh), setting.chip
+
+    def local(self, dim: str) -> int:
+        """The local size of a dimension during the einsums."""
+        specs = (spec for p in self.routine.products for spec in (p.einsum.before, p.einsum.other) if spec)
+        return next(local_shape(spec, self.sizes, self.mesh)[dim] for spec in specs if dim in spec.dims)
+
+    def gather(self, travel: Travel, ring: Ring, products: Sequence[Product]) -> float:
+        """Of a travelling operand and its products: the inner gather, then the longer of permutes and products."""
+        before, loop, compute = self._ring(travel, ring, products)
+        return before + _overlapped(loop, compute, self._steps(ring))
+
+    def scatter(self, travel: Travel, ring: Ring, products: Sequence[Product]) -> float:
+        """Of a travelling sum and its products; with none left to multiply, its whole way."""
+        after, loop, compute = self._ring(travel, ring, products)
+        return _overlapped(loop, compute, self._steps(ring)) + after
+
+    def _ring(self, travel: Travel, ring: Ring, products: Sequence[Product]) -> tuple[float, float, float]:
+        shard = local_shape(travel.shard, self.sizes, self.mesh)
+        ways = parts(ring.axes, ring.schedule, ring.turns)
+        chunk, count = self._cut(travel, ring, shard)
+        compute = count * sum(self.product(found, chunk) for found in products)
+        each = self._bytes(travel) / len(ways)
+        fat = each * prod(self.mesh[axis] for axis in ring.within)
+        loop = [(fat, walk(way.axes, self.mesh, way.schedule, way.sign)) for way in ways]
+        inner = [sent for way in ways for sent in self._inner(each, ring.within, way.schedule, way.sign)]
+        return self.links(inner), self.links(loop), compute
+
+    def _inner(self, shard: float, axes: Sequence[str], schedule: str, sign: int) -> list[Sent]:
+        """Axis by axis, minor first, with ever larger pieces."""
+        sent = []
+        for axis in reversed(axes):
+            sent.append((shard, walk([axis], self.mesh, schedule, sign)))
+            shard *= self.mesh[axis]
+        return sent
+
+    def _bytes(self, travel: Travel) -> float:
+        return prod(local_shape(travel.shard, self.sizes, self.mesh).values()) * itemsize(self._wire(travel))
+
+    def _wire(self, travel: Travel) -> str:
+        tensors = {tensor.name: tensor for tensor in (*self.inputs, *self.outputs)}
+        return tensors[travel.steps[0].operand].wire
+
+    def _steps(self, ring: Ring) -> int:
+        return max(1, prod(self.mesh[axis] for axis in ring.axes) // (2 if ring.schedule == "paired" else 1))
+
+    def _cut(self, travel: Travel, ring: Ring, shard: Mapping[str, int]) -> tuple[dict[str, int], int]:
+        """The local sizes of a chunk, or of a part of one, in the dimensions that are cut, and how many there are."""
+        inside = lambda axes: prod(self.mesh.get(axis, 1) for axis in axes if axis in ring.within)  # noqa: E731
+        cut = {dim: axes for dim, axes in travel.spans.items() if any(axis in ring.axes for axis in axes)}
+        chunk = {dim: shard[dim] * inside(axes) for dim, axes in cut.items()}
+        count = prod(self.mesh[axis] for axis in ring.axes)
+        if ring.axes and ring.split:
+            size = chunk.get(ring.split, shard[ring.split])
+            number = min(size, len(parts(ring.axes, ring.schedule, ring.turns)))
+            chunk[ring.split], count = size // number, count * number
+        return chunk, count
+
+    def striped(self, stripes: Stripes, gathers: Sequence[Journey], scatters: Sequence[Journey]) -> float:
+        """Of everything in stripes: each is gathered, multiplied and scattered after the one before it.
+
+        Args:
+            stripes: how the dimension is cut.
+            gathers: what travels before the products, and how.
+            scatters: what travels after them, how, and the products.
+        """
+        total = sum(stripes.sizes)
+        alone = [p for p in self.routine.products if not any(p in products for _, _, products in scatters)]
+        there, back = (self.links(self._all_sent(side)) for side in (gathers, scatters))
+        copied = sum(self._copied(travel) for travel, _, _ in gathers)
+        last = 1 / max((self._steps(ring) for _, ring, _ in scatters if ring.axes), default=1)
+        gathered = multiplied = scattered = 0.0
+        for size in stripes.sizes:
+            gathered += there * size / total
+            chunk = {stripes.dim: size}
+            compute = sum(self.product(found, chunk) for found in alone) + copied * size / total
+            compute += sum(self.in_stripe(chunk, *each) for each in scatters)
+            multiplied = max(multiplied, gathered) + compute
+            way = back * size / total
+            scattered = max(multiplied + way * last, scattered + way)
+        return max(multiplied, scattered)
+
+    def _all_sent(self, journeys: Sequence[Journey]) -> list[Sent]:
+        return [sent for travel, ring, _ in journeys for sent in self._whole(travel, ring)]
+
+    def in_stripe(
+        self, stripe: Mapping[str, int], travel: Travel, ring: Ring, products: Sequence[Product]
+    ) -> float:
+        """Of the products of one stripe that are scattered as they are made."""
+        shard = local_shape(travel.shard, self.sizes, self.mesh) | stripe
+        whole = prod(shard.values()) * prod(self.mesh[axis] for axis in ring.within) * itemsize(self._wire(travel))
+        # Cutting a result that is there into pieces, and adding those that arrive: as measured in compiled programs.
+        copied = 8 * whole / self.chip.hbm_bandwidth if ring.within else 0.0
+        chunk, count = self._cut(travel, ring, shard)
+        return count * sum(self.product(found, stripe | chunk) for found in products) + copied
+
+    def _whole(self, travel: Travel, ring: Ring) -> list[Sent]:
+        ways = parts(ring.axes, ring.schedule, ring.turns)
+        each = self._bytes(travel) / len(ways)
+        axes = ring.axes + ring.within
+        return [sent for way in ways for sent in self._inner(each, axes, way.schedule, way.sign)]
+
+    def _copied(self, travel: Travel) -> float:
+        """Putting the pieces of what is gathered together writes the whole once."""
+        return self._bytes(travel) * prod(self.mesh[axis] for axis in travel.group) / self.chip.hbm_bandwidth
+
+    def product(self, found: Product, chunk: Mapping[str, int]) -> float:
+        """Of one product whose dimensions are cut to the sizes of a chunk."""
+        if found.passes_through:
+            return 0.0
+        left, right, after = found.einsum.before, found.einsum.other, found.einsum.after
+        sizes = local_shape(left, self.sizes, self.mesh)
+        sizes |= {} if right is None else local_shape(right, self.sizes, self.mesh)
+        adds = any(dim not in after.dims and size < sizes[dim] for dim, size in chunk.items() if dim in sizes)
+        sizes |= {dim: size for dim, size in chunk.items() if dim in sizes}
+        both = set(left.dims) & set(right.dims if right is not None else ())
+        amount = lambda dims: prod(sizes[dim] for dim in dims)  # noqa: E731
+        return product_seconds(
+            amount((set(left.dims) & set(after.dims)) - both),
+            amount(set(sizes) - set(after.dims)),
+            amount(set(after.dims) - set(left.dims)),
+            batch=amount(both & set(after.dims)),
+            dtype=self.inputs[0].dtype,
+            chip=self.chip,
+            accumulate=adds,
+        )
+
+    def links(self, walks: Sequence[Sent]) -> float:
+        """Seconds of walks that go on side by side: the busiest link's, and its hops' latency."""
+        chip, busy, hops = self.chip, {}, {}
+        for amount, steps in walks:
+            for hop in steps:
+                closes = chip.is_switch or chip.wraps(self.mesh[hop.axis])
+                for sign in {hop.by} if closes else (1, -1):  # what closes an open ring comes back through it
+                    busy[hop.axis, sign] = busy.get((hop.axis, sign), 0.0) + amount
+                    hops[hop.axis, sign] = hops.get((hop.axis, sign), 0) + 1
+        if chip.is_switch:
+            return sum(busy.values()) / chip.egress_bandwidth + chip.hop_seconds * max(hops.values(), default=0)
+        return max((busy[link] / chip.link_bandwidth + hops[link] * chip.hop_seconds for link in busy), default=0.0)
+
+
+def _overlapped(loop: float, compute: float, steps: int) -> float:
+    """The longer of the two, and one step of the permutes if those are it: nothing is there to multiply at first."""
+    if compute == 0:
+        return loop
+    return compute + min(loop, compute) / steps if compute >= loop else loop + compute / steps
