@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from gspmd.collectives.loops import Ring, Travel
@@ -76,8 +77,11 @@ class Journey:
 
     def along(self, axis: str, offset: Offset, size: int) -> Region:
         """Where a piece of this size lies that belongs to the device `offset` behind along one axis."""
-        place = (lax.axis_index(axis) - offset.get(axis, 0)) % self.mesh[axis]
-        return {self.dim(axis): (place * size, size)}
+        return {self.dim(axis): (self.place(axis, offset) * size, size)}
+
+    def place(self, axis: str, offset: Offset) -> jax.Array:
+        """Where along one axis the device `offset` behind stands."""
+        return (lax.axis_index(axis) - offset.get(axis, 0)) % self.mesh[axis]
 
     def dim(self, axis: str) -> str:
         """The dimension that an axis shards."""
@@ -98,7 +102,7 @@ class Journey:
         """Which chunk along a dimension: the axes' places, major first."""
         index = 0
         for axis in self._over(dim, axes):
-            index = index * self.mesh[axis] + (lax.axis_index(axis) - offset.get(axis, 0)) % self.mesh[axis]
+            index = index * self.mesh[axis] + self.place(axis, offset)
         return index
 
     def hops(self, part: Part) -> tuple[Hop, ...]:
@@ -131,8 +135,11 @@ def collect(journey: Journey, part: Part, x: jax.Array) -> jax.Array:
 def spread(journey: Journey, part: Part, chunk: jax.Array) -> jax.Array:
     """A device's shard of the sum of the chunks that the devices along the axes within hold: axis by axis."""
     for axis in journey.ring.within:
-        size = chunk.shape[journey.dims.index(journey.dim(axis))] // journey.mesh[axis]
-        summand = lambda offset, x=chunk, a=axis, n=size: part_of(x, journey.dims, journey.along(a, offset, n))  # noqa: E731
+        at, number = journey.dims.index(journey.dim(axis)), journey.mesh[axis]
+        shape = (*chunk.shape[:at], number, chunk.shape[at] // number, *chunk.shape[at + 1 :])
+        # The pieces in front: cut out of the last dimension, narrow ones would have the product laid out the other way.
+        pieces = jnp.moveaxis(chunk.reshape(shape), at, 0)
+        summand = lambda offset, x=pieces, a=axis: lax.dynamic_index_in_dim(x, journey.place(a, offset), 0, False)  # noqa: E731
         chunk = reduce_back(journey, walk([axis], journey.mesh, part.schedule, part.sign), summand, chunk.dtype)
     return chunk
 

@@ -13,6 +13,9 @@ from gspmd.collectives.plan import Product, Routine
 from gspmd.collectives.problem import Setting, Tensor
 from gspmd.collectives.walk import Hop, parts, walk
 
+NEAR = 64e6
+"""Bytes read and written of a float32 sum that stays on a TPU; one of twice that and more has been seen not to."""
+
 Journey = tuple[Travel, Ring, Sequence[Product]]
 """What travels, how, and the products that it is of."""
 
@@ -35,12 +38,12 @@ class Costs:
     def gather(self, travel: Travel, ring: Ring, products: Sequence[Product]) -> float:
         """Of a travelling operand and its products: the inner gather, then the longer of permutes and products."""
         before, loop, compute = self._ring(travel, ring, products)
-        return before + _overlapped(loop, compute, self._steps(ring))
+        return before + _overlapped(loop, compute, self._waves(ring))
 
     def scatter(self, travel: Travel, ring: Ring, products: Sequence[Product]) -> float:
         """Of a travelling sum and its products; with none left to multiply, its whole way."""
         after, loop, compute = self._ring(travel, ring, products)
-        return _overlapped(loop, compute, self._steps(ring)) + after
+        return _overlapped(loop, compute, self._waves(ring)) + after
 
     def _ring(self, travel: Travel, ring: Ring, products: Sequence[Product]) -> tuple[float, float, float]:
         shard = local_shape(travel.shard, self.sizes, self.mesh)
@@ -68,7 +71,11 @@ class Costs:
         tensors = {tensor.name: tensor for tensor in (*self.inputs, *self.outputs)}
         return tensors[travel.steps[0].operand].wire
 
-    def _steps(self, ring: Ring) -> int:
+    def steps(self, ring: Ring) -> int:
+        """Products that a ring cuts one into."""
+        return prod(self.mesh[axis] for axis in ring.axes) * len(parts(ring.axes, ring.schedule, ring.turns))
+
+    def _waves(self, ring: Ring) -> int:
         return max(1, prod(self.mesh[axis] for axis in ring.axes) // (2 if ring.schedule == "paired" else 1))
 
     def _cut(self, travel: Travel, ring: Ring, shard: Mapping[str, int]) -> tuple[dict[str, int], int]:
@@ -95,7 +102,7 @@ class Costs:
         alone = [p for p in self.routine.products if not any(p in products for _, _, products in scatters)]
         there, back = (self.links(self._all_sent(side)) for side in (gathers, scatters))
         copied = sum(self._copied(travel) for travel, _, _ in gathers)
-        last = 1 / max((self._steps(ring) for _, ring, _ in scatters if ring.axes), default=1)
+        last = 1 / max((self._waves(ring) for _, ring, _ in scatters if ring.axes), default=1)
         gathered = multiplied = scattered = 0.0
         for size in stripes.sizes:
             gathered += there * size / total
@@ -142,15 +149,26 @@ class Costs:
         sizes |= {dim: size for dim, size in chunk.items() if dim in sizes}
         both = set(left.dims) & set(right.dims if right is not None else ())
         amount = lambda dims: prod(sizes[dim] for dim in dims)  # noqa: E731
-        return product_seconds(
-            amount((set(left.dims) & set(after.dims)) - both),
-            amount(set(sizes) - set(after.dims)),
-            amount(set(after.dims) - set(left.dims)),
-            batch=amount(both & set(after.dims)),
-            dtype=self.inputs[0].dtype,
+        free = amount((set(left.dims) & set(after.dims)) - both), amount(set(after.dims) - set(left.dims))
+        batch, contracted = amount(both & set(after.dims)), amount(set(sizes) - set(after.dims))
+        return self._seconds(batch, free[0], contracted, free[1], adds)
+
+    def _seconds(self, batch: int, left: int, contracted: int, right: int, adds: bool) -> float:
+        """Between other work, operands are read while that goes on, as fast as main memory can, and sums stay here."""
+        dtype, accumulator = self.inputs[0].dtype, 2 * itemsize("float32") * batch * left * right
+        read = batch * contracted * (left + right) * itemsize(dtype)
+        multiplying = product_seconds(
+            left,
+            contracted,
+            right,
+            batch=batch,
+            dtype=dtype,
             chip=self.chip,
             accumulate=adds,
+            read_bytes=0,
+            accumulator_bytes=0 if accumulator <= NEAR else None,
         )
+        return max(multiplying, read / self.chip.hbm_bandwidth)
 
     def links(self, walks: Sequence[Sent]) -> float:
         """Seconds of walks that go on side by side: the busiest link's, and its hops' latency."""
@@ -167,7 +185,5 @@ class Costs:
 
 
 def _overlapped(loop: float, compute: float, steps: int) -> float:
-    """The longer of the two, and one step of the permutes if those are it: nothing is there to multiply at first."""
-    if compute == 0:
-        return loop
-    return compute + min(loop, compute) / steps if compute >= loop else loop + compute / steps
+    """The longer of the products, and the permutes with the one product that comes before or after them all."""
+    return max(compute, loop + compute / steps)

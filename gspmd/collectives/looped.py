@@ -10,8 +10,9 @@ Source: Wang et al. 2023, *Overlap Communication with Dependent Computation via 
 2022 (arXiv 2211.05102), §3.5.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from gspmd.collectives.chunks import Journey, Region, collect, part_of, put, red
 from gspmd.collectives.loops import Loops, gather_of, local_shape, scatter_of, settling
 from gspmd.collectives.lower import Execution
 from gspmd.collectives.plan import Routine
+from gspmd.collectives.walk import Part
 
 
 class LoopedExecution(Execution):
@@ -37,8 +39,11 @@ class LoopedExecution(Execution):
         moves = range(len(self.routine.moves))
         shards = [self.move(number, pieces, self._stop(number)) for number in moves]
         whole = {number: self._gathered(number, shards[number]) for number in moves if self._waits(number)}
-        runs = [self._values([whole.get(n, stripe) for n, stripe in enumerate(some)]) for some in self._stripes(shards)]
-        return [self._put_together(number, runs) for number in range(len(self.routine.outputs))], shards
+        shards_of = lambda some: [whole.get(number, x) for number, x in enumerate(some)]  # noqa: E731
+        if self.loops.stripes is None:
+            values = self._values(shards_of(shards))
+            return [self._settled(number, values) for number in range(len(self.routine.outputs))], shards
+        return self._by_stripes(shards_of(shards)), shards
 
     def _values(self, shards: Sequence[jax.Array]) -> "dict[int, _Value]":
         """Every product of what the operands have arrived as, or of a stripe of it."""
@@ -57,29 +62,42 @@ class LoopedExecution(Execution):
 
     # -- stripes -------------------------------------------------------------------------------------------------------
 
-    def _stripes(self, shards: Sequence[jax.Array]) -> Iterator[list[jax.Array]]:
-        """The operands, stripe by stripe; those without the dimension of stripes are the same in each."""
-        stripes = self.loops.stripes
-        if stripes is None:
-            yield list(shards)
-            return
-        start = 0
+    def _by_stripes(self, shards: Sequence[jax.Array]) -> list[jax.Array]:
+        """The outputs: settled stripe by stripe and put side by side, or added up and then settled.
+
+        Where nothing is scattered, a stripe is sent for when the one before the last is done: a compiler left to itself
+        sends for all at once. What is scattered keeps its own order.
+        """
+        stripes, start, done = self.loops.stripes, 0, []
         for size in stripes.sizes:
             region = {stripes.dim: (start, size)}
-            yield [part_of(x, self._dims_of(number), region) for number, x in enumerate(shards)]
+            stripe = [part_of(x, self._dims_of(number), region) for number, x in enumerate(shards)]
+            if len(done) > 1 and not self.loops.scatters:
+                stripe = [self._held(number, x, done[-2]) for number, x in enumerate(stripe)]
+            done.append(self._stripe(self._values(stripe), size))
             start += size
+        return [self._joined(number, parts) for number, parts in enumerate(zip(*done))]
 
-    def _put_together(self, number: int, runs: "Sequence[dict[int, _Value]]") -> jax.Array:
-        """An output from its stripes: settled each by itself and side by side, or added and then settled."""
-        spec, stripes = self.routine.outputs[number].spec, self.loops.stripes
-        if stripes is None:
-            return self._settled(number, runs[0])
-        if stripes.dim in spec.dims:
-            settled = [self._settled(number, *run) for run in zip(runs, stripes.sizes)]
-            return jnp.concatenate(settled, spec.dims.index(stripes.dim))
-        products = self.routine.outputs[number].products
-        sums = {product: _added([values[product].block({}) for values in runs]) for product in products}
-        return self._settled(number, {product: _Whole(self, product, total) for product, total in sums.items()})
+    def _held(self, number: int, x: jax.Array, before: Sequence) -> jax.Array:
+        """An operand's stripe, to be sent once what is before it is there."""
+        if number not in self.loops.gathers or self._waits(number):
+            return x
+        return lax.optimization_barrier((x, jax.tree.leaves(before)))[0]
+
+    def _stripe(self, values: "dict[int, _Value]", size: int) -> "list[jax.Array | dict[int, jax.Array]]":
+        """Every output's stripe, or its products where it does not have the dimension."""
+        return [
+            self._settled(number, values, size)
+            if self.loops.stripes.dim in output.spec.dims
+            else {product: values[product].block({}) for product in output.products}
+            for number, output in enumerate(self.routine.outputs)
+        ]
+
+    def _joined(self, number: int, parts: Sequence) -> jax.Array:
+        spec, dim = self.routine.outputs[number].spec, self.loops.stripes.dim
+        if dim in spec.dims:
+            return jnp.concatenate(parts, spec.dims.index(dim))
+        return self._settled(number, {p: _Whole(self, p, _added([each[p] for each in parts])) for p in parts[0]})
 
     def _dims_of(self, move: int) -> tuple[str, ...]:
         return self.routine.moves[move].spec.dims
@@ -200,40 +218,65 @@ class _Gather:
 
     def run(self, others: dict[int, jax.Array | None], keep: bool = False):
         """The products with `others`, by number, and, to keep, the whole of the operand."""
-        journey, ring = self.journey, self.journey.ring
         landings = {product: self._landing(product, other) for product, other in others.items()}
-        sizes = tuple(journey.whole(dim) for dim in journey.dims)
+        sizes = tuple(self.journey.whole(dim) for dim in self.journey.dims)
         whole = lax.empty(sizes, self.dtype) if keep else None  # every place of it is written
-        split = journey.shard[ring.split] if ring.split else 1
-        for part, start, size in ring.parts(split):
-            own = journey.divided({}, start, size)
-            for regions, chunks in self._arrivals(part, start, size, part_of(self.shard, journey.dims, own)):
-                for product, landing in landings.items():
-                    landing.add(regions, chunks, others[product])
-                if keep:
-                    for region, chunk in zip(regions, chunks):
-                        whole = put(whole, journey.dims, region, chunk)
+        for regions, chunks in self._arrivals(lambda: [landing.latest for landing in landings.values() if landing.latest is not None]):
+            for product, landing in landings.items():
+                landing.add(regions, chunks, others[product])
+            if keep:
+                for region, chunk in zip(regions, chunks):
+                    whole = put(whole, self.journey.dims, region, chunk)
         return {product: landing.value() for product, landing in landings.items()}, whole
 
     def _landing(self, product: int, other: jax.Array | None) -> "_Landing":
         return _Landing(self.execution, product, self.number, self.journey, other)
 
-    def _arrivals(self, part, start: int, size: int, shard: jax.Array):
-        """The chunks of one part, wave by wave: where they belong, and what they are."""
-        journey = self.journey
-        arrived = [collect(journey, part, shard)]
-        waves: list[list[int]] = [[0]]
-        offsets = [{}]
-        for number, hop in enumerate(journey.hops(part), 1):
-            if hop.wave == (journey.hops(part)[number - 2].wave if number > 1 else -1):
-                waves[-1].append(number)
-            else:
-                waves.append([number])
-            offsets.append(hop.offset)
-            arrived.append(journey.send(arrived[hop.source], hop))
-        for wave in waves:
-            regions = [journey.divided(journey.block(offsets[number]), start, size) for number in wave]
-            yield regions, [arrived[number].astype(self.dtype) for number in wave]
+    def _arrivals(self, latest: Callable[[], list]) -> Iterator[tuple[list[Region], list[jax.Array]]]:
+        """The chunks as they arrive, wave by wave, from all parts in turn: where they belong, and what they are.
+
+        The permutes of the next wave but one wait for the products of this one (`latest`): left to itself a compiler
+        has been seen to send everything first, and to multiply then.
+        """
+        ways = [_Way(self.journey, self.shard, *part) for part in self._parts()]
+        before: list = []
+        for wave in range(max(len(way.waves) for way in ways)):
+            for way in ways:
+                way.send(wave + 1, before)
+            before = latest()
+            for way in ways:
+                if wave < len(way.waves):
+                    regions, chunks = way.arrived_in(wave)
+                    yield regions, [chunk.astype(self.dtype) for chunk in chunks]
+
+    def _parts(self) -> list[tuple[Part, int, int]]:
+        ring = self.journey.ring
+        return ring.parts(self.journey.shard[ring.split] if ring.split else 1)
+
+
+class _Way:
+    """One part of a travelling operand on its way round."""
+
+    def __init__(self, journey: Journey, shard: jax.Array, part: Part, start: int, size: int):
+        self.journey, self.start, self.size = journey, start, size
+        self.hops = journey.hops(part)
+        self.arrived = {0: collect(journey, part, part_of(shard, journey.dims, journey.divided({}, start, size)))}
+        self.waves = [[0], *([n for n, _ in some] for _, some in groupby(enumerate(self.hops, 1), lambda n: n[1].wave))]
+
+    def send(self, wave: int, before: Sequence[jax.Array]) -> None:
+        """Bring the chunks of a wave, once everything in `before` is there."""
+        for number in self.waves[wave] if wave < len(self.waves) else ():
+            hop = self.hops[number - 1]
+            chunk = self.arrived[hop.source]
+            chunk = lax.optimization_barrier((chunk, *before))[0] if before else chunk
+            self.arrived[number] = self.journey.send(chunk, hop)
+
+    def arrived_in(self, wave: int) -> tuple[list[Region], list[jax.Array]]:
+        """The chunks of a wave, and where they belong."""
+        numbers = self.waves[wave]
+        offsets = [self.hops[number - 1].offset if number else {} for number in numbers]
+        regions = [self.journey.divided(self.journey.block(offset), self.start, self.size) for offset in offsets]
+        return regions, [self.arrived[number] for number in numbers]
 
 
 class _Landing:
@@ -251,6 +294,7 @@ class _Landing:
         self.cut = looped | ({journey.ring.split} if journey.ring.split else set())
         self.adds = any(dim not in self.dims for dim in self.cut)
         self.placed = any(dim in self.dims for dim in looped)
+        self.latest: jax.Array | None = None
         self.result: jax.Array | None = None
         self.parts: dict[tuple, jax.Array] = {}
 
@@ -279,12 +323,12 @@ class _Landing:
     def _land(self, region: Region, value: jax.Array) -> None:
         if not self.placed:  # nothing but static parts, each with its own sum
             key = tuple((dim, region[dim][0]) for dim in self.dims if dim in region)
-            self.parts[key] = self.parts[key] + value if key in self.parts else value
+            self.parts[key] = self.latest = self.parts[key] + value if key in self.parts else value
             return
         if self.result is None:
             start = jnp.zeros if self.adds else lax.empty  # every place is written, but only added to where sums are
             self.result = start(self.shape, self._dtype(value))
-        self.result = put(self.result, self.dims, region, value, add=self.adds)
+        self.result = self.latest = put(self.result, self.dims, region, value, add=self.adds)
 
     def _dtype(self, value: jax.Array):
         """Sums are kept in float32; a finished part of a result that goes nowhere else is stored as the result is."""

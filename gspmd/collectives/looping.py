@@ -25,7 +25,10 @@ from gspmd.collectives.plan import Product, Routine, Step
 from gspmd.collectives.problem import Setting, Tensor
 from gspmd.collectives.walk import SCHEDULES
 
-STRIPES = (2, 4, 8, 16, 32)
+STRIPES = (2, 4, 8)
+LONGEST = 96
+"""Products of one ring: loops are unrolled, so that nothing is copied between their steps, and programs grow with them."""
+
 FULL_STRIPE = 128
 """Rows that fill the lanes of a vector register: thinner stripes are not worth trying."""
 
@@ -142,7 +145,9 @@ class _Chooser:
             within = tuple(axis for axes, count in zip(spans.values(), counts) for axis in axes[count:])
             for schedule, turns in combinations(self.schedules, sorted({1, len(looped)})) if looped else ():
                 parted = schedule == "halves" or turns > 1
-                yield Ring(looped, within, schedule, turns, _split(shard, travel, within, free) if parted else None)
+                ring = Ring(looped, within, schedule, turns, _split(shard, travel, within, free) if parted else None)
+                if turns == 1 or self.costs.steps(ring) <= LONGEST:
+                    yield ring
 
     def _first(self, travel: Travel, schedule: str | None = None) -> Ring:
         """A tensor that is gathered by permutes before it is multiplied, or scattered after that."""
@@ -181,7 +186,9 @@ class _Chooser:
         products = self.routine.products
         inside = all(dim in p.einsum.before.dims or (p.einsum.other and dim in p.einsum.other.dims) for p in products)
         single = all(len(o.products) == 1 or not self._steps_of(o.products) for o in self.routine.outputs)
-        return inside and single and all(dim in dims for dims in moves)
+        made = [(o.spec.dims, products[p].einsum.after.dims) for o in self.routine.outputs for p in o.products]
+        broadcast = any(dim in wanted and set(wanted) != set(dims) for wanted, dims in made)
+        return inside and single and not broadcast and all(dim in dims for dims in moves)
 
     def _steps_of(self, products: Sequence[int]) -> list[Step]:
         return [step for p in products for step in self.routine.products[p].steps]
@@ -204,23 +211,10 @@ class _Chooser:
 
 
 def _stripes(size: int) -> Iterator[tuple[int, ...]]:
-    """Ways to cut a dimension: evenly, and with a thin stripe at both ends, whose ways nothing hides."""
+    """Ways to cut a dimension evenly; thin stripes at the ends would be hidden better, were they scheduled so."""
     for number in STRIPES:
         if size % number == 0 and size // number >= FULL_STRIPE:
             yield (size // number,) * number
-            for thin in (2, 4, 8):
-                end = size // number // thin
-                if number > 2 and end % FULL_STRIPE == 0:
-                    inside = size - 2 * end
-                    yield (end, *_even(inside, number - 1, FULL_STRIPE), end)
-
-
-def _even(size: int, number: int, multiple: int) -> list[int]:
-    """Parts of a size, all but the last of them a multiple."""
-    part = -(-size // number // multiple) * multiple
-    return [part] * (number - 1) + [size - part * (number - 1)] if part * (number - 1) < size else _even(
-        size, number - 1, multiple
-    )
 
 
 def _split(shard: Mapping[str, int], travel: Travel, within: Sequence[str], free: set[str]) -> str | None:
