@@ -13,6 +13,9 @@ from gspmd.collectives.plan import Product, Routine
 from gspmd.collectives.problem import Setting, Tensor
 from gspmd.collectives.walk import Hop, parts, walk
 
+CUT_COPIES, LANE_COPIES = 8, 6
+"""Times that main memory passes what is cut into pieces and added up, or put together along the lanes: as compiled."""
+
 NEAR = 64e6
 """Bytes read and written of a float32 sum that stays on a TPU; one of twice that and more has been seen not to."""
 
@@ -38,12 +41,19 @@ class Costs:
     def gather(self, travel: Travel, ring: Ring, products: Sequence[Product]) -> float:
         """Of a travelling operand and its products: the inner gather, then the longer of permutes and products."""
         before, loop, compute = self._ring(travel, ring, products)
-        return before + _overlapped(loop, compute, self._waves(ring))
+        inner = self._copied(travel) / prod(self.mesh[axis] for axis in ring.axes) if ring.within else 0.0
+        return before + inner + _overlapped(loop, compute, self._waves(ring))
 
     def scatter(self, travel: Travel, ring: Ring, products: Sequence[Product]) -> float:
         """Of a travelling sum and its products; with none left to multiply, its whole way."""
         after, loop, compute = self._ring(travel, ring, products)
-        return _overlapped(loop, compute, self._waves(ring)) + after
+        return _overlapped(loop, compute + self._added(travel, ring), self._waves(ring)) + after + self._cut_up(travel, ring)
+
+    def _cut_up(self, travel: Travel, ring: Ring) -> float:
+        """Cutting a chunk that is there into pieces, and adding those that arrive."""
+        shard = prod(local_shape(travel.shard, self.sizes, self.mesh).values()) * itemsize(self._wire(travel))
+        whole = shard * prod(self.mesh[axis] for axis in ring.within)
+        return CUT_COPIES * whole / self.chip.hbm_bandwidth if ring.within else 0.0
 
     def _ring(self, travel: Travel, ring: Ring, products: Sequence[Product]) -> tuple[float, float, float]:
         shard = local_shape(travel.shard, self.sizes, self.mesh)
@@ -123,8 +133,7 @@ class Costs:
         """Of the products of one stripe that are scattered as they are made."""
         shard = local_shape(travel.shard, self.sizes, self.mesh) | stripe
         whole = prod(shard.values()) * prod(self.mesh[axis] for axis in ring.within) * itemsize(self._wire(travel))
-        # Cutting a result that is there into pieces, and adding those that arrive: as measured in compiled programs.
-        copied = 8 * whole / self.chip.hbm_bandwidth if ring.within else 0.0
+        copied = CUT_COPIES * whole / self.chip.hbm_bandwidth if ring.within else 0.0
         chunk, count = self._cut(travel, ring, shard)
         return count * sum(self.product(found, stripe | chunk) for found in products) + copied
 
@@ -135,8 +144,16 @@ class Costs:
         return [sent for way in ways for sent in self._inner(each, axes, way.schedule, way.sign)]
 
     def _copied(self, travel: Travel) -> float:
-        """Putting the pieces of what is gathered together writes the whole once."""
-        return self._bytes(travel) * prod(self.mesh[axis] for axis in travel.group) / self.chip.hbm_bandwidth
+        """Putting the pieces of what is gathered together; along the last dimension they are shifted, lane by lane."""
+        whole = self._bytes(travel) * prod(self.mesh[axis] for axis in travel.group)
+        return (LANE_COPIES if travel.shard.dims[-1] in travel.spans else 2) * whole / self.chip.hbm_bandwidth
+
+    def _added(self, travel: Travel, ring: Ring) -> float:
+        """Adding up sums that come along several axes: not in the product that makes a summand, as along one."""
+        if len(ring.axes) < 2:
+            return 0.0
+        whole = prod(local_shape(travel.whole, self.sizes, self.mesh).values())
+        return whole * 4 * itemsize("float32") / self.chip.hbm_bandwidth
 
     def product(self, found: Product, chunk: Mapping[str, int]) -> float:
         """Of one product whose dimensions are cut to the sizes of a chunk."""

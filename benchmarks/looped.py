@@ -1,0 +1,192 @@
+"""PaLM 540B's feed-forward layer on 64 TPU v4, compiled offline: every lowering's predicted seconds, side by side.
+
+    python benchmarks/looped.py --json looped.json --write docs/looped.md      # all of it: 15 rows, about an hour
+    python benchmarks/looped.py --layouts weight-stationary-2d --tokens 4096   # one row
+
+Seconds are simulated (`gspmd.audit.timeline`): the cycles that the TPU compiler estimates, and transfers at the links'
+full rate. Nothing runs. Every cell is a process of its own, since the compiler reads its flags once.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from time import perf_counter
+
+EMBED, FEED_FORWARD = 18432, 73728
+TOPOLOGY, MESH = "tpu-v4:4x4x4", {"x": 4, "y": 4, "z": 4}
+LAYOUTS = ("weight-stationary-1d", "weight-stationary-2d", "weight-gathered-xyz")
+TOKENS = (64, 512, 4096, 65536, 1 << 20)
+WINDOWED = "--xla_jf_spmd_threshold_for_windowed_einsum_mib="
+COLUMNS = {
+    "xla": ("xla", f"{WINDOWED}1000000"),
+    "xla, windowed": ("xla", f"{WINDOWED}0"),
+    "blocking": ("blocking", ""),
+    "one-way": ("looped:one-way", ""),
+    "halves": ("looped:halves", ""),
+    "paired": ("looped:paired", ""),
+    "auto": ("auto", ""),
+}
+"""Name -> lowering, and the compiler's flags."""
+MARKS = ("<!-- table: python benchmarks/looped.py -->", "<!-- end of table -->")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One program: what it is, and its simulated seconds, or why there are none."""
+
+    layout: str
+    tokens: int
+    column: str
+    seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    temporary_bytes: int = 0
+    compile_seconds: float = 0.0
+    failure: str = ""
+
+
+def main() -> None:
+    """Fill the table, cell by cell."""
+    options = parsed()
+    if options.cell:
+        layout, tokens, column = options.cell
+        print(json.dumps(asdict(measured(layout, int(tokens), column))))
+        return
+    wanted = list(product(options.layouts.split(","), map(int, options.tokens.split(",")), COLUMNS))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        cells = []
+        for cell in pool.map(lambda each: in_a_process(*each, options.timeout), wanted):
+            cells.append(cell)
+            print(f"{cell.layout} {cell.tokens} {cell.column}: {text(cell, None)}", file=sys.stderr, flush=True)
+            if options.json:
+                options.json.write_text(json.dumps([asdict(each) for each in cells], indent=1))
+    page = "\n".join(table(cells))
+    print(page)
+    if options.write:
+        options.write.write_text(between(options.write.read_text(), page))
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="default: %(default)s")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="per batch; default: %(default)s")
+    parser.add_argument("--jobs", type=int, default=1, help="cells compiled at once (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for a cell (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the cells to a file")
+    parser.add_argument("--write", type=Path, help="replace the table in a page")
+    parser.add_argument("--cell", nargs=3, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def in_a_process(layout: str, tokens: int, column: str, timeout: float) -> Cell:
+    """A cell, measured by a process with the column's compiler flags."""
+    command = [sys.executable, __file__, "--cell", layout, str(tokens), column]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": COLUMNS[column][1]}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return Cell(layout, tokens, column, failure=f"not compiled in {timeout:.0f} s")
+    if done.returncode:
+        return Cell(layout, tokens, column, failure=done.stderr.strip().splitlines()[-1][:200])
+    return Cell(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def measured(layout: str, tokens: int, column: str) -> Cell:
+    """Compile the layer and simulate it."""
+    import jax
+
+    from gspmd.audit import timeline, topology
+    from gspmd.audit.hlo import parse
+
+    target = topology(TOPOLOGY)
+    mesh = target.mesh(MESH)
+    layer, operands = feed_forward(layout, tokens, mesh, COLUMNS[column][0])
+    start = perf_counter()
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(layer).lower(*operands).compile()
+    taken = perf_counter() - start
+    run = timeline(parse(compiled.as_text()), target.chip, MESH, torus=target.rings(mesh))
+    memory = compiled.memory_analysis().temp_size_in_bytes
+    return Cell(layout, tokens, column, run.step_seconds, run.exposed_seconds, run.compute_seconds, memory, taken)
+
+
+def feed_forward(layout: str, tokens: int, mesh, lowering: str):
+    """The gated layer, W_out · (silu(W_gate x) ⊙ W_in x), and what it takes, in bfloat16."""
+    import jax
+    import jax.numpy as jnp
+
+    import gspmd
+    from gspmd.layouts import Layout
+
+    ffn = Layout.load(layout).section("ffn")
+    specs = [gspmd.Spec.parse(str(spec)) for spec in (ffn.residual, ffn.w_in, ffn.w_gate, ffn.w_out)]
+    sizes = {"B": tokens, "L": 1, "E": EMBED, "F": FEED_FORWARD}
+    via_in, via_out = (None if via is None else str(via) for via in (ffn.in_via, ffn.out_via))
+
+    def layer(x, w_in, w_gate, w_out):
+        equation = f"{ffn.residual}, ({ffn.w_in}, {ffn.w_gate}) -> ({ffn.hidden}, {ffn.hidden})"
+        hidden, gate = gspmd.einsum(equation, x, (w_in, w_gate), via=via_in, lowering=lowering)
+        out = f"{ffn.hidden}, {ffn.w_out} -> {ffn.residual}"
+        return gspmd.einsum(out, jax.nn.silu(gate) * hidden, w_out, via=via_out, lowering=lowering)
+
+    def operand(spec: gspmd.Spec) -> jax.ShapeDtypeStruct:
+        sharding = jax.NamedSharding(mesh, spec.partition_spec())
+        return jax.ShapeDtypeStruct([sizes[dim] for dim in spec.dims], jnp.bfloat16, sharding=sharding)
+
+    return layer, [operand(spec) for spec in specs]
+
+
+def table(cells: Sequence[Cell]) -> Iterator[str]:
+    """Markdown: a table per layout, a row per number of tokens."""
+    for layout in dict.fromkeys(cell.layout for cell in cells):
+        yield f"\n### {layout}\n"
+        yield f"| tokens | {' | '.join(COLUMNS)} | best looped: blocking ÷ it, hidden |"
+        yield f"|--:|{'--:|' * len(COLUMNS)}--:|"
+        for tokens in dict.fromkeys(cell.tokens for cell in cells if cell.layout == layout):
+            row = {cell.column: cell for cell in cells if (cell.layout, cell.tokens) == (layout, tokens)}
+            best = min((cell.seconds for cell in row.values() if cell.seconds), default=None)
+            yield f"| {tokens:,} | {' | '.join(text(row[name], best) for name in COLUMNS)} | {summary(row)} |"
+
+
+def text(cell: Cell, best: float | None) -> str:
+    """A cell: predicted time, and of that the exposed communication; the best of a row in bold."""
+    if cell.failure:
+        return cell.failure
+    whole = f"**{amount(cell.seconds)}**" if cell.seconds == best else amount(cell.seconds)
+    return f"{whole} ({amount(cell.exposed_seconds)})"
+
+
+def summary(row: dict[str, Cell]) -> str:
+    """How much faster the best schedule is than blocking, and the share of blocking's communication that it hides."""
+    looped = [row[name] for name in ("one-way", "halves", "paired") if row[name].seconds]
+    blocking = row["blocking"]
+    if not looped or not blocking.seconds:
+        return ""
+    best = min(looped, key=lambda cell: cell.seconds)
+    hidden = 1 - best.exposed_seconds / blocking.exposed_seconds if blocking.exposed_seconds else 0.0
+    share = blocking.exposed_seconds / blocking.seconds
+    return f"{blocking.seconds / best.seconds:.2f} ×, {hidden:.0%} of {share:.0%}"
+
+
+def amount(seconds: float) -> str:
+    """Three digits of micro- or milliseconds."""
+    value, unit = (seconds * 1e6, "µs") if seconds < 1e-3 else (seconds * 1e3, "ms")
+    return f"{value:.{max(0, 2 - len(str(int(value))) + 1)}f} {unit}"
+
+
+def between(page: str, content: str) -> str:
+    """A page with what stands between its marks replaced."""
+    before, _, rest = page.partition(MARKS[0])
+    return f"{before}{MARKS[0]}\n{content}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+
+
+if __name__ == "__main__":
+    main()
