@@ -13,6 +13,7 @@ from rich.console import Console
 
 import gspmd
 from gspmd.collectives import figure
+from gspmd.collectives.lowering import LOWERINGS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -75,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sizes", type=_numbers, required=True, help="sizes of the dimensions, such as B=512,E=18432")
     parser.add_argument("--dtype", default="bfloat16", help="of every operand (default: %(default)s)")
     parser.add_argument("--chip", default="tpu-v4", help="a row of chips.toml (default: %(default)s)")
-    parser.add_argument("--lowering", default="auto", help="auto, xla or blocking (default: %(default)s)")
+    parser.add_argument("--lowering", default="auto", help=f"{', '.join(LOWERINGS)} (default: %(default)s)")
     parser.add_argument("--via", help='the specs of the local einsum, such as "BLE_x, E_xF_yz"')
     parser.add_argument("--no-gradients", dest="gradients", action="store_false", help="leave the gradients out")
     parser.add_argument("--json", action="store_true", help="print plain data instead of the figure")

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from gspmd.collectives.lowering import LOWERINGS
 from gspmd.training.toml import ConfigError, load_toml, not_a_choice, not_negative, positive
 
 __all__ = ["ConfigError", "OptimizerConfig", "ShardingConfig", "TrainingConfig", "load_toml", "parse_mesh"]
@@ -103,7 +104,7 @@ class ShardingConfig:
     """A preset's name, or the path of a layout file."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """One change to the layout, such as ffn.w_in=E_xF_y; repeatable."""
-    lowering: Literal["auto", "blocking", "xla"] | None = None
+    lowering: Literal[LOWERINGS] | None = None
     """How a plan becomes a program; the layout's own choice if not given."""
     mesh: str = ""
     """Mesh axes and their sizes, such as x=4,y=2; factored by the layout's rule if not given."""

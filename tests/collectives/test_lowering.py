@@ -22,10 +22,26 @@ def test_contexts_nest_and_end():
     assert current() == "auto"
 
 
-def test_auto_is_the_one_whose_cost_is_known():
-    assert resolve(None) == "blocking"
+def test_auto_stays_what_it_is_until_an_equation_is_planned():
+    assert resolve(None) == "auto"
     with gspmd.lowering("xla"):
-        assert (resolve(None), resolve("blocking"), resolve("auto")) == ("xla", "blocking", "blocking")
+        assert (resolve(None), resolve("looped:paired"), resolve("auto")) == ("xla", "looped:paired", "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        (
+            "loop",
+            "Did you mean 'looped'? Known: auto, xla, blocking, looped, looped:one-way, looped:halves, looped:paired.",
+        ),
+        ("looped:halfs", "Did you mean 'looped:halves'? Known: "),
+    ],
+)
+def test_an_unknown_lowering(name, remedy):
+    with pytest.raises(gspmd.PlanError) as error, gspmd.lowering(name):
+        pass
+    assert str(error.value).startswith(f"no lowering is called {name!r}.\n  {remedy}")
 
 
 def test_a_context_ends_with_an_error():
@@ -45,11 +61,11 @@ def test_jit_compiles_again_under_another_lowering(make_mesh):
 
     with jax.set_mesh(make_mesh({"x": 8})):
         x, w = gspmd.annotate(jnp.ones((8, 16)), "BE_x"), gspmd.annotate(jnp.ones((16, 32)), "E_xF")
-        for name in ("blocking", "xla", "blocking", "xla"):
+        for name in ("blocking", "xla", "looped", "looped:paired") * 2:
             with gspmd.lowering(name):
                 result = program(x, w)
                 assert np.asarray(result)[0, 0] == 16
-    assert traces == ["blocking", "xla"]
+    assert traces == ["blocking", "xla", "looped", "looped:paired"]
 
 
 def test_an_argument_beats_the_context(make_mesh):

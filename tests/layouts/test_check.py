@@ -80,7 +80,11 @@ def test_the_message_in_full():
         ),
         ({"decode__ffn__residual": "BLE"}, "[decode] ffn.residual = BLE\n                            ^\n  dimension B"),
         ({"lowering__ffn": "blokcing"}, "no lowering is called 'blokcing'.\n  Did you mean 'blocking'?"),
-        ({"lowering__ffn": "looped"}, "no lowering is called 'looped'.\n  Lowerings: auto, xla, blocking."),
+        (
+            {"lowering__ffn": "loop"},
+            "no lowering is called 'loop'.\n  Did you mean 'looped'? Lowerings: auto, xla, blocking, looped, looped:",
+        ),
+        ({"lowering__ffn": "looped:pared"}, "no lowering is called 'looped:pared'.\n  Did you mean 'looped:paired'?"),
         ({"lowering__fnn": "xla"}, "no part of a layout is called 'fnn'."),
     ],
 )

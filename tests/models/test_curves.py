@@ -23,7 +23,7 @@ SERIAL = models.ModelConfig(
     kv_heads=8,
     head_size=8,
     feed_forward=64,
-    remat=False,  # half of the product's compilation; the parallel blocks recompute
+    remat=False,  # half of the product's compilation; test_transformer.py recomputes
     moe=MoEConfig(experts=8, every=2),
 )
 PARALLEL = models.ModelConfig(
@@ -38,13 +38,14 @@ PARALLEL = models.ModelConfig(
     moe=MoEConfig(experts=8, every=2, router="gshard"),
 )
 
+LOWERINGS = ("blocking", "xla", "looped")
 ONCE = [
     pytest.param(
         name,
         8,
-        ("blocking", "xla")[at % 2],
-        ("explicit", "auto")[at // 2 % 2],
-        (SERIAL, PARALLEL)[at % 3 == 2],
+        LOWERINGS[at % 3],
+        ("explicit", "auto")[at // 3 % 2],
+        (SERIAL, PARALLEL)[at % 4 == 2],
         id=name,
     )
     for at, name in enumerate(presets())
@@ -53,7 +54,7 @@ PRODUCT = [
     pytest.param(name, devices, lowering, kind, SERIAL, id=f"{name}-{devices}-{lowering}-{kind}")
     for name in presets()
     for devices in (1, 2, 4, 8)
-    for lowering in ("blocking", "xla")
+    for lowering in LOWERINGS
     for kind in ("explicit", "auto")
 ]
 

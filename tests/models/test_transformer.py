@@ -15,6 +15,10 @@ VARIANTS = [
     ({"block": "parallel", "kv_heads": 1}, "weight-stationary-2d", "blocking", "explicit"),
     ({"block": "parallel", "activation": "gelu"}, "weight-gathered-x", "blocking", "auto"),
     ({"tied": False, "activation": "relu", "remat": False}, "zero-3", "xla", "explicit"),
+    ({}, "weight-stationary-2d", "looped", "explicit"),
+    ({"block": "parallel", "kv_heads": 1}, "weight-gathered-xyz", "looped:paired", "auto"),
+    ({"tied": False}, "zero-3", "looped:halves", "explicit"),
+    ({"block": "parallel", "activation": "gelu", "remat": False}, "weight-stationary-1d", "looped:one-way", "explicit"),
 ]
 
 
@@ -32,7 +36,10 @@ def test_loss_and_gradients_are_those_of_plain_code(
     )
     with jax.set_mesh(mesh), gspmd.lowering(lowering):
         run = jax.jit(jax.value_and_grad(lambda values, ids: models.loss(models.with_arrays(model, values), ids)[0]))
-        found, gradients = run(models.arrays(model), put(tokens, layout, mesh))
+        arguments = models.arrays(model), put(tokens, layout, mesh)
+        program = run.lower(*arguments).compile()
+        found, gradients = program(*arguments)
+    assert lowering in ("blocking", "xla") or " collective-permute(" in program.as_text(), "nothing is looped"
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     for path, gradient in gradients.items():
         np.testing.assert_allclose(np.asarray(gradient), wanted_gradients[path], rtol=2e-3, atol=2e-5, err_msg=path)

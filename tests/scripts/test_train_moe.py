@@ -64,6 +64,7 @@ BAD = {
     "no GPU": (["--platform", "gpu", "--devices", "8"], "HostError: cannot"),
     "not a number": (["--steps", "many"], "'many'"),
     "unknown flag": (["--stps", "3"], "Unrecognized options: --stps"),
+    "unknown lowering": (["--lowering", "loop"], "invalid choice 'loop' for argument '--lowering'."),
     "unknown dtype": (["--dtype", "int3"], "Expected one of ('float32', 'bfloat16')"),
     "unknown preset": (["--layout", "gshrd"], "LayoutError: no layout is called 'gshrd'. Did you mean 'gshard'?"),
     "no layout file": (["--layout", "none/layout.toml"], "LayoutError: "),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from gspmd.collectives.lowering import LOWERINGS
 from gspmd.training.config import ConfigError, OptimizerConfig, ShardingConfig, TrainingConfig, parse_mesh
 
 
@@ -35,8 +36,14 @@ def test_shares():
 def test_choices():
     assert faults(TrainingConfig, dtype="int3") == ("dtype must be one of 'float32', 'bfloat16', but is 'int3'.",)
     assert faults(ShardingConfig, lowering="bloking") == (
-        "lowering must be one of 'auto', 'blocking', 'xla', but is 'bloking'. Did you mean 'blocking'?",
+        "lowering must be one of 'auto', 'xla', 'blocking', 'looped', 'looped:one-way', 'looped:halves', "
+        "'looped:paired', but is 'bloking'. Did you mean 'blocking'?",
     )
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_every_lowering_may_be_asked_for(lowering):
+    assert ShardingConfig(lowering=lowering).lowering == lowering
 
 
 def test_seed_fits_a_key():
