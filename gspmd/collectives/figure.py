@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from gspmd.collectives.loops import Ring, Stripes, Travel, gather_of, scatter_of
 from gspmd.collectives.plan import Step
 
 if TYPE_CHECKING:
@@ -49,9 +50,34 @@ def _lines(text: Text, plan: "Plan") -> None:
         text.append(f"  {before.ljust(widths[0])}  ")
         text.append(arrow.ljust(widths[1]), style=COLORS.get(getattr(step, "kind", ""), ""))
         text.append(f"  {after.ljust(widths[2])}  {amount.rjust(widths[3])}  {time.rjust(widths[4])}\n")
+    for line in looped(plan):
+        text.append(f"  {line}\n", style="dim")
     sent, held = amount_of_bytes(plan.wire_bytes), amount_of_bytes(plan.peak_bytes)
     work, time = amount_of_flops(plan.flops), amount_of_seconds(plan.seconds)
     text.append(f"  per device: {sent} sent, {work}, {time}, {held} held", style="dim")
+
+
+def looped(plan: "Plan") -> list[str]:
+    """A line for each tensor that travels while it is multiplied, and how much sooner everything is done for that."""
+    routine, loops = plan.routine, plan.loops
+    travels = [(gather_of(routine.moves[number]), ring) for number, ring in loops.gathers.items()]
+    travels += [(scatter_of(routine, number), ring) for number, ring in loops.scatters.items()]
+    lines = [_ring(travel, ring, loops.stripes) for travel, ring in travels if travel]
+    gained = plan.hidden_seconds
+    if gained:
+        lines.append(f"looped: {amount_of_seconds(abs(gained))} {'less' if gained > 0 else 'more'} than blocking")
+    return lines
+
+
+def _ring(travel: Travel, ring: Ring, stripes: Stripes | None) -> str:
+    text = f"looped: {travel.steps[0].kind} {axes_text(travel.group)}, {ring.schedule}"
+    if ring.axes and ring.within:
+        text += f" over {axes_text(ring.axes)}, {axes_text(ring.within)} within a chunk"
+    if ring.turns > 1:
+        text += ", the axes in turns"
+    if stripes:
+        return f"{text}, {len(stripes.sizes)} stripes of {stripes.dim}"
+    return text if ring.axes else f"{text}, apart from the einsum"
 
 
 def _row(step: Step) -> tuple[str, str, str, str, str, Step]:

@@ -23,7 +23,7 @@ from gspmd.collectives.costing import Costs
 from gspmd.collectives.loops import Loops, Ring, Stripes, Travel, gather_of, local_shape, scatter_of, settling
 from gspmd.collectives.plan import Product, Routine, Step
 from gspmd.collectives.problem import Setting, Tensor
-from gspmd.collectives.walk import SCHEDULES
+from gspmd.collectives.walk import SCHEDULES, cut
 
 STRIPES = (2, 4, 8)
 LONGEST = 96
@@ -98,10 +98,17 @@ class _Chooser:
         return sent + sum(self.costs.product(p, {}) for p in self.routine.products)
 
     def choices(self) -> Iterator[Choice]:
-        """Rings in the einsums, and every number of stripes."""
-        yield self._by_rings()
-        dim = self._stripe_dim()
-        for sizes in _stripes(self.costs.local(dim)) if dim else ():
+        """Rings in the einsums, and every number of stripes.
+
+        A program that shall be looped gathers nothing whole: where two operands of one product travel, one of them
+        would be, but for stripes, however thin.
+        """
+        rings, dim = self._by_rings(), self._stripe_dim()
+        apart = any(not ring.axes for ring in rings.loops.gathers.values())
+        size = self.costs.local(dim) if dim else 1
+        if not apart or size < 2:
+            yield rings
+        for sizes in _stripes(size, 1 if apart else FULL_STRIPE):
             yield from self._by_stripes(Stripes(dim, sizes))
 
     # -- rings ---------------------------------------------------------------------------------------------------------
@@ -210,11 +217,11 @@ class _Chooser:
         return min(rings, key=lambda ring: self.costs.in_stripe(chunk, travel, ring, products))
 
 
-def _stripes(size: int) -> Iterator[tuple[int, ...]]:
+def _stripes(size: int, least: int) -> Iterator[tuple[int, ...]]:
     """Ways to cut a dimension evenly; thin stripes at the ends would be hidden better, were they scheduled so."""
     for number in STRIPES:
-        if size % number == 0 and size // number >= FULL_STRIPE:
-            yield (size // number,) * number
+        if size // number >= least:
+            yield tuple(length for _, length in cut(size, number))
 
 
 def _split(shard: Mapping[str, int], travel: Travel, within: Sequence[str], free: set[str]) -> str | None:

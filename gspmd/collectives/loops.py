@@ -1,6 +1,6 @@
 """Which gathers and reduce-scatters of a routine run inside its einsums, and how: as data."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
@@ -59,6 +59,15 @@ class Loops:
     gathers: Mapping[int, Ring] = field(default_factory=lambda: MappingProxyType({}))
     scatters: Mapping[int, Ring] = field(default_factory=lambda: MappingProxyType({}))
     stripes: Stripes | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.gathers or self.scatters)
+
+    def part(self, moves: Sequence[int], output: int) -> "Loops":
+        """What of this belongs to one output and the moves that it needs, by their new numbers."""
+        gathers = {new: self.gathers[old] for new, old in enumerate(moves) if old in self.gathers}
+        scatters = {0: self.scatters[output]} if output in self.scatters else {}
+        return Loops(gathers, scatters, self.stripes if gathers or scatters else None)
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,18 @@ def kept(routine: Routine, loops: Loops) -> tuple[Spec, ...]:
     return tuple(
         gather_of(move).shard if number in loops.gathers else move.spec for number, move in enumerate(routine.moves)
     )
+
+
+def share_held(routine: Routine, loops: Loops, move: int, mesh: Mapping[str, int]) -> float:
+    """What of a moved operand a device holds at once: two chunks for each direction, or two stripes."""
+    ring, stripes = loops.gathers.get(move), loops.stripes
+    if ring is None:
+        return 1.0
+    if not ring.axes:
+        striped = stripes is not None and stripes.dim in routine.moves[move].spec.dims
+        return min(1.0, 2 * max(stripes.sizes) / sum(stripes.sizes)) if striped else 1.0
+    both_ways = 2 if ring.schedule == "paired" else 1  # of halves, one direction has half a chunk
+    return min(1.0, 2 * both_ways / prod(mesh[axis] for axis in ring.axes))
 
 
 def local_shape(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> dict[str, int]:

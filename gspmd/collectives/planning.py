@@ -17,7 +17,7 @@ from gspmd.collectives.chips import chip as chip_row
 from gspmd.collectives.cost import dtype_name, itemsize
 from gspmd.collectives.figure import plain
 from gspmd.collectives.lowering import resolve
-from gspmd.collectives.loops import Loops, kept
+from gspmd.collectives.loops import Loops, kept, share_held
 from gspmd.collectives.looping import plan_loops
 from gspmd.collectives.plan import Routine, Step
 from gspmd.collectives.problem import Setting, Tensor
@@ -33,11 +33,13 @@ class Plan:
         mesh: mesh axis sizes.
         dtypes: dtype of each operand, group members one by one.
         chip: the hardware figures the seconds come from.
-        lowering: `"xla"` or `"blocking"`: how it becomes a program.
+        lowering: how it becomes a program: `"xla"`, `"blocking"`, `"looped"` or `"looped:<schedule>"`; of `"auto"`, what
+            was cheapest.
         routine: moves, local products and outputs, as `gspmd.einsum` runs them.
         via: the pins, as they were written; the gradients of a pinned plan mirror it.
         loops: the gathers and reduce-scatters that run inside an einsum.
-        hidden_seconds: how much sooner the steps end for that.
+        hidden_seconds: how much sooner the steps end for that; below 0, how much later.
+        asked: the lowering as it was asked for: of `"auto"`, the gradients decide for themselves.
     """
 
     equation: Equation
@@ -52,6 +54,7 @@ class Plan:
     via: str | None = None
     loops: Loops = field(default_factory=Loops)
     hidden_seconds: float = 0.0
+    asked: str = "auto"
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -78,7 +81,11 @@ class Plan:
         """The most bytes held at once, counted as if nothing were freed: operands, moved copies, results."""
         used = [self._inputs[source] for source in sorted({m.source for m in self.routine.moves})]
         held = [_held(tensor.spec, tensor.dtype, self) for tensor in used]
-        moved = [_held(m.spec, self._inputs[m.source].dtype, self) for m in self.routine.moves if m.steps]
+        moved = [
+            int(_held(m.spec, self._inputs[m.source].dtype, self) * share_held(self.routine, self.loops, n, self.mesh))
+            for n, m in enumerate(self.routine.moves)
+            if m.steps
+        ]
         owed = [
             _held(product.einsum.after, self._outputs[0].dtype, self)
             for product in self.routine.products
@@ -98,11 +105,15 @@ class Plan:
         """The specs in which the moved operands are kept for the backward pass."""
         return kept(self.routine, self.loops)
 
-    @cached_property
+    @property
     def backward_loops(self) -> Loops:
         """The rings of the backward routine."""
+        return self._looped_backward[0]
+
+    @cached_property
+    def _looped_backward(self) -> tuple[Loops, float]:
         held, targets = planner.backward_tensors(self.routine, self._inputs, self._outputs, self.kept)
-        return _looped(self.backward, held, targets, _setting(self), self.lowering)[0]
+        return _looped(self.backward, held, targets, _setting(self), self.asked)
 
     @cached_property
     def gradients(self) -> tuple["Plan", ...]:
@@ -125,7 +136,10 @@ def _held(spec: Spec, dtype: str, plan: Plan) -> int:
 
 
 def _gradient(whole: Plan, number: int, claimed: set[int]) -> Plan:
-    """One operand's part of the backward routine. A move that an earlier gradient made is there, its steps are not."""
+    """One operand's part of the backward routine. A move that an earlier gradient made is there, its steps are not.
+
+    What the whole routine hides is the first one's.
+    """
     back, output = whole.backward, whole.backward.outputs[number]
     products = [back.products[p] for p in output.products]
     needed = list(dict.fromkeys(m for p in products for m in (p.left, p.right) if m is not None))
@@ -136,6 +150,7 @@ def _gradient(whole: Plan, number: int, claimed: set[int]) -> Plan:
         for p in products
     ]
     held, targets = planner.backward_tensors(whole.routine, whole._inputs, whole._outputs, whole.kept)
+    loops = whole.backward_loops.part(needed, number)
     sources = [[back.moves[m].source for m in (p.left, p.right) if m is not None] for p in products]
     terms = tuple(Term(tuple(Operand((held[source].spec,)) for source in pair)) for pair in sources)
     return replace(
@@ -145,6 +160,9 @@ def _gradient(whole: Plan, number: int, claimed: set[int]) -> Plan:
         dtypes=tuple(held[source].dtype for pair in sources for source in pair),
         _inputs=tuple(held),
         _outputs=(targets[number],),
+        lowering=("looped" if loops else "blocking") if whole.asked == "auto" else whole.lowering,
+        loops=loops,
+        hidden_seconds=whole._looped_backward[1] if number == 0 else 0.0,
     )
 
 
@@ -169,7 +187,8 @@ def plan(
         mesh: size of every mesh axis, or a `jax.sharding.Mesh`.
         dtype: of all operands, or one each (group members one by one).
         chip: a row of chips.toml.
-        lowering: `"xla"`, `"blocking"` or `"auto"`.
+        lowering: `"xla"`, `"blocking"`, `"looped"`, `"looped:<schedule>"` with one of one-way, halves and paired, or
+            `"auto"`, the cheaper of blocking and looped.
         via: the specs that the operands are brought to before the local einsum, where they shall not be searched.
 
     Returns:
@@ -223,9 +242,21 @@ def make_plan(
     setting = Setting(sizes, real, chip)
     routine = planner.forward(equation, setting, inputs, outputs, pins(equation, via, dict(sizes), dict(mesh)))
     loops, hidden = _looped(routine, inputs, outputs, setting, lowering)
-    tensors_of = (tuple(inputs), tuple(outputs))
+    chosen = ("looped" if loops else "blocking") if lowering == "auto" else lowering
     return Plan(
-        equation, dict(sizes), dict(mesh), dtypes, chip, lowering, routine, *tensors_of, via, loops, hidden
+        equation,
+        dict(sizes),
+        dict(mesh),
+        dtypes,
+        chip,
+        chosen,
+        routine,
+        tuple(inputs),
+        tuple(outputs),
+        via,
+        loops,
+        hidden,
+        asked=lowering,
     )
 
 
