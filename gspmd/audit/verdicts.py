@@ -64,7 +64,10 @@ def _by_name(entries: Iterable[Entry]) -> dict[_Name, list[Entry]]:
 
 
 def served(plan: ProgramPlan, entries: Sequence[Entry]) -> list[Entry]:
-    """The entries, those of a shared step under the name of the one it shares with where that was not compiled."""
+    """The entries, those of a shared step under the name of the one it shares with where that was not compiled.
+
+    Looped steps may share some of their permutes only: of an entry of permutes a part may change its name.
+    """
     planned, named = planned_steps(plan.entries), _by_name(entries)
     sends = Counter({name: _compiled(found)[1] for name, found in named.items()})
     sends.subtract({name: _planned(steps)[1] for name, steps in planned.items()})
@@ -74,12 +77,27 @@ def served(plan: ProgramPlan, entries: Sequence[Entry]) -> list[Entry]:
         name = entry.equation, entry.step
         for first in firsts.get(name, ()):
             alone = name not in planned and first not in named
-            if first != name and (alone or entry.wire_bytes <= min(sends[name], -sends[first])):
-                sends.update({name: -entry.wire_bytes, first: entry.wire_bytes})
-                entry = replace(entry, equation=first[0], step=first[1])
+            amount = entry.wire_bytes if alone else min(entry.wire_bytes, sends[name], -sends[first])
+            part, rest = _parted(entry, amount) if first != name else (None, entry)
+            if part:
+                sends.update({name: -part.wire_bytes, first: part.wire_bytes})
+                given.append(replace(part, equation=first[0], step=first[1]))
+                entry = rest
+            if not entry:
                 break
-        given.append(entry)
+        given += [entry] if entry else []
     return given
+
+
+def _parted(entry: Entry, amount: int) -> tuple[Entry | None, Entry | None]:
+    """An entry's part that sends so many bytes, and the rest of it; only permutes may be parted."""
+    if amount >= entry.wire_bytes:
+        return entry, None
+    if amount <= 0 or entry.kind != "collective-permute":
+        return None, entry
+    count = min(max(1, round(entry.count * amount / entry.wire_bytes)), entry.count - 1)
+    part = replace(entry, count=count, wire_bytes=amount)
+    return part, replace(entry, count=entry.count - count, wire_bytes=entry.wire_bytes - amount)
 
 
 def _firsts(shared: Sequence[PlannedStep], planned: Iterable[_Name]) -> list[_Name]:
@@ -151,9 +169,7 @@ def _as_planned(row: Row) -> Row:
     return replace(row, verdict="as planned", how=row.how or "in one collective with others", compiled=row.planned)
 
 
-def _judgements(
-    planned: dict[_Name, list[PlannedStep]], entries: Sequence[Entry], plan: ProgramPlan
-) -> Iterator[Row]:
+def _judgements(planned: dict[_Name, list[PlannedStep]], entries: Sequence[Entry], plan: ProgramPlan) -> Iterator[Row]:
     compiled = _by_name(entries)
     for name in [name for name in planned if name in compiled]:
         yield _judged(name, planned[name], compiled.pop(name))

@@ -1,16 +1,21 @@
 """Common moves: a compiler that is told to move the same value in the same way twice moves it once.
 
-Values are numbered as compilers number them, along what only passes them on: calls, changes of dtype, collectives, and
-loops that run once, which XLA unrolls. Anything else makes a new value.
+Values are numbered as compilers number them: what is worked out in the same way from the same values is the same
+value, through calls and through loops that run once, which XLA unrolls. Other loops, branches, and what has effects
+make new values. So does an optimization barrier, but on host devices: the compiler there drops barriers, then merges.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr
+import jax
+from jax.extend.core import Jaxpr, Literal
 
 _MOVES = ("all_gather", "reduce_scatter", "psum", "pmax", "all_to_all", "ppermute")
-_PURE = (*_MOVES, "convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim")
+_BARRIER = "optimization_barrier"
+_HOISTED = ("axis_index", "empty")
+"""What does not depend on a loop's trip: compilers work it out before the loop, each occurrence by itself."""
+
 _CALLS = ("jit", "pjit", "closed_call", "custom_vjp_call", "custom_jvp_call", "shard_map", "custom_partitioning")
 
 Asker = tuple[str, int]
@@ -18,9 +23,15 @@ Asker = tuple[str, int]
 
 
 class Values:
-    """The values of one straight piece of a program, and the collectives that it has made of them."""
+    """The values of one straight piece of a program, and the collectives that it has made of them.
 
-    def __init__(self):
+    Args:
+        barriers: whether the compiler keeps optimization barriers until equal values are merged.
+        looped: whether the piece stands in a loop.
+    """
+
+    def __init__(self, barriers: bool = True, looped: bool = False):
+        self.barriers, self.looped = barriers, looped
         self._numbers: dict[Hashable, int] = {}
         self._origins: list[Hashable] = []
         self._known: dict[Any, int] = {}
@@ -37,7 +48,11 @@ class Values:
             held = [self._only(self._of(var)) if _is_stack(var, one) else self._of(var) for var, one in pairs]
             self._alias(inner.invars, held)
             return self
-        return Values()
+        return self.apart(equation)
+
+    def apart(self, equation: Any) -> "Values":
+        """The values with which a program that an operation calls begins, if it shares none with what is around it."""
+        return Values(self.barriers, self.looped or equation.primitive.name in ("scan", "while"))
 
     def leave(self, equation: Any, inner: Jaxpr) -> None:
         """Know a called program's results by what they are inside."""
@@ -50,7 +65,10 @@ class Values:
 
     def first(self, equation: Any, asker: Asker = ("", 0)) -> Asker | None:
         """Take note of an operation; who has asked for this very collective of the same value, if somebody has."""
-        if equation.primitive.name not in _PURE:
+        if equation.primitive.name == _BARRIER and not self.barriers:
+            self._alias(equation.outvars, [self._of(var) for var in equation.invars])
+            return None
+        if not self._is_pure(equation):
             # A jaxpr may run in many places with the same variables: what it makes is new in each.
             self._alias(equation.outvars, [self._number(("new", len(self._numbers))) for _ in equation.outvars])
             return None
@@ -62,6 +80,13 @@ class Values:
         earlier = self._moved.get(number)
         self._moved.setdefault(number, asker)
         return earlier
+
+    def _is_pure(self, equation: Any) -> bool:
+        """Whether an operation makes the same of the same: not one that calls programs or has effects."""
+        effects = {type(effect).__name__ for effect in equation.effects}
+        calls = any(True for _ in inner_jaxprs(equation))
+        hoisted = self.looped and equation.primitive.name in _HOISTED
+        return not calls and not hoisted and effects <= {"NamedAxisEffect"} and equation.primitive.name != _BARRIER
 
     @staticmethod
     def _is_call(equation: Any, inner: Jaxpr) -> bool:
@@ -92,19 +117,18 @@ class Values:
         return self._numbers[key]
 
     def _of(self, var: Any) -> int:
-        if not _is_known(self._known, var):
-            return self._number(("outer", id(var)))
-        return self._known[var]
+        if isinstance(var, Literal):
+            return self._number(("literal", str(var.aval), repr(var.val)))
+        return self._known[var] if var in self._known else self._number(("outer", id(var)))
 
     def _alias(self, variables: Sequence[Any], numbers: Sequence[int]) -> None:
         self._known.update((var, number) for var, number in zip(variables, numbers))
 
 
-def _is_known(known: dict, var: Any) -> bool:
-    try:
-        return var in known
-    except TypeError:  # a literal may not be hashable
-        return False
+def barriers_hold() -> bool:
+    """Whether the devices in force have a compiler that merges equal values first, and drops barriers then."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is None or device.device_kind != "cpu"
 
 
 def _is_stack(outer: Any, inner: Any) -> bool:
@@ -114,3 +138,12 @@ def _is_stack(outer: Any, inner: Any) -> bool:
 
 def _runs_once(equation: Any) -> bool:
     return equation.primitive.name == "scan" and equation.params["length"] == 1
+
+
+def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
+    """The programs that an operation calls."""
+    for value in equation.params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(one, "jaxpr", one)
+            if isinstance(inner, Jaxpr):
+                yield inner

@@ -5,11 +5,9 @@ which `planned.run` runs them. Inside one, the steps that are still there are th
 under `jax.checkpoint` keeps only the moves that the backward pass needs.
 """
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,12 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from gspmd.collectives import planned
-from gspmd.collectives.cost import wire_bytes
 from gspmd.collectives.figure import COLORS, amount_of_bytes, axes_text
+from gspmd.collectives.found import scoped
 from gspmd.collectives.plan import Step
-from gspmd.collectives.sharing import Values
-
-_SCOPE = re.compile(r"step(\d+)\.")
+from gspmd.collectives.sharing import Values, barriers_hold, inner_jaxprs
 
 
 @dataclass(frozen=True)
@@ -144,7 +140,7 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
         0
     """
     jaxpr = _live(jax.make_jaxpr(fn)(*abstract, **keywords).jaxpr)
-    found = tuple(_walk(jaxpr, 1, Values()))
+    found = tuple(_walk(jaxpr, 1, Values(barriers_hold())))
     entries = tuple(entry for entry in found if not entry.first)
     shared = tuple(entry for entry in found if entry.first)
     return ProgramPlan(entries, shared, frozenset(_lowered(jaxpr)), tuple(dict.fromkeys(_notes(jaxpr))))
@@ -166,7 +162,7 @@ def _lowered(jaxpr: Jaxpr) -> Iterator[str]:
 def _notes(jaxpr: Jaxpr) -> Iterator[str]:
     """The while loops that have steps in them."""
     for loop in (each for each in _all(jaxpr) if each.primitive.name == "while"):
-        inside = (program for inner in _inner(loop) for program in _programs(inner))
+        inside = (program for inner in inner_jaxprs(loop) for program in _programs(inner))
         names = dict.fromkeys(each.equation for each in inside if any(step.is_collective for step in each.steps))
         if names:
             yield f"a while loop is planned as one trip, for its trips are not known here; in it: {'; '.join(names)}"
@@ -176,15 +172,16 @@ def _walk(jaxpr: Jaxpr, trips: int, values: Values, transposed: bool = False) ->
     for equation in jaxpr.eqns:
         backward = _transposed(equation, transposed)
         program = planned.registered(str(equation.params.get("name", "")))
+        values.first(equation)
         if program is not None:
             yield from _steps(equation, program, trips, values, backward)
         elif equation.primitive.name == "cond":
-            branches = [list(_walk(each.jaxpr, trips, Values(), backward)) for each in equation.params["branches"]]
+            insides = [each.jaxpr for each in equation.params["branches"]]
+            branches = [list(_walk(inner, trips, values.apart(equation), backward)) for inner in insides]
             yield from max(branches, key=_size)
         else:
             times = equation.params["length"] if equation.primitive.name == "scan" else 1
-            values.first(equation)
-            for inner in _inner(equation):
+            for inner in inner_jaxprs(equation):
                 yield from _walk(inner, trips * times, values.enter(equation, inner), backward)
                 values.leave(equation, inner)
 
@@ -207,9 +204,9 @@ def _steps(
     """The steps of one planned program that are still in it."""
     if program.backward is None:
         mesh = _mesh_of(equation)
-        for number, found in sorted(_scoped(equation, values, program.equation).items()):
-            step = _as_run(program.steps[number], mesh, found)
-            yield PlannedStep(step, trips, program.equation, number, found.dtype, found.first)
+        for number, found in sorted(scoped(equation, values, program.equation).items()):
+            for step, first in found.as_run(program.steps[number], mesh):
+                yield PlannedStep(step, trips, program.equation, number, found.dtype, first)
     elif _computes(equation, program):  # the compiler lowers it: without scopes, it counts whole
         for number, step in enumerate(program.backward if transposed else program.steps):
             yield PlannedStep(step, trips, program.equation, number)
@@ -218,105 +215,18 @@ def _steps(
 def _computes(equation: Any, program: planned.Registered) -> bool:
     """Whether a piece of a compiler-lowered program does its work; JAX splits some off that only carry values along."""
     einsums = any(step.kind == "einsum" for step in program.steps)
-    names = {each.primitive.name for inner in _inner(equation) for each in _all(inner)}
+    names = {each.primitive.name for inner in inner_jaxprs(equation) for each in _all(inner)}
     return not einsums or bool(names & {"dot_general", "reduce_sum", "mul"})
 
 
 def _all(jaxpr: Jaxpr) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         yield equation
-        for inner in _inner(equation):
+        for inner in inner_jaxprs(equation):
             yield from _all(inner)
 
 
 def _mesh_of(equation: Any) -> dict[str, int]:
     """The mesh of the shard_map in a planned program."""
-    found = (each for inner in _inner(equation) for each in _all(inner) if each.primitive.name == "shard_map")
+    found = (each for inner in inner_jaxprs(equation) for each in _all(inner) if each.primitive.name == "shard_map")
     return next((dict(each.params["mesh"].shape) for each in found), {})
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What is there under a step's scope: its largest collective, in bytes and dtype, and who made it; operations.
-
-    `permuted` is what all its permutes send together: a looped step has nothing else.
-    """
-
-    buffer: int = 0
-    flops: int = 0
-    dtype: str = ""
-    first: tuple[str, int] | None = None
-    permuted: int = 0
-
-    def __add__(self, other: "_Found") -> "_Found":
-        larger = max(self, other, key=lambda found: found.buffer)
-        return replace(larger, flops=self.flops + other.flops, permuted=self.permuted + other.permuted)
-
-
-def _scoped(equation: Any, values: Values, name: str) -> dict[int, _Found]:
-    """The numbers of the steps whose scope is there, with what is found under each."""
-    found: dict[int, _Found] = {}
-    for inner in _inner(equation):
-        known = values.enter(equation, inner)
-        for each in inner.eqns:
-            numbers = _SCOPE.findall(str(each.source_info.name_stack))
-            first = known.first(each, (name, int(numbers[-1])) if numbers else ("", 0))
-            permuted = 0 if first or each.primitive.name != "ppermute" else _buffer(each)
-            here = _Found(_buffer(each), _dot_flops(each), _dtype(each), first, permuted)
-            own = [(int(number), here) for number in numbers[-1:]]
-            for number, more in (*own, *_scoped(each, known, name).items()):
-                found[number] = found.get(number, _Found()) + more
-        values.leave(equation, inner)
-    return found
-
-
-def _buffer(equation: Any) -> int:
-    """Bytes of the larger side of a collective, on one device."""
-    if equation.primitive.name not in _COLLECTIVES:
-        return 0
-    sides = ([v.aval for v in equation.invars], [v.aval for v in equation.outvars])
-    return max(sum(aval.size * aval.dtype.itemsize for aval in side) for side in sides)
-
-
-def _dtype(equation: Any) -> str:
-    """What a collective sends, as HLO names it."""
-    if equation.primitive.name not in _COLLECTIVES:
-        return ""
-    name = equation.invars[0].aval.dtype.name
-    for jax_name, hlo_name in _DTYPES:
-        name = name.replace(jax_name, hlo_name)
-    return name
-
-
-_DTYPES = (("bool", "pred"), ("complex", "c"), ("float", "f"), ("uint", "u"), ("int", "s"), ("_", ""))
-_COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "pmax", "all_to_all", "ppermute")
-
-
-def _dot_flops(equation: Any) -> int:
-    if equation.primitive.name != "dot_general":
-        return 0
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    shape = equation.invars[0].aval.shape
-    return (2 if contracted else 1) * equation.outvars[0].aval.size * prod(shape[d] for d in contracted)
-
-
-def _as_run(step: Step, mesh: dict[str, int], found: _Found) -> Step:
-    """The step with the figures of what is really there, which under vmap is more than was planned for one example."""
-    if step.kind == "einsum":
-        flops = found.flops
-        return replace(step, flops=flops, seconds=step.seconds * flops / step.flops) if flops and step.flops else step
-    if found.permuted:
-        return _with_bytes(replace(step, kind="collective-permute"), found.permuted)
-    return _with_bytes(step, wire_bytes(step.kind, prod(mesh.get(axis, 1) for axis in step.axes), found.buffer))
-
-
-def _with_bytes(step: Step, sent: int) -> Step:
-    return replace(step, wire_bytes=sent, seconds=step.seconds * sent / step.wire_bytes) if step.wire_bytes else step
-
-
-def _inner(equation: Any) -> Iterator[Jaxpr]:
-    for value in equation.params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            inner = getattr(one, "jaxpr", one)
-            if isinstance(inner, Jaxpr):
-                yield inner

@@ -46,23 +46,25 @@ def training(
     *,
     mesh: Mapping[str, int] | None = None,
     axis_type: str = "explicit",
+    lowering: str = "blocking",
 ) -> Built:
-    """A preset's training step in float32 with lowering blocking, as the training loop compiles it.
+    """A preset's training step in float32, as the training loop compiles it.
 
     Args:
         name: of the preset.
         config: the model.
         mesh: sizes of eight host devices' axes; what the preset makes of them, if not given.
         axis_type: "explicit" or "auto".
+        lowering: of every part of the model.
 
     Raises:
         LayoutError: the preset does not fit the model on this mesh.
     """
-    layout, optimizer = Layout.load(name).lowered("blocking"), OptimizerConfig()
+    layout, optimizer = Layout.load(name).lowered(lowering), OptimizerConfig()
     sizes = mesh or layout.mesh_for(8)
     layout.check(config.sizes(BATCH, LENGTH), sizes)
     devices = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AXIS_TYPES[axis_type],) * len(sizes))
-    with jax.set_mesh(devices), gspmd.lowering("blocking"):
+    with jax.set_mesh(devices), gspmd.lowering(lowering):
         model = models.abstract(config, layout, devices)
         state = step.abstract_state(model, optimizer, UPDATES, devices)
         arguments = state, models.abstract_batch(layout, devices, BATCH, LENGTH), models.abstract_key(devices)

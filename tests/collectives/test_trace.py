@@ -11,6 +11,16 @@ MESH = {"x": 2, "y": 2, "z": 2}
 SHAPES = {"x": ("BLE_xyz", (8, 4, 64)), "w": ("E_xF_yz", (64, 128)), "v": ("F_yzE_x", (128, 64))}
 
 
+LOOPED = ("looped", "looped:one-way", "looped:halves", "looped:paired", "auto")
+
+
+@pytest.fixture(autouse=True)
+def blocking():
+    """What is not said to be looped is not: a step is then one collective."""
+    with gspmd.lowering("blocking"):
+        yield
+
+
 @pytest.fixture
 def arguments(make_mesh, axis_type):
     """The mesh, and abstract arguments on it."""
@@ -73,6 +83,33 @@ def test_planned_is_compiled(arguments, name):
     assert counts == dict(compiled.collectives(text))
     assert plan.wire_bytes == compiled.bytes_sent(text)
     assert plan.flops == compiled.dot_flops(text)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("lowering", LOOPED)
+def test_what_is_looped_is_planned_as_the_permutes_that_are_compiled(arguments, name, lowering):
+    mesh, abstract = arguments
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        plan = gspmd.trace(PROGRAMS[name], *abstract)
+        text = jax.jit(PROGRAMS[name]).lower(*abstract).compile().as_text()
+    sent = {kind for (kind, _), (_, amount) in plan.by_kind_and_axes().items() if amount}
+    assert sent == set(compiled.collectives(text))
+    assert plan.wire_bytes == compiled.bytes_sent(text)
+    assert plan.flops == compiled.dot_flops(text)
+
+
+def test_a_looped_step_counts_once_and_sends_what_it_would_in_one_piece(arguments):
+    mesh, abstract = arguments
+    with jax.set_mesh(mesh):
+        whole = gspmd.trace(_scanned, *abstract)
+    with jax.set_mesh(mesh), gspmd.lowering("looped"):
+        plan = gspmd.trace(_scanned, *abstract)
+    assert plan.wire_bytes == whole.wire_bytes
+    assert {key: count for key, (count, _) in plan.by_kind_and_axes().items()} == {
+        ("collective-permute", ("x",)): 10,
+        ("collective-permute", ("y", "z")): 10,
+    }
+    assert len(plan.entries) == len(whole.entries)
 
 
 def test_kinds_and_axes_add_up(arguments):
