@@ -8,6 +8,9 @@ import pytest
 from jax import lax
 
 import gspmd
+from gspmd.collectives.found import Found
+from gspmd.collectives.plan import Step
+from gspmd.collectives.sharing import Values
 
 MESH = {"x": 4, "y": 2}
 SHAPES = {"x": ("BE_x", (8, 16)), "w": ("EF_y", (16, 32)), "v": ("EF_y", (16, 32))}
@@ -173,3 +176,67 @@ def test_what_the_compiler_lowers_is_a_forecast_and_counts_whole(make_mesh):
     with gspmd.lowering("xla"):
         planned, _ = both(make_mesh(MESH), _twice)
     assert planned["all-gather", ("x",)][0] == 2
+
+
+def _half(x, w, v):
+    one = lambda y, w: gspmd.einsum("BE_x, EF_y -> BF_y", y, w, lowering="looped:halves")  # noqa: E731
+    return one(x, w), one(x, v)
+
+
+def _nested(x, w, v):
+    one = lambda x, w: gspmd.einsum("BE_xy, EF -> BF", x, w, via="BE, EF")  # noqa: E731
+    return one(x, w), one(x, v)
+
+
+LOOPED = {
+    "one ring": (whole3, 1),
+    "two rings of one value": (_twice, 1),
+    "halves of one value": (_half, 1),
+    "rings of two values": (lambda x, w, v: (whole(x, w), whole(x + 1, v)), 2),
+    "rings of what is worked out twice": (lambda x, w, v: (whole(x * 3, w), whole(x * 3, v)), 1),
+    "an equation and its gradient": (jax.grad(_products, (0, 1, 2)), 1),
+    "rings in a scan": (_repeated(_twice, 3), 3),
+}
+
+
+def permutes_of(sides):
+    """Bytes of permutes over x, planned and compiled."""
+    return [side.get(("collective-permute", ("x",)), (0, 0))[1] for side in sides]
+
+
+@pytest.mark.parametrize("name", LOOPED)
+def test_rings_of_one_value_are_one_ring_on_host_devices(make_mesh, axis_type, name):
+    program, rings = LOOPED[name]
+    mesh = make_mesh(MESH, axis_type)
+    with gspmd.lowering("looped"):
+        planned, compiled = permutes_of(both(mesh, program))
+    assert planned == compiled == rings * 3 * 8 * 4 * 4  # three shards [8, 4] of float32
+
+
+@pytest.mark.parametrize("schedule", ["one-way", "halves", "paired"])
+def test_rings_over_two_axes_merge_as_planned(make_mesh, schedule):
+    shapes = {"x": ("BE_xy", (8, 16)), "w": ("EF", (16, 32)), "v": ("EF", (16, 32))}
+    for program in (_nested, lambda x, w, v: lax.scan(lambda c, _: (c * 2, _nested(c, w, v)), x, None, length=3)[1]):
+        with gspmd.lowering(f"looped:{schedule}"):
+            planned, compiled = both(make_mesh(MESH), program, shapes)
+        sent = lambda side: sum(sent for (kind, _), (_, sent) in side.items() if kind == "collective-permute")  # noqa: E731
+        assert sent(planned) == sent(compiled) > 0
+
+
+def test_what_waits_for_something_is_merged_only_by_a_compiler_that_drops_barriers():
+    def program(x, w):
+        return lax.psum(x, "x"), lax.psum(lax.optimization_barrier((x, w))[0], "x")
+
+    jaxpr = jax.make_jaxpr(program, axis_env=[("x", 4)])(1.0, 2.0).jaxpr
+    for barriers, shared in ((False, True), (True, False)):
+        values = Values(barriers)
+        askers = [values.first(each, ("asked", number)) for number, each in enumerate(jaxpr.eqns)]
+        assert (("asked", 0) in askers) is shared
+
+
+def test_a_step_may_share_a_part_of_its_permutes():
+    one, two = Found(8, permuted=8), Found(4, first=("before", 1), again={("before", 1): 4})
+    step = Step("all-gather", ("x",), 24, 1.0, gspmd.Spec.parse("E_x"), gspmd.Spec.parse("E"))
+    ((own, nobody), (again, before)) = (one + two + two).as_run(step, {"x": 4})
+    assert (own.kind, own.wire_bytes, nobody) == ("collective-permute", 8, None)
+    assert (again.wire_bytes, before) == (8, ("before", 1))
