@@ -60,9 +60,10 @@ def main() -> None:
         print(json.dumps(asdict(measured(layout, int(tokens), column))))
         return
     wanted = list(product(options.layouts.split(","), map(int, options.tokens.split(",")), COLUMNS))
+    known = kept(options.json) if options.resume else {}
     with ThreadPoolExecutor(options.jobs) as pool:
         cells = []
-        for cell in pool.map(lambda each: in_a_process(*each, options.timeout), wanted):
+        for cell in pool.map(lambda each: known.get(each) or in_a_process(*each, options.timeout), wanted):
             cells.append(cell)
             print(f"{cell.layout} {cell.tokens} {cell.column}: {text(cell, None)}", file=sys.stderr, flush=True)
             if options.json:
@@ -81,9 +82,16 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="cells compiled at once (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for a cell (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the cells to a file")
+    parser.add_argument("--resume", action="store_true", help="keep the cells that the --json file has")
     parser.add_argument("--write", type=Path, help="replace the table in a page")
     parser.add_argument("--cell", nargs=3, help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def kept(path: Path) -> dict[tuple[str, int, str], Cell]:
+    """The cells of an earlier run that came to its end or was interrupted."""
+    cells = [Cell(**each) for each in json.loads(path.read_text())] if path.exists() else []
+    return {(cell.layout, cell.tokens, cell.column): cell for cell in cells if not cell.failure}
 
 
 def in_a_process(layout: str, tokens: int, column: str, timeout: float) -> Cell:

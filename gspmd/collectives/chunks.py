@@ -144,22 +144,23 @@ def spread(journey: Journey, part: Part, chunk: jax.Array) -> jax.Array:
     return chunk
 
 
-def reduce_back(journey: Journey, hops: Sequence[Hop], summand, wire) -> jax.Array:
+def reduce_back(journey: Journey, hops: Sequence[Hop], summand, wire, schedule: str = "") -> jax.Array:
     """Walk backwards: at every node a device adds its summand of whom it is for, and sends the sum on.
 
     Args:
         summand: from an offset to this device's summand for the device so far behind.
         wire: the dtype in which sums travel; they are added in the summands' own.
+        schedule: of products: says which summands have to be made while a sum is on its way. A compiler adds what
+            arrives within the product, which then waits for it. Of halves, one is multiplied while the other travels.
     """
     owed: dict[int, list[jax.Array]] = {}
-    for number in range(len(hops), 0, -1):
-        hop = hops[number - 1]
-        total = _added(summand(hop.offset), owed.pop(number, ()))
-        owed.setdefault(hop.source, []).append(journey.send(total.astype(wire), hop, back=True))
-    return _added(summand({}), owed.pop(0, ()))
-
-
-def _added(x: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
-    for other in others:
-        x = x + other.astype(x.dtype)
-    return x
+    for number in range(len(hops), -1, -1):
+        value, arrived = summand(hops[number - 1].offset if number else {}), owed.pop(number, ())
+        if arrived and (schedule == "one-way" or (schedule == "paired" and not number)):
+            value = lax.optimization_barrier(value)
+        for other in arrived:
+            value = value + other.astype(value.dtype)
+        if number:
+            hop = hops[number - 1]
+            owed.setdefault(hop.source, []).append(journey.send(value.astype(wire), hop, back=True))
+    return value

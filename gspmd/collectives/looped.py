@@ -187,7 +187,9 @@ class LoopedExecution(Execution):
         pieces = []
         for part, start, size in ring.parts(shard[ring.split] if ring.split else 1):
             summand = lambda offset: self._summand(journey, values, offset, start, size)  # noqa: B023, E731
-            chunk = reduce_back(journey, journey.hops(part), summand, tensor.wire)
+            # Stripes have other products to hide a sum's way behind, and need none to be made apart.
+            alone = ring.schedule if stripe is None else ""
+            chunk = reduce_back(journey, journey.hops(part), summand, tensor.wire, alone)
             pieces.append(spread(journey, part, chunk.astype(tensor.wire)))
         at = travel.shard.dims.index(ring.split) if ring.split else 0
         total = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, at)

@@ -25,7 +25,7 @@ from gspmd.collectives.plan import Product, Routine, Step
 from gspmd.collectives.problem import Setting, Tensor
 from gspmd.collectives.walk import SCHEDULES, cut
 
-STRIPES = (2, 4, 8)
+STRIPES = (2, 4)
 LONGEST = 96
 """Products of one ring: loops are unrolled, so that nothing is copied between their steps, and programs grow with them."""
 
