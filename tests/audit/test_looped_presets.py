@@ -6,6 +6,7 @@ import pytest
 
 from gspmd.layouts import presets
 from tests.audit import steps
+from tests.audit.test_compare import compared, planned, sent
 from tests.audit.test_presets import UNEXPLAINED
 
 LOWERINGS = ("looped", "looped:one-way", "looped:halves", "looped:paired", "auto")
@@ -15,8 +16,8 @@ FAST = {"weight-stationary-2d": "looped:halves", "weight-gathered-xyz": "looped"
 def hold(step):
     """As in blocking, but that permutes go over one axis at a time, and are counted under all axes of their step."""
     comparison = step.ledger.compare(step.plan)
-    planned = {key: sent for key, (_, sent) in step.plan.by_kind_and_axes().items() if sent}
-    assert {key: compiled for key, (_, compiled) in comparison.totals.items()} == planned
+    wanted = {key: amount for key, (_, amount) in step.plan.by_kind_and_axes().items() if amount}
+    assert {key: compiled for key, (_, compiled) in comparison.totals.items()} == wanted
     assert comparison.agrees
     assert {verdict: comparison[verdict] for verdict in UNEXPLAINED} == dict.fromkeys(UNEXPLAINED, ())
     assert not step.ledger.notes
@@ -25,7 +26,7 @@ def hold(step):
 
 def permuted(plan):
     """Bytes that the plan sends in permutes."""
-    return sum(sent for (kind, _), (_, sent) in plan.by_kind_and_axes().items() if kind == "collective-permute")
+    return sum(amount for (kind, _), (_, amount) in plan.by_kind_and_axes().items() if kind == "collective-permute")
 
 
 @pytest.mark.parametrize(("name", "lowering"), FAST.items())
@@ -39,3 +40,19 @@ def test_what_is_planned_is_compiled(name, lowering):
 @pytest.mark.parametrize(("name", "lowering"), sorted({*product(presets(), LOWERINGS)} - {*FAST.items()}))
 def test_what_is_planned_is_compiled_by_every_schedule(name, lowering):
     hold(steps.training(name, lowering=lowering))
+
+
+def test_permutes_that_two_rings_share_may_be_compiled_under_the_name_of_either():
+    """Of four permutes the second ring shares three; the compiler keeps one of those, and its own, as the second's."""
+    step = "step0.collective-permute.x"
+    steps_of = lambda equation, sent, **more: planned("collective-permute", "x", sent, of=equation, **more)  # noqa: E731
+    plan = [steps_of("A", 400), steps_of("B", 100)]
+    entries = [
+        sent("collective-permute", "x", 100, of="A", step=step, count=3),
+        sent("collective-permute", "x", 100, of="B", step=step, count=2),
+    ]
+    found = compared(plan, entries, shared=[steps_of("B", 300, first=("A", 0))])
+    assert found.agrees
+    assert [row.verdict for row in found.rows] == ["as planned", "as planned", "shared"]
+    assert [row.compiled[1] for row in found["as planned"]] == [400, 100]
+    assert not compared(plan, entries[:1], shared=[steps_of("B", 300, first=("A", 0))]).agrees
