@@ -74,26 +74,31 @@ def served(plan: ProgramPlan, entries: Sequence[Entry]) -> list[Entry]:
     firsts = {name: _firsts(steps, planned) for name, steps in planned_steps(plan.shared).items()}
     given = []
     for entry in entries:
-        name = entry.equation, entry.step
-        for first in firsts.get(name, ()):
-            alone = name not in planned and first not in named
-            amount = entry.wire_bytes if alone else min(entry.wire_bytes, sends[name], -sends[first])
-            part, rest = _parted(entry, amount) if first != name else (None, entry)
-            if part:
-                sends.update({name: -part.wire_bytes, first: part.wire_bytes})
-                given.append(replace(part, equation=first[0], step=first[1]))
-                entry = rest
+        for first in firsts.get((entry.equation, entry.step), ()):
+            part, entry = _owed(entry, first, planned, named, sends)
+            given += [part] if part else []
             if not entry:
                 break
         given += [entry] if entry else []
     return given
 
 
+def _owed(entry: Entry, first: _Name, planned: dict, named: dict, sends: Counter) -> tuple[Entry | None, Entry | None]:
+    """The part of an entry that a step lacks which serves its own, under the name of that step, and the rest."""
+    name = entry.equation, entry.step
+    alone = name not in planned and first not in named
+    part, rest = _parted(entry, entry.wire_bytes if alone else min(sends[name], -sends[first]))
+    if first == name or not part:
+        return None, entry
+    sends.update({name: -part.wire_bytes, first: part.wire_bytes})
+    return replace(part, equation=first[0], step=first[1]), rest
+
+
 def _parted(entry: Entry, amount: int) -> tuple[Entry | None, Entry | None]:
     """An entry's part that sends so many bytes, and the rest of it; only permutes may be parted."""
     if amount >= entry.wire_bytes:
         return entry, None
-    if amount <= 0 or entry.kind != "collective-permute":
+    if amount <= 0 or entry.kind != "collective-permute" or entry.count < 2:
         return None, entry
     count = min(max(1, round(entry.count * amount / entry.wire_bytes)), entry.count - 1)
     part = replace(entry, count=count, wire_bytes=amount)
