@@ -37,7 +37,7 @@ def run(explain, capsys):
 def test_the_figure_with_its_gradients(run):
     code, out, err = run(EQUATION, *MESH, *SIZES)
     assert (code, err) == (0, "")
-    assert out.startswith(f"{EQUATION}\nB=512 L=1 E=18432 F=73728   mesh x=4 y=4 z=4   bfloat16   tpu-v4   auto\n")
+    assert out.startswith(f"{EQUATION}\nB=512 L=1 E=18432 F=73728   mesh x=4 y=4 z=4   bfloat16   tpu-v4   blocking\n")
     assert "BLE_xyz              ── all-gather yz ─▶     BLE_x                   4.42 MB  28.6 µs" in out
     assert "gradient of operand 1: BLF_yzx, E_xF_yz -> BLE_xyz" in out
     assert "gradient of operand 2: BLF_yzx, BLE_x -> E_xF_yz" in out
