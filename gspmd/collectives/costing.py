@@ -47,7 +47,8 @@ class Costs:
     def scatter(self, travel: Travel, ring: Ring, products: Sequence[Product]) -> float:
         """Of a travelling sum and its products; with none left to multiply, its whole way."""
         after, loop, compute = self._ring(travel, ring, products)
-        return _overlapped(loop, compute + self._added(travel, ring), self._waves(ring)) + after + self._cut_up(travel, ring)
+        looped = _overlapped(loop, compute + self._added(travel, ring), self._waves(ring))
+        return looped + after + self._cut_up(travel, ring)
 
     def _cut_up(self, travel: Travel, ring: Ring) -> float:
         """Cutting a chunk that is there into pieces, and adding those that arrive."""
@@ -127,9 +128,7 @@ class Costs:
     def _all_sent(self, journeys: Sequence[Journey]) -> list[Sent]:
         return [sent for travel, ring, _ in journeys for sent in self._whole(travel, ring)]
 
-    def in_stripe(
-        self, stripe: Mapping[str, int], travel: Travel, ring: Ring, products: Sequence[Product]
-    ) -> float:
+    def in_stripe(self, stripe: Mapping[str, int], travel: Travel, ring: Ring, products: Sequence[Product]) -> float:
         """Of the products of one stripe that are scattered as they are made."""
         shard = local_shape(travel.shard, self.sizes, self.mesh) | stripe
         whole = prod(shard.values()) * prod(self.mesh[axis] for axis in ring.within) * itemsize(self._wire(travel))

@@ -31,10 +31,11 @@ def einsum(
     Args:
         equation: specs of the operands and of the result; see docs/notation.md.
         operands: arrays of the specs' ranks, placed as they say; a group is a tuple of arrays.
-        lowering: `"xla"`, `"blocking"` or `"auto"`; by default that of `gspmd.lowering`.
+        lowering: `"xla"`, `"blocking"`, `"looped"`, `"looped:<schedule>"` or `"auto"`; by default that of
+            `gspmd.lowering`, which says what they are.
         via: the specs that the operands are brought to before the local einsum.
         wire_dtype: dtype of everything that crosses the wire; by default that of the operand, or of the result, that
-            does. Lowering `"blocking"` only.
+            does. Not under lowering `"xla"`.
         precision: of the local products, as in `jax.lax.dot`.
         preferred_element_type: dtype of the result; by default the operands' joint dtype. Local products accumulate in
             float32 (int32 for integers) either way; partial sums cross the wire in the dtype of the result.

@@ -42,6 +42,11 @@ class Found:
         permuted = self.permuted + other.permuted
         return replace(larger, flops=self.flops + other.flops, permuted=permuted, again=again)
 
+    def times(self, trips: int) -> "Found":
+        """The same in a loop; a collective that is no ring's stands in none."""
+        again = {asker: sent * trips for asker, sent in self.again.items()}
+        return replace(self, flops=self.flops * trips, permuted=self.permuted * trips, again=again)
+
     def as_run(self, step: Step, mesh: Mapping[str, int]) -> Iterator[tuple[Step, Asker | None]]:
         """The step with the figures of what is there: under vmap more than was planned for one example.
 
@@ -85,7 +90,9 @@ def scoped(equation: Any, values: Values, name: str) -> dict[int, Found]:
             numbers = _SCOPE.findall(str(each.source_info.name_stack))
             first = known.first(each, (name, int(numbers[-1])) if numbers else ("", 0))
             own = [(int(number), _alone(each, first)) for number in numbers[-1:]]
-            for number, more in (*own, *scoped(each, known, name).items()):
+            trips = each.params["length"] if each.primitive.name == "scan" else 1
+            inside = {number: more.times(trips) for number, more in scoped(each, known, name).items()}
+            for number, more in (*own, *inside.items()):
                 found[number] = found.get(number, Found()) + more
         values.leave(equation, inner)
     return found

@@ -10,19 +10,21 @@ Source: Wang et al. 2023, *Overlap Communication with Dependent Computation via 
 2022 (arXiv 2211.05102), §3.5.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gspmd.collectives.chunks import Journey, Region, collect, part_of, put, reduce_back, spread
+from gspmd.collectives import tpu
+from gspmd.collectives.chunks import Journey, Region, part_of, put, reduce_back, spread
+from gspmd.collectives.landing import Landing
 from gspmd.collectives.loops import Loops, gather_of, local_shape, scatter_of, settling
 from gspmd.collectives.lower import Execution
 from gspmd.collectives.plan import Routine
-from gspmd.collectives.walk import Part
+from gspmd.collectives.ringloop import RingLoop
+from gspmd.collectives.way import Way
 
 
 class LoopedExecution(Execution):
@@ -123,13 +125,48 @@ class LoopedExecution(Execution):
         return Journey(travel, self.loops.gathers[number], self.mesh, sizes, first, self.inputs[move.source].wire)
 
     def _gathered(self, number: int, shard: jax.Array) -> jax.Array:
-        return _Gather(self, number, shard).run({}, keep=True)[1]
+        journey = self._journey(number, shard)
+        ways = self._ways(journey, shard)
+        whole = lax.empty(tuple(journey.whole(dim) for dim in journey.dims), shard.dtype)  # every place is written
+        for way in ways:
+            regions, chunks = way.wave(0, [])
+            whole = put(whole, journey.dims, regions[0], chunks[0])
+        return whole
+
+    def _ways(self, journey: Journey, shard: jax.Array) -> list[Way]:
+        ring = journey.ring
+        parts = ring.parts(journey.shard[ring.split] if ring.split else 1)
+        return [Way(journey, shard.astype(journey.wire), shard.dtype, *part) for part in parts]
 
     def _looped(self, number: int, shard: jax.Array, held: Sequence[jax.Array]) -> "dict[int, _Value]":
         """The products of an operand that travels while it is multiplied."""
-        others = {product: self._other(product, number, held) for product in self._products_of(number)}
-        values, _ = _Gather(self, number, shard).run(others)
-        return {product: _Whole(self, product, value) for product, value in values.items()}
+        journey, products = self._journey(number, shard), self._products_of(number)
+        others = [self._other(product, number, held) for product in products]
+        landings = [Landing(self, product, number, journey, other) for product, other in zip(products, others)]
+        ways = self._ways(journey, shard)
+        # The TPU compiler keeps the order that it is given and hides more where it sees every step; others hold fewer
+        # chunks at once in a loop, which can be had where the same wave comes again and again.
+        if len(journey.ring.axes) == 1 and not tpu.is_target():
+            RingLoop(ways, landings, others).run()
+        else:
+            self._wave_by_wave(ways, landings, others)
+        return {product: _Whole(self, product, landing.value()) for product, landing in zip(products, landings)}
+
+    def _wave_by_wave(self, ways: Sequence[Way], landings: Sequence[Landing], others: Sequence) -> None:
+        """Multiply chunks as they arrive, from all parts in turn.
+
+        The permutes of the next wave but one wait for the products of this one: left to itself a compiler has been seen
+        to send everything first, and to multiply then.
+        """
+        before: list[jax.Array] = []
+        for wave in range(max(len(way.waves) for way in ways)):
+            for way in ways:
+                way.send(wave + 1, before)
+            before = [landing.latest for landing in landings if landing.latest is not None]
+            for way in ways:
+                regions, chunks = way.wave(wave, before)
+                for landing, other in zip(landings, others) if chunks else ():
+                    landing.add(regions, chunks, other)
 
     def _products_of(self, move: int) -> list[int]:
         return [number for number, product in enumerate(self.routine.products) if move in (product.left, product.right)]
@@ -140,7 +177,7 @@ class LoopedExecution(Execution):
         other = found.right if found.left == move else found.left
         return None if other is None else held[other]
 
-    def _in_order(self, product: int, move: int, x: jax.Array, other: jax.Array | None) -> tuple[jax.Array, ...]:
+    def in_order(self, product: int, move: int, x: jax.Array, other: jax.Array | None) -> tuple[jax.Array, ...]:
         pair = (x, other) if self.routine.products[product].left == move else (other, x)
         return tuple(each for each in pair if each is not None)
 
@@ -207,150 +244,6 @@ class LoopedExecution(Execution):
         if len(output.products) == 1 and product.steps:
             return self.first.products[output.products[0]] + (not product.passes_through)
         return self.first.outputs[number]
-
-
-class _Gather:
-    """One travelling operand: its chunks as they arrive, multiplied, or put together."""
-
-    def __init__(self, execution: LoopedExecution, number: int, shard: jax.Array):
-        self.execution, self.number = execution, number
-        self.dtype = shard.dtype
-        self.journey = execution._journey(number, shard)
-        self.shard = shard.astype(self.journey.wire)
-
-    def run(self, others: dict[int, jax.Array | None], keep: bool = False):
-        """The products with `others`, by number, and, to keep, the whole of the operand."""
-        landings = {product: self._landing(product, other) for product, other in others.items()}
-        sizes = tuple(self.journey.whole(dim) for dim in self.journey.dims)
-        whole = lax.empty(sizes, self.dtype) if keep else None  # every place of it is written
-        for regions, chunks in self._arrivals(lambda: [landing.latest for landing in landings.values() if landing.latest is not None]):
-            for product, landing in landings.items():
-                landing.add(regions, chunks, others[product])
-            if keep:
-                for region, chunk in zip(regions, chunks):
-                    whole = put(whole, self.journey.dims, region, chunk)
-        return {product: landing.value() for product, landing in landings.items()}, whole
-
-    def _landing(self, product: int, other: jax.Array | None) -> "_Landing":
-        return _Landing(self.execution, product, self.number, self.journey, other)
-
-    def _arrivals(self, latest: Callable[[], list]) -> Iterator[tuple[list[Region], list[jax.Array]]]:
-        """The chunks as they arrive, wave by wave, from all parts in turn: where they belong, and what they are.
-
-        The permutes of the next wave but one wait for the products of this one (`latest`): left to itself a compiler
-        has been seen to send everything first, and to multiply then.
-        """
-        ways = [_Way(self.journey, self.shard, *part) for part in self._parts()]
-        before: list = []
-        for wave in range(max(len(way.waves) for way in ways)):
-            for way in ways:
-                way.send(wave + 1, before)
-            before = latest()
-            for way in ways:
-                if wave < len(way.waves):
-                    regions, chunks = way.arrived_in(wave)
-                    yield regions, [chunk.astype(self.dtype) for chunk in chunks]
-
-    def _parts(self) -> list[tuple[Part, int, int]]:
-        ring = self.journey.ring
-        return ring.parts(self.journey.shard[ring.split] if ring.split else 1)
-
-
-class _Way:
-    """One part of a travelling operand on its way round."""
-
-    def __init__(self, journey: Journey, shard: jax.Array, part: Part, start: int, size: int):
-        self.journey, self.start, self.size = journey, start, size
-        self.hops = journey.hops(part)
-        self.arrived = {0: collect(journey, part, part_of(shard, journey.dims, journey.divided({}, start, size)))}
-        self.waves = [[0], *([n for n, _ in some] for _, some in groupby(enumerate(self.hops, 1), lambda n: n[1].wave))]
-
-    def send(self, wave: int, before: Sequence[jax.Array]) -> None:
-        """Bring the chunks of a wave, once everything in `before` is there."""
-        for number in self.waves[wave] if wave < len(self.waves) else ():
-            hop = self.hops[number - 1]
-            chunk = self.arrived[hop.source]
-            chunk = lax.optimization_barrier((chunk, *before))[0] if before else chunk
-            self.arrived[number] = self.journey.send(chunk, hop)
-
-    def arrived_in(self, wave: int) -> tuple[list[Region], list[jax.Array]]:
-        """The chunks of a wave, and where they belong."""
-        numbers = self.waves[wave]
-        offsets = [self.hops[number - 1].offset if number else {} for number in numbers]
-        regions = [self.journey.divided(self.journey.block(offset), self.start, self.size) for offset in offsets]
-        return regions, [self.arrived[number] for number in numbers]
-
-
-class _Landing:
-    """A product of a travelling operand, as its chunks arrive."""
-
-    def __init__(self, execution: LoopedExecution, product: int, move: int, journey: Journey, other):
-        self.execution, self.number, self.move, self.journey = execution, product, move, journey
-        found = execution.routine.products[product]
-        self.dims = found.einsum.after.dims
-        self.other_dims = () if found.right is None else self._spec_of_other(found).dims
-        sizes = dict(zip(self.other_dims, () if other is None else other.shape))
-        sizes |= {dim: journey.whole(dim) for dim in journey.dims}
-        self.shape = tuple(sizes[dim] for dim in self.dims)
-        looped = set(journey.block({}))
-        self.cut = looped | ({journey.ring.split} if journey.ring.split else set())
-        self.adds = any(dim not in self.dims for dim in self.cut)
-        self.placed = any(dim in self.dims for dim in looped)
-        self.latest: jax.Array | None = None
-        self.result: jax.Array | None = None
-        self.parts: dict[tuple, jax.Array] = {}
-
-    def _spec_of_other(self, found):
-        return found.einsum.other if found.left == self.move else found.einsum.before
-
-    def add(self, regions: Sequence[Region], chunks: Sequence[jax.Array], other: jax.Array | None) -> None:
-        """Multiply what has arrived together; as one product where they need the same of the other operand."""
-        shared = not any(dim in self.other_dims for dim in self.cut)
-        along = next((dim for dim in self.journey.block({}) if dim in self.dims), None)
-        if len(chunks) > 1 and shared and along:
-            at = self.journey.dims.index(along)
-            together = self._multiply(jnp.concatenate(chunks, at), other)
-            values = jnp.split(together, len(chunks), self.dims.index(along))
-        else:
-            values = [self._multiply(x, self._part(other, region)) for x, region in zip(chunks, regions)]
-        for region, value in zip(regions, values):
-            self._land(region, value)
-
-    def _part(self, other: jax.Array | None, region: Region) -> jax.Array | None:
-        return None if other is None else part_of(other, self.other_dims, region)
-
-    def _multiply(self, chunk: jax.Array, other: jax.Array | None) -> jax.Array:
-        return self.execution.multiply(self.number, *self.execution._in_order(self.number, self.move, chunk, other))
-
-    def _land(self, region: Region, value: jax.Array) -> None:
-        if not self.placed:  # nothing but static parts, each with its own sum
-            key = tuple((dim, region[dim][0]) for dim in self.dims if dim in region)
-            self.parts[key] = self.latest = self.parts[key] + value if key in self.parts else value
-            return
-        if self.result is None:
-            start = jnp.zeros if self.adds else lax.empty  # every place is written, but only added to where sums are
-            self.result = start(self.shape, self._dtype(value))
-        self.result = self.latest = put(self.result, self.dims, region, value, add=self.adds)
-
-    def _dtype(self, value: jax.Array):
-        """Sums are kept in float32; a finished part of a result that goes nowhere else is stored as the result is."""
-        execution = self.execution
-        output = execution.routine.outputs[execution.output_of(self.number)]
-        steps = execution.routine.products[self.number].steps or output.steps
-        if self.adds or steps or len(output.products) > 1:
-            return value.dtype
-        return execution.outputs[execution.output_of(self.number)].dtype
-
-    def value(self) -> jax.Array:
-        """The product with the whole operand."""
-        if self.placed:
-            return self.result
-        if len(self.parts) == 1:
-            return next(iter(self.parts.values()))
-        return jnp.concatenate(list(self.parts.values()), self.dims.index(self.journey.ring.split))
-
-
-# -- what a travelling sum takes its summands from -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ Source: Wang et al. 2023 (ASPLOS), §5.5, whose gate this is.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product as combinations
-from math import prod
 
 from gspmd.collectives.costing import Costs
 from gspmd.collectives.loops import Loops, Ring, Stripes, Travel, gather_of, local_shape, scatter_of, settling
@@ -27,7 +26,7 @@ from gspmd.collectives.walk import SCHEDULES, cut
 
 STRIPES = (2, 4)
 LONGEST = 96
-"""Products of one ring: loops are unrolled, so that nothing is copied between their steps, and programs grow with them."""
+"""Products of a ring that takes its axes in turns: it is unrolled, and programs grow with it."""
 
 FULL_STRIPE = 128
 """Rows that fill the lanes of a vector register: thinner stripes are not worth trying."""
@@ -108,8 +107,15 @@ class _Chooser:
         size = self.costs.local(dim) if dim else 1
         if not apart or size < 2:
             yield rings
+        if self.forced and not apart and not self._both():  # rings hold less at once
+            return
         for sizes in _stripes(size, 1 if apart else FULL_STRIPE):
             yield from self._by_stripes(Stripes(dim, sizes))
+
+    def _both(self) -> bool:
+        """Whether an operand of a result that is scattered is gathered."""
+        made = [p for number in self.scatters for p in self._made(number)]
+        return any(p.left in self.gathers or p.right in self.gathers for p in made)
 
     # -- rings ---------------------------------------------------------------------------------------------------------
 
@@ -168,7 +174,8 @@ class _Chooser:
     def _stripe_dim(self) -> str | None:
         """The longest dimension that stays where it is in everything that travels, where nothing else is sent."""
         candidates = {}
-        for dim in self.routine.products[0].einsum.before.dims:
+        einsum = self.routine.products[0].einsum
+        for dim in dict.fromkeys((*einsum.before.dims, *(einsum.other.dims if einsum.other else ()))):
             if all(self._stays(dim, *each) for each in self._chains()) and self._reaches(dim):
                 candidates[dim] = self.costs.local(dim)
         return max(candidates, key=candidates.get, default=None)
@@ -228,7 +235,7 @@ def _split(shard: Mapping[str, int], travel: Travel, within: Sequence[str], free
     """The dimension along which shards are cut into parts: a free one that stays as it is, if there is one."""
 
     def rank(dim: str) -> tuple:
-        return shard[dim] < 2, dim in travel.spans, dim not in free, -shard[dim]
+        return shard[dim] < 2, dim not in free, dim in travel.spans, -shard[dim]
 
     allowed = [dim for dim in shard if not any(axis in within for axis in travel.spans.get(dim, ()))]
     return min(allowed, key=rank, default=None)

@@ -17,9 +17,9 @@ def lowering(name: str) -> AbstractContextManager:
 
     Args:
         name: `"xla"` annotates, and the compiler chooses the collectives; `"blocking"` runs the plan's own collectives
-        in a
-            shard_map; `"auto"` is the cheapest by the cost model, which between these two is the one whose cost is
-            known: blocking.
+            in a shard_map; `"looped"` runs gathers and reduce-scatters inside the einsums, by the cheapest schedule,
+            and `"looped:<schedule>"` by one of one-way, halves and paired; `"auto"` is, equation by equation, the
+            cheaper of blocking and looped by the cost model, and blocking on devices that chips.toml does not list.
 
     Raises:
         PlanError: unknown name.

@@ -57,12 +57,12 @@ def context(lowering_name: str | None = None) -> Context:
     if len(types) > 1:
         raise PlanError("the mesh mixes Explicit and Auto axes.\n  Make it with axes of one type.")
     axes = tuple(zip(mesh.axis_names, mesh.axis_sizes))
-    return Context(axes, _chip(mesh.abstract_device), types == {AxisType.Explicit}, lowering.resolve(lowering_name))
-
-
-def _chip(device: Any) -> Chip:
+    device = mesh.abstract_device
     known = chip_of_device(device.device_kind) if device is not None else None
-    return known or chip(DEFAULT_CHIP)
+    chosen = lowering.resolve(lowering_name)
+    if chosen == "auto" and known is None:  # host devices share their cores with what they send: nothing is hidden
+        chosen = "blocking"
+    return Context(axes, known or chip(DEFAULT_CHIP), types == {AxisType.Explicit}, chosen)
 
 
 @dataclass(frozen=True)

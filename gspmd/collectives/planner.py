@@ -177,7 +177,8 @@ def backward(
 ) -> Routine:
     """Plan the cotangents of a routine's inputs from those of its outputs.
 
-    There is one residual per move of `routine`, held as `kept` says. Inputs of the planned routine are the cotangents, then the residuals; its outputs are the cotangents of `inputs`, in order.
+    There is one residual per move of `routine`, held as `kept` says. Inputs of the planned routine are the cotangents,
+    then the residuals; its outputs are the cotangents of `inputs`, in order.
 
     Args:
         mirrored: whether every local einsum runs where its forward one did: the cotangent is brought to the placement

@@ -16,9 +16,9 @@ from gspmd.collectives.chips import Chip
 from gspmd.collectives.chips import chip as chip_row
 from gspmd.collectives.cost import dtype_name, itemsize
 from gspmd.collectives.figure import plain
-from gspmd.collectives.lowering import resolve
-from gspmd.collectives.loops import Loops, kept, share_held
 from gspmd.collectives.looping import plan_loops
+from gspmd.collectives.loops import Loops, kept, share_held
+from gspmd.collectives.lowering import resolve
 from gspmd.collectives.plan import Routine, Step
 from gspmd.collectives.problem import Setting, Tensor
 
@@ -33,8 +33,8 @@ class Plan:
         mesh: mesh axis sizes.
         dtypes: dtype of each operand, group members one by one.
         chip: the hardware figures the seconds come from.
-        lowering: how it becomes a program: `"xla"`, `"blocking"`, `"looped"` or `"looped:<schedule>"`; of `"auto"`, what
-            was cheapest.
+        lowering: how it becomes a program: `"xla"`, `"blocking"`, `"looped"` or `"looped:<schedule>"`; of `"auto"`,
+            what was cheapest.
         routine: moves, local products and outputs, as `gspmd.einsum` runs them.
         via: the pins, as they were written; the gradients of a pinned plan mirror it.
         loops: the gathers and reduce-scatters that run inside an einsum.
@@ -262,7 +262,9 @@ def make_plan(
 
 def _looped(routine: Routine, inputs, outputs, setting: Setting, lowering: str) -> tuple[Loops, float]:
     """The rings of a routine, and the seconds that they hide."""
-    return (Loops(), 0.0) if lowering in ("xla", "blocking") else plan_loops(routine, inputs, outputs, setting, lowering)
+    return (
+        (Loops(), 0.0) if lowering in ("xla", "blocking") else plan_loops(routine, inputs, outputs, setting, lowering)
+    )
 
 
 def tensors(

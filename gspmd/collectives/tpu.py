@@ -36,6 +36,11 @@ def is_target() -> bool:
     return _device_kind().startswith("TPU")
 
 
+def is_host() -> bool:
+    """Whether the program is being traced for host devices."""
+    return _device_kind() == "cpu"
+
+
 def _device_kind() -> str:
     device = jax.sharding.get_abstract_mesh().abstract_device
     return "" if device is None else device.device_kind

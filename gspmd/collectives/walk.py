@@ -8,6 +8,7 @@ device that lies `offset` behind it, and what has been added so far travels back
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 Offset = Mapping[str, int]
 """How many places behind along each mesh axis, modulo its size; what is not there is 0."""
@@ -130,4 +131,4 @@ def cut(size: int, number: int) -> list[tuple[int, int]]:
     ([(0, 3), (3, 2)], [(0, 1)])
     """
     ends = [-(-size * place // number) for place in range(number + 1)]
-    return [(start, end - start) for start, end in zip(ends, ends[1:]) if end > start]
+    return [(start, end - start) for start, end in pairwise(ends) if end > start]

@@ -73,7 +73,7 @@ def _pins(draw, equation: Equation, mesh: Mapping[str, int]) -> list[gspmd.Spec]
     specs = [spec for operand in equation.operands for spec in operand.specs]
     if len(specs) < 2 or any(spec.partial for spec in (*specs, *equation.outputs)) or draw(st.booleans()):
         return None
-    axes = {dim: () for dim in _union(*specs)}
+    axes = dict.fromkeys(_union(*specs), ())
     for axis in draw(st.permutations(list(mesh))):
         dim = draw(st.sampled_from([*axes, ""]))
         axes |= {dim: (*axes[dim], axis)} if dim else {}
@@ -194,9 +194,7 @@ def check(case: Case) -> None:
             place(x, spec.without_partial(), mesh, reduced=spec.partial)
             for x, spec in zip(cotangents, equation.outputs)
         ]
-        results, gradients = jax.jit(_value_and_gradients, static_argnums=(0, 1))(
-            equation, case, placed, duals
-        )
+        results, gradients = jax.jit(_value_and_gradients, static_argnums=(0, 1))(equation, case, placed, duals)
     for result, spec, want in zip(results, equation.outputs, values(equation, wholes), strict=True):
         np.testing.assert_array_equal(whole(result, spec, mesh), want, err_msg="value")
     wanted = gradients_of(equation, wholes, cotangents)

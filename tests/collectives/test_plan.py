@@ -181,7 +181,11 @@ ERRORS = [
         "no chip is called 'tpu-v9'.\n"
         "  Did you mean 'tpu-v4'? Known chips: tpu-v3, tpu-v4, tpu-v5e, tpu-v5p, tpu-v6e, tpu7x, h100, h200.",
     ),
-    ({"lowering": "loop"}, PlanError, "no lowering is called 'loop'.\n  Known: auto, xla, blocking."),
+    (
+        {"lowering": "loop"},
+        PlanError,
+        "no lowering is called 'loop'.\n  Did you mean 'looped'? Known: auto, xla, blocking, looped, looped:one-way, looped:halves, looped:paired.",
+    ),
     (
         {"equation": "BE_?, EF -> BF"},
         PlanError,
