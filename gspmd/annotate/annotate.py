@@ -79,10 +79,8 @@ def spec_of(x: Any, dims: str | Sequence[str] | None = None) -> Spec:
     rank = len(np.shape(x))
     dims = tuple(string.ascii_uppercase[:rank] if dims is None else dims)
     if len(dims) != rank:
-        raise SpecError(
-            f"cannot name the dimensions of an array of shape {np.shape(x)} by {''.join(dims)!r}.\n"
-            "  Write one capital letter for each dimension of the array."
-        )
+        raise SpecError(f"cannot name the dimensions of an array of shape {np.shape(x)} by {''.join(dims)!r}.\n"
+                        "  Write one capital letter for each dimension of the array.")
     placed = _partition_spec_of(x)
     if placed is None:
         return Spec(dims, ((OPEN,),) * rank)
@@ -95,16 +93,12 @@ def spec_of(x: Any, dims: str | Sequence[str] | None = None) -> Spec:
 
 def _refuse_misfit(x: Any, spec: Spec, mesh: Any) -> None:
     if not hasattr(x, "shape") and not isinstance(x, (bool, int, float, complex)):
-        raise SpecError(
-            f"cannot annotate a {type(x).__name__} with '{spec}'.\n"
-            "  annotate() takes one array; use jax.tree.map for a tree of arrays."
-        )
+        raise SpecError(f"cannot annotate a {type(x).__name__} with '{spec}'.\n"
+                        "  annotate() takes one array; use jax.tree.map for a tree of arrays.")
     doing = f"cannot annotate an array of shape {np.shape(x)} with '{spec}'"
     if mesh.empty:
-        raise SpecError(
-            f"{doing}: no mesh is set.\n"
-            "  Call it inside 'with jax.set_mesh(mesh):', where mesh = jax.make_mesh((4, 2), ('x', 'y'))."
-        )
+        raise SpecError(f"{doing}: no mesh is set.\n"
+                        "  Call it inside 'with jax.set_mesh(mesh):', where mesh = jax.make_mesh((4, 2), ('x', 'y')).")
     faults = [*_axis_type_faults(x, spec, mesh), *spec.faults(np.shape(x), mesh)]
     if faults:
         raise report(SpecError, doing, faults)
@@ -116,33 +110,15 @@ def _axis_type_faults(x: Any, spec: Spec, mesh: Any) -> list[Fault]:
         fact = "inside a shard_map over this mesh every array is one device's part."
         return [Fault(*whole, fact, "Annotate the array outside of it.")]
     if kind is None:
-        return [
-            Fault(
-                *whole,
-                f"the mesh has axes of several types: {_axis_types_text(mesh)}.",
-                "Make it with Auto axes only, or with Explicit axes only.",
-            )
-        ]
+        return [Fault(*whole, f"the mesh has axes of several types: {_axis_types_text(mesh)}.",
+                      "Make it with Auto axes only, or with Explicit axes only.")]
     if kind == AxisType.Explicit:
-        return [
-            fault_at(
-                spec,
-                at,
-                f"dimension {dim} is left open, and Explicit axes place every dimension.",
-                "Name its mesh axes, or make the mesh with Auto axes.",
-            )
-            for at, dim in enumerate(spec.dims)
-            if spec.axes[at] == (OPEN,)
-        ]
+        return [fault_at(spec, at, f"dimension {dim} is left open, and Explicit axes place every dimension.",
+                         "Name its mesh axes, or make the mesh with Auto axes.")
+                for at, dim in enumerate(spec.dims) if spec.axes[at] == (OPEN,)]
     if spec.partial:
-        return [
-            fault_at(
-                spec,
-                len(spec.dims),
-                "under Auto axes no array can owe a sum.",
-                "Settle it in the equation that makes it, or make the mesh with Explicit axes.",
-            )
-        ]
+        return [fault_at(spec, len(spec.dims), "under Auto axes no array can owe a sum.",
+                         "Settle it in the equation that makes it, or make the mesh with Explicit axes.")]
     return []
 
 

@@ -1,8 +1,8 @@
 """The equation: specs joined as an einsum, as a sum of einsums, or as the move of one array.
 
-equation = term { "+" term } "->" operand
-term     = operand [ "," operand ]
-operand  = spec | "(" spec { "," spec } ")"
+    equation = term { "+" term } "->" operand
+    term     = operand [ "," operand ]
+    operand  = spec | "(" spec { "," spec } ")"
 """
 
 from collections.abc import Mapping, Sequence
@@ -171,24 +171,15 @@ def _parse_equation(text: str) -> Equation:
     sides = reader.sides()
     if len(sides) == 1:
         end = len(text.rstrip())
-        reader.fault(
-            end,
-            "an equation has an arrow, and this has none.",
-            "Write '->' and the spec of the result, as in 'A_x, B -> A_xB'.",
-            end + 1,
-        )
+        reader.fault(end, "an equation has an arrow, and this has none.",
+                     "Write '->' and the spec of the result, as in 'A_x, B -> A_xB'.", end + 1)
     faults = [*reader.faults, *faults_of(text, sides[0], sides[1] if len(sides) > 1 else None)]
     if faults:
         raise report(SpecError, f"cannot read the equation {text!r}", sorted(faults, key=lambda f: f.start))
     output = sides[1][0][0]
     written = [s for term in sides[0] for operand in term for s in operand.specs] + output.specs
-    return Equation(
-        _terms(sides[0]),
-        tuple(map(spec_from, output.specs)),
-        output.group,
-        text,
-        tuple((s.start, s.end) for s in written),
-    )
+    return Equation(_terms(sides[0]), tuple(map(spec_from, output.specs)), output.group, text,
+                    tuple((s.start, s.end) for s in written))
 
 
 @lru_cache(maxsize=4096)
@@ -210,10 +201,8 @@ def _terms(written: list[WrittenTerm]) -> tuple[Term, ...]:
 
 def _refuse_other_than_text(text: object, what: str, example: str) -> None:
     if not isinstance(text, str):
-        raise SpecError(
-            f"cannot read {what} from {text!r}: it is no text ({type(text).__name__}).\n"
-            f"  Write a string such as {example!r}."
-        )
+        raise SpecError(f"cannot read {what} from {text!r}: it is no text ({type(text).__name__}).\n"
+                        f"  Write a string such as {example!r}.")
 
 
 def _shapes_text(shapes: Sequence) -> str:

@@ -19,12 +19,12 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
     """
     sizes = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
     if not isinstance(sizes, Mapping):
-        raise SpecError(f"cannot read a mesh from {mesh!r}.\n  Write {{'x': 4, 'y': 2}}, or pass a jax.sharding.Mesh.")
+        raise SpecError(f"cannot read a mesh from {mesh!r}.\n"
+                        "  Write {'x': 4, 'y': 2}, or pass a jax.sharding.Mesh.")
     for axis, size in sizes.items():
         if not _whole(size) or size < 1:
-            raise SpecError(
-                f"mesh axis {axis} has size {size!r}.\n  The size of a mesh axis is a whole number, 1 or more."
-            )
+            raise SpecError(f"mesh axis {axis} has size {size!r}.\n"
+                            "  The size of a mesh axis is a whole number, 1 or more.")
     return dict(sizes)
 
 
@@ -94,12 +94,8 @@ def _size_fault(spec: "Spec", at: int, sizes: Mapping[str, int], mesh: Mapping[s
     below = size // parts * parts
     near = f"{below} or {below + parts}" if below else f"{parts}"
     bare = str(spec.with_axes(dim, ()))
-    return fault_at(
-        spec,
-        at,
-        f"dimension {dim} has size {size}, which {_over(axes, mesh)}.",
-        f"Use a size that is a multiple of {parts} ({near}), or leave {dim} unsharded: '{bare}'.",
-    )
+    return fault_at(spec, at, f"dimension {dim} has size {size}, which {_over(axes, mesh)}.",
+                    f"Use a size that is a multiple of {parts} ({near}), or leave {dim} unsharded: '{bare}'.")
 
 
 def _over(axes: Sequence[str], mesh: Mapping[str, int]) -> str:

@@ -52,12 +52,8 @@ class EquationReader(Reader):
         self.space()
         if self.at < len(self.text) and not SEPARATOR.match(self.text, self.at):
             at, more = self.at, self.spec()
-            self.fault(
-                at,
-                f"{self.text[at : more.end]!r} follows a group without a comma.",
-                "Write a comma between the operands of a product.",
-                more.end,
-            )
+            self.fault(at, f"{self.text[at:more.end]!r} follows a group without a comma.",
+                       "Write a comma between the operands of a product.", more.end)
         return operand
 
     def _opens_group(self) -> bool:
@@ -72,9 +68,8 @@ class EquationReader(Reader):
             self.fault(start, "this parenthesis is not closed.", "Write a group as '(A, B)'.", start + 1)
             operand.specs[0].broken = True
         elif not self.text[start + 1 : self.at - 1].strip():
-            self.fault(
-                start, "this group is empty.", "Write a group as '(A, B)'; a scalar is written as nothing at all."
-            )
+            self.fault(start, "this group is empty.",
+                       "Write a group as '(A, B)'; a scalar is written as nothing at all.")
         operand.end = self.at
         return operand
 
@@ -84,8 +79,7 @@ class EquationReader(Reader):
         if not self._opens_group():
             return [self.spec()]
         inner = self._group(start)
-        self.fault(
-            start, "a group cannot stand inside a group.", "Write all its specs in one pair of parentheses.", inner.end
-        )
+        self.fault(start, "a group cannot stand inside a group.",
+                   "Write all its specs in one pair of parentheses.", inner.end)
         self.space()
         return inner.specs

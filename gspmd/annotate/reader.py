@@ -22,13 +22,8 @@ _INSIDE_BRACES = re.compile(r"[^{}()>+]*")
 _SUFFIX = re.compile(r"\{[^{}(),+>]*\}|[a-z0-9]*\??")
 _STRAY = re.compile(r"(?:(?!->)[^A-Za-z0-9_,+()>→⇒\s])+|.", re.DOTALL)
 _ARROW_MEANT = "Write the arrow '->'."
-_STRAY_REMEDY = {
-    "-": _ARROW_MEANT,
-    "=": _ARROW_MEANT,
-    "*": "Write a product with a comma, as in 'A, B -> AB'.",
-    "?": "Write 'E_?' to leave dimension E to the compiler.",
-    "...": "Every dimension is written out.",
-}
+_STRAY_REMEDY = {"-": _ARROW_MEANT, "=": _ARROW_MEANT, "*": "Write a product with a comma, as in 'A, B -> AB'.",
+                 "?": "Write 'E_?' to leave dimension E to the compiler.", "...": "Every dimension is written out."}
 
 
 class Reader:
@@ -98,11 +93,8 @@ class Reader:
             self._axes(dim, f"{dim.name}_", f"dimension {dim.name}")
             dim.end = self.at
         if spec.partial:
-            self.fault(
-                dim.start,
-                f"dimension {dim.name} stands after the partial sum.",
-                "Write every dimension first: the partial sum ends a spec.",
-            )
+            self.fault(dim.start, f"dimension {dim.name} stands after the partial sum.",
+                       "Write every dimension first: the partial sum ends a spec.")
             spec.broken = True
         spec.dims.append(dim)
 
@@ -114,19 +106,13 @@ class Reader:
         self.space()
         self._axes(partial, "partialsum-", "the partial sum")
         if enclosed and not self._closes():
-            self.fault(
-                start,
-                "the parenthesis of this partial sum is not closed.",
-                "Write it 'partialsum-x' or '(partialsum-x)'.",
-            )
+            self.fault(start, "the parenthesis of this partial sum is not closed.",
+                       "Write it 'partialsum-x' or '(partialsum-x)'.")
             spec.broken = True
         partial.end = self.at
         if spec.partial:
-            self.fault(
-                start,
-                "a spec has one partial sum, and this is a second.",
-                "Write the mesh axes of both together: 'partialsum-xy'.",
-            )
+            self.fault(start, "a spec has one partial sum, and this is a second.",
+                       "Write the mesh axes of both together: 'partialsum-xy'.")
             spec.broken = True
         spec.partial = partial if spec.partial is None else spec.partial
 
@@ -167,19 +153,12 @@ class Reader:
             dim.axes.append(Axis(word.strip(), place, place + len(word.strip())))
             at += len(word) + 1
         if not all(axis.name for axis in dim.axes):
-            self.fault(
-                start,
-                f"the braces after '{before}' hold an empty name.",
-                f"Name the mesh axes of {owner}, as in '{before}{{data,model}}'.",
-            )
+            self.fault(start, f"the braces after '{before}' hold an empty name.",
+                       f"Name the mesh axes of {owner}, as in '{before}{{data,model}}'.")
         for axis in dim.axes:
             if axis.name not in ("", OPEN) and not NAME.fullmatch(axis.name):
-                self.fault(
-                    axis.start,
-                    f"{axis.name!r} is not the name of a mesh axis.",
-                    "A name is a lower-case letter, then lower-case letters, digits and '_'.",
-                    axis.end,
-                )
+                self.fault(axis.start, f"{axis.name!r} is not the name of a mesh axis.",
+                           "A name is a lower-case letter, then lower-case letters, digits and '_'.", axis.end)
         dim.axes = [axis for axis in dim.axes if axis.name]
 
     def _suffix_faults(self, dim: Dim, first: int, before: str, owner: str) -> None:
@@ -192,23 +171,14 @@ class Reader:
             self.fault(first, "a partial sum names its mesh axes: it cannot be left open.", "Write 'partialsum-x'.")
         elif OPEN in names and suffix != OPEN:
             rest = axes_text([n for n in names if n != OPEN]) or "x"
-            self.fault(
-                first,
-                f"'?' leaves {owner} to the compiler whole, and stands alone.",
-                f"Write '{before}?' or '{before}{rest}'.",
-            )
+            self.fault(first, f"'?' leaves {owner} to the compiler whole, and stands alone.",
+                       f"Write '{before}?' or '{before}{rest}'.")
         elif dim.braced and (suffix[0] != "{" or suffix.find("}") != len(suffix) - 1):
-            self.fault(
-                first,
-                f"{owner} has mesh axes inside braces and outside.",
-                f"Write them all in one pair of braces: '{before}{{{','.join(names)}}}'.",
-            )
+            self.fault(first, f"{owner} has mesh axes inside braces and outside.",
+                       f"Write them all in one pair of braces: '{before}{{{','.join(names)}}}'.")
         elif not dim.braced and any(n.isdigit() for n in names):
-            self.fault(
-                first,
-                f"{suffix!r} has a digit, and without braces every mesh axis is one letter.",
-                f"If it is one name, write '{before}{{{suffix}}}'." if NAME.fullmatch(suffix) else "",
-            )
+            self.fault(first, f"{suffix!r} has a digit, and without braces every mesh axis is one letter.",
+                       f"If it is one name, write '{before}{{{suffix}}}'." if NAME.fullmatch(suffix) else "")
         else:
             self._repeats(dim, first, before, suffix)
 
@@ -218,13 +188,9 @@ class Reader:
         if not twice:
             return
         which = f"mesh axis {twice[0]} stands" if len(twice) == 1 else f"mesh axes {listed(twice)} stand"
-        self.fault(
-            first,
-            f"{which} twice in '{before}{suffix}'.",
-            "Name each mesh axis once."
-            if dim.braced
-            else f"If {suffix!r} is the name of one mesh axis, write '{before}{{{suffix}}}'.",
-        )
+        self.fault(first, f"{which} twice in '{before}{suffix}'.",
+                   "Name each mesh axis once." if dim.braced else
+                   f"If {suffix!r} is the name of one mesh axis, write '{before}{{{suffix}}}'.")
 
     # -- what is wrong ------------------------------------------------------------------------------------------------
 
@@ -234,12 +200,8 @@ class Reader:
         seen: dict[str, Dim] = {}
         for dim in [*spec.dims, *([spec.partial] if spec.partial else [])]:
             if dim.name in first:
-                self.fault(
-                    dim.start,
-                    f"dimension {dim.name} stands twice in one spec.",
-                    "Every dimension has a letter of its own.",
-                    dim.end,
-                )
+                self.fault(dim.start, f"dimension {dim.name} stands twice in one spec.",
+                           "Every dimension has a letter of its own.", dim.end)
             first.setdefault(dim.name, dim)
             for axis in dim.axes:
                 other = seen.setdefault(axis.name, dim)
@@ -280,8 +242,8 @@ class Reader:
             remedy = _joined(last, word)
         else:
             self.match(_LOWER_SUFFIX)
-            remedy = f"Dimensions are capital letters: write '{word.upper()}{self.text[start + len(word) : self.at]}'."
-        self.fault(start, f"{self.text[start : self.at]!r} is neither a dimension nor the mesh axes of one.", remedy)
+            remedy = f"Dimensions are capital letters: write '{word.upper()}{self.text[start + len(word):self.at]}'."
+        self.fault(start, f"{self.text[start:self.at]!r} is neither a dimension nor the mesh axes of one.", remedy)
         spec.broken = True
 
     def _stray(self, spec: Written) -> None:

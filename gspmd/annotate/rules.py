@@ -123,12 +123,8 @@ def _several_outputs(text: str, outputs: list[WrittenTerm]) -> Fault:
 
 
 def _output_faults(text: str, terms: list[WrittenTerm], output: WrittenOperand) -> list[Fault]:
-    return [
-        fault
-        for at, spec in enumerate(output.specs)
-        if not spec.broken
-        for fault in _missing_dims(text, spec, [_dims_of(term, at) for term in terms])
-    ]
+    return [fault for at, spec in enumerate(output.specs) if not spec.broken
+            for fault in _missing_dims(text, spec, [_dims_of(term, at) for term in terms])]
 
 
 def _dims_of(term: WrittenTerm, at: int) -> list[str] | None:

@@ -59,10 +59,8 @@ class Spec:
         if isinstance(text, Spec):
             return text
         if not isinstance(text, str):
-            raise SpecError(
-                f"cannot read a spec from {text!r}: it is no text ({type(text).__name__}).\n"
-                "  Write a string such as 'B_xLE_yz'."
-            )
+            raise SpecError(f"cannot read a spec from {text!r}: it is no text ({type(text).__name__}).\n"
+                            "  Write a string such as 'B_xLE_yz'.")
         return _parse(text)
 
     def axes_of(self, dim: str) -> tuple[str, ...]:
@@ -198,11 +196,8 @@ def _parse(text: str) -> Spec:
         found = reader.match(ARROW) or reader.peek()
         reader.at = start + len(found)
         if number == 0:
-            reader.fault(
-                start,
-                f"{found!r} belongs to an equation, and a spec is one tensor.",
-                "Write one spec, as in 'B_xLE_yz'.",
-            )
+            reader.fault(start, f"{found!r} belongs to an equation, and a spec is one tensor.",
+                         "Write one spec, as in 'B_xLE_yz'.")
         reader.spec()
     if reader.faults:
         raise report(SpecError, f"cannot read the spec {text!r}", reader.faults)
@@ -211,18 +206,11 @@ def _parse(text: str) -> Spec:
 
 def _refuse_ill_formed(spec: Spec) -> None:
     axes = [a for group in spec.axes if group != (OPEN,) for a in group] + list(spec.partial)
-    fine = (
-        len(spec.dims) == len(spec.axes)
-        and len(set(spec.dims)) == len(spec.dims)
-        and len(set(axes)) == len(axes)
-        and all(d in CAPITALS for d in spec.dims)
-        and all(isinstance(a, str) and NAME.fullmatch(a) for a in axes)
-    )
+    fine = (len(spec.dims) == len(spec.axes) and len(set(spec.dims)) == len(spec.dims) and len(set(axes)) == len(axes)
+            and all(d in CAPITALS for d in spec.dims) and all(isinstance(a, str) and NAME.fullmatch(a) for a in axes))
     if not fine:
-        raise SpecError(
-            f"no spec has dims={spec.dims!r}, axes={spec.axes!r} and partial={spec.partial!r}.\n"
-            "  A dimension is a capital letter, with its own mesh axes; a mesh axis stands once in a spec."
-        )
+        raise SpecError(f"no spec has dims={spec.dims!r}, axes={spec.axes!r} and partial={spec.partial!r}.\n"
+                        "  A dimension is a capital letter, with its own mesh axes; a mesh axis stands once in a spec.")
 
 
 def _entry(axes: tuple[str, ...], unconstrained: Any) -> Any:

@@ -35,9 +35,9 @@ def case(equation, size, lowering, via=None, mesh=None):
     return Case(equation, sizes, tuple(mesh.items()), "explicit", lowering, via)
 
 
-# A ring walk whose chunk index is right for an axis of 2 only; a reduce-scatter that always takes chunk 0; code for both
-# ways that takes an even axis for granted; an index past the end that clamping hides: published mistakes, all of which
-# integers on axes of every size, 3, 5 and 7 among them, show.
+# A ring walk whose chunk index is right for an axis of 2 only; a reduce-scatter that always takes chunk 0; code for
+# both ways that takes an even axis for granted; an index past the end that clamping hides: published mistakes, all of
+# which integers on axes of every size, 3, 5 and 7 among them, show.
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("lowering", LOOPED)
 @pytest.mark.parametrize("form", ["free", "contracted"])
@@ -80,7 +80,7 @@ def test_shards_of_one_element_cannot_be_halved():
     check(Case("B_xE, EF -> BF", (("B", 5), ("E", 1), ("F", 1)), (("x", 5),), "explicit", "looped:halves", "BE, EF"))
 
 
-# -- what the compiled program holds and sends ---------------------------------------------------------------------------
+# -- what the compiled program holds and sends ------------------------------------------------------------------------
 
 
 def compiled(make_mesh, mesh, equation, sizes, lowering, via=None, gradient=False):
@@ -202,7 +202,7 @@ def test_neither_pass_gathers_anything_whole(make_mesh, form, lowering):
 
 
 def test_two_operands_that_travel_are_cut_into_stripes(make_mesh):
-    """The gradient of two-dimensional weights: x is gathered along y, its cotangent along x, and both are multiplied."""
+    """The gradient of two-dimensional weights: x is gathered along y, its cotangent along x, before they meet."""
     sizes = {"B": 64, "L": 1, "E": 96, "F": 64}
     program = compiled(make_mesh, {"x": 4, "y": 2}, BOTH, sizes, "looped", gradient=True)
     assert not re.search(r"all-gather\(", program.as_text())

@@ -4,6 +4,7 @@ import pytest
 
 import gspmd
 from gspmd import PlanError, Spec, SpecError
+from gspmd.collectives.lowering import LOWERINGS
 
 B, E, F, H, D = 512, 18432, 73728, 64, 256
 PALM = {"B": B, "L": 1, "E": E, "F": F, "H": H, "D": D}
@@ -184,7 +185,8 @@ ERRORS = [
     (
         {"lowering": "loop"},
         PlanError,
-        "no lowering is called 'loop'.\n  Did you mean 'looped'? Known: auto, xla, blocking, looped, looped:one-way, looped:halves, looped:paired.",
+        "no lowering is called 'loop'.\n  Did you mean 'looped'? "
+        f"Known: {', '.join(LOWERINGS)}.",
     ),
     (
         {"equation": "BE_?, EF -> BF"},

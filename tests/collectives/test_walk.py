@@ -55,7 +55,8 @@ def test_turns_load_the_links_of_all_axes_alike():
     mesh, busy = {"x": 4, "y": 4, "z": 4}, Counter()
     for part in parts("xyz", "halves", 3):
         busy.update((hop.axis, hop.by) for hop in walk(part.axes, mesh, part.schedule, part.sign))
-    assert set(busy.values()) == {63} and len(busy) == 6
+    assert set(busy.values()) == {63}
+    assert len(busy) == 6
 
 
 @pytest.mark.parametrize(("size", "number"), [(8, 2), (5, 2), (7, 3), (1, 2), (2, 4), (6, 1)])
