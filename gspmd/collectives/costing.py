@@ -134,7 +134,8 @@ class Costs:
         whole = prod(shard.values()) * prod(self.mesh[axis] for axis in ring.within) * itemsize(self._wire(travel))
         copied = CUT_COPIES * whole / self.chip.hbm_bandwidth if ring.within else 0.0
         chunk, count = self._cut(travel, ring, shard)
-        return count * sum(self.product(found, stripe | chunk) for found in products) + copied
+        added = self._added(travel, ring) * prod(stripe.values()) / prod(self.local(dim) for dim in stripe)
+        return count * sum(self.product(found, stripe | chunk) for found in products) + copied + added
 
     def _whole(self, travel: Travel, ring: Ring) -> list[Sent]:
         ways = parts(ring.axes, ring.schedule, ring.turns)
