@@ -6,11 +6,14 @@ import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
-def test_examples_of_the_page_on_plans_run():
-    found = doctest.testfile(str(ROOT / "docs" / "plans.md"), module_relative=False)
+@pytest.mark.parametrize("page", ["plans.md", "looped.md"])
+def test_examples_of_the_pages_run(page):
+    found = doctest.testfile(str(ROOT / "docs" / page), module_relative=False)
     assert found.attempted > 0
     assert found.failed == 0
 

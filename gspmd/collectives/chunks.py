@@ -151,12 +151,13 @@ def reduce_back(journey: Journey, hops: Sequence[Hop], summand, wire, schedule: 
         summand: from an offset to this device's summand for the device so far behind.
         wire: the dtype in which sums travel; they are added in the summands' own.
         schedule: of products: says which summands have to be made while a sum is on its way. A compiler adds what
-            arrives within the product, which then waits for it. Of halves, one is multiplied while the other travels.
+            arrives within the product, which then waits for it. Going both ways, one side is multiplied while the
+            other travels, and only the last summand has nothing beside it.
     """
     owed: dict[int, list[jax.Array]] = {}
     for number in range(len(hops), -1, -1):
         value, arrived = summand(hops[number - 1].offset if number else {}), owed.pop(number, ())
-        if arrived and (schedule == "one-way" or (schedule == "paired" and not number)):
+        if arrived and (schedule == "one-way" or (schedule and not number)):
             value = lax.optimization_barrier(value)
         for other in arrived:
             value = value + other.astype(value.dtype)

@@ -155,14 +155,13 @@ class LoopedExecution(Execution):
     def _wave_by_wave(self, ways: Sequence[Way], landings: Sequence[Landing], others: Sequence) -> None:
         """Multiply chunks as they arrive, from all parts in turn.
 
-        The permutes of the next wave but one wait for the products of this one: left to itself a compiler has been seen
+        The permutes of the next wave wait for the products of the one before: left to itself a compiler has been seen
         to send everything first, and to multiply then.
         """
-        before: list[jax.Array] = []
         for wave in range(max(len(way.waves) for way in ways)):
+            before = [landing.latest for landing in landings if landing.latest is not None]
             for way in ways:
                 way.send(wave + 1, before)
-            before = [landing.latest for landing in landings if landing.latest is not None]
             for way in ways:
                 regions, chunks = way.wave(wave, before)
                 for landing, other in zip(landings, others) if chunks else ():
