@@ -46,7 +46,7 @@ class Choice:
     def rank(self) -> float:
         """Seconds, with what halves may cost more than the model says: they make twice as many products."""
         rings = (*self.loops.gathers.values(), *self.loops.scatters.values())
-        return self.seconds * (1 + MARGIN * any(ring.schedule == "halves" for ring in rings))
+        return self.seconds * (1 + 2 * MARGIN * any(ring.schedule == "halves" for ring in rings))
 
 
 def plan_loops(
