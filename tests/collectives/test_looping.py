@@ -46,7 +46,7 @@ def test_the_order_of_the_operands_does_not_matter():
 
 
 def test_what_travels_both_before_and_behind_is_cut_into_stripes():
-    both = plan("BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx)", PALM | {"B": 65536})
+    both = plan("BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx)", PALM | {"B": 4096})
     assert (both.loops.stripes.dim, len(both.loops.stripes.sizes)) == ("B", 4)
     text = str(both)
     assert "looped: all-gather yz, paired, 4 stripes of B\n" in text
