@@ -70,7 +70,8 @@ def plan_loops(
     blocking = chooser.blocking()
     choices = list(chooser.choices())
     best = min(choices, key=lambda choice: choice.rank)
-    if lowering == "auto" and best.seconds >= blocking * (1 - MARGIN):
+    margin = 0.0 if best.loops.stripes else MARGIN  # stripes are few and large, as products are in blocking
+    if lowering == "auto" and best.seconds >= blocking * (1 - margin):
         return Loops(), 0.0
     return best.loops, blocking - best.seconds
 

@@ -59,8 +59,9 @@ class RingLoop:
                 chunks = self._step(1 + number * each + place, chunks)
             return chunks, [landing.state() for landing in self.landings]
 
-        chunks, states = lax.fori_loop(0, count, body, (chunks, [landing.state() for landing in self.landings]))
-        self._load(states)
+        if count:
+            chunks, states = lax.fori_loop(0, count, body, (chunks, [landing.state() for landing in self.landings]))
+            self._load(states)
         for place in range(left):
             chunks = self._step(1 + count * each + place, chunks)
         return chunks
