@@ -202,7 +202,7 @@ class LoopedExecution(Execution):
             whole[product] = values[product].block({})
             if product in self._looped_products():  # what `product` does behind the einsum
                 steps = self.routine.products[product].steps
-                first = self.first.products[product] + 1
+                first = self.first.products[product] + (not self.routine.products[product].passes_through)
                 whole[product] = self.send(steps, whole[product], tensor.wire, first)
         return self.output(number, whole)
 

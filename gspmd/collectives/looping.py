@@ -210,9 +210,18 @@ class _Chooser:
         products = self.routine.products
         inside = all(dim in p.einsum.before.dims or (p.einsum.other and dim in p.einsum.other.dims) for p in products)
         single = all(len(o.products) == 1 or not self._steps_of(o.products) for o in self.routine.outputs)
+        pieces = [spec for p in products for spec in (p.einsum.before, p.einsum.other) if spec and dim in spec.dims]
+        alike = len({spec.axes_of(dim) for spec in pieces}) == 1
+        # What a stripe's product would settle by itself is settled once, when stripes are added up.
+        settled = any(
+            step.is_collective
+            for number, o in enumerate(self.routine.outputs)
+            if dim not in o.spec.dims and number not in self.scatters
+            for step in self._steps_of(o.products)
+        )
         made = [(o.spec.dims, products[p].einsum.after.dims) for o in self.routine.outputs for p in o.products]
         broadcast = any(dim in wanted and set(wanted) != set(dims) for wanted, dims in made)
-        return inside and single and not broadcast and all(dim in dims for dims in moves)
+        return inside and single and alike and not settled and not broadcast and all(dim in dims for dims in moves)
 
     def _steps_of(self, products: Sequence[int]) -> list[Step]:
         return [step for p in products for step in self.routine.products[p].steps]

@@ -144,13 +144,13 @@ def _gradient(whole: Plan, number: int, claimed: set[int]) -> Plan:
     products = [back.products[p] for p in output.products]
     needed = list(dict.fromkeys(m for p in products for m in (p.left, p.right) if m is not None))
     moves = [replace(back.moves[m], steps=()) if m in claimed else back.moves[m] for m in needed]
+    loops = whole.backward_loops.part([m if m not in claimed else -1 for m in needed], number)
     claimed.update(needed)
     local = [
         replace(p, left=needed.index(p.left), right=None if p.right is None else needed.index(p.right))
         for p in products
     ]
     held, targets = planner.backward_tensors(whole.routine, whole._inputs, whole._outputs, whole.kept)
-    loops = whole.backward_loops.part(needed, number)
     sources = [[back.moves[m].source for m in (p.left, p.right) if m is not None] for p in products]
     terms = tuple(Term(tuple(Operand((held[source].spec,)) for source in pair)) for pair in sources)
     return replace(

@@ -65,7 +65,8 @@ def test_a_step_that_several_gradients_need_stands_in_the_first():
 
 def _plan(equation: str, mesh, sizes, via=None) -> gspmd.Plan:
     letters = {c for c in equation if c.isupper()}
-    return gspmd.plan(equation, {d: n for d, n in sizes.items() if d in letters}, mesh, dtype="float32", via=via, lowering="blocking")
+    sizes = {d: n for d, n in sizes.items() if d in letters}
+    return gspmd.plan(equation, sizes, mesh, dtype="float32", via=via, lowering="blocking")
 
 
 def _planned(equation: str):

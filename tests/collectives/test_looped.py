@@ -232,3 +232,17 @@ def test_under_remat_and_scan(make_mesh, place):
         got, want = (jax.tree.leaves(each(name, x, w_in, w_out)) for name in ("looped", "blocking"))
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_terms_that_shard_a_summed_dimension_differently_are_not_cut_along_it():
+    equation = "B_xF_yH, F_yHE_x + B_xFH_y, FH_yE_x -> BE"
+    sizes = (("B", 4), ("F", 8), ("H", 4), ("E", 4))
+    via = "BF_yH, F_yHE + BFH_y, FH_yE"
+    check(Case(equation, sizes, (("x", 2), ("y", 2)), "explicit", "looped", via))
+
+
+def test_gradients_of_a_looped_plan_have_plans_of_their_own():
+    sizes = {"B": 4096, "E": 4096, "F": 16384}
+    via = "BE, (EF_x, EF_x)"
+    plan = gspmd.plan("B_xE, (EF_x, EF_x) -> (BF_x, BF_x)", sizes, {"x": 8}, lowering="looped", via=via)
+    assert [len(gradient.kept) for gradient in plan.gradients] == [4, 2, 2]
