@@ -25,6 +25,7 @@ GATHERS = {  # by what the gathered dimension is to the product
     "weights": ("B_xE, E_xF -> B_xF", "B_xE, EF"),
 }
 SCATTERS = {"free": ("BF_x, F_xE -> B_xE", None), "last": ("BF_x, F_xE -> BE_x", None)}
+SIZES = [2, 3, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in (5, 6, 7, 8))]
 BOTH = "BLE_xy, E_xF_y -> BLF_yx"
 
 
@@ -38,7 +39,7 @@ def case(equation, size, lowering, via=None, mesh=None):
 # A ring walk whose chunk index is right for an axis of 2 only; a reduce-scatter that always takes chunk 0; code for
 # both ways that takes an even axis for granted; an index past the end that clamping hides: published mistakes, all of
 # which integers on axes of every size, 3, 5 and 7 among them, show.
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("lowering", LOOPED)
 @pytest.mark.parametrize("form", ["free", "contracted"])
 def test_a_gathered_operand(form, lowering, size):
@@ -54,7 +55,7 @@ def test_other_gathered_operands(form, lowering, size):
     check(case(equation, size, lowering, via))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("lowering", LOOPED)
 def test_a_scattered_result(lowering, size):
     check(case(SCATTERS["free"][0], size, lowering))
