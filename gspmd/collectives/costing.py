@@ -51,12 +51,11 @@ class Costs:
         """Of a travelling sum and its products; with none left to multiply, its whole way."""
         after, loop, compute = self._ring(travel, ring, products)
         looped = _overlapped(loop, compute + self._added(travel, ring), self._waves(ring))
-        return looped + after + self._cut_up(travel, ring)
+        return looped + after + self._cut_up(travel, ring, local_shape(travel.shard, self.sizes, self.mesh))
 
-    def _cut_up(self, travel: Travel, ring: Ring) -> float:
+    def _cut_up(self, travel: Travel, ring: Ring, shard: Mapping[str, int]) -> float:
         """Cutting a chunk that is there into pieces, and adding those that arrive."""
-        shard = prod(local_shape(travel.shard, self.sizes, self.mesh).values()) * itemsize(self._wire(travel))
-        whole = shard * prod(self.mesh[axis] for axis in ring.within)
+        whole = prod(shard.values()) * itemsize(self._wire(travel)) * prod(self.mesh[axis] for axis in ring.within)
         return CUT_COPIES * whole / self.chip.hbm_bandwidth if ring.within else 0.0
 
     def _ring(self, travel: Travel, ring: Ring, products: Sequence[Product]) -> tuple[float, float, float]:
@@ -135,11 +134,10 @@ class Costs:
     def in_stripe(self, stripe: Mapping[str, int], travel: Travel, ring: Ring, products: Sequence[Product]) -> float:
         """Of the products of one stripe that are scattered as they are made."""
         shard = local_shape(travel.shard, self.sizes, self.mesh) | stripe
-        whole = prod(shard.values()) * prod(self.mesh[axis] for axis in ring.within) * itemsize(self._wire(travel))
-        copied = CUT_COPIES * whole / self.chip.hbm_bandwidth if ring.within else 0.0
         chunk, count = self._cut(travel, ring, shard)
         added = self._added(travel, ring) * prod(stripe.values()) / prod(self.local(dim) for dim in stripe)
-        return count * sum(self.product(found, stripe | chunk) for found in products) + copied + added
+        multiplied = count * sum(self.product(found, stripe | chunk) for found in products)
+        return multiplied + self._cut_up(travel, ring, shard) + added
 
     def _whole(self, travel: Travel, ring: Ring) -> list[Sent]:
         ways = parts(ring.axes, ring.schedule, ring.turns)

@@ -200,10 +200,8 @@ class LoopedExecution(Execution):
         whole = {}
         for product in output.products:
             whole[product] = values[product].block({})
-            if product in self._looped_products():  # what `product` does behind the einsum
-                steps = self.routine.products[product].steps
-                first = self.first.products[product] + (not self.routine.products[product].passes_through)
-                whole[product] = self.send(steps, whole[product], tensor.wire, first)
+            if product in self._looped_products():  # those without a ring are there already
+                whole[product] = self.behind(product, whole[product])
         return self.output(number, whole)
 
     def _looped_products(self) -> set[int]:
@@ -241,7 +239,7 @@ class LoopedExecution(Execution):
         output = self.routine.outputs[number]
         product = self.routine.products[output.products[0]]
         if len(output.products) == 1 and product.steps:
-            return self.first.products[output.products[0]] + (not product.passes_through)
+            return self.first_behind(output.products[0])
         return self.first.outputs[number]
 
 

@@ -28,11 +28,6 @@ class Ring:
     turns: int = 1
     split: str | None = None
 
-    @property
-    def group(self) -> tuple[str, ...]:
-        """All mesh axes that the tensor travels along."""
-        return self.axes + self.within
-
     def parts(self, size: int) -> list[tuple[Part, int, int]]:
         """The parts of a shard that has `size` along `split`: each with where it begins and how long it is."""
         ways = parts(self.axes, self.schedule, self.turns)

@@ -162,9 +162,15 @@ class Execution:
         """A product of moved operands, brought to where it is added."""
         product = self.routine.products[number]
         operands = [moved[product.left]] if product.right is None else [moved[product.left], moved[product.right]]
-        value = self.multiply(number, *operands)
-        first = self.first.products[number] + (not product.passes_through)
-        return self.send(product.steps, value, self.wire_of(number), first)
+        return self.behind(number, self.multiply(number, *operands))
+
+    def behind(self, number: int, value: jax.Array) -> jax.Array:
+        """What a product's local einsum has left, brought to where it is added."""
+        return self.send(self.routine.products[number].steps, value, self.wire_of(number), self.first_behind(number))
+
+    def first_behind(self, product: int) -> int:
+        """The number of the first step behind a product's local einsum."""
+        return self.first.products[product] + (not self.routine.products[product].passes_through)
 
     def multiply(self, number: int, *operands: jax.Array) -> jax.Array:
         """The local einsum of a product, or of parts of its operands."""

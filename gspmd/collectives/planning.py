@@ -138,7 +138,7 @@ def _held(spec: Spec, dtype: str, plan: Plan) -> int:
 def _gradient(whole: Plan, number: int, claimed: set[int]) -> Plan:
     """One operand's part of the backward routine. A move that an earlier gradient made is there, its steps are not.
 
-    What the whole routine hides is the first one's.
+    What the whole routine hides is shared out by the seconds that each sends.
     """
     back, output = whole.backward, whole.backward.outputs[number]
     products = [back.products[p] for p in output.products]
@@ -153,17 +153,25 @@ def _gradient(whole: Plan, number: int, claimed: set[int]) -> Plan:
     held, targets = planner.backward_tensors(whole.routine, whole._inputs, whole._outputs, whole.kept)
     sources = [[back.moves[m].source for m in (p.left, p.right) if m is not None] for p in products]
     terms = tuple(Term(tuple(Operand((held[source].spec,)) for source in pair)) for pair in sources)
+    output = replace(output, products=tuple(range(len(local))))
+    routine = Routine(back.inputs, tuple(moves), tuple(local), (output,))
     return replace(
         whole,
         equation=Equation(terms, (output.spec,)),
-        routine=Routine(back.inputs, tuple(moves), tuple(local), (replace(output, products=tuple(range(len(local)))),)),
+        routine=routine,
         dtypes=tuple(held[source].dtype for pair in sources for source in pair),
         _inputs=tuple(held),
         _outputs=(targets[number],),
         lowering=("looped" if loops else "blocking") if whole.asked == "auto" else whole.lowering,
         loops=loops,
-        hidden_seconds=whole._looped_backward[1] if number == 0 else 0.0,
+        hidden_seconds=whole._looped_backward[1] * _share(routine, back),
     )
+
+
+def _share(part: Routine, whole: Routine) -> float:
+    """Of the seconds that a routine sends, a part's."""
+    sent, of = (sum(step.seconds for step in each.steps if step.is_collective) for each in (part, whole))
+    return sent / of if of else 0.0
 
 
 def plan(
