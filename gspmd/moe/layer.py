@@ -1,22 +1,20 @@
 """The expert layer: route, dispatch, cross to the experts, compute, cross back, combine."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gspmd.annotate.errors import Fault, LayoutError, report
-from gspmd.annotate.spec import Spec
 from gspmd.collectives.einsum import einsum, reshard
-from gspmd.collectives.planned import context
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.dispatch import combine, dispatch
+from gspmd.moe.figures import figures, summarize
 from gspmd.moe.local import run_local
+from gspmd.moe.places import Places, places_of
 from gspmd.moe.routers import router
-from gspmd.moe.routing import Routing, counts, every_token
+from gspmd.moe.routing import Routing
 from gspmd.moe.switch import jittered
 
 ACTIVATIONS = {"gelu": jax.nn.gelu, "relu": jax.nn.relu}  # swiglu is silu(x · w_gate) · (x · w_in)
@@ -68,7 +66,7 @@ def expert_layer(
 
     Differs: groups, capacity and random numbers belong to the model, so a layout never changes a result.
     """
-    places = _places(str(layout.groups), str(layout.dispatched))
+    places = places_of(str(layout.groups), str(layout.dispatched))
     config = config if train else config.evaluation()
     jitter_key, route_key = jax.random.split(key) if train and key is not None else (None, None)
     logits = _logits(x, weights["router"], places, layout, config, jitter_key)
@@ -76,55 +74,10 @@ def expert_layer(
     slots = _dispatch(x, routing, config, places)
     answers = _experts(slots, weights, layout, activation)
     y = _combine(answers, routing, config, places)
-    return y, *_figures(summary, places, padded=mask is not None)
+    return y, *figures(summary, places, padded=mask is not None)
 
 
-@dataclass(frozen=True)
-class _Places:
-    """Where the layer's group-local arrays lie: over the mesh axes of G, each group whole."""
-
-    axes: tuple[str, ...]
-
-    def per_group(self, dims: str) -> Spec:
-        """The spec of an array whose first dimension is G: `per_group("LX")` is "G_xLX"."""
-        return Spec(("G", *dims), (self.axes, *((),) * len(dims)))
-
-    @property
-    def groups(self) -> Spec:
-        """The tokens."""
-        return self.per_group("LE")
-
-    @property
-    def dispatched(self) -> Spec:
-        """The tokens in their slots."""
-        return self.per_group("XCE")
-
-    def random(self) -> jax.P | None:
-        """Placement to draw random numbers of the groups in; under Auto axes the compiler finds it."""
-        return jax.P(self.groups.partition_spec()[0]) if context().explicit else None
-
-
-@lru_cache
-def _places(groups: str, dispatched: str) -> _Places:
-    groups, dispatched = Spec.parse(groups), Spec.parse(dispatched)
-    places = _Places(groups.axes_of("G") if "G" in groups.dims else ())
-    faults = []
-    if groups != places.groups:
-        faults.append(_not_whole(groups, "tokens", "GLE"))
-    if dispatched != places.dispatched:
-        faults.append(_not_whole(dispatched, "slots", str(places.dispatched)))
-    if faults:
-        raise report(LayoutError, "cannot route tokens by this layout", faults)
-    return places
-
-
-def _not_whole(spec: Spec, what: str, wanted: str) -> Fault:
-    fact = f"the {what} of a group have to lie whole on the device that routes it."
-    remedy = f"Write it '{wanted}', with mesh axes on G alone, the same ones for tokens and slots."
-    return Fault(str(spec), 0, len(str(spec)), fact, remedy)
-
-
-def _logits(x, weight, places: _Places, layout: Any, config: MoEConfig, key: jax.Array | None) -> jax.Array:
+def _logits(x, weight, places: Places, layout: Any, config: MoEConfig, key: jax.Array | None) -> jax.Array:
     """The router's logits [G, L, X] in float32, of an input that is jittered when there is a key."""
     factor, width = None, config.jitter_width
     if key is not None and width:
@@ -133,8 +86,8 @@ def _logits(x, weight, places: _Places, layout: Any, config: MoEConfig, key: jax
     return einsum(equation, jittered(x, factor), weight.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
-def _route(logits: jax.Array, config: MoEConfig, places: _Places, key, mask) -> tuple[Routing, jax.Array]:
-    """The routing, and per group what the layer's figures are made of, see `_summary`."""
+def _route(logits: jax.Array, config: MoEConfig, places: Places, key, mask) -> tuple[Routing, jax.Array]:
+    """The routing, and per group what the layer's figures are made of, see `figures.summarize`."""
     draws = router(config).draw(key, logits.shape, out_sharding=places.random())
     extra = [x for x in (draws, mask) if x is not None]
     tokens, choices = places.per_group("L"), places.per_group("LK")
@@ -152,34 +105,12 @@ def _router_body(config: MoEConfig, drawn: bool, masked: bool):
         extra = iter(extra)
         draws, mask = (next(extra) if drawn else None), (next(extra) if masked else None)
         routing = router(config).assign(logits, config, draws, mask)
-        return routing.expert, routing.slot, routing.gate, routing.kept, _summary(routing, logits, config, mask)
+        return routing.expert, routing.slot, routing.gate, routing.kept, summarize(routing, logits, config, mask)
 
     return body
 
 
-def _summary(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.Array | None) -> jax.Array:
-    """Per group: its losses, whether it holds a real token, choices without a slot, choices per expert: [G, 3 + X]."""
-    real = every_token(logits, mask)
-    chosen = sum(counts(routing.expert[..., k], real, config.experts) for k in range(config.choices))
-    overflow = jnp.sum(routing.slot >= config.capacity(logits.shape[1]), axis=(1, 2), dtype=jnp.float32)
-    loss, is_real = sum(routing.losses.values()), jnp.any(real, axis=1).astype(jnp.float32)
-    return jnp.concatenate([jnp.stack([loss, is_real, overflow], axis=1), chosen], axis=1)
-
-
-def _figures(summary: jax.Array, places: _Places, *, padded: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The mean loss and the statistics of all groups, from one sum over the axes of G."""
-    spec = places.per_group("S")
-    # Summed where it lies, so that what travels does not grow with the number of groups.
-    total = einsum(f"{spec} -> S", summary, via=str(spec))
-    loss, groups, overflow, chosen = total[0], total[1], total[2], total[3:]
-    choices = jnp.maximum(1, jnp.sum(chosen))
-    stats = {"load": chosen / choices, "dropped": overflow / choices}
-    # Without padding the divisor is known, and recomputation in a backward pass needs no second sum.
-    real_groups = jnp.maximum(1, groups) if padded else summary.shape[0]
-    return loss / real_groups, jax.tree.map(jax.lax.stop_gradient, stats)
-
-
-def _dispatch(x: jax.Array, routing: Routing, config: MoEConfig, places: _Places) -> jax.Array:
+def _dispatch(x: jax.Array, routing: Routing, config: MoEConfig, places: Places) -> jax.Array:
     choices = places.per_group("LK")
     body = _dispatch_body(config.experts, config.capacity(x.shape[1]), config.dispatch)
     name, ins = f"dispatch {places.groups} -> {places.dispatched}", (places.groups, choices, choices, choices)
@@ -210,7 +141,7 @@ def _experts(slots: jax.Array, weights: Mapping[str, jax.Array], layout: Any, ac
     return reshard(y, f"{there} -> {layout.dispatched}")
 
 
-def _combine(answers: jax.Array, routing: Routing, config: MoEConfig, places: _Places) -> jax.Array:
+def _combine(answers: jax.Array, routing: Routing, config: MoEConfig, places: Places) -> jax.Array:
     choices = places.per_group("LK")
     name, ins = f"combine {places.dispatched} -> {places.groups}", (places.dispatched, *(4 * (choices,)))
     arrays = answers, routing.expert, routing.slot, routing.gate, routing.kept
