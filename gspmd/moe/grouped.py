@@ -1,0 +1,153 @@
+"""Products of rows that are sorted by expert with their expert's weights: no row is multiplied by another's."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gspmd.moe.platform import current_platform
+
+FORMS = ("ragged", "blocks")
+BLOCK = 128  # most rows of one product of "blocks"
+# The gradient of ragged_dot's weights: [R, E], [R, F] -> [X, E, F], R being the ragged dimension.
+_RAGGED_ROWS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
+_RAGGED_BACK = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+
+
+def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, form: str | None = None) -> jax.Array:
+    """Multiply every row by the weights of its own expert; the rows of an expert stand together, in experts' order.
+
+        y[r] = rows[r] · weights[x]      for sizes[0] + … + sizes[x - 1] <= r < sizes[0] + … + sizes[x]
+
+    "ragged" is `lax.ragged_dot`, a grouped kernel on GPUs and TPUs; XLA:CPU multiplies every row by every expert's
+    weights instead. "blocks" is a loop over blocks of rows of one expert, whose time grows with the rows alone.
+
+    Args:
+        rows: [R, E], sorted by expert.
+        weights: [X, E, F].
+        sizes: [X] int32, the rows of each expert, at most R together. Rows beyond them answer 0 and have gradient 0.
+        form: "ragged" or "blocks"; None is "blocks" on CPUs, and "ragged" elsewhere.
+
+    Returns:
+        [R, F], of the rows' dtype, accumulated in float32.
+
+    Raises:
+        ValueError: shapes that do not fit, or a form that there is not.
+
+    Example:
+        >>> rows, weights = jnp.ones((3, 1)), jnp.array([[[2.0]], [[3.0]], [[5.0]]])
+        >>> grouped_matmul(rows, weights, jnp.array([1, 0, 1]))[:, 0].tolist()
+        [2.0, 5.0, 0.0]
+
+    Source: Gale et al., *MegaBlocks*, arXiv 2211.15841, §5 (blocks of rows in place of capacity).
+
+    Differs: no row is padded in memory; the last block of an expert reads beyond it, and writes only its own rows.
+    """
+    form = ("blocks" if current_platform() == "cpu" else "ragged") if form is None else form
+    fault = _fault(rows.shape, weights.shape, sizes.shape, form)
+    if fault:
+        raise ValueError(f"cannot multiply rows by their experts' weights: {fault}")
+    return _grouped(form, rows, weights, sizes.astype(jnp.int32))
+
+
+def _fault(rows: tuple, weights: tuple, sizes: tuple, form: str) -> str:
+    if form not in FORMS:
+        return f"form is {form!r}; choose from {', '.join(FORMS)}."
+    if len(rows) != 2 or len(weights) != 3 or sizes != weights[:1] or rows[1] != weights[1]:
+        return f"rows are [R, E], weights [X, E, F], sizes [X]; found {rows}, {weights}, {sizes}."
+    return ""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(form: str, rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    return _times(form, rows, weights, sizes, back=False)
+
+
+def _forward(form, rows, weights, sizes):
+    return _grouped(form, rows, weights, sizes), (rows, weights, sizes)
+
+
+def _backward(form, saved, cotangent):
+    rows, weights, sizes = saved
+    gradient = _outer(form, rows, cotangent, sizes).astype(weights.dtype)
+    return _times(form, cotangent, weights, sizes, back=True), gradient, None
+
+
+_grouped.defvjp(_forward, _backward)
+
+
+def _times(form: str, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, back: bool) -> jax.Array:
+    """Rows by their expert's weights [X, E, F]: [R, E] to [R, F], or back, [R, F] to [R, E]."""
+    if form == "blocks":
+        return _times_blocks(rows, weights, sizes, back=back)
+    if back:
+        found = lax.ragged_dot_general(rows, weights, sizes, _RAGGED_BACK, preferred_element_type=jnp.float32)
+    else:
+        found = lax.ragged_dot(rows, weights, sizes, preferred_element_type=jnp.float32)
+    owned = jnp.arange(len(rows)) < jnp.sum(sizes)
+    return jnp.where(owned[:, None], found, 0).astype(rows.dtype)
+
+
+def _outer(form: str, rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Σ over each expert's rows of row ⊗ cotangent: [R, E], [R, F] to [X, E, F] float32."""
+    if form == "blocks":
+        return _outer_blocks(rows, cotangent, sizes)
+    # A kernel may read rows that no expert owns, and 0 times what stands there has to be 0.
+    owned = (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
+    kept, answer = jnp.where(owned, rows, 0), jnp.where(owned, cotangent, 0)
+    return lax.ragged_dot_general(kept, answer, sizes, _RAGGED_ROWS, preferred_element_type=jnp.float32)
+
+
+def _times_blocks(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, back: bool) -> jax.Array:
+    block, ends = min(BLOCK, len(rows)), jnp.cumsum(sizes)
+    contracted = ((1,), (1 if back else 0,))
+
+    def of_expert(expert, out):
+        weight, first = weights[expert], ends[expert] - sizes[expert]
+
+        def of_block(number, out):
+            at, own = _block(first, ends[expert], number, block, len(rows))
+            found = lax.dot_general(
+                lax.dynamic_slice_in_dim(rows, at, block), weight, (contracted, ((), ())),
+                preferred_element_type=jnp.float32,
+            )  # fmt: skip
+            kept = jnp.where(own, found.astype(rows.dtype), lax.dynamic_slice_in_dim(out, at, block))
+            return lax.dynamic_update_slice_in_dim(out, kept, at, 0)
+
+        return lax.fori_loop(0, -(-sizes[expert] // max(1, block)), of_block, out)
+
+    out = jnp.zeros((len(rows), weights.shape[1 if back else 2]), rows.dtype)
+    return lax.fori_loop(0, len(weights), of_expert, out) if len(rows) else out
+
+
+def _outer_blocks(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
+    block, ends = min(BLOCK, len(rows)), jnp.cumsum(sizes)
+
+    def of_expert(expert, out):
+        first = ends[expert] - sizes[expert]
+
+        def of_block(number, total):
+            at, own = _block(first, ends[expert], number, block, len(rows))
+            kept = jnp.where(own, lax.dynamic_slice_in_dim(rows, at, block), 0)
+            answer = jnp.where(own, lax.dynamic_slice_in_dim(cotangent, at, block), 0)
+            return total + lax.dot_general(kept, answer, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+        total = lax.fori_loop(0, -(-sizes[expert] // max(1, block)), of_block, jnp.zeros(out.shape[1:], out.dtype))
+        return lax.dynamic_update_index_in_dim(out, total, expert, 0)
+
+    out = jnp.zeros((len(sizes), rows.shape[1], cotangent.shape[1]), jnp.float32)
+    return lax.fori_loop(0, len(sizes), of_expert, out) if len(rows) else out
+
+
+def _block(first, end, number, block: int, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Where the numbered block of the rows [first, end) is read, and which of its rows are its own: [block, 1]."""
+    start = first + number * block
+    # A slice beyond the last row would be moved forward by itself, and its rows would be taken for others.
+    at = jnp.minimum(start, rows - block)
+    row = at + jnp.arange(block, dtype=jnp.int32)
+    return at, ((row >= start) & (row < end))[:, None]
