@@ -1,12 +1,37 @@
 """What a mixture-of-experts block is made of: one frozen record, checked when it is made."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-ROUTERS = {"switch": 1, "gshard": 2}  # experts that each token is sent to
-DISPATCHES = ("sort", "onehot")
-PAPER_JITTER = {"switch": 1e-2, "gshard": 0.0}
+
+@dataclass(frozen=True)
+class Kind:
+    """What a config has to know of a router.
+
+    Attributes:
+        choices: experts that each token is sent to; None where `MoEConfig.k` says.
+        jitter: its paper's half-width of the factor on its input.
+        z_weight: its paper's weight of the loss on large logits.
+        by_experts: experts choose tokens, and not the other way round.
+    """
+
+    choices: int | None
+    jitter: float = 0.0
+    z_weight: float = 0.0
+    by_experts: bool = False
+
+
+ROUTERS = {
+    "noisy-top-k": Kind(None),
+    "gshard": Kind(2),
+    "switch": Kind(1, jitter=1e-2),
+    "st-moe": Kind(2, z_weight=1e-3),
+    "top-k": Kind(None),
+    "expert-choice": Kind(None, by_experts=True),
+}
+DISPATCHES = ("auto", "sort", "onehot", "dropless")
 
 
 @dataclass(frozen=True)
@@ -14,18 +39,30 @@ class MoEConfig:
     """Settings of the mixture-of-experts blocks of a model.
 
     `capacity_factor` counts slots per routed choice: an expert takes factor · k · tokens / experts of each group, k
-    being the choices per token (1 for switch, 2 for gshard), rounded up, at least 1, at most the tokens of the group.
+    being the choices per token (1 for switch, 2 for gshard and st-moe), rounded up, at most the tokens of the group. Experts that choose (expert-choice) take factor · tokens / experts: factor is the experts per token.
 
     Attributes:
         experts: number of experts X in each block.
         every: a mixture-of-experts block stands at every n-th layer of the model.
-        router: "switch" (top-1, Fedus et al. 2021) or "gshard" (top-2, Lepikhin et al. 2020).
-        capacity_factor: slots per routed choice in training.
+        router: "noisy-top-k" (Shazeer et al. 2017), "gshard" (Lepikhin et al. 2020), "switch" (Fedus et al. 2021),
+            "st-moe" (Zoph et al. 2022), "top-k" (as Mixtral's), or "expert-choice" (Zhou et al. 2022).
+        k: choices per token where the router leaves them open (noisy-top-k, top-k); None is 2.
+        renormalize: whether top-k's gates are divided by their sum, as Mixtral's are; False keeps probabilities.
+        priority: whether slots go to the surest tokens first (Riquelme et al. 2021), and not in the tokens' order.
+        capacity_factor: slots per routed choice in training; 0 sends every token past the experts.
         evaluation_capacity_factor: slots per routed choice in evaluation.
         groups: groups G that the tokens of a batch are routed in; None makes every sequence a group.
-        dispatch: "sort" (gather into the capacity buffer) or "onehot" (the papers' einsums).
-        aux_weight: the load-balancing loss of perfectly balanced experts, whichever the router.
-        jitter: half-width of the factor on the router's input in training; None is the router's paper's, 1e-2 or none.
+        dispatch: "sort" (gather into the capacity buffer), "onehot" (the papers' einsums), "auto" (the better of the
+            two on the platform; all three give one result), or "dropless" (no capacity: no token is lost).
+        aux_weight: the load-balancing loss of perfectly balanced experts, whichever the router has it.
+        z_weight: weight of the mean square of the logits' logsumexp; None is the router's paper's, 1e-3 for st-moe or
+            none.
+        importance_weight: weight of noisy-top-k's squared variation of the experts' summed gates.
+        load_weight: weight of noisy-top-k's squared variation of the experts' smooth loads.
+        jitter: half-width of the factor on the router's input in training; None is the router's paper's, 1e-2 for
+            switch or none.
+        dropout: share of the experts' hidden activations that training drops.
+        shared: experts that every token uses besides those it is sent to.
 
     Raises:
         ValueError: naming every setting that cannot be.
@@ -40,56 +77,102 @@ class MoEConfig:
     experts: int = 8
     every: int = 2
     router: str = "switch"
+    k: int | None = None
+    renormalize: bool = True
+    priority: bool = False
     capacity_factor: float = 1.25
     evaluation_capacity_factor: float = 2.0
     groups: int | None = None
-    dispatch: str = "sort"
+    dispatch: str = "auto"
     aux_weight: float = 1e-2
+    z_weight: float | None = None
+    importance_weight: float = 0.1
+    load_weight: float = 0.1
     jitter: float | None = None
+    dropout: float = 0.0
+    shared: int = 0
 
     def __post_init__(self):
-        faults = list(_faults(self))
+        faults = [*_number_faults(self), *_name_faults(self)]
         if faults:
             listed = "".join(f"\n  {fault}" for fault in faults)
             raise ValueError(f"a mixture of experts cannot be built from these settings{listed}")
 
     @property
     def choices(self) -> int:
-        """Experts that each token is sent to, k."""
-        return ROUTERS[self.router]
+        """Choices per token, k: as many as there are experts where the experts choose."""
+        return self.experts if ROUTERS[self.router].by_experts else self._per_token
+
+    @property
+    def used(self) -> float:
+        """Experts that a token uses, as long as none overflows; where the experts choose, on average."""
+        return min(self.capacity_factor, self.experts) if ROUTERS[self.router].by_experts else self._per_token
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token's result is independent of later tokens; experts that choose have read the whole group."""
+        return not ROUTERS[self.router].by_experts
 
     @property
     def jitter_width(self) -> float:
         """Half-width of the uniform factor around 1 on the router's input in training."""
-        return PAPER_JITTER[self.router] if self.jitter is None else self.jitter
+        return ROUTERS[self.router].jitter if self.jitter is None else self.jitter
+
+    @property
+    def z_coefficient(self) -> float:
+        """Weight of the router's z-loss."""
+        return ROUTERS[self.router].z_weight if self.z_weight is None else self.z_weight
 
     def capacity(self, tokens: int) -> int:
-        """Slots that one expert has for a group of `tokens`."""
+        """Slots that one expert has for a group of `tokens`: all of them where none may be lost, and 0 at factor 0."""
+        if self.dispatch == "dropless":
+            return tokens
         # The factor is the decimal that was written: 1.1 · 100 / 10 is 11 slots, not the 12 of its binary rounding.
-        slots = math.ceil(Fraction(repr(float(self.capacity_factor))) * self.choices * tokens / self.experts)
-        return max(1, min(slots, tokens))
+        slots = math.ceil(Fraction(repr(float(self.capacity_factor))) * self._per_token * tokens / self.experts)
+        return min(slots, tokens)
 
     def evaluation(self) -> "MoEConfig":
-        """The same blocks as they are evaluated: their own capacity, no jitter."""
-        return replace(self, capacity_factor=self.evaluation_capacity_factor, jitter=0.0)
+        """The same blocks as they are evaluated: their own capacity, no jitter, no dropout."""
+        return replace(self, capacity_factor=self.evaluation_capacity_factor, jitter=0.0, dropout=0.0)
+
+    @property
+    def _per_token(self) -> int:
+        """Choices per token that its experts' capacity is measured in."""
+        kind = ROUTERS[self.router]
+        return 1 if kind.by_experts else kind.choices or self.k or 2
 
 
-def _faults(config: MoEConfig):
-    for name in ("experts", "every", "groups"):
+def _number_faults(config: MoEConfig) -> Iterator[str]:
+    for name in ("experts", "every", "groups", "k"):
         value = getattr(config, name)
-        if not (name == "groups" and value is None) and value < 1:
+        if not (name in ("groups", "k") and value is None) and value < 1:
             yield f"{name} is {value}; it must be at least 1."
-    for name in ("capacity_factor", "evaluation_capacity_factor"):
+    for name in ("capacity_factor", "evaluation_capacity_factor", "importance_weight", "load_weight", "aux_weight",
+                 "z_weight", "shared"):  # fmt: skip
         value = getattr(config, name)
-        if not (math.isfinite(value) and value > 0):
-            yield f"{name} is {value}; it must be positive."
-    if not (math.isfinite(config.aux_weight) and config.aux_weight >= 0):
-        yield f"aux_weight is {config.aux_weight}; it must not be negative."
-    if config.jitter is not None and not 0 <= config.jitter < 1:
-        yield f"jitter is {config.jitter}; it must lie in [0, 1)."
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            yield f"{name} is {value}; it must not be negative."
+    for name in ("jitter", "dropout"):
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < 1:
+            yield f"{name} is {value}; it must lie in [0, 1)."
+
+
+def _name_faults(config: MoEConfig) -> Iterator[str]:
     if config.dispatch not in DISPATCHES:
         yield f"dispatch is {config.dispatch!r}; choose from {', '.join(DISPATCHES)}."
     if config.router not in ROUTERS:
         yield f"router is {config.router!r}; choose from {', '.join(ROUTERS)}."
-    elif config.experts < ROUTERS[config.router]:
-        yield f"router {config.router} sends a token to {ROUTERS[config.router]} experts; experts is {config.experts}."
+        return
+    kind, name = ROUTERS[config.router], config.router
+    if config.experts < config.choices:
+        yield f"router {name} sends a token to {config.choices} experts; experts is {config.experts}."
+    if config.k is not None and (kind.choices or kind.by_experts):
+        fixed = "lets the experts choose" if kind.by_experts else f"sends a token to {kind.choices}"
+        yield f"k is {config.k}, but router {name} {fixed}; leave k out, or take router top-k."
+    if not config.renormalize and name != "top-k":
+        yield f"renormalize is false, but router {name} has gates of its own; take router top-k."
+    if kind.by_experts and config.priority:
+        yield f"priority orders tokens that wait for slots, and router {name} lets none wait; leave it out."
+    if kind.by_experts and config.dispatch == "dropless":
+        yield f"router {name} fills the slots of every expert, which dropless does not have; take dispatch auto."

@@ -16,16 +16,36 @@ from gspmd.moe import MoEConfig
         ("switch", 10, 1.1, 100, 11),  # 1.1 * 100 / 10 in binary is above 11
         ("switch", 64, 0.01, 8, 1),  # at least one
         ("gshard", 4, 100.0, 7, 7),
+        ("st-moe", 8, 1.0, 64, 16),
+        ("top-k", 8, 1.0, 64, 16),  # k is 2 where nobody says
+        ("expert-choice", 8, 2.0, 64, 16),  # the factor is the experts per token
+        ("switch", 8, 0.0, 64, 0),
     ],
 )
 def test_capacity(router, experts, factor, tokens, capacity):
     assert MoEConfig(experts=experts, router=router, capacity_factor=factor).capacity(tokens) == capacity
 
 
+def test_no_token_is_lost_without_capacity():
+    assert MoEConfig(dispatch="dropless", capacity_factor=0.1).capacity(64) == 64
+
+
+def test_what_a_router_leaves_open():
+    assert (MoEConfig(router="top-k", k=3).choices, MoEConfig(router="noisy-top-k").choices) == (3, 2)
+    chosen = MoEConfig(router="expert-choice", capacity_factor=2.0)
+    assert (chosen.choices, chosen.used, chosen.causal) == (8, 2.0, False)
+    assert (MoEConfig(router="gshard").used, MoEConfig(router="gshard").causal) == (2, True)
+    assert (MoEConfig(router="st-moe").z_coefficient, MoEConfig(router="st-moe", z_weight=0.0).z_coefficient) == (
+        1e-3,
+        0,
+    )
+
+
 def test_evaluation_has_its_own_capacity_and_no_jitter():
-    config = MoEConfig(capacity_factor=1.0, evaluation_capacity_factor=3.0)
+    config = MoEConfig(capacity_factor=1.0, evaluation_capacity_factor=3.0, dropout=0.4)
     assert (config.jitter_width, MoEConfig(router="gshard").jitter_width) == (1e-2, 0)
     assert (config.evaluation().capacity_factor, config.evaluation().jitter_width) == (3.0, 0)
+    assert config.evaluation().dropout == 0
 
 
 def test_every_fault_in_one_error():
@@ -37,14 +57,29 @@ def test_every_fault_in_one_error():
         "  experts is 0; it must be at least 1.\n"
         "  every is 0; it must be at least 1.\n"
         "  groups is -1; it must be at least 1.\n"
-        "  capacity_factor is -1.0; it must be positive.\n"
+        "  capacity_factor is -1.0; it must not be negative.\n"
         "  aux_weight is -1.0; it must not be negative.\n"
         "  jitter is 2.0; it must lie in [0, 1).\n"
-        "  dispatch is 'scan'; choose from sort, onehot.\n"
-        "  router is 'hash'; choose from switch, gshard."
+        "  dispatch is 'scan'; choose from auto, sort, onehot, dropless.\n"
+        "  router is 'hash'; choose from noisy-top-k, gshard, switch, st-moe, top-k, expert-choice."
     )
 
 
 def test_two_choices_need_two_experts():
     with pytest.raises(ValueError, match="router gshard sends a token to 2 experts; experts is 1"):
         MoEConfig(experts=1, router="gshard")
+
+
+def test_settings_that_would_do_nothing_are_refused():
+    with pytest.raises(ValueError) as error:
+        MoEConfig(router="expert-choice", k=2, renormalize=False, priority=True, dispatch="dropless", dropout=1.0)
+    assert str(error.value) == (
+        "a mixture of experts cannot be built from these settings\n"
+        "  dropout is 1.0; it must lie in [0, 1).\n"
+        "  k is 2, but router expert-choice lets the experts choose; leave k out, or take router top-k.\n"
+        "  renormalize is false, but router expert-choice has gates of its own; take router top-k.\n"
+        "  priority orders tokens that wait for slots, and router expert-choice lets none wait; leave it out.\n"
+        "  router expert-choice fills the slots of every expert, which dropless does not have; take dispatch auto."
+    )
+    with pytest.raises(ValueError, match="k is 2, but router switch sends a token to 1; leave k out"):
+        MoEConfig(k=2)
