@@ -7,17 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspmd.collectives.einsum import einsum, reshard
+from gspmd.collectives.einsum import einsum
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.dispatch import combine, dispatch
 from gspmd.moe.figures import figures, summarize
 from gspmd.moe.local import run_local
+from gspmd.moe.paths import Experts, by_rows, by_slots
 from gspmd.moe.places import Places, places_of
 from gspmd.moe.routers import router
 from gspmd.moe.routing import Routing
 from gspmd.moe.switch import jittered
-
-ACTIVATIONS = {"gelu": jax.nn.gelu, "relu": jax.nn.relu}  # swiglu is silu(x · w_gate) · (x · w_in)
 
 
 def expert_layer(
@@ -71,9 +69,9 @@ def expert_layer(
     jitter_key, route_key = jax.random.split(key) if train and key is not None else (None, None)
     logits = _logits(x, weights["router"], places, layout, config, jitter_key)
     routing, summary = _route(logits, config, places, route_key, mask)
-    slots = _dispatch(x, routing, config, places)
-    answers = _experts(slots, weights, layout, activation)
-    y = _combine(answers, routing, config, places)
+    dropped = train and key is not None and config.dropout > 0
+    experts = Experts(weights, layout, config, activation, jax.random.fold_in(key, 2) if dropped else None)
+    y = (by_rows if config.dispatch == "dropless" else by_slots)(x, routing, experts, places)
     return y, *figures(summary, places, padded=mask is not None)
 
 
@@ -108,47 +106,3 @@ def _router_body(config: MoEConfig, drawn: bool, masked: bool):
         return routing.expert, routing.slot, routing.gate, routing.kept, summarize(routing, logits, config, mask)
 
     return body
-
-
-def _dispatch(x: jax.Array, routing: Routing, config: MoEConfig, places: Places) -> jax.Array:
-    choices = places.per_group("LK")
-    body = _dispatch_body(config.experts, config.capacity(x.shape[1]), config.dispatch)
-    name, ins = f"dispatch {places.groups} -> {places.dispatched}", (places.groups, choices, choices, choices)
-    (slots,) = run_local(name, body, ins, (places.dispatched,), x, routing.expert, routing.slot, routing.kept)
-    return slots
-
-
-@lru_cache
-def _dispatch_body(experts: int, capacity: int, form: str):
-    def body(x, expert, slot, kept):
-        return (dispatch(x, Routing(expert, slot, None, kept, {}), experts, capacity, form=form),)
-
-    return body
-
-
-def _experts(slots: jax.Array, weights: Mapping[str, jax.Array], layout: Any, activation: str) -> jax.Array:
-    """The experts' feed-forward layers on the slots [G, X, C, E], there and back."""
-    there, hidden = layout.expert_input, layout.hidden
-    in_via, out_via = getattr(layout, "in_via", None), getattr(layout, "out_via", None)
-    slots = reshard(slots, f"{layout.dispatched} -> {there}")
-    if activation == "swiglu":
-        equation = f"{there}, ({layout.w_gate}, {layout.w_in}) -> ({hidden}, {hidden})"
-        gate, up = einsum(equation, slots, (weights["w_gate"], weights["w_in"]), via=in_via)
-        h = jax.nn.silu(gate) * up
-    else:
-        h = ACTIVATIONS[activation](einsum(f"{there}, {layout.w_in} -> {hidden}", slots, weights["w_in"], via=in_via))
-    y = einsum(f"{hidden}, {layout.w_out} -> {there}", h, weights["w_out"], via=out_via)
-    return reshard(y, f"{there} -> {layout.dispatched}")
-
-
-def _combine(answers: jax.Array, routing: Routing, config: MoEConfig, places: Places) -> jax.Array:
-    choices = places.per_group("LK")
-    name, ins = f"combine {places.dispatched} -> {places.groups}", (places.dispatched, *(4 * (choices,)))
-    arrays = answers, routing.expert, routing.slot, routing.gate, routing.kept
-    (y,) = run_local(name, _combine_body(config.dispatch), ins, (places.groups,), *arrays)
-    return y
-
-
-@lru_cache
-def _combine_body(form: str):
-    return lambda answers, *routing: (combine(answers, Routing(*routing, {}), form=form),)

@@ -1,0 +1,250 @@
+"""The experts as one planned program: slots travel in chunks, so that one is multiplied while others are on their way.
+
+It is what lowering `looped` makes of the two all-to-alls and the experts' equations, and what dropless is under every
+lowering: its rows are sorted where they arrive, which no equation says.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.annotate.spec import Spec
+from gspmd.collectives.lower import emit
+from gspmd.collectives.planned import Context, context, run
+from gspmd.moe.dropout import KEY
+from gspmd.moe.rows import Rows
+from gspmd.moe.stages import Script, Stage
+from gspmd.moe.work import Products, Work, activated, products
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def run_experts(work: Work, slots: jax.Array, weights: tuple[jax.Array, ...], extras: tuple[jax.Array, ...]):
+    """Bring slots to their experts, compute, bring the answers back.
+
+    In a chunk: the all-to-all there, the products, what settles their partial sums, the all-to-all back. Chunks share
+    nothing but weights, which are gathered once, and whose gradients are settled once; so a scheduler is free to send
+    one while another is multiplied. All chunks together send what the slots would send at once.
+
+    Args:
+        work: what to do.
+        slots: [G, X, C, E]; of dropless, rows [G, shards, C, E].
+        weights: as `work.weights`.
+        extras: of dropless the counts [G, X, chunks] int32, and of dropout two words of a key.
+
+    Returns:
+        The answers, as the slots.
+
+    Source: Lepikhin et al., *GShard*, arXiv 2006.16668, §3.2; in chunks, Hwang et al., *Tutel*, arXiv 2206.03382.
+    """
+    return _forward(work, slots, weights, extras)[0]
+
+
+def _forward(work: Work, slots, weights, extras):
+    found = _program(work, context())
+    ins = (work.dispatched, *work.weights, *found.extras)
+    outs = (work.dispatched, found.kept_specs, found.moved_specs)
+    y, kept, moved = run(found.name, found.steps, found.forward, ins, outs, slots, *weights, *extras)
+    return y, (kept, moved, weights, extras)
+
+
+def _backward(work: Work, saved, cotangent):
+    kept, moved, weights, extras = saved
+    found = _program(work, context())
+    held = found.held(weights, moved)
+    flat = [x for chunk in kept for x in chunk]
+    ins = (work.dispatched, *(s for chunk in found.kept_specs for s in chunk), *found.held_specs, *found.extras)
+    name = f"gradient of {found.name}"
+    steps, outs = found.backward_steps, (work.dispatched, *work.weights)
+    d_slots, *d_weights = run(name, steps, found.backward, ins, outs, cotangent, *flat, *held, *extras)
+    return d_slots, tuple(d_weights), tuple(None for _ in extras)
+
+
+run_experts.defvjp(_forward, _backward)
+
+
+@lru_cache(maxsize=256)
+def _program(work: Work, ctx: Context) -> "_Program":
+    return _Program(work, ctx)
+
+
+class _Exchange:
+    """The way of every chunk to the experts and back, in one program."""
+
+    def __init__(self, work: Work, ctx: Context, script: Script):
+        self.mesh = ctx.mesh
+        pairs = [work.there_and_back(ctx, size) for size in work.chunks]
+        self.there = [(steps, script.add(steps)) for steps, _ in pairs]
+        self.back = [(steps, script.add(steps)) for _, steps in pairs]
+
+    def send(self, way: tuple, x: jax.Array) -> jax.Array:
+        steps, first = way
+        return emit(steps, x, self.mesh, first=first)
+
+
+class _Program:
+    """Both programs of a piece of work, the value's and the gradient's."""
+
+    def __init__(self, work: Work, ctx: Context):
+        self.work, self.mesh, self.stays = work, ctx.mesh, work.stays(ctx)
+        self.into, self.out = products(work, ctx)
+        self.name = f"experts {work.dispatched} -> {work.there}"
+        script = Script()
+        self.counted = work.counted(ctx)
+        script.add(self.counted)
+        self.exchange = _Exchange(work, ctx, script)
+        self.stages = [self._stage(each.forward, script) for each in (self.into, self.out)]
+        self.steps = tuple(script.steps)
+        script = Script()
+        self.exchange_back = _Exchange(work, ctx, script)
+        self.stages_back = [self._stage(each.backward, script) for each in (self.into, self.out)]
+        self.backward_steps = tuple(script.steps)
+
+    def _stage(self, equation, script: Script) -> Stage:
+        shares = [size / sum(self.work.chunks) for size in self.work.chunks]
+        return Stage(equation, dict(self.work.sizes), self.mesh, shares, script)
+
+    # -- what goes in, and what is kept for the gradient ---------------------------------------------------------------
+
+    @property
+    def extras(self) -> tuple[Spec, ...]:
+        """Of the counts, and of the key."""
+        return (self.work.counts[0],) * (self.work.rows is not None) + (KEY,) * (self.work.dropout is not None)
+
+    @property
+    def kept_specs(self) -> tuple[tuple[Spec, ...], ...]:
+        """Of every chunk: slots as they met the weights, hidden activations before the nonlinearity and, where they
+        moved, behind it; and the counts."""
+        slots = [spec for source, spec, _ in self.into.kept if source == 0]
+        hidden = [spec for source, spec, moved in self.out.kept if source == 0 and moved]
+        counts = [self.work.counts[1].without("N")] if self.work.rows else []
+        return ((*slots, *(self.work.hidden for _ in self.work.w_in), *hidden, *counts),) * len(self.work.chunks)
+
+    @property
+    def moved_specs(self) -> tuple[Spec, ...]:
+        """Of the weights that moved."""
+        return tuple(spec for _, _, spec, moved in self._weight_moves() if moved)
+
+    @property
+    def held_specs(self) -> tuple[Spec, ...]:
+        """Of the weights as the gradient takes them, in the order of the moves."""
+        return tuple(spec for *_, spec, _ in self._weight_moves())
+
+    def held(self, weights: Sequence[jax.Array], moved: Sequence[jax.Array]) -> list[jax.Array]:
+        """The weights as they were moved."""
+        moved = iter(moved)
+        return [next(moved) if yes else weights[source] for _, source, _, yes in self._weight_moves()]
+
+    def _weight_moves(self) -> list[tuple[int, int, Spec, bool]]:
+        """Of both equations: the number of the move, of the weight among all, its spec, and whether it moves."""
+        found = [(n, source - 1, spec, m) for n, (source, spec, m) in enumerate(self.into.kept) if source]
+        last = len(self.work.w_in)
+        return found + [(n, last, spec, m) for n, (source, spec, m) in enumerate(self.out.kept) if source]
+
+    # -- the value -----------------------------------------------------------------------------------------------------
+
+    def forward(self, slots: jax.Array, *rest: jax.Array):
+        """From local pieces to the answers, what is kept of every chunk, and the weights that moved."""
+        weights, extras = rest[: len(self.work.weights)], rest[len(self.work.weights) :]
+        counts, words = self._extras(emit(self.counted, extras[0], self.mesh) if self.work.rows else None, extras)
+        into, out = self.stages
+        moved_in = into.weights(dict(enumerate(weights[:-1], 1)))
+        moved_out = out.weights({1: weights[-1]})
+        answers, kept = [], []
+        for number, x in enumerate(self._cut(slots)):
+            rows = self._rows(counts, number)
+            x = self._sorted(rows, self.exchange.send(self.exchange.there[number], x))
+            h, _, arrived = into.chunk(number, {0: x}, moved_in, rows and rows.sizes)
+            hidden = tuple(h[n] for n in sorted(h))
+            h = self._activated(hidden, number, rows, words)
+            y, _, on = out.chunk(number, {0: h}, moved_out, rows and rows.sizes)
+            answers.append(self.exchange.send(self.exchange.back[number], self._unsorted(rows, y[0])))
+            behind = _of_slots(self.out, on, always=False)
+            kept.append((*_of_slots(self.into, arrived, always=True), *hidden, *behind, *_counts(rows)))
+        moved = (*_of_weights(self.into, moved_in), *_of_weights(self.out, moved_out))
+        return jnp.concatenate(answers, axis=2), tuple(kept), moved
+
+    def _extras(self, counts, extras: Sequence[jax.Array]) -> tuple[jax.Array | None, jax.Array | None]:
+        return counts, extras[-1] if self.work.dropout else None
+
+    def _cut(self, slots: jax.Array) -> list[jax.Array]:
+        ends = [sum(self.work.chunks[:n]) for n in range(1, len(self.work.chunks))]
+        return jnp.split(slots, ends, axis=2) if ends else [slots]
+
+    def _rows(self, counts: jax.Array | None, number: int) -> Rows | None:
+        return None if counts is None else Rows(counts[..., number], self.work.chunks[number], self.stays)
+
+    def _sorted(self, rows: Rows | None, x: jax.Array) -> jax.Array:
+        return x if rows is None else rows.sort(x)
+
+    def _unsorted(self, rows: Rows | None, y: jax.Array) -> jax.Array:
+        return y if rows is None else rows.unsort(y)
+
+    def _activated(self, hidden: Sequence[jax.Array], number: int, rows: Rows | None, words) -> jax.Array:
+        h = activated(self.work.activation, *hidden)
+        if self.work.dropout is None:
+            return h
+        spec, dropout = self.work.hidden, self.work.dropout
+        if rows is not None:
+            return (h * dropout.of_rows(words, spec, h.shape, rows.counts.shape, rows.origin()[:3])).astype(h.dtype)
+        return (h * dropout.of_slots(words, spec, h.shape, sum(self.work.chunks[:number]))).astype(h.dtype)
+
+    # -- the gradient --------------------------------------------------------------------------------------------------
+
+    def backward(self, cotangent: jax.Array, *rest: jax.Array):
+        """From the cotangent of the answers, and what was kept, to those of the slots and of all weights."""
+        sizes = [len(specs) for specs in self.kept_specs]
+        flat, rest = rest[: sum(sizes)], rest[sum(sizes) :]
+        held, extras = rest[: len(self.held_specs)], rest[len(self.held_specs) :]
+        words = self._extras(None, extras)[1]
+        weights = self._weights_back(held)
+        found, sums = [], ({}, {})
+        for number, g in enumerate(self._cut(cotangent)):
+            kept = flat[sum(sizes[:number]) : sum(sizes[: number + 1])]
+            x, more = self._chunk_back(number, g, kept, weights, words)
+            found.append(x)
+            for total, products_of in zip(sums, more):
+                total.update({n: total[n] + value if n in total else value for n, value in products_of.items()})
+        settled = [stage.settle(total) for stage, total in zip(self.stages_back, sums)]
+        return (jnp.concatenate(found, axis=2), *(each[n] for each in settled for n in sorted(each)))
+
+    def _weights_back(self, held: Sequence[jax.Array]):
+        """The weights, moved as the gradients of both equations need them."""
+        count = len(self.work.w_in)
+        moves = self._weight_moves()
+        split = sum(source < count for _, source, _, _ in moves)
+        into = {count + n: x for (n, *_), x in zip(moves[:split], held[:split])}
+        out = {1 + n: x for (n, *_), x in zip(moves[split:], held[split:])}
+        return tuple(stage.weights(each) for stage, each in zip(self.stages_back, (into, out)))
+
+    def _chunk_back(self, number: int, g: jax.Array, kept: Sequence[jax.Array], weights, words):
+        """The cotangent of a chunk's slots, and products of both equations' weight gradients."""
+        rows = Rows(kept[-1], self.work.chunks[number], self.stays) if self.work.rows else None
+        arrived = [n for n, (source, *_) in enumerate(self.into.kept) if source == 0]
+        on = [n for n, (source, *_) in enumerate(self.out.kept) if source == 0]
+        slots, hidden = kept[: len(arrived)], kept[len(arrived) : len(arrived) + len(self.work.w_in)]
+        moved = iter(kept[len(arrived) + len(hidden) :])
+        sizes, (into, out) = rows and rows.sizes, self.stages_back
+        g = self._sorted(rows, self.exchange_back.send(self.exchange_back.there[number], g))
+        h, pull = jax.vjp(lambda *hidden: self._activated(hidden, number, rows, words), *hidden)
+        held = {1 + n: next(moved) if self.out.kept[n][2] else h for n in on}
+        d_hidden, sums_out, _ = out.chunk(number, {0: g, **held}, weights[1], sizes)
+        cotangents = dict(enumerate(pull(d_hidden[0])))
+        held = {len(hidden) + n: x for n, x in zip(arrived, slots)}
+        d_slots, sums_in, _ = into.chunk(number, cotangents | held, weights[0], sizes)
+        sent = self.exchange_back.send(self.exchange_back.back[number], self._unsorted(rows, d_slots[0]))
+        return sent, (sums_in, sums_out)
+
+
+def _of_slots(equation: Products, moved: dict[int, jax.Array], *, always: bool) -> list[jax.Array]:
+    """Slots, or hidden activations, as they were moved: always, or where they were."""
+    return [moved[n] for n, (source, _, yes) in enumerate(equation.kept) if source == 0 and (yes or always)]
+
+
+def _of_weights(equation: Products, moved: dict[int, jax.Array]) -> list[jax.Array]:
+    return [moved[n] for n, (source, _, yes) in enumerate(equation.kept) if source and yes]
+
+
+def _counts(rows: Rows | None) -> tuple[jax.Array, ...]:
+    return () if rows is None else (rows.counts,)

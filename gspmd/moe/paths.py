@@ -1,0 +1,225 @@
+"""The two paths of tokens through the experts of a layer: in slots of which every expert has as many, and in rows."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import jax
+
+from gspmd.annotate.errors import PlanError
+from gspmd.annotate.spec import Spec
+from gspmd.collectives.einsum import einsum, reshard
+from gspmd.collectives.planned import context
+from gspmd.moe.chunks import chunks_of
+from gspmd.moe.config import MoEConfig
+from gspmd.moe.dispatch import _collect, _spread, combine, dispatch
+from gspmd.moe.dropout import Dropout, drop, key_words
+from gspmd.moe.experts import run_experts
+from gspmd.moe.local import run_local
+from gspmd.moe.places import Places
+from gspmd.moe.routing import Routing
+from gspmd.moe.rows import holders, most_rows, place_rows, place_rows_here
+from gspmd.moe.work import Buffers, Work, activated
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a layer, as both paths take them.
+
+    Attributes:
+        weights: "w_in", "w_out", and "w_gate" for swiglu.
+        layout: the moe section of a layout.
+        config: of the layer, its form of dispatch decided.
+        activation: "swiglu", "gelu" or "relu".
+        key: of expert dropout, None without.
+    """
+
+    weights: Mapping[str, jax.Array]
+    layout: Any
+    config: MoEConfig
+    activation: str
+    key: jax.Array | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The weights in, the gate's first."""
+        return ("w_gate", "w_in") if self.activation == "swiglu" else ("w_in",)
+
+    @property
+    def flat(self) -> tuple[jax.Array, ...]:
+        """All weights."""
+        return (*(self.weights[name] for name in self.names), self.weights["w_out"])
+
+    def work(self, x: jax.Array, capacity: int, places: Places) -> Work:
+        """What they are to do with so many slots of each group."""
+        layout, (groups, tokens, size) = self.layout, x.shape
+        experts, _, features = self.weights["w_in"].shape
+        dropout = None if self.key is None else Dropout(self.config.dropout, tokens, features)
+        sizes = {"G": groups, "X": experts, "C": capacity, "E": size, "F": features}
+        return Work(
+            places.dispatched,
+            Spec.parse(str(layout.expert_input)),
+            Spec.parse(str(layout.hidden)),
+            tuple(Spec.parse(str(getattr(layout, name))) for name in self.names),
+            Spec.parse(str(layout.w_out)),
+            getattr(layout, "in_via", None),
+            getattr(layout, "out_via", None),
+            self.activation,
+            tuple(sizes.items()),
+            str(x.dtype),
+            dropout=dropout,
+        )
+
+    @property
+    def words(self) -> tuple[jax.Array, ...]:
+        """Of the key."""
+        return () if self.key is None else (key_words(self.key),)
+
+    def run(self, work: Work, slots: jax.Array, *counts: jax.Array) -> jax.Array:
+        """Bring slots to the experts and back, by one planned program."""
+        others = {str(w.dtype) for w in self.flat} - {work.dtype}
+        if others:
+            raise PlanError(
+                f"cannot bring tokens of {work.dtype} to weights of {', '.join(others)} in chunks, or in rows.\n"
+                "  Cast the one or the other; lowering 'blocking' with dispatch 'sort' takes both as they are."
+            )
+        return run_experts(work, slots, self.flat, (*counts, *self.words))
+
+
+def by_slots(x: jax.Array, routing: Routing, experts: Experts, places: Places) -> jax.Array:
+    """Tokens [G, L, E] through the slots [G, X, C, E] that their choices have: what finds none adds nothing."""
+    capacity, config = experts.config.capacity(x.shape[1]), experts.config
+    slots = _dispatch(x, routing, config, places)
+    ctx, work = context(), experts.work(x, capacity, places)
+    if ctx.lowering in ("xla", "blocking") or len(chunks := chunks_of(work, ctx)) == 1:
+        answers = _by_equations(slots, experts, work)
+    else:
+        answers = experts.run(replace(work, chunks=chunks), slots)
+    return _combine(answers, routing, config, places)
+
+
+def _dispatch(x: jax.Array, routing: Routing, config: MoEConfig, places: Places) -> jax.Array:
+    choices = places.per_group("LK")
+    body = _dispatch_body(config.experts, config.capacity(x.shape[1]), config.dispatch)
+    name, ins = f"dispatch {places.groups} -> {places.dispatched}", (places.groups, choices, choices, choices)
+    (slots,) = run_local(name, body, ins, (places.dispatched,), x, routing.expert, routing.slot, routing.kept)
+    return slots
+
+
+@lru_cache
+def _dispatch_body(experts: int, capacity: int, form: str):
+    def body(x, expert, slot, kept):
+        return (dispatch(x, Routing(expert, slot, None, kept, {}), experts, capacity, form=form),)
+
+    return body
+
+
+def _by_equations(slots: jax.Array, experts: Experts, work: Work) -> jax.Array:
+    """There, the feed-forward layer of every expert, and back: each an equation of its own."""
+    there, hidden = work.there, work.hidden
+    slots = reshard(slots, f"{work.dispatched} -> {there}")
+    *w_in, w_out = experts.flat
+    if len(w_in) > 1:
+        equation = f"{there}, ({', '.join(map(str, work.w_in))}) -> ({hidden}, {hidden})"
+        h = activated(work.activation, *einsum(equation, slots, tuple(w_in), via=work.in_via))
+    else:
+        h = activated(work.activation, einsum(f"{there}, {work.w_in[0]} -> {hidden}", slots, *w_in, via=work.in_via))
+    if work.dropout is not None:
+        h = drop(h, hidden, *experts.words, work.dropout)
+    y = einsum(f"{hidden}, {work.w_out} -> {there}", h, w_out, via=work.out_via)
+    return reshard(y, f"{there} -> {work.dispatched}")
+
+
+def _combine(answers: jax.Array, routing: Routing, config: MoEConfig, places: Places) -> jax.Array:
+    choices = places.per_group("LK")
+    name, ins = f"combine {places.dispatched} -> {places.groups}", (places.dispatched, *(4 * (choices,)))
+    arrays = answers, routing.expert, routing.slot, routing.gate, routing.kept
+    (y,) = run_local(name, _combine_body(config.dispatch), ins, (places.groups,), *arrays)
+    return y
+
+
+@lru_cache
+def _combine_body(form: str):
+    return lambda answers, *routing: (combine(answers, Routing(*routing, {}), form=form),)
+
+
+def by_rows(x: jax.Array, routing: Routing, experts: Experts, places: Places) -> jax.Array:
+    """Tokens [G, L, E] as rows sorted by expert, one for every choice: none is lost, and none is padding to compute.
+
+    Where experts are divided among devices, each group sends each of them one buffer. Its size is known before its rows
+    are, so it is that of the worst case, L · min(k, X / shards) rows, whatever the router does: against slots of a
+    capacity factor, shards · min(1, X / (k · shards)) / factor times the bytes. A ragged all-to-all would send the rows
+    alone, k · L of each group, which is a factor of 1; XLA has none on CPUs. Where experts are whole on every device,
+    nothing is sent.
+
+    Raises:
+        LayoutError: the layout moves rows behind their arrival.
+    """
+    ctx, (buffers, capacity) = context(), _buffers(x, routing, experts)
+    work = replace(experts.work(x, capacity, places), rows=buffers)
+    work = replace(work, chunks=chunks_of(work, ctx))
+    form = _Sent(experts.config.experts, buffers.shards, work.chunks, work.stays(ctx), buffers.choices)
+    choices, counts, spot = places.per_group("LK"), places.per_group("XN"), places.per_group("XC")
+    name, ins = f"rows {places.groups} -> {places.dispatched}", (places.groups, choices, choices, choices)
+    outs = (places.dispatched, counts, choices, spot)
+    rows, count, place, holder = run_local(
+        name, _sent_body(form), ins, outs, x, routing.expert, routing.slot, routing.kept
+    )
+    answers = experts.run(work, rows, count)
+    name, ins = f"combine {places.dispatched} -> {places.groups}", (places.dispatched, choices, spot, choices)
+    (y,) = run_local(name, _returned_body(form), ins, (places.groups,), answers, routing.gate, holder, place)
+    return y
+
+
+def _buffers(x: jax.Array, routing: Routing, experts: Experts) -> tuple[Buffers, int]:
+    mesh, spec = context().mesh, Spec.parse(str(experts.layout.expert_input))
+    shards, count = prod(mesh[axis] for axis in spec.axes_of("X")), experts.config.experts
+    spec.check((x.shape[0], count, *x.shape[1:]), mesh)
+    choices = routing.expert.shape[-1]
+    return Buffers(shards, choices), most_rows(x.shape[1], choices, count, shards)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """How rows are put into buffers."""
+
+    experts: int
+    shards: int
+    chunks: tuple[int, ...]
+    stays: bool
+    choices: int
+
+    def place(self, routing: Routing) -> tuple[jax.Array, jax.Array]:
+        """Place and counts, see `place_rows`; groups are sorted together where nothing is sent."""
+        if self.stays:
+            return place_rows_here(routing, self.experts)
+        each = most_rows(1, self.choices, self.experts, self.shards)
+        return place_rows(routing, self.experts, self.shards, tuple(size // each for size in self.chunks))
+
+
+@lru_cache
+def _sent_body(form: _Sent):
+    def body(x, expert, slot, kept):
+        place, counts = form.place(Routing(expert, slot, None, kept, {}))
+        sent = x.reshape(len(place), -1, x.shape[-1])
+        size = form.shards * sum(form.chunks) * len(x) // len(place)
+        holder = holders(place, size)
+        rows = _spread(sent, holder, place)
+        shape = (len(x), form.shards, sum(form.chunks))
+        return rows.reshape(*shape, -1), counts, place.reshape(expert.shape), holder.reshape(shape)
+
+    return body
+
+
+@lru_cache
+def _returned_body(form: _Sent):
+    def body(answers, gate, holder, place):
+        groups = 1 if form.stays else len(answers)
+        whole = lambda array, width: array.reshape(groups, -1, *width)  # noqa: E731
+        tokens = whole(gate, gate.shape[2:]), whole(holder, ()), whole(place, place.shape[2:])
+        y = _collect(whole(answers, answers.shape[3:]), *tokens)
+        return (y.reshape(*gate.shape[:2], -1),)
+
+    return body

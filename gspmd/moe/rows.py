@@ -1,0 +1,140 @@
+"""Rows of tokens for the experts of a shard: where each lies when it is sent, and in which order it is multiplied.
+
+A group sends each shard one buffer of rows, sorted by expert, and how many there are for each expert. Where the experts
+are, the buffers of all groups become one sequence that is sorted by expert.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.moe.routing import Routing, queue
+
+
+def most_rows(tokens: int, choices: int, experts: int, shards: int) -> int:
+    """The rows that a group of `tokens` can send to one of `shards`: a token goes to each expert once at most.
+
+    >>> most_rows(tokens=100, choices=2, experts=8, shards=8), most_rows(tokens=100, choices=2, experts=8, shards=1)
+    (100, 200)
+    """
+    return tokens * min(choices, experts // shards)
+
+
+def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Where every choice stands in the buffers of its group, sorted by expert within shard and chunk.
+
+    Args:
+        routing: expert, slot and kept [G, L, k]; a choice that is not kept has no row, or one of zeros.
+        experts, shards: X, and the number of devices that they are divided among.
+        tokens: how many of the L tokens every chunk has.
+
+    Returns:
+        place: [G, L, k] int32, row `shard · C + place` of the group's [shards · C]; shards · C for a choice not kept.
+        counts: [G, X, chunks] int32, the rows of each expert in each chunk.
+    """
+    choices = routing.expert.shape[-1]
+    capacities = [most_rows(size, choices, experts, shards) for size in tokens]
+    start, base, places, counts = 0, 0, [], []
+    for size, capacity in zip(tokens, capacities):
+        expert, slot, kept = (x[:, start : start + size] for x in (routing.expert, routing.slot, routing.kept))
+        if len(tokens) > 1:  # within a chunk, queues are shorter
+            slot = queue(expert, kept, experts)
+        count = rows_of_experts(expert, slot, experts)
+        first = _before(count.reshape(-1, shards, experts // shards)).reshape(count.shape)
+        shard = expert // (experts // shards)
+        place = shard * sum(capacities) + base + _of_expert(first, expert) + slot
+        places.append(jnp.where(kept, place, shards * sum(capacities)))
+        counts.append(count)
+        start, base = start + size, base + capacity
+    return jnp.concatenate(places, axis=1), jnp.stack(counts, axis=-1)
+
+
+def place_rows_here(routing: Routing, experts: int) -> tuple[jax.Array, jax.Array]:
+    """As `place_rows` where nothing is sent: the rows of all groups together, sorted by expert: [1, G · L, k]."""
+    count = rows_of_experts(routing.expert, routing.slot, experts)
+    total = jnp.sum(count, axis=0)
+    first = (_before(total)[None] + jnp.cumsum(count, axis=0) - count).astype(jnp.int32)
+    place = jnp.where(routing.kept, _of_expert(first, routing.expert) + routing.slot, routing.expert.size)
+    return place.reshape(1, -1, place.shape[-1]), count[..., None]
+
+
+def holders(place: jax.Array, rows: int) -> jax.Array:
+    """The number token · k + choice of the choice in each row, L · k in rows without: [G, L, k] to [G, rows] int32."""
+    flat = place.reshape(len(place), -1)
+    empty, number = jnp.full((rows,), flat.shape[1], jnp.int32), jnp.arange(flat.shape[1], dtype=jnp.int32)
+    return jax.vmap(lambda at: empty.at[at].set(number, mode="drop"))(flat)
+
+
+def rows_of_experts(expert: jax.Array, slot: jax.Array, experts: int) -> jax.Array:
+    """How long the queue of each expert is: [G, L, k] to [G, X] int32."""
+    at = jnp.where(slot >= 0, expert, experts).reshape(len(expert), -1)
+    empty = jnp.zeros(experts, jnp.int32)
+    return jax.vmap(lambda at: empty.at[at].add(1, mode="drop"))(at)
+
+
+def _before(counts: jax.Array) -> jax.Array:
+    """The sum of all counts before each, along the last dimension."""
+    return (jnp.cumsum(counts, axis=-1) - counts).astype(jnp.int32)
+
+
+@partial(jax.vmap, in_axes=(0, 0))
+def _of_expert(values: jax.Array, expert: jax.Array) -> jax.Array:
+    """[G, X] at [G, L, k]."""
+    return values[expert]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that have arrived at a shard, [G, 1, C, E], and their order sorted by expert over all groups.
+
+    Attributes:
+        counts: [G, X] int32, the rows of each group for each of the shard's experts.
+        capacity: C.
+        sorted_already: whether nothing was sent, so that they lie in that order.
+    """
+
+    counts: jax.Array
+    capacity: int
+    sorted_already: bool
+
+    @property
+    def sizes(self) -> jax.Array:
+        """[X] int32, the rows of each expert."""
+        return jnp.sum(self.counts, axis=0, dtype=jnp.int32)
+
+    def sort(self, x: jax.Array) -> jax.Array:
+        """Rows as they arrived, [G, 1, C, E], in the order of their experts; the last ones are 0."""
+        if self.sorted_already:
+            return x
+        group, expert, slot, real = self.origin()
+        first = _before(self.counts)
+        return _gathered(x, jnp.where(real, group * self.capacity + first[group, expert] + slot, len(group)))
+
+    def unsort(self, y: jax.Array) -> jax.Array:
+        """Sorted rows in the order in which they arrived."""
+        if self.sorted_already:
+            return y
+        ends = jnp.cumsum(self.counts, axis=1)
+        at = jnp.arange(self.capacity, dtype=jnp.int32)
+        expert = jax.vmap(lambda ends: jnp.searchsorted(ends, at, side="right"))(ends).astype(jnp.int32)
+        first = _before(self.sizes)[None] + jnp.cumsum(self.counts, axis=0) - self.counts - _before(self.counts)
+        place = at[None] + _of_expert(first, jnp.minimum(expert, self.counts.shape[1] - 1))
+        return _gathered(y, jnp.where(at[None] < ends[:, -1:], place, len(self.counts) * self.capacity).reshape(-1))
+
+    def origin(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Of every sorted row: its group and expert here, its place in that queue, and whether there is such a row."""
+        groups, experts = self.counts.shape
+        runs = self.counts.T.reshape(-1)
+        at = jnp.arange(groups * self.capacity, dtype=jnp.int32)
+        run = jnp.searchsorted(jnp.cumsum(runs), at, side="right").astype(jnp.int32)
+        real = run < groups * experts
+        run = jnp.minimum(run, groups * experts - 1)
+        return run % groups, run // groups, at - _before(runs)[run], real
+
+
+def _gathered(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of [G, 1, C, ·] by their number among all, 0 for one past the end."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat.at[index].get(mode="fill", fill_value=0).reshape(x.shape)

@@ -1,0 +1,197 @@
+"""What the experts are asked to do with the slots of tokens: specs, sizes, chunks; and its plans."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import jax
+
+from gspmd.annotate.equation import parse_equation
+from gspmd.annotate.errors import Fault, LayoutError, report
+from gspmd.annotate.spec import Spec
+from gspmd.collectives.cost import itemsize
+from gspmd.collectives.moves import move
+from gspmd.collectives.plan import Step
+from gspmd.collectives.planned import Context
+from gspmd.collectives.planning import Plan, make_plan, tensors
+from gspmd.moe.dropout import Dropout
+from gspmd.moe.stages import Equation
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """That slots are rows sorted by expert, of which none is wasted on an expert that has fewer.
+
+    Attributes:
+        shards: buffers that a group sends, one for each shard of the experts.
+        choices: experts of each token, k.
+    """
+
+    shards: int
+    choices: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """The experts' part of a layer.
+
+    Attributes:
+        dispatched, there, hidden: where slots are before they travel, where they meet the experts, and the hidden ones.
+        w_in, w_out: of the weights, the gate's first.
+        in_via, out_via: as the layout pins them.
+        activation: "swiglu", "gelu" or "relu".
+        sizes: of G, X, C, E, F; C is the capacity, or the rows of a buffer.
+        dtype: of slots and weights.
+        chunks: what C is cut into.
+        rows: for dropless.
+        dropout: in training, where there is any.
+    """
+
+    dispatched: Spec
+    there: Spec
+    hidden: Spec
+    w_in: tuple[Spec, ...]
+    w_out: Spec
+    in_via: str | None
+    out_via: str | None
+    activation: str
+    sizes: tuple[tuple[str, int], ...]
+    dtype: str
+    chunks: tuple[int, ...] = ()
+    rows: Buffers | None = None
+    dropout: Dropout | None = None
+
+    @property
+    def capacity(self) -> int:
+        """C."""
+        return dict(self.sizes)["C"]
+
+    @property
+    def weights(self) -> tuple[Spec, ...]:
+        """Of all the weights."""
+        return (*self.w_in, self.w_out)
+
+    @property
+    def counts(self) -> tuple[Spec, Spec]:
+        """Where the counts of rows are, before and after they travel: [G, X], and a count for each chunk."""
+        pair = (spec.without("C").without("E") for spec in (self.dispatched, self.there))
+        return tuple(Spec((*spec.dims, "N"), (*spec.axes, ())) for spec in pair)
+
+    def slots(self, capacity: int) -> dict[str, int]:
+        """The sizes of slots, or of rows, whose X is the number of buffers."""
+        return dict(self.sizes) | {"C": capacity} | ({"X": self.rows.shards} if self.rows else {})
+
+    def there_and_back(self, ctx: Context, capacity: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        """The steps that bring so many slots to their experts, and those that bring the answers back."""
+        sizes, width = self.slots(capacity), itemsize(self.dtype)
+        there = move(self.dispatched, self.there, sizes, ctx.mesh, width, ctx.chip, "slots")
+        return there, move(self.there, self.dispatched, sizes, ctx.mesh, width, ctx.chip, "answers")
+
+    def counted(self, ctx: Context) -> tuple[Step, ...]:
+        """The steps that bring the counts."""
+        sizes = dict(self.sizes) | {"N": len(self.chunks)}
+        return move(*self.counts, sizes, ctx.mesh, itemsize("int32"), ctx.chip, "counts") if self.rows else ()
+
+    def stays(self, ctx: Context) -> bool:
+        """Whether a device has all experts for its own groups, whose rows can then be sorted where they are."""
+        before, after = (spec.without_trivial(ctx.mesh) for spec in (self.dispatched, self.there))
+        return not after.axes_of("X") and before.axes_of("G") == after.axes_of("G")
+
+    def crosses(self, ctx: Context) -> bool:
+        """Whether slots leave their device."""
+        return any(step.is_collective for step in self.there_and_back(ctx, self.capacity)[0])
+
+
+@dataclass(frozen=True)
+class Products:
+    """One equation of the experts, with its gradient; operand 0 is of slots, the others are weights."""
+
+    plan: Plan
+
+    @property
+    def kept(self) -> tuple[tuple[int, Spec, bool], ...]:
+        """For every move its source, the spec it leads to, and whether it is more than the operand as it was."""
+        return tuple((m.source, spec, bool(m.steps)) for m, spec in zip(self.plan.routine.moves, self.plan.kept))
+
+    @cached_property
+    def forward(self) -> Equation:
+        """The equation itself."""
+        inputs, outputs = self._tensors
+        return Equation(self.plan.routine, inputs, outputs, frozenset(range(1, len(inputs))))
+
+    @cached_property
+    def backward(self) -> Equation:
+        """Its gradient: of cotangents, and of what was moved, in the order of the moves."""
+        inputs, outputs = self._tensors
+        moves, first = self.plan.routine.moves, len(outputs)
+        weights = frozenset(first + n for n, found in enumerate(moves) if found.source)
+        held = (*outputs, *(inputs[found.source] for found in moves))
+        return Equation(self.plan.backward, held, inputs, weights, frozenset(range(1, len(inputs))))
+
+    @property
+    def _tensors(self):
+        plan = self.plan
+        return tuple(map(tuple, tensors(plan.equation, plan.mesh, plan.dtypes, None)))
+
+
+@lru_cache(maxsize=256)
+def products(work: Work, ctx: Context) -> tuple[Products, Products]:
+    """The plans of slots, w_in -> hidden, and of hidden, w_out -> answers.
+
+    Raises:
+        LayoutError: rows would have to be exchanged within an equation.
+    """
+    there, hidden, weights = str(work.there), str(work.hidden), [str(spec) for spec in work.w_in]
+    results = ", ".join([hidden] * len(weights))
+    group = f"({', '.join(weights)}) -> ({results})" if len(weights) > 1 else f"{weights[0]} -> {results}"
+    return (
+        _planned(work, ctx, f"{there}, {group}", work.in_via),
+        _planned(work, ctx, f"{hidden}, {work.w_out} -> {there}", work.out_via),
+    )
+
+
+def _planned(work: Work, ctx: Context, text: str, via: str | None) -> Products:
+    equation, sizes = parse_equation(text), dict(work.sizes)
+    if work.rows:  # as many slots for each expert as it has rows when all have the same
+        sizes["C"] = max(1, work.capacity * work.rows.shards // sizes["X"])
+    dtypes = (work.dtype,) * sum(len(operand.specs) for operand in equation.operands)
+    planned = lambda via: make_plan(  # noqa: E731
+        equation, tuple(sizes.items()), ctx.axes, dtypes, ctx.chip, "blocking", via
+    )
+    plan = planned(via)
+    if not work.rows:
+        return Products(plan)
+    _refuse_exchange(work, plan)
+    return Products(plan if via else planned(_pins(plan)))  # a gradient that is free may move rows
+
+
+def _pins(plan: Plan) -> str:
+    """The way of a plan, written down."""
+    specs: dict[int, Spec] = {found.source: found.spec for found in plan.routine.moves}
+    first, *others = (str(specs[n]) for n in sorted(specs))
+    return f"{first}, ({', '.join(others)})" if len(others) > 1 else f"{first}, {others[0]}"
+
+
+def _refuse_exchange(work: Work, plan: Plan) -> None:
+    """Rows have to stay on their device from their arrival on, with all weights of their experts."""
+    wanted = {dim: work.there.without_trivial(plan.mesh).axes_of(dim) for dim in "GXC"} | {"C": ()}
+    used: Sequence[Spec] = [product.einsum.before for product in plan.routine.products]
+    used = [*used, *(product.einsum.other for product in plan.routine.products), work.there, work.hidden]
+    for spec in (spec.without_trivial(plan.mesh) for spec in used):
+        wrong = [dim for dim in "GXC" if dim in spec.dims and spec.axes_of(dim) != wanted[dim]]
+        if wrong:
+            place = replace(work.there, axes=tuple(wanted.get(d, a) for d, a in zip(work.there.dims, work.there.axes)))
+            raise report(LayoutError, f"cannot run '{plan.equation}' with dispatch 'dropless'", [_stay(spec, place)])
+
+
+def _stay(spec: Spec, place: Spec) -> Fault:
+    fact = f"rows, sorted by expert, stay where they arrive: G, X and C have to lie as in '{place}'."
+    return Fault(str(spec), 0, len(str(spec)), fact, "Change that spec or pin it by a via, or use dispatch 'sort'.")
+
+
+def activated(activation: str, *values: jax.Array) -> jax.Array:
+    """The experts' nonlinearity, of hidden activations that lie alike; swiglu takes the gate's first."""
+    if activation == "swiglu":
+        gate, up = values
+        return jax.nn.silu(gate) * up
+    return {"gelu": jax.nn.gelu, "relu": jax.nn.relu}[activation](*values)
