@@ -39,7 +39,8 @@ class MoEConfig:
     """Settings of the mixture-of-experts blocks of a model.
 
     `capacity_factor` counts slots per routed choice: an expert takes factor · k · tokens / experts of each group, k
-    being the choices per token (1 for switch, 2 for gshard and st-moe), rounded up, at most the tokens of the group. Experts that choose (expert-choice) take factor · tokens / experts: factor is the experts per token.
+    being the choices per token (1 for switch, 2 for gshard and st-moe), rounded up, at most the tokens of the group.
+    Experts that choose (expert-choice) take factor · tokens / experts: there the factor is the experts per token.
 
     Attributes:
         experts: number of experts X in each block.

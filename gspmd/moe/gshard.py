@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.losses import gshard_balance
-from gspmd.moe.routing import Routing, chosen, every_token, queue, top_choices
+from gspmd.moe.losses import gshard_balance, with_z
+from gspmd.moe.routing import Routing, assigned, chosen, every_token, finite, top_choices
 
 
 @partial(jax.jit, static_argnames="config")
@@ -56,15 +56,12 @@ def draw(key: jax.Array | None, shape: tuple[int, ...], *, out_sharding=None) ->
 
 def assign(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array | None) -> Routing:
     """`route`, with its random numbers [G, L] given: nothing here looks beyond a group."""
-    logits = logits.astype(jnp.float32)
-    mask = every_token(logits, mask)
+    logits, mask = finite(logits), every_token(logits, mask)
     gates = jax.nn.softmax(logits, axis=-1)
     expert = top_choices(logits, 2)
     pair = chosen(gates, expert)
     pair = pair / jnp.sum(pair, axis=-1, keepdims=True)
-    slot = queue(expert, jnp.broadcast_to(mask[..., None], expert.shape), config.experts)
-    kept = (slot >= 0) & (slot < config.capacity(logits.shape[1]))
-    if draws is not None:
-        kept &= jnp.stack([jnp.ones_like(mask), 2 * pair[..., 1] > draws], axis=-1)
-    aux = config.aux_weight * config.experts**2 * gshard_balance(gates, expert[..., 0], mask)
-    return Routing(expert, slot, jnp.where(kept, pair, 0), kept, {"aux": aux})
+    losses = {"aux": config.aux_weight * config.experts**2 * gshard_balance(gates, expert[..., 0], mask)}
+    losses = with_z(losses, logits, config, mask)
+    granted = None if draws is None else jnp.stack([jnp.ones_like(mask), 2 * pair[..., 1] > draws], axis=-1)
+    return assigned(expert, pair, logits, config, mask, losses, granted=granted)

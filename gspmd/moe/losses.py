@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from gspmd.moe.config import MoEConfig
 from gspmd.moe.routing import counts
 
 
@@ -10,16 +11,18 @@ def load_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Ar
     """Switch Transformer's loss X · Σ_i f_i · P_i, which is 1 when balanced.
 
     f_i is the share of tokens whose first choice is expert i, with a slot or without; P_i is the mean probability of i.
+    Of all k choices, f_i is the share of them that is expert i.
 
     Args:
         gates: [G, L, X] float32, the router's softmax.
-        expert: [G, L] int32, first choices.
+        expert: [G, L] int32, first choices; or [G, L, k], all of them.
         mask: [G, L] bool, real tokens.
 
     Returns:
         [G] float32, not yet multiplied by α. 0 for a group of padding alone.
 
-    Source: Fedus et al., arXiv 2101.03961, §2.2, equations 4 to 6.
+    Source: Fedus et al., arXiv 2101.03961, §2.2, equations 4 to 6; of k choices, Dai et al., *DeepSeekMoE*,
+    arXiv 2401.06066, §3.3, equations 12 to 14.
 
     Differs: the paper takes the means over a batch; here they are over a group, as its public code does.
 
@@ -49,9 +52,57 @@ def gshard_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.
     return _overlap(gates, expert, mask) / gates.shape[-1]
 
 
+def z_loss(logits: jax.Array, mask: jax.Array) -> jax.Array:
+    """ST-MoE's mean of (log Σ_i exp(logit_i))², which keeps logits small enough to round well.
+
+    Args:
+        logits: [G, L, X] float32.
+        mask: [G, L] bool, real tokens.
+
+    Returns:
+        [G] float32, not yet multiplied by c_z. 0 for a group of padding alone.
+
+    Source: Zoph et al., *ST-MoE*, arXiv 2202.08906, §3.3, equation 5.
+
+    Differs: the paper's mean is over a batch; here it is over a group, of which the layer takes the mean.
+
+    Example:
+        >>> z_loss(jnp.zeros((1, 3, 1)) + 2, jnp.ones((1, 3), bool)).tolist()
+        [4.0]
+    """
+    squares = jax.nn.logsumexp(logits, axis=-1) ** 2
+    return jnp.sum(jnp.where(mask, squares, 0), axis=-1) / _tokens(mask)
+
+
+def with_z(losses: dict[str, jax.Array], logits: jax.Array, config: MoEConfig, mask: jax.Array) -> dict[str, jax.Array]:
+    """The losses of a router, and its weighted z-loss where the config has one."""
+    weight = config.z_coefficient
+    return losses | {"z": weight * z_loss(logits, mask)} if weight else losses
+
+
+def squared_variation(values: jax.Array) -> jax.Array:
+    """CV², the variance of the experts' values over the square of their mean: [..., X] to [...]; 0 where the mean is 0.
+
+    Source: Shazeer et al., arXiv 1701.06538, §4, equation 7.
+
+    Example:
+        >>> float(squared_variation(jnp.array([1.0, 3.0])))
+        0.25
+    """
+    mean = jnp.mean(values, axis=-1, keepdims=True)
+    # Of values over their mean: no square of a large load. Where there is none, a mean of 1 keeps the gradient finite.
+    return jnp.mean((values / jnp.where(mean > 0, mean, 1) - (mean > 0)) ** 2, axis=-1)
+
+
+def _tokens(mask: jax.Array) -> jax.Array:
+    """Real tokens of each group, at least 1: [G]."""
+    return jnp.maximum(1, jnp.sum(mask, axis=-1, dtype=jnp.float32))
+
+
 def _overlap(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Array:
-    """Σ_e (share of first choices of e) · (mean gate of e), over the real tokens of each group."""
-    tokens = jnp.maximum(1, jnp.sum(mask, axis=-1, dtype=jnp.float32))[:, None]
-    share = counts(expert, mask, gates.shape[-1]) / tokens
+    """Σ_e (share of choices of e) · (mean gate of e), over the real tokens of each group."""
+    tokens, choices = _tokens(mask)[:, None], expert.reshape(*mask.shape, -1)
+    chosen = [counts(choices[..., k], mask, gates.shape[-1]) for k in range(choices.shape[-1])]
+    share = sum(chosen) / (len(chosen) * tokens)
     mean = jnp.sum(jnp.where(mask[..., None], gates, 0), axis=-2) / tokens
     return jnp.sum(share * mean, axis=-1)

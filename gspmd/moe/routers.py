@@ -4,14 +4,23 @@ from types import ModuleType
 
 import jax
 
-from gspmd.moe import gshard, switch
+from gspmd.moe import expert_choice, gshard, noisy_top_k, st_moe, switch, top_k
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.routing import Routing
+
+MODULES = {
+    "noisy-top-k": noisy_top_k,
+    "gshard": gshard,
+    "switch": switch,
+    "st-moe": st_moe,
+    "top-k": top_k,
+    "expert-choice": expert_choice,
+}
 
 
 def router(config: MoEConfig) -> ModuleType:
     """The module of the config's router: its `route`, and `draw` and `assign`, the halves that `route` is made of."""
-    return {"switch": switch, "gshard": gshard}[config.router]
+    return MODULES[config.router]
 
 
 def route(
@@ -20,8 +29,8 @@ def route(
     """Route the tokens of each group by the router that the config names.
 
     Args:
-        logits: [G, L, X].
-        config: names the router; see `switch.route` and `gshard.route`.
+        logits: [G, L, X]; noisy-top-k also takes [G, L, 2X], the second half for its noise.
+        config: names the router; see `route` in its module, such as `gspmd.moe.switch.route`.
         key: for routers that draw, in training; None draws nothing.
         mask: [G, L] bool, False for padding; None when every token is real.
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from gspmd.moe.config import MoEConfig
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -13,7 +15,8 @@ class Routing:
 
     Attributes:
         expert: [G, L, k] int32, the chosen experts, first choice first; ties go to the lowest index.
-        slot: [G, L, k] int32, the place in that expert's queue; from the capacity on it is overflow; padding has -1.
+        slot: [G, L, k] int32, the place in that expert's queue; from the capacity on it is overflow; padding, and what
+            an expert that chooses leaves, have -1.
         gate: [G, L, k] float32, the weight of the expert's answer, 0 where not kept.
         kept: [G, L, k] bool, whether the choice has a slot.
         losses: name to [G] float32, each group's losses, already weighted by the config's coefficient.
@@ -55,12 +58,87 @@ def chosen(values: jax.Array, expert: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(_is_chosen(values.shape[-1], expert), values[..., None, :], 0), axis=-1)
 
 
+def per_expert(values: jax.Array, expert: jax.Array, experts: int) -> jax.Array:
+    """The values of the chosen experts at their place among all: [..., k] to [..., X], 0 for the others."""
+    return jnp.sum(jnp.where(_is_chosen(experts, expert), values[..., None], 0), axis=-2)
+
+
 def counts(expert: jax.Array, mask: jax.Array, experts: int) -> jax.Array:
     """How many tokens chose each expert: [G, L] and its mask to [G, X] float32."""
     return jnp.sum(_is_chosen(experts, expert) & mask[..., None], axis=-2, dtype=jnp.float32)
 
 
-def queue(expert: jax.Array, waiting: jax.Array, experts: int) -> jax.Array:
+def assigned(
+    expert: jax.Array,
+    gate: jax.Array,
+    logits: jax.Array,
+    config: MoEConfig,
+    mask: jax.Array,
+    losses: dict[str, jax.Array],
+    *,
+    granted: jax.Array | None = None,
+) -> Routing:
+    """Queues tokens at the experts that they chose, and keeps those that find a slot.
+
+    Args:
+        expert: [G, L, k] int32.
+        gate: [G, L, k] float32, as it is with a slot.
+        logits: [G, L, X] float32, whose largest says how sure a token is.
+        config: capacity, and whether the surest tokens come first.
+        mask: [G, L] bool, real tokens.
+        losses: name to [G].
+        granted: [G, L, k] bool, False for what takes a place in the queue and leaves its slot empty.
+    """
+    waiting = jnp.broadcast_to(mask[..., None], expert.shape)
+    slot = queue(expert, waiting, config.experts, surest_first(logits) if config.priority else None)
+    kept = (slot >= 0) & (slot < config.capacity(expert.shape[1]))
+    kept = kept if granted is None else kept & granted
+    return Routing(expert, slot, jnp.where(kept, gate, 0), kept, losses)
+
+
+def surest_first(logits: jax.Array) -> jax.Array:
+    """The tokens of each group in the order of their largest probability, equals as they stand: [G, L, X] to [G, L].
+
+    Ranked by the odds against the best expert, see `log_odds_against`.
+
+    Example:
+        >>> surest_first(jnp.array([[[0.0, 0.0], [0.0, 1.0], [40.0, 0.0], [0.0, 30.0]]])).tolist()
+        [[2, 3, 1, 0]]
+
+    Source: Riquelme et al., *Scaling Vision with Sparse Mixture of Experts*, arXiv 2106.05974, §4 and Algorithm 2
+    (batch-prioritized routing, by the largest gate).
+
+    Differs: priority holds within a group, not across a batch; first choices still come before all second ones.
+    """
+    return jnp.argsort(jnp.min(log_odds_against(logits), axis=-1), axis=1, stable=True)
+
+
+def log_odds_against(logits: jax.Array) -> jax.Array:
+    """log((1 - p) / p) of each expert's probability p: the order of p without the ties that rounding makes near 1.
+
+    Args:
+        logits: [..., X] float32, finite.
+
+    Returns:
+        [..., X] float32, without a gradient; -inf where there is one expert.
+
+    Example:
+        >>> [round(float(x), 2) for x in log_odds_against(jnp.array([0.0, 50.0]))]
+        [50.0, -50.0]
+    """
+    if logits.shape[-1] == 1:
+        return jnp.full_like(logits, -jnp.inf)
+    logits = jax.lax.stop_gradient(logits)
+    # Sorted, so that the same logits at other experts add up to the same odds.
+    ranked = jnp.sort(logits, axis=-1)
+    second, best = ranked[..., -2:-1], ranked[..., -1:]
+    rest = jnp.sum(jnp.exp(ranked[..., :-1] - second), axis=-1, keepdims=True)
+    below = logits - best
+    of_others = jnp.log(jnp.exp(second - best) * rest - jnp.expm1(below)) - below
+    return jnp.where(below == 0, second - best + jnp.log(rest), of_others)
+
+
+def queue(expert: jax.Array, waiting: jax.Array, experts: int, order: jax.Array | None = None) -> jax.Array:
     """The place of each choice in its expert's queue; all first choices stand before second choices.
 
     Within a choice, tokens stand in their order. Linear in the tokens but for one sort, whatever the number of experts.
@@ -69,6 +147,7 @@ def queue(expert: jax.Array, waiting: jax.Array, experts: int) -> jax.Array:
         expert: [G, L, k] int32.
         waiting: [G, L, k] bool, False for what must take no place.
         experts: number of experts X.
+        order: [G, L] int32, the tokens in the order in which they queue up; None for as they stand.
 
     Returns:
         [G, L, k] int32, from 0; -1 for what does not wait.
@@ -79,10 +158,24 @@ def queue(expert: jax.Array, waiting: jax.Array, experts: int) -> jax.Array:
         [[0, 1], [1, 2], [0, 2]]
     """
     groups, tokens, choices = expert.shape
-    keys = jnp.where(waiting, expert, experts).swapaxes(1, 2).reshape(groups, choices * tokens)
-    places = jax.vmap(lambda k: _places(k, experts))(keys)
+    keys = jnp.where(waiting, expert, experts)
+    if order is not None:
+        keys = jnp.take_along_axis(keys, order[..., None], axis=1)
+    places = jax.vmap(lambda k: _places(k, experts))(keys.swapaxes(1, 2).reshape(groups, choices * tokens))
     places = places.reshape(groups, choices, tokens).swapaxes(1, 2)
+    if order is not None:
+        places = jnp.take_along_axis(places, jnp.argsort(order, axis=1)[..., None], axis=1)
     return jnp.where(waiting, places, -1)
+
+
+def draws_nothing(key: jax.Array | None, shape: tuple[int, ...], *, out_sharding=None) -> None:
+    """Random numbers that routing logits of `shape` [G, L, X] takes, for a router that takes none."""
+    return None
+
+
+def finite(logits: jax.Array) -> jax.Array:
+    """Logits in float32, -inf as the lowest of its numbers, so that no router meets inf - inf."""
+    return jnp.maximum(logits.astype(jnp.float32), jnp.finfo(jnp.float32).min)
 
 
 def every_token(logits: jax.Array, mask: jax.Array | None) -> jax.Array:

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.losses import load_balance
-from gspmd.moe.routing import Routing, chosen, every_token, queue, top_choices
+from gspmd.moe.losses import load_balance, with_z
+from gspmd.moe.routing import Routing, assigned, chosen, draws_nothing, every_token, finite, top_choices
+
+draw = draws_nothing
 
 
 @partial(jax.jit, static_argnames="config")
@@ -42,21 +44,13 @@ def route(
     return assign(logits, config, None, mask)
 
 
-def draw(key: jax.Array | None, shape: tuple[int, ...], *, out_sharding=None) -> None:
-    """Random numbers that routing logits of `shape` [G, L, X] takes: none."""
-    return None
-
-
 def assign(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array | None) -> Routing:
     """`route`, with its random numbers given: nothing here looks beyond a group."""
-    logits = logits.astype(jnp.float32)
-    mask = every_token(logits, mask)
+    logits, mask = finite(logits), every_token(logits, mask)
     gates = jax.nn.softmax(logits, axis=-1)
     expert = top_choices(logits, 1)
-    slot = queue(expert, mask[..., None], config.experts)
-    kept = (slot >= 0) & (slot < config.capacity(logits.shape[1]))
-    aux = config.aux_weight * load_balance(gates, expert[..., 0], mask)
-    return Routing(expert, slot, jnp.where(kept, chosen(gates, expert), 0), kept, {"aux": aux})
+    losses = {"aux": config.aux_weight * load_balance(gates, expert[..., 0], mask)}
+    return assigned(expert, chosen(gates, expert), logits, config, mask, with_z(losses, logits, config, mask))
 
 
 def jittered(x: jax.Array, factor: jax.Array | None) -> jax.Array:

@@ -1,32 +1,64 @@
 """Routers against the papers' transcriptions: assignments identical, gates and losses to 1e-6."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd.moe import MoEConfig, gshard, route, switch
+from gspmd.moe import MoEConfig, gshard, noisy_top_k, route, switch
+from gspmd.moe.config import ROUTERS
+from gspmd.moe.routers import router as module_of
 from tests.moe import papers
 from tests.moe.cases import HARD, MANY, SCARCE
 
 CASES = [*HARD, *SCARCE, MANY]
-ROUTERS = ("switch", "gshard")
 by_router = pytest.mark.parametrize("router", ROUTERS)
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
+#: What is open in a router, and what changes every one that queues; over the two cases that tell the most.
+VARIANTS = {
+    "k = 1": {"router": "top-k", "k": 1},
+    "k = 3, probabilities": {"router": "top-k", "k": 3, "renormalize": False},
+    "k = X": {"router": "top-k", "k": 8},
+    "noisy k = 1": {"router": "noisy-top-k", "k": 1},
+    "noisy k = X": {"router": "noisy-top-k", "k": 8},
+    "switch with a z-loss": {"router": "switch", "z_weight": 0.1},
+    "priority, switch": {"router": "switch", "priority": True},
+    "priority, gshard": {"router": "gshard", "priority": True},
+    "priority, noisy": {"router": "noisy-top-k", "priority": True},
+    "no capacity": {"router": "top-k", "dispatch": "dropless"},
+    "no slots": {"router": "top-k", "capacity_factor": 0.0},
+    "no slots for experts that choose": {"router": "expert-choice", "capacity_factor": 0.0},
+}
+by_variant = pytest.mark.parametrize("changes", VARIANTS.values(), ids=list(VARIANTS))
 
-def _config(router, case, **more):
-    return MoEConfig(experts=case.logits.shape[-1], router=router, capacity_factor=case.factor, **more)
+
+def _config(case, **changes):
+    return MoEConfig(**{"experts": case.logits.shape[-1], "capacity_factor": case.factor} | changes)
 
 
 def _real(case):
     return np.ones(case.logits.shape[:2], bool) if case.mask is None else case.mask
 
 
-def _agree(routing, answers, capacity, losses):
-    """Every array of a routing against the transcription's answer for each group."""
+def _inputs(case, config, key):
+    """Logits, and what the router draws for them."""
+    draws = module_of(config).draw(key, case.logits.shape)
+    logits = case.logits
+    if config.router == "noisy-top-k":
+        # Beyond this a float32 sum of logit and noise is itself too coarse for gates to 1e-6.
+        clean = np.clip(logits, -30, 30)
+        logits = np.concatenate(
+            [clean, np.random.default_rng(1).standard_normal(clean.shape)], axis=-1, dtype=clean.dtype
+        )
+    return logits, [None] * len(logits) if draws is None else np.asarray(draws)
+
+
+def _check(case, config, key=None):
+    """A routing against the transcription's answer for each group."""
+    logits, draws = _inputs(case, config, key)
+    answers = [papers.routed(config, *group) for group in zip(logits, _real(case), draws)]
+    routing = route(logits, config, key=key, mask=case.mask)
     expert, slot, gate, kept = (np.asarray(a) for a in (routing.expert, routing.slot, routing.gate, routing.kept))
     wanted = np.zeros(gate.shape)
     for group, answer in enumerate(answers):
@@ -35,57 +67,55 @@ def _agree(routing, answers, capacity, losses):
             row = zip(expert[group, token].tolist(), slot[group, token].tolist(), kept[group, token].tolist())
             assert {e: s for e, s, has_slot in row if has_slot} == {e: s for e, (s, _) in placed.items()}
             wanted[group, token] = [placed[e][1] if e in placed else 0.0 for e in answer.choices[token]]
-    assert slot[kept].max(initial=0) < capacity
+    assert (slot[kept] < config.capacity(case.logits.shape[1])).all()
     np.testing.assert_allclose(gate, wanted, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(routing.losses["aux"], losses, rtol=1e-6, atol=1e-7)
-
-
-@by_case
-def test_switch_is_the_papers(case):
-    config = _config("switch", case)
-    capacity = config.capacity(case.logits.shape[1])
-    answers = [papers.switch(*group, capacity, alpha=1e-2) for group in zip(case.logits, _real(case))]
-    _agree(route(case.logits, config, mask=case.mask), answers, capacity, [a.loss for a in answers])
-
-
-@by_case
-def test_gshard_is_the_papers_in_evaluation(case):
-    _check_gshard(case, None)
-
-
-@pytest.mark.parametrize("case", [HARD[1], MANY], ids=lambda case: case.name)
-def test_gshard_is_the_papers_in_training(case):
-    _check_gshard(case, jax.random.key(7))
-
-
-def _check_gshard(case, key):
-    config = _config("gshard", case)
-    capacity = config.capacity(case.logits.shape[1])
-    draws = [None] * len(case.logits) if key is None else np.asarray(gshard.draw(key, case.logits.shape))
-    answers = [papers.gshard(*group, capacity) for group in zip(case.logits, _real(case), draws)]
-    losses = [config.aux_weight * config.experts**2 * a.loss for a in answers]
-    _agree(route(case.logits, config, key=key, mask=case.mask), answers, capacity, losses)
+    assert set(routing.losses) == set(answers[0].losses)
+    for name, loss in routing.losses.items():
+        np.testing.assert_allclose(loss, [a.losses[name] for a in answers], rtol=1e-6, atol=1e-7, err_msg=name)
 
 
 @by_router
-def test_padding_changes_nothing_for_real_tokens(router):
+@by_case
+def test_router_is_the_papers_in_evaluation(case, router):
+    _check(case, _config(case, router=router))
+
+
+@pytest.mark.parametrize("router", ["gshard", "noisy-top-k"])
+@pytest.mark.parametrize("case", [HARD[1], MANY], ids=lambda case: case.name)
+def test_router_is_the_papers_in_training(case, router):
+    _check(case, _config(case, router=router), jax.random.key(7))
+
+
+@by_variant
+@pytest.mark.parametrize("case", [HARD[1], pytest.param(MANY, marks=pytest.mark.slow)], ids=lambda case: case.name)
+def test_variant_is_the_papers(case, changes):
+    _check(case, _config(case, **changes), jax.random.key(7))
+
+
+@by_router
+@pytest.mark.parametrize("priority", [False, True])
+def test_padding_changes_nothing_for_real_tokens(router, priority):
+    if ROUTERS[router].by_experts and priority:
+        return
     logits, real = jax.random.normal(jax.random.key(0), (2, 12, 4)), np.r_[0:7, 12:17]
     garbage = jnp.concatenate([logits[:, :7], jnp.full((2, 5, 4), 50.0), logits[:, 7:]], axis=1)
     mask = np.ones((2, 17), bool)
     mask[:, 7:12] = False
-    plain = route(logits, MoEConfig(experts=4, router=router, capacity_factor=12.0))
-    padded = route(garbage, MoEConfig(experts=4, router=router, capacity_factor=17.0), mask=mask)
+    factors = (1.0, 0.7) if ROUTERS[router].by_experts else (12.0, 17.0)  # as many slots for both
+    shorter, longer = (MoEConfig(experts=4, router=router, capacity_factor=f, priority=priority) for f in factors)
+    plain, padded = route(logits, shorter), route(garbage, longer, mask=mask)
     np.testing.assert_array_equal(padded.slot[:, real], plain.slot)
     np.testing.assert_array_equal(padded.gate[:, real], plain.gate)
-    np.testing.assert_allclose(padded.losses["aux"], plain.losses["aux"], rtol=1e-6)
+    for name, loss in plain.losses.items():
+        np.testing.assert_allclose(padded.losses[name], loss, rtol=1e-6, atol=1e-8)
     assert not np.asarray(padded.kept[:, 7:12]).any()
     assert (np.asarray(padded.slot[:, 7:12]) == -1).all()
     assert (np.asarray(padded.gate[:, 7:12]) == 0).all()
 
 
-@by_router
+@pytest.mark.parametrize("router", ["switch", "gshard", "st-moe", "top-k"])
 def test_balanced_experts_cost_the_weight(router):
-    logits = np.tile(np.eye(4, dtype=np.float32) * 1e-6, (1, 8, 1))
+    logits = np.tile(np.eye(4, dtype=np.float32) * 1e-6 + np.roll(np.eye(4), 1, axis=1) * 5e-7, (1, 8, 1))
     routing = route(logits, MoEConfig(experts=4, router=router, aux_weight=0.5))
     np.testing.assert_allclose(routing.losses["aux"], 0.5, rtol=1e-5)
 
@@ -93,40 +123,59 @@ def test_balanced_experts_cost_the_weight(router):
 @by_router
 def test_router_computes_in_float32(router):
     logits = jax.random.normal(jax.random.key(0), (1, 16, 4), jnp.bfloat16)
-    config = MoEConfig(experts=4, router=router)
+    config = MoEConfig(experts=4, router=router, z_weight=1.0)
     narrow, wide = route(logits, config), route(logits.astype(jnp.float32), config)
-    assert narrow.gate.dtype == narrow.losses["aux"].dtype == jnp.float32
+    assert {x.dtype for x in (narrow.gate, *narrow.losses.values())} == {jnp.dtype("float32")}
     np.testing.assert_array_equal(narrow.gate, wide.gate)
 
 
-def _objective(gates, loss):
-    return np.sum(np.sin(gates)) + loss
+def _objective(gates, losses):
+    return sum(map(np.sin, gates)) + sum(losses)
 
 
 @by_router
 def test_gradient_is_the_papers_slope(router):
-    config = MoEConfig(experts=4, router=router, capacity_factor=0.75)
-    logits, way = np.random.default_rng(3).standard_normal((2, 16, 4))
-    mask = np.arange(16) < 12
-    transcription = partial(papers.switch, alpha=1.0) if router == "switch" else partial(papers.gshard, random=None)
+    config = MoEConfig(experts=4, router=router, capacity_factor=0.75, z_weight=0.1)
+    logits, way = np.random.default_rng(3).standard_normal((2, 16, 8 if router == "noisy-top-k" else 4))
+    mask, key = np.arange(16) < 12, jax.random.key(2) if router == "noisy-top-k" else None
+    draws = module_of(config).draw(key, (1, 16, 4))
 
     def slope(step=1e-5):
         values = []
         for moved in (logits + step * way, logits - step * way):
-            answer = transcription(moved, mask, capacity=config.capacity(16))
-            loss = answer.loss * config.aux_weight * (16 if router == "gshard" else 1)
-            values.append(_objective([gate for placed in answer.placed for _, gate in placed.values()], loss))
+            answer = papers.routed(config, moved, mask, None if draws is None else np.asarray(draws[0], np.float64))
+            gates = [gate for placed in answer.placed for _, gate in placed.values()]
+            values.append(_objective(gates, answer.losses.values()))
         return (values[0] - values[1]) / (2 * step)
 
     @jax.jit
     @jax.grad
     def gradient(x):
-        routing = route(x, config, mask=mask[None])
-        return jnp.sum(jnp.sin(routing.gate)) + jnp.sum(routing.losses["aux"])
+        routing = route(x, config, key=key, mask=mask[None])
+        return jnp.sum(jnp.sin(routing.gate)) + sum(map(jnp.sum, routing.losses.values()))
 
     found = np.asarray(gradient(logits[None].astype(np.float32)))[0]
     np.testing.assert_allclose(np.sum(found * way), slope(), rtol=1e-4)
     assert not found[12:].any()
+
+
+@by_router
+@pytest.mark.parametrize("case", [HARD[0], SCARCE[1]], ids=lambda case: case.name)
+def test_gradient_is_always_finite(case, router):
+    config, key = _config(case, router=router, z_weight=0.1), jax.random.key(7)
+    logits = case.logits
+    if router == "noisy-top-k":  # the noise as wide and as narrow as it gets
+        logits = np.concatenate([logits, np.resize(np.float32([-300, 300, 0, -20]), logits.shape)], axis=-1)
+
+    @jax.jit
+    @jax.value_and_grad
+    def objective(x):
+        routing = route(x, config, key=key, mask=case.mask)
+        return jnp.sum(routing.gate) + sum(map(jnp.sum, routing.losses.values()))
+
+    value, gradient = objective(logits)
+    assert np.isfinite(value)
+    assert np.isfinite(gradient).all()
 
 
 def test_second_expert_is_drawn_in_proportion():
@@ -137,11 +186,32 @@ def test_second_expert_is_drawn_in_proportion():
     assert abs(kept[..., 1].mean() - 2 / (1 + np.e)) < 0.02
 
 
+def test_smooth_load_is_the_chance_of_another_draw():
+    """P(x, i) is how often the expert is chosen when its noise alone is drawn anew."""
+    clean, width = np.float32([0.3, -0.2, 0.5, 0.0]), np.float32([0.5, 1.0, 0.2, 0.7])
+    noise = np.random.default_rng(0).standard_normal((5000, 4)).astype(np.float32)
+    noisy = np.tile(clean + 0.1, (5000, 4, 1))
+    np.einsum("TXX->TX", noisy)[...] = clean + noise * width
+    often = [(np.argsort(-noisy[:, i], axis=-1)[:, :2] == i).any(axis=-1).mean() for i in range(4)]
+    one = jnp.asarray(clean + np.float32(0.1))
+    found = noisy_top_k._probability(jnp.asarray(clean), one, jnp.asarray(width), jnp.argsort(-one)[:3])
+    np.testing.assert_allclose(found, often, atol=0.02)
+
+
 def test_only_a_router_that_draws_takes_a_key():
     key, shape = jax.random.key(3), (4, 10, 6)
     assert switch.draw(key, shape) is None
     assert gshard.draw(None, shape) is None
     assert gshard.draw(key, shape).shape == (4, 10)
+    assert noisy_top_k.draw(key, shape).shape == shape
+
+
+def test_experts_that_choose_leave_no_slot_empty():
+    logits = jax.random.normal(jax.random.key(0), (3, 24, 4))
+    routing = route(logits, MoEConfig(experts=4, router="expert-choice", capacity_factor=1.5))
+    slots = np.where(routing.kept, routing.slot, -1)
+    for expert in range(4):
+        assert (np.sort(slots[..., expert], axis=1)[:, -9:] == np.arange(9)).all()
 
 
 def test_more_choices_than_one_word_sorts():

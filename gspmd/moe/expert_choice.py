@@ -1,0 +1,64 @@
+"""Expert choice: each expert takes its best tokens, so that every slot is filled and no load has to be balanced."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.moe.config import MoEConfig
+from gspmd.moe.losses import with_z
+from gspmd.moe.routing import Routing, draws_nothing, every_token, finite, log_odds_against
+
+draw = draws_nothing
+
+
+@partial(jax.jit, static_argnames="config")
+def route(
+    logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None
+) -> Routing:
+    """Send each expert the C tokens of a group that most probably want it; a token may have any number of experts.
+
+        S = softmax(logits) over the experts     I, G = topC(Sᵀ) over the tokens     C = (L / X) · factor
+
+    A token's experts depend on the whole group, later tokens too: a decoder that trains with it sees the future, and
+    cannot generate. `config.causal` is False.
+
+    Args:
+        logits: [G, L, X]; taken to float32.
+        config: its capacity_factor, the mean number of experts per token, is used.
+        key: not used.
+        mask: [G, L] bool, False for padding, which takes no slot; None when every token is real.
+
+    Returns:
+        Routing of arrays [G, L, X], where choice i of every token is expert i, and slot is its rank with that expert,
+        or -1 where it was not taken; no losses but the z-loss of a config that has one.
+
+    Example:
+        >>> logits = jnp.array([[[0.0, 1.0], [0.0, 3.0], [2.0, 0.0], [0.0, 0.0]]])
+        >>> routing = route(logits, MoEConfig(experts=2, router="expert-choice", capacity_factor=1.0))
+        >>> routing.slot[0].tolist()
+        [[-1, 1], [-1, 0], [0, -1], [1, -1]]
+
+    Source: Zhou et al., *Mixture-of-Experts with Expert Choice Routing*, arXiv 2202.09368, §3.2, equations 1 and 2.
+
+    Differs: experts choose within a group. Ties go to the first token; ranked are the odds log S/(1 - S), which is the
+    order of S without the ties that rounding makes. The variant that bounds a token's experts is left out.
+    """
+    return assign(logits, config, None, mask)
+
+
+def assign(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array | None) -> Routing:
+    """`route`, with its random numbers given: nothing here looks beyond a group."""
+    logits, mask = finite(logits), every_token(logits, mask)
+    rank = _ranks(logits, mask)
+    kept = mask[..., None] & (rank < config.capacity(logits.shape[1]))
+    expert = jnp.broadcast_to(jnp.arange(config.experts, dtype=jnp.int32), logits.shape)
+    gate = jnp.where(kept, jax.nn.softmax(logits, axis=-1), 0)
+    return Routing(expert, jnp.where(kept, rank, -1), gate, kept, with_z({}, logits, config, mask))
+
+
+def _ranks(logits: jax.Array, mask: jax.Array) -> jax.Array:
+    """The place of each token in each expert's order, padding last: [G, L, X] int32."""
+    against = jnp.minimum(log_odds_against(logits), jnp.finfo(jnp.float32).max)
+    order = jnp.argsort(jnp.where(mask[..., None], against, jnp.inf), axis=1, stable=True)
+    return jnp.argsort(order, axis=1).astype(jnp.int32)

@@ -1,0 +1,94 @@
+"""Noisy top-k gating, the first sparse router: what each expert might have been sent is part of its loss."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.moe.config import MoEConfig
+from gspmd.moe.losses import squared_variation, with_z
+from gspmd.moe.routing import Routing, assigned, chosen, counts, every_token, finite, per_expert, top_choices
+
+_LEAST_WIDTH = 1e-6
+# Φ is 0 or 1 in float32 long before; between the bounds no quotient by the noise's width overflows.
+_FARTHEST = 40.0
+
+
+@partial(jax.jit, static_argnames="config")
+def route(
+    logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None
+) -> Routing:
+    """Send each token to the k experts whose noisy logits are largest, while there is room.
+
+        H_i = c_i + N(0, 1) · σ_i,    c = x · W_g,   σ = softplus(x · W_noise)
+        gates = softmax(the k largest of H)          C = (k L / X) · factor
+        importance = w_importance · CV²(Σ_tokens gates)
+        load = w_load · CV²(Σ_tokens P),   P_i = Φ((c_i - kth largest of H without H_i) / σ_i)
+
+    P_i is the probability that another draw of expert i's noise alone would choose it: smooth, where a count is not.
+
+    Args:
+        logits: [G, L, 2X], c and then x · W_noise; or [G, L, X], c with W_noise at its first value, 0. To float32.
+        config: its k, capacity_factor, importance_weight and load_weight are used.
+        key: for the noise; None adds none, as evaluation does.
+        mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None when every token is real.
+
+    Returns:
+        Routing of arrays [G, L, k] and losses {"importance": [G], "load": [G]}.
+
+    Example:
+        >>> config = MoEConfig(experts=4, router="noisy-top-k", k=1, capacity_factor=4.0)
+        >>> routing = route(jnp.zeros((1, 1000, 4)), config, key=jax.random.key(0))
+        >>> all(200 < int((routing.expert == i).sum()) < 300 for i in range(4))
+        True
+        >>> bool(routing.losses["load"][0] < routing.losses["importance"][0])
+        True
+
+    Source: Shazeer et al., *Outrageously Large Neural Networks*, arXiv 1701.06538, §2.1, equations 3 to 5, §4,
+    equations 6 and 7, and appendix A, equations 8 to 11; both weights are 0.1 in its appendix C.
+
+    Differs: the paper has no capacity, which is dispatch "dropless". Its variance is taken over the experts, as a
+    population's. Losses are per group, as for the other routers. σ is at least 1e-6. Where k is X every expert is
+    always chosen, and there is no kth of the others: P is 1. Without noise P is whether the expert was chosen, without
+    a gradient, as in the authors' public code.
+    """
+    return assign(logits, config, draw(key, (*logits.shape[:2], config.experts)), mask)
+
+
+def draw(key: jax.Array | None, shape: tuple[int, ...], *, out_sharding=None) -> jax.Array | None:
+    """Random numbers that routing logits of `shape` [G, L, X] takes: a normal one for each; none without a key."""
+    return None if key is None else jax.random.normal(key, shape, jnp.float32, out_sharding=out_sharding)
+
+
+def assign(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array | None) -> Routing:
+    """`route`, with its random numbers [G, L, X] given: nothing here looks beyond a group."""
+    mask, clean, width = every_token(logits, mask), *_clean_and_width(finite(logits), config.experts)
+    noisy = clean if draws is None else clean + draws * width
+    ranked = top_choices(noisy, min(config.choices + 1, config.experts))
+    expert = ranked[..., : config.choices]
+    gates = jax.nn.softmax(chosen(noisy, expert), axis=-1)
+    importance = jnp.sum(per_expert(jnp.where(mask[..., None], gates, 0), expert, config.experts), axis=1)
+    if draws is None or config.choices == config.experts:
+        load = sum(counts(expert[..., k], mask, config.experts) for k in range(config.choices))
+    else:
+        load = jnp.sum(jnp.where(mask[..., None], _probability(clean, noisy, width, ranked), 0), axis=1)
+    losses = {
+        "importance": config.importance_weight * squared_variation(importance),
+        "load": config.load_weight * squared_variation(load),
+    }
+    return assigned(expert, gates, noisy, config, mask, with_z(losses, clean, config, mask))
+
+
+def _clean_and_width(logits: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
+    """The logits without noise, and the noise's width: [G, L, X] each."""
+    clean, raw = logits[..., :experts], logits[..., experts:]
+    return clean, jnp.maximum(jax.nn.softplus(raw if raw.shape[-1] else jnp.zeros_like(clean)), _LEAST_WIDTH)
+
+
+def _probability(clean: jax.Array, noisy: jax.Array, width: jax.Array, ranked: jax.Array) -> jax.Array:
+    """P(x, i) of equation 9, [G, L, X], from the k + 1 best experts of each token."""
+    values = chosen(noisy, ranked)
+    is_in = jnp.any(jax.nn.one_hot(ranked[..., :-1], clean.shape[-1], dtype=bool), axis=-2)
+    threshold = jnp.where(is_in, values[..., -1:], values[..., -2:-1])
+    ahead = jnp.clip(clean - threshold, -_FARTHEST * width, _FARTHEST * width)
+    return jax.scipy.special.ndtr(ahead / width)

@@ -1,0 +1,59 @@
+"""The ST-MoE router: each token to its two best experts, with a loss on large logits."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.moe.config import MoEConfig
+from gspmd.moe.losses import load_balance, with_z
+from gspmd.moe.routing import Routing, assigned, chosen, draws_nothing, every_token, finite, top_choices
+
+draw = draws_nothing
+
+
+@partial(jax.jit, static_argnames="config")
+def route(
+    logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None
+) -> Routing:
+    """Send each token to its two most probable experts, as GShard does, but always, and keep the logits small.
+
+        p = softmax(logits)    p1, e1, p2, e2 = top2(p)    gates p1/(p1 + p2), p2/(p1 + p2)    C = (2 L / X) · factor
+        aux = α · X · Σ_i f_i · P_i, of first choices      α = config.aux_weight
+        z = c_z · mean (log Σ_i exp(logit_i))²             c_z = config.z_weight, 1e-3 when it is None
+
+    Args:
+        logits: [G, L, X]; taken to float32.
+        config: its capacity factors (the paper trains with 1.25 and evaluates with 2), aux_weight and z_weight.
+        key: not used.
+        mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None when every token is real.
+
+    Returns:
+        Routing of arrays [G, L, 2] and losses {"aux": [G], "z": [G]}.
+
+    Example:
+        >>> routing = route(jnp.zeros((1, 4, 2)), MoEConfig(experts=2, router="st-moe", capacity_factor=0.5))
+        >>> routing.gate[0].tolist()
+        [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]
+        >>> round(float(routing.losses["z"][0]), 6)  # 1e-3 · (log 2)²
+        0.00048
+
+    Source: Zoph et al., *ST-MoE: Designing Stable and Transferable Sparse Expert Models*, arXiv 2202.08906, §2, §3.3
+    (z-loss, equations 5 and 6) and appendix A (load balance).
+
+    Differs: the paper's text weights by p, and its authors' public layer (Mesh TensorFlow, top-2) divides the two by
+    their sum, which is done here; `top-k` with renormalize = false is the other reading. Their layer can also leave out
+    a second expert by chance or by a threshold on its gate; here every token has both.
+    """
+    return assign(logits, config, None, mask)
+
+
+def assign(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array | None) -> Routing:
+    """`route`, with its random numbers given: nothing here looks beyond a group."""
+    logits, mask = finite(logits), every_token(logits, mask)
+    gates = jax.nn.softmax(logits, axis=-1)
+    expert = top_choices(logits, 2)
+    pair = chosen(gates, expert)
+    pair = pair / jnp.sum(pair, axis=-1, keepdims=True)
+    losses = {"aux": config.aux_weight * load_balance(gates, expert[..., 0], mask)}
+    return assigned(expert, pair, logits, config, mask, with_z(losses, logits, config, mask))
