@@ -91,15 +91,15 @@ class ModelConfig:
     @property
     def num_active_parameters(self) -> int:
         """Number of parameters that take part in one token's result: of the experts only the chosen ones."""
-        return self._parameters(self.moe.choices if self.moe else 0)
+        return self._parameters(self.moe.used if self.moe else 0)
 
-    def _parameters(self, experts: int) -> int:
+    def _parameters(self, experts: float) -> int:
         attention = 2 * self.embed * self.head_size * (self.heads + self.kv_heads)
         feed_forward = self.embed * self.feed_forward * (3 if self.gated else 2)
         norms = self.embed * (2 if self.block == "serial" else 1)
-        router = self.embed * self.moe.experts if self.moe else 0
+        router = self.embed * self.moe.experts * (2 if self.moe.noisy else 1) if self.moe else 0
         dense = (self.layers - self.expert_layers) * feed_forward
-        sparse = self.expert_layers * (experts * feed_forward + router)
+        sparse = self.expert_layers * (round(experts * feed_forward) + router)
         tables = self.vocabulary * self.embed * (1 if self.tied else 2)
         return self.layers * (attention + norms) + dense + sparse + tables + self.embed
 

@@ -23,6 +23,7 @@ class Experts(nnx.Module):
         self.config, self.specs, self.moe, self.dtype = config, layout.section("ffn"), layout.section("moe"), dtype
         self.norm = nnx.Param(weights["norm"]) if "norm" in weights else None
         self.router = nnx.Param(weights["router"])
+        self.router_noise = nnx.Param(weights["router_noise"]) if config.moe.noisy else None
         self.w_in = nnx.Param(weights["w_in"])
         self.w_gate = nnx.Param(weights["w_gate"]) if config.gated else None
         self.w_out = nnx.Param(weights["w_out"])
@@ -47,7 +48,7 @@ class Experts(nnx.Module):
             mask: [B, L] bool, False for padding, placed as `tokens_spec`; None when every token is real.
 
         Returns:
-            the answers, and of this layer `aux_loss` (a scalar), `load` [X] and `dropped` (a scalar).
+            the answers, and the layer's figures, as `expert_layer` gives them; `aux_loss` is its loss.
         """
         residual, groups = Spec.parse(self.specs.residual), Spec.parse(self.moe.groups)
         sequences = groups.rename({"G": "B"})
@@ -67,9 +68,10 @@ class Experts(nnx.Module):
 
     def weights(self) -> dict[str, jax.Array]:
         """The experts' weights in the compute type, and the router's in float32."""
+        routers = {"router": self.router, "router_noise": self.router_noise}
         named = {"w_in": self.w_in, "w_gate": self.w_gate, "w_out": self.w_out}
         cast = {name: w[...].astype(self.dtype) for name, w in named.items() if w is not None}
-        return {"router": self.router[...], **cast}
+        return {name: w[...] for name, w in routers.items() if w is not None} | cast
 
 
 def tokens_spec(layout: Any) -> Spec:

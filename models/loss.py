@@ -26,8 +26,8 @@ def loss(
         train: whether the auxiliary losses count and the routers draw.
 
     Returns:
-        A float32 scalar, and its parts: `cross_entropy`; with experts also `aux_loss`, `load` [expert layers, X] (the
-        share of choices that each expert was sent) and `dropped` (the share of choices that found no slot).
+        A float32 scalar, and its parts: `cross_entropy`; with experts also `aux_loss`, the sum over their layers, and
+        of each layer `load` [expert layers, X], `dropped`, `entropy` and `confidence`, see `gspmd.moe.expert_layer`.
     """
     inputs, labels = split_tokens(tokens, model.layout)
     logits, figures = model(inputs, key=key, train=train)
@@ -56,6 +56,4 @@ def split_tokens(tokens: jax.Array, layout: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _summary(figures: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    if not figures:
-        return {}
-    return {"aux_loss": jnp.sum(figures["aux_loss"]), "load": figures["load"], "dropped": jnp.mean(figures["dropped"])}
+    return figures | {"aux_loss": jnp.sum(figures["aux_loss"])} if figures else {}

@@ -108,6 +108,7 @@ _ALL = (
     _via("ffn.in_via", "ffn.residual", "ffn.w_in", "Where residual and w_in (and w_gate) meet."),
     _via("ffn.out_via", "ffn.hidden", "ffn.w_out", "Where hidden and w_out meet."),
     _parameter("moe.router", "EX", "The router's matrix."),
+    _parameter("moe.router_noise", "EX", "The matrix of noisy-top-k's widths of noise.", default="moe.router"),
     _activation("moe.groups", "GLE", "The residual in token groups, each group whole on a device.", local="LE"),
     _activation(
         "moe.dispatched", "GXCE", "Tokens in the capacity slots of their group, before they travel.", local="XCE"

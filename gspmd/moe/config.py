@@ -15,16 +15,18 @@ class Kind:
         jitter: its paper's half-width of the factor on its input.
         z_weight: its paper's weight of the loss on large logits.
         by_experts: experts choose tokens, and not the other way round.
+        noisy: a second matrix says how much noise its logits get.
     """
 
     choices: int | None
     jitter: float = 0.0
     z_weight: float = 0.0
     by_experts: bool = False
+    noisy: bool = False
 
 
 ROUTERS = {
-    "noisy-top-k": Kind(None),
+    "noisy-top-k": Kind(None, noisy=True),
     "gshard": Kind(2),
     "switch": Kind(1, jitter=1e-2),
     "st-moe": Kind(2, z_weight=1e-3),
@@ -113,6 +115,11 @@ class MoEConfig:
     def causal(self) -> bool:
         """Whether a token's result is independent of later tokens; experts that choose have read the whole group."""
         return not ROUTERS[self.router].by_experts
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the router has a second matrix, of its noise."""
+        return ROUTERS[self.router].noisy
 
     @property
     def jitter_width(self) -> float:

@@ -4,18 +4,30 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.collectives.einsum import einsum
-from gspmd.moe.config import MoEConfig
+from gspmd.moe.config import ROUTERS, MoEConfig
 from gspmd.moe.places import Places
-from gspmd.moe.routing import Routing, counts, every_token
+from gspmd.moe.routing import Routing, every_token, finite, per_expert
+
+_SUMS = ("dropped", "entropy", "confidence")  # over tokens; beside them a group's loss, whether it is real, its tokens
 
 
 def summarize(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.Array | None) -> jax.Array:
-    """Per group: its losses, whether it holds a real token, choices without a slot, choices per expert: [G, 3 + X]."""
+    """Per group, what `figures` adds up: [G, 6 + X].
+
+    Its losses, whether it holds a real token, its real tokens; over these the sums of what was dropped, of the entropy
+    of the router's probabilities, and of the largest of them; and the choices per expert. Padding counts nowhere.
+    """
     real = every_token(logits, mask)
-    chosen = sum(counts(routing.expert[..., k], real, config.experts) for k in range(config.choices))
-    overflow = jnp.sum(routing.slot >= config.capacity(logits.shape[1]), axis=(1, 2), dtype=jnp.float32)
-    loss, is_real = sum(routing.losses.values()), jnp.any(real, axis=1).astype(jnp.float32)
-    return jnp.concatenate([jnp.stack([loss, is_real, overflow], axis=1), chosen], axis=1)
+    log_p = jax.nn.log_softmax(jax.lax.stop_gradient(finite(logits[..., : config.experts])), axis=-1)
+    p = jnp.exp(log_p)
+    per_token = jnp.stack([_dropped(routing, config), -jnp.sum(p * log_p, axis=-1), jnp.max(p, axis=-1)], axis=-1)
+    sums = jnp.sum(jnp.where(real[..., None], per_token, 0), axis=1)
+    waited = (routing.slot >= 0).astype(jnp.float32)
+    chosen = jnp.sum(per_expert(waited, routing.expert, config.experts), axis=1)
+    loss = sum(routing.losses.values(), jnp.zeros(real.shape[:1], jnp.float32))
+    tokens = jnp.sum(real, axis=1, dtype=jnp.float32)
+    ahead = jnp.stack([loss, (tokens > 0).astype(jnp.float32), tokens], axis=1)
+    return jnp.concatenate([ahead, sums, chosen], axis=1)
 
 
 def figures(summary: jax.Array, places: Places, *, padded: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -23,9 +35,16 @@ def figures(summary: jax.Array, places: Places, *, padded: bool) -> tuple[jax.Ar
     spec = places.per_group("S")
     # Summed where it lies, so that what travels does not grow with the number of groups.
     total = einsum(f"{spec} -> S", summary, via=str(spec))
-    loss, groups, overflow, chosen = total[0], total[1], total[2], total[3:]
-    choices = jnp.maximum(1, jnp.sum(chosen))
-    stats = {"load": chosen / choices, "dropped": overflow / choices}
+    loss, groups, tokens, sums, chosen = total[0], total[1], total[2], total[3:6], total[6:]
+    stats = {"load": chosen / jnp.maximum(1, jnp.sum(chosen))}
+    stats |= dict(zip(_SUMS, sums / jnp.maximum(1, tokens)))
     # Without padding the divisor is known, and recomputation in a backward pass needs no second sum.
     real_groups = jnp.maximum(1, groups) if padded else summary.shape[0]
     return loss / real_groups, jax.tree.map(jax.lax.stop_gradient, stats)
+
+
+def _dropped(routing: Routing, config: MoEConfig) -> jax.Array:
+    """The share of each token's choices that found no slot; where experts choose, whether none took it: [G, L]."""
+    if ROUTERS[config.router].by_experts:
+        return ~jnp.any(routing.kept, axis=-1)
+    return jnp.mean(routing.slot >= config.capacity(routing.slot.shape[1]), axis=-1)

@@ -42,9 +42,10 @@ def expert_layer(
 
     Args:
         x: [G, L, E], placed as `layout.groups`: G groups of L tokens, each whole on its device.
-        weights: "router" [E, X], float32; "w_in" [X, E, F], "w_out" [X, F, E], and "w_gate" [X, E, F] for swiglu.
+        weights: "router" [E, X], float32; "w_in" [X, E, F], "w_out" [X, F, E], and "w_gate" [X, E, F] for swiglu;
+            "router_noise" [E, X], float32, for noisy-top-k.
         layout: the moe section of a layout: .router, .groups, .dispatched, .expert_input, .w_in, .w_gate, .hidden,
-            .w_out, and .in_via, .out_via where it has them.
+            .w_out, and .router_noise, .in_via, .out_via where it has them.
         config: router, capacity, form of dispatch.
         key: of the router's draws in training: the jitter of its input, the second experts.
         train: training's capacity and draws, or evaluation's.
@@ -53,8 +54,10 @@ def expert_layer(
 
     Returns:
         The answers [G, L, E], placed as x, 0 for a token that no expert took; the auxiliary loss, a float32 scalar,
-        weighted, the mean over the groups that hold a real token; and statistics: "load" [X], the share of choices that
-        each expert was sent, and "dropped", the share of choices that found no slot.
+        weighted, the mean over the groups that hold a real token; and statistics of the real tokens: "load" [X], the
+        share of choices that each expert was sent; "dropped", the share of choices that found no slot (of tokens that
+        no expert took, where experts choose); "entropy" of the router's probabilities, in nats, and "confidence", the
+        largest of them, both the mean over tokens.
 
     Raises:
         LayoutError: groups, or their slots, would not be whole on a device.
@@ -67,7 +70,7 @@ def expert_layer(
     places = places_of(str(layout.groups), str(layout.dispatched))
     config = config if train else config.evaluation()
     jitter_key, route_key = jax.random.split(key) if train and key is not None else (None, None)
-    logits = _logits(x, weights["router"], places, layout, config, jitter_key)
+    logits = _logits(x, weights, places, layout, config, jitter_key)
     routing, summary = _route(logits, config, places, route_key, mask)
     dropped = train and key is not None and config.dropout > 0
     experts = Experts(weights, layout, config, activation, jax.random.fold_in(key, 2) if dropped else None)
@@ -75,22 +78,32 @@ def expert_layer(
     return y, *figures(summary, places, padded=mask is not None)
 
 
-def _logits(x, weight, places: Places, layout: Any, config: MoEConfig, key: jax.Array | None) -> jax.Array:
-    """The router's logits [G, L, X] in float32, of an input that is jittered when there is a key."""
+def _logits(x, weights, places: Places, layout: Any, config: MoEConfig, key: jax.Array | None) -> jax.Array:
+    """The router's logits [G, L, X] in float32, of an input that is jittered when there is a key.
+
+    With a second matrix, for noise, they are [G, L, 2X]: both products of one input that travels once.
+    """
     factor, width = None, config.jitter_width
     if key is not None and width:
         factor = jax.random.uniform(key, x.shape, jnp.float32, 1 - width, 1 + width, out_sharding=places.random())
-    equation = f"{places.groups}, {layout.router} -> {places.per_group('LX')}"
-    return einsum(equation, jittered(x, factor), weight.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    x, highest, logits = jittered(x, factor), jax.lax.Precision.HIGHEST, places.per_group("LX")
+    weight = weights["router"].astype(jnp.float32)
+    if "router_noise" not in weights:
+        return einsum(f"{places.groups}, {layout.router} -> {logits}", x, weight, precision=highest)
+    noise = getattr(layout, "router_noise", layout.router)
+    equation = f"{places.groups}, ({layout.router}, {noise}) -> ({logits}, {logits})"
+    both = einsum(equation, x, (weight, weights["router_noise"].astype(jnp.float32)), precision=highest)
+    return jnp.concatenate(both, axis=-1)
 
 
 def _route(logits: jax.Array, config: MoEConfig, places: Places, key, mask) -> tuple[Routing, jax.Array]:
     """The routing, and per group what the layer's figures are made of, see `figures.summarize`."""
-    draws = router(config).draw(key, logits.shape, out_sharding=places.random())
+    draws = router(config).draw(key, (*logits.shape[:2], config.experts), out_sharding=places.random())
     extra = [x for x in (draws, mask) if x is not None]
-    tokens, choices = places.per_group("L"), places.per_group("LK")
+    choices = places.per_group("LK")
     body = _router_body(config, draws is not None, mask is not None)
-    ins = (places.per_group("LX"), *(tokens for _ in extra))
+    # Logits may be 2X with those of noise, and draws are one for each token, or one for each of its experts.
+    ins = (places.per_group("LR"), *(places.per_group("LX"[: x.ndim - 1]) for x in extra))
     outs = (choices, choices, choices, choices, places.per_group("S"))
     name = f"{config.router} router {places.per_group('LX')}"
     *arrays, summary = run_local(name, body, ins, outs, logits, *extra)

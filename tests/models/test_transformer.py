@@ -112,7 +112,8 @@ def test_experts_report_their_load(config, one_device, tokens):
     assert aux["load"].shape == (2, 8)
     np.testing.assert_allclose(aux["load"].sum(axis=1), 1, rtol=1e-5)
     np.testing.assert_allclose(value, aux["cross_entropy"] + aux["aux_loss"], rtol=1e-6)
-    assert 0 <= aux["dropped"] < 1
+    assert aux["dropped"].shape == aux["entropy"].shape == aux["confidence"].shape == (2,)
+    assert ((aux["dropped"] >= 0) & (aux["dropped"] < 1)).all()
 
 
 def test_groups_of_another_size_than_sequences(config, one_device, tokens):

@@ -56,7 +56,8 @@ def _on_one_device(router, activation):
         jitter_key, route_key = jax.random.split(key)
         width = config.jitter_width
         jittered = x * jax.random.uniform(jitter_key, x.shape, jnp.float32, 1 - width, 1 + width) if width else x
-        routing = route(jnp.einsum("GLE,EX->GLX", jittered, w["router"]), config, key=route_key, mask=mask)
+        logits = jnp.einsum("GLE,EX->GLX", jittered, w["router"])
+        routing = route(logits, config, key=route_key, mask=mask)
         slots = dispatch(x, routing, X, config.capacity(L))
         up = jnp.einsum("GXCE,XEF->GXCF", slots, w["w_in"])
         gate = jnp.einsum("GXCE,XEF->GXCF", slots, w["w_gate"])
@@ -65,7 +66,11 @@ def _on_one_device(router, activation):
         loss = jnp.mean(routing.losses["aux"])
         sent = jnp.stack([jnp.sum((routing.expert == e) & mask[..., None]) for e in range(X)])
         dropped = jnp.sum(routing.slot >= config.capacity(L)) / jnp.sum(sent)
-        return _loss_of(y, loss), (y, loss, {"load": sent / jnp.sum(sent), "dropped": dropped})
+        p = jax.nn.softmax(logits)
+        entropy = jnp.mean(-jnp.sum(p * jnp.log(p), axis=-1), where=mask)
+        sure = jnp.mean(jnp.max(p, axis=-1), where=mask)
+        stats = {"load": sent / jnp.sum(sent), "dropped": dropped, "entropy": entropy, "confidence": sure}
+        return _loss_of(y, loss), (y, loss, stats)
 
     return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))(x, weights))
 
