@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.lower import emit
@@ -151,14 +152,17 @@ class _Program:
         into, out = self.stages
         moved_in = into.weights(dict(enumerate(weights[:-1], 1)))
         moved_out = out.weights({1: weights[-1]})
-        answers, kept = [], []
+        answers, kept, arrivals, done = [], [], [], []
         for number, x in enumerate(self._cut(slots)):
             rows = self._rows(counts, number)
-            x = self._sorted(rows, self.exchange.send(self.exchange.there[number], x))
+            x = self.exchange.send(self.exchange.there[number], _after(x, arrivals, done))
+            arrivals.append(x)
+            x = self._sorted(rows, x)
             h, _, arrived = into.chunk(number, {0: x}, moved_in, rows and rows.sizes)
             hidden = tuple(h[n] for n in sorted(h))
             h = self._activated(hidden, number, rows, words)
             y, _, on = out.chunk(number, {0: h}, moved_out, rows and rows.sizes)
+            done.append(y[0])
             answers.append(self.exchange.send(self.exchange.back[number], self._unsorted(rows, y[0])))
             behind = _of_slots(self.out, on, always=False)
             kept.append((*_of_slots(self.into, arrived, always=True), *hidden, *behind, *_counts(rows)))
@@ -199,11 +203,14 @@ class _Program:
         held, extras = rest[: len(self.held_specs)], rest[len(self.held_specs) :]
         words = self._extras(None, extras)[1]
         weights = self._weights_back(held)
-        found, sums = [], ({}, {})
+        found, arrivals, done, sums = [], [], [], ({}, {})
         for number, g in enumerate(self._cut(cotangent)):
             kept = flat[sum(sizes[:number]) : sum(sizes[: number + 1])]
+            g = self.exchange_back.send(self.exchange_back.there[number], _after(g, arrivals, done))
+            arrivals.append(g)
             x, more = self._chunk_back(number, g, kept, weights, words)
-            found.append(x)
+            done.append(x)
+            found.append(self.exchange_back.send(self.exchange_back.back[number], x))
             for total, products_of in zip(sums, more):
                 total.update({n: total[n] + value if n in total else value for n, value in products_of.items()})
         settled = [stage.settle(total) for stage, total in zip(self.stages_back, sums)]
@@ -219,22 +226,30 @@ class _Program:
         return tuple(stage.weights(each) for stage, each in zip(self.stages_back, (into, out)))
 
     def _chunk_back(self, number: int, g: jax.Array, kept: Sequence[jax.Array], weights, words):
-        """The cotangent of a chunk's slots, and products of both equations' weight gradients."""
+        """From a chunk's cotangent where the experts are, that of its slots, and products of all weight gradients."""
         rows = Rows(kept[-1], self.work.chunks[number], self.stays) if self.work.rows else None
         arrived = [n for n, (source, *_) in enumerate(self.into.kept) if source == 0]
         on = [n for n, (source, *_) in enumerate(self.out.kept) if source == 0]
         slots, hidden = kept[: len(arrived)], kept[len(arrived) : len(arrived) + len(self.work.w_in)]
         moved = iter(kept[len(arrived) + len(hidden) :])
         sizes, (into, out) = rows and rows.sizes, self.stages_back
-        g = self._sorted(rows, self.exchange_back.send(self.exchange_back.there[number], g))
+        g = self._sorted(rows, g)
         h, pull = jax.vjp(lambda *hidden: self._activated(hidden, number, rows, words), *hidden)
         held = {1 + n: next(moved) if self.out.kept[n][2] else h for n in on}
         d_hidden, sums_out, _ = out.chunk(number, {0: g, **held}, weights[1], sizes)
         cotangents = dict(enumerate(pull(d_hidden[0])))
         held = {len(hidden) + n: x for n, x in zip(arrived, slots)}
         d_slots, sums_in, _ = into.chunk(number, cotangents | held, weights[0], sizes)
-        sent = self.exchange_back.send(self.exchange_back.back[number], self._unsorted(rows, d_slots[0]))
-        return sent, (sums_in, sums_out)
+        return self._unsorted(rows, d_slots[0]), (sums_in, sums_out)
+
+
+def _after(x: jax.Array, arrivals: Sequence[jax.Array], done: Sequence[jax.Array]) -> jax.Array:
+    """A chunk, to be sent once the one before it has arrived, and the one before that is multiplied.
+
+    Left to itself a compiler has been seen to send for all chunks at once, and to multiply then.
+    """
+    before = [*arrivals[-1:], *done[-2:-1]]
+    return lax.optimization_barrier((x, *before))[0] if before else x
 
 
 def _of_slots(equation: Products, moved: dict[int, jax.Array], *, always: bool) -> list[jax.Array]:

@@ -150,9 +150,8 @@ def by_rows(x: jax.Array, routing: Routing, experts: Experts, places: Places) ->
 
     Where experts are divided among devices, each group sends each of them one buffer. Its size is known before its rows
     are, so it is that of the worst case, L · min(k, X / shards) rows, whatever the router does: against slots of a
-    capacity factor, shards · min(1, X / (k · shards)) / factor times the bytes. A ragged all-to-all would send the rows
-    alone, k · L of each group, which is a factor of 1; XLA has none on CPUs. Where experts are whole on every device,
-    nothing is sent.
+    capacity factor, min(shards, X / k) / factor times the bytes. A ragged all-to-all would send the rows alone, k · L of
+    each group, as if the factor were 1; XLA has none on CPUs. Where experts are whole on every device, nothing is sent.
 
     Raises:
         LayoutError: the layout moves rows behind their arrival.
