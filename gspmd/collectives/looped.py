@@ -20,7 +20,7 @@ from jax import lax
 from gspmd.collectives import tpu
 from gspmd.collectives.chunks import Journey, Region, part_of, put, reduce_back, spread
 from gspmd.collectives.landing import Landing
-from gspmd.collectives.loops import Loops, gather_of, local_shape, scatter_of, settling
+from gspmd.collectives.loops import LONGEST, Loops, gather_of, local_shape, scatter_of, settling
 from gspmd.collectives.lower import Execution
 from gspmd.collectives.plan import Routine
 from gspmd.collectives.ringloop import RingLoop
@@ -146,7 +146,8 @@ class LoopedExecution(Execution):
         ways = self._ways(journey, shard)
         # The TPU compiler keeps the order that it is given and hides more where it sees every step; others hold fewer
         # chunks at once in a loop, which can be had where the same wave comes again and again.
-        if len(journey.ring.axes) == 1 and not tpu.is_target():
+        axes = journey.ring.axes
+        if len(axes) == 1 and (not tpu.is_target() or self.mesh[axes[0]] > LONGEST):
             RingLoop(ways, landings, others).run()
         else:
             self._wave_by_wave(ways, landings, others)

@@ -19,15 +19,12 @@ from dataclasses import dataclass
 from itertools import product as combinations
 
 from gspmd.collectives.costing import Costs
-from gspmd.collectives.loops import Loops, Ring, Stripes, Travel, gather_of, local_shape, scatter_of, settling
+from gspmd.collectives.loops import LONGEST, Loops, Ring, Stripes, Travel, gather_of, local_shape, scatter_of, settling
 from gspmd.collectives.plan import Product, Routine, Step
 from gspmd.collectives.problem import Setting, Tensor
 from gspmd.collectives.walk import SCHEDULES, cut
 
 STRIPES = (2, 4)
-LONGEST = 96
-"""Products of a ring that takes its axes in turns: it is unrolled, and programs grow with it."""
-
 MARGIN = 0.04
 """What the model of a product is off by, in the median: no loop is taken for less."""
 
@@ -185,7 +182,7 @@ class _Chooser:
             for schedule, turns in combinations(self.schedules, sorted({1, len(looped)})) if looped else ():
                 parted = schedule == "halves" or turns > 1
                 ring = Ring(looped, within, schedule, turns, _split(shard, travel, within, free) if parted else None)
-                if turns == 1 or self.costs.steps(ring) <= LONGEST:
+                if len(looped) == 1 or self.costs.steps(ring) <= LONGEST:
                     yield ring
 
     def _first(self, travel: Travel, schedule: str | None = None) -> Ring:

@@ -9,6 +9,9 @@ from gspmd.annotate.spec import Spec
 from gspmd.collectives.plan import Move, Routine, Step
 from gspmd.collectives.walk import Part, cut, parts
 
+LONGEST = 96
+"""Chunks up to which a ring is written out, chunk by chunk: programs, and the time to compile them, grow with it."""
+
 
 @dataclass(frozen=True)
 class Ring:
