@@ -78,7 +78,7 @@ def _train(out: Path, name: str, seed: int, more: Sequence[str]) -> None:
     folder = _folder(out, name, seed)
     if _rows(folder)[-1:] and "gzip_bits_per_byte" in _rows(folder)[-1]:
         return
-    flags = ["--seed", str(seed), "--devices", "1", "--sample-bytes", "0"]
+    flags = ["--seed", str(seed), "--devices", "1", "--layout", "replicated", "--sample-bytes", "0"]
     flags += ["--validation-every", "100", "--validation-batches", "8", "--out", str(folder), *more]
     if newest(folder) is not None:
         flags.append("--resume")
