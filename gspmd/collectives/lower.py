@@ -11,6 +11,7 @@ from jax import lax
 
 from gspmd.annotate.spec import Spec
 from gspmd.collectives import tpu
+from gspmd.collectives.batched import batched
 from gspmd.collectives.plan import Routine, Step
 
 
@@ -240,10 +241,14 @@ def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into
             in float32 either way, and what the compiler sums over devices has this dtype.
     """
     wide = accumulator(*(x.dtype for x in operands))
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if len(operands) == 1 or (device is not None and device.device_kind == "cpu"):
+    mesh = jax.sharding.get_abstract_mesh()
+    on_cpu = mesh.abstract_device is not None and mesh.abstract_device.device_kind == "cpu"
+    if len(operands) == 1 or on_cpu:
         # A sum has no accumulator of its own, and XLA:CPU has no batched product of narrow operands into a wide one.
         operands, into = tuple(x.astype(wide) for x in operands), None
+    whole = mesh.size == 1 or mesh.are_all_axes_manual  # so that dimensions can be merged
+    if len(operands) == 2 and on_cpu and whole and (in_order := batched(letters)):
+        return in_order(*operands, precision)
     return jnp.einsum(letters, *operands, precision=precision, preferred_element_type=into or wide)
 
 
