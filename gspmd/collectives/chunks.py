@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gspmd.collectives import tpu
 from gspmd.collectives.loops import Ring, Travel
 from gspmd.collectives.lower import scope
 from gspmd.collectives.walk import Hop, Offset, Part, walk
@@ -70,10 +71,14 @@ class Journey:
         """The local size of a dimension of a chunk of the loop."""
         return self.shard[dim] * prod(self.mesh[axis] for axis in self._over(dim, self.ring.within))
 
-    def block(self, offset: Offset) -> Region:
-        """Where in the whole tensor a chunk lies that belongs to the devices `offset` behind."""
+    def block(self, offset: Offset, zero: jax.Array | int = 0) -> Region:
+        """Where in the whole tensor a chunk lies that belongs to the devices `offset` behind.
+
+        `zero` is nothing, which whatever uses the region waits for.
+        """
         dims = [dim for dim in self.travel.spans if self._over(dim, self.ring.axes)]
-        return {dim: (self._index(dim, self.ring.axes, offset) * self.chunk(dim), self.chunk(dim)) for dim in dims}
+        index = {dim: self._index(dim, self.ring.axes, offset) + zero for dim in dims}
+        return {dim: (index[dim] * self.chunk(dim), self.chunk(dim)) for dim in dims}
 
     def along(self, axis: str, offset: Offset, size: int) -> Region:
         """Where a piece of this size lies that belongs to the device `offset` behind along one axis."""
@@ -139,7 +144,7 @@ def spread(journey: Journey, part: Part, chunk: jax.Array) -> jax.Array:
         shape = (*chunk.shape[:at], number, chunk.shape[at] // number, *chunk.shape[at + 1 :])
         # The pieces in front: cut out of the last dimension, narrow ones would have the product laid out the other way.
         pieces = jnp.moveaxis(chunk.reshape(shape), at, 0)
-        summand = lambda offset, x=pieces, a=axis: lax.dynamic_index_in_dim(x, journey.place(a, offset), 0, False)  # noqa: E731
+        summand = lambda offset, _, x=pieces, a=axis: lax.dynamic_index_in_dim(x, journey.place(a, offset), 0, False)  # noqa: E731
         chunk = reduce_back(journey, walk([axis], journey.mesh, part.schedule, part.sign), summand, chunk.dtype)
     return chunk
 
@@ -148,20 +153,24 @@ def reduce_back(journey: Journey, hops: Sequence[Hop], summand, wire, schedule: 
     """Walk backwards: at every node a device adds its summand of whom it is for, and sends the sum on.
 
     Args:
-        summand: from an offset to this device's summand for the device so far behind.
+        summand: from an offset, and a zero that its product is to wait for, to this device's summand for the device so
+            far behind.
         wire: the dtype in which sums travel; they are added in the summands' own.
         schedule: of products: says which summands have to be made while a sum is on its way. A compiler adds what
             arrives within the product, which then waits for it. Going both ways, one side is multiplied while the
-            other travels, and only the last summand has nothing beside it.
+            other travels, and only the last summand has nothing beside it: it is made when the last sum has left.
     """
     owed: dict[int, list[jax.Array]] = {}
+    sent = None
     for number in range(len(hops), -1, -1):
-        value, arrived = summand(hops[number - 1].offset if number else {}), owed.pop(number, ())
-        if arrived and (schedule == "one-way" or (schedule and not number)):
+        last = tpu.zero_after(sent) if schedule == "halves" and not number and sent is not None else 0
+        alone = schedule == "one-way" or (schedule and not number) or (schedule == "halves" and number == len(hops) - 1)
+        value, arrived = summand(hops[number - 1].offset if number else {}, last), owed.pop(number, ())
+        if arrived and alone:
             value = lax.optimization_barrier(value)
         for other in arrived:
             value = value + other.astype(value.dtype)
         if number:
-            hop = hops[number - 1]
-            owed.setdefault(hop.source, []).append(journey.send(value.astype(wire), hop, back=True))
+            hop, sent = hops[number - 1], value.astype(wire)
+            owed.setdefault(hop.source, []).append(journey.send(sent, hop, back=True))
     return value

@@ -221,7 +221,7 @@ class LoopedExecution(Execution):
         journey = Journey(travel, ring, self.mesh, shard, first, tensor.wire)
         pieces = []
         for part, start, size in ring.parts(shard[ring.split] if ring.split else 1):
-            summand = lambda offset: self._summand(journey, values, offset, start, size)  # noqa: B023, E731
+            summand = lambda *where: self._summand(journey, values, *where, start, size)  # noqa: B023, E731
             # Stripes have other products to hide a sum's way behind, and need none to be made apart.
             alone = ring.schedule if stripe is None else ""
             chunk = reduce_back(journey, journey.hops(part), summand, tensor.wire, alone)
@@ -231,8 +231,8 @@ class LoopedExecution(Execution):
         behind = chain[len(travel.steps) :]
         return self.send(behind, total, tensor.wire, first + len(travel.steps))
 
-    def _summand(self, journey: Journey, values, offset, start: int, size: int) -> jax.Array:
-        region = journey.divided(journey.block(offset), start, size)
+    def _summand(self, journey: Journey, values, offset, zero, start: int, size: int) -> jax.Array:
+        region = journey.divided(journey.block(offset, zero), start, size)
         first, *rest = (value.block(region) for value in values)
         return sum(rest, first)
 

@@ -46,6 +46,19 @@ def _device_kind() -> str:
     return "" if device is None else device.device_kind
 
 
+def zero_after(x: jax.Array) -> jax.Array | int:
+    """A zero that is not known before `x` is: an index that it is added to makes a product wait.
+
+    The compiler drops barriers before it puts instructions in order, and knows nothing of bits.
+    """
+    if not is_target():
+        return 0
+    x = lax.optimization_barrier(x)  # else a part of a product becomes a product of parts
+    first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
+    bits = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.uint32)
+    return (lax.shift_right_logical(bits, jnp.uint32(31)) & jnp.uint32(2)).astype(jnp.int32)
+
+
 def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
     """A tiled gather over mesh axes, major first: where it is in parts, over the minor one and then over the major."""
     for names, _, groups in reversed(_parts(axes, mesh, _WHOLE["gather"])):
