@@ -7,7 +7,7 @@ from gspmd.audit.hlo import Computation, Instruction, Module
 from gspmd.collectives.plan import KINDS
 
 _EQUATION = re.compile(r"gspmd\[([^\]]*)\]")
-_STEP = re.compile(rf"(?:^|/)(step\d+\.(?:{'|'.join(KINDS)})(?:\.[\w.]+)?)(?=/|$)")
+_STEP = re.compile(rf"(?:^|[/(])(step\d+\.(?:{'|'.join(KINDS)})(?:\.[\w.]+)?)(?=/|$)")
 _NEAR = 4
 """How many producers are asked for a line where the compiler left a collective without one."""
 

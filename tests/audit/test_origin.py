@@ -60,6 +60,8 @@ def gather(op_name: str, frame: int = 2) -> str:
             "A_x -> A",
             "step0.all-gather.x",
         ),
+        # of two that the compiler merged, the first
+        ("gspmd[A_x -> A]/(step12.all-reduce.y/psum:step10.all-reduce.y/psum)", "A_x -> A", "step12.all-reduce.y"),
         # the innermost counts
         ("gspmd[A_x -> A]/step7.einsum/gspmd[B_y -> B]/step0.all-gather.y/f", "B_y -> B", "step0.all-gather.y"),
         # within an equation that the compiler lowers

@@ -1,0 +1,106 @@
+"""Experts across a mesh: what every layout sends, in all lowerings, is the list that it names and nothing else."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+
+import jax
+import numpy as np
+import pytest
+
+import gspmd
+from gspmd.moe import MoEConfig
+from tests.moe import placed
+from tests.moe.placed import LAYOUTS, E, G, L, X
+
+CONFIG = MoEConfig(experts=X, router="gshard", dispatch="sort")
+DROPLESS = replace(CONFIG, dispatch="dropless")
+CHUNKS = 2  # of looped on host devices
+
+
+def _by_kind(found):
+    return {(kind, "".join(axes)): amount for (kind, axes), amount in found.by_kind_and_axes().items()}
+
+
+def _sent(function, arrays):
+    """Count and bytes by kind and axes: as planned, and as compiled; every step is there under its own name."""
+    plan = gspmd.trace(function, *arrays)
+    ledger = gspmd.ledger(jax.jit(function).lower(*arrays).compile())
+    comparison = ledger.compare(plan)
+    assert comparison.agrees
+    assert not comparison.differing
+    assert _by_kind(ledger) == _by_kind(plan)
+    return _by_kind(plan)
+
+
+def _counts(sent):
+    return {key: count for key, (count, _) in sent.items()}
+
+
+def _wanted(layout, lowering, form, passes):
+    """The layout's list; dropless also sends counts, once, and looped cuts what is of slots into chunks."""
+    wanted = Counter()
+    for one in (layout.forward, layout.backward)[:passes]:
+        wanted.update(one)
+    crossing = [key for key in layout.forward if key[0] == "all-to-all"]
+    if crossing and lowering == "looped":
+        wanted[crossing[0]] *= CHUNKS
+        if ("all-reduce", "y") in layout.forward:  # what settles the sum over F
+            wanted[("all-reduce", "y")] *= CHUNKS
+    if crossing and form == "dropless":
+        wanted[crossing[0]] += 1
+    return dict(wanted)
+
+
+def _slot_bytes(layout, form):
+    """What a device sends when its slots, or its rows, cross once."""
+    spec = gspmd.Spec.parse(layout.specs["expert_input"])
+    shards = np.prod([layout.mesh[axis] for axis in spec.axes_of("X")], dtype=int)
+    groups = gspmd.Spec.parse(layout.specs["groups"]).axes_of("G")
+    slots = X * CONFIG.capacity(L) if form == "sort" else shards * L * min(2, X // shards)
+    held = 4 * G * slots * E // np.prod([layout.mesh[axis] for axis in groups], dtype=int)
+    return held * (shards - 1) // shards
+
+
+FORWARD = [
+    *((name, "blocking", "sort") for name in LAYOUTS),
+    ("two axes", "looped", "sort"),
+    ("experts x model", "looped", "dropless"),
+]
+BOTH = [
+    ("two axes, the other first", "blocking", "sort"),
+    ("experts x model", "blocking", "sort"),
+    ("experts x zero", "looped", "sort"),
+    ("experts x data x model", "looped", "dropless"),
+    ("data", "blocking", "dropless"),
+]
+PRODUCT = list(product(LAYOUTS, ("blocking", "looped"), ("sort", "dropless")))
+
+
+def _check(make_mesh, name, lowering, form, passes):
+    layout, config = LAYOUTS[name], CONFIG if form == "sort" else DROPLESS
+    function = (placed.layer if passes == 1 else placed.pullback)(layout, config)
+    with jax.set_mesh(make_mesh(layout.mesh)), gspmd.lowering(lowering):
+        sent = _sent(function, placed.arrays(layout))
+    assert _counts(sent) == _wanted(layout, lowering, form, passes)
+    crossing = [amount for (kind, _), (_, amount) in sent.items() if kind == "all-to-all"]
+    if crossing:
+        counts = crossing[0] - 2 * passes * _slot_bytes(layout, form)
+        assert 0 < counts < 200 if form == "dropless" else counts == 0
+
+
+@pytest.mark.parametrize("case", FORWARD, ids=" ".join)
+def test_a_forward_pass_sends_its_list(case, make_mesh):
+    _check(make_mesh, *case, passes=1)
+
+
+@pytest.mark.parametrize("case", BOTH, ids=" ".join)
+def test_a_backward_pass_sends_its_list(case, make_mesh):
+    _check(make_mesh, *case, passes=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("case", PRODUCT, ids=" ".join)
+def test_every_pass_sends_its_list(case, passes, make_mesh):
+    _check(make_mesh, *case, passes=passes)
