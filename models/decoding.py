@@ -35,12 +35,17 @@ def generate(
         [rows, count] int32.
 
     Raises:
-        ValueError: for an empty prompt, a negative temperature, or a window under 1.
+        ValueError: for an empty prompt, a negative temperature, a window under 1, or a router that reads later tokens.
 
     Differs: there is no cache of keys and values yet. What fills the window behind the text takes no slot of an expert,
         but their capacity is that of the whole window, not of the text.
     """
     _check(prompt, temperature, window)
+    if model.config.moe and not model.config.moe.causal:
+        raise ValueError(
+            f"router {model.config.moe.router} cannot generate text: its experts choose among all tokens of a group, "
+            "so what it learned depends on tokens that are not there yet. Train with another router to generate."
+        )
     rows, mesh = _rows(model), jax.sharding.get_mesh()
     sharding = jax.sharding.NamedSharding(mesh, batch_spec(model.layout).partition_spec())
     step, weights = _step(model, temperature), arrays(model)

@@ -103,11 +103,11 @@ def interrupts(out: Path) -> Iterator[None]:
 
 
 def check_model(training: TrainingConfig, model: Any) -> None:
-    """Refuses a model that the data cannot train: one that does not read bytes, or whose groups a batch cannot fill.
+    """Refuses a model that the data cannot train, or that cannot write the sample that is asked for.
 
     Args:
         training: the settings of training.
-        model: a model's settings, with `vocabulary`, and `moe` that is None or has `groups`.
+        model: a model's settings, with `vocabulary`, and `moe` that is None or has `groups`, `causal` and `router`.
 
     Raises:
         ConfigError: with every fault.
@@ -119,6 +119,9 @@ def check_model(training: TrainingConfig, model: Any) -> None:
     if groups and tokens % groups:
         product = f"{training.batch} × {training.length} = {tokens}"
         faults.append(f"model.moe.groups must divide the tokens of a batch, {product}, but is {groups}.")
+    if training.sample_bytes and model.moe and not model.moe.causal:
+        fault = f"model.moe.router {model.moe.router} cannot generate text, since its experts read later tokens; "
+        faults.append(fault + "set sample_bytes to 0, or take another router.")
     if faults:
         raise ConfigError("cannot train this model:", faults)
 

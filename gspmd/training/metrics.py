@@ -36,12 +36,30 @@ class Metrics:
         self._events = tensorboardX.SummaryWriter(str(Path(out) / "events"), purge_step=purge, flush_secs=10)
 
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Adds one object; arrays become lists in the file, and their mean an event."""
+        """Adds one object, and events.
+
+        Args:
+            step: the step's number.
+            figures: scalars, each an event; [layers], an event per layer; [layers, X], a histogram per layer, in which
+                bucket i holds what belongs to expert i, and an event of the largest times X, which is 1 when balanced.
+                In the file arrays are lists.
+        """
         row = {"step": step, **{name: _plain(value) for name, value in figures.items()}}
         self._line(row)
         for name, value in figures.items():
             if value is not None:
-                self._events.add_scalar(name, float(np.mean(value)), step)
+                self._event(name, np.asarray(value), step)
+
+    def _event(self, name: str, value: np.ndarray, step: int) -> None:
+        if value.ndim == 0:
+            self._events.add_scalar(name, float(value), step)
+            return
+        for layer, of_layer in enumerate(value, 1):
+            if value.ndim == 1:
+                self._events.add_scalar(f"{name}/layer_{layer}", float(of_layer), step)
+            else:
+                self._events.add_scalar(f"{name}_largest/layer_{layer}", float(of_layer.max() * len(of_layer)), step)
+                self._events.add_histogram_raw(f"{name}/layer_{layer}", global_step=step, **_buckets(of_layer))
 
     def _line(self, row: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")
@@ -101,6 +119,14 @@ class Display:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._bar.__exit__(kind, error, trace)
+
+
+def _buckets(shares: np.ndarray) -> dict[str, Any]:
+    """A histogram whose bucket i, from i - ½ to i + ½, holds the share of i: tensorboardX's arguments for it."""
+    shares, index = shares.astype(np.float64), np.arange(len(shares))
+    moments = {"num": shares.sum(), "sum": (shares * index).sum(), "sum_squares": (shares * index**2).sum()}
+    limits = {"bucket_limits": (index + 0.5).tolist(), "bucket_counts": shares.tolist()}
+    return {"min": -0.5, "max": len(shares) - 0.5, **moments, **limits}
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Pictures of a run: the loss curve, and the share of the tokens that each expert got."""
+"""Pictures of a run: the loss curve, and the load of every expert over the steps."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,9 +7,13 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import QuadMesh
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-_INK, _FAINT, _BLUE, _RED, _GREEN = "#22272e", "#d8dee6", "#1f6feb", "#d1495b", "#2a9d68"
+_INK, _MUTED, _FAINT, _BLUE, _RED, _GREEN = "#22272e", "#57606a", "#d8dee6", "#1f6feb", "#d1495b", "#2a9d68"
+# Of a heat map: more columns than this are narrower than a reader sees.
+_COLUMNS = 240
 
 
 def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
@@ -40,10 +44,11 @@ def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
 
 
 def expert_load(rows: Sequence[dict[str, Any]], path: str | Path) -> bool:
-    """Draws each expert's share of the tokens over the steps, one panel for each layer of experts.
+    """Draws each expert's load over the steps, one panel for each layer of experts; above it, how the layer ended.
 
     Args:
-        rows: objects of metrics.jsonl; their `load` is [layers, X], each row summing to one when nothing is dropped.
+        rows: objects of metrics.jsonl; their `load` is [layers, X], the share of choices that each expert was sent.
+            `dropped`, `entropy` and `confidence`, [layers], are written where they are.
         path: the PNG to write.
 
     Returns:
@@ -52,25 +57,64 @@ def expert_load(rows: Sequence[dict[str, Any]], path: str | Path) -> bool:
     loaded = [row for row in rows if np.ndim(row.get("load")) == 2 and np.size(row["load"])]
     if not loaded:
         return False
-    steps, load = [row["step"] for row in loaded], np.array([row["load"] for row in loaded])
-    load = load / np.maximum(load.sum(-1, keepdims=True), 1e-9)
+    edges, load = _binned(loaded)
     layers, experts = load.shape[1:]
-    figure = Figure(figsize=(9, 0.8 + 1.9 * layers), dpi=150, layout="constrained")
+    height = 1.9 if layers <= 6 else 1.2
+    figure = Figure(figsize=(9, 1.2 + height * layers), dpi=150, layout="constrained")
+    figure.suptitle("load of every expert", x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK)
     for layer, axes in enumerate(np.atleast_1d(figure.subplots(layers, 1, sharex=True))):
-        _style(axes)
-        image = axes.imshow(
-            load[:, layer].T * experts, aspect="auto", cmap="RdBu_r", vmin=0, vmax=2, interpolation="nearest",
-            extent=(steps[0] - 0.5, steps[-1] + 0.5, experts - 0.5, -0.5),
-        )  # fmt: skip
-        axes.grid(False)
-        axes.set_ylabel("expert", color=_INK)
-        axes.set_yticks(range(experts) if experts <= 16 else range(0, experts, -(-experts // 8)))
-        axes.set_title(f"layer of experts {layer + 1} of {layers}", loc="left", fontsize=10, color=_INK)
+        mesh = _heat(axes, edges, load[:, layer].T * experts)
+        axes.set_title(f"expert layer {layer + 1} of {layers}", loc="left", fontsize=10, color=_INK)
+        axes.set_title(_ending(loaded, layer), loc="right", fontsize=9, color=_MUTED)
     axes.set_xlabel("step", color=_INK)
-    bar = figure.colorbar(image, ax=figure.axes, label="share of the tokens, 1 = an equal share", shrink=0.9)
+    bar = figure.colorbar(mesh, ax=figure.axes, shrink=0.9, aspect=30, extend="both", ticks=[0.25, 0.5, 1, 2, 4])
+    bar.ax.set_yticklabels(["¼", "½", "1", "2", "4"])
+    bar.ax.minorticks_off()
+    bar.ax.tick_params(colors=_INK, length=0)
+    bar.set_label("times an equal share", color=_INK)
     bar.outline.set_visible(False)
     _save(figure, path)
     return True
+
+
+def _binned(loaded: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """Edges of the columns, in steps, and the mean load in each: [columns + 1] and [columns, layers, X]."""
+    steps, load = np.array([row["step"] for row in loaded]), np.array([row["load"] for row in loaded])
+    starts = np.unique(np.linspace(0, len(steps), min(len(steps), _COLUMNS) + 1).astype(int))[:-1]
+    counts = np.diff([*starts, len(steps)])
+    mean = np.add.reduceat(load, starts, axis=0) / counts[:, None, None]
+    return np.append(steps[starts] - 0.5, steps[-1] + 0.5), mean
+
+
+def _heat(axes: Axes, edges: np.ndarray, shares: np.ndarray) -> QuadMesh:
+    """One panel of shares [X, columns], twice an equal share as far from it as half of one."""
+    experts = len(shares)
+    mesh = axes.pcolormesh(
+        edges, np.arange(experts + 1) - 0.5, np.maximum(shares, 1e-9), cmap="RdBu_r", norm=LogNorm(0.25, 4)
+    )
+    _style(axes)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.grid(False)
+    axes.invert_yaxis()
+    axes.set_ylabel("expert", color=_INK)
+    axes.set_yticks(range(experts) if experts <= 16 else range(0, experts, -(-experts // 8)))
+    if experts <= 32:
+        axes.hlines(np.arange(1, experts) - 0.5, edges[0], edges[-1], color="white", linewidth=1.2)
+    return mesh
+
+
+def _ending(loaded: Sequence[dict[str, Any]], layer: int) -> str:
+    """What a layer's other figures came to, the mean over the last tenth of the steps."""
+    last = loaded[-max(1, len(loaded) // 10) :]
+    said = []
+    for name, text in (
+        ("dropped", "{:.1%} dropped"),
+        ("entropy", "entropy {:.2f}"),
+        ("confidence", "confidence {:.2f}"),
+    ):
+        values = [row[name][layer] for row in last if np.ndim(row.get(name)) == 1]
+        said += [text.format(np.mean(values))] if values else []
+    return "at the end: " + ", ".join(said) if said else ""
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:

@@ -75,3 +75,14 @@ def test_what_cannot_be_continued_is_said(prompt, options, message):
     with pytest.raises(ValueError) as error:
         models.generate(None, prompt, 1, key=jax.random.key(0), **options)
     assert str(error.value) == message
+
+
+def test_experts_that_choose_tokens_cannot_generate(config, one_device, make_mesh):
+    layout = Layout.load("replicated")
+    model = one_device(config(moe=MoEConfig(router="expert-choice")))
+    with pytest.raises(ValueError) as error:
+        continued(model, layout, make_mesh(layout.mesh_for(1)))
+    assert str(error.value) == (
+        "router expert-choice cannot generate text: its experts choose among all tokens of a group, so what it learned "
+        "depends on tokens that are not there yet. Train with another router to generate."
+    )

@@ -24,7 +24,7 @@ def bigram_loss(params, tokens, key):
     each = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)
     entropy = each.mean()
     load = jnp.array([[0.25, 0.75], [0.5, 0.5]])
-    figures = {"cross_entropy": entropy, "aux_loss": jnp.float32(0.1), "load": load, "dropped": jnp.float32(0.0)}
+    figures = {"cross_entropy": entropy, "aux_loss": jnp.float32(0.1), "load": load, "dropped": jnp.zeros(2)}
     return entropy + 0.1, figures
 
 

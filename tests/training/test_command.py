@@ -64,22 +64,25 @@ def test_a_flag_without_its_value_is_told_by_the_parser(resumed, capsys):
     assert "--layout" in capsys.readouterr().err
 
 
-def model(vocabulary=256, groups=None):
-    return SimpleNamespace(vocabulary=vocabulary, moe=SimpleNamespace(groups=groups))
+def model(vocabulary=256, groups=None, causal=True):
+    return SimpleNamespace(vocabulary=vocabulary, moe=SimpleNamespace(groups=groups, causal=causal, router="oracle"))
 
 
 def test_a_model_that_fits():
     training = TrainingConfig(batch=8, length=16)
     command.check_model(training, model(groups=32))
     command.check_model(training, SimpleNamespace(vocabulary=256, moe=None))
+    command.check_model(replace(training, sample_bytes=0), model(causal=False))
 
 
 def test_a_model_that_does_not_fit_is_one_message():
     with pytest.raises(ConfigError) as error:
-        command.check_model(TrainingConfig(batch=8, length=16), model(vocabulary=100, groups=24))
+        command.check_model(TrainingConfig(batch=8, length=16), model(vocabulary=100, groups=24, causal=False))
     assert error.value.faults == (
         "model.vocabulary must be 256, since the data is bytes, but is 100.",
         "model.moe.groups must divide the tokens of a batch, 8 × 16 = 128, but is 24.",
+        "model.moe.router oracle cannot generate text, since its experts read later tokens; "
+        "set sample_bytes to 0, or take another router.",
     )
 
 

@@ -27,7 +27,8 @@ def rows(steps=60, layers=2, experts=4):
     rng = np.random.default_rng(0)
     for step in range(1, steps + 1):
         row = {"step": step, "loss": 5.0 / step + 1.5, "bits_per_byte": 7 / step + 2}
-        yield row | {"load": rng.dirichlet(np.ones(experts), layers).tolist()}
+        layered = {name: rng.random(layers).tolist() for name in ("dropped", "entropy", "confidence")}
+        yield row | layered | {"load": rng.dirichlet(np.ones(experts), layers).tolist()}
     yield {"step": steps, "val_bits_per_byte": 2.2, "gzip_bits_per_byte": 2.05}
 
 
@@ -65,6 +66,22 @@ def test_pictures_are_drawn(tmp_path):
 def test_a_short_run_can_be_drawn(tmp_path):
     plots.loss_curve(list(rows(steps=1)), tmp_path / "loss.png")
     assert plots.expert_load(list(rows(steps=1, layers=1)), tmp_path / "experts.png")
+
+
+def test_a_long_run_has_no_column_narrower_than_a_reader_sees():
+    found = list(rows(steps=1001))[:-1]
+    edges, load = plots._binned(found)
+    assert (len(edges), load.shape) == (241, (240, 2, 4))
+    assert (edges[0], edges[-1]) == (0.5, 1001.5)
+    widths = np.diff(edges)[:, None, None]
+    every = np.array([row["load"] for row in found])
+    np.testing.assert_allclose((load * widths).sum(0), every.sum(0), rtol=1e-12)
+
+
+def test_the_end_of_a_layer_is_the_mean_of_its_last_tenth():
+    found = [{"dropped": [step / 100, 0.0], "entropy": [1.0, 2.0]} for step in range(20)]
+    assert plots._ending(found, 0) == "at the end: 18.5% dropped, entropy 1.00"
+    assert plots._ending([{}], 0) == ""
 
 
 def test_a_dense_model_has_no_load(tmp_path):
