@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gspmd.moe.blocks import rows_times_rows, rows_times_weights
 from gspmd.moe.platform import current_platform
 
 FORMS = ("ragged", "blocks")
-BLOCK = 128  # most rows of one product of "blocks"
 # The gradient of ragged_dot's weights: [R, E], [R, F] -> [X, E, F], R being the ragged dimension.
 _RAGGED_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -84,7 +84,7 @@ _grouped.defvjp(_forward, _backward)
 def _times(form: str, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, back: bool) -> jax.Array:
     """Rows by their expert's weights [X, E, F]: [R, E] to [R, F], or back, [R, F] to [R, E]."""
     if form == "blocks":
-        return _times_blocks(rows, weights, sizes, back=back)
+        return rows_times_weights(rows, weights, sizes, transposed=back)
     if back:
         found = lax.ragged_dot_general(rows, weights, sizes, _RAGGED_BACK, preferred_element_type=jnp.float32)
     else:
@@ -96,58 +96,8 @@ def _times(form: str, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, 
 def _outer(form: str, rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
     """Σ over each expert's rows of row ⊗ cotangent: [R, E], [R, F] to [X, E, F] float32."""
     if form == "blocks":
-        return _outer_blocks(rows, cotangent, sizes)
+        return rows_times_rows(rows, cotangent, sizes)
     # A kernel may read rows that no expert owns, and 0 times what stands there has to be 0.
     owned = (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
     kept, answer = jnp.where(owned, rows, 0), jnp.where(owned, cotangent, 0)
     return lax.ragged_dot_general(kept, answer, sizes, _RAGGED_ROWS, preferred_element_type=jnp.float32)
-
-
-def _times_blocks(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, back: bool) -> jax.Array:
-    block, ends = min(BLOCK, len(rows)), jnp.cumsum(sizes)
-    contracted = ((1,), (1 if back else 0,))
-
-    def of_expert(expert, out):
-        weight, first = weights[expert], ends[expert] - sizes[expert]
-
-        def of_block(number, out):
-            at, own = _block(first, ends[expert], number, block, len(rows))
-            found = lax.dot_general(
-                lax.dynamic_slice_in_dim(rows, at, block), weight, (contracted, ((), ())),
-                preferred_element_type=jnp.float32,
-            )  # fmt: skip
-            kept = jnp.where(own, found.astype(rows.dtype), lax.dynamic_slice_in_dim(out, at, block))
-            return lax.dynamic_update_slice_in_dim(out, kept, at, 0)
-
-        return lax.fori_loop(0, -(-sizes[expert] // max(1, block)), of_block, out)
-
-    out = jnp.zeros((len(rows), weights.shape[1 if back else 2]), rows.dtype)
-    return lax.fori_loop(0, len(weights), of_expert, out) if len(rows) else out
-
-
-def _outer_blocks(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
-    block, ends = min(BLOCK, len(rows)), jnp.cumsum(sizes)
-
-    def of_expert(expert, out):
-        first = ends[expert] - sizes[expert]
-
-        def of_block(number, total):
-            at, own = _block(first, ends[expert], number, block, len(rows))
-            kept = jnp.where(own, lax.dynamic_slice_in_dim(rows, at, block), 0)
-            answer = jnp.where(own, lax.dynamic_slice_in_dim(cotangent, at, block), 0)
-            return total + lax.dot_general(kept, answer, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-
-        total = lax.fori_loop(0, -(-sizes[expert] // max(1, block)), of_block, jnp.zeros(out.shape[1:], out.dtype))
-        return lax.dynamic_update_index_in_dim(out, total, expert, 0)
-
-    out = jnp.zeros((len(sizes), rows.shape[1], cotangent.shape[1]), jnp.float32)
-    return lax.fori_loop(0, len(sizes), of_expert, out) if len(rows) else out
-
-
-def _block(first, end, number, block: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Where the numbered block of the rows [first, end) is read, and which of its rows are its own: [block, 1]."""
-    start = first + number * block
-    # A slice beyond the last row would be moved forward by itself, and its rows would be taken for others.
-    at = jnp.minimum(start, rows - block)
-    row = at + jnp.arange(block, dtype=jnp.int32)
-    return at, ((row >= start) & (row < end))[:, None]

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd.moe.grouped import BLOCK, grouped_matmul
+from gspmd.moe.blocks import BLOCKS
+from gspmd.moe.grouped import grouped_matmul
 
 E, F = 3, 5
+LARGE, SMALL = BLOCKS
 SIZES = {
     "one expert": [7],
     "no rows": [0, 0],
@@ -17,8 +19,9 @@ SIZES = {
     "empty groups": [0, 4, 0, 0, 9, 0],
     "all in the first": [40, 0, 0],
     "all in the last": [0, 0, 40],
-    "blocks and a bit": [BLOCK + 1, 2 * BLOCK - 1, 1, BLOCK],
-    "whole blocks": [BLOCK, 2 * BLOCK],
+    "blocks and a bit": [LARGE + 1, 2 * LARGE - 1, 1, SMALL + 1, LARGE + SMALL],
+    "whole blocks": [LARGE, SMALL, 2 * LARGE],
+    "a block but one": [LARGE - 1, SMALL - 1],
 }
 by_sizes = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 by_spare = pytest.mark.parametrize("spare", [0, 3], ids=["all owned", "rows beyond"])
