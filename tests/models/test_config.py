@@ -84,6 +84,12 @@ def test_only_the_chosen_experts_count_as_active(router, choices):
     assert sparse.num_active_parameters == dense.num_parameters + 2 * (choices - 1) * expert + routers
 
 
+def test_experts_that_choose_are_used_by_a_token_as_often_as_they_have_room():
+    model = ModelConfig(moe=MoEConfig(router="expert-choice", capacity_factor=1.5))
+    dense, expert, routers = ModelConfig(), 3 * 128 * 256, 2 * 128 * 8
+    assert model.num_active_parameters == dense.num_parameters + 2 * expert // 2 + routers
+
+
 def test_a_table_without_experts_is_a_dense_model():
     assert from_mapping(ModelConfig, {"embed": 64}).moe is None
     assert from_mapping(ModelConfig, {"moe": {"experts": 4}}).moe == MoEConfig(experts=4)
