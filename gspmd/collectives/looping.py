@@ -19,21 +19,18 @@ from dataclasses import dataclass
 from itertools import product as combinations
 
 from gspmd.collectives.costing import Costs
-from gspmd.collectives.loops import LONGEST, Loops, Ring, Stripes, Travel, gather_of, local_shape, scatter_of, settling
-from gspmd.collectives.plan import Product, Routine, Step
+from gspmd.collectives.loops import LONGEST, Loops, Ring, Stripes, Travel, gather_of, local_shape, scatter_of
+from gspmd.collectives.plan import Product, Routine
 from gspmd.collectives.problem import Setting, Tensor
-from gspmd.collectives.walk import SCHEDULES, cut
+from gspmd.collectives.striping import stripe_dim, stripes
+from gspmd.collectives.walk import SCHEDULES
 
-STRIPES = (2, 4)
 MARGIN = 0.04
 """What the model of a product is off by, in the median: no loop is taken for less."""
 
 SUMMED_MARGIN = 0.12
 """The same for rings that chunks of a summed dimension go round: their sums wait for nothing, and the TPU compiler has
 been seen to send every chunk before it multiplies the first (PaLM, 512 tokens, second product: of 10% none gained)."""
-
-FULL_STRIPE = 128
-"""Rows that fill the lanes of a vector register: thinner stripes are not worth trying."""
 
 
 @dataclass(frozen=True)
@@ -125,14 +122,14 @@ class _Chooser:
         A program that shall be looped gathers nothing whole: where two operands of one product travel, one of them
         would be, but for stripes, however thin.
         """
-        rings, dim = self._by_rings(), self._stripe_dim()
+        rings, dim = self._by_rings(), stripe_dim(self.routine, self.gathers, self.scatters, self.costs.local)
         apart = any(not ring.axes for ring in rings.loops.gathers.values())
         size = self.costs.local(dim) if dim else 1
         if not apart or size < 2:
             yield rings
         if self.forced and not apart and not self._both():  # rings hold less at once
             return
-        for sizes in _stripes(size, 1 if apart else FULL_STRIPE):
+        for sizes in stripes(size, thin=apart):
             yield from self._by_stripes(Stripes(dim, sizes))
 
     def _both(self) -> bool:
@@ -194,51 +191,6 @@ class _Chooser:
 
     # -- stripes -------------------------------------------------------------------------------------------------------
 
-    def _stripe_dim(self) -> str | None:
-        """The longest dimension that stays where it is in everything that travels, where nothing else is sent."""
-        candidates = {}
-        einsum = self.routine.products[0].einsum
-        for dim in dict.fromkeys((*einsum.before.dims, *(einsum.other.dims if einsum.other else ()))):
-            if all(self._stays(dim, *each) for each in self._chains()) and self._reaches(dim):
-                candidates[dim] = self.costs.local(dim)
-        return max(candidates, key=candidates.get, default=None)
-
-    def _chains(self) -> Iterator[tuple[tuple[Step, ...], Travel | None, tuple[str, ...]]]:
-        """Every chain of steps with what of it can travel, and the dimensions of its tensor."""
-        for number, move in enumerate(self.routine.moves):
-            yield move.steps, self.gathers.get(number), move.spec.dims
-        for number, output in enumerate(self.routine.outputs):
-            dims = self.routine.products[output.products[0]].spec.dims
-            yield settling(self.routine, number), self.scatters.get(number), dims
-
-    def _stays(self, dim: str, steps: tuple[Step, ...], travel: Travel | None, dims: tuple[str, ...]) -> bool:
-        if dim not in dims:
-            return True
-        alone = not any(step.is_collective for step in steps if travel is None or step not in travel.steps)
-        return alone and all(step.before.axes_of(dim) == step.after.axes_of(dim) for step in steps)
-
-    def _reaches(self, dim: str) -> bool:
-        """Whether whatever travels has the dimension, each product has it, and no product has steps of its own."""
-        moves = [self.routine.moves[n].spec.dims for n in self.gathers]
-        products = self.routine.products
-        inside = all(dim in p.einsum.before.dims or (p.einsum.other and dim in p.einsum.other.dims) for p in products)
-        single = all(len(o.products) == 1 or not self._steps_of(o.products) for o in self.routine.outputs)
-        pieces = [spec for p in products for spec in (p.einsum.before, p.einsum.other) if spec and dim in spec.dims]
-        alike = len({spec.axes_of(dim) for spec in pieces}) == 1
-        # What a stripe's product would settle by itself is settled once, when stripes are added up.
-        settled = any(
-            step.is_collective
-            for number, o in enumerate(self.routine.outputs)
-            if dim not in o.spec.dims and number not in self.scatters
-            for step in self._steps_of(o.products)
-        )
-        made = [(o.spec.dims, products[p].einsum.after.dims) for o in self.routine.outputs for p in o.products]
-        broadcast = any(dim in wanted and set(wanted) != set(dims) for wanted, dims in made)
-        return inside and single and alike and not settled and not broadcast and all(dim in dims for dims in moves)
-
-    def _steps_of(self, products: Sequence[int]) -> list[Step]:
-        return [step for p in products for step in self.routine.products[p].steps]
-
     def _by_stripes(self, stripes: Stripes) -> Iterator[Choice]:
         for schedule in self.schedules:
             gathers = {n: self._first(travel, schedule) for n, travel in self.gathers.items()}
@@ -254,13 +206,6 @@ class _Chooser:
         rings = [ring for ring in self._rings(travel, products) if (ring.schedule, ring.turns) == (schedule, 1)]
         rings.append(self._first(travel, schedule))
         return min(rings, key=lambda ring: self.costs.in_stripe(chunk, travel, ring, products))
-
-
-def _stripes(size: int, least: int) -> Iterator[tuple[int, ...]]:
-    """Ways to cut a dimension evenly; thin stripes at the ends would be hidden better, were they scheduled so."""
-    for number in STRIPES:
-        if size // number >= least:
-            yield tuple(length for _, length in cut(size, number))
 
 
 def _split(shard: Mapping[str, int], travel: Travel, within: Sequence[str], free: set[str]) -> str | None:
