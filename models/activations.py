@@ -7,6 +7,7 @@ from typing import Any
 
 from gspmd.annotate import Spec
 from models.config import ModelConfig
+from models.parameters import SHARED, shared_sizes
 
 
 def activation_specs(
@@ -36,6 +37,7 @@ def activation_specs(
     for key in _keys(config):
         spec = Spec.parse(layout[key])
         local = sizes | {"L": tokens} if key == "moe.groups" else sizes
+        local = shared_sizes(config, sizes) if key in SHARED else local
         table[key] = spec, tuple(local[dim] for dim in spec.dims)
     return table
 
@@ -46,4 +48,6 @@ def _keys(config: ModelConfig) -> Iterator[str]:
         yield "ffn.hidden"
     if config.moe:
         yield from ("moe.groups", "moe.dispatched", "moe.expert_input", "moe.hidden")
+        if config.moe.shared:
+            yield "moe.shared_hidden"
     yield "output.logits"

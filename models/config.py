@@ -98,8 +98,9 @@ class ModelConfig:
         feed_forward = self.embed * self.feed_forward * (3 if self.gated else 2)
         norms = self.embed * (2 if self.block == "serial" else 1)
         router = self.embed * self.moe.experts * (2 if self.moe.noisy else 1) if self.moe else 0
+        shared = self.moe.shared if self.moe else 0
         dense = (self.layers - self.expert_layers) * feed_forward
-        sparse = self.expert_layers * (round(experts * feed_forward) + router)
+        sparse = self.expert_layers * (round((experts + shared) * feed_forward) + router)
         tables = self.vocabulary * self.embed * (1 if self.tied else 2)
         return self.layers * (attention + norms) + dense + sparse + tables + self.embed
 

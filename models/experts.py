@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from gspmd.annotate import Spec
 from gspmd.collectives.norm import rms_norm
 from gspmd.moe import expert_layer
 from models.config import ModelConfig
+from models.feed_forward import FeedForward
 
 
 class Experts(nnx.Module):
@@ -27,6 +29,8 @@ class Experts(nnx.Module):
         self.w_in = nnx.Param(weights["w_in"])
         self.w_gate = nnx.Param(weights["w_gate"]) if config.gated else None
         self.w_out = nnx.Param(weights["w_out"])
+        shared = weights.get("shared")
+        self.shared = None if shared is None else FeedForward(config, layout, shared, dtype, shared_specs(layout))
 
     def __call__(
         self, x: jax.Array, *, key: jax.Array | None, train: bool, mask: jax.Array | None = None
@@ -64,7 +68,8 @@ class Experts(nnx.Module):
             mask=None if mask is None else regroup(mask, into, groups.without("E")),
             activation=self.config.activation,
         )
-        return moved(regroup(answers, shape, sequences), sequences, residual), {"aux_loss": loss, **stats}
+        answers = moved(regroup(answers, shape, sequences), sequences, residual)
+        return answers if self.shared is None else answers + self.shared.answer(y), {"aux_loss": loss, **stats}
 
     def weights(self) -> dict[str, jax.Array]:
         """The experts' weights in the compute type, and the router's in float32."""
@@ -72,6 +77,32 @@ class Experts(nnx.Module):
         named = {"w_in": self.w_in, "w_gate": self.w_gate, "w_out": self.w_out}
         cast = {name: w[...].astype(self.dtype) for name, w in named.items() if w is not None}
         return {name: w[...] for name, w in routers.items() if w is not None} | cast
+
+
+@dataclass(frozen=True)
+class SharedSpecs:
+    """Where the shared experts lie, a feed-forward layer of its own between the same residuals."""
+
+    residual: str
+    w_in: str
+    w_gate: str
+    hidden: str
+    w_out: str
+    in_via: str | None
+    out_via: str | None
+
+
+def shared_specs(layout: Any) -> SharedSpecs:
+    """The specs of the shared experts in a layout.
+
+    Source: Dai et al. 2024, DeepSeekMoE (arXiv 2401.06066), §3.2.
+    Differs: the shared experts are one layer of their joint width, which is their sum.
+    """
+    moe = layout.section("moe")
+    named = {name: getattr(moe, f"shared_{name.removeprefix('w_')}") for name in ("w_in", "w_gate", "w_out", "hidden")}
+    return SharedSpecs(
+        residual=layout["ffn.residual"], in_via=moe.shared_in_via, out_via=moe.shared_out_via, **named
+    )
 
 
 def tokens_spec(layout: Any) -> Spec:

@@ -20,8 +20,10 @@ class FeedForward(nnx.Module):
     Source: Shazeer 2020, GLU Variants Improve Transformer (arXiv 2002.05202), equation 6, for the gate.
     """
 
-    def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
-        self.config, self.specs, self.dtype = config, layout.section("ffn"), dtype
+    def __init__(
+        self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any, specs: Any = None
+    ):
+        self.config, self.specs, self.dtype = config, specs or layout.section("ffn"), dtype
         self.norm = nnx.Param(weights["norm"]) if "norm" in weights else None
         self.w_in = nnx.Param(weights["w_in"])
         self.w_gate = nnx.Param(weights["w_gate"]) if config.gated else None
@@ -30,7 +32,11 @@ class FeedForward(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """What the layer adds to the residual stream, [B, L, E], placed as `ffn.residual`."""
         ffn = self.specs
-        y = rms_norm(x, self.norm[...], ffn.residual, ffn.norm, epsilon=self.config.norm_epsilon)
+        return self.answer(rms_norm(x, self.norm[...], ffn.residual, ffn.norm, epsilon=self.config.norm_epsilon))
+
+    def answer(self, y: jax.Array) -> jax.Array:
+        """The layer of a normed input, both placed as `ffn.residual`."""
+        ffn = self.specs
         hidden = gspmd.einsum(
             f"{ffn.residual}, ({', '.join(self.specs_in())}) -> ({', '.join(self.specs_hidden())})",
             y,

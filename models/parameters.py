@@ -121,7 +121,8 @@ def _rows(config: ModelConfig, spec_of: Callable[[str], str]) -> Iterator[tuple[
     sizes = config.sizes(batch=1, length=1)
 
     def row(path: str, key: str, dims: str, begin: Initialiser, stack: int = 0) -> tuple[str, Parameter]:
-        spec, shape = _spec(spec_of, key, dims), tuple(sizes[d] for d in dims)
+        of = shared_sizes(config, sizes) if key in SHARED else sizes
+        spec, shape = _spec(spec_of, key, dims), tuple(of[d] for d in dims)
         if stack:
             spec, shape = Spec(("N", *spec.dims), ((), *spec.axes)), (stack, *shape)
         return path, Parameter(key, spec, shape, begin)
@@ -163,6 +164,23 @@ def _block(config: ModelConfig, place: int, sizes: Mapping[str, int]) -> Iterato
     for name in ("w_in", "w_gate") if config.gated else ("w_in",):
         yield f"{section}.{name}", f"{section}.{name}", f"{lead}EF", scaled("E", sizes)
     yield f"{section}.w_out", f"{section}.w_out", f"{lead}FE", scaled("F", sizes, depth=config.layers)
+    if experts and config.moe.shared:
+        yield from _shared(config, shared_sizes(config, sizes))
+
+
+SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_out")
+"""The layout's names of the tensors of shared experts, whose F is that of all of them together."""
+
+
+def shared_sizes(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of dimensions in the experts that every token uses."""
+    return {**sizes, "F": config.moe.shared * sizes["F"]}
+
+
+def _shared(config: ModelConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, str, str, Initialiser]]:
+    for name in ("in", "gate") if config.gated else ("in",):
+        yield f"moe.shared.w_{name}", f"moe.shared_{name}", "EF", scaled("E", sizes)
+    yield "moe.shared.w_out", "moe.shared_out", "FE", scaled("F", sizes, depth=config.layers)
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,8 @@ def _activation(name: str, dims: str, meaning: str, **more) -> Key:
     return Key(name, dims, "activation", meaning, **more)
 
 
-def _via(name: str, left: str, right: str, meaning: str) -> Key:
-    return Key(name, (left, right), "via", meaning, optional=True)
+def _via(name: str, left: str, right: str, meaning: str, **more) -> Key:
+    return Key(name, (left, right), "via", meaning, optional=True, **more)
 
 
 _ALL = (
@@ -120,6 +120,31 @@ _ALL = (
     _parameter("moe.w_out", "XFE", "Second matrix of every expert."),
     _via("moe.in_via", "moe.expert_input", "moe.w_in", "Where expert_input and w_in (and w_gate) meet."),
     _via("moe.out_via", "moe.hidden", "moe.w_out", "Where hidden and w_out meet."),
+    _parameter(
+        "moe.shared_in",
+        "EF",
+        "First matrix of the experts that every token uses, side by side: F is their number times an expert's.",
+        default="ffn.w_in",
+    ),
+    _parameter("moe.shared_gate", "EF", "The gate of SwiGLU of the shared experts.", default="moe.shared_in"),
+    _activation(
+        "moe.shared_hidden", "BLF", "What the shared experts' activation function is applied to.", default="ffn.hidden"
+    ),
+    _parameter("moe.shared_out", "FE", "Second matrix of the shared experts.", default="ffn.w_out"),
+    _via(
+        "moe.shared_in_via",
+        "ffn.residual",
+        "moe.shared_in",
+        "Where residual and shared_in (and shared_gate) meet.",
+        default="ffn.in_via",
+    ),
+    _via(
+        "moe.shared_out_via",
+        "moe.shared_hidden",
+        "moe.shared_out",
+        "Where shared_hidden and shared_out meet.",
+        default="ffn.out_via",
+    ),
     _parameter("output.norm", "E", "Scale of the last norm."),
     _parameter("output.table", "VE", "The unembedding table, where it is not tied.", default="embedding.table"),
     _activation("output.logits", "BLV", "Logits; the loss is taken without gathering the vocabulary."),

@@ -130,7 +130,7 @@ class _Program:
     @property
     def held_specs(self) -> tuple[Spec, ...]:
         """Of the weights as the gradient takes them, in the order of the moves."""
-        return tuple(spec for *_, spec, _ in self._weight_moves())
+        return tuple(spec if moved else self.work.weights[n] for _, n, spec, moved in self._weight_moves())
 
     def held(self, weights: Sequence[jax.Array], moved: Sequence[jax.Array]) -> list[jax.Array]:
         """The weights as they were moved."""

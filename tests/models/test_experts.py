@@ -1,0 +1,74 @@
+"""Layers of experts in a model: those that every token uses, and the forms of dispatch, on any layout."""
+
+import jax
+import numpy as np
+import pytest
+
+import gspmd
+import models
+from gspmd.layouts import Layout
+from gspmd.moe import MoEConfig
+from models.experts import shared_specs
+from models.parameters import parameters
+from tests.models.conftest import put
+
+SHARED = MoEConfig(experts=8, every=2, router="gshard", dispatch="dropless", shared=2, dropout=0.2)
+
+
+def test_shared_experts_are_parameters_of_their_own(config):
+    sizes = config(moe=SHARED)
+    alone = config(moe=MoEConfig(experts=8, every=2, router="gshard"))
+    rows = parameters(sizes, Layout.load("gshard"))
+    assert sizes.num_parameters == sum(np.prod(row.shape, dtype=int) for row in rows.values())
+    width = 2 * sizes.feed_forward
+    assert rows["blocks.1.moe.shared.w_in"].shape == (1, sizes.embed, width)
+    added = 3 * sizes.embed * width
+    assert sizes.num_parameters - alone.num_parameters == added
+    assert sizes.num_active_parameters - alone.num_active_parameters == added
+
+
+def test_shared_experts_lie_as_a_dense_layer_unless_the_layout_says_otherwise():
+    layout = Layout.load("switch-expert-model")
+    specs = shared_specs(layout)
+    assert (specs.w_in, specs.w_gate, specs.hidden, specs.w_out) == ("EF_y", "EF_y", "B_zxLF_y", "F_yE")
+    assert (specs.in_via, specs.out_via) == (layout["ffn.in_via"], layout["ffn.out_via"])
+    other = shared_specs(layout.override({"moe.shared_in": "EF", "moe.shared_in_via": "B_zxLE, EF"}))
+    assert (other.w_in, other.w_gate, other.w_out, other.in_via) == ("EF", "EF", "F_yE", "B_zxLE, EF")
+
+
+def test_shared_experts_are_added_to_the_others(config, one_device, tokens):
+    """Where the others answer 0, they are a dense layer."""
+    moe = MoEConfig(experts=8, every=1, shared=1)
+    dense, mixed = one_device(config()), one_device(config(moe=moe))
+    values = models.arrays(mixed)
+    for path in ("w_in", "w_gate", "w_out"):
+        values[f"blocks.0.moe.shared.{path}"] = models.arrays(dense)[f"blocks.0.ffn.{path}"]
+    values["blocks.0.moe.w_out"] = jax.numpy.zeros_like(values["blocks.0.moe.w_out"])
+    values |= {k.replace("ffn", "moe"): v for k, v in models.arrays(dense).items() if k.endswith("ffn.norm")}
+    values |= {k: v for k, v in models.arrays(dense).items() if "ffn" not in k}
+    with jax.set_mesh(jax.make_mesh((1, 1, 1), ("x", "y", "z"))):
+        ids = put(tokens, dense.layout, jax.sharding.get_mesh())
+        losses = [models.loss(m, ids, train=False)[0] for m in (dense, models.with_arrays(mixed, values))]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "lowering"), [("gshard", "blocking"), ("switch-expert-model", "looped")])
+def test_a_layout_never_changes_a_loss(config, one_device, placed, make_mesh, tokens, name, lowering):
+    """With shared experts, no token lost, expert dropout, and recomputation."""
+    alone = one_device(config(moe=SHARED))
+    layout = Layout.load(name)
+    mesh, whole = make_mesh(layout.mesh_for(8)), make_mesh(layout.mesh_for(1))
+    found = []
+    for model, on in ((alone, whole), (placed(alone, layout, mesh), mesh)):
+        with jax.set_mesh(on), gspmd.lowering(lowering):
+            run = lambda values, ids, m=model: models.loss(  # noqa: E731
+                models.with_arrays(m, values), ids, key=jax.random.key(3), train=True
+            )
+            ids = put(tokens, model.layout, on)
+            (value, _), gradients = jax.jit(jax.value_and_grad(run, has_aux=True))(models.arrays(model), ids)
+            found.append((value, jax.tree.map(np.asarray, gradients)))
+    (loss, gradients), (wanted, wanted_gradients) = found[1], found[0]
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    for path, gradient in wanted_gradients.items():
+        np.testing.assert_allclose(gradients[path], gradient, rtol=2e-3, atol=2e-5, err_msg=path)
