@@ -50,15 +50,21 @@ def route(
 def assign(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array | None) -> Routing:
     """`route`, with its random numbers given: nothing here looks beyond a group."""
     logits, mask = finite(logits), every_token(logits, mask)
-    rank = _ranks(logits, mask)
-    kept = mask[..., None] & (rank < config.capacity(logits.shape[1]))
+    capacity = config.capacity(logits.shape[1])
+    rank = _ranks(logits, mask, capacity)
+    kept = mask[..., None] & (rank < capacity)
     expert = jnp.broadcast_to(jnp.arange(config.experts, dtype=jnp.int32), logits.shape)
     gate = jnp.where(kept, jax.nn.softmax(logits, axis=-1), 0)
     return Routing(expert, jnp.where(kept, rank, -1), gate, kept, with_z({}, logits, config, mask))
 
 
-def _ranks(logits: jax.Array, mask: jax.Array) -> jax.Array:
-    """The place of each token in each expert's order, padding last: [G, L, X] int32."""
-    against = jnp.minimum(log_odds_against(logits), jnp.finfo(jnp.float32).max)
-    order = jnp.argsort(jnp.where(mask[..., None], against, jnp.inf), axis=1, stable=True)
-    return jnp.argsort(order, axis=1).astype(jnp.int32)
+def _ranks(logits: jax.Array, mask: jax.Array, capacity: int) -> jax.Array:
+    """The place of each token in each expert's order, padding last: [G, L, X] int32, the capacity from there on."""
+    odds = -jnp.minimum(log_odds_against(logits), jnp.finfo(jnp.float32).max)
+    # A single zero: lax.top_k puts 0.0 before -0.0.
+    odds = jnp.where(mask[..., None], jnp.where(odds == 0, 0, odds), -jnp.inf).swapaxes(1, 2)
+    _, taken = jax.lax.top_k(odds, capacity)
+    place = jnp.arange(capacity, dtype=jnp.int32)
+    whole = jnp.full(odds.shape[-1:], capacity, jnp.int32)
+    ranks = jax.vmap(jax.vmap(lambda tokens: whole.at[tokens].set(place, unique_indices=True)))(taken)
+    return ranks.swapaxes(1, 2)

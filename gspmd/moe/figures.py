@@ -22,12 +22,10 @@ def summarize(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.
     p = jnp.exp(log_p)
     per_token = jnp.stack([_dropped(routing, config), -jnp.sum(p * log_p, axis=-1), jnp.max(p, axis=-1)], axis=-1)
     sums = jnp.sum(jnp.where(real[..., None], per_token, 0), axis=1)
-    waited = (routing.slot >= 0).astype(jnp.float32)
-    chosen = jnp.sum(per_expert(waited, routing.expert, config.experts), axis=1)
     loss = sum(routing.losses.values(), jnp.zeros(real.shape[:1], jnp.float32))
     tokens = jnp.sum(real, axis=1, dtype=jnp.float32)
     ahead = jnp.stack([loss, (tokens > 0).astype(jnp.float32), tokens], axis=1)
-    return jnp.concatenate([ahead, sums, chosen], axis=1)
+    return jnp.concatenate([ahead, sums, _sent(routing, config)], axis=1)
 
 
 def figures(summary: jax.Array, places: Places, *, padded: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -41,6 +39,14 @@ def figures(summary: jax.Array, places: Places, *, padded: bool) -> tuple[jax.Ar
     # Without padding the divisor is known, and recomputation in a backward pass needs no second sum.
     real_groups = jnp.maximum(1, groups) if padded else summary.shape[0]
     return loss / real_groups, jax.tree.map(jax.lax.stop_gradient, stats)
+
+
+def _sent(routing: Routing, config: MoEConfig) -> jax.Array:
+    """The choices of each expert, with a slot or without: [G, X]."""
+    waited = (routing.slot >= 0).astype(jnp.float32)
+    # Where experts choose, choice i is expert i: nothing has to be found, in time that would grow with X².
+    at_expert = waited if ROUTERS[config.router].by_experts else per_expert(waited, routing.expert, config.experts)
+    return jnp.sum(at_expert, axis=1)
 
 
 def _dropped(routing: Routing, config: MoEConfig) -> jax.Array:
