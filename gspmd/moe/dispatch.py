@@ -5,11 +5,16 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from gspmd.moe.config import MoEConfig
+from gspmd.moe.platform import dispatch_form
 from gspmd.moe.routing import Routing
+
+SPARSE = 4
+"""Choices per slot from which a pass over the slots is cheaper than a gather per choice, most of which have none."""
 
 
 @partial(jax.jit, static_argnames=("experts", "capacity", "form"))
-def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, form: str = "sort") -> jax.Array:
+def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, form: str = "auto") -> jax.Array:
     """Bring each token's activations to the slots it was given; slots that nobody took are 0.
 
     "onehot" is the papers' einsum, GLXC, GLE -> GXCE, whose time grows with tokens · slots. "sort" writes the number of
@@ -21,10 +26,13 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
         routing: a router's answer for these groups.
         experts: number of experts X.
         capacity: slots per expert and group C, as the router was given.
-        form: "sort" or "onehot".
+        form: "sort", "onehot", or "auto" for `dispatch_form`'s answer.
 
     Returns:
         [G, X, C, E], of x's dtype.
+
+    Raises:
+        ValueError: a form that has no slots, or that there is not.
 
     Example:
         >>> from gspmd.moe import MoEConfig, route
@@ -38,24 +46,27 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
     Differs: the einsums keep the group in front, G X C E, so that groups stay put until a reshard moves them.
     The gradient of the gather is a gather of each token's slots, where transposition would scatter-add activations.
     """
-    if form == "onehot":
+    if _slot_form(form) == "onehot":
         taken = _one_hot(routing, routing.kept, experts, capacity).astype(x.dtype)
         return jnp.einsum("GLXC,GLE->GXCE", taken, x, precision="highest")
-    rows = _spread(x, *_rows(routing, experts, capacity))
+    rows = spread(x, *_rows(routing, experts, capacity))
     return rows.reshape(x.shape[0], experts, capacity, x.shape[-1])
 
 
 @partial(jax.jit, static_argnames="form")
-def combine(y: jax.Array, routing: Routing, *, form: str = "sort") -> jax.Array:
+def combine(y: jax.Array, routing: Routing, *, form: str = "auto") -> jax.Array:
     """Bring the experts' answers back to their tokens, weighted by the gates and summed in float32.
 
     Args:
         y: [G, X, C, E], the experts' answers in the order of `dispatch`.
         routing: the router's answer that `dispatch` was given.
-        form: "sort" or "onehot".
+        form: "sort", "onehot", or "auto" for `dispatch_form`'s answer.
 
     Returns:
         [G, L, E], of y's dtype; 0 for tokens that no expert took.
+
+    Raises:
+        ValueError: a form that has no slots, or that there is not.
 
     Example:
         >>> from gspmd.moe import MoEConfig, route
@@ -67,11 +78,20 @@ def combine(y: jax.Array, routing: Routing, *, form: str = "sort") -> jax.Array:
     Source: GShard, arXiv 2006.16668, Algorithm 2 (GSEC,GECM->GSM).
     """
     groups, experts, capacity, size = y.shape
-    if form == "onehot":
+    if _slot_form(form) == "onehot":
         weights = _one_hot(routing, routing.gate, experts, capacity)
         return jnp.einsum("GLXC,GXCE->GLE", weights, y.astype(jnp.float32), precision="highest").astype(y.dtype)
     rows = y.reshape(groups, experts * capacity, size)
-    return _collect(rows, routing.gate, *_rows(routing, experts, capacity))
+    return collect(rows, routing.gate, *_rows(routing, experts, capacity))
+
+
+def _slot_form(form: str) -> str:
+    if form not in ("auto", "sort", "onehot"):
+        raise ValueError(
+            f"cannot bring tokens to slots by {form!r}.\n"
+            "  Choose from auto, sort, onehot; dropless has no slots, and is a setting of gspmd.moe.expert_layer."
+        )
+    return dispatch_form(MoEConfig(dispatch=form))
 
 
 def _one_hot(routing: Routing, values: jax.Array, experts: int, capacity: int) -> jax.Array:
@@ -98,43 +118,84 @@ def _rows(routing: Routing, experts: int, capacity: int) -> tuple[jax.Array, jax
 @partial(jax.vmap, in_axes=(0, 0))
 def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
     """Rows by index, 0 for an index past the end."""
+    if not len(rows):  # capacity 0, and no gather is from nothing
+        return jnp.zeros((*index.shape, *rows.shape[1:]), rows.dtype)
     return rows.at[index].get(mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
-def _spread(x: jax.Array, holder: jax.Array, place: jax.Array) -> jax.Array:
+def spread(x: jax.Array, holder: jax.Array, place: jax.Array) -> jax.Array:
+    """Copy tokens to the rows that their choices have; its gradient sums a token's rows, in float32.
+
+    Args:
+        x: [G, L, E].
+        holder: [G, R] int32, the number token · k + choice of each row's choice, L · k for a row without.
+        place: [G, L, k] int32, the row of each choice, R for a choice without: the same the other way round.
+
+    Returns:
+        [G, R, E], of x's dtype.
+
+    Example:
+        >>> spread(jnp.array([[[1.0], [2.0]]]), jnp.array([[1, 2, 0]]), jnp.array([[[2], [0]]]))[0, :, 0].tolist()
+        [2.0, 0.0, 1.0]
+    """
     return _take(x, holder // place.shape[-1])
 
 
 def _spread_forward(x, holder, place):
-    return _spread(x, holder, place), place
+    return spread(x, holder, place), (holder, place)
 
 
-def _spread_backward(place, cotangent):
-    parts = [_take(cotangent, place[..., j]).astype(jnp.float32) for j in range(place.shape[-1])]
-    return sum(parts).astype(cotangent.dtype), None, None
+def _spread_backward(saved, cotangent):
+    return _sum_by_token(cotangent, None, *saved).astype(cotangent.dtype), None, None
 
 
-_spread.defvjp(_spread_forward, _spread_backward)
+spread.defvjp(_spread_forward, _spread_backward)
 
 
 @jax.custom_vjp
-def _collect(rows: jax.Array, gate: jax.Array, holder: jax.Array, place: jax.Array) -> jax.Array:
-    parts = [gate[..., j, None] * _take(rows, place[..., j]).astype(gate.dtype) for j in range(gate.shape[-1])]
-    return sum(parts).astype(rows.dtype)
+def collect(rows: jax.Array, gate: jax.Array, holder: jax.Array, place: jax.Array) -> jax.Array:
+    """Sum the rows of each token's choices in float32, weighted by their gates.
+
+    Args:
+        rows: [G, R, E].
+        gate: [G, L, k] float32.
+        holder, place: as `spread` takes them.
+
+    Returns:
+        [G, L, E], of the rows' dtype.
+
+    Example:
+        >>> rows, gate = jnp.array([[[2.0], [9.0], [1.0]]]), jnp.full((1, 2, 1), 0.5)
+        >>> collect(rows, gate, jnp.array([[1, 2, 0]]), jnp.array([[[2], [0]]]))[0, :, 0].tolist()
+        [0.5, 1.0]
+    """
+    return _sum_by_token(rows, gate, holder, place).astype(rows.dtype)
 
 
 def _collect_forward(rows, gate, holder, place):
-    return _collect(rows, gate, holder, place), (rows, gate, holder, place)
+    return collect(rows, gate, holder, place), (rows, gate, holder, place)
 
 
 def _collect_backward(saved, cotangent):
     rows, gate, holder, place = saved
+    answer = _take(cotangent, holder // gate.shape[-1]).astype(gate.dtype)
     weight = _take(gate.reshape(gate.shape[0], -1), holder)
-    answer = weight[..., None] * _take(cotangent, holder // gate.shape[-1]).astype(gate.dtype)
-    wide = cotangent.astype(gate.dtype)
-    gates = [jnp.sum(wide * _take(rows, place[..., j]).astype(gate.dtype), axis=-1) for j in range(gate.shape[-1])]
-    return answer.astype(rows.dtype), jnp.stack(gates, axis=-1), None, None
+    # Of every row at once, and then a gather of numbers: the rows of each choice need not be gathered again.
+    gates = _take(jnp.sum(answer * rows.astype(gate.dtype), axis=-1), place)
+    return (weight[..., None] * answer).astype(rows.dtype), gates, None, None
 
 
-_collect.defvjp(_collect_forward, _collect_backward)
+collect.defvjp(_collect_forward, _collect_backward)
+
+
+def _sum_by_token(rows: jax.Array, gate: jax.Array | None, holder: jax.Array, place: jax.Array) -> jax.Array:
+    """Σ over a token's choices of their rows, times their gates if given: [G, R, E] to [G, L, E] float32."""
+    groups, tokens, choices = place.shape
+    if tokens * choices > SPARSE * holder.shape[1]:
+        weight = 1 if gate is None else _take(gate.reshape(groups, -1), holder)[..., None]
+        blank = jnp.zeros((groups, tokens, rows.shape[-1]), jnp.float32)
+        add = jax.vmap(lambda blank, at, row: blank.at[at].add(row, mode="drop"))
+        return add(blank, holder // choices, weight * rows.astype(jnp.float32))
+    parts = [_take(rows, place[..., j]).astype(jnp.float32) for j in range(choices)]
+    return sum(parts if gate is None else [gate[..., j, None] * part for j, part in enumerate(parts)])

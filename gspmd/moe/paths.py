@@ -14,7 +14,7 @@ from gspmd.collectives.einsum import einsum, reshard
 from gspmd.collectives.planned import context
 from gspmd.moe.chunks import chunks_of
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.dispatch import _collect, _spread, combine, dispatch
+from gspmd.moe.dispatch import collect, combine, dispatch, spread
 from gspmd.moe.dropout import Dropout, drop, key_words
 from gspmd.moe.experts import run_experts
 from gspmd.moe.local import run_local
@@ -205,7 +205,7 @@ def _sent_body(form: _Sent):
         sent = x.reshape(len(place), -1, x.shape[-1])
         size = form.shards * sum(form.chunks) * len(x) // len(place)
         holder = holders(place, size)
-        rows = _spread(sent, holder, place)
+        rows = spread(sent, holder, place)
         shape = (len(x), form.shards, sum(form.chunks))
         return rows.reshape(*shape, -1), counts, place.reshape(expert.shape), holder.reshape(shape)
 
@@ -218,7 +218,7 @@ def _returned_body(form: _Sent):
         groups = 1 if form.stays else len(answers)
         whole = lambda array, width: array.reshape(groups, -1, *width)  # noqa: E731
         tokens = whole(gate, gate.shape[2:]), whole(holder, ()), whole(place, place.shape[2:])
-        y = _collect(whole(answers, answers.shape[3:]), *tokens)
+        y = collect(whole(answers, answers.shape[3:]), *tokens)
         return (y.reshape(*gate.shape[:2], -1),)
 
     return body

@@ -1,5 +1,6 @@
-"""Both forms of dispatch give the same values and gradients, and the layer of the papers."""
+"""Both forms of dispatch give the same values and gradients, and the layer of the papers, whatever the router."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -7,49 +8,74 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd.moe import MoEConfig, combine, dispatch, route
-from tests.moe import papers
+from gspmd.moe import MoEConfig, Routing, combine, dispatch, dispatch_form, route
+from gspmd.moe.config import ROUTERS
 from tests.moe.cases import HARD, SCARCE
 
 FORMS = ("sort", "onehot")
-by_router = pytest.mark.parametrize("router", ["switch", "gshard"])
+by_router = pytest.mark.parametrize("router", ROUTERS)
 by_form = pytest.mark.parametrize("form", FORMS)
+close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
 
 
 def _layer(x, logits, weight, config, mask, form):
     routing = route(logits, config, mask=mask)
     slots = dispatch(x, routing, config.experts, config.capacity(x.shape[1]), form=form)
-    return combine(jnp.tanh(jnp.einsum("GXCE,XEF->GXCF", slots, weight)), routing, form=form)
+    return combine(jnp.tanh(jnp.einsum("GXCE,XEF->GXCF", slots, weight)), routing, form=form), routing
 
 
 @partial(jax.jit, static_argnums=(3, 5))
 @partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
 def _objective(x, logits, weight, config, mask, form):
-    y = _layer(x, logits, weight, config, mask, form)
-    return jnp.sum(jnp.sin(y)), y
+    y, routing = _layer(x, logits, weight, config, mask, form)
+    return jnp.sum(jnp.sin(y)), (y, routing)
+
+
+def _inputs(case):
+    draw, logits = np.random.default_rng(11), np.maximum(case.logits, -99)
+    experts = logits.shape[-1]
+    x = draw.standard_normal((*logits.shape[:2], 5)).astype(np.float32)
+    return x, logits, draw.standard_normal((experts, 5, 5)).astype(np.float32)
+
+
+def _looped(x, routing, weight):
+    """Every kept choice by itself: the sum of gate · expert(token), in float64."""
+    y = np.zeros(x.shape)
+    expert, gate, kept = (np.asarray(a) for a in (routing.expert, routing.gate, routing.kept))
+    for g, l, k in np.argwhere(kept):
+        y[g, l] += gate[g, l, k] * np.tanh(x[g, l].astype(np.float64) @ weight[expert[g, l, k]])
+    return y
+
+
+def _check(case, config):
+    inputs = _inputs(case)
+    (_, (y, routing)), gradients = _objective(*inputs, config, case.mask, "sort")
+    (_, (other_y, _)), other_gradients = _objective(*inputs, config, case.mask, "onehot")
+    jax.tree.map(close, (y, gradients), (other_y, other_gradients))
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
+    np.testing.assert_allclose(y, _looped(inputs[0], routing, inputs[2]), rtol=1e-4, atol=1e-5)
 
 
 @by_router
 @pytest.mark.parametrize("case", [HARD[1], SCARCE[0]], ids=lambda case: case.name)
-def test_forms_agree_with_each_other_and_the_papers(case, router):
-    config = MoEConfig(experts=case.logits.shape[-1], router=router, capacity_factor=case.factor)
-    draw, logits = np.random.default_rng(11), np.maximum(case.logits, -99)
-    x = draw.standard_normal((*logits.shape[:2], 5)).astype(np.float32)
-    weight = draw.standard_normal((config.experts, 5, 5)).astype(np.float32)
-    (_, y), gradients = _objective(x, logits, weight, config, case.mask, "sort")
-    (_, other_y), other_gradients = _objective(x, logits, weight, config, case.mask, "onehot")
-    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-    jax.tree.map(close, (y, gradients), (other_y, other_gradients))
-    for group, wanted in enumerate(_of_the_papers(router, x, logits, weight, config, case.mask)):
-        np.testing.assert_allclose(y[group], wanted, rtol=1e-4, atol=1e-5)
+def test_forms_agree_with_each_other_and_a_loop(case, router):
+    _check(case, MoEConfig(experts=case.logits.shape[-1], router=router, capacity_factor=case.factor))
 
 
-def _of_the_papers(router, x, logits, weight, config, mask):
-    transcription = papers.gshard if router == "gshard" else partial(papers.switch, alpha=0.0)
-    real = np.ones(x.shape[:2], bool) if mask is None else mask
-    for rows, row_logits, row_real in zip(x.astype(np.float64), logits, real):
-        answer = transcription(row_logits, row_real, capacity=config.capacity(x.shape[1]))
-        yield papers.layer(rows, answer, lambda expert, row: np.tanh(row @ weight[expert]))
+@pytest.mark.slow
+@by_router
+@pytest.mark.parametrize("case", [*HARD, *SCARCE], ids=lambda case: case.name)
+def test_forms_agree_in_every_case(case, router):
+    _check(case, MoEConfig(experts=case.logits.shape[-1], router=router, capacity_factor=case.factor))
+
+
+@pytest.mark.parametrize("router", ["gshard", "expert-choice"])
+def test_without_slots_nothing_is_taken(router):
+    config = MoEConfig(experts=8, router=router, capacity_factor=0.0)
+    x, logits, weight = _inputs(HARD[1])
+    for form in FORMS:
+        (_, (y, _)), gradients = _objective(x, logits, weight, config, HARD[1].mask, form)
+        assert not any(np.any(array) for array in (y, *gradients))
 
 
 @by_router
@@ -66,7 +92,18 @@ def test_slots_hold_the_tokens_that_the_router_put_there(router):
         np.testing.assert_array_equal(dispatch(x, routing, 4, capacity, form=form), wanted)
 
 
-@by_router
+def test_tokens_of_many_experts_are_summed_over_the_slots():
+    config = MoEConfig(experts=16, router="expert-choice", capacity_factor=1.0)
+    logits = jax.random.normal(jax.random.key(0), (2, 32, 16))
+    assert "scatter-add" in str(_gradient(config, logits))  # 16 gathers would be of 8 times as many rows
+
+
+def _gradient(config, logits):
+    x, weight = jnp.ones((*logits.shape[:2], 8)), jnp.ones((logits.shape[-1], 8, 8))
+    return jax.make_jaxpr(lambda *a: _objective(*a, config, None, "sort"))(x, logits, weight)
+
+
+@pytest.mark.parametrize("router", [name for name, kind in ROUTERS.items() if not kind.by_experts])
 def test_gradient_scatters_no_activations(router):
     config, x = MoEConfig(experts=4, router=router), jnp.ones((2, 16, 8))
     logits, weight = jnp.ones((2, 16, 4)), jnp.ones((4, 8, 8))
@@ -87,10 +124,28 @@ def test_bfloat16_activations_are_combined_in_float32(form):
     np.testing.assert_array_equal(y.astype(jnp.float32), x.astype(jnp.float32))  # the gates sum to 1
 
 
-def test_slots_that_nobody_took_are_never_read():
-    config = MoEConfig(experts=2, capacity_factor=0.5)
-    routing = route(np.tile(np.float32([5.0, 0.0]), (1, 8, 1)), config)
-    slots = dispatch(jnp.ones((1, 8, 3)), routing, 2, config.capacity(8))
-    y = np.asarray(combine(slots.at[:, 1].set(jnp.nan), routing))  # all went to the first expert
-    assert np.isfinite(y).all()
-    assert not y[:, 2:].any()
+@pytest.mark.parametrize("experts", [2, 16])  # by gathers, and by a pass over the slots
+def test_slots_that_nobody_took_are_never_read(experts):
+    capacity, tokens = 3, 8
+    slot = np.full((1, tokens, experts), -1)
+    slot[0, :2, 0] = [0, 1]  # two tokens take the first expert, and nobody another one
+    choice = np.broadcast_to(np.arange(experts), slot.shape)
+    routing = Routing(choice, slot, jnp.where(slot >= 0, 1.0, 0.0), slot >= 0, {})
+    slots = dispatch(jnp.ones((1, tokens, 3)), routing, experts, capacity)
+    y, pullback = jax.vjp(lambda slots, gate: combine(slots, replace(routing, gate=gate)),
+                          slots.at[:, 1:].set(jnp.nan), routing.gate)  # fmt: skip
+    np.testing.assert_array_equal(y[0, :, 0], [1, 1, 0, 0, 0, 0, 0, 0])
+    assert all(np.isfinite(array).all() for array in pullback(jnp.ones_like(y)))
+
+
+def test_auto_says_what_it_is():
+    assert [dispatch_form(MoEConfig(), platform) for platform in ("cpu", "gpu", "tpu")] == ["sort"] * 3
+    assert [dispatch_form(MoEConfig(dispatch=form)) for form in (*FORMS, "dropless")] == [*FORMS, "dropless"]
+    with pytest.raises(ValueError, match="dispatched on 'cuda'; choose from cpu, gpu, tpu"):
+        dispatch_form(MoEConfig(), "cuda")
+
+
+def test_a_form_without_slots_is_refused():
+    routing = route(jnp.zeros((1, 4, 8)), MoEConfig())
+    with pytest.raises(ValueError, match=r"by 'dropless'\.\n  Choose from auto, sort, onehot; dropless has no slots"):
+        dispatch(jnp.ones((1, 4, 2)), routing, 8, 1, form="dropless")
