@@ -38,7 +38,10 @@ def expert_layer(
         y      = combine(reshard(y, "GX_xCE -> G_xXCE"))       the all-to-all back
 
     The axes are the layout's: with groups and experts over the same one, a forward pass moves data three times, by two
-    all-to-alls and one small all-reduce of losses and loads, and otherwise as the layout asks within an expert.
+    all-to-alls and one small all-reduce of losses and loads, and otherwise as the layout asks within an expert. Under
+    lowering `looped` slots cross in chunks, of which one is multiplied while others travel (`chunks.chunks_of`).
+    Dropless sends rows sorted by expert instead of slots, and how many there are (`paths.by_rows`). Experts that every
+    token uses besides, `config.shared`, are a dense layer beside this one.
 
     Args:
         x: [G, L, E], placed as `layout.groups`: G groups of L tokens, each whole on its device.
@@ -47,7 +50,7 @@ def expert_layer(
         layout: the moe section of a layout: .router, .groups, .dispatched, .expert_input, .w_in, .w_gate, .hidden,
             .w_out, and .router_noise, .in_via, .out_via where it has them.
         config: router, capacity, form of dispatch.
-        key: of the router's draws in training: the jitter of its input, the second experts.
+        key: of the draws in training: the jitter of the router's input, the second experts, expert dropout.
         train: training's capacity and draws, or evaluation's.
         mask: [G, L] bool, False for padding, placed as the tokens are; None when every token is real.
         activation: "swiglu", "gelu" or "relu".
@@ -60,7 +63,7 @@ def expert_layer(
         largest of them, both the mean over tokens.
 
     Raises:
-        LayoutError: groups, or their slots, would not be whole on a device.
+        LayoutError: groups, or their slots, would not be whole on a device; or dropless' rows would have to move again.
         SpecError: sizes that the mesh does not divide.
 
     Source: GShard, arXiv 2006.16668, §2.2 and Algorithm 2; Switch Transformer, arXiv 2101.03961, §2.

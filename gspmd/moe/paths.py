@@ -11,6 +11,7 @@ import jax
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.einsum import einsum, reshard
+from gspmd.collectives.lowering import lowering
 from gspmd.collectives.planned import context
 from gspmd.moe.chunks import chunks_of
 from gspmd.moe.config import MoEConfig
@@ -150,12 +151,18 @@ def by_rows(x: jax.Array, routing: Routing, experts: Experts, places: Places) ->
 
     Where experts are divided among devices, each group sends each of them one buffer. Its size is known before its rows
     are, so it is that of the worst case, L · min(k, X / shards) rows, whatever the router does: against slots of a
-    capacity factor, min(shards, X / k) / factor times the bytes. A ragged all-to-all would send the rows alone, k · L of
+    capacity factor, min(shards, X / k) / factor times the bytes. A ragged all-to-all would send only the rows, k · L of
     each group, as if the factor were 1; XLA has none on CPUs. Where experts are whole on every device, nothing is sent.
+
+    Under lowering `xla` it is the same program, with its planned collectives: a device sorts what it holds, which no
+    annotation of whole arrays says.
 
     Raises:
         LayoutError: the layout moves rows behind their arrival.
     """
+    if context().lowering == "xla":
+        with lowering("blocking"):
+            return by_rows(x, routing, experts, places)
     ctx, (buffers, capacity) = context(), _buffers(x, routing, experts)
     work = replace(experts.work(x, capacity, places), rows=buffers)
     work = replace(work, chunks=chunks_of(work, ctx))

@@ -1,5 +1,6 @@
 """Experts across a mesh: what every layout sends, in all lowerings, is the list that it names and nothing else."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 
 import gspmd
-from gspmd.moe import MoEConfig
+from gspmd.annotate.errors import LayoutError, PlanError, SpecError
+from gspmd.moe import MoEConfig, expert_layer
 from tests.moe import placed
-from tests.moe.placed import LAYOUTS, E, G, L, X
+from tests.moe.placed import LAYOUTS, E, G, L, X, specs
 
 CONFIG = MoEConfig(experts=X, router="gshard", dispatch="sort")
 DROPLESS = replace(CONFIG, dispatch="dropless")
@@ -104,3 +106,59 @@ def test_a_backward_pass_sends_its_list(case, make_mesh):
 @pytest.mark.parametrize("case", PRODUCT, ids=" ".join)
 def test_every_pass_sends_its_list(case, passes, make_mesh):
     _check(make_mesh, *case, passes=passes)
+
+
+WRONG = [
+    ("rows are not slots", specs("G_xXCE -> GX_xC_yE", "GX_xC_yF", "X_xEF", "X_xFE"), "GX_xC_yE"),
+    (
+        "experts that are gathered",
+        specs("G_xXCE -> GX_xCE", "GX_xCF", "X_xEF", "X_xFE", in_via="GXCE, XEF"),
+        "GXCE",
+    ),
+    ("hidden elsewhere", specs("G_xXCE -> GX_xCE", "G_xXCF", "X_xEF", "X_xFE"), "G_xXCF"),
+]
+
+
+@pytest.mark.parametrize(("_", "section", "wrong"), WRONG, ids=[name for name, *_ in WRONG])
+def test_rows_that_would_have_to_move_are_refused(_, section, wrong, make_mesh):
+    layout = placed.Placed(placed.TWO, section, {}, {})
+    with jax.set_mesh(make_mesh(layout.mesh)), pytest.raises(LayoutError) as error:
+        jax.eval_shape(placed.layer(layout, DROPLESS), *placed.arrays(layout))
+    assert str(error.value).splitlines()[1:] == [
+        f"    {wrong}",
+        f"    {'^' * len(wrong)}",
+        "  rows, sorted by expert, stay where they arrive: G, X and C have to lie as in 'GX_xCE'.",
+        "  Change that spec or pin it by a via, or use dispatch 'sort'.",
+    ]
+
+
+@pytest.mark.parametrize("config", [CONFIG, DROPLESS], ids=lambda config: config.dispatch)
+def test_experts_that_do_not_divide_are_refused(config, make_mesh):
+    x, weights, _ = placed.inputs()
+    weights = {name: w[:, :6] if name == "router" else w[:6] for name, w in weights.items()}
+    section, config = LAYOUTS["one axis"].section, replace(config, experts=6)
+    fact = "dimension X has size 6, which mesh axis x (size 4) does not divide."
+    with jax.set_mesh(make_mesh({"x": 4}, "auto")), pytest.raises(SpecError, match=re.escape(fact)):
+        jax.eval_shape(lambda: expert_layer(x, weights, section, config))
+
+
+def test_rows_and_weights_of_two_dtypes_are_refused(make_mesh):
+    layout = LAYOUTS["one axis"]
+    with jax.set_mesh(make_mesh(layout.mesh)):
+        x, weights, mask = placed.arrays(layout)
+        narrow = x.astype("bfloat16")
+        with pytest.raises(PlanError) as error:
+            jax.eval_shape(placed.layer(layout, DROPLESS), narrow, weights, mask)
+    assert str(error.value) == (
+        "cannot bring tokens of bfloat16 to weights of float32 in chunks, or in rows.\n"
+        "  Cast the one or the other; lowering 'blocking' with dispatch 'sort' takes both as they are."
+    )
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "looped"])
+def test_without_capacity_every_token_passes_by(lowering, make_mesh):
+    layout = LAYOUTS["experts x model"]
+    with jax.set_mesh(make_mesh(layout.mesh)), gspmd.lowering(lowering):
+        y, _, stats = jax.jit(placed.layer(layout, replace(CONFIG, capacity_factor=0.0)))(*placed.arrays(layout))
+    assert not np.any(y)
+    assert stats["dropped"] == 1
