@@ -1,0 +1,273 @@
+"""A mixture-of-experts layer beside a dense feed-forward layer of the same FLOPs, and beside what others would run.
+
+    python benchmarks/moe_layer.py --quick                                   # under a minute
+    python benchmarks/moe_layer.py --json moe.json --write docs/moe.md       # 8 and 32 experts, k = 1 and 2
+    python benchmarks/moe_layer.py --size 1024,256,1024 65536,256,1024 --only dense sort dropless
+
+All programs of a case run in turns, round after round, and medians are taken, so that a busy machine is busy for all.
+Sizes are tokens, E, F: on CPUs 4096,256,1024 in float32, on GPUs 65536,4096,14336 in bfloat16, if not given. Peers need
+`pip install haliax==1.4.dev453 levanter==1.2.dev1644 gitpython chex`, best in an environment of their own.
+"""
+
+import argparse
+import ctypes
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import jax
+import jax.numpy as jnp
+import moe_peers
+from jax.sharding import AxisType
+
+import gspmd
+from gspmd.layouts import Layout
+from gspmd.moe import MoEConfig, dispatch_form, expert_layer
+
+SIZES = {"cpu": (4096, 256, 1024), "gpu": (65536, 4096, 14336), "tpu": (65536, 4096, 14336)}
+GROUP = 512  # tokens of a group of the one-hot forms, whose time grows with its square
+FORWARD, BOTH = "forward", "forward + gradient"
+DENSE, DENSE_DROPLESS = "dense", "dense, k · T rows"
+MARKS = ("<!-- table: python benchmarks/moe_layer.py -->", "<!-- end of table -->")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer; every implementation has as many slots, X · C = factor · k · tokens, or none and k · tokens rows."""
+
+    tokens: int
+    embed: int
+    hidden: int
+    experts: int
+    k: int
+    activation: str
+    dtype: str
+    factor: float = 1.25
+
+    @property
+    def groups(self) -> int:
+        """Groups of the one-hot forms."""
+        return max(1, self.tokens // GROUP)
+
+    def config(self, form: str, groups: int) -> MoEConfig:
+        """Ours: softmax and the k largest, as the peers."""
+        return MoEConfig(
+            self.experts, router="top-k", k=self.k, renormalize=self.k > 1, capacity_factor=self.factor,
+            dispatch=form, groups=groups,
+        )  # fmt: skip
+
+    def rows(self, name: str) -> int:
+        """Rows that the experts of an implementation have to compute."""
+        if name == DENSE_DROPLESS or equal(name) == DENSE_DROPLESS:
+            return self.k * self.tokens
+        groups = self.groups if "one" in name or "groups" in name else 1
+        return groups * self.experts * self.config("sort", groups).capacity(self.tokens // groups)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Slots and their answers, [X, C, E], and hidden activations [X, C, F] before the nonlinearity, twice for
+        swiglu, with their cotangents."""
+        wide = 4 if self.activation == "swiglu" else 2
+        return self.rows("sort") * (2 * self.embed + wide * self.hidden) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one implementation."""
+
+    implementation: str
+    experts: int
+    k: int
+    tokens: int
+    rows: int
+    step: str
+    milliseconds: float
+    temporary_bytes: int
+    ratio_to_dense: float
+    tflops: float
+
+
+def equal(name: str) -> str:
+    """The dense layer of the same FLOPs."""
+    return DENSE_DROPLESS if name in ("dropless", "plain ragged_dot", "haliax", "levanter") else DENSE
+
+
+def main() -> None:
+    """Measure, print, and write what was measured."""
+    options = parsed()
+    if not options.fresh_memory:
+        keep_freed_memory()
+    platform = jax.default_backend()
+    print(f"{jax.devices()[0].device_kind}, {moe_peers.versions()}, auto is {dispatch_form(MoEConfig())}", flush=True)
+    sizes = options.size or [(1024, 128, 256) if options.quick else SIZES[platform]]
+    dtype = options.dtype or ("float32" if platform == "cpu" else "bfloat16")
+    rows, skipped = [], set()
+    for size, experts, k in product(sizes, options.experts, options.k):
+        case = Case(*size, experts, k, options.activation, dtype)
+        found = list(measured(case, options.only, options.rounds, skipped))
+        print("\n".join(table(case, found)), flush=True)
+        rows += [(case, each) for each in found]
+    if options.json:
+        written = [{**asdict(case), **asdict(row), "pass": row.step, "platform": platform} for case, row in rows]
+        options.json.write_text(json.dumps(written, indent=1) + "\n")
+    if options.write:
+        pages = "\n".join(line for case in dict(rows) for line in table(case, [r for c, r in rows if c == case]))
+        options.write.write_text(between(options.write.read_text(), pages))
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    size = lambda text: tuple(map(int, text.split(",")))  # noqa: E731
+    parser.add_argument("--size", type=size, nargs="+", help="tokens,E,F; default: 4096,256,1024 on CPUs")
+    parser.add_argument("--experts", type=int, nargs="+", help="default: 8 32, with --quick 8")
+    parser.add_argument("--k", type=int, nargs="+", help="choices of a token; default: 1 2, with --quick 2")
+    parser.add_argument("--activation", default="swiglu", choices=("swiglu", "gelu"), help="default: %(default)s")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPUs, else bfloat16")
+    parser.add_argument("--rounds", type=int, help="default: 9, with --quick 5")
+    parser.add_argument("--only", nargs="+", help="these implementations alone, the dense ones always")
+    parser.add_argument("--quick", action="store_true", help="a small case, in less than a minute")
+    parser.add_argument("--fresh-memory", action="store_true", help="let the C library give memory back in between")
+    parser.add_argument("--json", type=Path, help="write the figures to a file")
+    parser.add_argument("--write", type=Path, help="replace the tables in a page")
+    options = parser.parse_args()
+    options.experts = options.experts or ([8] if options.quick else [8, 32])
+    options.k = options.k or ([2] if options.quick else [1, 2])
+    options.rounds = options.rounds or (5 if options.quick else 9)
+    return options
+
+
+def keep_freed_memory() -> None:
+    """Let malloc keep what is freed: else every run's buffers are new pages, which the kernel fills with zeros first.
+
+    A training step's buffers stay. Without this, the gradients of many experts' weights cost their size again.
+    """
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
+        for option, value in ((-8, 1), (-4, 0), (-1, 2**31 - 1), (-2, 2**28)):  # arenas, mmaps, trimming, padding
+            library.mallopt(option, value)
+
+
+def implementations(case: Case) -> Iterator[tuple[str, Callable[[], Callable]]]:
+    """What runs, by name; each is built when its turn has come."""
+    yield DENSE, partial(dense, case, DENSE)
+    yield DENSE_DROPLESS, partial(dense, case, DENSE_DROPLESS)
+    yield "sort", partial(ours, case, "sort", 1)
+    if case.groups > 1:
+        yield "sort, groups", partial(ours, case, "sort", case.groups)
+    yield "onehot", partial(ours, case, "onehot", case.groups)
+    yield "dropless", partial(ours, case, "dropless", 1)
+    for name, peer in moe_peers.PEERS.items():
+        yield name, partial(peer, case)
+
+
+def dense(case: Case, name: str) -> Callable:
+    """One feed-forward layer, of the first expert's weights."""
+
+    def layer(weights, x):
+        return moe_peers.activated(case, jnp.matmul, x, weights)
+
+    return layer
+
+
+def ours(case: Case, form: str, groups: int) -> Callable:
+    """`gspmd.moe.expert_layer` on one device."""
+    config, layout = case.config(form, groups), Layout.load("replicated").section("moe")
+
+    def layer(weights, x):
+        x = x.reshape(groups, -1, x.shape[-1])
+        y, _, _ = expert_layer(x, weights, layout, config, train=True, activation=case.activation)
+        return y.reshape(-1, y.shape[-1])
+
+    return layer
+
+
+def inputs(case: Case, name: str) -> tuple:
+    """Weights, tokens, and the cotangent of the answers."""
+    draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape, jnp.float32)  # noqa: E731
+    shapes = {
+        "w_in": (case.embed, case.hidden),
+        "w_gate": (case.embed, case.hidden),
+        "w_out": (case.hidden, case.embed),
+    }
+    if case.activation != "swiglu":
+        del shapes["w_gate"]
+    experts = () if name.startswith("dense") else (case.experts,)
+    weights = {n: (draw(i, *experts, *s) / s[0] ** 0.5).astype(case.dtype) for i, (n, s) in enumerate(shapes.items())}
+    if experts:
+        weights["router"] = draw(7, case.embed, case.experts) / case.embed**0.5
+    tokens = case.tokens if experts else case.rows(name)
+    return weights, *(draw(n, tokens, case.embed).astype(case.dtype) for n in (8, 9))
+
+
+def forward_and_gradient(layer: Callable, weights, x, cotangent) -> tuple:
+    """The answers, and the gradients of all weights and of the tokens."""
+    y, pullback = jax.vjp(layer, weights, x)
+    return y, pullback(cotangent)
+
+
+def measured(case: Case, only: list[str] | None, rounds: int, skipped: set[str]) -> Iterator[Row]:
+    """Compile all, run them in turns, and take medians."""
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])  # Auto for peers
+    with jax.set_mesh(mesh), gspmd.lowering("blocking"):
+        programs = dict(compiled(case, only, skipped))
+    shared = {True: inputs(case, DENSE), False: inputs(case, "sort")}
+    arrays = {name: inputs(case, name) if name == DENSE_DROPLESS else shared[name == DENSE] for name, _ in programs}
+    times = {key: [] for key in programs}
+    for number in range(rounds + 1):
+        for key, program in programs.items():
+            start = perf_counter()
+            jax.block_until_ready(program(*arrays[key[0]]))
+            times[key] += [perf_counter() - start] * (number > 0)
+    for (name, step), program in programs.items():
+        seconds, base = median(times[name, step]), median(times[equal(name) if name != DENSE_DROPLESS else name, step])
+        memory = program.memory_analysis().temp_size_in_bytes
+        flops = 2 * case.rows(name) * case.embed * case.hidden * (3 if case.activation == "swiglu" else 2)
+        flops *= 3 if step == BOTH else 1
+        yield Row(name, case.experts, case.k, case.tokens, case.rows(name), step, seconds * 1e3, memory,
+                  seconds / base, flops / seconds / 1e12)  # fmt: skip
+
+
+def compiled(case: Case, only: list[str] | None, skipped: set[str]) -> Iterator[tuple[tuple[str, str], Callable]]:
+    """Both programs of every implementation that there is; why there is none is said once."""
+    for name, build in implementations(case):
+        if only and name not in (*only, DENSE, DENSE_DROPLESS):
+            continue
+        try:
+            layer, arrays = build(), jax.eval_shape(partial(inputs, case, name))
+            steps = {FORWARD: lambda w, x, _, layer=layer: layer(w, x), BOTH: partial(forward_and_gradient, layer)}
+            for step, function in steps.items():
+                yield (name, step), jax.jit(function).lower(*arrays).compile()
+        except ImportError as error:
+            if name not in skipped:
+                print(f"{name} is left out: {error}", flush=True)
+            skipped.add(name)
+
+
+def table(case: Case, rows: list[Row]) -> Iterator[str]:
+    """Markdown: a row for each implementation, both passes beside each other."""
+    shape = f"T={case.tokens} E={case.embed} F={case.hidden}, {case.experts} experts, k={case.k}"
+    yield f"\n{shape}, {case.activation}, {case.dtype}; buffers of the gradient {case.needed_bytes / 1e6:.0f} MB\n"
+    yield "| implementation | rows | forward ms | of dense | forward + gradient ms | of dense | temporary MB |"
+    yield "|---|--:|--:|--:|--:|--:|--:|"
+    by_name = {(row.implementation, row.step): row for row in rows}
+    for name in dict.fromkeys(row.implementation for row in rows):
+        one, both = by_name[name, FORWARD], by_name[name, BOTH]
+        cells = [f"{value:.{digits}f}" for row in (one, both) for value, digits in
+                 ((row.milliseconds, 1), (row.ratio_to_dense, 2))]  # fmt: skip
+        yield f"| {name} | {one.rows:,} | {' | '.join(cells)} | {both.temporary_bytes / 1e6:.0f} |"
+
+
+def between(page: str, content: str) -> str:
+    """A page with what stands between its marks replaced."""
+    before, _, rest = page.partition(MARKS[0])
+    return f"{before}{MARKS[0]}\n{content}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+
+
+if __name__ == "__main__":
+    main()
