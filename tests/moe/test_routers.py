@@ -7,6 +7,7 @@ import pytest
 
 from gspmd.moe import MoEConfig, gshard, noisy_top_k, route, switch
 from gspmd.moe.config import ROUTERS
+from gspmd.moe.routers import MODULES
 from gspmd.moe.routers import router as module_of
 from tests.moe import papers
 from tests.moe.cases import HARD, MANY, SCARCE
@@ -222,3 +223,7 @@ def test_more_choices_than_one_word_sorts():
     packed = routing._stable_sort(jnp.asarray(keys), 6)
     pairs = routing._stable_sort(jnp.asarray(keys), 2**30)
     jax.tree.map(np.testing.assert_array_equal, packed, pairs)
+
+
+def test_every_router_of_a_config_has_a_module():
+    assert set(MODULES) == set(ROUTERS)
