@@ -1,6 +1,6 @@
 """PaLM 540B's feed-forward layer on 64 TPU v4, compiled offline: every lowering's predicted seconds, side by side.
 
-    python benchmarks/looped.py --json looped.json --write docs/looped.md      # all of it: 15 rows, about an hour
+    python benchmarks/looped.py --json looped.json --write docs/looped.md      # all of it: 15 rows, about three hours
     python benchmarks/looped.py --layouts weight-stationary-2d --tokens 4096   # one row
 
 Seconds are simulated (`gspmd.audit.timeline`): the cycles that the TPU compiler estimates, and transfers at the links'
@@ -10,6 +10,7 @@ full rate. Nothing runs. Every cell is a process of its own, since the compiler 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -103,8 +104,14 @@ def in_a_process(layout: str, tokens: int, column: str, timeout: float) -> Cell:
     except subprocess.TimeoutExpired:
         return Cell(layout, tokens, column, failure=f"not compiled in {timeout:.0f} s")
     if done.returncode:
-        return Cell(layout, tokens, column, failure=done.stderr.strip().splitlines()[-1][:200])
+        return Cell(layout, tokens, column, failure=reason(done.stderr.strip().splitlines()[-1]))
     return Cell(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def reason(error: str) -> str:
+    """Why there is no program, in the words of a table."""
+    held = re.search(r"RESOURCE_EXHAUSTED.*\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)", error)
+    return f"does not fit: {held[1]} of {held[2]} GiB" if held else error[:200]
 
 
 def measured(layout: str, tokens: int, column: str) -> Cell:
