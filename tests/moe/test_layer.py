@@ -19,7 +19,7 @@ LOWERINGS, FORMS = ("blocking", "looped", "xla", "auto"), ("sort", "onehot", "dr
 CASES = [
     ("two axes", "explicit", "blocking", "gshard", "sort", "swiglu"),
     ("two axes, the other first", "explicit", "looped", "gshard", "dropless", "gelu"),
-    ("one axis", "explicit", "looped", "switch", "sort", "relu"),
+    ("one axis", "explicit", "looped:paired", "switch", "sort", "relu"),
     ("experts x model", "explicit", "looped", "gshard", "dropless", "swiglu"),
     ("experts x data", "auto", "looped", "gshard", "onehot", "swiglu"),
     ("experts x data", "explicit", "blocking", "switch", "dropless", "swiglu"),
