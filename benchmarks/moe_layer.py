@@ -14,7 +14,7 @@ import ctypes
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -107,18 +107,26 @@ def main() -> None:
     print(f"{jax.devices()[0].device_kind}, {moe_peers.versions()}, auto is {dispatch_form(MoEConfig())}", flush=True)
     sizes = options.size or [(1024, 128, 256) if options.quick else SIZES[platform]]
     dtype = options.dtype or ("float32" if platform == "cpu" else "bfloat16")
-    rows, skipped = [], set()
+    rows, skipped = kept(options.json) if options.add else {}, set()
     for size, experts, k in product(sizes, options.experts, options.k):
         case = Case(*size, experts, k, options.activation, dtype)
         found = list(measured(case, options.only, options.rounds, skipped))
         print("\n".join(table(case, found)), flush=True)
-        rows += [(case, each) for each in found]
+        rows |= {(case, each.implementation, each.step): each for each in found}
     if options.json:
-        written = [{**asdict(case), **asdict(row), "pass": row.step, "platform": platform} for case, row in rows]
+        written = [{**asdict(case), **asdict(row), "pass": row.step} for (case, *_), row in rows.items()]
         options.json.write_text(json.dumps(written, indent=1) + "\n")
     if options.write:
-        pages = "\n".join(line for case in dict(rows) for line in table(case, [r for c, r in rows if c == case]))
-        options.write.write_text(between(options.write.read_text(), pages))
+        cases = dict.fromkeys(case for case, *_ in rows)
+        pages = [line for each in cases for line in table(each, [row for (c, *_), row in rows.items() if c == each])]
+        options.write.write_text(between(options.write.read_text(), "\n".join(pages)))
+
+
+def kept(path: Path) -> dict[tuple, Row]:
+    """What an earlier run wrote."""
+    taken = lambda kind, each: kind(**{field.name: each[field.name] for field in fields(kind)})  # noqa: E731
+    rows = [(taken(Case, each), taken(Row, each)) for each in json.loads(path.read_text())]
+    return {(case, row.implementation, row.step): row for case, row in rows}
 
 
 def parsed() -> argparse.Namespace:
@@ -135,6 +143,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a small case, in less than a minute")
     parser.add_argument("--fresh-memory", action="store_true", help="let the C library give memory back in between")
     parser.add_argument("--json", type=Path, help="write the figures to a file")
+    parser.add_argument("--add", action="store_true", help="keep what the --json file has of other programs")
     parser.add_argument("--write", type=Path, help="replace the tables in a page")
     options = parser.parse_args()
     options.experts = options.experts or ([8] if options.quick else [8, 32])

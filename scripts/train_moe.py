@@ -24,6 +24,7 @@ import gspmd
 import models
 from gspmd import host
 from gspmd.layouts import Layout
+from gspmd.moe import dispatch_form
 from gspmd.training import OptimizerConfig, Program, ShardingConfig, TrainingConfig, command, data, loop, report
 from gspmd.training.state import shardings
 from gspmd.training.step import jit_step
@@ -113,6 +114,10 @@ def show(console: Console, settings: Settings, layout: Layout, mesh: Mesh, facts
         "model": f"{model.num_parameters:,} parameters, {model.num_active_parameters:,} of them active per token",
         "step": f"{training.batch} × {training.length} tokens, {flops / 1e9:.1f} GFLOP in {training.dtype}",
     }
+    if moe := model.moe:
+        form = dispatch_form(moe, mesh.devices.flat[0].platform)
+        picked = f"{form} (auto)" if moe.dispatch == "auto" else form
+        lines["experts"] = f"{moe.experts}, router {moe.router}, dispatch {picked}"
     report.header(console, lines | facts)
     report.show_tensors(console, "Parameters", models.parameter_specs(model, layout), mesh)
     activations = models.activation_specs(model, layout, training.batch, training.length)
