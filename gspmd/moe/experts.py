@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.lower import emit
 from gspmd.collectives.planned import Context, context, run
 from gspmd.moe.dropout import KEY
+from gspmd.moe.exchange import Exchange
 from gspmd.moe.rows import Rows
 from gspmd.moe.stages import Script, Stage
 from gspmd.moe.work import Products, Work, activated, products
@@ -70,20 +69,6 @@ def _program(work: Work, ctx: Context) -> "_Program":
     return _Program(work, ctx)
 
 
-class _Exchange:
-    """The way of every chunk to the experts and back, in one program."""
-
-    def __init__(self, work: Work, ctx: Context, script: Script):
-        self.mesh = ctx.mesh
-        pairs = [work.there_and_back(ctx, size) for size in work.chunks]
-        self.there = [(steps, script.add(steps)) for steps, _ in pairs]
-        self.back = [(steps, script.add(steps)) for _, steps in pairs]
-
-    def send(self, way: tuple, x: jax.Array) -> jax.Array:
-        steps, first = way
-        return emit(steps, x, self.mesh, first=first)
-
-
 class _Program:
     """Both programs of a piece of work, the value's and the gradient's."""
 
@@ -94,11 +79,11 @@ class _Program:
         script = Script()
         self.counted = work.counted(ctx)
         script.add(self.counted)
-        self.exchange = _Exchange(work, ctx, script)
+        self.exchange = Exchange(work, ctx, script)
         self.stages = [self._stage(each.forward, script) for each in (self.into, self.out)]
         self.steps = tuple(script.steps)
         script = Script()
-        self.exchange_back = _Exchange(work, ctx, script)
+        self.exchange_back = Exchange(work, ctx, script)
         self.stages_back = [self._stage(each.backward, script) for each in (self.into, self.out)]
         self.backward_steps = tuple(script.steps)
 
@@ -115,8 +100,11 @@ class _Program:
 
     @property
     def kept_specs(self) -> tuple[tuple[Spec, ...], ...]:
-        """Of every chunk: slots as they met the weights, hidden activations before the nonlinearity and, where they
-        moved, behind it; and the counts."""
+        """Of what is kept of every chunk.
+
+        Slots as they met the weights, hidden activations before the nonlinearity and, where they moved, behind it; and
+        the counts.
+        """
         slots = [spec for source, spec, _ in self.into.kept if source == 0]
         hidden = [spec for source, spec, moved in self.out.kept if source == 0 and moved]
         counts = [self.work.counts[1].without("N")] if self.work.rows else []
@@ -148,33 +136,23 @@ class _Program:
     def forward(self, slots: jax.Array, *rest: jax.Array):
         """From local pieces to the answers, what is kept of every chunk, and the weights that moved."""
         weights, extras = rest[: len(self.work.weights)], rest[len(self.work.weights) :]
-        counts, words = self._extras(emit(self.counted, extras[0], self.mesh) if self.work.rows else None, extras)
+        counts = emit(self.counted, extras[0], self.mesh) if self.work.rows else None
         into, out = self.stages
         moved_in = into.weights(dict(enumerate(weights[:-1], 1)))
         moved_out = out.weights({1: weights[-1]})
-        answers, kept, arrivals, done = [], [], [], []
-        for number, x in enumerate(self._cut(slots)):
+        journey, kept = self.exchange.start(slots), []
+        for number in range(len(self.work.chunks)):
             rows = self._rows(counts, number)
-            x = self.exchange.send(self.exchange.there[number], _after(x, arrivals, done))
-            arrivals.append(x)
-            x = self._sorted(rows, x)
+            x = self._sorted(rows, journey.there(number))
             h, _, arrived = into.chunk(number, {0: x}, moved_in, rows and rows.sizes)
             hidden = tuple(h[n] for n in sorted(h))
-            h = self._activated(hidden, number, rows, words)
+            h = self._activated(hidden, number, rows, extras)
             y, _, on = out.chunk(number, {0: h}, moved_out, rows and rows.sizes)
-            done.append(y[0])
-            answers.append(self.exchange.send(self.exchange.back[number], self._unsorted(rows, y[0])))
+            journey.answer(number, self._unsorted(rows, y[0]))
             behind = _of_slots(self.out, on, always=False)
             kept.append((*_of_slots(self.into, arrived, always=True), *hidden, *behind, *_counts(rows)))
         moved = (*_of_weights(self.into, moved_in), *_of_weights(self.out, moved_out))
-        return jnp.concatenate(answers, axis=2), tuple(kept), moved
-
-    def _extras(self, counts, extras: Sequence[jax.Array]) -> tuple[jax.Array | None, jax.Array | None]:
-        return counts, extras[-1] if self.work.dropout else None
-
-    def _cut(self, slots: jax.Array) -> list[jax.Array]:
-        ends = [sum(self.work.chunks[:n]) for n in range(1, len(self.work.chunks))]
-        return jnp.split(slots, ends, axis=2) if ends else [slots]
+        return journey.end(), tuple(kept), moved
 
     def _rows(self, counts: jax.Array | None, number: int) -> Rows | None:
         return None if counts is None else Rows(counts[..., number], self.work.chunks[number], self.stays)
@@ -185,11 +163,11 @@ class _Program:
     def _unsorted(self, rows: Rows | None, y: jax.Array) -> jax.Array:
         return y if rows is None else rows.unsort(y)
 
-    def _activated(self, hidden: Sequence[jax.Array], number: int, rows: Rows | None, words) -> jax.Array:
+    def _activated(self, hidden: Sequence[jax.Array], number: int, rows: Rows | None, extras) -> jax.Array:
         h = activated(self.work.activation, *hidden)
         if self.work.dropout is None:
             return h
-        spec, dropout = self.work.hidden, self.work.dropout
+        spec, dropout, words = self.work.hidden, self.work.dropout, extras[-1]
         if rows is not None:
             return (h * dropout.of_rows(words, spec, h.shape, rows.counts.shape, rows.origin()[:3])).astype(h.dtype)
         return (h * dropout.of_slots(words, spec, h.shape, sum(self.work.chunks[:number]))).astype(h.dtype)
@@ -201,20 +179,15 @@ class _Program:
         sizes = [len(specs) for specs in self.kept_specs]
         flat, rest = rest[: sum(sizes)], rest[sum(sizes) :]
         held, extras = rest[: len(self.held_specs)], rest[len(self.held_specs) :]
-        words = self._extras(None, extras)[1]
-        weights = self._weights_back(held)
-        found, arrivals, done, sums = [], [], [], ({}, {})
-        for number, g in enumerate(self._cut(cotangent)):
+        weights, journey, sums = self._weights_back(held), self.exchange_back.start(cotangent), ({}, {})
+        for number in range(len(self.work.chunks)):
             kept = flat[sum(sizes[:number]) : sum(sizes[: number + 1])]
-            g = self.exchange_back.send(self.exchange_back.there[number], _after(g, arrivals, done))
-            arrivals.append(g)
-            x, more = self._chunk_back(number, g, kept, weights, words)
-            done.append(x)
-            found.append(self.exchange_back.send(self.exchange_back.back[number], x))
-            for total, products_of in zip(sums, more):
-                total.update({n: total[n] + value if n in total else value for n, value in products_of.items()})
+            x, more = self._chunk_back(number, journey.there(number), kept, weights, extras)
+            journey.answer(number, x)
+            for total, made in zip(sums, more):
+                total.update({n: total[n] + value if n in total else value for n, value in made.items()})
         settled = [stage.settle(total) for stage, total in zip(self.stages_back, sums)]
-        return (jnp.concatenate(found, axis=2), *(each[n] for each in settled for n in sorted(each)))
+        return (journey.end(), *(each[n] for each in settled for n in sorted(each)))
 
     def _weights_back(self, held: Sequence[jax.Array]):
         """The weights, moved as the gradients of both equations need them."""
@@ -225,7 +198,7 @@ class _Program:
         out = {1 + n: x for (n, *_), x in zip(moves[split:], held[split:])}
         return tuple(stage.weights(each) for stage, each in zip(self.stages_back, (into, out)))
 
-    def _chunk_back(self, number: int, g: jax.Array, kept: Sequence[jax.Array], weights, words):
+    def _chunk_back(self, number: int, g: jax.Array, kept: Sequence[jax.Array], weights, extras):
         """From a chunk's cotangent where the experts are, that of its slots, and products of all weight gradients."""
         rows = Rows(kept[-1], self.work.chunks[number], self.stays) if self.work.rows else None
         arrived = [n for n, (source, *_) in enumerate(self.into.kept) if source == 0]
@@ -234,22 +207,13 @@ class _Program:
         moved = iter(kept[len(arrived) + len(hidden) :])
         sizes, (into, out) = rows and rows.sizes, self.stages_back
         g = self._sorted(rows, g)
-        h, pull = jax.vjp(lambda *hidden: self._activated(hidden, number, rows, words), *hidden)
+        h, pull = jax.vjp(lambda *hidden: self._activated(hidden, number, rows, extras), *hidden)
         held = {1 + n: next(moved) if self.out.kept[n][2] else h for n in on}
         d_hidden, sums_out, _ = out.chunk(number, {0: g, **held}, weights[1], sizes)
         cotangents = dict(enumerate(pull(d_hidden[0])))
         held = {len(hidden) + n: x for n, x in zip(arrived, slots)}
         d_slots, sums_in, _ = into.chunk(number, cotangents | held, weights[0], sizes)
         return self._unsorted(rows, d_slots[0]), (sums_in, sums_out)
-
-
-def _after(x: jax.Array, arrivals: Sequence[jax.Array], done: Sequence[jax.Array]) -> jax.Array:
-    """A chunk, to be sent once the one before it has arrived, and the one before that is multiplied.
-
-    Left to itself a compiler has been seen to send for all chunks at once, and to multiply then.
-    """
-    before = [*arrivals[-1:], *done[-2:-1]]
-    return lax.optimization_barrier((x, *before))[0] if before else x
 
 
 def _of_slots(equation: Products, moved: dict[int, jax.Array], *, always: bool) -> list[jax.Array]:
