@@ -114,7 +114,9 @@ def main() -> None:
         print("\n".join(table(case, found)), flush=True)
         rows |= {(case, each.implementation, each.step): each for each in found}
     if options.json:
-        written = [{**asdict(case), **asdict(row), "pass": row.step} for (case, *_), row in rows.items()]
+        written = [
+            {**asdict(case), **asdict(row), "pass": row.step, "platform": platform} for (case, *_), row in rows.items()
+        ]
         options.json.write_text(json.dumps(written, indent=1) + "\n")
     if options.write:
         cases = dict.fromkeys(case for case, *_ in rows)
