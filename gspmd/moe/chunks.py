@@ -7,7 +7,9 @@ from math import prod
 import jax
 
 from gspmd.collectives.chips import chip_of_device
+from gspmd.collectives.plan import Step
 from gspmd.collectives.planned import Context
+from gspmd.collectives.planning import Plan, make_plan
 from gspmd.collectives.walk import cut
 from gspmd.moe.work import Work, products
 
@@ -23,8 +25,9 @@ def chunks_of(work: Work, ctx: Context) -> tuple[int, ...]:
 
         2 a + max(n m, 2 (n - 1) a + m)
 
-    since links and matrix unit work side by side but for the first way in and the last way out. Smaller chunks wait for
-    more hops, and read all weights again. `looped` takes no less than two, `auto` may take one.
+    since links and matrix unit work side by side but for the first way in and the last way out; before that all weights
+    are gathered that have to be. Smaller chunks wait for more hops, and read all weights again. `looped` takes no less
+    than two; `auto` may take one, whose equations are then looped where that is cheaper.
 
     Args:
         work: what is cut; its own chunks do not count.
@@ -61,16 +64,26 @@ def _is_known() -> bool:
 
 
 def _seconds(work: Work, ctx: Context, number: int, unit: int) -> float:
-    """Of the value, in so many chunks."""
+    """Of the value, in so many chunks; whole, the equations hide what they can by themselves."""
     chunk = replace(work, sizes=(*work.sizes, ("C", -(-work.capacity // (number * unit)) * unit)))
     there, back = chunk.there_and_back(ctx, chunk.capacity)
     way = sum(step.seconds for step in (*there, *back)) / 2
-    multiplied = sum(_products_seconds(chunk, ctx))
-    return 2 * way + max(number * multiplied, 2 * (number - 1) * way + multiplied)
+    plans = [each.plan for each in products(chunk, ctx)]
+    if number == 1:
+        return 2 * way + sum(_looped(plan, ctx).seconds for plan in plans)
+    gathered = sum(step.seconds for plan in plans for step in _moves(plan, of_weights=True))
+    steps = (step for plan in plans for found in plan.routine.products for step in found.all_steps)
+    moved = (step for plan in plans for step in _moves(plan, of_weights=False))
+    multiplied = sum(step.seconds for step in (*moved, *steps))
+    return gathered + 2 * way + max(number * multiplied, 2 * (number - 1) * way + multiplied)
 
 
-def _products_seconds(work: Work, ctx: Context) -> Iterator[float]:
-    """Of the products, and of what settles them."""
-    for each in products(work, ctx):
-        for product in each.plan.routine.products:
-            yield sum(step.seconds for step in product.all_steps)
+def _looped(plan: Plan, ctx: Context) -> Plan:
+    """The same equation in the lowering in force."""
+    sizes = tuple(plan.sizes.items())
+    return make_plan(plan.equation, sizes, ctx.axes, plan.dtypes, plan.chip, ctx.lowering, plan.via)
+
+
+def _moves(plan: Plan, *, of_weights: bool) -> Iterator[Step]:
+    """What brings weights, or slots, to their products."""
+    return (step for found in plan.routine.moves if bool(found.source) == of_weights for step in found.steps)

@@ -72,6 +72,23 @@ def test_a_chips_figures_choose(monkeypatch):
     assert count("looped", 4, groups=16, embed=128, feed_forward=128) == 2
 
 
+def test_what_equations_hide_by_themselves_counts(monkeypatch):
+    """Weights that are gathered, for not too many slots: rings hide that, and chunks would not."""
+    monkeypatch.setattr(chunks, "_is_known", lambda: True)
+    context = replace(_context("auto"), axes=(("x", 4), ("y", 16)))
+    stay, gathered = ("X_xEF", "X_xFE"), ("X_xE_yF", "X_xFE_y")
+    vias = {"in_via": "G_yX_xCE, X_xEF", "out_via": "G_yX_xCF, X_xFE"}
+    slots = {"dispatched": "G_yxXCE", "there": "G_yX_xCE", "hidden": "G_yX_xCF"}
+
+    def number(w_in, w_out, **more):
+        specs = {name: Spec.parse(spec) for name, spec in slots.items()}
+        weights = {"w_in": (Spec.parse(w_in),) * 2, "w_out": Spec.parse(w_out)}
+        return len(chunks_of(_work(160, groups=64, **specs, **weights, **more), context))
+
+    assert number(*stay) == 2
+    assert number(*gathered, **vias) == 1
+
+
 @pytest.mark.parametrize("cut", [(160,), (80, 80), (81, 79), (40, 40, 40, 40)], ids=str)
 def test_chunks_send_what_the_whole_would(cut):
     work, context = _work(160), _context("looped")
