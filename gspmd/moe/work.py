@@ -16,6 +16,7 @@ from gspmd.collectives.planned import Context
 from gspmd.collectives.planning import Plan, make_plan, tensors
 from gspmd.moe.dropout import Dropout
 from gspmd.moe.stages import Equation
+from gspmd.moe.swiglu import swiglu
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,5 @@ def _stay(spec: Spec, place: Spec) -> Fault:
 def activated(activation: str, *values: jax.Array) -> jax.Array:
     """The experts' nonlinearity, of hidden activations that lie alike; swiglu takes the gate's first."""
     if activation == "swiglu":
-        gate, up = values
-        return jax.nn.silu(gate) * up
+        return swiglu(*values)
     return {"gelu": jax.nn.gelu, "relu": jax.nn.relu}[activation](*values)
