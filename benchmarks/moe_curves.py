@@ -57,7 +57,7 @@ def main() -> None:
     options = _parsed()
     options.out.mkdir(parents=True, exist_ok=True)
     for seed in SEEDS if not options.only_draw else ():
-        for name in MODELS:
+        for name in options.models:
             _train(options.out, name, seed, options.flags)
             _write_all(options)
     _write_all(options)
@@ -69,6 +69,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, default=None, help="PNG of the curves")
     parser.add_argument("--write", type=Path, default=None, help="page whose table is replaced")
     parser.add_argument("--only-draw", action="store_true", help="train nothing")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="what to train")
     parser.add_argument("--flags", type=shlex.split, default=[], help="more flags for every run, such as '--steps 40'")
     return parser.parse_args()
 

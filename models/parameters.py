@@ -154,10 +154,10 @@ def _block(config: ModelConfig, place: int, sizes: Mapping[str, int]) -> Iterato
     if serial:
         yield f"{section}.norm", "ffn.norm", "E", ones
     if experts:
-        # A tenth of the variance keeps early routing close to even. Fedus et al. 2021, section 2.4, take 0.1 of the
-        # variance of every matrix; here the others keep theirs, and those that end a branch are divided by depth.
+        # A small variance keeps early routing close to even. Fedus et al. 2021, section 2.4, take 0.1 of the variance
+        # of every matrix; here the others keep theirs, and those that end a branch are divided by depth.
         # Noisy gating begins even, at no preference and one width of noise (Shazeer et al. 2017, appendix A).
-        begin = Constant(0.0) if config.moe.noisy else scaled("E", sizes, variance=0.1)
+        begin = Constant(0.0) if config.moe.noisy else scaled("E", sizes, variance=config.moe.router_scale)
         yield "moe.router", "moe.router", "EX", begin
         if config.moe.noisy:
             yield "moe.router_noise", "moe.router_noise", "EX", Constant(0.0)

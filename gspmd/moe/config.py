@@ -62,6 +62,8 @@ class MoEConfig:
             none.
         importance_weight: weight of noisy-top-k's squared variation of the experts' summed gates.
         load_weight: weight of noisy-top-k's squared variation of the experts' smooth loads.
+        router_scale: variance of the router's first values times its fan-in. Switch's 0.1 begins nearly even; where
+            batches are many that is soon unlearnt, where they are few, experts differ sooner with more.
         jitter: half-width of the factor on the router's input in training; None is the router's paper's, 1e-2 for
             switch or none.
         dropout: share of the experts' hidden activations that training drops.
@@ -91,6 +93,7 @@ class MoEConfig:
     z_weight: float | None = None
     importance_weight: float = 0.1
     load_weight: float = 0.1
+    router_scale: float = 0.1
     jitter: float | None = None
     dropout: float = 0.0
     shared: int = 0
@@ -156,7 +159,7 @@ def _number_faults(config: MoEConfig) -> Iterator[str]:
         if not (name in ("groups", "k") and value is None) and value < 1:
             yield f"{name} is {value}; it must be at least 1."
     for name in ("capacity_factor", "evaluation_capacity_factor", "importance_weight", "load_weight", "aux_weight",
-                 "z_weight", "shared"):  # fmt: skip
+                 "z_weight", "router_scale", "shared"):  # fmt: skip
         value = getattr(config, name)
         if value is not None and not (math.isfinite(value) and value >= 0):
             yield f"{name} is {value}; it must not be negative."
