@@ -70,7 +70,6 @@ FORWARD = [
     ("experts x model", "looped", "dropless"),
 ]
 BOTH = [
-    ("two axes, the other first", "blocking", "sort"),
     ("experts x model", "blocking", "sort"),
     ("experts x zero", "looped", "sort"),
     ("experts x data x model", "looped", "dropless"),
