@@ -19,7 +19,7 @@ from models.feed_forward import FeedForward
 
 
 class Experts(nnx.Module):
-    """A feed-forward layer of which every token uses one or two of X (`gspmd.moe` has the papers)."""
+    """A feed-forward layer of which every token uses a few of X (`gspmd.moe` has the papers)."""
 
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
         self.config, self.specs, self.moe, self.dtype = config, layout.section("ffn"), layout.section("moe"), dtype

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from numbers import Integral
 
 
 @dataclass(frozen=True)
@@ -154,15 +155,15 @@ class MoEConfig:
 
 
 def _number_faults(config: MoEConfig) -> Iterator[str]:
-    for name in ("experts", "every", "groups", "k"):
+    for name, least in (("experts", 1), ("every", 1), ("groups", 1), ("k", 1), ("shared", 0)):
         value = getattr(config, name)
-        if not (name in ("groups", "k") and value is None) and value < 1:
-            yield f"{name} is {value}; it must be at least 1."
+        if not (name in ("groups", "k") and value is None) and not (isinstance(value, Integral) and value >= least):
+            yield f"{name} is {value}; it must be a whole number, at least {least}."
     for name in ("capacity_factor", "evaluation_capacity_factor", "importance_weight", "load_weight", "aux_weight",
-                 "z_weight", "router_scale", "shared"):  # fmt: skip
+                 "z_weight", "router_scale"):  # fmt: skip
         value = getattr(config, name)
         if value is not None and not (math.isfinite(value) and value >= 0):
-            yield f"{name} is {value}; it must not be negative."
+            yield f"{name} is {value}; it must be a number that is not negative."
     for name in ("jitter", "dropout"):
         value = getattr(config, name)
         if value is not None and not 0 <= value < 1:

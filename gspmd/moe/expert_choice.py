@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.losses import with_z
-from gspmd.moe.routing import Routing, draws_nothing, every_token, finite, log_odds_against
+from gspmd.moe.routing import Routing, check_shapes, draws_nothing, every_token, finite, log_odds_against
 
 draw = draws_nothing
 
@@ -49,6 +49,7 @@ def route(
 
 def assign(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array | None) -> Routing:
     """`route`, with its random numbers given: nothing here looks beyond a group."""
+    check_shapes(logits, config, mask)
     logits, mask = finite(logits), every_token(logits, mask)
     capacity = config.capacity(logits.shape[1])
     rank = _ranks(logits, mask, capacity)

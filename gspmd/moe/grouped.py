@@ -48,11 +48,25 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, for
 
     Differs: no row is padded in memory; the last block of an expert reads beyond it, and writes only its own rows.
     """
-    form = ("blocks" if current_platform() == "cpu" else "ragged") if form is None else form
+    form = _picked(form)
     fault = _fault(rows.shape, weights.shape, sizes.shape, form)
     if fault:
         raise ValueError(f"cannot multiply rows by their experts' weights: {fault}")
     return _grouped(form, rows, weights, sizes.astype(jnp.int32))
+
+
+def grouped_back(cotangent: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The gradient of `grouped_matmul`'s rows: cotangents [R, F] by the transposed weights [X, E, F], [R, E]."""
+    return _times(_picked(None), cotangent, weights, sizes.astype(jnp.int32), back=True)
+
+
+def grouped_outer(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The gradient of `grouped_matmul`'s weights, of rows [R, E] and cotangents [R, F]: [X, E, F] in float32."""
+    return _outer(_picked(None), rows, cotangent, sizes.astype(jnp.int32))
+
+
+def _picked(form: str | None) -> str:
+    return form or ("blocks" if current_platform() == "cpu" else "ragged")
 
 
 def _fault(rows: tuple, weights: tuple, sizes: tuple, form: str) -> str:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.losses import gshard_balance, with_z
-from gspmd.moe.routing import Routing, assigned, chosen, every_token, finite, top_choices
+from gspmd.moe.routing import Routing, assigned, check_shapes, chosen, every_token, finite, top_choices
 
 
 @partial(jax.jit, static_argnames="config")
@@ -44,7 +44,7 @@ def route(
       - the paper on gates: normalised before capacity is known, and never again when one of the two overflows;
       - the later layer on the loss's coefficient: with X², balanced experts cost `aux_weight` however many there are,
         while the paper's form, in `losses.gshard_balance`, is 1/X² when balanced.
-    Capacity is rounded up, and at least 1.
+    Capacity is rounded up.
     """
     return assign(logits, config, draw(key, logits.shape), mask)
 
@@ -56,6 +56,7 @@ def draw(key: jax.Array | None, shape: tuple[int, ...], *, out_sharding=None) ->
 
 def assign(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array | None) -> Routing:
     """`route`, with its random numbers [G, L] given: nothing here looks beyond a group."""
+    check_shapes(logits, config, mask)
     logits, mask = finite(logits), every_token(logits, mask)
     gates = jax.nn.softmax(logits, axis=-1)
     expert = top_choices(logits, 2)

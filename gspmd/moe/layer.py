@@ -16,6 +16,7 @@ from gspmd.moe.places import Places, places_of
 from gspmd.moe.routers import router
 from gspmd.moe.routing import Routing
 from gspmd.moe.switch import jittered
+from gspmd.moe.work import ACTIVATIONS
 
 
 def expert_layer(
@@ -65,11 +66,13 @@ def expert_layer(
     Raises:
         LayoutError: groups, or their slots, would not be whole on a device; or dropless' rows would have to move again.
         SpecError: sizes that the mesh does not divide.
+        ValueError: an unknown activation, or weights that the router or the activation lacks.
 
     Source: GShard, arXiv 2006.16668, §2.2 and Algorithm 2; Switch Transformer, arXiv 2101.03961, §2.
 
     Differs: groups, capacity and random numbers belong to the model, so a layout never changes a result.
     """
+    _check(weights, config, activation)
     places = places_of(str(layout.groups), str(layout.dispatched))
     config = config if train else config.evaluation()
     jitter_key, route_key = jax.random.split(key) if train and key is not None else (None, None)
@@ -79,6 +82,16 @@ def expert_layer(
     experts = Experts(weights, layout, config, activation, jax.random.fold_in(key, 2) if dropped else None)
     y = (by_rows if config.dispatch == "dropless" else by_slots)(x, routing, experts, places)
     return y, *figures(summary, places, padded=mask is not None)
+
+
+def _check(weights: Mapping[str, jax.Array], config: MoEConfig, activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"cannot run experts: activation is {activation!r}; choose from {', '.join(ACTIVATIONS)}.")
+    needed = ["router", *["router_noise"] * config.noisy, "w_in", *["w_gate"] * (activation == "swiglu"), "w_out"]
+    missing = [name for name in needed if name not in weights]
+    if missing:
+        why = f"router {config.router} and activation {activation} need {', '.join(needed)}"
+        raise ValueError(f"cannot run experts: {why}; weights lack {', '.join(missing)}.")
 
 
 def _logits(x, weights, places: Places, layout: Any, config: MoEConfig, key: jax.Array | None) -> jax.Array:

@@ -101,7 +101,7 @@ def _tokens(mask: jax.Array) -> jax.Array:
 
 def _overlap(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Array:
     """Σ_e (share of choices of e) · (mean gate of e), over the real tokens of each group."""
-    tokens, choices = _tokens(mask)[:, None], expert.reshape(*mask.shape, -1)
+    tokens, choices = _tokens(mask)[:, None], expert if expert.ndim > mask.ndim else expert[..., None]
     chosen = [counts(choices[..., k], mask, gates.shape[-1]) for k in range(choices.shape[-1])]
     share = sum(chosen) / (len(chosen) * tokens)
     mean = jnp.sum(jnp.where(mask[..., None], gates, 0), axis=-2) / tokens

@@ -7,7 +7,17 @@ import jax.numpy as jnp
 
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.losses import squared_variation, with_z
-from gspmd.moe.routing import Routing, assigned, chosen, counts, every_token, finite, per_expert, top_choices
+from gspmd.moe.routing import (
+    Routing,
+    assigned,
+    check_shapes,
+    chosen,
+    counts,
+    every_token,
+    finite,
+    per_expert,
+    top_choices,
+)
 
 _LEAST_WIDTH = 1e-6
 # Φ is 0 or 1 in float32 long before; between the bounds no quotient by the noise's width overflows.
@@ -62,6 +72,7 @@ def draw(key: jax.Array | None, shape: tuple[int, ...], *, out_sharding=None) ->
 
 def assign(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array | None) -> Routing:
     """`route`, with its random numbers [G, L, X] given: nothing here looks beyond a group."""
+    check_shapes(logits, config, mask)
     mask, clean, width = every_token(logits, mask), *_clean_and_width(finite(logits), config.experts)
     noisy = clean if draws is None else clean + draws * width
     ranked = top_choices(noisy, min(config.choices + 1, config.experts))

@@ -139,15 +139,18 @@ def log_odds_against(logits: jax.Array) -> jax.Array:
 
 
 def _sum_in_any_order(parts: jax.Array) -> jax.Array:
-    """Sums of numbers in [0, 1], exact to 2⁻⁴⁰, so that the same ones in another order add up to the same.
+    """Sums of numbers in [0, 1], exact to 2⁻³⁸, so that the same ones in another order add up to the same.
 
     A sort would see to that too, and take ten times as long.
     """
-    scaled = parts * 2.0**20
-    high = jnp.floor(scaled)
-    low = (scaled - high) * 2.0**20
-    high, low = (jnp.sum(x.astype(jnp.uint32), axis=-1, keepdims=True).astype(jnp.float32) for x in (high, low))
-    return high * 2.0**-20 + low * 2.0**-40
+    bits = min(20, 31 - (parts.shape[-1] - 1).bit_length())  # of each number, so that the sum of all fits a word
+    total, rest = 0.0, parts
+    for place in range(1, 1 + -(-38 // bits)):
+        rest = rest * 2.0**bits
+        whole = jnp.floor(rest)
+        rest = rest - whole
+        total += jnp.sum(whole.astype(jnp.uint32), axis=-1, keepdims=True).astype(jnp.float32) * 2.0 ** (-bits * place)
+    return total
 
 
 def queue(expert: jax.Array, waiting: jax.Array, experts: int, order: jax.Array | None = None) -> jax.Array:
@@ -186,8 +189,23 @@ def draws_nothing(key: jax.Array | None, shape: tuple[int, ...], *, out_sharding
 
 
 def finite(logits: jax.Array) -> jax.Array:
-    """Logits in float32, -inf as the lowest of its numbers, so that no router meets inf - inf."""
-    return jnp.maximum(logits.astype(jnp.float32), jnp.finfo(jnp.float32).min)
+    """Logits in float32, infinite ones as the largest of its numbers, so that no router meets inf - inf."""
+    most = jnp.finfo(jnp.float32).max
+    return jnp.clip(logits.astype(jnp.float32), -most, most)
+
+
+def check_shapes(logits: jax.Array, config: MoEConfig, mask: jax.Array | None) -> None:
+    """Refuse logits that are not of the config's experts, and masks that are not of their tokens.
+
+    Raises:
+        ValueError: naming the shapes.
+    """
+    widths = (config.experts, 2 * config.experts) if config.noisy else (config.experts,)
+    if logits.ndim != 3 or logits.shape[-1] not in widths:
+        wanted = " or ".join(f"[G, L, {width}]" for width in widths)
+        raise ValueError(f"cannot route: logits are {wanted} for {config.experts} experts; found {logits.shape}.")
+    if mask is not None and mask.shape != logits.shape[:2]:
+        raise ValueError(f"cannot route: a mask of logits {logits.shape} is {logits.shape[:2]}; found {mask.shape}.")
 
 
 def every_token(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -209,7 +227,7 @@ def _places(keys: jax.Array, experts: int) -> jax.Array:
 
 def _stable_sort(keys: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     size = keys.size
-    if (experts + 1) * size <= jnp.iinfo(jnp.int32).max:
+    if 0 < (experts + 1) * size <= jnp.iinfo(jnp.int32).max:
         # One sort of key and position packed in a word is several times faster than a sort of pairs.
         packed = jnp.sort(keys * size + jnp.arange(size, dtype=jnp.int32))
         return packed % size, packed // size

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 
 from gspmd.collectives.lower import Execution, scope
 from gspmd.collectives.plan import Routine, Step
 from gspmd.collectives.problem import Tensor
-from gspmd.moe.grouped import grouped_matmul
+from gspmd.moe.grouped import grouped_back, grouped_matmul, grouped_outer
 
 Arrays = dict[int, jax.Array]
 
@@ -168,27 +167,16 @@ def grouped_product(left, right, left_dims, right_dims, dims, *, sizes: jax.Arra
         return _times(left, right, left_dims, right_dims, dims, sizes)
     if dims[1] not in left_dims:
         left, right, left_dims, right_dims = right, left, right_dims, left_dims
-    rows, cotangent = _flat(left, left_dims), _flat(right, right_dims)
-    blank = jnp.zeros((len(sizes), rows.shape[1], cotangent.shape[1]), rows.dtype)
-    return _pulled(lambda w: grouped_matmul(rows, w, sizes), blank, cotangent)
+    return grouped_outer(_flat(left, left_dims), _flat(right, right_dims), sizes)
 
 
 def _times(rows, weights, dims, weight_dims, wanted, sizes: jax.Array) -> jax.Array:
     flat, (_, first, second) = _flat(rows, dims), weight_dims
-    if first in dims:
-        found = grouped_matmul(flat, weights, sizes)
-    else:
-        blank = jnp.zeros((len(flat), weights.shape[1]), flat.dtype)
-        found = _pulled(lambda x: grouped_matmul(x, weights, sizes), blank, flat)
+    found = (grouped_matmul if first in dims else grouped_back)(flat, weights, sizes)
     feature = second if first in dims else first
     held = ("G", "X", "C", feature)
     shaped = found.reshape(*(rows.shape[dims.index(dim)] for dim in held[:3]), -1)
     return shaped.transpose([held.index(dim) for dim in wanted])
-
-
-def _pulled(function, at: jax.Array, cotangent: jax.Array) -> jax.Array:
-    """The gradient of a function that is linear, so that the value there is of no use, and dead code."""
-    return jax.vjp(function, at)[1](cotangent)[0]
 
 
 def _flat(rows: jax.Array, dims: Sequence[str]) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.losses import load_balance, with_z
-from gspmd.moe.routing import Routing, assigned, chosen, draws_nothing, every_token, finite, top_choices
+from gspmd.moe.routing import Routing, assigned, check_shapes, chosen, draws_nothing, every_token, finite, top_choices
 
 draw = draws_nothing
 
@@ -39,13 +39,14 @@ def route(
     Source: Fedus, Zoph, Shazeer, *Switch Transformers*, arXiv 2101.03961, §2.1 and §2.2, equations 1 to 6.
 
     Differs: tokens are routed in groups, each with its own capacity, as in the paper's public code; capacity is rounded
-    up and at least 1. As in the paper, a token without a slot passes through the residual alone: its gate is 0 here.
+    up. As in the paper, a token without a slot passes through the residual alone: its gate is 0 here.
     """
     return assign(logits, config, None, mask)
 
 
 def assign(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array | None) -> Routing:
     """`route`, with its random numbers given: nothing here looks beyond a group."""
+    check_shapes(logits, config, mask)
     logits, mask = finite(logits), every_token(logits, mask)
     gates = jax.nn.softmax(logits, axis=-1)
     expert = top_choices(logits, 1)

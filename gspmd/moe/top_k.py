@@ -6,7 +6,7 @@ import jax
 
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.losses import load_balance, with_z
-from gspmd.moe.routing import Routing, assigned, chosen, draws_nothing, every_token, finite, top_choices
+from gspmd.moe.routing import Routing, assigned, check_shapes, chosen, draws_nothing, every_token, finite, top_choices
 
 draw = draws_nothing
 
@@ -51,6 +51,7 @@ def route(
 
 def assign(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array | None) -> Routing:
     """`route`, with its random numbers given: nothing here looks beyond a group."""
+    check_shapes(logits, config, mask)
     logits, mask = finite(logits), every_token(logits, mask)
     probabilities = jax.nn.softmax(logits, axis=-1)
     expert = top_choices(logits, config.choices)

@@ -190,8 +190,12 @@ def _stay(spec: Spec, place: Spec) -> Fault:
     return Fault(str(spec), 0, len(str(spec)), fact, "Change that spec or pin it by a via, or use dispatch 'sort'.")
 
 
+_POINTWISE = {"gelu": jax.nn.gelu, "relu": jax.nn.relu}
+ACTIVATIONS = ("swiglu", *_POINTWISE)
+
+
 def activated(activation: str, *values: jax.Array) -> jax.Array:
     """The experts' nonlinearity, of hidden activations that lie alike; swiglu takes the gate's first."""
     if activation == "swiglu":
         return swiglu(*values)
-    return {"gelu": jax.nn.gelu, "relu": jax.nn.relu}[activation](*values)
+    return _POINTWISE[activation](*values)

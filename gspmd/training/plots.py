@@ -79,7 +79,7 @@ def expert_load(rows: Sequence[dict[str, Any]], path: str | Path) -> bool:
 
 def _binned(loaded: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
     """Edges of the columns, in steps, and the mean load in each: [columns + 1] and [columns, layers, X]."""
-    steps, load = np.array([row["step"] for row in loaded]), np.array([row["load"] for row in loaded])
+    steps, load = np.array([row["step"] for row in loaded]), np.array([row["load"] for row in loaded], float)
     starts = np.unique(np.linspace(0, len(steps), min(len(steps), _COLUMNS) + 1).astype(int))[:-1]
     counts = np.diff([*starts, len(steps)])
     mean = np.add.reduceat(load, starts, axis=0) / counts[:, None, None]
@@ -112,7 +112,7 @@ def _ending(loaded: Sequence[dict[str, Any]], layer: int) -> str:
         ("entropy", "entropy {:.2f}"),
         ("confidence", "confidence {:.2f}"),
     ):
-        values = [row[name][layer] for row in last if np.ndim(row.get(name)) == 1]
+        values = [row[name][layer] for row in last if np.ndim(row.get(name)) == 1 and row[name][layer] is not None]
         said += [text.format(np.mean(values))] if values else []
     return "at the end: " + ", ".join(said) if said else ""
 

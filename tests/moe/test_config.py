@@ -54,11 +54,11 @@ def test_every_fault_in_one_error():
                   dispatch="scan")  # fmt: skip
     assert str(error.value) == (
         "a mixture of experts cannot be built from these settings\n"
-        "  experts is 0; it must be at least 1.\n"
-        "  every is 0; it must be at least 1.\n"
-        "  groups is -1; it must be at least 1.\n"
-        "  capacity_factor is -1.0; it must not be negative.\n"
-        "  aux_weight is -1.0; it must not be negative.\n"
+        "  experts is 0; it must be a whole number, at least 1.\n"
+        "  every is 0; it must be a whole number, at least 1.\n"
+        "  groups is -1; it must be a whole number, at least 1.\n"
+        "  capacity_factor is -1.0; it must be a number that is not negative.\n"
+        "  aux_weight is -1.0; it must be a number that is not negative.\n"
         "  jitter is 2.0; it must lie in [0, 1).\n"
         "  dispatch is 'scan'; choose from auto, sort, onehot, dropless.\n"
         "  router is 'hash'; choose from noisy-top-k, gshard, switch, st-moe, top-k, expert-choice."
