@@ -56,6 +56,7 @@ def main() -> None:
     """Trains what is missing, and writes the numbers, the plot and the table."""
     options = _parsed()
     options.out.mkdir(parents=True, exist_ok=True)
+    _hold_to_settings(options)
     for seed in SEEDS if not options.only_draw else ():
         for name in options.models:
             _train(options.out, name, seed, options.flags)
@@ -72,6 +73,14 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="what to train")
     parser.add_argument("--flags", type=shlex.split, default=[], help="more flags for every run, such as '--steps 40'")
     return parser.parse_args()
+
+
+def _hold_to_settings(options: argparse.Namespace) -> None:
+    """Ends with a message where the folder's runs were made with other flags, or another default config."""
+    path, now = options.out / "settings.txt", f"{shlex.join(options.flags)}\n{CONFIG.read_text()}"
+    if path.exists() and path.read_text() != now and not options.only_draw:
+        sys.exit(f"{options.out} has runs of other flags, or of another {CONFIG.name}; give another --out.")
+    path.write_text(path.read_text() if path.exists() else now)
 
 
 def _train(out: Path, name: str, seed: int, more: Sequence[str]) -> None:
