@@ -77,7 +77,8 @@ def _parsed() -> argparse.Namespace:
 
 def _hold_to_settings(options: argparse.Namespace) -> None:
     """Ends with a message where the folder's runs were made with other flags, or another default config."""
-    path, now = options.out / "settings.txt", f"{shlex.join(options.flags)}\n{json.dumps(tomllib.loads(CONFIG.read_text()), indent=1)}\n"
+    settings = json.dumps(tomllib.loads(CONFIG.read_text()), indent=1)
+    path, now = options.out / "settings.txt", f"{shlex.join(options.flags)}\n{settings}\n"
     if path.exists() and path.read_text() != now and not options.only_draw:
         sys.exit(f"{options.out} has runs of other flags, or of another {CONFIG.name}; give another --out.")
     path.write_text(path.read_text() if path.exists() else now)
