@@ -8,7 +8,15 @@ import pytest
 from gspmd.collectives.batched import batched
 from gspmd.collectives.lower import local_einsum
 
-LETTERS = ["GXCE,XEF->GXCF", "XEF,GXCE->XGFC", "GXCE,GXCF->XEF", "GXCF,XEF->GXCE", "BLKQD,BTKD->BLKQT", "EXF,XE->FX", "XCE,XE->XC"]
+LETTERS = [
+    "GXCE,XEF->GXCF",
+    "XEF,GXCE->XGFC",
+    "GXCE,GXCF->XEF",
+    "GXCF,XEF->GXCE",
+    "BLKQD,BTKD->BLKQT",
+    "EXF,XE->FX",
+    "XCE,XE->XC",
+]
 SIZES = dict(zip("GXCEFBLKQDT", (2, 3, 4, 5, 6, 2, 3, 2, 4, 5, 6)))
 
 
