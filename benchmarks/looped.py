@@ -20,6 +20,8 @@ from itertools import product
 from pathlib import Path
 from time import perf_counter
 
+from page import write_between
+
 EMBED, FEED_FORWARD = 18432, 73728
 TOPOLOGY, MESH = "tpu-v4:4x4x4", {"x": 4, "y": 4, "z": 4}
 LAYOUTS = ("weight-stationary-1d", "weight-stationary-2d", "weight-gathered-xyz")
@@ -72,7 +74,7 @@ def main() -> None:
     page = "\n".join(table(cells))
     print(page)
     if options.write:
-        options.write.write_text(between(options.write.read_text(), page))
+        write_between(options.write, MARKS, page)
 
 
 def parsed() -> argparse.Namespace:
@@ -195,12 +197,6 @@ def amount(seconds: float) -> str:
     """Three digits of micro- or milliseconds."""
     value, unit = (seconds * 1e6, "µs") if seconds < 1e-3 else (seconds * 1e3, "ms")
     return f"{value:.{max(0, 2 - len(str(int(value))) + 1)}f} {unit}"
-
-
-def between(page: str, content: str) -> str:
-    """A page with what stands between its marks replaced."""
-    before, _, rest = page.partition(MARKS[0])
-    return f"{before}{MARKS[0]}\n{content}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
 
 
 if __name__ == "__main__":

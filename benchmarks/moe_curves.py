@@ -24,6 +24,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from page import write_between
 
 from gspmd.training.checkpoint import newest
 from gspmd.training.toml import from_mapping
@@ -152,10 +153,7 @@ def _write_all(options: argparse.Namespace) -> None:
     if options.plot and any(len(row["seeds"]) for row in results.values()):
         _draw(results, options.plot)
     if options.write:
-        page = options.write.read_text()
-        before, rest = page.split(MARKS[0], 1)
-        after = rest.split(MARKS[1], 1)[1]
-        options.write.write_text("\n".join([before + MARKS[0], *_table(results), MARKS[1]]) + after)
+        write_between(options.write, MARKS, "\n".join(_table(results)))
 
 
 def _table(results: Mapping[str, Any]) -> Iterator[str]:

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import moe_peers
 from jax.sharding import AxisType
+from page import write_between
 
 import gspmd
 from gspmd.layouts import Layout
@@ -121,7 +122,7 @@ def main() -> None:
     if options.write:
         cases = dict.fromkeys(case for case, *_ in rows)
         pages = [line for each in cases for line in table(each, [row for (c, *_), row in rows.items() if c == each])]
-        options.write.write_text(between(options.write.read_text(), "\n".join(pages)))
+        write_between(options.write, MARKS, "\n".join(pages))
 
 
 def kept(path: Path) -> dict[tuple, Row]:
@@ -272,12 +273,6 @@ def table(case: Case, rows: list[Row]) -> Iterator[str]:
         cells = [f"{value:.{digits}f}" for row in (one, both) for value, digits in
                  ((row.milliseconds, 1), (row.ratio_to_dense, 2))]  # fmt: skip
         yield f"| {name} | {one.rows:,} | {' | '.join(cells)} | {both.temporary_bytes / 1e6:.0f} |"
-
-
-def between(page: str, content: str) -> str:
-    """A page with what stands between its marks replaced."""
-    before, _, rest = page.partition(MARKS[0])
-    return f"{before}{MARKS[0]}\n{content}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
 
 
 if __name__ == "__main__":

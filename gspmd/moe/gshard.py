@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.losses import gshard_balance, with_z
-from gspmd.moe.routing import Routing, assigned, check_shapes, chosen, every_token, finite, top_choices
+from gspmd.moe.routing import Routing, assigned, best_pair, check_shapes, every_token, finite
 
 
 @partial(jax.jit, static_argnames="config")
@@ -58,10 +58,7 @@ def assign(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: 
     """`route`, with its random numbers [G, L] given: nothing here looks beyond a group."""
     check_shapes(logits, config, mask)
     logits, mask = finite(logits), every_token(logits, mask)
-    gates = jax.nn.softmax(logits, axis=-1)
-    expert = top_choices(logits, 2)
-    pair = chosen(gates, expert)
-    pair = pair / jnp.sum(pair, axis=-1, keepdims=True)
+    gates, expert, pair = best_pair(logits)
     losses = {"aux": config.aux_weight * config.experts**2 * gshard_balance(gates, expert[..., 0], mask)}
     losses = with_z(losses, logits, config, mask)
     granted = None if draws is None else jnp.stack([jnp.ones_like(mask), 2 * pair[..., 1] > draws], axis=-1)

@@ -58,6 +58,13 @@ def chosen(values: jax.Array, expert: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(_is_chosen(values.shape[-1], expert), values[..., None, :], 0), axis=-1)
 
 
+def best_pair(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """All probabilities [..., X], the two most probable experts, and their shares of both, [..., 2] each."""
+    gates, expert = jax.nn.softmax(logits, axis=-1), top_choices(logits, 2)
+    pair = chosen(gates, expert)
+    return gates, expert, pair / jnp.sum(pair, axis=-1, keepdims=True)
+
+
 def per_expert(values: jax.Array, expert: jax.Array, experts: int) -> jax.Array:
     """The values of the chosen experts at their place among all: [..., k] to [..., X], 0 for the others."""
     return jnp.sum(jnp.where(_is_chosen(experts, expert), values[..., None], 0), axis=-2)

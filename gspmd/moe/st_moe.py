@@ -3,11 +3,10 @@
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.losses import load_balance, with_z
-from gspmd.moe.routing import Routing, assigned, check_shapes, chosen, draws_nothing, every_token, finite, top_choices
+from gspmd.moe.routing import Routing, assigned, best_pair, check_shapes, draws_nothing, every_token, finite
 
 draw = draws_nothing
 
@@ -32,6 +31,7 @@ def route(
         Routing of arrays [G, L, 2] and losses {"aux": [G], "z": [G]}.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> routing = route(jnp.zeros((1, 4, 2)), MoEConfig(experts=2, router="st-moe", capacity_factor=0.5))
         >>> routing.gate[0].tolist()
         [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]
@@ -52,9 +52,6 @@ def assign(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array | 
     """`route`, with its random numbers given: nothing here looks beyond a group."""
     check_shapes(logits, config, mask)
     logits, mask = finite(logits), every_token(logits, mask)
-    gates = jax.nn.softmax(logits, axis=-1)
-    expert = top_choices(logits, 2)
-    pair = chosen(gates, expert)
-    pair = pair / jnp.sum(pair, axis=-1, keepdims=True)
+    gates, expert, pair = best_pair(logits)
     losses = {"aux": config.aux_weight * load_balance(gates, expert[..., 0], mask)}
     return assigned(expert, pair, logits, config, mask, with_z(losses, logits, config, mask))
