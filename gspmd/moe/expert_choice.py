@@ -1,21 +1,15 @@
 """Expert choice: each expert takes its best tokens, so that every slot is filled and no load has to be balanced."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.losses import with_z
-from gspmd.moe.routing import Routing, check_shapes, draws_nothing, every_token, finite, log_odds_against
-
-draw = draws_nothing
+from gspmd.moe.routing import Routing, log_odds_against
+from gspmd.moe.rule import router
 
 
-@partial(jax.jit, static_argnames="config")
-def route(
-    logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None
-) -> Routing:
+@router()
+def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) -> Routing:
     """Send each expert the C tokens of a group that most probably want it; a token may have any number of experts.
 
         S = softmax(logits) over the experts     I, G = topC(Sᵀ) over the tokens     C = (L / X) · factor
@@ -44,19 +38,12 @@ def route(
     Differs: experts choose within a group. Ties go to the first token; ranked are the odds log S/(1 - S), which is the
     order of S without the ties that rounding makes. The variant that bounds a token's experts is left out.
     """
-    return assign(logits, config, None, mask)
-
-
-def assign(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array | None) -> Routing:
-    """`route`, with its random numbers given: nothing here looks beyond a group."""
-    check_shapes(logits, config, mask)
-    logits, mask = finite(logits), every_token(logits, mask)
     capacity = config.capacity(logits.shape[1])
     rank = _ranks(logits, mask, capacity)
     kept = mask[..., None] & (rank < capacity)
     expert = jnp.broadcast_to(jnp.arange(config.experts, dtype=jnp.int32), logits.shape)
     gate = jnp.where(kept, jax.nn.softmax(logits, axis=-1), 0)
-    return Routing(expert, jnp.where(kept, rank, -1), gate, kept, with_z({}, logits, config, mask))
+    return Routing(expert, jnp.where(kept, rank, -1), gate, kept, {})
 
 
 def _ranks(logits: jax.Array, mask: jax.Array, capacity: int) -> jax.Array:

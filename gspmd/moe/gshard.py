@@ -1,19 +1,16 @@
 """The GShard router: each token to its two best experts, the second one by chance."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.losses import gshard_balance, with_z
-from gspmd.moe.routing import Routing, assigned, best_pair, check_shapes, every_token, finite
+from gspmd.moe.losses import gshard_balance
+from gspmd.moe.routing import Routing, assigned, best_pair
+from gspmd.moe.rule import one_per_token, router
 
 
-@partial(jax.jit, static_argnames="config")
-def route(
-    logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None
-) -> Routing:
+@router(one_per_token)
+def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array) -> Routing:
     """Send each token to its two most probable experts: all first choices, then all second ones, while there is room.
 
         g = softmax(logits)     g1, e1, g2, e2 = top2(g)     gates g1/(g1 + g2), g2/(g1 + g2)     C = (2 L / X) · factor
@@ -46,20 +43,7 @@ def route(
         while the paper's form, in `losses.gshard_balance`, is 1/X² when balanced.
     Capacity is rounded up.
     """
-    return assign(logits, config, draw(key, logits.shape), mask)
-
-
-def draw(key: jax.Array | None, shape: tuple[int, ...], *, out_sharding=None) -> jax.Array | None:
-    """Random numbers that routing logits of `shape` [G, L, X] takes: one in [0, 1) per token; none without a key."""
-    return None if key is None else jax.random.uniform(key, shape[:2], jnp.float32, out_sharding=out_sharding)
-
-
-def assign(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array | None) -> Routing:
-    """`route`, with its random numbers [G, L] given: nothing here looks beyond a group."""
-    check_shapes(logits, config, mask)
-    logits, mask = finite(logits), every_token(logits, mask)
     gates, expert, pair = best_pair(logits)
     losses = {"aux": config.aux_weight * config.experts**2 * gshard_balance(gates, expert[..., 0], mask)}
-    losses = with_z(losses, logits, config, mask)
     granted = None if draws is None else jnp.stack([jnp.ones_like(mask), 2 * pair[..., 1] > draws], axis=-1)
     return assigned(expert, pair, logits, config, mask, losses, granted=granted)

@@ -13,7 +13,7 @@ from gspmd.moe.figures import figures, summarize
 from gspmd.moe.local import run_local
 from gspmd.moe.paths import Experts, by_rows, by_slots
 from gspmd.moe.places import Places, places_of
-from gspmd.moe.routers import router
+from gspmd.moe.routers import named
 from gspmd.moe.routing import Routing
 from gspmd.moe.switch import jittered
 from gspmd.moe.work import ACTIVATIONS
@@ -114,7 +114,7 @@ def _logits(x, weights, places: Places, layout: Any, config: MoEConfig, key: jax
 
 def _route(logits: jax.Array, config: MoEConfig, places: Places, key, mask) -> tuple[Routing, jax.Array]:
     """The routing, and per group what the layer's figures are made of, see `figures.summarize`."""
-    draws = router(config).draw(key, (*logits.shape[:2], config.experts), out_sharding=places.random())
+    draws = named(config).draw(key, (*logits.shape[:2], config.experts), out_sharding=places.random())
     extra = [x for x in (draws, mask) if x is not None]
     choices = places.per_group("LK")
     body = _router_body(config, draws is not None, mask is not None)
@@ -131,7 +131,7 @@ def _router_body(config: MoEConfig, drawn: bool, masked: bool):
     def body(logits, *extra):
         extra = iter(extra)
         draws, mask = (next(extra) if drawn else None), (next(extra) if masked else None)
-        routing = router(config).assign(logits, config, draws, mask)
+        routing = named(config).assign(logits, config, draws, mask)
         return routing.expert, routing.slot, routing.gate, routing.kept, summarize(routing, logits, config, mask)
 
     return body

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from gspmd.moe.config import MoEConfig
 from gspmd.moe.routing import counts
 
 
@@ -72,12 +71,6 @@ def z_loss(logits: jax.Array, mask: jax.Array) -> jax.Array:
     """
     squares = jax.nn.logsumexp(logits, axis=-1) ** 2
     return jnp.sum(jnp.where(mask, squares, 0), axis=-1) / _tokens(mask)
-
-
-def with_z(losses: dict[str, jax.Array], logits: jax.Array, config: MoEConfig, mask: jax.Array) -> dict[str, jax.Array]:
-    """The losses of a router, and its weighted z-loss where the config has one."""
-    weight = config.z_coefficient
-    return losses | {"z": weight * z_loss(logits, mask)} if weight else losses
 
 
 def squared_variation(values: jax.Array) -> jax.Array:

@@ -1,33 +1,20 @@
 """Noisy top-k gating, the first sparse router: what each expert might have been sent is part of its loss."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.losses import squared_variation, with_z
-from gspmd.moe.routing import (
-    Routing,
-    assigned,
-    check_shapes,
-    chosen,
-    counts,
-    every_token,
-    finite,
-    per_expert,
-    top_choices,
-)
+from gspmd.moe.losses import squared_variation
+from gspmd.moe.routing import Routing, assigned, chosen, counts, per_expert, top_choices
+from gspmd.moe.rule import normal_per_logit, router
 
 _LEAST_WIDTH = 1e-6
 # Φ is 0 or 1 in float32 long before; between the bounds no quotient by the noise's width overflows.
 _FARTHEST = 40.0
 
 
-@partial(jax.jit, static_argnames="config")
-def route(
-    logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None
-) -> Routing:
+@router(normal_per_logit)
+def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array) -> Routing:
     """Send each token to the k experts whose noisy logits are largest, while there is room.
 
         H_i = c_i + N(0, 1) · σ_i,    c = x · W_g,   σ = softplus(x · W_noise)
@@ -62,18 +49,7 @@ def route(
     always chosen, and there is no kth of the others: P is 1. Without noise P is whether the expert was chosen, without
     a gradient, as in the authors' public code.
     """
-    return assign(logits, config, draw(key, (*logits.shape[:2], config.experts)), mask)
-
-
-def draw(key: jax.Array | None, shape: tuple[int, ...], *, out_sharding=None) -> jax.Array | None:
-    """Random numbers that routing logits of `shape` [G, L, X] takes: a normal one for each; none without a key."""
-    return None if key is None else jax.random.normal(key, shape, jnp.float32, out_sharding=out_sharding)
-
-
-def assign(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array | None) -> Routing:
-    """`route`, with its random numbers [G, L, X] given: nothing here looks beyond a group."""
-    check_shapes(logits, config, mask)
-    mask, clean, width = every_token(logits, mask), *_clean_and_width(finite(logits), config.experts)
+    clean, width = _clean_and_width(logits, config.experts)
     noisy = clean if draws is None else clean + draws * width
     ranked = top_choices(noisy, min(config.choices + 1, config.experts))
     expert = ranked[..., : config.choices]
@@ -87,7 +63,7 @@ def assign(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: 
         "importance": config.importance_weight * squared_variation(importance),
         "load": config.load_weight * squared_variation(load),
     }
-    return assigned(expert, gates, noisy, config, mask, with_z(losses, clean, config, mask))
+    return assigned(expert, gates, noisy, config, mask, losses)
 
 
 def _clean_and_width(logits: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:

@@ -1,26 +1,25 @@
 """The routers by the name that a config gives them."""
 
-from types import ModuleType
-
 import jax
 
 from gspmd.moe import expert_choice, gshard, noisy_top_k, st_moe, switch, top_k
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.routing import Routing
+from gspmd.moe.rule import Router
 
-MODULES = {
-    "noisy-top-k": noisy_top_k,
-    "gshard": gshard,
-    "switch": switch,
-    "st-moe": st_moe,
-    "top-k": top_k,
-    "expert-choice": expert_choice,
+BY_NAME = {
+    "noisy-top-k": noisy_top_k.route,
+    "gshard": gshard.route,
+    "switch": switch.route,
+    "st-moe": st_moe.route,
+    "top-k": top_k.route,
+    "expert-choice": expert_choice.route,
 }
 
 
-def router(config: MoEConfig) -> ModuleType:
-    """The module of the config's router: its `route`, and `draw` and `assign`, the halves that `route` is made of."""
-    return MODULES[config.router]
+def named(config: MoEConfig) -> Router:
+    """The router that the config names."""
+    return BY_NAME[config.router]
 
 
 def route(
@@ -42,4 +41,4 @@ def route(
         >>> route(jnp.zeros((2, 8, 4)), MoEConfig(experts=4, router="gshard")).gate.shape
         (2, 8, 2)
     """
-    return router(config).route(logits, config, key=key, mask=mask)
+    return named(config)(logits, config, key=key, mask=mask)

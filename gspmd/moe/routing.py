@@ -190,29 +190,10 @@ def queue(expert: jax.Array, waiting: jax.Array, experts: int, order: jax.Array 
     return jnp.where(waiting, places, -1)
 
 
-def draws_nothing(key: jax.Array | None, shape: tuple[int, ...], *, out_sharding=None) -> None:
-    """Random numbers that routing logits of `shape` [G, L, X] takes, for a router that takes none."""
-    return None
-
-
 def finite(logits: jax.Array) -> jax.Array:
     """Logits in float32, infinite ones as the largest of its numbers, so that no router meets inf - inf."""
     most = jnp.finfo(jnp.float32).max
     return jnp.clip(logits.astype(jnp.float32), -most, most)
-
-
-def check_shapes(logits: jax.Array, config: MoEConfig, mask: jax.Array | None) -> None:
-    """Refuse logits that are not of the config's experts, and masks that are not of their tokens.
-
-    Raises:
-        ValueError: naming the shapes.
-    """
-    widths = (config.experts, 2 * config.experts) if config.noisy else (config.experts,)
-    if logits.ndim != 3 or logits.shape[-1] not in widths:
-        wanted = " or ".join(f"[G, L, {width}]" for width in widths)
-        raise ValueError(f"cannot route: logits are {wanted} for {config.experts} experts; found {logits.shape}.")
-    if mask is not None and mask.shape != logits.shape[:2]:
-        raise ValueError(f"cannot route: a mask of logits {logits.shape} is {logits.shape[:2]}; found {mask.shape}.")
 
 
 def every_token(logits: jax.Array, mask: jax.Array | None) -> jax.Array:

@@ -1,20 +1,15 @@
 """The ST-MoE router: each token to its two best experts, with a loss on large logits."""
 
-from functools import partial
-
 import jax
 
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.losses import load_balance, with_z
-from gspmd.moe.routing import Routing, assigned, best_pair, check_shapes, draws_nothing, every_token, finite
+from gspmd.moe.losses import load_balance
+from gspmd.moe.routing import Routing, assigned, best_pair
+from gspmd.moe.rule import router
 
-draw = draws_nothing
 
-
-@partial(jax.jit, static_argnames="config")
-def route(
-    logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None
-) -> Routing:
+@router()
+def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) -> Routing:
     """Send each token to its two most probable experts, as GShard does, but always, and keep the logits small.
 
         p = softmax(logits)    p1, e1, p2, e2 = top2(p)    gates p1/(p1 + p2), p2/(p1 + p2)    C = (2 L / X) · factor
@@ -45,13 +40,6 @@ def route(
     their sum, which is done here; `top-k` with renormalize = false is the other reading. Their layer can also leave out
     a second expert by chance or by a threshold on its gate; here every token has both.
     """
-    return assign(logits, config, None, mask)
-
-
-def assign(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array | None) -> Routing:
-    """`route`, with its random numbers given: nothing here looks beyond a group."""
-    check_shapes(logits, config, mask)
-    logits, mask = finite(logits), every_token(logits, mask)
     gates, expert, pair = best_pair(logits)
     losses = {"aux": config.aux_weight * load_balance(gates, expert[..., 0], mask)}
-    return assigned(expert, pair, logits, config, mask, with_z(losses, logits, config, mask))
+    return assigned(expert, pair, logits, config, mask, losses)

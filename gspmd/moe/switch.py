@@ -1,21 +1,16 @@
 """The Switch router: each token to its one best expert."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.losses import load_balance, with_z
-from gspmd.moe.routing import Routing, assigned, check_shapes, chosen, draws_nothing, every_token, finite, top_choices
+from gspmd.moe.losses import load_balance
+from gspmd.moe.routing import Routing, assigned, chosen, top_choices
+from gspmd.moe.rule import router
 
-draw = draws_nothing
 
-
-@partial(jax.jit, static_argnames="config")
-def route(
-    logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None
-) -> Routing:
+@router()
+def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) -> Routing:
     """Send each token to its most probable expert, in the order of the tokens, while that expert has room.
 
         p = softmax(logits)          i = argmax p          gate = p_i          C = (L / X) · factor
@@ -41,17 +36,10 @@ def route(
     Differs: tokens are routed in groups, each with its own capacity, as in the paper's public code; capacity is rounded
     up. As in the paper, a token without a slot passes through the residual alone: its gate is 0 here.
     """
-    return assign(logits, config, None, mask)
-
-
-def assign(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array | None) -> Routing:
-    """`route`, with its random numbers given: nothing here looks beyond a group."""
-    check_shapes(logits, config, mask)
-    logits, mask = finite(logits), every_token(logits, mask)
     gates = jax.nn.softmax(logits, axis=-1)
     expert = top_choices(logits, 1)
     losses = {"aux": config.aux_weight * load_balance(gates, expert[..., 0], mask)}
-    return assigned(expert, chosen(gates, expert), logits, config, mask, with_z(losses, logits, config, mask))
+    return assigned(expert, chosen(gates, expert), logits, config, mask, losses)
 
 
 def jittered(x: jax.Array, factor: jax.Array | None) -> jax.Array:

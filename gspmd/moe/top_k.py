@@ -1,20 +1,15 @@
 """The plain router of today's open models: each token to its k best experts."""
 
-from functools import partial
-
 import jax
 
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.losses import load_balance, with_z
-from gspmd.moe.routing import Routing, assigned, check_shapes, chosen, draws_nothing, every_token, finite, top_choices
+from gspmd.moe.losses import load_balance
+from gspmd.moe.routing import Routing, assigned, chosen, top_choices
+from gspmd.moe.rule import router
 
-draw = draws_nothing
 
-
-@partial(jax.jit, static_argnames="config")
-def route(
-    logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None
-) -> Routing:
+@router()
+def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) -> Routing:
     """Send each token to its k most probable experts, while there is room; with dispatch "dropless" there always is.
 
         p = softmax(logits)          e1 .. ek = topk(p)          C = (k L / X) · factor
@@ -46,15 +41,8 @@ def route(
     Differs: Mixtral has no capacity, which is dispatch "dropless". Its paper states no loss; public code for it leaves
     the factor 1/k out of f_i, so that balanced experts cost k · α.
     """
-    return assign(logits, config, None, mask)
-
-
-def assign(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array | None) -> Routing:
-    """`route`, with its random numbers given: nothing here looks beyond a group."""
-    check_shapes(logits, config, mask)
-    logits, mask = finite(logits), every_token(logits, mask)
     probabilities = jax.nn.softmax(logits, axis=-1)
     expert = top_choices(logits, config.choices)
     gates = jax.nn.softmax(chosen(logits, expert), axis=-1) if config.renormalize else chosen(probabilities, expert)
     losses = {"aux": config.aux_weight * load_balance(probabilities, expert, mask)}
-    return assigned(expert, gates, logits, config, mask, with_z(losses, logits, config, mask))
+    return assigned(expert, gates, logits, config, mask, losses)

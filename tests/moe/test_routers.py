@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from gspmd.moe import MoEConfig, gshard, noisy_top_k, route, switch
-from gspmd.moe.config import ROUTERS
-from gspmd.moe.routers import MODULES
-from gspmd.moe.routers import router as module_of
+from gspmd.moe.config import ROUTERS, Kind
+from gspmd.moe.routers import BY_NAME, named
+from gspmd.moe.routing import assigned
+from gspmd.moe.rule import router
 from tests.moe import papers
+from tests.moe import placed as on_mesh
 from tests.moe.cases import HARD, MANY, SCARCE
 
 CASES = [*HARD, *SCARCE, MANY]
@@ -44,7 +46,7 @@ def _real(case):
 
 def _inputs(case, config, key):
     """Logits, and what the router draws for them."""
-    draws = module_of(config).draw(key, case.logits.shape)
+    draws = named(config).draw(key, case.logits.shape)
     logits = case.logits
     if config.router == "noisy-top-k":
         # Beyond this a float32 sum of logit and noise is itself too coarse for gates to 1e-6.
@@ -139,7 +141,7 @@ def test_gradient_is_the_papers_slope(router):
     config = MoEConfig(experts=4, router=router, capacity_factor=0.75, z_weight=0.1)
     logits, way = np.random.default_rng(3).standard_normal((2, 16, 8 if router == "noisy-top-k" else 4))
     mask, key = np.arange(16) < 12, jax.random.key(2) if router == "noisy-top-k" else None
-    draws = module_of(config).draw(key, (1, 16, 4))
+    draws = named(config).draw(key, (1, 16, 4))
 
     def slope(step=1e-5):
         values = []
@@ -201,10 +203,10 @@ def test_smooth_load_is_the_chance_of_another_draw():
 
 def test_only_a_router_that_draws_takes_a_key():
     key, shape = jax.random.key(3), (4, 10, 6)
-    assert switch.draw(key, shape) is None
-    assert gshard.draw(None, shape) is None
-    assert gshard.draw(key, shape).shape == (4, 10)
-    assert noisy_top_k.draw(key, shape).shape == shape
+    assert switch.route.draw(key, shape) is None
+    assert gshard.route.draw(None, shape) is None
+    assert gshard.route.draw(key, shape).shape == (4, 10)
+    assert noisy_top_k.route.draw(key, shape).shape == shape
 
 
 def test_experts_that_choose_leave_no_slot_empty():
@@ -225,5 +227,27 @@ def test_more_choices_than_one_word_sorts():
     jax.tree.map(np.testing.assert_array_equal, packed, pairs)
 
 
-def test_every_router_of_a_config_has_a_module():
-    assert set(MODULES) == set(ROUTERS)
+def test_every_router_of_a_config_is_one():
+    assert set(BY_NAME) == set(ROUTERS)
+
+
+def test_a_new_router_is_one_function(make_mesh, monkeypatch):
+    @router()
+    def by_position(logits, config, draws, mask):
+        """Send each token to the expert after its predecessor's."""
+        expert = jnp.broadcast_to(jnp.arange(logits.shape[1])[:, None] % config.experts, (*mask.shape, 1))
+        return assigned(expert, jnp.ones(expert.shape), logits, config, mask, losses={})
+
+    monkeypatch.setitem(ROUTERS, "by-position", Kind(choices=1))
+    monkeypatch.setitem(BY_NAME, "by-position", by_position)
+    layout, config = on_mesh.LAYOUTS["one axis"], MoEConfig(experts=8, router="by-position", z_weight=0.1)
+    assert by_position.__doc__.startswith("Send each token")
+    with jax.set_mesh(make_mesh(layout.mesh)):
+        x, weights, mask = on_mesh.arrays(layout)
+        _, loss, stats = jax.jit(on_mesh.layer(layout, config))(x, weights, mask)
+    real = np.asarray(mask)
+    wanted = [real[:, expert::8].sum() / real.sum() for expert in range(8)]
+    np.testing.assert_allclose(stats["load"], wanted, rtol=1e-6)
+    assert loss > 0  # of large logits, which every router has
+    with pytest.raises(ValueError, match="logits are"):
+        by_position(jnp.zeros((1, 4, 3)), config)

@@ -1,0 +1,97 @@
+"""What makes a router of one function: inputs checked and finite, random numbers drawn, the loss on large logits."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import update_wrapper
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.moe.config import MoEConfig
+from gspmd.moe.losses import z_loss
+from gspmd.moe.routing import Routing, every_token, finite
+
+Rule = Callable[[jax.Array, MoEConfig, jax.Array | None, jax.Array], Routing]
+Numbers = Callable[..., jax.Array]
+
+
+class Router:
+    """A router, called as `route(logits, config, *, key=None, mask=None)`; its two halves are `draw` and `assign`.
+
+    They are two because random numbers are drawn for all groups at once, before each device assigns its own: so they
+    are the same on every mesh. Its rule's docstring describes the call.
+
+    Args:
+        rule: from logits [G, L, X] in float32, all finite, the config, the random numbers or None, and the mask [G, L]
+            of real tokens, to their Routing. It looks at one group at a time, and draws nothing itself.
+        numbers: the random numbers that the rule takes, from a key, the shape [G, L, X] and `out_sharding`: [G, L], or
+            [G, L, X]. None for a rule that takes none.
+
+    Example:
+        >>> from gspmd.moe.routing import assigned
+        >>> @router()
+        ... def by_position(logits, config, draws, mask):  # each token to the expert after its predecessor's
+        ...     expert = jnp.broadcast_to(jnp.arange(logits.shape[1])[:, None] % config.experts, (*mask.shape, 1))
+        ...     return assigned(expert, jnp.ones((*mask.shape, 1)), logits, config, mask, losses={})
+        >>> by_position(jnp.zeros((1, 4, 2)), MoEConfig(experts=2, capacity_factor=0.5)).kept[0, :, 0].tolist()
+        [True, True, False, False]
+    """
+
+    def __init__(self, rule: Rule, numbers: Numbers | None = None):
+        self._rule, self._numbers = rule, numbers
+        self._route = jax.jit(self._draw_and_assign, static_argnames="config")
+        update_wrapper(self, rule)
+
+    def __call__(
+        self, logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None
+    ) -> Routing:
+        """Route the tokens of each group: see the rule's own description."""
+        return self._route(logits, config, key=key, mask=mask)
+
+    def draw(self, key: jax.Array | None, shape: tuple[int, ...], *, out_sharding=None) -> jax.Array | None:
+        """The random numbers that routing logits of `shape` [G, L, X] takes; None without a key, or for no use."""
+        if key is None or self._numbers is None:
+            return None
+        return self._numbers(key, shape, out_sharding=out_sharding)
+
+    def assign(self, logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array | None) -> Routing:
+        """The routing, with its random numbers given: nothing here looks beyond a group.
+
+        Raises:
+            ValueError: logits are not of the config's experts, or a mask is not of their tokens.
+        """
+        _check_shapes(logits, config, mask)
+        logits, mask = finite(logits), every_token(logits, mask)
+        routing, weight = self._rule(logits, config, draws, mask), config.z_coefficient
+        if not weight:
+            return routing
+        z = weight * z_loss(logits[..., : config.experts], mask)
+        return replace(routing, losses=routing.losses | {"z": z})
+
+    def _draw_and_assign(self, logits, config, key, mask):
+        draws = self.draw(key, (*logits.shape[:2], config.experts))
+        return self.assign(logits, config, draws, mask)
+
+
+def router(numbers: Numbers | None = None) -> Callable[[Rule], Router]:
+    """Make a Router of the rule that this decorates, see there."""
+    return lambda rule: Router(rule, numbers)
+
+
+def one_per_token(key: jax.Array, shape: tuple[int, ...], *, out_sharding=None) -> jax.Array:
+    """Numbers in [0, 1): [G, L] for logits of `shape` [G, L, X]."""
+    return jax.random.uniform(key, shape[:2], jnp.float32, out_sharding=out_sharding)
+
+
+def normal_per_logit(key: jax.Array, shape: tuple[int, ...], *, out_sharding=None) -> jax.Array:
+    """Numbers of the normal distribution: one for each of the logits of `shape` [G, L, X]."""
+    return jax.random.normal(key, shape, jnp.float32, out_sharding=out_sharding)
+
+
+def _check_shapes(logits: jax.Array, config: MoEConfig, mask: jax.Array | None) -> None:
+    widths = (config.experts, 2 * config.experts) if config.noisy else (config.experts,)
+    if logits.ndim != 3 or logits.shape[-1] not in widths:
+        wanted = " or ".join(f"[G, L, {width}]" for width in widths)
+        raise ValueError(f"cannot route: logits are {wanted} for {config.experts} experts; found {logits.shape}.")
+    if mask is not None and mask.shape != logits.shape[:2]:
+        raise ValueError(f"cannot route: a mask of logits {logits.shape} is {logits.shape[:2]}; found {mask.shape}.")
