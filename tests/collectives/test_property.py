@@ -19,7 +19,7 @@ def check_or_blame(case: Case) -> None:
         event("plain JAX with the same annotations is wrong as well")
 
 
-@settings(max_examples=200, derandomize=True, **_COMMON)
+@settings(max_examples=120, derandomize=True, **_COMMON)
 @given(cases())
 def test_equations_give_what_one_device_gives(case):
     check_or_blame(case)

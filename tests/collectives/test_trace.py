@@ -1,5 +1,7 @@
 """What trace counts is what is compiled: collectives by kind and in bytes, under gradients, loops and recomputation."""
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -85,8 +87,13 @@ def test_planned_is_compiled(arguments, name):
     assert plan.flops == compiled.dot_flops(text)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("lowering", LOOPED)
+IN_TURN = {(name, LOOPED[at % len(LOOPED)]) for at, name in enumerate(PROGRAMS)}
+OTHERS = {*product(PROGRAMS, LOOPED)} - IN_TURN
+
+
+@pytest.mark.parametrize(
+    ("name", "lowering"), [*sorted(IN_TURN), *(pytest.param(*each, marks=pytest.mark.slow) for each in sorted(OTHERS))]
+)
 def test_what_is_looped_is_planned_as_the_permutes_that_are_compiled(arguments, name, lowering):
     mesh, abstract = arguments
     with jax.set_mesh(mesh), gspmd.lowering(lowering):
