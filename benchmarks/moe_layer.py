@@ -28,6 +28,7 @@ from jax.sharding import AxisType
 from page import write_between
 
 import gspmd
+from gspmd import host
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig, dispatch_form, expert_layer
 
@@ -102,6 +103,7 @@ def equal(name: str) -> str:
 def main() -> None:
     """Measure, print, and write what was measured."""
     options = parsed()
+    host.quiet_libtpu()
     if not options.fresh_memory:
         keep_freed_memory()
     platform = jax.default_backend()

@@ -114,6 +114,27 @@ def test_the_smallest_slice_is_found(run, tmp_path):
     assert figures["argument_bytes"] == pytest.approx(2 * 864 * 32 * 2**22 / 8, rel=1e-2)
 
 
+#: One step as the configs' own headers compile it, on 1024 chips.
+PAPERS = [("gshard-600b", "gshard", 4096, 1024), ("switch-c", "gshard", 1024, 512)]
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "layout", "batch", "length"), PAPERS, ids=[row[0] for row in PAPERS])
+def test_the_papers_experts_send_what_is_planned(script, name, layout, batch, length):
+    flags = ["--config", str(ROOT / "configs" / f"{name}.toml"), "--layout", layout, "--topology", "tpu-v5p:8x8x16"]
+    flags += ["--phase", "train", "--batch", str(batch), "--length", str(length)]
+    settings = script.parse(flags)
+    report = script.compiled(settings, topology(settings.topology))
+    assert report.fits
+    comparison = report.ledger.compare(report.plan)
+    assert comparison.agrees
+    planned, found = comparison.totals["all-to-all", ("x",)]
+    # There and back, forward, and the same for the gradient, in every layer of experts; recomputed forward passes too.
+    assert planned == found > 0
+    assert report.plan.by_kind_and_axes()["all-to-all", ("x",)][0] >= 4 * settings.model.expert_layers
+
+
 BAD = {
     "topology": (["--topology", "tpu-v9:4x4"], "there is no topology 'tpu-v9:4x4': no TPU is called 'tpu-v9'."),
     "mesh": ([*V4, "--mesh", "x=4,y=4,z=8", "--batch", "128"], "128"),
