@@ -36,6 +36,7 @@ SIZES = {"cpu": (4096, 256, 1024), "gpu": (65536, 4096, 14336), "tpu": (65536, 4
 GROUP = 512  # tokens of a group of the one-hot forms, whose time grows with its square
 FORWARD, BOTH = "forward", "forward + gradient"
 DENSE, DENSE_DROPLESS = "dense", "dense, k · T rows"
+NAMES = ("dense", "sort", "sort, groups", "onehot", "dropless", *moe_peers.PEERS)
 MARKS = ("<!-- table: python benchmarks/moe_layer.py -->", "<!-- end of table -->")
 
 
@@ -54,8 +55,8 @@ class Case:
 
     @property
     def groups(self) -> int:
-        """Groups of the one-hot forms."""
-        return max(1, self.tokens // GROUP)
+        """Groups of the one-hot forms: of about GROUP tokens, all alike."""
+        return max(count for count in range(1, max(1, self.tokens // GROUP) + 1) if self.tokens % count == 0)
 
     def config(self, form: str, groups: int) -> MoEConfig:
         """Ours: softmax and the k largest, as the peers."""
@@ -73,9 +74,9 @@ class Case:
 
     @property
     def needed_bytes(self) -> int:
-        """Slots and their answers, [X, C, E], and hidden activations [X, C, F] before the nonlinearity, twice for
-        swiglu, with their cotangents."""
-        wide = 4 if self.activation == "swiglu" else 2
+        """Slots and their answers, [X, C, E], and hidden activations [X, C, F]: for swiglu both halves with their
+        cotangents, else what goes into the nonlinearity, what comes out, and one cotangent."""
+        wide = 4 if self.activation == "swiglu" else 3
         return self.rows("sort") * (2 * self.embed + wide * self.hidden) * jnp.dtype(self.dtype).itemsize
 
 
@@ -144,13 +145,15 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--activation", default="swiglu", choices=("swiglu", "gelu"), help="default: %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPUs, else bfloat16")
     parser.add_argument("--rounds", type=int, help="default: 9, with --quick 5")
-    parser.add_argument("--only", nargs="+", help="these implementations alone, the dense ones always")
+    parser.add_argument("--only", nargs="+", choices=NAMES, help="these implementations alone, the dense ones always")
     parser.add_argument("--quick", action="store_true", help="a small case, in less than a minute")
     parser.add_argument("--fresh-memory", action="store_true", help="let the C library give memory back in between")
     parser.add_argument("--json", type=Path, help="write the figures to a file")
     parser.add_argument("--add", action="store_true", help="keep what the --json file has of other programs")
     parser.add_argument("--write", type=Path, help="replace the tables in a page")
     options = parser.parse_args()
+    if options.add and not (options.json and options.json.exists()):
+        parser.error("--add keeps what a --json file has; name one that is there")
     options.experts = options.experts or ([8] if options.quick else [8, 32])
     options.k = options.k or ([2] if options.quick else [1, 2])
     options.rounds = options.rounds or (5 if options.quick else 9)

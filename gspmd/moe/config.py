@@ -1,10 +1,11 @@
 """What a mixture-of-experts block is made of: one frozen record, checked when it is made."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from numbers import Integral
+from numbers import Integral, Real
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class MoEConfig:
         if self.dispatch == "dropless":
             return tokens
         # The factor is the decimal that was written: 1.1 · 100 / 10 is 11 slots, not the 12 of its binary rounding.
-        slots = math.ceil(Fraction(repr(float(self.capacity_factor))) * self._per_token * tokens / self.experts)
+        slots = math.ceil(Fraction(str(self.capacity_factor)) * self._per_token * tokens / self.experts)
         return min(slots, tokens)
 
     def evaluation(self) -> "MoEConfig":
@@ -154,30 +155,39 @@ class MoEConfig:
         return 1 if kind.by_experts else kind.choices or self.k or 2
 
 
+_MAY_BE_NONE = ("groups", "k", "z_weight", "jitter")
+
+
 def _number_faults(config: MoEConfig) -> Iterator[str]:
     for name, least in (("experts", 1), ("every", 1), ("groups", 1), ("k", 1), ("shared", 0)):
         value = getattr(config, name)
-        if not (name in ("groups", "k") and value is None) and not (isinstance(value, Integral) and value >= least):
-            yield f"{name} is {value}; it must be a whole number, at least {least}."
+        if not _fits(name, value, Integral, lambda value, least=least: value >= least):
+            yield f"{name} is {value!r}; it must be a whole number, at least {least}."
     for name in ("capacity_factor", "evaluation_capacity_factor", "importance_weight", "load_weight", "aux_weight",
                  "z_weight", "router_scale"):  # fmt: skip
         value = getattr(config, name)
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            yield f"{name} is {value}; it must be a number that is not negative."
+        if not _fits(name, value, Real, lambda value: math.isfinite(value) and value >= 0):
+            yield f"{name} is {value!r}; it must be a number that is not negative."
     for name in ("jitter", "dropout"):
         value = getattr(config, name)
-        if value is not None and not 0 <= value < 1:
-            yield f"{name} is {value}; it must lie in [0, 1)."
+        if not _fits(name, value, Real, lambda value: 0 <= value < 1):
+            yield f"{name} is {value!r}; it must lie in [0, 1)."
+
+
+def _fits(name: str, value: object, kind: type, holds: Callable[[Any], bool]) -> bool:
+    if value is None:
+        return name in _MAY_BE_NONE
+    return isinstance(value, kind) and not isinstance(value, bool) and holds(value)
 
 
 def _name_faults(config: MoEConfig) -> Iterator[str]:
     if config.dispatch not in DISPATCHES:
         yield f"dispatch is {config.dispatch!r}; choose from {', '.join(DISPATCHES)}."
-    if config.router not in ROUTERS:
+    if not isinstance(config.router, str) or config.router not in ROUTERS:
         yield f"router is {config.router!r}; choose from {', '.join(ROUTERS)}."
         return
     kind, name = ROUTERS[config.router], config.router
-    if config.experts < config.choices:
+    if not any(_number_faults(config)) and config.experts < config.choices:
         yield f"router {name} sends a token to {config.choices} experts; experts is {config.experts}."
     if config.k is not None and (kind.choices or kind.by_experts):
         fixed = "lets the experts choose" if kind.by_experts else f"sends a token to {kind.choices}"

@@ -8,7 +8,7 @@ from gspmd.moe.routing import Routing, log_odds_against
 from gspmd.moe.rule import router
 
 
-@router()
+@router("expert-choice")
 def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) -> Routing:
     """Send each expert the C tokens of a group that most probably want it; a token may have any number of experts.
 

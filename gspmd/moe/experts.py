@@ -12,11 +12,12 @@ import jax
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.lower import emit
 from gspmd.collectives.planned import Context, context, run
+from gspmd.moe.activation import ACTIVATIONS
 from gspmd.moe.dropout import KEY
 from gspmd.moe.exchange import Exchange
 from gspmd.moe.rows import Rows
 from gspmd.moe.stages import Script, Stage
-from gspmd.moe.work import Products, Work, activated, products
+from gspmd.moe.work import Products, Work, products
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -164,7 +165,7 @@ class _Program:
         return y if rows is None else rows.unsort(y)
 
     def _activated(self, hidden: Sequence[jax.Array], number: int, rows: Rows | None, extras) -> jax.Array:
-        h = activated(self.work.activation, *hidden)
+        h = ACTIVATIONS[self.work.activation](*hidden)
         if self.work.dropout is None:
             return h
         spec, dropout, words = self.work.hidden, self.work.dropout, extras[-1]

@@ -9,7 +9,7 @@ from gspmd.moe.routing import Routing, assigned, best_pair
 from gspmd.moe.rule import one_per_token, router
 
 
-@router(one_per_token)
+@router("gshard", one_per_token)
 def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array) -> Routing:
     """Send each token to its two most probable experts: all first choices, then all second ones, while there is room.
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.collectives.einsum import einsum
+from gspmd.moe.activation import ACTIVATIONS
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.figures import figures, summarize
 from gspmd.moe.local import run_local
@@ -16,7 +17,6 @@ from gspmd.moe.places import Places, places_of
 from gspmd.moe.routers import named
 from gspmd.moe.routing import Routing
 from gspmd.moe.switch import jittered
-from gspmd.moe.work import ACTIVATIONS
 
 
 def expert_layer(
@@ -66,16 +66,20 @@ def expert_layer(
     Raises:
         LayoutError: groups, or their slots, would not be whole on a device; or dropless' rows would have to move again.
         SpecError: sizes that the mesh does not divide.
-        ValueError: an unknown activation, or weights that the router or the activation lacks.
+        PlanError: x and weights of two dtypes, where they cross in chunks or in rows.
+        ValueError: an unknown activation; weights that the router or the activation lacks, or of other shapes.
 
     Source: GShard, arXiv 2006.16668, §2.2 and Algorithm 2; Switch Transformer, arXiv 2101.03961, §2.
 
     Differs: groups, capacity and random numbers belong to the model, so a layout never changes a result.
     """
-    _check(weights, config, activation)
+    _check(x, weights, config, activation)
     places = places_of(str(layout.groups), str(layout.dispatched))
     config = config if train else config.evaluation()
     jitter_key, route_key = jax.random.split(key) if train and key is not None else (None, None)
+    if mask is not None:
+        mask = jnp.asarray(mask).astype(bool)
+        x = jnp.where(mask[..., None], x, 0)  # whatever padding holds, NaN too, is in no product
     logits = _logits(x, weights, places, layout, config, jitter_key)
     routing, summary = _route(logits, config, places, route_key, mask)
     dropped = train and key is not None and config.dropout > 0
@@ -84,7 +88,10 @@ def expert_layer(
     return y, *figures(summary, places, padded=mask is not None)
 
 
-def _check(weights: Mapping[str, jax.Array], config: MoEConfig, activation: str) -> None:
+_DIMS = {"router": "EX", "router_noise": "EX", "w_in": "XEF", "w_gate": "XEF", "w_out": "XFE"}
+
+
+def _check(x: jax.Array, weights: Mapping[str, jax.Array], config: MoEConfig, activation: str) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"cannot run experts: activation is {activation!r}; choose from {', '.join(ACTIVATIONS)}.")
     needed = ["router", *["router_noise"] * config.noisy, "w_in", *["w_gate"] * (activation == "swiglu"), "w_out"]
@@ -92,6 +99,17 @@ def _check(weights: Mapping[str, jax.Array], config: MoEConfig, activation: str)
     if missing:
         why = f"router {config.router} and activation {activation} need {', '.join(needed)}"
         raise ValueError(f"cannot run experts: {why}; weights lack {', '.join(missing)}.")
+    if x.ndim != 3:
+        raise ValueError(f"cannot run experts: x is [G, L, E], groups of tokens; found {x.shape}.")
+    sizes = {"E": x.shape[-1], "X": config.experts, "F": weights["w_in"].shape[-1]}
+    wanted = {name: tuple(sizes[dim] for dim in _DIMS[name]) for name in needed}
+    faults = [
+        f"\n  {name} is [{', '.join(_DIMS[name])}] = {shape}; found {weights[name].shape}."
+        for name, shape in wanted.items()
+        if weights[name].shape != shape
+    ]
+    if faults:
+        raise ValueError(f"cannot run {config.experts} experts on x {x.shape}:{''.join(faults)}")
 
 
 def _logits(x, weights, places: Places, layout: Any, config: MoEConfig, key: jax.Array | None) -> jax.Array:
@@ -104,7 +122,7 @@ def _logits(x, weights, places: Places, layout: Any, config: MoEConfig, key: jax
         factor = jax.random.uniform(key, x.shape, jnp.float32, 1 - width, 1 + width, out_sharding=places.random())
     x, highest, logits = jittered(x, factor), jax.lax.Precision.HIGHEST, places.per_group("LX")
     weight = weights["router"].astype(jnp.float32)
-    if "router_noise" not in weights:
+    if not config.noisy:
         return einsum(f"{places.groups}, {layout.router} -> {logits}", x, weight, precision=highest)
     noise = getattr(layout, "router_noise", layout.router)
     equation = f"{places.groups}, ({layout.router}, {noise}) -> ({logits}, {logits})"

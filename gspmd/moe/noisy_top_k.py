@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.losses import squared_variation
-from gspmd.moe.routing import Routing, assigned, chosen, counts, per_expert, top_choices
+from gspmd.moe.routing import Routing, assigned, chosen, counts, finite, per_expert, top_choices
 from gspmd.moe.rule import normal_per_logit, router
 
 _LEAST_WIDTH = 1e-6
@@ -13,7 +13,7 @@ _LEAST_WIDTH = 1e-6
 _FARTHEST = 40.0
 
 
-@router(normal_per_logit)
+@router("noisy-top-k", normal_per_logit)
 def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array) -> Routing:
     """Send each token to the k experts whose noisy logits are largest, while there is room.
 
@@ -50,7 +50,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
     a gradient, as in the authors' public code.
     """
     clean, width = _clean_and_width(logits, config.experts)
-    noisy = clean if draws is None else clean + draws * width
+    noisy = clean if draws is None else finite(clean + draws * width)
     ranked = top_choices(noisy, min(config.choices + 1, config.experts))
     expert = ranked[..., : config.choices]
     gates = jax.nn.softmax(chosen(noisy, expert), axis=-1)

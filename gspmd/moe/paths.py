@@ -13,6 +13,7 @@ from gspmd.annotate.spec import Spec
 from gspmd.collectives.einsum import einsum, reshard
 from gspmd.collectives.lowering import lowering
 from gspmd.collectives.planned import context
+from gspmd.moe.activation import ACTIVATIONS
 from gspmd.moe.chunks import chunks_of
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.dispatch import collect, combine, dispatch, spread
@@ -22,7 +23,7 @@ from gspmd.moe.local import run_local
 from gspmd.moe.places import Places
 from gspmd.moe.routing import Routing
 from gspmd.moe.rows import holders, most_rows, place_rows, place_rows_here
-from gspmd.moe.work import Buffers, Work, activated
+from gspmd.moe.work import Buffers, Work
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,12 @@ def _by_equations(slots: jax.Array, experts: Experts, work: Work) -> jax.Array:
     """There, the feed-forward layer of every expert, and back: each an equation of its own."""
     there, hidden = work.there, work.hidden
     slots = reshard(slots, f"{work.dispatched} -> {there}")
-    *w_in, w_out = experts.flat
+    (*w_in, w_out), activated = experts.flat, ACTIVATIONS[work.activation]
     if len(w_in) > 1:
         equation = f"{there}, ({', '.join(map(str, work.w_in))}) -> ({hidden}, {hidden})"
-        h = activated(work.activation, *einsum(equation, slots, tuple(w_in), via=work.in_via))
+        h = activated(*einsum(equation, slots, tuple(w_in), via=work.in_via))
     else:
-        h = activated(work.activation, einsum(f"{there}, {work.w_in[0]} -> {hidden}", slots, *w_in, via=work.in_via))
+        h = activated(einsum(f"{there}, {work.w_in[0]} -> {hidden}", slots, *w_in, via=work.in_via))
     if work.dropout is not None:
         h = drop(h, hidden, *experts.words, work.dropout)
     y = einsum(f"{hidden}, {work.w_out} -> {there}", h, w_out, via=work.out_via)
@@ -160,6 +161,8 @@ def by_rows(x: jax.Array, routing: Routing, experts: Experts, places: Places) ->
     Raises:
         LayoutError: the layout moves rows behind their arrival.
     """
+    if not x.size:
+        return x  # without tokens there are no rows
     if context().lowering == "xla":
         with lowering("blocking"):
             return by_rows(x, routing, experts, places)

@@ -7,14 +7,8 @@ from gspmd.moe.config import MoEConfig
 from gspmd.moe.routing import Routing
 from gspmd.moe.rule import Router
 
-BY_NAME = {
-    "noisy-top-k": noisy_top_k.route,
-    "gshard": gshard.route,
-    "switch": switch.route,
-    "st-moe": st_moe.route,
-    "top-k": top_k.route,
-    "expert-choice": expert_choice.route,
-}
+_ALL = (noisy_top_k.route, gshard.route, switch.route, st_moe.route, top_k.route, expert_choice.route)
+BY_NAME = {each.name: each for each in _ALL}
 
 
 def named(config: MoEConfig) -> Router:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 from gspmd.moe.config import MoEConfig
 
+_MOST = 1e15
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -191,9 +193,8 @@ def queue(expert: jax.Array, waiting: jax.Array, experts: int, order: jax.Array 
 
 
 def finite(logits: jax.Array) -> jax.Array:
-    """Logits in float32, infinite ones as the largest of its numbers, so that no router meets inf - inf."""
-    most = jnp.finfo(jnp.float32).max
-    return jnp.clip(logits.astype(jnp.float32), -most, most)
+    """Logits in float32, between bounds whose squares can be summed: so no router meets inf - inf, nor makes it."""
+    return jnp.clip(logits.astype(jnp.float32), -_MOST, _MOST)
 
 
 def every_token(logits: jax.Array, mask: jax.Array | None) -> jax.Array:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import update_wrapper
+from inspect import signature
 
 import jax
 import jax.numpy as jnp
@@ -22,30 +23,37 @@ class Router:
     are the same on every mesh. Its rule's docstring describes the call.
 
     Args:
-        rule: from logits [G, L, X] in float32, all finite, the config, the random numbers or None, and the mask [G, L]
-            of real tokens, to their Routing. It looks at one group at a time, and draws nothing itself.
+        rule: from logits [G, L, X] in float32, all finite and 0 for padding, the config, the random numbers or None,
+            and the mask [G, L] of real tokens, to their Routing. It looks at one group at a time, and draws nothing.
+        name: what a config calls it.
         numbers: the random numbers that the rule takes, from a key, the shape [G, L, X] and `out_sharding`: [G, L], or
             [G, L, X]. None for a rule that takes none.
 
     Example:
+        >>> from gspmd.moe.config import ROUTERS, Kind
         >>> from gspmd.moe.routing import assigned
-        >>> @router()
+        >>> @router("by-position")
         ... def by_position(logits, config, draws, mask):  # each token to the expert after its predecessor's
         ...     expert = jnp.broadcast_to(jnp.arange(logits.shape[1])[:, None] % config.experts, (*mask.shape, 1))
         ...     return assigned(expert, jnp.ones((*mask.shape, 1)), logits, config, mask, losses={})
-        >>> by_position(jnp.zeros((1, 4, 2)), MoEConfig(experts=2, capacity_factor=0.5)).kept[0, :, 0].tolist()
+        >>> ROUTERS["by-position"] = Kind(choices=1)
+        >>> config = MoEConfig(experts=2, router="by-position", capacity_factor=0.5)
+        >>> by_position(jnp.zeros((1, 4, 2)), config).kept[0, :, 0].tolist()
         [True, True, False, False]
+        >>> del ROUTERS["by-position"]
     """
 
-    def __init__(self, rule: Rule, numbers: Numbers | None = None):
-        self._rule, self._numbers = rule, numbers
+    def __init__(self, rule: Rule, name: str, numbers: Numbers | None = None):
+        self.name, self._rule, self._numbers = name, rule, numbers
         self._route = jax.jit(self._draw_and_assign, static_argnames="config")
         update_wrapper(self, rule)
+        self.__signature__ = signature(self.__call__)  # and not the rule's
 
     def __call__(
         self, logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None
     ) -> Routing:
         """Route the tokens of each group: see the rule's own description."""
+        logits, mask = jnp.asarray(logits), None if mask is None else jnp.asarray(mask)
         return self._route(logits, config, key=key, mask=mask)
 
     def draw(self, key: jax.Array | None, shape: tuple[int, ...], *, out_sharding=None) -> jax.Array | None:
@@ -58,10 +66,11 @@ class Router:
         """The routing, with its random numbers given: nothing here looks beyond a group.
 
         Raises:
-            ValueError: logits are not of the config's experts, or a mask is not of their tokens.
+            ValueError: the config names another router, or logits or a mask have other shapes than it asks for.
         """
-        _check_shapes(logits, config, mask)
-        logits, mask = finite(logits), every_token(logits, mask)
+        self._check(logits, config, mask)
+        mask = every_token(logits, mask)
+        logits = jnp.where(mask[..., None], finite(logits), 0)
         routing, weight = self._rule(logits, config, draws, mask), config.z_coefficient
         if not weight:
             return routing
@@ -72,10 +81,25 @@ class Router:
         draws = self.draw(key, (*logits.shape[:2], config.experts))
         return self.assign(logits, config, draws, mask)
 
+    def _check(self, logits: jax.Array, config: MoEConfig, mask: jax.Array | None) -> None:
+        if config.router != self.name:
+            raise ValueError(
+                f"cannot route: this is router {self.name}, and the config's is {config.router}.\n"
+                "  Call gspmd.moe.route, which takes the config's."
+            )
+        widths = (config.experts, 2 * config.experts) if config.noisy else (config.experts,)
+        if logits.ndim != 3 or logits.shape[-1] not in widths:
+            wanted = " or ".join(f"[G, L, {width}]" for width in widths)
+            raise ValueError(f"cannot route: logits are {wanted} for {config.experts} experts; found {logits.shape}.")
+        if mask is not None and mask.shape != logits.shape[:2]:
+            raise ValueError(
+                f"cannot route: a mask of logits {logits.shape} is {logits.shape[:2]}; found {mask.shape}."
+            )
 
-def router(numbers: Numbers | None = None) -> Callable[[Rule], Router]:
+
+def router(name: str, numbers: Numbers | None = None) -> Callable[[Rule], Router]:
     """Make a Router of the rule that this decorates, see there."""
-    return lambda rule: Router(rule, numbers)
+    return lambda rule: Router(rule, name, numbers)
 
 
 def one_per_token(key: jax.Array, shape: tuple[int, ...], *, out_sharding=None) -> jax.Array:
@@ -86,12 +110,3 @@ def one_per_token(key: jax.Array, shape: tuple[int, ...], *, out_sharding=None) 
 def normal_per_logit(key: jax.Array, shape: tuple[int, ...], *, out_sharding=None) -> jax.Array:
     """Numbers of the normal distribution: one for each of the logits of `shape` [G, L, X]."""
     return jax.random.normal(key, shape, jnp.float32, out_sharding=out_sharding)
-
-
-def _check_shapes(logits: jax.Array, config: MoEConfig, mask: jax.Array | None) -> None:
-    widths = (config.experts, 2 * config.experts) if config.noisy else (config.experts,)
-    if logits.ndim != 3 or logits.shape[-1] not in widths:
-        wanted = " or ".join(f"[G, L, {width}]" for width in widths)
-        raise ValueError(f"cannot route: logits are {wanted} for {config.experts} experts; found {logits.shape}.")
-    if mask is not None and mask.shape != logits.shape[:2]:
-        raise ValueError(f"cannot route: a mask of logits {logits.shape} is {logits.shape[:2]}; found {mask.shape}.")

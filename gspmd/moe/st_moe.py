@@ -8,7 +8,7 @@ from gspmd.moe.routing import Routing, assigned, best_pair
 from gspmd.moe.rule import router
 
 
-@router()
+@router("st-moe")
 def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) -> Routing:
     """Send each token to its two most probable experts, as GShard does, but always, and keep the logits small.
 

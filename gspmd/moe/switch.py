@@ -9,7 +9,7 @@ from gspmd.moe.routing import Routing, assigned, chosen, top_choices
 from gspmd.moe.rule import router
 
 
-@router()
+@router("switch")
 def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) -> Routing:
     """Send each token to its most probable expert, in the order of the tokens, while that expert has room.
 

@@ -8,7 +8,7 @@ from gspmd.moe.routing import Routing, assigned, chosen, top_choices
 from gspmd.moe.rule import router
 
 
-@router()
+@router("top-k")
 def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) -> Routing:
     """Send each token to its k most probable experts, while there is room; with dispatch "dropless" there always is.
 

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-import jax
-
 from gspmd.annotate.equation import parse_equation
 from gspmd.annotate.errors import Fault, LayoutError, report
 from gspmd.annotate.spec import Spec
@@ -16,7 +14,6 @@ from gspmd.collectives.planned import Context
 from gspmd.collectives.planning import Plan, make_plan, tensors
 from gspmd.moe.dropout import Dropout
 from gspmd.moe.stages import Equation
-from gspmd.moe.swiglu import swiglu
 
 
 @dataclass(frozen=True)
@@ -188,14 +185,3 @@ def _refuse_exchange(work: Work, plan: Plan) -> None:
 def _stay(spec: Spec, place: Spec) -> Fault:
     fact = f"rows, sorted by expert, stay where they arrive: G, X and C have to lie as in '{place}'."
     return Fault(str(spec), 0, len(str(spec)), fact, "Change that spec or pin it by a via, or use dispatch 'sort'.")
-
-
-_POINTWISE = {"gelu": jax.nn.gelu, "relu": jax.nn.relu}
-ACTIVATIONS = ("swiglu", *_POINTWISE)
-
-
-def activated(activation: str, *values: jax.Array) -> jax.Array:
-    """The experts' nonlinearity, of hidden activations that lie alike; swiglu takes the gate's first."""
-    if activation == "swiglu":
-        return swiglu(*values)
-    return _POINTWISE[activation](*values)

@@ -1,5 +1,6 @@
 """Routers and the layer where there is nothing, too much, or something else than they need."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from gspmd.moe import MoEConfig, expert_layer, route
 from gspmd.moe.config import ROUTERS
 from gspmd.moe.routing import log_odds_against
 from gspmd.moe.stages import grouped_product
+from tests.moe import placed
 from tests.moe.placed import LAYOUTS
 
 by_router = pytest.mark.parametrize("router", ROUTERS)
@@ -36,11 +38,71 @@ def test_no_tokens_are_no_choices(router):
     assert all(np.all(np.isfinite(loss)) for loss in routing.losses.values())
 
 
+def _value_and_slopes(config, logits, mask=None, key=None):
+    """Gates and losses, and the gradient of their sum."""
+
+    def total(logits):
+        routing = route(logits, config, mask=mask, key=key)
+        return jnp.sum(routing.gate) + sum(jnp.sum(loss) for loss in routing.losses.values()), routing
+
+    (value, routing), slopes = jax.value_and_grad(total, has_aux=True)(logits)
+    return value, routing, slopes
+
+
 @by_router
-def test_infinite_logits_have_finite_gates(router):
+def test_infinite_logits_have_finite_gates_losses_and_gradients(router):
     logits = jnp.array([[[jnp.inf, 0, 0, 0], [-jnp.inf, jnp.inf, 0, jnp.inf], [-jnp.inf] * 4]])
-    routing = route(logits, MoEConfig(experts=4, router=router))
+    value, routing, slopes = _value_and_slopes(MoEConfig(experts=4, router=router, z_weight=1e-3), logits)
     assert np.all(np.isfinite(routing.gate))
+    assert np.isfinite(value)
+    assert np.all(np.isfinite(slopes))
+
+
+def test_noise_without_bound_has_finite_gates_and_gradients():
+    most = np.finfo(np.float32).max
+    logits = jnp.array([[[1.0, 2.0, jnp.inf, 0.0], [1.0, 2.0, 100.0, most], [jnp.inf, -jnp.inf, jnp.inf, 0.0]]])
+    config = MoEConfig(experts=2, router="noisy-top-k", k=1)
+    value, _, slopes = _value_and_slopes(config, logits, key=jax.random.key(0))
+    assert np.isfinite(value)
+    assert np.all(np.isfinite(slopes))
+
+
+@by_router
+def test_whatever_padding_holds_changes_nothing(router):
+    config, mask = MoEConfig(experts=4, router=router, z_weight=1e-3), jnp.array([[True, True, False]])
+    logits = jax.random.normal(jax.random.key(0), (1, 3, 4))
+    wanted, found = (_value_and_slopes(config, jnp.where(mask[..., None], logits, held), mask) for held in (0, jnp.nan))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.mark.parametrize("form", ["sort", "onehot", "dropless"])
+def test_padding_of_a_layer_may_hold_nothing_that_is_a_number(form):
+    x, weights, mask = placed.inputs()
+    config = MoEConfig(experts=placed.X, dispatch=form)
+
+    def loss(weights, x):
+        y, loss, _ = expert_layer(x, weights, LAYOUTS["replicated"].section, config, mask=mask)
+        return jnp.sum(y**2) + loss
+
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])):
+        run = jax.jit(jax.value_and_grad(loss))
+        wanted, found = (run(weights, np.where(mask[..., None], x, np.float32(held))) for held in (0, np.nan))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.mark.parametrize("form", ["sort", "onehot", "dropless"])
+def test_a_layer_of_no_tokens_answers_none(form):
+    _, weights, _ = placed.inputs()
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])):
+        x, config = jnp.zeros((placed.G, 0, placed.E)), MoEConfig(experts=placed.X, dispatch=form)
+        y, loss, _ = expert_layer(x, weights, LAYOUTS["replicated"].section, config)
+    assert y.shape == x.shape
+    assert loss == 0
+
+
+def test_logits_and_masks_may_be_lists():
+    routing = route([[[0.0, 1.0], [2.0, 0.0]]], MoEConfig(experts=2), mask=[[1, 0]])
+    assert routing.kept[0, :, 0].tolist() == [True, False]
 
 
 @pytest.mark.parametrize("experts", [4096, 4097, 20000])
@@ -63,6 +125,18 @@ def test_weights_that_are_missing_are_named():
     assert str(error.value) == "cannot run experts: activation is 'silu'; choose from swiglu, gelu, relu."
 
 
+def test_weights_of_other_experts_are_named():
+    x, weights, _ = placed.inputs()
+    weights |= {"w_in": weights["w_in"][:4], "router_noise": weights["router"]}  # which switch has no use for
+    with pytest.raises(ValueError) as error:
+        expert_layer(x, weights, LAYOUTS["replicated"].section, MoEConfig(experts=8))
+    assert str(error.value) == (
+        "cannot run 8 experts on x (8, 12, 8):\n  w_in is [X, E, F] = (8, 8, 16); found (4, 8, 16)."
+    )
+    with pytest.raises(ValueError, match=r"x is \[G, L, E\], groups of tokens; found \(12, 8\)"):
+        expert_layer(x[0], weights, LAYOUTS["replicated"].section, MoEConfig(experts=8))
+
+
 def test_gradients_of_weights_are_not_rounded_before_they_are_summed():
     rows, sizes = jnp.ones((1, 2, 3, 4), jnp.bfloat16), jnp.array([3, 3], jnp.int32)
     found = grouped_product(rows, rows, "GXCE", "GXCF", "XEF", sizes=sizes)
@@ -79,3 +153,26 @@ def test_settings_that_count_are_whole():
         "  shared is 1.5; it must be a whole number, at least 0.\n"
         "  capacity_factor is nan; it must be a number that is not negative."
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"capacity_factor": None}, "capacity_factor is None; it must be a number"),
+        ({"capacity_factor": "1.25"}, "capacity_factor is '1.25'; it must be a number"),
+        ({"dropout": None}, "dropout is None; it must lie in [0, 1)."),
+        ({"experts": "8"}, "experts is '8'; it must be a whole number"),
+        ({"experts": True}, "experts is True; it must be a whole number"),
+        ({"jitter": "a"}, "jitter is 'a'; it must lie in [0, 1)."),
+        ({"router": ["switch"]}, "router is ['switch']; choose from"),
+    ],
+    ids=str,
+)
+def test_settings_of_another_type_are_named(settings, fault):
+    with pytest.raises(ValueError) as error:
+        MoEConfig(**settings)
+    assert fault in str(error.value)
+
+
+def test_a_factor_in_numpy_is_the_decimal_that_was_written():
+    assert MoEConfig(experts=10, capacity_factor=np.float32(1.1)).capacity(100) == 11

@@ -1,5 +1,7 @@
 """Routers against the papers' transcriptions: assignments identical, gates and losses to 1e-6."""
 
+from inspect import signature
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -229,10 +231,21 @@ def test_more_choices_than_one_word_sorts():
 
 def test_every_router_of_a_config_is_one():
     assert set(BY_NAME) == set(ROUTERS)
+    for each in BY_NAME.values():
+        assert str(signature(each)).startswith("(logits: jax.Array, config: gspmd.moe.config.MoEConfig, *, key: ")
+
+
+def test_a_router_refuses_the_config_of_another():
+    with pytest.raises(ValueError) as error:
+        gshard.route(jnp.zeros((1, 8, 8)), MoEConfig(experts=8))
+    assert str(error.value) == (
+        "cannot route: this is router gshard, and the config's is switch.\n"
+        "  Call gspmd.moe.route, which takes the config's."
+    )
 
 
 def test_a_new_router_is_one_function(make_mesh, monkeypatch):
-    @router()
+    @router("by-position")
     def by_position(logits, config, draws, mask):
         """Send each token to the expert after its predecessor's."""
         expert = jnp.broadcast_to(jnp.arange(logits.shape[1])[:, None] % config.experts, (*mask.shape, 1))

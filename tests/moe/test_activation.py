@@ -1,0 +1,30 @@
+"""The experts' nonlinearities and their gradients, against the plain ones; and what they keep."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspmd.moe.activation import ACTIVATIONS
+
+PLAIN = {"swiglu": lambda gate, up: jax.nn.silu(gate) * up, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_it_is_the_plain_one(name, dtype):
+    *hidden, cotangent = jax.random.normal(jax.random.key(0), (3 if name == "swiglu" else 2, 5, 7)).astype(dtype)
+    hidden[0] = hidden[0].at[0, :3].set(jnp.array([-40.0, 0.0, 40.0], dtype))
+    found, pullback = jax.vjp(ACTIVATIONS[name], *hidden)
+    wanted, plain = jax.vjp(PLAIN[name], *hidden)
+    rtol, atol = (1e-6, 1e-6) if dtype == "float32" else (2**-6, 2**-7)
+    close = lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=rtol, atol=atol)  # noqa: E731
+    jax.tree.map(close, (found, pullback(cotangent)), (wanted, plain(cotangent)))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_gradient_keeps_the_inputs_alone(name):
+    hidden = [jnp.ones((4, 8))] * (2 if name == "swiglu" else 1)
+    _, pullback = jax.vjp(ACTIVATIONS[name], *hidden)
+    kept = [leaf for leaf in jax.tree.leaves(pullback) if leaf.size > 1]
+    assert len(kept) == len(hidden)
