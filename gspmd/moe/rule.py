@@ -23,8 +23,8 @@ class Router:
     are the same on every mesh. Its rule's docstring describes the call.
 
     Args:
-        rule: from logits [G, L, X] in float32, all finite and 0 for padding, the config, the random numbers or None,
-            and the mask [G, L] of real tokens, to their Routing. It looks at one group at a time, and draws nothing.
+        rule: from logits [G, L, X] in float32, all finite, the config, the random numbers or None, and the mask [G, L]
+            of real tokens, to their Routing. It looks at one group at a time, and draws nothing itself.
         name: what a config calls it.
         numbers: the random numbers that the rule takes, from a key, the shape [G, L, X] and `out_sharding`: [G, L], or
             [G, L, X]. None for a rule that takes none.
@@ -69,8 +69,9 @@ class Router:
             ValueError: the config names another router, or logits or a mask have other shapes than it asks for.
         """
         self._check(logits, config, mask)
-        mask = every_token(logits, mask)
-        logits = jnp.where(mask[..., None], finite(logits), 0)
+        logits, mask = finite(logits), every_token(logits, mask)
+        # NaN in padding would be NaN in gradients, where it is multiplied by 0.
+        logits = jnp.where(mask[..., None] | ~jnp.isnan(logits), logits, 0)
         routing, weight = self._rule(logits, config, draws, mask), config.z_coefficient
         if not weight:
             return routing
