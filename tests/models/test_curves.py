@@ -50,14 +50,14 @@ ONCE = [
     )
     for at, name in enumerate(presets())
 ]
-# Types of axes take turns, so that a preset meets both in every lowering and on every number of devices but one.
+# Types of axes take turns, so that a preset meets both in every lowering and on every number of devices.
 PRODUCT = [
     (name, devices, lowering, ("explicit", "auto")[(at + number + turn) % 2])
     for at, name in enumerate(presets())
     for number, devices in enumerate((2, 4, 8))
     for turn, lowering in enumerate(LOWERINGS)
 ]
-# Alone there is nothing to send, and nothing that lowerings could do differently but lay out their chunks.
+# On one device nothing is sent by any lowering.
 PRODUCT += [(name, 1, LOWERINGS[at % 3], ("explicit", "auto")[at // 3 % 2]) for at, name in enumerate(presets())]
 
 
