@@ -69,9 +69,9 @@ class Router:
             ValueError: the config names another router, or logits or a mask have other shapes than it asks for.
         """
         self._check(logits, config, mask)
-        logits, mask = finite(logits), every_token(logits, mask)
-        # NaN in padding would be NaN in gradients, where it is multiplied by 0.
-        logits = jnp.where(mask[..., None] | ~jnp.isnan(logits), logits, 0)
+        padded, logits, mask = mask is not None, finite(logits), every_token(logits, mask)
+        if padded:  # whose NaN would be NaN in gradients, where it is multiplied by 0
+            logits = jnp.where(mask[..., None] | ~jnp.isnan(logits), logits, 0)
         routing, weight = self._rule(logits, config, draws, mask), config.z_coefficient
         if not weight:
             return routing

@@ -28,3 +28,11 @@ def test_a_gradient_keeps_the_inputs_alone(name):
     _, pullback = jax.vjp(ACTIVATIONS[name], *hidden)
     kept = [leaf for leaf in jax.tree.leaves(pullback) if leaf.size > 1]
     assert len(kept) == len(hidden)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_the_gradient_of_every_input_stands_behind_a_barrier_of_its_own(name):
+    """Without it a compiler keeps what two of them have in common, [X, C, F] more."""
+    hidden = [jnp.ones((4, 8))] * (2 if name == "swiglu" else 1)
+    gradient = jax.make_jaxpr(lambda *hidden: jax.vjp(ACTIVATIONS[name], *hidden)[1](jnp.ones((4, 8))))(*hidden)
+    assert str(gradient).count("optimization_barrier") == len(hidden)
