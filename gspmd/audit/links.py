@@ -7,14 +7,15 @@ from math import prod
 import numpy as np
 
 from gspmd.audit.collectives import Collective
-from gspmd.audit.groups import UNNAMED, pairs, touched_by
+from gspmd.audit.groups import UNNAMED, groups, pairs, touched_by
 from gspmd.collectives.chips import Chip
-from gspmd.collectives.cost import collective_seconds
+from gspmd.collectives.cost import fewest_together, wait
 
 Link = tuple[str, int]
 """A mesh axis and a direction along it, +1 or -1: every chip has one such link, and all are used alike."""
 
 SWITCH: Link = ("switch", 0)
+NETWORK: Link = ("network", 0)
 MEMORY: Link = ("memory", 0)
 
 
@@ -42,8 +43,9 @@ def transfer(found: Collective, mesh: Mapping[str, int], chip: Chip, torus: Toru
 
     A permute by the same number of places along one mesh axis, such as a ring's step, uses one direction of that axis;
     where the axis has no wrap-around links, what closes the ring comes back through the other. Everything else takes
-    the seconds of `gspmd.collectives.cost.collective_seconds` on both directions of its axes. Groups that are a part
-    of an axis are some of its rings, or one of their own. Under a switch, all collectives share what a chip sends.
+    the seconds of `gspmd.collectives.cost.wait` on both directions of its axes. Groups that are a part of an axis are
+    some of its rings, or one of their own. Under a switch, all collectives share what a chip sends; those that wait for
+    the network between nodes share that.
 
     Args:
         found: the collective.
@@ -51,17 +53,33 @@ def transfer(found: Collective, mesh: Mapping[str, int], chip: Chip, torus: Toru
         chip: whose links they are.
         torus: the rings of those mesh axes that are not one torus axis of the chip.
     """
-    axes = touched_by(found.instruction, mesh)
-    shift = None if chip.is_switch else _shift(pairs(found.instruction), tuple(mesh.items()))
+    axes, near = touched_by(found.instruction, mesh), _near(found, mesh, chip)
+    shift = None if chip.is_switch or near else _shift(pairs(found.instruction), tuple(mesh.items()))
     if shift:
         return _along(*shift, found.buffer, mesh, chip)
     rings = _rings(axes, {**mesh, UNNAMED[0]: found.group}, torus)
     if prod(rings.values()) != found.group and not pairs(found.instruction):
         rings = _part(list(rings.values()), found.group)
-    seconds = collective_seconds(found.kind, tuple(rings), rings, found.buffer, chip)
-    latency = collective_seconds(found.kind, tuple(rings), rings, 0, chip)
-    links = {SWITCH} if chip.is_switch else {(axis, sign) for axis in axes for sign in (1, -1)}
-    return Transfer(seconds - latency, latency, frozenset(links))
+    sizes = [size for size in rings.values() if size > 1]
+    if not sizes:
+        return Transfer(0.0, 0.0, frozenset())
+    takes = wait(found.kind, sizes, prod(sizes), near or prod(sizes), found.buffer, chip)
+    if takes.network > takes.links:
+        links = {NETWORK}
+    else:
+        links = {SWITCH} if chip.is_switch else {(axis, sign) for axis in axes for sign in (1, -1)}
+    return Transfer(max(takes.links, takes.network), takes.latency, frozenset(links))
+
+
+def _near(found: Collective, mesh: Mapping[str, int], chip: Chip) -> int:
+    """The fewest members of a group that share a node; 0 where none of them leaves its node."""
+    devices = prod(mesh.values())
+    if chip.nodes(mesh) == 1:
+        return 0
+    if sent := pairs(found.instruction):
+        return int(any(source // chip.node_devices != target // chip.node_devices for source, target in sent))
+    near = fewest_together(groups(found.instruction, devices), chip.node_devices)
+    return near if near < found.group else 0
 
 
 def _rings(axes: tuple[str, ...], sizes: Mapping[str, int], torus: Torus) -> dict[str, int]:
@@ -99,4 +117,5 @@ def _along(axis: str, by: int, closes: bool, buffer: int, mesh: Mapping[str, int
     both = closes and not chip.wraps(mesh[axis])
     hops = mesh[axis] - abs(by) if both else abs(by)
     links = {(axis, 1), (axis, -1)} if both else {(axis, 1 if by > 0 else -1)}
-    return Transfer(abs(by) * buffer / chip.link_bandwidth, hops * chip.hop_seconds, frozenset(links))
+    latency = chip.start_seconds + hops * chip.hop_seconds
+    return Transfer(abs(by) * buffer / chip.link_bandwidth, latency, frozenset(links))

@@ -4,6 +4,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
+from math import prod
 from types import MappingProxyType
 
 from gspmd.annotate.errors import PlanError, suggestion
@@ -11,7 +12,13 @@ from gspmd.annotate.errors import PlanError, suggestion
 
 @dataclass(frozen=True)
 class Chip:
-    """Peak figures of one chip, in bytes, seconds and FLOPs; of one device, where JAX shows a chip as two.
+    """Figures of one chip, in bytes, seconds and FLOPs; of one device, where JAX shows a chip as two.
+
+    A node is what these links connect: 8 GPUs behind an NVLink switch, 72 in a rack, the largest slice of a TPU.
+    Devices fill nodes in the order of the mesh. Without `node_devices` they are one node, however many there are.
+
+    Raises:
+        PlanError: a chip that comes in nodes has no network between them.
 
     Source: chips.toml names the document of each figure; `Chip.source` holds the same text.
     """
@@ -27,9 +34,9 @@ class Chip:
     hbm_bandwidth: float
     #: one link in one direction, bytes/s
     link_bandwidth: float
-    #: links of one chip: two per torus dimension, or all those into the switch
+    #: links of one chip: two per torus dimension, all those into the switch, or one for each peer
     links: int
-    #: dimensions of the torus, 0 for a switch
+    #: dimensions of the torus, 0 for a switch or a full mesh
     torus: int
     #: a mesh axis has wrap-around links when this divides its size
     wrap_multiple: int
@@ -40,16 +47,52 @@ class Chip:
     #: names that JAX gives the device
     device_kinds: tuple[str, ...] = ()
     source: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    #: every link leads to one peer of its own, and there is no switch
+    full_mesh: bool = False
+    #: latency of a collective besides its hops, seconds
+    start_seconds: float = 0.0
+    #: devices that these links connect; 0 for any number
+    node_devices: int = 0
+    #: of one device into the network between nodes, in one direction, bytes/s
+    network_bandwidth: float = 0.0
+    #: latency of a step over that network, seconds
+    network_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.node_devices and self.network_bandwidth <= 0:
+            raise PlanError(
+                f"chip {self.name!r} comes in nodes of {self.node_devices}, and nothing connects them.\n"
+                "  Give network_bandwidth, bytes/s of one device, or leave node_devices out: then all are one node."
+            )
 
     @property
     def is_switch(self) -> bool:
-        """Whether chips hang on a switch, where every peer is one hop away."""
+        """Whether every peer of a node is one hop away: on a switch, or at the end of a link of its own."""
         return self.torus == 0
 
     @property
     def egress_bandwidth(self) -> float:
         """Bytes/s that one chip can send over all its links together, in one direction each."""
         return self.links * self.link_bandwidth
+
+    def nodes(self, mesh: Mapping[str, int]) -> int:
+        """Nodes that the devices of a mesh fill; for a TPU, slices.
+
+        >>> CHIPS["h100"].nodes({"data": 32, "model": 8}), CHIPS["tpu-v4"].nodes({"data": 32, "model": 8})
+        (32, 1)
+        """
+        return -(-prod(mesh.values()) // self.node_devices) if self.node_devices else 1
+
+    def describe(self, mesh: Mapping[str, int]) -> str:
+        """The chip's name, and over how many nodes a mesh of it is spread, where it is more than one.
+
+        >>> CHIPS["h100"].describe({"data": 32, "model": 8}), CHIPS["h100"].describe({"model": 8})
+        ('h100 · 32 nodes of 8', 'h100')
+        """
+        if (nodes := self.nodes(mesh)) == 1:
+            return self.name
+        full = "" if prod(mesh.values()) % self.node_devices == 0 else "up to "
+        return f"{self.name} · {nodes} {'nodes' if self.is_switch else 'slices'} of {full}{self.node_devices}"
 
     def wraps(self, size: int) -> bool:
         """Whether a mesh axis of `size` chips, laid along one torus axis, closes into a ring."""

@@ -1,10 +1,13 @@
 """What a step costs: bytes one device sends, and seconds on a chip's links.
 
-The byte counts are those of ring algorithms; the times follow the roofline of the public *scaling book* (jax-ml,
-chapters 1 to 3): bandwidth over the rings that the step can use at once, plus one hop of latency per neighbour passed.
+The byte counts are those of ring algorithms; the times follow the roofline of the public *scaling book* (jax-ml, parts
+1 to 3, and 12 for GPUs): bandwidth over the rings that the step can use at once, plus a start and one hop of latency
+per neighbour passed. What leaves a node goes over the network between nodes.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -62,23 +65,173 @@ def wire_bytes(kind: str, group: int, buffer: float) -> int:
     return int(passes * buffer * (group - 1) // group)
 
 
+@dataclass(frozen=True)
+class Wait:
+    """What a collective takes, when it has all links for itself.
+
+    Attributes:
+        links: seconds for which it fills the links of its node.
+        network: seconds for which it fills the network between nodes, at the same time.
+        latency: seconds beside those, which do not depend on the bytes.
+    """
+
+    links: float
+    network: float
+    latency: float
+
+    @property
+    def seconds(self) -> float:
+        """All of them: links and network work side by side."""
+        return max(self.links, self.network) + self.latency
+
+
 def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
-    """Seconds of one collective over `axes`, each mesh axis being one torus axis of the chip (or all of a switch)."""
-    sizes = [mesh[axis] for axis in axes if mesh[axis] > 1]
-    if kind in ("slice", "einsum") or not sizes:
+    """Seconds of one collective over `axes`, each mesh axis being one torus axis of the chip (or all of a switch).
+
+    Devices are numbered as they stand in the mesh, the last axis fastest, and fill the chip's nodes in that order.
+
+    Args:
+        kind: as for `wire_bytes`.
+        axes: mesh axes over which it runs.
+        mesh: sizes of all mesh axes, in their order.
+        buffer: bytes per device of the larger of the step's input and output.
+        chip: that runs it.
+
+    Example:
+        >>> from gspmd.collectives.chips import chip
+        >>> mesh = {"data": 32, "model": 8}
+        >>> [collective_seconds("all-gather", (axis,), mesh, 4e8, chip("h100")) for axis in mesh]
+        [0.0077598999999999996, 0.0007849777777777778]
+    """
+    axes = tuple(axis for axis in axes if mesh[axis] > 1)
+    if kind in ("slice", "einsum") or not axes:
         return 0.0
-    group = prod(sizes)
-    if chip.is_switch:
-        return wire_bytes(kind, group, buffer) / chip.egress_bandwidth + chip.hop_seconds
-    wrapped = all(chip.wraps(size) for size in sizes)
-    if kind == "collective-permute":  # one path per piece; a long ring is shared like in an all-to-all
-        ring = buffer * max(1, max(sizes) / 8) / chip.link_bandwidth
-    elif kind == "all-to-all":
-        ring = buffer * max(sizes) / (8 * chip.link_bandwidth)
-    else:
-        ring = wire_bytes(kind, group, buffer) / (2 * chip.link_bandwidth * min(len(sizes), chip.torus))
+    group = near = prod(mesh[axis] for axis in axes)
+    sizes = [mesh[axis] for axis in axes]
+    if chip.nodes(mesh) > 1:
+        all_axes = tuple(mesh.items())
+        near = sharing_node(axes, all_axes, chip.node_devices)
+        sizes = [sharing_node((axis,), all_axes, chip.node_devices) for axis in axes]
+    return wait(kind, sizes, group, near, buffer, chip).seconds
+
+
+def wait(kind: str, sizes: Sequence[int], group: int, near: int, buffer: float, chip: Chip) -> Wait:
+    """What a collective over more than one device takes.
+
+    Within a node, a ring per torus axis, or the switch. Of a group that is spread over nodes, the members on one node
+    share among them what comes from the others, and all devices use their way into the network at once:
+
+        all-gather, reduce-scatter:  max(S (K-1)/K / links, S (1/m - 1/K) / network)
+        all-to-all:                  max(the node's, S (1 - m/K) / network)
+        permute:                     S / network
+
+    with S the buffer, K the group and m its members on a node; an all-reduce is the first twice.
+
+    Args:
+        kind: of collective, no slice and no einsum.
+        sizes: of the rings that it has on one node's torus; a switch has none.
+        group: devices that take part together.
+        near: the fewest of them that share a node; `group` where it leaves none.
+        buffer: bytes per device of the larger side.
+        chip: that runs it.
+
+    Source: jax-ml scaling book, part 12, 'Cross-node collectives'; its W_node egress is m times a device's here.
+    """
     passes = 2 if kind == "all-reduce" else 1
-    return ring * (1 if wrapped else 2) + passes * chip.hop_seconds * sum(hops(size, chip) for size in sizes)
+    links, latency = (0.0, 0.0) if near == 1 else (_peers if chip.is_switch else _torus)(
+        kind, sizes, group, near, buffer, chip
+    )
+    network, latency = 0.0, chip.start_seconds + passes * latency
+    if near < group:
+        network = buffer * _outside(kind, group, near) * passes / chip.network_bandwidth
+        latency += passes * chip.network_seconds
+    return Wait(links, network, latency)
+
+
+def _peers(kind: str, sizes: Sequence[int], group: int, near: int, buffer: float, chip: Chip) -> tuple[float, float]:
+    """Of a switch all links lead to every peer; of a full mesh one to each, and only those to members are used."""
+    peers = 1 if kind == "collective-permute" else near - 1
+    used = min(peers, chip.links) if chip.full_mesh else chip.links
+    return wire_bytes(kind, group, buffer) / (used * chip.link_bandwidth), chip.hop_seconds
+
+
+def _torus(kind: str, sizes: Sequence[int], group: int, near: int, buffer: float, chip: Chip) -> tuple[float, float]:
+    """A ring that closes sends both ways at once, one that does not half as much; rings are used side by side."""
+    sizes = [size for size in sizes if size > 1] or [near]  # of axes that nodes cut oddly, whatever is left is a ring
+    slower = {size: 1 if chip.wraps(size) else 2 for size in sizes}
+    latency = chip.hop_seconds * sum(hops(size, chip) for size in sizes)
+    if kind == "collective-permute":  # one path per piece; a long ring is shared like in an all-to-all
+        return buffer * max(slower[size] * max(1, size / 8) for size in sizes) / chip.link_bandwidth, latency
+    if kind == "all-to-all":
+        return buffer * max(slower[size] * size for size in sizes) / (8 * chip.link_bandwidth), latency
+    rings = sum(sorted((2 / slower[size] for size in sizes), reverse=True)[: chip.torus])
+    return wire_bytes(kind, group, buffer) / (chip.link_bandwidth * rings), latency
+
+
+def neighbour(axis: str, mesh: Mapping[str, int], chip: Chip) -> tuple[float, float]:
+    """Of a step along a ring over one mesh axis: bytes/s to the next device, and the seconds besides.
+
+    A step is over when its slowest pair is done, so one pair of different nodes puts all of it on the network.
+
+    Example:
+        >>> from gspmd.collectives.chips import chip
+        >>> [neighbour(axis, {"x": 4, "y": 8}, chip("h100"))[0] / 1e9 for axis in ("x", "y")]
+        [50.0, 450.0]
+    """
+    size, latency = mesh[axis], chip.start_seconds + chip.hop_seconds
+    if chip.nodes(mesh) > 1 and sharing_node((axis,), tuple(mesh.items()), chip.node_devices) < size:
+        return chip.network_bandwidth, latency + chip.network_seconds
+    return chip.egress_bandwidth if chip.is_switch and not chip.full_mesh else chip.link_bandwidth, latency
+
+
+def _outside(kind: str, group: int, near: int) -> float:
+    """The part of its buffer that one device brings to its node over the network, or sends from there."""
+    if kind == "collective-permute":
+        return 1.0
+    away = 1 - near / group
+    return away if kind == "all-to-all" else away / near
+
+
+@lru_cache(maxsize=4096)
+def sharing_node(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], node: int) -> int:
+    """The fewest members of a group over these axes that share a node of so many devices.
+
+    Where axes and nodes do not nest, they are counted; in a mesh of over a million devices, it is 1 then, the dearest.
+
+    Example:
+        >>> mesh = (("data", 4), ("model", 4))
+        >>> [sharing_node(axes, mesh, 8) for axes in (("data",), ("model",), ("data", "model"))]
+        [2, 4, 8]
+    """
+    inside, stride = 1, 1
+    for axis, size in reversed(mesh):
+        room = max(1, node // stride)  # how many steps along this axis stay on a node
+        nests = node % stride == 0 or stride % node == 0
+        if not nests or (size % room and room % size):
+            return _fewest(axes, mesh, node)
+        inside *= min(size, room) if axis in axes else 1
+        stride *= size
+    return inside
+
+
+def _fewest(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], node: int) -> int:
+    shape = [size for _, size in mesh]
+    if prod(shape) > 2**20:
+        return 1
+    order = sorted(range(len(mesh)), key=lambda place: mesh[place][0] in axes)
+    group = prod(size for axis, size in mesh if axis in axes)
+    return fewest_together(np.arange(prod(shape)).reshape(shape).transpose(order).reshape(-1, group), node)
+
+
+def fewest_together(groups: Sequence[Sequence[int]], node: int) -> int:
+    """The fewest members of any group that share a node of so many devices; `groups` hold numbers of devices.
+
+    >>> fewest_together([(0, 1, 2), (8, 9, 15)], 8), fewest_together([(0, 1, 8)], 8)
+    (3, 1)
+    """
+    where = np.sort(np.asarray(groups) // node, axis=1)
+    starts = np.flatnonzero(np.diff(where, axis=1, prepend=-1).reshape(-1))  # a group's first member starts one, too
+    return int(np.diff(starts, append=where.size).min())
 
 
 def hops(size: int, chip: Chip) -> int:

@@ -6,7 +6,7 @@ Leaves out that links are shared with what other equations send, and what the co
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from gspmd.collectives.cost import itemsize
+from gspmd.collectives.cost import itemsize, neighbour
 from gspmd.collectives.efficiency import product_seconds
 from gspmd.collectives.loops import Ring, Stripes, Travel, local_shape
 from gspmd.collectives.plan import Product, Routine
@@ -198,9 +198,12 @@ class Costs:
                 for sign in {hop.by} if closes else (1, -1):  # what closes an open ring comes back through it
                     busy[hop.axis, sign] = busy.get((hop.axis, sign), 0.0) + amount
                     hops[hop.axis, sign] = hops.get((hop.axis, sign), 0) + 1
-        if chip.is_switch:
-            return sum(busy.values()) / chip.egress_bandwidth + chip.hop_seconds * max(hops.values(), default=0)
-        return max((busy[link] / chip.link_bandwidth + hops[link] * chip.hop_seconds for link in busy), default=0.0)
+        to = {axis: neighbour(axis, self.mesh, chip) for axis, _ in busy}  # bytes/s, and a step's latency
+        taken = {link: amount / to[link[0]][0] for link, amount in busy.items()}
+        waits = {link: hops[link] * to[link[0]][1] for link in busy}
+        if chip.is_switch and not chip.full_mesh:  # all walks leave by the same links
+            return sum(taken.values()) + max(waits.values(), default=0.0)
+        return max((taken[link] + waits[link] for link in busy), default=0.0)
 
 
 def _overlapped(loop: float, compute: float, steps: int) -> float:

@@ -16,15 +16,20 @@ FLOPS_PER_CYCLE = {
     "tpu-v5p": 8 * 2 * 128**2,
     "tpu-v6e": 4 * 2 * 256**2,
     "tpu7x": 4 * 2 * 256**2,
+    "a100": 108 * 2048,
+    "a100-40gb": 108 * 2048,
     "h100": 132 * 4096,
     "h200": 132 * 4096,
+    "b200": 148 * 8192,
+    "gb200": 148 * 8192,
+    "mi300x": 304 * 2048,
 }
 
 
 @pytest.mark.parametrize("row", CHIPS.values(), ids=lambda row: row.name)
 def test_every_figure_has_a_source(row):
-    figures = {f.name for f in fields(row)} - {"name", "source", "device_kinds"}
-    assert set(row.source) == figures
+    figures = {f.name for f in fields(row)} - {"name", "source", "device_kinds", "full_mesh"}
+    assert set(row.source) == figures | ({"full_mesh"} if row.full_mesh else set())
     assert all(row.source.values())
 
 
@@ -68,6 +73,7 @@ def test_rate_depends_on_the_dtype():
 def test_a_chip_by_its_device_and_by_itself():
     assert chip_of_device("TPU v5 lite").name == "tpu-v5e"
     assert (chip_of_device("TPU v3").name, chip_of_device("TPU7x").name) == ("tpu-v3", "tpu7x")
+    assert chip_of_device("NVIDIA A100-SXM4-40GB").name == "a100-40gb"
     assert chip_of_device("cpu") is None
     assert chip(chip("tpu-v4")) is CHIPS["tpu-v4"]
 
@@ -77,5 +83,8 @@ def test_an_unknown_chip():
         chip("TPU v4")
     assert str(error.value) == (
         "no chip is called 'TPU v4'.\n"
-        "  Did you mean 'tpu-v4'? Known chips: tpu-v3, tpu-v4, tpu-v5e, tpu-v5p, tpu-v6e, tpu7x, h100, h200."
+        "  Did you mean 'tpu-v4'? Known chips: tpu-v3, tpu-v4, tpu-v5e, tpu-v5p, tpu-v6e, tpu7x, "
+        "a100, a100-40gb, h100, h200, b200, gb200, mi300x."
     )
+    with pytest.raises(PlanError, match="Did you mean 'b200', 'gb200' or 'h200'?|Did you mean"):
+        chip("B 200")

@@ -180,7 +180,8 @@ ERRORS = [
         {"chip": "tpu-v9"},
         PlanError,
         "no chip is called 'tpu-v9'.\n"
-        "  Did you mean 'tpu-v4'? Known chips: tpu-v3, tpu-v4, tpu-v5e, tpu-v5p, tpu-v6e, tpu7x, h100, h200.",
+        "  Did you mean 'tpu-v4'? Known chips: tpu-v3, tpu-v4, tpu-v5e, tpu-v5p, tpu-v6e, tpu7x, "
+        "a100, a100-40gb, h100, h200, b200, gb200, mi300x.",
     ),
     (
         {"lowering": "loop"},
