@@ -132,7 +132,7 @@ def chip(name: "str | Chip") -> Chip:
     """
     if isinstance(name, Chip):
         return name
-    if name not in CHIPS:
+    if not isinstance(name, str) or name not in CHIPS:
         raise PlanError(_unknown(name))
     return CHIPS[name]
 

@@ -100,8 +100,8 @@ def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], 
     Example:
         >>> from gspmd.collectives.chips import chip
         >>> mesh = {"data": 32, "model": 8}
-        >>> [collective_seconds("all-gather", (axis,), mesh, 4e8, chip("h100")) for axis in mesh]
-        [0.0077598999999999996, 0.0007849777777777778]
+        >>> [round(1e6 * collective_seconds("all-gather", axis, mesh, 4e8, chip("h100"))) for axis in zip(mesh)]
+        [7759, 785]
     """
     axes = tuple(axis for axis in axes if mesh[axis] > 1)
     if kind in ("slice", "einsum") or not axes:
@@ -157,7 +157,9 @@ def _peers(kind: str, sizes: Sequence[int], group: int, near: int, buffer: float
 
 def _torus(kind: str, sizes: Sequence[int], group: int, near: int, buffer: float, chip: Chip) -> tuple[float, float]:
     """A ring that closes sends both ways at once, one that does not half as much; rings are used side by side."""
-    sizes = [size for size in sizes if size > 1] or [near]  # of axes that nodes cut oddly, whatever is left is a ring
+    sizes = [size for size in sizes if size > 1]
+    if not sizes:  # nodes cut the axes so that members share one, but none along an axis: one link, one hop
+        return wire_bytes(kind, group, buffer) / chip.link_bandwidth, chip.hop_seconds
     slower = {size: 1 if chip.wraps(size) else 2 for size in sizes}
     latency = chip.hop_seconds * sum(hops(size, chip) for size in sizes)
     if kind == "collective-permute":  # one path per piece; a long ring is shared like in an all-to-all

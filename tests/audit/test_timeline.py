@@ -8,6 +8,7 @@ import pytest
 from gspmd.annotate.errors import PlanError
 from gspmd.audit import hlo
 from gspmd.audit.timeline import timeline
+from gspmd.collectives.chips import CHIPS
 from gspmd.collectives.cost import collective_seconds
 
 MESH = {"x": 4, "y": 4}
@@ -141,9 +142,28 @@ def test_without_wrap_around_a_ring_closes_through_the_other_direction():
 
 
 def test_under_a_switch_everything_shares_what_a_chip_sends():
-    # 450 000 bytes per µs leave an H100: 1 µs each on two nodes of 8, a start and one hop of the switch
-    found = run(start("a", "+x", 450_000), start("b", "+y", 450_000), done("c", "a"), done("d", "b"), chip="h100")
+    # 900 000 bytes per µs leave a GB200: 1 µs each, a start and one hop of the switch
+    found = run(start("a", "+x", 900_000), start("b", "+y", 900_000), done("c", "a"), done("d", "b"), chip="gb200")
     assert found.step_seconds == pytest.approx(2e-6 + found.chip.start_seconds + found.chip.hop_seconds)
+
+
+def test_what_leaves_a_node_shares_the_network_and_nothing_else():
+    # two nodes of 8: rings along x go from one to the other, 50 000 bytes per µs; rings along y stay, 450 000 per µs
+    chip = CHIPS["h100"]
+    latency = chip.start_seconds + chip.hop_seconds + chip.network_seconds
+    out, back, near = start("a", "+x", 450_000), start("b", "-x", 450_000), start("n", "+y", 450_000)
+    assert run(out, done("c", "a"), chip="h100").step_seconds == pytest.approx(9e-6 + latency - chip.hop_seconds)
+    alone = run(out, done("c", "a"), chip="h100").step_seconds
+    assert run(out, near, done("c", "a"), done("m", "n"), chip="h100").step_seconds == pytest.approx(alone)
+    assert run(out, back, done("c", "a"), done("d", "b"), chip="h100").step_seconds == pytest.approx(alone + 9e-6)
+
+
+@pytest.mark.parametrize("axes, groups", [("x", "[4,4]<=[4,4]T(1,0)"), ("y", "[4,4]<=[16]"), ("xy", "[1,16]<=[16]")])
+def test_a_collective_takes_what_was_planned_for_it_across_nodes(axes, groups):
+    for name in ("h100", "mi300x", "gb200"):
+        gather = f"%g = u8[1600000]{{0}} all-gather(%p), replica_groups={groups}, dimensions={{0}}"
+        planned = collective_seconds("all-gather", axes, MESH, 1_600_000, CHIPS[name])
+        assert run(gather, chip=name).step_seconds == pytest.approx(planned)
 
 
 def test_groups_that_are_no_axes_are_a_ring_of_their_own_on_the_axes_they_cross():

@@ -1,11 +1,12 @@
 """The table of chips: its figures hang together, and each has a source."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
 from gspmd.annotate import PlanError
-from gspmd.collectives.chips import CHIPS, chip, chip_of_device
+from gspmd.audit.topology import _PODS
+from gspmd.collectives.chips import CHIPS, Chip, chip, chip_of_device
 
 # 128x128 multiply-adds per matrix unit and cycle (256x256 on v6e and 7x), two FLOPs each; 4096 FLOPs of a GPU's
 # multiprocessor
@@ -86,5 +87,54 @@ def test_an_unknown_chip():
         "  Did you mean 'tpu-v4'? Known chips: tpu-v3, tpu-v4, tpu-v5e, tpu-v5p, tpu-v6e, tpu7x, "
         "a100, a100-40gb, h100, h200, b200, gb200, mi300x."
     )
-    with pytest.raises(PlanError, match="Did you mean 'b200', 'gb200' or 'h200'?|Did you mean"):
-        chip("B 200")
+    for wrong, near in {"B 200": "b200", "H100 SXM": "h100", "gb-200": "gb200", "mi300": "mi300x"}.items():
+        with pytest.raises(PlanError, match=f"Did you mean '{near}'"):
+            chip(wrong)
+    with pytest.raises(PlanError, match=r"no chip is called \['h100'\]"):
+        chip(["h100"])
+
+
+def test_nodes_and_the_network_between_them():
+    # jax-ml scaling book, part 12: bytes/s out of one GPU, and out of a node
+    book = {"h100": (8, 450e9, 400e9), "b200": (8, 900e9, 400e9), "gb200": (72, 900e9, 3600e9)}
+    for row, (devices, egress, out) in ((chip(name), figures) for name, figures in book.items()):
+        assert (row.node_devices, row.egress_bandwidth) == (devices, egress)
+        assert row.node_devices * row.network_bandwidth == out
+    assert chip("a100").egress_bandwidth == 300e9
+    assert chip("mi300x").full_mesh
+    assert chip("mi300x").links == chip("mi300x").node_devices - 1
+
+
+def test_a_tpu_pod_is_one_node():
+    for name, pod in _PODS.items():
+        halves = 2 if "half of it per device" in CHIPS[name].source["hbm_bytes"] else 1
+        assert CHIPS[name].node_devices == halves * pod
+
+
+def test_measured_permutes():
+    # marin-community/marin issue 6736: a + bytes / b
+    for name, start, rate in (("tpu-v5p", 4.55e-6, 86.3e9), ("tpu-v6e", 2.29e-6, 86.8e9)):
+        row = chip(name)
+        assert row.start_seconds + row.hop_seconds == pytest.approx(start)
+        assert row.link_bandwidth == rate
+        assert all("6736" in row.source[figure] for figure in ("start_seconds", "link_bandwidth"))
+
+
+def test_a_mesh_says_how_many_nodes_it_fills():
+    assert chip("h100").describe({"data": 32, "model": 8}) == "h100 · 32 nodes of 8"
+    assert chip("h100").describe({"x": 12}) == "h100 · 2 nodes of up to 8"
+    assert chip("gb200").describe({"x": 72}) == "gb200"
+    assert chip("tpu-v5e").describe({"slice": 2, "x": 16, "y": 16}) == "tpu-v5e · 2 slices of 256"
+    assert chip("tpu-v4").describe({"x": 16, "y": 16, "z": 16}) == "tpu-v4"
+    assert chip("h100").describe({}) == "h100"
+
+
+def test_a_chip_of_ones_own_is_one_node_unless_it_says_otherwise():
+    own = Chip("mine", 1e14, 1e13, 10**10, 1e12, 1e10, 4, 0, 1, 1e-6, 1e9)
+    assert (own.nodes({"x": 1024}), own.describe({"x": 1024})) == (1, "mine")
+    with pytest.raises(PlanError) as error:
+        replace(own, node_devices=8)
+    assert str(error.value) == (
+        "chip 'mine' comes in nodes of 8, and nothing connects them.\n"
+        "  Give network_bandwidth, bytes/s of one device, or leave node_devices out: then all are one node."
+    )
