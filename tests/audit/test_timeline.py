@@ -158,8 +158,11 @@ def test_what_leaves_a_node_shares_the_network_and_nothing_else():
     assert run(out, back, done("c", "a"), done("d", "b"), chip="h100").step_seconds == pytest.approx(alone + 9e-6)
 
 
-@pytest.mark.parametrize("axes, groups", [("x", "[4,4]<=[4,4]T(1,0)"), ("y", "[4,4]<=[16]"), ("xy", "[1,16]<=[16]")])
-def test_a_collective_takes_what_was_planned_for_it_across_nodes(axes, groups):
+ACROSS = "[4,4]<=[4,4]T(1,0)"
+
+
+@pytest.mark.parametrize(("axes", "groups"), [("x", ACROSS), ("y", "[4,4]<=[16]"), ("xy", "[1,16]<=[16]")])
+def test_a_collective_takes_what_was_planned_for_it(axes, groups):
     for name in ("h100", "mi300x", "gb200"):
         gather = f"%g = u8[1600000]{{0}} all-gather(%p), replica_groups={groups}, dimensions={{0}}"
         planned = collective_seconds("all-gather", axes, MESH, 1_600_000, CHIPS[name])

@@ -175,7 +175,7 @@ def test_both_at_once_never_cost_more_than_one_after_the_other(row):
         for whole, kind in product((0, 2**20 * 9**4, 2**30 * 9**4), KINDS):
             joint = collective_seconds(kind, first + second, mesh, whole, row)
             for one, other in ((first, second), (second, first)):
-                shrunk = prod(mesh[axis] for axis in other) if kind in KINDS[:2] else 1  # gathered first, scattered last
+                shrunk = prod(mesh[axis] for axis in other) if kind in KINDS[:2] else 1  # the smaller step of the two
                 steps = [collective_seconds(kind, one, mesh, whole / shrunk, row)]
                 steps += [collective_seconds(kind, other, mesh, whole, row)]
                 assert joint <= sum(steps) * (1 + 1e-9), (kind, mesh, one, other)
