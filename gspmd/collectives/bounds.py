@@ -78,8 +78,9 @@ class Bounds:
 
     def _measure(self) -> None:
         chip = self.setting.chip
+        bare = chip.is_switch or chip.nodes(self.mesh) > 1  # hops that a node cuts short are none to count on
         self.latency = {
-            axis: chip.hop_seconds * (0 if chip.is_switch else hops(size, chip)) for axis, size in self.mesh.items()
+            axis: chip.hop_seconds * (0 if bare else hops(size, chip)) for axis, size in self.mesh.items()
         }
         own = self._move_bound(self.shared, OWED)
         rest = self._compute_bound() + self._result_bound()
@@ -130,7 +131,7 @@ class Bounds:
         `least` is the smallest piece on the way, cut by the axes of both ends.
         """
         chip, slowest = self.setting.chip, np.zeros(len(self.table))
-        if chip.is_switch:
+        if chip.is_switch or chip.nodes(self.mesh) > 1:
             return slowest
         for axis, moved in zip(self.axes, changing):
             size = self.mesh[axis]
@@ -144,7 +145,8 @@ class Bounds:
         if chip.is_switch:
             return np.full(len(used), chip.egress_bandwidth)
         rings = np.clip(used.sum(axis=1), 1, chip.torus)
-        closes = np.array([chip.wraps(self.mesh[axis]) for axis in self.axes], bool)
+        cut = chip.nodes(self.mesh) > 1  # what is left of an axis on one node may close
+        closes = np.array([cut or chip.wraps(self.mesh[axis]) for axis in self.axes], bool)
         return 2 * chip.link_bandwidth * rings * np.where((used & closes).any(axis=1), 1.0, 0.5)
 
     def _compute_bound(self) -> np.ndarray:

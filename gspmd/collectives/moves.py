@@ -185,7 +185,7 @@ class _Problem:
         self.prices: dict[tuple, tuple[int, int]] = {}
         self.target_bytes = self.local_bytes(self.target)
         self.rate = chip.egress_bandwidth if chip.is_switch else 2 * chip.link_bandwidth * chip.torus
-        latency = 0 if chip.is_switch else chip.hop_seconds
+        latency = 0 if chip.is_switch or chip.nodes(mesh) > 1 else chip.hop_seconds
         self.latency = {axis: int(1e12 * latency * hops(size, chip)) for axis, size in mesh.items()}
 
     def ahead(self, placement: Placement) -> int:

@@ -147,6 +147,13 @@ def test_under_a_switch_everything_shares_what_a_chip_sends():
     assert found.step_seconds == pytest.approx(2e-6 + found.chip.start_seconds + found.chip.hop_seconds)
 
 
+@pytest.mark.parametrize(("chip", "rate", "latency"), [("tpu-v5p", 86_300, 4.55), ("tpu-v6e", 86_800, 2.29)])
+def test_a_permute_to_a_neighbour_takes_what_was_measured(chip, rate, latency):
+    # marin-community/marin issue 6736
+    found = run(start("a", "+y open", 10 * rate), done("b", "a"), chip=chip)
+    assert found.step_seconds == pytest.approx((10 + latency) * 1e-6)
+
+
 def test_what_leaves_a_node_shares_the_network_and_nothing_else():
     # two nodes of 8: rings along x go from one to the other, 50 000 bytes per µs; rings along y stay, 450 000 per µs
     chip = CHIPS["h100"]

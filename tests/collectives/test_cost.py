@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from gspmd import plan
 from gspmd.annotate import PlanError
 from gspmd.collectives.chips import CHIPS, Chip, chip
 from gspmd.collectives.cost import collective_seconds, dtype_name, neighbour, sharing_node
@@ -133,6 +134,16 @@ def test_a_measured_permute():
     for name, start, rate in (("tpu-v5p", 4.55e-6, 86.3e9), ("tpu-v6e", 2.29e-6, 86.8e9)):
         bandwidth, latency = neighbour("x", {"x": 4}, chip(name))
         assert (latency, bandwidth) == (pytest.approx(start), rate)
+
+
+def test_a_ring_of_permutes_over_nodes_runs_at_the_network_s_rate():
+    sizes, mesh = {"B": 2**16, "E": 64, "F": 8}, {"x": 8, "y": 8}  # hardly anything to multiply
+    over, within = (
+        plan(f"B_{axis}E, EF -> BF", sizes, mesh, chip="h100", via="BE, EF", lowering="looped:one-way").seconds
+        for axis in mesh
+    )
+    sent = 7 / 8 * 2**16 * 64 * 2
+    assert over - within == pytest.approx(sent / 50e9 - sent / 450e9 + 7 * chip("h100").network_seconds, rel=0.01)
 
 
 def test_rings_that_close_are_not_slowed_by_one_that_does_not():
