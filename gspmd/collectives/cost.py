@@ -6,10 +6,9 @@ per neighbour passed. What leaves a node goes over the network between nodes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -65,8 +64,7 @@ def wire_bytes(kind: str, group: int, buffer: float) -> int:
     return int(passes * buffer * (group - 1) // group)
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(NamedTuple):
     """What a collective takes, when it has all links for itself.
 
     Attributes:
@@ -137,15 +135,15 @@ def wait(kind: str, sizes: Sequence[int], group: int, near: int, buffer: float, 
 
     Source: jax-ml scaling book, part 12, 'Cross-node collectives'; its W_node egress is m times a device's here.
     """
+    links = hop = network = away = 0.0
     passes = 2 if kind == "all-reduce" else 1
-    links, latency = (0.0, 0.0) if near == 1 else (_peers if chip.is_switch else _torus)(
-        kind, sizes, group, near, buffer, chip
-    )
-    network, latency = 0.0, chip.start_seconds + passes * latency
+    if near > 1:
+        inside = _peers if chip.is_switch else _torus
+        links, hop = inside(kind, sizes, group, near, buffer, chip)
     if near < group:
-        network = buffer * _outside(kind, group, near) * passes / chip.network_bandwidth
-        latency += passes * chip.network_seconds
-    return Wait(links, network, latency)
+        network = passes * buffer * _outside(kind, group, near) / chip.network_bandwidth
+        away = chip.network_seconds
+    return Wait(links, network, chip.start_seconds + passes * (hop + away))
 
 
 def _peers(kind: str, sizes: Sequence[int], group: int, near: int, buffer: float, chip: Chip) -> tuple[float, float]:
@@ -160,14 +158,15 @@ def _torus(kind: str, sizes: Sequence[int], group: int, near: int, buffer: float
     sizes = [size for size in sizes if size > 1]
     if not sizes:  # nodes cut the axes so that members share one, but none along an axis: one link, one hop
         return wire_bytes(kind, group, buffer) / chip.link_bandwidth, chip.hop_seconds
-    slower = {size: 1 if chip.wraps(size) else 2 for size in sizes}
-    latency = chip.hop_seconds * sum(hops(size, chip) for size in sizes)
-    if kind == "collective-permute":  # one path per piece; a long ring is shared like in an all-to-all
-        return buffer * max(slower[size] * max(1, size / 8) for size in sizes) / chip.link_bandwidth, latency
-    if kind == "all-to-all":
-        return buffer * max(slower[size] * size for size in sizes) / (8 * chip.link_bandwidth), latency
-    rings = sum(sorted((2 / slower[size] for size in sizes), reverse=True)[: chip.torus])
-    return wire_bytes(kind, group, buffer) / (chip.link_bandwidth * rings), latency
+    latency = chip.hop_seconds * sum([hops(size, chip) for size in sizes])
+    if kind in ("all-to-all", "collective-permute"):
+        shared = [size / 8 if chip.wraps(size) else size / 4 for size in sizes]
+        if kind == "collective-permute":  # one path per piece; a long ring is shared like in an all-to-all
+            shared += [1.0 if chip.wraps(size) else 2.0 for size in sizes]
+        return buffer * max(shared) / chip.link_bandwidth, latency
+    closed = min(len([size for size in sizes if chip.wraps(size)]), chip.torus)
+    links = closed + min(len(sizes), chip.torus)  # two of a ring that closes, one of others, and these come last
+    return wire_bytes(kind, group, buffer) / (links * chip.link_bandwidth), latency
 
 
 def neighbour(axis: str, mesh: Mapping[str, int], chip: Chip) -> tuple[float, float]:
