@@ -41,13 +41,17 @@ for _kind in (SpecError, PlanError, LayoutError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: the notation, the span of it that is wrong, the fact, and the remedy (both whole sentences)."""
+    """One fault: the notation, the span of it that is wrong, the fact, and the remedy (both whole sentences).
+
+    Faults of many tensors may have one cause; whoever tells several may group them by `cause`, where it is not empty.
+    """
 
     text: str
     start: int
     end: int
     fact: str
     remedy: str = ""
+    cause: tuple = ()
 
     def __str__(self) -> str:
         width = max(1, self.end - self.start)

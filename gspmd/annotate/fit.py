@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gspmd.annotate.errors import Fault, SpecError, listed, suggestion
@@ -94,8 +95,9 @@ def _size_fault(spec: "Spec", at: int, sizes: Mapping[str, int], mesh: Mapping[s
     below = size // parts * parts
     near = f"{below} or {below + parts}" if below else f"{parts}"
     bare = str(spec.with_axes(dim, ()))
-    return fault_at(spec, at, f"dimension {dim} has size {size}, which {_over(axes, mesh)}.",
-                    f"Use a size that is a multiple of {parts} ({near}), or leave {dim} unsharded: '{bare}'.")
+    uneven = fault_at(spec, at, f"dimension {dim} has size {size}, which {_over(axes, mesh)}.",
+                      f"Use a size that is a multiple of {parts} ({near}), or leave {dim} unsharded: '{bare}'.")
+    return replace(uneven, cause=(dim, size, parts))
 
 
 def _over(axes: Sequence[str], mesh: Mapping[str, int]) -> str:

@@ -1,12 +1,15 @@
 """Every fault of a layout's table: each rule reads the whole table and gives all the faults it finds."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gspmd.annotate import Fault, Spec, SpecError, mesh_sizes, parse_via
 from gspmd.annotate.errors import listed, suggestion
 from gspmd.collectives.lowering import LOWERINGS
-from gspmd.layouts.keys import ALIKE, KEYS, OVERRIDES, PARTS, Key, keys_of_override
+from gspmd.layouts import own
+from gspmd.layouts.causes import one_for_each_cause
+from gspmd.layouts.keys import ALIKE, KEYS, PARTS, PHASES, Key, keys_of_override
 from gspmd.layouts.line import Line
 from gspmd.layouts.mesh import complete
 
@@ -17,14 +20,16 @@ Specs = Mapping[str, Spec]
 
 
 def faults_of(layout: "Layout", sizes: Mapping[str, int], mesh: Any) -> list[Fault]:
-    """Every fault of a layout for these sizes on this mesh (None: each declared axis has size 1)."""
+    """A layout's faults for these sizes on this mesh (None: each declared axis has size 1), one for every cause."""
     faults = [*_declaration_faults(layout), *(mesh_faults(mesh, layout.axes) if mesh is not None else ())]
     room = _Room(sizes, {a: n for a, n in complete(mesh or {}, layout.axes).items() if a in layout.axes})
-    specs, found = _read("", layout.table, KEYS, room)
+    more = own.keys(layout.own)
+    specs, found = _read("", layout.table, KEYS | more, room)
     faults += [*found, *_missing(layout, sizes), *_disagreements("", layout.table, specs), *_key_via(layout.table)]
+    faults += own.dimension_faults(layout.own, layout.dimensions, sizes)
     for section, table in layout.overrides.items():
-        faults += _override_faults(section, {**layout.table, **table}, table, specs, room)
-    return faults + list(_lowering_faults(layout.lowerings))
+        faults += _override_faults(section, {**layout.table, **table}, table, specs, room, more)
+    return one_for_each_cause([*faults, *_lowering_faults(layout.lowerings, own.sections(layout.own))])
 
 
 def mesh_faults(mesh: Any, axes: Sequence[str]) -> list[Fault]:
@@ -48,8 +53,13 @@ class _Room:
         self.sizes = {**({"G": sizes["B"]} if {"B", "X"} <= set(sizes) else {}), **sizes}
         self.mesh = dict(mesh)
 
-    def faults(self, spec: Spec) -> tuple[Fault, ...]:
-        return spec.faults({**dict.fromkeys(spec.dims, 0), **self.sizes}, self.mesh)
+    def faults(self, spec: Spec) -> list[Fault]:
+        found = spec.faults({**dict.fromkeys(spec.dims, 0), **self.sizes}, self.mesh)
+        return [replace(fault, cause=self._cause(*fault.cause)) if fault.cause else fault for fault in found]
+
+    def _cause(self, dim: str, size: int, parts: int) -> tuple:
+        """Groups of tokens take the place of the batch: where they are as many, one mistake is behind both."""
+        return "B" if dim == "G" and size == self.sizes.get("B") else dim, size, parts
 
 
 # -- line by line -----------------------------------------------------------------------------------------------------
@@ -78,7 +88,7 @@ def _read_spec(line: Line, key: Key, room: _Room) -> tuple[Spec | None, list[Fau
         spec = Spec.parse(line.text)
     except SpecError as error:
         return None, [line.moved(fault) for fault in error.faults]
-    if spec.dims != tuple(key.dims):
+    if key.dims and spec.dims != tuple(key.dims):
         return None, [_wrong_dimensions(line, spec, key)]
     return spec, [*map(line.moved, room.faults(spec)), *_whole_faults(line, spec, key)]
 
@@ -105,9 +115,9 @@ def _unknown_key(line: Line, keys: Mapping[str, Key]) -> Fault:
         kind = KEYS[line.name].kind
         fact = f"{line.name} is {'an' if kind == 'activation' else 'a'} {kind}, which has no place in this section."
         return line.at_key(fact, f"It holds {', '.join(keys)}.")
-    if section not in PARTS:
-        known = (*PARTS, *OVERRIDES, "mesh", "lowering")
-        remedy = f"{suggestion(section, known)}Sections: {', '.join(known)}."
+    known = (*dict.fromkeys([*own.KNOWN, *own.sections(keys)]),)
+    if section not in PARTS and section not in known[len(own.KNOWN) :]:
+        remedy = f"{suggestion(section, known)}Sections: {', '.join(known)}, and those that a file adds."
         return line.at_key(f"no section of a layout is called {section!r}.", remedy)
     near = suggestion(line.name, keys) or suggestion(rest, [name.partition(".")[2] for name in keys])
     return line.at_key(f"no layout has a key {line.name!r}.", f"{near}docs/layouts.md lists every key.")
@@ -121,13 +131,13 @@ def _via_faults(line: Line, key: Key, room: _Room) -> Iterator[Fault]:
         yield from map(line.moved, error.faults)
         return
     specs = [spec for term in terms for operand in term.operands for spec in operand.specs]
-    wanted = [KEYS[name].dims for name in key.dims]
+    wanted = [KEYS[name].dims if name in KEYS else name for name in key.dims]
     if len(terms) != 1 or [spec.dims for spec in specs] != [tuple(dims) for dims in wanted]:
         yield line.at_text(f"{key.name} must be two specs, with the dimensions of {listed(key.dims)}.",
                            f"Write '{', '.join(wanted)}' with the mesh axes that shard each dimension.")
         return
     for fault in (fault for spec in specs for fault in room.faults(spec)):
-        yield line.at_text(fault.fact, fault.remedy)
+        yield replace(line.at_text(fault.fact, fault.remedy), cause=fault.cause)
     yield from _meeting_faults(line, *specs)
 
 
@@ -153,8 +163,9 @@ def _missing(layout: "Layout", sizes: Mapping[str, int]) -> Iterator[Fault]:
         needed = key.section in written or key.section != "moe" or "X" in sizes
         if needed and key.name not in layout.table and key.default is None and not key.optional:
             short = key.name.partition(".")[2]
-            yield Line(key.name).at_key(f"{key.name} is missing: {key.meaning}",
-                                        f'Write {short} = "{key.dims}" in [{key.section}], with its mesh axes.')
+            fault = Line(key.name).at_key(f"{key.name} is missing: {key.meaning}",
+                                          f'Write {short} = "{key.dims}" in [{key.section}], with its mesh axes.')
+            yield replace(fault, cause=("missing", key.section))
 
 
 def _disagreements(section: str, table: Mapping[str, Any], specs: Specs) -> Iterator[Fault]:
@@ -204,21 +215,24 @@ def _unlike(line: Line, first: str, model: Spec, spec: Spec, dims: str) -> Itera
 # -- other sections ---------------------------------------------------------------------------------------------------
 
 
-def _override_faults(section: str, whole: Mapping, table: Mapping, base: Specs, room: _Room) -> list[Fault]:
-    specs, faults = _read(section, table, keys_of_override(section), room)
-    if section in ("prefill", "decode"):
-        known = {fault.fact for fault in _disagreements("", whole, base)}
+def _override_faults(
+    section: str, whole: Mapping, table: Mapping, base: Specs, room: _Room, more: Mapping[str, Key]
+) -> list[Fault]:
+    # What one's own tensors are, parameters or not, is for the model to say: any section may override them.
+    specs, faults = _read(section, table, keys_of_override(section) | more, room)
+    if section in PHASES:
+        before = {fault.fact for fault in _disagreements("", whole, base)}
         found = _disagreements(section, whole, {**base, **specs})
-        faults += [fault for fault in found if fault.fact not in known]
+        faults += [fault for fault in found if fault.fact not in before]
     return faults
 
 
-def _lowering_faults(lowerings: Mapping[str, Any]) -> Iterator[Fault]:
-    known = ("default", *PARTS)
+def _lowering_faults(lowerings: Mapping[str, Any], more: Sequence[str]) -> Iterator[Fault]:
+    known = ("default", *PARTS, *more)
     for part, name in lowerings.items():
         line = Line(part, str(name), "lowering")
         if part not in known:
-            remedy = f"{suggestion(part, known)}Write default, or a part: {', '.join(PARTS)}."
+            remedy = f"{suggestion(part, known)}Write default, or a part: {', '.join(known[1:])}."
             yield line.at_key(f"no part of a layout is called {part!r}.", remedy)
         if name not in LOWERINGS:
             remedy = f"{suggestion(str(name), LOWERINGS)}Lowerings: {', '.join(LOWERINGS)}."

@@ -16,10 +16,11 @@ to the same losses with other collectives. `gspmd.Layout.load` takes a preset's 
 ```python
 layout = gspmd.Layout.load("megatron-1d").override({"ffn.residual": "B_xL_yzE", "attention.residual": "B_xL_yzE"})
 layout.check({"B": 8, "L": 128, "E": 64, "H": 8, "F": 256}, {"x": 2, "y": 4})  # every fault at once, or none
-layout["ffn.w_in"]  # 'EF_yz'
+layout["ffn.w_in"]  # 'EF_yz'; layout.ffn.w_in is the same
 ```
 
-A file of one's own may begin with `base = "megatron-1d"` and hold only what differs. The specs are written in the
+`print(layout)` shows the whole table. A file of one's own may begin with `base = "megatron-1d"` and hold only what
+differs; a base that is a path, `base = "mine.toml"`, is looked for beside the file. The specs are written in the
 notation of [notation.md](notation.md). This page is generated: `python -m gspmd.layouts.document > docs/layouts.md`.
 
 ## Dimensions
@@ -63,6 +64,29 @@ Their keys are quoted keys of the parts above, as in `[optimizer]` `"ffn.w_in" =
 
 The cache has one key, `"attention.key"`, with dimensions BTKD. `[lowering]` names the lowering of a part, or of
 all of them as `default`: {lowerings}. It goes before the default of whoever calls.
+
+## Sections of one's own
+
+A model with other parts gives them sections of their own, beside those above:
+
+```toml
+base = "megatron-1d"
+
+[dimensions]
+S = "state"
+
+[ssm]
+w_in = "ES_yz"
+state = "B_xS_yzE"
+in_via = "B_xLE, ES_yz"
+```
+
+The spec that a file first writes for a key declares the key's dimensions, in their order: `ssm.state` is BSE from then
+on, and an override, or a file on top of this one, may shard it otherwise but not reorder it. A key that ends in `_via` is
+two specs. Each letter is one of the table of dimensions, stands in `[dimensions]` with its meaning, or has a size where
+the layout is checked. Keys of one's own may be overridden in every section, and `[lowering]` may name the section. Model
+code asks for `layout.ssm.state` or `layout["ssm.state"]`. What looks like a section above misspelt, as `[fnn]` with a
+`w_in`, is an error.
 
 ## Presets
 

@@ -38,6 +38,9 @@ OVERRIDES = {
     ),
 }
 
+#: The sections among them that stand for a phase of serving.
+PHASES = ("prefill", "decode")
+
 
 @dataclass(frozen=True)
 class Key:
@@ -46,7 +49,7 @@ class Key:
     Attributes:
       name: section and key, `"ffn.w_in"`.
       dims: the dimensions its spec must have, in this order; for a `via`, the keys of its two operands.
-      kind: `"parameter"`, `"activation"` or `"via"`.
+      kind: `"parameter"`, `"activation"` or `"via"`; `"tensor"` for one of a section of one's own.
       meaning: one line for docs/layouts.md.
       default: the key whose spec stands in when this one is absent; None when it has to be there.
       local: dimensions that stay whole on every device, because the code between einsums needs them so.

@@ -7,12 +7,15 @@ from typing import Any
 
 from gspmd.annotate import LayoutError, Spec, report
 from gspmd.annotate.errors import suggestion
-from gspmd.layouts import read
+from gspmd.layouts import own, printed, read
 from gspmd.layouts.check import faults_of, mesh_faults
-from gspmd.layouts.keys import KEYS, OVERRIDES, PARTS
+from gspmd.layouts.keys import KEYS, OVERRIDES, PARTS, PHASES
 from gspmd.layouts.mesh import complete, factorise, nearest
 
 Table = Mapping[str, str]
+
+# So far from the number of devices that was asked for another one is looked for that divides the sizes.
+_NEAR = 33
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,15 @@ class Layout:
       table: key to spec, `"ffn.w_in"` to `"E_xF_yz"`, as it was written.
       overrides: section (`gradients`, `optimizer`, `cache`, `prefill`, `decode`) to such a table.
       lowerings: part of the model, or `default`, to the lowering it asks for.
+      dimensions: letters of one's own, to what they mean.
+      own: keys of one's own sections, to the dimensions that their specs keep; None reads them off the table.
 
     Example:
       >>> layout = Layout.load("weight-stationary-2d").override({"ffn.w_in": "E_xF_y"})
-      >>> layout["ffn.w_in"], layout.section("ffn").hidden
+      >>> layout["ffn.w_in"], layout.ffn.hidden
       ('E_xF_y', 'BLF_yzx')
+      >>> layout
+      <Layout 'weight-stationary-2d': 35 specs over x, y and z>
 
     Source: the layouts of Pope et al. 2022 (arXiv 2211.05102), sections 3.2 and 3.3, are tables of this kind.
     """
@@ -65,12 +72,19 @@ class Layout:
     table: Table = field(default_factory=dict)
     overrides: Mapping[str, Table] = field(default_factory=dict)
     lowerings: Table = field(default_factory=dict)
+    dimensions: Mapping[str, str] = field(default_factory=dict)
+    own: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.own is None:
+            object.__setattr__(self, "own", own.declared(self.table))
 
     @classmethod
     def load(cls, name: "str | PathLike | Layout") -> "Layout":
         """Reads a preset by its name, or a TOML file by its path (anything with a slash or that ends in `.toml`).
 
-        A file may say `base = "megatron-1d"` and then hold only what differs.
+        A file may say `base = "megatron-1d"` and then hold only what differs; a base that is a path is looked for
+        beside the file.
 
         Raises:
           LayoutError: no such preset or file, or not TOML. What the table says is the business of `check`.
@@ -85,6 +99,27 @@ class Layout:
 
     def __hash__(self) -> int:
         return hash((self.name, self.axes, str(sorted(self.table.items(), key=str))))
+
+    def __repr__(self) -> str:
+        return printed.short(self)
+
+    def __str__(self) -> str:
+        return printed.plain(self)
+
+    def _repr_html_(self) -> str:
+        return printed.html(self)
+
+    def __getattr__(self, part: str) -> Section:
+        """`layout.ffn` is `layout.section("ffn")`."""
+        if part.startswith("_") or "own" not in self.__dict__:  # asked for while a copy is made
+            raise AttributeError(part)
+        try:
+            return self.section(part)
+        except LayoutError as error:
+            raise AttributeError(f"a layout has no attribute {part!r}: {error}", name=part, obj=self) from None
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._parts]
 
     # -- what it says -------------------------------------------------------------------------------------------------
 
@@ -103,12 +138,17 @@ class Layout:
         return default if spec is None else spec
 
     def section(self, part: str) -> Section:
-        """One part of the model (embedding, attention, ffn, moe, output), its keys as attributes."""
-        if part not in PARTS:
-            raise LayoutError(
-                f"no part of a layout is called {part!r}.\n  {suggestion(part, PARTS)}Parts: {', '.join(PARTS)}."
-            )
+        """One part of the model (embedding, attention, ffn, moe, output, or one's own), its keys as attributes.
+
+        `layout.ffn` is short for `layout.section("ffn")`.
+        """
+        if part not in self._parts:
+            raise _unknown("part", part, self._parts)
         return Section(part, self.table, self.lowering_of(part))
+
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        return (*PARTS, *own.sections(self.own))
 
     def gradient(self, key: str) -> str:
         """The spec of a parameter's gradient: the parameter's own unless [gradients] says otherwise."""
@@ -132,7 +172,15 @@ class Layout:
         return written or str(Spec.parse(self[key]).rename({"L": "T"}))
 
     def phase(self, name: str) -> "Layout":
-        """This layout as it is while a prompt is read (`"prefill"`) or tokens are generated (`"decode"`)."""
+        """This layout as it is while a prompt is read (`"prefill"`) or tokens are generated (`"decode"`).
+
+        Where it has no section of that name, it is as it always is.
+
+        >>> Layout.load("zero-3").override({"decode.ffn.hidden": "BLF"}).phase("decode")["ffn.hidden"]
+        'BLF'
+        """
+        if name not in PHASES:
+            raise _unknown("phase", name, PHASES)
         return replace(self, table=_joined(self.table, self.overrides.get(name, {})))
 
     @property
@@ -161,7 +209,8 @@ class Layout:
           sizes: of the dimensions, as for `check`.
 
         Raises:
-          LayoutError: no mesh of so many devices divides the sizes; the faults are those of the first.
+          LayoutError: no mesh of so many devices divides the sizes; the faults are those of the first, and the nearest
+            numbers of devices that would do stand below them.
 
         Example:
           >>> Layout.load("weight-stationary-2d").mesh_for(12)
@@ -170,14 +219,28 @@ class Layout:
         first = factorise(devices, self.axes, self.factor)
         if sizes is None:
             return first
-        for mesh in nearest(first, self.factor):
-            try:
-                self.check(sizes, mesh)
-            except LayoutError:
-                continue
+        mesh = self._dividing(devices, sizes)
+        if mesh is not None:
             return mesh
-        self.check(sizes, first)
+        try:
+            self.check(sizes, first)
+        except LayoutError as error:
+            raise LayoutError(f"{error}{self._devices_that_do(devices, sizes)}", error.faults) from None
         raise AssertionError("a mesh that was refused has faults")
+
+    def _dividing(self, devices: int, sizes: Mapping[str, int]) -> dict[str, int] | None:
+        """The mesh of so many devices that divides the sizes and is nearest to the layout's own; None if none does."""
+        for mesh in nearest(factorise(devices, self.axes, self.factor), self.factor):
+            if not faults_of(self, whole_sizes(sizes), mesh):
+                return mesh
+        return None
+
+    def _devices_that_do(self, devices: int, sizes: Mapping[str, int]) -> str:
+        """A sentence with the nearest numbers below and above that divide the sizes; nothing where none is near."""
+        below, above = range(devices - 1, max(0, devices - _NEAR), -1), range(devices + 1, devices + _NEAR)
+        nearest_of = (next((n for n in side if self._dividing(n, sizes)), 0) for side in (below, above))
+        found = [str(n) for n in nearest_of if n]
+        return f"\n  With {' or '.join(found)} device{'s' * (found != ['1'])} they divide." if found else ""
 
     def complete_mesh(self, mesh: Any) -> dict[str, int]:
         """A given mesh (sizes by name, or a `jax.sharding.Mesh`) with size 1 for every declared axis it lacks.
@@ -203,8 +266,12 @@ class Layout:
           specs: `"ffn.w_in"` to a spec; also `"optimizer.ffn.w_in"`, `"decode.ffn.residual"`, `"lowering.ffn"`. `check`
             holds them to the rules, all together.
         """
+        if not isinstance(specs, Mapping):
+            raise LayoutError(f'cannot override with {specs!r}.\n  Write {{"ffn.w_in": "E_xF_y"}}, keys to specs.')
         layout = self
         for key, spec in specs.items():
+            if not (isinstance(key, str) and isinstance(spec, str | Spec)):
+                raise LayoutError(f"cannot override {key!r} with {spec!r}.\n  A key and its spec are strings.")
             layout = layout._with(key, str(spec))
         return layout
 
@@ -233,7 +300,7 @@ class Layout:
           >>> Layout.load("megatron-1d").check({"B": 8, "F": 256}, {"x": 2, "y": 4}).name
           'megatron-1d'
         """
-        faults = faults_of(self, sizes or {}, mesh)
+        faults = faults_of(self, whole_sizes(sizes), mesh)
         if faults:
             raise report(LayoutError, f"cannot use layout '{self.name}'{_circumstances(sizes, mesh)}", faults)
         return self
@@ -244,17 +311,37 @@ def presets() -> tuple[str, ...]:
     return read.preset_names()
 
 
+def whole_sizes(sizes: Any) -> Mapping[str, int]:
+    """Sizes by dimension, as they were given; None for none. Raises LayoutError for anything else."""
+    if sizes is None:
+        return {}
+    if not isinstance(sizes, Mapping) or not all(isinstance(dim, str) for dim in sizes):
+        raise LayoutError(f'cannot read sizes from {sizes!r}.\n  Write {{"B": 8, "E": 64}}, dimensions to sizes.')
+    for dim, size in sizes.items():
+        if not hasattr(size, "__index__") or isinstance(size, bool) or size < 0:
+            raise LayoutError(f"dimension {dim} has size {size!r}.\n  A size is a whole number, and not negative.")
+    return sizes
+
+
 def _look_up(table: Table, key: str) -> str | None:
+    if not isinstance(key, str):
+        raise LayoutError(f"no layout has a key {key!r}.\n  A key is a string, such as 'ffn.w_in'.")
     if key in table:
         return table[key]
     known = KEYS.get(key)
     if known is None:
-        raise LayoutError(f"no layout has a key {key!r}.\n  {suggestion(key, KEYS)}docs/layouts.md lists every key.")
+        near = suggestion(key, (*KEYS, *table))
+        raise LayoutError(f"no layout has a key {key!r}.\n  {near}docs/layouts.md lists every key.")
     if known.default is not None:
         return _look_up(table, known.default)
     if not known.optional:
         raise LayoutError(f"the layout does not write {key}, and nothing stands in for it.")
     return None
+
+
+def _unknown(what: str, name: Any, known: tuple[str, ...]) -> LayoutError:
+    near = suggestion(name, known) if isinstance(name, str) else ""
+    return LayoutError(f"no {what} of a layout is called {name!r}.\n  {near}{what.capitalize()}s: {', '.join(known)}.")
 
 
 def _joined(below: Table, above: Table) -> Table:

@@ -1,6 +1,6 @@
 """One line of a layout, `ffn.w_in = E_xF_yz`, and the faults that point into it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gspmd.annotate import Fault, Spec
 
@@ -47,4 +47,4 @@ class Line:
     def moved(self, fault: Fault) -> Fault:
         """The fault of a spec by itself, on this line."""
         by = len(self.label) + 3
-        return Fault(f"{self.label} = {fault.text}", fault.start + by, fault.end + by, fault.fact, fault.remedy)
+        return replace(fault, text=f"{self.label} = {fault.text}", start=fault.start + by, end=fault.end + by)

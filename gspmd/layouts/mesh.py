@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, product
-from math import log2, prod
+from math import isqrt, log2, prod
 from typing import Any
 
 from gspmd.annotate import LayoutError, mesh_sizes
@@ -16,8 +16,8 @@ def factorise(devices: int, axes: Sequence[str], order: Sequence[str]) -> dict[s
     >>> factorise(8, ("x", "y", "z"), ("y", "x"))
     {'x': 2, 'y': 4, 'z': 1}
     """
-    if devices < 1:
-        raise LayoutError(f"no mesh has {devices} devices.\n  Give a number of devices of 1 or more.")
+    if not hasattr(devices, "__index__") or isinstance(devices, bool) or devices < 1:
+        raise LayoutError(f"no mesh has {devices!r} devices.\n  Give a whole number of devices, 1 or more.")
     mesh = dict.fromkeys(axes, 1)
     for prime, axis in zip(sorted(_primes(devices), reverse=True), cycle(order)):
         mesh[axis] *= prime
@@ -31,7 +31,8 @@ def nearest(mesh: Mapping[str, int], order: Sequence[str]) -> list[dict[str, int
     [{'x': 2, 'y': 2}, {'x': 1, 'y': 4}, {'x': 4, 'y': 1}]
     """
     devices = prod(mesh.values())
-    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    small = [n for n in range(1, isqrt(devices) + 1) if devices % n == 0]
+    divisors = sorted({*small, *(devices // n for n in small)})
     found = [dict(zip(order, sizes)) for sizes in product(divisors, repeat=len(order)) if prod(sizes) == devices]
     return sorted(({**mesh, **sizes} for sizes in found), key=lambda other: _distance(mesh, other))
 

@@ -3,19 +3,24 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
+from os import PathLike
 from typing import Any
 
-from gspmd.annotate import LayoutError, PlanError, SpecError
-from gspmd.annotate.errors import suggestion
+from gspmd.annotate import LayoutError, PlanError, SpecError, mesh_sizes
+from gspmd.annotate.errors import listed, suggestion
 from gspmd.collectives.chips import Chip
 from gspmd.collectives.chips import chip as chip_row
+from gspmd.collectives.cost import dtype_name
+from gspmd.collectives.figure import amount_of_bytes, amount_of_seconds
 from gspmd.collectives.planning import Plan, plan
-from gspmd.layouts.layout import Layout
+from gspmd.layouts import printed
+from gspmd.layouts.layout import Layout, whole_sizes
 
 OBJECTIVES = ("seconds", "wire_bytes")
+_DIMENSIONS = ("B", "L", "E", "F")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Ranked:
     """What one feed-forward block costs under a layout, per device; infinite where the layout does not fit.
 
@@ -34,13 +39,45 @@ class Ranked:
     reason: str = ""
 
     def __str__(self) -> str:
+        return f"{self.name:24} {self.says}"
+
+    def __repr__(self) -> str:
+        return f"<Ranked {self.name!r}: {' '.join(self.says.split())}>"
+
+    @property
+    def says(self) -> str:
+        """What is sent and how long it takes, or why the layout does not fit."""
         if self.reason:
-            return f"{self.name:24} does not fit: {self.reason.splitlines()[0]}"
-        return f"{self.name:24} {self.wire_bytes / 1e6:12.3f} MB {self.seconds * 1e6:12.1f} µs"
+            return f"does not fit: {self.reason.splitlines()[0]}"
+        return f"{amount_of_bytes(self.wire_bytes):>8} sent  {amount_of_seconds(self.seconds):>8}"
+
+
+class Ranking(list[Ranked]):
+    """Layouts, cheapest first; printed as a table.
+
+    Attributes:
+      title: what was ranked, on which mesh and chip, and by what.
+    """
+
+    def __init__(self, ranked: Iterable[Ranked], title: str):
+        super().__init__(ranked)
+        self.title = title
+
+    def __str__(self) -> str:
+        return "\n".join([self.title, *(f"  {entry}" for entry in self)])
+
+    def __repr__(self) -> str:
+        return f"<Ranking of {len(self)}: {', '.join(entry.name for entry in self)}>"
+
+    def __reduce__(self) -> tuple:
+        return Ranking, (list(self), self.title)
+
+    def _repr_html_(self) -> str:
+        return printed.table(self.title, ("layout", "feed-forward block"), [(entry.name, entry.says) for entry in self])
 
 
 def rank(
-    names: Iterable[str | Layout],
+    names: "str | PathLike | Layout | Iterable[str | PathLike | Layout]",
     *,
     sizes: Mapping[str, int],
     mesh: Any,
@@ -48,11 +85,11 @@ def rank(
     objective: str = "seconds",
     gated: bool = False,
     dtype: str = "bfloat16",
-) -> list[Ranked]:
+) -> Ranking:
     """Layouts by what one feed-forward block costs under them, cheapest first.
 
     Args:
-      names: presets, paths or layouts.
+      names: presets, paths or layouts; one by itself is a list of one.
       sizes: of B, L, E and F.
       mesh: sizes of the mesh axes; an axis that a layout declares and the mesh lacks has size 1.
       chip: whose links and matrix units count.
@@ -61,11 +98,13 @@ def rank(
       dtype: of weights and activations.
 
     Returns:
-      one `Ranked` for each name. Layouts that do not fit come last, with their reason.
+      a list with one `Ranked` for each name, which `print` shows as a table. Layouts that do not fit come last, with
+      their reason.
 
     Raises:
-      LayoutError: an unknown preset or objective, or a mesh axis that a layout does not declare.
-      PlanError: an unknown chip.
+      LayoutError: an unknown preset or objective, sizes that are missing or none, or a mesh axis that a layout does not
+        declare.
+      PlanError: an unknown chip or dtype.
 
     Example:
       >>> few, many = ({"B": b, "L": 2048, "E": 18432, "F": 73728} for b in (4, 2048))
@@ -76,12 +115,14 @@ def rank(
     Source: Pope et al. 2022 (arXiv 2211.05102), section 3.2 and figure 3.
     """
     if objective not in OBJECTIVES:
-        remedy = f"{suggestion(objective, OBJECTIVES)}Rank by {' or '.join(OBJECTIVES)}."
+        remedy = f"{suggestion(str(objective), OBJECTIVES)}Rank by {' or '.join(OBJECTIVES)}."
         raise LayoutError(f"no layout is ranked by {objective!r}.\n  {remedy}")
-    row = chip_row(chip)
-    ranked = [_measure(Layout.load(name), sizes, mesh, row, gated, dtype) for name in names]
+    layouts, row, sizes = _layouts(names), chip_row(chip), _sizes(sizes)
+    plan("E -> E", sizes, mesh, dtype, row)  # a dtype or a mesh that nobody knows is no layout's fault
+    ranked = [_measure(layout, sizes, mesh, row, gated, dtype) for layout in layouts]
     other = OBJECTIVES[1 - OBJECTIVES.index(objective)]
-    return sorted(ranked, key=lambda r: (getattr(r, objective), getattr(r, other)))
+    ranked.sort(key=lambda r: (getattr(r, objective), getattr(r, other)))
+    return Ranking(ranked, _title(sizes, mesh, row, objective, dtype))
 
 
 def equations(layout: Layout, gated: bool = False) -> tuple[tuple[str, str | None], tuple[str, str | None]]:
@@ -93,6 +134,28 @@ def equations(layout: Layout, gated: bool = False) -> tuple[tuple[str, str | Non
     ffn = layout.section("ffn")
     into = f"({ffn.w_in}, {ffn.w_gate}) -> ({ffn.hidden}, {ffn.hidden})" if gated else f"{ffn.w_in} -> {ffn.hidden}"
     return (f"{ffn.residual}, {into}", ffn.in_via), (f"{ffn.hidden}, {ffn.w_out} -> {ffn.residual}", ffn.out_via)
+
+
+def _layouts(names: Any) -> list[Layout]:
+    if isinstance(names, str | PathLike | Layout):
+        return [Layout.load(names)]
+    if not isinstance(names, Iterable):
+        raise LayoutError(f"cannot rank {names!r}.\n  Give names of layouts, as in ['megatron-1d', 'zero-3'].")
+    return [Layout.load(name) for name in names]
+
+
+def _sizes(sizes: Any) -> Mapping[str, int]:
+    missing = [dim for dim in _DIMENSIONS if dim not in whole_sizes(sizes)]
+    if missing:
+        raise LayoutError(f"cannot rank layouts without the size of {listed(missing)}.\n"
+                          f"  A feed-forward block has dimensions {listed(_DIMENSIONS)}.")
+    return sizes
+
+
+def _title(sizes: Mapping[str, int], mesh: Any, chip: Chip, objective: str, dtype: str) -> str:
+    of = " ".join(f"{dim}={sizes[dim]}" for dim in _DIMENSIONS)
+    on = " ".join(f"{axis}={size}" for axis, size in mesh_sizes(mesh).items())
+    return f"feed-forward block  {of}  mesh {on}  {dtype_name(dtype)}  {chip.name}  by {objective}"
 
 
 def _measure(layout: Layout, sizes: Mapping[str, int], mesh: Any, chip: Chip, gated: bool, dtype: str) -> Ranked:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gspmd.annotate import LayoutError
-from gspmd.annotate.errors import suggestion
+from gspmd.annotate.errors import listed, suggestion
+from gspmd.layouts import own
 from gspmd.layouts.keys import OVERRIDES
 
 _PRESETS = files(__package__).joinpath("presets")
@@ -25,19 +26,30 @@ def preset_names() -> tuple[str, ...]:
     return (*(name for name in _ORDER if name in there), *sorted(there.difference(_ORDER)))
 
 
+def is_path(name: str) -> bool:
+    """Whether a layout's name is a file's path: it has a slash, or ends in `.toml`.
+
+    >>> is_path("mine.toml"), is_path("megatron-1d")
+    (True, False)
+    """
+    return "/" in name or name.endswith(".toml")
+
+
 def text_of(name: str | PathLike) -> str:
     """The text of a preset, or of the file at a path.
 
     Raises:
       LayoutError: there is no such preset, or no such file, or it cannot be read.
     """
-    path = fspath(name)
-    if "/" not in path and not path.endswith(".toml"):
+    path = fspath(name) if isinstance(name, str | PathLike) else None
+    if not isinstance(path, str):
+        raise LayoutError(f"cannot load a layout from {name!r}.\n  Give a preset's name or the path of a TOML file.")
+    if not is_path(path):
         return _preset_text(path)
     try:
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+    except (OSError, ValueError) as error:
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeError) else getattr(error, "strerror", error)
         raise LayoutError(
             f"cannot read the layout file '{path}': {reason}.\n  A name without a slash or .toml is a preset."
         ) from None
@@ -53,14 +65,12 @@ def _preset_text(name: str) -> str:
     return _PRESETS.joinpath(f"{name}.toml").read_text(encoding="utf-8")
 
 
-def fields(name: str | PathLike, below: tuple[str, ...] = ()) -> dict[str, Any]:
+def fields(name: str | PathLike, below: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The fields of `Layout` that a preset or a file holds, on top of those of its base."""
     document = _document(name)
     base = document.pop("base", None)
     inherited = _empty() if base is None else _base_fields(base, name, below)
-    mesh = document.pop("mesh", {})
-    mesh = mesh if isinstance(mesh, dict) else {}
-    inherited.update({key: _names(mesh[key]) for key in ("axes", "factor") if key in mesh})
+    inherited.update(_mesh(document.pop("mesh", {}), name))
     return _merged(inherited, document)
 
 
@@ -71,26 +81,43 @@ def _document(name: str | PathLike) -> dict[str, Any]:
         raise LayoutError(f"cannot read the layout file '{fspath(name)}': {error}.\n  It has to be TOML.") from None
 
 
-def _base_fields(base: Any, name: str | PathLike, below: tuple[str, ...]) -> dict[str, Any]:
-    chain = (*below, fspath(name))
-    if not isinstance(base, str) or base in chain:
+def _base_fields(base: Any, name: str | PathLike, below: tuple[Path, ...]) -> dict[str, Any]:
+    """The fields of the base that a file names; its path, where it is one, begins in the file's own folder."""
+    chain = (*below, Path(name).resolve())
+    path = Path(name).parent / base if isinstance(base, str) and is_path(base) else None
+    if not isinstance(base, str) or (path and path.resolve() in chain):
         raise LayoutError(
             f"the layout '{fspath(name)}' cannot have the base {base!r}.\n  Name a preset or another file."
         )
-    return fields(base, chain)
+    try:
+        return fields(path or base, chain)
+    except LayoutError as error:
+        raise LayoutError(f"the layout '{fspath(name)}' has the base {base!r}: {error}", error.faults) from None
+
+
+def _mesh(mesh: Any, name: str | PathLike) -> dict[str, tuple[str, ...]]:
+    known = ("axes", "factor")
+    for key in mesh if isinstance(mesh, dict) else ():
+        if key not in known:
+            raise LayoutError(
+                f"the layout '{fspath(name)}' has an unknown key {key!r} in [mesh].\n"
+                f"  {suggestion(key, known)}It holds {listed(known)}."
+            )
+    return {key: _names(value) for key, value in mesh.items()} if isinstance(mesh, dict) else {}
 
 
 def _merged(found: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
     for section, entries in document.items():
         if not isinstance(entries, dict):
             found["table"][section] = entries
-        elif section == "lowering":
-            found["lowerings"].update(entries)
+        elif section in ("lowering", "dimensions"):
+            found[{"lowering": "lowerings"}.get(section, section)].update(entries)
         elif section in OVERRIDES:
             found["overrides"].setdefault(section, {}).update(_flat(entries))
         else:
             found["table"].update({f"{section}.{key}": spec for key, spec in _flat(entries).items()})
-    return found
+    # What the base says of a key of its own is held to; here and there the spec alone may differ.
+    return found | {"own": own.declared(found["table"]) | found["own"]}
 
 
 def _flat(entries: dict[str, Any]) -> dict[str, Any]:
@@ -107,4 +134,4 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _empty() -> dict[str, Any]:
-    return {"table": {}, "overrides": {}, "lowerings": {}}
+    return {"table": {}, "overrides": {}, "lowerings": {}, "dimensions": {}, "own": {}}

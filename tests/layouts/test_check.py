@@ -135,3 +135,62 @@ def test_every_fault_at_once():
         "data=2",
     ):
         assert key in text
+
+
+def test_one_fault_for_one_cause_and_the_rest_counted():
+    with pytest.raises(LayoutError) as error:
+        Layout.load("gshard").check({**SIZES, "B": 9, "G": 9}, {"x": 8})
+    assert str(error.value).splitlines()[1:] == [
+        "    embedding.tokens = B_xyzL",
+        "                       ^^^^^",
+        "  dimension B has size 9, which mesh axes x, y and z (size 8·1·1 = 8) do not divide.",
+        "  Use a size that is a multiple of 8 (8 or 16), or leave B unsharded: 'BL'.",
+        "  The same in 13 more: attention.residual, attention.query, attention.key and 10 others.",
+    ]
+
+
+def test_groups_of_another_number_are_another_cause():
+    with pytest.raises(LayoutError) as error:
+        Layout.load("gshard").check({**SIZES, "B": 9, "G": 18}, {"x": 8})
+    assert [fault.fact.partition(",")[0] for fault in error.value.faults] == [
+        "dimension B has size 9", "dimension G has size 18",
+    ]  # fmt: skip
+
+
+def test_an_axis_that_nothing_declares_is_one_fault(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "megatron-1d"\n[mesh]\naxes = ["x", "y"]\nfactor = ["x"]\n')
+    assert "the mesh has no axis z." in fault(Layout.load(path), mesh={"x": 2, "y": 2})
+
+
+def test_what_is_missing_is_one_fault_for_each_part(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('[mesh]\naxes = ["x"]\nfactor = ["x"]\n')
+    with pytest.raises(LayoutError) as error:
+        Layout.load(path).check()
+    assert len(error.value.faults) == 4
+    assert "The same in 1 more: output.logits." in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ([8], "cannot read sizes from [8].\n  Write {"),
+        (3, "cannot read sizes from 3."),
+        ({3: 8}, "cannot read sizes from {3: 8}."),
+        ({"B": "8"}, "dimension B has size '8'.\n  A size is a whole number, and not negative."),
+        ({"B": 2.5}, "dimension B has size 2.5."),
+        ({"B": True}, "dimension B has size True."),
+        ({"B": -8}, "dimension B has size -8."),
+    ],
+)
+def test_sizes_that_are_none(sizes, message):
+    with pytest.raises(LayoutError) as error:
+        overridden().check(sizes)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("mesh", [3, "x=4", [4, 2], {"x": "4"}, {"x": 0}])
+def test_a_mesh_that_is_none(mesh):
+    with pytest.raises(ValueError, match=r"cannot read a mesh from|mesh axis x has size"):
+        overridden().check(SIZES, mesh)

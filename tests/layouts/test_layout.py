@@ -75,6 +75,31 @@ def test_override_is_a_new_layout():
     assert layout != other
 
 
+def test_a_layout_and_its_parts_are_asked_by_attribute():
+    layout = Layout.load("megatron-1d")
+    assert layout.ffn == layout.section("ffn")
+    assert layout.moe.w_gate == "XEF_yz"
+    assert "ffn" in dir(layout)
+    for copied in (copy.copy(layout), copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
+        assert (copied, copied.ffn.w_in) == (layout, "EF_yz")
+    with pytest.raises(AttributeError, match=r"no part of a layout is called 'fnn'\.\n  Did you mean 'ffn'\?"):
+        _ = layout.fnn
+    assert not hasattr(layout, "__array__")
+
+
+def test_a_layout_is_short_by_itself_and_a_table_when_printed():
+    layout = Layout.load("megatron-1d").override({"ffn.w_in": "<EF>", "decode.ffn.hidden": "BLF"})
+    assert repr(layout) == "<Layout 'megatron-1d': 34 specs over x, y and z, 1 overridden>"
+    lines = str(layout).splitlines()
+    assert lines[0] == "megatron-1d"
+    assert max(map(len, lines)) < 80
+    assert [line for line in lines if line.startswith("[")] == [
+        "[mesh]", "[embedding]", "[attention]", "[ffn]", "[moe]", "[output]", "[decode]",
+    ]  # fmt: skip
+    assert "  hidden        B_xLF_yz" in lines
+    assert "<td>w_in</td><td>&lt;EF&gt;</td>" in layout._repr_html_()
+
+
 def test_sections_copy_and_pickle():
     section = Layout.load("megatron-1d").section("ffn")
     assert copy.deepcopy(section).w_in == pickle.loads(pickle.dumps(section)).w_in == "EF_yz"
@@ -101,6 +126,23 @@ def test_devices_are_dealt_out_by_prime_factors(devices, mesh):
         (lambda: Layout.load("zero-3")["ffn.win"], "no layout has a key 'ffn.win'.\n  Did you mean 'ffn.w_in'?"),
         (lambda: Layout.load("zero-3").section("fnn"), "no part of a layout is called 'fnn'.\n  Did you mean 'ffn'?"),
         (lambda: Layout.load("zero-3").mesh_for(0), "no mesh has 0 devices."),
+        (lambda: Layout.load("zero-3").mesh_for(2.5), "no mesh has 2.5 devices.\n  Give a whole number of devices"),
+        (lambda: Layout.load("zero-3").mesh_for(None), "no mesh has None devices."),
+        (lambda: Layout.load(None), "cannot load a layout from None.\n  Give a preset's name or the path"),
+        (lambda: Layout.load(b"zero-3"), "cannot load a layout from b'zero-3'."),
+        (lambda: Layout.load("a\0.toml"), "cannot read the layout file"),
+        (
+            lambda: Layout.load("zero-3").phase("decod"),
+            "no phase of a layout is called 'decod'.\n  Did you mean 'decode'? Phases: prefill, decode.",
+        ),
+        (lambda: Layout.load("zero-3").phase(None), "no phase of a layout is called None.\n  Phases: prefill, decode."),
+        (lambda: Layout.load("zero-3").section(3), "no part of a layout is called 3."),
+        (lambda: Layout.load("zero-3")[3], "no layout has a key 3.\n  A key is a string"),
+        (lambda: Layout.load("zero-3").get(["ffn"]), "no layout has a key ['ffn']."),
+        (lambda: Layout.load("zero-3").override(None), "cannot override with None.\n  Write {"),
+        (lambda: Layout.load("zero-3").override("ffn.w_in=EF"), "cannot override with 'ffn.w_in=EF'."),
+        (lambda: Layout.load("zero-3").override({"ffn.w_in": None}), "cannot override 'ffn.w_in' with None."),
+        (lambda: Layout.load("zero-3").override({3: "EF"}), "cannot override 3 with 'EF'."),
         (
             lambda: Layout.load("zero-3").complete_mesh({"x": 2, "w": 4}),
             "cannot use layout 'zero-3' on this mesh\n    x=2,w=4\n        ^^^\n  the layout has no mesh axis w.\n"
@@ -124,6 +166,41 @@ def test_files_that_cannot_be_read(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(LayoutError, match=message):
         Layout.load(path)
+
+
+def test_a_base_is_looked_for_beside_its_file(tmp_path, monkeypatch):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "below.toml").write_text('base = "../under.toml"\n[ffn]\nw_out = "F_yE"\n')
+    (tmp_path / "under.toml").write_text('base = "megatron-1d"\n[ffn]\nw_in = "EF_y"\n')
+    monkeypatch.chdir("/")
+    layout = Layout.load(tmp_path / "deep" / "below.toml")
+    assert (layout.ffn.w_in, layout.ffn.w_out, layout.ffn.hidden) == ("EF_y", "F_yE", "B_xLF_yz")
+    (tmp_path / "under.toml").unlink()
+    with pytest.raises(LayoutError) as error:
+        Layout.load(tmp_path / "deep" / "below.toml")
+    assert f"cannot read the layout file '{tmp_path}/deep/../under.toml': No such file" in str(error.value)
+    assert str(error.value).startswith(f"the layout '{tmp_path}/deep/below.toml' has the base '../under.toml': ")
+
+
+def test_an_unknown_key_of_the_mesh_is_named(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "megatron-1d"\n[mesh]\nfactr = ["x"]\n')
+    with pytest.raises(LayoutError, match=r"unknown key 'factr' in \[mesh\]\.\n  Did you mean 'factor'\?"):
+        Layout.load(path)
+
+
+def test_devices_that_divide_are_named_where_those_that_were_asked_for_do_not():
+    sizes = {"B": 8, "E": 32, "X": 8}
+    with pytest.raises(LayoutError) as error:
+        Layout.load("zero-3").mesh_for(7, sizes)
+    assert len(error.value.faults) == 2
+    assert str(error.value).splitlines()[-1] == "  With 4 or 8 devices they divide."
+    for devices in (4, 8):
+        Layout.load("zero-3").mesh_for(devices, sizes)
+
+
+def test_a_mesh_of_very_many_devices_is_found_at_once():
+    assert Layout.load("zero-3").mesh_for(2**30, {"B": 2**31, "E": 2**30}) == {"x": 2**30, "y": 1, "z": 1}
 
 
 def test_a_file_may_not_stand_on_itself(tmp_path):

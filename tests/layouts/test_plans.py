@@ -1,5 +1,7 @@
 """What the presets cost, against the papers' formulas with every (K-1)/K, and that none of them needs a permute."""
 
+import copy
+import re
 from fractions import Fraction
 from itertools import pairwise
 from math import prod
@@ -8,7 +10,7 @@ import pytest
 
 from gspmd.annotate import Spec
 from gspmd.collectives.planning import plan
-from gspmd.layouts import Layout, presets, rank
+from gspmd.layouts import Layout, Ranking, presets, rank
 from gspmd.layouts.rank import equations
 from gspmd.layouts.vias import heads_in
 
@@ -88,6 +90,46 @@ def test_rank_by_seconds_and_layouts_that_do_not_fit():
     assert str(ranked[-1]).endswith(f"does not fit: {ranked[-1].reason}")
     with pytest.raises(ValueError, match="no layout is ranked by 'bytes'"):
         rank(presets(), sizes=sizes, mesh=MESHES[0], objective="bytes")
+
+
+def test_a_ranking_is_short_by_itself_and_a_table_when_printed():
+    sizes = {"B": 1, "L": 2048, "E": 18432, "F": 73728}
+    ranked = rank(("zero-3", "megatron-1d"), sizes=sizes, mesh={"x": 1, "y": 4})
+    assert repr(ranked) == "<Ranking of 2: megatron-1d, zero-3>"
+    assert re.fullmatch(r"<Ranked 'megatron-1d': 113 MB sent [\d.]+ ms>", repr(ranked[0]))
+    head, *rows = str(ranked).splitlines()
+    assert head == "feed-forward block  B=1 L=2048 E=18432 F=73728  mesh x=1 y=4  bfloat16  tpu-v4  by seconds"
+    assert [row.split()[0] for row in rows] == ["megatron-1d", "zero-3"]
+    assert ranked._repr_html_().count("<tr>") == 3
+    assert copy.deepcopy(Ranking([], "nothing")).title == "nothing"
+
+
+def test_one_name_is_a_list_of_one():
+    sizes, mesh = {"B": 8, "L": 16, "E": 64, "F": 128}, {"x": 2}
+    for one in ("megatron-1d", Layout.load("megatron-1d")):
+        assert [entry.name for entry in rank(one, sizes=sizes, mesh=mesh)] == ["megatron-1d"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"names": None}, "cannot rank None.\n  Give names of layouts"),
+        ({"names": [None]}, "cannot load a layout from None."),
+        ({"names": ["zer-3"]}, "no layout is called 'zer-3'.\n  Did you mean 'zero-3'?"),
+        ({"sizes": None}, "cannot rank layouts without the size of B, L, E and F."),
+        ({"sizes": {"B": 8, "L": 1, "E": 8}}, "cannot rank layouts without the size of F.\n  A feed-forward block has"),
+        ({"sizes": {"B": 8, "L": 1, "E": 8, "F": "8"}}, "dimension F has size '8'."),
+        ({"mesh": None}, "cannot read a mesh from None."),
+        ({"dtype": "bf"}, "no dtype is called 'bf'."),
+        ({"chip": None}, "no chip is called None."),
+        ({"objective": None}, "no layout is ranked by None."),
+    ],
+)
+def test_what_cannot_be_ranked(change, message):
+    asked = {"names": ["zero-3"], "sizes": {"B": 8, "L": 1, "E": 8, "F": 8}, "mesh": {"x": 2}} | change
+    with pytest.raises(ValueError) as error:
+        rank(asked.pop("names"), **asked)
+    assert message in str(error.value)
 
 
 # -- no permutes ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,88 @@
+"""Sections of one's own, `[ssm]` beside `[ffn]`: their keys have the dimensions that they were first written with."""
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from gspmd.annotate import Fault, Spec, SpecError, parse_via
+from gspmd.layouts.keys import DIMENSIONS, OVERRIDES, PARTS, Key, keys_of_override, of_part
+from gspmd.layouts.line import Line
+
+#: Sections with a meaning that is fixed; every other is one's own.
+KNOWN = (*PARTS, *OVERRIDES, "mesh", "lowering", "dimensions")
+
+_VIA = "_via"
+
+
+def declared(table: Mapping[str, Any]) -> dict[str, str]:
+    """The keys of a table's own sections, with the dimensions that their specs list.
+
+    What cannot be read declares none, and what looks like a known section misspelt is no section of one's own.
+
+    >>> declared({"ssm.state": "B_xSE_y", "ssm.in_via": "BSE_y, E_yF", "ffn.w_in": "EF", "fnn.w_in": "EF"})
+    {'ssm.state': 'BSE', 'ssm.in_via': 'BSE, EF'}
+    """
+    found = {}
+    for name, text in table.items():
+        section, dot, key = name.partition(".")
+        if dot and section.isidentifier() and section not in KNOWN and not misspelt(section, key):
+            found[name] = _dims(text, via=key.endswith(_VIA))
+    return found
+
+
+def sections(own: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of the sections that these keys stand in."""
+    return tuple(dict.fromkeys(name.partition(".")[0] for name in own))
+
+
+def keys(own: Mapping[str, str]) -> dict[str, Key]:
+    """One's own keys, as the rules of the table want them."""
+    return {name: _key(name, dims) for name, dims in own.items()}
+
+
+def misspelt(section: str, key: str) -> str:
+    """The known section that was meant: one with nearly this name and this key; empty where there is none.
+
+    >>> misspelt("fnn", "w_in"), misspelt("optimiser", "ffn.w_in"), misspelt("decoder", "cross")
+    ('ffn', 'optimizer', '')
+    """
+    for near in get_close_matches(section, KNOWN, n=1, cutoff=0.6):
+        if near in PARTS:
+            theirs = [known.name.partition(".")[2] for known in of_part(near)]
+            return near if get_close_matches(key, theirs, n=1, cutoff=0.75) else ""
+        if near in OVERRIDES:
+            return near if "." in key or key in keys_of_override(near) else ""
+        return near
+    return ""
+
+
+def dimension_faults(own: Mapping[str, str], letters: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[Fault]:
+    """A fault for every wrong line of [dimensions], and for every letter of one's own that nothing explains."""
+    for letter, meaning in letters.items():
+        line = Line(letter, str(meaning), "dimensions")
+        if not (len(letter) == 1 and letter.isascii() and letter.isupper()):
+            yield line.at_key(f"{letter!r} is no dimension.", "A dimension is one capital letter.")
+        elif letter in DIMENSIONS:
+            yield line.at_key(f"dimension {letter} is {DIMENSIONS[letter]} in every layout.", "Take another letter.")
+        elif not isinstance(meaning, str):
+            yield line.at_text(f"the meaning of {letter} must be a string, and is {meaning!r}.")
+    known = {*DIMENSIONS, *letters, *sizes}
+    for name, dims in own.items():
+        for letter in (letter for letter in dims if letter.isalpha() and letter not in known):
+            fact = f"nothing says what dimension {letter} is."
+            yield Line(name).at_key(fact, f'Write {letter} = "what it is" in [dimensions], or give its size.')
+
+
+def _key(name: str, dims: str) -> Key:
+    if name.endswith(_VIA):
+        return Key(name, tuple(dims.split(", ")), "via", "Where two tensors of one's own meet.", optional=True)
+    return Key(name, dims, "tensor", "A tensor of one's own.")
+
+
+def _dims(text: Any, *, via: bool) -> str:
+    try:
+        operands = parse_via(text)[0].operands if via else ()
+        specs = [operand.specs[0] for operand in operands] if via else [Spec.parse(text)]
+    except SpecError:
+        return ""
+    return ", ".join("".join(spec.dims) for spec in specs)

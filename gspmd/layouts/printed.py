@@ -1,0 +1,58 @@
+"""A layout and a ranking for a reader: in a line, as plain text, and as a notebook shows them."""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from gspmd.annotate.errors import listed
+
+if TYPE_CHECKING:
+    from gspmd.layouts.layout import Layout
+
+Line = tuple[str, str]
+
+
+def short(layout: "Layout") -> str:
+    """One line: the name, how much it says, and over which mesh axes."""
+    changed = sum(map(len, layout.overrides.values()))
+    more = f", {changed} overridden" if changed else ""
+    return f"<Layout {layout.name!r}: {len(layout.table)} specs over {listed(layout.axes)}{more}>"
+
+
+def plain(layout: "Layout") -> str:
+    """The table, a section after another as in its file."""
+    width = max((len(key) for _, lines in _sections(layout) for key, _ in lines), default=0)
+    blocks = [
+        "\n".join([f"[{section}]", *(f"  {key.ljust(width)}  {text}" for key, text in lines)])
+        for section, lines in _sections(layout)
+    ]
+    return "\n\n".join([layout.name, *blocks])
+
+
+def html(layout: "Layout") -> str:
+    """The table, for a notebook."""
+    rows = [(section, *line) for section, lines in _sections(layout) for line in lines]
+    return table(layout.name, ("section", "key", "spec"), rows)
+
+
+def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text as an HTML table; nothing in them is markup."""
+    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table><caption>{escape(title)}</caption><tr>{head}</tr>{body}</table>"
+
+
+def _sections(layout: "Layout") -> Iterator[tuple[str, list[Line]]]:
+    yield "mesh", [("axes", ", ".join(layout.axes)), ("factor", ", ".join(layout.factor))]
+    parts = [(*name.partition(".")[::2], str(spec)) for name, spec in layout.table.items()]
+    for section, lines in groupby(sorted(parts, key=lambda line: _order(parts, line)), key=lambda line: line[0]):
+        yield section, [(key, spec) for _, key, spec in lines]
+    more = {**layout.overrides, "lowering": layout.lowerings, "dimensions": layout.dimensions}
+    yield from ((name, [(key, str(text)) for key, text in lines.items()]) for name, lines in more.items() if lines)
+
+
+def _order(parts: Sequence[tuple[str, str, str]], line: tuple[str, str, str]) -> int:
+    """Where a line's section stands: lines added later join the others of theirs."""
+    return next(at for at, other in enumerate(parts) if other[0] == line[0])

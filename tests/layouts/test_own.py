@@ -1,0 +1,119 @@
+"""Sections of one's own: their keys keep the dimensions they were written with, and a misspelt part stays an error."""
+
+import pytest
+
+from gspmd.annotate import LayoutError
+from gspmd.layouts import Layout
+
+OWN = """
+base = "megatron-1d"
+[dimensions]
+S = "state"
+[ssm]
+w_in = "ES_y"
+state = "B_xSE"
+in_via = "B_xLE, ES_y"
+[lowering]
+ssm = "xla"
+[optimizer]
+"ssm.w_in" = "E_xS_y"
+[decode]
+"ssm.state" = "BSE"
+"""
+SIZES = {"B": 8, "L": 16, "E": 64, "F": 128, "S": 16}
+MESH = {"x": 2, "y": 2}
+
+
+@pytest.fixture
+def load(tmp_path):
+    """A function of a file's text that loads it as a layout."""
+
+    def make(text, name="mine"):
+        path = tmp_path / f"{name}.toml"
+        path.write_text(text)
+        return Layout.load(path)
+
+    return make
+
+
+def fault(layout, sizes=SIZES) -> str:
+    with pytest.raises(LayoutError) as error:
+        layout.check(sizes, MESH)
+    assert len(error.value.faults) == 1, str(error.value)
+    return str(error.value.faults[0])
+
+
+def test_a_section_of_ones_own_is_one_like_any_other(load):
+    layout = load(OWN).check(SIZES, MESH)
+    assert (layout["ssm.state"], layout.ssm.w_in, layout.section("ssm").in_via) == ("B_xSE", "ES_y", "B_xLE, ES_y")
+    assert (layout.ssm.lowering, layout.optimizer("ssm.w_in"), layout.gradient("ssm.w_in")) == (
+        "xla", "E_xS_y", "ES_y",
+    )  # fmt: skip
+    assert layout.phase("decode").ssm.state == "BSE"
+    assert "\n[ssm]\n" in str(layout)
+    layout.override({"ssm.state": "BS_yE", "optimizer.ssm.state": "B_xS_yE"}).check(SIZES, MESH)
+
+
+def test_a_letter_is_explained_or_has_a_size(load):
+    layout = load(OWN.replace('S = "state"', ""))
+    layout.check(SIZES, MESH)
+    message = fault(layout, {"B": 8})
+    assert "nothing says what dimension S is." in message
+    assert 'Write S = "what it is" in [dimensions], or give its size.' in message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ssm.state": "BES"}, "ssm.state must have dimensions B, S and E, in this order; here they stand as B, E"),
+        ({"optimizer.ssm.w_in": "SE"}, "ssm.w_in must have dimensions E and S, in this order"),
+        ({"ssm.in_via": "B_xLE, EF_y"}, "ssm.in_via must be two specs, with the dimensions of BLE and ES."),
+        ({"ssm.in_via": "B_xLE, E_yS"}, "dimension E is whole in 'B_xLE', and sharded over y in 'E_yS'."),
+        ({"ssm.stat": "BSE"}, "no layout has a key 'ssm.stat'.\n  Did you mean 'ssm.state'?"),
+        ({"smm.state": "BSE"}, "no section of a layout is called 'smm'.\n  Did you mean 'ssm'?"),
+        ({"ssm.state": "B_xS_xE"}, "mesh axis x"),
+        ({"ssm.state": "B_xSE partialsum-y"}, "ssm.state owes a partial sum"),
+        ({"cache.ssm.state": "BS"}, "ssm.state must have dimensions B, S and E, and this has B and S."),
+        ({"lowering.smm": "xla"}, "Did you mean 'ssm'?"),
+    ],
+)
+def test_one_fault(load, change, message):
+    assert message in fault(load(OWN).override(change))
+
+
+def test_sizes_divide_ones_own_too(load):
+    message = fault(load(OWN), {**SIZES, "S": 15})
+    assert "dimension S has size 15, which mesh axis y (size 2) does not divide." in message
+    assert "The same in 2 more: ssm.in_via and [optimizer] ssm.w_in." in message
+
+
+def test_a_file_keeps_the_dimensions_of_its_base(load):
+    load(OWN)
+    layout = load('base = "mine.toml"\n[ssm]\nstate = "BES"\nmore = "BS"\n', "above")
+    assert layout.ssm.more == "BS"
+    assert "ssm.state must have dimensions B, S and E" in fault(layout)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "near"),
+    [("fnn", "w_in", "ffn"), ("atention", "w_q", "attention"), ("optimiser", '"ffn.w_in"', "optimizer"),
+     ("decod", '"ffn.w_in"', "decode"), ("dimension", "S", "dimensions"), ("outputs", "logit", "output")],
+)  # fmt: skip
+def test_a_known_section_misspelt_is_none_of_ones_own(load, section, key, near):
+    layout = load(f'base = "megatron-1d"\n[{section}]\n{key} = "EF"\n')
+    message = fault(layout)
+    assert f"no section of a layout is called {section!r}.\n  Did you mean {near!r}?" in message
+
+
+def test_a_name_that_is_merely_like_a_known_one_is_ones_own(load):
+    load('base = "megatron-1d"\n[decoder]\ncross = "BLE"\n[attn]\nmemory = "BE"\n').check(SIZES, MESH)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [('state = "S"', "'state' is no dimension.\n  A dimension is one capital letter."),
+     ('E = "energy"', "dimension E is embed in every layout.\n  Take another letter."),
+     ("S = 3", "the meaning of S must be a string, and is 3.")],
+)  # fmt: skip
+def test_lines_of_the_dimensions_are_checked(load, line, message):
+    assert message in fault(load(f'base = "megatron-1d"\n[dimensions]\n{line}\n'))
