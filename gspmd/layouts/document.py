@@ -14,6 +14,8 @@ A layout is one TOML table that says where every tensor of a model lies. Change 
 to the same losses with other collectives. `gspmd.Layout.load` takes a preset's name or a file's path:
 
 ```python
+import gspmd
+
 layout = gspmd.Layout.load("megatron-1d").override({"ffn.residual": "B_xL_yzE", "attention.residual": "B_xL_yzE"})
 layout.check({"B": 8, "L": 128, "E": 64, "H": 8, "F": 256}, {"x": 2, "y": 4})  # every fault at once, or none
 layout["ffn.w_in"]  # 'EF_yz'; layout.ffn.w_in is the same
@@ -82,11 +84,11 @@ in_via = "B_xLE, ES_yz"
 ```
 
 The spec that a file first writes for a key declares the key's dimensions, in their order: `ssm.state` is BSE from then
-on, and an override, or a file on top of this one, may shard it otherwise but not reorder it. A key that ends in `_via` is
-two specs. Each letter is one of the table of dimensions, stands in `[dimensions]` with its meaning, or has a size where
-the layout is checked. Keys of one's own may be overridden in every section, and `[lowering]` may name the section. Model
-code asks for `layout.ssm.state` or `layout["ssm.state"]`. What looks like a section above misspelt, as `[fnn]` with a
-`w_in`, is an error.
+on, and an override, or a file on top of this one, may shard it otherwise but not reorder it. A key that ends in `_via`
+is two specs. Each letter is one of the table of dimensions, stands in `[dimensions]` with its meaning, or has a size
+where the layout is checked. Keys of one's own may be overridden in every section, and `[lowering]` may name the section.
+Model code asks for `layout.ssm.state` or `layout["ssm.state"]`. What looks like a section above misspelt, as `[fnn]`
+with a `w_in`, is an error.
 
 ## Presets
 

@@ -1,9 +1,12 @@
 """Sections of one's own: their keys keep the dimensions they were written with, and a misspelt part stays an error."""
 
+import re
+
 import pytest
 
 from gspmd.annotate import LayoutError
 from gspmd.layouts import Layout
+from gspmd.layouts.document import markdown
 
 OWN = """
 base = "megatron-1d"
@@ -117,3 +120,9 @@ def test_a_name_that_is_merely_like_a_known_one_is_ones_own(load):
 )  # fmt: skip
 def test_lines_of_the_dimensions_are_checked(load, line, message):
     assert message in fault(load(f'base = "megatron-1d"\n[dimensions]\n{line}\n'))
+
+
+def test_the_example_of_the_page_is_a_layout(load):
+    (text,) = re.findall(r"```toml\n(base = .*?)```", markdown(), flags=re.DOTALL)
+    layout = load(text).check(SIZES, MESH)
+    assert (layout.ssm.state, layout.dimensions) == ("B_xS_yzE", {"S": "state"})
