@@ -86,7 +86,7 @@ in_via = "B_xLE, ES_yz"
 The spec that a file first writes for a key declares the key's dimensions, in their order: `ssm.state` is BSE from then
 on, and an override, or a file on top of this one, may shard it otherwise but not reorder it. A key that ends in `_via`
 is two specs. Each letter is one of the table of dimensions, stands in `[dimensions]` with its meaning, or has a size
-where the layout is checked. Keys of one's own may be overridden in every section, and `[lowering]` may name the section.
+where the layout is checked. Every overriding section takes keys of one's own, and `[lowering]` the section's name.
 Model code asks for `layout.ssm.state` or `layout["ssm.state"]`. What looks like a section above misspelt, as `[fnn]`
 with a `w_in`, is an error.
 
