@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gspmd.annotate.errors import suggestion
 from gspmd.moe.config import MoEConfig
 
 ACTIVATIONS = ("swiglu", "gelu", "relu")
@@ -162,7 +163,9 @@ def _faults(config: ModelConfig):
             yield f"{name} is {getattr(config, name)}; it must be at least 1"
     for name, known in (("activation", ACTIVATIONS), ("block", BLOCKS)):
         if getattr(config, name) not in known:
-            yield f"{name} is {getattr(config, name)!r}; it must be one of {', '.join(known)}"
+            near = suggestion(str(getattr(config, name)), known).strip()
+            remedy = f"one of {', '.join(known)}" + (f". {near}" if near else "")
+            yield f"{name} is {getattr(config, name)!r}; it must be {remedy}"
     for name in ("rope_base", "norm_epsilon"):
         if getattr(config, name) <= 0:
             yield f"{name} is {getattr(config, name)}; it must be positive"

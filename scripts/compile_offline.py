@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     """Compiles, and says what was found; returns the exit code."""
     settings = parse(argv)
     host.start(1, "cpu")  # for JAX itself: the slice's devices exist for the compiler only
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    console = command.console(140)
     asked = topology(settings.topology)
     report = smallest(settings, asked) if settings.smallest else compiled(settings, asked)
     console.print(report)

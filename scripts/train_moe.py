@@ -23,6 +23,7 @@ from rich.console import Console
 import gspmd
 import models
 from gspmd import host
+from gspmd.collectives.figure import amount_of_flops
 from gspmd.layouts import Layout
 from gspmd.moe import dispatch_form
 from gspmd.training import OptimizerConfig, Program, ShardingConfig, TrainingConfig, command, data, loop, report
@@ -57,24 +58,29 @@ def main(argv: Sequence[str]) -> None:
         layout = layout.lowered(sharding.lowering)
     sizes = settings.model.sizes(training.batch, training.length)
     layout.check(sizes)
-    mesh = command.make_mesh(sharding, layout)
-    layout.check(sizes, mesh)
-    corpus = data.load(training.data, fraction=training.validation_fraction)
-    data.check_size(corpus, training.batch, training.length)
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    mesh = command.make_mesh(sharding, layout, sizes)
+    console = command.console(120)
+    show_run(console, settings, layout, mesh)
     if settings.explain:
         explain(console, settings, layout, mesh)
         return
+    with console.status("Reading the text …"):
+        corpus = data.load(training.data, fraction=training.validation_fraction)
+        data.check_size(corpus, training.batch, training.length)
     out = command.choose_out(training.out, resume=training.resume)
+    console.print(f"Text: {corpus.describe()}.\nOut: {out}", soft_wrap=True, markup=False)
+    show_tensors(console, settings, layout, mesh)
     with command.interrupts(out), jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"):
-        model = models.build(settings.model, layout, mesh, jax.random.key(training.seed), training.dtype)
-        program = make_program(settings, model, mesh)
-        show(console, settings, layout, mesh, {"text": corpus.describe(), "out": str(out)})
-        tokens = program.place(np.zeros((training.batch, training.length + 1)))
-        report.show_collectives(console, gspmd.trace(program.step, program.state, tokens, program.key))
+        with console.status("Building the model and planning its step …"):
+            model = models.build(settings.model, layout, mesh, jax.random.key(training.seed), training.dtype)
+            program = make_program(settings, model, mesh)
+            tokens = program.place(np.zeros((training.batch, training.length + 1)))
+            plan = gspmd.trace(program.step, program.state, tokens, program.key)
+        console.print(plan.table())
         state = loop.fit(training, program, corpus, out, console, command.kept_settings(settings))
         text = partial(sample, training, models.with_arrays(model, state.params)) if training.sample_bytes else None
-        report.finish(console, out, training.prompt, text)
+        name = f"{out.resolve().name} · {in_short(settings, layout, mesh)}"
+        report.finish(console, out, name, training.prompt, text)
 
 
 def make_program(settings: Settings, model: models.Transformer, mesh: Mesh) -> Program:
@@ -95,16 +101,17 @@ def explain(console: Console, settings: Settings, layout: Layout, mesh: Mesh) ->
         state = step.abstract_state(model, optimizer, training.steps, mesh)
         update = jit_step(step.training_step(model, optimizer, training.steps), state)
         args = state, models.abstract_batch(layout, mesh, training.batch, training.length), models.abstract_key(mesh)
-        plan, ledger = gspmd.trace(update, *args), gspmd.ledger(update.lower(*args).compile())
-    show(console, settings, layout, mesh, {})
+        show_tensors(console, settings, layout, mesh)
+        with console.status("Compiling the training step …"):
+            plan, ledger = gspmd.trace(update, *args), gspmd.ledger(update.lower(*args).compile())
     comparison = ledger.compare(plan)
     console.print(ledger.table(), "", comparison.table(), sep="\n")
     if comparison.differing:
         console.print(comparison.steps_table())
 
 
-def show(console: Console, settings: Settings, layout: Layout, mesh: Mesh, facts: dict[str, str]) -> None:
-    """The header, and where every tensor stands."""
+def show_run(console: Console, settings: Settings, layout: Layout, mesh: Mesh) -> None:
+    """The header: what is run, and on what."""
     training, model, sharding = settings.training, settings.model, settings.sharding
     flops = training.batch * training.length * model.flops_per_token(training.length)
     lines = {
@@ -112,16 +119,27 @@ def show(console: Console, settings: Settings, layout: Layout, mesh: Mesh, facts
         "mesh": f"{', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())} ({sharding.axis_types} axes)",
         "layout": f"{layout.name}, lowering {layout.lowering or 'auto'}",
         "model": f"{model.num_parameters:,} parameters, {model.num_active_parameters:,} of them active per token",
-        "step": f"{training.batch} × {training.length} tokens, {flops / 1e9:.1f} GFLOP in {training.dtype}",
+        "step": f"{training.batch} × {training.length} tokens, {amount_of_flops(flops)} in {training.dtype}",
     }
     if moe := model.moe:
         form = dispatch_form(moe, mesh.devices.flat[0].platform)
         picked = f"{form} (auto)" if moe.dispatch == "auto" else form
         lines["experts"] = f"{moe.experts}, router {moe.router}, dispatch {picked}"
-    report.header(console, lines | facts)
+    report.header(console, lines)
+
+
+def show_tensors(console: Console, settings: Settings, layout: Layout, mesh: Mesh) -> None:
+    """Where every tensor stands."""
+    training, model = settings.training, settings.model
     report.show_tensors(console, "Parameters", models.parameter_specs(model, layout), mesh)
     activations = models.activation_specs(model, layout, training.batch, training.length)
     report.show_tensors(console, "Activations", activations, mesh, training.dtype)
+
+
+def in_short(settings: Settings, layout: Layout, mesh: Mesh) -> str:
+    """The run in a few words, for its pictures."""
+    experts = f", {settings.model.moe.experts} experts" if settings.model.moe else ""
+    return f"{layout.name} on {mesh.size} device{'s' * (mesh.size > 1)}{experts}"
 
 
 def sample(training: TrainingConfig, model: models.Transformer) -> str:

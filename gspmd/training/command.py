@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import re
 import shlex
 import sys
@@ -13,15 +14,17 @@ from typing import Any, TypeVar
 
 import jax
 import tyro
+from rich.console import Console
 
 from gspmd import host
 from gspmd.annotate.errors import LayoutError, PlanError, SpecError
 from gspmd.layouts import Layout
 from gspmd.training import checkpoint
+from gspmd.training.choices import REGISTRY
 from gspmd.training.config import ShardingConfig, TrainingConfig, parse_mesh
 from gspmd.training.data import VOCABULARY
 from gspmd.training.loop import Diverged, Interrupted
-from gspmd.training.toml import ConfigError, from_mapping, load_toml, to_mapping
+from gspmd.training.toml import ConfigError, beside, from_mapping, load_toml, to_mapping
 
 T = TypeVar("T")
 
@@ -64,7 +67,13 @@ def parse(cls: type[T], argv: Sequence[str], *, default: str | None = None, desc
 
 def parse_flags(cls: type[T], argv: Sequence[str], base: T, description: str = "") -> T:
     """Settings from flags, and from `base` where there is none."""
-    return tyro.cli(cls, args=list(argv), default=base, description=description, config=_STYLE)
+    return tyro.cli(cls, args=list(argv), default=base, description=description, config=_STYLE, registry=REGISTRY)
+
+
+def console(width: int) -> Console:
+    """Where a run speaks: as wide as its terminal, as COLUMNS says, or, in a file, as `width`."""
+    free = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if free else width, highlight=False)
 
 
 def guarded(command: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
@@ -152,22 +161,31 @@ def choose_out(out: str, *, resume: bool) -> Path:
     return path
 
 
-def make_mesh(sharding: ShardingConfig, layout: Layout) -> jax.sharding.Mesh:
+def make_mesh(sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int]) -> jax.sharding.Mesh:
     """Starts the backend and makes the mesh, with every axis that the layout names.
+
+    Args:
+        sharding: the mesh or the number of devices that was asked for; both None for what there is.
+        layout: how devices are dealt out where no mesh is given, to one that divides the sizes.
+        sizes: of the model's dimensions, as for `Layout.check`.
 
     Raises:
         ConfigError: the mesh does not have as many devices as were asked for.
-        HostError, LayoutError: the devices cannot be had, or the mesh does not suit the layout.
+        HostError, LayoutError: the devices cannot be had, or the mesh does not suit the layout or the sizes.
     """
     given = layout.complete_mesh(parse_mesh(sharding.mesh)) if sharding.mesh else None
     wanted = math.prod(given.values()) if given else sharding.devices
     if sharding.devices not in (None, wanted):
         fault = f"it has {wanted} devices, but --devices asks for {sharding.devices}. Leave one of the two out."
         raise ConfigError(f"cannot use mesh {sharding.mesh!r}:", [fault])
+    if given:
+        layout.check(sizes, given)
+    elif wanted:  # before so many are started
+        given = layout.mesh_for(wanted, sizes)
     devices = host.start(wanted, sharding.platform)
-    sizes = given or layout.mesh_for(len(devices))
+    shape = given or layout.mesh_for(len(devices), sizes)
     kind = jax.sharding.AxisType.Explicit if sharding.axis_types == "explicit" else jax.sharding.AxisType.Auto
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=devices)
+    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(kind,) * len(shape), devices=devices)
 
 
 def newest_run() -> Path:
@@ -208,8 +226,8 @@ def _resume_command(out: Path) -> str:
 
 
 def kept_settings(settings: Any) -> dict[str, Any]:
-    """What a resume begins from: all settings but those that belong to one start only."""
-    kept = to_mapping(settings)
+    """What a resume begins from, in whatever folder: all settings but those that belong to one start only."""
+    kept = to_mapping(beside(settings, Path.cwd()))
     kept.pop("config", None)
     kept.get("training", {}).pop("resume", None)
     return kept

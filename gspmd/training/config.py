@@ -1,13 +1,17 @@
 """What a training run is told: how long, on which data, over which mesh, in which layout."""
 
 import dataclasses
+import glob
+import os
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from gspmd.collectives.lowering import LOWERINGS
+from gspmd.layouts.read import is_path
 from gspmd.training.toml import ConfigError, load_toml, not_a_choice, not_negative, positive
 
 __all__ = ["ConfigError", "OptimizerConfig", "ShardingConfig", "TrainingConfig", "load_toml", "parse_mesh"]
@@ -26,7 +30,8 @@ class TrainingConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What the model computes in; parameters and optimizer state stay float32."""
     data: tuple[str, ...] = ()
-    """Text files or glob patterns ('path/*.txt', quoted); none for the source of Python's standard library."""
+    """Text files or glob patterns ('path/*.txt', quoted; in a file, they begin in that file's folder); none for the
+    source of Python's standard library."""
     validation_fraction: float = 0.05
     """Share of the bytes that is held out, in whole files where there are enough."""
     validation_every: int = 100
@@ -63,6 +68,14 @@ class TrainingConfig:
             faults.append(f"validation_fraction must be between 0 and 1, but is {self.validation_fraction}.")
         _literals(self, faults)
         _refuse("training", faults)
+
+    def beside(self, folder: Path) -> "TrainingConfig":
+        """These settings as a file in that folder means them: its relative paths begin there.
+
+        >>> TrainingConfig(data=("text/*.txt", "/all.txt")).beside(Path("mine")).data
+        ('mine/text/*.txt', '/all.txt')
+        """
+        return replace(self, data=tuple(_pattern_beside(pattern, folder) for pattern in self.data))
 
 
 @dataclass(frozen=True)
@@ -101,7 +114,7 @@ class ShardingConfig:
     """Which devices, which mesh over them, and which layout on it."""
 
     layout: str = "gshard"
-    """A preset's name, or the path of a layout file."""
+    """A preset's name, or the path of a layout file; in a file, the path begins in that file's folder."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """One change to the layout, such as ffn.w_in=E_xF_y; repeatable."""
     lowering: Literal[LOWERINGS] | None = None
@@ -129,6 +142,14 @@ class ShardingConfig:
                 faults.append(f"set must read KEY=SPEC, such as ffn.w_in=E_xF_y, but is {change!r}.")
         _literals(self, faults)
         _refuse("sharding", faults)
+
+    def beside(self, folder: Path) -> "ShardingConfig":
+        """These settings as a file in that folder means them: a layout file's relative path begins there.
+
+        >>> ShardingConfig(layout="own.toml").beside(Path("mine")).layout
+        'mine/own.toml'
+        """
+        return replace(self, layout=os.path.join(folder, self.layout)) if is_path(self.layout) else self
 
     @property
     def overrides(self) -> dict[str, str]:
@@ -161,6 +182,12 @@ def parse_mesh(text: str) -> dict[str, int]:
     if faults:
         raise ConfigError(f"cannot read mesh {text!r}:", [f"mesh {text!r}: {fault}" for fault in faults])
     return mesh
+
+
+def _pattern_beside(pattern: str, folder: Path) -> str:
+    """A glob pattern that begins in a folder, of which no character is a pattern's."""
+    path = os.path.join(folder, pattern)
+    return path if os.path.isabs(pattern) or os.path.isfile(path) else os.path.join(glob.escape(str(folder)), pattern)
 
 
 def _literals(config: object, faults: list[str]) -> None:

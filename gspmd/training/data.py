@@ -12,6 +12,7 @@ from typing import Any
 import grain
 import numpy as np
 
+from gspmd.collectives.figure import amount_of_bytes
 from gspmd.training.toml import ConfigError
 
 VOCABULARY = 256
@@ -41,7 +42,7 @@ class Corpus:
 
     def describe(self) -> str:
         """One line: source, bytes and files of both parts."""
-        train, held_out = (f"{size / 1e6:.2f} MB in {_count(number, 'file')}" for size, number in self._sizes())
+        train, held_out = (f"{amount_of_bytes(size)} in {_count(number, 'file')}" for size, number in self._sizes())
         return f"{self.name}: {train}, and {held_out} held out"
 
     def digest(self) -> str:

@@ -1,6 +1,7 @@
 """Pictures of a run: the loss curve, and the load of every expert over the steps."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +15,73 @@ from matplotlib.figure import Figure
 _INK, _MUTED, _FAINT, _BLUE, _RED, _GREEN = "#22272e", "#57606a", "#d8dee6", "#1f6feb", "#d1495b", "#2a9d68"
 # Of a heat map: more columns than this are narrower than a reader sees.
 _COLUMNS = 240
+# Of a label's height and the space above it, as a share of the axes.
+_LABEL = 0.055
 
 
-def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
-    """Draws bits per byte over the steps, with the held-out figures and gzip's.
+def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "") -> None:
+    """Draws bits per byte over the steps, with the held-out figures and gzip's; each curve's end says what it is.
 
     Args:
         rows: objects of metrics.jsonl.
         path: the PNG to write.
+        name: of the run, for the title.
     """
     trained = [row for row in rows if row.get("bits_per_byte") is not None]
     tested = [row for row in rows if row.get("val_bits_per_byte") is not None]
+    gzip = [row["gzip_bits_per_byte"] for row in rows if row.get("gzip_bits_per_byte") is not None][-1:]
     figure, axes = _figure(8, 4.5)
     steps, bits = [row["step"] for row in trained], np.array([row["bits_per_byte"] for row in trained])
+    smooth, ends = _smooth(bits), []
     axes.plot(steps, bits, color=_BLUE, alpha=0.25, linewidth=1)
-    axes.plot(steps, _smooth(bits), color=_BLUE, linewidth=2, label="training")
+    axes.plot(steps, smooth, color=_BLUE, linewidth=2)
+    ends += [(float(smooth[-1]), "training", _BLUE)] if len(bits) else []
     if tested:
         points = [row["step"] for row in tested], [row["val_bits_per_byte"] for row in tested]
-        axes.plot(*points, "o-", color=_RED, markersize=5, linewidth=1.2, label=f"held out: {points[1][-1]:.3f}")
-    gzip = [row["gzip_bits_per_byte"] for row in rows if row.get("gzip_bits_per_byte") is not None]
+        axes.plot(*points, "o-", color=_RED, markersize=5, linewidth=1.2, clip_on=False, zorder=3)
+        ends.append((points[1][-1], "held out", _RED))
     if gzip:
-        axes.axhline(gzip[-1], color=_GREEN, linestyle=(0, (4, 3)), linewidth=1.4, label=f"gzip: {gzip[-1]:.3f}")
-    _label(axes, "bits per byte", "step", "bits per byte")
-    axes.legend(frameon=False, loc="upper right")
+        axes.axhline(gzip[0], color=_GREEN, linestyle=(0, (4, 3)), linewidth=1.4)
+        ends.append((gzip[0], "gzip", _GREEN))
+    _title(axes, "bits per byte", name)
+    axes.set_xlabel("step", color=_INK)
+    axes.margins(x=0.01)
     # The first steps stand far above all others; what matters happens below.
     if len(bits) > 20:
-        axes.set_ylim(0.9 * min(bits.min(), *(gzip or [np.inf])), min(bits.max(), 2.2 * np.median(bits)))
+        top = min(bits.max(), 2.2 * np.median(bits))
+        floor = min(bits.min(), *(value for value, *_ in ends))
+        axes.set_ylim(floor - 0.06 * (top - floor), top + 0.03 * (top - floor))
+    _label_ends(axes, ends)
     _save(figure, path)
 
 
-def expert_load(rows: Sequence[dict[str, Any]], path: str | Path) -> bool:
+def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Writes what each curve is, and its last value, behind its end; labels that would overlap move apart."""
+    low, high = axes.get_ylim()
+    heights = _apart([(value - low) / (high - low) for value, *_ in ends], _LABEL)
+    for (value, what, color), height in zip(ends, heights, strict=True):
+        axes.text(1.015, height, f"{what} {value:.3f}", transform=axes.transAxes, color=color, va="center", fontsize=10)
+
+
+def _apart(heights: Sequence[float], gap: float) -> list[float]:
+    """The heights, from 0 to 1, moved so that each stands by a gap above the one below it: as far up as down."""
+    order = sorted(range(len(heights)), key=heights.__getitem__)
+    up, down = list(heights), list(heights)
+    for below, above in pairwise(order):
+        up[above] = max(up[above], up[below] + gap)
+    for above, below in pairwise(reversed(order)):
+        down[below] = min(down[below], down[above] - gap)
+    return [(high + low) / 2 for high, low in zip(up, down, strict=True)]
+
+
+def expert_load(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "") -> bool:
     """Draws each expert's load over the steps, one panel for each layer of experts; above it, how the layer ended.
 
     Args:
         rows: objects of metrics.jsonl; their `load` is [layers, X], the share of choices that each expert was sent.
             `dropped`, `entropy` and `confidence`, [layers], are written where they are.
         path: the PNG to write.
+        name: of the run, for the title.
 
     Returns:
         Whether there was a load to draw.
@@ -62,6 +94,7 @@ def expert_load(rows: Sequence[dict[str, Any]], path: str | Path) -> bool:
     height = 1.9 if layers <= 6 else 1.2
     figure = Figure(figsize=(9, 1.2 + height * layers), dpi=150, layout="constrained")
     figure.suptitle("load of every expert", x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK)
+    figure.text(0.99, 0.985, name, ha="right", va="top", fontsize=10, color=_MUTED)
     for layer, axes in enumerate(np.atleast_1d(figure.subplots(layers, 1, sharex=True))):
         mesh = _heat(axes, edges, load[:, layer].T * experts)
         axes.set_title(f"expert layer {layer + 1} of {layers}", loc="left", fontsize=10, color=_INK)
@@ -132,20 +165,25 @@ def _style(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def _label(axes: Axes, title: str, across: str, up: str) -> None:
+def _title(axes: Axes, title: str, name: str) -> None:
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", color=_INK)
-    axes.set_xlabel(across, color=_INK)
-    axes.set_ylabel(up, color=_INK)
+    axes.set_title(name, loc="right", fontsize=10, color=_MUTED)
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """An exponential average over about a fiftieth of the curve, without the pull of its first value."""
-    keep = 1 - 1 / max(1.0, len(values) / 50)
-    out, mean, weight = [], 0.0, 0.0
-    for value in values:
-        mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
-        out.append(mean / weight)
-    return np.array(out)
+    """A mean over about a fiftieth of the curve to either side: the middle of a straight line fitted to it.
+
+    A plain mean, or an exponential one, lags behind a curve that falls and is biased at its ends; a line does neither.
+    """
+    width = len(values) // 50
+    if not width:
+        return values
+    offsets = np.arange(-2 * width, 2 * width + 1)
+    weights = np.exp(-((offsets / width) ** 2))
+    moment = lambda what, power: np.correlate(what, weights * offsets**power, "same")  # noqa: E731
+    w0, w1, w2 = (moment(np.ones(len(values)), power) for power in range(3))
+    v0, v1 = (moment(values, power) for power in range(2))
+    return (w2 * v0 - w1 * v1) / (w0 * w2 - w1**2)
 
 
 def _save(figure: Figure, path: str | Path) -> None:

@@ -10,7 +10,6 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from gspmd.collectives.trace import ProgramPlan
 from gspmd.training import metrics, plots, tables
 
 
@@ -34,28 +33,23 @@ def show_tensors(console: Console, title: str, placed: tables.Placed, mesh: Any,
     """
     narrow = jnp.dtype(dtype).itemsize
     itemsize = {name: 4 if name in ("embedding.tokens", "output.logits") else narrow for name in placed}
-    console.print(tables.tensors(title, placed, dict(mesh.shape), itemsize))
+    console.print(tables.tensors(title, placed, dict(mesh.shape), itemsize, console.width))
 
 
-def show_collectives(console: Console, program: ProgramPlan) -> None:
-    """The planned collectives of a traced step."""
-    title = "Planned collectives of one step, forward and backward"
-    console.print(tables.collectives(title, program.by_kind_and_axes()))
-
-
-def finish(console: Console, out: Path, prompt: str, sample: Callable[[], str] | None) -> None:
+def finish(console: Console, out: Path, name: str, prompt: str, sample: Callable[[], str] | None) -> None:
     """Draws the pictures, and writes and prints generated text.
 
     Args:
         console: where to print.
         out: the run's folder.
+        name: of the run, for the pictures.
         prompt: the part of the text that was given.
         sample: generates the text, prompt included; None for no sample.
     """
     rows = metrics.read(out)
     drawn = [out / "loss.png"]
-    plots.loss_curve(rows, drawn[0])
-    if plots.expert_load(rows, out / "experts.png"):
+    plots.loss_curve(rows, drawn[0], name)
+    if plots.expert_load(rows, out / "experts.png", name):
         drawn.append(out / "experts.png")
     console.print("Drawn: " + ", ".join(map(str, drawn)))
     if sample is not None:

@@ -1,76 +1,116 @@
-"""Tables printed before the first step: where every tensor stands, and what the step sends."""
+"""The table printed before the first step: where every tensor stands, one row for those that stand alike."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from gspmd.annotate.spec import Spec
+from gspmd.collectives.figure import amount_of_bytes
 
-_NUMBERS = ("count", "bytes", "bytes sent per device")
-Sent = Mapping[tuple[str, tuple[str, ...]], tuple[int, int]]
 Placed = Mapping[str, tuple[Spec, tuple[int, ...]]]
 
+# What a narrow terminal leaves out, in this order; names, specs and bytes are always there.
+_DROPPED = ("whole shape", "on one device")
+# Between two columns, and at both ends of a row.
+_GAP, _ENDS = 3, 4
 
-def tensors(title: str, placed: Placed, mesh: Mapping[str, int], itemsize: int | Mapping[str, int] = 4) -> Table:
-    """A row for every tensor: its spec, its shape on one device, and the bytes of that.
+
+def tensors(
+    title: str, placed: Placed, mesh: Mapping[str, int], itemsize: int | Mapping[str, int] = 4, width: int = 120
+) -> Table:
+    """A row for every tensor, or for several that stand alike: spec, shape on one device, and the bytes of that.
 
     Args:
         title: what the tensors are.
         placed: a spec and a global shape by name.
         mesh: sizes by mesh axis.
         itemsize: bytes per element, of all or by name.
+        width: columns of text that there are; shapes are left out where they do not fit.
     """
-    table = _table(title, "tensor", "spec", "whole shape", "on one device", "bytes")
-    total = 0
-    for name, (spec, shape) in placed.items():
-        local = spec.local_shape(shape, mesh)
-        size = int(np.prod(local)) * (itemsize if isinstance(itemsize, int) else itemsize[name])
+    rows, total = [], 0
+    for row in _alike(placed):
+        local = row.spec.local_shape(row.shape, mesh)
+        size = sum(int(np.prod(local)) * (itemsize if isinstance(itemsize, int) else itemsize[n]) for n in row.names)
         total += size
-        table.add_row(name, str(spec), _shape(shape), _shape(local), human_bytes(size))
-    table.add_section()
-    table.add_row("[bold]all", "", "", "", f"[bold]{human_bytes(total)}")
-    return table
+        shapes = {"whole shape": _shape(row.shape), "on one device": _shape(local)}
+        rows.append({"tensor": row.name, "spec": str(row.spec), **shapes, "bytes": amount_of_bytes(size)})
+    rows.append(dict.fromkeys(rows[0] if rows else ("tensor", "bytes"), "") | {"tensor": "all"})
+    rows[-1]["bytes"] = amount_of_bytes(total)
+    return _table(title, rows, _fitting(rows, width))
 
 
-def collectives(title: str, sent: Sent) -> Table:
-    """A row for each kind of collective and the mesh axes it runs over, most bytes first.
-
-    Args:
-        title: of what.
-        sent: kind and axes to how many and the bytes that one device sends, as `ProgramPlan.by_kind_and_axes` has it.
-    """
-    table = _table(title, "collective", "mesh axes", "count", "bytes sent per device")
-    count = total = 0
-    for (kind, axes), (times, size) in sorted(sent.items(), key=lambda entry: -entry[1][1]):
-        table.add_row(kind, ", ".join(axes), f"{times:,}", human_bytes(size))
-        count, total = count + times, total + size
-    table.add_section()
-    table.add_row("[bold]all", "", f"[bold]{count:,}", f"[bold]{human_bytes(total)}")
-    return table
+def _fitting(rows: Sequence[Mapping[str, str]], width: int) -> list[str]:
+    """The columns that fit into a width."""
+    widest = {column: max(len(column), *(len(row[column]) for row in rows)) for column in rows[0]}
+    for column in _DROPPED:
+        if sum(widest.values()) + _GAP * (len(widest) - 1) + _ENDS > width:
+            widest.pop(column, None)
+    return list(widest)
 
 
-def human_bytes(size: float) -> str:
-    """Bytes for people.
-
-    Example:
-        >>> human_bytes(1536), human_bytes(12), human_bytes(3 * 2**30)
-        ('1.50 KiB', '12 B', '3.00 GiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"
-
-
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str, rows: Sequence[Mapping[str, str]], columns: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, header_style="dim")
     for column in columns:
-        side = "right" if column in _NUMBERS else "left"
-        table.add_column(column, justify=side, style="cyan" if column == "spec" else None, no_wrap=True)
+        number = column == "bytes"
+        style = "cyan" if column == "spec" else None
+        # What is too long even so goes on in the next line.
+        table.add_column(column, justify="right" if number else "left", style=style, overflow="fold", no_wrap=number)
+    for row in rows:
+        table.add_row(*(row[column] for column in columns), style="bold" if row is rows[-1] else None)
     return table
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Tensors that stand alike: `blocks.{0,1}.attention.{w_k,w_v}`."""
+
+    names: tuple[str, ...]
+    spec: Spec
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The names as one, in which parts that differ stand in braces."""
+        parts = zip(*(name.split(".") for name in self.names))
+        return ".".join(map(_braced, parts))
+
+
+def _alike(placed: Placed) -> list[_Row]:
+    """The rows: of every part and every spec and shape, the tensors that a name with braces stands for exactly."""
+    names = list(placed)
+    rows = [_Row((name,), *placed[name]) for name in names]
+    for position in (-1, -2, 1):
+        rows = _joined(rows, position)
+    return rows
+
+
+def _joined(rows: Sequence[_Row], position: int) -> list[_Row]:
+    """The rows, those joined that stand alike and whose names differ in one place only."""
+    groups: dict[tuple, list[_Row]] = {}
+    for row in rows:
+        groups.setdefault((row.spec, row.shape, *_without(row, position)), []).append(row)
+    return [_Row(sum((row.names for row in group), ()), group[0].spec, group[0].shape) for group in groups.values()]
+
+
+def _without(row: _Row, position: int) -> tuple:
+    """A row's name less one of its places, as a key; the whole name where it has no such place."""
+    parts = row.name.split(".")
+    if not -len(parts) <= position < len(parts):
+        return position, row.name
+    parts[position] = ""
+    return tuple(parts)
+
+
+def _braced(words: Iterable[str]) -> str:
+    words = list(dict.fromkeys(words))
+    if len(words) == 1:
+        return words[0]
+    if len(words) > 2 and words == [str(number) for number in range(len(words))]:
+        return "{0.." + words[-1] + "}"
+    return "{" + ",".join(words) + "}"
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -29,7 +29,7 @@ def load_toml(cls: type[T], path: str | Path) -> T:
         path: the file. Keys that it leaves out keep their defaults.
 
     Returns:
-        An instance of `cls`.
+        An instance of `cls`. Relative paths that it holds begin in the file's folder.
 
     Raises:
         ConfigError: the file cannot be read, is not TOML, or has unknown keys or values of a wrong type; all at once.
@@ -37,12 +37,20 @@ def load_toml(cls: type[T], path: str | Path) -> T:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read config {str(path)!r}:", [_reason(error)]) from None
+        raise ConfigError(f"cannot read config {str(path)!r}:", [_reason(error, Path(path))]) from None
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"cannot read config {str(path)!r}:", [f"it is not TOML: {error}."]) from None
-    return from_mapping(cls, values, source=str(path))
+    return beside(from_mapping(cls, values, source=str(path)), Path(path).parent)
+
+
+def beside(config: T, folder: Path) -> T:
+    """A configuration whose relative paths begin in a folder: what has paths says which, by a method `beside`."""
+    inner = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    moved = {name: beside(value, folder) for name, value in inner.items() if dataclasses.is_dataclass(value)}
+    config = dataclasses.replace(config, **moved)
+    return config.beside(folder) if hasattr(config, "beside") else config
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], *, source: str = "the given values") -> T:
@@ -179,7 +187,11 @@ def _wanted(hint: Any) -> str:
     return {int: "an integer", float: "a number", str: "a string", bool: "true or false"}.get(hint, str(hint))
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, path: Path) -> str:
     if isinstance(error, FileNotFoundError):
-        return "there is no such file."
+        # In the same folder, or in one within it, such as configs/.
+        there = {str(near): near.stem for depth in ("*.toml", "*/*.toml") for near in path.parent.glob(depth)}
+        close = difflib.get_close_matches(path.stem, there.values(), n=1, cutoff=0.7)
+        hints = [f" Did you mean {name!r}?" for name, stem in there.items() if stem in close]
+        return f"there is no such file.{''.join(hints[:1])}"
     return f"{getattr(error, 'strerror', None) or error}."

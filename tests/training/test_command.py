@@ -1,12 +1,15 @@
 """The command line: what a resume takes over, what a model must fit, and what an interrupt says."""
 
 import json
+import re
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
 import tyro
 
+from gspmd.annotate import LayoutError
+from gspmd.layouts import Layout
 from gspmd.training import command
 from gspmd.training.config import ShardingConfig, TrainingConfig
 from gspmd.training.toml import ConfigError
@@ -56,6 +59,50 @@ def test_another_layout_drops_changes_to_the_old_one(resumed):
 def test_changes_replace_those_of_the_start(resumed):
     found = resumed("--set", "ffn.w_out=FE", "--set", "output.norm=E").sharding
     assert (found.layout, found.set) == ("zero-3", ("ffn.w_out=FE", "output.norm=E"))
+
+
+def test_a_resume_finds_its_files_from_another_folder(tmp_path, monkeypatch):
+    (tmp_path / "begun").mkdir()
+    monkeypatch.chdir(tmp_path / "begun")
+    begun = Settings(TrainingConfig(data=("text/*.txt",)), ShardingConfig(layout="own.toml"))
+    (tmp_path / "config.json").write_text(json.dumps(command.kept_settings(begun)))
+    monkeypatch.chdir("/")
+    found = command.parse(Settings, ["--resume", "--out", str(tmp_path)])
+    assert found.training.data == (f"{tmp_path}/begun/text/*.txt",)
+    assert found.sharding.layout == f"{tmp_path}/begun/own.toml"
+
+
+@pytest.mark.parametrize(
+    ("flag", "wrong", "near"),
+    [("--lowering", "blokcing", "blocking"), ("--platform", "gpuu", "gpu"), ("--axis-types", "explict", "explicit"),
+     ("--dtype", "bfloat", "bfloat16")],
+)  # fmt: skip
+def test_a_choice_that_there_is_none_of_is_told_with_the_nearest(capsys, flag, wrong, near):
+    with pytest.raises(SystemExit) as stop:
+        command.parse(Settings, [flag, wrong])
+    assert stop.value.code == 2
+    said = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().err).split())
+    assert f"Error parsing {flag}: it must be one of" in said
+    assert f"but is {wrong!r}. Did you mean {near!r}?" in said
+
+
+def test_a_choice_may_be_taken_back():
+    assert command.parse(Settings, ["--lowering", "None"]).sharding.lowering is None
+    assert command.parse(Settings, ["--lowering", "looped:halves"]).sharding.lowering == "looped:halves"
+
+
+def test_a_run_speaks_as_wide_as_its_reader_reads(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert command.console(120).width == 120
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command.console(120).width == 80
+
+
+def test_devices_that_do_not_divide_are_refused_before_they_are_made(monkeypatch):
+    monkeypatch.setattr(command.host, "start", lambda *_: pytest.fail("devices were made"))
+    for wrong in (ShardingConfig(devices=100_000), ShardingConfig(mesh="x=3")):
+        with pytest.raises(LayoutError, match="do not divide"):
+            command.make_mesh(wrong, Layout.load("gshard"), {"B": 8, "X": 8})
 
 
 def test_a_flag_without_its_value_is_told_by_the_parser(resumed, capsys):

@@ -1,9 +1,15 @@
 """Training settings: what cannot be is refused, with the field, the fact and the figure."""
 
+import re
+from dataclasses import dataclass, field
+
 import pytest
 
+from gspmd.annotate import LayoutError
 from gspmd.collectives.lowering import LOWERINGS
-from gspmd.training.config import ConfigError, OptimizerConfig, ShardingConfig, TrainingConfig, parse_mesh
+from gspmd.layouts import Layout
+from gspmd.training import data
+from gspmd.training.config import ConfigError, OptimizerConfig, ShardingConfig, TrainingConfig, load_toml, parse_mesh
 
 
 def faults(make, **fields):
@@ -83,3 +89,32 @@ def test_prompt_is_not_empty():
     assert faults(TrainingConfig, prompt="") == (
         "prompt must not be empty: generated text needs something to begin with.",
     )
+
+
+@dataclass(frozen=True)
+class File:
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+
+
+def test_relative_paths_of_a_file_begin_beside_it(tmp_path, monkeypatch):
+    folder = tmp_path / "odd [1]"
+    (folder / "text").mkdir(parents=True)
+    (folder / "own.toml").write_text('base = "zero-3"')
+    for name in ("a.txt", "text/b.txt"):
+        (folder / name).write_text(name)
+    (folder / "run.toml").write_text('[training]\ndata = ["a.txt", "text/*.txt"]\n[sharding]\nlayout = "own.toml"\n')
+    for cwd, path in ((tmp_path, "odd [1]/run.toml"), (folder, "run.toml"), ("/", folder / "run.toml")):
+        monkeypatch.chdir(cwd)
+        file = load_toml(File, path)
+        assert Layout.load(file.sharding.layout)["ffn.w_in"] == "E_xyzF"
+        assert [path.name for path in data._matching(file.training.data)] == ["a.txt", "b.txt"]
+    (folder / "run.toml").write_text('[training]\ndata = ["/all.txt"]\n[sharding]\nlayout = "zero-3"\n')
+    file = load_toml(File, folder / "run.toml")
+    assert (file.training.data, file.sharding.layout) == (("/all.txt",), "zero-3")
+
+
+def test_a_layout_that_is_not_there_is_named_by_where_it_was_looked_for(tmp_path):
+    (tmp_path / "run.toml").write_text('[sharding]\nlayout = "none.toml"\n')
+    with pytest.raises(LayoutError, match=re.escape(f"'{tmp_path}/none.toml': No such file")):
+        Layout.load(load_toml(File, tmp_path / "run.toml").sharding.layout)

@@ -37,21 +37,65 @@ def test_tensors_with_their_pieces(console):
     shown = text(console, tables.tensors("Parameters", placed, {"x": 4, "y": 2}))
     assert "E_xF_y" in shown
     assert "128 × 1024" in shown
-    assert "512.00 KiB" in shown
-    assert "514.00 KiB" in shown
+    assert "524 kB" in shown
+    assert "526 kB" in shown
 
 
-def test_collectives_with_the_most_bytes_first(console):
-    sent = {("all-gather", ("x",)): (6, 2048), ("reduce-scatter", ("x", "y")): (1, 6144)}
-    shown = text(console, tables.collectives("Step", sent))
-    assert "6.00 KiB" in shown
-    assert "x, y" in shown
-    assert "8.00 KiB" in shown
-    assert shown.index("reduce-scatter") < shown.index("all-gather")
+def rows_of(shown):
+    """The first and last words of every row of a table."""
+    return {line.split()[0]: " ".join(line.split()[-2:]) for line in shown.splitlines() if line.rstrip().endswith("B")}
 
 
-def test_no_collectives_at_all(console):
-    assert "0 B" in text(console, tables.collectives("Step", {}))
+def blocks(number):
+    """A block's norm and two pairs of matrices that stand alike."""
+    for name, spec, shape in (("norm", "NE", (2, 8)), ("w_q", "NEHD", (2, 8, 2, 4)), ("w_k", "NEKD", (2, 8, 2, 4))):
+        yield f"blocks.{number}.attention.{name}", (Spec.parse(spec), shape)
+    for name in ("w_in", "w_gate"):
+        yield f"blocks.{number}.ffn.{name}", (Spec.parse("NEF_x"), (2, 8, 16))
+    yield f"blocks.{number}.ffn.norm", (Spec.parse("NE"), (2, 8))
+
+
+def test_what_stands_alike_is_one_row(console):
+    placed = dict(pair for number in range(3) for pair in blocks(number))
+    shown = text(console, tables.tensors("Parameters", placed, {"x": 2}))
+    assert rows_of(shown) == {
+        "blocks.{0..2}.{attention,ffn}.norm": "384 B",
+        "blocks.{0..2}.attention.w_q": "1.54 kB",
+        "blocks.{0..2}.attention.w_k": "1.54 kB",
+        "blocks.{0..2}.ffn.{w_in,w_gate}": "3.07 kB",
+        "all": "6.53 kB",
+    }
+
+
+def test_a_row_stands_for_its_tensors_and_no_others():
+    placed = {f"blocks.{number}.{name}": (Spec.parse("E"), (8,)) for number, name in ((0, "a"), (0, "b"), (1, "a"))}
+    other = {"c.a": ("E", (8,)), "d.a": ("F", (8,)), "e.a": ("E", (9,)), "f": ("E", (8,))}
+    placed |= {name: (Spec.parse(spec), shape) for name, (spec, shape) in other.items()}
+    rows = tables._alike(placed)
+    assert sorted(name for row in rows for name in row.names) == sorted(placed)
+    assert [row.name for row in rows] == ["blocks.0.{a,b}", "blocks.1.a", "c.a", "d.a", "e.a", "f"]
+
+
+@pytest.mark.parametrize(("width", "shapes"), [(120, (True, True)), (90, (False, True)), (80, (False, False))])
+def test_a_narrow_terminal_leaves_out_shapes_and_nothing_else(width, shapes):
+    narrow = Console(file=io.StringIO(), width=width)
+    placed = {"blocks.0.attention.w_gate": (Spec.parse("NE_{data}H_{model}D"), (12, 1024, 64, 128)),
+              "embedding.table": (Spec.parse("VE"), (32_000, 1024))}  # fmt: skip
+    report.show_tensors(narrow, "Parameters", placed, SimpleNamespace(shape={"data": 2, "model": 4}))
+    lines = [line.split() for line in narrow.file.getvalue().splitlines()]
+    assert max(map(len, narrow.file.getvalue().splitlines())) <= width
+    head = next(" ".join(line) for line in lines if line[:1] == ["tensor"])
+    assert ("whole shape" in head, "on one device" in head) == shapes
+    assert {(line[0], line[1], *line[-2:]) for line in lines if line[-1:] == ["MB"]} >= {
+        ("blocks.0.attention.w_gate", "NE_{data}H_{model}D", "50.3", "MB"), ("embedding.table", "VE", "131", "MB"),
+    }  # fmt: skip
+
+
+def test_where_not_even_names_fit_they_go_on_in_the_next_line():
+    narrow = Console(file=io.StringIO(), width=30)
+    narrow.print(tables.tensors("Parameters", dict(blocks(0)), {"x": 2}, width=30))
+    assert "…" not in narrow.file.getvalue()
+    assert "2.18 kB" in narrow.file.getvalue()
 
 
 def test_pictures_are_drawn(tmp_path):
@@ -61,6 +105,33 @@ def test_pictures_are_drawn(tmp_path):
         pixels = image.imread(tmp_path / name)
         assert pixels.shape[1] > 800
         assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 20
+
+
+def test_a_mean_neither_lags_nor_is_biased_at_its_ends():
+    line = 3 - 0.01 * np.arange(200)
+    np.testing.assert_allclose(plots._smooth(line), line, atol=1e-12)
+    np.testing.assert_array_equal(plots._smooth(line[:49]), line[:49])
+    noisy = line + np.random.default_rng(0).normal(0, 0.1, 200)
+    assert np.abs(plots._smooth(noisy) - line).std() < 0.05
+
+
+def test_labels_that_would_overlap_move_apart():
+    assert plots._apart([0.5, 0.9, 0.1], 0.05) == [0.5, 0.9, 0.1]
+    moved = plots._apart([0.5, 0.52, 0.51], 0.05)
+    assert np.argsort(moved).tolist() == [0, 2, 1]
+    assert np.diff(np.sort(moved)).min() > 0.05 - 1e-12
+    assert np.mean(moved) == pytest.approx(0.51)
+
+
+def test_the_curve_says_what_it_is_and_of_which_run(tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: saved.append(figure))
+    plots.loss_curve(list(rows()), tmp_path / "loss.png", "001 · zero-3 on 8 devices")
+    plots.expert_load(list(rows()), tmp_path / "experts.png", "001 · zero-3 on 8 devices")
+    (axes,) = saved[0].axes
+    assert [label.get_text().rpartition(" ")[0] for label in axes.texts] == ["training", "held out", "gzip"]
+    assert axes.get_title(loc="right") == "001 · zero-3 on 8 devices"
+    assert "001 · zero-3 on 8 devices" in [text.get_text() for text in saved[1].texts]
 
 
 def test_a_short_run_can_be_drawn(tmp_path):
@@ -91,7 +162,7 @@ def test_a_dense_model_has_no_load(tmp_path):
 
 def test_sample_may_hold_anything(console, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "bits_per_byte": 1.4}\n')
-    report.finish(console, tmp_path, "def ", lambda: "def [/bold] f\x00\x07(x):\n    return")
+    report.finish(console, tmp_path, "mine", "def ", lambda: "def [/bold] f\x00\x07(x):\n    return")
     assert (tmp_path / "sample.txt").read_text() == "def [/bold] f\x00\x07(x):\n    return"
     shown = console.file.getvalue()
     assert "def [/bold] f" in shown
@@ -110,8 +181,6 @@ def test_bytes_are_those_of_the_compute_type(console):
         "output.logits": (Spec.parse("BLV"), (4, 8, 2)),
     }
     report.show_tensors(console, "Activations", placed, SimpleNamespace(shape={"x": 2}), "bfloat16")
-    shown = {line.split()[0]: line.split()[-2:] for line in console.file.getvalue().splitlines() if "B " in f"{line} "}
-    assert shown["embedding.tokens"] == ["128", "B"]
-    assert shown["ffn.hidden"] == ["128", "B"]
-    assert shown["output.logits"] == ["256", "B"]
-    assert shown["all"] == ["512", "B"]
+    assert rows_of(console.file.getvalue()) == {
+        "embedding.tokens": "128 B", "ffn.hidden": "128 B", "output.logits": "256 B", "all": "512 B",
+    }  # fmt: skip

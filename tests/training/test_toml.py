@@ -90,6 +90,15 @@ def test_missing_file(tmp_path):
         load_toml(Outer, tmp_path / "none.toml")
 
 
+def test_a_missing_file_has_a_neighbour_of_nearly_its_name(tmp_path):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "tiny.toml").touch()
+    for wrong in ("tiny", "configs/tny.toml"):
+        with pytest.raises(ConfigError) as error:
+            load_toml(Outer, tmp_path / wrong)
+        assert error.value.faults == (f"there is no such file. Did you mean '{tmp_path}/configs/tiny.toml'?",)
+
+
 def test_folder_instead_of_file(tmp_path):
     with pytest.raises(ConfigError, match="cannot read config"):
         load_toml(Outer, tmp_path)
