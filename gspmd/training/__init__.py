@@ -3,7 +3,7 @@
 from gspmd.training.checkpoint import Checkpoints
 from gspmd.training.config import ConfigError, OptimizerConfig, ShardingConfig, TrainingConfig, load_toml
 from gspmd.training.data import Corpus
-from gspmd.training.loop import Diverged, Interrupted, Program, fit
+from gspmd.training.loop import Diverged, Interrupted, Program, Unwritable, fit
 from gspmd.training.state import TrainState
 from gspmd.training.step import Moves, jit_step, make_step, plan_moves
 
@@ -19,6 +19,7 @@ __all__ = [
     "ShardingConfig",
     "TrainState",
     "TrainingConfig",
+    "Unwritable",
     "fit",
     "jit_step",
     "load_toml",

@@ -1,7 +1,10 @@
 """Checkpoints: state, place in the data and settings, saved whole or not at all, restored onto any mesh and layout."""
 
 import json
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,33 +40,62 @@ class Checkpoints:
             return
         run = {"data": dict(data), "shapes": _shapes(state)}
         items = ocp.args.Composite(state=ocp.args.StandardSave(_tree(state)), run=ocp.args.JsonSave(run))
-        self._manager.save(step, args=items, force=True)
+        with _disk_faults():
+            self._manager.save(step, args=items, force=True)
 
     def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """The newest state, placed as `like` is, whatever mesh and layout it was saved from; and the data's position.
 
         Raises:
-            ConfigError: there is none, or it belongs to a model of other sizes.
+            ConfigError: there is none, it cannot be read, or it belongs to a model of other sizes.
         """
         step = self._manager.latest_step()
         if step is None:
             raise ConfigError("cannot resume:", [f"there is no checkpoint under {str(self._manager.directory)!r}."])
-        run = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        run = self._read(step, run=ocp.args.JsonRestore())["run"]
         faults = _mismatches(run["shapes"], _shapes(like))
         if faults:
             raise ConfigError(f"cannot resume from step {step}: the checkpoint is of another model.", faults)
-        target = ocp.args.Composite(state=ocp.args.StandardRestore(_tree(abstract(like))))
-        return TrainState(**self._manager.restore(step, args=target)["state"]), run["data"]
+        target = ocp.args.StandardRestore(_tree(abstract(like)))
+        return TrainState(**self._read(step, state=target)["state"]), run["data"]
+
+    def _read(self, step: int, **items: Any) -> Mapping[str, Any]:
+        try:
+            found = self._manager.restore(step, args=ocp.args.Composite(**items))
+            missing = [name for name in items if found[name] is None]
+        except Exception as error:  # damaged files end in errors of many kinds
+            missing = [str(error).splitlines()[0][:200] if str(error) else type(error).__name__]
+        if not missing:
+            return found
+        folder = self._manager.directory / str(step)
+        before = [other for other in self._manager.all_steps() if other < step]
+        remedy = f"go on from step {max(before)}" if before else "start anew"
+        faults = [f"{str(folder)!r} is damaged: {missing[0]}.", f"Move that folder away to {remedy}."]
+        raise ConfigError(f"cannot resume from step {step}: its checkpoint cannot be read.", faults)
 
     def wait(self) -> None:
-        """Returns once every save so far is complete."""
-        self._manager.wait_until_finished()
+        """Returns once every save so far is complete. Raises OSError where one could not be written."""
+        with _disk_faults():
+            self._manager.wait_until_finished()
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._manager.close()
+        with _disk_faults():
+            self._manager.close()
+
+
+@contextmanager
+def _disk_faults() -> Iterator[None]:
+    """Turns what the writer of arrays says of a disk into the OSError that it is."""
+    try:
+        yield
+    except ValueError as error:
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        if not code:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1]))) from None
 
 
 def newest(out: str | Path) -> int | None:
@@ -89,9 +121,15 @@ def load_settings(out: str | Path) -> dict[str, Any]:
     """
     path = Path(out) / "config.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        raise ConfigError("cannot resume:", [f"{str(out)!r} holds no run: {str(path)!r} cannot be read."]) from None
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError("cannot resume:", [f"{str(out)!r} holds no run: there is no {str(path)!r}."]) from None
+    except (OSError, ValueError) as error:
+        fault = f"{str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}."
+        raise ConfigError("cannot resume:", [fault, "Give the run's settings again with --config and flags."]) from None
+    if not isinstance(settings, dict):
+        raise ConfigError("cannot resume:", [f"{str(path)!r} holds no settings."])
+    return settings
 
 
 def _tree(state: TrainState) -> dict[str, Any]:

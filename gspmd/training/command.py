@@ -1,6 +1,7 @@
 """The command line of a training run: settings from file, folder and flags; errors in one message; exit codes."""
 
 import argparse
+import logging
 import math
 import os
 import re
@@ -23,7 +24,7 @@ from gspmd.training import checkpoint
 from gspmd.training.choices import REGISTRY
 from gspmd.training.config import ShardingConfig, TrainingConfig, parse_mesh
 from gspmd.training.data import VOCABULARY
-from gspmd.training.loop import Diverged, Interrupted
+from gspmd.training.loop import Diverged, Interrupted, Unwritable
 from gspmd.training.toml import ConfigError, beside, from_mapping, load_toml, to_mapping
 
 T = TypeVar("T")
@@ -81,6 +82,9 @@ def guarded(command: Callable[[Sequence[str]], int | None], argv: Sequence[str])
 
     What the user can put right is one message on stderr; anything else is a defect and keeps its traceback.
     """
+    # The checkpoint writer logs the whole traceback of every fault, several times over, besides raising it.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         return command(argv) or 0
     except _USER_ERRORS as error:
@@ -88,6 +92,10 @@ def guarded(command: Callable[[Sequence[str]], int | None], argv: Sequence[str])
         return 2
     except Diverged as error:
         print(f"The run failed: {error}", file=sys.stderr)
+        return 1
+    except Unwritable as error:
+        go_on = "" if error.step is None else f" To go on, once there is room: {_resume_command(error.out)}"
+        print(f"The run failed: {error}{go_on}", file=sys.stderr)
         return 1
     except Interrupted as stopped:
         go_on = "" if stopped.step is None else f" To go on: {_resume_command(stopped.out)}"
@@ -100,15 +108,18 @@ def guarded(command: Callable[[Sequence[str]], int | None], argv: Sequence[str])
 
 @contextmanager
 def interrupts(out: Path) -> Iterator[None]:
-    """Turns an interrupt at any point of a run into one that says what is saved in the run's folder.
+    """Turns an interrupt at any point of a run, or a disk that is full, into one that says what is saved in its folder.
 
     Raises:
         Interrupted: in place of KeyboardInterrupt.
+        Unwritable: in place of OSError.
     """
     try:
         yield
     except KeyboardInterrupt:
         raise Interrupted(checkpoint.newest(out), out) from None
+    except OSError as error:
+        raise Unwritable(error.strerror or str(error), checkpoint.newest(out), out) from None
 
 
 def check_model(training: TrainingConfig, model: Any) -> None:

@@ -38,6 +38,21 @@ class Interrupted(Exception):
         super().__init__("interrupted before a step was saved" if step is None else f"interrupted after step {step}")
 
 
+class Unwritable(Exception):
+    """The run's folder cannot be written any more; up to `step`, what is needed to go on is saved.
+
+    Attributes:
+        reason: what the system says.
+        step: of the newest checkpoint; None if there is none.
+        out: the run's folder.
+    """
+
+    def __init__(self, reason: str, step: int | None, out: Path):
+        self.reason, self.step, self.out = reason, step, out
+        saved = "no step is saved" if step is None else f"step {step} is saved"
+        super().__init__(f"cannot write to {str(out)!r}: {reason}; {saved}.")
+
+
 class Diverged(Exception):
     """The loss is no longer a number."""
 
@@ -86,6 +101,7 @@ def fit(
         Interrupted: after SIGINT or SIGTERM, once a checkpoint is saved. A validation cut short leaves no figure.
         Diverged: the loss is not finite.
         ConfigError: there is no checkpoint to resume from, or it does not fit.
+        OSError: `out` cannot be written any more; the checkpoints that were whole still are.
     """
     batches = data.train_batches(corpus, config.batch, config.length, config.seed)
     stream = data.stream(corpus, config)

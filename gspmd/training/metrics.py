@@ -9,9 +9,11 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import tensorboardX
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gspmd.training.events import Events
+from gspmd.training.toml import ConfigError
 
 _FILE = "metrics.jsonl"
 # A terminal gets a bar; a log file gets this many lines.
@@ -27,13 +29,13 @@ class Metrics:
     """
 
     def __init__(self, out: str | Path, *, resumed_at: int | None = None):
-        path = Path(out) / _FILE
+        path, beside = Path(out) / _FILE, Path(out) / f"{_FILE}.tmp"
         kept = [] if resumed_at is None else [row for row in read(out) if "loss" in row and row["step"] <= resumed_at]
-        self._file = path.open("w", encoding="utf-8")
-        for row in kept:
-            self._line(row)
-        purge = None if resumed_at is None else resumed_at + 1
-        self._events = tensorboardX.SummaryWriter(str(Path(out) / "events"), purge_step=purge, flush_secs=10)
+        # Whole before it takes the old one's place: a disk that is full now costs no figures.
+        beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        beside.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._events = Events(out, resumed_at)
 
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
         """Adds one object, and events.
@@ -45,44 +47,47 @@ class Metrics:
                 In the file arrays are lists.
         """
         row = {"step": step, **{name: _plain(value) for name, value in figures.items()}}
-        self._line(row)
-        for name, value in figures.items():
-            if value is not None:
-                self._event(name, np.asarray(value), step)
-
-    def _event(self, name: str, value: np.ndarray, step: int) -> None:
-        if value.ndim == 0:
-            self._events.add_scalar(name, float(value), step)
-            return
-        for layer, of_layer in enumerate(value, 1):
-            if value.ndim == 1:
-                self._events.add_scalar(f"{name}/layer_{layer}", float(of_layer), step)
-            else:
-                self._events.add_scalar(f"{name}_largest/layer_{layer}", float(of_layer.max() * len(of_layer)), step)
-                self._events.add_histogram_raw(f"{name}/layer_{layer}", global_step=step, **_buckets(of_layer))
-
-    def _line(self, row: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
+        for name, value in figures.items():
+            if value is not None:
+                self._events.add(step, name, np.asarray(value))
 
     def __enter__(self) -> "Metrics":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
-        self._events.close()
+        for each in (self._file, self._events):
+            try:
+                each.close()
+            except OSError:
+                if error is None:  # else it has been told why
+                    raise
 
 
 def read(out: str | Path) -> list[dict[str, Any]]:
-    """The objects of `<out>/metrics.jsonl`; a last line cut short by a crash is left out."""
+    """The objects of `<out>/metrics.jsonl`; a last line cut short by a crash is left out.
+
+    Raises:
+        ConfigError: another line is no object with a step.
+    """
     path = Path(out) / _FILE
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    rows = [_object(line) for line in lines]
+    if rows and rows[-1] is None:
+        rows.pop()
+    if None in rows:
+        fault = f"line {rows.index(None) + 1} is no JSON object with a step. Mend that line, or take it out."
+        raise ConfigError(f"cannot read the figures in {str(path)!r}:", [fault])
     return rows
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 class Display:
@@ -119,14 +124,6 @@ class Display:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._bar.__exit__(kind, error, trace)
-
-
-def _buckets(shares: np.ndarray) -> dict[str, Any]:
-    """A histogram whose bucket i, from i - ½ to i + ½, holds the share of i: tensorboardX's arguments for it."""
-    shares, index = shares.astype(np.float64), np.arange(len(shares))
-    moments = {"num": shares.sum(), "sum": (shares * index).sum(), "sum_squares": (shares * index**2).sum()}
-    limits = {"bucket_limits": (index + 0.5).tolist(), "bucket_counts": shares.tolist()}
-    return {"min": -0.5, "max": len(shares) - 0.5, **moments, **limits}
 
 
 def _plain(value: Any) -> Any:

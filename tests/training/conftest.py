@@ -1,5 +1,7 @@
 """A model small enough to train in a test: one matrix and one vector, whose best loss is zero."""
 
+import resource
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import jax
@@ -56,3 +58,19 @@ def make_program(make_mesh):
         return Program(state, jit_step(step, state), evaluate, place, key), SimpleNamespace(mesh=mesh, step=step)
 
     return make
+
+
+@pytest.fixture
+def small_files():
+    """A function of bytes: a context in which no file can grow beyond them, as on a disk that is full."""
+
+    @contextmanager
+    def limit(size):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limit

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,5 +122,43 @@ def test_a_save_that_is_killed_loses_nothing(tmp_path):
 def test_settings(tmp_path):
     checkpoint.save_settings(tmp_path, {"training": {"steps": 3}})
     assert checkpoint.load_settings(tmp_path) == {"training": {"steps": 3}}
-    with pytest.raises(ConfigError, match=r"holds no run: .*config.json' cannot be read"):
+    with pytest.raises(ConfigError, match=r"holds no run: there is no '.*config.json'"):
         checkpoint.load_settings(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("{\"training\": {", "config.json' cannot be read: Expecting"),
+    ("[3]", "config.json' holds no settings."),
+    ("\udcff", "config.json' cannot be read: 'utf-8' codec"),
+])  # fmt: skip
+def test_settings_that_are_damaged(tmp_path, text, said):
+    (tmp_path / "config.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(ConfigError) as error:
+        checkpoint.load_settings(tmp_path)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("damaged", ["run", "state"])
+def test_a_damaged_checkpoint_is_one_message_and_the_one_before_it_is_named(make_program, corpus, tmp_path, damaged):
+    program, state = trained(make_program, corpus, steps=0)
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (3, 7):
+            checkpoints.save(dataclasses.replace(state, step=jnp.int32(step)), {"at": step})
+    for path in (tmp_path / "checkpoints" / "7" / damaged).rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"?")
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(ConfigError) as error:
+        checkpoints.restore(program.state)
+    assert str(error.value).startswith("cannot resume from step 7: its checkpoint cannot be read.\n")
+    assert "checkpoints/7' is damaged: " in error.value.faults[0]
+    assert error.value.faults[1] == "Move that folder away to go on from step 3."
+    shutil.move(tmp_path / "checkpoints" / "7", tmp_path / "away")
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.restore(program.state)[1] == {"at": 3}
+
+
+def test_what_the_writer_of_arrays_says_of_a_disk_is_an_error_of_the_system():
+    with pytest.raises(OSError, match="No space left on device"), checkpoint._disk_faults():
+        raise ValueError("RESOURCE_EXHAUSTED: Failed to write 52877 bytes to file 15 [os_error_code='28']")
+    with pytest.raises(ValueError, match="another fault"), checkpoint._disk_faults():
+        raise ValueError("another fault")

@@ -4,9 +4,11 @@ import json
 import struct
 
 import numpy as np
+import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from gspmd.training.metrics import Metrics
+from gspmd.training.metrics import Metrics, read
+from gspmd.training.toml import ConfigError
 
 FIGURES = {
     "loss": 2.0,
@@ -54,3 +56,39 @@ def test_the_file_has_the_arrays_themselves(tmp_path):
     assert row == {"step": 3, "loss": 2.0, "dropped": [0.125, 0.0], "absent": None} | {
         "load": [[0.5, 0.25, 0.25], [0.0, 0.25, 0.75]]
     }
+
+
+def test_a_resume_hides_the_events_after_its_checkpoint(tmp_path):
+    with Metrics(tmp_path, resumed_at=4) as metrics:
+        metrics.write(5, FIGURES)
+    (path,) = (tmp_path / "events").iterdir()
+    data, at, steps = path.read_bytes(), 0, []
+    while at < len(data):
+        (size,) = struct.unpack_from("<Q", data, at)
+        event = Event.FromString(data[at + 12 : at + 12 + size])
+        steps += [event.step] if event.HasField("session_log") else []
+        at += size + 16
+    assert steps == [5]
+
+
+def test_a_last_line_cut_short_is_left_out_and_any_other_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    assert read(tmp_path) == [{"step": 1, "loss": 2.0}]
+    for damaged in ('{"step": 2, "lo', "[2]", '{"loss": 3.0}', "\x00\x00"):
+        path.write_text(f'{{"step": 1, "loss": 2.0}}\n{damaged}\n{{"step": 3, "loss": 2.0}}\n')
+        with pytest.raises(ConfigError, match="line 2 is no JSON object with a step"):
+            read(tmp_path)
+        before = path.read_text()
+        with pytest.raises(ConfigError):
+            Metrics(tmp_path, resumed_at=1)
+        assert path.read_text() == before
+
+
+def test_a_disk_that_is_full_on_a_resume_costs_no_figures(tmp_path, small_files):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "loss": 2.0}}\n' for step in range(1, 400)))
+    before = path.read_text()
+    with small_files(4096), pytest.raises(OSError, match="File too large"):
+        Metrics(tmp_path, resumed_at=399)
+    assert path.read_text() == before

@@ -1,0 +1,66 @@
+"""Figures of a run for TensorBoard: scalars, an event per layer, and a histogram per layer of experts."""
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import RecordWriter
+from tensorboardX.summary import histogram_raw, scalar
+
+# Between two writes to the disk, each of which waits for it.
+_SECONDS = 10
+
+
+class Events:
+    """Writes events to `<out>/events`, in the thread that asks: a disk that is full is told to whoever writes.
+
+    Args:
+        out: the run's folder.
+        resumed_at: the step that the run goes on from; what was written after it is hidden.
+    """
+
+    def __init__(self, out: str | Path, resumed_at: int | None = None):
+        folder = Path(out) / "events"
+        folder.mkdir(exist_ok=True)
+        self._file = RecordWriter(str(folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"))
+        self._due = 0.0
+        self._write(Event(file_version="brain.Event:2"))
+        if resumed_at is not None:
+            self._write(Event(step=resumed_at + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def add(self, step: int, name: str, value: np.ndarray) -> None:
+        """Adds a figure of a step: a scalar, [layers], or [layers, X], as `Metrics.write` has it."""
+        if value.ndim == 0:
+            self._add(step, scalar(name, float(value)))
+            return
+        for layer, of_layer in enumerate(value, 1):
+            if value.ndim == 1:
+                self._add(step, scalar(f"{name}/layer_{layer}", float(of_layer)))
+            else:
+                self._add(step, scalar(f"{name}_largest/layer_{layer}", float(of_layer.max() * len(of_layer))))
+                self._add(step, histogram_raw(f"{name}/layer_{layer}", **_buckets(of_layer)))
+
+    def close(self) -> None:
+        """Ends the file."""
+        self._file.close()
+
+    def _add(self, step: int, summary: Any) -> None:
+        self._write(Event(step=step, summary=summary))
+
+    def _write(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._file.write(event.SerializeToString())
+        if event.wall_time >= self._due:
+            self._due = event.wall_time + _SECONDS
+            self._file.flush()
+
+
+def _buckets(shares: np.ndarray) -> dict[str, Any]:
+    """A histogram whose bucket i, from i - ½ to i + ½, holds the share of i: tensorboardX's arguments for it."""
+    shares, index = shares.astype(np.float64), np.arange(len(shares))
+    moments = {"num": shares.sum(), "sum": (shares * index).sum(), "sum_squares": (shares * index**2).sum()}
+    limits = {"bucket_limits": (index + 0.5).tolist(), "bucket_counts": shares.tolist()}
+    return {"min": -0.5, "max": len(shares) - 0.5, **moments, **limits}
