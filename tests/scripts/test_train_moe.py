@@ -104,6 +104,41 @@ def test_bad_input_is_one_message(run, tmp_path, flags, message):
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("flags", "lines", "near"),
+    [
+        (["--batch", "9", "--devices", "8"], 7, "With 1 device they divide."),
+        (["--devices", "7"], 12, "With 4 or 8 devices they divide."),
+        (["--mesh", "x=3"], 11, ""),
+    ],
+)
+def test_one_mistake_is_a_few_lines(script, capfd, flags, lines, near):
+    assert command.guarded(script.main, [*TINY[:2], *flags]) == 2
+    said = capfd.readouterr().err.rstrip().splitlines()
+    assert len(said) == lines
+    assert said[-1].endswith(near)
+
+
+def test_the_run_is_told_before_anything_is_built(script, capfd, monkeypatch, tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    told = []
+
+    def build(*_):
+        told.append(capfd.readouterr().out)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script.models, "build", build)
+    assert command.guarded(script.main, [*TINY, "--data", "a.txt", "--out", "run"]) == 130
+    lines = told[0].splitlines()
+    assert lines[0].startswith("╭─ gspmd ")
+    assert len(lines) <= 45
+    assert max(map(len, lines)) <= 80
+    assert "  blocks.{0,1}.attention.{w_k,w_v} " in told[0]
+    assert not re.search(r"…|KiB|MiB", told[0])
+
+
 def train(*flags, cwd, **more):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command_line = [sys.executable, str(SCRIPT), *TINY, *flags]
