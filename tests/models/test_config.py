@@ -93,3 +93,10 @@ def test_experts_that_choose_are_used_by_a_token_as_often_as_they_have_room():
 def test_a_table_without_experts_is_a_dense_model():
     assert from_mapping(ModelConfig, {"embed": 64}).moe is None
     assert from_mapping(ModelConfig, {"moe": {"experts": 4}}).moe == MoEConfig(experts=4)
+
+
+def test_a_choice_misspelt_is_told_with_the_nearest():
+    with pytest.raises(ValueError, match=r"activation is 'swigl'; it must be one of swiglu, .*\. Did you mean 'swiglu'\?"):
+        ModelConfig(activation="swigl")
+    with pytest.raises(ValueError, match=r"block is 'zzz'; it must be one of serial, parallel$"):
+        ModelConfig(block="zzz")
