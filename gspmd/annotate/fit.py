@@ -22,14 +22,18 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
         raise SpecError(f"cannot read a mesh from {mesh!r}.\n"
                         "  Write {'x': 4, 'y': 2}, or pass a jax.sharding.Mesh.")
     for axis, size in sizes.items():
+        if not isinstance(axis, str):
+            raise SpecError(f"a mesh has an axis called {axis!r}.\n"
+                            "  The name of a mesh axis is text, as in {'x': 4}.")
         if not _whole(size) or size < 1:
             raise SpecError(f"mesh axis {axis} has size {size!r}.\n"
                             "  The size of a mesh axis is a whole number, 1 or more.")
-    return dict(sizes)
+    return {axis: int(size) for axis, size in sizes.items()}
 
 
 def faults_of(spec: "Spec", sizes: Mapping[str, int] | Sequence[int], mesh: Mapping[str, int]) -> tuple[Fault, ...]:
     """Every fault of a spec on this mesh for these sizes, which are given by dimension or as a shape."""
+    _refuse_no_sizes(spec, sizes)
     unknown = [fault for at in range(len(spec.dims) + 1) for fault in _unknown_axes(spec, at, mesh)]
     if not isinstance(sizes, Mapping):
         if len(sizes) != len(spec.dims):
@@ -37,6 +41,14 @@ def faults_of(spec: "Spec", sizes: Mapping[str, int] | Sequence[int], mesh: Mapp
         sizes = dict(zip(spec.dims, sizes))
     uneven = [_size_fault(spec, at, sizes, mesh) for at in range(len(spec.dims))]
     return (*unknown, *(fault for fault in uneven if fault))
+
+
+def _refuse_no_sizes(spec: "Spec", sizes: Any) -> None:
+    letters = isinstance(sizes, Mapping) and all(isinstance(dim, str) for dim in sizes)
+    shape = not isinstance(sizes, (Mapping, str, bytes)) and hasattr(sizes, "__len__") and hasattr(sizes, "__iter__")
+    if not letters and not shape:
+        raise SpecError(f"cannot tell the sizes of '{spec}' from {sizes!r}.\n"
+                        "  Write {'B': 8, 'E': 64}, or pass the shape of the whole array.")
 
 
 def fault_at(spec: "Spec", at: int, fact: str, remedy: str = "") -> Fault:

@@ -145,15 +145,19 @@ def _differing(routing: Routing, shape: tuple, experts: int, capacity: int) -> l
 
 def _in_range(doing: str, routing: Routing, experts: int, capacity: int) -> Routing:
     """A routing that was made by hand: values that can be looked at are, and none reaches beyond its expert's slots."""
-    beyond = (routing.slot >= capacity) | (routing.slot < 0) | (routing.expert >= experts) | (routing.expert < 0)
-    beyond = beyond & routing.kept
-    if inputs.is_known(beyond) and np.any(beyond):
-        g, l, k = (int(at) for at in np.argwhere(np.asarray(beyond))[0])
+    arrays = routing.expert, routing.slot, routing.kept
+    known = all(map(inputs.is_known, arrays))
+    expert, slot, kept = map(np.asarray, arrays) if known else arrays
+    beyond = kept & ((slot >= capacity) | (slot < 0) | (expert >= experts) | (expert < 0))
+    if not known:
+        return replace(routing, kept=kept & ~beyond)
+    if np.any(beyond):
+        g, l, k = np.argwhere(beyond)[0].tolist()
         raise SpecError(
-            f"cannot {doing}: choice {k} of token {l} of group {g} is kept, with expert {int(routing.expert[g, l, k])} "
-            f"and slot {int(routing.slot[g, l, k])}.\n  There are {experts} experts of {capacity} slots."
+            f"cannot {doing}: choice {k} of token {l} of group {g} is kept, with expert {expert[g, l, k]} and slot "
+            f"{slot[g, l, k]}.\n  There are {experts} experts of {capacity} slots."
         )
-    return replace(routing, kept=routing.kept & ~beyond)
+    return routing
 
 
 def _one_hot(routing: Routing, values: jax.Array, experts: int, capacity: int) -> jax.Array:

@@ -83,8 +83,9 @@ def _fact(rows: tuple, weights: tuple, sizes: jax.Array) -> str:
         return f"rows are [R, E], weights [X, E, F], sizes [X]; found {rows}, {weights}, {sizes.shape}."
     if not weights[0]:
         return f"weights {weights} are those of no experts."
-    if inputs.is_known(sizes) and (np.any(sizes < 0) or np.sum(sizes) > rows[0]):
-        return f"sizes are {np.asarray(sizes).tolist()}, of {rows[0]} rows; none is below 0, nor all together above."
+    known = np.asarray(sizes) if inputs.is_known(sizes) else np.zeros(0, int)
+    if np.any(known < 0) or np.sum(known) > rows[0]:
+        return f"sizes are {known.tolist()}, of {rows[0]} rows; none is below 0, nor all together above."
     return ""
 
 
@@ -110,10 +111,7 @@ def _times(form: str, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, 
     """Rows by their expert's weights [X, E, F]: [R, E] to [R, F], or back, [R, F] to [R, E]."""
     if form == "blocks":
         return rows_times_weights(rows, weights, sizes, transposed=back)
-    if back:
-        found = lax.ragged_dot_general(rows, weights, sizes, _RAGGED_BACK, preferred_element_type=jnp.float32)
-    else:
-        found = lax.ragged_dot(rows, weights, sizes, preferred_element_type=jnp.float32)
+    found = (_ragged_back if back else _ragged)(rows, weights, sizes)
     owned = jnp.arange(len(rows)) < jnp.sum(sizes)
     return jnp.where(owned[:, None], found, 0).astype(rows.dtype)
 
@@ -125,4 +123,20 @@ def _outer(form: str, rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -
     # A kernel may read rows that no expert owns, and 0 times what stands there has to be 0.
     owned = (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
     kept, answer = jnp.where(owned, rows, 0), jnp.where(owned, cotangent, 0)
-    return lax.ragged_dot_general(kept, answer, sizes, _RAGGED_ROWS, preferred_element_type=jnp.float32)
+    return _ragged_rows(kept, answer, sizes)
+
+
+# Under vmap one after the other: JAX batches a grouped product over its rows, weights and sizes together or not at all.
+@jax.custom_batching.sequential_vmap
+def _ragged(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    return lax.ragged_dot(rows, weights, sizes, preferred_element_type=jnp.float32)
+
+
+@jax.custom_batching.sequential_vmap
+def _ragged_back(cotangent: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    return lax.ragged_dot_general(cotangent, weights, sizes, _RAGGED_BACK, preferred_element_type=jnp.float32)
+
+
+@jax.custom_batching.sequential_vmap
+def _ragged_rows(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
+    return lax.ragged_dot_general(rows, cotangent, sizes, _RAGGED_ROWS, preferred_element_type=jnp.float32)
