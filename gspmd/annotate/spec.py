@@ -168,18 +168,18 @@ class Spec:
           >>> Spec.parse("B_xLE_yz").local_shape((8, 128, 512), {"x": 4, "y": 2, "z": 2})
           (2, 128, 128)
         """
-        mesh = mesh_sizes(mesh)
+        mesh, sizes = mesh_sizes(mesh), fit.whole_sizes(sizes)
         self.check(sizes, mesh)
         if self.is_open:
             at = self.axes.index((OPEN,))
             fault = fit.fault_at(self, at, f"dimension {self.dims[at]} is left open, so its local size is not known.")
             raise report(SpecError, f"cannot tell the local shape of '{self}'", [fault])
         whole = [sizes[d] for d in self.dims] if isinstance(sizes, Mapping) else sizes
-        return tuple(int(n) // math.prod(mesh[a] for a in axes) for n, axes in zip(whole, self.axes))
+        return tuple(n // math.prod(mesh[a] for a in axes) for n, axes in zip(whole, self.axes))
 
     def check(self, sizes: Mapping[str, int] | Sequence[int], mesh: Any) -> None:
         """Raises SpecError, with every fault, unless this spec fits these sizes and this mesh (see `local_shape`)."""
-        faults = self.faults(sizes, mesh)  # which refuses what gives no sizes
+        faults = self.faults(sizes, mesh)
         if faults:
             raise report(SpecError, f"cannot shard '{self}' for {fit.sizes_text(sizes)}", faults)
 

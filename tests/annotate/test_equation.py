@@ -337,7 +337,7 @@ def test_what_gives_no_shapes(shapes):
 
 @pytest.mark.parametrize("sizes", [None, 5, (2, 3)])
 def test_what_gives_no_sizes(sizes):
-    with pytest.raises(SpecError, match="cannot tell the sizes of 'A -> A_x' from"):
+    with pytest.raises(SpecError, match="cannot shard 'A -> A_x' for the sizes"):
         parse_equation("A -> A_x").check(sizes, {"x": 2})
 
 
