@@ -38,13 +38,19 @@ def _drawn(batched, *shapes):
             for shape, yes in zip(shapes, batched)]  # fmt: skip
 
 
-def some_batched(count):
-    cases = [case for case in product([True, False], repeat=count) if any(case)]
-    return pytest.mark.parametrize("batched", cases, ids=lambda case: "".join("ub"[yes] for yes in case))
+def some_batched(count, fast, forms):
+    """Every choice of what is batched, in every form; but for those of `fast` with the first form, slow."""
+    named = {"".join("ub"[yes] for yes in case): case for case in product([True, False], repeat=count) if any(case)}
+    is_fast = lambda name, form: name in fast and form == forms[0]  # noqa: E731
+    cases = [
+        pytest.param(case, form, id=f"{name}-{form}", marks=[] if is_fast(name, form) else pytest.mark.slow)
+        for name, case in named.items()
+        for form in forms
+    ]
+    return pytest.mark.parametrize(("batched", "form"), cases)
 
 
-@pytest.mark.parametrize("form", ["sort", "onehot"])
-@some_batched(3)
+@some_batched(3, ["buu", "uub"], ["sort", "onehot"])
 def test_dispatch_and_combine(batched, form):
     config = MoEConfig(experts=4, router="gshard", capacity_factor=0.75)
 
@@ -57,8 +63,10 @@ def test_dispatch_and_combine(batched, form):
     _check(loss, _drawn(batched, (2, 6, 3), (2, 6, 4), (4, 3, 3)), batched)
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("masked", [False, True], ids=["logits", "mask"])
+@pytest.mark.parametrize("masked", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["logits", "mask"])
+@pytest.mark.parametrize(
+    "router", [name if name == "gshard" else pytest.param(name, marks=pytest.mark.slow) for name in ROUTERS]
+)
 def test_routers(router, masked):
     config = MoEConfig(experts=4, router=router, capacity_factor=0.5, z_weight=1e-2)
     mask = jax.random.bernoulli(jax.random.key(2), 0.7, (MANY, 2, 6)) if masked else jnp.ones((2, 6), bool)
@@ -76,15 +84,14 @@ def test_routers(router, masked):
     jax.tree.map(close, found, wanted)
 
 
-@pytest.mark.parametrize("form", ["blocks", "ragged"])
-@some_batched(2)
+@some_batched(2, ["ub"], ["ragged", "blocks"])
 def test_grouped_products(batched, form):
     sizes = jnp.array([2, 0, 3])
     loss = lambda rows, weights: jnp.sum(jnp.sin(grouped_matmul(rows, weights, sizes, form=form)))  # noqa: E731
     _check(loss, _drawn(batched, (6, 3), (3, 3, 2)), batched)
 
 
-def _layer(layout, form, lowering, batched, make_mesh):
+def _layer(layout, form, batched):
     """The layer, of tokens, its router and the experts' weights, each batched or not."""
     x, weights, _ = placed.inputs()
     config, found = MoEConfig(experts=placed.X, router="gshard", dispatch=form, capacity_factor=1.0), []
@@ -102,19 +109,16 @@ def _layer(layout, form, lowering, batched, make_mesh):
     _check(loss, found, batched)
 
 
-@pytest.mark.parametrize("form", ["sort", "dropless"])
-@pytest.mark.parametrize("batched", [(True, False, False, False), (False, False, True, False)], ids=["x", "w_in"])
-def test_layer(batched, form, make_mesh):
+def test_layer_of_batched_weights_and_one_x(make_mesh):
     layout = LAYOUTS["one axis"]
     with jax.set_mesh(make_mesh(layout.mesh)):
-        _layer(layout, form, "blocking", batched, make_mesh)
+        _layer(layout, "sort", (False, False, True, False))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lowering", ["blocking", "looped", "xla"])
-@pytest.mark.parametrize("form", ["sort", "onehot", "dropless"])
-@some_batched(4)
+@some_batched(4, [], ["sort", "onehot", "dropless"])
 def test_layer_whatever_is_batched(batched, form, lowering, make_mesh):
     layout = LAYOUTS["experts x data"]
     with jax.set_mesh(make_mesh(layout.mesh)), gspmd.lowering(lowering):
-        _layer(layout, form, lowering, batched, make_mesh)
+        _layer(layout, form, batched)
