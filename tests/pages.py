@@ -1,4 +1,4 @@
-"""The code blocks of a page, and running them as a reader would: as printed, top to bottom, in a process of their own.
+"""The code blocks of a page, and running them as a reader would: as printed, each in a process of its own.
 
     python -m tests.pages README.md                run every block of a page but the slow ones
     python -m tests.pages --slow README.md         and those too
@@ -6,9 +6,9 @@
 
 What is run, by the language behind the fence:
 
-- `python`: a block stands alone, with imports of its own, as a reader pastes it who begins there. What it prints stands
-  in a block without a language right below it, `...` for any text. A session (`>>>`) goes on where the page's last one
-  stopped, and is a doctest.
+- `python`: a block stands alone, with imports and devices of its own, as a reader pastes it who begins there. What it
+  prints stands in a block without a language right below it, `...` for any text. A session (`>>>`) goes on where the
+  page's last one stopped, and is a doctest.
 - `sh`: in the shell, in a folder that has the project's files; a block without a language right below it is the output.
 - `toml` is read. `text`, `console` and `ebnf` are looked at by readers alone.
 
@@ -20,7 +20,6 @@ A comment on the line above a block changes that, and says why:
     <!-- run never: ... -->
 """
 
-import contextlib
 import doctest
 import io
 import os
@@ -29,7 +28,6 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-import traceback
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,6 +38,7 @@ _FENCE = re.compile(r"^```(?P<language>[^\n`]*)\n(?P<code>.*?)^```$", re.DOTALL 
 _MARK = re.compile(
     r"<!-- run (?P<when>never|slow)(?P<tpu>, needs libtpu)?(?:, with (?P<flags>[^:]+))?: (?P<reason>[^\n]+) -->\n$"
 )
+_ALONE = "import sys; exec(compile(sys.stdin.read(), sys.argv[1], 'exec'), {'__name__': '__main__'})"
 _SESSION = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -97,7 +96,7 @@ def blocks_of(text: str) -> tuple[list[Block], list[str]]:
 
 
 class Page:
-    """A page whose blocks are run, in this process."""
+    """A page whose blocks are run; its session, in this process."""
 
     def __init__(self, path: Path, folder: Path):
         self.path, self.folder, self.session = path, folder, {"__name__": "__main__"}
@@ -115,16 +114,15 @@ class Page:
         return self._session(block) if ">>> " in block.code else self._code(block)
 
     def _code(self, block: Block) -> tuple[str, str]:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            try:
-                code = compile("\n" * (block.line - 1) + block.code, str(self.path), "exec")
-                exec(code, {"__name__": "__main__"})
-            except Exception:
-                return out.getvalue(), traceback.format_exc()
-        printed = out.getvalue()
-        if printed and block.shown is None:
-            return printed, f"it prints what the page does not show:\n{printed}"
-        return printed, _difference(block, printed)
+        done = subprocess.run(
+            [sys.executable, "-c", _ALONE, f"{self.path.stem}.py"], input=block.code,
+            cwd=self.folder, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            return done.stdout, f"exit code {done.returncode}\n{done.stderr[-4000:]}"
+        if done.stdout and block.shown is None:
+            return done.stdout, f"it prints what the page does not show:\n{done.stdout}"
+        return done.stdout, _difference(block, done.stdout)
 
     def _session(self, block: Block) -> tuple[str, str]:
         test = doctest.DocTestParser().get_doctest(block.code, self.session, self.path.name, str(self.path), block.line)

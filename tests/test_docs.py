@@ -73,7 +73,7 @@ left
     [
         ("1", "", "```text", ""),
         ("...", "<!-- run never: it costs too much -->", "```sh", ""),
-        ("2", "", "```text", "it shows\n2\nand prints\n1"),
+        ("2", "", "```text", "and prints"),
         ("1", "Words.", "```", "a block of no language"),
         ("1", "", "```bash", "a block of bash"),
         ("1", "<!-- run never -->", "```sh", "cannot read the comment above it"),

@@ -162,8 +162,10 @@ def _in_range(doing: str, routing: Routing, experts: int, capacity: int) -> Rout
 
 def _one_hot(routing: Routing, values: jax.Array, experts: int, capacity: int) -> jax.Array:
     """[G, L, k] values, each at its expert and slot: [G, L, X, C]."""
-    at_expert = jax.nn.one_hot(routing.expert, experts) * jnp.where(routing.kept, values, 0)[..., None]
-    return jnp.einsum("GLKX,GLKC->GLXC", at_expert, jax.nn.one_hot(routing.slot, capacity), precision="highest")
+    weights = jnp.where(routing.kept, values.astype(jnp.float32), 0)
+    at_expert = jax.nn.one_hot(routing.expert, experts, dtype=jnp.float32) * weights[..., None]
+    at_slot = jax.nn.one_hot(routing.slot, capacity, dtype=jnp.float32)
+    return jnp.einsum("GLKX,GLKC->GLXC", at_expert, at_slot, precision="highest")
 
 
 def _rows(routing: Routing, experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:

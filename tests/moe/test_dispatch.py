@@ -138,6 +138,18 @@ def test_slots_that_nobody_took_are_never_read(experts):
     assert all(np.isfinite(array).all() for array in pullback(jnp.ones_like(y)))
 
 
+@by_form
+def test_nothing_is_promoted_silently(form):
+    config, x = MoEConfig(experts=4, router="gshard"), jnp.ones((2, 16, 8), jnp.bfloat16)
+
+    def loss(x, logits):
+        routing = route(logits, config)
+        return jnp.sum(combine(dispatch(x, routing, 4, config.capacity(16), form=form), routing, form=form))
+
+    with jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(jax.grad(loss, (0, 1)), x, jnp.ones((2, 16, 4)))
+
+
 def test_auto_says_what_it_is():
     assert [dispatch_form(MoEConfig(), platform) for platform in ("cpu", "gpu", "tpu")] == ["sort"] * 3
     assert [dispatch_form(MoEConfig(dispatch=form)) for form in (*FORMS, "dropless")] == [*FORMS, "dropless"]
