@@ -11,11 +11,11 @@ from functools import lru_cache
 from typing import Any
 
 from gspmd.annotate.errors import Fault, SpecError, listed, report
-from gspmd.annotate.fit import mesh_sizes
+from gspmd.annotate.fit import mesh_sizes, whole_sizes
 from gspmd.annotate.operands import EquationReader
 from gspmd.annotate.rules import faults_of
 from gspmd.annotate.spec import Spec, spec_from
-from gspmd.annotate.written import ARROW, WrittenTerm
+from gspmd.annotate.written import WrittenTerm
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,10 @@ class Equation:
 
     def check(self, sizes: Mapping[str, int], mesh: Any) -> None:
         """Raises SpecError, with every fault, unless every spec of the equation fits these sizes and this mesh."""
-        mesh = mesh_sizes(mesh)
+        if not isinstance(sizes, Mapping):
+            raise SpecError(f"cannot shard {self.text or str(self)!r} for the sizes {sizes!r}.\n"
+                            "  Write the size of every dimension of the whole tensors, such as {'B': 8, 'E': 16}.")
+        mesh, sizes = mesh_sizes(mesh), whole_sizes(sizes)
         specs = [*(s for o in self.operands for s in o.specs), *self.outputs]
         faults = [self._placed(at, f) for at, spec in enumerate(specs) for f in spec.faults(sizes, mesh)]
         if faults:
@@ -114,12 +117,21 @@ class Equation:
         return sizes
 
     def _flat_shapes(self, shapes: Sequence) -> list[tuple[int, ...]]:
+        if not _are_sequences([shapes]) or not _are_sequences(shapes):
+            raise self._no_shapes(shapes)
         counts = [len(shape) if operand.group else 1 for operand, shape in zip(self.operands, shapes)]
         if len(shapes) != len(self.operands) or counts != [len(o.specs) for o in self.operands]:
             wanted = listed(f"a tuple of {len(o.specs)} arrays" if o.group else "an array" for o in self.operands)
             given = "1 operand" if len(shapes) == 1 else f"{len(shapes)} operands"
             raise SpecError(f"cannot apply {self.text!r} to {given}\n  It takes {wanted}.")
-        return [tuple(s) for o, shape in zip(self.operands, shapes) for s in (shape if o.group else [shape])]
+        flat = [s for o, shape in zip(self.operands, shapes) for s in (shape if o.group else [shape])]
+        if not _are_sequences(flat):
+            raise self._no_shapes(shapes)
+        return [tuple(s) for s in flat]
+
+    def _no_shapes(self, shapes: Any) -> SpecError:
+        return SpecError(f"cannot apply {self.text!r} to the shapes {shapes!r}.\n"
+                         "  Write a tuple for each operand, and a tuple of tuples for a group.")
 
     def _placed(self, at: int, fault: Fault) -> Fault:
         # A spec's own faults point into its canonical text; here they point at where it stands in the equation.
@@ -187,7 +199,7 @@ def _parse_via(text: str) -> tuple[Term, ...]:
     reader = EquationReader(text)
     terms = reader.terms()
     if reader.at < len(text):
-        arrow, _ = reader.at, reader.match(ARROW)
+        arrow, _ = reader.at, reader.arrow()
         reader.fault(arrow, "via= has the operands' specs, and no arrow.", "Write the left side of the equation only.")
     faults = [*reader.faults, *faults_of(text, terms, None)]
     if faults:
@@ -203,6 +215,10 @@ def _refuse_other_than_text(text: object, what: str, example: str) -> None:
     if not isinstance(text, str):
         raise SpecError(f"cannot read {what} from {text!r}: it is no text ({type(text).__name__}).\n"
                         f"  Write a string such as {example!r}.")
+
+
+def _are_sequences(values: Sequence) -> bool:
+    return all(isinstance(value, Sequence) and not isinstance(value, str) for value in values)
 
 
 def _shapes_text(shapes: Sequence) -> str:

@@ -75,9 +75,10 @@ def report(kind: type[NotationError], doing: str, faults: Iterable[Fault]) -> No
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """ "Did you mean 'x'? " for the nearest known word, or nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"Did you mean {near[0]!r}? " if near else ""
+    """ "Did you mean 'x'? " for the nearest known word, whatever its case, or nothing."""
+    by_small = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(word.lower(), list(by_small), n=1, cutoff=0.6)
+    return f"Did you mean {by_small[near[0]]!r}? " if near else ""
 
 
 def listed(words: Iterable[str], conjunction: str = "and") -> str:

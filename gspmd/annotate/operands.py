@@ -1,40 +1,80 @@
 """Reading the sides of an equation: operands and groups, the products that they make, and the sums of those."""
 
+import re
+
 from gspmd.annotate.reader import Reader
-from gspmd.annotate.written import ARROW, CAPITALS, SEPARATOR, Written, WrittenOperand, WrittenTerm
+from gspmd.annotate.written import ARROW, CAPITALS, Written, WrittenOperand, WrittenTerm
+
+_COMMA_MEANT = re.compile(r"[*×·⋅∙@;，、&⊗]")
+_ARROW_MEANT = re.compile(r"[-=~−–—:]+")
+_WORD_AHEAD = re.compile(r"[^\s,+()>]*")
+_OPENING = re.compile(r"[(\s]*")
+_DEEPEST = 8  # groups inside groups that are followed, of which even the first is a fault
 
 
 class EquationReader(Reader):
     """Reads the terms of each side; faults are collected as those of the specs are."""
 
+    def __init__(self, text: str):
+        super().__init__(text)
+        # A spec may have spaces, and so may the one to the right of the arrow, which stands alone.
+        self.has_others, self.depth = True, 0
+
     def sides(self) -> list[list[WrittenTerm]]:
         """The terms on each side of the arrow; more than two sides are a fault."""
         sides = [self.terms()]
         while self.at < len(self.text):
-            start, arrow = self.at, self.match(ARROW)
+            start, arrow = self.at, self.arrow()
             if arrow != "->":
                 self.fault(start, f"{arrow!r} is no arrow.", "Write the arrow '->'.")
             if len(sides) == 2:
                 self.fault(start, "an equation has one arrow, and this is a second.", "Write two equations.")
+            self.has_others = False
             sides.append(self.terms())
         return sides
+
+    def arrow(self) -> str:
+        """What stands for the arrow here; nothing where nothing does."""
+        return self.match(ARROW) or (self.match(_ARROW_MEANT) if self._at_arrow() else "")
 
     def terms(self) -> list[WrittenTerm]:
         """The products up to an arrow or the end, each a list of operands."""
         terms = [[self.operand()]]
-        while self.at < len(self.text) and not ARROW.match(self.text, self.at):
+        while self.at < len(self.text) and not self._at_arrow():
             start = self.at
             if self.take("+"):
                 terms.append([self.operand()])
-            elif self.take(","):
+            elif self._comma():
                 terms[-1].append(self.operand())
             elif self.take(")"):
                 self.fault(start, "this parenthesis closes nothing.", "Open it before, as in '(A, B)', or drop it.")
                 self._read_on(terms[-1])
             else:
-                self.fault(start, "a group follows a spec without a comma.", "Write 'A, (B, C)'.", start + 1)
+                before = terms[-1][-1]
                 terms[-1].append(self.operand())
+                self._missing_comma(before, terms[-1][-1])
         return terms
+
+    def _at_arrow(self) -> bool:
+        if ARROW.match(self.text, self.at):
+            return True
+        # What is not even like an arrow, such as '=', is taken for it where nothing else is.
+        return _ARROW_MEANT.match(self.text, self.at) is not None and not ARROW.search(self.text)
+
+    def _comma(self) -> bool:
+        """Takes a comma, or what was written for it."""
+        start = self.at
+        if self.take(","):
+            return True
+        wrong = self.match(_COMMA_MEANT)
+        if wrong:
+            self.fault(start, f"{wrong!r} is no comma.", "Write a product with a comma, as in 'A, B -> AB'.")
+        return bool(wrong)
+
+    def _missing_comma(self, one: WrittenOperand | Written, two: WrittenOperand | Written) -> None:
+        left, right = self.text[one.start : one.end].strip(), self.text[two.start : two.end].strip()
+        gap = max(two.start, one.end + 1)
+        self.fault(one.end, f"a comma is missing between {left!r} and {right!r}.", f"Write '{left}, {right}'.", gap)
 
     def _read_on(self, term: WrittenTerm) -> None:
         self.space()
@@ -50,20 +90,41 @@ class EquationReader(Reader):
             return WrittenOperand([spec], False, start, spec.end)
         operand = self._group(start)
         self.space()
-        if self.at < len(self.text) and not SEPARATOR.match(self.text, self.at):
-            at, more = self.at, self.spec()
-            self.fault(at, f"{self.text[at:more.end]!r} follows a group without a comma.",
-                       "Write a comma between the operands of a product.", more.end)
         return operand
+
+    def _at_separator(self, spec: Written) -> bool:
+        return (super()._at_separator(spec) or self._at_arrow() or _COMMA_MEANT.match(self.text, self.at) is not None
+                or self._at_another(spec))
+
+    def _at_another(self, spec: Written) -> bool:
+        """Whether another spec begins here, behind a space: its first word has a dimension that this one has."""
+        if not (self.has_others and spec.dims and self.peek() in CAPITALS and self.text[self.at - 1].isspace()):
+            return False
+        word = _WORD_AHEAD.match(self.text, self.at).group()
+        return spec.partial is not None or not set(word).isdisjoint(spec.names)
+
+    def _clashes(self, spec: Written) -> None:
+        """As for a spec; but where two operands stand there without so much as a space, that is all that is wrong."""
+        names = spec.names
+        at = next((n for n, name in enumerate(names) if name in names[:n]), 0)
+        halves = [[axis.name for dim in dims for axis in dim.axes] for dims in (spec.dims[:at], spec.dims[at:])]
+        whole = [*halves, names[:at], names[at:]]
+        if not (at and self.has_others and all(len(set(each)) == len(each) for each in whole)):
+            return super()._clashes(spec)
+        dim = spec.dims[at]
+        left, right = self.text[spec.start : dim.start].strip(), self.text[dim.start : spec.end]
+        self.fault(dim.start, f"dimension {dim.name} stands twice in one spec.",
+                   f"Every dimension has a letter of its own; two operands have a comma: '{left}, {right}'.", dim.end)
 
     def _opens_group(self) -> bool:
         return self.peek() == "(" and self._at_separator(Written(self.at))
 
     def _group(self, start: int) -> WrittenOperand:
         self.at += 1
+        self.depth, outside, self.has_others = self.depth + 1, self.has_others, True
         operand = WrittenOperand(self._member(), True, start)
-        while self.take(","):
-            operand.specs += self._member()
+        self._more_members(operand)
+        self.depth, self.has_others = self.depth - 1, outside
         if not self.take(")"):
             self.fault(start, "this parenthesis is not closed.", "Write a group as '(A, B)'.", start + 1)
             operand.specs[0].broken = True
@@ -73,10 +134,30 @@ class EquationReader(Reader):
         operand.end = self.at
         return operand
 
+    def _more_members(self, operand: WrittenOperand) -> None:
+        while True:
+            comma, before = self.at, operand.specs[-1]
+            if self._comma():
+                if self.peek() == ")":
+                    inside = self.text[operand.start : comma]
+                    self.fault(comma, "nothing follows this comma.",
+                               f"Drop it: '{inside})'. A scalar as the last member is a space: '{inside}, )'.")
+                    return
+                operand.specs += self._member()
+            elif self.peek() in CAPITALS:
+                member = self._member()
+                self._missing_comma(before, member[0])
+                operand.specs += member
+            else:
+                return
+
     def _member(self) -> list[Written]:
         self.space()
         start = self.at
         if not self._opens_group():
+            return [self.spec()]
+        if self.depth == _DEEPEST:  # what stands deeper is read as if it did not
+            self.match(_OPENING)
             return [self.spec()]
         inner = self._group(start)
         self.fault(start, "a group cannot stand inside a group.",

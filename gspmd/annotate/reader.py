@@ -11,7 +11,19 @@ White space may stand between dims, around the partial sum, and inside braces an
 import re
 
 from gspmd.annotate.errors import Fault, listed
-from gspmd.annotate.written import CAPITALS, LETTERS, NAME, OPEN, SEPARATOR, Axis, Dim, Written, axes_text, dim_text
+from gspmd.annotate.written import (
+    ARROW,
+    CAPITALS,
+    LETTERS,
+    NAME,
+    OPEN,
+    SEPARATOR,
+    Axis,
+    Dim,
+    Written,
+    axes_text,
+    dim_text,
+)
 
 _PARTIAL = re.compile(r"partialsum-|\(\s*partialsum-")
 _ENCLOSED = re.compile(r"\(\s*partialsum-\s*(\{[^{}()]*\}|[^{}(),+>]*)\s*\)")
@@ -20,7 +32,7 @@ _WORD = re.compile(r"[a-z0-9]+")
 _LOWER_SUFFIX = re.compile(r"_[a-z]*")
 _INSIDE_BRACES = re.compile(r"[^{}()>+]*")
 _SUFFIX = re.compile(r"\{[^{}(),+>]*\}|[a-z0-9]*\??")
-_STRAY = re.compile(r"(?:(?!->)[^A-Za-z0-9_,+()>→⇒\s])+|.", re.DOTALL)
+_STRAY = re.compile(rf"(?:(?!{ARROW.pattern})[^A-Za-z0-9_,+()\s])+|.", re.DOTALL | re.VERBOSE)
 _ARROW_MEANT = "Write the arrow '->'."
 _STRAY_REMEDY = {"-": _ARROW_MEANT, "=": _ARROW_MEANT, "*": "Write a product with a comma, as in 'A, B -> AB'.",
                  "?": "Write 'E_?' to leave dimension E to the compiler.", "...": "Every dimension is written out."}

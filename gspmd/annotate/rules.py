@@ -27,7 +27,10 @@ def faults_of(text: str, terms: list[WrittenTerm], outputs: list[WrittenTerm] | 
 
 def _product_faults(text: str, term: WrittenTerm, terms: list[WrittenTerm], outputs: list | None) -> list[Fault]:
     faults = []
-    if len(term) > 2:
+    empty = next((n for n, o in enumerate(term) if o.start == o.end), None)
+    if len(term) > 2 and empty is not None:
+        faults.append(_lone_comma(text, term, empty, f"so that the product has {len(term)} operands"))
+    elif len(term) > 2:
         fact = f"a product has two operands, and this has {len(term)}."
         faults.append(_at(text, term[2], fact, _split_product(text, term, terms, outputs), term[-1].end))
     groups = [o for o in term if o.group and not o.broken]
@@ -41,8 +44,6 @@ def _product_faults(text: str, term: WrittenTerm, terms: list[WrittenTerm], outp
 
 
 def _split_product(text: str, term: WrittenTerm, terms: list[WrittenTerm], outputs: list | None) -> str:
-    if any(o.start == o.end for o in term):
-        return "A comma stands beside nothing; nothing is a scalar. Drop the comma."
     if outputs is None or len(terms) > 1 or any(o.group or o.broken for o in [*term, *outputs[0]]):
         return "Write an equation for each two of them."
     return "Write one equation after the other: " + " and ".join(f"'{e}'" for e in _chain(text, term, outputs[0])) + "."
@@ -70,6 +71,13 @@ def _product_of(one: list[Dim], two: list[Dim], wanted: set[str]) -> list[Dim]:
             dims[dim.name] = Dim(dim.name, dim.start, dim.end, dim.axes if free else [])
             used |= {a.name for a in dims[dim.name].axes}
     return list(dims.values())
+
+
+def _lone_comma(text: str, operands: WrittenTerm, empty: int, so: str) -> Fault:
+    """A comma that stands beside nothing, behind it or, of the first operand, before it; the caret is under it."""
+    behind, end = text[: operands[empty].start].rstrip(), operands[empty].end
+    at = len(behind) - 1 if empty else len(text) - len(text[end:].lstrip())
+    return Fault(text, at, at + 1, f"this comma stands beside nothing, {so}.", "Drop the comma.")
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
@@ -117,6 +125,9 @@ def _several_outputs(text: str, outputs: list[WrittenTerm]) -> Fault:
     if len(outputs) > 1:
         fact = "a sum stands to the right of the arrow."
         return _at(text, first, fact, "Write the products to its left, and one result.", last.end)
+    empty = next((n for n, o in enumerate(outputs[0]) if o.start == o.end), None)
+    if empty is not None:
+        return _lone_comma(text, outputs[0], empty, "and an equation has one result")
     specs = ", ".join(_slice(text, s) for o in outputs[0] for s in o.specs)
     remedy = f"The results of a group stand in parentheses: '({specs})'."
     return _at(text, first, "an equation has one result.", remedy, last.end)

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from gspmd.annotate import fit
-from gspmd.annotate.errors import Fault, SpecError, report
+from gspmd.annotate.errors import Fault, SpecError, listed, report
 from gspmd.annotate.fit import mesh_sizes
 from gspmd.annotate.reader import Reader
 from gspmd.annotate.written import ARROW, CAPITALS, NAME, OPEN, Written, axes_text, dim_text
@@ -40,10 +40,16 @@ class Spec:
     partial: tuple[str, ...] = ()
 
     def __post_init__(self):
-        object.__setattr__(self, "dims", tuple(self.dims))
-        object.__setattr__(self, "axes", tuple(tuple(a) for a in self.axes))
-        object.__setattr__(self, "partial", tuple(sorted(self.partial)))
-        _refuse_ill_formed(self)
+        given = self.dims, self.axes, self.partial
+        try:
+            object.__setattr__(self, "dims", tuple(self.dims))
+            object.__setattr__(self, "axes", tuple(tuple(a) for a in self.axes))
+            object.__setattr__(self, "partial", tuple(sorted(self.partial)))
+            fine = _is_well_formed(self)
+        except TypeError:  # what cannot be walked through, sorted, or looked up
+            fine = False
+        if not fine:
+            raise _ill_formed(*given)
 
     @classmethod
     def parse(cls, text: "str | Spec") -> "Spec":
@@ -91,11 +97,11 @@ class Spec:
         'B_xLE_yz'
         """
         at = self._index(dim)
-        return Spec(self.dims, (*self.axes[:at], tuple(axes), *self.axes[at + 1 :]), self.partial)
+        return Spec(self.dims, (*self.axes[:at], axes, *self.axes[at + 1 :]), self.partial)
 
     def with_partial(self, axes: Sequence[str]) -> "Spec":
         """This spec, owing a sum over `axes` and no other."""
-        return replace(self, partial=tuple(axes))
+        return replace(self, partial=axes)
 
     def without_partial(self) -> "Spec":
         """This spec with every partial sum settled."""
@@ -128,11 +134,14 @@ class Spec:
         >>> str(Spec.parse("B_xLE").rename({"B": "G"}))
         'G_xLE'
         """
+        if not isinstance(dims, Mapping):
+            raise SpecError(f"cannot rename the dimensions of '{self}' by {dims!r}.\n  Write {{'B': 'G'}}.")
         return replace(self, dims=tuple(dims.get(d, d) for d in self.dims))
 
     def _index(self, dim: str) -> int:
         if dim not in self.dims:
-            raise SpecError(f"dimension {dim} does not stand in '{self}'.")
+            known = f"It has {listed(self.dims)}." if self.dims else "It is that of a scalar."
+            raise SpecError(f"dimension {dim} does not stand in '{self}'.\n  {known}")
         return self.dims.index(dim)
 
     # -- on a mesh ----------------------------------------------------------------------------------------------------
@@ -159,7 +168,7 @@ class Spec:
           >>> Spec.parse("B_xLE_yz").local_shape((8, 128, 512), {"x": 4, "y": 2, "z": 2})
           (2, 128, 128)
         """
-        mesh = mesh_sizes(mesh)
+        mesh, sizes = mesh_sizes(mesh), fit.whole_sizes(sizes)
         self.check(sizes, mesh)
         if self.is_open:
             at = self.axes.index((OPEN,))
@@ -204,13 +213,15 @@ def _parse(text: str) -> Spec:
     return spec_from(written)
 
 
-def _refuse_ill_formed(spec: Spec) -> None:
+def _is_well_formed(spec: Spec) -> bool:
     axes = [a for group in spec.axes if group != (OPEN,) for a in group] + list(spec.partial)
-    fine = (len(spec.dims) == len(spec.axes) and len(set(spec.dims)) == len(spec.dims) and len(set(axes)) == len(axes)
+    return (len(spec.dims) == len(spec.axes) and len(set(spec.dims)) == len(spec.dims) and len(set(axes)) == len(axes)
             and all(d in CAPITALS for d in spec.dims) and all(isinstance(a, str) and NAME.fullmatch(a) for a in axes))
-    if not fine:
-        raise SpecError(f"no spec has dims={spec.dims!r}, axes={spec.axes!r} and partial={spec.partial!r}.\n"
-                        "  A dimension is a capital letter, with its own mesh axes; a mesh axis stands once in a spec.")
+
+
+def _ill_formed(dims: Any, axes: Any, partial: Any) -> SpecError:
+    return SpecError(f"no spec has dims={dims!r}, axes={axes!r} and partial={partial!r}.\n"
+                     "  A dimension is a capital letter, with its own mesh axes; a mesh axis stands once in a spec.")
 
 
 def _entry(axes: tuple[str, ...], unconstrained: Any) -> Any:

@@ -12,8 +12,14 @@ OPEN = "?"  # the mark of a dimension left to the compiler
 LETTERS = frozenset(string.ascii_lowercase)
 CAPITALS = frozenset(string.ascii_uppercase)
 NAME = re.compile(r"[a-z][a-z0-9_]*")
-SEPARATOR = re.compile(r"[,+()]|->|=>|→|⇒|>")
-ARROW = re.compile(r"->|=>|→|⇒|>")
+ARROW = re.compile(r"""
+    ->                                # the arrow, and what is written for it:
+  | [-=~|−–—]+\s*>+ | >+              # --> => ==> - > |->
+  | [-=−–—]*[←→⇒⇐⇨↦⇾⟵⟶⟸⟹⟼⭢➔➙➛➜➝➞➡]\ufe0f?
+  | <[-=~−–—]+                        # <-
+  | \\(?:to|rightarrow|mapsto)\b
+""", re.VERBOSE)
+SEPARATOR = re.compile(f"[,+()]|(?:{ARROW.pattern})", re.VERBOSE)
 
 
 @dataclass

@@ -7,6 +7,8 @@ from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any
 
+from gspmd.annotate.errors import PlanError, SpecError, suggestion
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -72,7 +74,7 @@ class MoEConfig:
         shared: experts that every token uses besides those it is sent to.
 
     Raises:
-        ValueError: naming every setting that cannot be.
+        PlanError: naming every setting that cannot be.
 
     Example:
         >>> MoEConfig(experts=8, capacity_factor=1.25).capacity(tokens=128)
@@ -104,7 +106,7 @@ class MoEConfig:
         faults = [*_number_faults(self), *_name_faults(self)]
         if faults:
             listed = "".join(f"\n  {fault}" for fault in faults)
-            raise ValueError(f"a mixture of experts cannot be built from these settings{listed}")
+            raise PlanError(f"a mixture of experts cannot be built from these settings{listed}")
 
     @property
     def choices(self) -> int:
@@ -137,7 +139,15 @@ class MoEConfig:
         return ROUTERS[self.router].z_weight if self.z_weight is None else self.z_weight
 
     def capacity(self, tokens: int) -> int:
-        """Slots that one expert has for a group of `tokens`: all of them where none may be lost, and 0 at factor 0."""
+        """Slots that one expert has for a group of `tokens`: all of them where none may be lost, and 0 at factor 0.
+
+        Raises:
+            SpecError: tokens is no whole number, or below 0.
+        """
+        if not isinstance(tokens, Integral) or isinstance(tokens, bool) or tokens < 0:
+            raise SpecError(
+                f"cannot tell an expert's capacity for {tokens!r} tokens.\n  Pass the number of tokens of a group."
+            )
         if self.dispatch == "dropless":
             return tokens
         # The factor is the decimal that was written: 1.1 · 100 / 10 is 11 slots, not the 12 of its binary rounding.
@@ -168,6 +178,9 @@ def _number_faults(config: MoEConfig) -> Iterator[str]:
         value = getattr(config, name)
         if not _fits(name, value, Real, lambda value: math.isfinite(value) and value >= 0):
             yield f"{name} is {value!r}; it must be a number that is not negative."
+    for name in ("renormalize", "priority"):
+        if not isinstance(getattr(config, name), bool):
+            yield f"{name} is {getattr(config, name)!r}; it must be True or False."
     for name in ("jitter", "dropout"):
         value = getattr(config, name)
         if not _fits(name, value, Real, lambda value: 0 <= value < 1):
@@ -181,10 +194,12 @@ def _fits(name: str, value: object, kind: type, holds: Callable[[Any], bool]) ->
 
 
 def _name_faults(config: MoEConfig) -> Iterator[str]:
-    if config.dispatch not in DISPATCHES:
-        yield f"dispatch is {config.dispatch!r}; choose from {', '.join(DISPATCHES)}."
+    for name, known in (("dispatch", DISPATCHES), ("router", ROUTERS)):
+        value = getattr(config, name)
+        if not isinstance(value, str) or value not in known:
+            hint = suggestion(value, known) if isinstance(value, str) else ""
+            yield f"{name} is {value!r}. {hint}Choose from {', '.join(known)}."
     if not isinstance(config.router, str) or config.router not in ROUTERS:
-        yield f"router is {config.router!r}; choose from {', '.join(ROUTERS)}."
         return
     kind, name = ROUTERS[config.router], config.router
     if not any(_number_faults(config)) and config.experts < config.choices:

@@ -1,10 +1,14 @@
 """Tokens into the experts' slots and back: as the papers' one-hot einsums, and as gathers that move each row once."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from gspmd.annotate.errors import SpecError
+from gspmd.moe import inputs
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.platform import dispatch_form
 from gspmd.moe.routing import Routing
@@ -13,7 +17,9 @@ SPARSE = 4
 """Choices per slot from which a pass over the slots is cheaper than a gather per choice, most of which have none."""
 
 
-@partial(jax.jit, static_argnames=("experts", "capacity", "form"))
+SLOT_FORMS = ("auto", "sort", "onehot")
+
+
 def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, form: str = "auto") -> jax.Array:
     """Bring each token's activations to the slots it was given; slots that nobody took are 0.
 
@@ -32,7 +38,8 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
         [G, X, C, E], of x's dtype.
 
     Raises:
-        ValueError: a form that has no slots, or that there is not.
+        SpecError: other groups, tokens, experts or slots than the routing's.
+        PlanError: a form that has no slots, or that there is not.
 
     Example:
         >>> from gspmd.moe import MoEConfig, route
@@ -46,14 +53,23 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
     Differs: the einsums keep the group in front, G X C E, so that groups stay put until a reshard moves them.
     The gradient of the gather is a gather of each token's slots, where transposition would scatter-add activations.
     """
-    if _slot_form(form) == "onehot":
+    doing = "dispatch tokens to their slots"
+    form = _slot_form(doing, form)
+    x = inputs.array(doing, "x", x, "GLE")
+    experts, capacity = inputs.whole(doing, "experts", experts), inputs.whole(doing, "capacity", capacity)
+    routing = _routed(doing, routing, "x [G, L, E]", x.shape, experts, capacity)
+    return _to_slots(x, routing, experts, capacity, form)
+
+
+@partial(jax.jit, static_argnames=("experts", "capacity", "form"))
+def _to_slots(x: jax.Array, routing: Routing, experts: int, capacity: int, form: str) -> jax.Array:
+    if form == "onehot":
         taken = _one_hot(routing, routing.kept, experts, capacity).astype(x.dtype)
         return jnp.einsum("GLXC,GLE->GXCE", taken, x, precision="highest")
     rows = spread(x, *_rows(routing, experts, capacity))
     return rows.reshape(x.shape[0], experts, capacity, x.shape[-1])
 
 
-@partial(jax.jit, static_argnames="form")
 def combine(y: jax.Array, routing: Routing, *, form: str = "auto") -> jax.Array:
     """Bring the experts' answers back to their tokens, weighted by the gates and summed in float32.
 
@@ -66,7 +82,8 @@ def combine(y: jax.Array, routing: Routing, *, form: str = "auto") -> jax.Array:
         [G, L, E], of y's dtype; 0 for tokens that no expert took.
 
     Raises:
-        ValueError: a form that has no slots, or that there is not.
+        SpecError: other groups, experts or slots than the routing's, or answers that are no floating-point numbers.
+        PlanError: a form that has no slots, or that there is not.
 
     Example:
         >>> from gspmd.moe import MoEConfig, route
@@ -77,27 +94,78 @@ def combine(y: jax.Array, routing: Routing, *, form: str = "auto") -> jax.Array:
 
     Source: GShard, arXiv 2006.16668, Algorithm 2 (GSEC,GECM->GSM).
     """
+    doing = "combine the experts' answers"
+    form = _slot_form(doing, form)
+    y = inputs.array(doing, "y", y, "GXCE", real=True)
+    _, experts, capacity, _ = y.shape
+    routing = _routed(doing, routing, "y [G, X, C, E]", y.shape, experts, capacity)
+    return _from_slots(y, routing, form)
+
+
+@partial(jax.jit, static_argnames="form")
+def _from_slots(y: jax.Array, routing: Routing, form: str) -> jax.Array:
     groups, experts, capacity, size = y.shape
-    if _slot_form(form) == "onehot":
+    if form == "onehot":
         weights = _one_hot(routing, routing.gate, experts, capacity)
         return jnp.einsum("GLXC,GXCE->GLE", weights, y.astype(jnp.float32), precision="highest").astype(y.dtype)
     rows = y.reshape(groups, experts * capacity, size)
     return collect(rows, routing.gate, *_rows(routing, experts, capacity))
 
 
-def _slot_form(form: str) -> str:
-    if form not in ("auto", "sort", "onehot"):
-        raise ValueError(
-            f"cannot bring tokens to slots by {form!r}.\n"
-            "  Choose from auto, sort, onehot; dropless has no slots, and is a setting of gspmd.moe.expert_layer."
-        )
+def _slot_form(doing: str, form: str) -> str:
+    more = "; dropless has no slots, and is a setting of gspmd.moe.expert_layer"
+    inputs.choice(doing, "form", form, SLOT_FORMS, more)
     return dispatch_form(MoEConfig(dispatch=form))
+
+
+def _routed(doing: str, routing: Routing, name: str, shape: tuple, experts: int, capacity: int) -> Routing:
+    """The routing, of these groups, tokens, experts and slots, or none.
+
+    A slot beyond an expert's own is the next expert's, so one that was given for another capacity has to be refused.
+    """
+    if not isinstance(routing, Routing):
+        raise SpecError(f"cannot {doing}: routing is no Routing.\n  Pass what gspmd.moe.route returns.")
+    facts = _differing(routing, shape, experts, capacity)
+    if facts:
+        raise SpecError(
+            f"cannot {doing}: {name} = {tuple(shape)} does not fit the routing.\n  {' '.join(facts)}\n"
+            "  Take both from one config: capacity = config.capacity(tokens), as gspmd.moe.route took it."
+        )
+    return routing if routing.capacity is not None else _in_range(doing, routing, experts, capacity)
+
+
+def _differing(routing: Routing, shape: tuple, experts: int, capacity: int) -> list[str]:
+    groups, tokens = routing.expert.shape[:2]
+    pairs = [("groups G", shape[0], groups), ("experts X", experts, routing.experts),
+             ("slots C per expert", capacity, routing.capacity)]  # fmt: skip
+    pairs += [("tokens L of a group", shape[1], tokens)] if len(shape) == 3 else []
+    return [f"It has {found} {what}, and the routing has {known}."
+            for what, found, known in pairs if known is not None and found != known]  # fmt: skip
+
+
+def _in_range(doing: str, routing: Routing, experts: int, capacity: int) -> Routing:
+    """A routing that was made by hand: values that can be looked at are, and none reaches beyond its expert's slots."""
+    arrays = routing.expert, routing.slot, routing.kept
+    known = all(map(inputs.is_known, arrays))
+    expert, slot, kept = map(np.asarray, arrays) if known else arrays
+    beyond = kept & ((slot >= capacity) | (slot < 0) | (expert >= experts) | (expert < 0))
+    if not known:
+        return replace(routing, kept=kept & ~beyond)
+    if np.any(beyond):
+        g, l, k = np.argwhere(beyond)[0].tolist()
+        raise SpecError(
+            f"cannot {doing}: choice {k} of token {l} of group {g} is kept, with expert {expert[g, l, k]} and slot "
+            f"{slot[g, l, k]}.\n  There are {experts} experts of {capacity} slots."
+        )
+    return routing
 
 
 def _one_hot(routing: Routing, values: jax.Array, experts: int, capacity: int) -> jax.Array:
     """[G, L, k] values, each at its expert and slot: [G, L, X, C]."""
-    at_expert = jax.nn.one_hot(routing.expert, experts) * jnp.where(routing.kept, values, 0)[..., None]
-    return jnp.einsum("GLKX,GLKC->GLXC", at_expert, jax.nn.one_hot(routing.slot, capacity), precision="highest")
+    weights = jnp.where(routing.kept, values.astype(jnp.float32), 0)
+    at_expert = jax.nn.one_hot(routing.expert, experts, dtype=jnp.float32) * weights[..., None]
+    at_slot = jax.nn.one_hot(routing.slot, capacity, dtype=jnp.float32)
+    return jnp.einsum("GLKX,GLKC->GLXC", at_expert, at_slot, precision="highest")
 
 
 def _rows(routing: Routing, experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:

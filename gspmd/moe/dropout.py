@@ -52,6 +52,10 @@ class Dropout:
         kept = jax.vmap(of_row)(group.reshape(-1), place.reshape(-1)).reshape(*place.shape, size)
         return jnp.where(kept, jnp.float32(1 / (1 - self.rate)), jnp.float32(0))
 
+    def scaled(self, h: jax.Array, factors: jax.Array) -> jax.Array:
+        """Hidden activations times their factors, in float32, rounded to their own dtype."""
+        return (h.astype(jnp.float32) * factors).astype(h.dtype)
+
     def of_slots(self, key: jax.Array, spec: Spec, shape: tuple[int, ...], start: int = 0) -> jax.Array:
         """The factors of a device's piece [G, X, C, F] of slots that lie as `spec`, inside a shard_map.
 
@@ -104,4 +108,4 @@ _drop.defvjp(_forward, _backward)
 
 @lru_cache(maxsize=256)
 def _body(spec: Spec, dropout: Dropout):
-    return lambda h, words: (h * dropout.of_slots(words, spec, h.shape)).astype(h.dtype)
+    return lambda h, words: dropout.scaled(h, dropout.of_slots(words, spec, h.shape))

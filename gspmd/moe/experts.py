@@ -170,8 +170,8 @@ class _Program:
             return h
         spec, dropout, words = self.work.hidden, self.work.dropout, extras[-1]
         if rows is not None:
-            return (h * dropout.of_rows(words, spec, h.shape, rows.counts.shape, rows.origin()[:3])).astype(h.dtype)
-        return (h * dropout.of_slots(words, spec, h.shape, sum(self.work.chunks[:number]))).astype(h.dtype)
+            return dropout.scaled(h, dropout.of_rows(words, spec, h.shape, rows.counts.shape, rows.origin()[:3]))
+        return dropout.scaled(h, dropout.of_slots(words, spec, h.shape, sum(self.work.chunks[:number])))
 
     # -- the gradient --------------------------------------------------------------------------------------------------
 

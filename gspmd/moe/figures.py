@@ -41,6 +41,11 @@ def figures(summary: jax.Array, places: Places, *, padded: bool) -> tuple[jax.Ar
     return loss / real_groups, jax.tree.map(jax.lax.stop_gradient, stats)
 
 
+def no_figures(config: MoEConfig) -> dict[str, jax.Array]:
+    """The statistics of no tokens: all 0."""
+    return {"load": jnp.zeros(config.experts), **{name: jnp.float32(0) for name in _SUMS}}
+
+
 def _sent(routing: Routing, config: MoEConfig) -> jax.Array:
     """The choices of each expert, with a slot or without: [G, X]."""
     waited = (routing.slot >= 0).astype(jnp.float32)

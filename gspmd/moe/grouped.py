@@ -4,8 +4,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from gspmd.annotate.errors import SpecError
+from gspmd.moe import inputs
 from gspmd.moe.blocks import rows_times_rows, rows_times_weights
 from gspmd.moe.platform import current_platform
 
@@ -37,7 +40,8 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, for
         [R, F], of the rows' dtype, accumulated in float32.
 
     Raises:
-        ValueError: shapes that do not fit, or a form that there is not.
+        SpecError: arrays that do not fit, or sizes that are more than the rows.
+        PlanError: a form that there is not.
 
     Example:
         >>> rows, weights = jnp.ones((3, 1)), jnp.array([[[2.0]], [[3.0]], [[5.0]]])
@@ -48,10 +52,15 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, for
 
     Differs: no row is padded in memory; the last block of an expert reads beyond it, and writes only its own rows.
     """
+    doing = "multiply rows by their experts' weights"
     form = _picked(form)
-    fault = _fault(rows.shape, weights.shape, sizes.shape, form)
-    if fault:
-        raise ValueError(f"cannot multiply rows by their experts' weights: {fault}")
+    inputs.choice(doing, "form", form, FORMS)
+    rows = inputs.array(doing, "rows", rows, "RE", real=True)
+    weights = inputs.array(doing, "weights", weights, "XEF", real=True)
+    sizes = inputs.array(doing, "sizes", sizes, "X", whole=True)
+    fact = _fact(rows.shape, weights.shape, sizes)
+    if fact:
+        raise SpecError(f"cannot {doing}: {fact}")
     return _grouped(form, rows, weights, sizes.astype(jnp.int32))
 
 
@@ -69,11 +78,14 @@ def _picked(form: str | None) -> str:
     return form or ("blocks" if current_platform() == "cpu" else "ragged")
 
 
-def _fault(rows: tuple, weights: tuple, sizes: tuple, form: str) -> str:
-    if form not in FORMS:
-        return f"form is {form!r}; choose from {', '.join(FORMS)}."
-    if len(rows) != 2 or len(weights) != 3 or sizes != weights[:1] or rows[1] != weights[1]:
-        return f"rows are [R, E], weights [X, E, F], sizes [X]; found {rows}, {weights}, {sizes}."
+def _fact(rows: tuple, weights: tuple, sizes: jax.Array) -> str:
+    if sizes.shape != weights[:1] or rows[1] != weights[1]:
+        return f"rows are [R, E], weights [X, E, F], sizes [X]; found {rows}, {weights}, {sizes.shape}."
+    if not weights[0]:
+        return f"weights {weights} are those of no experts."
+    known = np.asarray(sizes) if inputs.is_known(sizes) else np.zeros(0, int)
+    if np.any(known < 0) or np.sum(known) > rows[0]:
+        return f"sizes are {known.tolist()}, of {rows[0]} rows; none is below 0, nor all together above."
     return ""
 
 
@@ -99,10 +111,7 @@ def _times(form: str, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, 
     """Rows by their expert's weights [X, E, F]: [R, E] to [R, F], or back, [R, F] to [R, E]."""
     if form == "blocks":
         return rows_times_weights(rows, weights, sizes, transposed=back)
-    if back:
-        found = lax.ragged_dot_general(rows, weights, sizes, _RAGGED_BACK, preferred_element_type=jnp.float32)
-    else:
-        found = lax.ragged_dot(rows, weights, sizes, preferred_element_type=jnp.float32)
+    found = (_ragged_back if back else _ragged)(rows, weights, sizes)
     owned = jnp.arange(len(rows)) < jnp.sum(sizes)
     return jnp.where(owned[:, None], found, 0).astype(rows.dtype)
 
@@ -114,4 +123,20 @@ def _outer(form: str, rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -
     # A kernel may read rows that no expert owns, and 0 times what stands there has to be 0.
     owned = (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
     kept, answer = jnp.where(owned, rows, 0), jnp.where(owned, cotangent, 0)
-    return lax.ragged_dot_general(kept, answer, sizes, _RAGGED_ROWS, preferred_element_type=jnp.float32)
+    return _ragged_rows(kept, answer, sizes)
+
+
+# Under vmap one after the other: JAX batches a grouped product over its rows, weights and sizes together or not at all.
+@jax.custom_batching.sequential_vmap
+def _ragged(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    return lax.ragged_dot(rows, weights, sizes, preferred_element_type=jnp.float32)
+
+
+@jax.custom_batching.sequential_vmap
+def _ragged_back(cotangent: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    return lax.ragged_dot_general(cotangent, weights, sizes, _RAGGED_BACK, preferred_element_type=jnp.float32)
+
+
+@jax.custom_batching.sequential_vmap
+def _ragged_rows(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
+    return lax.ragged_dot_general(rows, cotangent, sizes, _RAGGED_ROWS, preferred_element_type=jnp.float32)

@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.collectives.einsum import einsum
+from gspmd.moe import inputs
 from gspmd.moe.activation import ACTIVATIONS
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.figures import figures, summarize
+from gspmd.moe.figures import figures, no_figures, summarize
 from gspmd.moe.local import run_local
 from gspmd.moe.paths import Experts, by_rows, by_slots
 from gspmd.moe.places import Places, places_of
@@ -45,7 +47,8 @@ def expert_layer(
     token uses besides, `config.shared`, are a dense layer beside this one.
 
     Args:
-        x: [G, L, E], placed as `layout.groups`: G groups of L tokens, each whole on its device.
+        x: [G, L, E], placed as `layout.groups`: G groups of L tokens, each whole on its device. Where it and the
+            experts' weights are of several dtypes, all are cast to their joint one, in which slots cross as well.
         weights: "router" [E, X], float32; "w_in" [X, E, F], "w_out" [X, F, E], and "w_gate" [X, E, F] for swiglu;
             "router_noise" [E, X], float32, for noisy-top-k.
         layout: the moe section of a layout: .router, .groups, .dispatched, .expert_input, .w_in, .w_gate, .hidden,
@@ -65,51 +68,81 @@ def expert_layer(
 
     Raises:
         LayoutError: groups, or their slots, would not be whole on a device; or dropless' rows would have to move again.
-        SpecError: sizes that the mesh does not divide.
-        PlanError: x and weights of two dtypes, where they cross in chunks or in rows.
-        ValueError: an unknown activation; weights that the router or the activation lacks, or of other shapes.
+        SpecError: sizes that the mesh does not divide; no groups; x, a mask or weights of other shapes or kinds.
+        PlanError: an unknown activation; weights that the router or the activation lacks; a key that is none.
 
     Source: GShard, arXiv 2006.16668, §2.2 and Algorithm 2; Switch Transformer, arXiv 2101.03961, §2.
 
     Differs: groups, capacity and random numbers belong to the model, so a layout never changes a result.
     """
-    _check(x, weights, config, activation)
+    x, weights, mask = _checked(x, weights, layout, config, key, mask, activation)
     places = places_of(str(layout.groups), str(layout.dispatched))
     config = config if train else config.evaluation()
     jitter_key, route_key = jax.random.split(key) if train and key is not None else (None, None)
     if mask is not None:
-        mask = jnp.asarray(mask).astype(bool)
+        mask = mask.astype(bool)
         x = jnp.where(mask[..., None], x, 0)  # whatever padding holds, NaN too, is in no product
+    if not x.size:
+        return jnp.zeros_like(x), jnp.float32(0), no_figures(config)
     logits = _logits(x, weights, places, layout, config, jitter_key)
     routing, summary = _route(logits, config, places, route_key, mask)
     dropped = train and key is not None and config.dropout > 0
     experts = Experts(weights, layout, config, activation, jax.random.fold_in(key, 2) if dropped else None)
-    y = (by_rows if config.dispatch == "dropless" else by_slots)(x, routing, experts, places)
+    if config.capacity(x.shape[1]):
+        y = (by_rows if config.dispatch == "dropless" else by_slots)(x, routing, experts, places)
+    else:
+        y = jnp.zeros_like(x)  # every token passes by, and nothing has to be sent to say so
     return y, *figures(summary, places, padded=mask is not None)
 
 
 _DIMS = {"router": "EX", "router_noise": "EX", "w_in": "XEF", "w_gate": "XEF", "w_out": "XFE"}
 
 
-def _check(x: jax.Array, weights: Mapping[str, jax.Array], config: MoEConfig, activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"cannot run experts: activation is {activation!r}; choose from {', '.join(ACTIVATIONS)}.")
+_KEYS = ("router", "groups", "dispatched", "expert_input", "w_in", "hidden", "w_out")
+_DOING = "run experts"
+
+
+def _checked(x, weights, layout, config, key, mask, activation):
+    """Tokens, weights and mask as arrays, once everything is as the layer takes it."""
+    inputs.settings(_DOING, config)
+    inputs.choice(_DOING, "activation", activation, ACTIVATIONS)
+    inputs.prng_key(_DOING, key)
+    inputs.attributes(_DOING, layout, (*_KEYS, *["w_gate"] * (activation == "swiglu")))
+    x = inputs.array(_DOING, "x", x, "GLE", real=True)
+    if not x.shape[0]:
+        raise SpecError(f"cannot run experts: x {x.shape} has no groups.\n  Pass one group G of tokens at least.")
+    if mask is not None:
+        mask = inputs.array(_DOING, "mask", mask, "GL")
+        if mask.shape != x.shape[:2]:
+            raise SpecError(f"cannot run experts: a mask of x {x.shape} is {x.shape[:2]}; found {mask.shape}.")
+    return *_of_one_dtype(x, _weights(x, weights, config, activation)), mask
+
+
+def _weights(x: jax.Array, weights: Mapping[str, Any], config: MoEConfig, activation: str) -> dict[str, jax.Array]:
+    """The weights that router and activation need."""
     needed = ["router", *["router_noise"] * config.noisy, "w_in", *["w_gate"] * (activation == "swiglu"), "w_out"]
-    missing = [name for name in needed if name not in weights]
+    missing = [name for name in needed if not isinstance(weights, Mapping) or name not in weights]
     if missing:
         why = f"router {config.router} and activation {activation} need {', '.join(needed)}"
-        raise ValueError(f"cannot run experts: {why}; weights lack {', '.join(missing)}.")
-    if x.ndim != 3:
-        raise ValueError(f"cannot run experts: x is [G, L, E], groups of tokens; found {x.shape}.")
-    sizes = {"E": x.shape[-1], "X": config.experts, "F": weights["w_in"].shape[-1]}
+        raise PlanError(f"cannot run experts: {why}; weights lack {', '.join(missing)}.")
+    found = {name: inputs.array(_DOING, name, weights[name], _DIMS[name], real=True) for name in needed}
+    sizes = {"E": x.shape[-1], "X": config.experts, "F": found["w_in"].shape[-1]}
     wanted = {name: tuple(sizes[dim] for dim in _DIMS[name]) for name in needed}
     faults = [
-        f"\n  {name} is [{', '.join(_DIMS[name])}] = {shape}; found {weights[name].shape}."
+        f"\n  {name} is [{', '.join(_DIMS[name])}] = {shape}; found {found[name].shape}."
         for name, shape in wanted.items()
-        if weights[name].shape != shape
+        if found[name].shape != shape
     ]
     if faults:
-        raise ValueError(f"cannot run {config.experts} experts on x {x.shape}:{''.join(faults)}")
+        raise SpecError(f"cannot run {config.experts} experts on x {x.shape}:{''.join(faults)}")
+    return found
+
+
+def _of_one_dtype(x: jax.Array, weights: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Tokens and the experts' weights in their joint dtype: whatever the lowering, they cross and meet in one."""
+    experts = [name for name in weights if not name.startswith("router")]
+    joint = jnp.result_type(x, *(weights[name] for name in experts))
+    return x.astype(joint), weights | {name: weights[name].astype(joint) for name in experts}
 
 
 def _logits(x, weights, places: Places, layout: Any, config: MoEConfig, key: jax.Array | None) -> jax.Array:
@@ -141,7 +174,7 @@ def _route(logits: jax.Array, config: MoEConfig, places: Places, key, mask) -> t
     outs = (choices, choices, choices, choices, places.per_group("S"))
     name = f"{config.router} router {places.per_group('LX')}"
     *arrays, summary = run_local(name, body, ins, outs, logits, *extra)
-    return Routing(*arrays, {}), summary
+    return Routing(*arrays, {}, config.experts, config.capacity(logits.shape[1])), summary
 
 
 @lru_cache

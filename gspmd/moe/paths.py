@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.einsum import einsum, reshard
 from gspmd.collectives.lowering import lowering
@@ -31,9 +30,9 @@ class Experts:
     """The experts of a layer, as both paths take them.
 
     Attributes:
-        weights: "w_in", "w_out", and "w_gate" for swiglu.
+        weights: "w_in", "w_out", and "w_gate" for swiglu, of the tokens' dtype.
         layout: the moe section of a layout.
-        config: of the layer, its form of dispatch decided.
+        config: of the layer.
         activation: "swiglu", "gelu" or "relu".
         key: of expert dropout, None without.
     """
@@ -81,12 +80,6 @@ class Experts:
 
     def run(self, work: Work, slots: jax.Array, *counts: jax.Array) -> jax.Array:
         """Bring slots to the experts and back, by one planned program."""
-        others = {str(w.dtype) for w in self.flat} - {work.dtype}
-        if others:
-            raise PlanError(
-                f"cannot bring tokens of {work.dtype} to weights of {', '.join(others)} in chunks, or in rows.\n"
-                "  Cast the one or the other; lowering 'blocking' with dispatch 'sort' takes both as they are."
-            )
         return run_experts(work, slots, self.flat, (*counts, *self.words))
 
 
@@ -113,7 +106,8 @@ def _dispatch(x: jax.Array, routing: Routing, config: MoEConfig, places: Places)
 @lru_cache
 def _dispatch_body(experts: int, capacity: int, form: str):
     def body(x, expert, slot, kept):
-        return (dispatch(x, Routing(expert, slot, None, kept, {}), experts, capacity, form=form),)
+        routing = Routing(expert, slot, None, kept, {}, experts, capacity)
+        return (dispatch(x, routing, experts, capacity, form=form),)
 
     return body
 
@@ -138,13 +132,14 @@ def _combine(answers: jax.Array, routing: Routing, config: MoEConfig, places: Pl
     choices = places.per_group("LK")
     name, ins = f"combine {places.dispatched} -> {places.groups}", (places.dispatched, *(4 * (choices,)))
     arrays = answers, routing.expert, routing.slot, routing.gate, routing.kept
-    (y,) = run_local(name, _combine_body(config.dispatch), ins, (places.groups,), *arrays)
+    body = _combine_body(config.experts, answers.shape[2], config.dispatch)
+    (y,) = run_local(name, body, ins, (places.groups,), *arrays)
     return y
 
 
 @lru_cache
-def _combine_body(form: str):
-    return lambda answers, *routing: (combine(answers, Routing(*routing, {}), form=form),)
+def _combine_body(experts: int, capacity: int, form: str):
+    return lambda answers, *routing: (combine(answers, Routing(*routing, {}, experts, capacity), form=form),)
 
 
 def by_rows(x: jax.Array, routing: Routing, experts: Experts, places: Places) -> jax.Array:
@@ -161,8 +156,6 @@ def by_rows(x: jax.Array, routing: Routing, experts: Experts, places: Places) ->
     Raises:
         LayoutError: the layout moves rows behind their arrival.
     """
-    if not x.size:
-        return x  # without tokens there are no rows
     if context().lowering == "xla":
         with lowering("blocking"):
             return by_rows(x, routing, experts, places)

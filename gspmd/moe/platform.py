@@ -2,6 +2,7 @@
 
 import jax
 
+from gspmd.annotate.errors import PlanError, suggestion
 from gspmd.moe.config import MoEConfig
 
 PICKED = {"cpu": "sort", "gpu": "sort", "tpu": "sort"}
@@ -38,7 +39,7 @@ def dispatch_form(config: MoEConfig, platform: str | None = None) -> str:
         "sort", "onehot" or "dropless".
 
     Raises:
-        ValueError: there is no such platform.
+        PlanError: there is no such platform.
 
     Example:
         >>> dispatch_form(MoEConfig(), "cpu"), dispatch_form(MoEConfig(dispatch="dropless"), "gpu")
@@ -46,5 +47,10 @@ def dispatch_form(config: MoEConfig, platform: str | None = None) -> str:
     """
     platform = current_platform() if platform is None else platform
     if platform not in PLATFORMS:
-        raise ValueError(f"cannot say how tokens are dispatched on {platform!r}; choose from {', '.join(PLATFORMS)}.")
+        hint = suggestion(str(platform), PLATFORMS)
+        raise PlanError(
+            f"cannot say how tokens are dispatched on {platform!r}.\n  {hint}Choose from {', '.join(PLATFORMS)}."
+        )
+    if not isinstance(config, MoEConfig):
+        raise PlanError(f"cannot say how tokens are dispatched by {config!r}.\n  Pass a gspmd.moe.MoEConfig.")
     return PICKED[platform] if config.dispatch == "auto" else config.dispatch

@@ -2,7 +2,7 @@
 
 import jax
 
-from gspmd.moe import expert_choice, gshard, noisy_top_k, st_moe, switch, top_k
+from gspmd.moe import expert_choice, gshard, inputs, noisy_top_k, st_moe, switch, top_k
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.routing import Routing
 from gspmd.moe.rule import Router
@@ -30,9 +30,14 @@ def route(
     Returns:
         Routing of arrays [G, L, k].
 
+    Raises:
+        PlanError: config is no MoEConfig, or key no key.
+        SpecError: logits or a mask of other shapes than the config asks for.
+
     Example:
         >>> import jax.numpy as jnp
         >>> route(jnp.zeros((2, 8, 4)), MoEConfig(experts=4, router="gshard")).gate.shape
         (2, 8, 2)
     """
+    inputs.settings("route", config)
     return named(config)(logits, config, key=key, mask=mask)

@@ -1,6 +1,6 @@
 """What every router answers, and the queue in front of each expert that decides who finds a slot."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ class Routing:
         gate: [G, L, k] float32, the weight of the expert's answer, 0 where not kept.
         kept: [G, L, k] bool, whether the choice has a slot.
         losses: name to [G] float32, each group's losses, already weighted by the config's coefficient.
+        experts, capacity: X and C that tokens were routed to, as every router states them; None where a Routing is
+            made by hand, and not known.
     """
 
     expert: jax.Array
@@ -29,6 +31,8 @@ class Routing:
     gate: jax.Array
     kept: jax.Array
     losses: dict[str, jax.Array]
+    experts: int | None = field(default=None, metadata={"static": True})
+    capacity: int | None = field(default=None, metadata={"static": True})
 
 
 def top_choices(logits: jax.Array, count: int) -> jax.Array:

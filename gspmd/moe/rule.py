@@ -8,6 +8,8 @@ from inspect import signature
 import jax
 import jax.numpy as jnp
 
+from gspmd.annotate.errors import PlanError, SpecError
+from gspmd.moe import inputs
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.losses import z_loss
 from gspmd.moe.routing import Routing, every_token, finite
@@ -53,7 +55,10 @@ class Router:
         self, logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None
     ) -> Routing:
         """Route the tokens of each group: see the rule's own description."""
-        logits, mask = jnp.asarray(logits), None if mask is None else jnp.asarray(mask)
+        inputs.settings("route", config)
+        inputs.prng_key("route", key)
+        logits = inputs.array("route", "logits", logits, "GLX")
+        mask = None if mask is None else inputs.array("route", "mask", mask, "GL")
         return self._route(logits, config, key=key, mask=mask)
 
     def draw(self, key: jax.Array | None, shape: tuple[int, ...], *, out_sharding=None) -> jax.Array | None:
@@ -66,13 +71,15 @@ class Router:
         """The routing, with its random numbers given: nothing here looks beyond a group.
 
         Raises:
-            ValueError: the config names another router, or logits or a mask have other shapes than it asks for.
+            PlanError: the config names another router.
+            SpecError: logits or a mask have other shapes than it asks for.
         """
         self._check(logits, config, mask)
         padded, logits, mask = mask is not None, finite(logits), every_token(logits, mask)
         if padded:  # whose NaN would be NaN in gradients, where it is multiplied by 0
             logits = jnp.where(mask[..., None] | ~jnp.isnan(logits), logits, 0)
         routing, weight = self._rule(logits, config, draws, mask), config.z_coefficient
+        routing = replace(routing, experts=config.experts, capacity=config.capacity(logits.shape[1]))
         if not weight:
             return routing
         z = weight * z_loss(logits[..., : config.experts], mask)
@@ -84,16 +91,16 @@ class Router:
 
     def _check(self, logits: jax.Array, config: MoEConfig, mask: jax.Array | None) -> None:
         if config.router != self.name:
-            raise ValueError(
+            raise PlanError(
                 f"cannot route: this is router {self.name}, and the config's is {config.router}.\n"
                 "  Call gspmd.moe.route, which takes the config's."
             )
         widths = (config.experts, 2 * config.experts) if config.noisy else (config.experts,)
         if logits.ndim != 3 or logits.shape[-1] not in widths:
             wanted = " or ".join(f"[G, L, {width}]" for width in widths)
-            raise ValueError(f"cannot route: logits are {wanted} for {config.experts} experts; found {logits.shape}.")
+            raise SpecError(f"cannot route: logits are {wanted} for {config.experts} experts; found {logits.shape}.")
         if mask is not None and mask.shape != logits.shape[:2]:
-            raise ValueError(
+            raise SpecError(
                 f"cannot route: a mask of logits {logits.shape} is {logits.shape[:2]}; found {mask.shape}."
             )
 

@@ -1,5 +1,8 @@
 """What an equation means, and the exact wording of its errors."""
 
+import copy
+import pickle
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -184,8 +187,7 @@ UNREADABLE = {
         ("      ^^^^^^", "a product has two operands, and this has 3.", "Write an equation for each two of them."),
     ],
     "A,, B -> A": [
-        ("    ^", "a product has two operands, and this has 3.",
-         "A comma stands beside nothing; nothing is a scalar. Drop the comma."),
+        (" ^", "this comma stands beside nothing, so that the product has 3 operands.", "Drop the comma."),
     ],
     "A, (B, C) + A, (B, C) -> (A, A)": [
         ("   ^^^^^^", "a group cannot stand in a sum of products.",
@@ -234,11 +236,50 @@ UNREADABLE = {
     ],
     "A, (A, A -> A": [("   ^", "this parenthesis is not closed.", "Write a group as '(A, B)'.")],
     "A), A -> A": [(" ^", "this parenthesis closes nothing.", "Open it before, as in '(A, B)', or drop it.")],
-    "A (A, A) -> (A, A)": [("  ^", "a group follows a spec without a comma.", "Write 'A, (B, C)'.")],
+    "A (A, A) -> (A, A)": [(" ^", "a comma is missing between 'A' and '(A, A)'.", "Write 'A, (A, A)'.")],
     "A, (A, A) B -> (A, A)": [
-        ("          ^", "'B' follows a group without a comma.", "Write a comma between the operands of a product."),
+        ("         ^", "a comma is missing between '(A, A)' and 'B'.", "Write '(A, A), B'."),
+        ("          ^", "a product has two operands, and this has 3.", "Write an equation for each two of them."),
     ],
-    "A * B -> AB": [("  ^", "'*' has no meaning in a spec.", "Write a product with a comma, as in 'A, B -> AB'.")],
+    "BLE_xyz E_xF_yz -> BLF": [
+        ("       ^", "a comma is missing between 'BLE_xyz' and 'E_xF_yz'.", "Write 'BLE_xyz, E_xF_yz'."),
+    ],
+    "B_x L E   E F_x -> BLF": [
+        ("       ^^^", "a comma is missing between 'B_x L E' and 'E F_x'.", "Write 'B_x L E, E F_x'."),
+    ],
+    "BL partialsum-x LE -> BE": [
+        ("               ^", "a comma is missing between 'BL partialsum-x' and 'LE'.", "Write 'BL partialsum-x, LE'."),
+    ],
+    "BE, (EF EF) -> (BF BF)": [
+        ("       ^", "a comma is missing between 'EF' and 'EF'.", "Write 'EF, EF'."),
+        ("                  ^", "a comma is missing between 'BF' and 'BF'.", "Write 'BF, BF'."),
+    ],
+    "BLE_xyzE_xF_yz -> BLF": [
+        ("       ^^^", "dimension E stands twice in one spec.",
+         "Every dimension has a letter of its own; two operands have a comma: 'BLE_xyz, E_xF_yz'."),
+    ],
+    "BE, EF -> B BF": [
+        ("            ^", "dimension B stands twice in one spec.", "Every dimension has a letter of its own."),
+    ],
+    "(BF,)": [
+        ("   ^", "nothing follows this comma.", "Drop it: '(BF)'. A scalar as the last member is a space: '(BF, )'."),
+        ("     ^", "an equation has an arrow, and this has none.", ARROW),
+    ],
+    "BE, (EF,) -> (BF)": [
+        ("       ^", "nothing follows this comma.",
+         "Drop it: '(EF)'. A scalar as the last member is a space: '(EF, )'."),
+    ],
+    "BE, EF, -> BF": [
+        ("      ^", "this comma stands beside nothing, so that the product has 3 operands.", "Drop the comma."),
+    ],
+    ", BE, EF -> BF": [
+        ("^", "this comma stands beside nothing, so that the product has 3 operands.", "Drop the comma."),
+    ],
+    "BE, EF -> BF,": [
+        ("            ^", "this comma stands beside nothing, and an equation has one result.", "Drop the comma."),
+    ],
+    "A * B -> AB": [("  ^", "'*' is no comma.", "Write a product with a comma, as in 'A, B -> AB'.")],
+    "BE; EF -> BF": [("  ^", "';' is no comma.", "Write a product with a comma, as in 'A, B -> AB'.")],
     "bl, LE_yy -> BE": [
         ("^^", "'bl' is neither a dimension nor the mesh axes of one.", "Dimensions are capital letters: write 'BL'."),
         ("       ^^", "mesh axis y stands twice in 'E_yy'.", "If 'yy' is the name of one mesh axis, write 'E_{yy}'."),
@@ -258,6 +299,46 @@ def test_an_equation_that_cannot_be_read(text):
     head = f"cannot read the equation {text!r}" + (f": {len(faults)} faults" if len(faults) > 1 else "")
     blocks = [f"    {text}\n    {caret}\n  {fact}\n  {remedy}" for caret, fact, remedy in faults]
     assert str(error.value) == "\n".join([head, *blocks]).replace("    \n", "\n")
+
+
+WRONG_ARROWS = [
+    "→", "⟶", "⇒", "↦", "-->", "=>", "==>", "- >", "-→", "−>", "~>", "|->", ">", "<-", "=", "−", "--", ":", "\\to",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arrow", WRONG_ARROWS)
+def test_an_arrow_of_another_kind_is_all_that_is_wrong(arrow):
+    with pytest.raises(SpecError) as error:
+        parse_equation(f"BE, EF {arrow} BF")
+    (fault,) = error.value.faults
+    assert (fault.start, fault.end) == (7, 7 + len(arrow))
+    assert (fault.fact, fault.remedy) == (f"{arrow!r} is no arrow.", "Write the arrow '->'.")
+
+
+def test_parentheses_without_end_are_read():
+    for text in ("(" * 1200, "A, " + "(" * 1200 + ")" * 300 + " -> A"):
+        with pytest.raises(SpecError):
+            parse_equation(text)
+
+
+def test_an_equation_can_be_kept():
+    equation = parse_equation("BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx)")
+    for copied in (pickle.loads(pickle.dumps(equation)), copy.copy(equation), copy.deepcopy(equation)):
+        assert copied == equation
+        assert hash(copied) == hash(equation)
+        assert (copied.text, copied.spans) == (equation.text, equation.spans)
+
+
+@pytest.mark.parametrize("shapes", [None, 5, [5], [None, None], [(2, 3), 4], "ab"])
+def test_what_gives_no_shapes(shapes):
+    with pytest.raises(SpecError, match="Write a tuple for each operand, and a tuple of tuples for a group"):
+        parse_equation("AB, (BC, BD) -> (AC, AD)").sizes(shapes)
+
+
+@pytest.mark.parametrize("sizes", [None, 5, (2, 3)])
+def test_what_gives_no_sizes(sizes):
+    with pytest.raises(SpecError, match="cannot shard 'A -> A_x' for the sizes"):
+        parse_equation("A -> A_x").check(sizes, {"x": 2})
 
 
 @pytest.mark.parametrize("text", [t for t in UNREADABLE if "one equation after the other" in UNREADABLE[t][0][2]])

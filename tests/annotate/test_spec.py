@@ -1,8 +1,11 @@
 """What a spec means: reading, equality, the canonical text, editing, and what one device holds."""
 
+import copy
+import pickle
 import string
 
 import jax
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -148,3 +151,51 @@ def test_the_sizes_that_an_error_names_would_fit(size, parts, named):
         Spec.parse("B_x").check((size,), {"x": parts})
     assert f"({' or '.join(map(str, named))})" in error.value.faults[0].remedy
     assert [Spec.parse("B_x").local_shape((n,), {"x": parts}) for n in named] == [(n // parts,) for n in named]
+
+
+@pytest.mark.parametrize("text", ["B_xLE_yz partialsum-w", "", "E_{data,model}", "B_xE_?"])
+def test_a_spec_can_be_kept(text):
+    spec = Spec.parse(text)
+    assert isinstance(spec.used, frozenset)  # which is worked out once, and kept
+    for copied in (pickle.loads(pickle.dumps(spec)), copy.copy(spec), copy.deepcopy(spec)):
+        assert copied == spec
+        assert hash(copied) == hash(spec)
+        assert str(copied) == str(spec)
+
+
+SPEC = Spec.parse("B_xE")
+WRONG = {
+    "no sizes": lambda: SPEC.local_shape(None, {"x": 2}),
+    "a size alone": lambda: SPEC.check(8, {"x": 2}),
+    "sizes as text": lambda: SPEC.check("BE", {"x": 2}),
+    "sizes of numbers": lambda: SPEC.check({1: 8, 2: 8}, {"x": 2}),
+    "a size in a list": lambda: SPEC.check({"B": [8], "E": 8}, {"x": 2}),
+    "no mesh": lambda: SPEC.local_shape((8, 8), None),
+    "a mesh of numbers": lambda: SPEC.local_shape((8, 8), {0: 2}),
+    "another dimension": lambda: SPEC.axes_of("Z"),
+    "no dimension": lambda: SPEC.axes_of(None),
+    "a list of dimensions": lambda: SPEC.axes_of(["B"]),
+    "no axes": lambda: SPEC.with_axes("E", None),
+    "an axis that is a number": lambda: SPEC.with_axes("E", (5,)),
+    "no partial sum": lambda: SPEC.with_partial(None),
+    "no such dimension to drop": lambda: SPEC.without("Z"),
+    "no names": lambda: SPEC.rename(None),
+    "a name that is none": lambda: SPEC.rename({"B": 3}),
+    "made of nothing": lambda: Spec(None, None),
+    "made of numbers": lambda: Spec((1, 2), ((), ())),
+    "made of lists": lambda: Spec((["B"],), ((),)),
+    "partial sums of two types": lambda: Spec(("B",), ((),), (1, "x")),
+}
+
+
+@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
+def test_another_type_is_refused(call):
+    with pytest.raises(SpecError) as error:
+        call()
+    assert error.value.__cause__ is None
+    assert str(error.value).count("\n") >= 1  # the fact, and below it what to write
+
+
+def test_sizes_of_numpy_are_whole_numbers():
+    assert SPEC.local_shape((np.int32(2**31 - 2), np.int32(4)), {"x": np.int32(2)}) == (2**30 - 1, 4)
+    assert all(type(size) is int for size in SPEC.local_shape((np.int32(8), np.int64(4)), {"x": np.int32(2)}))

@@ -60,8 +60,8 @@ def test_every_fault_in_one_error():
         "  capacity_factor is -1.0; it must be a number that is not negative.\n"
         "  aux_weight is -1.0; it must be a number that is not negative.\n"
         "  jitter is 2.0; it must lie in [0, 1).\n"
-        "  dispatch is 'scan'; choose from auto, sort, onehot, dropless.\n"
-        "  router is 'hash'; choose from noisy-top-k, gshard, switch, st-moe, top-k, expert-choice."
+        "  dispatch is 'scan'. Choose from auto, sort, onehot, dropless.\n"
+        "  router is 'hash'. Choose from noisy-top-k, gshard, switch, st-moe, top-k, expert-choice."
     )
 
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 from itertools import product
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import gspmd
-from gspmd.annotate.errors import LayoutError, PlanError, SpecError
+from gspmd.annotate.errors import LayoutError, SpecError
 from gspmd.moe import MoEConfig, expert_layer
 from tests.moe import placed
 from tests.moe.placed import LAYOUTS, E, G, L, X, specs
@@ -141,23 +142,19 @@ def test_experts_that_do_not_divide_are_refused(config, make_mesh):
         jax.eval_shape(lambda: expert_layer(x, weights, section, config))
 
 
-def test_rows_and_weights_of_two_dtypes_are_refused(make_mesh):
+@pytest.mark.parametrize("lowering", ["blocking", "looped", "xla"])
+@pytest.mark.parametrize("config", [CONFIG, DROPLESS], ids=lambda config: config.dispatch)
+@pytest.mark.parametrize("narrow", ["tokens", "weights"])
+def test_tokens_and_weights_of_two_dtypes_meet_in_their_joint_one(narrow, config, lowering, make_mesh):
     layout = LAYOUTS["one axis"]
-    with jax.set_mesh(make_mesh(layout.mesh)):
-        x, weights, mask = placed.arrays(layout)
-        narrow = x.astype("bfloat16")
-        with pytest.raises(PlanError) as error:
-            jax.eval_shape(placed.layer(layout, DROPLESS), narrow, weights, mask)
-    assert str(error.value) == (
-        "cannot bring tokens of bfloat16 to weights of float32 in chunks, or in rows.\n"
-        "  Cast the one or the other; lowering 'blocking' with dispatch 'sort' takes both as they are."
-    )
-
-
-@pytest.mark.parametrize("lowering", ["blocking", "looped"])
-def test_without_capacity_every_token_passes_by(lowering, make_mesh):
-    layout = LAYOUTS["experts x model"]
     with jax.set_mesh(make_mesh(layout.mesh)), gspmd.lowering(lowering):
-        y, _, stats = jax.jit(placed.layer(layout, replace(CONFIG, capacity_factor=0.0)))(*placed.arrays(layout))
-    assert not np.any(y)
-    assert stats["dropped"] == 1
+        x, weights, mask = placed.arrays(layout)
+        if narrow == "tokens":
+            x = x.astype("bfloat16")
+        else:
+            weights |= {"w_out": weights["w_out"].astype("bfloat16")}
+        loss = lambda x, w, mask: jnp.sum(placed.layer(layout, config)(x, w, mask)[0])  # noqa: E731
+        y, _, _ = jax.eval_shape(placed.layer(layout, config), x, weights, mask)
+        gradients = jax.eval_shape(jax.grad(loss, (0, 1)), x, weights, mask)
+    assert y.dtype == jnp.float32
+    assert jax.tree.map(lambda leaf: leaf.dtype, gradients) == jax.tree.map(lambda leaf: leaf.dtype, (x, weights))

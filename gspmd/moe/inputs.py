@@ -1,0 +1,134 @@
+"""What the calls of this room are given: of another type than they take, it is refused before anything is traced."""
+
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspmd.annotate.errors import PlanError, SpecError, suggestion
+from gspmd.moe.config import MoEConfig
+
+
+def choice(doing: str, name: str, value: Any, known: Iterable[str], more: str = "") -> None:
+    """Refuse a value that is none of the known names.
+
+    Raises:
+        PlanError: with the nearest name, where one is near.
+    """
+    if not isinstance(value, str) or value not in known:
+        hint = suggestion(value, known) if isinstance(value, str) else ""
+        raise PlanError(f"cannot {doing}: {name} is {value!r}.\n  {hint}Choose from {', '.join(known)}{more}.")
+
+
+def settings(doing: str, config: Any) -> MoEConfig:
+    """The config, refused where it is anything else.
+
+    Raises:
+        PlanError: it is no MoEConfig.
+    """
+    if not isinstance(config, MoEConfig):
+        raise PlanError(
+            f"cannot {doing}: config is {_shown(config)}, and no MoEConfig.\n"
+            "  Write gspmd.moe.MoEConfig(experts=8, router='switch')."
+        )
+    return config
+
+
+def whole(doing: str, name: str, value: Any) -> int:
+    """A number of things, 0 or more.
+
+    Raises:
+        SpecError: it is no whole number, is below 0, or is not known before the program runs.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
+        raise SpecError(
+            f"cannot {doing}: {name} is {_shown(value)}.\n"
+            "  It is a size, and so a whole number, 0 or more, that is known before the program runs."
+        )
+    return int(value)
+
+
+def array(
+    doing: str, name: str, value: Any, notation: str, *, real: bool = False, whole: bool = False
+) -> jax.Array | np.ndarray:
+    """An array; lists of numbers become one.
+
+    Args:
+        doing: what for, in the words of the error.
+        name: of the argument.
+        value: what was given.
+        notation: its dimensions, one letter each.
+        real: only floating-point numbers will do, for they are multiplied and differentiated.
+        whole: only integers will do, for they count.
+
+    Raises:
+        SpecError: no array of so many dimensions can be made of it, or of numbers of another kind.
+    """
+    wanted = f"[{', '.join(notation)}]"
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise SpecError(
+            f"cannot {doing}: {name} is {_shown(value)}, a shape without values.\n"
+            "  Call it inside jax.eval_shape, or gspmd.trace, which give the function arrays."
+        )
+    if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        try:
+            value = jnp.asarray(value)
+        except (TypeError, ValueError):
+            remedy = f"Pass an array {wanted}."
+            raise SpecError(f"cannot {doing}: {name} is {_shown(value)}, and no array.\n  {remedy}") from None
+    if len(value.shape) != len(notation):
+        raise SpecError(f"cannot {doing}: {name} is {wanted}; found {tuple(value.shape)}.")
+    kinds = ("floating",) if real else ("integer",) if whole else ("floating", "integer", "bool_")
+    if not any(jnp.issubdtype(value.dtype, getattr(jnp, kind)) for kind in kinds):
+        numbers = "floating-point numbers" if real else "integers" if whole else "real numbers"
+        raise SpecError(f"cannot {doing}: {name} is of {value.dtype}.\n  Cast it: {name} holds {numbers}.")
+    return value
+
+
+def prng_key(doing: str, key: Any) -> None:
+    """Refuse what is no key of random numbers; None, which draws nothing, is fine.
+
+    Raises:
+        PlanError: a seed, several keys, or anything else.
+    """
+    if key is None:
+        return
+    typed = hasattr(key, "dtype") and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+    old = hasattr(key, "dtype") and hasattr(key, "shape") and key.dtype == jnp.uint32 and len(key.shape) == 1
+    if (typed and key.shape == ()) or old:
+        return
+    if typed:
+        fact, remedy = f"key holds keys {key.shape}, and one is taken", "Pass one of them, or use jax.vmap"
+    else:
+        seed = key if isinstance(key, Integral) and not isinstance(key, bool) else 0
+        fact, remedy = f"key is {_shown(key)}, and no key", f"A key is made of a seed: jax.random.key({seed})"
+    raise PlanError(f"cannot {doing}: {fact}.\n  {remedy}.")
+
+
+def attributes(doing: str, layout: Any, names: Sequence[str]) -> None:
+    """Refuse a layout without some of the keys of its moe section.
+
+    Raises:
+        PlanError: naming them.
+    """
+    missing = [name for name in names if not hasattr(layout, name)]
+    if missing:
+        raise PlanError(
+            f"cannot {doing}: layout is {_shown(layout)}, which lacks {', '.join(missing)}.\n"
+            "  Pass the moe section of a layout: gspmd.Layout.load('gshard').section('moe')."
+        )
+
+
+def is_known(value: Any) -> bool:
+    """Whether an array's values can be looked at: it is not traced, and every part of it is on this host."""
+    if isinstance(value, jax.Array):
+        return not isinstance(value, jax.core.Tracer) and value.is_fully_addressable
+    return isinstance(value, np.ndarray)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"
