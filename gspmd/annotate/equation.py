@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from gspmd.annotate.errors import Fault, SpecError, listed, report
-from gspmd.annotate.fit import mesh_sizes
+from gspmd.annotate.fit import mesh_sizes, whole_sizes
 from gspmd.annotate.operands import EquationReader
 from gspmd.annotate.rules import faults_of
 from gspmd.annotate.spec import Spec, spec_from
@@ -79,7 +79,10 @@ class Equation:
 
     def check(self, sizes: Mapping[str, int], mesh: Any) -> None:
         """Raises SpecError, with every fault, unless every spec of the equation fits these sizes and this mesh."""
-        mesh = mesh_sizes(mesh)
+        if not isinstance(sizes, Mapping):
+            raise SpecError(f"cannot shard {self.text or str(self)!r} for the sizes {sizes!r}.\n"
+                            "  Write the size of every dimension of the whole tensors, such as {'B': 8, 'E': 16}.")
+        mesh, sizes = mesh_sizes(mesh), whole_sizes(sizes)
         specs = [*(s for o in self.operands for s in o.specs), *self.outputs]
         faults = [self._placed(at, f) for at, spec in enumerate(specs) for f in spec.faults(sizes, mesh)]
         if faults:

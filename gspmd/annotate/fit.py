@@ -1,6 +1,7 @@
 """Whether a spec fits the sizes of an array and of a mesh: known axes, a size per dimension, and even parts."""
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,24 +14,44 @@ if TYPE_CHECKING:
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
-    """The size of every mesh axis by name, of a mapping or of a `jax.sharding.Mesh`.
+    """The size of every mesh axis by name, of a mapping or of a `jax.sharding.Mesh`, as Python's own integers.
+
+    Raises:
+      SpecError: it is no mesh, a name is no text, or a size is no whole number of 1 or more.
 
     >>> mesh_sizes({"x": 4, "y": 2})
     {'x': 4, 'y': 2}
     """
     sizes = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
-    if not isinstance(sizes, Mapping):
+    if not isinstance(sizes, Mapping) or not all(isinstance(axis, str) for axis in sizes):
         raise SpecError(f"cannot read a mesh from {mesh!r}.\n"
                         "  Write {'x': 4, 'y': 2}, or pass a jax.sharding.Mesh.")
     for axis, size in sizes.items():
-        if not _whole(size) or size < 1:
+        if whole(size) is None or size < 1:
             raise SpecError(f"mesh axis {axis} has size {size!r}.\n"
                             "  The size of a mesh axis is a whole number, 1 or more.")
-    return dict(sizes)
+    return {axis: whole(size) for axis, size in sizes.items()}
+
+
+def whole_sizes(sizes: Mapping[str, int] | Sequence[int]) -> dict[str, int] | tuple[int, ...]:
+    """Sizes by dimension, or a shape, in Python's own integers: those of numpy overflow when bytes are counted.
+
+    What is no whole number stays as it is, for `faults_of` to name.
+
+    Raises:
+      SpecError: it is neither a mapping nor a sequence.
+    """
+    if isinstance(sizes, Mapping):
+        return {dim: size if whole(size) is None else whole(size) for dim, size in sizes.items()}
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str):
+        raise SpecError(f"cannot read sizes from {sizes!r}.\n"
+                        "  Write the size of every dimension of the whole tensors, {'B': 8, 'E': 16}, or a shape.")
+    return tuple(size if whole(size) is None else whole(size) for size in sizes)
 
 
 def faults_of(spec: "Spec", sizes: Mapping[str, int] | Sequence[int], mesh: Mapping[str, int]) -> tuple[Fault, ...]:
     """Every fault of a spec on this mesh for these sizes, which are given by dimension or as a shape."""
+    sizes = whole_sizes(sizes)
     unknown = [fault for at in range(len(spec.dims) + 1) for fault in _unknown_axes(spec, at, mesh)]
     if not isinstance(sizes, Mapping):
         if len(sizes) != len(spec.dims):
@@ -88,7 +109,7 @@ def _size_fault(spec: "Spec", at: int, sizes: Mapping[str, int], mesh: Mapping[s
         known = f"Sizes are given for {listed(sizes)}." if sizes else "No sizes are given."
         return fault_at(spec, at, f"dimension {dim} has no size.", known)
     size, parts = sizes[dim], math.prod(mesh[a] for a in axes)
-    if not _whole(size) or size < 0:
+    if whole(size) is None or size < 0:
         return fault_at(spec, at, f"dimension {dim} has size {size!r}.", "A size is a whole number, and not negative.")
     if size % parts == 0:
         return None
@@ -107,5 +128,11 @@ def _over(axes: Sequence[str], mesh: Mapping[str, int]) -> str:
     return f"mesh axes {listed(axes)} (size {factors} = {math.prod(mesh[a] for a in axes)}) do not divide"
 
 
-def _whole(size: Any) -> bool:
-    return hasattr(size, "__index__") and not isinstance(size, bool)
+def whole(size: Any) -> int | None:
+    """A whole number as Python's own, whoever's it is; None for what is none. True and False are none."""
+    if type(size).__name__ in ("bool", "bool_"):  # numpy's too, which parsing does not know
+        return None
+    try:
+        return operator.index(size)
+    except TypeError:
+        return None

@@ -159,7 +159,7 @@ class Spec:
           >>> Spec.parse("B_xLE_yz").local_shape((8, 128, 512), {"x": 4, "y": 2, "z": 2})
           (2, 128, 128)
         """
-        mesh = mesh_sizes(mesh)
+        mesh, sizes = mesh_sizes(mesh), fit.whole_sizes(sizes)
         self.check(sizes, mesh)
         if self.is_open:
             at = self.axes.index((OPEN,))
