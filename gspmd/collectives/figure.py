@@ -61,7 +61,7 @@ def _one(plan: "Plan", heading: Text, width: int | None) -> Text:
         text.append(f"{_INDENT}{line}\n", style="dim")
     sent, held = amount_of_bytes(plan.wire_bytes), amount_of_bytes(plan.peak_bytes)
     work, time = amount_of_flops(plan.flops), amount_of_seconds(plan.seconds)
-    return text.append(f"{_INDENT}per device: {sent} sent, {work}, {time}, {held} held", style="dim")
+    return text.append(f"{_INDENT}per device: {sent} sent, {work}, {time}, about {held} held", style="dim")
 
 
 def _steps(steps: tuple[Step, ...], width: int | None) -> list[Text]:

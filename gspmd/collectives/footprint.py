@@ -10,7 +10,8 @@ say, where data has to lie in another order:
 
 A slice, a sum, or what is put together is written in the order in which it is needed next, at no cost.
 
-Counted as XLA's buffer assignment places them on host devices; docstring of `Plan.peak_bytes` for what others do.
+Counted as XLA's buffer assignment places them on host devices, under lowering blocking. Of a tensor that travels while
+it is multiplied, the chunks are counted that are there at once, and no copies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from math import prod
 
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.cost import itemsize
+from gspmd.collectives.loops import Loops, Travel, gather_of, share_held
 from gspmd.collectives.plan import Move, Output, Product, Routine, Step
 from gspmd.collectives.problem import Tensor
 
@@ -68,7 +70,9 @@ class Footprint:
         outputs: Sequence[Tensor],
         sizes: Mapping[str, int],
         mesh: Mapping[str, int],
+        loops: Loops = Loops(),  # noqa: B008  (it cannot be changed)
     ):
+        self.loops = loops
         self.routine, self.inputs, self.outputs, self.sizes, self.mesh = routine, inputs, outputs, sizes, mesh
         self.made: list[Value] = []
         self.output_of = {number: n for n, output in enumerate(routine.outputs) for number in output.products}
@@ -82,7 +86,8 @@ class Footprint:
             for number, product in enumerate(routine.products)
         ]
         results = [self._result(number, output, products) for number, output in enumerate(routine.outputs)]
-        given = sum(self._bytes(tensor.spec, tensor.dtype) for tensor in self.inputs)
+        used = [self.inputs[source] for source in sorted({move.source for move in routine.moves})]
+        given = sum(self._bytes(tensor.spec, tensor.dtype) for tensor in used)
         return given + sum(buffer.size for buffer in results) + self._between(results)
 
     def _between(self, results: Sequence[Buffer]) -> int:
@@ -177,8 +182,11 @@ class Footprint:
 
     def _ready(self, number: int, move: Move) -> Value:
         """An operand as the products that use it take it."""
-        dtype = self._given(number)
-        value = self._chain(move.steps, Value(self.routine.inputs[move.source]), dtype)
+        dtype, travel = self._given(number), gather_of(move) if number in self.loops.gathers else None
+        given = Value(move.steps[0].before if move.steps else move.spec)
+        if travel is not None:
+            return self._travelling(number, travel, self._chain(move.steps[: -len(travel.steps)], given, dtype), dtype)
+        value = self._chain(move.steps, given, dtype)
         wide = {dim for dim in value.spec.dims if self._local(value.spec, dim) > 1}
         scattered = any(
             self._order(product).scattered(side, wide)
@@ -187,6 +195,13 @@ class Footprint:
             if used == number and product.right is not None
         )
         return self._copied(value, dtype) if scattered or value.front else value
+
+    def _travelling(self, number: int, travel: Travel, shard: Value, dtype: str) -> Value:
+        """An operand that travels while it is multiplied: a device has some chunks of it at once."""
+        value = self._make(travel.whole, dtype, shard)
+        share = share_held(self.routine, self.loops, number, self.mesh)
+        value.buffers = tuple(Buffer(int(buffer.size * share)) for buffer in value.buffers)
+        return value
 
     def _order(self, product: Product) -> "_Order":
         left, right = (self.routine.moves[move].spec.dims for move in (product.left, product.right))
@@ -242,9 +257,9 @@ class _Order:
 
     def scattered(self, side: int, wide: set[str]) -> bool:
         """Whether an operand has to be copied before it is multiplied; dimensions of size 1 stand anywhere."""
-        batch, contracted, free = ([d for d in dims if d in wide] for dims in (self.batch, self.contracted, self.free[side]))
+        dims = (self.batch, self.contracted, self.free[side])
+        batch, contracted, free = ([dim for dim in each if dim in wide] for each in dims)
         orders = [free + contracted, contracted + free]
-        if max(len(contracted), *(len(each) for each in self.free)) > 1:  # merged, in this order and no other
+        if max(len(contracted), len(free)) > 1:  # they are merged, and stand in this order
             orders = orders[side : side + 1]
-        lies = [dim for dim in self.sides[side] if dim in wide]
-        return lies not in [batch + order for order in orders]
+        return [dim for dim in self.sides[side] if dim in wide] not in [batch + order for order in orders]

@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from math import prod
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,11 +14,11 @@ from gspmd.collectives import planner
 from gspmd.collectives.amounts import amount_of_bytes, amount_of_seconds
 from gspmd.collectives.chips import Chip
 from gspmd.collectives.chips import chip as chip_row
-from gspmd.collectives.cost import itemsize
 from gspmd.collectives.figure import figure
+from gspmd.collectives.footprint import Footprint
 from gspmd.collectives.frozen import FrozenDict
 from gspmd.collectives.looping import plan_loops
-from gspmd.collectives.loops import Loops, kept, share_held
+from gspmd.collectives.loops import Loops, kept
 from gspmd.collectives.lowering import resolve
 from gspmd.collectives.plan import Routine, Step
 from gspmd.collectives.printing import html, printable
@@ -83,20 +82,12 @@ class Plan:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most bytes held at once, counted as if nothing were freed: operands, moved copies, results."""
-        used = [self._inputs[source] for source in sorted({m.source for m in self.routine.moves})]
-        held = [_held(tensor.spec, tensor.dtype, self) for tensor in used]
-        moved = [
-            int(_held(m.spec, self._inputs[m.source].dtype, self) * share_held(self.routine, self.loops, n, self.mesh))
-            for n, m in enumerate(self.routine.moves)
-            if m.steps
-        ]
-        owed = [
-            _held(product.einsum.after, self._outputs[0].dtype, self)
-            for product in self.routine.products
-            if not product.passes_through and product.einsum.after not in [t.spec for t in self._outputs]
-        ]
-        return sum((*held, *moved, *owed, *(_held(t.spec, t.dtype, self) for t in self._outputs)))
+        """The most bytes that one device holds at once: operands, results, and what there is between them.
+
+        Every buffer is counted from the step that makes it to the last that reads it, as XLA lays buffers out on host
+        devices. For the chip of the plan it is an estimate; docs/plans.md has how far compiled programs are from it.
+        """
+        return Footprint(self.routine, self._inputs, self._outputs, self.sizes, self.mesh, self.loops).peak()
 
     @cached_property
     def backward(self) -> Routine:
@@ -154,11 +145,6 @@ class Plan:
 def _setting(plan: Plan) -> Setting:
     real = tuple((axis, size) for axis, size in plan.mesh.items() if size > 1)
     return Setting(tuple(plan.sizes.items()), real, plan.chip)
-
-
-def _held(spec: Spec, dtype: str, plan: Plan) -> int:
-    whole = prod(plan.sizes[dim] for dim in spec.dims) * itemsize(dtype)
-    return whole // prod(plan.mesh[axis] for axes in spec.axes for axis in axes)
 
 
 def _gradient(whole: Plan, number: int, claimed: set[int]) -> Plan:
