@@ -45,7 +45,7 @@ def figure(plan: "Plan", *, gradients: bool = False, width: int | None = None) -
 
 def _heading(plan: "Plan", width: int | None) -> Text:
     sizes, mesh = (" ".join(f"{name}={size}" for name, size in of.items()) for of in (plan.sizes, plan.mesh))
-    said = [sizes, f"mesh {mesh}", " ".join(dict.fromkeys(plan.dtypes)), plan.chip.name, plan.lowering]
+    said = [sizes, f"mesh {mesh}", " ".join(dict.fromkeys(plan.dtypes)), plan.chip.describe(plan.mesh), plan.lowering]
     lines = [said[0]]
     for each in said[1:]:
         fits = width is None or len(lines[-1]) + 3 + len(each) <= width

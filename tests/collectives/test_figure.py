@@ -35,6 +35,11 @@ def test_nothing_to_do():
     assert "(nothing to do)" in str(_plan("B_xE -> B_xE"))
 
 
+def test_the_heading_says_over_how_many_nodes_devices_are_spread():
+    text = str(_plan("B_{data}E, EF_{model} -> B_{data}F_{model}", {"data": 32, "model": 8}, chip="h100"))
+    assert "   mesh data=32 model=8   bfloat16   h100 · 32 nodes of 8   blocking\n" in text
+
+
 def test_long_axis_names_are_set_apart():
     text = str(_plan("BE_{data,model} -> BE", {"data": 4, "model": 2}))
     assert "── all-gather data,model ─▶" in text
