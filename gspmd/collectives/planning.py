@@ -289,7 +289,7 @@ def tensors(
     flat = [spec for operand in equation.operands for spec in operand.specs]
     names = ["operand"] if len(flat) == 1 else [f"operand {i + 1}" for i in range(len(flat))]
     inputs = [Tensor(s.without_trivial(mesh), d, wire_dtype or d, n) for s, d, n in zip(flat, dtypes, names)]
-    joint = str(jnp.result_type(*map(jnp.dtype, dtypes)))
-    dtype = dtype or joint
+    alike = len(set(dtypes)) == 1  # then it is theirs, whether or not JAX has been told to have 64 bits
+    dtype = dtype or (dtypes[0] if alike else str(jnp.result_type(*map(jnp.dtype, dtypes))))
     outputs = [Tensor(s.without_trivial(mesh), dtype, wire_dtype or dtype, "result") for s in equation.outputs]
     return inputs, outputs

@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -207,6 +208,12 @@ def test_numbers_of_numpy_do_not_overflow(kind):
     assert {type(figure) for figure in figures} == {int}
 
 
+def test_a_result_has_its_operands_dtype_with_and_without_64_bits():
+    with warnings.catch_warnings(action="error"):
+        wide = gspmd.plan("BE_x, E_xF -> BF_x", {"B": 4, "E": 8, "F": 12}, {"x": 2}, dtype="float64")
+    assert wide.wire_bytes == 8 * 4 * 12 // 2
+
+
 def test_dimensions_that_the_equation_lacks_are_not_read():
     assert _plan("BE_x -> BE") is gspmd.plan("BE_x -> BE", {"B": B, "E": E, "note": ["not", "read"]}, CUBE)
 
@@ -378,6 +385,15 @@ ERRORS = [
         for wrong in ([16], None, "16", 16.0, True, np.True_, -2, np.float32(16), np.array([16]), np.array(16.0))
     ),
     (
+        {"sizes": SIZES | {"B": 2**40}},
+        SpecError,
+        f"cannot shard 'BE_x, EF -> BF' for the sizes B={2**40}, E=16, F=32: 2 faults\n"
+        "    BE_x, EF -> BF\n    ^\n"
+        f"  dimension B has size {2**40}.\n  No array has a dimension of 2^40 or more.\n"
+        "    BE_x, EF -> BF\n                ^\n"
+        f"  dimension B has size {2**40}.\n  No array has a dimension of 2^40 or more.",
+    ),
+    (
         {"sizes": {"B": 8, "F": 2}},
         SpecError,
         "cannot shard 'BE_x, EF -> BF' for the sizes B=8, F=2: 2 faults\n"
@@ -420,7 +436,7 @@ ERRORS = [
     ),
     *(
         ({"lowering": wrong}, PlanError, f"no lowering is called {wrong!r}.\n  Known: {', '.join(LOWERINGS)}.")
-        for wrong in (5, ["a"])
+        for wrong in (5, ["a"], {})
     ),
     *(
         ({"chip": wrong}, PlanError, f"no chip is called {wrong!r}.\n  Known chips: {', '.join(CHIPS)}.")
