@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gspmd.annotate.spec import Spec
 
 LARGEST = 2**40
-"""No dimension is as long as this, so that its bytes, times those of a few others, are numbers that are counted with."""
+"""No dimension is as long as this; what is counted from sizes then stays within 64 bits."""
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
