@@ -1,12 +1,39 @@
 """Write the sharding as the papers write it; see what it costs; run it."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# At once, and not below: the package gspmd.annotate has its function's name, and the function is the public one.
 from gspmd.annotate import LayoutError, PlanError, Spec, SpecError, annotate
-from gspmd.audit.ledger import Ledger, ledger
-from gspmd.collectives.einsum import einsum, reshard
-from gspmd.collectives.lowering import lowering
-from gspmd.collectives.planning import Plan, plan
-from gspmd.collectives.trace import ProgramPlan, trace
-from gspmd.layouts import Layout
+
+if TYPE_CHECKING:
+    from gspmd import audit as audit
+    from gspmd import collectives as collectives
+    from gspmd import host as host
+    from gspmd import layouts as layouts
+    from gspmd import moe as moe
+    from gspmd import training as training
+    from gspmd.audit.ledger import Ledger, ledger
+    from gspmd.collectives.einsum import einsum, reshard
+    from gspmd.collectives.lowering import lowering
+    from gspmd.collectives.planning import Plan, plan
+    from gspmd.collectives.trace import ProgramPlan, trace
+    from gspmd.layouts import Layout
+
+# The rest is imported when it is asked for, so that `import gspmd` takes little longer than `import jax`.
+_HOMES = {
+    "Layout": "gspmd.layouts",
+    "Ledger": "gspmd.audit.ledger",
+    "Plan": "gspmd.collectives.planning",
+    "ProgramPlan": "gspmd.collectives.trace",
+    "einsum": "gspmd.collectives.einsum",
+    "ledger": "gspmd.audit.ledger",
+    "lowering": "gspmd.collectives.lowering",
+    "plan": "gspmd.collectives.planning",
+    "reshard": "gspmd.collectives.einsum",
+    "trace": "gspmd.collectives.trace",
+}
+_ROOMS = ("audit", "collectives", "host", "layouts", "moe", "training")
 
 __all__ = [
     "Layout",
@@ -17,6 +44,7 @@ __all__ = [
     "ProgramPlan",
     "Spec",
     "SpecError",
+    "__version__",
     "annotate",
     "einsum",
     "ledger",
@@ -25,3 +53,26 @@ __all__ = [
     "reshard",
     "trace",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"gspmd.{name}")
+    if name in _HOMES:
+        found = getattr(import_module(_HOMES[name]), name)
+    elif name == "__version__":
+        found = _version()
+    else:
+        raise AttributeError(f"module 'gspmd' has no attribute {name!r}", name=name, obj=import_module("gspmd"))
+    globals()[name] = found
+    return found
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("gspmd")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_ROOMS])

@@ -6,14 +6,12 @@ Nothing runs and nothing is compiled: no device of the mesh is needed.
 """
 
 import argparse
-import json
 import sys
-
-from rich.console import Console
 
 import gspmd
 from gspmd.collectives import figure
 from gspmd.collectives.lowering import LOWERINGS
+from gspmd.collectives.printing import console
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,39 +27,15 @@ def main(arguments: list[str] | None = None) -> int:
             lowering=options.lowering,
             via=options.via,
         )
-        gradients = plan.gradients if options.gradients else ()
+        data = plan.to_json(gradients=options.gradients)
     except (gspmd.SpecError, gspmd.PlanError) as error:
         print(f"{_parser().prog}: {error}", file=sys.stderr)
         return 2
     if options.json:
-        print(json.dumps(as_json(plan, gradients), indent=2))
+        print(data)
     else:
-        figure.show(plan, Console(), gradients=options.gradients)
+        figure.show(plan, console(), gradients=options.gradients)
     return 0
-
-
-def as_json(plan: gspmd.Plan, gradients: tuple[gspmd.Plan, ...] = ()) -> dict:
-    """A plan as plain data: its steps, its totals, and the same of its gradients; bytes and seconds are per device."""
-    settings = {"mesh": dict(plan.mesh), "sizes": dict(plan.sizes), "chip": plan.chip.name, "lowering": plan.lowering}
-    return {**_totals(plan), **settings, "gradients": [_totals(gradient) for gradient in gradients]}
-
-
-def _totals(plan: gspmd.Plan) -> dict:
-    figures = {name: getattr(plan, name) for name in ("wire_bytes", "flops", "seconds", "peak_bytes")}
-    steps = [
-        {
-            "kind": step.kind,
-            "axes": list(step.axes),
-            "operand": step.operand,
-            "before": str(step.before),
-            "after": str(step.after),
-            "wire_bytes": step.wire_bytes,
-            "flops": step.flops,
-            "seconds": step.seconds,
-        }
-        for step in plan.steps
-    ]
-    return {"equation": str(plan.equation), "dtypes": list(plan.dtypes), "steps": steps, **figures}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -85,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _numbers(text: str) -> dict[str, int]:
     pairs = [pair.partition("=") for pair in text.split(",")]
-    wrong = next(("".join(pair) for pair in pairs if not pair[0].strip() or not pair[2].strip().isdigit()), None)
+    wrong = next(("".join(pair) for pair in pairs if not pair[0].strip() or not pair[2].strip().isdecimal()), None)
     if wrong is not None:
         raise argparse.ArgumentTypeError(f"{wrong!r} is not a name and a size, such as x=4.")
     names = [name.strip() for name, *_ in pairs]

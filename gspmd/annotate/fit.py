@@ -12,6 +12,9 @@ from gspmd.annotate.written import OPEN, dim_text
 if TYPE_CHECKING:
     from gspmd.annotate.spec import Spec
 
+LARGEST = 2**40
+"""No dimension is as long as this; what is counted from sizes then stays within 64 bits."""
+
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
     """The size of every mesh axis by name, of a mapping or of a `jax.sharding.Mesh`, as Python's own integers.
@@ -111,6 +114,8 @@ def _size_fault(spec: "Spec", at: int, sizes: Mapping[str, int], mesh: Mapping[s
     size, parts = sizes[dim], math.prod(mesh[a] for a in axes)
     if whole(size) is None or size < 0:
         return fault_at(spec, at, f"dimension {dim} has size {size!r}.", "A size is a whole number, and not negative.")
+    if size >= LARGEST:
+        return fault_at(spec, at, f"dimension {dim} has size {size}.", "No array has a dimension of 2^40 or more.")
     if size % parts == 0:
         return None
     below = size // parts * parts

@@ -8,6 +8,7 @@ from math import prod
 from types import MappingProxyType
 
 from gspmd.annotate.errors import PlanError, suggestion
+from gspmd.collectives.frozen import FrozenDict
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Chip:
     clock: float
     #: names that JAX gives the device
     device_kinds: tuple[str, ...] = ()
-    source: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    source: Mapping[str, str] = field(default_factory=FrozenDict, compare=False, repr=False)
     #: every link leads to one peer of its own, and there is no switch
     full_mesh: bool = False
     #: latency of a collective besides its hops, seconds
@@ -59,6 +60,7 @@ class Chip:
     network_seconds: float = 0.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "source", FrozenDict(self.source))
         if self.node_devices and self.network_bandwidth <= 0:
             raise PlanError(
                 f"chip {self.name!r} comes in nodes of {self.node_devices}, and nothing connects them.\n"
@@ -109,7 +111,7 @@ def _load() -> dict[str, Chip]:
 
 
 def _chip(name: str, row: dict) -> Chip:
-    source = MappingProxyType(row.pop("source"))
+    source = row.pop("source")
     kinds = tuple(row.pop("device_kinds"))
     return Chip(name=name, device_kinds=kinds, source=source, **row)
 

@@ -28,9 +28,13 @@ def dtype_name(dtype: Any) -> str:
         ('bfloat16', 'float32')
     """
     try:
-        return np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype).name
-    except TypeError:
-        raise PlanError(f"no dtype is called {dtype!r}.\n  Write 'bfloat16', 'float32', 'int8', ...") from None
+        found = np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
+    except (TypeError, ValueError, SyntaxError):  # a SyntaxError of numpy's own little language, "2i,"
+        found = None
+    numeric = found is not None and (found.kind in "biufc" or hasattr(ml_dtypes, found.name))
+    if dtype is None or not numeric:  # None is float64 to numpy
+        raise PlanError(f"no dtype is called {dtype!r}.\n  Write 'bfloat16', 'float32', 'int8', ...")
+    return found.name
 
 
 def itemsize(dtype: str) -> int:

@@ -1,12 +1,15 @@
-"""A plan as text, as the papers draw it: a chain of specs, each arrow a collective, with bytes and microseconds."""
+"""A plan as the papers draw it: a chain of specs, each arrow a collective, with bytes and microseconds."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
+from gspmd.collectives.amounts import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
 from gspmd.collectives.loops import Ring, Stripes, Travel, gather_of, scatter_of
 from gspmd.collectives.plan import Step
+from gspmd.collectives.printing import columns
 
 if TYPE_CHECKING:
     from gspmd.collectives.planning import Plan
@@ -20,41 +23,70 @@ COLORS = {
     "slice": "green",
     "einsum": "white",
 }
+_INDENT = "  "
+_BREAKS = ((), (1,), (1, 3), (1, 2, 3))  # before which cells of a step a line is broken, the fewest first
 
 
-def plain(plan: "Plan") -> str:
-    """The figure without colors."""
-    return figure(plan).plain
+def figure(plan: "Plan", *, gradients: bool = False, width: int | None = None) -> Text:
+    """The figure: a heading, a line per step, a total; with `gradients`, those of the cotangents behind it.
 
-
-def figure(plan: "Plan", *, gradients: bool = False) -> Text:
-    """The figure: a heading, a line per step, a total; with `gradients`, those of the cotangents behind it."""
-    text = Text()
-    mesh = " ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
-    sizes = " ".join(f"{dim}={size}" for dim, size in plan.sizes.items())
-    dtypes = " ".join(dict.fromkeys(plan.dtypes))
-    text.append(f"{plan.equation}\n", style="bold")
-    text.append(f"{sizes}   mesh {mesh}   {dtypes}   {plan.chip.name}   {plan.lowering}\n", style="dim")
-    _lines(text, plan)
+    Args:
+        plan: what to draw.
+        gradients: whether to draw theirs too.
+        width: columns that there are. Lines that are wider are broken, and nothing is cut off: the heading between its
+            figures, and every step before its arrow, before its figures, or before each of its cells.
+    """
+    drawn = [_one(plan, _heading(plan, width), width)]
     for number, gradient in enumerate(plan.gradients if gradients else (), 1):
-        text.append(f"\n\ngradient of operand {number}: ", style="dim")
-        text.append(f"{gradient.equation}\n", style="bold")
-        _lines(text, gradient)
-    return text
+        title = Text.assemble((f"\n\ngradient of operand {number}: ", "dim"), (f"{gradient.equation}\n", "bold"))
+        drawn.append(_one(gradient, title, width))
+    return Text().join(drawn)
 
 
-def _lines(text: Text, plan: "Plan") -> None:
-    rows = [_row(step) for step in plan.steps] or [("(nothing to do)", "", "", "", "", Step)]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    for before, arrow, after, amount, time, step in rows:
-        text.append(f"  {before.ljust(widths[0])}  ")
-        text.append(arrow.ljust(widths[1]), style=COLORS.get(getattr(step, "kind", ""), ""))
-        text.append(f"  {after.ljust(widths[2])}  {amount.rjust(widths[3])}  {time.rjust(widths[4])}\n")
+def _heading(plan: "Plan", width: int | None) -> Text:
+    sizes, mesh = (" ".join(f"{name}={size}" for name, size in of.items()) for of in (plan.sizes, plan.mesh))
+    said = [sizes, f"mesh {mesh}", " ".join(dict.fromkeys(plan.dtypes)), plan.chip.describe(plan.mesh), plan.lowering]
+    lines = [said[0]]
+    for each in said[1:]:
+        fits = width is None or len(lines[-1]) + 3 + len(each) <= width
+        lines = [*lines[:-1], f"{lines[-1]}   {each}"] if fits else [*lines, f"{_INDENT}{each}"]
+    return Text.assemble((f"{plan.equation}\n", "bold"), ("\n".join(lines) + "\n", "dim"))
+
+
+def _one(plan: "Plan", heading: Text, width: int | None) -> Text:
+    text = heading.copy()
+    for line in _steps(plan.steps, width) or [Text(f"{_INDENT}(nothing to do)")]:
+        text.append_text(line).append("\n")
     for line in looped(plan):
-        text.append(f"  {line}\n", style="dim")
+        text.append(f"{_INDENT}{line}\n", style="dim")
     sent, held = amount_of_bytes(plan.wire_bytes), amount_of_bytes(plan.peak_bytes)
     work, time = amount_of_flops(plan.flops), amount_of_seconds(plan.seconds)
-    text.append(f"  per device: {sent} sent, {work}, {time}, {held} held", style="dim")
+    return text.append(f"{_INDENT}per device: {sent} sent, {work}, {time}, about {held} held", style="dim")
+
+
+def _steps(steps: tuple[Step, ...], width: int | None) -> list[Text]:
+    """The steps in columns: from what, how, to what, how much, how long; the heads of the arrows stand in one."""
+    rows = [(step.source, step.name, str(step.after), step.amount, amount_of_seconds(step.seconds)) for step in steps]
+    if not rows:
+        return []
+    source, name, after, amount, time = (max(map(len, column)) for column in zip(*rows))
+    cells = []
+    for step, row in zip(steps, rows):
+        arrow = Text(f"── {row[1]} {'─' * (name - len(row[1]))}─▶", style=COLORS[step.kind])
+        figures = Text(f"{row[3].rjust(amount)}  {row[4].rjust(time)}")
+        cells.append((Text(row[0].ljust(source)), arrow, Text(row[2].ljust(after)), figures))
+    drawn = ([part for row in cells for part in _broken(row, breaks)] for breaks in _BREAKS)
+    fitting = (lines for lines in drawn if width is None or max(map(len, lines)) <= width)
+    return next(fitting, [part for row in cells for part in _broken(row, _BREAKS[-1])])
+
+
+def _broken(row: Sequence[Text], breaks: Sequence[int]) -> list[Text]:
+    """A step on as many lines as it takes, each broken before one of its cells, the last of them deeper in."""
+    lines = []
+    for depth, (start, stop) in enumerate(zip((0, *breaks), (*breaks, len(row))), 1):
+        lines.append(Text(_INDENT * depth) + Text("  ").join(row[start:stop]))
+        lines[-1].rstrip()
+    return lines
 
 
 def looped(plan: "Plan") -> list[str]:
@@ -80,55 +112,7 @@ def _ring(travel: Travel, ring: Ring, stripes: Stripes | None) -> str:
     return text if ring.axes else f"{text}, apart from the einsum"
 
 
-def _row(step: Step) -> tuple[str, str, str, str, str, Step]:
-    if step.kind == "einsum":
-        before = str(step.before) if step.other is None else f"{step.before} · {step.other}"
-        work, time = amount_of_flops(step.flops), amount_of_seconds(step.seconds)
-        return before, "── einsum ─▶", str(step.after), work, time, step
-    return (
-        str(step.before),
-        f"── {step.kind} {axes_text(step.axes)} ─▶",
-        str(step.after),
-        amount_of_bytes(step.wire_bytes),
-        amount_of_seconds(step.seconds),
-        step,
-    )
-
-
-def axes_text(axes: tuple[str, ...]) -> str:
-    """Mesh axes as a spec writes them: `yz`, or `data,model`.
-
-    >>> axes_text(("y", "z"))
-    'yz'
-    """
-    return ("" if all(len(axis) == 1 for axis in axes) else ",").join(axes)
-
-
-def amount_of_bytes(amount: float) -> str:
-    """Bytes for a reader.
-
-    >>> amount_of_bytes(4423680)
-    '4.42 MB'
-    """
-    return _scaled(amount, 1000, ("B", "kB", "MB", "GB", "TB"))
-
-
-def amount_of_flops(amount: float) -> str:
-    return _scaled(amount, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
-
-
-def amount_of_seconds(amount: float) -> str:
-    return "0 µs" if not amount else _scaled(amount * 1e9, 1000, ("ns", "µs", "ms", "s"))
-
-
-def _scaled(amount: float, base: int, units: tuple[str, ...]) -> str:
-    for unit in units[:-1]:
-        if amount < base:
-            return f"{amount:.3g} {unit}" if amount < 100 else f"{amount:.0f} {unit}"
-        amount /= base
-    return f"{amount:.3g} {units[-1]}"
-
-
 def show(plan: "Plan", console: Console, *, gradients: bool = True) -> None:
-    """Print the figure in color."""
-    console.print(figure(plan, gradients=gradients), soft_wrap=True, highlight=False)
+    """Print the figure in color, in the columns that there are."""
+    drawn = figure(plan, gradients=gradients, width=columns(console))
+    console.print(drawn, soft_wrap=True, highlight=False)

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from types import MappingProxyType
 
 from gspmd.annotate.spec import Spec
+from gspmd.collectives.frozen import FrozenDict
 from gspmd.collectives.plan import Move, Routine, Step
 from gspmd.collectives.walk import Part, cut, parts
 
@@ -54,9 +54,13 @@ class Stripes:
 class Loops:
     """The rings of a routine: of moves by their number, and of outputs by theirs; and its stripes, if it has any."""
 
-    gathers: Mapping[int, Ring] = field(default_factory=lambda: MappingProxyType({}))
-    scatters: Mapping[int, Ring] = field(default_factory=lambda: MappingProxyType({}))
+    gathers: Mapping[int, Ring] = field(default_factory=FrozenDict)
+    scatters: Mapping[int, Ring] = field(default_factory=FrozenDict)
     stripes: Stripes | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "gathers", FrozenDict(self.gathers))
+        object.__setattr__(self, "scatters", FrozenDict(self.scatters))
 
     def __bool__(self) -> bool:
         return bool(self.gathers or self.scatters)

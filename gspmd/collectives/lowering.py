@@ -39,7 +39,7 @@ def current() -> str:
 
 def checked(name: str) -> str:
     """A lowering's name, if it is one."""
-    if name not in LOWERINGS:
+    if not isinstance(name, str) or name not in LOWERINGS:
         raise PlanError(
             f"no lowering is called {name!r}.\n  {suggestion(str(name), LOWERINGS)}Known: {', '.join(LOWERINGS)}."
         )

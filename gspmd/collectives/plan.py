@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gspmd.annotate.spec import Spec
+from gspmd.collectives.amounts import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
+from gspmd.collectives.printing import printable
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "slice", "einsum")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Step:
     """One thing a device does: a collective, a slice, or the local einsum. Figures are per device and execution.
 
@@ -38,6 +40,25 @@ class Step:
     def is_collective(self) -> bool:
         """Whether devices talk to one another in it."""
         return self.kind not in ("slice", "einsum")
+
+    @property
+    def name(self) -> str:
+        """Its kind and mesh axes: `all-gather yz`."""
+        return f"{self.kind} {axes_text(self.axes)}".rstrip()
+
+    @property
+    def source(self) -> str:
+        """What it is made from: one spec, or the two of a product."""
+        return str(self.before) if self.other is None else f"{self.before} · {self.other}"
+
+    @property
+    def amount(self) -> str:
+        """What it sends, or how much an einsum computes, for a reader."""
+        return amount_of_flops(self.flops) if self.kind == "einsum" else amount_of_bytes(self.wire_bytes)
+
+    def __repr__(self) -> str:
+        figures = f"{self.amount}, {amount_of_seconds(self.seconds)}"
+        return printable(f"<Step {self.name}: {self.source} -> {self.after}, {figures}>")
 
 
 @dataclass(frozen=True)
@@ -83,7 +104,7 @@ class Output:
     steps: tuple[Step, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Routine:
     """Moves, then local products, then outputs: all that runs inside one shard_map."""
 
@@ -98,6 +119,9 @@ class Routine:
         moved = [step for move in self.moves for step in move.steps]
         local = [step for product in self.products for step in product.all_steps]
         return tuple(moved + local + [step for output in self.outputs for step in output.steps])
+
+    def __repr__(self) -> str:
+        return f"<Routine {', '.join(step.name for step in self.steps) or 'without steps'}>"
 
 
 def total_cost(steps: tuple[Step, ...]) -> tuple[int, int, int]:

@@ -1,29 +1,33 @@
 """`gspmd.plan`: what an equation will do on a mesh, before anything runs."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from math import prod
 from typing import Any
 
 import jax.numpy as jnp
 
 from gspmd.annotate.equation import Equation, Operand, Term, parse_equation, parse_via
-from gspmd.annotate.errors import PlanError, SpecError
-from gspmd.annotate.spec import Spec, mesh_sizes
+from gspmd.annotate.spec import Spec
 from gspmd.collectives import planner
+from gspmd.collectives.amounts import amount_of_bytes, amount_of_seconds
 from gspmd.collectives.chips import Chip
 from gspmd.collectives.chips import chip as chip_row
-from gspmd.collectives.cost import dtype_name, itemsize
-from gspmd.collectives.figure import plain
+from gspmd.collectives.figure import figure
+from gspmd.collectives.footprint import Footprint
+from gspmd.collectives.frozen import FrozenDict
 from gspmd.collectives.looping import plan_loops
-from gspmd.collectives.loops import Loops, kept, share_held
+from gspmd.collectives.loops import Loops, kept
 from gspmd.collectives.lowering import resolve
 from gspmd.collectives.plan import Routine, Step
+from gspmd.collectives.printing import html, printable
 from gspmd.collectives.problem import Setting, Tensor
+from gspmd.collectives.record import record
+from gspmd.collectives.request import pins, read_dtypes, read_sizes, refuse_open
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """The steps an equation takes on a mesh of a chip, and what they cost, per device and execution.
 
@@ -49,8 +53,8 @@ class Plan:
     chip: Chip
     lowering: str
     routine: Routine
-    _inputs: tuple[Tensor, ...] = field(repr=False)
-    _outputs: tuple[Tensor, ...] = field(repr=False)
+    _inputs: tuple[Tensor, ...]
+    _outputs: tuple[Tensor, ...]
     via: str | None = None
     loops: Loops = field(default_factory=Loops)
     hidden_seconds: float = 0.0
@@ -78,20 +82,12 @@ class Plan:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most bytes held at once, counted as if nothing were freed: operands, moved copies, results."""
-        used = [self._inputs[source] for source in sorted({m.source for m in self.routine.moves})]
-        held = [_held(tensor.spec, tensor.dtype, self) for tensor in used]
-        moved = [
-            int(_held(m.spec, self._inputs[m.source].dtype, self) * share_held(self.routine, self.loops, n, self.mesh))
-            for n, m in enumerate(self.routine.moves)
-            if m.steps
-        ]
-        owed = [
-            _held(product.einsum.after, self._outputs[0].dtype, self)
-            for product in self.routine.products
-            if not product.passes_through and product.einsum.after not in [t.spec for t in self._outputs]
-        ]
-        return sum((*held, *moved, *owed, *(_held(t.spec, t.dtype, self) for t in self._outputs)))
+        """The most bytes that one device holds at once: operands, results, and what there is between them.
+
+        Every buffer is counted from the step that makes it to the last that reads it, as XLA lays buffers out on host
+        devices. For the chip of the plan it is an estimate; docs/plans.md has how far compiled programs are from it.
+        """
+        return Footprint(self.routine, self._inputs, self._outputs, self.sizes, self.mesh, self.loops).peak()
 
     @cached_property
     def backward(self) -> Routine:
@@ -121,18 +117,34 @@ class Plan:
         claimed: set[int] = set()
         return tuple(_gradient(self, number, claimed) for number in range(len(self._inputs)))
 
+    def to_json(self, *, gradients: bool = True) -> str:
+        """The plan as JSON: every figure, per device and execution, and the same of the gradients.
+
+        Keys:
+            equation, lowering, dtypes (of the operands), wire_bytes, flops, seconds, hidden_seconds, peak_bytes: as
+                the attributes of the same names.
+            steps: a list in the order of execution, each with kind, axes, operand, before, other (null but for a
+                product of two), after, wire_bytes, flops, seconds.
+            mesh, sizes, chip, via: what was asked.
+            gradients: a list, one for each operand, each with all keys but those of the line above and this one; empty
+                without `gradients`.
+        """
+        return json.dumps(record(self, gradients=gradients), indent=2)
+
+    def __repr__(self) -> str:
+        figures = f"{amount_of_bytes(self.wire_bytes)} sent, {amount_of_seconds(self.seconds)}"
+        return printable(f"<Plan {str(self.equation)!r} {figures}>")
+
     def __str__(self) -> str:
-        return plain(self)
+        return printable(figure(self).plain)
+
+    def _repr_html_(self) -> str:
+        return html(figure(self))
 
 
 def _setting(plan: Plan) -> Setting:
     real = tuple((axis, size) for axis, size in plan.mesh.items() if size > 1)
     return Setting(tuple(plan.sizes.items()), real, plan.chip)
-
-
-def _held(spec: Spec, dtype: str, plan: Plan) -> int:
-    whole = prod(plan.sizes[dim] for dim in spec.dims) * itemsize(dtype)
-    return whole // prod(plan.mesh[axis] for axes in spec.axes for axis in axes)
 
 
 def _gradient(whole: Plan, number: int, claimed: set[int]) -> Plan:
@@ -191,7 +203,7 @@ def plan(
 
     Args:
         equation: an einsum, a move, a group or a sum of specs.
-        sizes: size of every dimension of the whole tensors.
+        sizes: size of every dimension of the whole tensors; those that the equation lacks are not read.
         mesh: size of every mesh axis, or a `jax.sharding.Mesh`.
         dtype: of all operands, or one each (group members one by one).
         chip: a row of chips.toml.
@@ -217,16 +229,11 @@ def plan(
     Source: Pope et al. 2022, *Efficiently Scaling Transformer Inference* (arXiv 2211.05102), §3.1 and appendix A.
     """
     equation = parse_equation(equation)
-    count = sum(len(operand.specs) for operand in equation.operands)
-    dtypes = tuple(map(dtype_name, dtype)) if isinstance(dtype, (tuple, list)) else (dtype_name(dtype),) * count
-    if len(dtypes) != count:
-        raise PlanError(
-            f"cannot plan '{equation}': {len(dtypes)} dtypes for {count} operands.\n  Give one dtype, or one each."
-        )
-    for name in dtypes:
-        itemsize(name)
-    axes = tuple(mesh_sizes(mesh).items())
-    return make_plan(equation, tuple(sizes.items()), axes, dtypes, chip_row(chip), resolve(lowering), via)
+    sizes, axes = read_sizes(equation, sizes, mesh)
+    if via is not None:
+        parse_via(via)
+    dtypes = read_dtypes(equation, dtype)
+    return make_plan(equation, sizes, axes, dtypes, chip_row(chip), resolve(lowering), via)
 
 
 @lru_cache(maxsize=4096)
@@ -242,7 +249,7 @@ def make_plan(
     result_dtype: str | None = None,
 ) -> Plan:
     """`plan` with everything resolved and hashable; the last two are `gspmd.einsum`'s."""
-    _refuse_open(equation)
+    refuse_open(equation)
     equation.check(dict(sizes), dict(mesh))
     sizes = tuple((dim, size) for dim, size in sizes if any(dim in spec.dims for spec in equation.specs))
     inputs, outputs = tensors(equation, dict(mesh), dtypes, wire_dtype, result_dtype)
@@ -253,8 +260,8 @@ def make_plan(
     chosen = ("looped" if loops else "blocking") if lowering == "auto" else lowering
     return Plan(
         equation,
-        dict(sizes),
-        dict(mesh),
+        FrozenDict(sizes),
+        FrozenDict(mesh),
         dtypes,
         chip,
         chosen,
@@ -282,48 +289,7 @@ def tensors(
     flat = [spec for operand in equation.operands for spec in operand.specs]
     names = ["operand"] if len(flat) == 1 else [f"operand {i + 1}" for i in range(len(flat))]
     inputs = [Tensor(s.without_trivial(mesh), d, wire_dtype or d, n) for s, d, n in zip(flat, dtypes, names)]
-    joint = str(jnp.result_type(*map(jnp.dtype, dtypes)))
-    dtype = dtype or joint
+    alike = len(set(dtypes)) == 1  # then it is theirs, whether or not JAX has been told to have 64 bits
+    dtype = dtype or (dtypes[0] if alike else str(jnp.result_type(*map(jnp.dtype, dtypes))))
     outputs = [Tensor(s.without_trivial(mesh), dtype, wire_dtype or dtype, "result") for s in equation.outputs]
     return inputs, outputs
-
-
-def _refuse_open(equation: Equation) -> None:
-    for spec in equation.specs:
-        if spec.is_open:
-            raise PlanError(
-                f"cannot plan '{equation}': '{spec}' leaves a dimension open; what it sends is the compiler's choice.\n"
-                "  Name its mesh axes, or run it with lowering='xla' under Auto axes."
-            )
-
-
-def pins(equation: Equation, via: str | None, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> list[Spec | None]:
-    """The spec that `via` brings each operand to, in the operand's order of dimensions; None where it says nothing."""
-    flat = [spec for operand in equation.operands for spec in operand.specs]
-    if via is None:
-        return [None] * len(flat)
-    pinned = [spec for term in parse_via(via) for operand in term.operands for spec in operand.specs]
-    pinned = _spread_over_groups(equation, pinned, flat)
-    if [set(spec.dims) for spec in pinned] != [set(spec.dims) for spec in flat]:
-        raise SpecError(
-            f"cannot plan '{equation}' via '{via}': the specs do not have the operands' dimensions.\n"
-            f"  Write one spec per operand, in their order: '{', '.join(''.join(spec.dims) for spec in flat)}'."
-        )
-    for spec in pinned:
-        if spec.is_open:
-            raise PlanError(
-                f"cannot plan '{equation}' via '{spec}', which leaves a dimension open.\n  Name its mesh axes."
-            )
-        spec.check(sizes, mesh)
-    return [_ordered_as(spec, like).without_trivial(mesh) for spec, like in zip(pinned, flat)]
-
-
-def _spread_over_groups(equation: Equation, pinned: list[Spec], flat: list[Spec]) -> list[Spec]:
-    """A via may write a group's spec once where its members have the same dimensions."""
-    if len(pinned) == len(flat) or len(pinned) != len(equation.operands):
-        return pinned
-    return [spec for spec, operand in zip(pinned, equation.operands) for _ in operand.specs]
-
-
-def _ordered_as(spec: Spec, like: Spec) -> Spec:
-    return Spec(like.dims, tuple(spec.axes_of(dim) for dim in like.dims), spec.partial)

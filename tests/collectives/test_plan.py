@@ -1,9 +1,17 @@
 """Plans against bytes worked out by hand from the papers' formulas; pins, dtypes, costs, wording of errors."""
 
+import copy
+import json
+import pickle
+import warnings
+
+import numpy as np
 import pytest
 
 import gspmd
 from gspmd import PlanError, Spec, SpecError
+from gspmd.annotate import parse_equation
+from gspmd.collectives.chips import CHIPS
 from gspmd.collectives.lowering import LOWERINGS
 
 B, E, F, H, D = 512, 18432, 73728, 64, 256
@@ -168,6 +176,130 @@ def test_a_plan_is_made_once():
     assert _plan("BLE_xyz, E_xF_yz -> BLF_yzx") is _plan("BLE_xyz, E_xF_yz -> BLF_yzx")
 
 
+@pytest.mark.parametrize("name", ["sizes", "mesh"])
+def test_what_a_cached_plan_says_cannot_be_changed(name):
+    held = _plan("BLE_xyz, E_xF_yz -> BLF_yzx", lowering="looped")
+    for figures in (getattr(held, name), held.gradients[0].sizes, held.loops.gathers, held.chip.source):
+        for change in (
+            lambda figures=figures: figures.update(B=1),
+            lambda figures=figures: figures.clear(),
+            lambda figures=figures: figures.__setitem__("B", 1),
+            lambda figures=figures: figures.setdefault("Z", 1),
+            lambda figures=figures: figures.popitem(),
+        ):
+            with pytest.raises(TypeError, match="stay as they are"):
+                change()
+    before = dict(getattr(held, name))
+    assert held.sizes | {"B": 1} == {**held.sizes, "B": 1}
+    assert {"Z": 1, "B": 1} | held.sizes == {"Z": 1, **held.sizes}
+    assert getattr(_plan("BLE_xyz, E_xF_yz -> BLF_yzx", lowering="looped"), name) == before
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.int32, np.uint16, np.int64, np.array])
+def test_numbers_of_numpy_do_not_overflow(kind):
+    wide = (
+        {"B": 1 << 16, "E": 1 << 16, "F": 64} if kind in (np.int32, np.int64, np.array) else {"B": 64, "E": 64, "F": 64}
+    )
+    own = gspmd.plan("BE_x, EF -> BF", wide, {"x": 4})
+    theirs = gspmd.plan("BE_x, EF -> BF", {dim: kind(size) for dim, size in wide.items()}, {"x": kind(4)})
+    assert theirs.to_json() == own.to_json()
+    assert (theirs.peak_bytes, theirs.wire_bytes, theirs.flops) == (own.peak_bytes, own.wire_bytes, own.flops)
+    figures = (*theirs.sizes.values(), *theirs.mesh.values(), theirs.wire_bytes, theirs.flops, theirs.peak_bytes)
+    assert {type(figure) for figure in figures} == {int}
+
+
+def test_a_result_has_its_operands_dtype_with_and_without_64_bits():
+    with warnings.catch_warnings(action="error"):
+        wide = gspmd.plan("BE_x, E_xF -> BF_x", {"B": 4, "E": 8, "F": 12}, {"x": 2}, dtype="float64")
+    assert wide.wire_bytes == 8 * 4 * 12 // 2
+
+
+def test_dimensions_that_the_equation_lacks_are_not_read():
+    assert _plan("BE_x -> BE") is gspmd.plan("BE_x -> BE", {"B": B, "E": E, "note": ["not", "read"]}, CUBE)
+
+
+def test_an_empty_dimension_is_planned():
+    empty = gspmd.plan("B_xE, EF -> BF", {"B": 0, "E": 16, "F": 32}, {"x": 4})
+    assert (empty.wire_bytes, empty.flops) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("equation", "options"),
+    [
+        ("BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx)", {"lowering": "looped"}),
+        ("BLF_yz, F_yzE_x + BLH_yzD, H_yzDE_x -> BLE_xyz", {"dtype": "float32", "chip": "h100"}),
+        ("BLE_xyz -> B_xyzLE", {}),
+    ],
+)
+@pytest.mark.parametrize("again", [lambda x: pickle.loads(pickle.dumps(x)), copy.copy, copy.deepcopy])
+def test_a_plan_can_be_pickled_and_copied(equation, options, again):
+    plan = _plan(equation, **options)
+    same = again(plan)
+    assert (same.to_json(), str(same), same.routine) == (plan.to_json(), str(plan), plan.routine)
+    assert (same.backward, same.backward_loops, same.kept) == (plan.backward, plan.backward_loops, plan.kept)
+    with pytest.raises(TypeError):
+        same.sizes["B"] = 1
+
+
+PUBLIC = [
+    Spec.parse("B_xLE_yz partialsum-w"),
+    parse_equation("BLE_x, (E_xF, E_xF) -> (BLF, BLF)"),
+    CHIPS["tpu-v4"],
+    gspmd.Layout.load("switch-expert-model"),
+    gspmd.Layout.load("switch-expert-model").section("ffn"),
+    gspmd.moe.MoEConfig(),
+]
+
+
+@pytest.mark.parametrize("thing", PUBLIC, ids=[type(thing).__name__ for thing in PUBLIC])
+def test_what_plans_are_made_of_can_be_pickled_and_copied(thing):
+    for same in (pickle.loads(pickle.dumps(thing)), copy.copy(thing), copy.deepcopy(thing)):
+        assert same == thing
+        assert str(same) == str(thing)
+
+
+def test_reprs_are_short():
+    plan = _plan("BLE_xyz, E_xF_yz -> BLF_yzx")
+    assert repr(plan) == "<Plan 'BLE_xyz, E_xF_yz -> BLF_yzx' 7.96 MB sent, 149 µs>"
+    assert repr(plan.steps[0]) == "<Step all-gather yz: BLE_xyz -> BLE_x, 4.42 MB, 28.6 µs>"
+    einsum = "<Step einsum: BLE_x · E_xF_yz -> BLF_yz partialsum-x, 21.7 GFLOP, 79.1 µs>"
+    assert repr(plan.steps[1]) == einsum
+    assert repr(plan.routine) == "<Routine all-gather yz, einsum, reduce-scatter x>"
+
+
+def test_plain_data_has_every_figure():
+    plan = _plan("BLE_xyz, E_xF_yz -> BLF_yzx", lowering="looped", via="BLE_x, E_xF_yz")
+    data = json.loads(plan.to_json())
+    asked = {"mesh": CUBE, "sizes": dict(plan.sizes), "chip": "tpu-v4", "via": "BLE_x, E_xF_yz"}
+    totals = (
+        "equation",
+        "lowering",
+        "dtypes",
+        "wire_bytes",
+        "flops",
+        "seconds",
+        "hidden_seconds",
+        "peak_bytes",
+        "steps",
+    )
+    assert set(data) == {*totals, *asked, "gradients"}
+    assert {key: data[key] for key in asked} == asked
+    for each, of in ((data, plan), *zip(data["gradients"], plan.gradients, strict=True)):
+        assert all(each[key] == getattr(of, key) for key in totals if key not in ("equation", "dtypes", "steps"))
+        assert each["equation"] == str(of.equation)
+        for step, planned in zip(each["steps"], of.steps, strict=True):
+            assert all(
+                step[key] == getattr(planned, key) for key in ("kind", "operand", "wire_bytes", "flops", "seconds")
+            )
+            assert (step["before"], step["after"], tuple(step["axes"])) == (
+                str(planned.before),
+                str(planned.after),
+                planned.axes,
+            )
+    assert [step["other"] for step in data["steps"]] == [None, "E_xF_yz", None]
+    assert json.loads(plan.to_json(gradients=False)) == {**data, "gradients": []}
+
+
 SIZES, SQUARE = {"B": 8, "E": 16, "F": 32}, {"x": 2, "y": 2}
 ERRORS = [
     (
@@ -179,15 +311,12 @@ ERRORS = [
     (
         {"chip": "tpu-v9"},
         PlanError,
-        "no chip is called 'tpu-v9'.\n"
-        "  Did you mean 'tpu-v4'? Known chips: tpu-v3, tpu-v4, tpu-v5e, tpu-v5p, tpu-v6e, tpu7x, "
-        "a100, a100-40gb, h100, h200, b200, gb200, mi300x.",
+        f"no chip is called 'tpu-v9'.\n  Did you mean 'tpu-v4'? Known chips: {', '.join(CHIPS)}.",
     ),
     (
         {"lowering": "loop"},
         PlanError,
-        "no lowering is called 'loop'.\n  Did you mean 'looped'? "
-        f"Known: {', '.join(LOWERINGS)}.",
+        f"no lowering is called 'loop'.\n  Did you mean 'looped'? Known: {', '.join(LOWERINGS)}.",
     ),
     (
         {"equation": "BE_?, EF -> BF"},
@@ -222,11 +351,106 @@ ERRORS = [
         "  A partial sum in the result comes from a mesh axis on a summed dimension, or from an operand that owes it;\n"
         "  via specs must agree on every dimension that the operands share.",
     ),
+    *(
+        ({"dtype": wrong}, PlanError, f"no dtype is called {shown!r}.\n  Write 'bfloat16', 'float32', 'int8', ...")
+        for wrong, shown in (
+            (None, None),
+            ((None, "float32"), None),
+            ("object", "object"),
+            ("i4,i4", "i4,i4"),
+            ({}, {}),
+            (5, 5),
+            ("finfo", "finfo"),
+        )
+    ),
+    *(
+        (
+            {"sizes": wrong},
+            SpecError,
+            f"cannot shard 'BE_x, EF -> BF' for the sizes {wrong!r}.\n"
+            "  Write the size of every dimension of the whole tensors, such as {'B': 8, 'E': 16}.",
+        )
+        for wrong in (None, 3, (8, 16, 32), "B=8")
+    ),
+    *(
+        (
+            {"sizes": SIZES | {"E": wrong}},
+            SpecError,
+            f"cannot shard 'BE_x, EF -> BF' for the sizes B=8, E={wrong}, F=32: 2 faults\n"
+            "    BE_x, EF -> BF\n     ^^^\n"
+            f"  dimension E has size {wrong!r}.\n  A size is a whole number, and not negative.\n"
+            "    BE_x, EF -> BF\n          ^\n"
+            f"  dimension E has size {wrong!r}.\n  A size is a whole number, and not negative.",
+        )
+        for wrong in ([16], None, "16", 16.0, True, np.True_, -2, np.float32(16), np.array([16]), np.array(16.0))
+    ),
+    (
+        {"sizes": SIZES | {"B": 2**40}},
+        SpecError,
+        f"cannot shard 'BE_x, EF -> BF' for the sizes B={2**40}, E=16, F=32: 2 faults\n"
+        "    BE_x, EF -> BF\n    ^\n"
+        f"  dimension B has size {2**40}.\n  No array has a dimension of 2^40 or more.\n"
+        "    BE_x, EF -> BF\n                ^\n"
+        f"  dimension B has size {2**40}.\n  No array has a dimension of 2^40 or more.",
+    ),
+    (
+        {"sizes": {"B": 8, "F": 2}},
+        SpecError,
+        "cannot shard 'BE_x, EF -> BF' for the sizes B=8, F=2: 2 faults\n"
+        "    BE_x, EF -> BF\n     ^^^\n  dimension E has no size.\n  Sizes are given for B and F.\n"
+        "    BE_x, EF -> BF\n          ^\n  dimension E has no size.\n  Sizes are given for B and F.",
+    ),
+    *(
+        (
+            {"mesh": SQUARE | {"x": wrong}},
+            SpecError,
+            f"mesh axis x has size {wrong!r}.\n  The size of a mesh axis is a whole number, 1 or more.",
+        )
+        for wrong in (0, -1, "4", 2.0, True, None, [2])
+    ),
+    *(
+        (
+            {"mesh": wrong},
+            SpecError,
+            f"cannot read a mesh from {wrong!r}.\n  Write {{'x': 4, 'y': 2}}, or pass a jax.sharding.Mesh.",
+        )
+        for wrong in (None, "x=4", {3: 4}, [("x", 4)])
+    ),
+    *(
+        (
+            {"via": wrong},
+            SpecError,
+            f"cannot read the specs of via= from {wrong!r}: it is no text ({type(wrong).__name__}).\n"
+            "  Write a string such as 'BLE_x, E_xF_yz'.",
+        )
+        for wrong in (5, ["BE_x", "EF"])
+    ),
+    *(
+        (
+            {"equation": wrong},
+            SpecError,
+            f"cannot read an equation from {wrong!r}: it is no text ({type(wrong).__name__}).\n"
+            "  Write a string such as 'A_x, B -> A_xB'.",
+        )
+        for wrong in (None, 5, ["BE_x"])
+    ),
+    *(
+        ({"lowering": wrong}, PlanError, f"no lowering is called {wrong!r}.\n  Known: {', '.join(LOWERINGS)}.")
+        for wrong in (5, ["a"], {})
+    ),
+    *(
+        ({"chip": wrong}, PlanError, f"no chip is called {wrong!r}.\n  Known chips: {', '.join(CHIPS)}.")
+        for wrong in (None, 5, ["a"])
+    ),
     ({"mesh": 3}, SpecError, "cannot read a mesh from 3.\n  Write {'x': 4, 'y': 2}, or pass a jax.sharding.Mesh."),
 ]
 
 
-@pytest.mark.parametrize(("wrong", "kind", "message"), ERRORS, ids=[next(iter(wrong)) for wrong, *_ in ERRORS])
+@pytest.mark.parametrize(
+    ("wrong", "kind", "message"),
+    ERRORS,
+    ids=[f"{key}={value!r}" for wrong, *_ in ERRORS for key, value in wrong.items()],
+)
 def test_errors(wrong, kind, message):
     with pytest.raises(kind) as error:
         gspmd.plan(**({"equation": "BE_x, EF -> BF", "sizes": SIZES, "mesh": SQUARE} | wrong))

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import gspmd
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "explain.py"
 EQUATION = "BLE_xyz, E_xF_yz -> BLF_yzx"
 MESH = ["--mesh", "x=4,y=4,z=4"]
@@ -38,7 +40,7 @@ def test_the_figure_with_its_gradients(run):
     code, out, err = run(EQUATION, *MESH, *SIZES)
     assert (code, err) == (0, "")
     assert out.startswith(f"{EQUATION}\nB=512 L=1 E=18432 F=73728   mesh x=4 y=4 z=4   bfloat16   tpu-v4   blocking\n")
-    assert "BLE_xyz              ── all-gather yz ─▶     BLE_x                   4.42 MB  28.6 µs" in out
+    assert "BLE_xyz              ── all-gather yz ────▶  BLE_x                   4.42 MB  28.6 µs" in out
     assert "gradient of operand 1: BLF_yzx, E_xF_yz -> BLE_xyz" in out
     assert "gradient of operand 2: BLF_yzx, BLE_x -> E_xF_yz" in out
     assert "\x1b[" not in out  # no color where nobody sees it
@@ -67,6 +69,18 @@ def test_plain_data(run):
     assert plan["mesh"] == {"x": 4, "y": 4, "z": 4}
 
 
+def test_the_data_is_the_plans_own(run):
+    sizes, mesh = {"B": 512, "L": 1, "E": 18432, "F": 73728}, {"x": 4, "y": 4, "z": 4}
+    assert run(EQUATION, *MESH, *SIZES, "--json")[1].rstrip() == gspmd.plan(EQUATION, sizes, mesh).to_json()
+
+
+def test_eighty_columns_show_every_figure(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(EQUATION, *MESH, *SIZES)
+    assert max(map(len, out.splitlines())) <= 80
+    assert "    ── reduce-scatter x ─▶  BLF_yzx                 3.54 MB  41.3 µs\n" in out
+
+
 def test_options_reach_the_plan(run):
     options = ["--via", "BLE, EF_yz", "--chip", "h100", "--dtype", "float32", "--lowering", "xla", "--json"]
     plan = json.loads(run(EQUATION, *MESH, *SIZES, *options)[1])
@@ -90,6 +104,8 @@ BAD = [
     ([EQUATION, *MESH, *SIZES, "--via", "BLE"], "the specs do not have the operands' dimensions."),
     ([EQUATION, "--mesh", "x=4,y", *SIZES], "argument --mesh: 'y' is not a name and a size, such as x=4."),
     ([EQUATION, "--mesh", "x=-4", *SIZES], "argument --mesh: 'x=-4' is not a name and a size, such as x=4."),
+    ([EQUATION, "--mesh", "x=²", *SIZES], "argument --mesh: 'x=²' is not a name and a size, such as x=4."),
+    ([EQUATION, *MESH, "--sizes", "B=512"], "dimension E has no size."),
     ([EQUATION, "--mesh", "x=4,x=2", *SIZES], "argument --mesh: 'x=4,x=2' gives a size twice."),
     ([EQUATION, "--mesh", "x=0,y=1,z=1", *SIZES], "explain.py: mesh axis x has size 0."),
     ([EQUATION, *MESH], "explain.py: the following arguments are required: --sizes"),
