@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from gspmd.collectives import planned
+from gspmd.collectives.compilers import compiler
 from gspmd.collectives.figure import COLORS, amount_of_bytes, axes_text
 from gspmd.collectives.found import scoped
 from gspmd.collectives.plan import Step
-from gspmd.collectives.sharing import Values, barriers_hold, inner_jaxprs
+from gspmd.collectives.sharing import Values, inner_jaxprs
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
         0
     """
     jaxpr = _live(jax.make_jaxpr(fn)(*abstract, **keywords).jaxpr)
-    found = tuple(_walk(jaxpr, 1, Values(barriers_hold())))
+    found = tuple(_walk(jaxpr, Values(compiler())))
     entries = tuple(entry for entry in found if not entry.first)
     shared = tuple(entry for entry in found if entry.first)
     return ProgramPlan(entries, shared, frozenset(_lowered(jaxpr)), tuple(dict.fromkeys(_notes(jaxpr))))
@@ -168,22 +169,25 @@ def _notes(jaxpr: Jaxpr) -> Iterator[str]:
             yield f"a while loop is planned as one trip, for its trips are not known here; in it: {'; '.join(names)}"
 
 
-def _walk(jaxpr: Jaxpr, trips: int, values: Values, transposed: bool = False) -> Iterator[PlannedStep]:
+def _walk(jaxpr: Jaxpr, values: Values, transposed: bool = False) -> Iterator[PlannedStep]:
     for equation in jaxpr.eqns:
         backward = _transposed(equation, transposed)
         program = planned.registered(str(equation.params.get("name", "")))
-        values.first(equation)
+        values.make(equation)
         if program is not None:
-            yield from _steps(equation, program, trips, values, backward)
+            yield from _steps(equation, program, values, backward)
         elif equation.primitive.name == "cond":
-            insides = [each.jaxpr for each in equation.params["branches"]]
-            branches = [list(_walk(inner, trips, values.apart(equation), backward)) for inner in insides]
-            yield from max(branches, key=_size)
-        else:
-            times = equation.params["length"] if equation.primitive.name == "scan" else 1
-            for inner in inner_jaxprs(equation):
-                yield from _walk(inner, trips * times, values.enter(equation, inner), backward)
-                values.leave(equation, inner)
+            yield from max(_called(equation, values, backward), key=_size)
+        elif equation.params.get("length") != 0:
+            for steps in _called(equation, values, backward):
+                yield from steps
+
+
+def _called(equation: Any, values: Values, transposed: bool) -> Iterator[list[PlannedStep]]:
+    """The steps of every program that an operation calls."""
+    for inner in inner_jaxprs(equation):
+        yield list(_walk(inner, values.enter(equation, inner), transposed))
+        values.leave(equation, inner)
 
 
 def _size(entries: list[PlannedStep]) -> tuple[int, float, int]:
@@ -198,18 +202,16 @@ def _transposed(equation: Any, inherited: bool) -> bool:
     return inherited or any(scope.startswith("transpose(") for scope in scopes)
 
 
-def _steps(
-    equation: Any, program: planned.Registered, trips: int, values: Values, transposed: bool
-) -> Iterator[PlannedStep]:
+def _steps(equation: Any, program: planned.Registered, values: Values, transposed: bool) -> Iterator[PlannedStep]:
     """The steps of one planned program that are still in it."""
     if program.backward is None:
         mesh = _mesh_of(equation)
-        for number, found in sorted(scoped(equation, values, program.equation).items()):
+        for (number, runs), found in sorted(scoped(equation, values, program.equation).items(), key=lambda each: each[0]):
             for step, first in found.as_run(program.steps[number], mesh):
-                yield PlannedStep(step, trips, program.equation, number, found.dtype, first)
+                yield PlannedStep(step, runs, program.equation, number, found.dtype, first)
     elif _computes(equation, program):  # the compiler lowers it: without scopes, it counts whole
         for number, step in enumerate(program.backward if transposed else program.steps):
-            yield PlannedStep(step, trips, program.equation, number)
+            yield PlannedStep(step, values.trips, program.equation, number)
 
 
 def _computes(equation: Any, program: planned.Registered) -> bool:
