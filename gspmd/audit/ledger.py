@@ -17,11 +17,11 @@ from rich.table import Table
 
 from gspmd.annotate.errors import PlanError
 from gspmd.audit import hlo
+from gspmd.audit.askers import divided
 from gspmd.audit.collectives import Collective, collective
 from gspmd.audit.flops import product_flops, uncounted
 from gspmd.audit.groups import axes_of
 from gspmd.audit.loops import trips
-from gspmd.audit.origin import Origin, origin
 from gspmd.collectives.figure import COLORS, amount_of_bytes, amount_of_flops, axes_text
 from gspmd.collectives.trace import ProgramPlan
 
@@ -39,6 +39,8 @@ Key = tuple[str, tuple[str, ...]]
 class Entry:
     """One collective instruction of a compiled program, all its executions together; figures are per device.
 
+    An instruction that a compiler made of several has an entry for each of them.
+
     Attributes:
         kind: as in a plan: all-gather, reduce-scatter, all-reduce, all-to-all, collective-permute.
         axes: the mesh axes it runs over, in the mesh's order; `("?",)` where its groups are those of no mesh axes.
@@ -52,6 +54,7 @@ class Entry:
         asynchronous: whether it is started and waited for by two instructions.
         arrays: how many arrays it moves at once.
         group: how many devices take part together.
+        together: how many arrays the instruction moves, where it is the entry of several who asked for a part of it.
     """
 
     kind: str
@@ -66,6 +69,7 @@ class Entry:
     asynchronous: bool = False
     arrays: int = 1
     group: int = 1
+    together: int = 1
 
 
 @dataclass(frozen=True)
@@ -236,7 +240,7 @@ class _Reader:
                 self.notes.append(f"the operations of custom call {name} ({target}) are not counted")
             found = collective(self.module, computation, instruction, self.devices)
             if found and found.phase != "done" and found.group > 1:
-                entries.append(self._entry(computation, instruction, found, times))
+                entries += self._entries(computation, instruction, found, times)
             if instruction.opcode == "conditional":
                 inner = max((self.read(branch, times) for branch in self._called(instruction)), key=_size)
                 entries, flops = entries + inner[0], flops + inner[1]
@@ -262,24 +266,27 @@ class _Reader:
         for role, times in (("condition", runs + 1 if known else 1), ("body", runs)):
             yield self.module.computations[caller.attribute(role).lstrip("%")], times
 
-    def _entry(
+    def _entries(
         self, computation: hlo.Computation, instruction: hlo.Instruction, found: Collective, times: int
-    ) -> Entry:
-        came: Origin = origin(self.module, computation, instruction, found.instruction, OURS)
-        return Entry(
-            found.kind,
-            axes_of(found.instruction, self.mesh),
-            times,
-            found.wire_bytes * times,
-            found.dtype,
-            came.source,
-            came.equation,
-            came.step,
-            instruction.name,
-            found.phase == "start",
-            len(found.arrays),
-            found.group,
-        )
+    ) -> Iterator[Entry]:
+        """An entry for everybody who asked for a part of a collective."""
+        axes, phase = axes_of(found.instruction, self.mesh), found.phase == "start"
+        for came, part in divided(self.module, computation, instruction, found, OURS):
+            yield Entry(
+                part.kind,
+                axes,
+                times,
+                part.wire_bytes * times,
+                part.dtype,
+                came.source,
+                came.equation,
+                came.step,
+                instruction.name,
+                phase,
+                len(part.arrays),
+                part.group,
+                len(found.arrays),
+            )
 
 
 def _size(part: tuple[list[Entry], int]) -> tuple[int, int]:
