@@ -10,7 +10,7 @@ from gspmd.audit.ledger import Entry, number
 from gspmd.collectives.figure import axes_text
 from gspmd.collectives.lower import scope
 from gspmd.collectives.plan import Step
-from gspmd.collectives.trace import PlannedStep, ProgramPlan
+from gspmd.collectives.program import PlannedStep, ProgramPlan
 
 VERDICTS = ("as planned", "shared", "rewritten", "gone", "the compiler's choice", "not planned")
 

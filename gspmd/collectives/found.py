@@ -96,7 +96,7 @@ def scoped(equation: Any, values: Values, name: str) -> dict[tuple[int, int], Fo
         base = next(each for each in home.outwards() if each in around)  # a ring has loops of its own
         key = number, base.trips
         found[key] = found.get(key, Found()) + part.times(home.trips // base.trips)
-    most = {number: runs for number, runs in sorted(found)}
+    most = dict(sorted(found))
     telling = {key: part for key, part in found.items() if part.tells}
     told = {number for number, _ in telling}
     return {**{key: found[key] for key in most.items() if key[0] not in told}, **telling}
@@ -135,7 +135,15 @@ def _dtype(equation: Any) -> str:
     """What a collective sends, as HLO names it."""
     if equation.primitive.name not in _COLLECTIVES:
         return ""
-    name = equation.invars[0].aval.dtype.name
+    return hlo_name(equation.invars[0].aval.dtype.name)
+
+
+def hlo_name(name: str) -> str:
+    """HLO's name of a dtype.
+
+    >>> hlo_name("bfloat16"), hlo_name("int32")
+    ('bf16', 's32')
+    """
     for jax_name, hlo_name in _DTYPES:
         name = name.replace(jax_name, hlo_name)
     return name

@@ -6,7 +6,7 @@ import gspmd
 from gspmd.audit.compare import VERDICTS, Comparison, Row, compare
 from gspmd.audit.ledger import Entry, Ledger
 from gspmd.collectives.plan import Step
-from gspmd.collectives.trace import PlannedStep, ProgramPlan
+from gspmd.collectives.program import PlannedStep, ProgramPlan
 
 MESH = {"x": 4, "y": 2}
 
