@@ -5,7 +5,7 @@ which `planned.run` runs them. Inside one, the steps that are still there are th
 under `jax.checkpoint` keeps only the moves that the backward pass needs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
         ...     trace(lambda x: x + 1, jax.ShapeDtypeStruct((4,), "float32")).wire_bytes
         0
     """
-    check_call("trace", fn, (abstract, keywords))
+    check_call("trace", fn, abstract, keywords)
     jaxpr = _live(jax.make_jaxpr(fn)(*abstract, **keywords).jaxpr)
     found = tuple(_walk(jaxpr, Values(compiler())))
     entries = tuple(entry for entry in found if not entry.first)
@@ -49,7 +49,7 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
     return ProgramPlan(entries, shared, frozenset(_lowered(jaxpr)), tuple(dict.fromkeys(_notes(jaxpr))))
 
 
-def check_call(doing: str, fn: Any, arguments: Any) -> None:
+def check_call(doing: str, fn: Any, arguments: tuple, keywords: Mapping[str, Any] | None = None) -> None:
     """Refuse what is no function, and arguments that JAX cannot trace.
 
     Raises:
@@ -60,9 +60,14 @@ def check_call(doing: str, fn: Any, arguments: Any) -> None:
             f"cannot {doing} {_a(fn)}: it is no function.\n"
             "  Give a function and what it is called with, arrays or jax.ShapeDtypeStruct: (fn, x, w)."
         )
-    for path, leaf in jax.tree_util.tree_flatten_with_path(arguments)[0]:
+    named = {**dict(enumerate(arguments)), **(keywords or {})}
+    leaves = (
+        (f"[{name}]{jax.tree_util.keystr(path)}", leaf)
+        for name, value in named.items()
+        for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]
+    )
+    for where, leaf in leaves:
         if not _is_array(leaf):
-            where = jax.tree_util.keystr(path[1:])
             raise PlanError(
                 f"cannot {doing} a function of {_a(leaf)}: argument {where} is {_shown(leaf)}.\n"
                 "  Give arrays, jax.ShapeDtypeStruct or numbers; what else it needs, as in lambda x: fn(x, 'train')."

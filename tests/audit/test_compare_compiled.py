@@ -165,3 +165,17 @@ def test_collectives_that_a_compiler_merges_are_divided_among_who_asked(make_mes
     planned = [row for row in found["as planned"] if row.planned[1]]
     assert [row.planned[1] for row in planned] == [row.compiled[1] for row in planned]
     assert any(row.how == "in one collective with others" for row in planned)
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "looped"])
+def test_the_plan_of_one_equation_will_do(make_mesh, lowering):
+    mesh, equation = make_mesh(MESH), "BE_x, EF_y -> BF_y"
+    program = lambda x, w: gspmd.einsum(equation, x, w, lowering=lowering)  # noqa: E731
+    plan = gspmd.plan(equation, {"B": 8, "E": 16, "F": 32}, MESH, dtype="float32", lowering=lowering)
+    with jax.set_mesh(mesh):
+        arrays = on(mesh, "BE_x", (8, 16)), on(mesh, "EF_y", (16, 32))
+        ledger = gspmd.ledger(jax.jit(program).lower(*arrays).compile())
+    found = ledger.compare(plan)
+    assert found.agrees
+    assert found.rows
+    assert {row.verdict for row in found.rows} == {"as planned"}
