@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspmd.audit.machine import Span
-from gspmd.audit.timeline import Timeline
-from gspmd.collectives.figure import amount_of_seconds, axes_text
+from gspmd.audit.timeline import Timeline, amount
+from gspmd.collectives.figure import axes_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,8 +29,8 @@ Design*, 2008) chose so that everybody can tell them apart."""
 _NAMES = {"einsum": "matrix products", "other": "other computing", "copy": "memory copies"}
 _INK, _FAINT, _BAND = "#27313d", "#8b96a3", "#f4f6f8"
 _WIDTH, _HEIGHT = 12.0, 0.66
-_ROW, _LANE = 0.55, 0.13
-"""Inches of a row, and of each of the lanes in it if they are too many for that."""
+_ROW, _LANE, _LANES = 0.55, 0.13, 6
+"""Inches of a row, and of each of the lanes in it if they are too many for that; more of them are thinner."""
 
 _DRAWN = 0.93 * _WIDTH
 """Inches of the time axis, about."""
@@ -96,7 +96,7 @@ def _places(timeline: Timeline, rows: Sequence[str]) -> dict[str, tuple[float, f
     places, top = {}, -0.5
     for row in rows:
         lanes = 1 + max((lane for _, lane in timeline.lanes(row)), default=0)
-        height = max(1.0, 1 - _HEIGHT + lanes * _LANE / _ROW)
+        height = max(1.0, 1 - _HEIGHT + min(lanes, _LANES) * _LANE / _ROW)
         places[row], top = (top + height / 2, height), top + height
     return places
 
@@ -108,13 +108,18 @@ def _bottom(places: Mapping[str, tuple[float, float]]) -> float:
 def _row(axes: Any, timeline: Timeline, row: str, middle: float, room: float, scale: float) -> None:
     """The bars of one row; those that overlap lie over one another, in lanes."""
     whole, inch = room - 1 + _HEIGHT, _end(timeline) / _DRAWN
-    for placed in _together(timeline.lanes(row)):
+    groups = list(_together(timeline.lanes(row)))
+    stops = [*(group[0][0].start for group in groups), *(loop.start for loop in _loops(timeline)), _end(timeline)]
+    for placed in groups:
         height = whole / (1 + max(lane for _, lane in placed))
+        ends = placed[-1][0].start + placed[-1][0].seconds
+        free = min((stop for stop in stops if stop > placed[-1][0].start), default=ends) - ends
         for span, lane in placed:
             bottom = middle - whole / 2 + lane * height
             _bar(axes, span, bottom, height, scale, inch)
             if height * _ROW >= _LANE * 0.95:
-                _label(axes, span, bottom + height / 2, scale, inch)
+                beside = free if len(placed) == 1 and not _on_chip(span) else 0.0
+                _label(axes, span, beside, bottom + height / 2, scale, inch)
 
 
 def _together(placed: list[tuple[Span, int]]) -> Iterator[list[tuple[Span, int]]]:
@@ -155,13 +160,18 @@ def _pale(color: str) -> str:
     return "#" + "".join(f"{(int(color[at : at + 2], 16) + 2 * 255) // 3:02x}" for at in (1, 3, 5))
 
 
-def _label(axes: Any, span: Span, middle: float, scale: float, inch: float) -> None:
-    """The fullest name that fits into the longer part of a bar, if any does."""
+def _label(axes: Any, span: Span, beside: float, middle: float, scale: float, inch: float) -> None:
+    """The fullest name that fits into the longer part of a bar, or into the free seconds beside it, if any does."""
     begun, seconds, color = max(_shades(span), key=lambda part: part[1])
-    text = next((name for name in _names(span) if _inches(name, _LABEL) + 0.03 < seconds / inch), "")
-    if text:
-        style = {"ha": "center", "va": "center", "fontsize": _LABEL, "color": _on(color)}
-        axes.text((begun + seconds / 2) * scale, middle, text, zorder=4, clip_on=True, **style)
+    style = {"va": "center", "fontsize": _LABEL, "zorder": 4, "clip_on": True}
+    if text := _fitting(span, seconds / inch - 0.03):
+        axes.text((begun + seconds / 2) * scale, middle, text, ha="center", color=_on(color), **style)
+    elif text := _fitting(span, beside / inch - 0.12):
+        axes.text((span.start + span.seconds + 0.05 * inch) * scale, middle, text, ha="left", color=_INK, **style)
+
+
+def _fitting(span: Span, inches: float) -> str:
+    return next((name for name in _names(span) if _inches(name, _LABEL) < inches), "")
 
 
 @lru_cache(maxsize=4096)
@@ -266,7 +276,7 @@ def _figures(timeline: Timeline) -> str:
         "exposed": timeline.exposed_seconds,
         "hidden": timeline.hidden_seconds,
     }
-    amounts = [f"{name} {amount_of_seconds(seconds)}" for name, seconds in figures.items()]
+    amounts = [f"{name} {amount(seconds)}" for name, seconds in figures.items()]
     return "    ".join([*amounts, f"MFU {timeline.mfu:.1%}"])
 
 

@@ -154,7 +154,12 @@ def _figures(part: Part) -> tuple[str, ...]:
 
 
 def _amounts(*seconds: float) -> tuple[str, ...]:
-    return tuple(amount_of_seconds(each) for each in seconds)
+    return tuple(map(amount, seconds))
+
+
+def amount(seconds: float) -> str:
+    """Seconds for a reader; what is less than a nanosecond is rounding."""
+    return amount_of_seconds(seconds if seconds >= 1e-9 else 0)
 
 
 def timeline(
