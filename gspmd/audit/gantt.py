@@ -230,7 +230,8 @@ def _loop(axes: Any, timeline: Timeline, loop: Span, tier: int, bottom: float, s
     top, begun, seconds = _height(tier), loop.start * scale, loop.seconds * scale
     axes.vlines([begun, begun + seconds], top, bottom, color=_INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=5)
     axes.hlines(top, begun, begun + seconds, color=_INK, linewidth=1.2, zorder=5)
-    style = {"ha": "center", "va": "bottom", "fontsize": _MARK, "color": _INK, "weight": "bold"}
+    style = {"ha": "center", "va": "bottom", "fontsize": _MARK, "color": _INK, "weight": "bold", "zorder": 6}
+    style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # over the frames of loops marked higher
     axes.text(begun + seconds / 2, top - 0.03, _times(loop), **style)
 
 
