@@ -3,13 +3,14 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from gspmd import host
+
 # At once, and not below: the package gspmd.annotate has its function's name, and the function is the public one.
 from gspmd.annotate import LayoutError, PlanError, Spec, SpecError, annotate
 
 if TYPE_CHECKING:
     from gspmd import audit as audit
     from gspmd import collectives as collectives
-    from gspmd import host as host
     from gspmd import layouts as layouts
     from gspmd import moe as moe
     from gspmd import training as training
@@ -33,7 +34,9 @@ _HOMES = {
     "reshard": "gspmd.collectives.einsum",
     "trace": "gspmd.collectives.trace",
 }
-_ROOMS = ("audit", "collectives", "host", "layouts", "moe", "training")
+_ROOMS = ("audit", "collectives", "layouts", "moe", "training")
+
+host.quiet_libtpu()  # before JAX loads it in search of a TPU
 
 __all__ = [
     "Layout",
@@ -75,4 +78,4 @@ def _version() -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_ROOMS])
+    return sorted([*__all__, *_ROOMS, "host"])

@@ -1,19 +1,23 @@
 """What was planned beside what was compiled: by kind and mesh axes, and step by step."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Group
+from rich.text import Text
 
+from gspmd.annotate.errors import PlanError
 from gspmd.audit.ledger import Entry, Key, Ledger, asked
 from gspmd.audit.verdicts import VERDICTS, Row, in_whole, planned_steps, rows, served
 from gspmd.collectives.figure import COLORS, amount_of_bytes, axes_text
-from gspmd.collectives.trace import ProgramPlan
+from gspmd.collectives.planning import Plan
+from gspmd.collectives.program import ProgramPlan, of_equation
+from gspmd.collectives.tables import Column, Printed, Sheet
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(Printed):
     """A program's plan beside its ledger; counts and bytes are per device and execution.
 
     Attributes:
@@ -42,53 +46,92 @@ class Comparison:
             raise KeyError(f"no verdict is called {verdict!r}; there are {', '.join(VERDICTS)}")
         return tuple(row for row in self.rows if row.verdict == verdict)
 
-    def table(self) -> Table:
+    def table(self) -> Sheet:
         """Planned and compiled bytes of every kind and set of axes."""
-        table = Table(title="planned and compiled, bytes sent per device", title_justify="left")
-        for column, justify in (("kind", "left"), ("mesh axes", "left"), ("planned", "right"), ("compiled", "right")):
-            table.add_column(column, justify=justify)
-        table.add_column("")
+        sheet = Sheet("planned and compiled, bytes sent per device", _TOTALS)
         for (kind, axes), (planned, compiled) in sorted(self.totals.items(), key=lambda row: -max(row[1])):
             figures = amount_of_bytes(planned), amount_of_bytes(compiled)
-            table.add_row(f"[{COLORS[kind]}]{kind}[/]", axes_text(axes), *figures, _ratio(planned, compiled))
-        table.add_section()
-        sums = [sum(side) for side in zip(*self.totals.values())] or [0, 0]
-        table.add_row("all", "", *map(amount_of_bytes, sums), _ratio(*sums), style="bold")
-        return table
+            sheet.add(f"[{COLORS[kind]}]{kind}[/]", axes_text(axes), *figures, _ratio(planned, compiled))
+        sheet.add("all", "", *map(amount_of_bytes, self._sums), _ratio(*self._sums), total=True)
+        return sheet
 
-    def steps_table(self, verdicts: Sequence[str] = VERDICTS[1:]) -> Table:
-        """The steps of some verdicts, those that differ from the plan if not given."""
-        table = Table(title="step by step, where they differ", title_justify="left")
-        columns = ("", "kind", "mesh axes", "planned", "compiled", "asked for by")
-        for column in columns:
-            table.add_column(column, justify="right" if column in ("planned", "compiled") else "left", overflow="fold")
-        for row in (row for verdict in verdicts for row in self[verdict]):
+    def steps_table(self, verdicts: Sequence[str] = VERDICTS[1:]) -> Sheet:
+        """The steps of some verdicts, those that differ from the plan if not given; like ones in one row."""
+        sheet = Sheet("step by step, where they differ", _STEPS)
+        for row in _together(row for verdict in verdicts for row in self[verdict]):
             told = f"{row.verdict}: {row.how}" if row.how else row.verdict
-            amounts = [f"{n} × {amount_of_bytes(sent / max(1, n))}" for n, sent in (row.planned, row.compiled)]
+            amounts = [f"{n} × {amount_of_bytes(sent / n)}" if n else "none" for n, sent in (row.planned, row.compiled)]
             by = asked(Entry(row.kind, row.axes, 0, 0, "", row.source, row.equation, row.step))
-            table.add_row(told, f"[{COLORS[row.kind]}]{row.kind}[/]", axes_text(row.axes), *amounts, by)
-        return table
+            sheet.add(told, f"[{COLORS[row.kind]}]{row.kind}[/]", axes_text(row.axes), *amounts, by)
+        return sheet
 
-    def __str__(self) -> str:
-        console = Console(width=140, color_system=None)
-        counted = ", ".join(f"{len(self[verdict])} {verdict}" for verdict in VERDICTS if self[verdict])
-        with console.capture() as capture:
-            console.print(self.table())
-            console.print(f"steps: {counted or 'none'}")
-            if self.differing:
-                console.print(self.steps_table())
-            for note in self.notes:
-                console.print(f"note: {note}", markup=False)
-        return capture.get()
+    @property
+    def _sums(self) -> tuple[int, int]:
+        planned, compiled = zip(*self.totals.values()) if self.totals else ((), ())
+        return sum(planned), sum(compiled)
+
+    @property
+    def _counted(self) -> str:
+        return ", ".join(f"{len(self[verdict])} {verdict}" for verdict in VERDICTS if self[verdict]) or "none"
+
+    def __rich__(self) -> Group:
+        shown = [self.table(), Text(f"steps: {self._counted}")]
+        shown += [self.steps_table()] if self.differing else []
+        return Group(*shown, *(Text(f"note: {note}") for note in self.notes))
+
+    def __repr__(self) -> str:
+        planned, compiled = map(amount_of_bytes, self._sums)
+        return f"<Comparison: {planned} planned, {compiled} compiled; steps: {self._counted}; print it for its tables>"
+
+
+_TOTALS = (
+    Column("kind"),
+    Column("mesh axes"),
+    Column("planned", "right"),
+    Column("compiled", "right"),
+    Column("", goes=1),
+)
+_STEPS = (
+    Column("", folds=True),
+    Column("kind", goes=2),
+    Column("mesh axes", goes=1),
+    Column("planned", "right"),
+    Column("compiled", "right"),
+    Column("asked for by", folds=True),
+)
+
+
+def _a(given: object) -> str:
+    name = type(given).__name__
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+
+
+def _together(rows: Iterable[Row]) -> Iterator[Row]:
+    """Rows that differ in nothing but their figures, as one."""
+    alike: dict[Row, list[Row]] = defaultdict(list)
+    for row in rows:
+        alike[replace(row, planned=(0, 0), compiled=(0, 0))].append(row)
+    for kept, found in alike.items():
+        planned, compiled = zip(*((row.planned, row.compiled) for row in found))
+        yield replace(kept, planned=_summed(planned), compiled=_summed(compiled))
+
+
+def _summed(figures: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    counts, sent = zip(*figures)
+    return sum(counts), sum(sent)
 
 
 def _ratio(planned: int, compiled: int) -> str:
     if planned == compiled:
         return "[green]=[/]"
-    return "not planned" if not planned else f"× {compiled / planned:.3g}" if compiled else "gone"
+    if not planned or not compiled:
+        return "gone" if planned else "not planned"
+    ratio = f"{compiled / planned:.3g}"
+    more = f"{'+' if compiled > planned else '-'} {amount_of_bytes(abs(compiled - planned))}"
+    return more if ratio == "1" else f"× {ratio}"
 
 
-def compare(ledger: Ledger, plan: ProgramPlan) -> Comparison:
+def compare(ledger: Ledger, plan: ProgramPlan | Plan) -> Comparison:
     """Put what was planned beside what was compiled.
 
     Compiled collectives are joined to steps by their scopes. Where a compiler merges several into one instruction it
@@ -98,12 +141,22 @@ def compare(ledger: Ledger, plan: ProgramPlan) -> Comparison:
 
     Args:
         ledger: of the compiled program.
-        plan: `gspmd.trace` of the same function with the same arguments.
+        plan: `gspmd.trace` of the same function with the same arguments; or, of a program that is one equation,
+            forward, its `gspmd.plan`.
+
+    Raises:
+        PlanError: `ledger` is no ledger, or `plan` no plan.
 
     Example:
         >>> compare(Ledger((), 0, {}), ProgramPlan(())).agrees
         True
     """
+    plan = of_equation(plan) if isinstance(plan, Plan) else plan
+    if not (isinstance(ledger, Ledger) and isinstance(plan, ProgramPlan)):
+        raise PlanError(
+            f"cannot compare {_a(ledger)} with {_a(plan)}.\n"
+            "  Write gspmd.ledger(compiled).compare(gspmd.trace(fn, *args)); of one equation, gspmd.plan(...) will do."
+        )
     sent = [entry for entry in ledger.entries if entry.wire_bytes]
     entries = in_whole(planned_steps(plan.entries), served(plan, sent))
     planned, compiled = plan.by_kind_and_axes(), replace(ledger, entries=tuple(entries)).by_kind_and_axes()

@@ -3,11 +3,12 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
+from gspmd.annotate.errors import PlanError
 from gspmd.audit.ledger import Ledger
 from gspmd.collectives.figure import COLORS, amount_of_bytes, amount_of_flops, axes_text
+from gspmd.collectives.tables import Column, Printed, Sheet, counted
 
 _Key = tuple[str, tuple[str, ...], str]
 
@@ -29,8 +30,8 @@ class Change:
     after: tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Difference:
+@dataclass(frozen=True, repr=False)
+class Difference(Printed):
     """Two ledgers, one beside the other; counts and bytes are per device and execution. False where they are equal.
 
     Attributes:
@@ -48,38 +49,40 @@ class Difference:
     def __bool__(self) -> bool:
         return bool(self.rows) or self.flops[0] != self.flops[1]
 
-    def table(self) -> Table:
+    def table(self) -> Sheet:
         """What changed as a rich table, with the totals of bytes and operations below."""
-        names = [name or "a program" for name in self.names]
-        table = Table(title=f"from {names[0]} to {names[1]}: what one device sends", title_justify="left")
-        for column, justify in _COLUMNS:
-            table.add_column(column, justify=justify)
+        sheet = Sheet(f"{self._title}: what one device sends", _COLUMNS)
         for row in self.rows:
-            amounts = [f"{count} × {amount_of_bytes(sent / max(1, count))}" for count, sent in (row.before, row.after)]
+            amounts = [f"{n} × {amount_of_bytes(sent / n)}" if n else "none" for n, sent in (row.before, row.after)]
             told = _change(row.before[1], row.after[1])
-            table.add_row(f"[{COLORS[row.kind]}]{row.kind}[/]", axes_text(row.axes), row.dtype, *amounts, told)
-        table.add_section()
+            sheet.add(f"[{COLORS[row.kind]}]{row.kind}[/]", axes_text(row.axes), row.dtype, *amounts, told)
         for what, (before, after), amount in (
             ("all sent", self.wire_bytes, amount_of_bytes),
             ("matrix products", self.flops, amount_of_flops),
         ):
-            table.add_row(what, "", "", amount(before), amount(after), _change(before, after), style="bold")
-        return table
+            sheet.add(what, "", "", amount(before), amount(after), _change(before, after), total=True)
+        return sheet
 
-    def __str__(self) -> str:
-        console = Console(width=140, color_system=None)
-        with console.capture() as capture:
-            console.print(self.table() if self else f"no difference: {amount_of_bytes(self.wire_bytes[0])} sent")
-        return capture.get()
+    @property
+    def _title(self) -> str:
+        before, after = (name or "a program" for name in self.names)
+        return f"from {before} to {after}"
+
+    def __rich__(self) -> Sheet | Text:
+        return self.table() if self else Text(f"no difference: {amount_of_bytes(self.wire_bytes[0])} sent")
+
+    def __repr__(self) -> str:
+        before, after = map(amount_of_bytes, self.wire_bytes)
+        return f"<Difference {self._title}: {counted(len(self.rows), 'change')}, {before} sent before, {after} after>"
 
 
 _COLUMNS = (
-    ("kind", "left"),
-    ("mesh axes", "left"),
-    ("dtype", "left"),
-    ("before", "right"),
-    ("after", "right"),
-    ("", "left"),
+    Column("kind"),
+    Column("mesh axes"),
+    Column("dtype", goes=2),
+    Column("before", "right"),
+    Column("after", "right"),
+    Column("", goes=1),
 )
 
 
@@ -95,11 +98,20 @@ def difference(before: Ledger, after: Ledger) -> Difference:
     Args:
         before, after: of programs on meshes with the same names of axes.
 
+    Raises:
+        PlanError: one of them is no ledger.
+
     Example:
         >>> before = Ledger((), 128, {"x": 4})
         >>> bool(difference(before, before)), bool(difference(before, Ledger((), 256, {"x": 4})))
         (False, True)
     """
+    for each in (before, after):
+        if not isinstance(each, Ledger):
+            raise PlanError(
+                f"cannot put {type(each).__name__} {each!r} beside a ledger: it is none.\n"
+                "  Give what gspmd.ledger(compiled) returns."
+            )
     sums = _sums(before), _sums(after)
     both = [Change(*key, *(each.get(key, (0, 0)) for each in sums)) for key in sorted({*sums[0], *sums[1]})]
     changed = [row for row in both if row.before != row.after]

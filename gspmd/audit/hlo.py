@@ -238,7 +238,7 @@ def parse(text: str) -> Module:
         text: `compiled.as_text()`, or a dump of XLA (`--xla_dump_to`, `*after_optimizations.txt`).
 
     Raises:
-        HloError: there is no entry computation.
+        HloError: it is no text, or there is no entry computation.
 
     Example:
         >>> module = parse('''HloModule m, is_scheduled=true
@@ -252,6 +252,8 @@ def parse(text: str) -> Module:
 
     Source: the printer of XLA's HloModule, openxla/xla, `hlo/ir/hlo_module.cc`.
     """
+    if not isinstance(text, str):
+        raise HloError(f"cannot read a {type(text).__name__} as an HLO module.\n  Give compiled.as_text().")
     lines = iter(text.splitlines())
     header = next((line for line in text.splitlines() if line.startswith("HloModule ")), "")
     computations, entry = {}, None

@@ -11,23 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from rich.console import Console
+from rich.console import Group
 from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from gspmd.annotate.errors import PlanError
 from gspmd.audit import hlo
+from gspmd.audit.askers import divided
 from gspmd.audit.collectives import Collective, collective
 from gspmd.audit.flops import product_flops, uncounted
 from gspmd.audit.groups import axes_of
 from gspmd.audit.loops import trips
-from gspmd.audit.origin import Origin, origin
 from gspmd.collectives.figure import COLORS, amount_of_bytes, amount_of_flops, axes_text
-from gspmd.collectives.trace import ProgramPlan
+from gspmd.collectives.tables import Column, Printed, Sheet, counted
 
 if TYPE_CHECKING:
     from gspmd.audit.compare import Comparison
     from gspmd.audit.difference import Difference
+    from gspmd.collectives.planning import Plan
+    from gspmd.collectives.program import ProgramPlan
 
 OURS = f"{Path(__file__).parents[1]}{os.sep}"
 """Where this package lies: a source line is the first outside of it."""
@@ -35,9 +37,11 @@ OURS = f"{Path(__file__).parents[1]}{os.sep}"
 Key = tuple[str, tuple[str, ...]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Entry:
     """One collective instruction of a compiled program, all its executions together; figures are per device.
+
+    An instruction that a compiler made of several has an entry for each of them.
 
     Attributes:
         kind: as in a plan: all-gather, reduce-scatter, all-reduce, all-to-all, collective-permute.
@@ -52,6 +56,7 @@ class Entry:
         asynchronous: whether it is started and waited for by two instructions.
         arrays: how many arrays it moves at once.
         group: how many devices take part together.
+        together: how many arrays the instruction moves, where it is the entry of several who asked for a part of it.
     """
 
     kind: str
@@ -66,10 +71,15 @@ class Entry:
     asynchronous: bool = False
     arrays: int = 1
     group: int = 1
+    together: int = 1
+
+    def __repr__(self) -> str:
+        what = f"{self.count} × {self.kind} {axes_text(self.axes)} {self.dtype}".rstrip()
+        return f"<Entry {what}: {amount_of_bytes(self.wire_bytes)}, {_asked(self)}>"
 
 
-@dataclass(frozen=True)
-class Ledger:
+@dataclass(frozen=True, repr=False)
+class Ledger(Printed):
     """What one device of a compiled program sends and multiplies in one execution.
 
     A conditional counts its branch with the most bytes. A loop whose trips depend on what is computed counts once, and
@@ -103,7 +113,7 @@ class Ledger:
             sent[key] += entry.wire_bytes
         return {key: (counts[key], sent[key]) for key in sorted(counts)}
 
-    def compare(self, plan: ProgramPlan) -> "Comparison":
+    def compare(self, plan: "ProgramPlan | Plan") -> "Comparison":
         """What was planned beside what was compiled, by (kind, axes) and by step; see `gspmd.audit.compare`."""
         from gspmd.audit.compare import compare
 
@@ -120,21 +130,22 @@ class Ledger:
         totals = {"name": self.name, "mesh": dict(self.mesh), "wire_bytes": self.wire_bytes, "flops": self.flops}
         return json.dumps({**totals, "notes": self.notes, "entries": [asdict(entry) for entry in self.entries]})
 
-    def table(self) -> Table:
+    def table(self) -> Sheet:
         """The collectives as a rich table, like ones in one row, most bytes first."""
-        title = f"ledger of {self.name or 'a program'}: what one of {prod(self.mesh.values())} devices sends"
-        table = Table(title=title, title_justify="left")
-        for column, justify in _COLUMNS:
-            table.add_column(column, justify=justify, overflow="fold")
+        sheet = Sheet(f"ledger of {self._named}: what one of {prod(self.mesh.values())} devices sends", _COLUMNS)
         for entry, count, sent in self._rows():
-            kind = f"[{COLORS[entry.kind]}]{entry.kind}[/]{' async' if entry.asynchronous else ''}"
-            figures = (axes_text(entry.axes), entry.dtype, str(count), amount_of_bytes(sent))
-            table.add_row(kind, *figures, asked(entry))
-        table.add_section()
+            kind = f"[{COLORS[entry.kind]}]{entry.kind}[/]"
+            how = "async" if entry.asynchronous else ""
+            figures = (axes_text(entry.axes), entry.dtype, how, str(count), amount_of_bytes(sent))
+            sheet.add(kind, *figures, asked(entry))
         count = str(sum(entry.count for entry in self.entries))
         work = f"{amount_of_flops(self.flops)} in matrix products"
-        table.add_row("all", "", "", count, amount_of_bytes(self.wire_bytes), work, style="bold")
-        return table
+        sheet.add("all", "", "", "", count, amount_of_bytes(self.wire_bytes), work, total=True)
+        return sheet
+
+    @property
+    def _named(self) -> str:
+        return self.name or "a program"
 
     def _rows(self) -> list[tuple[Entry, int, int]]:
         """Entries that differ in nothing but count and bytes, together."""
@@ -146,27 +157,35 @@ class Ledger:
             row[2] += entry.wire_bytes
         return sorted((tuple(row) for row in rows.values()), key=lambda row: (-row[2], row[0].kind, row[0].axes))
 
-    def __str__(self) -> str:
-        console = Console(width=140, color_system=None)
-        with console.capture() as capture:
-            console.print(self.table(), *(f"note: {note}" for note in self.notes), sep="\n")
-        return capture.get()
+    def __rich__(self) -> Group:
+        return Group(self.table(), *(Text(f"note: {note}") for note in self.notes))
+
+    def __repr__(self) -> str:
+        mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        figures = f"{amount_of_bytes(self.wire_bytes)} sent, {amount_of_flops(self.flops)}"
+        entries = counted(len(self.entries), "collective")
+        return f"<Ledger of {self._named}, mesh {mesh}: {entries}, {figures}; print it for its table>"
 
 
 _COLUMNS = (
-    ("kind", "left"),
-    ("mesh axes", "left"),
-    ("dtype", "left"),
-    ("count", "right"),
-    ("sent", "right"),
-    ("asked for by", "left"),
+    Column("kind"),
+    Column("mesh axes"),
+    Column("dtype", goes=3),
+    Column("", goes=2),
+    Column("count", "right", goes=1),
+    Column("sent", "right"),
+    Column("asked for by", folds=True),
 )
 
 
 def asked(entry: Entry) -> str:
     """Who asked for a collective, for a person: the equation with its step, and the source line."""
+    return escape(_asked(entry))
+
+
+def _asked(entry: Entry) -> str:
     planned = " ".join(part for part in (entry.equation, number(entry.step)) if part)
-    return escape("  ".join(part for part in (planned, short(entry.source)) if part)) or "the compiler"
+    return "  ".join(part for part in (planned, short(entry.source)) if part) or "the compiler"
 
 
 def number(step: str) -> str:
@@ -204,7 +223,7 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
     Differs: from `compiled.cost_analysis()`, which counts a loop's body once and has no collectives.
     """
     module = hlo.parse(_text_of(compiled))
-    return of_module(module, _sizes(_mesh_of(compiled) if mesh is None else mesh))
+    return of_module(module, sizes_of(_mesh_of(compiled) if mesh is None else mesh))
 
 
 def of_module(module: hlo.Module, mesh: Mapping[str, int]) -> Ledger:
@@ -236,7 +255,7 @@ class _Reader:
                 self.notes.append(f"the operations of custom call {name} ({target}) are not counted")
             found = collective(self.module, computation, instruction, self.devices)
             if found and found.phase != "done" and found.group > 1:
-                entries.append(self._entry(computation, instruction, found, times))
+                entries += self._entries(computation, instruction, found, times)
             if instruction.opcode == "conditional":
                 inner = max((self.read(branch, times) for branch in self._called(instruction)), key=_size)
                 entries, flops = entries + inner[0], flops + inner[1]
@@ -262,24 +281,27 @@ class _Reader:
         for role, times in (("condition", runs + 1 if known else 1), ("body", runs)):
             yield self.module.computations[caller.attribute(role).lstrip("%")], times
 
-    def _entry(
+    def _entries(
         self, computation: hlo.Computation, instruction: hlo.Instruction, found: Collective, times: int
-    ) -> Entry:
-        came: Origin = origin(self.module, computation, instruction, found.instruction, OURS)
-        return Entry(
-            found.kind,
-            axes_of(found.instruction, self.mesh),
-            times,
-            found.wire_bytes * times,
-            found.dtype,
-            came.source,
-            came.equation,
-            came.step,
-            instruction.name,
-            found.phase == "start",
-            len(found.arrays),
-            found.group,
-        )
+    ) -> Iterator[Entry]:
+        """An entry for everybody who asked for a part of a collective."""
+        axes, phase = axes_of(found.instruction, self.mesh), found.phase == "start"
+        for came, part in divided(self.module, computation, instruction, found, OURS):
+            yield Entry(
+                part.kind,
+                axes,
+                times,
+                part.wire_bytes * times,
+                part.dtype,
+                came.source,
+                came.equation,
+                came.step,
+                instruction.name,
+                phase,
+                len(part.arrays),
+                part.group,
+                len(found.arrays),
+            )
 
 
 def _size(part: tuple[list[Entry], int]) -> tuple[int, int]:
@@ -312,7 +334,15 @@ def _mesh_of(compiled: Any) -> Any:
     return mesh
 
 
-def _sizes(mesh: Any) -> dict[str, int]:
+def sizes_of(mesh: Any) -> dict[str, int]:
+    """The sizes of a mesh's axes, in its order.
+
+    Args:
+        mesh: a mesh, or a mapping.
+
+    Raises:
+        PlanError: it is neither.
+    """
     try:
         sizes = dict(getattr(mesh, "shape", mesh))
     except (TypeError, ValueError):

@@ -1,6 +1,7 @@
 """What a device has to hold: the largest buffers of a program, and what would make each smaller."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
@@ -10,11 +11,11 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr
 from rich.markup import escape
-from rich.table import Table
 
 from gspmd.audit.hlo import Array, Instruction, Module
 from gspmd.audit.ledger import OURS, short
 from gspmd.collectives.figure import amount_of_bytes, axes_text
+from gspmd.collectives.tables import Column, Sheet
 
 _FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant")
 _SMALLER = "a smaller batch or length, or a layout that shards it; in training, remat around it"
@@ -158,12 +159,23 @@ def _padded(array: Array, order: str, tiles: str) -> int:
     return Array(array.dtype, tuple(shape)).bytes
 
 
-def buffers_table(buffers: Sequence[Buffer], title: str = "largest buffers of one device") -> Table:
-    """Buffers as a rich table."""
-    table = Table(title=title, title_justify="left")
-    for column in ("", "bytes", "what", "shape", "smaller by"):
-        table.add_column(column, justify="right" if column == "bytes" else "left", overflow="fold")
-    for buffer in buffers:
+def buffers_table(
+    buffers: Sequence[Buffer], most: int = _KEPT, title: str = "largest buffers of one device"
+) -> Sheet:
+    """The largest of some buffers as a rich table; those that are alike in one row."""
+    alike = Counter(buffers)
+    sheet = Sheet(title, _COLUMNS)
+    for buffer in sorted(alike, key=lambda buffer: -buffer.bytes)[:most]:
         shape = escape(f"{buffer.array.dtype} {list(buffer.array.shape)}")
-        table.add_row(buffer.kind, amount_of_bytes(buffer.bytes), escape(buffer.name), shape, buffer.remedy)
-    return table
+        times = f"{alike[buffer]} × " if alike[buffer] > 1 else ""
+        sheet.add(buffer.kind, times + amount_of_bytes(buffer.bytes), escape(buffer.name), shape, buffer.remedy)
+    return sheet
+
+
+_COLUMNS = (
+    Column("", goes=3),
+    Column("bytes", "right"),
+    Column("what"),
+    Column("shape", goes=1),
+    Column("smaller by", folds=True, goes=2),
+)

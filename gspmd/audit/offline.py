@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -19,19 +19,22 @@ from gspmd.audit.ledger import Ledger, of_module
 from gspmd.audit.timeline import Timeline, timeline
 from gspmd.audit.topology import Topology, topology
 from gspmd.collectives.figure import amount_of_bytes, amount_of_flops, amount_of_seconds
-from gspmd.collectives.trace import ProgramPlan, trace
+from gspmd.collectives.program import ProgramPlan
+from gspmd.collectives.tables import Printed
+from gspmd.collectives.trace import check_call, trace
 
 _FULL = re.compile(r"RESOURCE_EXHAUSTED")
 _NEEDED = re.compile(r"(?:required for HLO temporaries \(|Used )([\d.]+)([KMGTP]?)")
 _OFFERED = re.compile(r"(?:available HBM \(|Used [\d.]+[KMGTP]? of )([\d.]+)([KMGTP]?)")
+_BINARY = re.compile(r"\b([\d.]+)([KMGTP])(?=[\s.,;)]|$)")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
 
 
 _KEPT = 64  # buffers that a report lists
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(Printed):
     """What the compiler made of a function for a machine that is not there; figures are per device and execution.
 
     Attributes:
@@ -48,7 +51,7 @@ class Report:
         buffers: the largest arrays of one device, largest first: arguments, and what the program makes. Where it does
             not fit these are the values of the traced function, of which the compiler would have merged some.
         compile_seconds: tracing, lowering, compiling.
-        reason: the compiler's own words where it does not fit.
+        reason: the compiler's own words where it does not fit; but for its units, which are powers of 1024.
     """
 
     topology: Topology
@@ -133,7 +136,7 @@ class Report:
     def __rich__(self) -> Group:
         shown: list[Any] = [self.summary()]
         if not self.fits:
-            shown += [Text(f"\n{self.reason}", style="red"), memory.buffers_table(self.buffers[:5])]
+            shown += [Text(f"\n{self.reason}", style="red"), memory.buffers_table(self.buffers, 5)]
         if self.ledger and self.timeline:
             comparison = self.ledger.compare(self.plan)
             shown += ["", comparison.table()]
@@ -142,11 +145,10 @@ class Report:
             shown += ["", self.timeline.table()]
         return Group(*shown)
 
-    def __str__(self) -> str:
-        console = Console(width=140, color_system=None)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get()
+    def __repr__(self) -> str:
+        verdict = "fits" if self.fits else "does not fit"
+        held, room = amount_of_bytes(self.bytes_per_device), amount_of_bytes(self.hbm_bytes)
+        return f"<Report for {self.topology.name}: {verdict}, {held} of {room} per device; print it for its tables>"
 
 
 def compile_offline(
@@ -181,6 +183,9 @@ def compile_offline(
         >>> print(compile_offline(step, *args, topology=topology))      # doctest: +SKIP
     """
     target = _topology(topology)
+    check_call("compile", fn, abstract_args)
+    if not isinstance(flops, (int, float)) or isinstance(flops, bool) or not flops >= 0:
+        raise PlanError(f"cannot count {flops!r} operations.\n  Give flops= of one execution, as a number.")
     placed = _mesh(mesh, target, abstract_args)
     sizes, began = dict(placed.shape), time.perf_counter()
     held = tuple(memory.arguments(abstract_args, sizes))
@@ -212,7 +217,14 @@ def compile_offline(
 
 
 def _topology(given: Topology | str) -> Topology:
-    return topology(given) if isinstance(given, str) else given
+    if isinstance(given, Topology):
+        return given
+    if not isinstance(given, str):
+        raise PlanError(
+            f"cannot compile for topology={given!r}: it is no topology.\n"
+            "  Give a name, such as 'tpu-v4:4x4x4', or gspmd.audit.topology('tpu-v4:4x4x4')."
+        )
+    return topology(given)
 
 
 def _mesh(given: Any, target: Topology, args: Any) -> jax.sharding.Mesh:
@@ -220,8 +232,13 @@ def _mesh(given: Any, target: Topology, args: Any) -> jax.sharding.Mesh:
     meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(args) if _is_placed(leaf)]
     if isinstance(given, Mapping):
         meshes.append(target.mesh(given))
-    elif given is not None:
+    elif isinstance(given, jax.sharding.Mesh):
         meshes.append(given)
+    elif given is not None:
+        raise PlanError(
+            f"cannot compile for {target.name} with mesh={given!r}: it is no mesh.\n"
+            "  Give a mesh of its devices, or sizes of its axes, such as {'x': 4, 'y': 4, 'z': 4}."
+        )
     if not meshes:
         raise PlanError(
             f"cannot compile for {target.name}: no argument lies on a mesh.\n"
@@ -280,7 +297,7 @@ def _too_large(
     room = target.chip.hbm_bytes
     needed = max(0, _amount(_NEEDED, reason) - given)  # the compiler counts arguments and results among them
     room = _amount(_OFFERED, reason) or room
-    first = reason.partition("\n")[0]
+    first = _BINARY.sub(lambda found: amount_of_bytes(_amount(_BINARY, found[0])), reason.partition("\n")[0])
     buffers = tuple(sorted(buffers, key=lambda buffer: -buffer.bytes)[:_KEPT])
     return Report(target, mesh, False, given, 0, needed, room, plan, None, None, None, "", buffers, seconds, first)
 

@@ -4,16 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Group
+from rich.text import Text
 
+from gspmd.annotate.errors import PlanError
 from gspmd.audit.hlo import Module
+from gspmd.audit.ledger import sizes_of
 from gspmd.audit.links import Torus
 from gspmd.audit.machine import Machine, Span
 from gspmd.audit.walk import Walk
 from gspmd.collectives import chips
 from gspmd.collectives.chips import Chip
 from gspmd.collectives.figure import COLORS, amount_of_seconds, axes_text
+from gspmd.collectives.tables import Column, Printed, Sheet
 
 _ROUNDING = 1e-12
 """Seconds by which sums of seconds may miss one another."""
@@ -38,8 +41,8 @@ class Part:
     exposed: float
 
 
-@dataclass(frozen=True)
-class Timeline:
+@dataclass(frozen=True, repr=False)
+class Timeline(Printed):
     """One device running a compiled program once; figures are seconds, every iteration of every loop counted.
 
     Attributes:
@@ -106,18 +109,15 @@ class Timeline:
             found.append((span, lane))
         return found
 
-    def table(self) -> Table:
+    def table(self) -> Sheet:
         """The parts as a rich table, longest first, and the step as its last row; `summary` says the rest."""
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         title = f"timeline of {self.name or 'a program'}: one of {prod(self.mesh.values())} {self.chip.name}, {mesh}"
-        table = Table(title=title, title_justify="left")
-        for column, justify in _COLUMNS:
-            table.add_column(column, justify=justify)
+        sheet = Sheet(title, _COLUMNS)
         for part in self.parts:
-            table.add_row(f"[{COLORS.get(part.category, 'default')}]{part.category}[/]", *_figures(part))
-        table.add_section()
-        table.add_row("step", "", "", "", *_amounts(self.step_seconds, self.exposed_seconds), style="bold")
-        return table
+            sheet.add(f"[{COLORS.get(part.category, 'default')}]{part.category}[/]", *_figures(part))
+        sheet.add("step", "", "", "", *_amounts(self.step_seconds, self.exposed_seconds), total=True)
+        return sheet
 
     @property
     def summary(self) -> str:
@@ -130,20 +130,20 @@ class Timeline:
             f"collectives; {hidden} of collectives hidden; MFU {self.mfu:.1%}"
         )
 
-    def __str__(self) -> str:
-        console = Console(width=140, color_system=None)
-        with console.capture() as capture:
-            console.print(self.table(), self.summary, *(f"note: {note}" for note in self.notes), sep="\n")
-        return capture.get()
+    def __rich__(self) -> Group:
+        return Group(self.table(), Text(self.summary), *(Text(f"note: {note}") for note in self.notes))
+
+    def __repr__(self) -> str:
+        return f"<Timeline of {self.name or 'a program'} on {self.chip.name}: {self.summary}>"
 
 
 _COLUMNS = (
-    ("what runs", "left"),
-    ("mesh axes", "left"),
-    ("count", "right"),
-    ("each", "right"),
-    ("together", "right"),
-    ("exposed", "right"),
+    Column("what runs"),
+    Column("mesh axes"),
+    Column("count", "right", goes=2),
+    Column("each", "right", goes=1),
+    Column("together", "right"),
+    Column("exposed", "right"),
 )
 
 
@@ -154,7 +154,12 @@ def _figures(part: Part) -> tuple[str, ...]:
 
 
 def _amounts(*seconds: float) -> tuple[str, ...]:
-    return tuple(amount_of_seconds(each) for each in seconds)
+    return tuple(map(amount, seconds))
+
+
+def amount(seconds: float) -> str:
+    """Seconds for a reader; what is less than a nanosecond is rounding."""
+    return amount_of_seconds(seconds if seconds >= 1e-9 else 0)
 
 
 def timeline(
@@ -188,7 +193,7 @@ def timeline(
         A `Timeline`, to print; `gspmd.audit.gantt.draw` and `gspmd.audit.perfetto.write` make pictures of it.
 
     Raises:
-        PlanError: no chip has this name.
+        PlanError: `module` is no parsed program or `mesh` no mesh, or no chip has this name.
 
     Example:
         >>> from gspmd.audit import hlo
@@ -211,6 +216,12 @@ def timeline(
 
     Source: for the links the *scaling book* (jax-ml), parts 2 and 3; for cycles the TPU compiler, `backend_config`.
     """
+    if not isinstance(module, Module):
+        raise PlanError(
+            f"cannot simulate a {type(module).__name__}: it is no parsed program.\n"
+            "  Give gspmd.audit.hlo.parse(compiled.as_text())."
+        )
+    mesh = sizes_of(mesh)
     walk = Walk(module, chips.chip(chip), mesh, torus or {})
     walk.run(module.entry, [])
     walk.machine.drain()
@@ -225,7 +236,7 @@ def timeline(
         tuple(walk.machine.spans),
         _parts(walk.machine),
         walk.chip,
-        dict(mesh),
+        mesh,
         module.name,
         tuple(dict.fromkeys(walk.notes)),
     )

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh
 from gspmd.annotate.errors import PlanError, listed, suggestion
 from gspmd.audit.torus import lay, nearest
 from gspmd.collectives.chips import CHIPS, Chip
+from gspmd.collectives.chips import chip as chip_named
 from gspmd.host import quiet_libtpu
 
 # Chips of the largest slice that exists (Google Cloud documentation, 'TPU v3', 'TPU v4', ...: pod size). The compiler
@@ -65,6 +66,11 @@ class Topology:
         Raises:
             PlanError: the sizes do not multiply to the number of devices, or the axis type is unknown.
         """
+        if not isinstance(axes, Mapping) or not all(isinstance(axis, str) for axis in axes):
+            raise PlanError(
+                f"cannot lay the mesh {axes!r} over {self.name}: it does not say which axis has which size.\n"
+                "  Give sizes by name, such as {'x': 4, 'y': 4, 'z': 4}."
+            )
         sizes, types = tuple(axes.values()), (_axis_type(axis_type),) * len(axes)
         if not all(map(_is_size, sizes)) or prod(sizes) != self.num_devices:
             raise PlanError(self._wrong(axes))
@@ -130,8 +136,15 @@ def topology(name: str) -> Topology:
     return _described(chip, shape)
 
 
-def slices(chip: Chip) -> Iterator[Topology]:
-    """Slices of a chip from the smallest to a whole pod, each twice the one before, as near a cube as can be."""
+def slices(chip: Chip | str) -> Iterator[Topology]:
+    """Slices of a chip from the smallest to a whole pod, each twice the one before, as near a cube as can be.
+
+    Raises:
+        PlanError: no chip has this name, or it is none of a TPU.
+    """
+    chip = chip_named(chip)
+    if chip.name not in _PODS:
+        raise PlanError(f"{chip.name} comes in no slices.\n  Those that do: {', '.join(_PODS)}.")
     shape = [2, 2, 1][: chip.torus]
     while prod(shape) <= _PODS[chip.name]:
         yield topology(f"{chip.name}:{'x'.join(map(str, sorted(shape) if 1 not in shape else shape))}")

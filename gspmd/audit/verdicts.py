@@ -10,7 +10,7 @@ from gspmd.audit.ledger import Entry, number
 from gspmd.collectives.figure import axes_text
 from gspmd.collectives.lower import scope
 from gspmd.collectives.plan import Step
-from gspmd.collectives.trace import PlannedStep, ProgramPlan
+from gspmd.collectives.program import PlannedStep, ProgramPlan
 
 VERDICTS = ("as planned", "shared", "rewritten", "gone", "the compiler's choice", "not planned")
 
@@ -171,7 +171,7 @@ def _place(step: Step | Entry | Row) -> tuple[str, frozenset[str]]:
 
 def _as_planned(row: Row) -> Row:
     """What a row says of a step whose arrays travel with those of others."""
-    return replace(row, verdict="as planned", how=row.how or "in one collective with others", compiled=row.planned)
+    return replace(row, verdict="as planned", how=row.how or _MERGED, compiled=row.planned)
 
 
 def _judgements(planned: dict[_Name, list[PlannedStep]], entries: Sequence[Entry], plan: ProgramPlan) -> Iterator[Row]:
@@ -213,8 +213,10 @@ def _absent(name: _Name, steps: Sequence[PlannedStep], entries: Sequence[Entry])
 
 def _judged(name: _Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]) -> Row:
     largest = max(steps, key=lambda step: step.step.wire_bytes)
-    how = _how(largest, entries) or _how_often(_planned(steps), _compiled(entries))
-    return _row("rewritten" if how else "as planned", how, name, steps, entries)
+    all_there = _planned(steps)[1] == _compiled(entries)[1]
+    how = _how(largest, entries, all_there) or _how_often(_planned(steps), _compiled(entries))
+    merged = any(max(entry.together, entry.arrays) > 1 for entry in entries)
+    return _row("rewritten" if how else "as planned", how or (_MERGED if merged else ""), name, steps, entries)
 
 
 def _how_often(planned: tuple[int, int], compiled: tuple[int, int]) -> str:
@@ -226,8 +228,11 @@ def _how_often(planned: tuple[int, int], compiled: tuple[int, int]) -> str:
     return "runs less often" if compiled[0] < planned[0] else "sends less"
 
 
-def _how(planned: PlannedStep, entries: Sequence[Entry]) -> str:
-    """What a compiler did to a step, by name; empty where each time it is the planned collective."""
+def _how(planned: PlannedStep, entries: Sequence[Entry], all_there: bool) -> str:
+    """What a compiler did to a step, by name; empty where each time it is the planned collective.
+
+    All there are as many bytes in all as were planned: several arrays in one collective are then its own.
+    """
     step, told = planned.step, []
     kinds = sorted({entry.kind for entry in entries})
     if kinds != [step.kind]:
@@ -236,8 +241,8 @@ def _how(planned: PlannedStep, entries: Sequence[Entry]) -> str:
     if over:
         told.append(f"over {' and '.join(over)}")
     arrays = max(entry.arrays for entry in entries)
-    each = max(entry.wire_bytes / entry.count for entry in entries) / step.wire_bytes
-    if arrays > 1:
+    each = max(entry.wire_bytes / entry.count / entry.arrays for entry in entries) / step.wire_bytes
+    if arrays > 1 and not all_there:
         told.append(f"{arrays} arrays in one collective")
     elif not told:
         told += _size(planned.dtype, max(entries, key=lambda entry: entry.wire_bytes).dtype, each)
@@ -258,6 +263,7 @@ def _bits(dtype: str) -> int:
 
 
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
+_MERGED = "in one collective with others"
 
 
 def _article(kind: str) -> str:

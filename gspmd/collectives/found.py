@@ -22,9 +22,9 @@ class Found:
 
     Attributes:
         buffer: bytes of the larger side of its largest collective, on one device.
-        flops: operations of its products.
+        flops: operations of its products, but for those that have been made before.
         dtype: what that collective sends, as HLO names it.
-        first: who has made that collective before, if somebody has.
+        first: who has made that collective before, or, without one, a product, if somebody has.
         permuted: what its permutes send that nobody has sent before: a looped step has nothing else.
         again: what its permutes send again, by who has sent it before.
     """
@@ -37,10 +37,15 @@ class Found:
     again: Mapping[Asker, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def __add__(self, other: "Found") -> "Found":
-        larger = max(self, other, key=lambda found: found.buffer)
+        larger = max(self, other, key=lambda found: (found.buffer, found.first is not None))
         again = {asker: self.again.get(asker, 0) + other.again.get(asker, 0) for asker in {**self.again, **other.again}}
         permuted = self.permuted + other.permuted
         return replace(larger, flops=self.flops + other.flops, permuted=permuted, again=again)
+
+    @property
+    def tells(self) -> bool:
+        """Whether there is a collective or a product in it."""
+        return bool(self.buffer or self.flops or self.first)
 
     def times(self, trips: int) -> "Found":
         """The same in a loop; a collective that is no ring's stands in none."""
@@ -57,7 +62,7 @@ class Found:
         if any(permutes.values()):
             yield from ((_sending(step, sent), first) for first, sent in permutes.items() if sent)
         elif step.kind == "einsum":
-            yield self._multiplied(step), None
+            yield self._multiplied(step), None if self.flops else self.first
         else:
             group = prod(mesh.get(axis, 1) for axis in step.axes)
             yield _with_bytes(step, wire_bytes(step.kind, group, self.buffer)), self.first
@@ -75,32 +80,44 @@ def _with_bytes(step: Step, sent: int) -> Step:
     return replace(step, wire_bytes=sent, seconds=step.seconds * sent / step.wire_bytes) if step.wire_bytes else step
 
 
-def scoped(equation: Any, values: Values, name: str) -> dict[int, Found]:
-    """The numbers of the steps whose scope is there, with what is found under each.
+def scoped(equation: Any, values: Values, name: str) -> dict[tuple[int, int], Found]:
+    """By the numbers of the steps whose scope is there, and how often they run: what is found under each.
+
+    A step of which a part is taken out of the loop around it is there more than once.
 
     Args:
         equation: a call in a jaxpr.
         values: those of the program around it.
         name: the planned equation that it belongs to.
     """
-    found: dict[int, Found] = {}
+    around = {*values.outwards()}
+    found: dict[tuple[int, int], Found] = {}
+    for number, home, part in _parts(equation, values, name):
+        base = next(each for each in home.outwards() if each in around)  # a ring has loops of its own
+        key = number, base.trips
+        found[key] = found.get(key, Found()) + part.times(home.trips // base.trips)
+    most = dict(sorted(found))
+    telling = {key: part for key, part in found.items() if part.tells}
+    told = {number for number, _ in telling}
+    return {**{key: found[key] for key in most.items() if key[0] not in told}, **telling}
+
+
+def _parts(equation: Any, values: Values, name: str) -> Iterator[tuple[int, Values, Found]]:
+    """The operations of a call that have a step's scope: its number, and where each runs."""
     for inner in inner_jaxprs(equation):
         known = values.enter(equation, inner)
         for each in inner.eqns:
             numbers = _SCOPE.findall(str(each.source_info.name_stack))
-            first = known.first(each, (name, int(numbers[-1])) if numbers else ("", 0))
-            own = [(int(number), _alone(each, first)) for number in numbers[-1:]]
-            trips = each.params["length"] if each.primitive.name == "scan" else 1
-            inside = {number: more.times(trips) for number, more in scoped(each, known, name).items()}
-            for number, more in (*own, *inside.items()):
-                found[number] = found.get(number, Found()) + more
+            made = known.make(each, (name, int(numbers[-1])) if numbers else ("", 0))
+            if numbers:
+                yield int(numbers[-1]), made.home, _alone(each, made.first)
+            yield from _parts(each, known, name)
         values.leave(equation, inner)
-    return found
 
 
 def _alone(equation: Any, first: Asker | None) -> Found:
     """What one operation is."""
-    buffer, flops, dtype = _buffer(equation), _dot_flops(equation), _dtype(equation)
+    buffer, flops, dtype = _buffer(equation), 0 if first else _dot_flops(equation), _dtype(equation)
     if equation.primitive.name != "ppermute":
         return Found(buffer, flops, dtype, first)
     return Found(buffer, flops, dtype, first, 0 if first else buffer, {first: buffer} if first else {})
@@ -118,7 +135,15 @@ def _dtype(equation: Any) -> str:
     """What a collective sends, as HLO names it."""
     if equation.primitive.name not in _COLLECTIVES:
         return ""
-    name = equation.invars[0].aval.dtype.name
+    return hlo_name(equation.invars[0].aval.dtype.name)
+
+
+def hlo_name(name: str) -> str:
+    """HLO's name of a dtype.
+
+    >>> hlo_name("bfloat16"), hlo_name("int32")
+    ('bf16', 's32')
+    """
     for jax_name, hlo_name in _DTYPES:
         name = name.replace(jax_name, hlo_name)
     return name

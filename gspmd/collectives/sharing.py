@@ -1,114 +1,205 @@
 """Common moves: a compiler that is told to move the same value in the same way twice moves it once.
 
 Values are numbered as compilers number them: what is worked out in the same way from the same values is the same
-value, through calls and through loops that run once, which XLA unrolls. Other loops, branches, and what has effects
-make new values. So does an optimization barrier, but on host devices: the compiler there drops barriers, then merges.
+value, through calls, recomputation and loops that run once, which XLA unrolls. What does not change from trip to trip
+of a loop is worked out before the loop, as far as the compiler goes (`gspmd.collectives.compilers`), and is there the
+same value as what stands there already. Loops, branches, what has effects, and optimization barriers make new values.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 from jax.extend.core import Jaxpr, Literal
 
-_MOVES = ("all_gather", "reduce_scatter", "psum", "pmax", "all_to_all", "ppermute")
+from gspmd.collectives.compilers import HOST, Compiler
+
+_REDUCTIONS = ("psum", "pmax")
+_MOVES = ("all_gather", "reduce_scatter", "all_to_all", "ppermute", *_REDUCTIONS)
 _BARRIER = "optimization_barrier"
-_HOISTED = ("axis_index", "empty")
-"""What does not depend on a loop's trip: compilers work it out before the loop, each occurrence by itself."""
+_BY_ITSELF = ("axis_index", "empty")
+"""What is new wherever it stands in a loop: nothing goes into it, and compilers neither merge nor hoist it there."""
 
 _CALLS = ("jit", "pjit", "closed_call", "custom_vjp_call", "custom_jvp_call", "shard_map", "custom_partitioning")
+_RECOMPUTED = ("remat2", "checkpoint")
+_LOOPS = ("scan", "while")
 
 Asker = tuple[str, int]
 """An equation and the number of its step; ("", 0) is the program's own."""
+
+
+class Value(NamedTuple):
+    """A value of a program.
+
+    Attributes:
+        number: the same for what is the same.
+        late: the same also for what is the same but for an optimization barrier, if the compiler drops barriers.
+        home: the piece of the program from which on it is there.
+    """
+
+    number: int
+    late: int
+    home: "Values"
+
+
+class Made(NamedTuple):
+    """Where an operation runs in the end, and who has made this very collective there before, if somebody has."""
+
+    home: "Values"
+    first: Asker | None = None
 
 
 class Values:
     """The values of one straight piece of a program, and the collectives that it has made of them.
 
     Args:
-        barriers: whether the compiler keeps optimization barriers until equal values are merged.
-        looped: whether the piece stands in a loop.
+        compiler: of the program; of the piece around this one, if there is one.
+        around: the piece that runs this one in a loop or a branch.
+        length: how often the loop around it runs, each time that it is reached.
+        is_loop: whether this is a loop's body, rather than a branch.
     """
 
-    def __init__(self, barriers: bool = True, looped: bool = False):
-        self.barriers, self.looped = barriers, looped
-        self._numbers: dict[Hashable, int] = {}
-        self._origins: list[Hashable] = []
-        self._known: dict[Any, int] = {}
+    def __init__(
+        self, compiler: Compiler = HOST, around: "Values | None" = None, length: int = 1, is_loop: bool = False
+    ):
+        self.compiler, self.around, self.is_loop = around.compiler if around else compiler, around, is_loop
+        self.depth = around.depth + 1 if around else 0
+        self.trips = length * (around.trips if around else 1)
+        self._in_loop = is_loop or (around is not None and around._in_loop)
+        self._numbers: dict[Hashable, int] = around._numbers if around else {}
+        self._origins: list[Hashable] = around._origins if around else []
+        self._known: dict[Any, Value] = {}
         self._moved: dict[int, Asker] = {}
 
+    # -- through calls -------------------------------------------------------------------------------------------------
+
     def enter(self, equation: Any, inner: Jaxpr) -> "Values":
-        """The values with which a called program begins: the caller's own where it runs exactly once, else none."""
+        """The values with which a called program begins: the caller's own where it runs exactly once, else others."""
+        held = [self._of(var) for var in equation.invars]
         if self._is_call(equation, inner):
-            held = [self._of(var) for var in equation.invars]
-            self._alias(inner.invars, self._across(equation, "in_specs", held))
+            self._know(inner.invars, self._across(equation, "in_specs", self._recomputed(equation, held)))
             return self
         if _runs_once(equation):
-            pairs = zip(equation.invars, inner.invars)
-            held = [self._only(self._of(var)) if _is_stack(var, one) else self._of(var) for var, one in pairs]
-            self._alias(inner.invars, held)
+            pairs = zip(equation.invars, inner.invars, held)
+            self._know(inner.invars, [self._only(value) if _is_stack(var, one) else value for var, one, value in pairs])
             return self
-        return self.apart(equation)
-
-    def apart(self, equation: Any) -> "Values":
-        """The values with which a program that an operation calls begins, if it shares none with what is around it."""
-        return Values(self.barriers, self.looped or equation.primitive.name in ("scan", "while"))
+        if equation.primitive.name in _LOOPS:
+            return self._loop(equation, inner, held)
+        return Values(around=self._home_of_call(equation))
 
     def leave(self, equation: Any, inner: Jaxpr) -> None:
         """Know a called program's results by what they are inside."""
         if self._is_call(equation, inner) and len(equation.outvars) == len(inner.outvars):
-            self._alias(equation.outvars, self._across(equation, "out_specs", [self._of(var) for var in inner.outvars]))
+            self._know(equation.outvars, self._across(equation, "out_specs", [self._of(var) for var in inner.outvars]))
         elif _runs_once(equation):
             pairs = [(var, one, self._of(one)) for var, one in zip(equation.outvars, inner.outvars)]
-            held = [self._number(("stack", n)) if _is_stack(var, one) else n for var, one, n in pairs]
-            self._alias(equation.outvars, held)
+            self._know(equation.outvars, [self._stack(v) if _is_stack(var, one) else v for var, one, v in pairs])
+        else:
+            home = self._home_of_call(equation)
+            self._know(equation.outvars, [home.new() for _ in equation.outvars])
 
-    def first(self, equation: Any, asker: Asker = ("", 0)) -> Asker | None:
-        """Take note of an operation; who has asked for this very collective of the same value, if somebody has."""
-        if equation.primitive.name == _BARRIER and not self.barriers:
-            self._alias(equation.outvars, [self._of(var) for var in equation.invars])
-            return None
-        if not self._is_pure(equation):
-            # A jaxpr may run in many places with the same variables: what it makes is new in each.
-            self._alias(equation.outvars, [self._number(("new", len(self._numbers))) for _ in equation.outvars])
-            return None
-        key = (equation.primitive.name, str(equation.params), *(self._of(var) for var in equation.invars))
-        number = self._number(key)
-        self._alias(equation.outvars, [self._number((number, place)) for place in range(len(equation.outvars))])
-        if equation.primitive.name not in _MOVES:
-            return None
-        earlier = self._moved.get(number)
-        self._moved.setdefault(number, asker)
-        return earlier
+    def _loop(self, equation: Any, inner: Jaxpr, held: Sequence[Value]) -> "Values":
+        """A loop's body, which knows what is the same in every trip: its constants, and what it carries unchanged."""
+        length = equation.params.get("length", 1)  # nobody knows how often a while loop runs
+        is_body = equation.primitive.name == "scan" or inner is equation.params["body_jaxpr"].jaxpr
+        body = Values(around=self._home_of_call(equation), length=length, is_loop=is_body)
+        if is_body:
+            held = held[equation.params.get("cond_nconsts", 0) :]
+            constants = equation.params["num_consts" if equation.primitive.name == "scan" else "body_nconsts"]
+            unchanged = [place < constants or _passed_on(inner, place, constants) for place in range(len(held))]
+            body._know(inner.invars, [value if same else body.new() for value, same in zip(held, unchanged)])
+        return body
 
-    def _is_pure(self, equation: Any) -> bool:
-        """Whether an operation makes the same of the same: not one that calls programs or has effects."""
-        effects = {type(effect).__name__ for effect in equation.effects}
-        calls = any(True for _ in inner_jaxprs(equation))
-        hoisted = self.looped and equation.primitive.name in _HOISTED
-        return not calls and not hoisted and effects <= {"NamedAxisEffect"} and equation.primitive.name != _BARRIER
+    def _recomputed(self, equation: Any, held: list[Value]) -> list[Value]:
+        """What a call gets: recomputation for a gradient stands behind a barrier that keeps it where it is."""
+        kept = equation.params.get("prevent_cse", False) if equation.primitive.name in _RECOMPUTED else False
+        behind = [each and equation.params["differentiated"] for each in _each(kept, len(held))]
+        waiting = iter(self._behind([value for value, waits in zip(held, behind) if waits]))
+        return [next(waiting) if waits else value for value, waits in zip(held, behind)]
 
     @staticmethod
     def _is_call(equation: Any, inner: Jaxpr) -> bool:
-        return equation.primitive.name in _CALLS and len(equation.invars) == len(inner.invars)
+        return equation.primitive.name in (*_CALLS, *_RECOMPUTED) and len(equation.invars) == len(inner.invars)
 
-    def _across(self, equation: Any, side: str, held: Sequence[int]) -> list[int]:
+    # -- operations ----------------------------------------------------------------------------------------------------
+
+    def make(self, equation: Any, asker: Asker = ("", 0)) -> Made:
+        """Take note of an operation: where it runs, and who has asked there for this collective of the same value."""
+        held = [self._of(var) for var in equation.invars]
+        if equation.primitive.name == _BARRIER:
+            self._know(equation.outvars, self._behind(held))
+            return Made(self)
+        if not self._is_pure(equation):
+            # A jaxpr may run in many places with the same variables: what it makes is new in each.
+            self._know(equation.outvars, [self.new() for _ in equation.outvars])
+            return Made(self)
+        home = self._home(held, self.compiler.leaves(equation))
+        how = equation.primitive.name, str(equation.params), id(home)
+        number, late = (self._number((*how, *side)) for side in ((v.number for v in held), (v.late for v in held)))
+        places = range(len(equation.outvars))
+        made = [Value(self._number((number, place)), self._number((late, place)), home) for place in places]
+        self._know(equation.outvars, made)
+        if equation.primitive.name not in (*_MOVES, "dot_general"):
+            return Made(home)
+        merged = number if equation.primitive.name in _REDUCTIONS else late
+        first = home._moved.get(merged)
+        home._moved.setdefault(merged, asker)
+        return Made(home, first)
+
+    def _behind(self, held: Sequence[Value]) -> list[Value]:
+        """Values behind an optimization barrier: none is there before all are."""
+        home = self._home(held)
+        new = [home.new() for _ in held]
+        return [each._replace(late=value.late) for each, value in zip(new, held)] if self.compiler.is_host else new
+
+    def _home(self, held: Sequence[Value], leaves: bool = True) -> "Values":
+        """The piece in which something runs that needs these values: before the loops in which none of them changes."""
+        needed, home = max((value.home.depth for value in held), default=0), self
+        while leaves and home.is_loop and home.depth > needed and (home is self or self.compiler.is_host):
+            home = home.around
+        return home
+
+    def _home_of_call(self, equation: Any) -> "Values":
+        """The piece in which a loop or a branch runs as a whole."""
+        hoisted = equation.primitive.name in _LOOPS or self.compiler.is_host
+        return self._home([self._of(var) for var in equation.invars], hoisted and _has_no_effects(equation))
+
+    def _is_pure(self, equation: Any) -> bool:
+        """Whether an operation makes the same of the same: not one that calls programs or has effects."""
+        calls = any(True for _ in inner_jaxprs(equation))
+        by_itself = self._in_loop and equation.primitive.name in _BY_ITSELF
+        return not calls and not by_itself and _has_no_effects(equation)
+
+    # -- numbers -------------------------------------------------------------------------------------------------------
+
+    def new(self) -> Value:
+        """A value that is nobody else's."""
+        number = self._number(("new", len(self._numbers)))
+        return Value(number, number, self)
+
+    def _across(self, equation: Any, side: str, held: Sequence[Value]) -> list[Value]:
         """A call's values on its other side; a device's pieces are those of a value under one spec, and of no other."""
         specs = equation.params.get(side) if equation.primitive.name == "shard_map" else None
         if specs is None:
             return list(held)
         name, reverse = ("piece", "whole") if side == "in_specs" else ("whole", "piece")
-        return [self._undone(reverse, name, number, str(spec)) for number, spec in zip(held, specs)]
+        return [self._undone(reverse, name, value, str(spec)) for value, spec in zip(held, specs)]
 
-    def _only(self, stacked: int) -> int:
+    def _stack(self, value: Value) -> Value:
+        return self._undone("slice", "stack", value)
+
+    def _only(self, stacked: Value) -> Value:
         """The one slice of a value that is a stack of one."""
         return self._undone("stack", "slice", stacked)
 
-    def _undone(self, made: str, name: str, number: int, *how: str) -> int:
+    def _undone(self, made: str, name: str, value: Value, *how: str) -> Value:
         """What a value was made of, if it was made in that way, and a new value otherwise."""
-        origin = self._origins[number]
-        same = isinstance(origin, tuple) and origin[0] == made and origin[2:] == how
-        return origin[1] if same else self._number((name, number, *how))
+
+        def undone(number: int) -> int:
+            origin = self._origins[number]
+            same = isinstance(origin, tuple) and origin[0] == made and origin[2:] == how
+            return origin[1] if same else self._number((name, number, *how))
+
+        return Value(undone(value.number), undone(value.late), value.home)
 
     def _number(self, key: Hashable) -> int:
         if key not in self._numbers:
@@ -116,19 +207,37 @@ class Values:
             self._origins.append(key)
         return self._numbers[key]
 
-    def _of(self, var: Any) -> int:
+    def _of(self, var: Any) -> Value:
         if isinstance(var, Literal):
-            return self._number(("literal", str(var.aval), repr(var.val)))
-        return self._known[var] if var in self._known else self._number(("outer", id(var)))
+            number = self._number(("literal", str(var.aval), repr(var.val)))
+            return Value(number, number, [*self.outwards()][-1])
+        if var not in self._known:
+            number = self._number(("outer", id(var)))
+            self._known[var] = Value(number, number, self)
+        return self._known[var]
 
-    def _alias(self, variables: Sequence[Any], numbers: Sequence[int]) -> None:
-        self._known.update((var, number) for var, number in zip(variables, numbers))
+    def outwards(self) -> Iterator["Values"]:
+        """This piece, the one around it, and so on."""
+        yield self
+        if self.around:
+            yield from self.around.outwards()
+
+    def _know(self, variables: Sequence[Any], values: Sequence[Value]) -> None:
+        self._known.update(zip(variables, values))
 
 
-def barriers_hold() -> bool:
-    """Whether the devices in force have a compiler that merges equal values first, and drops barriers then."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is None or device.device_kind != "cpu"
+def _each(kept: Any, count: int) -> Sequence[bool]:
+    return (kept,) * count if isinstance(kept, bool) else kept
+
+
+def _passed_on(body: Jaxpr, place: int, constants: int) -> bool:
+    """Whether a loop's body returns what it carries as it is."""
+    carried = place - constants
+    return carried < len(body.outvars) and body.outvars[carried] is body.invars[place]
+
+
+def _has_no_effects(equation: Any) -> bool:
+    return {type(effect).__name__ for effect in equation.effects} <= {"NamedAxisEffect"}
 
 
 def _is_stack(outer: Any, inner: Any) -> bool:

@@ -5,122 +5,20 @@ which `planned.run` runs them. Inside one, the steps that are still there are th
 under `jax.checkpoint` keeps only the moves that the backward pass needs.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Jaxpr
 from jax.interpreters import partial_eval
-from rich.console import Console
-from rich.table import Table
 
+from gspmd.annotate.errors import PlanError
 from gspmd.collectives import planned
-from gspmd.collectives.figure import COLORS, amount_of_bytes, axes_text
+from gspmd.collectives.compilers import compiler
 from gspmd.collectives.found import scoped
-from gspmd.collectives.plan import Step
-from gspmd.collectives.sharing import Values, barriers_hold, inner_jaxprs
-
-
-@dataclass(frozen=True)
-class PlannedStep:
-    """A step of a function's plan.
-
-    Attributes:
-        step: what it does.
-        trips: how often it runs.
-        equation: the equation it belongs to.
-        number: its number among the steps of that equation.
-        dtype: what a collective sends, as HLO names it: `f32`, `bf16`; empty in a forecast.
-        first: the equation and number of the step that has moved the same value before, and serves this one too.
-    """
-
-    step: Step
-    trips: int
-    equation: str
-    number: int = 0
-    dtype: str = ""
-    first: tuple[str, int] | None = None
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that one device sends in all trips together."""
-        return self.step.wire_bytes * self.trips
-
-
-@dataclass(frozen=True)
-class ProgramPlan:
-    """All planned steps of a function, in program order; figures are per device and execution.
-
-    A conditional counts its largest branch; a while loop, whose trips nobody knows before it runs, counts once. Under
-    vmap a step counts what the whole batch sends. Programs that the compiler lowers are forecasts, and count whole.
-
-    Attributes:
-        entries: the steps that run.
-        shared: steps whose value one of the entries moves for them; they send nothing, and nothing here counts them.
-        lowered: the equations that the compiler lowers.
-        notes: what could not be counted.
-    """
-
-    entries: tuple[PlannedStep, ...]
-    shared: tuple[PlannedStep, ...] = ()
-    lowered: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """Every step, repeated as often as it runs."""
-        return tuple(entry.step for entry in self.entries for _ in range(entry.trips))
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that one device sends."""
-        return sum(entry.wire_bytes for entry in self.entries)
-
-    @property
-    def size(self) -> tuple[int, float, int]:
-        """Bytes, seconds, operations: by which the largest branch of a conditional is the one that counts."""
-        return self.wire_bytes, self.seconds, self.flops
-
-    @property
-    def seconds(self) -> float:
-        """Predicted seconds of the planned steps, nothing overlapped."""
-        return sum(entry.step.seconds * entry.trips for entry in self.entries)
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of the planned einsums."""
-        return sum(entry.step.flops * entry.trips for entry in self.entries)
-
-    def by_kind_and_axes(self) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
-        """For every collective kind and set of mesh axes: how often it runs, and the bytes sent."""
-        counts, sent = Counter(), Counter()
-        for entry in self.entries:
-            if entry.step.is_collective:
-                key = (entry.step.kind, tuple(sorted(entry.step.axes)))
-                counts[key] += entry.trips
-                sent[key] += entry.wire_bytes
-        return {key: (counts[key], sent[key]) for key in sorted(counts)}
-
-    def table(self) -> Table:
-        """The collectives as a rich table, most bytes first."""
-        table = Table(title="planned collectives, per device", title_justify="left")
-        for column, justify in (("kind", "left"), ("mesh axes", "left"), ("count", "right"), ("sent", "right")):
-            table.add_column(column, justify=justify)
-        rows = sorted(self.by_kind_and_axes().items(), key=lambda row: -row[1][1])
-        for (kind, axes), (count, sent) in rows:
-            table.add_row(f"[{COLORS[kind]}]{kind}[/]", axes_text(axes), str(count), amount_of_bytes(sent))
-        table.add_section()
-        total = sum(count for _, (count, _) in rows)
-        table.add_row("all", "", str(total), amount_of_bytes(self.wire_bytes), style="bold")
-        return table
-
-    def __str__(self) -> str:
-        console = Console(width=100, color_system=None)
-        with console.capture() as capture:
-            console.print(self.table(), *(f"note: {note}" for note in self.notes), sep="\n")
-        return capture.get()
+from gspmd.collectives.program import PlannedStep, ProgramPlan
+from gspmd.collectives.sharing import Values, inner_jaxprs
 
 
 def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
@@ -131,7 +29,11 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
         abstract: its arguments, arrays or `jax.ShapeDtypeStruct`; under Explicit axes with their shardings.
 
     Returns:
-        A `ProgramPlan`.
+        A `ProgramPlan`. What the compiler of the mesh's devices makes once counts once: collectives of the same value,
+        and, as far as it takes them out of loops, those of what does not change from trip to trip.
+
+    Raises:
+        PlanError: `fn` is no function, or an argument is neither an array nor stands for one.
 
     Example:
         >>> mesh = jax.make_mesh((1,), ("x",))
@@ -139,11 +41,52 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
         ...     trace(lambda x: x + 1, jax.ShapeDtypeStruct((4,), "float32")).wire_bytes
         0
     """
+    check_call("trace", fn, abstract, keywords)
     jaxpr = _live(jax.make_jaxpr(fn)(*abstract, **keywords).jaxpr)
-    found = tuple(_walk(jaxpr, 1, Values(barriers_hold())))
+    found = tuple(_walk(jaxpr, Values(compiler())))
     entries = tuple(entry for entry in found if not entry.first)
     shared = tuple(entry for entry in found if entry.first)
     return ProgramPlan(entries, shared, frozenset(_lowered(jaxpr)), tuple(dict.fromkeys(_notes(jaxpr))))
+
+
+def check_call(doing: str, fn: Any, arguments: tuple, keywords: Mapping[str, Any] | None = None) -> None:
+    """Refuse what is no function, and arguments that JAX cannot trace.
+
+    Raises:
+        PlanError: with what is there instead.
+    """
+    if not callable(fn):
+        raise PlanError(
+            f"cannot {doing} {_a(fn)}: it is no function.\n"
+            "  Give a function and what it is called with, arrays or jax.ShapeDtypeStruct: (fn, x, w)."
+        )
+    named = {**dict(enumerate(arguments)), **(keywords or {})}
+    leaves = (
+        (f"[{name}]{jax.tree_util.keystr(path)}", leaf)
+        for name, value in named.items()
+        for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]
+    )
+    for where, leaf in leaves:
+        if not _is_array(leaf):
+            raise PlanError(
+                f"cannot {doing} a function of {_a(leaf)}: argument {where} is {_shown(leaf)}.\n"
+                "  Give arrays, jax.ShapeDtypeStruct or numbers; what else it needs, as in lambda x: fn(x, 'train')."
+            )
+
+
+def _is_array(leaf: Any) -> bool:
+    shaped = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return shaped or hasattr(leaf, "__jax_array__") or isinstance(leaf, (int, float, complex, np.generic))
+
+
+def _a(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+
+
+def _shown(value: Any) -> str:
+    written = repr(value)
+    return written if len(written) <= 60 else f"{written[:57]}..."
 
 
 def _live(jaxpr: Jaxpr) -> Jaxpr:
@@ -168,22 +111,25 @@ def _notes(jaxpr: Jaxpr) -> Iterator[str]:
             yield f"a while loop is planned as one trip, for its trips are not known here; in it: {'; '.join(names)}"
 
 
-def _walk(jaxpr: Jaxpr, trips: int, values: Values, transposed: bool = False) -> Iterator[PlannedStep]:
+def _walk(jaxpr: Jaxpr, values: Values, transposed: bool = False) -> Iterator[PlannedStep]:
     for equation in jaxpr.eqns:
         backward = _transposed(equation, transposed)
         program = planned.registered(str(equation.params.get("name", "")))
-        values.first(equation)
+        values.make(equation)
         if program is not None:
-            yield from _steps(equation, program, trips, values, backward)
+            yield from _steps(equation, program, values, backward)
         elif equation.primitive.name == "cond":
-            insides = [each.jaxpr for each in equation.params["branches"]]
-            branches = [list(_walk(inner, trips, values.apart(equation), backward)) for inner in insides]
-            yield from max(branches, key=_size)
-        else:
-            times = equation.params["length"] if equation.primitive.name == "scan" else 1
-            for inner in inner_jaxprs(equation):
-                yield from _walk(inner, trips * times, values.enter(equation, inner), backward)
-                values.leave(equation, inner)
+            yield from max(_called(equation, values, backward), key=_size)
+        elif equation.params.get("length") != 0:
+            for steps in _called(equation, values, backward):
+                yield from steps
+
+
+def _called(equation: Any, values: Values, transposed: bool) -> Iterator[list[PlannedStep]]:
+    """The steps of every program that an operation calls."""
+    for inner in inner_jaxprs(equation):
+        yield list(_walk(inner, values.enter(equation, inner), transposed))
+        values.leave(equation, inner)
 
 
 def _size(entries: list[PlannedStep]) -> tuple[int, float, int]:
@@ -198,18 +144,17 @@ def _transposed(equation: Any, inherited: bool) -> bool:
     return inherited or any(scope.startswith("transpose(") for scope in scopes)
 
 
-def _steps(
-    equation: Any, program: planned.Registered, trips: int, values: Values, transposed: bool
-) -> Iterator[PlannedStep]:
+def _steps(equation: Any, program: planned.Registered, values: Values, transposed: bool) -> Iterator[PlannedStep]:
     """The steps of one planned program that are still in it."""
     if program.backward is None:
         mesh = _mesh_of(equation)
-        for number, found in sorted(scoped(equation, values, program.equation).items()):
+        there = scoped(equation, values, program.equation)
+        for (number, runs), found in ((key, there[key]) for key in sorted(there)):
             for step, first in found.as_run(program.steps[number], mesh):
-                yield PlannedStep(step, trips, program.equation, number, found.dtype, first)
+                yield PlannedStep(step, runs, program.equation, number, found.dtype, first)
     elif _computes(equation, program):  # the compiler lowers it: without scopes, it counts whole
         for number, step in enumerate(program.backward if transposed else program.steps):
-            yield PlannedStep(step, trips, program.equation, number)
+            yield PlannedStep(step, values.trips, program.equation, number)
 
 
 def _computes(equation: Any, program: planned.Registered) -> bool:

@@ -6,7 +6,7 @@ import gspmd
 from gspmd.audit.compare import VERDICTS, Comparison, Row, compare
 from gspmd.audit.ledger import Entry, Ledger
 from gspmd.collectives.plan import Step
-from gspmd.collectives.trace import PlannedStep, ProgramPlan
+from gspmd.collectives.program import PlannedStep, ProgramPlan
 
 MESH = {"x": 4, "y": 2}
 
@@ -291,3 +291,41 @@ def test_it_is_readable():
 
 def test_nothing_at_all_is_readable():
     assert "steps: none" in str(compared([], []))
+
+
+WRONG = [None, "a plan", 7, gspmd.Spec.parse("B_x"), [planned("all-gather", "x", 96)]]
+
+
+@pytest.mark.parametrize("plan", WRONG, ids=lambda plan: type(plan).__name__)
+def test_what_is_no_plan_is_named(plan):
+    with pytest.raises(gspmd.PlanError, match=f"cannot compare a Ledger with an? {type(plan).__name__}") as told:
+        Ledger((), 0, {}).compare(plan)
+    assert "gspmd.trace(fn, *args)" in str(told.value)
+
+
+@pytest.mark.parametrize("other", WRONG, ids=lambda other: type(other).__name__)
+def test_what_is_no_ledger_is_named(other):
+    with pytest.raises(gspmd.PlanError, match="beside a ledger"):
+        Ledger((), 0, {}).diff(other)
+    with pytest.raises(gspmd.PlanError, match="cannot compare"):
+        compare(other, ProgramPlan(()))
+
+
+def test_reprs_are_one_line():
+    steps = [planned("all-gather", "x", 96)]
+    entries = [sent("all-gather", "x", 96, of="A", step="step0.all-gather.x")]
+    found = compared(steps, entries)
+    for each in (found, steps[0], entries[0], ProgramPlan(tuple(steps)), Ledger(tuple(entries), 0, {"x": 4}, "jit_f")):
+        assert "\n" not in repr(each)
+        assert len(repr(each)) < 160
+    assert "96 B planned, 96 B compiled; steps: 1 as planned" in repr(found)
+    assert "1 × all-gather x f32: 96 B, A step 0" in repr(entries[0])
+    assert "<pre>" in found._repr_html_()
+
+
+def test_steps_that_differ_in_nothing_but_figures_stand_in_one_row():
+    own = [sent("all-reduce", "x", 4, of="", step="") for _ in range(5)]
+    found = compared([], own)
+    assert len(found["not planned"]) == 5
+    assert "5 × 4 B" in str(found)
+    assert str(found).count("not planned │ all-reduce") == 1

@@ -1,6 +1,7 @@
 """What was planned beside what was compiled, on 8 host devices."""
 
 import inspect
+from importlib import util
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import pytest
 from jax import lax
 
 import gspmd
+from gspmd.audit import topology
 from gspmd.audit.compare import Comparison
 
 MESH = {"x": 4, "y": 2}
@@ -129,3 +131,51 @@ def test_a_while_loop_is_told_of(make_mesh):
     (row,) = found.rows
     assert (row.verdict, row.how, row.planned[0], row.compiled[0]) == ("rewritten", "sent more often", 1, 10)
     assert found.notes[0].startswith("a while loop is planned as one trip")
+
+
+def _with_mean(x, w, v):
+    h = gspmd.einsum("BE_x, EF_y -> BF_y", x, w, via="BE_x, E_xF_y")
+    return jnp.mean(gspmd.einsum("BF_y, F_yE_x -> BE_x", jnp.sin(h), v))
+
+
+@pytest.mark.parametrize(
+    "platform",
+    [
+        "cpu",
+        pytest.param(
+            "tpu", marks=pytest.mark.skipif(util.find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
+        ),
+    ],
+)
+def test_collectives_that_a_compiler_merges_are_divided_among_who_asked(make_mesh, platform):
+    """A mean's 4 bytes travel in the all-reduce of planned steps: those are as planned, and the mean has its line."""
+    mesh = topology("tpu-v4:2x2x2").mesh(MESH) if platform == "tpu" else make_mesh(MESH)
+    arrays = on(mesh, "BE_x", (8, 128)), on(mesh, "EF_y", (128, 128)), on(mesh, "F_yE_x", (128, 128))
+    program = jax.value_and_grad(_with_mean, (0, 1, 2))
+    with jax.set_mesh(mesh):
+        plan, ledger = gspmd.trace(program, *arrays), gspmd.ledger(jax.jit(program).lower(*arrays).compile())
+    found = ledger.compare(plan)
+    merged = [entry for entry in ledger.entries if entry.together > 1]
+    assert merged
+    assert all(entry.arrays < entry.together for entry in merged)
+    assert {row.verdict for row in found.rows} <= {"as planned", "shared", "not planned"}
+    assert [row.compiled[1] for row in found["not planned"]] == [6]  # 3/4 of 4 bytes, twice
+    line = inspect.getsourcelines(_with_mean)[1] + 2
+    assert {row.source for row in found["not planned"]} == {f"{__file__}:{line}"}
+    planned = [row for row in found["as planned"] if row.planned[1]]
+    assert [row.planned[1] for row in planned] == [row.compiled[1] for row in planned]
+    assert any(row.how == "in one collective with others" for row in planned)
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "looped"])
+def test_the_plan_of_one_equation_will_do(make_mesh, lowering):
+    mesh, equation = make_mesh(MESH), "BE_x, EF_y -> BF_y"
+    program = lambda x, w: gspmd.einsum(equation, x, w, lowering=lowering)  # noqa: E731
+    plan = gspmd.plan(equation, {"B": 8, "E": 16, "F": 32}, MESH, dtype="float32", lowering=lowering)
+    with jax.set_mesh(mesh):
+        arrays = on(mesh, "BE_x", (8, 16)), on(mesh, "EF_y", (16, 32))
+        ledger = gspmd.ledger(jax.jit(program).lower(*arrays).compile())
+    found = ledger.compare(plan)
+    assert found.agrees
+    assert found.rows
+    assert {row.verdict for row in found.rows} == {"as planned"}

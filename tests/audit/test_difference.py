@@ -83,8 +83,8 @@ def test_it_is_readable():
     lines = [line for line in text.splitlines() if line.startswith("│")]
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
     assert rows == [
-        ["reduce-scatter", "y", "f32", "0 × 0 B", "2 × 500 B", "new"],
-        ["all-gather", "x", "f32", "3 × 96 B", "0 × 0 B", "gone"],
+        ["reduce-scatter", "y", "f32", "none", "2 × 500 B", "new"],
+        ["all-gather", "x", "f32", "3 × 96 B", "none", "gone"],
         ["all-reduce", "xy", "bf16", "1 × 64 B", "2 × 64 B", "× 2"],
         ["all sent", "", "", "352 B", "1.13 kB", "× 3.2"],
         ["matrix products", "", "", "128 FLOP", "128 FLOP", "="],

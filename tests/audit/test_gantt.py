@@ -1,9 +1,14 @@
 """The picture of a timeline: what stands where."""
 
+from dataclasses import replace
+from itertools import combinations
+
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 
 from gspmd.audit import gantt, hlo
+from gspmd.audit.machine import Span
 from gspmd.audit.timeline import timeline
 from gspmd.collectives.figure import COLORS
 from tests.audit.drawn import drawn
@@ -122,3 +127,49 @@ def test_a_program_that_does_nothing_is_an_empty_picture():
     text = "HloModule m\n\nENTRY %main (p: f32[4]) -> f32[4] {\n  ROOT %p = f32[4]{0} parameter(0)\n}\n"
     axes = gantt.figure(timeline(hlo.parse(text), "tpu-v4", {"x": 4})).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["compute", "axis x"]
+
+
+def crowded():
+    """A step of many layers: bars thinner than a pixel, lanes over lanes, short loops side by side."""
+    spans = [Span(f"fusion.{n}", ("compute",), n * 1e-6, 0.4e-6, "other") for n in range(1000)]
+    spans += [Span("all-to-all", ("x",), n * 20e-6, 1e-6, "all-to-all", exposed=1e-6) for n in range(25)]
+    spans += [Span("all-to-all", ("x",), n * 100e-6, 9e-6, "all-to-all", exposed=9e-6) for n in range(6, 10)]
+    spans += [Span("copy-start", ("memory",), n * 1e-6, 300e-6, "copy") for n in range(400, 412)]
+    spans += [Span("step1.all-gather.y", ("y",), n * 60e-6, 200e-6, "all-gather", exposed=1e-6) for n in range(10)]
+    spans += [Span(f"while.{n}", ("compute",), n * 10e-6, 2e-6, "loop", trips=9) for n in range(20, 26)]
+    return replace(drawn(), spans=tuple(spans))
+
+
+def test_no_label_lies_over_another_and_none_leaves_its_place():
+    made = gantt.figure(crowded())
+    FigureCanvasAgg(made).draw()
+    axes = made.axes[0]
+    written = [text for text in axes.texts if text.get_text()]
+    boxes = [text.get_window_extent() for text in written]
+    met = [(a.get_text(), b.get_text()) for (a, x), (b, y) in combinations(zip(written, boxes), 2) if x.overlaps(y)]
+    assert not met
+    assert sum(text.get_text() == "× 9" for text in written) == 6
+    assert "all-to-all x" in texts(axes)  # beside a bar that is too thin for it
+
+
+def test_thin_bars_are_no_white_edges():
+    axes = gantt.figure(crowded()).axes[0]
+    edges = {}
+    for collection in axes.collections:
+        for path, face in zip(collection.get_paths(), collection.get_facecolors()):
+            edges.setdefault((to_hex(face), path.get_extents().width > 5), set()).add(collection.get_linewidth()[0])
+    assert edges[gantt.PALETTE["other"], False] == {0}
+    assert edges[gantt.PALETTE["all-to-all"], True] == {0.5}
+
+
+def test_labels_are_legible_on_every_color():
+    for color in gantt.PALETTE.values():
+        light = [_luminance(each) for each in (color, gantt._on(color))]
+        assert (max(light) + 0.05) / (min(light) + 0.05) > 3, color
+
+
+def _luminance(color):
+    """Relative luminance, by WCAG 2."""
+    parts = [int(to_hex(color)[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

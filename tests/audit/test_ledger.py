@@ -274,6 +274,7 @@ def test_totals_agree_in_json():
         "asynchronous": False,
         "arrays": 1,
         "group": 2,
+        "together": 1,
     }
 
 

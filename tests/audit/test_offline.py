@@ -9,7 +9,8 @@ import pytest
 
 import gspmd
 from gspmd.audit import compile_offline, hlo, memory, topology
-from gspmd.audit.offline import _NEEDED, _OFFERED, _amount
+from gspmd.audit.offline import _NEEDED, _OFFERED, _amount, _too_large
+from gspmd.collectives.program import ProgramPlan
 
 pytestmark = pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 MESH = {"x": 4, "y": 4, "z": 4}
@@ -171,3 +172,34 @@ def test_a_buffer_is_as_large_as_its_tiles():
     )
     [only] = memory.temporaries(module)  # what lies in vector memory is none
     assert only.bytes == 4 * 8 * 128
+
+
+def test_the_compilers_amounts_are_told_in_the_units_of_all_others(slice64):
+    late = "Used 37.25G of 30.75G hbm. Exceeded hbm capacity by 6.50G."
+    report = _too_large(slice64, MESH, ProgramPlan(()), (), late, 0.0)
+    assert report.reason == "Used 40 GB of 33 GB hbm. Exceeded hbm capacity by 6.98 GB."
+    assert report.hbm_bytes == round(30.75 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"topology": None}, "topology=None: it is no topology"),
+        ({"topology": ["tpu-v4:4x4x4"]}, "it is no topology"),
+        ({"mesh": "x=64"}, "mesh='x=64': it is no mesh"),
+        ({"mesh": 64}, "mesh=64: it is no mesh"),
+        ({"flops": "many"}, "cannot count 'many' operations"),
+    ],
+)
+def test_wrong_types_are_named(given, told):
+    with pytest.raises(gspmd.PlanError) as refused:
+        compile_offline(lambda x: x, 1.0, **{"topology": "tpu-v4:4x4x4", **given})
+    assert told in str(refused.value)
+
+
+def test_the_report_fits_a_terminal(report, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, str(report).splitlines())) <= 80
+    assert "…" not in str(report)
+    assert repr(report).startswith("<Report for tpu-v4:4x4x4: fits, ")
+    assert len(repr(report)) < 120

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import gspmd
 from gspmd import PlanError, host
 from gspmd.audit.topology import slices, topology
 from gspmd.collectives.chips import CHIPS, chip_of_device
@@ -283,6 +284,27 @@ def test_no_backend_starts_and_libtpu_is_quiet():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=bare)
     assert out.stdout.split() == ["4", "3", "4"], out.stderr
     assert "TPU" not in out.stderr
+
+
+@needs_libtpu
+def test_importing_gspmd_keeps_a_backend_that_looks_for_tpus_quiet():
+    bare = {name: value for name, value in os.environ.items() if name not in {*host.WITHOUT_TPU, "JAX_PLATFORMS"}}
+    code = "import jax, gspmd; jax.devices()"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=bare).stderr == ""
+
+
+@needs_libtpu
+@pytest.mark.parametrize("axes", [None, 64, "x=64", [("x", 64)], {0: 64}])
+def test_what_is_no_mesh_is_named(axes):
+    with pytest.raises(gspmd.PlanError, match="does not say which axis has which size"):
+        topology("tpu-v4:4x4x4").mesh(axes)
+
+
+def test_slices_of_what_is_no_tpu_are_refused():
+    with pytest.raises(gspmd.PlanError, match="h100 comes in no slices"):
+        next(slices("h100"))
+    with pytest.raises(gspmd.PlanError, match="no chip"):
+        next(slices("tpu-v9"))
 
 
 @needs_libtpu

@@ -1,6 +1,7 @@
 """What `gspmd.trace` counts once is what the compiler makes once, and what it counts twice is made twice."""
 
 from functools import partial
+from importlib import util
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,8 @@ import pytest
 from jax import lax
 
 import gspmd
+from gspmd.audit import topology
+from gspmd.collectives.compilers import HOST, OTHER
 from gspmd.collectives.found import Found
 from gspmd.collectives.plan import Step
 from gspmd.collectives.sharing import Values
@@ -89,6 +92,46 @@ def whole3(x, w, v):
     return whole(x, w)
 
 
+def _loop(body, length=3):
+    """What body(c) makes for numbers that change from trip to trip, in a scan."""
+    return lax.scan(lambda c, _: (c * 2, body(c) * c), 1.0, None, length=length)[1]
+
+
+def _fori(x, w, v):
+    return lax.fori_loop(0, 3, lambda n, c: (c[0] * 2, c[1] + n * whole(x, w)), (1.0, 0 * whole(x + 1, w)))
+
+
+def _carried(x, w, v):
+    return lax.scan(lambda c, _: ((c[0] * 2, c[1]), c[0] * whole(c[1], w)), (1.0, x), None, length=3)[1]
+
+
+def _ring_in_ring(x, w, v):
+    """A loop that is the same in every trip of the one around it, though not itself the same from trip to trip."""
+    return _loop(lambda c: lax.scan(lambda d, _: (jnp.sin(d), whole(d, w)), x, None, length=3)[1])
+
+
+def _behind(x, w, v):
+    return _loop(lambda c: whole(lax.optimization_barrier((x, c))[0], w) * c, 3)
+
+
+def _value_and_gradients(f, *arrays):
+    y, transpose = jax.vjp(f, *arrays)
+    return y, transpose(jax.tree.map(jnp.cos, y))
+
+
+def _recomputed(x, w, v):
+    return _value_and_gradients(jax.checkpoint(lambda x, w, v: (jnp.sin(whole(x, w)), whole(jnp.sin(x), v))), x, w, v)
+
+
+def _recomputed_in_a_loop(x, w, v):
+    layer = jax.checkpoint(lambda c, x, w: (c * 2, jnp.sin(whole(x * c, w))))
+    return _value_and_gradients(lambda x, w: lax.scan(lambda c, _: layer(c, x, w), 1.0, None, length=3)[1], x, w)
+
+
+def _branch(x, w, v):
+    return _loop(lambda c: lax.cond(c > 2, lambda: whole(x, w), lambda: 2 * whole(x, w)))
+
+
 # name: program, and how many gathers over x there are
 ONCE = {
     "two equations": (_twice, 1),
@@ -102,6 +145,16 @@ ONCE = {
     "two scans of one trip": (_stacked, 1),
     "through scans of one trip": (_through_one_trip, 1),
     "in every trip of a scan": (_repeated(_twice, 3), 3),
+    "what a scan does not change": (lambda x, w, v: _loop(lambda c: whole(x, w)), 1),
+    "what is made of it": (lambda x, w, v: _loop(lambda c: whole(jnp.sin(x) * 2, w)), 1),
+    "what a fori_loop does not change": (_fori, 2),
+    "what nested scans do not change": (lambda x, w, v: _loop(lambda c: _loop(lambda d: whole(x, w), 4)), 1),
+    "what is carried unchanged": (_carried, 1),
+    "two scans of the same": (lambda x, w, v: (_loop(lambda c: whole(x, w)), _loop(lambda c: whole(x, v), 2)), 1),
+    "before a scan and in it, of the same": (lambda x, w, v: (whole(x, w), _loop(lambda c: whole(x, v))), 1),
+    "a loop that is the same in every trip": (_ring_in_ring, 3),
+    "recomputation outside of loops": (_recomputed, 2),
+    "a scan of no trips": (lambda x, w, v: (whole(x, w), _loop(lambda c: whole(x + 1, v), 0)), 1),
 }
 
 TWICE = {
@@ -117,6 +170,9 @@ TWICE = {
         lambda x, w, v: (lax.scan(lambda c, _: (c, whole(x * 3, w)), 0, None, length=1)[1], whole(x, v)),
         2,
     ),
+    "behind a barrier with what changes": (_behind, 3),
+    "recomputation in a loop": (_recomputed_in_a_loop, 6),
+    "in a branch in a loop": (_branch, 3),
     "a branch": (lambda x, w, v: (whole(x, w), lax.cond(v.sum() > 0, lambda: whole(x, v), lambda: 2 * whole(x, v))), 2),
 }
 
@@ -223,15 +279,43 @@ def test_rings_over_two_axes_merge_as_planned(make_mesh, schedule):
         assert sent(planned) == sent(compiled) > 0
 
 
-def test_what_waits_for_something_is_merged_only_by_a_compiler_that_drops_barriers():
+@pytest.mark.parametrize(("move", "merges"), [(lax.all_gather, True), (lax.ppermute, True), (lax.psum, False)])
+def test_what_waits_for_something_is_merged_only_by_a_compiler_that_drops_barriers(move, merges):
+    """Host devices; and of a reduction not even theirs merges what a barrier has kept apart."""
+    kept = {"perm": [(0, 1), (1, 0)]} if move is lax.ppermute else {}
+
     def program(x, w):
-        return lax.psum(x, "x"), lax.psum(lax.optimization_barrier((x, w))[0], "x")
+        return move(x, "x", **kept), move(lax.optimization_barrier((x, w))[0], "x", **kept)
 
     jaxpr = jax.make_jaxpr(program, axis_env=[("x", 4)])(1.0, 2.0).jaxpr
-    for barriers, shared in ((False, True), (True, False)):
-        values = Values(barriers)
-        askers = [values.first(each, ("asked", number)) for number, each in enumerate(jaxpr.eqns)]
+    for compiler, shared in ((HOST, merges), (OTHER, False)):
+        values = Values(compiler)
+        askers = [values.make(each, ("asked", number)).first for number, each in enumerate(jaxpr.eqns)]
         assert (("asked", 0) in askers) is shared
+
+
+def _spread(c, x):
+    """Over x, and nothing of it changes in any loop: a gather, and an all-to-all of what is reduce-scattered first."""
+    part = gspmd.einsum("BE_x, E_xF -> B_xF", x, x.T)
+    return gspmd.reshard(x, "BE_x -> BE").sum() * c, gspmd.reshard(part, "B_xF -> BF_x").sum() * c
+
+
+TPU = {
+    "a loop": lambda x: lax.scan(lambda c, _: (c * 2, _spread(c, x)), 1.0, None, length=3)[1],
+    "nested": lambda x: lax.scan(
+        lambda c, _: (c * 3, lax.scan(lambda d, _: (d * 2, _spread(d, x)), c, None, length=5)[1]), 1.0, None, length=3
+    )[1],
+    "recomputation": lambda x: _value_and_gradients(jax.checkpoint(lambda x: jnp.sin(gather(x)) * gather(x)), x),
+}
+
+
+@pytest.mark.skipif(not util.find_spec("libtpu"), reason="needs libtpu, the compiler for TPUs")
+@pytest.mark.parametrize("name", TPU)
+def test_planned_is_compiled_for_a_tpu(name):
+    """Whose compiler takes nothing that grows out of a loop, the rest out of one, and recomputes what it is told to."""
+    mesh = topology("tpu-v4:2x2x2").mesh({"x": 4, "y": 2})
+    planned, compiled = both(mesh, TPU[name], {"x": ("BE_x", (256, 512))})
+    assert planned == compiled
 
 
 def test_a_step_may_share_a_part_of_its_permutes():

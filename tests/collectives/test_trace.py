@@ -219,3 +219,16 @@ def test_it_prints_a_table(arguments):
         text = str(gspmd.trace(_layer, *abstract))
     assert "planned collectives, per device" in text
     assert "all-gather" in text
+
+
+@pytest.mark.parametrize("fn", [None, "a function", 7, gspmd.Spec.parse("B_x")], ids=lambda fn: type(fn).__name__)
+def test_what_is_no_function_is_named(fn):
+    with pytest.raises(gspmd.PlanError, match=rf"cannot trace an? {type(fn).__name__}: it is no function"):
+        gspmd.trace(fn, 1.0)
+
+
+@pytest.mark.parametrize("wrong", ["BLE_xyz", gspmd.Spec.parse("B_x"), "float32", object()], ids=repr)
+def test_an_argument_that_is_no_array_is_named(wrong):
+    with pytest.raises(gspmd.PlanError, match=r"argument \[1\]\['w'\] is ") as told:
+        gspmd.trace(lambda x, tree: x, 1.0, {"v": None, "w": wrong})
+    assert "Give arrays, jax.ShapeDtypeStruct or numbers" in str(told.value)

@@ -1,0 +1,102 @@
+"""Tables that fit: on a narrow terminal the columns that matter least go, and names and figures stay whole."""
+
+import html
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rich.box import HEAVY_HEAD
+from rich.console import Console, ConsoleOptions
+from rich.table import Table
+from rich.text import Text
+
+_WIDE = 140
+"""Columns of a page that is no terminal."""
+
+_FOLDED = 24
+"""Columns that a text needs which may go on in the next line."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column.
+
+    Attributes:
+        name: its heading.
+        justify: `"left"` or `"right"`.
+        goes: 0 for one that stays; of the others the largest goes first.
+        folds: whether a long text may go on in the next line.
+    """
+
+    name: str
+    justify: str = "left"
+    goes: int = 0
+    folds: bool = False
+
+
+@dataclass
+class Sheet:
+    """A table that is made as wide as there is room when it is printed.
+
+    Attributes:
+        title: stands above it.
+        columns: all that there could be.
+        rows: cells in rich's markup, and whether a row is a total below a line.
+    """
+
+    title: str
+    columns: Sequence[Column]
+    rows: list[tuple[tuple[str, ...], bool]] = field(default_factory=list)
+
+    def add(self, *cells: str, total: bool = False) -> None:
+        """Add a row."""
+        self.rows.append((cells, total))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        yield self.fitted(options.max_width)
+
+    def fitted(self, width: int) -> Table:
+        """The table in so many columns of a terminal."""
+        kept = [at for at, column in enumerate(self.columns) if column.name or any(row[at] for row, _ in self.rows)]
+        while self._width(kept) > width and (going := [at for at in kept if self.columns[at].goes]):
+            kept.remove(max(going, key=lambda at: self.columns[at].goes))
+        table = Table(title=self.title, title_justify="left", box=HEAVY_HEAD)
+        for column in (self.columns[at] for at in kept):
+            how = {"overflow": "fold"} if column.folds else {"no_wrap": True, "overflow": "fold"}
+            table.add_column(column.name, justify=column.justify, **how)
+        for number, (cells, total) in enumerate(self.rows):
+            if total and not (number and self.rows[number - 1][1]):
+                table.add_section()
+            table.add_row(*(cells[at] for at in kept), style="bold" if total else None)
+        return table
+
+    def _width(self, kept: Sequence[int]) -> int:
+        """What these columns need, their borders included."""
+        return 1 + sum(3 + self._needs(at) for at in kept)
+
+    def _needs(self, at: int) -> int:
+        cells = (self.columns[at].name, *(row[at] for row, _ in self.rows))
+        longest = max(Text.from_markup(cell).cell_len for cell in cells)
+        return min(longest, _FOLDED) if self.columns[at].folds else longest
+
+
+class Printed:
+    """What `print` and a notebook show whole, by its `__rich__`; its `repr` is one line."""
+
+    def __str__(self) -> str:
+        console = Console(width=shutil.get_terminal_size((_WIDE, 24)).columns, color_system=None, highlight=False)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "step"), counted(2, "step")
+    ('1 step', '2 steps')
+    """
+    return f"{number} {what}{'s' * (number != 1)}"
