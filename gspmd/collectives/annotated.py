@@ -11,6 +11,7 @@ from gspmd.annotate.equation import Equation
 from gspmd.annotate.spec import Spec
 from gspmd.collectives import planned
 from gspmd.collectives.lower import local_einsum
+from gspmd.collectives.owed import storable
 from gspmd.collectives.places import Lift, Places, pairs, pinned_places, planned_places
 from gspmd.collectives.plan import Step
 from gspmd.collectives.planning import make_plan, pins
@@ -75,7 +76,7 @@ def _with_gradient(
 
     backward = _named(transposed, planned.Registered(f"gradient of {equation}", steps, steps))
     with_gradient = jax.custom_vjp(program)
-    with_gradient.defvjp(lambda *arrays: (program(*arrays), arrays), backward)
+    with_gradient.defvjp(*storable(str(equation), lambda *arrays: (program(*arrays), arrays), backward))
     return with_gradient
 
 
@@ -123,7 +124,7 @@ def _summed_over(axis: str, pair, output: Spec) -> str:
 def _cut(pair, dim: str, new: str, axis: str, lift: Lift) -> list[tuple[Spec, jax.Array]]:
     """A summed dimension, cut along one of the mesh axes that shard it into one part per device, in both operands.
 
-    Of E_yx, x is the minor axis: the parts are those of [y, x, rest], with x in front, and no device parts with a piece.
+    Of E_yx, x is the minor axis: the parts are those of [y, x, rest], with x in front; no device gives anything away.
     """
     cut = []
     for spec, x in pair:

@@ -1,8 +1,8 @@
 """Where a plan's products meet: what lowering `xla` holds the compiler to.
 
 XLA's partitioner multiplies operands of one mind, in which a dimension lies alike wherever it stands. Of operands that
-disagree it has been seen to forget one of two sums (docs/compiler.md), so nothing is multiplied before it lies where the
-plan has it. How it gets there, and which collectives settle the result, is the compiler's choice.
+disagree it has been seen to forget one of two sums (docs/compiler.md), so nothing is multiplied before it lies where
+the plan has it. How it gets there, and which collectives settle the result, is the compiler's choice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from itertools import islice, product
 
 import jax
 
-from gspmd.annotate.equation import Equation, parse_equation
+from gspmd.annotate.equation import Equation
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.planning import Plan
 
@@ -57,6 +57,7 @@ class Lift:
 def pairs(equation: Equation) -> list[list[tuple[int, ...]]]:
     """For each term, the operands of each of its products, by their numbers in the equation.
 
+    >>> from gspmd.annotate import parse_equation
     >>> pairs(parse_equation("BE, (EF, EF) -> (BF, BF)"))
     [[(0, 1), (0, 2)]]
     """
