@@ -13,7 +13,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE.read_text(
 
 
 def test_every_program_has_its_output():
-    assert len(BLOCKS) == PAGE.read_text().count("```python") == 5
+    assert len(BLOCKS) == PAGE.read_text().count("```python") == 6
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))

@@ -73,17 +73,29 @@ def unbatched(f: Callable, partitions: Sequence[jax.P]) -> Callable:
     axes = sorted({axis for partition in partitions for axis in (*partition.unreduced, *partition.reduced)})
     if not axes:
         return f
-    refusing = jax.custom_batching.custom_vmap(f)
+    over, refusing = ", ".join(axes), jax.custom_batching.custom_vmap(f)
 
     @refusing.def_vmap
     def refuse(size, batched, *arrays):
         raise PlanError(
-            f"cannot vmap an equation that takes or leaves a partial sum over mesh axis {', '.join(axes)}: under vmap\n"
+            f"cannot vmap an equation that takes or leaves a partial sum over mesh axis {over}: under vmap\n"
             "  JAX loses what is owed. Write the mapped dimension into the equation, as in\n"
             "  'ABE_x, E_xF -> ABF partialsum-x', or settle the sum inside the equation."
         )
 
-    return refusing
+    def transposed(transpose, cotangents):
+        try:
+            return transpose(cotangents)
+        except NotImplementedError:  # JAX divides among devices what is owed
+            raise PlanError(
+                f"cannot differentiate twice an equation that takes or leaves a partial sum over mesh axis {over}.\n"
+                "  Use lowering='xla', or settle the sum inside the equation."
+            ) from None
+
+    # JAX cannot differentiate what refuses, so a second derivative goes past it.
+    differentiable = jax.custom_vjp(lambda *arrays: refusing(*arrays))
+    differentiable.defvjp(lambda *arrays: jax.vjp(f, *arrays), transposed)
+    return differentiable
 
 
 _LOOP_RULES = ("_scan_jvp", "_scan_linearize")

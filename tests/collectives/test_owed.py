@@ -120,3 +120,17 @@ def test_vmap_over_what_the_equation_does_not_take_is_no_vmap_of_it(arrays):
     x, w, _ = arrays
     got = jax.vmap(lambda n: n * gspmd.reshard(gspmd.einsum(LEAVES, x, w), SETTLES).sum())(jnp.arange(2.0))
     np.testing.assert_array_equal(got, [0, 256])
+
+
+def test_second_derivatives_are_right_under_xla_and_refused_otherwise(arrays):
+    x, w, _ = arrays
+
+    def slope(x):
+        of = lambda x: (gspmd.reshard(gspmd.einsum(LEAVES, x, w), SETTLES) ** 3).sum()  # noqa: E731
+        return jax.grad(of)(x).sum()
+
+    plain = jax.grad(lambda x: jax.grad(lambda x: ((x @ np.asarray(w)) ** 3).sum())(x).sum())(np.asarray(x))
+    with gspmd.lowering("xla"):
+        np.testing.assert_array_equal(jax.jit(jax.grad(slope))(x), plain)
+    with gspmd.lowering("blocking"), pytest.raises(gspmd.PlanError, match="cannot differentiate twice an equation"):
+        jax.jit(jax.grad(slope))(x)
