@@ -39,8 +39,10 @@ def storable(name: str, forward: Callable, backward: Callable) -> tuple[Callable
             _refuse_constant_of_a_loop(name)
         return results, jax.tree.map(_stored, held)
 
-    def restoring(held, cotangents):
-        return backward(jax.tree.map(_restored, held, is_leaf=lambda leaf: isinstance(leaf, _Stored)), cotangents)
+    def restoring(*given):
+        *settings, held, cotangents = given
+        held = jax.tree.map(_restored, held, is_leaf=lambda leaf: isinstance(leaf, _Stored))
+        return backward(*settings, held, cotangents)
 
     return storing, restoring
 

@@ -316,7 +316,8 @@ ERRORS = [
     (
         {"lowering": "loop"},
         PlanError,
-        f"no lowering is called 'loop'.\n  Did you mean 'looped'? Known: {', '.join(LOWERINGS)}.",
+        "no lowering is called 'loop'.\n  Did you mean 'looped'? "
+        f"Known: {', '.join(LOWERINGS)}.",
     ),
     (
         {"equation": "BE_?, EF -> BF"},
