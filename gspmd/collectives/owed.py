@@ -67,7 +67,11 @@ def _restored(x: Any) -> jax.Array:
     count = len(x.partition.unreduced)
     lifted = jax.P(*sorted(x.partition.unreduced), *x.partition.partitions)
     body = lambda piece: piece.reshape(piece.shape[count:])  # noqa: E731
-    return jax.shard_map(body, in_specs=lifted, out_specs=x.partition, check_vma=False)(x.lifted)
+    if jax.sharding.get_abstract_mesh().size > 1:
+        return jax.shard_map(body, in_specs=lifted, out_specs=x.partition, check_vma=False)(x.lifted)
+    # On one device JAX inlines a shard_map and refuses its partial sums; they are whole there, and typed after.
+    whole = jax.P(*x.partition.partitions)
+    return jax.reshard(jax.shard_map(body, in_specs=lifted, out_specs=whole, check_vma=False)(x.lifted), x.partition)
 
 
 def unbatched(f: Callable, partitions: Sequence[jax.P]) -> Callable:
