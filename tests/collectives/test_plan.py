@@ -316,8 +316,7 @@ ERRORS = [
     (
         {"lowering": "loop"},
         PlanError,
-        "no lowering is called 'loop'.\n  Did you mean 'looped'? "
-        f"Known: {', '.join(LOWERINGS)}.",
+        f"no lowering is called 'loop'.\n  Did you mean 'looped'? Known: {', '.join(LOWERINGS)}.",
     ),
     (
         {"equation": "BE_?, EF -> BF"},
