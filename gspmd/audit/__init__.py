@@ -7,15 +7,18 @@ from gspmd.audit.ledger import Entry, Ledger, ledger
 from gspmd.audit.offline import Report, compile_offline
 from gspmd.audit.timeline import Timeline, timeline
 from gspmd.audit.topology import Topology, slices, topology
+from gspmd.audit.verify import Parting, Verification, verify
 
 __all__ = [
     "Comparison",
     "Entry",
     "HloError",
     "Ledger",
+    "Parting",
     "Report",
     "Timeline",
     "Topology",
+    "Verification",
     "compare",
     "compile_offline",
     "gantt",
@@ -24,4 +27,5 @@ __all__ = [
     "slices",
     "timeline",
     "topology",
+    "verify",
 ]

@@ -1,17 +1,18 @@
 """Lowering `xla`: the equation as plain einsums between annotations; the compiler inserts the collectives."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice, product
+from math import prod
 
 import jax
 import jax.numpy as jnp
 
 from gspmd.annotate.equation import Equation
-from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.collectives import planned
 from gspmd.collectives.lower import local_einsum
+from gspmd.collectives.owed import storable
+from gspmd.collectives.places import Lift, Places, pairs, pinned_places, planned_places
 from gspmd.collectives.plan import Step
 from gspmd.collectives.planning import make_plan, pins
 from gspmd.collectives.summands import gradients, lifted, summand_letters, to_dimensions, to_partial
@@ -30,12 +31,13 @@ def annotated_program(
     specs = [spec for operand in equation.operands for spec in operand.specs]
     summands = summand_letters([*specs, *equation.outputs])
     ins, outs = ([lifted(spec, summands) for spec in some] for some in (specs, equation.outputs))
-    plan = None
-    if not any(spec.is_open for spec in (*specs, *equation.outputs)):  # an open dimension has no forecast
+    lift, steps, backward = Lift(summands, context.mesh), (), ()
+    if any(spec.is_open for spec in (*specs, *equation.outputs)):  # an open dimension has no forecast
+        places = pinned_places(equation, pins(equation, via, dict(sizes), context.mesh))
+    else:
         plan = make_plan(equation, sizes, context.axes, dtypes, context.chip, "xla", via, None, preferred)
-    placed = _pinned(equation, via, ins, sizes, context)
-    owed = frozenset(summands.values())
-    compute = partial(_plain, equation, ins, outs, placed, owed, context.mesh, plan, precision, preferred)
+        places, steps, backward = planned_places(plan), plan.steps, plan.backward.steps
+    compute = partial(_plain, equation, ins, outs, places, lift, precision, preferred)
     compute.__name__ = str(equation)
 
     def program(*arrays):
@@ -44,9 +46,8 @@ def annotated_program(
             results = planned.compiler_chooses(compute, ins, tuple(outs), *arrays)
             return tuple(to_partial(new, spec, x) for spec, new, x in zip(equation.outputs, outs, results))
 
-    steps, backward = ((), ()) if plan is None else (plan.steps, plan.backward.steps)
     program = _named(program, planned.Registered(str(equation), steps, backward))
-    return _with_gradient(equation, specs, ins, program, backward) if summands else program
+    return _with_gradient(equation, specs, ins, places, lift, program, backward) if summands else program
 
 
 def _named(program: Callable, registered: planned.Registered) -> Callable:
@@ -54,7 +55,9 @@ def _named(program: Callable, registered: planned.Registered) -> Callable:
     return jax.jit(program)
 
 
-def _with_gradient(equation: Equation, specs, ins, program: Callable, steps: tuple[Step, ...]) -> Callable:
+def _with_gradient(
+    equation: Equation, specs, ins, places: Sequence[Places], lift: Lift, program: Callable, steps: tuple[Step, ...]
+) -> Callable:
     """An equation that takes or leaves partial sums, with its gradient as einsums in which there are none.
 
     JAX would transpose the relabelling; the partitioner has been seen to sum such a cotangent over too few devices.
@@ -63,7 +66,7 @@ def _with_gradient(equation: Equation, specs, ins, program: Callable, steps: tup
     cotangent_specs = [spec.without_partial() for spec in equation.outputs]
 
     def compute(*arrays):
-        return gradients(equation, ins, arrays[: len(ins)], arrays[len(ins) :])
+        return gradients(equation, ins, places, lift, arrays[: len(ins)], arrays[len(ins) :])
 
     def transposed(arrays, cotangents):
         arrays = [to_dimensions(spec, new, x) for spec, new, x in zip(specs, ins, arrays)]
@@ -73,62 +76,37 @@ def _with_gradient(equation: Equation, specs, ins, program: Callable, steps: tup
 
     backward = _named(transposed, planned.Registered(f"gradient of {equation}", steps, steps))
     with_gradient = jax.custom_vjp(program)
-    with_gradient.defvjp(lambda *arrays: (program(*arrays), arrays), backward)
+    with_gradient.defvjp(*storable(str(equation), lambda *arrays: (program(*arrays), arrays), backward))
     return with_gradient
 
 
-def _pinned(equation: Equation, via: str | None, ins: Sequence[Spec], sizes: tuple, context: planned.Context) -> list:
-    """Where `via` has the operands constrained before they meet, their summands staying put; None: nowhere."""
-    placed = []
-    for pinned, new in zip(pins(equation, via, dict(sizes), context.mesh), ins):
-        axes = {} if pinned is None else dict(zip(pinned.dims, pinned.axes))
-        held = [axes.get(dim, here) for dim, here in zip(new.dims, new.axes)]
-        if pinned is not None and len(used := [axis for names in held for axis in names]) > len(set(used)):
-            raise PlanError(
-                f"cannot run '{equation}' via '{via}' under lowering 'xla': a partial sum is owed over a mesh\n"
-                "  axis that the pin needs. Use lowering='blocking', or settle the sum before."
-            )
-        placed.append(None if pinned is None else Spec(new.dims, tuple(held)))
-    return placed
-
-
 def _plain(
-    equation: Equation, ins, outs, placed, owed, mesh, plan, precision, preferred, *arrays
+    equation: Equation, ins, outs, places: Sequence[Places], lift: Lift, precision, preferred, *arrays
 ) -> tuple[jax.Array, ...]:
     dtype = jnp.dtype(preferred) if preferred else jnp.result_type(*arrays)
-    arrays = [x if pin is None else _constrained(x, pin) for x, pin in zip(arrays, placed)]
-    held, sums, number = iter(zip(ins, arrays)), [], 0
-    for term in equation.terms:
-        operands = [list(islice(held, len(operand.specs))) for operand in term.operands]
-        pairs = [_linear(pair, owed) for pair in product(*operands)]
-        known = [None] * len(pairs) if plan is None else plan.routine.products[number : number + len(pairs)]
-        steps = [each and each.einsum for each in known]
-        sums.append([_product(*each, mesh, precision, dtype) for each in zip(pairs, outs, steps)])
-        number += len(pairs)
+    sums, known = [], iter(places)
+    for members in pairs(equation):
+        parts = []
+        for pair, output in zip(members, outs):
+            multiply = partial(_product, [ins[n] for n in pair], output, pair, next(known), lift, precision, dtype)
+            # Kept for the gradient are the operands as they came, and not as they were gathered.
+            parts.append(jax.checkpoint(multiply, prevent_cse=False)(*(arrays[n] for n in pair)))
+        sums.append(parts)
     return tuple(sum(parts[1:], parts[0]).astype(dtype) for parts in zip(*sums))
 
 
-def _constrained(x: jax.Array, spec: Spec) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, spec.partition_spec())
-
-
-def _linear(pair: tuple, owed: frozenset[str]) -> tuple:
-    """A product is linear in one owed sum: of two over the same mesh axis, the smaller operand's is summed first."""
-    twice = owed.intersection(*(spec.dims for spec, _ in pair)) if len(pair) == 2 else ()
-    if not twice:
-        return pair
-    number = min((0, 1), key=lambda n: pair[n][1].size)
-    spec, x = pair[number]
-    settled = spec.without(*twice), x.sum(tuple(spec.dims.index(dim) for dim in twice))
-    return (settled, pair[1]) if number == 0 else (pair[0], settled)
-
-
-def _product(pair, output: Spec, step: Step | None, mesh: Mapping[str, int], precision, dtype) -> jax.Array:
+def _product(specs, output: Spec, numbers, place: Places, lift: Lift, precision, dtype, *arrays) -> jax.Array:
     """One product, accumulated in float32; a sum that only the result owes is cut out of a summed dimension."""
+    pair = [lift.bring(spec, x, place.operands.get(n)) for spec, x, n in zip(specs, arrays, numbers)]
     for dim, axes in zip(output.dims, output.axes):
         if not any(dim in spec.dims for spec, _ in pair):
-            summed, size = _summed_over(axes[0], pair, output, step), mesh[axes[0]]
-            pair = [_cut(spec, x, summed, dim, axes, size) if summed in spec.dims else (spec, x) for spec, x in pair]
+            pair = _cut(pair, _summed_over(axes[0], pair, output), dim, axes[0], lift)
+    y = _multiplied(pair, output, precision, dtype)
+    # The cotangent meets the operands here too, and of one mind with them.
+    return y if place.result is None else lift.constrain(output.dims, y, place.result)[1]
+
+
+def _multiplied(pair, output: Spec, precision, dtype) -> jax.Array:
     letters = ",".join("".join(spec.dims) for spec, _ in pair) + "->" + "".join(output.dims)
     arrays = [x for _, x in pair]
     if len(arrays) == 1 and set(pair[0][0].dims) == set(output.dims):
@@ -137,20 +115,28 @@ def _product(pair, output: Spec, step: Step | None, mesh: Mapping[str, int], pre
     return local_einsum(letters, *arrays, precision=precision, into=narrow)
 
 
-def _summed_over(axis: str, pair, output: Spec, step: Step | None) -> str:
+def _summed_over(axis: str, pair, output: Spec) -> str:
     """The summed dimension that the plan has a mesh axis on; any, for an axis of size 1, which no plan has."""
-    for spec in () if step is None else (step.before, step.other):
-        for dim, axes in () if spec is None else zip(spec.dims, spec.axes):
-            if axis in axes and dim not in output.dims:
-                return dim
-    return next(dim for spec, _ in pair for dim in spec.dims if dim not in output.dims)
+    summed = [(dim, axes) for spec, _ in pair for dim, axes in zip(spec.dims, spec.axes) if dim not in output.dims]
+    return next((dim for dim, axes in summed if axis in axes), summed[0][0])
 
 
-def _cut(spec: Spec, x: jax.Array, dim: str, new: str, axes: tuple, size: int) -> tuple[Spec, jax.Array]:
-    at = spec.dims.index(dim)
-    x = x.reshape((*x.shape[:at], size, x.shape[at] // size, *x.shape[at + 1 :]))
-    # This is where the gradient's partitioning starts from, too; left to itself, XLA has been seen to forget one of a
-    # cotangent's two sums.
-    places = [axes if d == at else jax.P.UNCONSTRAINED for d in range(x.ndim)]
-    x = jax.lax.with_sharding_constraint(x, jax.P(*places))
-    return Spec((*spec.dims[:at], new, *spec.dims[at:]), ((),) * (len(spec.dims) + 1)), x
+def _cut(pair, dim: str, new: str, axis: str, lift: Lift) -> list[tuple[Spec, jax.Array]]:
+    """A summed dimension, cut along one of the mesh axes that shard it into one part per device, in both operands.
+
+    Of E_yx, x is the minor axis: the parts are those of [y, x, rest], with x in front; no device gives anything away.
+    """
+    cut = []
+    for spec, x in pair:
+        if dim in spec.dims:
+            at, axes = spec.dims.index(dim), spec.axes_of(dim)
+            major = axes[: axes.index(axis)] if axis in axes else ()
+            left = tuple(name for name in axes if name != axis)
+            before, after = x.shape[:at], x.shape[at + 1 :]
+            outer, size = prod(lift.mesh[name] for name in major), lift.mesh[axis]
+            x = jnp.moveaxis(x.reshape((*before, outer, size, x.shape[at] // (outer * size), *after)), at + 1, at)
+            x = x.reshape((*before, size, -1, *after))
+            spec = Spec((*spec.dims[:at], new, *spec.dims[at:]), (*spec.axes[:at], (axis,), left, *spec.axes[at + 1 :]))
+            x = jax.lax.with_sharding_constraint(x, spec.partition_spec())
+        cut.append((spec, x))
+    return cut

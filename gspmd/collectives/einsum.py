@@ -14,6 +14,7 @@ from gspmd.collectives import planned
 from gspmd.collectives.annotated import annotated_program
 from gspmd.collectives.cost import dtype_name
 from gspmd.collectives.looped import LoopedExecution
+from gspmd.collectives.owed import storable
 from gspmd.collectives.planning import Plan, make_plan, tensors
 
 
@@ -214,5 +215,5 @@ def _planned_program(
         return planned.run(f"gradient of {title}", plan.backward.steps, backward_body, ins, outs, *cotangents, *held)
 
     program = jax.custom_vjp(lambda *arrays: forward(*arrays)[0])
-    program.defvjp(forward, backward)
+    program.defvjp(*storable(title, forward, backward))
     return program

@@ -18,6 +18,7 @@ from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.collectives import lowering
 from gspmd.collectives.chips import Chip, chip, chip_of_device
+from gspmd.collectives.owed import unbatched
 from gspmd.collectives.plan import Step
 
 DEFAULT_CHIP = "tpu-v4"
@@ -144,7 +145,7 @@ def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
         results = jax.shard_map(body, in_specs=ins, out_specs=wanted, check_vma=False)(*arrays)
         return results if wanted is outs else jax.tree.map(_owing, outs, results, is_leaf=_is_partition)
 
-    return run_mapped
+    return unbatched(run_mapped, jax.tree.leaves((ins, outs), is_leaf=_is_partition))
 
 
 def _is_partition(leaf: Any) -> bool:

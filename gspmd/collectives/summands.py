@@ -5,7 +5,6 @@ communication on either side of ordinary einsums. Gradients are ordinary einsums
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice, product
 from string import ascii_uppercase
 
 import jax
@@ -15,6 +14,7 @@ from gspmd.annotate.equation import Equation
 from gspmd.annotate.spec import Spec
 from gspmd.collectives import planned
 from gspmd.collectives.lower import local_einsum
+from gspmd.collectives.places import Lift, Places, pairs
 
 
 def summand_letters(specs: Sequence[Spec]) -> dict[str, str]:
@@ -50,12 +50,21 @@ def _relabel(here: jax.P, there: jax.P, added: int) -> Callable:
     return lambda x: planned.mapped(body, here, there)(x)  # mapped when called: on the mesh in force then
 
 
-def gradients(equation: Equation, ins: Sequence[Spec], arrays: Sequence, cotangents: Sequence) -> tuple[jax.Array, ...]:
+def gradients(
+    equation: Equation,
+    ins: Sequence[Spec],
+    places: Sequence[Places],
+    lift: Lift,
+    arrays: Sequence,
+    cotangents: Sequence,
+) -> tuple[jax.Array, ...]:
     """The cotangents of an equation's operands, [operand's shape] each, from those of its results.
 
     Args:
         equation: whose gradient it is.
         ins: the operands' specs, their sums lifted.
+        places: where the products have their operands and results.
+        lift: the letters of the sums.
         arrays: the operands, lifted.
         cotangents: of the results, whole: the cotangent of a sum that is owed is the same for every summand.
 
@@ -65,13 +74,15 @@ def gradients(equation: Equation, ins: Sequence[Spec], arrays: Sequence, cotange
     specs = [spec for operand in equation.operands for spec in operand.specs]
     sizes = {dim: size for spec, x in zip(ins, arrays) for dim, size in zip(spec.dims, x.shape)}
     parts: list[list[jax.Array]] = [[] for _ in specs]
-    numbers = iter(range(len(specs)))
-    for term in equation.terms:
-        members = product(*(list(islice(numbers, len(operand.specs))) for operand in term.operands))
+    known = iter(places)
+    for members in pairs(equation):
         for pair, result, cotangent in zip(members, equation.outputs, cotangents):
+            place = next(known)
+            met = lift.constrain(result.dims, cotangent, place.result)
             for own in pair:
-                held = [(result, cotangent), *((ins[other], arrays[other]) for other in pair if other != own)]
-                parts[own].append(_toward(specs[own], held, sizes))
+                others = [lift.bring(ins[n], arrays[n], place.operands[n]) for n in pair if n != own]
+                part = _toward(specs[own], [met, *others], sizes)
+                parts[own].append(lift.constrain(specs[own].dims, part, place.operands[own])[1])
     return tuple(sum(each[1:], each[0]).astype(x.dtype) for each, x in zip(parts, arrays))
 
 

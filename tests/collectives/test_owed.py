@@ -1,0 +1,145 @@
+"""Partial sums in loops, branches, recomputation and vmap: right, or refused in our own words."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gspmd
+
+LEAVES, SETTLES = "BE_x, E_xF -> BF partialsum-x", "BF partialsum-x -> BF"
+TAKES = "BF partialsum-x, FG -> BG partialsum-x"
+EIGHTH = 1 / 8  # so that a product with ones stays one: values are exact
+
+
+def _added_of_each_step(x, w, v):
+    xs, first = jnp.stack([x, 2 * x, 3 * x]), gspmd.einsum(LEAVES, x, w)
+    return gspmd.reshard(jax.lax.scan(lambda c, x: (c + gspmd.einsum(LEAVES, x, w), None), first, xs)[0], SETTLES)
+
+
+def _added_as_it_changes(x, w, v):
+    step = lambda c, _: ((c[0] + gspmd.einsum(LEAVES, c[1], w), 2 * c[1]), None)  # noqa: E731
+    return gspmd.reshard(jax.lax.scan(step, (gspmd.einsum(LEAVES, x, w), x), None, length=3)[0][0], SETTLES)
+
+
+def _multiplied(x, w, v):
+    step = lambda c, _: (gspmd.einsum(TAKES, c, v), None)  # noqa: E731
+    return gspmd.reshard(jax.lax.scan(step, gspmd.einsum(LEAVES, x, w), None, length=3)[0], SETTLES)
+
+
+def _settled_inside(x, w, v):
+    step = lambda c, _: (c + gspmd.reshard(gspmd.einsum(LEAVES, x, w), SETTLES) * c.mean(), None)  # noqa: E731
+    return jax.lax.scan(step, jnp.ones((4, 8)), None, length=3)[0]
+
+
+def _fori(x, w, v):
+    xs, first = jnp.stack([x, x, x]), gspmd.einsum(LEAVES, x, w)
+    return gspmd.reshard(jax.lax.fori_loop(0, 3, lambda i, c: c + gspmd.einsum(LEAVES, xs[i], w), first), SETTLES)
+
+
+def _branches(x, w, v):
+    m = gspmd.einsum(LEAVES, x, w)
+    return gspmd.reshard(jax.lax.cond(x.sum() > 0, lambda: m + gspmd.einsum(LEAVES, 2 * x, w), lambda: m), SETTLES)
+
+
+def _recomputed(x, w, v):
+    return jax.checkpoint(lambda m: gspmd.reshard(m, SETTLES))(jax.checkpoint(lambda x: gspmd.einsum(LEAVES, x, w))(x))
+
+
+def _jitted(x, w, v):
+    return gspmd.reshard(jax.jit(lambda m: m + m)(jax.jit(lambda x: gspmd.einsum(LEAVES, x, w))(x)), SETTLES)
+
+
+RIGHT = {
+    _added_of_each_step: lambda x, w, v: 7 * x @ w,
+    _added_as_it_changes: lambda x, w, v: 8 * x @ w,
+    _multiplied: lambda x, w, v: x @ w @ v @ v @ v,
+    _settled_inside: None,
+    _fori: lambda x, w, v: 4 * x @ w,
+    _branches: lambda x, w, v: 3 * x @ w,
+    _recomputed: lambda x, w, v: x @ w,
+    _jitted: lambda x, w, v: 2 * x @ w,
+}
+
+
+def _settled_plainly(x, w, v):
+    c = jnp.ones((4, 8))
+    for _ in range(3):
+        c = c + (x @ w) * c.mean()
+    return c
+
+
+@pytest.fixture
+def arrays(make_mesh):
+    mesh = make_mesh({"x": 2})
+    with jax.set_mesh(mesh):
+        specs = {"BE_x": (4, 8), "E_xF": (8, 8), "FG": (8, 8)}
+        x, w, v = (gspmd.annotate(np.ones(shape, np.float32), spec) for spec, shape in specs.items())
+        yield x, w, v * EIGHTH
+
+
+def _value_and_gradients(f):
+    return jax.jit(jax.value_and_grad(lambda *arrays: (f(*arrays) ** 2).sum(), argnums=(0, 1, 2)))
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+@pytest.mark.parametrize("program", RIGHT, ids=lambda f: f.__name__.strip("_"))
+def test_a_partial_sum_goes_through(arrays, program, lowering):
+    with gspmd.lowering(lowering):
+        got = _value_and_gradients(program)(*arrays)
+    plain = RIGHT[program] or _settled_plainly
+    want = _value_and_gradients(plain)(*(np.asarray(x) for x in arrays))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit], ids=["plain", "checkpoint", "jit"])
+def test_a_sum_that_a_loop_would_count_twice_is_refused(arrays, lowering, wrap):
+    def added(x, w, v):
+        step = wrap(lambda c: c + gspmd.einsum(LEAVES, x, w))
+        c, _ = jax.lax.scan(lambda c, _: (step(c), None), gspmd.einsum(LEAVES, x, w), None, length=3)
+        return gspmd.reshard(c, SETTLES)
+
+    message = f"cannot differentiate '{LEAVES}' in a loop that adds the same partial sum at every step"
+    with gspmd.lowering(lowering):
+        np.testing.assert_array_equal(jax.jit(added)(*arrays), np.full((4, 8), 32))  # its value alone is right
+        with pytest.raises(gspmd.PlanError, match=message):
+            _value_and_gradients(added)(*arrays)
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.grad], ids=["plain", "jit", "grad"])
+def test_vmap_of_an_equation_that_owes_is_refused(arrays, lowering, wrap):
+    x, w, _ = arrays
+    of = wrap(lambda x: gspmd.reshard(gspmd.einsum(LEAVES, x, w), SETTLES).sum())
+    with gspmd.lowering(lowering), pytest.raises(gspmd.PlanError, match="cannot vmap an equation that takes or leaves"):
+        jax.vmap(of)(jnp.stack([x, x]))
+
+
+def test_vmap_over_what_the_equation_does_not_take_is_no_vmap_of_it(arrays):
+    x, w, _ = arrays
+    got = jax.vmap(lambda n: n * gspmd.reshard(gspmd.einsum(LEAVES, x, w), SETTLES).sum())(jnp.arange(2.0))
+    np.testing.assert_array_equal(got, [0, 256])
+
+
+def test_second_derivatives_are_right_under_xla_and_right_or_refused_otherwise(arrays):
+    x, w, _ = arrays
+
+    def slope(x):
+        of = lambda x: (gspmd.reshard(gspmd.einsum(LEAVES, x, w), SETTLES) ** 3).sum()  # noqa: E731
+        return jax.grad(of)(x).sum()
+
+    plain = jax.grad(lambda x: jax.grad(lambda x: ((x @ np.asarray(w)) ** 3).sum())(x).sum())(np.asarray(x))
+    with gspmd.lowering("xla"):
+        np.testing.assert_array_equal(jax.jit(jax.grad(slope))(x), plain)
+    with gspmd.lowering("blocking"):
+        got = _or_refused(lambda: jax.jit(jax.grad(slope))(x))
+    right = isinstance(got, jax.Array) and np.array_equal(got, plain)
+    assert right or "cannot differentiate twice an equation" in got
+
+
+def _or_refused(f):
+    try:
+        return f()
+    except gspmd.PlanError as error:
+        return str(error)
