@@ -1,7 +1,7 @@
 """`gspmd.einsum` and `gspmd.reshard`: an equation as a program, and its gradient as two more equations."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.collectives import planned
 from gspmd.collectives.annotated import annotated_program
 from gspmd.collectives.cost import dtype_name
+from gspmd.collectives.gradient import with_gradient
 from gspmd.collectives.looped import LoopedExecution
 from gspmd.collectives.planning import Plan, make_plan, tensors
 
@@ -70,15 +71,7 @@ def einsum(
         specs = [spec for operand in equation.operands for spec in operand.specs]
         doing = "cannot use operand {} of '{}' as '{}'"
         flat = [stated(x, spec, doing.format(i + 1, equation, spec)) for i, (x, spec) in enumerate(zip(flat, specs))]
-    try:
-        results = program(*flat)
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise PlanError(
-            f"cannot differentiate '{equation}' forward: lowering '{context.lowering}' plans reverse mode only.\n"
-            "  Use lowering='xla', or jax.vjp and jax.jacrev."
-        ) from None
+    results = program(*flat)
     return tuple(results) if equation.group else results[0]
 
 
@@ -199,12 +192,12 @@ def _planned_program(
 
     kept_specs = tuple(plan.kept[number] for number in moved)
 
-    def forward(*arrays):
+    def forward(_, *arrays):
         results, kept = planned.run(title, plan.steps, forward_body, specs, (equation.outputs, kept_specs), *arrays)
         kept = dict(zip(moved, kept))
         return results, tuple(kept.get(number, arrays[move.source]) for number, move in enumerate(plan.routine.moves))
 
-    def backward(held, cotangents):
+    def backward(_, held, cotangents):
         held_specs = [
             plan.kept[number] if number in moved else specs[move.source]
             for number, move in enumerate(plan.routine.moves)
@@ -213,6 +206,4 @@ def _planned_program(
         outs = tuple(spec.partition_spec(dual=True) for spec in specs)
         return planned.run(f"gradient of {title}", plan.backward.steps, backward_body, ins, outs, *cotangents, *held)
 
-    program = jax.custom_vjp(lambda *arrays: forward(*arrays)[0])
-    program.defvjp(forward, backward)
-    return program
+    return partial(with_gradient(forward, backward), title)

@@ -96,7 +96,7 @@ def run(
 ) -> Any:
     """Run a shard_map over the whole mesh whose collectives are the planned `steps`.
 
-    Never differentiate through it: stand a `jax.custom_vjp` outside, whose backward pass is another `run`.
+    Never differentiate through it: `gradient.with_gradient` stands outside, whose backward pass is another `run`.
 
     Args:
         name: what is computed, in notation; it opens every scope inside.

@@ -16,7 +16,8 @@ _BARRIER = "optimization_barrier"
 _HOISTED = ("axis_index", "empty")
 """What does not depend on a loop's trip: compilers work it out before the loop, each occurrence by itself."""
 
-_CALLS = ("jit", "pjit", "closed_call", "custom_vjp_call", "custom_jvp_call", "shard_map", "custom_partitioning")
+_CALLS = ("jit", "pjit", "closed_call", "shard_map", "custom_partitioning")
+_CALLS += tuple(f"custom_{kind}_call" for kind in ("jvp", "vjp", "vmap"))
 
 Asker = tuple[str, int]
 """An equation and the number of its step; ("", 0) is the program's own."""
