@@ -125,7 +125,9 @@ class Journey:
         return walk(part.axes, self.mesh, part.schedule, part.sign)
 
     def send(self, x: jax.Array, hop: Hop, *, back: bool = False) -> jax.Array:
-        """One permute, under the scope of the planned step that it is a part of."""
+        """One permute, under the scope of the planned step that it is a part of; none of what has no elements."""
+        if not x.size:
+            return x
         number, size, by = self.travel.number(hop.axis), self.mesh[hop.axis], -hop.by if back else hop.by
         step = replace(self.travel.steps[number], kind="collective-permute")
         with jax.named_scope(scope(self.first + number, step)):

@@ -5,7 +5,7 @@ and recomputation included, and each step has its named scope, so that a compile
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -117,6 +117,11 @@ def run(
     return _program(register(Registered(name, tuple(steps))), name, body, ins, outs)(*arrays)
 
 
+def _own_promotion() -> AbstractContextManager:
+    """JAX's usual rules of promotion for code of ours, which knows what it mixes, whatever a user allows his own."""
+    return jax.numpy_dtype_promotion("standard")
+
+
 def partition(spec: Spec | jax.P) -> jax.P:
     """The `jax.P` of a spec."""
     return spec.partition_spec() if isinstance(spec, Spec) else spec
@@ -126,7 +131,7 @@ def partition(spec: Spec | jax.P) -> jax.P:
 def _program(name: str, title: str, body: Callable, ins: tuple, outs: Any) -> Callable:
     def scoped(*pieces):
         # The scope stands inside: a reduction keeps only those of its body when a compiler rewrites it.
-        with jax.named_scope(f"gspmd[{title}]"):
+        with jax.named_scope(f"gspmd[{title}]"), _own_promotion():
             return body(*pieces)
 
     def program(*arrays):
@@ -185,7 +190,7 @@ def compiler_chooses(f: Callable, in_specs: Sequence[Spec], out_specs: Any, *arr
         in_specs, out_specs: one Spec per array; constraints under Auto axes, types under Explicit ones.
         name: what is computed, in notation, for the ledger; none where a scope says it already.
     """
-    with jax.named_scope(f"gspmd[{name}]") if name else nullcontext():
+    with jax.named_scope(f"gspmd[{name}]") if name else nullcontext(), _own_promotion():
         return _annotated(f, in_specs, out_specs, *arrays)
 
 
