@@ -146,10 +146,29 @@ def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
 
     def run_mapped(*arrays):
         wanted = _whole(outs) if jax.sharding.get_abstract_mesh().size == 1 else outs
-        results = jax.shard_map(body, in_specs=ins, out_specs=wanted, check_vma=False)(*arrays)
+        run = _run_held if any(x.size == 0 for x in arrays) else jax.shard_map
+        results = run(body, in_specs=ins, out_specs=wanted, check_vma=False)(*arrays)
         return results if wanted is outs else jax.tree.map(_owing, outs, results, is_leaf=_is_partition)
 
     return run_mapped
+
+
+def _run_held(body: Callable, *, in_specs: Any, out_specs: Any, check_vma: bool) -> Callable:
+    """A shard_map of pieces without elements, whose results depend on one input and so on none that XLA throws away.
+
+    XLA replaces what has no elements by a constant, and cannot read the body of a shard_map that is left without any
+    input ("expected at least one operand ... GlobalToLocalShape", jaxlib 0.10.2).
+    """
+
+    def held(zero, *pieces):
+        return jax.tree.map(lambda x: x + zero.astype(x.dtype), body(*pieces))
+
+    def run(*arrays):
+        ins = (in_specs,) * len(arrays) if _is_partition(in_specs) else in_specs
+        whole = jax.shard_map(held, in_specs=(jax.P(), *ins), out_specs=out_specs, check_vma=check_vma)
+        return whole(jax.numpy.zeros((), "int8"), *arrays)
+
+    return run
 
 
 def _is_partition(leaf: Any) -> bool:
