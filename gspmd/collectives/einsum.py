@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from gspmd.annotate.annotate import stated
+from gspmd.annotate.annotate import refuse_elsewhere, stated
 from gspmd.annotate.equation import Equation, parse_equation
 from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.collectives import planned
@@ -73,10 +73,12 @@ def einsum(
     result = result_dtype(equation, joint, preferred_element_type)
     wire = wire_name(equation, names, result, wire_dtype)
     program = _program(equation, tuple(sizes.items()), context, names, via, wire, precision, result)
-    if context.explicit:
-        specs = [spec for operand in equation.operands for spec in operand.specs]
-        doing = "cannot use operand {} of '{}' as '{}'"
-        flat = [stated(x, spec, doing.format(i + 1, equation, spec)) for i, (x, spec) in enumerate(zip(flat, specs))]
+    for number, (x, spec) in enumerate(zip(flat, [spec for operand in equation.operands for spec in operand.specs])):
+        doing = f"cannot use operand {number + 1} of '{equation}' as '{spec}'"
+        if context.explicit:
+            flat[number] = stated(x, spec, doing)
+        else:
+            refuse_elsewhere(x, spec, doing)
     results = program(*flat)
     return tuple(results) if equation.group else results[0]
 

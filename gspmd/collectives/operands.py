@@ -1,6 +1,7 @@
 """What a call of einsum is given: arrays for its operands, and the dtypes of these, of the wire and of the results."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -27,9 +28,9 @@ def flat_operands(equation: Equation, operands: Sequence[Any]) -> list[jax.Array
             flat.append(_array(equation, number, given))
             continue
         if not isinstance(given, (tuple, list)) or len(given) != len(operand.specs):
-            held = f"{type(given).__name__} of {len(given)}" if isinstance(given, (tuple, list)) else _kind(given)
+            held = f"a {type(given).__name__} of {len(given)}" if isinstance(given, (tuple, list)) else _kind(given)
             raise SpecError(
-                f"cannot apply '{equation}': '{operand}' is a group, and what is given for it is a {held}.\n"
+                f"cannot apply '{equation}': '{operand}' is a group, and what is given for it is {held}.\n"
                 f"  Pass a tuple of {len(operand.specs)} array{'s' * (len(operand.specs) > 1)}."
             )
         flat += [_array(equation, number + place, member) for place, member in enumerate(given)]
@@ -38,22 +39,25 @@ def flat_operands(equation: Equation, operands: Sequence[Any]) -> list[jax.Array
 
 def _array(equation: Equation, number: int, given: Any) -> jax.Array:
     known = isinstance(given, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
-    if known or hasattr(given, "__jax_array__"):
-        try:
-            x = jnp.asarray(given)
-        except (TypeError, OverflowError):  # an array of objects or of text; a whole number that no dtype holds
-            known, x = False, None
-        if x is not None and (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
-            return x
     remedy = "Pass a jax.Array, a numpy array of numbers, or a number."
+    if known or hasattr(given, "__jax_array__"):
+        with suppress(TypeError):  # an array of objects, or of text
+            try:
+                x = jnp.asarray(given)
+            except OverflowError:
+                x, remedy = None, f"No dtype of JAX's holds {given}: pass a floating number."
+            if x is not None and (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
+                return x
     if isinstance(given, jax.ShapeDtypeStruct):
         remedy = "It has no numbers: pass it through jax.eval_shape, jax.jit(...).lower or gspmd.trace."
-    raise SpecError(f"cannot apply '{equation}': operand {number} is a {_kind(given)}.\n  {remedy}")
+    raise SpecError(f"cannot apply '{equation}': operand {number} is {_kind(given)}.\n  {remedy}")
 
 
 def _kind(given: Any) -> str:
     dtype = getattr(given, "dtype", None)
-    return type(given).__name__ if dtype is None else f"{type(given).__name__} of {dtype}"
+    name = "array" if isinstance(given, (jax.Array, np.ndarray)) else type(given).__name__
+    article = "an" if name[0].lower() in "aeiou" else "a"
+    return f"{article} {name}" if dtype is None else f"{article} {name} of {dtype}"
 
 
 def of_one_kind(equation: Equation, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], str]:
@@ -108,7 +112,7 @@ def wire_name(equation: Equation, dtypes: Sequence[str], result: str, wire_dtype
     wire = _available(f"cannot send '{equation}'", "wire_dtype", wire_dtype)
     named = [*((f"operand {number}", dtype) for number, dtype in enumerate(dtypes, 1)), ("the result", result)]
     for name, dtype in named:
-        if dtype == wire or (_numbers(dtype) == "floating" == _numbers(wire) and _signed(wire)):
+        if dtype == wire or (_numbers(dtype) == "floating" == _numbers(wire) and _travels(wire)):
             continue
         remedy = "Use a floating wire_dtype, such as bfloat16." if _numbers(dtype) == "floating" else "Leave it out."
         raise PlanError(
@@ -127,9 +131,9 @@ def _numbers(dtype: str) -> str:
     return next(name for name, kind in zip(_RANK, kinds) if jnp.issubdtype(dtype, kind))
 
 
-def _signed(dtype: str) -> bool:
-    """Whether a floating dtype has a sign and a zero: scales of eight exponent bits have neither."""
-    return float(jnp.finfo(jnp.dtype(dtype)).min) < 0
+def _travels(dtype: str) -> bool:
+    """Whether a floating dtype has a sign and a zero, which scales of eight exponent bits lack, and whole bytes."""
+    return float(jnp.finfo(jnp.dtype(dtype)).min) < 0 and jnp.finfo(jnp.dtype(dtype)).bits >= 8
 
 
 def _available(doing: str, option: str, dtype: Any) -> str:
