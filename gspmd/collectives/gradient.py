@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -35,7 +36,6 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
         PlanError: by the function, under forward-mode differentiation of it.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> scaled = with_gradient(lambda by, x: (by * x, None), lambda by, kept, g: (by * g,))
         >>> jax.grad(lambda x: scaled(3.0, x))(jnp.float32(2.0)).item()
         3.0
@@ -67,28 +67,25 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
 
 def batched_together(results: Any) -> Any:
     """The same results; under `jax.vmap` all of them have the batch dimension as soon as one has."""
-    return _together(*results) if isinstance(results, tuple) and len(results) > 1 else results
+    return tuple(_together.bind(*results)) if isinstance(results, tuple) and len(results) > 1 else results
 
 
-# A custom_vmap has no transpose, which the second derivative would ask for: so its gradient is written down as well.
-@jax.custom_vjp
-def _together(*results: jax.Array) -> tuple[jax.Array, ...]:
-    return _as_they_are(*results)
+_together = Primitive("gspmd_together")
+_together.multiple_results = True
 
 
-_together.defvjp(lambda *results: (_together(*results), None), lambda _, cotangents: cotangents)
-
-
-@jax.custom_batching.custom_vmap
-def _as_they_are(*results: jax.Array) -> tuple[jax.Array, ...]:
-    return results
-
-
-@_as_they_are.def_vmap
-def _with_a_batch(size: int, batched: Sequence[bool], *results: jax.Array):
+def _batch_of_all(results: Sequence[jax.Array], dims: Sequence[int | None]):
+    (size,) = {x.shape[dim] for x, dim in zip(results, dims) if dim is not None}
     spread = jax.vmap(lambda x: x, in_axes=None, out_axes=0, axis_size=size)
-    results = tuple(x if has else spread(x) for x, has in zip(results, batched))
-    return _together(*results), (True,) * len(results)  # there may be another vmap around this one
+    whole = [spread(x) if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(results, dims)]
+    return _together.bind(*whole), [0] * len(whole)
+
+
+_together.def_impl(lambda *results: list(results))
+_together.def_abstract_eval(lambda *results: results)
+mlir.register_lowering(_together, lambda _, *results: results)
+ad.primitive_jvps[_together] = lambda results, tangents: (_together.bind(*results), tangents)
+batching.primitive_batchers[_together] = _batch_of_all
 
 
 # -- forward mode -----------------------------------------------------------------------------------------------------
