@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -37,7 +36,7 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
 
     Example:
         >>> scaled = with_gradient(lambda by, x: (by * x, None), lambda by, kept, g: (by * g,))
-        >>> jax.grad(lambda x: scaled(3.0, x))(jnp.float32(2.0)).item()
+        >>> jax.grad(lambda x: scaled(3.0, x))(2.0).item()
         3.0
     """
 
@@ -74,10 +73,11 @@ _together = Primitive("gspmd_together")
 _together.multiple_results = True
 
 
-def _batch_of_all(results: Sequence[jax.Array], dims: Sequence[int | None]):
-    (size,) = {x.shape[dim] for x, dim in zip(results, dims) if dim is not None}
-    spread = jax.vmap(lambda x: x, in_axes=None, out_axes=0, axis_size=size)
-    whole = [spread(x) if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(results, dims)]
+def _batch_of_all(axis: Any, results: Sequence[jax.Array], dims: Sequence[int | None]):
+    if all(dim is None for dim in dims):
+        return _together.bind(*results), dims
+    mesh_axis = axis.explicit_mesh_axis  # under Explicit axes a batch may be sharded
+    whole = [batching.bdim_at_front(x, dim, axis.size, mesh_axis) for x, dim in zip(results, dims)]
     return _together.bind(*whole), [0] * len(whole)
 
 
@@ -85,7 +85,7 @@ _together.def_impl(lambda *results: list(results))
 _together.def_abstract_eval(lambda *results: results)
 mlir.register_lowering(_together, lambda _, *results: results)
 ad.primitive_jvps[_together] = lambda results, tangents: (_together.bind(*results), tangents)
-batching.primitive_batchers[_together] = _batch_of_all
+batching.fancy_primitive_batchers[_together] = _batch_of_all
 
 
 # -- forward mode -----------------------------------------------------------------------------------------------------
