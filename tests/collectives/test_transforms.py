@@ -12,6 +12,7 @@ import pytest
 import gspmd
 from gspmd import collectives
 from gspmd.annotate import parse_equation
+from gspmd.moe.local import run_local
 
 MESH = {"x": 2, "y": 2}
 BATCH = 3
@@ -62,6 +63,11 @@ def _global_norm(x, w):
     return jnp.sqrt(jnp.sum(x * x) + jnp.sum(w * w))
 
 
+def _two(x, w):
+    return jnp.sin(x), x * w
+
+
+GROUPS = (gspmd.Spec.parse("B_xE"),) * 2
 LABELS, IDS = np.array([1, 3, 0, 2]), np.array([[3, 1], [0, 2]])
 HEADS = ("B_xLH_yD", "B_xTKD", "B_xTKD")
 
@@ -94,6 +100,9 @@ PROGRAMS = {
         lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True),
         HEADS,
         ((2, 2, 2, 4), (2, 2, 1, 4), (2, 2, 1, 4)),
+    ),
+    "local": Program(
+        lambda x, w: run_local("two of a group", _two, GROUPS, GROUPS, x, w), _two, ("B_xE", "B_xE"), ((4, 4), (4, 4))
     ),
     "global norm": Program(
         lambda x, w: collectives.global_norm((x, w), ("BE_x", "E_y")), _global_norm, ("BE_x", "E_y"), ((4, 4), (4,))
@@ -177,7 +186,7 @@ def _named(case) -> str:
 def _mark(case):
     """A few patterns always run: of several results, and of what has one, the last operand's batch alone."""
     name, batched = case
-    always = name == "group" or (name in ("norm", "group that travels") and sum(batched) == 1)
+    always = name == "group" or (name in ("norm", "group that travels", "local") and sum(batched) == 1)
     return pytest.param(case, marks=() if always else pytest.mark.slow, id=_named(case))
 
 
