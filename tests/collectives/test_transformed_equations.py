@@ -44,7 +44,8 @@ def transformed(draw) -> Transformed:
     count = sum(len(operand.specs) for operand in equation.operands)
     batched = draw(st.tuples(*[st.booleans()] * count))
     times = draw(st.sampled_from((1, 1, 2))) if dtype != "int32" else 0
-    if case.sizes and draw(st.integers(0, 7)) == 0:
+    # XLA:CPU's compiler has been seen to end the process over the gradient of empty complex arrays.
+    if case.sizes and dtype != "complex64" and draw(st.integers(0, 7)) == 0:
         dim = draw(st.sampled_from([dim for dim, _ in case.sizes]))
         case = replace(case, sizes=tuple((d, 0 if d == dim else size) for d, size in case.sizes))
     return Transformed(case, dtype, batched, times)
