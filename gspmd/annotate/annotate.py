@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from gspmd.annotate.errors import Fault, SpecError, report
+from gspmd.annotate.errors import Fault, SpecError, listed, report
 from gspmd.annotate.fit import fault_at
 from gspmd.annotate.spec import Spec
 from gspmd.annotate.written import OPEN
@@ -128,8 +128,9 @@ def stated(x: Any, spec: Spec, doing: str) -> Any:
     Axes of size 1 make a type but no placement: where only they differ, the array is given the spec's type.
 
     Raises:
-      SpecError: opening with `doing`, if the type says something else.
+      SpecError: opening with `doing`, if the type says something else, or the array lies elsewhere.
     """
+    refuse_elsewhere(x, spec, doing)
     actual, mesh = spec_of(x, spec.dims), dict(jax.sharding.get_abstract_mesh().shape)
     if actual == spec:
         return x
@@ -137,10 +138,50 @@ def stated(x: Any, spec: Spec, doing: str) -> Any:
         return jax.reshard(x, spec.partition_spec())
     fact = f"the spec says '{spec}', and the array is '{actual}' by its type."
     remedy = f"Bring it there by gspmd.reshard(x, '{actual} -> {spec}')."
-    if not set(spec.partial) <= set(actual.partial):
+    if actual.is_open:
+        fact = f"the spec says '{spec}', and by its type nobody knows where the array lies."
+        remedy = f"Place it before, outside of jit: gspmd.annotate(x, '{spec}')."
+    elif not set(spec.partial) <= set(actual.partial):
         remedy = "A partial sum is left by an equation; annotate() cannot make one."
     fault = Fault(str(spec), 0, len(str(spec)), fact, remedy)
     raise report(SpecError, doing, [fault])
+
+
+def refuse_elsewhere(x: Any, spec: Spec, doing: str) -> None:
+    """Raises SpecError, opening with `doing`, for an array on other devices, or of a type on another mesh."""
+    here, there, placed = jax.sharding.get_abstract_mesh(), _mesh_of(x), _placing_mesh()
+    explicit = there is not None and {*there.axis_types, *here.axis_types} == {AxisType.Explicit}
+    committed = not isinstance(x, jax.core.Tracer) and getattr(x, "committed", False)
+    if explicit and there.shape != here.shape:
+        fact = f"the array lies on another mesh, of {_mesh_text(there)}, and the mesh in force has {_mesh_text(here)}."
+    elif committed and placed is not here and _devices_of(x) != (held := [d.id for d in placed.devices.flat]):
+        fact = f"the array lies on {_devices_text(_devices_of(x))}, and the mesh in force has {_devices_text(held)}."
+    else:
+        return
+    remedy = f"Bring it here before, outside of jit: gspmd.annotate(x, '{spec.without_partial()}'), or jax.device_put."
+    raise report(SpecError, doing, [Fault(str(spec), 0, len(str(spec)), fact, remedy)])
+
+
+def _mesh_of(x: Any) -> Any:
+    """The mesh of an array's type or placement; None where it has none."""
+    sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return None if mesh is None or mesh.empty else mesh
+
+
+def _mesh_text(mesh: Any) -> str:
+    return listed(f"{axis} ({size})" for axis, size in mesh.shape.items())
+
+
+def _devices_text(devices: Sequence[int]) -> str:
+    shown = ", ".join(map(str, devices[:8])) + ", …" * (len(devices) > 8)
+    return f"device {shown}" if len(devices) == 1 else f"{len(devices)} devices ({shown})"
+
+
+def _devices_of(x: Any) -> list[int]:
+    """The devices of a concrete array, in their mesh's order where they have one."""
+    mesh = _mesh_of(x)
+    return sorted(d.id for d in x.sharding.device_set) if mesh is None else [d.id for d in mesh.devices.flat]
 
 
 # -- what JAX says ----------------------------------------------------------------------------------------------------

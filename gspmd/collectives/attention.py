@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from gspmd.annotate.errors import Fault, PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.forms import Chains, fault, read, shard_index, sizes_of
+from gspmd.collectives.gradient import with_gradient
 from gspmd.collectives.moves import move
 from gspmd.collectives.plan import Step
 from gspmd.collectives.planned import Context, compiler_chooses, context, run
@@ -227,11 +228,6 @@ def _misaligned(query: Spec, key: Spec, heads: int, key_heads: int, mesh: Mappin
     return fault(query, query.dims[2], fact, "Shard it over axes whose size divides the key heads, or is a multiple.")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _core(core: _Core, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array) -> jax.Array:
-    return _forward(core, q, k, v, *more)[0]
-
-
 def _forward(core: _Core, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array):
     steps, body = _value(core, k.shape, k.dtype.itemsize, context())
     ins = (core.query, core.key, core.key, *core.extras.specs(core.key))
@@ -248,7 +244,7 @@ def _backward(core: _Core, kept, g: jax.Array):
     return (*grads, *(None for _ in more))
 
 
-_core.defvjp(_forward, _backward)
+_core = with_gradient(_forward, _backward, lambda core: f"attention {core.query}, {core.key}")
 
 
 @lru_cache(maxsize=1024)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +33,19 @@ def put(x: jax.Array, dims: Sequence[str], region: Region, part: jax.Array, *, a
     part = part.astype(x.dtype)
     if part.shape == x.shape:
         return x + part if add else part
-    starts = [region[dim][0] if dim in region else 0 for dim in dims]
+    # Of one dtype: counters of loops and numbers that are written down have 64 bits where JAX has them.
+    starts = [lax.convert_element_type(region[dim][0] if dim in region else 0, jnp.int32) for dim in dims]
     if add:
         part = part + lax.dynamic_slice(x, starts, part.shape)
     return lax.dynamic_update_slice(x, part, starts)
+
+
+def blank(shape: Sequence[int], dtype: Any) -> jax.Array:
+    """A local tensor of which every place will be written; alike for all of a batch, which `lax.empty` is not."""
+    # What has a batch dimension for no reason is refused as a result that has none, as in the value of a `jax.hessian`.
+    made = jax.custom_batching.custom_vmap(lambda: lax.empty(tuple(shape), dtype))
+    made.def_vmap(lambda size, batched: (made(), False))
+    return made()
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,9 @@ class Journey:
         return walk(part.axes, self.mesh, part.schedule, part.sign)
 
     def send(self, x: jax.Array, hop: Hop, *, back: bool = False) -> jax.Array:
-        """One permute, under the scope of the planned step that it is a part of."""
+        """One permute, under the scope of the planned step that it is a part of; none of what has no elements."""
+        if not x.size:
+            return x
         number, size, by = self.travel.number(hop.axis), self.mesh[hop.axis], -hop.by if back else hop.by
         step = replace(self.travel.steps[number], kind="collective-permute")
         with jax.named_scope(scope(self.first + number, step)):
@@ -129,7 +141,7 @@ def collect(journey: Journey, part: Part, x: jax.Array) -> jax.Array:
         at, hops = journey.dims.index(dim), walk([axis], journey.mesh, part.schedule, part.sign)
         size, arrived = x.shape[at], [x]
         shape = [n * (journey.mesh[axis] if place == at else 1) for place, n in enumerate(x.shape)]
-        chunk = put(lax.empty(tuple(shape), x.dtype), journey.dims, journey.along(axis, {}, size), x)
+        chunk = put(blank(shape, x.dtype), journey.dims, journey.along(axis, {}, size), x)
         for hop in hops:
             arrived.append(journey.send(arrived[hop.source], hop))
             chunk = put(chunk, journey.dims, journey.along(axis, hop.offset, size), arrived[-1])

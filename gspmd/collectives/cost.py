@@ -46,6 +46,20 @@ def itemsize(dtype: str) -> int:
     return np.dtype(getattr(ml_dtypes, dtype_name(dtype), dtype)).itemsize
 
 
+def wire_of(dtype: str, *, summed: bool) -> str:
+    """The dtype in which such numbers travel: collectives take nothing smaller than a byte, and add no booleans.
+
+    >>> wire_of("bfloat16", summed=True), wire_of("int4", summed=False), wire_of("bool", summed=True)
+    ('bfloat16', 'int8', 'int32')
+    """
+    if dtype == "bool":
+        return "int32" if summed else "bool"
+    return _WHOLE_BYTES.get(dtype, dtype)
+
+
+_WHOLE_BYTES = {"int4": "int8", "uint4": "uint8", "float4_e2m1fn": "float8_e4m3fn"}
+
+
 def wire_bytes(kind: str, group: int, buffer: float) -> int:
     """Bytes that one device sends in a collective.
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from gspmd.annotate.errors import Fault, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.forms import float32, read, shard_index
+from gspmd.collectives.gradient import with_gradient
 from gspmd.collectives.planned import Context, compiler_chooses, context, run
 from gspmd.collectives.softmax import Normaliser
 
@@ -100,11 +101,6 @@ def _plain(z_loss: float, logits: jax.Array, labels: jax.Array, weights: jax.Arr
     return loss if weights is None else loss * weights
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(form: _Loss, logits: jax.Array, labels: jax.Array, weights: jax.Array | None) -> jax.Array:
-    return _forward(form, logits, labels, weights)[0]
-
-
 def _forward(form: _Loss, logits: jax.Array, labels: jax.Array, weights: jax.Array | None):
     steps, body = _value(form, logits.shape, context())
     arrays = (logits, labels) if weights is None else (logits, labels, weights)
@@ -121,7 +117,7 @@ def _backward(form: _Loss, kept, g: jax.Array):
     return run(name, (), _gradient(form), ins, form.logits, *arrays), None, None
 
 
-_loss.defvjp(_forward, _backward)
+_loss = with_gradient(_forward, _backward, lambda form: f"cross_entropy {form.logits}")
 
 
 @lru_cache(maxsize=1024)

@@ -1,19 +1,20 @@
 """`gspmd.einsum` and `gspmd.reshard`: an equation as a program, and its gradient as two more equations."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import islice
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from gspmd.annotate.annotate import stated
+from gspmd.annotate.annotate import refuse_elsewhere, stated
 from gspmd.annotate.equation import Equation, parse_equation
 from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.collectives import planned
 from gspmd.collectives.annotated import annotated_program
-from gspmd.collectives.cost import dtype_name
+from gspmd.collectives.gradient import with_gradient
 from gspmd.collectives.looped import LoopedExecution
+from gspmd.collectives.operands import flat_operands, of_one_kind, result_dtype, wire_name
 from gspmd.collectives.owed import storable
 from gspmd.collectives.planning import Plan, make_plan, tensors
 
@@ -36,23 +37,29 @@ def einsum(
             `gspmd.lowering`, which says what they are.
         via: the specs that the operands are brought to before the local einsum.
         wire_dtype: dtype of everything that crosses the wire; by default that of the operand, or of the result, that
-            does. Not under lowering `"xla"`.
+            does. Floating numbers alone may travel in another dtype, a floating one: what is narrower rounds, float16
+            overflows beyond 65504, and the 8-bit ones (e4m3fn beyond 448) keep two or three bits of a number. Not under
+            lowering `"xla"`.
         precision: of the local products, as in `jax.lax.dot`.
-        preferred_element_type: dtype of the result; by default the operands' joint dtype. Local products accumulate in
-            float32 (int32 for integers) either way; partial sums cross the wire in the dtype of the result.
+        preferred_element_type: dtype of the result; by default the operands' joint dtype, by JAX's rules. Local
+            products accumulate in float32 (int32 for integers) either way; partial sums cross the wire in the dtype of
+            the result.
 
     Returns:
         The result, placed as the equation says; a tuple of them for a group.
 
     Raises:
-        SpecError: the notation is wrong, shapes or sizes do not fit, or an array does not lie as its spec says.
-        PlanError: no mesh, no plan, or forward-mode differentiation of a planned program.
+        SpecError: the notation is wrong, an operand is no array, shapes or sizes do not fit, or an array does not lie
+            as its spec says.
+        PlanError: no mesh, no plan, dtypes without a product, a wire that cannot hold what is sent, or forward-mode
+            differentiation of a planned program.
 
     Example:
+        >>> import numpy as np
         >>> from gspmd import annotate
         >>> mesh = jax.make_mesh((1, 1), ("x", "y"))
         >>> with jax.set_mesh(mesh):
-        ...     x, w = annotate(jnp.ones((4, 8)), "BE_xy"), annotate(jnp.ones((8, 16)), "E_xF_y")
+        ...     x, w = annotate(np.ones((4, 8)), "BE_xy"), annotate(np.ones((8, 16)), "E_xF_y")
         ...     einsum("BE_xy, E_xF_y -> BF_yx", x, w).shape
         (4, 16)
 
@@ -60,26 +67,20 @@ def einsum(
     Differs: forward-mode differentiation works under lowering "xla" only.
     """
     equation = parse_equation(equation)
-    operands = _grouped(equation, operands)
-    sizes = equation.sizes([tuple(map(jnp.shape, x)) if isinstance(x, tuple) else x.shape for x in operands])
-    flat = [x for operand in operands for x in (operand if isinstance(operand, tuple) else (operand,))]
+    flat, joint = of_one_kind(equation, flat_operands(equation, operands))
+    sizes = equation.sizes(_shapes(equation, flat))
     context = planned.context(lowering)
     names = tuple(str(x.dtype) for x in flat)
-    options = (via, _name(wire_dtype), precision, _name(preferred_element_type))
-    program = _program(equation, tuple(sizes.items()), context, names, *options)
-    if context.explicit:
-        specs = [spec for operand in equation.operands for spec in operand.specs]
-        doing = "cannot use operand {} of '{}' as '{}'"
-        flat = [stated(x, spec, doing.format(i + 1, equation, spec)) for i, (x, spec) in enumerate(zip(flat, specs))]
-    try:
-        results = program(*flat)
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise PlanError(
-            f"cannot differentiate '{equation}' forward: lowering '{context.lowering}' plans reverse mode only.\n"
-            "  Use lowering='xla', or jax.vjp and jax.jacrev."
-        ) from None
+    result = result_dtype(equation, joint, preferred_element_type)
+    wire = wire_name(equation, names, result, wire_dtype)
+    program = _program(equation, tuple(sizes.items()), context, names, via, wire, precision, result)
+    for number, (x, spec) in enumerate(zip(flat, [spec for operand in equation.operands for spec in operand.specs])):
+        doing = f"cannot use operand {number + 1} of '{equation}' as '{spec}'"
+        if context.explicit:
+            flat[number] = stated(x, spec, doing)
+        else:
+            refuse_elsewhere(x, spec, doing)
+    results = program(*flat)
     return tuple(results) if equation.group else results[0]
 
 
@@ -95,10 +96,11 @@ def reshard(x: Any, equation: str | Equation, lowering: str | None = None) -> ja
         SpecError: the equation is no move, or does not fit the array.
 
     Example:
+        >>> import numpy as np
         >>> from gspmd import annotate
         >>> mesh = jax.make_mesh((1,), ("x",))
         >>> with jax.set_mesh(mesh):
-        ...     reshard(annotate(jnp.ones((4, 8)), "B_xE"), "B_xE -> BE_x").shape
+        ...     reshard(annotate(np.ones((4, 8)), "B_xE"), "B_xE -> BE_x").shape
         (4, 8)
     """
     equation = parse_equation(equation)
@@ -110,14 +112,10 @@ def reshard(x: Any, equation: str | Equation, lowering: str | None = None) -> ja
     return einsum(equation, x, lowering=lowering)
 
 
-def _name(dtype: Any) -> str | None:
-    return None if dtype is None else dtype_name(dtype)
-
-
-def _grouped(equation: Equation, operands: Sequence[Any]) -> list[Any]:
-    """The operands as arrays, a group's as a tuple of arrays; a wrong number is left to the equation to refuse."""
-    groups = [operand.group for operand in equation.operands] + [False] * len(operands)
-    return [tuple(map(jnp.asarray, x)) if group else jnp.asarray(x) for x, group in zip(operands, groups)]
+def _shapes(equation: Equation, flat: Sequence[jax.Array]) -> list[tuple]:
+    """The operands' shapes, a group's as a tuple."""
+    held = iter([x.shape for x in flat])
+    return [tuple(islice(held, len(o.specs))) if o.group else next(held) for o in equation.operands]
 
 
 @lru_cache(maxsize=4096)
@@ -137,27 +135,18 @@ def _program(
         _refuse_open(equation)
     else:
         _refuse_partial(equation)
-    _refuse_wire(equation, context, dtypes, wire_dtype)
+    _refuse_wire(equation, context, wire_dtype)
     if context.lowering == "xla":
         return annotated_program(equation, sizes, context, dtypes, via, precision, preferred)
     plan = make_plan(equation, sizes, context.axes, dtypes, context.chip, context.lowering, via, wire_dtype, preferred)
     return _planned_program(plan, dtypes, wire_dtype, precision, preferred)
 
 
-def _refuse_wire(equation: Equation, context: planned.Context, dtypes: tuple[str, ...], wire_dtype: str | None) -> None:
-    if wire_dtype is None:
-        return
-    if context.lowering == "xla":
+def _refuse_wire(equation: Equation, context: planned.Context, wire_dtype: str | None) -> None:
+    if wire_dtype is not None and context.lowering == "xla":
         raise PlanError(
             f"cannot send '{equation}' as {wire_dtype} under lowering 'xla': what travels is the compiler's choice.\n"
             "  Use lowering='blocking', or cast the operands."
-        )
-    if jnp.issubdtype(jnp.result_type(*dtypes), jnp.floating) and not jnp.issubdtype(
-        jnp.dtype(wire_dtype), jnp.floating
-    ):
-        raise PlanError(
-            f"cannot send '{equation}' as {wire_dtype}: its {dtypes[0]} would be cut to whole numbers.\n"
-            "  Use a floating wire_dtype, such as bfloat16."
         )
 
 
@@ -200,12 +189,12 @@ def _planned_program(
 
     kept_specs = tuple(plan.kept[number] for number in moved)
 
-    def forward(*arrays):
+    def forward(_, *arrays):
         results, kept = planned.run(title, plan.steps, forward_body, specs, (equation.outputs, kept_specs), *arrays)
         kept = dict(zip(moved, kept))
         return results, tuple(kept.get(number, arrays[move.source]) for number, move in enumerate(plan.routine.moves))
 
-    def backward(held, cotangents):
+    def backward(_, held, cotangents):
         held_specs = [
             plan.kept[number] if number in moved else specs[move.source]
             for number, move in enumerate(plan.routine.moves)
@@ -214,6 +203,4 @@ def _planned_program(
         outs = tuple(spec.partition_spec(dual=True) for spec in specs)
         return planned.run(f"gradient of {title}", plan.backward.steps, backward_body, ins, outs, *cotangents, *held)
 
-    program = jax.custom_vjp(lambda *arrays: forward(*arrays)[0])
-    program.defvjp(*storable(title, forward, backward))
-    return program
+    return partial(with_gradient(*storable(title, forward, backward)), title)

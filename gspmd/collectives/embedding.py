@@ -15,6 +15,7 @@ from gspmd.annotate.errors import Fault, PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.chips import Chip
 from gspmd.collectives.forms import Chains, float32, read, shard_index, sizes_of
+from gspmd.collectives.gradient import with_gradient
 from gspmd.collectives.moves import move
 from gspmd.collectives.plan import Step, total_cost
 from gspmd.collectives.planned import Context, compiler_chooses, context, run
@@ -209,11 +210,6 @@ class _Embed:
         return route(self.given, backward, tuple(sizes.items()), widths, tuple(ctx.mesh.items()), ctx.chip)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _embed(form: _Embed, ids: jax.Array, table: jax.Array) -> jax.Array:
-    return _forward(form, ids, table)[0]
-
-
 def _forward(form: _Embed, ids: jax.Array, table: jax.Array):
     given = form.given
     steps, body = _value(form, ids.shape, ids.dtype.itemsize, context())
@@ -226,7 +222,7 @@ def _backward(form: _Embed, ids: jax.Array, g: jax.Array):
     return None, run(f"gradient of embed {given}", steps, body, (given.ids, given.rows), given.table, ids, g)
 
 
-_embed.defvjp(_forward, _backward)
+_embed = with_gradient(_forward, _backward, lambda form: f"embed {form.given}")
 
 
 @lru_cache(maxsize=1024)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from gspmd.annotate.errors import SpecError
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.forms import Chains, float32, read, settle, shard_index
+from gspmd.collectives.gradient import with_gradient
 from gspmd.collectives.planned import Context, compiler_chooses, context, run
 
 _SCALAR = Spec((), ())
@@ -84,11 +85,6 @@ def _plain(*leaves: jax.Array) -> jax.Array:
     return jnp.where(total > 0.0, jnp.sqrt(jnp.where(total > 0.0, total, 1.0)), 0.0)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm(form: _Norm, *leaves: jax.Array) -> jax.Array:
-    return _forward(form, *leaves)[0]
-
-
 def _forward(form: _Norm, *leaves: jax.Array):
     steps, body = _value(form, context())
     norm = run("global_norm", steps, body, form.specs, _SCALAR, *leaves)
@@ -101,7 +97,7 @@ def _backward(form: _Norm, kept, g: jax.Array):
     return run("gradient of global_norm", (), _gradient_body, ins, form.specs, norm, g, *leaves)
 
 
-_norm.defvjp(_forward, _backward)
+_norm = with_gradient(_forward, _backward, lambda form: "global_norm")
 
 
 @lru_cache(maxsize=1024)

@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from gspmd.collectives import tpu
-from gspmd.collectives.chunks import Journey, Region, part_of, put
+from gspmd.collectives.chunks import Journey, Region, blank, part_of, put
 
 if TYPE_CHECKING:
     from gspmd.collectives.looped import LoopedExecution
@@ -64,7 +63,7 @@ class Landing:
             self.parts[key] = self.latest = self.parts[key] + value if key in self.parts else value
             return
         if self.result is None:
-            start = jnp.zeros if self.adds else lax.empty  # every place is written, but only added to where sums are
+            start = jnp.zeros if self.adds else blank  # every place is written, but only added to where sums are
             self.result = start(self.shape, self._dtype(value))
         self.result = self.latest = put(self.result, self.dims, region, value, add=self.adds)
 

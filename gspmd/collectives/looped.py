@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gspmd.collectives import tpu
-from gspmd.collectives.chunks import Journey, Region, part_of, put, reduce_back, spread
+from gspmd.collectives.chunks import Journey, Region, blank, part_of, put, reduce_back, spread
 from gspmd.collectives.landing import Landing
 from gspmd.collectives.loops import LONGEST, Loops, gather_of, local_shape, scatter_of, settling
 from gspmd.collectives.lower import Execution
@@ -127,7 +127,7 @@ class LoopedExecution(Execution):
     def _gathered(self, number: int, shard: jax.Array) -> jax.Array:
         journey = self._journey(number, shard)
         ways = self._ways(journey, shard)
-        whole = lax.empty(tuple(journey.whole(dim) for dim in journey.dims), shard.dtype)  # every place is written
+        whole = blank([journey.whole(dim) for dim in journey.dims], shard.dtype)  # every place is written
         for way in ways:
             regions, chunks = way.wave(0, [])
             whole = put(whole, journey.dims, regions[0], chunks[0])

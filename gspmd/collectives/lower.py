@@ -29,8 +29,18 @@ def emit(
     """
     for number, step in enumerate(steps, first):
         with jax.named_scope(scope(number, step)):
-            x = _EMIT[step.kind](step, x, mesh, reduce)
+            # XLA:CPU ends the process, or hangs, in a collective of no elements.
+            x = _EMIT[step.kind](step, x, mesh, reduce) if x.size else _nothing(step, x, mesh)
     return x
+
+
+def _nothing(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> jax.Array:
+    """What a step makes of a piece without elements."""
+    parts = [
+        (prod(mesh[axis] for axis in old), prod(mesh[axis] for axis in new))
+        for old, new in zip(step.before.axes, step.after.axes)
+    ]
+    return jnp.zeros([size * before // after for size, (before, after) in zip(x.shape, parts)], x.dtype)
 
 
 def scope(number: int, step: Step) -> str:
@@ -243,9 +253,10 @@ def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into
     wide = accumulator(*(x.dtype for x in operands))
     mesh = jax.sharding.get_abstract_mesh()
     on_cpu = mesh.abstract_device is not None and mesh.abstract_device.device_kind == "cpu"
-    if len(operands) == 1 or on_cpu:
-        # A sum has no accumulator of its own, and XLA:CPU has no batched product of narrow operands into a wide one.
-        operands, into = tuple(x.astype(wide) for x in operands), None
+    if len(operands) == 1 or on_cpu or len({x.dtype for x in operands}) > 1:
+        # A sum has no accumulator of its own, XLA:CPU has no batched product of narrow operands into a wide one, and
+        # two dtypes may have no joint one but the accumulator's.
+        operands, into = tuple(x.astype(wide) for x in operands), None if len(operands) == 1 or on_cpu else into
     whole = mesh.size == 1 or mesh.are_all_axes_manual  # so that dimensions can be merged
     if len(operands) == 2 and on_cpu and whole and (in_order := batched(letters)):
         return in_order(*operands, precision)
@@ -253,9 +264,15 @@ def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into
 
 
 def accumulator(*dtypes) -> jnp.dtype:
-    """Float32 or int32 for what is narrower, the operands' own dtype for what is not."""
-    dtype = jnp.result_type(*dtypes)
-    if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.promote_types(dtype, jnp.float32)
+    """Float32 or int32 for what is narrower, the operands' own joint dtype for what is not."""
+    with jax.numpy_dtype_promotion("standard"):  # what is accumulated is cast by hand, whatever a user allows his own
+        return jnp.result_type(*map(_widened, dtypes))
+
+
+def _widened(dtype: jnp.dtype) -> jnp.dtype:
+    # Each by itself, before it meets another: the floats of 8 bits and the integers of 4 are promoted to nothing.
+    if dtype.itemsize >= 4:
+        return dtype
+    floating = jnp.issubdtype(dtype, jnp.floating)
     unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
-    return jnp.promote_types(dtype, jnp.uint32 if unsigned else jnp.int32)
+    return jnp.dtype(jnp.float32 if floating else jnp.uint32 if unsigned else jnp.int32)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from gspmd.annotate.errors import SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.forms import FLOAT32, Chains, fault, float32, read, settle, sizes_of
+from gspmd.collectives.gradient import with_gradient
 from gspmd.collectives.moves import move
 from gspmd.collectives.planned import Context, compiler_chooses, context, run
 
@@ -86,11 +87,6 @@ def _plain(epsilon: float, x: jax.Array, scale: jax.Array) -> jax.Array:
     return (wide * inverse * _row(float32(scale), x.ndim)).astype(x.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm(form: _Norm, x: jax.Array, scale: jax.Array) -> jax.Array:
-    return _forward(form, x, scale)[0]
-
-
 def _forward(form: _Norm, x: jax.Array, scale: jax.Array):
     steps, body = _value(form, x.shape, scale.dtype.itemsize, context())
     outs = (form.x, form.statistic, form.used)
@@ -104,7 +100,7 @@ def _backward(form: _Norm, kept, g: jax.Array):
     return run(f"gradient of rms_norm {form.x}", steps, body, ins, (form.x, form.scale), *kept, g)
 
 
-_norm.defvjp(_forward, _backward)
+_norm = with_gradient(_forward, _backward, lambda form: f"rms_norm {form.x}")
 
 
 @lru_cache(maxsize=1024)

@@ -5,7 +5,7 @@ and recomputation included, and each step has its named scope, so that a compile
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -97,7 +97,7 @@ def run(
 ) -> Any:
     """Run a shard_map over the whole mesh whose collectives are the planned `steps`.
 
-    Never differentiate through it: stand a `jax.custom_vjp` outside, whose backward pass is another `run`.
+    Never differentiate through it: `gradient.with_gradient` stands outside, whose backward pass is another `run`.
 
     Args:
         name: what is computed, in notation; it opens every scope inside.
@@ -118,6 +118,11 @@ def run(
     return _program(register(Registered(name, tuple(steps))), name, body, ins, outs)(*arrays)
 
 
+def _own_promotion() -> AbstractContextManager:
+    """JAX's usual rules of promotion for code of ours, which knows what it mixes, whatever a user allows his own."""
+    return jax.numpy_dtype_promotion("standard")
+
+
 def partition(spec: Spec | jax.P) -> jax.P:
     """The `jax.P` of a spec."""
     return spec.partition_spec() if isinstance(spec, Spec) else spec
@@ -127,7 +132,7 @@ def partition(spec: Spec | jax.P) -> jax.P:
 def _program(name: str, title: str, body: Callable, ins: tuple, outs: Any) -> Callable:
     def scoped(*pieces):
         # The scope stands inside: a reduction keeps only those of its body when a compiler rewrites it.
-        with jax.named_scope(f"gspmd[{title}]"):
+        with jax.named_scope(f"gspmd[{title}]"), _own_promotion():
             return body(*pieces)
 
     def program(*arrays):
@@ -142,10 +147,29 @@ def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
 
     def run_mapped(*arrays):
         wanted = _whole(outs) if jax.sharding.get_abstract_mesh().size == 1 else outs
-        results = jax.shard_map(body, in_specs=ins, out_specs=wanted, check_vma=False)(*arrays)
+        run = _run_held if any(x.size == 0 for x in arrays) else jax.shard_map
+        results = run(body, in_specs=ins, out_specs=wanted, check_vma=False)(*arrays)
         return results if wanted is outs else jax.tree.map(_owing, outs, results, is_leaf=_is_partition)
 
     return unbatched(run_mapped, jax.tree.leaves((ins, outs), is_leaf=_is_partition))
+
+
+def _run_held(body: Callable, *, in_specs: Any, out_specs: Any, check_vma: bool) -> Callable:
+    """A shard_map of pieces without elements, whose results depend on one input and so on none that XLA throws away.
+
+    XLA replaces what has no elements by a constant, and cannot read the body of a shard_map that is left without any
+    input ("expected at least one operand ... GlobalToLocalShape", jaxlib 0.10.2).
+    """
+
+    def held(zero, *pieces):
+        return jax.tree.map(lambda x: x + zero.astype(x.dtype), body(*pieces))
+
+    def run(*arrays):
+        ins = (in_specs,) * len(arrays) if _is_partition(in_specs) else in_specs
+        whole = jax.shard_map(held, in_specs=(jax.P(), *ins), out_specs=out_specs, check_vma=check_vma)
+        return whole(jax.numpy.zeros((), "int8"), *arrays)
+
+    return run
 
 
 def _is_partition(leaf: Any) -> bool:
@@ -186,7 +210,7 @@ def compiler_chooses(f: Callable, in_specs: Sequence[Spec], out_specs: Any, *arr
         in_specs, out_specs: one Spec per array; constraints under Auto axes, types under Explicit ones.
         name: what is computed, in notation, for the ledger; none where a scope says it already.
     """
-    with jax.named_scope(f"gspmd[{name}]") if name else nullcontext():
+    with jax.named_scope(f"gspmd[{name}]") if name else nullcontext(), _own_promotion():
         return _annotated(f, in_specs, out_specs, *arrays)
 
 

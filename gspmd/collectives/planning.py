@@ -14,6 +14,7 @@ from gspmd.collectives import planner
 from gspmd.collectives.amounts import amount_of_bytes, amount_of_seconds
 from gspmd.collectives.chips import Chip
 from gspmd.collectives.chips import chip as chip_row
+from gspmd.collectives.cost import wire_of
 from gspmd.collectives.figure import figure
 from gspmd.collectives.footprint import Footprint
 from gspmd.collectives.frozen import FrozenDict
@@ -276,10 +277,10 @@ def make_plan(
 
 
 def _looped(routine: Routine, inputs, outputs, setting: Setting, lowering: str) -> tuple[Loops, float]:
-    """The rings of a routine, and the seconds that they hide."""
-    return (
-        (Loops(), 0.0) if lowering in ("xla", "blocking") else plan_loops(routine, inputs, outputs, setting, lowering)
-    )
+    """The rings of a routine, and the seconds that they hide; where a dimension is empty there is nothing to hide."""
+    if lowering in ("xla", "blocking") or 0 in dict(setting.sizes).values():
+        return Loops(), 0.0
+    return plan_loops(routine, inputs, outputs, setting, lowering)
 
 
 def tensors(
@@ -288,8 +289,13 @@ def tensors(
     """Operands and results as the planner sees them; each crosses the wire in its own dtype unless told otherwise."""
     flat = [spec for operand in equation.operands for spec in operand.specs]
     names = ["operand"] if len(flat) == 1 else [f"operand {i + 1}" for i in range(len(flat))]
-    inputs = [Tensor(s.without_trivial(mesh), d, wire_dtype or d, n) for s, d, n in zip(flat, dtypes, names)]
+    inputs = [
+        Tensor(s.without_trivial(mesh), d, wire_dtype or wire_of(d, summed=bool(s.partial)), n)
+        for s, d, n in zip(flat, dtypes, names)
+    ]
     alike = len(set(dtypes)) == 1  # then it is theirs, whether or not JAX has been told to have 64 bits
     dtype = dtype or (dtypes[0] if alike else str(jnp.result_type(*map(jnp.dtype, dtypes))))
-    outputs = [Tensor(s.without_trivial(mesh), dtype, wire_dtype or dtype, "result") for s in equation.outputs]
+    sums = any(spec.partial or set(spec.dims) - set(out.dims) for spec in flat for out in equation.outputs)
+    wire = wire_dtype or wire_of(dtype, summed=sums)
+    outputs = [Tensor(s.without_trivial(mesh), dtype, wire, "result") for s in equation.outputs]
     return inputs, outputs

@@ -19,7 +19,8 @@ _BARRIER = "optimization_barrier"
 _BY_ITSELF = ("axis_index", "empty")
 """What is new wherever it stands in a loop: nothing goes into it, and compilers neither merge nor hoist it there."""
 
-_CALLS = ("jit", "pjit", "closed_call", "custom_vjp_call", "custom_jvp_call", "shard_map", "custom_partitioning")
+_CALLS = ("jit", "pjit", "closed_call", "shard_map", "custom_partitioning")
+_CALLS += tuple(f"custom_{kind}_call" for kind in ("jvp", "vjp", "vmap"))
 _RECOMPUTED = ("remat2", "checkpoint")
 _LOOPS = ("scan", "while")
 

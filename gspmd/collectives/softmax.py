@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.forms import Chains, dimension, float32, read, settle, sizes_of
+from gspmd.collectives.gradient import with_gradient
 from gspmd.collectives.plan import Step
 from gspmd.collectives.planned import Context, compiler_chooses, context, run
 
@@ -132,11 +133,6 @@ def _plain_softmax(at: int, x: jax.Array) -> jax.Array:
     return jax.nn.softmax(float32(x), axis=at).astype(x.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _logsumexp(form: Normaliser, x: jax.Array) -> jax.Array:
-    return _logsumexp_forward(form, x)[0]
-
-
 def _logsumexp_forward(form: Normaliser, x: jax.Array):
     steps, body = _logsumexp_value(form, x.shape, context())
     y = run(f"logsumexp {form.x}", steps, body, (form.x,), form.statistic, x)
@@ -148,7 +144,7 @@ def _logsumexp_backward(form: Normaliser, kept, g: jax.Array):
     return (run(f"gradient of logsumexp {form.x}", (), _logsumexp_gradient(form), ins, form.x, *kept, g),)
 
 
-_logsumexp.defvjp(_logsumexp_forward, _logsumexp_backward)
+_logsumexp = with_gradient(_logsumexp_forward, _logsumexp_backward, lambda form: f"logsumexp {form.x}")
 
 
 @lru_cache(maxsize=1024)
@@ -169,11 +165,6 @@ def _logsumexp_gradient(form: Normaliser):
     return body
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _softmax(form: Normaliser, x: jax.Array) -> jax.Array:
-    return _softmax_forward(form, x)[0]
-
-
 def _softmax_forward(form: Normaliser, x: jax.Array):
     steps, body = _softmax_value(form, x.shape, context())
     y = run(f"softmax {form.x}", steps, body, (form.x,), form.x, x)
@@ -185,7 +176,7 @@ def _softmax_backward(form: Normaliser, y: jax.Array, g: jax.Array):
     return (run(f"gradient of softmax {form.x}", steps, body, (form.x, form.x), form.x, y, g),)
 
 
-_softmax.defvjp(_softmax_forward, _softmax_backward)
+_softmax = with_gradient(_softmax_forward, _softmax_backward, lambda form: f"softmax {form.x}")
 
 
 @lru_cache(maxsize=1024)

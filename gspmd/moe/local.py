@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.annotate.spec import Spec
+from gspmd.collectives.gradient import batched_together
 from gspmd.collectives.planned import compiler_chooses, context, run
 
 Body = Callable[..., tuple[jax.Array, ...]]
@@ -34,7 +35,7 @@ def run_local(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _local(name, body, in_specs, out_specs, *arrays):
-    return run(name, (), body, in_specs, out_specs, *arrays)
+    return batched_together(run(name, (), body, in_specs, out_specs, *arrays))
 
 
 def _forward(name, body, in_specs, out_specs, *arrays):

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import gspmd
@@ -131,6 +132,91 @@ CALLS = [
 def test_arrays_that_do_not_fit(make_mesh, arrays, call, message):
     with jax.set_mesh(make_mesh(MESH)):
         assert message in _raised(SpecError, lambda: call(*arrays))
+
+
+NO_NUMBERS = "  It has no numbers: pass it through jax.eval_shape, jax.jit(...).lower or gspmd.trace."
+NO_ARRAY = "  Pass a jax.Array, a numpy array of numbers, or a number."
+TYPES = [
+    (jax.ShapeDtypeStruct((8, 16), "float32"), "a ShapeDtypeStruct of float32.\n" + NO_NUMBERS),
+    (None, "a NoneType.\n" + NO_ARRAY),
+    ("x", "a str.\n" + NO_ARRAY),
+    ([[1.0, 2.0]], "a list.\n" + NO_ARRAY),
+    ((1.0,), "a tuple.\n" + NO_ARRAY),
+    (np.array([[None]]), "an array of object.\n" + NO_ARRAY),
+    (np.array([["a"]]), "an array of <U1.\n" + NO_ARRAY),
+    (2**70, "an int.\n  No dtype of JAX's holds 1180591620717411303424: pass a floating number."),
+]
+
+
+@pytest.mark.parametrize(("given", "fact"), TYPES, ids=lambda value: type(value).__name__)
+def test_what_is_no_array(make_mesh, arrays, given, fact):
+    with jax.set_mesh(make_mesh(MESH)):
+        message = _raised(SpecError, lambda: gspmd.einsum("BE, EF -> BF", given, arrays[1]))
+        member = _raised(SpecError, lambda: gspmd.einsum("EF, (BE, BE) -> (BF, BF)", arrays[1], (arrays[0], given)))
+        moved = _raised(SpecError, lambda: gspmd.reshard(given, "BE -> B_xE"))
+    assert message == f"cannot apply 'BE, EF -> BF': operand 1 is {fact}"
+    assert member == f"cannot apply 'EF, (BE, BE) -> (BF, BF)': operand 3 is {fact}"
+    assert moved == f"cannot apply 'BE -> B_xE': operand 1 is {fact}"
+
+
+def test_random_keys_are_no_numbers(make_mesh):
+    with jax.set_mesh(make_mesh(MESH)):
+        keys = jax.random.split(jax.random.key(0), 8)
+        message = _raised(SpecError, lambda: gspmd.einsum("B, B -> B", keys, jnp.ones(8)))
+    assert message == f"cannot apply 'B, B -> B': operand 1 is an array of key<fry>.\n{NO_ARRAY}"
+
+
+GROUPS = [
+    (lambda w: jnp.stack([w, w]), "an array of float32", 2),
+    (lambda w: (w,), "a tuple of 1", 2),
+    (lambda w: [w, w, w], "a list of 3", 2),
+]
+
+
+@pytest.mark.parametrize(("given", "held", "count"), GROUPS)
+def test_what_is_no_group(make_mesh, arrays, given, held, count):
+    x, w = arrays
+    group = "BE, (EF, EF) -> (BF, BF)"
+    with jax.set_mesh(make_mesh(MESH)):
+        message = _raised(SpecError, lambda: gspmd.einsum(group, x, given(w)))
+        listed = gspmd.einsum(group, x, [w, w])
+    assert message == (
+        f"cannot apply '{group}': '(EF, EF)' is a group, and what is given for it is {held}.\n"
+        f"  Pass a tuple of {count} arrays."
+    )
+    assert [y.shape for y in listed] == [(8, 32), (8, 32)]
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+@pytest.mark.parametrize("jit", [False, True])
+def test_an_array_on_another_mesh(make_mesh, arrays, lowering, jit):
+    with jax.set_mesh(make_mesh({"a": 2, "b": 4})):
+        x = gspmd.annotate(arrays[0], "BE_ab")
+    with jax.set_mesh(make_mesh(MESH)):
+        move = lambda x: gspmd.reshard(x, "BE_xy -> BE", lowering=lowering)  # noqa: E731
+        message = _raised(SpecError, lambda: (jax.jit(move) if jit else move)(x))
+        moved = move(gspmd.annotate(x, "BE_xy"))  # as the remedy says
+    assert message == (
+        "cannot use operand 1 of 'BE_xy -> BE' as 'BE_xy'\n    BE_xy\n    ^^^^^\n"
+        "  the array lies on another mesh, of a (2) and b (4), and the mesh in force has x (4) and y (2).\n"
+        "  Bring it here before, outside of jit: gspmd.annotate(x, 'BE_xy'), or jax.device_put."
+    )
+    assert moved.shape == (8, 16)
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+@pytest.mark.parametrize("named", ["8 devices (7, 6, 5, 4, 3, 2, 1, 0)", "device 3"])
+def test_an_array_on_other_devices(make_mesh, arrays, axis_type, lowering, named):
+    if named == "device 3":
+        x = jax.device_put(arrays[0], jax.devices()[3])
+    else:
+        types = (getattr(jax.sharding.AxisType, axis_type.capitalize()),) * 2
+        with jax.set_mesh(jax.make_mesh((4, 2), ("x", "y"), axis_types=types, devices=jax.devices()[::-1])):
+            x = gspmd.annotate(arrays[0], "BE_xy")
+    with jax.set_mesh(make_mesh(MESH, axis_type)):
+        message = _raised(SpecError, lambda: gspmd.reshard(x, "BE_xy -> BE", lowering=lowering))
+    assert f"the array lies on {named}, and the mesh in force has 8 devices (0, 1, 2, 3, 4, 5, 6, 7).\n" in message
+    assert message.endswith("outside of jit: gspmd.annotate(x, 'BE_xy'), or jax.device_put.")
 
 
 def test_an_unknown_lowering(make_mesh, arrays):

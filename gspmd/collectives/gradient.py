@@ -1,0 +1,132 @@
+"""A planned program from its two passes, and what JAX's transformations have to be told of it.
+
+JAX 0.10.2 batches a `jax.custom_vjp` of several results wrongly where one of them has no batch dimension and another
+has: the cotangent of the first is summed over the batch before the backward pass, which spreads it over the batch
+again and sums it once more (N times the gradient for a batch of N). So the results of a planned program are batched
+together, or not at all.
+
+A `jax.custom_vjp` cannot be differentiated forward, which JAX finds out when a tangent is evaluated: outside of our
+call, inside `jit`. So tangents enter by an operation of ours, which says so in our words.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from gspmd.annotate.errors import PlanError
+
+
+def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], str] = str) -> Callable:
+    """Make the function of a planned program that JAX differentiates by the program's own backward pass.
+
+    Args:
+        forward: (form, *arrays) to (results, kept): one array or a tuple of them, and what the backward pass needs.
+        backward: (form, kept, cotangents) to a tuple with the cotangent of every array, None for one without.
+        title: what an error calls a form.
+
+    Returns:
+        A function (form, *arrays) -> results; the form is hashable and no array.
+
+    Raises:
+        PlanError: by the function, under forward-mode differentiation of it.
+
+    Example:
+        >>> scaled = with_gradient(lambda by, x: (by * x, None), lambda by, kept, g: (by * g,))
+        >>> jax.grad(lambda x: scaled(3.0, x))(2.0).item()
+        3.0
+    """
+
+    @partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def program(form, *arrays):
+        return batched_together(forward(form, *arrays)[0])
+
+    def kept_forward(form, *arrays):
+        results, kept = forward(form, *arrays)
+        return batched_together(results), kept
+
+    program.defvjp(kept_forward, backward)
+
+    def checked(form, *arrays):
+        try:
+            return program(form, *_reverse_only_all(title(form), arrays))
+        except TypeError as error:  # a tangent that vmap batches under jit: JAX's own operation refuses it here
+            if "forward-mode" not in str(error):
+                raise
+            raise PlanError(_forward(title(form))) from None
+
+    return checked
+
+
+# -- several results under vmap ---------------------------------------------------------------------------------------
+
+
+def batched_together(results: Any) -> Any:
+    """The same results; under `jax.vmap` all of them have the batch dimension as soon as one has."""
+    return tuple(_together.bind(*results)) if isinstance(results, tuple) and len(results) > 1 else results
+
+
+_together = Primitive("gspmd_together")
+_together.multiple_results = True
+
+
+def _batch_of_all(axis: Any, results: Sequence[jax.Array], dims: Sequence[int | None]):
+    if all(dim is None for dim in dims):
+        return _together.bind(*results), dims
+    mesh_axis = axis.explicit_mesh_axis  # under Explicit axes a batch may be sharded
+    whole = [batching.bdim_at_front(x, dim, axis.size, mesh_axis) for x, dim in zip(results, dims)]
+    return _together.bind(*whole), [0] * len(whole)
+
+
+_together.def_impl(lambda *results: list(results))
+_together.def_abstract_eval(lambda *results: results)
+mlir.register_lowering(_together, lambda _, *results: results)
+ad.primitive_jvps[_together] = lambda results, tangents: (_together.bind(*results), tangents)
+batching.fancy_primitive_batchers[_together] = _batch_of_all
+
+
+# -- forward mode -----------------------------------------------------------------------------------------------------
+
+
+def _reverse_only_all(title: str, arrays: Sequence[Any]) -> list[Any]:
+    """The same arrays; whoever evaluates a tangent of one, rather than transposes it, is told what to do instead."""
+    return [x if x is None else _reverse_only(title, x) for x in arrays]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _reverse_only(title: str, x: jax.Array) -> jax.Array:
+    return x
+
+
+@_reverse_only.defjvp
+def _tangent_waits(title: str, primals, tangents):
+    return primals[0], _tangent.bind(tangents[0], title=title)
+
+
+_tangent = Primitive("gspmd_tangent")
+"""A tangent that can be batched and transposed, and nothing else; reverse mode has transposed it before it runs."""
+
+
+def _forward(title: str) -> str:
+    return (
+        f"cannot differentiate '{title}' forward: its lowering plans reverse mode only.\n"
+        "  Use lowering='xla', or jax.vjp and jax.jacrev."
+    )
+
+
+def _refuse(*_: Any, title: str, **__: Any):
+    raise PlanError(_forward(title))
+
+
+_tangent.def_abstract_eval(lambda tangent, *, title: tangent)
+_tangent.def_impl(_refuse)
+mlir.register_lowering(_tangent, _refuse)
+ad.primitive_jvps[_tangent] = _refuse
+ad.primitive_transposes[_tangent] = lambda cotangent, _, *, title: [cotangent]
+batching.primitive_batchers[_tangent] = lambda tangents, dims, *, title: (
+    _tangent.bind(tangents[0], title=title),
+    dims[0],
+)

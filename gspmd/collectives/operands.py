@@ -1,0 +1,148 @@
+"""What a call of einsum is given: arrays for its operands, and the dtypes of these, of the wire and of the results."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspmd.annotate.equation import Equation
+from gspmd.annotate.errors import PlanError, SpecError
+from gspmd.collectives.cost import dtype_name
+
+
+def flat_operands(equation: Equation, operands: Sequence[Any]) -> list[jax.Array]:
+    """The arrays of a call in reading order, group members one by one.
+
+    Raises:
+        SpecError: there are more or fewer operands than the equation has, or one is no array, or no tuple of arrays.
+    """
+    if len(operands) != len(equation.operands):
+        equation.sizes([()] * len(operands))  # says what it takes
+    flat: list[jax.Array] = []
+    for operand, given in zip(equation.operands, operands):
+        number = len(flat) + 1
+        if not operand.group:
+            flat.append(_array(equation, number, given))
+            continue
+        if not isinstance(given, (tuple, list)) or len(given) != len(operand.specs):
+            held = f"a {type(given).__name__} of {len(given)}" if isinstance(given, (tuple, list)) else _kind(given)
+            raise SpecError(
+                f"cannot apply '{equation}': '{operand}' is a group, and what is given for it is {held}.\n"
+                f"  Pass a tuple of {len(operand.specs)} array{'s' * (len(operand.specs) > 1)}."
+            )
+        flat += [_array(equation, number + place, member) for place, member in enumerate(given)]
+    return flat
+
+
+def _array(equation: Equation, number: int, given: Any) -> jax.Array:
+    known = isinstance(given, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+    remedy = "Pass a jax.Array, a numpy array of numbers, or a number."
+    if known or hasattr(given, "__jax_array__"):
+        with suppress(TypeError):  # an array of objects, or of text
+            try:
+                x = jnp.asarray(given)
+            except OverflowError:
+                x, remedy = None, f"No dtype of JAX's holds {given}: pass a floating number."
+            if x is not None and (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
+                return x
+    if isinstance(given, jax.ShapeDtypeStruct):
+        remedy = "It has no numbers: pass it through jax.eval_shape, jax.jit(...).lower or gspmd.trace."
+    raise SpecError(f"cannot apply '{equation}': operand {number} is {_kind(given)}.\n  {remedy}")
+
+
+def _kind(given: Any) -> str:
+    dtype = getattr(given, "dtype", None)
+    name = "array" if isinstance(given, (jax.Array, np.ndarray)) else type(given).__name__
+    article = "an" if name[0].lower() in "aeiou" else "a"
+    return f"{article} {name}" if dtype is None else f"{article} {name} of {dtype}"
+
+
+def of_one_kind(equation: Equation, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], str]:
+    """The arrays, a Python number in the dtype that it takes on beside the others, and the dtype of their product.
+
+    Raises:
+        PlanError: JAX's rules of promotion have no dtype for them together, or XLA has no product of it.
+    """
+    for number, x in enumerate(arrays, 1):
+        if x.dtype.name in ("int1", "uint1", "int2", "uint2"):
+            raise PlanError(
+                f"cannot compute '{equation}': operand {number} is {x.dtype}, of which XLA makes no products.\n"
+                "  Cast it to int8."
+            )
+    try:
+        joint = jnp.result_type(*arrays)
+    except (TypeError, ValueError):
+        names = ", ".join(str(x.dtype) for x in arrays)
+        raise PlanError(
+            f"cannot compute '{equation}': by JAX's rules of promotion {names} have no joint dtype.\n"
+            "  Cast the operands to one dtype."
+        ) from None
+    return [x.astype(joint) if jax.typeof(x).weak_type else x for x in arrays], joint.name
+
+
+def result_dtype(equation: Equation, joint: str, preferred: Any) -> str:
+    """The dtype of the results: the one asked for, else the operands' joint one.
+
+    Raises:
+        PlanError: JAX has no such dtype as it is configured, or it cannot hold what the results are.
+    """
+    if preferred is None:
+        return joint
+    doing = f"cannot give the result of '{equation}'"
+    name = _available(doing, "preferred_element_type", preferred)
+    if _RANK.index(_numbers(name)) < _RANK.index(_numbers(joint)):
+        raise PlanError(
+            f"{doing} as {name}: products of {joint} are {_numbers(joint)} numbers, which it cannot hold.\n"
+            "  Leave preferred_element_type out and cast the result, if that is meant."
+        )
+    return name
+
+
+def wire_name(equation: Equation, dtypes: Sequence[str], result: str, wire_dtype: Any) -> str | None:
+    """The name of the wire's dtype, which has to hold every operand and every result: equal, or both floating.
+
+    Raises:
+        PlanError: it holds one of them in another kind of number.
+    """
+    if wire_dtype is None:
+        return None
+    wire = _available(f"cannot send '{equation}'", "wire_dtype", wire_dtype)
+    named = [*((f"operand {number}", dtype) for number, dtype in enumerate(dtypes, 1)), ("the result", result)]
+    for name, dtype in named:
+        if dtype == wire or (_numbers(dtype) == "floating" == _numbers(wire) and _travels(wire)):
+            continue
+        remedy = "Use a floating wire_dtype, such as bfloat16." if _numbers(dtype) == "floating" else "Leave it out."
+        raise PlanError(
+            f"cannot send '{equation}' as {wire}: {name} is {dtype}, and {wire} does not hold such numbers.\n"
+            f"  A wire is narrower for floating numbers alone. {remedy}"
+        )
+    return wire
+
+
+_RANK = ("boolean", "whole", "floating", "complex")
+
+
+def _numbers(dtype: str) -> str:
+    dtype = jnp.dtype(dtype)
+    kinds = (np.bool_, np.integer, jnp.floating, jnp.complexfloating)
+    return next(name for name, kind in zip(_RANK, kinds) if jnp.issubdtype(dtype, kind))
+
+
+def _travels(dtype: str) -> bool:
+    """Whether a floating dtype has a sign and a zero, which scales of eight exponent bits lack, and whole bytes."""
+    return float(jnp.finfo(jnp.dtype(dtype)).min) < 0 and jnp.finfo(jnp.dtype(dtype)).bits >= 8
+
+
+def _available(doing: str, option: str, dtype: Any) -> str:
+    name = dtype_name(dtype)
+    if name in ("float64", "int64", "uint64", "complex128") and not jax.config.jax_enable_x64:
+        raise PlanError(
+            f"{doing} as {name}: JAX has no dtypes of 64 bits as it is configured.\n"
+            f"  Use a narrower {option}, or jax.config.update('jax_enable_x64', True)."
+        )
+    if not any(jnp.issubdtype(jnp.dtype(name), kind) for kind in (np.bool_, np.number)):
+        raise PlanError(f"{doing} as {name}: it is no dtype of numbers.\n  Use a {option} such as bfloat16.")
+    return name
