@@ -132,6 +132,7 @@ class Meetings:
 
 @lru_cache(maxsize=16)
 def joint(sizes: Axes, allowed: tuple[frozenset[int], ...], owed: tuple[int, ...]) -> Placements:
+    """The placements of all the dimensions of a product, by the sizes of the mesh axes and what may stand where."""
     return Placements(sizes, allowed, owed)
 
 

@@ -62,6 +62,7 @@ def move(
 
 @lru_cache(maxsize=1 << 14)
 def chain(src: Spec, dst: Spec, shape: tuple[int, ...], mesh, itemsize: int, chip: Chip, operand: str, reduce: str):
+    """`move`, hashable: `dst` in the order of `src`, and no mesh axis of size 1."""
     if not set(dst.partial) <= set(src.partial):
         owed = ", ".join(sorted(set(dst.partial) - set(src.partial)))
         raise PlanError(f"cannot move '{src}' to '{dst}'\n  nothing makes the partial sum over mesh axis {owed}.")
