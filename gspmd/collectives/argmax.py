@@ -61,8 +61,8 @@ def _value(spec: Spec, at: int, shape: tuple[int, ...], width: int, ctx: Context
     rows, axes, sizes = spec.without(spec.dims[at]), spec.axes[at], sizes_of(spec, shape)
     chains = Chains(
         ctx.mesh,
-        biggest=settle(rows, axes, sizes, ctx, width, "maximum"),
-        lowest=settle(rows, axes, sizes, ctx, _POSITION.dtype.itemsize, "position"),
+        biggest=settle(rows, axes, sizes, ctx, width, "maximum", "max"),
+        lowest=settle(rows, axes, sizes, ctx, _POSITION.dtype.itemsize, "position", "max"),
     )
 
     def body(logits):

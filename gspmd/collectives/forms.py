@@ -84,10 +84,16 @@ def sizes_of(spec: Spec, shape: Sequence[int]) -> dict[str, int]:
 
 
 def settle(
-    spec: Spec, axes: Sequence[str], sizes: Mapping[str, int], ctx: Context, itemsize: int = FLOAT32, name: str = ""
+    spec: Spec,
+    axes: Sequence[str],
+    sizes: Mapping[str, int],
+    ctx: Context,
+    itemsize: int = FLOAT32,
+    name: str = "",
+    reduce: str = "sum",
 ) -> tuple[Step, ...]:
     """The steps after which every device has the whole of a statistic that lies as `spec` and is split over `axes`."""
-    return move(replace(spec, partial=tuple(axes)), spec, sizes, ctx.mesh, itemsize, ctx.chip, name)
+    return move(replace(spec, partial=tuple(axes)), spec, sizes, ctx.mesh, itemsize, ctx.chip, name, reduce)
 
 
 class Chains:

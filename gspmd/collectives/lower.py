@@ -99,17 +99,19 @@ _EMIT = {
 def permutation(before: Spec, after: Spec, mesh: Mapping[str, int]) -> list[tuple[int, int]]:
     """Who sends to whom when every piece changes place: (source, target) pairs, each device once on either side.
 
-    A device that already holds its piece keeps it; summands of a partial sum stay with their coordinates.
+    A device that already holds its piece keeps it; summands of a partial sum stay with their coordinates. Nothing moves
+    along a mesh axis that keeps its dimension and stride, or stands on none before and after.
 
     Example:
         >>> permutation(Spec.parse("E_xy"), Spec.parse("E_yx"), {"x": 2, "y": 2})
         [(0, 0), (2, 1), (1, 2), (3, 3)]
     """
     devices = [dict(zip(mesh, place)) for place in product(*(range(size) for size in mesh.values()))]
+    still = [axis for axis in mesh if _stride(before, axis, mesh) == _stride(after, axis, mesh)]
     holders: dict[tuple, list[int]] = {}
     for number, device in enumerate(devices):
-        holders.setdefault(_piece(before, device, mesh), []).append(number)
-    wanted = [_piece(after, device, mesh) for device in devices]
+        holders.setdefault(_piece(before, device, mesh, still), []).append(number)
+    wanted = [_piece(after, device, mesh, still) for device in devices]
     source: dict[int, int] = {}
     for number, piece in enumerate(wanted):
         if number in holders[piece]:
@@ -121,9 +123,21 @@ def permutation(before: Spec, after: Spec, mesh: Mapping[str, int]) -> list[tupl
     return [(source[number], number) for number in range(len(devices))]
 
 
-def _piece(spec: Spec, device: Mapping[str, int], mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """Which piece of the tensor a device holds: its index along every dimension, and its summand."""
-    index = []
+def _stride(spec: Spec, axis: str, mesh: Mapping[str, int]) -> tuple[str, int] | None:
+    """The dimension that an axis shards, and how many pieces apart its neighbours are there."""
+    return next(
+        (
+            (dim, prod(mesh[minor] for minor in axes[axes.index(axis) + 1 :]))
+            for dim, axes in zip(spec.dims, spec.axes)
+            if axis in axes
+        ),
+        None,
+    )
+
+
+def _piece(spec: Spec, device: Mapping[str, int], mesh: Mapping[str, int], still: Sequence[str]) -> tuple[int, ...]:
+    """Which piece of the tensor a device holds: its index along every dimension, its summand, and where it stays."""
+    index = [device[axis] for axis in still]
     for axes in (*spec.axes, *((axis,) for axis in spec.partial)):
         position = 0
         for axis in axes:

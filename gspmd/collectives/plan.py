@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.amounts import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
@@ -134,5 +135,5 @@ def total_cost(steps: tuple[Step, ...]) -> tuple[int, int, int]:
 
 
 def picoseconds(seconds: float) -> int:
-    """Seconds as a whole number of picoseconds."""
-    return round(seconds * 1e12)
+    """Seconds as a whole number of picoseconds, rounded up: so two steps for one never gain by rounding."""
+    return ceil(seconds * 1e12 - 1e-6)  # less what a float is off by where it stands for a whole number

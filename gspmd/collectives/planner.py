@@ -8,13 +8,16 @@ group (the cotangent is shared), that of a sum a larger group, that of a group a
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from gspmd.annotate.equation import Equation, Term
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.moves import move
-from gspmd.collectives.plan import Move, Output, Product, Routine, Step, total_cost
+from gspmd.collectives.plan import Move, Output, Product, Routine, Step
 from gspmd.collectives.problem import Member, Setting, Tensor
-from gspmd.collectives.search import Found, add, search
+from gspmd.collectives.routes import costs_to
+from gspmd.collectives.search import Found, Reach, reach, search
 
 
 def forward(
@@ -87,6 +90,10 @@ def _found(setting: Setting, job: _Job) -> Found:
     return search(setting, job.tensor, job.members, job.pinned)
 
 
+def _reach(setting: Setting, job: _Job, aimed: int = 0) -> Reach:
+    return reach(setting, job.tensor, job.members, job.pinned, aimed)
+
+
 def _group(setting: Setting, job: _Job) -> list[tuple[_Job, Found]]:
     """A group travels once; where its results owe sums that no one placement makes, each member by itself."""
     try:
@@ -110,20 +117,30 @@ def _plain_move(setting: Setting, source: Tensor, output: Tensor, pinned: Spec |
 
 
 def _common_sum(setting: Setting, jobs: list[_Job], output: Tensor) -> tuple[list[_Job], list[Found], tuple[Step, ...]]:
-    """Plan every term towards one placement: each term's own favourite is tried, and settling each term by itself."""
-    favourites = [_found(setting, job).choices[0].result for job in jobs]
-    best = None
-    for common in dict.fromkeys([*favourites, output.spec]):
-        aimed = [_towards(job, common) for job in jobs]
-        try:
-            found = [_found(setting, job) for job in aimed]
-        except PlanError:  # some term cannot owe that sum; another placement will do, the output's own at the latest
-            continue
-        settle = _settle(setting, common, output)
-        cost = add(total_cost(settle), *(each.cost for each in found))
-        if best is None or cost < best[0]:
-            best = (cost, aimed, found, settle)
-    return best[1:]
+    """Plan every term towards the placement in which it is cheapest to add them, and settle the sum from there."""
+    terms = [_reach(setting, job) for job in jobs]
+    common = _common(terms, output) or output.spec
+    aimed = [_towards(job, common) for job in jobs]
+    return aimed, [_found(setting, job) for job in aimed], _settle(setting, common, output)
+
+
+def _common(terms: Sequence[Reach], target: Tensor) -> Spec | None:
+    """The placement in which terms are added at the least cost, their sum's way to its target included.
+
+    None where there is no such placement, or where a term lacks a dimension that others have: then each is settled, and
+    broadcast, by itself.
+    """
+    dims, ways = terms[0].dims, terms[0].ways
+    if any(term.dims != dims for term in terms):
+        return None
+    there = ways.number(Spec(dims, tuple(target.spec.axes_of(dim) for dim in dims), target.spec.partial))
+    if there < 0:
+        return None
+    total = sum((term.costs for term in terms), costs_to(ways, there))
+    least = total.min()
+    if not np.isfinite(least):
+        return None
+    return min((ways.spec(dims, number) for number in np.flatnonzero(total == least).tolist()), key=str)
 
 
 def _towards(job: _Job, common: Spec) -> _Job:
@@ -181,26 +198,21 @@ def backward(
     then the residuals; its outputs are the cotangents of `inputs`, in order.
 
     Args:
-        mirrored: whether every local einsum runs where its forward one did: the cotangent is brought to the placement
-        of
-            the forward result, the residuals stay. So a gradient follows a layout whose forward pass is pinned.
+        mirrored: whether every local einsum runs where its forward one did: the cotangent is brought to where the
+            forward result was, the residuals stay. So a gradient follows a layout whose forward pass is pinned.
     """
     held, targets = backward_tensors(routine, inputs, outputs, kept)
     cotangents, residuals = held[: len(outputs)], held[len(outputs) :]
-    shared = _contributed_twice(routine)
-    best = None
-    for common in _placements(setting, routine, cotangents, residuals, targets, shared, mirrored):
+    jobs = [_gradient_job(routine, n, cotangents, residuals, targets, mirrored) for n in range(len(outputs))]
+    shared, settle = _contributed_twice(routine), ()
+    if shared is not None:
+        asks = [[routine.moves[own].source for own, _ in _sides(routine, n)].index(shared) for n in range(len(jobs))]
+        terms = [_reach(setting, job, aimed) for job, aimed in zip(jobs, asks)]
+        common = _common(terms, targets[shared]) or targets[shared].spec
         aims = [replace(t, spec=common) if i == shared else t for i, t in enumerate(targets)]
         jobs = [_gradient_job(routine, n, cotangents, residuals, aims, mirrored) for n in range(len(outputs))]
-        try:
-            found = [_found(setting, job) for job in jobs]
-        except PlanError:  # some contribution cannot owe that sum; settling each by itself always can
-            continue
-        settle = () if shared is None else _settle(setting, common, targets[shared])
-        cost = add(total_cost(settle), *(each.cost for each in found))
-        if best is None or cost < best[0]:
-            best = (cost, jobs, found, settle)
-    return _gradient_routine(routine, held, targets, shared, best)
+        settle = _settle(setting, common, targets[shared])
+    return _gradient_routine(routine, held, targets, shared, jobs, [_found(setting, job) for job in jobs], settle)
 
 
 def backward_tensors(
@@ -261,27 +273,7 @@ def _mirror(routine: Routine, output: int, cotangent: Spec) -> Spec | None:
     return Spec(cotangent.dims, tuple(result.axes_of(dim) if dim in result.dims else () for dim in cotangent.dims))
 
 
-def _placements(setting, routine, cotangents, residuals, targets, shared, mirrored: bool) -> list[Spec | None]:
-    """The placements in which the contributions to a shared operand's cotangent may be added before they settle."""
-    if shared is None:
-        return [None]
-    favourites = []
-    for n in range(len(cotangents)):
-        job = _gradient_job(routine, n, cotangents, residuals, targets, mirrored)
-        for (own, _), member in zip(_sides(routine, n), job.members):
-            if routine.moves[own].source == shared:
-                favourites.append(search(setting, job.tensor, (member,), job.pinned).choices[0].result)
-    if len({spec.dims for spec in favourites}) > 1:  # some lack a dimension of the operand: broadcast each, then add
-        return [targets[shared].spec]
-    return list(dict.fromkeys([*favourites, _unbroadcast(targets[shared].spec, favourites[0])]))
-
-
-def _unbroadcast(target: Spec, like: Spec) -> Spec:
-    return Spec(like.dims, tuple(target.axes_of(dim) for dim in like.dims), target.partial)
-
-
-def _gradient_routine(routine: Routine, inputs, targets, shared, best) -> Routine:
-    _, jobs, found, settle = best
+def _gradient_routine(routine: Routine, inputs, targets, shared: int | None, jobs, found, settle) -> Routine:
     builder, products = _Builder(inputs), {i: [] for i in range(len(targets))}
     for n, (job, each) in enumerate(zip(jobs, found)):
         for (own, _), product in zip(_sides(routine, n), builder.run(job, each)):

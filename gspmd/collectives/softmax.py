@@ -97,15 +97,15 @@ class Normaliser:
         """One number per row."""
         return self.x.without(self.dim)
 
-    def sum_over(self, sizes: Mapping[str, int], ctx: Context, name: str) -> tuple[Step, ...]:
-        """The all-reduce of one statistic over the axes of the dimension."""
-        return settle(self.statistic, self.x.axes_of(self.dim), sizes, ctx, name=name)
+    def over(self, sizes: Mapping[str, int], ctx: Context, name: str, reduce: str = "sum") -> tuple[Step, ...]:
+        """The steps that reduce one statistic over the axes of the dimension."""
+        return settle(self.statistic, self.x.axes_of(self.dim), sizes, ctx, name=name, reduce=reduce)
 
     def chains(self, shape: tuple[int, ...], ctx: Context, **more: str) -> Chains:
         """Those of the maximum and of the sum; `more` are further sums over the dimension, each with its name."""
         sizes = sizes_of(self.x, shape)
-        named = {"biggest": "maximum", "total": "sum", **more}
-        return Chains(ctx.mesh, **{key: self.sum_over(sizes, ctx, name) for key, name in named.items()})
+        sums = {key: self.over(sizes, ctx, name) for key, name in {"total": "sum", **more}.items()}
+        return Chains(ctx.mesh, biggest=self.over(sizes, ctx, "maximum", "max"), **sums)
 
     def local(self, x: jax.Array, chains: Chains) -> jax.Array:
         """log Σ exp of a float32 shard, inside a shard_map."""
@@ -192,7 +192,7 @@ def _softmax_value(form: Normaliser, shape: tuple[int, ...], ctx: Context):
 
 @lru_cache(maxsize=1024)
 def _softmax_gradient(form: Normaliser, shape: tuple[int, ...], ctx: Context):
-    chains = Chains(ctx.mesh, along=form.sum_over(sizes_of(form.x, shape), ctx, "projection"))
+    chains = Chains(ctx.mesh, along=form.over(sizes_of(form.x, shape), ctx, "projection"))
 
     def body(y, g):
         share = float32(y) * float32(g)
