@@ -227,7 +227,9 @@ def test_what_is_no_function_is_named(fn):
         gspmd.trace(fn, 1.0)
 
 
-@pytest.mark.parametrize("wrong", ["BLE_xyz", gspmd.Spec.parse("B_x"), "float32", object()], ids=repr)
+@pytest.mark.parametrize(
+    "wrong", ["BLE_xyz", gspmd.Spec.parse("B_x"), "float32", object()], ids=["notation", "spec", "dtype", "object"]
+)
 def test_an_argument_that_is_no_array_is_named(wrong):
     with pytest.raises(gspmd.PlanError, match=r"argument \[1\]\['w'\] is ") as told:
         gspmd.trace(lambda x, tree: x, 1.0, {"v": None, "w": wrong})
