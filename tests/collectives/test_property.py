@@ -4,6 +4,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.collectives.random_equations import Case, cases, check
+from tests.collectives.volume import scaled
 
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 
@@ -16,11 +17,11 @@ def test_equations_give_what_one_device_gives(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
-def test_five_thousand_equations_give_what_one_device_gives(part):
-    """Ten draws of 500, each with its seed; a failing case is reported as drawn, since shrinking would compile on."""
+def test_two_thousand_equations_give_what_one_device_gives(part):
+    """Ten draws of 200, each with its seed; a failing case is reported as drawn, since shrinking would compile on."""
 
     @seed(part)
-    @settings(max_examples=500, phases=[Phase.generate], **_COMMON)
+    @settings(max_examples=scaled(200), phases=[Phase.generate], **_COMMON)
     @given(cases())
     def draws(case):
         check(case)

@@ -12,6 +12,7 @@ import gspmd
 from gspmd.annotate import Equation, parse_equation
 from tests.collectives import random_equations
 from tests.collectives.random_equations import Case, cases
+from tests.collectives.volume import scaled
 
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 
@@ -95,7 +96,7 @@ def test_planned_is_compiled(case, program, gradients):
 
 @pytest.mark.slow
 @seed(2)
-@settings(max_examples=400, phases=[Phase.generate], **_COMMON)
+@settings(max_examples=scaled(150), phases=[Phase.generate], **_COMMON)
 @given(case=cases(), program=st.sampled_from(list(PROGRAMS)), gradients=st.booleans())
 def test_planned_is_compiled_for_many(case, program, gradients):
     check(case, program, gradients)
