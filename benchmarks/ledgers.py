@@ -16,12 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-from rich.console import Console
 
 import gspmd
 import models
 from gspmd import host
 from gspmd.audit import Comparison, Ledger, compile_offline, topology
+from gspmd.collectives import printing
 from gspmd.collectives.figure import axes_text
 from gspmd.collectives.trace import ProgramPlan
 from gspmd.layouts import Layout, presets
@@ -129,7 +129,7 @@ def on_slice(
         report = compile_offline(update, *arguments, topology=target, mesh=mesh, donate_argnums=(0,))
     if not report.fits:
         raise SystemExit(f"{layout.name} does not fit: {report.reason}")
-    Console(stderr=True).print(report.summary())
+    printing.console(stderr=True).print(report.summary())
     return report.plan, report.ledger
 
 

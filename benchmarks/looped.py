@@ -22,6 +22,8 @@ from time import perf_counter
 
 from page import write_between
 
+from gspmd.collectives.amounts import amount_of_bytes
+
 EMBED, FEED_FORWARD = 18432, 73728
 TOPOLOGY, MESH = "tpu-v4:4x4x4", {"x": 4, "y": 4, "z": 4}
 LAYOUTS = ("weight-stationary-1d", "weight-stationary-2d", "weight-gathered-xyz")
@@ -116,7 +118,10 @@ def in_a_process(layout: str, tokens: int, column: str, timeout: float) -> Cell:
 def reason(error: str) -> str:
     """Why there is no program, in the words of a table."""
     held = re.search(r"RESOURCE_EXHAUSTED.*\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)", error)
-    return f"does not fit: {held[1]} of {held[2]} GiB" if held else error[:200]
+    if not held:
+        return error[:200]
+    needed, offered = (amount_of_bytes(float(gibibytes) * 2**30) for gibibytes in held.groups())
+    return f"does not fit: {needed} of {offered}"
 
 
 def measured(layout: str, tokens: int, column: str) -> Cell:

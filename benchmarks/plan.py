@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 import gspmd
-from gspmd.collectives import meetings, moves, placements, planning, routes, search
+from gspmd.collectives import meetings, moves, placements, planning, printing, routes, search
 
 THREE, FOUR = {"x": 4, "y": 4, "z": 4}, {"w": 2, "x": 4, "y": 4, "z": 4}
 FIVE = {"v": 2, "w": 2, "x": 4, "y": 4, "z": 4}
@@ -60,7 +59,7 @@ def main() -> None:
         for case in EQUATIONS
         for stage in (LENGTHS if "L" in case[1] else ["prefill"])
     ]
-    Console().print(table(rows))
+    printing.console().print(table(rows))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
 

@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
 
 from gspmd.audit import Topology, topology
 from gspmd.audit.hlo import Computation, Instruction, Module, parse
 from gspmd.audit.roofline import cost
+from gspmd.collectives import printing
 from gspmd.collectives.chips import Chip
 from gspmd.collectives.efficiency import EFFICIENCIES, Efficiency, Traffic
 
@@ -82,7 +82,7 @@ def main() -> None:
     ]
     fitted = fit(samples, machine.chip) if options.fit else EFFICIENCIES[options.chip]
     rows = [{**asdict(sample), "model": modelled(sample, machine.chip, fitted)} for sample in samples]
-    Console().print(table(rows, options.chip))
+    printing.console().print(table(rows, options.chip))
     for form, (count, median, most) in errors(rows).items():
         print(f"{form}: {count} products, |model / measured - 1| {median:.1%} (median), {most:.1%} (90%)")
     if options.fit:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
-from rich.console import Console
 
 import gspmd
 import models
 from gspmd import host
 from gspmd.audit import Report, compile_offline, gantt, perfetto, slices, topology
 from gspmd.audit.topology import Topology
+from gspmd.collectives import printing
 from gspmd.layouts import Layout
 from gspmd.training import OptimizerConfig, ShardingConfig, TrainingConfig, command
 from gspmd.training.config import ConfigError, load_toml, parse_mesh
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     """Compiles, and says what was found; returns the exit code."""
     settings = parse(argv)
     host.start(1, "cpu")  # for JAX itself: the slice's devices exist for the compiler only
-    console = command.console(140)
+    console = printing.console(140)
     asked = topology(settings.topology)
     report = smallest(settings, asked) if settings.smallest else compiled(settings, asked)
     console.print(report)
@@ -164,7 +164,7 @@ def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tupl
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[str], None]]:
     """Says on stderr what is going on; a spinner where somebody looks."""
-    console = Console(stderr=True, highlight=False)
+    console = printing.console(stderr=True)
     if not console.is_terminal:
         yield lambda doing: console.print(f"{what}: {doing}")
         return

@@ -23,7 +23,8 @@ from rich.console import Console
 import gspmd
 import models
 from gspmd import host
-from gspmd.collectives.figure import amount_of_flops
+from gspmd.collectives import printing
+from gspmd.collectives.amounts import amount_of_flops
 from gspmd.layouts import Layout
 from gspmd.moe import dispatch_form
 from gspmd.training import OptimizerConfig, Program, ShardingConfig, TrainingConfig, command, data, loop, report
@@ -59,11 +60,12 @@ def main(argv: Sequence[str]) -> None:
     sizes = settings.model.sizes(training.batch, training.length)
     layout.check(sizes)
     mesh = command.make_mesh(sharding, layout, sizes)
-    console = command.console(120)
+    console = printing.console(120)
     show_run(console, settings, layout, mesh)
     if settings.explain:
         explain(console, settings, layout, mesh)
         return
+    check_memory(settings, layout, mesh)
     with console.status("Reading the text …"):
         corpus = data.load(training.data, fraction=training.validation_fraction)
         data.check_size(corpus, training.batch, training.length)
@@ -81,6 +83,15 @@ def main(argv: Sequence[str]) -> None:
         text = partial(sample, training, models.with_arrays(model, state.params)) if training.sample_bytes else None
         name = f"{out.resolve().name} · {in_short(settings, layout, mesh)}"
         report.finish(console, out, name, training.prompt, text)
+
+
+def check_memory(settings: Settings, layout: Layout, mesh: Mesh) -> None:
+    """Refuses a model that is too large for this machine, where it is the one that the devices share."""
+    if mesh.devices.flat[0].platform == "cpu":
+        with jax.set_mesh(mesh):
+            model = models.abstract(settings.model, layout, mesh, settings.training.dtype)
+            state = step.abstract_state(model, settings.optimizer, settings.training.steps, mesh)
+        command.check_memory(state, mesh.size)
 
 
 def make_program(settings: Settings, model: models.Transformer, mesh: Mesh) -> Program:

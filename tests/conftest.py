@@ -18,6 +18,11 @@ jax.config.update("jax_disable_most_optimizations", True)
 # XLA reads its flags when a backend starts, and one that it does not know ends the process, as this one in jax 0.12.
 if jax.__version_info__ < (0, 11):
     os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}"
+# Python's readline, which pytest loads, tells processes started later that there are 80 columns, such as pytest's own
+# workers. What a test shows in a file is as wide as it is; a test of a narrow terminal says so itself.
+for _name in ("COLUMNS", "LINES"):
+    os.environ[_name] = ""  # readline tells the C library, of which os.environ has not heard
+    del os.environ[_name]
 # What tracing leaves behind is kept in caches, so looking for garbage every 700 objects takes a tenth of the time.
 gc.set_threshold(100_000, 20, 20)
 

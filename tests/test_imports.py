@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PURE = ("errors", "written", "reader", "operands", "rules", "fit", "spec", "equation")
+PURE = ("plain", "errors", "written", "reader", "operands", "rules", "fit", "spec", "equation")
 
 MAY_IMPORT = {
     "gspmd.annotate": set(),

@@ -13,6 +13,8 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gspmd.annotate.plain import printable
+
 
 class NotationError(ValueError):
     """An error about notation; `.faults` holds every fault that the message lists."""
@@ -20,6 +22,9 @@ class NotationError(ValueError):
     def __init__(self, message: str, faults: Iterable["Fault"] = ()):
         super().__init__(message)
         self.faults = tuple(faults)
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class SpecError(NotationError):

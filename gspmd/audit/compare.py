@@ -12,8 +12,9 @@ from gspmd.audit.ledger import Entry, Key, Ledger, asked
 from gspmd.audit.verdicts import VERDICTS, Row, in_whole, planned_steps, rows, served
 from gspmd.collectives.figure import COLORS, amount_of_bytes, axes_text
 from gspmd.collectives.planning import Plan
+from gspmd.collectives.printing import Printed, printable
 from gspmd.collectives.program import ProgramPlan, of_equation
-from gspmd.collectives.tables import Column, Printed, Sheet
+from gspmd.collectives.tables import Column, Sheet
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,7 +82,8 @@ class Comparison(Printed):
 
     def __repr__(self) -> str:
         planned, compiled = map(amount_of_bytes, self._sums)
-        return f"<Comparison: {planned} planned, {compiled} compiled; steps: {self._counted}; print it for its tables>"
+        figures = f"{planned} planned, {compiled} compiled; steps: {self._counted}"
+        return printable(f"<Comparison: {figures}; print it for its tables>")
 
 
 _TOTALS = (

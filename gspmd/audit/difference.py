@@ -8,7 +8,8 @@ from rich.text import Text
 from gspmd.annotate.errors import PlanError
 from gspmd.audit.ledger import Ledger
 from gspmd.collectives.figure import COLORS, amount_of_bytes, amount_of_flops, axes_text
-from gspmd.collectives.tables import Column, Printed, Sheet, counted
+from gspmd.collectives.printing import Printed, printable
+from gspmd.collectives.tables import Column, Sheet, counted
 
 _Key = tuple[str, tuple[str, ...], str]
 
@@ -73,7 +74,8 @@ class Difference(Printed):
 
     def __repr__(self) -> str:
         before, after = map(amount_of_bytes, self.wire_bytes)
-        return f"<Difference {self._title}: {counted(len(self.rows), 'change')}, {before} sent before, {after} after>"
+        changes = counted(len(self.rows), "change")
+        return printable(f"<Difference {self._title}: {changes}, {before} sent before, {after} after>")
 
 
 _COLUMNS = (

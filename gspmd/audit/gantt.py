@@ -264,7 +264,8 @@ def _frame(
     axes.grid(axis="x", color="#dfe4e9", linewidth=0.6, zorder=1)
     axes.spines[:].set_visible(False)
     mesh = " ".join(f"{axis}={size}" for axis, size in timeline.mesh.items())
-    heading = f"{timeline.name or 'program'} on one of {prod(timeline.mesh.values())} {timeline.chip.name}, {mesh}"
+    chips = f"{prod(timeline.mesh.values())} {timeline.chip.describe(timeline.mesh)}"
+    heading = f"{timeline.name or 'program'} on one of {chips}, {mesh}"
     axes.set_title(heading, loc="left", fontsize=11, weight="bold", color=_INK, pad=22)
     at = {"xy": (0, 1), "xycoords": "axes fraction", "xytext": (0, 6), "textcoords": "offset points"}
     axes.annotate(_figures(timeline), **at, fontsize=9.5, color=_INK)

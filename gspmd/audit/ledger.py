@@ -23,13 +23,14 @@ from gspmd.audit.flops import product_flops, uncounted
 from gspmd.audit.groups import axes_of
 from gspmd.audit.loops import trips
 from gspmd.collectives.figure import COLORS, amount_of_bytes, amount_of_flops, axes_text
-from gspmd.collectives.tables import Column, Printed, Sheet, counted
+from gspmd.collectives.tables import Column, Sheet, counted
 
 if TYPE_CHECKING:
     from gspmd.audit.compare import Comparison
     from gspmd.audit.difference import Difference
     from gspmd.collectives.planning import Plan
     from gspmd.collectives.program import ProgramPlan
+from gspmd.collectives.printing import Printed, printable
 
 OURS = f"{Path(__file__).parents[1]}{os.sep}"
 """Where this package lies: a source line is the first outside of it."""
@@ -75,7 +76,7 @@ class Entry:
 
     def __repr__(self) -> str:
         what = f"{self.count} × {self.kind} {axes_text(self.axes)} {self.dtype}".rstrip()
-        return f"<Entry {what}: {amount_of_bytes(self.wire_bytes)}, {_asked(self)}>"
+        return printable(f"<Entry {what}: {amount_of_bytes(self.wire_bytes)}, {_asked(self)}>")
 
 
 @dataclass(frozen=True, repr=False)
@@ -164,7 +165,7 @@ class Ledger(Printed):
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         figures = f"{amount_of_bytes(self.wire_bytes)} sent, {amount_of_flops(self.flops)}"
         entries = counted(len(self.entries), "collective")
-        return f"<Ledger of {self._named}, mesh {mesh}: {entries}, {figures}; print it for its table>"
+        return printable(f"<Ledger of {self._named}, mesh {mesh}: {entries}, {figures}; print it for its table>")
 
 
 _COLUMNS = (

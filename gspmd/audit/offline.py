@@ -19,8 +19,8 @@ from gspmd.audit.ledger import Ledger, of_module
 from gspmd.audit.timeline import Timeline, timeline
 from gspmd.audit.topology import Topology, topology
 from gspmd.collectives.figure import amount_of_bytes, amount_of_flops, amount_of_seconds
+from gspmd.collectives.printing import Printed, printable
 from gspmd.collectives.program import ProgramPlan
-from gspmd.collectives.tables import Printed
 from gspmd.collectives.trace import check_call, trace
 
 _FULL = re.compile(r"RESOURCE_EXHAUSTED")
@@ -148,7 +148,8 @@ class Report(Printed):
     def __repr__(self) -> str:
         verdict = "fits" if self.fits else "does not fit"
         held, room = amount_of_bytes(self.bytes_per_device), amount_of_bytes(self.hbm_bytes)
-        return f"<Report for {self.topology.name}: {verdict}, {held} of {room} per device; print it for its tables>"
+        figures = f"{verdict}, {held} of {room} per device"
+        return printable(f"<Report for {self.topology.name}: {figures}; print it for its tables>")
 
 
 def compile_offline(

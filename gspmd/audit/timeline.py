@@ -16,7 +16,8 @@ from gspmd.audit.walk import Walk
 from gspmd.collectives import chips
 from gspmd.collectives.chips import Chip
 from gspmd.collectives.figure import COLORS, amount_of_seconds, axes_text
-from gspmd.collectives.tables import Column, Printed, Sheet
+from gspmd.collectives.printing import Printed, printable
+from gspmd.collectives.tables import Column, Sheet
 
 _ROUNDING = 1e-12
 """Seconds by which sums of seconds may miss one another."""
@@ -134,7 +135,7 @@ class Timeline(Printed):
         return Group(self.table(), Text(self.summary), *(Text(f"note: {note}") for note in self.notes))
 
     def __repr__(self) -> str:
-        return f"<Timeline of {self.name or 'a program'} on {self.chip.name}: {self.summary}>"
+        return printable(f"<Timeline of {self.name or 'a program'} on {self.chip.name}: {self.summary}>")
 
 
 _COLUMNS = (

@@ -46,6 +46,9 @@ class Topology:
     shape: tuple[int, ...]
     devices: tuple[jax.Device, ...] = field(repr=False)
 
+    def __reduce__(self) -> tuple:
+        return topology, (self.name,)  # devices of a compiler are not data; wherever there is one it has them again
+
     @property
     def num_devices(self) -> int:
         """Devices of the slice: its chips, or twice as many where a chip is two devices."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from gspmd.annotate.equation import parse_equation
 from gspmd.annotate.errors import PlanError, SpecError
+from gspmd.annotate.plain import printable
 from gspmd.collectives.einsum import einsum
 from gspmd.collectives.lowering import checked, lowering
 from gspmd.collectives.planned import registered
@@ -42,9 +43,9 @@ class Parting:
 
     def __str__(self) -> str:
         if self.error:
-            return f"{self.lowering}: raises {self.error}"
+            return printable(f"{self.lowering}: raises {self.error}")
         at = f", first at {list(self.index)}" if self.index else ""
-        return (
+        return printable(
             f"{self.lowering}: {self.where} is off by {self.absolute:.3g}, {self.relative:.2g} of its largest number "
             f"where {self.tolerance:.2g} is allowed{at}"
         )
@@ -82,14 +83,15 @@ class Verification:
             raise PlanError(str(self))
 
     def __repr__(self) -> str:
-        return f"Verification({self.name}: {'ok' if self.ok else f'{len(self.partings)} wrong'})"
+        return printable(f"Verification({self.name}: {'ok' if self.ok else f'{len(self.partings)} wrong'})")
 
     def __str__(self) -> str:
         if self.ok:
-            return f"{self.name}: {self.arrays} arrays under {', '.join(self.lowerings)} are those of one device"
+            under = ", ".join(self.lowerings)
+            return printable(f"{self.name}: {self.arrays} arrays under {under} are those of one device")
         lines = [f"{self.name} is not under every lowering what it is on one device", *map(str, self.partings)]
         lines += [f"{name}: by itself, '{equation}' is wrong" for name, equation in self.equations]
-        return "\n  ".join(lines)
+        return printable("\n  ".join(lines))
 
 
 def verify(

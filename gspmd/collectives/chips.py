@@ -2,17 +2,23 @@
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from math import prod
 from types import MappingProxyType
+from typing import Any
+
+from rich.markup import escape
 
 from gspmd.annotate.errors import PlanError, suggestion
+from gspmd.collectives.amounts import amount_of_bytes, amount_of_flops, amount_of_seconds
 from gspmd.collectives.frozen import FrozenDict
+from gspmd.collectives.printing import Printed, printable
+from gspmd.collectives.tables import Column, Sheet
 
 
-@dataclass(frozen=True)
-class Chip:
+@dataclass(frozen=True, repr=False)
+class Chip(Printed):
     """Figures of one chip, in bytes, seconds and FLOPs; of one device, where JAX shows a chip as two.
 
     A node is what these links connect: 8 GPUs behind an NVLink switch, 72 in a rack, the largest slice of a TPU.
@@ -103,6 +109,38 @@ class Chip:
     def flops(self, dtype: str) -> float:
         """FLOP/s of a matrix product whose operands have this dtype (by name)."""
         return self.float32_flops if dtype in ("float32", "float64") else self.bf16_flops
+
+    def __rich__(self) -> Sheet:
+        sheet = Sheet(self.name, (Column("figure"), Column("", "right"), Column("source", folds=True)))
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name not in ("name", "source") and (value or each.name in self.source):
+                sheet.add(each.name, escape(_figure(each.name, value)), escape(self.source.get(each.name, "")))
+        return sheet
+
+    def __repr__(self) -> str:
+        memory = f"{amount_of_bytes(self.hbm_bytes)} at {_figure('hbm_bandwidth', self.hbm_bandwidth)}"
+        links = f"{self.links} links of {_figure('link_bandwidth', self.link_bandwidth)}"
+        figures = f"{_figure('bf16_flops', self.bf16_flops)} in bfloat16, {memory}, {links}"
+        return printable(f"<Chip {self.name!r}: {figures}; print it for its sources>")
+
+
+def _figure(name: str, value: Any) -> str:
+    """A figure in its unit, which the end of its name says."""
+    match name.rpartition("_")[2]:
+        case "flops":
+            return f"{amount_of_flops(value)}/s"
+        case "bytes":
+            return amount_of_bytes(value)
+        case "bandwidth":
+            return f"{amount_of_bytes(value)}/s"
+        case "seconds":
+            return amount_of_seconds(value)
+        case "clock":
+            return f"{value / 1e9:.3g} GHz"
+        case "kinds":
+            return ", ".join(value)
+    return ("no", "yes")[value] if isinstance(value, bool) else str(value)
 
 
 def _load() -> dict[str, Chip]:

@@ -1,56 +1,39 @@
 """How tables and figures reach a reader: as wide as the terminal, in characters that it has, and in notebooks as HTML.
 
-A terminal or a log without Unicode (`PYTHONIOENCODING=ascii`) shows `-->` for an arrow and `us` for microseconds. One
-error handler of Python's codecs does that: `printable` gives a text that can be printed, and `console` a rich console
-whose stream knows the handler.
+Everything that is printed comes through here: `console` for what a program says, `Printed` for objects that `print`
+and notebooks show, `printable` (of `gspmd.annotate.plain`) for one line. What tables are made of is in `tables`.
 """
 
-import codecs
 import os
+import shutil
 import sys
 from io import StringIO
 from typing import Any
 
 from rich.console import Console
 
-# One character each, so that columns stay in line.
-_PLAIN = {"─": "-", "━": "-", "═": "-", "│": "|", "┃": "|", "║": "|", "▶": ">", "µ": "u", "μ": "u", "·": "*"} | {
-    "×": "x", "÷": "/", "−": "-", "–": "-", "—": "-", "…": "~", "→": ">", "←": "<", "≤": "<", "≥": ">", "≈": "~",
-    "█": "#", "▓": "#", "▒": "=", "░": ".", "°": "o", "✓": "y", "✗": "n", "±": "~", "\N{NO-BREAK SPACE}": " ",
-}  # fmt: skip
-_CORNERS = range(0x250C, 0x254C)
-_HANDLER = "gspmd.plain"
+from gspmd.annotate.plain import HANDLER, printable
+
+__all__ = ["Printed", "columns", "console", "html", "printable", "text"]
+
+_WIDE = 140
+"""Columns of a page that is no terminal."""
 
 
-def _replace(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    return "".join(map(_plain, error.object[error.start : error.end])), error.end
+def console(width: int | None = None, *, stderr: bool = False, highlight: bool = False) -> Console:
+    """A rich console that prints whatever it is given, in characters that its stream has.
 
-
-def _plain(character: str) -> str:
-    return "+" if ord(character) in _CORNERS else _PLAIN.get(character, "?")
-
-
-codecs.register_error(_HANDLER, _replace)
-
-
-def printable(text: str, encoding: str | None = None) -> str:
-    """The text in characters that an encoding has, by default that of standard output; the same text where it has all.
-
-    >>> printable("── all-gather yz ─▶ BLE_x, 28.6 µs", "ascii")
-    '-- all-gather yz -> BLE_x, 28.6 us'
+    Args:
+        width: columns where there is no terminal and `COLUMNS` does not say; those of `rich` if not given.
+        stderr: whether on standard error instead of standard output.
+        highlight: whether numbers and names are colored.
     """
-    encoding = encoding or getattr(sys.stdout, "encoding", None) or "utf-8"
-    return text.encode(encoding, _HANDLER).decode(encoding)
-
-
-def console(**options: Any) -> Console:
-    """A rich console on standard output that prints whatever it is given; `options` are those of `rich`."""
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    stream = sys.stderr if stderr else sys.stdout
+    reconfigure = getattr(stream, "reconfigure", None)
     if reconfigure:
-        reconfigure(errors=_HANDLER)
-    return Console(**options)
+        reconfigure(errors=HANDLER)
+    free = stream.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if free else width, stderr=stderr, highlight=highlight)
 
 
 def columns(console: Console) -> int | None:
@@ -66,9 +49,26 @@ def html(renderable: Any, width: int = 160) -> str:
     return recorder.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
 
 
-def text(renderable: Any, width: int) -> str:
-    """What rich prints in so many columns, without colors, in characters that standard output has."""
-    recorder = Console(width=width, color_system=None)
+def text(renderable: Any, width: int | None = None) -> str:
+    """What rich prints, without colors, in characters that standard output has.
+
+    Args:
+        renderable: a table, a text, or a group of them.
+        width: columns that there are; those of the terminal or of `COLUMNS` if not given, and 140 where there is none.
+    """
+    width = width or shutil.get_terminal_size((_WIDE, 24)).columns
+    # Not the real stream: for one without Unicode rich would draw other borders than `printable` does.
+    recorder = Console(file=StringIO(), width=width, color_system=None, highlight=False, force_jupyter=False)
     with recorder.capture() as captured:
         recorder.print(renderable)
     return printable(captured.get())
+
+
+class Printed:
+    """What `print` and a notebook show whole, by its `__rich__`; its `repr` is one line."""
+
+    def __str__(self) -> str:
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        return html(self)

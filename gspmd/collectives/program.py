@@ -11,7 +11,8 @@ from gspmd.collectives.found import hlo_name
 from gspmd.collectives.loops import gather_of, scatter_of
 from gspmd.collectives.plan import Step
 from gspmd.collectives.planning import Plan
-from gspmd.collectives.tables import Column, Printed, Sheet, counted
+from gspmd.collectives.printing import Printed, printable
+from gspmd.collectives.tables import Column, Sheet, counted
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,7 +42,8 @@ class PlannedStep:
 
     def __repr__(self) -> str:
         what = f"{self.trips} × {self.step.kind} {axes_text(self.step.axes)}".rstrip()
-        return f"<PlannedStep {what}: {amount_of_bytes(self.wire_bytes)}, step {self.number} of {self.equation}>"
+        sent = amount_of_bytes(self.wire_bytes)
+        return printable(f"<PlannedStep {what}: {sent}, step {self.number} of {self.equation}>")
 
 
 @dataclass(frozen=True, repr=False)
@@ -112,9 +114,9 @@ class ProgramPlan(Printed):
         return Group(self.table(), *(Text(f"note: {note}") for note in self.notes))
 
     def __repr__(self) -> str:
-        figures = amount_of_bytes(self.wire_bytes), amount_of_flops(self.flops), amount_of_seconds(self.seconds)
-        steps = counted(len(self.entries), "step")
-        return f"<ProgramPlan of {steps}: {figures[0]} sent, {figures[1]}, {figures[2]}; print it for its table>"
+        sent, work = amount_of_bytes(self.wire_bytes), amount_of_flops(self.flops)
+        figures = f"{sent} sent, {work}, {amount_of_seconds(self.seconds)}"
+        return printable(f"<ProgramPlan of {counted(len(self.entries), 'step')}: {figures}; print it for its table>")
 
 
 _COLUMNS = (Column("kind"), Column("mesh axes"), Column("count", "right", goes=1), Column("sent", "right"))

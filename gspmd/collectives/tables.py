@@ -1,7 +1,5 @@
 """Tables that fit: on a narrow terminal the columns that matter least go, and names and figures stay whole."""
 
-import html
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -9,9 +7,6 @@ from rich.box import HEAVY_HEAD
 from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
-
-_WIDE = 140
-"""Columns of a page that is no terminal."""
 
 _FOLDED = 24
 """Columns that a text needs which may go on in the next line."""
@@ -78,19 +73,6 @@ class Sheet:
         cells = (self.columns[at].name, *(row[at] for row, _ in self.rows))
         longest = max(Text.from_markup(cell).cell_len for cell in cells)
         return min(longest, _FOLDED) if self.columns[at].folds else longest
-
-
-class Printed:
-    """What `print` and a notebook show whole, by its `__rich__`; its `repr` is one line."""
-
-    def __str__(self) -> str:
-        console = Console(width=shutil.get_terminal_size((_WIDE, 24)).columns, color_system=None, highlight=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get()
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def counted(number: int, what: str) -> str:

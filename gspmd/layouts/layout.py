@@ -7,6 +7,7 @@ from typing import Any
 
 from gspmd.annotate import LayoutError, Spec, report
 from gspmd.annotate.errors import suggestion
+from gspmd.annotate.plain import printable
 from gspmd.layouts import own, printed, read
 from gspmd.layouts.check import faults_of, mesh_faults
 from gspmd.layouts.keys import KEYS, OVERRIDES, PARTS, PHASES
@@ -101,10 +102,10 @@ class Layout:
         return hash((self.name, self.axes, str(sorted(self.table.items(), key=str))))
 
     def __repr__(self) -> str:
-        return printed.short(self)
+        return printable(printed.short(self))
 
     def __str__(self) -> str:
-        return printed.plain(self)
+        return printable(printed.plain(self))
 
     def _repr_html_(self) -> str:
         return printed.html(self)

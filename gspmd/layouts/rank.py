@@ -8,6 +8,7 @@ from typing import Any
 
 from gspmd.annotate import LayoutError, PlanError, SpecError, mesh_sizes
 from gspmd.annotate.errors import listed, suggestion
+from gspmd.annotate.plain import printable
 from gspmd.collectives.chips import Chip
 from gspmd.collectives.chips import chip as chip_row
 from gspmd.collectives.cost import dtype_name
@@ -39,10 +40,10 @@ class Ranked:
     reason: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name:24} {self.says}"
+        return printable(f"{self.name:24} {self.says}")
 
     def __repr__(self) -> str:
-        return f"<Ranked {self.name!r}: {' '.join(self.says.split())}>"
+        return printable(f"<Ranked {self.name!r}: {' '.join(self.says.split())}>")
 
     @property
     def says(self) -> str:
@@ -64,10 +65,10 @@ class Ranking(list[Ranked]):
         self.title = title
 
     def __str__(self) -> str:
-        return "\n".join([self.title, *(f"  {entry}" for entry in self)])
+        return printable("\n".join([self.title, *(f"  {entry}" for entry in self)]))
 
     def __repr__(self) -> str:
-        return f"<Ranking of {len(self)}: {', '.join(entry.name for entry in self)}>"
+        return printable(f"<Ranking of {len(self)}: {', '.join(entry.name for entry in self)}>")
 
     def __reduce__(self) -> tuple:
         return Ranking, (list(self), self.title)

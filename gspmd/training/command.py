@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 import jax
 import tyro
-from rich.console import Console
 
 from gspmd import host
 from gspmd.annotate.errors import LayoutError, PlanError, SpecError
+from gspmd.collectives.amounts import amount_of_bytes
 from gspmd.layouts import Layout
 from gspmd.training import checkpoint
 from gspmd.training.choices import REGISTRY
@@ -69,12 +69,6 @@ def parse(cls: type[T], argv: Sequence[str], *, default: str | None = None, desc
 def parse_flags(cls: type[T], argv: Sequence[str], base: T, description: str = "") -> T:
     """Settings from flags, and from `base` where there is none."""
     return tyro.cli(cls, args=list(argv), default=base, description=description, config=_STYLE, registry=REGISTRY)
-
-
-def console(width: int) -> Console:
-    """Where a run speaks: as wide as its terminal, as COLUMNS says, or, in a file, as `width`."""
-    free = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if free else width, highlight=False)
 
 
 def guarded(command: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
@@ -144,6 +138,34 @@ def check_model(training: TrainingConfig, model: Any) -> None:
         faults.append(fault + "set sample_bytes to 0, or take another router.")
     if faults:
         raise ConfigError("cannot train this model:", faults)
+
+
+def check_memory(state: Any, devices: int) -> None:
+    """Refuses a training state that CPU devices cannot hold: the machine would swap until nothing answers.
+
+    Args:
+        state: arrays, or shapes with shardings; a copy on every device counts as often.
+        devices: CPU devices that share the memory of this machine.
+
+    Raises:
+        ConfigError: it takes more than the machine has.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(state) if hasattr(leaf, "sharding")]
+    held = devices * sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    room = _memory()
+    if held > room:
+        whole, each, there = map(amount_of_bytes, (held, held // devices, room))
+        raise ConfigError("cannot hold this model:", [
+            f"its parameters and optimizer state take {whole} on {devices} devices, {each} on each, and this machine has "
+            f"{there} for all of them. Take a smaller model, or a layout that shards more; --explain allocates nothing."
+        ])  # fmt: skip
+
+
+def _memory() -> int:
+    """Bytes of this machine's memory; without end on a system that does not say."""
+    if not hasattr(os, "sysconf"):
+        return sys.maxsize
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def choose_out(out: str, *, resume: bool) -> Path:

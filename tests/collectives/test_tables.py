@@ -3,7 +3,8 @@
 import pytest
 from rich.console import Console
 
-from gspmd.collectives.tables import Column, Printed, Sheet
+from gspmd.collectives.printing import Printed
+from gspmd.collectives.tables import Column, Sheet
 
 NAME = "gradient of BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx) step 3  models/feedforward.py:41"
 
@@ -64,5 +65,5 @@ def test_what_is_printed_is_shown_in_a_notebook_too(monkeypatch):
 
     monkeypatch.setenv("COLUMNS", "80")
     assert max(map(len, str(Shown()).splitlines())) <= 80
-    assert Shown()._repr_html_().startswith("<pre>what is sent")
+    assert Shown()._repr_html_().startswith("<pre style=")
     assert "-&gt;" in Shown()._repr_html_()

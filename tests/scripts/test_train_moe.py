@@ -139,6 +139,13 @@ def test_the_run_is_told_before_anything_is_built(script, capfd, monkeypatch, tm
     assert not re.search(r"…|KiB|MiB", told[0])
 
 
+def test_a_model_that_the_machine_cannot_hold_is_refused_before_it_is_made(run):
+    code, said = run("--model.embed", "80000000")
+    assert code == 2
+    assert said.startswith("ConfigError: cannot hold this model: its parameters and optimizer state take ")
+    assert "TB on each, and this machine has " in said
+
+
 def train(*flags, cwd, **more):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command_line = [sys.executable, str(SCRIPT), *TINY, *flags]

@@ -5,10 +5,12 @@ import re
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
+import jax
 import pytest
 import tyro
 
 from gspmd.annotate import LayoutError
+from gspmd.collectives import printing
 from gspmd.layouts import Layout
 from gspmd.training import command
 from gspmd.training.config import ShardingConfig, TrainingConfig
@@ -93,9 +95,20 @@ def test_a_choice_may_be_taken_back():
 
 def test_a_run_speaks_as_wide_as_its_reader_reads(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
-    assert command.console(120).width == 120
+    assert printing.console(120).width == 120
     monkeypatch.setenv("COLUMNS", "80")
-    assert command.console(120).width == 80
+    assert printing.console(120).width == 80
+
+
+@pytest.mark.parametrize(("spec", "held"), [("x", 3 * 32), ("", 3 * 4 * 32)], ids=["shards", "copies"])
+def test_a_state_that_this_machine_cannot_hold_is_refused(spec, held, make_mesh, monkeypatch):
+    sharding = jax.NamedSharding(make_mesh({"x": 4}), jax.P(spec or None))
+    state = {name: jax.ShapeDtypeStruct((8,), "float32", sharding=sharding) for name in ("params", "mu", "nu")}
+    monkeypatch.setattr(command, "_memory", lambda: held)
+    command.check_memory(state, 4)
+    monkeypatch.setattr(command, "_memory", lambda: held - 1)
+    with pytest.raises(ConfigError, match=f"take {held} B on 4 devices, {held // 4} B on each, and .* {held - 1} B"):
+        command.check_memory(state, 4)
 
 
 def test_devices_that_do_not_divide_are_refused_before_they_are_made(monkeypatch):

@@ -1,0 +1,37 @@
+"""Text for an output without Unicode: `->` with a plain dash for an arrow, `us` for microseconds."""
+
+import codecs
+import sys
+
+# One character each, so that columns stay in line.
+_PLAIN = {"─": "-", "━": "-", "═": "-", "│": "|", "┃": "|", "║": "|", "▶": ">", "µ": "u", "μ": "u", "·": "*"} | {
+    "×": "x", "÷": "/", "−": "-", "–": "-", "—": "-", "…": "~", "→": ">", "←": "<", "≤": "<", "≥": ">", "≈": "~",
+    "█": "#", "▓": "#", "▒": "=", "░": ".", "°": "o", "✓": "y", "✗": "n", "±": "~", "\N{NO-BREAK SPACE}": " ",
+}  # fmt: skip
+_CORNERS = range(0x250C, 0x2574)
+
+HANDLER = "gspmd.plain"
+"""An error handler of Python's codecs: what an encoding lacks becomes a plain character that looks like it."""
+
+
+def _replace(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(map(_plain, error.object[error.start : error.end])), error.end
+
+
+def _plain(character: str) -> str:
+    return _PLAIN.get(character, "+" if ord(character) in _CORNERS else "?")
+
+
+codecs.register_error(HANDLER, _replace)
+
+
+def printable(text: str, encoding: str | None = None) -> str:
+    """The text in characters that an encoding has, by default that of standard output; the same text where it has all.
+
+    >>> printable("── all-gather yz ─▶ BLE_x, 28.6 µs", "ascii")
+    '-- all-gather yz -> BLE_x, 28.6 us'
+    """
+    encoding = encoding or getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, HANDLER).decode(encoding)
