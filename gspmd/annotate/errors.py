@@ -26,6 +26,9 @@ class NotationError(ValueError):
     def __str__(self) -> str:
         return printable(super().__str__())
 
+    def __repr__(self) -> str:
+        return printable(super().__repr__())
+
 
 class SpecError(NotationError):
     """A spec or an equation that cannot be read, or that does not fit its array, its type or its mesh."""

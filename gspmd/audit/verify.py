@@ -19,7 +19,7 @@ TOLERANCE = {"float64": 1e-11, "float32": 5e-5, "float16": 1e-2, "bfloat16": 4e-
 """How far a number may be from one device's, as a part of the largest in its array; other dtypes are held exactly."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Parting:
     """Where a lowering parts from one device.
 
@@ -40,6 +40,9 @@ class Parting:
     tolerance: float = 0.0
     index: tuple[int, ...] = ()
     error: str = ""
+
+    def __repr__(self) -> str:
+        return f"<Parting {self}>"
 
     def __str__(self) -> str:
         if self.error:

@@ -156,8 +156,9 @@ def check_memory(state: Any, devices: int) -> None:
     if held > room:
         whole, each, there = map(amount_of_bytes, (held, held // devices, room))
         raise ConfigError("cannot hold this model:", [
-            f"its parameters and optimizer state take {whole} on {devices} devices, {each} on each, and this machine has "
-            f"{there} for all of them. Take a smaller model, or a layout that shards more; --explain allocates nothing."
+            f"its parameters and optimizer state take {whole} on {devices} devices, {each} on each, and this machine "
+            f"has {there} for all of them. Take a smaller model, or a layout that shards more; --explain allocates "
+            "nothing."
         ])  # fmt: skip
 
 

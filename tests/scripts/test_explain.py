@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -119,6 +121,14 @@ def test_bad_input_is_one_message_and_exit_code_2(run, arguments, message):
     assert message in err
     assert "Traceback" not in err
     assert "usage" not in err
+
+
+def test_without_unicode(explain, monkeypatch):
+    out = TextIOWrapper(BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert explain.main([EQUATION, *MESH, *SIZES]) == 0
+    out.flush()
+    assert b"-- all-gather yz ---->  BLE_x                   4.42 MB  28.6 us" in out.buffer.getvalue()
 
 
 def test_the_script_is_short():

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,19 @@ def test_the_run_is_told_before_anything_is_built(script, capfd, monkeypatch, tm
     assert max(map(len, lines)) <= 80
     assert "  blocks.{0,1}.attention.{w_k,w_v} " in told[0]
     assert not re.search(r"…|KiB|MiB", told[0])
+
+
+def test_without_unicode(script, monkeypatch, tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    out = TextIOWrapper(BytesIO(), encoding="ascii")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(script.models, "build", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # after all that is said before a model is built
+        script.main([*TINY, "--data", "a.txt", "--out", "run"])
+    out.flush()
+    assert b"8 x 32 tokens" in out.buffer.getvalue()
+    assert b"?" not in out.buffer.getvalue()
 
 
 def test_a_model_that_the_machine_cannot_hold_is_refused_before_it_is_made(run):

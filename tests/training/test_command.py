@@ -10,7 +10,6 @@ import pytest
 import tyro
 
 from gspmd.annotate import LayoutError
-from gspmd.collectives import printing
 from gspmd.layouts import Layout
 from gspmd.training import command
 from gspmd.training.config import ShardingConfig, TrainingConfig
@@ -91,13 +90,6 @@ def test_a_choice_that_there_is_none_of_is_told_with_the_nearest(capsys, flag, w
 def test_a_choice_may_be_taken_back():
     assert command.parse(Settings, ["--lowering", "None"]).sharding.lowering is None
     assert command.parse(Settings, ["--lowering", "looped:halves"]).sharding.lowering == "looped:halves"
-
-
-def test_a_run_speaks_as_wide_as_its_reader_reads(monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    assert printing.console(120).width == 120
-    monkeypatch.setenv("COLUMNS", "80")
-    assert printing.console(120).width == 80
 
 
 @pytest.mark.parametrize(("spec", "held"), [("x", 3 * 32), ("", 3 * 4 * 32)], ids=["shards", "copies"])
