@@ -149,7 +149,7 @@ def test_without_unicode(script, monkeypatch, tmp_path):
     with pytest.raises(ZeroDivisionError):  # after all that is said before a model is built
         script.main([*TINY, "--data", "a.txt", "--out", "run"])
     out.flush()
-    assert b"8 x 32 tokens" in out.buffer.getvalue()
+    assert re.search(rb"\d x \d+ tokens", out.buffer.getvalue())
     assert b"?" not in out.buffer.getvalue()
 
 
