@@ -22,7 +22,7 @@ import models
 from gspmd import host
 from gspmd.audit import Comparison, Ledger, compile_offline, topology
 from gspmd.collectives import printing
-from gspmd.collectives.figure import axes_text
+from gspmd.collectives.amounts import axes_text
 from gspmd.collectives.trace import ProgramPlan
 from gspmd.layouts import Layout, presets
 from gspmd.moe import MoEConfig

@@ -10,7 +10,8 @@ from rich.text import Text
 from gspmd.annotate.errors import PlanError
 from gspmd.audit.ledger import Entry, Key, Ledger, asked
 from gspmd.audit.verdicts import VERDICTS, Row, in_whole, planned_steps, rows, served
-from gspmd.collectives.figure import COLORS, amount_of_bytes, axes_text
+from gspmd.collectives.amounts import amount_of_bytes, axes_text
+from gspmd.collectives.figure import COLORS
 from gspmd.collectives.planning import Plan
 from gspmd.collectives.printing import Printed, printable
 from gspmd.collectives.program import ProgramPlan, of_equation

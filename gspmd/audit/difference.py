@@ -7,7 +7,8 @@ from rich.text import Text
 
 from gspmd.annotate.errors import PlanError
 from gspmd.audit.ledger import Ledger
-from gspmd.collectives.figure import COLORS, amount_of_bytes, amount_of_flops, axes_text
+from gspmd.collectives.amounts import amount_of_bytes, amount_of_flops, axes_text
+from gspmd.collectives.figure import COLORS
 from gspmd.collectives.printing import Printed, printable
 from gspmd.collectives.tables import Column, Sheet, counted
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspmd.audit.machine import Span
 from gspmd.audit.timeline import Timeline, amount
-from gspmd.collectives.figure import axes_text
+from gspmd.collectives.amounts import axes_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -22,7 +22,8 @@ from gspmd.audit.collectives import Collective, collective
 from gspmd.audit.flops import product_flops, uncounted
 from gspmd.audit.groups import axes_of
 from gspmd.audit.loops import trips
-from gspmd.collectives.figure import COLORS, amount_of_bytes, amount_of_flops, axes_text
+from gspmd.collectives.amounts import amount_of_bytes, amount_of_flops, axes_text
+from gspmd.collectives.figure import COLORS
 from gspmd.collectives.tables import Column, Sheet, counted
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from gspmd.audit.hlo import Array, Instruction, Module
 from gspmd.audit.ledger import OURS, short
-from gspmd.collectives.figure import amount_of_bytes, axes_text
+from gspmd.collectives.amounts import amount_of_bytes, axes_text
 from gspmd.collectives.tables import Column, Sheet
 
 _FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant")

@@ -18,7 +18,7 @@ from gspmd.audit.hlo import Module, parse
 from gspmd.audit.ledger import Ledger, of_module
 from gspmd.audit.timeline import Timeline, timeline
 from gspmd.audit.topology import Topology, topology
-from gspmd.collectives.figure import amount_of_bytes, amount_of_flops, amount_of_seconds
+from gspmd.collectives.amounts import amount_of_bytes, amount_of_flops, amount_of_seconds
 from gspmd.collectives.printing import Printed, printable
 from gspmd.collectives.program import ProgramPlan
 from gspmd.collectives.trace import check_call, trace

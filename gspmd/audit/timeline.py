@@ -14,8 +14,9 @@ from gspmd.audit.links import Torus
 from gspmd.audit.machine import Machine, Span
 from gspmd.audit.walk import Walk
 from gspmd.collectives import chips
+from gspmd.collectives.amounts import amount_of_seconds, axes_text
 from gspmd.collectives.chips import Chip
-from gspmd.collectives.figure import COLORS, amount_of_seconds, axes_text
+from gspmd.collectives.figure import COLORS
 from gspmd.collectives.printing import Printed, printable
 from gspmd.collectives.tables import Column, Sheet
 
@@ -113,7 +114,8 @@ class Timeline(Printed):
     def table(self) -> Sheet:
         """The parts as a rich table, longest first, and the step as its last row; `summary` says the rest."""
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        title = f"timeline of {self.name or 'a program'}: one of {prod(self.mesh.values())} {self.chip.name}, {mesh}"
+        chips = f"{prod(self.mesh.values())} {self.chip.describe(self.mesh)}"
+        title = f"timeline of {self.name or 'a program'}: one of {chips}, {mesh}"
         sheet = Sheet(title, _COLUMNS)
         for part in self.parts:
             sheet.add(f"[{COLORS.get(part.category, 'default')}]{part.category}[/]", *_figures(part))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from gspmd.audit.groups import UNNAMED
 from gspmd.audit.ledger import Entry, number
-from gspmd.collectives.figure import axes_text
+from gspmd.collectives.amounts import axes_text
 from gspmd.collectives.lower import scope
 from gspmd.collectives.plan import Step
 from gspmd.collectives.program import PlannedStep, ProgramPlan

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from rich.console import Group
 from rich.text import Text
 
-from gspmd.collectives.figure import COLORS, amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
+from gspmd.collectives.amounts import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
+from gspmd.collectives.figure import COLORS
 from gspmd.collectives.found import hlo_name
 from gspmd.collectives.loops import gather_of, scatter_of
 from gspmd.collectives.plan import Step

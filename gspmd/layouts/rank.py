@@ -9,10 +9,10 @@ from typing import Any
 from gspmd.annotate import LayoutError, PlanError, SpecError, mesh_sizes
 from gspmd.annotate.errors import listed, suggestion
 from gspmd.annotate.plain import printable
+from gspmd.collectives.amounts import amount_of_bytes, amount_of_seconds
 from gspmd.collectives.chips import Chip
 from gspmd.collectives.chips import chip as chip_row
 from gspmd.collectives.cost import dtype_name
-from gspmd.collectives.figure import amount_of_bytes, amount_of_seconds
 from gspmd.collectives.planning import Plan, plan
 from gspmd.layouts import printed
 from gspmd.layouts.layout import Layout, whole_sizes
@@ -155,8 +155,9 @@ def _sizes(sizes: Any) -> Mapping[str, int]:
 
 def _title(sizes: Mapping[str, int], mesh: Any, chip: Chip, objective: str, dtype: str) -> str:
     of = " ".join(f"{dim}={sizes[dim]}" for dim in _DIMENSIONS)
-    on = " ".join(f"{axis}={size}" for axis, size in mesh_sizes(mesh).items())
-    return f"feed-forward block  {of}  mesh {on}  {dtype_name(dtype)}  {chip.name}  by {objective}"
+    axes = mesh_sizes(mesh)
+    on = " ".join(f"{axis}={size}" for axis, size in axes.items())
+    return f"feed-forward block  {of}  mesh {on}  {dtype_name(dtype)}  {chip.describe(axes)}  by {objective}"
 
 
 def _measure(layout: Layout, sizes: Mapping[str, int], mesh: Any, chip: Chip, gated: bool, dtype: str) -> Ranked:

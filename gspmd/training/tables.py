@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from gspmd.annotate.spec import Spec
-from gspmd.collectives.figure import amount_of_bytes
+from gspmd.collectives.amounts import amount_of_bytes
 
 Placed = Mapping[str, tuple[Spec, tuple[int, ...]]]
 

@@ -10,6 +10,7 @@ from matplotlib.colors import to_hex
 from gspmd.audit import gantt, hlo
 from gspmd.audit.machine import Span
 from gspmd.audit.timeline import timeline
+from gspmd.collectives.chips import CHIPS
 from gspmd.collectives.figure import COLORS
 from tests.audit.drawn import drawn
 
@@ -40,6 +41,13 @@ def texts(axes):
 
 def test_a_row_for_computing_each_mesh_axis_and_memory(axes):
     assert [label.get_text() for label in axes.get_yticklabels()] == ["compute", "axis x", "axis y", "memory"]
+
+
+def test_the_title_and_the_table_say_over_how_many_nodes():
+    wide = replace(drawn(), chip=CHIPS["h100"], mesh={"x": 4, "y": 8})
+    title = gantt.figure(wide).axes[0].get_title(loc="left")
+    assert title == "jit_ring on one of 32 h100 · 4 nodes of 8, x=4 y=8"
+    assert "one of 32 h100 · 4 nodes of 8, x=4 y=8" in str(wide)
 
 
 def test_the_title_has_the_figures_of_the_whole_step(axes):
