@@ -14,7 +14,7 @@ from rich.console import Console
 
 from gspmd.annotate.plain import HANDLER, printable
 
-__all__ = ["Printed", "columns", "console", "html", "printable", "text"]
+__all__ = ["Printed", "columns", "console", "html", "never_fail", "printable", "text"]
 
 _WIDE = 140
 """Columns of a page that is no terminal."""
@@ -29,11 +29,16 @@ def console(width: int | None = None, *, stderr: bool = False, highlight: bool =
         highlight: whether numbers and names are colored.
     """
     stream = sys.stderr if stderr else sys.stdout
+    never_fail(stream)
+    free = stream.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if free else width, stderr=stderr, highlight=highlight)
+
+
+def never_fail(stream: Any) -> None:
+    """Makes a stream write plain characters for those that its encoding lacks."""
     reconfigure = getattr(stream, "reconfigure", None)
     if reconfigure:
         reconfigure(errors=HANDLER)
-    free = stream.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if free else width, stderr=stderr, highlight=highlight)
 
 
 def columns(console: Console) -> int | None:

@@ -18,6 +18,7 @@ import tyro
 
 from gspmd import host
 from gspmd.annotate.errors import LayoutError, PlanError, SpecError
+from gspmd.collectives import printing
 from gspmd.collectives.amounts import amount_of_bytes
 from gspmd.layouts import Layout
 from gspmd.training import checkpoint
@@ -76,6 +77,8 @@ def guarded(command: Callable[[Sequence[str]], int | None], argv: Sequence[str])
 
     What the user can put right is one message on stderr; anything else is a defect and keeps its traceback.
     """
+    for stream in (sys.stdout, sys.stderr):  # --help and messages too, which no console prints
+        printing.never_fail(stream)
     # The checkpoint writer logs the whole traceback of every fault, several times over, besides raising it.
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

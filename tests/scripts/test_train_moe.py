@@ -153,6 +153,15 @@ def test_without_unicode(script, monkeypatch, tmp_path):
     assert b"?" not in out.buffer.getvalue()
 
 
+def test_help_without_unicode(script, monkeypatch):
+    out = TextIOWrapper(BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    with pytest.raises(SystemExit, match="0"):
+        command.guarded(script.main, ["--help"])
+    out.flush()
+    assert b"--model.embed" in out.buffer.getvalue()
+
+
 def test_a_model_that_the_machine_cannot_hold_is_refused_before_it_is_made(run):
     code, said = run("--model.embed", "80000000")
     assert code == 2
