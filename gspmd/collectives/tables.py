@@ -56,9 +56,11 @@ class Sheet:
         while self._width(kept) > width and (going := [at for at in kept if self.columns[at].goes]):
             kept.remove(max(going, key=lambda at: self.columns[at].goes))
         table = Table(title=self.title, title_justify="left", box=HEAVY_HEAD)
+        tight = self._width(kept) > width
         for column in (self.columns[at] for at in kept):
-            how = {"overflow": "fold"} if column.folds else {"no_wrap": True, "overflow": "fold"}
-            table.add_column(column.name, justify=column.justify, **how)
+            # Where not even what stays fits, names go on in the next line; figures never do.
+            whole = not column.folds and not (tight and column.justify == "left")
+            table.add_column(column.name, justify=column.justify, no_wrap=whole, overflow="fold")
         for number, (cells, total) in enumerate(self.rows):
             if total and not (number and self.rows[number - 1][1]):
                 table.add_section()

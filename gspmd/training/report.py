@@ -33,7 +33,7 @@ def show_tensors(console: Console, title: str, placed: tables.Placed, mesh: Any,
     """
     narrow = jnp.dtype(dtype).itemsize
     itemsize = {name: 4 if name in ("embedding.tokens", "output.logits") else narrow for name in placed}
-    console.print(tables.tensors(title, placed, dict(mesh.shape), itemsize, console.width))
+    console.print(tables.tensors(title, placed, dict(mesh.shape), itemsize))
 
 
 def finish(console: Console, out: Path, name: str, prompt: str, sample: Callable[[], str] | None) -> None:

@@ -4,23 +4,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.markup import escape
 
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.amounts import amount_of_bytes
+from gspmd.collectives.tables import Column, Sheet
 
 Placed = Mapping[str, tuple[Spec, tuple[int, ...]]]
 
-# What a narrow terminal leaves out, in this order; names, specs and bytes are always there.
-_DROPPED = ("whole shape", "on one device")
-# Between two columns, and at both ends of a row.
-_GAP, _ENDS = 3, 4
+# A narrow terminal leaves shapes out; names, specs and bytes are always there.
+_COLUMNS = (
+    Column("tensor"),
+    Column("spec"),
+    Column("whole shape", goes=2),
+    Column("on one device", goes=1),
+    Column("bytes", "right"),
+)
 
 
-def tensors(
-    title: str, placed: Placed, mesh: Mapping[str, int], itemsize: int | Mapping[str, int] = 4, width: int = 120
-) -> Table:
+def tensors(title: str, placed: Placed, mesh: Mapping[str, int], itemsize: int | Mapping[str, int] = 4) -> Sheet:
     """A row for every tensor, or for several that stand alike: spec, shape on one device, and the bytes of that.
 
     Args:
@@ -28,39 +30,16 @@ def tensors(
         placed: a spec and a global shape by name.
         mesh: sizes by mesh axis.
         itemsize: bytes per element, of all or by name.
-        width: columns of text that there are; shapes are left out where they do not fit.
     """
-    rows, total = [], 0
+    sheet, total = Sheet(title, _COLUMNS), 0
     for row in _alike(placed):
         local = row.spec.local_shape(row.shape, mesh)
         size = sum(int(np.prod(local)) * (itemsize if isinstance(itemsize, int) else itemsize[n]) for n in row.names)
         total += size
-        shapes = {"whole shape": _shape(row.shape), "on one device": _shape(local)}
-        rows.append({"tensor": row.name, "spec": str(row.spec), **shapes, "bytes": amount_of_bytes(size)})
-    rows.append(dict.fromkeys(rows[0] if rows else ("tensor", "bytes"), "") | {"tensor": "all"})
-    rows[-1]["bytes"] = amount_of_bytes(total)
-    return _table(title, rows, _fitting(rows, width))
-
-
-def _fitting(rows: Sequence[Mapping[str, str]], width: int) -> list[str]:
-    """The columns that fit into a width."""
-    widest = {column: max(len(column), *(len(row[column]) for row in rows)) for column in rows[0]}
-    for column in _DROPPED:
-        if sum(widest.values()) + _GAP * (len(widest) - 1) + _ENDS > width:
-            widest.pop(column, None)
-    return list(widest)
-
-
-def _table(title: str, rows: Sequence[Mapping[str, str]], columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, header_style="dim")
-    for column in columns:
-        number = column == "bytes"
-        style = "cyan" if column == "spec" else None
-        # What is too long even so goes on in the next line.
-        table.add_column(column, justify="right" if number else "left", style=style, overflow="fold", no_wrap=number)
-    for row in rows:
-        table.add_row(*(row[column] for column in columns), style="bold" if row is rows[-1] else None)
-    return table
+        spec = f"[cyan]{escape(str(row.spec))}[/]"
+        sheet.add(escape(row.name), spec, _shape(row.shape), _shape(local), amount_of_bytes(size))
+    sheet.add("all", "", "", "", amount_of_bytes(total), total=True)
+    return sheet
 
 
 @dataclass(frozen=True)

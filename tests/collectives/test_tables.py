@@ -49,6 +49,13 @@ def test_columns_go_in_order_and_nothing_else_is_cut(width, there):
     assert "".join(told.split()) == "".join(NAME.split())
 
 
+def test_where_not_even_names_fit_they_go_on_in_the_next_line():
+    text = printed(sheet(), 40)
+    assert max(map(len, text.splitlines())) <= 40
+    assert "1,234.5 MB" in text
+    assert "".join(line.split("│")[1].strip() for line in text.splitlines() if "│" in line) == "reduce-scatterall"
+
+
 def test_a_column_without_a_heading_and_without_cells_is_left_out():
     columns = (Column("a"), Column(""), Column("b"))
     without, within = Sheet("t", columns), Sheet("t", columns)
