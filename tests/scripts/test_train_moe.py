@@ -136,7 +136,7 @@ def test_the_run_is_told_before_anything_is_built(script, capfd, monkeypatch, tm
     assert lines[0].startswith("╭─ gspmd ")
     assert len(lines) <= 46
     assert max(map(len, lines)) <= 80
-    assert "  blocks.{0,1}.attention.{w_k,w_v} " in told[0]
+    assert "│ blocks.{0,1}.attention.{w_k,w_v} " in told[0]
     assert not re.search(r"…|KiB|MiB", told[0])
 
 
