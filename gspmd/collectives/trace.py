@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core.primitives import closed_call_p
 from jax.interpreters import partial_eval
 
 from gspmd.annotate.errors import PlanError
@@ -90,7 +91,36 @@ def _shown(value: Any) -> str:
 
 
 def _live(jaxpr: Jaxpr) -> Jaxpr:
-    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+    return partial_eval.dce_jaxpr(_plain(jaxpr, {}), [True] * len(jaxpr.outvars))[0]
+
+
+def _plain(jaxpr: Jaxpr, done: dict[int, Jaxpr]) -> Jaxpr:
+    """A program in which what has a rule of its own for vmap is a plain call: JAX looks for dead code only in those."""
+    if id(jaxpr) not in done:
+        equations = [_plainly_called(equation, done) for equation in jaxpr.eqns]
+        same = all(new is old for new, old in zip(equations, jaxpr.eqns))
+        done[id(jaxpr)] = jaxpr if same else jaxpr.replace(eqns=equations)
+    return done[id(jaxpr)]
+
+
+def _plainly_called(equation: Any, done: dict[int, Jaxpr]) -> Any:
+    def plain(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(plain, value)) if any(map(_is_program, value)) else value
+        if isinstance(value, ClosedJaxpr):
+            inner = _plain(value.jaxpr, done)
+            return value if inner is value.jaxpr else value.replace(jaxpr=inner)
+        return _plain(value, done) if isinstance(value, Jaxpr) else value
+
+    params = {name: plain(value) for name, value in equation.params.items()}
+    if equation.primitive.name == "custom_vmap_call":
+        return equation.replace(primitive=closed_call_p, params={"call_jaxpr": params["call"]})
+    same = all(params[name] is value for name, value in equation.params.items())
+    return equation if same else equation.replace(params=params)
+
+
+def _is_program(value: Any) -> bool:
+    return isinstance(value, (ClosedJaxpr, Jaxpr))
 
 
 def _programs(jaxpr: Jaxpr) -> Iterator[planned.Registered]:
