@@ -76,6 +76,10 @@ class Values:
         self._known: dict[Any, Value] = {}
         self._moved: dict[int, Asker] = {}
         self._bodies: dict[int, Values] = {}
+        self._loops: set[int] = set()
+        self._doubtful: set[int] = around._doubtful if around else set()
+        self.doubts: set[tuple[Asker, Asker]] = around.doubts if around else set()
+        self.doubted = False
 
     # -- through calls -------------------------------------------------------------------------------------------------
 
@@ -103,7 +107,7 @@ class Values:
         """Which call inside a planned program this is; None outside of them, where equal values are one from the start."""
         around = self._calls[-1]
         if around is not None and equation.primitive.name in _LOOPS:
-            return self._number(("in", self._loop_of(equation, held).number))
+            return self._number(("in", self._loop_of(equation, held).late))
         if around is not None:
             return self._number(("in", around, id(equation)))
         if equation.primitive.name == "shard_map":
@@ -120,7 +124,9 @@ class Values:
             self._know(equation.outvars, [self._stack(v) if _is_stack(var, one) else v for var, one, v in pairs])
         else:
             loop = self._loop_of(equation, [self._of(var) for var in equation.invars])
-            self._know(equation.outvars, loop.home._parts("result", loop, len(equation.outvars)))
+            results = loop.home._parts("result", loop, len(equation.outvars))
+            self._know(equation.outvars, results)
+            self._doubt(equation.primitive.name, results, ())
 
     def _loop(self, equation: Any, inner: Jaxpr, held: Sequence[Value]) -> "Values":
         """A loop's body, which knows what is the same in every trip: its constants, and what it carries unchanged."""
@@ -129,11 +135,13 @@ class Values:
         loop = self._loop_of(equation, held)
         if not is_body:
             return Values(around=loop.home, length=length)
-        body = loop.home._bodies.setdefault(loop.number, Values(around=loop.home, length=length, is_loop=True))
+        body = loop.home._bodies.setdefault(loop.late, Values(around=loop.home, length=length, is_loop=True))
+        body.doubted = bool(body._loops) and loop.number not in body._loops
+        body._loops.add(loop.number)
         held = held[equation.params.get("cond_nconsts", 0) :]
         constants = equation.params["num_consts" if equation.primitive.name == "scan" else "body_nconsts"]
         unchanged = [place < constants or _passed_on(inner, place, constants) for place in range(len(held))]
-        changing = body._parts("carried", loop, len(held))
+        changing = body._parts("carried", loop._replace(number=loop.late), len(held))
         body._know(inner.invars, [old if same else new for old, new, same in zip(held, changing, unchanged)])
         return body
 
@@ -142,17 +150,17 @@ class Values:
         home = self._home_of_call(equation)
         if equation.primitive.name not in _LOOPS or not _has_no_effects(equation):
             return home.new()
-        how, own = str(equation.params), self._own(equation, held)
+        how, own = (*_written(equation), id(home)), self._own(equation, held)
         # Where a device stands is known before all loops, and each loop gets it by itself from the one around it.
-        apart = (own,) if home.is_loop and "axis_index" in how else ()
-        number = self._number((how, id(home), *apart, *(value.seen_from(home) for value in held)))
-        return Value(number, number, home, number)
+        apart = (own,) if home.is_loop and "axis_index" in how[1] else ()
+        number, late = (self._number((*how, *apart, *side)) for side in _sides(held, home))
+        return Value(number, late, home, late)
 
     def _own(self, equation: Any, held: Sequence[Value]) -> int:
         """What an operation makes, before the compiler merges what planned programs make."""
         if self._calls[-1] is not None:
             return self._number(("own", self._calls[-1], id(equation)))
-        return self._number(("own", equation.primitive.name, str(equation.params), *(value.own for value in held)))
+        return self._number(("own", *_written(equation), *(value.own for value in held)))
 
     def _parts(self, what: str, whole: Value, count: int) -> list[Value]:
         """The results of an operation, or what a loop has in one trip."""
@@ -184,16 +192,27 @@ class Values:
             self._know(equation.outvars, [self.new() for _ in equation.outvars])
             return Made(self)
         home = self._home(held, self.compiler.leaves(equation))
-        how = equation.primitive.name, str(equation.params), id(home)
-        number, late = (self._number((*how, *side)) for side in zip(*(value.seen_from(home) for value in held))) if held else (self._number(how),) * 2
+        how = *_written(equation), id(home)
+        number, late = (self._number((*how, *side)) for side in _sides(held, home))
+        late = number if equation.primitive.name in _REDUCTIONS else late
         made = Value(number, late, home, self._own(equation, held))
-        self._know(equation.outvars, home._parts("result", made, len(equation.outvars)))
+        results = home._parts("result", made, len(equation.outvars))
+        self._know(equation.outvars, results)
+        self._doubt(equation.primitive.name, [made, *results], held)
         if equation.primitive.name not in (*_MOVES, "dot_general"):
             return Made(home)
-        merged = number if equation.primitive.name in _REDUCTIONS else late
-        first = home._moved.get(merged)
-        home._moved.setdefault(merged, asker)
+        first = home._moved.get(number, home._moved.get(late))
+        if first and (number not in home._moved and late in self._doubtful or any(one.doubted for one in home.outwards())):
+            self.doubts.add((first, asker))
+        home._moved.setdefault(number, asker)
+        home._moved.setdefault(late, asker)
         return Made(home, first)
+
+    def _doubt(self, primitive: str, made: Sequence[Value], held: Sequence[Value]) -> None:
+        """Remember what is the same only if the compiler, once it drops barriers, has fused it alike."""
+        fused = primitive not in (*_MOVES, "dot_general")
+        if fused or any(value.number != value.late and value.late in self._doubtful for value in held):
+            self._doubtful.update(value.late for value in made if value.number != value.late)
 
     def _behind(self, held: Sequence[Value]) -> list[Value]:
         """Values behind an optimization barrier: none is there before all are."""
@@ -274,6 +293,17 @@ class Values:
 
     def _know(self, variables: Sequence[Any], values: Sequence[Value]) -> None:
         self._known.update(zip(variables, values))
+
+
+def _sides(held: Sequence[Value], home: Values) -> list[tuple[int, ...]]:
+    """The `number` of each value in a piece of the program, and the `late` of each."""
+    seen = [value.seen_from(home) for value in held]
+    return [tuple(pair[side] for pair in seen) for side in (0, 1)]
+
+
+def _written(equation: Any) -> tuple[str, str]:
+    """What an operation does, whatever order JAX has put its parameters in."""
+    return equation.primitive.name, str(sorted(equation.params.items(), key=lambda item: item[0]))
 
 
 def _each(kept: Any, count: int) -> Sequence[bool]:

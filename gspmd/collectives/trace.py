@@ -5,7 +5,7 @@ which `planned.run` runs them. Inside one, the steps that are still there are th
 under `jax.checkpoint` keeps only the moves that the backward pass needs.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,10 +44,11 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
     """
     check_call("trace", fn, abstract, keywords)
     jaxpr = _live(jax.make_jaxpr(fn)(*abstract, **keywords).jaxpr)
-    found = tuple(_walk(jaxpr, Values(compiler())))
+    values = Values(compiler())
+    found = tuple(_walk(jaxpr, values))
     entries = tuple(entry for entry in found if not entry.first)
     shared = tuple(entry for entry in found if entry.first)
-    return ProgramPlan(entries, shared, frozenset(_lowered(jaxpr)), tuple(dict.fromkeys(_notes(jaxpr))))
+    return ProgramPlan(entries, shared, frozenset(_lowered(jaxpr)), (*dict.fromkeys(_notes(jaxpr)), *_doubts(shared, values)))
 
 
 def check_call(doing: str, fn: Any, arguments: tuple, keywords: Mapping[str, Any] | None = None) -> None:
@@ -139,6 +140,18 @@ def _notes(jaxpr: Jaxpr) -> Iterator[str]:
         names = dict.fromkeys(each.equation for each in inside if any(step.is_collective for step in each.steps))
         if names:
             yield f"a while loop is planned as one trip, for its trips are not known here; in it: {'; '.join(names)}"
+
+
+def _doubts(shared: Sequence[PlannedStep], values: Values) -> Iterator[str]:
+    """What the compiler may still make twice."""
+    some = [entry for entry in shared if (entry.first, (entry.equation, entry.number)) in values.doubts]
+    sent = sum(entry.wire_bytes for entry in some)
+    if sent:
+        names = "; ".join(dict.fromkeys(entry.equation for entry in some))
+        yield (
+            f"up to {sent} bytes more may be sent: what is computed again behind a barrier, as under jax.checkpoint, is "
+            f"planned as sent once, but XLA merges only what it has fused alike by then; in it: {names}"
+        )
 
 
 def _walk(jaxpr: Jaxpr, values: Values, transposed: bool = False) -> Iterator[PlannedStep]:
