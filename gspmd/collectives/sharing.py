@@ -104,7 +104,7 @@ class Values:
         return Values(around=self._home_of_call(equation))
 
     def _call(self, equation: Any, held: list[Value]) -> int | None:
-        """Which call inside a planned program this is; None outside of them, where equal values are one from the start."""
+        """Which call inside a planned program this is; None outside, where equal values are one from the start."""
         around = self._calls[-1]
         if around is not None and equation.primitive.name in _LOOPS:
             return self._number(("in", self._loop_of(equation, held).late))
@@ -202,7 +202,9 @@ class Values:
         if equation.primitive.name not in (*_MOVES, "dot_general"):
             return Made(home)
         first = home._moved.get(number, home._moved.get(late))
-        if first and (number not in home._moved and late in self._doubtful or any(one.doubted for one in home.outwards())):
+        if first and (
+            (number not in home._moved and late in self._doubtful) or any(one.doubted for one in home.outwards())
+        ):
             self.doubts.add((first, asker))
         home._moved.setdefault(number, asker)
         home._moved.setdefault(late, asker)

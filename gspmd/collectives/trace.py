@@ -48,7 +48,8 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
     found = tuple(_walk(jaxpr, values))
     entries = tuple(entry for entry in found if not entry.first)
     shared = tuple(entry for entry in found if entry.first)
-    return ProgramPlan(entries, shared, frozenset(_lowered(jaxpr)), (*dict.fromkeys(_notes(jaxpr)), *_doubts(shared, values)))
+    notes = (*dict.fromkeys(_notes(jaxpr)), *_doubts(shared, values))
+    return ProgramPlan(entries, shared, frozenset(_lowered(jaxpr)), notes)
 
 
 def check_call(doing: str, fn: Any, arguments: tuple, keywords: Mapping[str, Any] | None = None) -> None:
@@ -149,8 +150,8 @@ def _doubts(shared: Sequence[PlannedStep], values: Values) -> Iterator[str]:
     if sent:
         names = "; ".join(dict.fromkeys(entry.equation for entry in some))
         yield (
-            f"up to {sent} bytes more may be sent: what is computed again behind a barrier, as under jax.checkpoint, is "
-            f"planned as sent once, but XLA merges only what it has fused alike by then; in it: {names}"
+            f"up to {sent} bytes more may be sent: what is computed again behind a barrier, as under jax.checkpoint, "
+            f"is planned as sent once, but XLA merges only what it has fused alike by then; in it: {names}"
         )
 
 
