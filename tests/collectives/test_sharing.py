@@ -197,11 +197,11 @@ def test_planned_is_compiled(make_mesh, axis_type, name):
     assert planned["all-gather", ("x",)][0] == gathers
 
 
-def plan_of(mesh, program):
+def plan_of(mesh, program, shapes=SHAPES):
     """The plan of a program on the mesh."""
     place = lambda spec: jax.NamedSharding(mesh, gspmd.Spec.parse(spec).partition_spec())  # noqa: E731
     with jax.set_mesh(mesh):
-        abstract = [jax.ShapeDtypeStruct(shape, "float32", sharding=place(spec)) for spec, shape in SHAPES.values()]
+        abstract = [jax.ShapeDtypeStruct(shape, "float32", sharding=place(spec)) for spec, shape in shapes.values()]
         return gspmd.trace(program, *abstract)
 
 
@@ -301,10 +301,10 @@ def test_loops_of_the_same_are_one_loop_on_host_devices(make_mesh, name):
 
 
 def test_what_is_merged_only_if_it_is_fused_alike_is_noted(make_mesh):
-    mesh = make_mesh(MESH)
+    mesh = make_mesh(MESH, "auto")
     with gspmd.lowering("looped:one-way"):
-        planned, compiled = permutes_of(both(mesh, _recomputed_ring))
-        (note,) = plan_of(mesh, _recomputed_ring).notes
+        planned, compiled = permutes_of(both(mesh, _recomputed_ring, WHOLE))
+        (note,) = plan_of(mesh, _recomputed_ring, WHOLE).notes
         assert plan_of(mesh, lambda x, w, v: _value_and_gradients(whole, x, w)).notes == ()
     more = re.match(r"up to (\d+) bytes more may be sent", note)
     assert planned < compiled <= planned + int(more[1])
