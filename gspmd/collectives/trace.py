@@ -5,12 +5,13 @@ which `planned.run` runs them. Inside one, the steps that are still there are th
 under `jax.checkpoint` keeps only the moves that the backward pass needs.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core.primitives import closed_call_p
 from jax.interpreters import partial_eval
 
 from gspmd.annotate.errors import PlanError
@@ -43,10 +44,12 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
     """
     check_call("trace", fn, abstract, keywords)
     jaxpr = _live(jax.make_jaxpr(fn)(*abstract, **keywords).jaxpr)
-    found = tuple(_walk(jaxpr, Values(compiler())))
+    values = Values(compiler())
+    found = tuple(_walk(jaxpr, values))
     entries = tuple(entry for entry in found if not entry.first)
     shared = tuple(entry for entry in found if entry.first)
-    return ProgramPlan(entries, shared, frozenset(_lowered(jaxpr)), tuple(dict.fromkeys(_notes(jaxpr))))
+    notes = (*dict.fromkeys(_notes(jaxpr)), *_doubts(shared, values))
+    return ProgramPlan(entries, shared, frozenset(_lowered(jaxpr)), notes)
 
 
 def check_call(doing: str, fn: Any, arguments: tuple, keywords: Mapping[str, Any] | None = None) -> None:
@@ -90,7 +93,36 @@ def _shown(value: Any) -> str:
 
 
 def _live(jaxpr: Jaxpr) -> Jaxpr:
-    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+    return partial_eval.dce_jaxpr(_plain(jaxpr, {}), [True] * len(jaxpr.outvars))[0]
+
+
+def _plain(jaxpr: Jaxpr, done: dict[int, Jaxpr]) -> Jaxpr:
+    """A program in which what has a rule of its own for vmap is a plain call: JAX looks for dead code only in those."""
+    if id(jaxpr) not in done:
+        equations = [_plainly_called(equation, done) for equation in jaxpr.eqns]
+        same = all(new is old for new, old in zip(equations, jaxpr.eqns))
+        done[id(jaxpr)] = jaxpr if same else jaxpr.replace(eqns=equations)
+    return done[id(jaxpr)]
+
+
+def _plainly_called(equation: Any, done: dict[int, Jaxpr]) -> Any:
+    def plain(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(plain, value)) if any(map(_is_program, value)) else value
+        if isinstance(value, ClosedJaxpr):
+            inner = _plain(value.jaxpr, done)
+            return value if inner is value.jaxpr else value.replace(jaxpr=inner)
+        return _plain(value, done) if isinstance(value, Jaxpr) else value
+
+    params = {name: plain(value) for name, value in equation.params.items()}
+    if equation.primitive.name == "custom_vmap_call":
+        return equation.replace(primitive=closed_call_p, params={"call_jaxpr": params["call"]})
+    same = all(params[name] is value for name, value in equation.params.items())
+    return equation if same else equation.replace(params=params)
+
+
+def _is_program(value: Any) -> bool:
+    return isinstance(value, (ClosedJaxpr, Jaxpr))
 
 
 def _programs(jaxpr: Jaxpr) -> Iterator[planned.Registered]:
@@ -109,6 +141,18 @@ def _notes(jaxpr: Jaxpr) -> Iterator[str]:
         names = dict.fromkeys(each.equation for each in inside if any(step.is_collective for step in each.steps))
         if names:
             yield f"a while loop is planned as one trip, for its trips are not known here; in it: {'; '.join(names)}"
+
+
+def _doubts(shared: Sequence[PlannedStep], values: Values) -> Iterator[str]:
+    """What the compiler may still make twice."""
+    some = [entry for entry in shared if (entry.first, (entry.equation, entry.number)) in values.doubts]
+    sent = sum(entry.wire_bytes for entry in some)
+    if sent:
+        names = "; ".join(dict.fromkeys(entry.equation for entry in some))
+        yield (
+            f"up to {sent} bytes more may be sent: what is computed again behind a barrier, as under jax.checkpoint, "
+            f"is planned as sent once, but XLA merges only what it has fused alike by then; in it: {names}"
+        )
 
 
 def _walk(jaxpr: Jaxpr, values: Values, transposed: bool = False) -> Iterator[PlannedStep]:

@@ -1,5 +1,6 @@
 """What `gspmd.trace` counts once is what the compiler makes once, and what it counts twice is made twice."""
 
+import re
 from functools import partial
 from importlib import util
 
@@ -196,11 +197,11 @@ def test_planned_is_compiled(make_mesh, axis_type, name):
     assert planned["all-gather", ("x",)][0] == gathers
 
 
-def plan_of(mesh, program):
+def plan_of(mesh, program, shapes=SHAPES):
     """The plan of a program on the mesh."""
     place = lambda spec: jax.NamedSharding(mesh, gspmd.Spec.parse(spec).partition_spec())  # noqa: E731
     with jax.set_mesh(mesh):
-        abstract = [jax.ShapeDtypeStruct(shape, "float32", sharding=place(spec)) for spec, shape in SHAPES.values()]
+        abstract = [jax.ShapeDtypeStruct(shape, "float32", sharding=place(spec)) for spec, shape in shapes.values()]
         return gspmd.trace(program, *abstract)
 
 
@@ -267,6 +268,46 @@ def test_rings_of_one_value_are_one_ring_on_host_devices(make_mesh, axis_type, n
     with gspmd.lowering("looped"):
         planned, compiled = permutes_of(both(mesh, program))
     assert planned == compiled == rings * 3 * 8 * 4 * 4  # three shards [8, 4] of float32
+
+
+def _recomputed_ring(x, w, v):
+    return _value_and_gradients(jax.checkpoint(lambda x, w: jnp.sin(whole(x, w))), x, w)
+
+
+# name: program; a ring of four one way is a loop
+LOOPS = {
+    "two loops of the same": lambda x, w, v: (whole(x, w), whole(x, w)),
+    "a jitted loop twice": lambda x, w, v: (program := jax.jit(whole), program(x, w), program(x, w))[1:],
+    "loops of two values": lambda x, w, v: (whole(x, w), whole(x + 1, w)),
+    "loops of the same in a scan": _repeated(lambda x, w, v: (whole(x, w), whole(x, w)), 3),
+    "loops of the same in a scan that does not change them": lambda x, w, v: _loop(
+        lambda c: whole(x, w) * c + whole(x, w), 3
+    ),
+    "two scans with a loop": lambda x, w, v: (_repeated(whole3, 3)(x, w, v), _repeated(whole3, 3)(x, w, v)),
+    "where a device stands, in a scan": lambda x, w, v: _loop(
+        lambda c: gspmd.einsum("BE, E_xF -> B_xF", c * x, gspmd.reshard(w.T, "FE -> F_xE").T) * c
+    ),
+}
+
+
+WHOLE = {"x": ("BE_x", (8, 16)), "w": ("EF", (16, 32)), "v": ("EF", (16, 32))}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_of_the_same_are_one_loop_on_host_devices(make_mesh, name):
+    with gspmd.lowering("looped:one-way"):
+        planned, compiled = permutes_of(both(make_mesh(MESH, "auto"), LOOPS[name], WHOLE))
+    assert planned == compiled > 0
+
+
+def test_what_is_merged_only_if_it_is_fused_alike_is_noted(make_mesh):
+    mesh = make_mesh(MESH, "auto")
+    with gspmd.lowering("looped:one-way"):
+        planned, compiled = permutes_of(both(mesh, _recomputed_ring, WHOLE))
+        (note,) = plan_of(mesh, _recomputed_ring, WHOLE).notes
+        assert plan_of(mesh, lambda x, w, v: _value_and_gradients(whole, x, w)).notes == ()
+    more = re.match(r"up to (\d+) bytes more may be sent", note)
+    assert planned < compiled <= planned + int(more[1])
 
 
 @pytest.mark.parametrize("schedule", ["one-way", "halves", "paired"])

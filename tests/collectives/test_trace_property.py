@@ -1,5 +1,6 @@
 """What trace counts is what is compiled: random equations, alone, shared, jitted, recomputed and in loops."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -85,7 +86,14 @@ def check(case: Case, program: str, gradients: bool) -> None:
         plan = gspmd.trace(function, *abstract)
         ledger = gspmd.ledger(jax.jit(function).lower(*abstract).compile(), dict(case.mesh))
     compiled = sum(entry.wire_bytes for entry in ledger.entries if entry.equation)
-    assert compiled == plan.wire_bytes, f"{compiled} compiled, {plan.wire_bytes} planned"
+    planned, doubtful = plan.wire_bytes, may_be_sent(plan)
+    assert planned <= compiled <= planned + doubtful, f"{compiled} compiled, {planned} planned, {doubtful} more noted"
+
+
+def may_be_sent(plan) -> int:
+    """Bytes that a note says the compiler may send besides what is planned: none but where something is recomputed."""
+    found = (re.match(r"up to (\d+) bytes more may be sent", note) for note in plan.notes)
+    return sum(int(each[1]) for each in found if each)
 
 
 @settings(max_examples=16, derandomize=True, **_COMMON)
