@@ -14,10 +14,10 @@ from gspmd.collectives.transitions import Graph
 V4 = chip("tpu-v4")
 
 
-@pytest.mark.parametrize("exponent", [19, 20, 24, 36])
+@pytest.mark.parametrize("exponent", [19, 24, 26, 36])
 def test_a_large_move_is_counted_exactly_or_refused(exponent):
     sizes = {"B": 2**exponent, "E": 2**20}
-    if exponent <= 20:
+    if exponent <= 24:
         plan = gspmd.plan("B_xE -> BE", sizes, {"x": 4}, dtype="bfloat16", lowering="blocking")
         assert plan.wire_bytes == 2 * 2**exponent * 2**20 * 3 // 4
     else:
