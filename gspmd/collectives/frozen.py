@@ -4,7 +4,7 @@ from typing import Any, NoReturn
 
 
 class FrozenDict(dict):
-    """A dict that stays as it was made; it can be hashed, pickled, copied, and written as JSON.
+    """A dict that stays as it was made; it can be hashed, pickled, and written as JSON. `copy()` is a plain dict.
 
     Example:
         >>> sizes = FrozenDict(B=8, E=16)
@@ -16,6 +16,14 @@ class FrozenDict(dict):
         TypeError: these figures belong to a plan that others hold too, and stay as they are.
           Change a copy: dict(figures) | {...}.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "FrozenDict":
+        made = super().__new__(cls)
+        dict.__init__(made, *args, **kwargs)
+        return made
+
+    def __init__(self, *_: Any, **__: Any):
+        """Do nothing: it is made by then, and called again it changes nothing."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(

@@ -15,7 +15,7 @@ from gspmd.collectives.cost import einsum_seconds, itemsize
 from gspmd.collectives.placements import Axes, Placements
 from gspmd.collectives.plan import Step, picoseconds
 from gspmd.collectives.problem import Member, Setting, Tensor, wider
-from gspmd.collectives.routes import FAR, Routes, costs_from, fitting, routes
+from gspmd.collectives.routes import FAR, Routes, fitting, routes
 
 
 class Meetings:
@@ -80,7 +80,7 @@ class Meetings:
         ranks = np.zeros(len(shapes), int)
         for column in shapes.T:
             values, rank = np.unique(column, return_inverse=True)
-            ranks = ranks * len(values) + rank
+            ranks = np.unique(ranks * len(values) + rank, return_inverse=True)[1]
         _, first, kind = np.unique(ranks, return_index=True, return_inverse=True)
         local = [dict(zip(self._union, map(int, shapes[row]))) for row in first]
         return np.array([picoseconds(self._figures(each)[1]) for each in local])[kind]
@@ -98,7 +98,7 @@ class Meetings:
     @property
     def partner_costs(self) -> np.ndarray:
         """What every placement of the partner costs."""
-        return costs_from(self.partner, self.partner.number(self.member.partner.spec))
+        return self.partner.costs_from(self.partner.number(self.member.partner.spec))
 
     def _figures(self, local: dict[str, int]) -> tuple[int, float]:
         """Operations and seconds of the local einsum of pieces of these sizes."""

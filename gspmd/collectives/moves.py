@@ -7,11 +7,13 @@ A shortest path in the graph of all placements: whatever slices, scatters and de
 from collections.abc import Mapping
 from functools import lru_cache
 
+import numpy as np
+
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.chips import Chip
 from gspmd.collectives.plan import Step
-from gspmd.collectives.routes import costs_to, routes
+from gspmd.collectives.routes import routes
 
 
 def move(
@@ -70,4 +72,7 @@ def chain(src: Spec, dst: Spec, shape: tuple[int, ...], mesh, itemsize: int, chi
     here, there = ways.number(src), ways.number(dst)
     if min(here, there) < 0:
         raise PlanError(f"no chain of collectives from '{src}' to '{dst}' divides the sizes {shape} evenly.")
-    return ways.steps(ways.chain(costs_to(ways, there), here), src.dims, operand)
+    rest = ways.costs_to(there)
+    if not np.isfinite(rest[here].real):
+        ways.refuse_left_out(operand)
+    return ways.steps(ways.chain(rest, here), src.dims, operand)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import reduce
 from typing import Any
 
 import jax
@@ -75,12 +76,27 @@ def of_one_kind(equation: Equation, arrays: Sequence[jax.Array]) -> tuple[list[j
     try:
         joint = jnp.result_type(*arrays)
     except (TypeError, ValueError):
-        names = ", ".join(str(x.dtype) for x in arrays)
-        raise PlanError(
-            f"cannot compute '{equation}': by JAX's rules of promotion {names} have no joint dtype.\n"
-            "  Cast the operands to one dtype."
-        ) from None
+        raise PlanError(_no_joint(equation, [x.dtype for x in arrays])) from None
     return [x.astype(joint) if jax.typeof(x).weak_type else x for x in arrays], joint.name
+
+
+def joint_dtype(equation: Equation, dtypes: Sequence[str]) -> str:
+    """The dtype of a product of arrays of these dtypes; of 64 bits too, whether or not JAX has been told to have them.
+
+    Raises:
+        PlanError: JAX's rules of promotion have none.
+    """
+    try:
+        return reduce(jnp.promote_types, map(jnp.dtype, dtypes)).name
+    except (TypeError, ValueError):
+        raise PlanError(_no_joint(equation, dtypes)) from None
+
+
+def _no_joint(equation: Equation, dtypes: Sequence) -> str:
+    return (
+        f"cannot compute '{equation}': by JAX's rules of promotion {', '.join(map(str, dtypes))} have no joint dtype.\n"
+        "  Cast the operands to one dtype."
+    )
 
 
 def result_dtype(equation: Equation, joint: str, preferred: Any) -> str:

@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gspmd.annotate.equation import Equation, Term
-from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.moves import move
 from gspmd.collectives.plan import Move, Output, Product, Routine, Step
 from gspmd.collectives.problem import Member, Setting, Tensor
-from gspmd.collectives.routes import costs_to
-from gspmd.collectives.search import Found, Reach, reach, search
+from gspmd.collectives.search import Found, NoPlacement, Reach, reach, search
 
 
 def forward(
@@ -98,7 +96,7 @@ def _group(setting: Setting, job: _Job) -> list[tuple[_Job, Found]]:
     """A group travels once; where its results owe sums that no one placement makes, each member by itself."""
     try:
         return [(job, _found(setting, job))]
-    except PlanError:
+    except NoPlacement:
         if len(job.members) == 1:
             raise
     alone = [replace(job, partners=(p,), members=(member,)) for p, member in zip(job.partners, job.members)]
@@ -136,7 +134,7 @@ def _common(terms: Sequence[Reach], target: Tensor) -> Spec | None:
     there = ways.number(Spec(dims, tuple(target.spec.axes_of(dim) for dim in dims), target.spec.partial))
     if there < 0:
         return None
-    total = sum((term.costs for term in terms), costs_to(ways, there))
+    total = sum((term.costs for term in terms), ways.costs_to(there))
     least = total.min()
     if not np.isfinite(least):
         return None

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-import jax.numpy as jnp
-
 from gspmd.annotate.equation import Equation, Operand, Term, parse_equation, parse_via
 from gspmd.annotate.spec import Spec
 from gspmd.collectives import planner
@@ -21,6 +19,7 @@ from gspmd.collectives.frozen import FrozenDict
 from gspmd.collectives.looping import plan_loops
 from gspmd.collectives.loops import Loops, kept
 from gspmd.collectives.lowering import resolve
+from gspmd.collectives.operands import joint_dtype
 from gspmd.collectives.plan import Routine, Step
 from gspmd.collectives.printing import html, printable
 from gspmd.collectives.problem import Setting, Tensor
@@ -293,8 +292,7 @@ def tensors(
         Tensor(s.without_trivial(mesh), d, wire_dtype or wire_of(d, summed=bool(s.partial)), n)
         for s, d, n in zip(flat, dtypes, names)
     ]
-    alike = len(set(dtypes)) == 1  # then it is theirs, whether or not JAX has been told to have 64 bits
-    dtype = dtype or (dtypes[0] if alike else str(jnp.result_type(*map(jnp.dtype, dtypes))))
+    dtype = dtype or joint_dtype(equation, dtypes)
     sums = any(spec.partial or set(spec.dims) - set(out.dims) for spec in flat for out in equation.outputs)
     wire = wire_dtype or wire_of(dtype, summed=sums)
     outputs = [Tensor(s.without_trivial(mesh), dtype, wire, "result") for s in equation.outputs]

@@ -1,24 +1,29 @@
 """Cheapest ways between the placements of one tensor: all of them from one placement, or all to one, at once.
 
-The cost of a way is a complex number, picoseconds + i · (bytes · 2⁸ + steps): numpy compares complex numbers by their
-real part, ties by their imaginary part, and both are whole numbers that a float holds exactly. So one array addition
-and one minimum per round rank seconds, then bytes, then steps.
+The cost of a way is a complex number, picoseconds + i · (bytes · 2⁶ + steps): numpy compares complex numbers by their
+real part, ties by their imaginary part, and both are whole numbers that a float holds exactly: a step that costs more
+than a quarter of what a float can count by ones is left out, and a tensor that cannot do without one is refused. So one
+array addition and one minimum per round rank seconds, then bytes, then steps.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from math import prod
+from threading import Lock
 
 import numpy as np
 
+from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
+from gspmd.collectives.amounts import amount_of_bytes
 from gspmd.collectives.chips import Chip
 from gspmd.collectives.cost import collective_seconds, wire_bytes
 from gspmd.collectives.placements import Axes, parts_of
 from gspmd.collectives.plan import Step, picoseconds
 from gspmd.collectives.transitions import Arcs, graph
 
-_STEPS = 1 << 8
+_STEPS = 1 << 6
+_LARGEST = 2**53 // 4
 FAR = complex(np.inf, 0)
 
 Cost = tuple[int, int, int]
@@ -56,7 +61,32 @@ class Routes:
         sizes = tuple(self.mesh.values())
         self.graph = graph(sizes, tuple(fitting(size, sizes) for size in shape), self.mask(owed))
         self.nodes = self.graph.nodes
+        self.left_out = False
         self._prices = self._priced(scatters)
+        self._from: dict[int, np.ndarray] = {}
+        self._to: dict[int, np.ndarray] = {}
+
+    def costs_from(self, number: int) -> np.ndarray:
+        """What every placement costs from one; kept, and not to be written to."""
+        if number not in self._from:
+            self._from[number] = _unchangeable(self.onward(self.start(number)))
+        return self._from[number]
+
+    def costs_to(self, number: int) -> np.ndarray:
+        """What one placement costs from every other; kept, and not to be written to."""
+        if number not in self._to:
+            self._to[number] = _unchangeable(self.back(self.start(number)))
+        return self._to[number]
+
+    def refuse_left_out(self, name: str) -> None:
+        """Refuse what no chain does, if one with steps too large to be counted might."""
+        if self.left_out:
+            shape, size = "x".join(map(str, self.shape)), amount_of_bytes(self._whole)
+            most = f"{amount_of_bytes(_LARGEST // _STEPS)} at once, or for more than {_LARGEST / 1e12:.0f} s"
+            raise PlanError(
+                f"cannot plan {name or 'a tensor'} of {shape}, {size}: on every way there a device\n"
+                f"  sends more than {most}. Check the sizes, or use larger mesh axes."
+            )
 
     def mask(self, axes) -> int:
         """A set of mesh axes as a mask."""
@@ -86,7 +116,11 @@ class Routes:
                 buffer = self._whole // parts
                 seconds = collective_seconds(kind, named[mask], self.mesh, buffer, self.chip)
                 sent = wire_bytes(kind, int(self.nodes.parts[mask]), buffer)
-                prices[code] = packed((picoseconds(seconds), sent, 1))
+                price = packed((picoseconds(seconds), sent, 1))
+                if max(price.real, price.imag) <= _LARGEST:
+                    prices[code] = price
+                else:
+                    self.left_out = True
         return np.array(prices)
 
     def start(self, *numbers: int) -> np.ndarray:
@@ -174,7 +208,10 @@ def fitting(size: int, mesh_sizes: Axes) -> frozenset[int]:
     return frozenset(mask for mask, count in enumerate(parts_of(mesh_sizes)) if size % count == 0)
 
 
-@lru_cache(maxsize=256)
+_kept: OrderedDict[tuple, Routes] = OrderedDict()
+_MOST_KEPT, _MOST_ARCS = 256, 1 << 25
+
+
 def routes(
     shape: tuple[int, ...],
     mesh: tuple[tuple[str, int], ...],
@@ -183,23 +220,31 @@ def routes(
     owed: frozenset[str],
     scatters: bool = True,
 ) -> Routes:
-    """The routes of a tensor; `mesh` has no axis of size 1."""
-    return Routes(shape, mesh, itemsize, chip, owed, scatters)
+    """The routes of a tensor, of which the latest are kept; `mesh` has no axis of size 1."""
+    key = shape, mesh, itemsize, chip, owed, scatters
+    with _lock:
+        if key in _kept:
+            _kept.move_to_end(key)
+            return _kept[key]
+        made = _kept[key] = Routes(*key)
+        while len(_kept) > 1 and (len(_kept) > _MOST_KEPT or _arcs_kept() > _MOST_ARCS):
+            _kept.popitem(last=False)
+        return made
 
 
-@lru_cache(maxsize=128)
-def costs_from(ways: Routes, number: int) -> np.ndarray:
-    """What every placement costs from one."""
-    return ways.onward(ways.start(number))
+def _arcs_kept() -> int:
+    """The steps of all graphs that are kept; tensors that differ in size alone share one."""
+    return sum({id(each.graph): each.graph.arcs for each in _kept.values()}.values())
 
 
-@lru_cache(maxsize=128)
-def costs_to(ways: Routes, number: int) -> np.ndarray:
-    """What one placement costs from every other."""
-    return ways.back(ways.start(number))
+_lock = Lock()
 
 
 def forget() -> None:
-    """Empty the caches."""
-    for cached in (routes, costs_from, costs_to, graph):
-        cached.cache_clear()
+    """Drop what is kept, for benchmarks."""
+    _kept.clear()
+
+
+def _unchangeable(costs: np.ndarray) -> np.ndarray:
+    costs.setflags(write=False)
+    return costs

@@ -14,9 +14,9 @@ import numpy as np
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.meetings import Meetings, lowest
-from gspmd.collectives.plan import Step, total_cost
+from gspmd.collectives.plan import Step
 from gspmd.collectives.problem import Member, Setting, Tensor
-from gspmd.collectives.routes import FAR, Cost, Routes, costs_from, costs_to
+from gspmd.collectives.routes import FAR, Routes
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,6 @@ class Choice:
     result: Spec
     settle_steps: tuple[Step, ...]
 
-    @property
-    def cost(self) -> Cost:
-        """Of everything but the shared tensor's own move."""
-        return total_cost((*self.partner_steps, self.einsum, *self.settle_steps))
-
 
 @dataclass(frozen=True)
 class Found:
@@ -43,15 +38,9 @@ class Found:
     shared_steps: tuple[Step, ...]
     choices: tuple[Choice, ...]
 
-    @property
-    def cost(self) -> Cost:
-        """Of the whole group; the shared tensor travels once."""
-        return add(total_cost(self.shared_steps), *(choice.cost for choice in self.choices))
 
-
-def add(*costs: Cost) -> Cost:
-    """Costs add up component by component."""
-    return tuple(map(sum, zip(*costs)))
+class NoPlacement(PlanError):
+    """No placement of the operands gives the targets."""
 
 
 @lru_cache(maxsize=1 << 14)
@@ -59,7 +48,8 @@ def search(setting: Setting, shared: Tensor, members: tuple[Member, ...], pinned
     """Find the cheapest way to bring `shared` and each member's partner together, multiply, and settle.
 
     Raises:
-        PlanError: no assignment of mesh axes gives the targets (a target owes a sum that nothing makes).
+        NoPlacement: no assignment of mesh axes gives the targets (a target owes a sum that nothing makes).
+        PlanError: a tensor is too large to be planned.
     """
     return _Search(setting, shared, members, pinned).found()
 
@@ -85,7 +75,7 @@ class _Search:
         self.shared, self.members, self.pinned = shared, members, pinned
         self.meetings = [Meetings(setting, shared, member, member is added) for member in members]
         self.ways = self.meetings[0].shared
-        self.own = costs_from(self.ways, self.ways.number(shared.spec))
+        self.own = self.ways.costs_from(self.ways.number(shared.spec))
         if pinned is not None:
             here = self.ways.number(pinned)
             self.own = np.where(np.arange(len(self.own)) == here, self.own, FAR)
@@ -96,7 +86,8 @@ class _Search:
         total = sum(best, self.own)
         least = total.min()
         if not np.isfinite(least.real):
-            raise PlanError(_impossible(self.shared, self.members, self.pinned))
+            self._refuse_left_out()
+            raise NoPlacement(_impossible(self.shared, self.members, self.pinned))
         dims = self.shared.spec.dims
         left = min(np.flatnonzero(total == least).tolist(), key=lambda n: str(self.ways.spec(dims, n)))
         held = self.ways.spec(dims, left)
@@ -106,10 +97,17 @@ class _Search:
         ]
         return Found(held, self._steps_to(self.ways, self.own, self.shared, left), tuple(choices))
 
+    def _refuse_left_out(self) -> None:
+        self.ways.refuse_left_out(self.shared.name)
+        for each, member in zip(self.meetings, self.members):
+            each.result.refuse_left_out(member.target.name)
+            if member.partner is not None:
+                each.partner.refuse_left_out(member.partner.name)
+
     def _rows(self, number: int) -> np.ndarray:
         """For each meeting of a member, all but the shared tensor's own way."""
         each, target = self.meetings[number], self._target(number)
-        return each.costs + (costs_to(each.result, target)[each.made] if target >= 0 else FAR)
+        return each.costs + (each.result.costs_to(target)[each.made] if target >= 0 else FAR)
 
     def _target(self, number: int) -> int:
         """The placement that a member's result is brought to; what no operand has is broadcast behind it."""
@@ -128,14 +126,14 @@ class _Search:
             steps = self._steps_to(each.partner, each.partner_costs, partner, int(each.right[row]))
         made = int(each.made[row])
         result = each.result.spec(each.dims, made)
-        rest = costs_to(each.result, self._target(number))
+        rest = each.result.costs_to(self._target(number))
         settle = each.result.steps(each.result.chain(rest, made), each.dims, name)
         return Choice(spec, steps, each.einsum(held, spec, result), result, settle)
 
     @staticmethod
     def _steps_to(ways: Routes, costs: np.ndarray, tensor: Tensor, number: int) -> tuple[Step, ...]:
         start = ways.number(tensor.spec)
-        return ways.steps(ways.chain_to(costs_from(ways, start), start, number), tensor.spec.dims, tensor.name)
+        return ways.steps(ways.chain_to(ways.costs_from(start), start, number), tensor.spec.dims, tensor.name)
 
     def reach(self, aimed: int) -> Reach:
         each, own = self.meetings[aimed], self.own

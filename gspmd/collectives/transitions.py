@@ -11,13 +11,15 @@ Axes come in any order where a step puts them. A permute moves data along the ax
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from weakref import WeakValueDictionary
 
 import numpy as np
 
+from gspmd.annotate.errors import PlanError
 from gspmd.collectives.placements import Axes, Nodes
 
 KINDS = ("slice", "reduce-scatter", "all-reduce", "all-gather", "all-to-all", "collective-permute")
+_MOST = 1 << 26  # permutes: about 1 GB of memory
 _CHUNK = 1 << 21  # arcs that are worked on together, so that a large graph needs no more memory
 
 
@@ -76,6 +78,7 @@ class Graph:
         nodes: the placements.
         coming, going: the steps by where they end, and by where they begin, but for permutes.
         permutes: the same either way, since a permute can be undone by one.
+        arcs: how many steps there are.
         codes: what there is to price: the number of a kind, the axes as a mask, and the number of parts of the buffer.
     """
 
@@ -92,6 +95,7 @@ class Graph:
         present[self.coming.code] = present[self.permutes.code] = True
         self.codes = [(int(number), *self.meaning(int(number))) for number in np.flatnonzero(present)]
         self.size = len(present)
+        self.arcs = len(self.coming.code) + len(self.going.code) + len(self.permutes.code)
 
     def meaning(self, code: int) -> tuple[str, int, int]:
         """The kind, the axes as a mask, and the number of parts of the buffer."""
@@ -144,11 +148,12 @@ class Graph:
         """Between placements with pieces of the same shape; those of one shape stand together."""
         nodes = self.nodes
         parts = self._level[nodes.sequences.mask[nodes.rows]]
-        shape = nodes.owed.copy()
-        for column in parts.T:
-            shape = shape * len(self._parts) + column
+        shape = nodes.owed
+        for column in parts.T:  # numbered anew each time: products of many dimensions would outgrow 64 bits
+            shape = np.unique(shape * len(self._parts) + column, return_inverse=True)[1]
         order = np.argsort(shape, kind="stable")
         _, first, counts = np.unique(shape[order], return_index=True, return_counts=True)
+        _refuse_too_many(int((counts.astype(float) ** 2).sum()), nodes.sizes)
         many = np.repeat(counts, counts)  # of a placement in order: how many have its shape
         there = np.repeat(order, many)
         within = np.arange(len(there)) - np.repeat(np.cumsum(many) - many, many)
@@ -172,7 +177,26 @@ class Graph:
         return np.where(found, found + apart[:, None], 0).sum(axis=1)
 
 
-@lru_cache(maxsize=16)
+def _refuse_too_many(permutes: int, sizes: Axes) -> None:
+    if permutes > _MOST:
+        listed = ", ".join(map(str, sizes))
+        raise PlanError(
+            f"cannot plan on {len(sizes)} mesh axes (of sizes {listed}): for this tensor {permutes:,} permutes\n"
+            f"  would have to be compared, and {_MOST:,} are the most.\n"
+            "  Make one mesh axis of two that are always used together."
+        )
+
+
+_graphs: WeakValueDictionary = WeakValueDictionary()
+
+
 def graph(sizes: Axes, allowed: tuple[frozenset[int], ...], owed: int) -> Graph:
-    """The graph of a tensor, by the sizes of the mesh axes and what may stand where; its sizes matter no further."""
-    return Graph(sizes, allowed, owed)
+    """The graph of a tensor, by the sizes of the mesh axes and what may stand where; its sizes matter no further.
+
+    It is shared while somebody holds it.
+    """
+    key = sizes, allowed, owed
+    found = _graphs.get(key)
+    if found is None:
+        found = _graphs[key] = Graph(sizes, allowed, owed)
+    return found

@@ -459,3 +459,21 @@ def test_errors(wrong, kind, message):
     with pytest.raises(kind) as error:
         gspmd.plan(**({"equation": "BE_x, EF -> BF", "sizes": SIZES, "mesh": SQUARE} | wrong))
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("dtypes", [("float8_e4m3fn", "bfloat16"), ("int4", "int8"), ("uint4", "int4")])
+def test_dtypes_without_a_joint_one_are_refused_as_einsum_refuses_them(dtypes):
+    with pytest.raises(gspmd.PlanError, match=f"{dtypes[0]}, {dtypes[1]} have no joint dtype.\n  Cast the operands"):
+        gspmd.plan("BE_x, E_xF -> BF", {"B": 8, "E": 8, "F": 8}, {"x": 2}, dtypes)
+
+
+def test_a_plan_of_64_bits_is_one_whether_or_not_jax_has_them():
+    sizes, mesh = {"B": 8, "E": 8, "F": 8}, {"x": 2}
+    mixed = gspmd.plan("BE_x, E_xF -> BF", sizes, mesh, ("float64", "float32"), lowering="blocking", via="BE_x, E_xF")
+    assert [step.wire_bytes for step in mixed.steps if step.is_collective] == [8 * 8 * 8]
+
+
+def test_made_again_the_figures_of_a_plan_stay_as_they_are():
+    plan = gspmd.plan("BE_x -> BE", {"B": 8, "E": 8}, {"x": 2})
+    plan.sizes.__init__({"B": 4})
+    assert plan.sizes == {"B": 8, "E": 8}
