@@ -59,6 +59,9 @@ class Equation:
     text: str = field(default="", compare=False)
     spans: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
 
+    def __repr__(self) -> str:
+        return f"<Equation {str(self)!r}>"
+
     @property
     def is_move(self) -> bool:
         """Whether one array is brought from one spec to another, and nothing is multiplied or added."""

@@ -66,7 +66,7 @@ def array(doing: str, name: str, given: Any, holds: str = "numbers") -> jax.Arra
                 x, remedy = None, f"No dtype of JAX's holds {given}: pass a floating number."
             if x is not None and any(jnp.issubdtype(x.dtype, kind) for kind in _HELD[holds]):
                 return x
-            if x is not None:
+            if x is not None and any(jnp.issubdtype(x.dtype, kind) for kind in _HELD["numbers"]):
                 remedy = f"Cast it: it holds {holds}."
     if isinstance(given, jax.ShapeDtypeStruct):
         remedy = "It has no numbers: pass it through jax.eval_shape, jax.jit(...).lower or gspmd.trace."

@@ -40,6 +40,10 @@ class Section:
         except LayoutError as error:
             raise AttributeError(str(error)) from None
 
+    def __repr__(self) -> str:
+        written = sum(key.startswith(f"{self._part}.") for key in self._specs)
+        return f"<Section {self._part!r} of a layout: {written} specs>"
+
     def __hash__(self) -> int:
         return hash((self._part, str(sorted(self._specs.items(), key=str))))
 

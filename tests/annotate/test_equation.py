@@ -374,3 +374,7 @@ def test_one_wrong_size_is_one_fault_wherever_its_dimension_stands(sizes):
     (fault,) = error.value.faults
     assert (fault.start, fault.end) == (0, 3)
     assert fault.remedy.endswith("\n  The same in 1 more place: 'B_x'.")
+
+
+def test_the_repr_of_an_equation_is_the_equation():
+    assert repr(parse_equation("B_xE,EF_y -> B_xF_y")) == "<Equation 'B_xE, EF_y -> B_xF_y'>"
