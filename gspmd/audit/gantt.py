@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from gspmd.audit.machine import Span
 from gspmd.audit.timeline import Timeline, amount, of_a_timeline, path_of
 from gspmd.collectives.amounts import axes_text
-from gspmd.collectives.figure import axes_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

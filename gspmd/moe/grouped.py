@@ -80,7 +80,7 @@ def _picked(form: str | None) -> str:
 
 def _fact(rows: tuple, weights: tuple, sizes: jax.Array) -> str:
     if sizes.shape != weights[:1] or rows[1] != weights[1]:
-        return f"the shapes {rows}, {weights} and {sizes.shape} do not agree."
+        return f"the shapes do not agree; found {rows}, {weights}, {sizes.shape}."
     if not weights[0]:
         return f"weights {weights} are those of no experts."
     known = np.asarray(sizes) if inputs.is_known(sizes) else np.zeros(0, int)
