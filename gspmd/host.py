@@ -42,8 +42,9 @@ def use_host_devices(count: int) -> None:
     Raises:
         HostError: `count` is not positive, or a backend has already started with another number of CPU devices.
     """
-    if count < 1:
-        raise HostError(f"cannot make {count} host devices: the number of devices must be at least 1.")
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count < 2**31:
+        said = repr(count) if isinstance(count, int | float | str | None) else f"{type(count).__name__!r}"
+        raise HostError(f"cannot make {said:.40} host devices: their number must be a whole one, and at least 1.")
     quiet_libtpu()
     os.environ["NPROC"] = str(max(_THREADS, 4 * count, int(os.environ.get("NPROC") or 0)))
     if jax.config.jax_num_cpu_devices == count:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from gspmd.annotate.errors import Fault, SpecError, listed, report
+from gspmd.annotate.errors import Fault, SpecError, listed, report, shown
 from gspmd.annotate.fit import fault_at
 from gspmd.annotate.spec import Spec
 from gspmd.annotate.written import OPEN
@@ -76,10 +76,11 @@ def spec_of(x: Any, dims: str | Sequence[str] | None = None) -> Spec:
       ...     str(spec_of(annotate(np.ones((4, 8)), "B_xE"), "BE"))
       'B_xE'
     """
-    rank = len(np.shape(x))
-    dims = tuple(string.ascii_uppercase[:rank] if dims is None else dims)
-    if len(dims) != rank:
-        raise SpecError(f"cannot name the dimensions of an array of shape {np.shape(x)} by {''.join(dims)!r}.\n"
+    shape = shape_of(x, "tell the spec of")
+    rank, letters = len(shape), string.ascii_uppercase if dims is None else dims
+    dims = tuple(letters[:rank] if dims is None else letters) if isinstance(letters, Sequence) else ()
+    if len(dims) != rank or not all(isinstance(dim, str) for dim in dims):
+        raise SpecError(f"cannot name the dimensions of an array of shape {shape} by {shown(letters)}.\n"
                         "  Write one capital letter for each dimension of the array.")
     placed = _partition_spec_of(x)
     if placed is None:
@@ -88,14 +89,26 @@ def spec_of(x: Any, dims: str | Sequence[str] | None = None) -> Spec:
     return Spec(dims, tuple(entries), tuple(placed.unreduced))
 
 
+def shape_of(x: Any, doing: str, how: str = "") -> tuple[int, ...]:
+    """The shape of what has one: an array, a `jax.ShapeDtypeStruct`, a number; not of what an array would be made of.
+
+    Raises:
+      SpecError: it has none.
+    """
+    shape = getattr(x, "shape", () if isinstance(x, (bool, int, float, complex)) else None)
+    wordy = isinstance(x, np.ndarray) and x.dtype.kind in "OSUmM"
+    if wordy or not isinstance(shape, tuple) or abs(x if isinstance(x, int) else 0) >= 2**63:
+        raise SpecError(f"cannot {doing} {shown(x)}{how}.\n"
+                        "  It takes one array; use jax.tree.map for a tree of arrays.")
+    return shape
+
+
 # -- what is wrong ----------------------------------------------------------------------------------------------------
 
 
 def _refuse_misfit(x: Any, spec: Spec, mesh: Any) -> None:
-    if not hasattr(x, "shape") and not isinstance(x, (bool, int, float, complex)):
-        raise SpecError(f"cannot annotate a {type(x).__name__} with '{spec}'.\n"
-                        "  annotate() takes one array; use jax.tree.map for a tree of arrays.")
-    doing = f"cannot annotate an array of shape {np.shape(x)} with '{spec}'"
+    how = f" with '{spec}'"
+    doing = f"cannot annotate an array of shape {shape_of(x, 'annotate', how)}{how}"
     if mesh.empty:
         raise SpecError(f"{doing}: no mesh is set.\n"
                         "  Call it inside 'with jax.set_mesh(mesh):', where mesh = jax.make_mesh((4, 2), ('x', 'y')).")

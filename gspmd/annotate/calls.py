@@ -8,14 +8,16 @@ import itertools
 import math
 import string
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
 import numpy as np
 
-from gspmd.annotate.annotate import annotate
-from gspmd.annotate.errors import SpecError, listed
-from gspmd.annotate.spec import Spec, mesh_sizes
+from gspmd.annotate.annotate import annotate, shape_of
+from gspmd.annotate.errors import SpecError, listed, shown
+from gspmd.annotate.fit import mesh_sizes, whole
+from gspmd.annotate.spec import Spec
 from gspmd.annotate.written import OPEN, axes_text
 
 
@@ -61,7 +63,7 @@ def shard(tensor: Any, device_assignment: Any) -> Any:
 
     Source: GShard (arXiv 2006.16668), section 3.2.
     """
-    numbers, rank = np.asarray(device_assignment), len(np.shape(tensor))
+    numbers, rank = _numbers(device_assignment, "shard: the device assignment"), len(_shape(tensor, "shard"))
     if numbers.ndim != rank:
         raise SpecError(f"shard: the device assignment has {numbers.ndim} dimensions, and the array has {rank}.\n"
                         "  Write the device numbers in an array of as many dimensions, 1 long where it is not split.")
@@ -118,9 +120,9 @@ def mesh_split(
 
 
 def _spec(tensor: Any, axes: Mapping[int, tuple[str, ...]], call: str) -> Spec:
-    rank = len(np.shape(tensor))
+    rank = len(_shape(tensor, call))
     if rank > len(string.ascii_uppercase):
-        raise SpecError(f"{call}: the array has {rank} dimensions, and there are 26 letters.")
+        raise SpecError(f"{call}: the array has {rank} dimensions, and there are 26 letters.\n  Merge some of them.")
     return Spec(tuple(string.ascii_uppercase[:rank]), tuple(axes.get(at, ()) for at in range(rank)))
 
 
@@ -133,15 +135,31 @@ def _mesh(call: str) -> dict[str, int]:
 
 
 def _dimension(tensor: Any, dim: int, call: str) -> int:
-    rank = len(np.shape(tensor))
-    if not -rank <= dim < rank:
-        raise SpecError(f"{call}: the array has no dimension {dim}: it has {rank}, numbered from 0.")
-    return dim % rank
+    rank, at = len(_shape(tensor, call)), whole(dim)
+    if at is None or not -rank <= at < rank:
+        raise SpecError(f"{call}: the array has no dimension {shown(dim)}.\n  It has {rank}, numbered from 0.")
+    return at % rank
+
+
+def _shape(tensor: Any, call: str) -> tuple[int, ...]:
+    return shape_of(tensor, call)
+
+
+def _numbers(given: Any, what: str) -> np.ndarray:
+    """Device numbers, however they are nested."""
+    with suppress(TypeError, ValueError):  # rows of several lengths, a key
+        numbers = np.asarray(given)
+        if numbers.dtype.kind in "iu":
+            return numbers
+    raise SpecError(f"{what} is {shown(given)}.\n"
+                    "  Write the numbers of the devices, such as np.arange(8).reshape(2, 4).")
 
 
 def _axes_of_size(parts: int) -> tuple[str, ...]:
     mesh = _mesh("split")
     real = [axis for axis, size in mesh.items() if size > 1]
+    if whole(parts) is None:
+        raise SpecError(f"split: num_partitions is {shown(parts)}.\n  Write a whole number of parts.")
     subsets = itertools.chain.from_iterable(itertools.combinations(real, n) for n in range(len(real) + 1))
     found = [axes for axes in subsets if math.prod(mesh[a] for a in axes) == parts]
     if len(found) == 1:
@@ -158,7 +176,7 @@ def _axes_of_size(parts: int) -> tuple[str, ...]:
 def _axes_of_device_mesh(device_mesh: Any) -> list[tuple[str, ...]]:
     mesh = _mesh("mesh_split")
     if not hasattr(device_mesh, "axis_names"):
-        return _axes_of_numbers(np.asarray(device_mesh), "mesh_split: the device mesh")
+        return _axes_of_numbers(_numbers(device_mesh, "mesh_split: the device mesh"), "mesh_split: the device mesh")
     if mesh_sizes(device_mesh) != mesh or tuple(device_mesh.axis_names) != tuple(mesh):
         raise SpecError(f"mesh_split: the device mesh is {mesh_sizes(device_mesh)}, and the current mesh is {mesh}.\n"
                         "  Pass the mesh of jax.set_mesh.")
@@ -191,14 +209,17 @@ def _runs(shape: Sequence[int], mesh: Mapping[str, int], used: tuple[str, ...] =
 
 
 def _refuse_mapping(tensor: Any, mapping: Sequence[int], rank: int) -> None:
-    dims = len(np.shape(tensor))
+    dims = len(_shape(tensor, "mesh_split"))
+    if not isinstance(mapping, Sequence) or any(whole(dim) is None for dim in mapping):
+        raise SpecError(f"mesh_split: the mapping is {shown(mapping)}.\n"
+                        "  Write a list of dimensions of the device mesh, and -1 where the array is not split.")
     if len(mapping) != dims:
         raise SpecError(f"mesh_split: the mapping has {len(mapping)} entries, and the array has {dims} dimensions.\n"
                         "  Write the dimension of the device mesh for each, and -1 where it is not split.")
     used = [dim for dim in mapping if dim != -1]
     for dim in used:
         if not 0 <= dim < rank:
-            raise SpecError(f"mesh_split: the device mesh has no dimension {dim}: it has {rank}, numbered from 0.")
+            raise SpecError(f"mesh_split: the device mesh has no dimension {dim}.\n  It has {rank}, numbered from 0.")
         if used.count(dim) > 1:
             raise SpecError(f"mesh_split: dimension {dim} of the device mesh splits two dimensions of the array.\n"
                             "  A dimension of the mesh splits one dimension of a tensor.")

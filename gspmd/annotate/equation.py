@@ -6,11 +6,11 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from gspmd.annotate.errors import Fault, SpecError, listed, report
+from gspmd.annotate.errors import Fault, SpecError, listed, report, shown
 from gspmd.annotate.fit import mesh_sizes, whole_sizes
 from gspmd.annotate.operands import EquationReader
 from gspmd.annotate.rules import faults_of
@@ -59,6 +59,9 @@ class Equation:
     text: str = field(default="", compare=False)
     spans: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
 
+    def __repr__(self) -> str:
+        return f"<Equation {str(self)!r}>"
+
     @property
     def is_move(self) -> bool:
         """Whether one array is brought from one spec to another, and nothing is multiplied or added."""
@@ -80,14 +83,14 @@ class Equation:
     def check(self, sizes: Mapping[str, int], mesh: Any) -> None:
         """Raises SpecError, with every fault, unless every spec of the equation fits these sizes and this mesh."""
         if not isinstance(sizes, Mapping):
-            raise SpecError(f"cannot shard {self.text or str(self)!r} for the sizes {sizes!r}.\n"
+            raise SpecError(f"cannot shard {self.text or str(self)!r} for the sizes {shown(sizes)}.\n"
                             "  Write the size of every dimension of the whole tensors, such as {'B': 8, 'E': 16}.")
         mesh, sizes = mesh_sizes(mesh), whole_sizes(sizes)
         specs = [*(s for o in self.operands for s in o.specs), *self.outputs]
         faults = [self._placed(at, f) for at, spec in enumerate(specs) for f in spec.faults(sizes, mesh)]
         if faults:
             given = ", ".join(f"{d}={n}" for d, n in sizes.items())
-            raise report(SpecError, f"cannot shard {self.text!r} for the sizes {given}", faults)
+            raise report(SpecError, f"cannot shard {self.text!r} for the sizes {given}", _one_for_each_cause(faults))
 
     def sizes(self, shapes: Sequence[tuple[int, ...] | Sequence[tuple[int, ...]]]) -> dict[str, int]:
         """The size of every dimension, from the operands' shapes in reading order (a group's shapes as a tuple).
@@ -130,7 +133,7 @@ class Equation:
         return [tuple(s) for s in flat]
 
     def _no_shapes(self, shapes: Any) -> SpecError:
-        return SpecError(f"cannot apply {self.text!r} to the shapes {shapes!r}.\n"
+        return SpecError(f"cannot apply {self.text!r} to the shapes {shown(shapes)}.\n"
                          "  Write a tuple for each operand, and a tuple of tuples for a group.")
 
     def _placed(self, at: int, fault: Fault) -> Fault:
@@ -139,8 +142,24 @@ class Equation:
             return Fault(str(self), 0, len(str(self)), fault.fact, fault.remedy)
         start, end = self.spans[at]
         if self.text[start:end] == fault.text:
-            return Fault(self.text, start + fault.start, start + fault.end, fault.fact, fault.remedy)
-        return Fault(self.text, start, end, fault.fact, fault.remedy)
+            start, end = start + fault.start, start + fault.end
+        return replace(fault, text=self.text, start=start, end=end)
+
+
+def _one_for_each_cause(faults: Sequence[Fault]) -> list[Fault]:
+    """The first fault of every cause: a size that is wrong is wrong wherever its dimension stands."""
+    found: dict[tuple, list[Fault]] = {}
+    for fault in faults:
+        found.setdefault(fault.cause or (fault.fact,), []).append(fault)
+    return [_with_the_rest(first, more) for first, *more in found.values()]
+
+
+def _with_the_rest(first: Fault, more: Sequence[Fault]) -> Fault:
+    if not more:
+        return first
+    places = listed(dict.fromkeys(f"'{fault.text[fault.start : fault.end]}'" for fault in more))
+    said = f"The same in {len(more)} more place{'s' * (len(more) > 1)}: {places}."
+    return replace(first, remedy=f"{first.remedy}\n  {said}")
 
 
 def parse_equation(text: str | Equation) -> Equation:
@@ -213,7 +232,7 @@ def _terms(written: list[WrittenTerm]) -> tuple[Term, ...]:
 
 def _refuse_other_than_text(text: object, what: str, example: str) -> None:
     if not isinstance(text, str):
-        raise SpecError(f"cannot read {what} from {text!r}: it is no text ({type(text).__name__}).\n"
+        raise SpecError(f"cannot read {what} from {shown(text)}: it is no text ({type(text).__name__}).\n"
                         f"  Write a string such as {example!r}.")
 
 

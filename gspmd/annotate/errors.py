@@ -15,6 +15,13 @@ from dataclasses import dataclass
 
 from gspmd.annotate.plain import printable
 
+MOST_FAULTS = 12
+"""More faults than these are counted, not told one by one; the error's `.faults` has them all."""
+_WIDEST = 160  # characters of a notation; of a sentence; of what was given
+_LONGEST = 400
+_SHOWN = 100
+_ARRAYS = {"ndarray": "array", "ArrayImpl": "array"}  # numpy's and JAX's, of which parsing knows neither
+
 
 class NotationError(ValueError):
     """An error about notation; `.faults` holds every fault that the message lists."""
@@ -62,9 +69,9 @@ class Fault:
     cause: tuple = ()
 
     def __str__(self) -> str:
-        width = max(1, self.end - self.start)
-        lines = [f"    {_one_line(self.text)}", f"    {' ' * self.start}{'^' * width}", f"  {self.fact}"]
-        lines += [f"  {self.remedy}"] if self.remedy else []
+        text, start, end = _window(_one_line(self.text), self.start, max(self.end, self.start + 1))
+        lines = [f"    {text}", f"    {' ' * start}{'^' * (end - start)}", f"  {_cut(self.fact)}"]
+        lines += [f"  {_cut(self.remedy)}"] if self.remedy else []
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -78,8 +85,36 @@ def report(kind: type[NotationError], doing: str, faults: Iterable[Fault]) -> No
       dimension B has no axis.
     """
     faults = tuple(faults)
-    head = doing if len(faults) < 2 else f"{doing}: {len(faults)} faults"
-    return kind("\n".join([head, *map(str, faults)]), faults)
+    head = _cut(doing) if len(faults) < 2 else f"{_cut(doing)}: {len(faults):,} faults"
+    told, more = faults[:MOST_FAULTS], len(faults) - MOST_FAULTS
+    rest = [f"  … and {more:,} more."] if more > 0 else []
+    return kind("\n".join([head, *map(str, told), *rest]), faults)
+
+
+def shown(value: object) -> str:
+    """What was given, as an error says it: on one line, and never at length.
+
+    >>> shown({"x": 4}), shown(object()), shown(range)
+    ("{'x': 4}", 'an object', "<class 'range'>")
+    """
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(shape, tuple) and shape and dtype is not None:
+        name = type(value).__name__
+        return f"{article(_ARRAYS.get(name, name))} of {dtype}, of shape {shape}"
+    if isinstance(value, str):
+        return repr(value if len(value) <= _SHOWN else f"{value[: _SHOWN - 1]}…")
+    text = repr(value)
+    fits = len(text) <= _SHOWN and text.isprintable() and " at 0x" not in text
+    return text if fits else article(type(value).__name__)
+
+
+def article(noun: str) -> str:
+    """The noun with its indefinite article.
+
+    >>> article("Mesh"), article("array")
+    ('a Mesh', 'an array')
+    """
+    return f"{'an' if noun[:1] in 'AEIOaeio' else 'a'} {noun}"
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
@@ -97,6 +132,22 @@ def listed(words: Iterable[str], conjunction: str = "and") -> str:
     """
     words = list(words)
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {conjunction} {words[-1]}" if words else "none"
+
+
+def _window(text: str, start: int, end: int) -> tuple[str, int, int]:
+    """The part of a long text around a span, and where the span stands in it."""
+    if len(text) <= _WIDEST:
+        return text, start, end
+    first = max(0, min(start - _WIDEST // 3, len(text) - _WIDEST))
+    before, after = "…" * (first > 0), "…" * (first + _WIDEST < len(text))
+    shift = first - len(before)
+    stop = min(end, first + _WIDEST)
+    return f"{before}{text[first : first + _WIDEST]}{after}", start - shift, max(stop, start + 1) - shift
+
+
+def _cut(text: str) -> str:
+    """The two ends of what is too long to be read."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST * 2 // 3]} … {text[-_LONGEST // 3 :]}"
 
 
 def _one_line(text: str) -> str:

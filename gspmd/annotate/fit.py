@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gspmd.annotate.errors import Fault, SpecError, listed, suggestion
+from gspmd.annotate.errors import Fault, SpecError, listed, shown, suggestion
 from gspmd.annotate.written import OPEN, dim_text
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
     """
     sizes = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
     if not isinstance(sizes, Mapping) or not all(isinstance(axis, str) for axis in sizes):
-        raise SpecError(f"cannot read a mesh from {mesh!r}.\n"
+        raise SpecError(f"cannot read a mesh from {shown(mesh)}.\n"
                         "  Write {'x': 4, 'y': 2}, or pass a jax.sharding.Mesh.")
     for axis, size in sizes.items():
         if whole(size) is None or size < 1:
-            raise SpecError(f"mesh axis {axis} has size {size!r}.\n"
+            raise SpecError(f"mesh axis {axis} has size {shown(size)}.\n"
                             "  The size of a mesh axis is a whole number, 1 or more.")
     return {axis: whole(size) for axis, size in sizes.items()}
 
@@ -47,7 +47,7 @@ def whole_sizes(sizes: Mapping[str, int] | Sequence[int]) -> dict[str, int] | tu
     if isinstance(sizes, Mapping):
         return {dim: size if whole(size) is None else whole(size) for dim, size in sizes.items()}
     if not isinstance(sizes, Sequence) or isinstance(sizes, str):
-        raise SpecError(f"cannot read sizes from {sizes!r}.\n"
+        raise SpecError(f"cannot read sizes from {shown(sizes)}.\n"
                         "  Write the size of every dimension of the whole tensors, {'B': 8, 'E': 16}, or a shape.")
     return tuple(size if whole(size) is None else whole(size) for size in sizes)
 
@@ -113,7 +113,8 @@ def _size_fault(spec: "Spec", at: int, sizes: Mapping[str, int], mesh: Mapping[s
         return fault_at(spec, at, f"dimension {dim} has no size.", known)
     size, parts = sizes[dim], math.prod(mesh[a] for a in axes)
     if whole(size) is None or size < 0:
-        return fault_at(spec, at, f"dimension {dim} has size {size!r}.", "A size is a whole number, and not negative.")
+        fact = f"dimension {dim} has size {shown(size)}."
+        return fault_at(spec, at, fact, "A size is a whole number, and not negative.")
     if size >= LARGEST:
         return fault_at(spec, at, f"dimension {dim} has size {size}.", "No array has a dimension of 2^40 or more.")
     if size % parts == 0:

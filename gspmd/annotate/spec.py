@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from gspmd.annotate import fit
-from gspmd.annotate.errors import Fault, SpecError, listed, report
+from gspmd.annotate.errors import Fault, SpecError, listed, report, shown
 from gspmd.annotate.fit import mesh_sizes
 from gspmd.annotate.reader import Reader
 from gspmd.annotate.written import ARROW, CAPITALS, NAME, OPEN, Written, axes_text, dim_text
@@ -46,7 +46,7 @@ class Spec:
             object.__setattr__(self, "axes", tuple(tuple(a) for a in self.axes))
             object.__setattr__(self, "partial", tuple(sorted(self.partial)))
             fine = _is_well_formed(self)
-        except TypeError:  # what cannot be walked through, sorted, or looked up
+        except (TypeError, ValueError):  # what cannot be walked through, sorted, or looked up; arrays are not true
             fine = False
         if not fine:
             raise _ill_formed(*given)
@@ -65,7 +65,7 @@ class Spec:
         if isinstance(text, Spec):
             return text
         if not isinstance(text, str):
-            raise SpecError(f"cannot read a spec from {text!r}: it is no text ({type(text).__name__}).\n"
+            raise SpecError(f"cannot read a spec from {shown(text)}: it is no text ({type(text).__name__}).\n"
                             "  Write a string such as 'B_xLE_yz'.")
         return _parse(text)
 
@@ -123,6 +123,8 @@ class Spec:
         >>> str(Spec.parse("B_xE_yz").without_trivial({"x": 4, "y": 1, "z": 2}))
         'B_xE_z'
         """
+        if not isinstance(mesh, Mapping):
+            mesh = mesh_sizes(mesh)
         if all(mesh.get(axis) != 1 for names in (self.partial, *self.axes) for axis in names):
             return self
         axes = tuple(tuple(axis for axis in names if mesh.get(axis) != 1) for names in self.axes)
@@ -135,13 +137,14 @@ class Spec:
         'G_xLE'
         """
         if not isinstance(dims, Mapping):
-            raise SpecError(f"cannot rename the dimensions of '{self}' by {dims!r}.\n  Write {{'B': 'G'}}.")
+            raise SpecError(f"cannot rename the dimensions of '{self}' by {shown(dims)}.\n  Write {{'B': 'G'}}.")
         return replace(self, dims=tuple(dims.get(d, d) for d in self.dims))
 
     def _index(self, dim: str) -> int:
-        if dim not in self.dims:
+        if not isinstance(dim, str) or dim not in self.dims:
             known = f"It has {listed(self.dims)}." if self.dims else "It is that of a scalar."
-            raise SpecError(f"dimension {dim} does not stand in '{self}'.\n  {known}")
+            said = dim if isinstance(dim, str) and len(dim) == 1 else shown(dim)
+            raise SpecError(f"dimension {said} does not stand in '{self}'.\n  {known}")
         return self.dims.index(dim)
 
     # -- on a mesh ----------------------------------------------------------------------------------------------------
@@ -220,7 +223,7 @@ def _is_well_formed(spec: Spec) -> bool:
 
 
 def _ill_formed(dims: Any, axes: Any, partial: Any) -> SpecError:
-    return SpecError(f"no spec has dims={dims!r}, axes={axes!r} and partial={partial!r}.\n"
+    return SpecError(f"no spec has dims={shown(dims)}, axes={shown(axes)} and partial={shown(partial)}.\n"
                      "  A dimension is a capital letter, with its own mesh axes; a mesh axis stands once in a spec.")
 
 

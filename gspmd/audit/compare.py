@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from rich.console import Group
 from rich.text import Text
 
-from gspmd.annotate.errors import PlanError
+from gspmd.annotate.errors import PlanError, article
 from gspmd.audit.ledger import Entry, Key, Ledger, asked
 from gspmd.audit.verdicts import VERDICTS, Row, in_whole, planned_steps, rows, served
 from gspmd.collectives.amounts import amount_of_bytes, axes_text
@@ -104,11 +104,6 @@ _STEPS = (
 )
 
 
-def _a(given: object) -> str:
-    name = type(given).__name__
-    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
-
-
 def _together(rows: Iterable[Row]) -> Iterator[Row]:
     """Rows that differ in nothing but their figures, as one."""
     alike: dict[Row, list[Row]] = defaultdict(list)
@@ -157,7 +152,7 @@ def compare(ledger: Ledger, plan: ProgramPlan | Plan) -> Comparison:
     plan = of_equation(plan) if isinstance(plan, Plan) else plan
     if not (isinstance(ledger, Ledger) and isinstance(plan, ProgramPlan)):
         raise PlanError(
-            f"cannot compare {_a(ledger)} with {_a(plan)}.\n"
+            f"cannot compare {article(type(ledger).__name__)} with {article(type(plan).__name__)}.\n"
             "  Write gspmd.ledger(compiled).compare(gspmd.trace(fn, *args)); of one equation, gspmd.plan(...) will do."
         )
     sent = [entry for entry in ledger.entries if entry.wire_bytes]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from gspmd.annotate.errors import PlanError
+from gspmd.annotate.errors import PlanError, shown
 from gspmd.audit.ledger import Ledger
 from gspmd.collectives.amounts import amount_of_bytes, amount_of_flops, axes_text
 from gspmd.collectives.figure import COLORS
@@ -112,7 +112,7 @@ def difference(before: Ledger, after: Ledger) -> Difference:
     for each in (before, after):
         if not isinstance(each, Ledger):
             raise PlanError(
-                f"cannot put {type(each).__name__} {each!r} beside a ledger: it is none.\n"
+                f"cannot put {shown(each)} beside a ledger: it is none.\n"
                 "  Give what gspmd.ledger(compiled) returns."
             )
     sums = _sums(before), _sums(after)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspmd.audit.machine import Span
-from gspmd.audit.timeline import Timeline, amount
+from gspmd.audit.timeline import Timeline, amount, of_a_timeline, path_of
 from gspmd.collectives.amounts import axes_text
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _LABEL, _MARK = 7.5, 9.0
 
 def draw(timeline: Timeline, path: str | Path) -> None:
     """Draw a timeline into a PNG, or what else the path's ending says that matplotlib can write; see `figure`."""
-    figure(timeline).savefig(path)
+    figure(timeline).savefig(path_of(path))
 
 
 def figure(timeline: Timeline) -> "Figure":
@@ -59,6 +59,7 @@ def figure(timeline: Timeline) -> "Figure":
     """
     from matplotlib.figure import Figure
 
+    of_a_timeline(timeline, "draw")
     rows, (scale, unit) = _rows(timeline), _unit(timeline)
     places, marks = _places(timeline, rows), _marks(timeline)
     above = 0.34 * max(marks.values(), default=0)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
+from gspmd.annotate.errors import PlanError
+
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
@@ -227,7 +229,7 @@ class Module:
             number = frame.parent
 
 
-class HloError(ValueError):
+class HloError(PlanError):
     """A text that is not an HLO module."""
 
 

@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.text import Text
 
-from gspmd.annotate.errors import PlanError
+from gspmd.annotate.errors import PlanError, shown
 from gspmd.audit import hlo
 from gspmd.audit.askers import divided
 from gspmd.audit.collectives import Collective, collective
@@ -351,7 +351,7 @@ def sizes_of(mesh: Any) -> dict[str, int]:
         sizes = {"": None}
     if not all(isinstance(size, (int, np.integer)) for size in sizes.values()):
         raise PlanError(
-            f"cannot name the mesh axes with mesh={mesh!r}: it is no mesh.\n"
+            f"cannot name the mesh axes with mesh={shown(mesh)}: it is no mesh.\n"
             "  Give a mesh, or sizes of its axes in its order, such as {'x': 4, 'y': 2}."
         )
     return sizes

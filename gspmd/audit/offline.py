@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from gspmd.annotate.errors import PlanError
+from gspmd.annotate.errors import PlanError, shown
 from gspmd.audit import memory
 from gspmd.audit.hlo import Module, parse
 from gspmd.audit.ledger import Ledger, of_module
@@ -186,7 +186,7 @@ def compile_offline(
     target = _topology(topology)
     check_call("compile", fn, abstract_args)
     if not isinstance(flops, (int, float)) or isinstance(flops, bool) or not flops >= 0:
-        raise PlanError(f"cannot count {flops!r} operations.\n  Give flops= of one execution, as a number.")
+        raise PlanError(f"cannot count {shown(flops)} operations.\n  Give flops= of one execution, as a number.")
     placed = _mesh(mesh, target, abstract_args)
     sizes, began = dict(placed.shape), time.perf_counter()
     held = tuple(memory.arguments(abstract_args, sizes))
@@ -222,7 +222,7 @@ def _topology(given: Topology | str) -> Topology:
         return given
     if not isinstance(given, str):
         raise PlanError(
-            f"cannot compile for topology={given!r}: it is no topology.\n"
+            f"cannot compile for topology={shown(given)}: it is no topology.\n"
             "  Give a name, such as 'tpu-v4:4x4x4', or gspmd.audit.topology('tpu-v4:4x4x4')."
         )
     return topology(given)
@@ -237,7 +237,7 @@ def _mesh(given: Any, target: Topology, args: Any) -> jax.sharding.Mesh:
         meshes.append(given)
     elif given is not None:
         raise PlanError(
-            f"cannot compile for {target.name} with mesh={given!r}: it is no mesh.\n"
+            f"cannot compile for {target.name} with mesh={shown(given)}: it is no mesh.\n"
             "  Give a mesh of its devices, or sizes of its axes, such as {'x': 4, 'y': 4, 'z': 4}."
         )
     if not meshes:

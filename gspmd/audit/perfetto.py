@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gspmd.audit.machine import Span
-from gspmd.audit.timeline import Timeline
+from gspmd.audit.timeline import Timeline, of_a_timeline, path_of
 
 
 def write(timeline: Timeline, path: str | Path) -> None:
@@ -22,12 +22,12 @@ def write(timeline: Timeline, path: str | Path) -> None:
 
     Source: *Trace Event Format* (Google), complete events (`ph: X`) in microseconds and metadata events (`ph: M`).
     """
-    Path(path).write_text(json.dumps(trace(timeline)))
+    path_of(path).write_text(json.dumps(trace(timeline)))
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
     """The trace as data."""
-    lanes = _lanes(timeline)
+    lanes = _lanes(of_a_timeline(timeline, "write"))
     named = f"{timeline.name or 'program'} on {timeline.chip.name}"
     events = [_metadata("process_name", 0, name=named)]
     for thread, name in sorted({(thread, name) for _, thread, name in lanes}):

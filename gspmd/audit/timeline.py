@@ -2,12 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
+from math import isfinite, prod
+from numbers import Real
+from os import PathLike
+from pathlib import Path
+from typing import Any
 
 from rich.console import Group
 from rich.text import Text
 
-from gspmd.annotate.errors import PlanError
+from gspmd.annotate.errors import PlanError, article, shown
 from gspmd.audit.hlo import Module
 from gspmd.audit.ledger import sizes_of
 from gspmd.audit.links import Torus
@@ -165,6 +169,31 @@ def amount(seconds: float) -> str:
     return amount_of_seconds(seconds if seconds >= 1e-9 else 0)
 
 
+def of_a_timeline(given: Any, doing: str) -> Timeline:
+    """The timeline, refused where it is anything else.
+
+    Raises:
+        PlanError: it is no timeline.
+    """
+    if not isinstance(given, Timeline):
+        raise PlanError(
+            f"cannot {doing} {article(type(given).__name__)}: it is no timeline.\n"
+            "  Give what gspmd.audit.timeline(...) returns, or the timeline of compile_offline's report."
+        )
+    return given
+
+
+def path_of(given: Any) -> Path:
+    """The file to write.
+
+    Raises:
+        PlanError: it is no path.
+    """
+    if not isinstance(given, str | PathLike):
+        raise PlanError(f"cannot write into {shown(given)}: it is no path.\n  Give the name of a file.")
+    return Path(given)
+
+
 def timeline(
     module: Module, chip: Chip | str, mesh: Mapping[str, int], *, flops: float = 0, torus: Torus | None = None
 ) -> Timeline:
@@ -224,6 +253,8 @@ def timeline(
             f"cannot simulate a {type(module).__name__}: it is no parsed program.\n"
             "  Give gspmd.audit.hlo.parse(compiled.as_text())."
         )
+    if not isinstance(flops, Real) or isinstance(flops, bool) or not isfinite(flops) or flops < 0:
+        raise PlanError(f"cannot count {shown(flops)} operations.\n  Give flops= of one execution, as a number.")
     mesh = sizes_of(mesh)
     walk = Walk(module, chips.chip(chip), mesh, torus or {})
     walk.run(module.entry, [])

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from gspmd.annotate.errors import PlanError, listed, suggestion
+from gspmd.annotate.errors import PlanError, listed, shown, suggestion
 from gspmd.audit.torus import lay, nearest
 from gspmd.collectives.chips import CHIPS, Chip
 from gspmd.collectives.chips import chip as chip_named
@@ -71,7 +71,7 @@ class Topology:
         """
         if not isinstance(axes, Mapping) or not all(isinstance(axis, str) for axis in axes):
             raise PlanError(
-                f"cannot lay the mesh {axes!r} over {self.name}: it does not say which axis has which size.\n"
+                f"cannot lay the mesh {shown(axes)} over {self.name}: it does not say which axis has which size.\n"
                 "  Give sizes by name, such as {'x': 4, 'y': 4, 'z': 4}."
             )
         sizes, types = tuple(axes.values()), (_axis_type(axis_type),) * len(axes)
@@ -100,6 +100,11 @@ class Topology:
             >>> slice64.rings(slice64.mesh({"x": 16, "y": 4}))      # doctest: +SKIP
             {'x': (4, 4), 'y': (4,)}
         """
+        if not all(hasattr(device, "coords") for device in getattr(getattr(mesh, "devices", None), "flat", (None,))):
+            raise PlanError(
+                f"cannot tell the rings of {shown(mesh)}: it is no mesh over a slice of TPUs.\n"
+                f"  Make it with topology({self.name!r}).mesh(...)."
+            )
         return {axis: self._ring(mesh, number) for number, axis in enumerate(mesh.axis_names)}
 
     def _ring(self, mesh: Mesh, number: int) -> tuple[int, ...]:
@@ -164,19 +169,21 @@ def _is_size(size: object) -> bool:
 
 def _axis_type(kind: "str | AxisType") -> AxisType:
     known = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
-    if kind not in (*known, *known.values()):
-        raise PlanError(f"no mesh axis has the type {kind!r}.\n  Take 'explicit' or 'auto'.")
+    if not isinstance(kind, str | AxisType) or kind not in (*known, *known.values()):
+        raise PlanError(f"no mesh axis has the type {shown(kind)}.\n  Take 'explicit' or 'auto'.")
     return known.get(kind, kind)
 
 
 def _read(name: str) -> tuple[Chip, tuple[int, ...]]:
-    head, _, tail = str(name).strip().lower().partition(":")
+    if not isinstance(name, str):
+        raise PlanError(f"there is no topology {shown(name)}: it is no text.\n  Write 'tpu-v4:4x4x4'.")
+    head, _, tail = name.strip().lower().partition(":")
     chip = _chip(head)
     if chip is None:
         hint = suggestion(f"tpu-{_plain(head)}", _PODS) if head else ""
-        raise PlanError(_no_such(name, f"no TPU is called {head!r}" if head else "it lacks a chip", hint))
+        raise PlanError(_no_such(name, f"no TPU is called {shown(head)}" if head else "it lacks a chip", hint))
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", tail):
-        fact = f"{tail!r} is no shape" if tail else "it lacks a shape"
+        fact = f"{shown(tail)} is no shape" if tail else "it lacks a shape"
         raise PlanError(_no_such(name, fact, f"Did you mean {_example(chip)!r}? "))
     shape = tuple(map(int, tail.split("x")))
     if fact := _impossible(chip, shape):
@@ -210,7 +217,7 @@ def _example(chip: Chip) -> str:
 
 def _no_such(name: str, fact: str, hint: str) -> str:
     known = ", ".join(_example(CHIPS[chip]) for chip in _PODS)
-    return f"there is no topology {name!r}: {fact}.\n  {hint}Known: {known}, and other sizes."
+    return f"there is no topology {shown(name)}: {fact}.\n  {hint}Known: {known}, and other sizes."
 
 
 @cache

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd.annotate.equation import parse_equation
-from gspmd.annotate.errors import PlanError, SpecError
+from gspmd.annotate.errors import PlanError, SpecError, shown
 from gspmd.annotate.plain import printable
 from gspmd.collectives.einsum import einsum
 from gspmd.collectives.lowering import checked, lowering
@@ -133,7 +133,9 @@ def verify(
         <lambda>: 3 arrays under xla, blocking, looped are those of one device
     """
     name = getattr(fn, "__name__", type(fn).__name__)
-    mesh, names = _mesh(name), tuple(map(checked, lowerings))
+    mesh, names = _mesh(name), tuple(map(checked, _several(name, lowerings)))
+    if not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise PlanError(f"cannot verify {name} with seed {shown(seed)}.\n  Give a whole number from 0 to 2^32 - 1.")
     args = jax.tree.map(lambda leaf: _argument(name, leaf, mesh, seed), args, is_leaf=_is_abstract)
     found, arrays = _partings(fn, name, args, mesh, names, gradients, seed)
     wrong = dict.fromkeys(parting.lowering for parting in found)
@@ -165,6 +167,14 @@ def _partings(
     return found, len(wanted)
 
 
+def _several(name: str, lowerings: Any) -> Sequence[str]:
+    if isinstance(lowerings, str) or not isinstance(lowerings, Sequence):
+        raise PlanError(
+            f"cannot verify {name} under {shown(lowerings)}.\n  Give several lowerings, such as ('xla', 'blocking')."
+        )
+    return lowerings
+
+
 def _mesh(name: str) -> jax.sharding.Mesh:
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
@@ -183,9 +193,10 @@ def _argument(name: str, leaf: Any, mesh: jax.sharding.Mesh, seed: int) -> Any:
     """An array of the mesh, or a number."""
     if isinstance(leaf, (bool, int, float, complex)):
         return leaf
-    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
+    wordy = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUmM"
+    if wordy or not isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
         raise PlanError(
-            f"cannot verify {name}: {leaf!r} is no array ({type(leaf).__name__}).\n"
+            f"cannot verify {name}: {shown(leaf)} is no array.\n"
             "  Give arrays, numbers, jax.ShapeDtypeStructs or trees of them; bind the rest with functools.partial."
         )
     partition = _partition(leaf)

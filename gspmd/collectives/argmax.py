@@ -5,8 +5,10 @@ from functools import lru_cache, partial
 import jax
 import jax.numpy as jnp
 
+from gspmd.annotate.errors import shown
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.forms import Chains, dimension, read, settle, shard_index, sizes_of
+from gspmd.collectives.operands import array
 from gspmd.collectives.planned import Context, compiler_chooses, context, run
 
 _POSITION = jnp.iinfo(jnp.int32)
@@ -38,7 +40,8 @@ def argmax(logits: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
     Differs: `jnp.argmax` finds the first NaN; here a row with a NaN has no defined answer but a valid position.
     """
     ctx = context()
-    doing = f"cannot take the argmax of '{spec}' over '{dim}'"
+    doing = f"cannot take the argmax of '{spec}' over {shown(dim)}"
+    logits = array(doing, "logits", logits, "real numbers")
     spec = read(doing, spec, logits, ctx)
     at = dimension(doing, spec, dim)
     logits = jax.lax.stop_gradient(logits)

@@ -13,6 +13,7 @@ from gspmd.annotate.spec import Spec
 from gspmd.collectives.forms import Chains, fault, read, shard_index, sizes_of
 from gspmd.collectives.gradient import with_gradient
 from gspmd.collectives.moves import move
+from gspmd.collectives.operands import array, flag, number
 from gspmd.collectives.plan import Step
 from gspmd.collectives.planned import Context, compiler_chooses, context, run
 
@@ -68,16 +69,26 @@ def attention(
     """
     ctx = context()
     doing = f"cannot attend from '{query_spec}' to '{key_spec}'"
+    q, k, v = (array(doing, name, x, "real numbers") for name, x in (("q", q), ("k", k), ("v", v)))
+    mask = None if mask is None else array(doing, "mask", mask, "real numbers")
+    causal, scale = flag(doing, "causal", causal), None if scale is None else number(doing, "scale", scale)
     query, key = read(doing, query_spec, q, ctx), read(doing, key_spec, k, ctx)
     _check_shapes(doing, query, key, q, k, v, mask)
     extras = _Extras(mask is not None, not (isinstance(offset, int) and offset == 0))
-    more = (mask,) * extras.masked + (jnp.asarray(offset, jnp.int32),) * extras.shifted
+    more = (mask,) * extras.masked + (_position(doing, offset),) * extras.shifted
     if ctx.lowering == "xla":
         f = partial(_plain, extras, causal, scale)
         ins, name = (query, key, key, *extras.specs(key)), f"attention {query}, {key}"
         return compiler_chooses(f, ins, query, q, k, v, *more, name=name)
     core = _Core(query, key, causal, scale, extras, _share(doing, query, key, q.shape[2], k.shape[2], ctx.mesh))
     return _core(core, q, k, v, *more)
+
+
+def _position(doing: str, offset: jax.Array | int) -> jax.Array:
+    position = array(doing, "offset", offset, "integers")
+    if position.shape:
+        raise SpecError(f"{doing}: offset has shape {position.shape}.\n  It is one number: use jax.vmap for several.")
+    return position.astype(jnp.int32)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from gspmd.annotate.errors import PlanError, suggestion
+from gspmd.annotate.errors import PlanError, shown, suggestion
 from gspmd.collectives.amounts import amount_of_bytes, amount_of_flops, amount_of_seconds
 from gspmd.collectives.frozen import FrozenDict
 from gspmd.collectives.printing import Printed, printable
@@ -184,4 +184,4 @@ def chip_of_device(device_kind: str) -> Chip | None:
 
 def _unknown(name: str) -> str:
     near = suggestion(str(name).lower().replace("_", "-").replace(" ", "-"), CHIPS)
-    return f"no chip is called {name!r}.\n  {near}Known chips: {', '.join(CHIPS)}."
+    return f"no chip is called {shown(name)}.\n  {near}Known chips: {', '.join(CHIPS)}."

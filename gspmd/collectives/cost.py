@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from gspmd.annotate.errors import PlanError
+from gspmd.annotate.errors import PlanError, shown
 from gspmd.collectives.chips import Chip
 
 
@@ -27,13 +27,14 @@ def dtype_name(dtype: Any) -> str:
         >>> dtype_name("bfloat16"), dtype_name(np.float32)
         ('bfloat16', 'float32')
     """
+    is_array = hasattr(dtype, "__array__") and not isinstance(dtype, type)  # which has a dtype, and is none
     try:
-        found = np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
+        found = None if is_array else np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
     except (TypeError, ValueError, SyntaxError):  # a SyntaxError of numpy's own little language, "2i,"
         found = None
     numeric = found is not None and (found.kind in "biufc" or hasattr(ml_dtypes, found.name))
     if dtype is None or not numeric:  # None is float64 to numpy
-        raise PlanError(f"no dtype is called {dtype!r}.\n  Write 'bfloat16', 'float32', 'int8', ...")
+        raise PlanError(f"no dtype is called {shown(dtype)}.\n  Write 'bfloat16', 'float32', 'int8', ...")
     return found.name
 
 

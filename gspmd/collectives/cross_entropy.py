@@ -10,6 +10,7 @@ from gspmd.annotate.errors import Fault, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.forms import float32, read, shard_index
 from gspmd.collectives.gradient import with_gradient
+from gspmd.collectives.operands import array, number
 from gspmd.collectives.planned import Context, compiler_chooses, context, run
 from gspmd.collectives.softmax import Normaliser
 
@@ -53,7 +54,12 @@ def cross_entropy(
     """
     ctx = context()
     doing = f"cannot take the cross-entropy of '{spec}'"
+    logits, labels = array(doing, "logits", logits, "real numbers"), array(doing, "labels", labels, "integers")
+    mask = None if mask is None else array(doing, "mask", mask, "real numbers")
+    z_loss = number(doing, "z_loss", z_loss)
     spec = read(doing, spec, logits, ctx)
+    if not spec.dims:
+        raise SpecError(f"{doing}: a number has no vocabulary.\n  Pass logits such as 'BLV_x'.")
     form = _Loss(Normaliser(spec, spec.dims[-1]), z_loss)
     _check_shapes(doing, spec, logits, labels, mask)
     labels = labels.astype(jnp.int32)
@@ -87,9 +93,9 @@ class _Loss:
 
 def _check_shapes(doing: str, spec: Spec, logits: jax.Array, labels: jax.Array, mask: jax.Array | None) -> None:
     rows = spec.without(spec.dims[-1])
-    for name, array in (("labels", labels), ("mask", mask)):
-        if array is not None and array.shape != logits.shape[:-1]:
-            fact = f"the {name} have to lie as '{rows}', of shape {logits.shape[:-1]}; their shape is {array.shape}."
+    for name, x in (("labels", labels), ("mask", mask)):
+        if x is not None and x.shape != logits.shape[:-1]:
+            fact = f"the {name} have to lie as '{rows}', of shape {logits.shape[:-1]}; their shape is {x.shape}."
             raise report(SpecError, doing, [Fault(str(spec), 0, len(str(rows)) or 1, fact)]) from None
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 
 from gspmd.annotate.annotate import refuse_elsewhere, stated
-from gspmd.annotate.equation import Equation, parse_equation
+from gspmd.annotate.equation import Equation, parse_equation, parse_via
 from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.collectives import planned
 from gspmd.collectives.annotated import annotated_program
 from gspmd.collectives.gradient import with_gradient
 from gspmd.collectives.looped import LoopedExecution
-from gspmd.collectives.operands import flat_operands, of_one_kind, result_dtype, wire_name
+from gspmd.collectives.operands import flat_operands, of_one_kind, refuse_precision, result_dtype, wire_name
 from gspmd.collectives.owed import storable
 from gspmd.collectives.planning import Plan, make_plan, tensors
 
@@ -73,6 +73,9 @@ def einsum(
     names = tuple(str(x.dtype) for x in flat)
     result = result_dtype(equation, joint, preferred_element_type)
     wire = wire_name(equation, names, result, wire_dtype)
+    refuse_precision(equation, precision)
+    if via is not None:
+        parse_via(via)
     program = _program(equation, tuple(sizes.items()), context, names, via, wire, precision, result)
     for number, (x, spec) in enumerate(zip(flat, [spec for operand in equation.operands for spec in operand.specs])):
         doing = f"cannot use operand {number + 1} of '{equation}' as '{spec}'"

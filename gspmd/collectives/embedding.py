@@ -17,6 +17,7 @@ from gspmd.collectives.chips import Chip
 from gspmd.collectives.forms import Chains, float32, read, shard_index, sizes_of
 from gspmd.collectives.gradient import with_gradient
 from gspmd.collectives.moves import move
+from gspmd.collectives.operands import array
 from gspmd.collectives.plan import Step, total_cost
 from gspmd.collectives.planned import Context, compiler_chooses, context, run
 
@@ -52,7 +53,10 @@ def embed(ids: jax.Array, table: jax.Array, equation: str | Equation) -> jax.Arr
     Source: Shoeybi et al. 2019, *Megatron-LM* (arXiv 1909.08053), section 3, for the table sharded over the vocabulary.
     """
     ctx = context()
-    lookup = _read(equation, ids, table, ctx)
+    equation = parse_equation(equation)
+    doing = f"cannot look up '{equation}'"
+    ids, table = array(doing, "ids", ids, "integers"), array(doing, "the table", table)
+    lookup = _read(doing, equation, ids, table, ctx)
     if ctx.lowering == "xla":
         ins = lookup.ids, lookup.table
         return compiler_chooses(partial(_rows, 0), ins, lookup.rows, ids, table, name=f"embed {lookup}")
@@ -81,9 +85,7 @@ class Lookup:
         return f"{self.ids}, {self.table} -> {self.rows}"
 
 
-def _read(equation: str | Equation, ids: jax.Array, table: jax.Array, ctx: Context) -> Lookup:
-    equation = parse_equation(equation) if isinstance(equation, str) else equation
-    doing = f"cannot look up '{equation}'"
+def _read(doing: str, equation: Equation, ids: jax.Array, table: jax.Array, ctx: Context) -> Lookup:
     operands = [spec for operand in equation.operands for spec in operand.specs]
     if len(equation.terms) != 1 or len(operands) != 2 or len(equation.outputs) != 1:
         raise _not_a_lookup(doing, str(equation), "a lookup has two operands, the ids and the table, and one result.")
@@ -91,8 +93,8 @@ def _read(equation: str | Equation, ids: jax.Array, table: jax.Array, ctx: Conte
     if len(lookup.table.dims) != 2 or lookup.rows.dims != (*lookup.ids.dims, lookup.table.dims[1]):
         raise _not_a_lookup(doing, str(equation), "the result has the dimensions of the ids, then the table's second.")
     rows = jax.ShapeDtypeStruct((*ids.shape, *table.shape[1:]), table.dtype)
-    for spec, array in ((lookup.ids, ids), (lookup.table, table), (lookup.rows, rows)):
-        read(doing, spec, array, ctx)
+    for spec, x in ((lookup.ids, ids), (lookup.table, table), (lookup.rows, rows)):
+        read(doing, spec, x, ctx)
     return lookup
 
 

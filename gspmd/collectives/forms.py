@@ -10,7 +10,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from gspmd.annotate.errors import Fault, PlanError, SpecError, report
+from gspmd.annotate.errors import Fault, PlanError, SpecError, report, shown
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.lower import emit
 from gspmd.collectives.moves import move
@@ -71,8 +71,8 @@ def dimension(doing: str, spec: Spec, dim: str) -> int:
     Raises:
         SpecError: the spec does not have it.
     """
-    if dim not in spec.dims:
-        fact = f"there is no dimension {dim}."
+    if not isinstance(dim, str) or dim not in spec.dims:
+        fact = f"there is no dimension {dim if isinstance(dim, str) else shown(dim)}."
         whole = Fault(str(spec), 0, len(str(spec)), fact, f"Its dimensions are {', '.join(spec.dims)}.")
         raise report(SpecError, doing, [whole]) from None
     return spec.dims.index(dim)

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspmd.annotate.errors import SpecError
+from gspmd.annotate.errors import SpecError, shown
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.forms import Chains, float32, read, settle, shard_index
 from gspmd.collectives.gradient import with_gradient
+from gspmd.collectives.operands import array
 from gspmd.collectives.planned import Context, compiler_chooses, context, run
 
 _SCALAR = Spec((), ())
@@ -52,7 +53,9 @@ def global_norm(tree: Any, specs: Any) -> jax.Array:
             f"  the specs:  {of_specs}\n  Give one spec for each array."
         )
     ctx = context()
-    specs = tuple(read(f"cannot take the norm of '{text}'", text, leaf, ctx) for text, leaf in zip(texts, leaves))
+    doing = [f"cannot take the norm of {shown(text)}" for text in texts]
+    leaves = [array(said, "what is given for it", leaf, "real numbers") for said, leaf in zip(doing, leaves)]
+    specs = tuple(read(said, text, leaf, ctx) for said, text, leaf in zip(doing, texts, leaves))
     if not leaves:
         return jnp.zeros((), jnp.float32)
     if ctx.lowering == "xla":

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager
 
 import jax
 
-from gspmd.annotate.errors import PlanError, suggestion
+from gspmd.annotate.errors import PlanError, shown, suggestion
 from gspmd.collectives.walk import SCHEDULES
 
 LOWERINGS = ("auto", "xla", "blocking", "looped", *(f"looped:{schedule}" for schedule in SCHEDULES))
@@ -41,7 +41,7 @@ def checked(name: str) -> str:
     """A lowering's name, if it is one."""
     if not isinstance(name, str) or name not in LOWERINGS:
         raise PlanError(
-            f"no lowering is called {name!r}.\n  {suggestion(str(name), LOWERINGS)}Known: {', '.join(LOWERINGS)}."
+            f"no lowering is called {shown(name)}.\n  {suggestion(str(name), LOWERINGS)}Known: {', '.join(LOWERINGS)}."
         )
     return name
 

@@ -11,6 +11,7 @@ from gspmd.annotate.spec import Spec
 from gspmd.collectives.forms import FLOAT32, Chains, fault, float32, read, settle, sizes_of
 from gspmd.collectives.gradient import with_gradient
 from gspmd.collectives.moves import move
+from gspmd.collectives.operands import array, number
 from gspmd.collectives.planned import Context, compiler_chooses, context, run
 
 
@@ -48,7 +49,11 @@ def rms_norm(
     """
     ctx = context()
     doing = f"cannot normalise '{spec}' with a scale '{scale_spec}'"
+    x, scale = array(doing, "x", x, "real numbers"), array(doing, "the scale", scale, "real numbers")
+    epsilon = number(doing, "epsilon", epsilon)
     form = _Norm(read(doing, spec, x, ctx), read(doing, scale_spec, scale, ctx), epsilon)
+    if not form.x.dims:
+        raise SpecError(f"{doing}: a number has no dimension to take the mean over.\n  Pass an array such as 'BLE_x'.")
     last = form.x.dims[-1]
     if form.scale.dims != (last,) or scale.shape != x.shape[-1:]:
         fact = f"the scale has to have the one dimension {last}, of size {x.shape[-1]}; its shape is {scale.shape}."

@@ -1,8 +1,10 @@
-"""What a call of einsum is given: arrays for its operands, and the dtypes of these, of the wire and of the results."""
+"""What a planned operation is given: its operands and options, and the dtypes of an einsum, its wire and results."""
 
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import reduce
+from functools import lru_cache, partial, reduce
+from math import isfinite
+from numbers import Real
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd.annotate.equation import Equation
-from gspmd.annotate.errors import PlanError, SpecError
+from gspmd.annotate.errors import PlanError, SpecError, article, shown
 from gspmd.collectives.cost import dtype_name
 
 
@@ -39,6 +41,21 @@ def flat_operands(equation: Equation, operands: Sequence[Any]) -> list[jax.Array
 
 
 def _array(equation: Equation, number: int, given: Any) -> jax.Array:
+    return array(f"cannot apply '{equation}'", f"operand {number}", given)
+
+
+def array(doing: str, name: str, given: Any, holds: str = "numbers") -> jax.Array:
+    """What is given for an operand, as an array.
+
+    Args:
+        doing: what it is given for, which opens the error.
+        name: of the operand.
+        given: an array, or a number.
+        holds: "numbers"; "real numbers", where the arithmetic is float32; or "integers", where it counts.
+
+    Raises:
+        SpecError: it is no array, or one of other numbers.
+    """
     known = isinstance(given, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
     remedy = "Pass a jax.Array, a numpy array of numbers, or a number."
     if known or hasattr(given, "__jax_array__"):
@@ -47,18 +64,51 @@ def _array(equation: Equation, number: int, given: Any) -> jax.Array:
                 x = jnp.asarray(given)
             except OverflowError:
                 x, remedy = None, f"No dtype of JAX's holds {given}: pass a floating number."
-            if x is not None and (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
+            if x is not None and any(jnp.issubdtype(x.dtype, kind) for kind in _HELD[holds]):
                 return x
+            if x is not None and any(jnp.issubdtype(x.dtype, kind) for kind in _HELD["numbers"]):
+                remedy = f"Cast it: it holds {holds}."
     if isinstance(given, jax.ShapeDtypeStruct):
         remedy = "It has no numbers: pass it through jax.eval_shape, jax.jit(...).lower or gspmd.trace."
-    raise SpecError(f"cannot apply '{equation}': operand {number} is {_kind(given)}.\n  {remedy}")
+    raise SpecError(f"{doing}: {name} is {_kind(given)}.\n  {remedy}")
+
+
+_HELD = {
+    "numbers": (np.number, np.bool_),
+    "real numbers": (jnp.floating, np.integer, np.bool_),
+    "integers": (np.integer,),
+}
 
 
 def _kind(given: Any) -> str:
     dtype = getattr(given, "dtype", None)
-    name = "array" if isinstance(given, (jax.Array, np.ndarray)) else type(given).__name__
-    article = "an" if name[0].lower() in "aeiou" else "a"
-    return f"{article} {name}" if dtype is None else f"{article} {name} of {dtype}"
+    noun = article("array" if isinstance(given, (jax.Array, np.ndarray)) else type(given).__name__)
+    return noun if dtype is None else f"{noun} of {dtype}"
+
+
+def number(doing: str, name: str, given: Any) -> float:
+    """A number that is known when the program is made.
+
+    Raises:
+        PlanError: it is none, is not finite, or is an array or traced.
+    """
+    if not isinstance(given, Real) or isinstance(given, bool) or not abs(given) < 2**64 or not isfinite(given):
+        raise PlanError(
+            f"{doing}: {name} is {shown(given)}.\n"
+            "  Pass a finite number, which is part of the program: no array, and nothing traced."
+        )
+    return float(given)
+
+
+def flag(doing: str, name: str, given: Any) -> bool:
+    """True or False.
+
+    Raises:
+        PlanError: it is neither.
+    """
+    if not isinstance(given, (bool, np.bool_)):
+        raise PlanError(f"{doing}: {name} is {shown(given)}.\n  It is True or False.")
+    return bool(given)
 
 
 def of_one_kind(equation: Equation, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], str]:
@@ -115,6 +165,28 @@ def result_dtype(equation: Equation, joint: str, preferred: Any) -> str:
             "  Leave preferred_element_type out and cast the result, if that is meant."
         )
     return name
+
+
+def refuse_precision(equation: Equation, precision: Any) -> None:
+    """Refuse what JAX does not take for the precision of a product.
+
+    Raises:
+        PlanError: with what it takes.
+    """
+    with suppress(TypeError, ValueError):  # of the hash, and of JAX
+        _try_precision(precision)
+        return
+    raise PlanError(
+        f"cannot compute '{equation}' with precision {shown(precision)}.\n"
+        "  Use None, 'default', 'high', 'highest', or what else jax.lax.dot takes."
+    )
+
+
+@lru_cache(maxsize=64)
+def _try_precision(precision: Any) -> None:
+    if precision is not None:
+        x = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+        jax.eval_shape(partial(jax.lax.dot, precision=precision), x, x)
 
 
 def wire_name(equation: Equation, dtypes: Sequence[str], result: str, wire_dtype: Any) -> str | None:

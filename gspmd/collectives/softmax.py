@@ -7,9 +7,11 @@ from functools import lru_cache, partial
 import jax
 import jax.numpy as jnp
 
+from gspmd.annotate.errors import shown
 from gspmd.annotate.spec import Spec
 from gspmd.collectives.forms import Chains, dimension, float32, read, settle, sizes_of
 from gspmd.collectives.gradient import with_gradient
+from gspmd.collectives.operands import array
 from gspmd.collectives.plan import Step
 from gspmd.collectives.planned import Context, compiler_chooses, context, run
 
@@ -41,7 +43,7 @@ def logsumexp(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
 
     Source: Blanchard, Higham and Higham 2021, *Accurately computing the log-sum-exp and softmax functions*, section 3.
     """
-    form, xla = _read(f"cannot take the logsumexp of '{spec}' over '{dim}'", x, spec, dim)
+    form, x, xla = _read(f"cannot take the logsumexp of '{spec}' over {shown(dim)}", x, spec, dim)
     if xla:
         plain = partial(_plain_logsumexp, form.at)
         return compiler_chooses(plain, (form.x,), form.statistic, x, name=f"logsumexp {form.x}")
@@ -74,7 +76,7 @@ def softmax(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
 
     Source: Blanchard, Higham and Higham 2021, *Accurately computing the log-sum-exp and softmax functions*, section 3.
     """
-    form, xla = _read(f"cannot take the softmax of '{spec}' over '{dim}'", x, spec, dim)
+    form, x, xla = _read(f"cannot take the softmax of '{spec}' over {shown(dim)}", x, spec, dim)
     if xla:
         return compiler_chooses(partial(_plain_softmax, form.at), (form.x,), form.x, x, name=f"softmax {form.x}")
     return _softmax(form, x)
@@ -118,11 +120,12 @@ class Normaliser:
         return jnp.expand_dims(statistic, self.at)
 
 
-def _read(doing: str, x: jax.Array, spec: str | Spec, dim: str) -> tuple[Normaliser, bool]:
+def _read(doing: str, x: jax.Array, spec: str | Spec, dim: str) -> tuple[Normaliser, jax.Array, bool]:
     ctx = context()
+    x = array(doing, "x", x, "real numbers")
     spec = read(doing, spec, x, ctx)
     dimension(doing, spec, dim)
-    return Normaliser(spec, dim), ctx.lowering == "xla"
+    return Normaliser(spec, dim), x, ctx.lowering == "xla"
 
 
 def _plain_logsumexp(at: int, x: jax.Array) -> jax.Array:

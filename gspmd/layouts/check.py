@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gspmd.annotate import Fault, Spec, SpecError, mesh_sizes, parse_via
-from gspmd.annotate.errors import listed, suggestion
+from gspmd.annotate.errors import listed, shown, suggestion
 from gspmd.collectives.lowering import LOWERINGS
 from gspmd.layouts import own
 from gspmd.layouts.causes import one_for_each_cause
@@ -73,7 +73,7 @@ def _read(section: str, table: Mapping[str, Any], keys: Mapping[str, Key], room:
         if name not in keys:
             faults.append(_unknown_key(line, keys))
         elif not isinstance(text, str):
-            faults.append(line.at_text(f"{name} must be a string, and is {text!r}."))
+            faults.append(line.at_text(f"{name} must be a string, and is {shown(text)}."))
         elif keys[name].kind == "via":
             faults += _via_faults(line, keys[name], room)
         else:
@@ -236,7 +236,7 @@ def _lowering_faults(lowerings: Mapping[str, Any], more: Sequence[str]) -> Itera
             yield line.at_key(f"no part of a layout is called {part!r}.", remedy)
         if name not in LOWERINGS:
             remedy = f"{suggestion(str(name), LOWERINGS)}Lowerings: {', '.join(LOWERINGS)}."
-            yield line.at_text(f"no lowering is called {name!r}.", remedy)
+            yield line.at_text(f"no lowering is called {shown(name)}.", remedy)
 
 
 def _declaration_faults(layout: "Layout") -> Iterator[Fault]:

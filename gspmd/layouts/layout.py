@@ -6,8 +6,9 @@ from os import PathLike
 from typing import Any
 
 from gspmd.annotate import LayoutError, Spec, report
-from gspmd.annotate.errors import suggestion
+from gspmd.annotate.errors import shown, suggestion
 from gspmd.annotate.plain import printable
+from gspmd.collectives.lowering import checked
 from gspmd.layouts import own, printed, read
 from gspmd.layouts.check import faults_of, mesh_faults
 from gspmd.layouts.keys import KEYS, OVERRIDES, PARTS, PHASES
@@ -38,6 +39,10 @@ class Section:
             return _look_up(self._specs, f"{self._part}.{key}")
         except LayoutError as error:
             raise AttributeError(str(error)) from None
+
+    def __repr__(self) -> str:
+        written = sum(key.startswith(f"{self._part}.") for key in self._specs)
+        return f"<Section {self._part!r} of a layout: {written} specs>"
 
     def __hash__(self) -> int:
         return hash((self._part, str(sorted(self._specs.items(), key=str))))
@@ -143,7 +148,7 @@ class Layout:
 
         `layout.ffn` is short for `layout.section("ffn")`.
         """
-        if part not in self._parts:
+        if not isinstance(part, str) or part not in self._parts:
             raise _unknown("part", part, self._parts)
         return Section(part, self.table, self.lowering_of(part))
 
@@ -153,7 +158,7 @@ class Layout:
 
     def gradient(self, key: str) -> str:
         """The spec of a parameter's gradient: the parameter's own unless [gradients] says otherwise."""
-        return self.overrides.get("gradients", {}).get(key) or self[key]
+        return self._overridden("gradients", key) or self[key]
 
     def optimizer(self, key: str) -> str:
         """The spec of a parameter's optimizer state: the parameter's own unless [optimizer] says otherwise.
@@ -161,7 +166,7 @@ class Layout:
         >>> Layout.load("data-parallel").override({"optimizer.ffn.w_in": "E_xyzF"}).optimizer("ffn.w_in")
         'E_xyzF'
         """
-        return self.overrides.get("optimizer", {}).get(key) or self[key]
+        return self._overridden("optimizer", key) or self[key]
 
     def cache(self, key: str = "attention.key") -> str:
         """The spec of the key/value cache, with length T: as attention.key unless [cache] says otherwise.
@@ -169,8 +174,10 @@ class Layout:
         >>> Layout.load("weight-stationary-2d").cache()
         'B_xyzTKD'
         """
-        written = self.overrides.get("cache", {}).get(key)
-        return written or str(Spec.parse(self[key]).rename({"L": "T"}))
+        return self._overridden("cache", key) or str(Spec.parse(self[key]).rename({"L": "T"}))
+
+    def _overridden(self, section: str, key: str) -> str | None:
+        return self.overrides.get(section, {}).get(key) if isinstance(key, str) else None
 
     def phase(self, name: str) -> "Layout":
         """This layout as it is while a prompt is read (`"prefill"`) or tokens are generated (`"decode"`).
@@ -180,7 +187,7 @@ class Layout:
         >>> Layout.load("zero-3").override({"decode.ffn.hidden": "BLF"}).phase("decode")["ffn.hidden"]
         'BLF'
         """
-        if name not in PHASES:
+        if not isinstance(name, str) or name not in PHASES:
             raise _unknown("phase", name, PHASES)
         return replace(self, table=_joined(self.table, self.overrides.get(name, {})))
 
@@ -191,10 +198,12 @@ class Layout:
 
     def lowered(self, name: str) -> "Layout":
         """This layout with one lowering for every part, whatever it asked for before."""
-        return replace(self, lowerings={"default": name})
+        return replace(self, lowerings={"default": checked(name)})
 
     def lowering_of(self, part: str) -> str | None:
         """The lowering that [lowering] gives for a part of the model, else its default."""
+        if not isinstance(part, str):
+            raise _unknown("part", part, self._parts)
         return self.lowerings.get(part, self.lowering)
 
     # -- on devices ---------------------------------------------------------------------------------------------------
@@ -268,11 +277,12 @@ class Layout:
             holds them to the rules, all together.
         """
         if not isinstance(specs, Mapping):
-            raise LayoutError(f'cannot override with {specs!r}.\n  Write {{"ffn.w_in": "E_xF_y"}}, keys to specs.')
+            raise LayoutError(f'cannot override with {shown(specs)}.\n  Write {{"ffn.w_in": "E_xF_y"}}, keys to specs.')
         layout = self
         for key, spec in specs.items():
             if not (isinstance(key, str) and isinstance(spec, str | Spec)):
-                raise LayoutError(f"cannot override {key!r} with {spec!r}.\n  A key and its spec are strings.")
+                doing = f"cannot override {shown(key)} with {shown(spec)}"
+                raise LayoutError(f"{doing}.\n  A key and its spec are strings.")
             layout = layout._with(key, str(spec))
         return layout
 
@@ -317,22 +327,22 @@ def whole_sizes(sizes: Any) -> Mapping[str, int]:
     if sizes is None:
         return {}
     if not isinstance(sizes, Mapping) or not all(isinstance(dim, str) for dim in sizes):
-        raise LayoutError(f'cannot read sizes from {sizes!r}.\n  Write {{"B": 8, "E": 64}}, dimensions to sizes.')
+        raise LayoutError(f'cannot read sizes from {shown(sizes)}.\n  Write {{"B": 8, "E": 64}}, dimensions to sizes.')
     for dim, size in sizes.items():
         if not hasattr(size, "__index__") or isinstance(size, bool) or size < 0:
-            raise LayoutError(f"dimension {dim} has size {size!r}.\n  A size is a whole number, and not negative.")
+            raise LayoutError(f"dimension {dim} has size {shown(size)}.\n  A size is a whole number, and not negative.")
     return sizes
 
 
 def _look_up(table: Table, key: str) -> str | None:
     if not isinstance(key, str):
-        raise LayoutError(f"no layout has a key {key!r}.\n  A key is a string, such as 'ffn.w_in'.")
+        raise LayoutError(f"no layout has a key {shown(key)}.\n  A key is a string, such as 'ffn.w_in'.")
     if key in table:
         return table[key]
     known = KEYS.get(key)
     if known is None:
         near = suggestion(key, (*KEYS, *table))
-        raise LayoutError(f"no layout has a key {key!r}.\n  {near}docs/layouts.md lists every key.")
+        raise LayoutError(f"no layout has a key {shown(key)}.\n  {near}docs/layouts.md lists every key.")
     if known.default is not None:
         return _look_up(table, known.default)
     if not known.optional:
@@ -342,7 +352,8 @@ def _look_up(table: Table, key: str) -> str | None:
 
 def _unknown(what: str, name: Any, known: tuple[str, ...]) -> LayoutError:
     near = suggestion(name, known) if isinstance(name, str) else ""
-    return LayoutError(f"no {what} of a layout is called {name!r}.\n  {near}{what.capitalize()}s: {', '.join(known)}.")
+    known = f"{what.capitalize()}s: {', '.join(known)}."
+    return LayoutError(f"no {what} of a layout is called {shown(name)}.\n  {near}{known}")
 
 
 def _joined(below: Table, above: Table) -> Table:

@@ -6,6 +6,10 @@ from math import isqrt, log2, prod
 from typing import Any
 
 from gspmd.annotate import LayoutError, mesh_sizes
+from gspmd.annotate.errors import shown
+from gspmd.annotate.fit import whole
+
+_MOST = 2**31
 
 
 def factorise(devices: int, axes: Sequence[str], order: Sequence[str]) -> dict[str, int]:
@@ -16,10 +20,11 @@ def factorise(devices: int, axes: Sequence[str], order: Sequence[str]) -> dict[s
     >>> factorise(8, ("x", "y", "z"), ("y", "x"))
     {'x': 2, 'y': 4, 'z': 1}
     """
-    if not hasattr(devices, "__index__") or isinstance(devices, bool) or devices < 1:
-        raise LayoutError(f"no mesh has {devices!r} devices.\n  Give a whole number of devices, 1 or more.")
+    count = whole(devices)
+    if count is None or not 1 <= count < _MOST:
+        raise LayoutError(f"no mesh has {shown(devices)} devices.\n  Give a whole number of devices, 1 or more.")
     mesh = dict.fromkeys(axes, 1)
-    for prime, axis in zip(sorted(_primes(devices), reverse=True), cycle(order)):
+    for prime, axis in zip(sorted(_primes(count), reverse=True), cycle(order)):
         mesh[axis] *= prime
     return mesh
 

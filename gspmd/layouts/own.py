@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from gspmd.annotate import Fault, Spec, SpecError, parse_via
+from gspmd.annotate.errors import shown
 from gspmd.layouts.keys import DIMENSIONS, OVERRIDES, PARTS, Key, keys_of_override, of_part
 from gspmd.layouts.line import Line
 
@@ -65,7 +66,7 @@ def dimension_faults(own: Mapping[str, str], letters: Mapping[str, Any], sizes: 
         elif letter in DIMENSIONS:
             yield line.at_key(f"dimension {letter} is {DIMENSIONS[letter]} in every layout.", "Take another letter.")
         elif not isinstance(meaning, str):
-            yield line.at_text(f"the meaning of {letter} must be a string, and is {meaning!r}.")
+            yield line.at_text(f"the meaning of {letter} must be a string, and is {shown(meaning)}.")
     known = {*DIMENSIONS, *letters, *sizes}
     for name, dims in own.items():
         for letter in (letter for letter in dims if letter.isalpha() and letter not in known):

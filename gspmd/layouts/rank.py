@@ -7,7 +7,7 @@ from os import PathLike
 from typing import Any
 
 from gspmd.annotate import LayoutError, PlanError, SpecError, mesh_sizes
-from gspmd.annotate.errors import listed, suggestion
+from gspmd.annotate.errors import listed, shown, suggestion
 from gspmd.annotate.plain import printable
 from gspmd.collectives.amounts import amount_of_bytes, amount_of_seconds
 from gspmd.collectives.chips import Chip
@@ -115,9 +115,11 @@ def rank(
 
     Source: Pope et al. 2022 (arXiv 2211.05102), section 3.2 and figure 3.
     """
-    if objective not in OBJECTIVES:
+    if not isinstance(objective, str) or objective not in OBJECTIVES:
         remedy = f"{suggestion(str(objective), OBJECTIVES)}Rank by {' or '.join(OBJECTIVES)}."
-        raise LayoutError(f"no layout is ranked by {objective!r}.\n  {remedy}")
+        raise LayoutError(f"no layout is ranked by {shown(objective)}.\n  {remedy}")
+    if not isinstance(gated, bool):
+        raise LayoutError(f"cannot rank layouts with gated={shown(gated)}.\n  It is True or False.")
     layouts, row, sizes = _layouts(names), chip_row(chip), _sizes(sizes)
     plan("E -> E", sizes, mesh, dtype, row)  # a dtype or a mesh that nobody knows is no layout's fault
     ranked = [_measure(layout, sizes, mesh, row, gated, dtype) for layout in layouts]
@@ -140,8 +142,8 @@ def equations(layout: Layout, gated: bool = False) -> tuple[tuple[str, str | Non
 def _layouts(names: Any) -> list[Layout]:
     if isinstance(names, str | PathLike | Layout):
         return [Layout.load(names)]
-    if not isinstance(names, Iterable):
-        raise LayoutError(f"cannot rank {names!r}.\n  Give names of layouts, as in ['megatron-1d', 'zero-3'].")
+    if not isinstance(names, Iterable) or hasattr(names, "dtype"):
+        raise LayoutError(f"cannot rank {shown(names)}.\n  Give names of layouts, as in ['megatron-1d', 'zero-3'].")
     return [Layout.load(name) for name in names]
 
 

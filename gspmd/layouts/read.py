@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gspmd.annotate import LayoutError
-from gspmd.annotate.errors import listed, suggestion
+from gspmd.annotate.errors import listed, shown, suggestion
 from gspmd.layouts import own
 from gspmd.layouts.keys import OVERRIDES
 
@@ -43,7 +43,8 @@ def text_of(name: str | PathLike) -> str:
     """
     path = fspath(name) if isinstance(name, str | PathLike) else None
     if not isinstance(path, str):
-        raise LayoutError(f"cannot load a layout from {name!r}.\n  Give a preset's name or the path of a TOML file.")
+        remedy = "Give a preset's name or the path of a TOML file."
+        raise LayoutError(f"cannot load a layout from {shown(name)}.\n  {remedy}")
     if not is_path(path):
         return _preset_text(path)
     try:
@@ -60,7 +61,7 @@ def _preset_text(name: str) -> str:
     if name not in names:
         near = suggestion(name, names)
         raise LayoutError(
-            f"no layout is called {name!r}.\n  {near}Presets: {', '.join(names)}; or give the path of a TOML file."
+            f"no layout is called {shown(name)}.\n  {near}Presets: {', '.join(names)}; or give the path of a TOML file."
         )
     return _PRESETS.joinpath(f"{name}.toml").read_text(encoding="utf-8")
 
@@ -87,7 +88,7 @@ def _base_fields(base: Any, name: str | PathLike, below: tuple[Path, ...]) -> di
     path = Path(name).parent / base if isinstance(base, str) and is_path(base) else None
     if not isinstance(base, str) or (path and path.resolve() in chain):
         raise LayoutError(
-            f"the layout '{fspath(name)}' cannot have the base {base!r}.\n  Name a preset or another file."
+            f"the layout '{fspath(name)}' cannot have the base {shown(base)}.\n  Name a preset or another file."
         )
     try:
         return fields(path or base, chain)

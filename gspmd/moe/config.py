@@ -7,7 +7,7 @@ from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any
 
-from gspmd.annotate.errors import PlanError, SpecError, suggestion
+from gspmd.annotate.errors import PlanError, SpecError, shown, suggestion
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class MoEConfig:
         """
         if not isinstance(tokens, Integral) or isinstance(tokens, bool) or tokens < 0:
             raise SpecError(
-                f"cannot tell an expert's capacity for {tokens!r} tokens.\n  Pass the number of tokens of a group."
+                f"cannot tell an expert's capacity for {shown(tokens)} tokens.\n  Pass the number of tokens of a group."
             )
         if self.dispatch == "dropless":
             return tokens
@@ -172,19 +172,19 @@ def _number_faults(config: MoEConfig) -> Iterator[str]:
     for name, least in (("experts", 1), ("every", 1), ("groups", 1), ("k", 1), ("shared", 0)):
         value = getattr(config, name)
         if not _fits(name, value, Integral, lambda value, least=least: value >= least):
-            yield f"{name} is {value!r}; it must be a whole number, at least {least}."
+            yield f"{name} is {shown(value)}; it must be a whole number, at least {least}."
     for name in ("capacity_factor", "evaluation_capacity_factor", "importance_weight", "load_weight", "aux_weight",
                  "z_weight", "router_scale"):  # fmt: skip
         value = getattr(config, name)
         if not _fits(name, value, Real, lambda value: math.isfinite(value) and value >= 0):
-            yield f"{name} is {value!r}; it must be a number that is not negative."
+            yield f"{name} is {shown(value)}; it must be a number that is not negative."
     for name in ("renormalize", "priority"):
         if not isinstance(getattr(config, name), bool):
-            yield f"{name} is {getattr(config, name)!r}; it must be True or False."
+            yield f"{name} is {shown(getattr(config, name))}; it must be True or False."
     for name in ("jitter", "dropout"):
         value = getattr(config, name)
         if not _fits(name, value, Real, lambda value: 0 <= value < 1):
-            yield f"{name} is {value!r}; it must lie in [0, 1)."
+            yield f"{name} is {shown(value)}; it must lie in [0, 1)."
 
 
 def _fits(name: str, value: object, kind: type, holds: Callable[[Any], bool]) -> bool:
@@ -198,7 +198,7 @@ def _name_faults(config: MoEConfig) -> Iterator[str]:
         value = getattr(config, name)
         if not isinstance(value, str) or value not in known:
             hint = suggestion(value, known) if isinstance(value, str) else ""
-            yield f"{name} is {value!r}. {hint}Choose from {', '.join(known)}."
+            yield f"{name} is {shown(value)}. {hint}Choose from {', '.join(known)}."
     if not isinstance(config.router, str) or config.router not in ROUTERS:
         return
     kind, name = ROUTERS[config.router], config.router
@@ -206,10 +206,10 @@ def _name_faults(config: MoEConfig) -> Iterator[str]:
         yield f"router {name} sends a token to {config.choices} experts; experts is {config.experts}."
     if config.k is not None and (kind.choices or kind.by_experts):
         fixed = "lets the experts choose" if kind.by_experts else f"sends a token to {kind.choices}"
-        yield f"k is {config.k}, but router {name} {fixed}; leave k out, or take router top-k."
-    if not config.renormalize and name != "top-k":
+        yield f"k is {shown(config.k)}, but router {name} {fixed}; leave k out, or take router top-k."
+    if config.renormalize is False and name != "top-k":
         yield f"renormalize is false, but router {name} has gates of its own; take router top-k."
-    if kind.by_experts and config.priority:
+    if kind.by_experts and config.priority is True:
         yield f"priority orders tokens that wait for slots, and router {name} lets none wait; leave it out."
     if kind.by_experts and config.dispatch == "dropless":
         yield f"router {name} fills the slots of every expert, which dropless does not have; take dispatch auto."

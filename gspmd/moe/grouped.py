@@ -60,7 +60,7 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, for
     sizes = inputs.array(doing, "sizes", sizes, "X", whole=True)
     fact = _fact(rows.shape, weights.shape, sizes)
     if fact:
-        raise SpecError(f"cannot {doing}: {fact}")
+        raise SpecError(f"cannot {doing}: {fact}\n  Give rows [R, E], weights [X, E, F], and sizes [X] of R together.")
     return _grouped(form, rows, weights, sizes.astype(jnp.int32))
 
 
@@ -75,12 +75,12 @@ def grouped_outer(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> ja
 
 
 def _picked(form: str | None) -> str:
-    return form or ("blocks" if current_platform() == "cpu" else "ragged")
+    return form if form is not None else ("blocks" if current_platform() == "cpu" else "ragged")
 
 
 def _fact(rows: tuple, weights: tuple, sizes: jax.Array) -> str:
     if sizes.shape != weights[:1] or rows[1] != weights[1]:
-        return f"rows are [R, E], weights [X, E, F], sizes [X]; found {rows}, {weights}, {sizes.shape}."
+        return f"the shapes do not agree; found {rows}, {weights}, {sizes.shape}."
     if not weights[0]:
         return f"weights {weights} are those of no experts."
     known = np.asarray(sizes) if inputs.is_known(sizes) else np.zeros(0, int)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd.annotate.errors import PlanError, SpecError, suggestion
+from gspmd.annotate.errors import PlanError, SpecError, shown, suggestion
 from gspmd.moe.config import MoEConfig
 
 
@@ -20,7 +20,7 @@ def choice(doing: str, name: str, value: Any, known: Iterable[str], more: str = 
     """
     if not isinstance(value, str) or value not in known:
         hint = suggestion(value, known) if isinstance(value, str) else ""
-        raise PlanError(f"cannot {doing}: {name} is {value!r}.\n  {hint}Choose from {', '.join(known)}{more}.")
+        raise PlanError(f"cannot {doing}: {name} is {shown(value)}.\n  {hint}Choose from {', '.join(known)}{more}.")
 
 
 def settings(doing: str, config: Any) -> MoEConfig:
@@ -31,7 +31,7 @@ def settings(doing: str, config: Any) -> MoEConfig:
     """
     if not isinstance(config, MoEConfig):
         raise PlanError(
-            f"cannot {doing}: config is {_shown(config)}, and no MoEConfig.\n"
+            f"cannot {doing}: config is {shown(config)}, and no MoEConfig.\n"
             "  Write gspmd.moe.MoEConfig(experts=8, router='switch')."
         )
     return config
@@ -45,7 +45,7 @@ def whole(doing: str, name: str, value: Any) -> int:
     """
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
         raise SpecError(
-            f"cannot {doing}: {name} is {_shown(value)}.\n"
+            f"cannot {doing}: {name} is {shown(value)}.\n"
             "  It is a size, and so a whole number, 0 or more, that is known before the program runs."
         )
     return int(value)
@@ -70,17 +70,18 @@ def array(
     wanted = f"[{', '.join(notation)}]"
     if isinstance(value, jax.ShapeDtypeStruct):
         raise SpecError(
-            f"cannot {doing}: {name} is {_shown(value)}, a shape without values.\n"
+            f"cannot {doing}: {name} is {shown(value)}, a shape without values.\n"
             "  Call it inside jax.eval_shape, or gspmd.trace, which give the function arrays."
         )
     if not (hasattr(value, "shape") and hasattr(value, "dtype")):
         try:
             value = jnp.asarray(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             remedy = f"Pass an array {wanted}."
-            raise SpecError(f"cannot {doing}: {name} is {_shown(value)}, and no array.\n  {remedy}") from None
+            raise SpecError(f"cannot {doing}: {name} is {shown(value)}, and no array.\n  {remedy}") from None
     if len(value.shape) != len(notation):
-        raise SpecError(f"cannot {doing}: {name} is {wanted}; found {tuple(value.shape)}.")
+        fact = f"{name} is {wanted}; found {tuple(value.shape)}"
+        raise SpecError(f"cannot {doing}: {fact}.\n  Pass an array of {len(notation)} dimensions.")
     kinds = ("floating",) if real else ("integer",) if whole else ("floating", "integer", "bool_")
     if not any(jnp.issubdtype(value.dtype, getattr(jnp, kind)) for kind in kinds):
         numbers = "floating-point numbers" if real else "integers" if whole else "real numbers"
@@ -104,7 +105,7 @@ def prng_key(doing: str, key: Any) -> None:
         fact, remedy = f"key holds keys {key.shape}, and one is taken", "Pass one of them, or use jax.vmap"
     else:
         seed = key if isinstance(key, Integral) and not isinstance(key, bool) else 0
-        fact, remedy = f"key is {_shown(key)}, and no key", f"A key is made of a seed: jax.random.key({seed})"
+        fact, remedy = f"key is {shown(key)}, and no key", f"A key is made of a seed: jax.random.key({seed})"
     raise PlanError(f"cannot {doing}: {fact}.\n  {remedy}.")
 
 
@@ -117,7 +118,7 @@ def attributes(doing: str, layout: Any, names: Sequence[str]) -> None:
     missing = [name for name in names if not hasattr(layout, name)]
     if missing:
         raise PlanError(
-            f"cannot {doing}: layout is {_shown(layout)}, which lacks {', '.join(missing)}.\n"
+            f"cannot {doing}: layout is {shown(layout)}, which lacks {', '.join(missing)}.\n"
             "  Pass the moe section of a layout: gspmd.Layout.load('gshard').section('moe')."
         )
 
@@ -127,8 +128,3 @@ def is_known(value: Any) -> bool:
     if isinstance(value, jax.Array):
         return not isinstance(value, jax.core.Tracer) and value.is_fully_addressable
     return isinstance(value, np.ndarray)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"

@@ -2,7 +2,7 @@
 
 import jax
 
-from gspmd.annotate.errors import PlanError, suggestion
+from gspmd.annotate.errors import PlanError, shown, suggestion
 from gspmd.moe.config import MoEConfig
 
 PICKED = {"cpu": "sort", "gpu": "sort", "tpu": "sort"}
@@ -46,11 +46,11 @@ def dispatch_form(config: MoEConfig, platform: str | None = None) -> str:
         ('sort', 'dropless')
     """
     platform = current_platform() if platform is None else platform
-    if platform not in PLATFORMS:
+    if not isinstance(platform, str) or platform not in PLATFORMS:
         hint = suggestion(str(platform), PLATFORMS)
         raise PlanError(
-            f"cannot say how tokens are dispatched on {platform!r}.\n  {hint}Choose from {', '.join(PLATFORMS)}."
+            f"cannot say how tokens are dispatched on {shown(platform)}.\n  {hint}Choose from {', '.join(PLATFORMS)}."
         )
     if not isinstance(config, MoEConfig):
-        raise PlanError(f"cannot say how tokens are dispatched by {config!r}.\n  Pass a gspmd.moe.MoEConfig.")
+        raise PlanError(f"cannot say how tokens are dispatched by {shown(config)}.\n  Pass a gspmd.moe.MoEConfig.")
     return PICKED[platform] if config.dispatch == "auto" else config.dispatch

@@ -101,7 +101,8 @@ class Router:
             raise SpecError(f"cannot route: logits are {wanted} for {config.experts} experts; found {logits.shape}.")
         if mask is not None and mask.shape != logits.shape[:2]:
             raise SpecError(
-                f"cannot route: a mask of logits {logits.shape} is {logits.shape[:2]}; found {mask.shape}."
+                f"cannot route: a mask of logits {logits.shape} is {logits.shape[:2]}; found {mask.shape}.\n"
+                "  It says of every token whether it is real."
             )
 
 

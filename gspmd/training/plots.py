@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 _INK, _MUTED, _FAINT, _BLUE, _RED, _GREEN = "#22272e", "#57606a", "#d8dee6", "#1f6feb", "#d1495b", "#2a9d68"
 # Of a heat map: more columns than this are narrower than a reader sees.
@@ -34,7 +35,7 @@ def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "")
     steps, bits = [row["step"] for row in trained], np.array([row["bits_per_byte"] for row in trained])
     smooth, ends = _smooth(bits), []
     axes.plot(steps, bits, color=_BLUE, alpha=0.25, linewidth=1)
-    axes.plot(steps, smooth, color=_BLUE, linewidth=2)
+    axes.plot(steps, smooth, "o" if len(bits) == 1 else "-", color=_BLUE, markersize=5, linewidth=2)
     ends += [(float(smooth[-1]), "training", _BLUE)] if len(bits) else []
     if tested:
         points = [row["step"] for row in tested], [row["val_bits_per_byte"] for row in tested]
@@ -45,6 +46,7 @@ def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "")
         ends.append((gzip[0], "gzip", _GREEN))
     _title(axes, "bits per byte", name)
     axes.set_xlabel("step", color=_INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0.01)
     # The first steps stand far above all others; what matters happens below.
     if len(bits) > 20:

@@ -154,7 +154,7 @@ def test_what_is_no_array(make_mesh):
     with jax.set_mesh(make_mesh(SIZES)):
         assert _error([VALUE], "B_xE") == (
             "cannot annotate a list with 'B_xE'.\n"
-            "  annotate() takes one array; use jax.tree.map for a tree of arrays.")
+            "  It takes one array; use jax.tree.map for a tree of arrays.")
 
 
 def test_what_does_not_fit(make_mesh, axis_type):

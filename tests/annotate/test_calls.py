@@ -92,7 +92,7 @@ REFUSED = {
     "no axes make so many parts": (lambda mesh: split(VALUE, 0, 3),
         f"split: no mesh axes make 3 parts; {MESH_TEXT}\n  Split into as many parts as some of its axes multiply to."),
     "no such dimension": (lambda mesh: split(VALUE, 2, 4),
-        "split: the array has no dimension 2: it has 2, numbered from 0."),
+        "split: the array has no dimension 2.\n  It has 2, numbered from 0."),
     "rank of the assignment": (lambda mesh: shard(VALUE, NUMBERS),
         "shard: the device assignment has 1 dimensions, and the array has 2.\n"
         "  Write the device numbers in an array of as many dimensions, 1 long where it is not split."),
@@ -109,7 +109,7 @@ REFUSED = {
         "mesh_split: the mapping has 1 entries, and the array has 2 dimensions.\n"
         "  Write the dimension of the device mesh for each, and -1 where it is not split."),
     "no such dimension of the mesh": (lambda mesh: mesh_split(VALUE, mesh, [0, 2]),
-        "mesh_split: the device mesh has no dimension 2: it has 2, numbered from 0."),
+        "mesh_split: the device mesh has no dimension 2.\n  It has 2, numbered from 0."),
     "one dimension of the mesh twice": (lambda mesh: mesh_split(VALUE, mesh, [0, 0]),
         "mesh_split: dimension 0 of the device mesh splits two dimensions of the array.\n"
         "  A dimension of the mesh splits one dimension of a tensor."),

@@ -365,3 +365,16 @@ def test_what_is_no_text(parse, what, example):
     with pytest.raises(SpecError) as error:
         parse(3)
     assert str(error.value) == f"cannot read {what} from 3: it is no text (int).\n  Write a string such as {example!r}."
+
+
+@pytest.mark.parametrize("sizes", [{"B": [4], "E": 8, "F": 8}, {"B": 3, "E": 8, "F": 8}, {"E": 8, "F": 8}])
+def test_one_wrong_size_is_one_fault_wherever_its_dimension_stands(sizes):
+    with pytest.raises(SpecError) as error:
+        parse_equation("B_xE, EF -> B_xF").check(sizes, {"x": 2})
+    (fault,) = error.value.faults
+    assert (fault.start, fault.end) == (0, 3)
+    assert fault.remedy.endswith("\n  The same in 1 more place: 'B_x'.")
+
+
+def test_the_repr_of_an_equation_is_the_equation():
+    assert repr(parse_equation("B_xE,EF_y -> B_xF_y")) == "<Equation 'B_xE, EF_y -> B_xF_y'>"

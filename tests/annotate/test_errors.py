@@ -1,9 +1,11 @@
 """The exact wording of every error about a single spec."""
 
+import numpy as np
 import pytest
 
 from gspmd import LayoutError, PlanError, Spec, SpecError
 from gspmd.annotate import Fault, report
+from gspmd.annotate.errors import shown
 
 UNREADABLE = {
     "B_xLE_q!": [
@@ -254,3 +256,24 @@ def test_every_kind_is_a_value_error_with_its_faults(kind):
     assert isinstance(error, ValueError)
     assert str(error) == "cannot\n    B L\n      ^\n  fact."
     assert error.faults[0].fact == "fact."
+
+
+def test_many_faults_are_counted_and_a_long_text_is_cut_around_the_caret():
+    with pytest.raises(SpecError) as error:
+        Spec.parse("A" * 3000)
+    message = str(error.value)
+    assert len(message) < 8000
+    assert len(error.value.faults) == 2999
+    assert message.splitlines()[-1] == "  … and 2,987 more."
+    late = str(Fault("A" * 1000 + "!" + "B" * 1000, 1000, 1001, "fact."))
+    notation, caret, _ = late.splitlines()
+    assert len(notation) < 180
+    assert notation[caret.index("^")] == "!"
+
+
+@pytest.mark.parametrize(("value", "said"), [
+    ({"x": 4}, "{'x': 4}"), (object(), "an object"), ("A" * 200, repr("A" * 99 + "…")), ("a\nb", r"'a\nb'"),
+    (np.ones((2, 3)), "an array of float64, of shape (2, 3)"), (list(range(100)), "a list"),
+])
+def test_what_is_given_is_shown_on_one_short_line(value, said):
+    assert shown(value) == said

@@ -214,3 +214,7 @@ def test_one_lowering_for_every_part_goes_before_what_the_layout_asks():
     layout = Layout.load("zero-3").override({"lowering.ffn": "xla"})
     assert layout.lowering_of("ffn") == "xla"
     assert layout.lowered("blocking").lowering_of("ffn") == "blocking"
+
+
+def test_the_repr_of_a_section_does_not_list_the_whole_layout():
+    assert repr(Layout.load("megatron-1d").ffn) == "<Section 'ffn' of a layout: 8 specs>"

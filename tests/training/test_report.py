@@ -144,6 +144,14 @@ def test_a_short_run_can_be_drawn(tmp_path):
     assert plots.expert_load(list(rows(steps=1, layers=1)), tmp_path / "experts.png")
 
 
+def test_steps_are_whole_numbers_on_the_axis_of_a_short_run(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure))
+    plots.loss_curve(list(rows(steps=5)), tmp_path / "loss.png")
+    ticks = drawn[0].axes[0].get_xticks()
+    assert all(tick == int(tick) for tick in ticks), ticks
+
+
 def test_a_long_run_has_no_column_narrower_than_a_reader_sees():
     found = list(rows(steps=1001))[:-1]
     edges, load = plots._binned(found)
