@@ -100,7 +100,8 @@ def _product(specs, output: Spec, numbers, place: Places, lift: Lift, precision,
     pair = [lift.bring(spec, x, place.operands.get(n)) for spec, x, n in zip(specs, arrays, numbers)]
     for dim, axes in zip(output.dims, output.axes):
         if not any(dim in spec.dims for spec, _ in pair):
-            pair = _cut(pair, _summed_over(axes[0], pair, output), dim, axes[0], lift)
+            summed = _summed_over(axes[0], pair, output)
+            pair = _cut(pair, summed, dim, axes[0], lift) if summed else _widened(pair, dim)
     y = _multiplied(pair, output, precision, dtype)
     # The cotangent meets the operands here too, and of one mind with them.
     return y if place.result is None else lift.constrain(output.dims, y, place.result)[1]
@@ -115,10 +116,16 @@ def _multiplied(pair, output: Spec, precision, dtype) -> jax.Array:
     return local_einsum(letters, *arrays, precision=precision, into=narrow)
 
 
-def _summed_over(axis: str, pair, output: Spec) -> str:
-    """The summed dimension that the plan has a mesh axis on; any, for an axis of size 1, which no plan has."""
+def _widened(pair, dim: str) -> list[tuple[Spec, jax.Array]]:
+    """The one summand of a partial sum over a mesh axis of size 1, as a dimension of the first operand."""
+    spec, x = pair[0]
+    return [(Spec((dim, *spec.dims), ((), *spec.axes)), x[None]), *pair[1:]]
+
+
+def _summed_over(axis: str, pair, output: Spec) -> str | None:
+    """The summed dimension that the plan has a mesh axis on; any, or none, for an axis of size 1, which no plan has."""
     summed = [(dim, axes) for spec, _ in pair for dim, axes in zip(spec.dims, spec.axes) if dim not in output.dims]
-    return next((dim for dim, axes in summed if axis in axes), summed[0][0])
+    return next((dim for dim, axes in summed if axis in axes), summed[0][0] if summed else None)
 
 
 def _cut(pair, dim: str, new: str, axis: str, lift: Lift) -> list[tuple[Spec, jax.Array]]:

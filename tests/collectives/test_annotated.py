@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import gspmd
+from gspmd.annotate import parse_equation
 from tests.collectives.random_equations import Case, check
 from tests.collectives.random_products import draw
 from tests.collectives.volume import scaled
@@ -81,3 +83,16 @@ def test_a_second_derivative_and_a_tangent_go_through(make_mesh):
     total = float((arrays[0] * arrays[1]).sum())
     np.testing.assert_array_equal(product, 2 * arrays[1] * total)
     assert float(tangent) == 4 * total**2
+
+
+@pytest.mark.parametrize("equation", [f"{left} -> CX partialsum-e" for left in ("C, CX", "XC", "XC + XC")])
+def test_a_partial_sum_over_an_axis_of_size_one_where_nothing_is_summed(equation, make_mesh):
+    shapes = {"C": (3,), "CX": (3, 2), "XC": (2, 3)}
+    specs = [str(spec) for operand in parse_equation(equation).operands for spec in operand.specs]
+    arrays = [jnp.arange(1.0, 1 + np.prod(shapes[spec])).reshape(shapes[spec]) for spec in specs]
+    with jax.set_mesh(make_mesh({"e": 1})):
+        found = gspmd.einsum(equation, *arrays, lowering="xla")
+        assert "e" in jax.typeof(found).sharding.spec.unreduced
+        blocking = gspmd.einsum(equation, *arrays, lowering="blocking")
+        settled = [gspmd.reshard(each, "CX partialsum-e -> CX") for each in (found, blocking)]
+    np.testing.assert_array_equal(*settled)
