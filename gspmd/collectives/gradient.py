@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 from gspmd.annotate.errors import PlanError
 
@@ -86,6 +86,17 @@ _together.def_abstract_eval(lambda *results: results)
 mlir.register_lowering(_together, lambda _, *results: results)
 ad.primitive_jvps[_together] = lambda results, tangents: (_together.bind(*results), tangents)
 batching.fancy_primitive_batchers[_together] = _batch_of_all
+
+
+def _without_unused(used: list[bool], equation: Any) -> tuple[list[bool], Any]:
+    """Results that nobody uses are not kept alive by those that stand beside them, in what `gspmd.trace` counts."""
+    if not any(used):
+        return used, None
+    invars, outvars = ([x for x, each in zip(side, used) if each] for side in (equation.invars, equation.outvars))
+    return used, equation.replace(invars=invars, outvars=outvars)
+
+
+partial_eval.dce_rules[_together] = _without_unused
 
 
 # -- forward mode -----------------------------------------------------------------------------------------------------

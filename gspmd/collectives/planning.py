@@ -199,7 +199,8 @@ def plan(
 
     For each mesh axis the planner asks which dimension it shards while the einsum runs (a shared, a contracted or a
     free one, or none); contracted ones leave a partial sum. The plan is the cheapest way in and out, in seconds on this
-    chip, ties to fewer bytes, then fewer steps, then the order of the specs.
+    chip when nothing overlaps, ties to fewer bytes, then fewer steps, then the order of the specs. `"looped"` and
+    `"auto"` overlap the steps of this plan; they do not search for one that overlaps better.
 
     Args:
         equation: an einsum, a move, a group or a sum of specs.

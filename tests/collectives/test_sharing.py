@@ -365,3 +365,43 @@ def test_a_step_may_share_a_part_of_its_permutes():
     ((own, nobody), (again, before)) = (one + two + two).as_run(step, {"x": 4})
     assert (own.kind, own.wire_bytes, nobody) == ("collective-permute", 8, None)
     assert (again.wire_bytes, before) == (8, ("before", 1))
+
+
+# -- results that nobody uses ------------------------------------------------------------------------------------------
+
+GROUP = "B_x, (A_yB_x, A_zB_x) -> (A, A)"
+
+
+def _group_arguments():
+    shapes = ("B_x", (8,)), ("A_yB_x", (8, 8)), ("A_zB_x", (8, 8))
+    return [gspmd.annotate(jax.ShapeDtypeStruct(shape, "float32"), spec) for spec, shape in shapes]
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda f: lambda *args: f(*args)[0],
+        lambda f: jax.grad(lambda *args: sum((y * y).sum() for y in f(*args)), 1),
+        lambda f: jax.grad(lambda *args: sum((y * y).sum() for y in f(*args)), (1, 2)),
+    ],
+    ids=["one member", "gradient of one member", "gradient of both"],
+)
+def test_members_of_a_group_that_nobody_uses_send_nothing(derive, make_mesh):
+    with jax.set_mesh(make_mesh({"x": 2, "y": 2, "z": 2})):
+        args = _group_arguments()
+        program = derive(lambda d, a, b: gspmd.einsum(GROUP, d, (a, b), lowering="blocking"))
+        compiled = gspmd.ledger(jax.jit(program).lower(*args).compile())
+        assert gspmd.trace(program, *args).wire_bytes == compiled.wire_bytes
+
+
+def test_what_follows_a_slice_leaves_a_loop_with_it(make_mesh):
+    with jax.set_mesh(make_mesh({"x": 2, "y": 2, "z": 2})), gspmd.lowering("blocking"):
+        x = gspmd.annotate(jax.ShapeDtypeStruct((8, 8), "float32"), "AB_xz")
+
+        def program(x):
+            moved = lambda: gspmd.reshard(gspmd.reshard(x, "AB_xz -> AB_xzy"), "AB_xzy -> A_yB_xz")  # noqa: E731
+            return jax.lax.fori_loop(0, 3, lambda _, c: c + moved(), jax.numpy.zeros_like(moved()))
+
+        compiled = gspmd.ledger(jax.jit(program).lower(x).compile())
+        planned = gspmd.trace(program, x).wire_bytes
+        assert planned == compiled.wire_bytes == 16
