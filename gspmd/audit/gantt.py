@@ -41,6 +41,9 @@ _APART = 0.03
 _LABEL, _MARK = 7.5, 9.0
 """Points of a bar's label, and of a loop's."""
 
+_NARROWEST = 0.25
+"""No letter on average is narrower than so much of its font's size: what cannot fit by this is not measured."""
+
 
 def draw(timeline: Timeline, path: str | Path) -> None:
     """Draw a timeline into a PNG, or what else the path's ending says that matplotlib can write; see `figure`."""
@@ -65,6 +68,7 @@ def figure(timeline: Timeline) -> "Figure":
     above = 0.34 * max(marks.values(), default=0)
     made = Figure(figsize=(_WIDTH, 1.9 + _ROW * (_bottom(places) + above)), dpi=150, layout="constrained")
     axes = made.subplots()
+    axes.set_autoscale_on(False)  # else every bar works the limits out anew; `_frame` sets them
     for number, (row, (middle, height)) in enumerate(places.items()):
         if number % 2 == 0:
             axes.axhspan(middle - height / 2, middle + height / 2, color=_BAND, linewidth=0, zorder=0)
@@ -149,7 +153,8 @@ def _shades(span: Span) -> list[tuple[float, float, str]]:
     color = PALETTE.get(span.category, _FAINT)
     waited = span.seconds if _on_chip(span) else min(span.exposed, span.seconds)
     pale = span.seconds - waited
-    return [(span.start, pale, _pale(color)), (span.start + pale, waited, color)]
+    parts = [(span.start, pale, _pale(color)), (span.start + pale, waited, color)]
+    return [part for part in parts if part[1] > 0] or parts[1:]
 
 
 def _on_chip(span: Span) -> bool:
@@ -172,7 +177,8 @@ def _label(axes: Any, span: Span, beside: float, middle: float, scale: float, in
 
 
 def _fitting(span: Span, inches: float) -> str:
-    return next((name for name in _names(span) if _inches(name, _LABEL) < inches), "")
+    room = inches / (_NARROWEST * _LABEL / 72)  # letters at most; to measure a text takes a hundred times as long
+    return next((name for name in _names(span) if len(name) < room and _inches(name, _LABEL) < inches), "")
 
 
 @lru_cache(maxsize=4096)

@@ -133,7 +133,7 @@ def _compare(got, want, tolerance: float) -> None:
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None, "phases": [Phase.generate]}
 
 
-@settings(max_examples=25, derandomize=True, **_COMMON)
+@settings(max_examples=12, derandomize=True, **_COMMON)
 @given(transformed())
 def test_equations_derive_as_on_one_device(drawn):
     check(drawn)
