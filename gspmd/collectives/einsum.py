@@ -85,8 +85,10 @@ def einsum(
         else:
             refuse_elsewhere(x, spec, doing)
     if any(spec.partial for spec in equation.outputs):
-        # Outside of the program, which JAX takes out of a loop whole where it is not differentiated.
-        flat[0] = anew(flat[0])
+        # Outside of the program, which JAX takes out of a loop whole where it is not differentiated. Every result has a
+        # product of the first operand, or of a member of it.
+        first = len(equation.operands[0].specs)
+        flat[:first] = map(anew, flat[:first])
     results = program(*flat)
     return tuple(results) if equation.group else results[0]
 

@@ -60,6 +60,17 @@ def _added_alike_of_what_is_not_differentiated(x, w, v):
     return gspmd.reshard(jax.lax.scan(step, gspmd.einsum(LEAVES, x, w), None, length=3)[0], SETTLES)
 
 
+def _added_alike_beside_what_changes(x, w, v):
+    group = "(BE_x, BE_x), E_xF -> (BF partialsum-x, BF partialsum-x)"
+
+    def step(c, x_of_step):
+        changes, same = gspmd.einsum(group, (x_of_step, x), w)
+        return c + changes + same, None
+
+    first, xs = gspmd.einsum(LEAVES, x, w), jnp.stack([x, 2 * x, 3 * x])
+    return gspmd.reshard(jax.lax.scan(step, first, xs)[0], SETTLES)
+
+
 def _branches(x, w, v):
     m = gspmd.einsum(LEAVES, x, w)
     return gspmd.reshard(jax.lax.cond(x.sum() > 0, lambda: m + gspmd.einsum(LEAVES, 2 * x, w), lambda: m), SETTLES)
@@ -83,6 +94,7 @@ RIGHT = {
     _added_alike_in_a_loop_of_loops: lambda x, w, v: 5 * x @ w,
     _added_alike_in_a_recomputed_loop: lambda x, w, v: 4 * x @ w,
     _added_alike_of_what_is_not_differentiated: lambda x, w, v: x @ w + 3 * jax.lax.stop_gradient(x @ w),
+    _added_alike_beside_what_changes: lambda x, w, v: 10 * x @ w,
     _branches: lambda x, w, v: 3 * x @ w,
     _recomputed: lambda x, w, v: x @ w,
     _jitted: lambda x, w, v: 2 * x @ w,
