@@ -4,8 +4,10 @@ Under JAX 0.10.2 an unreduced array cannot be stacked, so that a loop cannot kee
 look at its type (docs/compiler.md). What is wrong with one as a constant of a loop, `anew` keeps from happening.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -69,8 +71,9 @@ def _restored(x: Any) -> jax.Array:
     return jax.reshard(jax.shard_map(body, in_specs=lifted, out_specs=whole, check_vma=False)(x.lifted), x.partition)
 
 
-def unbatched(f: Callable, partitions: Sequence[jax.P]) -> Callable:
-    """A function of arrays that, where there are partial sums, refuses `vmap` and says what to write instead."""
+def unbatched(f: Callable, ins: Any, outs: Any) -> Callable:
+    """A shard_map that, where there are partial sums, refuses `vmap` and says what to write instead."""
+    partitions = jax.tree.leaves((ins, outs), is_leaf=_is_partition)
     axes = sorted({axis for partition in partitions for axis in (*partition.unreduced, *partition.reduced)})
     if not axes:
         return f
@@ -86,8 +89,12 @@ def unbatched(f: Callable, partitions: Sequence[jax.P]) -> Callable:
 
     def transposed(transpose, cotangents):
         try:
-            return transpose(cotangents)
-        except NotImplementedError:  # JAX divides among devices what is owed
+            # JAX divides the cotangent of a partial sum among the devices, and sums what they give to one.
+            cotangents = jax.tree.map(partial(_times, 1), outs, cotangents, is_leaf=_is_partition)
+            found = transpose(cotangents)
+            each = (ins,) * len(found) if _is_partition(ins) else ins
+            return tuple(_times(-1, partition, x) for partition, x in zip(each, found))
+        except NotImplementedError:  # of a cotangent whose type says what it belongs to
             raise PlanError(
                 f"cannot differentiate twice an equation that takes or leaves a partial sum over mesh axis {over}.\n"
                 "  Use lowering='xla', or settle the sum inside the equation."
@@ -97,3 +104,13 @@ def unbatched(f: Callable, partitions: Sequence[jax.P]) -> Callable:
     differentiable = jax.custom_vjp(lambda *arrays: refusing(*arrays))
     differentiable.defvjp(lambda *arrays: jax.vjp(f, *arrays), transposed)
     return differentiable
+
+
+def _times(power: int, partition: jax.P, cotangents: Any) -> Any:
+    """Cotangents, times the number of summands of what they belong to, or divided by it."""
+    count = prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in partition.unreduced)
+    return cotangents if count == 1 else jax.tree.map(lambda x: x * float(count) ** power, cotangents)
+
+
+def _is_partition(leaf: Any) -> bool:
+    return isinstance(leaf, jax.P)

@@ -143,6 +143,7 @@ WRAPS = {
     "jit-of-checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
     "checkpoint-of-jit": lambda f: jax.checkpoint(jax.jit(f)),
     "cond": _either,
+    "vjp": lambda f: lambda x, w: jax.vjp(f, x, w)[0],
 }
 
 
@@ -200,6 +201,19 @@ def test_second_derivatives_are_right_under_xla_and_right_or_refused_otherwise(a
         got = _or_refused(lambda: jax.jit(jax.grad(slope))(x))
     right = isinstance(got, jax.Array) and np.array_equal(got, plain)
     assert right or "cannot differentiate twice an equation" in got
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+@pytest.mark.parametrize("program", [_recomputed, _jitted, _branches], ids=lambda f: f.__name__.strip("_"))
+def test_the_gradient_of_a_value_that_came_with_a_gradient_is_right_or_refused(arrays, program, lowering):
+    with_gradient = lambda *arrays: jax.vjp(program, *arrays)[0]  # noqa: E731
+    want = _value_and_gradients(RIGHT[program])(*(np.asarray(x) for x in arrays))
+    with gspmd.lowering(lowering):
+        got = _or_refused(lambda: _value_and_gradients(with_gradient)(*arrays))
+    if isinstance(got, str):
+        assert "cannot differentiate twice an equation" in got
+    else:
+        jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def _or_refused(f):
