@@ -76,7 +76,7 @@ def _with_gradient(
 
     backward = _named(transposed, planned.Registered(f"gradient of {equation}", steps, steps))
     with_gradient = jax.custom_vjp(program)
-    with_gradient.defvjp(*storable(str(equation), lambda *arrays: (program(*arrays), arrays), backward))
+    with_gradient.defvjp(*storable(lambda *arrays: (program(*arrays), arrays), backward))
     return with_gradient
 
 

@@ -11,6 +11,7 @@ from gspmd.annotate.annotate import refuse_elsewhere, stated
 from gspmd.annotate.equation import Equation, parse_equation, parse_via
 from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.collectives import planned
+from gspmd.collectives.anew import anew
 from gspmd.collectives.annotated import annotated_program
 from gspmd.collectives.gradient import with_gradient
 from gspmd.collectives.looped import LoopedExecution
@@ -83,6 +84,11 @@ def einsum(
             flat[number] = stated(x, spec, doing)
         else:
             refuse_elsewhere(x, spec, doing)
+    if any(spec.partial for spec in equation.outputs):
+        # Outside of the program, which JAX takes out of a loop whole where it is not differentiated. Every result has a
+        # product of the first operand, or of a member of it.
+        first = len(equation.operands[0].specs)
+        flat[:first] = map(anew, flat[:first])
     results = program(*flat)
     return tuple(results) if equation.group else results[0]
 
@@ -206,4 +212,4 @@ def _planned_program(
         outs = tuple(spec.partition_spec(dual=True) for spec in specs)
         return planned.run(f"gradient of {title}", plan.backward.steps, backward_body, ins, outs, *cotangents, *held)
 
-    return partial(with_gradient(*storable(title, forward, backward)), title)
+    return partial(with_gradient(*storable(forward, backward)), title)

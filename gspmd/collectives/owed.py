@@ -1,13 +1,13 @@
-"""What JAX and XLA cannot do with an array that owes a sum: done in another way, or refused.
+"""What JAX cannot do with a partial sum: done in another way, or refused.
 
-Under JAX 0.10.2 such an array cannot be stacked, so that a loop cannot keep it for its gradient; `vmap` cannot look at
-its type; and as a constant of a loop it is settled by XLA when it enters, and then counted as every device's summand
-(docs/compiler.md).
+Under JAX 0.10.2 an unreduced array cannot be stacked, so that a loop cannot keep it for its gradient, and `vmap` cannot
+look at its type (docs/compiler.md). What is wrong with one as a constant of a loop, `anew` keeps from happening.
 """
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -18,25 +18,22 @@ from gspmd.annotate.errors import PlanError
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Stored:
-    """An array that owes sums, as one that has a dimension for each: no device sends anything for that."""
+    """A partial sum, as an array that has a dimension of summands for each axis: no device sends anything for that."""
 
     lifted: jax.Array
     partition: jax.P = field(metadata={"static": True})
 
 
-def storable(name: str, forward: Callable, backward: Callable) -> tuple[Callable, Callable]:
-    """The two rules of a `jax.custom_vjp`, with residuals that a loop can stack; refuses what a loop would count twice.
+def storable(forward: Callable, backward: Callable) -> tuple[Callable, Callable]:
+    """The two rules of a `jax.custom_vjp`, with residuals that a loop can stack.
 
     Args:
-        name: the equation.
         forward: from arrays to (results, residuals).
         backward: from (residuals, cotangents) to cotangents.
     """
 
     def storing(*arrays):
         results, held = forward(*arrays)
-        if any(_owes(x) for x in jax.tree.leaves(results)):
-            _refuse_constant_of_a_loop(name)
         return results, jax.tree.map(_stored, held)
 
     def restoring(*given):
@@ -47,12 +44,12 @@ def storable(name: str, forward: Callable, backward: Callable) -> tuple[Callable
     return storing, restoring
 
 
-def _owes(x: Any) -> bool:
+def _is_unreduced(x: Any) -> bool:
     return bool(jax.typeof(x).sharding.spec.unreduced)
 
 
 def _stored(x: jax.Array) -> Any:
-    if not _owes(x):
+    if not _is_unreduced(x):
         return x
     partition = jax.typeof(x).sharding.spec
     lifted = jax.P(*sorted(partition.unreduced), *partition.partitions)
@@ -74,8 +71,9 @@ def _restored(x: Any) -> jax.Array:
     return jax.reshard(jax.shard_map(body, in_specs=lifted, out_specs=whole, check_vma=False)(x.lifted), x.partition)
 
 
-def unbatched(f: Callable, partitions: Sequence[jax.P]) -> Callable:
-    """A function of arrays that, where sums are owed, refuses `vmap` and says what to write instead."""
+def unbatched(f: Callable, ins: Any, outs: Any) -> Callable:
+    """A shard_map that, where there are partial sums, refuses `vmap` and says what to write instead."""
+    partitions = jax.tree.leaves((ins, outs), is_leaf=_is_partition)
     axes = sorted({axis for partition in partitions for axis in (*partition.unreduced, *partition.reduced)})
     if not axes:
         return f
@@ -85,14 +83,18 @@ def unbatched(f: Callable, partitions: Sequence[jax.P]) -> Callable:
     def refuse(size, batched, *arrays):
         raise PlanError(
             f"cannot vmap an equation that takes or leaves a partial sum over mesh axis {over}: under vmap\n"
-            "  JAX loses what is owed. Write the mapped dimension into the equation, as in\n"
+            "  JAX loses the summands. Write the mapped dimension into the equation, as in\n"
             "  'ABE_x, E_xF -> ABF partialsum-x', or settle the sum inside the equation."
         )
 
     def transposed(transpose, cotangents):
         try:
-            return transpose(cotangents)
-        except NotImplementedError:  # JAX divides among devices what is owed
+            # JAX divides the cotangent of a partial sum among the devices, and sums what they give to one.
+            cotangents = jax.tree.map(partial(_times, 1), outs, cotangents, is_leaf=_is_partition)
+            found = transpose(cotangents)
+            each = (ins,) * len(found) if _is_partition(ins) else ins
+            return tuple(_times(-1, partition, x) for partition, x in zip(each, found))
+        except NotImplementedError:  # of a cotangent whose type says what it belongs to
             raise PlanError(
                 f"cannot differentiate twice an equation that takes or leaves a partial sum over mesh axis {over}.\n"
                 "  Use lowering='xla', or settle the sum inside the equation."
@@ -104,68 +106,11 @@ def unbatched(f: Callable, partitions: Sequence[jax.P]) -> Callable:
     return differentiable
 
 
-_LOOP_RULES = ("_scan_jvp", "_scan_linearize")
+def _times(power: int, partition: jax.P, cotangents: Any) -> Any:
+    """Cotangents, times the number of summands of what they belong to, or divided by it."""
+    count = prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in partition.unreduced)
+    return cotangents if count == 1 else jax.tree.map(lambda x: x * float(count) ** power, cotangents)
 
 
-def _refuse_constant_of_a_loop(name: str) -> None:
-    """Refuse an equation that owes a sum, differentiated in a loop that adds the same sum at every step.
-
-    JAX takes what does not depend on the loop's steps out of it, so that it comes back in as a constant, but only once
-    the equation is traced, and tells nobody. What it will take out shows in the body, which its own rule for loops,
-    further up the stack, is at work on.
-    """
-    frame = sys._getframe()
-    while frame is not None:
-        at_a_loop = frame.f_code.co_name in _LOOP_RULES
-        if at_a_loop and _counted_twice(frame.f_locals["jaxpr"], frame.f_locals["num_consts"]):
-            raise PlanError(
-                f"cannot differentiate '{name}' in a loop that adds the same partial sum at every step: JAX computes\n"
-                "  it before the loop, and XLA settles a partial sum that enters a loop so, and then sums it again.\n"
-                "  Settle it in the equation itself, or compute it before the loop and settle it there."
-            )
-        frame = frame.f_back
-
-
-def _counted_twice(jaxpr: Any, num_consts: int) -> bool:
-    """Whether what changes in a loop's body meets a partial sum that does not."""
-    inner = jaxpr.jaxpr
-    met, varies = _meets(inner, [n >= num_consts for n in range(len(inner.invars))])
-    return met or any(_owed(x) and not each for x, each in zip(inner.outvars, varies))
-
-
-def _meets(jaxpr: Any, varies: Sequence[bool]) -> tuple[bool, list[bool]]:
-    """Whether some operation takes both what varies and a partial sum that does not; and which results vary."""
-    varying = {var for var, each in zip(jaxpr.invars, varies) if each}
-    for equation in jaxpr.eqns:
-        depends = [_is_variable(x) and x in varying for x in equation.invars]
-        if not any(depends):
-            continue
-        changed = [True] * len(equation.outvars)
-        inners = [inner for inner in _inner(equation) if len(inner.invars) == len(depends)]
-        for inner in inners:
-            met, out = _meets(inner, depends)
-            if met:
-                return True, []
-            if len(out) == len(changed) and equation.primitive.name not in ("scan", "while"):
-                changed = out
-        # A shard_map says how its operands lie, inside a loop too.
-        alone = not inners and equation.primitive.name != "shard_map"
-        if alone and any(_owed(x) and not each for x, each in zip(equation.invars, depends)):
-            return True, []
-        varying.update(var for var, each in zip(equation.outvars, changed) if each)
-    return False, [_is_variable(x) and x in varying for x in jaxpr.outvars]
-
-
-def _is_variable(x: Any) -> bool:
-    return not hasattr(x, "val")  # a literal has a value
-
-
-def _owed(x: Any) -> bool:
-    return bool(getattr(getattr(x.aval, "sharding", None), "spec", jax.P()).unreduced)
-
-
-def _inner(equation: Any) -> list[Any]:
-    """The jaxprs that an operation calls; not a shard_map's, whose arrays are pieces."""
-    held = [each for value in equation.params.values() for each in (value if isinstance(value, tuple) else (value,))]
-    calls = [getattr(each, "jaxpr", each) for each in held if hasattr(each, "jaxpr") or hasattr(each, "eqns")]
-    return [] if equation.primitive.name == "shard_map" else calls
+def _is_partition(leaf: Any) -> bool:
+    return isinstance(leaf, jax.P)

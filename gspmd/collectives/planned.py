@@ -151,7 +151,7 @@ def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
         results = run(body, in_specs=ins, out_specs=wanted, check_vma=False)(*arrays)
         return results if wanted is outs else jax.tree.map(_owing, outs, results, is_leaf=_is_partition)
 
-    return unbatched(run_mapped, jax.tree.leaves((ins, outs), is_leaf=_is_partition))
+    return unbatched(run_mapped, ins, outs)
 
 
 def _run_held(body: Callable, *, in_specs: Any, out_specs: Any, check_vma: bool) -> Callable:

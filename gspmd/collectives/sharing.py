@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, Literal
 
+from gspmd.collectives.anew import ANEW
 from gspmd.collectives.compilers import HOST, Compiler
 
 _REDUCTIONS = ("psum", "pmax")
@@ -186,6 +187,9 @@ class Values:
         held = [self._of(var) for var in equation.invars]
         if equation.primitive.name == _BARRIER:
             self._know(equation.outvars, self._behind(held))
+            return Made(self)
+        if equation.primitive.name == ANEW:  # nothing, for a compiler
+            self._know(equation.outvars, held)
             return Made(self)
         if not self._is_pure(equation):
             # A jaxpr may run in many places with the same variables: what it makes is new in each.

@@ -9,6 +9,7 @@ import gspmd
 
 LEAVES, SETTLES = "BE_x, E_xF -> BF partialsum-x", "BF partialsum-x -> BF"
 TAKES = "BF partialsum-x, FG -> BG partialsum-x"
+LOWERINGS = ["blocking", "looped", "xla"]
 EIGHTH = 1 / 8  # so that a product with ones stays one: values are exact
 
 
@@ -37,6 +38,39 @@ def _fori(x, w, v):
     return gspmd.reshard(jax.lax.fori_loop(0, 3, lambda i, c: c + gspmd.einsum(LEAVES, xs[i], w), first), SETTLES)
 
 
+def _added_alike(x, w, v, layer=lambda x, w: gspmd.einsum(LEAVES, x, w)):
+    c, _ = jax.lax.scan(lambda c, _: (c + layer(x, w), None), gspmd.einsum(LEAVES, x, w), None, length=3)
+    return gspmd.reshard(c, SETTLES)
+
+
+def _added_alike_in_a_loop_of_loops(x, w, v):
+    def twice(c, _):
+        return jax.lax.scan(lambda c, _: (c + gspmd.einsum(LEAVES, x, w), None), c, None, length=2)[0], None
+
+    return gspmd.reshard(jax.lax.scan(twice, gspmd.einsum(LEAVES, x, w), None, length=2)[0], SETTLES)
+
+
+def _added_alike_in_a_recomputed_loop(x, w, v):
+    return jax.checkpoint(_added_alike)(x, w, v)
+
+
+def _added_alike_of_what_is_not_differentiated(x, w, v):
+    fixed = jax.lax.stop_gradient((x, w))
+    step = lambda c, _: (c + gspmd.einsum(LEAVES, *fixed), None)  # noqa: E731
+    return gspmd.reshard(jax.lax.scan(step, gspmd.einsum(LEAVES, x, w), None, length=3)[0], SETTLES)
+
+
+def _added_alike_beside_what_changes(x, w, v):
+    group = "(BE_x, BE_x), E_xF -> (BF partialsum-x, BF partialsum-x)"
+
+    def step(c, x_of_step):
+        changes, same = gspmd.einsum(group, (x_of_step, x), w)
+        return c + changes + same, None
+
+    first, xs = gspmd.einsum(LEAVES, x, w), jnp.stack([x, 2 * x, 3 * x])
+    return gspmd.reshard(jax.lax.scan(step, first, xs)[0], SETTLES)
+
+
 def _branches(x, w, v):
     m = gspmd.einsum(LEAVES, x, w)
     return gspmd.reshard(jax.lax.cond(x.sum() > 0, lambda: m + gspmd.einsum(LEAVES, 2 * x, w), lambda: m), SETTLES)
@@ -56,6 +90,11 @@ RIGHT = {
     _multiplied: lambda x, w, v: x @ w @ v @ v @ v,
     _settled_inside: None,
     _fori: lambda x, w, v: 4 * x @ w,
+    _added_alike: lambda x, w, v: 4 * x @ w,
+    _added_alike_in_a_loop_of_loops: lambda x, w, v: 5 * x @ w,
+    _added_alike_in_a_recomputed_loop: lambda x, w, v: 4 * x @ w,
+    _added_alike_of_what_is_not_differentiated: lambda x, w, v: x @ w + 3 * jax.lax.stop_gradient(x @ w),
+    _added_alike_beside_what_changes: lambda x, w, v: 10 * x @ w,
     _branches: lambda x, w, v: 3 * x @ w,
     _recomputed: lambda x, w, v: x @ w,
     _jitted: lambda x, w, v: 2 * x @ w,
@@ -82,29 +121,55 @@ def _value_and_gradients(f):
     return jax.jit(jax.value_and_grad(lambda *arrays: (f(*arrays) ** 2).sum(), argnums=(0, 1, 2)))
 
 
-@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+def _is_right(program, plain, arrays):
+    want = _value_and_gradients(plain)(*(np.asarray(x) for x in arrays))
+    jax.tree.map(np.testing.assert_array_equal, _value_and_gradients(program)(*arrays), want)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("program", RIGHT, ids=lambda f: f.__name__.strip("_"))
 def test_a_partial_sum_goes_through(arrays, program, lowering):
     with gspmd.lowering(lowering):
-        got = _value_and_gradients(program)(*arrays)
-    plain = RIGHT[program] or _settled_plainly
-    want = _value_and_gradients(plain)(*(np.asarray(x) for x in arrays))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+        _is_right(program, RIGHT[program] or _settled_plainly, arrays)
 
 
-@pytest.mark.parametrize("lowering", ["blocking", "xla"])
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit], ids=["plain", "checkpoint", "jit"])
-def test_a_sum_that_a_loop_would_count_twice_is_refused(arrays, lowering, wrap):
-    def added(x, w, v):
-        step = wrap(lambda c: c + gspmd.einsum(LEAVES, x, w))
-        c, _ = jax.lax.scan(lambda c, _: (step(c), None), gspmd.einsum(LEAVES, x, w), None, length=3)
+def _either(f):
+    return lambda x, w: jax.lax.cond(x.sum() > 0, f, lambda x, w: f(2 * x, w), x, w)
+
+
+WRAPS = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "jit-of-checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
+    "checkpoint-of-jit": lambda f: jax.checkpoint(jax.jit(f)),
+    "cond": _either,
+    "vjp": lambda f: lambda x, w: jax.vjp(f, x, w)[0],
+}
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_a_called_layer_is_computed_at_every_step_whoever_called_it_first(arrays, lowering, wrap):
+    layer = wrap(lambda x, w: gspmd.einsum(LEAVES, x, w))
+    first = lambda x, w, v: gspmd.reshard(layer(x, w), SETTLES)  # noqa: E731
+    in_loop = lambda x, w, v: _added_alike(x, w, v, layer)  # noqa: E731
+
+    def both(x, w, v):  # the same call before the loop and in it
+        c, _ = jax.lax.scan(lambda c, _: (c + layer(x, w), None), layer(x, w), None, length=3)
         return gspmd.reshard(c, SETTLES)
 
-    message = f"cannot differentiate '{LEAVES}' in a loop that adds the same partial sum at every step"
     with gspmd.lowering(lowering):
-        np.testing.assert_array_equal(jax.jit(added)(*arrays), np.full((4, 8), 32))  # its value alone is right
-        with pytest.raises(gspmd.PlanError, match=message):
-            _value_and_gradients(added)(*arrays)
+        for program, times in ((in_loop, 4), (first, 1), (in_loop, 4), (both, 4)):
+            _is_right(program, lambda x, w, v, times=times: times * x @ w, arrays)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("wrap", [lambda f: f, *WRAPS.values()], ids=["plain", *WRAPS])
+def test_a_layer_that_is_not_differentiated_is_computed_at_every_step(arrays, lowering, wrap):
+    layer = wrap(lambda x, w: gspmd.einsum(LEAVES, x, w))
+    program = lambda x, w, v: _added_alike(x, w, v, lambda x, w: layer(*jax.lax.stop_gradient((x, w))))  # noqa: E731
+    with gspmd.lowering(lowering):
+        _is_right(program, RIGHT[_added_alike_of_what_is_not_differentiated], arrays)
 
 
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])
@@ -136,6 +201,19 @@ def test_second_derivatives_are_right_under_xla_and_right_or_refused_otherwise(a
         got = _or_refused(lambda: jax.jit(jax.grad(slope))(x))
     right = isinstance(got, jax.Array) and np.array_equal(got, plain)
     assert right or "cannot differentiate twice an equation" in got
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+@pytest.mark.parametrize("program", [_recomputed, _jitted, _branches], ids=lambda f: f.__name__.strip("_"))
+def test_the_gradient_of_a_value_that_came_with_a_gradient_is_right_or_refused(arrays, program, lowering):
+    with_gradient = lambda *arrays: jax.vjp(program, *arrays)[0]  # noqa: E731
+    want = _value_and_gradients(RIGHT[program])(*(np.asarray(x) for x in arrays))
+    with gspmd.lowering(lowering):
+        got = _or_refused(lambda: _value_and_gradients(with_gradient)(*arrays))
+    if isinstance(got, str):
+        assert "cannot differentiate twice an equation" in got
+    else:
+        jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def _or_refused(f):
