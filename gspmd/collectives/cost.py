@@ -7,6 +7,7 @@ per neighbour passed. What leaves a node goes over the network between nodes.
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import combinations as choose
 from math import prod
 from typing import Any, NamedTuple
 
@@ -102,6 +103,11 @@ class Wait(NamedTuple):
         return max(self.links, self.network) + self.latency
 
 
+WHOLE_GATHER = 16
+"""Devices of a TPU slice up to which a gather over all of them stays one collective; a larger one runs in two parts,
+since the compiler would make an all-reduce of it, with twice the bytes (`gspmd.collectives.tpu`)."""
+
+
 def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
     """Seconds of one collective over `axes`, each mesh axis being one torus axis of the chip (or all of a switch).
 
@@ -125,11 +131,23 @@ def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], 
         return 0.0
     group = near = prod(mesh[axis] for axis in axes)
     sizes = [mesh[axis] for axis in axes]
+    whole = group == prod(mesh.values()) and not chip.is_switch and chip.nodes(mesh) == 1
+    if kind == "all-gather" and whole and group > WHOLE_GATHER and len(axes) > 1:
+        return min(_in_parts(first, axes, mesh, buffer, chip) for n in range(1, len(axes)) for first in choose(axes, n))
     if chip.nodes(mesh) > 1:
         all_axes = tuple(mesh.items())
         near = sharing_node(axes, all_axes, chip.node_devices)
         sizes = [sharing_node((axis,), all_axes, chip.node_devices) for axis in axes]
     return wait(kind, sizes, group, near, buffer, chip).seconds
+
+
+def _in_parts(first: Sequence[str], axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
+    """Seconds of a gather over some axes, and then over the others, which bring the rest of the buffer."""
+    rest = [axis for axis in axes if axis not in first]
+    small = buffer / prod(mesh[axis] for axis in rest)
+    return collective_seconds("all-gather", first, mesh, small, chip) + collective_seconds(
+        "all-gather", rest, mesh, buffer, chip
+    )
 
 
 def wait(kind: str, sizes: Sequence[int], group: int, near: int, buffer: float, chip: Chip) -> Wait:

@@ -21,11 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from gspmd.collectives.chips import chip_of_device
+from gspmd.collectives.cost import WHOLE_GATHER
 
 LANES = 128
 _TILE = 8  # rows; pieces that are no whole number of tiles are rewritten again
 _PACKED = 16  # rows of two-byte numbers in a tile
-_WHOLE = {"gather": 16, "scatter": 4}  # devices of a slice up to which one collective over all of them stays one
+_WHOLE = {"gather": WHOLE_GATHER, "scatter": 4}  # devices of a slice up to which one over all of them stays one
 
 Part = tuple[tuple[str, ...], int, list[list[int]] | None]
 """Mesh axes, how many devices take part together, and which places along the axis, if not all of them."""
