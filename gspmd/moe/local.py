@@ -1,13 +1,13 @@
 """Functions of a group, run where the group lies: no communication, neither in the value nor in the gradient."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
 
 from gspmd.annotate.spec import Spec
-from gspmd.collectives.gradient import batched_together
+from gspmd.collectives.gradient import with_gradient
 from gspmd.collectives.planned import compiler_chooses, context, run
 
 Body = Callable[..., tuple[jax.Array, ...]]
@@ -30,19 +30,16 @@ def run_local(
     in_specs, out_specs = tuple(in_specs), tuple(out_specs)
     if context().lowering == "xla":
         return compiler_chooses(body, in_specs, out_specs, *arrays, name=name)
-    return _local(name, body, in_specs, out_specs, *arrays)
+    return _local((name, body, in_specs, out_specs), *arrays)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _local(name, body, in_specs, out_specs, *arrays):
-    return batched_together(run(name, (), body, in_specs, out_specs, *arrays))
+def _forward(form, *arrays):
+    name, body, in_specs, out_specs = form
+    return run(name, (), body, in_specs, out_specs, *arrays), arrays
 
 
-def _forward(name, body, in_specs, out_specs, *arrays):
-    return _local(name, body, in_specs, out_specs, *arrays), arrays
-
-
-def _backward(name, body, in_specs, out_specs, arrays, cotangents):
+def _backward(form, arrays, cotangents):
+    name, body, in_specs, out_specs = form
     real = tuple(_is_real(x) for x in arrays)
     answered = tuple(_is_real(x) for x in cotangents)  # the cotangent of an integer is of type float0
     given = [(c, s) for c, s, yes in zip(cotangents, out_specs, answered) if yes]
@@ -59,7 +56,7 @@ def _backward(name, body, in_specs, out_specs, arrays, cotangents):
     return tuple(next(found) if yes else None for yes in real)
 
 
-_local.defvjp(_forward, _backward)
+_local = with_gradient(_forward, _backward, title=lambda form: form[0])
 
 
 def _is_real(x: jax.Array) -> bool:
