@@ -101,7 +101,7 @@ def test_kinds_have_colors(kind):
 
 
 @pytest.mark.parametrize(
-    ("amount", "text"), [(0, "0 B"), (999, "999 B"), (4423680, "4.42 MB"), (12e9, "12 GB"), (5e15, "5e+03 TB")]
+    ("amount", "text"), [(0, "0 B"), (999, "999 B"), (4423680, "4.42 MB"), (12e9, "12 GB"), (5e15, "5 PB")]
 )
 def test_amounts(amount, text):
     assert amounts.amount_of_bytes(amount) == text
