@@ -473,3 +473,9 @@ def test_made_again_the_figures_of_a_plan_stay_as_they_are():
     plan = gspmd.plan("BE_x -> BE", {"B": 8, "E": 8}, {"x": 2})
     plan.sizes.__init__({"B": 4})
     assert plan.sizes == {"B": 8, "E": 8}
+
+
+def test_a_size_that_is_an_array_is_told_by_its_kind():
+    with pytest.raises(gspmd.SpecError) as caught:
+        gspmd.plan("BE_x, EF -> BF", {"B": 8, "E": np.array([16]), "F": 32}, {"x": 2})
+    assert "  dimension E has size an array of int64, of shape (1,).\n  A size is a whole number" in str(caught.value)
