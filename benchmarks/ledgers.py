@@ -21,11 +21,11 @@ import gspmd
 import models
 from gspmd import host
 from gspmd.audit import Comparison, Ledger, compile_offline, topology
-from gspmd.collectives import printing
-from gspmd.collectives.amounts import axes_text
-from gspmd.collectives.trace import ProgramPlan
+from gspmd.display import console as printing
+from gspmd.display.units import axes_text
 from gspmd.layouts import Layout, presets
 from gspmd.moe import MoEConfig
+from gspmd.tracing.trace import ProgramPlan
 from gspmd.training import OptimizerConfig
 from gspmd.training.step import jit_step
 from models import step

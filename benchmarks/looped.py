@@ -22,7 +22,7 @@ from time import perf_counter
 
 from page import write_between
 
-from gspmd.collectives.amounts import amount_of_bytes
+from gspmd.display.units import amount_of_bytes
 
 EMBED, FEED_FORWARD = 18432, 73728
 TOPOLOGY, MESH = "tpu-v4:4x4x4", {"x": 4, "y": 4, "z": 4}

@@ -18,7 +18,12 @@ from pathlib import Path
 from rich.table import Table
 
 import gspmd
-from gspmd.collectives import meetings, moves, placements, planning, printing, routes, search
+from gspmd.display import console as printing
+from gspmd.lowerings import plan as planning
+from gspmd.planner import contractions as meetings
+from gspmd.planner import paths as routes
+from gspmd.planner import placements, search
+from gspmd.planner import resharding as moves
 
 THREE, FOUR = {"x": 4, "y": 4, "z": 4}, {"w": 2, "x": 4, "y": 4, "z": 4}
 FIVE = {"v": 2, "w": 2, "x": 4, "y": 4, "z": 4}

@@ -2,7 +2,7 @@
 
     python benchmarks/thin.py --chip tpu-v4                   # compile offline; measured, model, their ratio
     python benchmarks/thin.py --chip tpu-v4 --json thin.json  # and write the same as plain data
-    python benchmarks/thin.py --chip tpu-v4 --fit             # and print a row for gspmd/collectives/efficiency.toml
+    python benchmarks/thin.py --chip tpu-v4 --fit             # and print a row for gspmd/hardware/matmul.toml
 
 Needs the compiler for TPUs (pip install 'gspmd[tpu]') and no TPU; one to ten minutes on two cores. Every product is
 taken in three forms: `plain`, by itself; `write`, a chunk of a free dimension, put in its place in the result; and
@@ -28,9 +28,9 @@ from scipy.optimize import least_squares
 from gspmd.audit import Topology, topology
 from gspmd.audit.hlo import Computation, Instruction, Module, parse
 from gspmd.audit.roofline import cost
-from gspmd.collectives import printing
-from gspmd.collectives.chips import Chip
-from gspmd.collectives.efficiency import EFFICIENCIES, Efficiency, Traffic
+from gspmd.display import console as printing
+from gspmd.hardware.chips import Chip
+from gspmd.hardware.matmul import EFFICIENCIES, Efficiency, Traffic
 
 SLICES = {"tpu-v3": "4x4", "tpu-v4": "4x4x4", "tpu-v5e": "4x4", "tpu-v5p": "4x4x4", "tpu-v6e": "4x4", "tpu7x": "4x4x4"}
 DEPTHS = {"tpu-v6e": 256, "tpu7x": 256}  # rows of the matrix unit, where they are not 128
@@ -228,7 +228,7 @@ def errors(rows: list[dict]) -> dict[str, tuple[int, float, float]]:
 
 
 def row_text(chip: str, fitted: Efficiency, rows: list[dict]) -> str:
-    """A row of efficiency.toml."""
+    """A row of matmul.toml."""
     count, median, most = errors(rows)["all"]
     figures = "\n".join(f"{key} = {value:.4g}" for key, value in asdict(fitted).items())
     return f"\n[{chip}]\n{figures}\n\n[{chip}.fit]\nproducts = {count}\nmedian = {median:.3f}\nninetieth = {most:.3f}\n"

@@ -10,31 +10,32 @@ from gspmd.annotate import LayoutError, PlanError, Spec, SpecError, annotate
 
 if TYPE_CHECKING:
     from gspmd import audit as audit
-    from gspmd import collectives as collectives
     from gspmd import layouts as layouts
     from gspmd import moe as moe
+    from gspmd import ops as ops
     from gspmd import training as training
     from gspmd.audit.ledger import Ledger, ledger
-    from gspmd.collectives.einsum import einsum, reshard
-    from gspmd.collectives.lowering import lowering
-    from gspmd.collectives.planning import Plan, plan
-    from gspmd.collectives.trace import ProgramPlan, trace
     from gspmd.layouts import Layout
+    from gspmd.lowerings.default import lowering
+    from gspmd.lowerings.plan import plan
+    from gspmd.ops._einsum import einsum, reshard
+    from gspmd.planner.plan import Plan
+    from gspmd.tracing.trace import ProgramPlan, trace
 
 # The rest is imported when it is asked for, so that `import gspmd` takes little longer than `import jax`.
 _HOMES = {
     "Layout": "gspmd.layouts",
     "Ledger": "gspmd.audit.ledger",
-    "Plan": "gspmd.collectives.planning",
-    "ProgramPlan": "gspmd.collectives.trace",
-    "einsum": "gspmd.collectives.einsum",
+    "Plan": "gspmd.planner.plan",
+    "ProgramPlan": "gspmd.tracing.trace",
+    "einsum": "gspmd.ops._einsum",
     "ledger": "gspmd.audit.ledger",
-    "lowering": "gspmd.collectives.lowering",
-    "plan": "gspmd.collectives.planning",
-    "reshard": "gspmd.collectives.einsum",
-    "trace": "gspmd.collectives.trace",
+    "lowering": "gspmd.lowerings.default",
+    "plan": "gspmd.lowerings.plan",
+    "reshard": "gspmd.ops._einsum",
+    "trace": "gspmd.tracing.trace",
 }
-_ROOMS = ("audit", "collectives", "layouts", "moe", "training")
+_ROOMS = ("audit", "layouts", "moe", "ops", "training")
 
 host.quiet_libtpu()  # before JAX loads it in search of a TPU
 

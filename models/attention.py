@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 
 import gspmd
-from gspmd.collectives.attention import attention
-from gspmd.collectives.norm import rms_norm
 from gspmd.layouts.vias import heads_in
+from gspmd.ops._attention import attention
+from gspmd.ops._norm import rms_norm
 from models.config import ModelConfig
 
 

@@ -10,8 +10,8 @@ from flax import nnx
 
 import gspmd
 from gspmd.annotate import Spec
-from gspmd.collectives.norm import rms_norm
 from gspmd.layouts.vias import heads_in
+from gspmd.ops._norm import rms_norm
 from models.attention import Attention
 from models.config import ModelConfig
 from models.experts import Experts, moved

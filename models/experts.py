@@ -12,8 +12,8 @@ from flax import nnx
 
 import gspmd
 from gspmd.annotate import Spec
-from gspmd.collectives.norm import rms_norm
 from gspmd.moe import expert_layer
+from gspmd.ops._norm import rms_norm
 from models.config import ModelConfig
 from models.feed_forward import FeedForward
 

@@ -9,8 +9,8 @@ import jax
 from flax import nnx
 
 import gspmd
-from gspmd.collectives.norm import rms_norm
 from gspmd.layouts.vias import via_specs
+from gspmd.ops._norm import rms_norm
 from models.config import ModelConfig
 
 

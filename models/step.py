@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 import gspmd
-from gspmd.collectives.global_norm import global_norm
+from gspmd.ops._global_norm import global_norm
 from gspmd.training.config import OptimizerConfig
 from gspmd.training.optimizer import adamw, schedule
 from gspmd.training.state import TrainState, abstract_initial, initial

@@ -12,9 +12,9 @@ from flax import nnx
 
 import gspmd
 from gspmd.annotate import Spec
-from gspmd.collectives.embedding import embed
-from gspmd.collectives.norm import rms_norm
 from gspmd.layouts.vias import whole_length
+from gspmd.ops._embedding import embed
+from gspmd.ops._norm import rms_norm
 from models.blocks import Block, ParallelBlock
 from models.config import ModelConfig
 from models.experts import moved, tokens_spec

@@ -21,7 +21,7 @@ import models
 from gspmd import host
 from gspmd.audit import Report, compile_offline, gantt, perfetto, slices, topology
 from gspmd.audit.topology import Topology
-from gspmd.collectives import printing
+from gspmd.display import console as printing
 from gspmd.layouts import Layout
 from gspmd.training import OptimizerConfig, ShardingConfig, TrainingConfig, command
 from gspmd.training.config import ConfigError, load_toml, parse_mesh

@@ -9,9 +9,9 @@ import argparse
 import sys
 
 import gspmd
-from gspmd.collectives import figure
-from gspmd.collectives.lowering import LOWERINGS
-from gspmd.collectives.printing import console
+from gspmd.display.console import console
+from gspmd.lowerings.default import LOWERINGS
+from gspmd.planner import drawing as figure
 
 
 def main(arguments: list[str] | None = None) -> int:

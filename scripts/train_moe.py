@@ -23,8 +23,8 @@ from rich.console import Console
 import gspmd
 import models
 from gspmd import host
-from gspmd.collectives import printing
-from gspmd.collectives.amounts import amount_of_flops
+from gspmd.display import console as printing
+from gspmd.display.units import amount_of_flops
 from gspmd.layouts import Layout
 from gspmd.moe import dispatch_form
 from gspmd.training import OptimizerConfig, Program, ShardingConfig, TrainingConfig, command, data, loop, report

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
+import gspmd
 from gspmd import host
 
 # Programs here are compiled once and run on toy sizes, so most of the suite's time is spent on making machine code.
@@ -63,3 +64,13 @@ def make_mesh():
 def axis_type(request) -> str:
     """Runs a test under Explicit and under Auto mesh axes."""
     return request.param
+
+
+@pytest.fixture
+def place():
+    """A function (mesh, array, spec) -> the array on the mesh."""
+
+    def put(mesh, array, spec):
+        return jax.device_put(array, jax.NamedSharding(mesh, gspmd.Spec.parse(spec).partition_spec()))
+
+    return put

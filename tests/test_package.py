@@ -8,7 +8,7 @@ import pytest
 
 import gspmd
 
-ROOMS = ("audit", "collectives", "host", "layouts", "moe", "training")
+ROOMS = ("audit", "host", "layouts", "moe", "ops", "training")
 
 
 def test_the_version_is_that_of_the_package():
@@ -32,6 +32,6 @@ def test_importing_it_imports_nothing_but_jax_and_the_notation():
     loaded = _fresh(
         "import sys, jax; before = set(sys.modules); import gspmd;"
         "print(*sorted(m for m in set(sys.modules) - before if not m.startswith(('gspmd.annotate', 'jax'))));"
-        "import gspmd.annotate.spec, gspmd.collectives.planning; print(callable(gspmd.annotate), gspmd.plan.__name__)"
+        "import gspmd.annotate.spec, gspmd.planner.plan; print(callable(gspmd.annotate), gspmd.plan.__name__)"
     ).splitlines()
-    assert loaded == ["gspmd gspmd.host unicodedata", "True plan"]
+    assert loaded == ["gspmd gspmd.display gspmd.display.plain gspmd.host unicodedata", "True plan"]

@@ -13,10 +13,10 @@ import gspmd
 from gspmd.annotate import parse_equation
 from gspmd.audit import Parting, Report, Topology, Verification, memory, timeline, topology
 from gspmd.audit.hlo import Array, parse
-from gspmd.collectives import printing
-from gspmd.collectives.chips import CHIPS
-from gspmd.collectives.program import of_equation
+from gspmd.display import console as printing
+from gspmd.hardware.chips import CHIPS
 from gspmd.layouts import rank
+from gspmd.tracing.program_plan import of_equation
 
 SIZES, MESH = {"B": 64, "L": 128, "E": 1024, "F": 4096}, {"x": 4}
 HLO = """HloModule jit_train_step, is_scheduled=true, num_partitions=4

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gspmd
-from gspmd import Spec, annotate, audit, collectives, layouts, moe
+from gspmd import Spec, annotate, audit, layouts, moe, ops
 from gspmd.annotate import mesh_split, parse_equation, parse_via, replicate, shard, spec_of, split
 
 OURS = (gspmd.SpecError, gspmd.PlanError, gspmd.LayoutError)
@@ -95,14 +95,14 @@ def _calls():
         (audit.gantt.figure, [None], {}),
         (audit.perfetto.write, [None, "trace.json"], {}),
         (audit.perfetto.trace, [None], {}),
-        (collectives.argmax, [x, "BE", "E"], {}),
-        (collectives.softmax, [x, "BE", "E"], {}),
-        (collectives.logsumexp, [x, "BE", "E"], {}),
-        (collectives.rms_norm, [x, jnp.ones(16), "BE", "E"], {"epsilon": 1e-6}),
-        (collectives.embed, [ids, w, "B, VE -> BE"], {}),
-        (collectives.attention, [q, k, k, "BLHD", "BTKD"], {"causal": True, "mask": None, "scale": 1.0, "offset": 0}),
-        (collectives.cross_entropy, [x, ids, "BV"], {"mask": None, "z_loss": 0.0}),
-        (collectives.global_norm, [{"a": x}, {"a": "BE"}], {}),
+        (ops.argmax, [x, "BE", "E"], {}),
+        (ops.softmax, [x, "BE", "E"], {}),
+        (ops.logsumexp, [x, "BE", "E"], {}),
+        (ops.rms_norm, [x, jnp.ones(16), "BE", "E"], {"epsilon": 1e-6}),
+        (ops.embed, [ids, w, "B, VE -> BE"], {}),
+        (ops.attention, [q, k, k, "BLHD", "BTKD"], {"causal": True, "mask": None, "scale": 1.0, "offset": 0}),
+        (ops.cross_entropy, [x, ids, "BV"], {"mask": None, "z_loss": 0.0}),
+        (ops.global_norm, [{"a": x}, {"a": "BE"}], {}),
         (config.capacity, [16], {}),
         (moe.MoEConfig, [], {"experts": 4, "router": "switch", "k": None, "renormalize": True, "capacity_factor": 1.0}),
         (moe.route, [jnp.ones((2, 4, 4)), config], {"key": None, "mask": None}),
@@ -148,6 +148,6 @@ def test_one_wrong_argument_is_taken_or_refused_by_one_short_error_of_ours(name,
 
 def test_every_public_function_is_tried():
     tried = {"trace"} | {getattr(fn, "__name__", "") for fn, *_ in CALLS.values()}
-    rooms = (gspmd, audit, collectives, layouts, moe)
+    rooms = (gspmd, audit, ops, layouts, moe)
     public = {name for room in rooms for name in room.__all__ if inspect.isfunction(getattr(room, name))}
     assert public - tried <= {"compile_offline", "expert_layer", "presets", "slices"}

@@ -1,12 +1,12 @@
 """What a string means: specs, equations, and the calls that place arrays by them."""
 
-from gspmd.annotate.annotate import annotate, spec_of
-from gspmd.annotate.calls import mesh_split, replicate, shard, split
+from gspmd.annotate.arrays import annotate, spec_of
 from gspmd.annotate.equation import Equation, Operand, Term, parse_equation, parse_via
 from gspmd.annotate.errors import Fault, LayoutError, PlanError, SpecError, report
 from gspmd.annotate.fit import mesh_sizes
+from gspmd.annotate.gshard import mesh_split, replicate, shard, split
+from gspmd.annotate.nodes import OPEN
 from gspmd.annotate.spec import Spec
-from gspmd.annotate.written import OPEN
 
 __all__ = [
     "OPEN",

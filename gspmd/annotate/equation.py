@@ -12,10 +12,10 @@ from typing import Any
 
 from gspmd.annotate.errors import Fault, SpecError, listed, report, shown
 from gspmd.annotate.fit import mesh_sizes, whole_sizes
+from gspmd.annotate.nodes import WrittenTerm
 from gspmd.annotate.operands import EquationReader
 from gspmd.annotate.rules import faults_of
 from gspmd.annotate.spec import Spec, spec_from
-from gspmd.annotate.written import WrittenTerm
 
 
 @dataclass(frozen=True)

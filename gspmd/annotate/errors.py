@@ -13,7 +13,7 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gspmd.annotate.plain import printable
+from gspmd.display.plain import printable
 
 MOST_FAULTS = 12
 """More faults than these are counted, not told one by one; the error's `.faults` has them all."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gspmd.annotate.errors import Fault, SpecError, listed, shown, suggestion
-from gspmd.annotate.written import OPEN, dim_text
+from gspmd.annotate.nodes import OPEN, dim_text
 
 if TYPE_CHECKING:
     from gspmd.annotate.spec import Spec

@@ -2,8 +2,8 @@
 
 import re
 
+from gspmd.annotate.nodes import ARROW, CAPITALS, Written, WrittenOperand, WrittenTerm
 from gspmd.annotate.reader import Reader
-from gspmd.annotate.written import ARROW, CAPITALS, Written, WrittenOperand, WrittenTerm
 
 _COMMA_MEANT = re.compile(r"[*×·⋅∙@;，、&⊗]")
 _ARROW_MEANT = re.compile(r"[-=~−–—:]+")

@@ -11,7 +11,7 @@ White space may stand between dims, around the partial sum, and inside braces an
 import re
 
 from gspmd.annotate.errors import Fault, listed
-from gspmd.annotate.written import (
+from gspmd.annotate.nodes import (
     ARROW,
     CAPITALS,
     LETTERS,

@@ -5,7 +5,7 @@ dimensions of the result. A remedy is the equations to write instead, wherever t
 """
 
 from gspmd.annotate.errors import Fault
-from gspmd.annotate.written import Dim, Written, WrittenOperand, WrittenTerm, dim_text
+from gspmd.annotate.nodes import Dim, Written, WrittenOperand, WrittenTerm, dim_text
 
 
 def faults_of(text: str, terms: list[WrittenTerm], outputs: list[WrittenTerm] | None) -> list[Fault]:

@@ -9,8 +9,8 @@ from typing import Any
 from gspmd.annotate import fit
 from gspmd.annotate.errors import Fault, SpecError, listed, report, shown
 from gspmd.annotate.fit import mesh_sizes
+from gspmd.annotate.nodes import ARROW, CAPITALS, NAME, OPEN, Written, axes_text, dim_text
 from gspmd.annotate.reader import Reader
-from gspmd.annotate.written import ARROW, CAPITALS, NAME, OPEN, Written, axes_text, dim_text
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from gspmd.audit.groups import groups, is_permute, pairs
 from gspmd.audit.hlo import Array, Computation, Instruction, Module
-from gspmd.collectives.cost import wire_bytes
+from gspmd.hardware.links import wire_bytes
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _OTHER = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "collective-permute"}

@@ -10,12 +10,12 @@ from rich.text import Text
 from gspmd.annotate.errors import PlanError, article
 from gspmd.audit.ledger import Entry, Key, Ledger, asked
 from gspmd.audit.verdicts import VERDICTS, Row, in_whole, planned_steps, rows, served
-from gspmd.collectives.amounts import amount_of_bytes, axes_text
-from gspmd.collectives.figure import COLORS
-from gspmd.collectives.planning import Plan
-from gspmd.collectives.printing import Printed, printable
-from gspmd.collectives.program import ProgramPlan, of_equation
-from gspmd.collectives.tables import Column, Sheet
+from gspmd.display.console import Printed, printable
+from gspmd.display.tables import Column, Sheet
+from gspmd.display.units import amount_of_bytes, axes_text
+from gspmd.planner.drawing import COLORS
+from gspmd.planner.plan import Plan
+from gspmd.tracing.program_plan import ProgramPlan, of_equation
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,10 +7,10 @@ from rich.text import Text
 
 from gspmd.annotate.errors import PlanError, shown
 from gspmd.audit.ledger import Ledger
-from gspmd.collectives.amounts import amount_of_bytes, amount_of_flops, axes_text
-from gspmd.collectives.figure import COLORS
-from gspmd.collectives.printing import Printed, printable
-from gspmd.collectives.tables import Column, Sheet, counted
+from gspmd.display.console import Printed, printable
+from gspmd.display.tables import Column, Sheet, counted
+from gspmd.display.units import amount_of_bytes, amount_of_flops, axes_text
+from gspmd.planner.drawing import COLORS
 
 _Key = tuple[str, tuple[str, ...], str]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspmd.audit.machine import Span
 from gspmd.audit.timeline import Timeline, amount, of_a_timeline, path_of
-from gspmd.collectives.amounts import axes_text
+from gspmd.display.units import axes_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +23,7 @@ PALETTE = {
     "collective-permute": "#0072b2",
     "copy": "#009e73",
 }
-"""The hues of a printed plan (`gspmd.collectives.figure.COLORS`), in the tones that Okabe and Ito (*Color Universal
+"""The hues of a printed plan (`gspmd.planner.drawing.COLORS`), in the tones that Okabe and Ito (*Color Universal
 Design*, 2008) chose so that everybody can tell them apart."""
 
 _NAMES = {"einsum": "matrix products", "other": "other computing", "copy": "memory copies"}

@@ -22,16 +22,16 @@ from gspmd.audit.collectives import Collective, collective
 from gspmd.audit.flops import product_flops, uncounted
 from gspmd.audit.groups import axes_of
 from gspmd.audit.loops import trips
-from gspmd.collectives.amounts import amount_of_bytes, amount_of_flops, axes_text
-from gspmd.collectives.figure import COLORS
-from gspmd.collectives.tables import Column, Sheet, counted
+from gspmd.display.tables import Column, Sheet, counted
+from gspmd.display.units import amount_of_bytes, amount_of_flops, axes_text
+from gspmd.planner.drawing import COLORS
 
 if TYPE_CHECKING:
     from gspmd.audit.compare import Comparison
     from gspmd.audit.difference import Difference
-    from gspmd.collectives.planning import Plan
-    from gspmd.collectives.program import ProgramPlan
-from gspmd.collectives.printing import Printed, printable
+    from gspmd.planner.plan import Plan
+    from gspmd.tracing.program_plan import ProgramPlan
+from gspmd.display.console import Printed, printable
 
 OURS = f"{Path(__file__).parents[1]}{os.sep}"
 """Where this package lies: a source line is the first outside of it."""

@@ -8,8 +8,8 @@ import numpy as np
 
 from gspmd.audit.collectives import Collective
 from gspmd.audit.groups import UNNAMED, groups, pairs, touched_by
-from gspmd.collectives.chips import Chip
-from gspmd.collectives.cost import fewest_together, wait
+from gspmd.hardware.chips import Chip
+from gspmd.hardware.links import fewest_together, wait
 
 Link = tuple[str, int]
 """A mesh axis and a direction along it, +1 or -1: every chip has one such link, and all are used alike."""
@@ -43,7 +43,7 @@ def transfer(found: Collective, mesh: Mapping[str, int], chip: Chip, torus: Toru
 
     A permute by the same number of places along one mesh axis, such as a ring's step, uses one direction of that axis;
     where the axis has no wrap-around links, what closes the ring comes back through the other. Everything else takes
-    the seconds of `gspmd.collectives.cost.wait` on both directions of its axes. Groups that are a part of an axis are
+    the seconds of `gspmd.hardware.links.wait` on both directions of its axes. Groups that are a part of an axis are
     some of its rings, or one of their own. Under a switch, all collectives share what a chip sends; those that wait for
     the network between nodes share that.
 

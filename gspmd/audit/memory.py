@@ -14,8 +14,8 @@ from rich.markup import escape
 
 from gspmd.audit.hlo import Array, Instruction, Module
 from gspmd.audit.ledger import OURS, short
-from gspmd.collectives.amounts import amount_of_bytes, axes_text
-from gspmd.collectives.tables import Column, Sheet
+from gspmd.display.tables import Column, Sheet
+from gspmd.display.units import amount_of_bytes, axes_text
 
 _FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant")
 _SMALLER = "a smaller batch or length, or a layout that shards it; in training, remat around it"

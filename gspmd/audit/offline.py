@@ -18,10 +18,10 @@ from gspmd.audit.hlo import Module, parse
 from gspmd.audit.ledger import Ledger, of_module
 from gspmd.audit.timeline import Timeline, timeline
 from gspmd.audit.topology import Topology, topology
-from gspmd.collectives.amounts import amount_of_bytes, amount_of_flops, amount_of_seconds
-from gspmd.collectives.printing import Printed, printable
-from gspmd.collectives.program import ProgramPlan
-from gspmd.collectives.trace import check_call, trace
+from gspmd.display.console import Printed, printable
+from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds
+from gspmd.tracing.program_plan import ProgramPlan
+from gspmd.tracing.trace import check_call, trace
 
 _FULL = re.compile(r"RESOURCE_EXHAUSTED")
 _NEEDED = re.compile(r"(?:required for HLO temporaries \(|Used )([\d.]+)([KMGTP]?)")

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from gspmd.audit.hlo import Computation, Instruction, Module
-from gspmd.collectives.plan import KINDS
+from gspmd.planner.steps import KINDS
 
 _EQUATION = re.compile(r"gspmd\[([^\]]*)\]")
 _STEP = re.compile(rf"(?:^|[/(])(step\d+\.(?:{'|'.join(KINDS)})(?:\.[\w.]+)?)(?=/|$)")

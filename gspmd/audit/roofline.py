@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gspmd.audit.flops import product_flops
 from gspmd.audit.hlo import Computation, Instruction, Module
-from gspmd.collectives.chips import Chip
+from gspmd.hardware.chips import Chip
 
 FREE = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id"),

@@ -17,12 +17,12 @@ from gspmd.audit.ledger import sizes_of
 from gspmd.audit.links import Torus
 from gspmd.audit.machine import Machine, Span
 from gspmd.audit.walk import Walk
-from gspmd.collectives import chips
-from gspmd.collectives.amounts import amount_of_seconds, axes_text
-from gspmd.collectives.chips import Chip
-from gspmd.collectives.figure import COLORS
-from gspmd.collectives.printing import Printed, printable
-from gspmd.collectives.tables import Column, Sheet
+from gspmd.display.console import Printed, printable
+from gspmd.display.tables import Column, Sheet
+from gspmd.display.units import amount_of_seconds, axes_text
+from gspmd.hardware import chips
+from gspmd.hardware.chips import Chip
+from gspmd.planner.drawing import COLORS
 
 _ROUNDING = 1e-12
 """Seconds by which sums of seconds may miss one another."""
@@ -202,7 +202,7 @@ def timeline(
     - **Computing**: an instruction takes the cycles that the TPU compiler estimates for it, over the chip's clock (of
       both cores together, where a chip has two). One without an estimate takes the longer of its matrix products at
       the chip's peak and its bytes at the bandwidth of main memory; what only names something is free.
-    - **Collectives** take the seconds of `gspmd.collectives.cost.collective_seconds`, each mesh axis being one ring
+    - **Collectives** take the seconds of `gspmd.hardware.links.collective_seconds`, each mesh axis being one ring
       or those of `torus`; a permute by the same number of places along one axis (a ring's step) takes its bytes over
       one link for each place, in one direction (`gspmd.audit.links`). Groups that no mesh axes make are one ring.
     - **Asynchronous ones** run beside what stands between start and done; at done the device waits for what is left.

@@ -15,8 +15,8 @@ from jax.sharding import AxisType, Mesh
 
 from gspmd.annotate.errors import PlanError, listed, shown, suggestion
 from gspmd.audit.torus import lay, nearest
-from gspmd.collectives.chips import CHIPS, Chip
-from gspmd.collectives.chips import chip as chip_named
+from gspmd.hardware.chips import CHIPS, Chip
+from gspmd.hardware.chips import chip as chip_named
 from gspmd.host import quiet_libtpu
 
 # Chips of the largest slice that exists (Google Cloud documentation, 'TPU v3', 'TPU v4', ...: pod size). The compiler

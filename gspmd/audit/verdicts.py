@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from gspmd.audit.groups import UNNAMED
 from gspmd.audit.ledger import Entry, number
-from gspmd.collectives.amounts import axes_text
-from gspmd.collectives.lower import scope
-from gspmd.collectives.plan import Step
-from gspmd.collectives.program import PlannedStep, ProgramPlan
+from gspmd.display.units import axes_text
+from gspmd.lowerings.blocking.collectives import scope
+from gspmd.planner.steps import Step
+from gspmd.tracing.program_plan import PlannedStep, ProgramPlan
 
 VERDICTS = ("as planned", "shared", "rewritten", "gone", "the compiler's choice", "not planned")
 

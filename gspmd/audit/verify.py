@@ -10,10 +10,10 @@ import numpy as np
 
 from gspmd.annotate.equation import parse_equation
 from gspmd.annotate.errors import PlanError, SpecError, shown
-from gspmd.annotate.plain import printable
-from gspmd.collectives.einsum import einsum
-from gspmd.collectives.lowering import checked, lowering
-from gspmd.collectives.planned import registered
+from gspmd.display.plain import printable
+from gspmd.lowerings.default import checked, lowering
+from gspmd.lowerings.program import registered
+from gspmd.ops._einsum import einsum
 
 TOLERANCE = {"float64": 1e-11, "float32": 5e-5, "float16": 1e-2, "bfloat16": 4e-2}
 """How far a number may be from one device's, as a part of the largest in its array; other dtypes are held exactly."""

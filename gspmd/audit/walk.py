@@ -13,7 +13,7 @@ from gspmd.audit.loops import trips
 from gspmd.audit.machine import Machine, Span
 from gspmd.audit.origin import origin
 from gspmd.audit.roofline import cost, traffic
-from gspmd.collectives.chips import Chip
+from gspmd.hardware.chips import Chip
 
 Value = int | dict | None
 """What a name stands for, as far as waiting is concerned: a transfer's number, a tuple with some in it, or neither."""

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from gspmd.annotate import Fault, Spec, SpecError, mesh_sizes, parse_via
 from gspmd.annotate.errors import listed, shown, suggestion
-from gspmd.collectives.lowering import LOWERINGS
 from gspmd.layouts import own
 from gspmd.layouts.causes import one_for_each_cause
 from gspmd.layouts.keys import ALIKE, KEYS, PARTS, PHASES, Key, keys_of_override
 from gspmd.layouts.line import Line
 from gspmd.layouts.mesh import complete
+from gspmd.lowerings.default import LOWERINGS
 
 if TYPE_CHECKING:
     from gspmd.layouts.layout import Layout

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from gspmd.annotate.errors import listed
-from gspmd.collectives.lowering import LOWERINGS
 from gspmd.layouts.keys import ALIKE, DIMENSIONS, KEYS, OVERRIDES, PARTS, Key, of_part
 from gspmd.layouts.read import preset_names, text_of
+from gspmd.lowerings.default import LOWERINGS
 
 _INTRODUCTION = """\
 # Layouts

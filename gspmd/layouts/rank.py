@@ -8,14 +8,15 @@ from typing import Any
 
 from gspmd.annotate import LayoutError, PlanError, SpecError, mesh_sizes
 from gspmd.annotate.errors import listed, shown, suggestion
-from gspmd.annotate.plain import printable
-from gspmd.collectives.amounts import amount_of_bytes, amount_of_seconds
-from gspmd.collectives.chips import Chip
-from gspmd.collectives.chips import chip as chip_row
-from gspmd.collectives.cost import dtype_name
-from gspmd.collectives.planning import Plan, plan
+from gspmd.display.plain import printable
+from gspmd.display.units import amount_of_bytes, amount_of_seconds
+from gspmd.hardware.chips import Chip
+from gspmd.hardware.chips import chip as chip_row
+from gspmd.hardware.dtypes import dtype_name
 from gspmd.layouts import printed
 from gspmd.layouts.layout import Layout, whole_sizes
+from gspmd.lowerings.plan import plan
+from gspmd.planner.plan import Plan
 
 OBJECTIVES = ("seconds", "wire_bytes")
 _DIMENSIONS = ("B", "L", "E", "F")

@@ -6,12 +6,13 @@ from math import prod
 
 import jax
 
-from gspmd.collectives.chips import chip_of_device
-from gspmd.collectives.plan import Step
-from gspmd.collectives.planned import Context
-from gspmd.collectives.planning import Plan, make_plan
-from gspmd.collectives.walk import cut
+from gspmd.hardware.chips import chip_of_device
+from gspmd.lowerings.plan import make_plan
+from gspmd.lowerings.program import Context
 from gspmd.moe.work import Work, products
+from gspmd.planner.overlap import cut
+from gspmd.planner.plan import Plan
+from gspmd.planner.steps import Step
 
 CHUNKS = (1, 2, 4, 8)
 """What is tried; on devices that chips.toml does not list, such as host devices, `looped` takes the first but one."""

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.annotate.spec import Spec
-from gspmd.collectives.forms import shard_index
-from gspmd.collectives.planned import run
+from gspmd.lowerings.program import run
+from gspmd.ops.planned_op import shard_index
 
 KEY = Spec(("K",), ((),))
 """Where the two words of a key lie: on every device."""

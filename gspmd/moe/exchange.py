@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gspmd.collectives.lower import emit
-from gspmd.collectives.plan import Step
-from gspmd.collectives.planned import Context
+from gspmd.lowerings.blocking.collectives import emit
+from gspmd.lowerings.program import Context
 from gspmd.moe.stages import Script
 from gspmd.moe.work import Work
+from gspmd.planner.steps import Step
 
 
 class Exchange:

@@ -10,8 +10,8 @@ from functools import lru_cache, partial
 import jax
 
 from gspmd.annotate.spec import Spec
-from gspmd.collectives.lower import emit
-from gspmd.collectives.planned import Context, context, run
+from gspmd.lowerings.blocking.collectives import emit
+from gspmd.lowerings.program import Context, context, run
 from gspmd.moe.activation import ACTIVATIONS
 from gspmd.moe.dropout import KEY
 from gspmd.moe.exchange import Exchange

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.annotate.errors import PlanError, SpecError
-from gspmd.collectives.einsum import einsum
 from gspmd.moe import inputs
 from gspmd.moe.activation import ACTIVATIONS
 from gspmd.moe.config import MoEConfig
@@ -19,6 +18,7 @@ from gspmd.moe.places import Places, places_of
 from gspmd.moe.routers import named
 from gspmd.moe.routing import Routing
 from gspmd.moe.switch import jittered
+from gspmd.ops._einsum import einsum
 
 
 def expert_layer(

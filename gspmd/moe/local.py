@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.annotate.spec import Spec
-from gspmd.collectives.gradient import with_gradient
-from gspmd.collectives.planned import compiler_chooses, context, run
+from gspmd.lowerings.gradient import with_gradient
+from gspmd.lowerings.program import compiler_chooses, context, run
 
 Body = Callable[..., tuple[jax.Array, ...]]
 

@@ -9,9 +9,8 @@ from typing import Any
 import jax
 
 from gspmd.annotate.spec import Spec
-from gspmd.collectives.einsum import einsum, reshard
-from gspmd.collectives.lowering import lowering
-from gspmd.collectives.planned import context
+from gspmd.lowerings.default import lowering
+from gspmd.lowerings.program import context
 from gspmd.moe.activation import ACTIVATIONS
 from gspmd.moe.chunks import chunks_of
 from gspmd.moe.config import MoEConfig
@@ -23,6 +22,7 @@ from gspmd.moe.places import Places
 from gspmd.moe.routing import Routing
 from gspmd.moe.rows import holders, most_rows, place_rows, place_rows_here
 from gspmd.moe.work import Buffers, Work
+from gspmd.ops._einsum import einsum, reshard
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import jax
 
 from gspmd.annotate.errors import Fault, LayoutError, report
 from gspmd.annotate.spec import Spec
-from gspmd.collectives.planned import context
+from gspmd.lowerings.program import context
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from gspmd.collectives.lower import Execution, scope
-from gspmd.collectives.plan import Routine, Step
-from gspmd.collectives.problem import Tensor
+from gspmd.lowerings.blocking.collectives import scope
+from gspmd.lowerings.blocking.executor import Execution
 from gspmd.moe.grouped import grouped_back, grouped_matmul, grouped_outer
+from gspmd.planner.steps import Routine, Step, Tensor
 
 Arrays = dict[int, jax.Array]
 

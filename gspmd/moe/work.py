@@ -7,13 +7,14 @@ from functools import cached_property, lru_cache
 from gspmd.annotate.equation import parse_equation
 from gspmd.annotate.errors import Fault, LayoutError, report
 from gspmd.annotate.spec import Spec
-from gspmd.collectives.cost import itemsize
-from gspmd.collectives.moves import move
-from gspmd.collectives.plan import Step
-from gspmd.collectives.planned import Context
-from gspmd.collectives.planning import Plan, make_plan, tensors
+from gspmd.hardware.dtypes import itemsize
+from gspmd.lowerings.plan import make_plan
+from gspmd.lowerings.program import Context
 from gspmd.moe.dropout import Dropout
 from gspmd.moe.stages import Equation
+from gspmd.planner.plan import Plan, tensors
+from gspmd.planner.resharding import move
+from gspmd.planner.steps import Step
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import tyro
 
 from gspmd import host
 from gspmd.annotate.errors import LayoutError, PlanError, SpecError
-from gspmd.collectives import printing
-from gspmd.collectives.amounts import amount_of_bytes
+from gspmd.display import console as printing
+from gspmd.display.units import amount_of_bytes
 from gspmd.layouts import Layout
 from gspmd.training import checkpoint
 from gspmd.training.choices import REGISTRY

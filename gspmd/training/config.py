@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from gspmd.collectives.lowering import LOWERINGS
 from gspmd.layouts.read import is_path
+from gspmd.lowerings.default import LOWERINGS
 from gspmd.training.toml import ConfigError, load_toml, not_a_choice, not_negative, positive
 
 __all__ = ["ConfigError", "OptimizerConfig", "ShardingConfig", "TrainingConfig", "load_toml", "parse_mesh"]

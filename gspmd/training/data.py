@@ -12,7 +12,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from gspmd.collectives.amounts import amount_of_bytes
+from gspmd.display.units import amount_of_bytes
 from gspmd.training.toml import ConfigError
 
 VOCABULARY = 256

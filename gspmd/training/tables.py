@@ -7,8 +7,8 @@ import numpy as np
 from rich.markup import escape
 
 from gspmd.annotate.spec import Spec
-from gspmd.collectives.amounts import amount_of_bytes
-from gspmd.collectives.tables import Column, Sheet
+from gspmd.display.tables import Column, Sheet
+from gspmd.display.units import amount_of_bytes
 
 Placed = Mapping[str, tuple[Spec, tuple[int, ...]]]
 

@@ -11,9 +11,9 @@ from jax.sharding import AxisType
 import gspmd
 import models
 from gspmd.audit.ledger import Ledger
-from gspmd.collectives.trace import ProgramPlan
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
+from gspmd.tracing.trace import ProgramPlan
 from gspmd.training import OptimizerConfig
 from gspmd.training.step import jit_step
 from models import step

@@ -5,8 +5,8 @@ import pytest
 import gspmd
 from gspmd.audit.compare import VERDICTS, Comparison, Row, compare
 from gspmd.audit.ledger import Entry, Ledger
-from gspmd.collectives.plan import Step
-from gspmd.collectives.program import PlannedStep, ProgramPlan
+from gspmd.planner.steps import Step
+from gspmd.tracing.program_plan import PlannedStep, ProgramPlan
 
 MESH = {"x": 4, "y": 2}
 

@@ -10,8 +10,8 @@ from matplotlib.colors import to_hex
 from gspmd.audit import gantt, hlo
 from gspmd.audit.machine import Span
 from gspmd.audit.timeline import timeline
-from gspmd.collectives.chips import CHIPS
-from gspmd.collectives.figure import COLORS
+from gspmd.hardware.chips import CHIPS
+from gspmd.planner.drawing import COLORS
 from tests.audit.drawn import drawn
 
 

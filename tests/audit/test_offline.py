@@ -10,7 +10,7 @@ import pytest
 import gspmd
 from gspmd.audit import compile_offline, hlo, memory, topology
 from gspmd.audit.offline import _NEEDED, _OFFERED, _amount, _too_large
-from gspmd.collectives.program import ProgramPlan
+from gspmd.tracing.program_plan import ProgramPlan
 
 pytestmark = pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 MESH = {"x": 4, "y": 4, "z": 4}

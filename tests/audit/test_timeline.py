@@ -8,8 +8,8 @@ import pytest
 from gspmd.annotate.errors import PlanError
 from gspmd.audit import hlo
 from gspmd.audit.timeline import timeline
-from gspmd.collectives.chips import CHIPS
-from gspmd.collectives.cost import collective_seconds
+from gspmd.hardware.chips import CHIPS
+from gspmd.hardware.links import collective_seconds
 
 MESH = {"x": 4, "y": 4}
 RING = {

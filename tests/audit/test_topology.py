@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import gspmd
 from gspmd import PlanError, host
 from gspmd.audit.topology import slices, topology
-from gspmd.collectives.chips import CHIPS, chip_of_device
+from gspmd.hardware.chips import CHIPS, chip_of_device
 
 module = importlib.import_module("gspmd.audit.topology")  # gspmd.audit.topology is the function
 

@@ -8,8 +8,8 @@ import pytest
 
 import gspmd
 from gspmd.audit import verify
-from gspmd.collectives import lower
-from gspmd.collectives.lowering import current
+from gspmd.lowerings.blocking import collectives as lower
+from gspmd.lowerings.default import current
 
 EQUATION = "BE_x, E_xF_y -> BF_y"
 

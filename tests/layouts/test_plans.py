@@ -9,10 +9,10 @@ from math import prod
 import pytest
 
 from gspmd.annotate import Spec
-from gspmd.collectives.planning import plan
 from gspmd.layouts import Layout, Ranking, presets, rank
 from gspmd.layouts.rank import equations
 from gspmd.layouts.vias import heads_in
+from gspmd.lowerings.plan import plan
 
 MESHES = ({"x": 4, "y": 4, "z": 4}, {"x": 2, "y": 4, "z": 8}, {"x": 3, "y": 2, "z": 2})
 POPE = (

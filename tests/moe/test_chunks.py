@@ -10,8 +10,8 @@ import pytest
 import gspmd
 from gspmd.annotate import Spec
 from gspmd.audit import hlo, timeline, topology
-from gspmd.collectives.chips import chip
-from gspmd.collectives.planned import Context
+from gspmd.hardware.chips import chip
+from gspmd.lowerings.program import Context
 from gspmd.moe import MoEConfig, chunks, expert_layer
 from gspmd.moe.chunks import chunks_of
 from gspmd.moe.dropout import Dropout

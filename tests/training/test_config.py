@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from gspmd.annotate import LayoutError
-from gspmd.collectives.lowering import LOWERINGS
 from gspmd.layouts import Layout
+from gspmd.lowerings.default import LOWERINGS
 from gspmd.training import data
 from gspmd.training.config import ConfigError, OptimizerConfig, ShardingConfig, TrainingConfig, load_toml, parse_mesh
 

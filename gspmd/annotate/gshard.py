@@ -1,0 +1,225 @@
+"""The annotation calls of GShard and of GSPMD, written on `annotate`. Dimensions are lettered A, B, C, … in messages.
+
+GShard numbers the devices, and GSPMD arranges their numbers as a mesh. Here the mesh of `jax.set_mesh` has named axes,
+and device number i is the i-th of it, last axis fastest.
+"""
+
+import itertools
+import math
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import jax
+import numpy as np
+
+from gspmd.annotate.arrays import annotate, shape_of
+from gspmd.annotate.errors import SpecError, listed, shown
+from gspmd.annotate.fit import mesh_sizes, whole
+from gspmd.annotate.nodes import OPEN, axes_text
+from gspmd.annotate.spec import Spec
+
+
+def replicate(tensor: Any) -> Any:
+    """Puts the whole tensor on every device.
+
+    Source: GShard (arXiv 2006.16668), section 3.2.
+
+    Example:
+      >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+      ...     replicate(np.ones((4, 8))).sharding.spec
+      P(None, None)
+    """
+    return annotate(tensor, _spec(tensor, {}, "replicate"))
+
+
+def split(tensor: Any, split_dimension: int, num_partitions: int) -> Any:
+    """Splits one dimension into `num_partitions` parts.
+
+    Source: GShard (arXiv 2006.16668), section 3.2.
+    Differs: the parts go to the one choice of mesh axes whose sizes multiply to `num_partitions` (all axes, for as many
+      parts as devices); where there are fewer parts than devices the rest hold copies, and none is idle.
+
+    Example:
+      >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+      ...     split(np.ones((4, 8)), 0, 1).sharding.spec
+      P(None, None)
+    """
+    dim = _dimension(tensor, split_dimension, "split")
+    return annotate(tensor, _spec(tensor, {dim: _axes_of_size(num_partitions)}, "split"))
+
+
+def shard(tensor: Any, device_assignment: Any) -> Any:
+    """Splits several dimensions; part [i, j, …] goes to device number `device_assignment[i, j, …]`.
+
+    Args:
+      tensor: the array.
+      device_assignment: device numbers, in an array of as many dimensions as the tensor; its shape is the number of
+        parts along each. Every device of the mesh stands in it once.
+
+    Raises:
+      SpecError: also where no assignment of mesh axes to dimensions places the parts so.
+
+    Source: GShard (arXiv 2006.16668), section 3.2.
+    """
+    numbers, rank = _numbers(device_assignment, "shard: the device assignment"), len(_shape(tensor, "shard"))
+    if numbers.ndim != rank:
+        raise SpecError(f"shard: the device assignment has {numbers.ndim} dimensions, and the array has {rank}.\n"
+                        "  Write the device numbers in an array of as many dimensions, 1 long where it is not split.")
+    axes = _axes_of_numbers(numbers, "shard: the device assignment")
+    return annotate(tensor, _spec(tensor, dict(enumerate(axes)), "shard"))
+
+
+def mesh_split(
+    tensor: Any,
+    device_mesh: Any,
+    tensor_split_dims_mapping: Sequence[int],
+    unspecified_dims: Sequence[int] | None = (),
+    manual_mesh_dims: Sequence[int] | None = (),
+) -> Any:
+    """Splits every dimension of a tensor over one dimension of a device mesh, or over none.
+
+    Args:
+      tensor: the array.
+      device_mesh: the current mesh, or device numbers in an array whose dimensions are mesh axes, or runs of them, in
+        any order.
+      tensor_split_dims_mapping: for each dimension of the tensor, the dimension of `device_mesh` that splits it; -1 for
+        none.
+      unspecified_dims: dimensions of the tensor that are left to the compiler (Auto axes only).
+      manual_mesh_dims: none; a program that is manual over some mesh axes is written by `jax.shard_map`.
+
+    Raises:
+      SpecError: also for a mapping that does not fit the tensor or the device mesh.
+
+    Source: GSPMD (arXiv 2105.04663), section 3.1, and 3.2 for partial specification.
+    Differs: manual subgroups are not supported.
+
+    Example:
+      >>> mesh = jax.make_mesh((1, 1), ("x", "y"))
+      >>> with jax.set_mesh(mesh):
+      ...     mesh_split(np.ones((4, 8)), mesh, [-1, 0]).sharding.spec
+      P(None, 'x')
+    """
+    if manual_mesh_dims:
+        raise SpecError("mesh_split: manual_mesh_dims is not supported.\n"
+                        "  Write the manual part by jax.shard_map(..., axis_names={'x'}), which JAX has for it.")
+    axes = _axes_of_device_mesh(device_mesh)
+    _refuse_mapping(tensor, tensor_split_dims_mapping, len(axes))
+    placed = {at: axes[dim] for at, dim in enumerate(tensor_split_dims_mapping) if dim != -1}
+    for dim in unspecified_dims or ():
+        at = _dimension(tensor, dim, "mesh_split")
+        if placed.get(at):
+            raise SpecError(f"mesh_split: dimension {dim} is split by the mapping, and unspecified as well.\n"
+                            "  Write -1 for it in tensor_split_dims_mapping.")
+        placed[at] = (OPEN,)
+    return annotate(tensor, _spec(tensor, placed, "mesh_split"))
+
+
+# -- from numbers to names --------------------------------------------------------------------------------------------
+
+
+def _spec(tensor: Any, axes: Mapping[int, tuple[str, ...]], call: str) -> Spec:
+    rank = len(_shape(tensor, call))
+    if rank > len(string.ascii_uppercase):
+        raise SpecError(f"{call}: the array has {rank} dimensions, and there are 26 letters.\n  Merge some of them.")
+    return Spec(tuple(string.ascii_uppercase[:rank]), tuple(axes.get(at, ()) for at in range(rank)))
+
+
+def _mesh(call: str) -> dict[str, int]:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise SpecError(f"{call}: no mesh is set.\n"
+                        "  Call it inside 'with jax.set_mesh(mesh):', where mesh = jax.make_mesh((4, 2), ('x', 'y')).")
+    return mesh_sizes(mesh)
+
+
+def _dimension(tensor: Any, dim: int, call: str) -> int:
+    rank, at = len(_shape(tensor, call)), whole(dim)
+    if at is None or not -rank <= at < rank:
+        raise SpecError(f"{call}: the array has no dimension {shown(dim)}.\n  It has {rank}, numbered from 0.")
+    return at % rank
+
+
+def _shape(tensor: Any, call: str) -> tuple[int, ...]:
+    return shape_of(tensor, call)
+
+
+def _numbers(given: Any, what: str) -> np.ndarray:
+    """Device numbers, however they are nested."""
+    with suppress(TypeError, ValueError):  # rows of several lengths, a key
+        numbers = np.asarray(given)
+        if numbers.dtype.kind in "iu":
+            return numbers
+    raise SpecError(f"{what} is {shown(given)}.\n"
+                    "  Write the numbers of the devices, such as np.arange(8).reshape(2, 4).")
+
+
+def _axes_of_size(parts: int) -> tuple[str, ...]:
+    mesh = _mesh("split")
+    real = [axis for axis, size in mesh.items() if size > 1]
+    if whole(parts) is None:
+        raise SpecError(f"split: num_partitions is {shown(parts)}.\n  Write a whole number of parts.")
+    subsets = itertools.chain.from_iterable(itertools.combinations(real, n) for n in range(len(real) + 1))
+    found = [axes for axes in subsets if math.prod(mesh[a] for a in axes) == parts]
+    if len(found) == 1:
+        return found[0]
+    sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
+    if not found:
+        raise SpecError(f"split: no mesh axes make {parts} parts; the mesh has {sizes}.\n"
+                        "  Split into as many parts as some of its axes multiply to.")
+    choices = listed([f"'A_{axes_text(axes)}'" for axes in found], "or")
+    raise SpecError(f"split: several mesh axes make {parts} parts; the mesh has {sizes}.\n"
+                    f"  Say which by annotate(), here {choices}.")
+
+
+def _axes_of_device_mesh(device_mesh: Any) -> list[tuple[str, ...]]:
+    mesh = _mesh("mesh_split")
+    if not hasattr(device_mesh, "axis_names"):
+        return _axes_of_numbers(_numbers(device_mesh, "mesh_split: the device mesh"), "mesh_split: the device mesh")
+    if mesh_sizes(device_mesh) != mesh or tuple(device_mesh.axis_names) != tuple(mesh):
+        raise SpecError(f"mesh_split: the device mesh is {mesh_sizes(device_mesh)}, and the current mesh is {mesh}.\n"
+                        "  Pass the mesh of jax.set_mesh.")
+    return [(axis,) for axis in mesh]
+
+
+def _axes_of_numbers(numbers: np.ndarray, what: str) -> list[tuple[str, ...]]:
+    """For each dimension of an array of device numbers, the mesh axes over which the devices run along it."""
+    mesh = {axis: size for axis, size in _mesh(what.split(":")[0]).items() if size > 1}
+    order = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
+    for axes in _runs(numbers.shape, mesh):
+        flat = [list(mesh).index(a) for group in axes for a in group]
+        if len(flat) == len(mesh) and np.array_equal(order.transpose(flat).reshape(numbers.shape), numbers):
+            return list(axes)
+    sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
+    raise SpecError(f"{what} does not follow the mesh, which has {sizes or 'one device'}.\n"
+                    f"  It has each number from 0 to {order.size - 1} once, and its dimensions run along mesh axes.")
+
+
+def _runs(shape: Sequence[int], mesh: Mapping[str, int], used: tuple[str, ...] = ()) -> Iterator[tuple]:
+    """Every way to write each size in `shape` as a product of the sizes of mesh axes, each axis used once."""
+    if not shape:
+        yield ()
+        return
+    free = [axis for axis in mesh if axis not in used]
+    for count in range(len(free) + 1):
+        for axes in itertools.permutations(free, count):
+            if math.prod(mesh[a] for a in axes) == shape[0]:
+                yield from ((axes, *rest) for rest in _runs(shape[1:], mesh, (*used, *axes)))
+
+
+def _refuse_mapping(tensor: Any, mapping: Sequence[int], rank: int) -> None:
+    dims = len(_shape(tensor, "mesh_split"))
+    if not isinstance(mapping, Sequence) or any(whole(dim) is None for dim in mapping):
+        raise SpecError(f"mesh_split: the mapping is {shown(mapping)}.\n"
+                        "  Write a list of dimensions of the device mesh, and -1 where the array is not split.")
+    if len(mapping) != dims:
+        raise SpecError(f"mesh_split: the mapping has {len(mapping)} entries, and the array has {dims} dimensions.\n"
+                        "  Write the dimension of the device mesh for each, and -1 where it is not split.")
+    used = [dim for dim in mapping if dim != -1]
+    for dim in used:
+        if not 0 <= dim < rank:
+            raise SpecError(f"mesh_split: the device mesh has no dimension {dim}.\n  It has {rank}, numbered from 0.")
+        if used.count(dim) > 1:
+            raise SpecError(f"mesh_split: dimension {dim} of the device mesh splits two dimensions of the array.\n"
+                            "  A dimension of the mesh splits one dimension of a tensor.")

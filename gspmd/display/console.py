@@ -1,0 +1,79 @@
+"""How tables and figures reach a reader: as wide as the terminal, in characters that it has, and in notebooks as HTML.
+
+Everything that is printed comes through here: `console` for what a program says, `Printed` for objects that `print`
+and notebooks show, `printable` (of `gspmd.display.plain`) for one line. What tables are made of is in `tables`.
+"""
+
+import os
+import shutil
+import sys
+from io import StringIO
+from typing import Any
+
+from rich.console import Console
+
+from gspmd.display.plain import HANDLER, printable
+
+__all__ = ["Printed", "columns", "console", "html", "never_fail", "printable", "text"]
+
+_WIDE = 140
+"""Columns of a page that is no terminal."""
+
+
+def console(width: int | None = None, *, stderr: bool = False, highlight: bool = False) -> Console:
+    """A rich console that prints whatever it is given, in characters that its stream has.
+
+    Args:
+        width: columns where there is no terminal and `COLUMNS` does not say; those of `rich` if not given.
+        stderr: whether on standard error instead of standard output.
+        highlight: whether numbers and names are colored.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    never_fail(stream)
+    free = stream.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if free else width, stderr=stderr, highlight=highlight)
+
+
+def never_fail(stream: Any) -> None:
+    """Makes a stream write plain characters for those that its encoding lacks."""
+    reconfigure = getattr(stream, "reconfigure", None)
+    if reconfigure:
+        reconfigure(errors=HANDLER)
+
+
+def columns(console: Console) -> int | None:
+    """The columns of a terminal, or those that `COLUMNS` says; None for a file or a pipe, where no line is too long."""
+    return console.width if console.is_terminal or os.environ.get("COLUMNS") else None
+
+
+def html(renderable: Any, width: int = 160) -> str:
+    """What rich prints, as HTML for a notebook."""
+    recorder = Console(file=StringIO(), record=True, width=width, force_jupyter=False)
+    recorder.print(renderable, soft_wrap=True, highlight=False)
+    style = "font-family:ui-monospace,Menlo,Consolas,monospace;line-height:normal"
+    return recorder.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
+
+
+def text(renderable: Any, width: int | None = None) -> str:
+    """What rich prints, without colors, in characters that standard output has.
+
+    Args:
+        renderable: a table, a text, or a group of them.
+        width: columns that there are; those of the terminal or of `COLUMNS` if not given, and 140 where there is none.
+    """
+    width = width or shutil.get_terminal_size((_WIDE, 24)).columns
+    # Not the real stream: for one without Unicode rich would draw other borders than `printable` does.
+    recorder = Console(file=StringIO(), width=width, color_system=None, highlight=False, force_jupyter=False)
+    with recorder.capture() as captured:
+        recorder.print(renderable)
+    return printable(captured.get())
+
+
+class Printed:
+    """What `print` and a notebook show whole, by its `__rich__`; its `repr` is one line."""
+
+    def __str__(self) -> str:
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        return html(self)

@@ -1,0 +1,78 @@
+"""Dtypes by name: how many bytes a number takes, what crosses a wire, and what two of them make together."""
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from gspmd.annotate.errors import PlanError, shown
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype, however it is written; the names that numpy lacks come from ml_dtypes, which JAX installs.
+
+    Raises:
+        PlanError: there is no such dtype.
+
+    Example:
+        >>> dtype_name("bfloat16"), dtype_name(np.float32)
+        ('bfloat16', 'float32')
+    """
+    is_array = hasattr(dtype, "__array__") and not isinstance(dtype, type)  # which has a dtype, and is none
+    try:
+        found = None if is_array else np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
+    except (TypeError, ValueError, SyntaxError):  # a SyntaxError of numpy's own little language, "2i,"
+        found = None
+    numeric = found is not None and (found.kind in "biufc" or hasattr(ml_dtypes, found.name))
+    if dtype is None or not numeric:  # None is float64 to numpy
+        raise PlanError(f"no dtype is called {shown(dtype)}.\n  Write 'bfloat16', 'float32', 'int8', ...")
+    return found.name
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes per element.
+
+    >>> itemsize("bfloat16"), itemsize("float32")
+    (2, 4)
+    """
+    return np.dtype(getattr(ml_dtypes, dtype_name(dtype), dtype)).itemsize
+
+
+def wire_of(dtype: str, *, summed: bool) -> str:
+    """The dtype in which such numbers travel: collectives take nothing smaller than a byte, and add no booleans.
+
+    >>> wire_of("bfloat16", summed=True), wire_of("int4", summed=False), wire_of("bool", summed=True)
+    ('bfloat16', 'int8', 'int32')
+    """
+    if dtype == "bool":
+        return "int32" if summed else "bool"
+    return _WHOLE_BYTES.get(dtype, dtype)
+
+
+_WHOLE_BYTES = {"int4": "int8", "uint4": "uint8", "float4_e2m1fn": "float8_e4m3fn"}
+
+
+def joint_dtype(equation: object, dtypes: Sequence[str]) -> str:
+    """The dtype of a product of arrays of these dtypes; of 64 bits too, whether or not JAX has been told to have them.
+
+    Raises:
+        PlanError: JAX's rules of promotion have none.
+    """
+    if len({*dtypes}) == 1:
+        return dtype_name(dtypes[0])
+    import jax.numpy as jnp  # whose rules these are; nothing else in planning needs JAX
+
+    try:
+        return reduce(jnp.promote_types, map(jnp.dtype, dtypes)).name
+    except (TypeError, ValueError):
+        raise PlanError(no_joint(equation, dtypes)) from None
+
+
+def no_joint(equation: object, dtypes: Sequence) -> str:
+    """The error of dtypes that have no joint one."""
+    return (
+        f"cannot compute '{equation}': by JAX's rules of promotion {', '.join(map(str, dtypes))} have no joint dtype.\n"
+        "  Cast the operands to one dtype."
+    )

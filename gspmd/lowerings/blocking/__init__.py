@@ -1,0 +1,1 @@
+"""Lowering `blocking`: a shard_map with the plan's own collectives, one after the other."""

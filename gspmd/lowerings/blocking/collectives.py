@@ -1,0 +1,146 @@
+"""Steps as they run inside a shard_map body: one public JAX collective each, under a scope that names the step."""
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gspmd.annotate.spec import Spec
+from gspmd.lowerings.blocking import tpu
+from gspmd.planner.steps import Step
+
+
+def emit(
+    steps: Sequence[Step], x: jax.Array, mesh: Mapping[str, int], *, reduce: str = "sum", first: int = 0
+) -> jax.Array:
+    """Run steps on a device's piece of a tensor, inside a shard_map over the whole mesh.
+
+    Args:
+        steps: a chain, as `moves.move` returns it.
+        x: the local piece, its dimensions in the order of the first step's `before`.
+        mesh: mesh axis sizes.
+        reduce: what an all-reduce computes, `"sum"` or `"max"`.
+        first: number of the first step in its plan; scopes are numbered from it.
+    """
+    for number, step in enumerate(steps, first):
+        with jax.named_scope(scope(number, step)):
+            # XLA:CPU ends the process, or hangs, in a collective of no elements.
+            x = _EMIT[step.kind](step, x, mesh, reduce) if x.size else _nothing(step, x, mesh)
+    return x
+
+
+def _nothing(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> jax.Array:
+    """What a step makes of a piece without elements."""
+    parts = [
+        (prod(mesh[axis] for axis in old), prod(mesh[axis] for axis in new))
+        for old, new in zip(step.before.axes, step.after.axes)
+    ]
+    return jnp.zeros([size * before // after for size, (before, after) in zip(x.shape, parts)], x.dtype)
+
+
+def scope(number: int, step: Step) -> str:
+    """The named scope of a plan's step: its number and what it does."""
+    return f"step{number}.{step.kind}.{'.'.join(step.axes)}".rstrip(".")
+
+
+def _changed_dimension(step: Step) -> int:
+    return next(d for d, (old, new) in enumerate(zip(step.before.axes, step.after.axes)) if old != new)
+
+
+def _all_gather(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+    if tpu.is_target():
+        return tpu.all_gather(x, step.axes, _changed_dimension(step), mesh)
+    return lax.all_gather(x, step.axes, axis=_changed_dimension(step), tiled=True)
+
+
+def _reduce_scatter(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+    if tpu.is_target():
+        return tpu.reduce_scatter(x, step.axes, _changed_dimension(step), mesh)
+    return lax.psum_scatter(x, step.axes, scatter_dimension=_changed_dimension(step), tiled=True)
+
+
+def _all_reduce(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+    # A maximum is taken for numerical safety only, and drops out of every result: it has no derivative.
+    return lax.pmax(lax.stop_gradient(x), step.axes) if reduce == "max" else lax.psum(x, step.axes)
+
+
+def _slice(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+    d = _changed_dimension(step)
+    size = x.shape[d] // prod(mesh[axis] for axis in step.axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(step.axes) * size, size, axis=d)
+
+
+def _all_to_all(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+    grown = [len(new) > len(old) for old, new in zip(step.before.axes, step.after.axes)]
+    shrunk = [len(new) < len(old) for old, new in zip(step.before.axes, step.after.axes)]
+    return lax.all_to_all(x, step.axes, split_axis=grown.index(True), concat_axis=shrunk.index(True), tiled=True)
+
+
+def _permute(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+    axes = tuple(axis for axis in mesh if mesh[axis] > 1)
+    return lax.ppermute(x, axes, permutation(step.before, step.after, {axis: mesh[axis] for axis in axes}))
+
+
+_EMIT = {
+    "all-gather": _all_gather,
+    "reduce-scatter": _reduce_scatter,
+    "all-reduce": _all_reduce,
+    "all-to-all": _all_to_all,
+    "slice": _slice,
+    "collective-permute": _permute,
+}
+
+
+def permutation(before: Spec, after: Spec, mesh: Mapping[str, int]) -> list[tuple[int, int]]:
+    """Who sends to whom when every piece changes place: (source, target) pairs, each device once on either side.
+
+    A device that already holds its piece keeps it; summands of a partial sum stay with their coordinates. Nothing moves
+    along a mesh axis that keeps its dimension and stride, or stands on none before and after.
+
+    Example:
+        >>> permutation(Spec.parse("E_xy"), Spec.parse("E_yx"), {"x": 2, "y": 2})
+        [(0, 0), (2, 1), (1, 2), (3, 3)]
+    """
+    devices = [dict(zip(mesh, place)) for place in product(*(range(size) for size in mesh.values()))]
+    still = [axis for axis in mesh if _stride(before, axis, mesh) == _stride(after, axis, mesh)]
+    holders: dict[tuple, list[int]] = {}
+    for number, device in enumerate(devices):
+        holders.setdefault(_piece(before, device, mesh, still), []).append(number)
+    wanted = [_piece(after, device, mesh, still) for device in devices]
+    source: dict[int, int] = {}
+    for number, piece in enumerate(wanted):
+        if number in holders[piece]:
+            holders[piece].remove(number)
+            source[number] = number
+    for number, piece in enumerate(wanted):
+        if number not in source:
+            source[number] = holders[piece].pop(0)
+    return [(source[number], number) for number in range(len(devices))]
+
+
+def _stride(spec: Spec, axis: str, mesh: Mapping[str, int]) -> tuple[str, int] | None:
+    """The dimension that an axis shards, and how many pieces apart its neighbours are there."""
+    return next(
+        (
+            (dim, prod(mesh[minor] for minor in axes[axes.index(axis) + 1 :]))
+            for dim, axes in zip(spec.dims, spec.axes)
+            if axis in axes
+        ),
+        None,
+    )
+
+
+def _piece(spec: Spec, device: Mapping[str, int], mesh: Mapping[str, int], still: Sequence[str]) -> tuple[int, ...]:
+    """Which piece of the tensor a device holds: its index along every dimension, its summand, and where it stays."""
+    index = [device[axis] for axis in still]
+    for axes in (*spec.axes, *((axis,) for axis in spec.partial)):
+        position = 0
+        for axis in axes:
+            position = position * mesh[axis] + device[axis]
+        index.append(position)
+    return tuple(index)
+
+

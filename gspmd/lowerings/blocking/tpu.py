@@ -1,0 +1,135 @@
+"""Collectives written so that the TPU compiler keeps them; as they are planned it rewrites some of them.
+
+Found by compiling for v4 to v6e with jax 0.10.2 (libtpu 0.0.42); `python benchmarks/ledgers.py` shows what is left:
+
+- a gather or a reduce-scatter over all devices of a slice, more than 16 or 4 of them, becomes an all-reduce, with twice
+  the bytes. Over a part of them and then over the rest it sends what was planned, and is compiled as written;
+- a reduce-scatter of two-byte numbers along the last dimension stays where its pieces are multiples of 256, two rows of
+  lanes. Other multiples of 128 become an all-reduce; with the scattered dimension in front, and the others flattened,
+  they stay, and the transpose costs about what the bytes would. Narrower pieces stay where another dimension fills the
+  lanes instead;
+- one along the first dimension is padded, and permutes carry what lies across the borders of the pieces. With the
+  pieces along a dimension of their own it stays, at no cost;
+- dimensions of size 1 (`L` of `[B, 1, E]`) keep the compiler from any of this, so they are dropped on the way.
+"""
+
+from collections.abc import Mapping
+from math import log, prod
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gspmd.hardware.chips import chip_of_device
+from gspmd.hardware.links import WHOLE_GATHER
+
+LANES = 128
+_TILE = 8  # rows; pieces that are no whole number of tiles are rewritten again
+_PACKED = 16  # rows of two-byte numbers in a tile
+_WHOLE = {"gather": WHOLE_GATHER, "scatter": 4}  # devices of a slice up to which one over all of them stays one
+
+Part = tuple[tuple[str, ...], int, list[list[int]] | None]
+"""Mesh axes, how many devices take part together, and which places along the axis, if not all of them."""
+
+
+def is_target() -> bool:
+    """Whether the program is being traced for a TPU."""
+    return _device_kind().startswith("TPU")
+
+
+def is_host() -> bool:
+    """Whether the program is being traced for host devices."""
+    return _device_kind() == "cpu"
+
+
+def _device_kind() -> str:
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return "" if device is None else device.device_kind
+
+
+def zero_after(x: jax.Array) -> jax.Array | int:
+    """A zero that is not known before `x` is: an index that it is added to makes a product wait.
+
+    The compiler drops barriers before it puts instructions in order, and knows nothing of bits.
+    """
+    if not is_target():
+        return 0
+    x = lax.optimization_barrier(x)  # else a part of a product becomes a product of parts
+    first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
+    bits = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.uint32)
+    return (lax.shift_right_logical(bits, jnp.uint32(31)) & jnp.uint32(2)).astype(jnp.int32)
+
+
+def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
+    """A tiled gather over mesh axes, major first: where it is in parts, over the minor one and then over the major."""
+    for names, _, groups in reversed(_parts(axes, mesh, _WHOLE["gather"])):
+        x = lax.all_gather(x, names, axis=dimension, tiled=True, axis_index_groups=groups)
+    return x
+
+
+def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
+    """A tiled reduce-scatter over mesh axes, major first: where it is in parts, over the major one first."""
+    for number, part in enumerate(_parts(axes, mesh, _WHOLE["scatter"])):
+        x = _scatter(x, part, dimension, number)
+    return x
+
+
+def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int) -> list[Part]:
+    """The major and the minor part of a collective over all devices, or the collective as it is."""
+    wide = [axis for axis in axes if mesh[axis] > 1]
+    group = prod(mesh[axis] for axis in wide)
+    if group <= limit or group < prod(mesh.values()):
+        return [(axes, group, None)]
+    if len(wide) > 1:
+        return [(tuple(wide[:-1]), group // mesh[wide[-1]], None), ((wide[-1],), mesh[wide[-1]], None)]
+    minor = _ring(group)
+    if minor in (1, group):
+        return [(axes, group, None)]
+    across = [list(range(first, group, minor)) for first in range(minor)]
+    along = [list(range(first, first + minor)) for first in range(0, group, minor)]
+    return [((wide[0],), group // minor, across), ((wide[0],), minor, along)]
+
+
+def _ring(devices: int) -> int:
+    """The divisor that is most like the side of a cube, or a square, of so many devices: one ring of the torus."""
+    chip = chip_of_device(_device_kind())
+    side = log(devices) / (chip.torus if chip and chip.torus else 3)
+    return min((n for n in range(1, devices + 1) if devices % n == 0), key=lambda n: abs(log(n) - side))
+
+
+def _scatter(x: jax.Array, part: Part, dimension: int, number: int) -> jax.Array:
+    shape = list(x.shape)
+    wide = [place for place, size in enumerate(shape) if size > 1 or place == dimension]
+    x, at = x.reshape([shape[place] for place in wide]), wide.index(dimension)
+    shape[dimension] //= part[1]
+    if _leads(x, at, part[1]):
+        front = jnp.moveaxis(x, at, 0)
+        piece = _in_front(front.reshape(front.shape[0], -1), part)
+        return jnp.moveaxis(piece.reshape(-1, *front.shape[1:]), 0, at).reshape(shape)
+    own = at == 0 and (x.ndim == 2 or x.shape[-1] >= LANES or number > 0)
+    return (_in_front(x, part) if own else _in_place(x, part, at)).reshape(shape)
+
+
+def _in_place(x: jax.Array, part: Part, dimension: int) -> jax.Array:
+    axes, _, groups = part
+    return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True, axis_index_groups=groups)
+
+
+def _in_front(x: jax.Array, part: Part) -> jax.Array:
+    """Scattered along the first dimension, the pieces along one of their own, in whole tiles."""
+    axes, parts, groups = part
+    size, *rest = x.shape[0] // parts, *x.shape[1:]
+    in_tiles = size % _TILE == 0 or size * prod(rest) % (_TILE * LANES)
+    pieces = x.reshape(parts, size, *rest) if in_tiles else x.reshape(parts, -1, LANES)
+    piece = lax.psum_scatter(pieces, axes, scatter_dimension=0, tiled=False, axis_index_groups=groups)
+    return piece.reshape(size, *rest)
+
+
+def _leads(x: jax.Array, dimension: int, parts: int) -> bool:
+    """Whether the compiler would sum the whole along the last dimension."""
+    if x.dtype.itemsize > 2 or dimension != x.ndim - 1 or x.ndim == 1:
+        return False
+    size = x.shape[-1] // parts
+    if size % LANES == 0:
+        return size % (2 * LANES) > 0
+    return size % _PACKED > 0 or max(x.shape[:-1]) < LANES

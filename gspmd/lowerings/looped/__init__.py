@@ -1,0 +1,1 @@
+"""Lowering `looped`: collectives that overlap with the einsums beside them, chunk by chunk."""

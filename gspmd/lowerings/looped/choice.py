@@ -1,0 +1,217 @@
+"""Which gathers and reduce-scatters of a routine run inside its einsums, and by which schedule: the cheapest by cost.
+
+Every ring has its candidates: which of the tensor's mesh axes the loop goes over and which make one chunk together (so
+that chunks are not too thin for the matrix unit), the schedule, and whether parts of the shards take the axes in turns
+(so that the links of all axes are busy). A ring is worth it where
+
+    what is gathered before the loop + max(chunked products, permutes) + the first chunk's way
+        < the whole product + the collective.
+
+The other way is to cut a dimension that stays where it is, such as the batch, into stripes: while one is multiplied,
+the next is gathered and the one before it reduce-scattered. Products then keep their whole contracted dimension, and
+an operand and a result can travel both.
+
+Source: Wang et al. 2023 (ASPLOS), §5.5, whose gate this is.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product as combinations
+
+from gspmd.lowerings.looped.cost import Costs
+from gspmd.lowerings.looped.rings import LONGEST
+from gspmd.lowerings.looped.stripes import stripe_dim, stripes
+from gspmd.planner.overlap import SCHEDULES, Loops, Ring, Stripes, Travel, gather_of, local_shape, scatter_of
+from gspmd.planner.steps import Product, Routine, Setting, Tensor
+
+MARGIN = 0.04
+"""What the model of a product is off by, in the median: no loop is taken for less."""
+
+SUMMED_MARGIN = 0.12
+"""The same for rings that chunks of a summed dimension go round: their sums wait for nothing, and the TPU compiler has
+been seen to send every chunk before it multiplies the first (PaLM, 512 tokens, second product: of 10% none gained)."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run a routine, and its seconds."""
+
+    loops: Loops
+    seconds: float
+
+    @property
+    def rank(self) -> float:
+        """Seconds, with what halves may cost more than the model says: they make twice as many products."""
+        rings = (*self.loops.gathers.values(), *self.loops.scatters.values())
+        return self.seconds * (1 + 2 * MARGIN * any(ring.schedule == "halves" for ring in rings))
+
+
+def plan_loops(
+    routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], setting: Setting, lowering: str
+) -> tuple[Loops, float]:
+    """Choose the rings of a routine.
+
+    Args:
+        routine: what runs.
+        inputs, outputs: its tensors.
+        setting: sizes, mesh, chip.
+        lowering: `"looped"`: whatever can be looped is, each by its cheapest schedule; `"looped:<schedule>"`: by that;
+            `"auto"`: only what is cheaper so.
+
+    Returns:
+        The rings, and how many seconds less than blocking the routine takes with them.
+    """
+    chooser = _Chooser(routine, setting, Costs(routine, inputs, outputs, setting), lowering)
+    if not chooser.gathers and not chooser.scatters:
+        return Loops(), 0.0
+    blocking = chooser.blocking()
+    choices = list(chooser.choices())
+    best = min(choices, key=lambda choice: choice.rank)
+    if lowering == "auto" and best.seconds >= blocking * (1 - chooser.margin(best.loops)):
+        return Loops(), 0.0
+    return best.loops, blocking - best.seconds
+
+
+class _Chooser:
+    def __init__(self, routine: Routine, setting: Setting, costs: Costs, lowering: str):
+        self.routine, self.costs = routine, costs
+        self.sizes, self.mesh = dict(setting.sizes), dict(setting.mesh)
+        self.forced = lowering != "auto"
+        _, _, schedule = lowering.partition(":")
+        self.schedules = (schedule,) if schedule else SCHEDULES
+        self.gathers, self.scatters = self._travels()
+
+    def _travels(self) -> tuple[dict[int, Travel], dict[int, Travel]]:
+        """What can travel: operands that are multiplied, and results of products."""
+        routine = self.routine
+        gathers = {n: found for n, move in enumerate(routine.moves) if (found := gather_of(move))}
+        scatters = {n: found for n in range(len(routine.outputs)) if (found := scatter_of(routine, n))}
+        used = {m for p in routine.products if not p.passes_through for m in (p.left, p.right)}
+        made = {n for n in scatters if any(not p.passes_through for p in self._made(n))}
+        return {n: gathers[n] for n in gathers if n in used}, {n: scatters[n] for n in scatters if n in made}
+
+    def _made(self, output: int) -> list[Product]:
+        return [self.routine.products[p] for p in self.routine.outputs[output].products]
+
+    def _products_of(self, move: int) -> list[Product]:
+        return [p for p in self.routine.products if move in (p.left, p.right)]
+
+    def blocking(self) -> float:
+        """Seconds of everything that may be looped, when nothing is."""
+        travels = (*self.gathers.values(), *self.scatters.values())
+        sent = sum(step.seconds for travel in travels for step in travel.steps)
+        return sent + sum(self.costs.product(p, {}) for p in self.routine.products)
+
+    def margin(self, loops: Loops) -> float:
+        """The share of blocking's time that a loop has to gain."""
+        if loops.stripes:  # few and large, as products are in blocking
+            return 0.0
+        summed = any(
+            dim not in product.einsum.after.dims
+            for number, ring in loops.gathers.items()
+            for product in self._products_of(number)
+            for dim, axes in self.gathers[number].spans.items()
+            if set(axes) & set(ring.axes)
+        )
+        return SUMMED_MARGIN if summed else MARGIN
+
+    def choices(self) -> Iterator[Choice]:
+        """Rings in the einsums, and every number of stripes.
+
+        A program that shall be looped gathers nothing whole: where two operands of one product travel, one of them
+        would be, but for stripes, however thin.
+        """
+        rings, dim = self._by_rings(), stripe_dim(self.routine, self.gathers, self.scatters, self.costs.local)
+        apart = any(not ring.axes for ring in rings.loops.gathers.values())
+        size = self.costs.local(dim) if dim else 1
+        if not apart or size < 2:
+            yield rings
+        if self.forced and not apart and not self._both():  # rings hold less at once
+            return
+        for sizes in stripes(size, thin=apart):
+            yield from self._by_stripes(Stripes(dim, sizes))
+
+    def _both(self) -> bool:
+        """Whether an operand of a result that is scattered is gathered."""
+        made = [p for number in self.scatters for p in self._made(number)]
+        return any(p.left in self.gathers or p.right in self.gathers for p in made)
+
+    # -- rings ---------------------------------------------------------------------------------------------------------
+
+    def _by_rings(self) -> Choice:
+        gathers, scatters, seconds, done = {}, {}, 0.0, []
+        # The most bytes first: of two operands of one product, only one can travel while it is multiplied.
+        for number in sorted(self.gathers, key=lambda n: -sum(step.wire_bytes for step in self.gathers[n].steps)):
+            travel, products = self.gathers[number], self._products_of(number)
+            partners = {move for p in products for move in (p.left, p.right) if move not in (number, None)}
+            blocked = any(move in gathers and gathers[move].axes for move in partners)
+            if blocked:
+                gathers |= {number: self._first(travel)} if self.forced else {}
+                seconds += sum(step.seconds for step in travel.steps)
+                continue
+            ring, taken = self._cheapest(travel, products, self.costs.gather)
+            gathers |= {number: ring} if ring else {}
+            seconds, done = seconds + taken, done + products
+        for number, travel in self.scatters.items():
+            products = [p for p in self._made(number) if p not in done]
+            ring, taken = self._cheapest(travel, products, self.costs.scatter)
+            scatters |= {number: ring} if ring else {}
+            seconds, done = seconds + taken, done + products
+        seconds += sum(self.costs.product(p, {}) for p in self.routine.products if p not in done)
+        return Choice(Loops(gathers, scatters), seconds)
+
+    def _cheapest(self, travel: Travel, products: Sequence[Product], cost) -> tuple[Ring | None, float]:
+        """The best ring of a tensor and its seconds with its products'; no ring where blocking is as good."""
+        blocking = sum(step.seconds for step in travel.steps) + sum(self.costs.product(p, {}) for p in products)
+        rings = [(cost(travel, ring, products), ring) for ring in self._rings(travel, products)]
+        seconds, ring = min(rings, key=lambda pair: pair[0])
+        return (ring, seconds) if self.forced or seconds < blocking else (None, blocking)
+
+    def _rings(self, travel: Travel, products: Sequence[Product]) -> Iterator[Ring]:
+        """Every choice of axes to loop over (the major ones of each dimension), schedule and turns."""
+        shard = local_shape(travel.shard, self.sizes, self.mesh)
+        free = set.intersection(set(travel.shard.dims), *(set(p.einsum.after.dims) for p in products))
+        spans = {dim: [axis for axis in axes if self.mesh.get(axis, 1) > 1] for dim, axes in travel.spans.items()}
+        for counts in combinations(*(range(len(axes) + 1) for axes in spans.values())):
+            looped = tuple(axis for axes, count in zip(spans.values(), counts) for axis in axes[:count])
+            within = tuple(axis for axes, count in zip(spans.values(), counts) for axis in axes[count:])
+            for schedule, turns in combinations(self.schedules, sorted({1, len(looped)})) if looped else ():
+                parted = schedule == "halves" or turns > 1
+                ring = Ring(looped, within, schedule, turns, _split(shard, travel, within, free) if parted else None)
+                if len(looped) == 1 or self.costs.steps(ring) <= LONGEST:
+                    yield ring
+
+    def _first(self, travel: Travel, schedule: str | None = None) -> Ring:
+        """A tensor that is gathered by permutes before it is multiplied, or scattered after that."""
+        shard = local_shape(travel.shard, self.sizes, self.mesh)
+        schedule = schedule or self.schedules[-1]
+        split = _split(shard, travel, travel.group, set(shard)) if schedule == "halves" else None
+        return Ring((), travel.group, schedule, 1, split)
+
+    # -- stripes -------------------------------------------------------------------------------------------------------
+
+    def _by_stripes(self, stripes: Stripes) -> Iterator[Choice]:
+        for schedule in self.schedules:
+            gathers = {n: self._first(travel, schedule) for n, travel in self.gathers.items()}
+            scatters = {n: self._scattered(stripes, n, travel, schedule) for n, travel in self.scatters.items()}
+            gathered = [(travel, gathers[n], ()) for n, travel in self.gathers.items()]
+            settled = [(travel, scatters[n], self._made(n)) for n, travel in self.scatters.items()]
+            seconds = self.costs.striped(stripes, gathered, settled)
+            yield Choice(Loops(gathers, scatters, stripes), seconds)
+
+    def _scattered(self, stripes: Stripes, number: int, travel: Travel, schedule: str) -> Ring:
+        """How a stripe's result is scattered: while it is made, as far as that makes no thin products."""
+        products, chunk = self._made(number), {stripes.dim: max(stripes.sizes)}
+        rings = [ring for ring in self._rings(travel, products) if (ring.schedule, ring.turns) == (schedule, 1)]
+        rings.append(self._first(travel, schedule))
+        return min(rings, key=lambda ring: self.costs.in_stripe(chunk, travel, ring, products))
+
+
+def _split(shard: Mapping[str, int], travel: Travel, within: Sequence[str], free: set[str]) -> str | None:
+    """The dimension along which shards are cut into parts: a free one that stays as it is, if there is one."""
+
+    def rank(dim: str) -> tuple:
+        return shard[dim] < 2, dim not in free, dim in travel.spans, -shard[dim]
+
+    allowed = [dim for dim in shard if not any(axis in within for axis in travel.spans.get(dim, ()))]
+    return min(allowed, key=rank, default=None)

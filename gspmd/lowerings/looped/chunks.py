@@ -1,0 +1,188 @@
+"""Where a chunk of a travelling tensor belongs, on the device that holds it: slices, landings, and the permutes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gspmd.lowerings.blocking import tpu
+from gspmd.lowerings.blocking.collectives import scope
+from gspmd.lowerings.looped.rings import Hop, Offset, Part, walk
+from gspmd.planner.overlap import Ring, Travel
+
+Region = Mapping[str, tuple[jax.Array | int, int]]
+"""Where a chunk lies in a local tensor: by dimension, the first index and how many; other dimensions are whole."""
+
+
+def part_of(x: jax.Array, dims: Sequence[str], region: Region) -> jax.Array:
+    """The part of a local tensor that a region is; dimensions that the tensor lacks are left out."""
+    for dim, (start, size) in region.items():
+        if dim in dims and x.shape[dims.index(dim)] != size:
+            slice_in = lax.slice_in_dim if isinstance(start, int) else lax.dynamic_slice_in_dim
+            limit = start + size if isinstance(start, int) else size
+            x = slice_in(x, start, limit, axis=dims.index(dim))
+    return x
+
+
+def put(x: jax.Array, dims: Sequence[str], region: Region, part: jax.Array, *, add: bool = False) -> jax.Array:
+    """A local tensor with a region of it replaced, or added to."""
+    part = part.astype(x.dtype)
+    if part.shape == x.shape:
+        return x + part if add else part
+    # Of one dtype: counters of loops and numbers that are written down have 64 bits where JAX has them.
+    starts = [lax.convert_element_type(region[dim][0] if dim in region else 0, jnp.int32) for dim in dims]
+    if add:
+        part = part + lax.dynamic_slice(x, starts, part.shape)
+    return lax.dynamic_update_slice(x, part, starts)
+
+
+def blank(shape: Sequence[int], dtype: Any) -> jax.Array:
+    """A local tensor of which every place will be written; alike for all of a batch, which `lax.empty` is not."""
+    # What has a batch dimension for no reason is refused as a result that has none, as in the value of a `jax.hessian`.
+    made = jax.custom_batching.custom_vmap(lambda: lax.empty(tuple(shape), dtype))
+    made.def_vmap(lambda size, batched: (made(), False))
+    return made()
+
+
+@dataclass(frozen=True)
+class Journey:
+    """A travelling tensor on one mesh: how big its chunks are, where they belong, and the scopes of its permutes.
+
+    Attributes:
+        travel: what moves.
+        ring: how.
+        mesh: mesh axis sizes.
+        shard: local sizes of a shard, by dimension.
+        first: number of the first step of the run in its plan.
+        wire: the dtype on the wire.
+    """
+
+    travel: Travel
+    ring: Ring
+    mesh: Mapping[str, int]
+    shard: Mapping[str, int]
+    first: int
+    wire: str
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The dimensions, in the tensor's order."""
+        return self.travel.shard.dims
+
+    def whole(self, dim: str) -> int:
+        """The local size of a dimension of the whole tensor."""
+        return self.shard[dim] * prod(self.mesh[axis] for axis in self.travel.spans.get(dim, ()))
+
+    def chunk(self, dim: str) -> int:
+        """The local size of a dimension of a chunk of the loop."""
+        return self.shard[dim] * prod(self.mesh[axis] for axis in self._over(dim, self.ring.within))
+
+    def block(self, offset: Offset, zero: jax.Array | int = 0) -> Region:
+        """Where in the whole tensor a chunk lies that belongs to the devices `offset` behind.
+
+        `zero` is nothing, which whatever uses the region waits for.
+        """
+        dims = [dim for dim in self.travel.spans if self._over(dim, self.ring.axes)]
+        index = {dim: self._index(dim, self.ring.axes, offset) + zero for dim in dims}
+        return {dim: (index[dim] * self.chunk(dim), self.chunk(dim)) for dim in dims}
+
+    def along(self, axis: str, offset: Offset, size: int) -> Region:
+        """Where a piece of this size lies that belongs to the device `offset` behind along one axis."""
+        return {self.dim(axis): (self.place(axis, offset) * size, size)}
+
+    def place(self, axis: str, offset: Offset) -> jax.Array:
+        """Where along one axis the device `offset` behind stands."""
+        return (lax.axis_index(axis) - offset.get(axis, 0)) % self.mesh[axis]
+
+    def dim(self, axis: str) -> str:
+        """The dimension that an axis shards."""
+        return next(dim for dim, axes in self.travel.spans.items() if axis in axes)
+
+    def divided(self, region: Region, start: int, size: int) -> Region:
+        """A region's part along the dimension that shards are cut along."""
+        split = self.ring.split
+        if split is None:
+            return region
+        before = region[split][0] if split in region else 0
+        return {**region, split: (before + start, size)}
+
+    def _over(self, dim: str, axes: Sequence[str]) -> list[str]:
+        return [axis for axis in self.travel.spans.get(dim, ()) if axis in axes and self.mesh[axis] > 1]
+
+    def _index(self, dim: str, axes: Sequence[str], offset: Offset) -> jax.Array:
+        """Which chunk along a dimension: the axes' places, major first."""
+        index = 0
+        for axis in self._over(dim, axes):
+            index = index * self.mesh[axis] + self.place(axis, offset)
+        return index
+
+    def hops(self, part: Part) -> tuple[Hop, ...]:
+        """The way of a part of the chunks round the loop's axes."""
+        return walk(part.axes, self.mesh, part.schedule, part.sign)
+
+    def send(self, x: jax.Array, hop: Hop, *, back: bool = False) -> jax.Array:
+        """One permute, under the scope of the planned step that it is a part of; none of what has no elements."""
+        if not x.size:
+            return x
+        number, size, by = self.travel.number(hop.axis), self.mesh[hop.axis], -hop.by if back else hop.by
+        step = replace(self.travel.steps[number], kind="collective-permute")
+        with jax.named_scope(scope(self.first + number, step)):
+            return lax.ppermute(x, hop.axis, [(place, (place + by) % size) for place in range(size)])
+
+
+def collect(journey: Journey, part: Part, x: jax.Array) -> jax.Array:
+    """The chunk that a shard (or a part of it) makes together with those of the axes within: axis by axis."""
+    for axis in reversed(journey.ring.within):
+        dim = journey.dim(axis)
+        at, hops = journey.dims.index(dim), walk([axis], journey.mesh, part.schedule, part.sign)
+        size, arrived = x.shape[at], [x]
+        shape = [n * (journey.mesh[axis] if place == at else 1) for place, n in enumerate(x.shape)]
+        chunk = put(blank(shape, x.dtype), journey.dims, journey.along(axis, {}, size), x)
+        for hop in hops:
+            arrived.append(journey.send(arrived[hop.source], hop))
+            chunk = put(chunk, journey.dims, journey.along(axis, hop.offset, size), arrived[-1])
+        x = chunk
+    return x
+
+
+def spread(journey: Journey, part: Part, chunk: jax.Array) -> jax.Array:
+    """A device's shard of the sum of the chunks that the devices along the axes within hold: axis by axis."""
+    for axis in journey.ring.within:
+        at, number = journey.dims.index(journey.dim(axis)), journey.mesh[axis]
+        shape = (*chunk.shape[:at], number, chunk.shape[at] // number, *chunk.shape[at + 1 :])
+        # The pieces in front: cut out of the last dimension, narrow ones would have the product laid out the other way.
+        pieces = jnp.moveaxis(chunk.reshape(shape), at, 0)
+        summand = lambda offset, _, x=pieces, a=axis: lax.dynamic_index_in_dim(x, journey.place(a, offset), 0, False)  # noqa: E731
+        chunk = reduce_back(journey, walk([axis], journey.mesh, part.schedule, part.sign), summand, chunk.dtype)
+    return chunk
+
+
+def reduce_back(journey: Journey, hops: Sequence[Hop], summand, wire, schedule: str = "") -> jax.Array:
+    """Walk backwards: at every node a device adds its summand of whom it is for, and sends the sum on.
+
+    Args:
+        summand: from an offset, and a zero that its product is to wait for, to this device's summand for the device so
+            far behind.
+        wire: the dtype in which sums travel; they are added in the summands' own.
+        schedule: of products: says which summands have to be made while a sum is on its way. A compiler adds what
+            arrives within the product, which then waits for it. Going both ways, one side is multiplied while the
+            other travels, and only the last summand has nothing beside it: it is made when the last sum has left.
+    """
+    owed: dict[int, list[jax.Array]] = {}
+    sent = None
+    for number in range(len(hops), -1, -1):
+        last = tpu.zero_after(sent) if schedule == "halves" and not number and sent is not None else 0
+        alone = schedule == "one-way" or (schedule and not number) or (schedule == "halves" and number == len(hops) - 1)
+        value, arrived = summand(hops[number - 1].offset if number else {}, last), owed.pop(number, ())
+        if arrived and alone:
+            value = lax.optimization_barrier(value)
+        for other in arrived:
+            value = value + other.astype(value.dtype)
+        if number:
+            hop, sent = hops[number - 1], value.astype(wire)
+            owed.setdefault(hop.source, []).append(journey.send(sent, hop, back=True))
+    return value

@@ -1,0 +1,211 @@
+"""What rings and stripes cost: the products in chunks, the busiest link, and what of either hides nothing.
+
+Leaves out that links are shared with what other equations send, and what the compiler's scheduler does not see.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from gspmd.hardware.dtypes import itemsize
+from gspmd.hardware.links import neighbour
+from gspmd.hardware.matmul import product_seconds
+from gspmd.lowerings.looped.rings import Hop, parts, walk
+from gspmd.planner.overlap import Ring, Stripes, Travel, local_shape
+from gspmd.planner.steps import Product, Routine, Setting, Tensor
+
+CUT_COPIES, LANE_COPIES = 8, 6
+"""Times that main memory passes what is cut into pieces and added up, or put together along the lanes: as compiled."""
+
+NESTED_WAVE = 3e-6
+"""Seconds that a wave of a ring over several axes takes besides its products and permutes: as compiled for TPU v4."""
+
+NEAR = 64e6
+"""Bytes read and written of a float32 sum that stays on a TPU; one of twice that and more has been seen not to."""
+
+Journey = tuple[Travel, Ring, Sequence[Product]]
+"""What travels, how, and the products that it is of."""
+
+Sent = tuple[float, tuple[Hop, ...]]
+"""Bytes of each hop, and the hops."""
+
+
+class Costs:
+    """Seconds of the parts of one routine."""
+
+    def __init__(self, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], setting: Setting):
+        self.routine, self.inputs, self.outputs = routine, inputs, outputs
+        self.sizes, self.mesh, self.chip = dict(setting.sizes), dict(setting.mesh), setting.chip
+
+    def local(self, dim: str) -> int:
+        """The local size of a dimension during the einsums."""
+        specs = (spec for p in self.routine.products for spec in (p.einsum.before, p.einsum.other) if spec)
+        return next(local_shape(spec, self.sizes, self.mesh)[dim] for spec in specs if dim in spec.dims)
+
+    def gather(self, travel: Travel, ring: Ring, products: Sequence[Product]) -> float:
+        """Of a travelling operand and its products: the inner gather, then the longer of permutes and products."""
+        before, loop, compute = self._ring(travel, ring, products)
+        inner = self._copied(travel) / prod(self.mesh[axis] for axis in ring.axes) if ring.within else 0.0
+        return before + inner + _overlapped(loop, compute, self._waves(ring))
+
+    def scatter(self, travel: Travel, ring: Ring, products: Sequence[Product]) -> float:
+        """Of a travelling sum and its products; with none left to multiply, its whole way."""
+        after, loop, compute = self._ring(travel, ring, products)
+        looped = _overlapped(loop, compute + self._added(travel, ring), self._waves(ring))
+        return looped + after + self._cut_up(travel, ring, local_shape(travel.shard, self.sizes, self.mesh))
+
+    def _cut_up(self, travel: Travel, ring: Ring, shard: Mapping[str, int]) -> float:
+        """Cutting a chunk that is there into pieces, and adding those that arrive."""
+        whole = prod(shard.values()) * itemsize(self._wire(travel)) * prod(self.mesh[axis] for axis in ring.within)
+        return CUT_COPIES * whole / self.chip.hbm_bandwidth if ring.within else 0.0
+
+    def _ring(self, travel: Travel, ring: Ring, products: Sequence[Product]) -> tuple[float, float, float]:
+        shard = local_shape(travel.shard, self.sizes, self.mesh)
+        ways = parts(ring.axes, ring.schedule, ring.turns)
+        chunk, count = self._cut(travel, ring, shard)
+        compute = count * sum(self.product(found, chunk) for found in products)
+        each = self._bytes(travel) / len(ways)
+        fat = each * prod(self.mesh[axis] for axis in ring.within)
+        loop = [(fat, walk(way.axes, self.mesh, way.schedule, way.sign)) for way in ways]
+        compute += NESTED_WAVE * self._waves(ring) * (len(ring.axes) > 1)
+        inner = [sent for way in ways for sent in self._inner(each, ring.within, way.schedule, way.sign)]
+        return self.links(inner), self.links(loop), compute
+
+    def _inner(self, shard: float, axes: Sequence[str], schedule: str, sign: int) -> list[Sent]:
+        """Axis by axis, minor first, with ever larger pieces."""
+        sent = []
+        for axis in reversed(axes):
+            sent.append((shard, walk([axis], self.mesh, schedule, sign)))
+            shard *= self.mesh[axis]
+        return sent
+
+    def _bytes(self, travel: Travel) -> float:
+        return prod(local_shape(travel.shard, self.sizes, self.mesh).values()) * itemsize(self._wire(travel))
+
+    def _wire(self, travel: Travel) -> str:
+        tensors = {tensor.name: tensor for tensor in (*self.inputs, *self.outputs)}
+        return tensors[travel.steps[0].operand].wire
+
+    def steps(self, ring: Ring) -> int:
+        """Products that a ring cuts one into."""
+        return prod(self.mesh[axis] for axis in ring.axes) * len(parts(ring.axes, ring.schedule, ring.turns))
+
+    def _waves(self, ring: Ring) -> int:
+        return max(1, prod(self.mesh[axis] for axis in ring.axes) // (2 if ring.schedule == "paired" else 1))
+
+    def _cut(self, travel: Travel, ring: Ring, shard: Mapping[str, int]) -> tuple[dict[str, int], int]:
+        """The local sizes of a chunk, or of a part of one, in the dimensions that are cut, and how many there are."""
+        inside = lambda axes: prod(self.mesh.get(axis, 1) for axis in axes if axis in ring.within)  # noqa: E731
+        cut = {dim: axes for dim, axes in travel.spans.items() if any(axis in ring.axes for axis in axes)}
+        chunk = {dim: shard[dim] * inside(axes) for dim, axes in cut.items()}
+        count = prod(self.mesh[axis] for axis in ring.axes)
+        if ring.axes and ring.split:
+            size = chunk.get(ring.split, shard[ring.split])
+            number = min(size, len(parts(ring.axes, ring.schedule, ring.turns)))
+            chunk[ring.split], count = size // number, count * number
+        return chunk, count
+
+    def striped(self, stripes: Stripes, gathers: Sequence[Journey], scatters: Sequence[Journey]) -> float:
+        """Of everything in stripes: each is gathered, multiplied and scattered after the one before it.
+
+        Args:
+            stripes: how the dimension is cut.
+            gathers: what travels before the products, and how.
+            scatters: what travels after them, how, and the products.
+        """
+        total = sum(stripes.sizes)
+        alone = [p for p in self.routine.products if not any(p in products for _, _, products in scatters)]
+        there, back = (self.links(self._all_sent(side)) for side in (gathers, scatters))
+        copied = sum(self._copied(travel) for travel, _, _ in gathers)
+        last = 1 / max((self._waves(ring) for _, ring, _ in scatters if ring.axes), default=1)
+        gathered = multiplied = scattered = 0.0
+        for size in stripes.sizes:
+            gathered += there * size / total
+            chunk = {stripes.dim: size}
+            compute = sum(self.product(found, chunk) for found in alone) + copied * size / total
+            compute += sum(self.in_stripe(chunk, *each) for each in scatters)
+            multiplied = max(multiplied, gathered) + compute
+            way = back * size / total
+            scattered = max(multiplied + way * last, scattered + way)
+        return max(multiplied, scattered)
+
+    def _all_sent(self, journeys: Sequence[Journey]) -> list[Sent]:
+        return [sent for travel, ring, _ in journeys for sent in self._whole(travel, ring)]
+
+    def in_stripe(self, stripe: Mapping[str, int], travel: Travel, ring: Ring, products: Sequence[Product]) -> float:
+        """Of the products of one stripe that are scattered as they are made."""
+        shard = local_shape(travel.shard, self.sizes, self.mesh) | stripe
+        chunk, count = self._cut(travel, ring, shard)
+        added = self._added(travel, ring) * prod(stripe.values()) / prod(self.local(dim) for dim in stripe)
+        multiplied = count * sum(self.product(found, stripe | chunk) for found in products)
+        return multiplied + self._cut_up(travel, ring, shard) + added
+
+    def _whole(self, travel: Travel, ring: Ring) -> list[Sent]:
+        ways = parts(ring.axes, ring.schedule, ring.turns)
+        each = self._bytes(travel) / len(ways)
+        axes = ring.axes + ring.within
+        return [sent for way in ways for sent in self._inner(each, axes, way.schedule, way.sign)]
+
+    def _copied(self, travel: Travel) -> float:
+        """Putting the pieces of what is gathered together; along the last dimension they are shifted, lane by lane."""
+        whole = self._bytes(travel) * prod(self.mesh[axis] for axis in travel.group)
+        return (LANE_COPIES if travel.shard.dims[-1] in travel.spans else 2) * whole / self.chip.hbm_bandwidth
+
+    def _added(self, travel: Travel, ring: Ring) -> float:
+        """Adding up sums that come along several axes: not in the product that makes a summand, as along one."""
+        if len(ring.axes) < 2:
+            return 0.0
+        whole = prod(local_shape(travel.whole, self.sizes, self.mesh).values())
+        return whole * 4 * itemsize("float32") / self.chip.hbm_bandwidth
+
+    def product(self, found: Product, chunk: Mapping[str, int]) -> float:
+        """Of one product whose dimensions are cut to the sizes of a chunk."""
+        if found.passes_through:
+            return 0.0
+        left, right, after = found.einsum.before, found.einsum.other, found.einsum.after
+        sizes = local_shape(left, self.sizes, self.mesh)
+        sizes |= {} if right is None else local_shape(right, self.sizes, self.mesh)
+        adds = any(dim not in after.dims and size < sizes[dim] for dim, size in chunk.items() if dim in sizes)
+        sizes |= {dim: size for dim, size in chunk.items() if dim in sizes}
+        both = set(left.dims) & set(right.dims if right is not None else ())
+        amount = lambda dims: prod(sizes[dim] for dim in dims)  # noqa: E731
+        free = amount((set(left.dims) & set(after.dims)) - both), amount(set(after.dims) - set(left.dims))
+        batch, contracted = amount(both & set(after.dims)), amount(set(sizes) - set(after.dims))
+        return self._seconds(batch, free[0], contracted, free[1], adds)
+
+    def _seconds(self, batch: int, left: int, contracted: int, right: int, adds: bool) -> float:
+        """Between other work, operands are read while that goes on, as fast as main memory can, and sums stay here."""
+        dtype, accumulator = self.inputs[0].dtype, 2 * itemsize("float32") * batch * left * right
+        read = batch * contracted * (left + right) * itemsize(dtype)
+        multiplying = product_seconds(
+            left,
+            contracted,
+            right,
+            batch=batch,
+            dtype=dtype,
+            chip=self.chip,
+            accumulate=adds,
+            read_bytes=0,
+            accumulator_bytes=0 if accumulator <= NEAR else None,
+        )
+        return max(multiplying, read / self.chip.hbm_bandwidth)
+
+    def links(self, walks: Sequence[Sent]) -> float:
+        """Seconds of walks that go on side by side: the busiest link's, and its hops' latency."""
+        chip, busy, hops = self.chip, {}, {}
+        for amount, steps in walks:
+            for hop in steps:
+                closes = chip.is_switch or chip.wraps(self.mesh[hop.axis])
+                for sign in {hop.by} if closes else (1, -1):  # what closes an open ring comes back through it
+                    busy[hop.axis, sign] = busy.get((hop.axis, sign), 0.0) + amount
+                    hops[hop.axis, sign] = hops.get((hop.axis, sign), 0) + 1
+        to = {axis: neighbour(axis, self.mesh, chip) for axis, _ in busy}  # bytes/s, and a step's latency
+        taken = {link: amount / to[link[0]][0] for link, amount in busy.items()}
+        waits = {link: hops[link] * to[link[0]][1] for link in busy}
+        if chip.is_switch and not chip.full_mesh:  # all walks leave by the same links
+            return sum(taken.values()) + max(waits.values(), default=0.0)
+        return max((taken[link] + waits[link] for link in busy), default=0.0)
+
+
+def _overlapped(loop: float, compute: float, steps: int) -> float:
+    """The longer of the products, and the permutes with the one product that comes before or after them all."""
+    return max(compute, loop + compute / steps)

@@ -1,0 +1,130 @@
+"""How shards travel inside a looped collective einsum: every one to every device, one neighbour at a time.
+
+A walk is a tree. Its root is what a device holds at first; a hop sends what has arrived at one node on to the next
+neighbour along one mesh axis. Taken forwards it gathers: after hop k a device holds the shard of the device that lies
+`offset` behind it. Taken backwards it reduce-scatters: at the node of an offset a device adds its summand for the
+device that lies `offset` behind it, and what has been added so far travels back down the tree.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from gspmd.planner.overlap import Ring, cut
+
+LONGEST = 96
+"""Chunks up to which a ring is written out, chunk by chunk: programs, and the time to compile them, grow with it."""
+
+Offset = Mapping[str, int]
+"""How many places behind along each mesh axis, modulo its size; what is not there is 0."""
+
+@dataclass(frozen=True)
+class Hop:
+    """One permute: what arrived by hop `source` (0: what is held at first) moves on `by` places along `axis`.
+
+    Attributes:
+        source: number of the hop before it; hops are numbered from 1.
+        axis: mesh axis.
+        by: +1 or -1.
+        places: where it comes from, (mesh axis, places behind).
+        wave: hops of one number arrive together, from either side.
+    """
+
+    source: int
+    axis: str
+    by: int
+    places: tuple[tuple[str, int], ...]
+    wave: int
+
+    @property
+    def offset(self) -> dict[str, int]:
+        """Places behind, by mesh axis."""
+        return dict(self.places)
+
+
+def walk(axes: Sequence[str], mesh: Mapping[str, int], schedule: str = "one-way", sign: int = 1) -> tuple[Hop, ...]:
+    """The hops that bring every shard of a group of devices to each of them, with no shard sent over a link twice.
+
+    Args:
+        axes: the group's mesh axes, outermost first: what arrives along the first goes round all the others.
+        mesh: mesh axis sizes.
+        schedule: one of `SCHEDULES`; a half of `"halves"` goes one way.
+        sign: which way, +1 or -1, if one.
+
+    Returns:
+        One hop fewer than the group has devices, in the order of use.
+
+    Example:
+        >>> [(hop.source, hop.by, hop.offset["x"]) for hop in walk("x", {"x": 4}, "paired")]
+        [(0, 1, 1), (0, -1, -1), (1, 1, 2)]
+
+    Source: Wang et al. 2023, *Overlap Communication with Dependent Computation via Decomposition* (ASPLOS), §5.
+    Differs: there are one axis and an even number of devices; several axes are nested here, and any size will do.
+    """
+    return tuple(_Tree(tuple(axes), mesh, schedule, sign).hops)
+
+
+class _Tree:
+    """Grows a walk axis by axis: every shard that arrives along one axis goes round the axes within it."""
+
+    def __init__(self, axes: tuple[str, ...], mesh: Mapping[str, int], schedule: str, sign: int):
+        self.axes, self.mesh, self.schedule, self.sign = axes, mesh, schedule, sign
+        self.hops: list[Hop] = []
+        self.waves = 0
+        self._within(0, 0, {})
+
+    def _within(self, depth: int, node: int, places: dict[str, int]) -> None:
+        if depth == len(self.axes):
+            return
+        self._within(depth + 1, node, places)
+        axis, arrived = self.axes[depth], {0: node}
+        for wave in _ways(self.mesh[axis], self.schedule, self.sign):
+            self.waves += 1
+            for here in wave:
+                by = 1 if here > 0 else -1
+                now = {**places, axis: here}
+                self.hops.append(Hop(arrived[here - by], axis, by, tuple(now.items()), self.waves))
+                arrived[here] = len(self.hops)
+            for here in wave:
+                self._within(depth + 1, arrived[here], {**places, axis: here})
+
+
+def _ways(size: int, schedule: str, sign: int) -> Iterator[tuple[int, ...]]:
+    """The places behind from which shards arrive along a ring, wave by wave."""
+    if schedule != "paired":
+        yield from ((sign * place,) for place in range(1, size))
+        return
+    ahead, behind = size // 2, (size - 1) // 2
+    yield from ((place, -place) if place <= behind else (place,) for place in range(1, ahead + 1))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of every shard that goes its own way: the order of the mesh axes, and the direction."""
+
+    axes: tuple[str, ...]
+    schedule: str
+    sign: int
+
+
+def parts(axes: Sequence[str], schedule: str, turns: int = 1) -> tuple[Part, ...]:
+    """The parts that shards are cut into.
+
+    Args:
+        axes: the group's mesh axes, outermost first.
+        schedule: one of `SCHEDULES`; `"halves"` makes two of each part.
+        turns: in how many orders the axes are nested, so that the links of all of them are busy alike.
+
+    Example:
+        >>> [(part.axes, part.sign) for part in parts("yz", "halves", 2)]
+        [(('y', 'z'), 1), (('y', 'z'), -1), (('z', 'y'), 1), (('z', 'y'), -1)]
+    """
+    axes = tuple(axes)
+    orders = [axes[turn:] + axes[:turn] for turn in range(turns)]
+    signs = (1, -1) if schedule == "halves" else (1,)
+    return tuple(Part(order, schedule, sign) for order in orders for sign in signs)
+
+
+def ring_parts(ring: Ring, size: int) -> list[tuple[Part, int, int]]:
+    """The parts of a shard that has `size` along the ring's `split`: each with its first index and its length."""
+    ways = parts(ring.axes, ring.schedule, ring.turns)
+    return [(way, *place) for way, place in zip(ways, cut(size, len(ways)))]

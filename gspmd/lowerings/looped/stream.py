@@ -1,0 +1,56 @@
+"""One part of a travelling operand on its way round, one permute after the other."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import jax
+from jax import lax
+
+from gspmd.lowerings.looped.chunks import Journey, Region, collect, part_of
+from gspmd.lowerings.looped.rings import Offset, Part
+
+
+class Way:
+    """A part's chunks as they arrive, wave by wave.
+
+    Args:
+        journey: of the operand.
+        shard: what this device has of it, in the dtype on the wire.
+        dtype: that the operand has otherwise.
+        part: which way it goes.
+        start, size: where the part lies along the dimension that shards are cut along.
+    """
+
+    def __init__(self, journey: Journey, shard: jax.Array, dtype: Any, part: Part, start: int, size: int):
+        self.journey, self.dtype, self.start, self.size, self.sign = journey, dtype, start, size, part.sign
+        self.hops = journey.hops(part)
+        self.arrived = {0: collect(journey, part, part_of(shard, journey.dims, journey.divided({}, start, size)))}
+        self.waves = [[0], *([n for n, _ in some] for _, some in groupby(enumerate(self.hops, 1), lambda n: n[1].wave))]
+
+    def region(self, offset: Offset) -> Region:
+        """Where in the whole operand a chunk belongs that comes from so far behind."""
+        return self.journey.divided(self.journey.block(offset), self.start, self.size)
+
+    def unpacked(self, chunk: jax.Array) -> jax.Array:
+        """A chunk as it is multiplied."""
+        return chunk.astype(self.dtype)
+
+    def send(self, wave: int, before: Sequence[jax.Array]) -> None:
+        """Bring the chunks of a wave, once everything in `before` is there."""
+        for number in self.waves[wave] if wave < len(self.waves) else ():
+            hop = self.hops[number - 1]
+            chunk = self.arrived[hop.source]
+            chunk = lax.optimization_barrier((chunk, *before))[0] if before else chunk
+            self.arrived[number] = self.journey.send(chunk, hop)
+
+    def wave(self, number: int, before: Sequence[jax.Array]) -> tuple[list[Region], list[jax.Array]]:
+        """The chunks of a wave, and where they belong, once everything in `before` is there.
+
+        Without that, all are multiplied first, and their products, all of them held, added up at the end.
+        """
+        hops = self.waves[number] if number < len(self.waves) else []
+        regions = [self.region(self.hops[hop - 1].offset if hop else {}) for hop in hops]
+        chunks = [self.arrived[hop] for hop in hops]
+        chunks = lax.optimization_barrier((chunks, list(before)))[0] if before and chunks else chunks
+        return regions, [self.unpacked(chunk) for chunk in chunks]

@@ -1,0 +1,82 @@
+"""Which dimension of a routine can be cut into stripes, and into how many: what decides it, without what it costs."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from gspmd.planner.overlap import Travel, cut, settling
+from gspmd.planner.steps import Routine, Step
+
+STRIPES = (2, 4)
+
+FULL_STRIPE = 128
+"""Rows that fill the lanes of a vector register: thinner stripes are not worth trying."""
+
+
+def stripe_dim(
+    routine: Routine, gathers: Mapping[int, Travel], scatters: Mapping[int, Travel], local: Callable[[str], int]
+) -> str | None:
+    """The longest dimension that stays where it is in everything that travels, where nothing else is sent.
+
+    Args:
+        routine: what runs.
+        gathers: of its moves, what travels before it is multiplied.
+        scatters: of its outputs, what travels after that.
+        local: the local size of a dimension.
+    """
+    striping, einsum = _Striping(routine, gathers, scatters), routine.products[0].einsum
+    dims = dict.fromkeys((*einsum.before.dims, *(einsum.other.dims if einsum.other else ())))
+    return max(filter(striping.allows, dims), key=local, default=None)
+
+
+def stripes(size: int, *, thin: bool) -> Iterator[tuple[int, ...]]:
+    """Ways to cut a dimension evenly; thin stripes at the ends would be hidden better, were they scheduled so."""
+    for number in STRIPES:
+        if size // number >= (1 if thin else FULL_STRIPE):
+            yield tuple(length for _, length in cut(size, number))
+
+
+@dataclass(frozen=True)
+class _Striping:
+    routine: Routine
+    gathers: Mapping[int, Travel]
+    scatters: Mapping[int, Travel]
+
+    def allows(self, dim: str) -> bool:
+        """Whether a dimension stays where it is, and whatever travels and every product has it."""
+        return all(self._stays(dim, *each) for each in self._chains()) and self._reaches(dim)
+
+    def _chains(self) -> Iterator[tuple[tuple[Step, ...], Travel | None, tuple[str, ...]]]:
+        """Every chain of steps with what of it can travel, and the dimensions of its tensor."""
+        for number, move in enumerate(self.routine.moves):
+            yield move.steps, self.gathers.get(number), move.spec.dims
+        for number, output in enumerate(self.routine.outputs):
+            dims = self.routine.products[output.products[0]].spec.dims
+            yield settling(self.routine, number), self.scatters.get(number), dims
+
+    def _stays(self, dim: str, steps: tuple[Step, ...], travel: Travel | None, dims: tuple[str, ...]) -> bool:
+        if dim not in dims:
+            return True
+        alone = not any(step.is_collective for step in steps if travel is None or step not in travel.steps)
+        return alone and all(step.before.axes_of(dim) == step.after.axes_of(dim) for step in steps)
+
+    def _reaches(self, dim: str) -> bool:
+        """Whether whatever travels has the dimension, each product has it, and no product has steps of its own."""
+        moves = [self.routine.moves[n].spec.dims for n in self.gathers]
+        products, outputs = self.routine.products, self.routine.outputs
+        inside = all(dim in p.einsum.before.dims or (p.einsum.other and dim in p.einsum.other.dims) for p in products)
+        single = all(len(o.products) == 1 or not self._steps_of(o.products) for o in outputs)
+        pieces = [spec for p in products for spec in (p.einsum.before, p.einsum.other) if spec and dim in spec.dims]
+        alike = len({spec.axes_of(dim) for spec in pieces}) == 1
+        # What a stripe's product would settle by itself is settled once, when stripes are added up.
+        settled = any(
+            step.is_collective
+            for number, o in enumerate(outputs)
+            if dim not in o.spec.dims and number not in self.scatters
+            for step in self._steps_of(o.products)
+        )
+        made = [(o.spec.dims, products[p].einsum.after.dims) for o in outputs for p in o.products]
+        broadcast = any(dim in wanted and set(wanted) != set(dims) for wanted, dims in made)
+        return inside and single and alike and not settled and not broadcast and all(dim in dims for dims in moves)
+
+    def _steps_of(self, products: Sequence[int]) -> list[Step]:
+        return [step for p in products for step in self.routine.products[p].steps]

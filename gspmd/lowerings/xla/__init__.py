@@ -1,0 +1,1 @@
+"""Lowering `xla`: annotations on plain einsums; the compiler inserts the collectives."""

@@ -1,0 +1,150 @@
+"""Lowering `xla`: the equation as plain einsums between annotations; the compiler inserts the collectives."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.annotate.equation import Equation
+from gspmd.annotate.spec import Spec
+from gspmd.lowerings import program as planned
+from gspmd.lowerings.local_einsum import local_einsum
+from gspmd.lowerings.partial_sums import storable
+from gspmd.lowerings.plan import make_plan
+from gspmd.lowerings.xla.places import Lift, Places, pairs, pinned_places, planned_places
+from gspmd.lowerings.xla.summands import gradients, lifted, summand_letters, to_dimensions, to_partial
+from gspmd.planner.request import pins
+from gspmd.planner.steps import Step
+
+
+def annotated_program(
+    equation: Equation,
+    sizes: tuple,
+    context: planned.Context,
+    dtypes: tuple[str, ...],
+    via: str | None,
+    precision,
+    preferred: str | None,
+) -> Callable:
+    """From a flat list of arrays to a tuple of results; JAX differentiates it, forward and reverse."""
+    specs = [spec for operand in equation.operands for spec in operand.specs]
+    summands = summand_letters([*specs, *equation.outputs])
+    ins, outs = ([lifted(spec, summands) for spec in some] for some in (specs, equation.outputs))
+    lift, steps, backward = Lift(summands, context.mesh), (), ()
+    if any(spec.is_open for spec in (*specs, *equation.outputs)):  # an open dimension has no forecast
+        places = pinned_places(equation, pins(equation, via, dict(sizes), context.mesh))
+    else:
+        plan = make_plan(equation, sizes, context.axes, dtypes, context.chip, "xla", via, None, preferred)
+        places, steps, backward = planned_places(plan), plan.steps, plan.backward.steps
+    compute = partial(_plain, equation, ins, outs, places, lift, precision, preferred)
+    compute.__name__ = str(equation)
+
+    def program(*arrays):
+        with jax.named_scope(f"gspmd[{equation}]"):
+            arrays = [to_dimensions(spec, new, x) for spec, new, x in zip(specs, ins, arrays)]
+            results = planned.compiler_chooses(compute, ins, tuple(outs), *arrays)
+            return tuple(to_partial(new, spec, x) for spec, new, x in zip(equation.outputs, outs, results))
+
+    program = _named(program, planned.Registered(str(equation), steps, backward))
+    return _with_gradient(equation, specs, ins, places, lift, program, backward) if summands else program
+
+
+def _named(program: Callable, registered: planned.Registered) -> Callable:
+    program.__name__ = program.__qualname__ = planned.register(registered)
+    return jax.jit(program)
+
+
+def _with_gradient(
+    equation: Equation, specs, ins, places: Sequence[Places], lift: Lift, program: Callable, steps: tuple[Step, ...]
+) -> Callable:
+    """An equation that takes or leaves partial sums, with its gradient as einsums in which there are none.
+
+    JAX would transpose the relabelling; the partitioner has been seen to sum such a cotangent over too few devices.
+    """
+    settled = [spec.without_partial() for spec in specs]
+    cotangent_specs = [spec.without_partial() for spec in equation.outputs]
+
+    def compute(*arrays):
+        return gradients(equation, ins, places, lift, arrays[: len(ins)], arrays[len(ins) :])
+
+    def transposed(arrays, cotangents):
+        arrays = [to_dimensions(spec, new, x) for spec, new, x in zip(specs, ins, arrays)]
+        cotangents = [planned.as_settled(spec, x) for spec, x in zip(equation.outputs, cotangents)]
+        results = planned.compiler_chooses(compute, (*ins, *cotangent_specs), tuple(settled), *arrays, *cotangents)
+        return tuple(planned.as_cotangent(spec, x) for spec, x in zip(specs, results))
+
+    backward = _named(transposed, planned.Registered(f"gradient of {equation}", steps, steps))
+    with_gradient = jax.custom_vjp(program)
+    with_gradient.defvjp(*storable(lambda *arrays: (program(*arrays), arrays), backward))
+    return with_gradient
+
+
+def _plain(
+    equation: Equation, ins, outs, places: Sequence[Places], lift: Lift, precision, preferred, *arrays
+) -> tuple[jax.Array, ...]:
+    dtype = jnp.dtype(preferred) if preferred else jnp.result_type(*arrays)
+    sums, known = [], iter(places)
+    for members in pairs(equation):
+        parts = []
+        for pair, output in zip(members, outs):
+            multiply = partial(_product, [ins[n] for n in pair], output, pair, next(known), lift, precision, dtype)
+            # Kept for the gradient are the operands as they came, and not as they were gathered.
+            parts.append(jax.checkpoint(multiply, prevent_cse=False)(*(arrays[n] for n in pair)))
+        sums.append(parts)
+    return tuple(sum(parts[1:], parts[0]).astype(dtype) for parts in zip(*sums))
+
+
+def _product(specs, output: Spec, numbers, place: Places, lift: Lift, precision, dtype, *arrays) -> jax.Array:
+    """One product, accumulated in float32; a sum that only the result owes is cut out of a summed dimension."""
+    pair = [lift.bring(spec, x, place.operands.get(n)) for spec, x, n in zip(specs, arrays, numbers)]
+    for dim, axes in zip(output.dims, output.axes):
+        if not any(dim in spec.dims for spec, _ in pair):
+            summed = _summed_over(axes[0], pair, output)
+            pair = _cut(pair, summed, dim, axes[0], lift) if summed else _widened(pair, dim)
+    y = _multiplied(pair, output, precision, dtype)
+    # The cotangent meets the operands here too, and of one mind with them.
+    return y if place.result is None else lift.constrain(output.dims, y, place.result)[1]
+
+
+def _multiplied(pair, output: Spec, precision, dtype) -> jax.Array:
+    letters = ",".join("".join(spec.dims) for spec, _ in pair) + "->" + "".join(output.dims)
+    arrays = [x for _, x in pair]
+    if len(arrays) == 1 and set(pair[0][0].dims) == set(output.dims):
+        return jnp.einsum(letters, *arrays)
+    narrow = dtype if jnp.issubdtype(dtype, jnp.floating) else None
+    return local_einsum(letters, *arrays, precision=precision, into=narrow)
+
+
+def _widened(pair, dim: str) -> list[tuple[Spec, jax.Array]]:
+    """The one summand of a partial sum over a mesh axis of size 1, as a dimension of the first operand."""
+    spec, x = pair[0]
+    return [(Spec((dim, *spec.dims), ((), *spec.axes)), x[None]), *pair[1:]]
+
+
+def _summed_over(axis: str, pair, output: Spec) -> str | None:
+    """The summed dimension that the plan has a mesh axis on; any, or none, for an axis of size 1, which no plan has."""
+    summed = [(dim, axes) for spec, _ in pair for dim, axes in zip(spec.dims, spec.axes) if dim not in output.dims]
+    return next((dim for dim, axes in summed if axis in axes), summed[0][0] if summed else None)
+
+
+def _cut(pair, dim: str, new: str, axis: str, lift: Lift) -> list[tuple[Spec, jax.Array]]:
+    """A summed dimension, cut along one of the mesh axes that shard it into one part per device, in both operands.
+
+    Of E_yx, x is the minor axis: the parts are those of [y, x, rest], with x in front; no device gives anything away.
+    """
+    cut = []
+    for spec, x in pair:
+        if dim in spec.dims:
+            at, axes = spec.dims.index(dim), spec.axes_of(dim)
+            major = axes[: axes.index(axis)] if axis in axes else ()
+            left = tuple(name for name in axes if name != axis)
+            before, after = x.shape[:at], x.shape[at + 1 :]
+            outer, size = prod(lift.mesh[name] for name in major), lift.mesh[axis]
+            x = jnp.moveaxis(x.reshape((*before, outer, size, x.shape[at] // (outer * size), *after)), at + 1, at)
+            x = x.reshape((*before, size, -1, *after))
+            spec = Spec((*spec.dims[:at], new, *spec.dims[at:]), (*spec.axes[:at], (axis,), left, *spec.axes[at + 1 :]))
+            x = jax.lax.with_sharding_constraint(x, spec.partition_spec())
+        cut.append((spec, x))
+    return cut

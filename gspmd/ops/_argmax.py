@@ -1,0 +1,80 @@
+"""Where the largest number of a row stands, when the row lies on several devices."""
+
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.annotate.errors import shown
+from gspmd.annotate.spec import Spec
+from gspmd.lowerings.program import Context, compiler_chooses, context, run
+from gspmd.ops.operands import array
+from gspmd.ops.planned_op import Chains, dimension, read, settle, shard_index, sizes_of
+
+_POSITION = jnp.iinfo(jnp.int32)
+
+
+def argmax(logits: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
+    """The position of the largest number along one dimension; ties go to the lowest position.
+
+    Two all-reduces of [B, L] over the mesh axes of the dimension: the maximum, then the lowest position that has it.
+
+    Args:
+        logits: [B, L, V], or any shape.
+        spec: where `logits` lie, `"BLV_x"`.
+        dim: the dimension searched, `"V"`.
+
+    Returns:
+        [B, L] int32 positions in the whole dimension, lying as `spec` without `dim`.
+
+    Raises:
+        SpecError: the spec does not fit the array or the mesh, or lacks the dimension.
+        PlanError: `logits` owe a partial sum.
+
+    Example:
+        >>> import gspmd
+        >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        ...     print(argmax(gspmd.annotate(jnp.array([[0.0, 2.0, 2.0]]), "BV_x"), "BV_x", "V"))
+        [1]
+
+    Differs: `jnp.argmax` finds the first NaN; here a row with a NaN has no defined answer but a valid position.
+    """
+    ctx = context()
+    doing = f"cannot take the argmax of '{spec}' over {shown(dim)}"
+    logits = array(doing, "logits", logits, "real numbers")
+    spec = read(doing, spec, logits, ctx)
+    at = dimension(doing, spec, dim)
+    logits = jax.lax.stop_gradient(logits)
+    if ctx.lowering == "xla":
+        return compiler_chooses(partial(_plain, at), (spec,), spec.without(dim), logits, name=f"argmax {spec}")
+    return _argmax(spec, at, logits)
+
+
+def _plain(at: int, logits: jax.Array) -> jax.Array:
+    return jnp.argmax(logits, axis=at).astype(jnp.int32)
+
+
+def _argmax(spec: Spec, at: int, logits: jax.Array) -> jax.Array:
+    steps, body = _value(spec, at, logits.shape, logits.dtype.itemsize, context())
+    return run(f"argmax {spec}", steps, body, (spec,), spec.without(spec.dims[at]), logits)
+
+
+@lru_cache(maxsize=1024)
+def _value(spec: Spec, at: int, shape: tuple[int, ...], width: int, ctx: Context):
+    rows, axes, sizes = spec.without(spec.dims[at]), spec.axes[at], sizes_of(spec, shape)
+    chains = Chains(
+        ctx.mesh,
+        biggest=settle(rows, axes, sizes, ctx, width, "maximum", "max"),
+        lowest=settle(rows, axes, sizes, ctx, _POSITION.dtype.itemsize, "position", "max"),
+    )
+
+    def body(logits):
+        position = jnp.argmax(logits, axis=at).astype(_POSITION.dtype) + shard_index(axes) * logits.shape[at]
+        mine = jnp.max(logits, axis=at)
+        best = chains.send("biggest", mine, reduce="max")
+        candidate = jnp.where(mine == best, position, _POSITION.max)
+        # the largest of the negatives is the lowest position
+        lowest = -chains.send("lowest", -candidate, reduce="max")
+        return jnp.minimum(lowest, shape[at] - 1)
+
+    return chains.steps, body

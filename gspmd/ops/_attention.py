@@ -1,0 +1,290 @@
+"""The attention core: every device attends with its own heads and sequences, and nothing is sent in the value."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from math import prod
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.annotate.errors import Fault, PlanError, SpecError, report
+from gspmd.annotate.spec import Spec
+from gspmd.lowerings.gradient import with_gradient
+from gspmd.lowerings.program import Context, compiler_chooses, context, run
+from gspmd.ops.operands import array, flag, number
+from gspmd.ops.planned_op import Chains, fault, read, shard_index, sizes_of
+from gspmd.planner.resharding import move
+from gspmd.planner.steps import Step
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    query_spec: str | Spec,
+    key_spec: str | Spec,
+    *,
+    causal: bool = True,
+    mask: jax.Array | None = None,
+    scale: float | None = None,
+    offset: jax.Array | int = 0,
+) -> jax.Array:
+    """Scaled dot-product attention: softmax(scale · q·kᵀ + mask) · v, heads in groups that share a key head.
+
+    Batch and heads stay where they are, so the value sends nothing. Mesh axes that shard H but not K pick their key
+    heads by a slice; mesh axes that shard the queries' L need the keys whole. The gradients of `k` and `v` are summed
+    over the axes that only the queries are sharded over.
+
+    Args:
+        q: [B, L, H, D].
+        k: [B, T, K, D]; K divides H, and query head h attends to key head h // (H/K). May be written `"BLKD"` too.
+        v: as `k`.
+        query_spec: where `q` lies, `"B_xLH_yzD"`; the result lies there too. D is unsharded.
+        key_spec: where `k` and `v` lie, `"B_xTK_yD"`: B as in `query_spec`, the axes of K the first of those of H,
+            T and D unsharded.
+        causal: whether query i attends to keys j ≤ i + offset alone.
+        mask: [B, T] booleans, lying as B and T of `k`: the keys that are no padding.
+        scale: of the logits; 1/sqrt(D) when None.
+        offset: position of the first query among the keys: an int, or an int32 scalar.
+
+    Returns:
+        [B, L, H, D] in q's dtype; logits and softmax are float32. A query that may attend to nothing gets the mean
+        of `v`.
+
+    Raises:
+        SpecError: a spec does not fit its array or the mesh, or the shapes do not agree.
+        PlanError: batch or heads of queries and keys lie so that a device lacks keys it needs.
+
+    Example:
+        >>> import gspmd
+        >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        ...     q, k = gspmd.annotate(jnp.ones((1, 3, 4, 2)), "BLH_xD"), jnp.ones((1, 3, 1, 2))
+        ...     v = jnp.arange(3.0).reshape(1, 3, 1, 1) * k
+        ...     print(attention(q, k, v, "BLH_xD", "BTKD")[0, :, 0, 0])
+        [0.  0.5 1. ]
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1; Shazeer 2019 (arXiv 1911.02150) and Ainslie et al.
+        2023 (arXiv 2305.13245) for shared key heads; Pope et al. 2022 (arXiv 2211.05102), section 3.3, for the layouts.
+    """
+    ctx = context()
+    doing = f"cannot attend from '{query_spec}' to '{key_spec}'"
+    q, k, v = (array(doing, name, x, "real numbers") for name, x in (("q", q), ("k", k), ("v", v)))
+    mask = None if mask is None else array(doing, "mask", mask, "real numbers")
+    causal, scale = flag(doing, "causal", causal), None if scale is None else number(doing, "scale", scale)
+    query, key = read(doing, query_spec, q, ctx), read(doing, key_spec, k, ctx)
+    _check_shapes(doing, query, key, q, k, v, mask)
+    extras = _Extras(mask is not None, not (isinstance(offset, int) and offset == 0))
+    more = (mask,) * extras.masked + (_position(doing, offset),) * extras.shifted
+    if ctx.lowering == "xla":
+        f = partial(_plain, extras, causal, scale)
+        ins, name = (query, key, key, *extras.specs(key)), f"attention {query}, {key}"
+        return compiler_chooses(f, ins, query, q, k, v, *more, name=name)
+    core = _Core(query, key, causal, scale, extras, _share(doing, query, key, q.shape[2], k.shape[2], ctx.mesh))
+    return _core(core, q, k, v, *more)
+
+
+def _position(doing: str, offset: jax.Array | int) -> jax.Array:
+    position = array(doing, "offset", offset, "integers")
+    if position.shape:
+        raise SpecError(f"{doing}: offset has shape {position.shape}.\n  It is one number: use jax.vmap for several.")
+    return position.astype(jnp.int32)
+
+
+@dataclass(frozen=True)
+class _Extras:
+    """Which optional operands there are."""
+
+    masked: bool
+    shifted: bool
+
+    def specs(self, key: Spec) -> tuple[Spec, ...]:
+        padding = Spec(key.dims[:2], key.axes[:2])
+        return (padding,) * self.masked + (Spec((), ()),) * self.shifted
+
+
+@dataclass(frozen=True)
+class _Share:
+    """How query heads that are split finer than key heads find theirs.
+
+    `sliced` are the axes over which key heads are split once more; over `common` each device uses one of the `heads`
+    key heads left, together with others.
+    """
+
+    sliced: tuple[str, ...] = ()
+    common: tuple[str, ...] = ()
+    heads: int = 1
+    sharers: int = 1
+    """Devices along `common` that use the same key head."""
+    spread: tuple[str, ...] = ()
+    """Axes over which the queries of a sequence are split, each needing all its keys."""
+
+
+@dataclass(frozen=True)
+class _Core:
+    query: Spec
+    key: Spec
+    causal: bool
+    scale: float | None
+    extras: _Extras
+    share: _Share
+
+    @property
+    def used(self) -> Spec:
+        """Keys as the device needs them, but for the choice of one head."""
+        head = self.key.dims[2]
+        return self.key.with_axes(head, (*self.key.axes_of(head), *self.share.sliced))
+
+    @property
+    def owed(self) -> Spec:
+        """The gradient of the keys as each device computes it."""
+        return self.used.with_partial((*self.share.common, *self.share.spread))
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array) -> jax.Array:
+        """Attention of one device's heads, inside a shard_map, without a collective."""
+        if self.share.heads > 1:
+            mine = shard_index(self.share.common) // self.share.sharers
+            k, v = (jax.lax.dynamic_slice_in_dim(array, mine, 1, axis=2) for array in (k, v))
+        first = shard_index(self.share.spread) * q.shape[1] if self.share.spread else None
+        return _plain(self.extras, self.causal, self.scale, q, k, v, *more, first=first)
+
+
+def _plain(extras: _Extras, causal: bool, scale: float | None, q, k, v, *more, first=None) -> jax.Array:
+    """Attention of whole arrays, or of a device's part whose queries begin at `first`."""
+    padding = more[0] if extras.masked else None
+    offset = more[-1] if extras.shifted else None
+    mask = None if padding is None else padding[:, None, None, :].astype(bool)
+    if causal and (first is not None or offset is not None):
+        # positions in the whole sequence, which is_causal does not know
+        start = sum(part for part in (first, offset) if part is not None)
+        rows = start + jax.lax.broadcasted_iota(jnp.int32, (1, 1, q.shape[1], k.shape[1]), 2)
+        seen = rows >= jax.lax.broadcasted_iota(jnp.int32, rows.shape, 3)
+        mask, causal = seen if mask is None else mask & seen, False
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=causal)
+
+
+def _check_shapes(doing: str, query: Spec, key: Spec, q, k, v, mask) -> None:
+    faults = [
+        Fault(str(spec), 0, len(str(spec)), f"the {name} have four dimensions: batch, length, heads, head size.")
+        for name, spec in (("queries", query), ("keys", key))
+        if len(spec.dims) != 4
+    ]
+    if not faults:
+        checks = (
+            (0, q.shape[0] != k.shape[0], f"the queries' batch has size {q.shape[0]}, the keys' {k.shape[0]}."),
+            (3, q.shape[3] != k.shape[3], f"the queries' head size is {q.shape[3]}, the keys' {k.shape[3]}."),
+            (2, q.shape[2] % k.shape[2] != 0, f"{k.shape[2]} key heads do not divide {q.shape[2]} query heads."),
+            (1, v.shape != k.shape, f"values have shape {v.shape}, keys {k.shape}."),
+            (1, mask is not None and mask.shape != k.shape[:2], f"the mask has to have shape {k.shape[:2]}."),
+        )
+        faults = [fault(key, key.dims[at], fact) for at, wrong, fact in checks if wrong]
+    if faults:
+        raise report(SpecError, doing, faults) from None
+
+
+def _share(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh: Mapping[str, int]) -> _Share:
+    """Check that every device has the keys it needs, and find how it picks its key heads."""
+    query, key = query.without_trivial(mesh), key.without_trivial(mesh)
+    held, wanted, spread = key.axes[2], query.axes[2], query.axes[1]
+    first = f"the axes of {key.dims[2]} have to be the first of those of {query.dims[2]}."
+    faults = [
+        *_unsharded(query, (3,)),
+        *_unsharded(key, (1, 3)),
+        *_same(key, 0, query.axes[0], "the keys of a sequence have to be where its queries are."),
+        *_same(key, 2, wanted[: len(held)], first),
+    ]
+    if faults:
+        raise report(PlanError, doing, faults) from None
+    left = key_heads // prod(mesh[axis] for axis in held)
+    sliced, common = [], list(wanted[len(held) :])
+    while common and left % mesh[common[0]] == 0:
+        sliced.append(common.pop(0))
+        left //= mesh[sliced[-1]]
+    devices = prod(mesh[axis] for axis in common)
+    if devices % left and common:
+        raise report(PlanError, doing, [_misaligned(query, key, heads, key_heads, mesh)]) from None
+    if not common:
+        return _Share(tuple(sliced), spread=spread)
+    return _Share(tuple(sliced), tuple(common), left, devices // left, spread)
+
+
+def _unsharded(spec: Spec, positions: tuple[int, ...]) -> list[Fault]:
+    return [_moved(spec, at, (), "every device attends over the whole of it.") for at in positions if spec.axes[at]]
+
+
+def _same(spec: Spec, at: int, axes: tuple[str, ...], why: str) -> list[Fault]:
+    return [] if spec.axes[at] == axes else [_moved(spec, at, axes, why)]
+
+
+def _moved(spec: Spec, at: int, axes: tuple[str, ...], why: str) -> Fault:
+    dim = spec.dims[at]
+    held = f"is sharded over {', '.join(spec.axes[at])}" if spec.axes[at] else "is unsharded"
+    need = f"over {', '.join(axes)}" if axes else "unsharded"
+    remedy = f"Move it before: gspmd.reshard(x, '{spec} -> {_with(spec, at, axes)}')."
+    return fault(spec, dim, f"dimension {dim} {held}, and has to be {need}: {why}", remedy)
+
+
+def _with(spec: Spec, at: int, axes: tuple[str, ...]) -> Spec:
+    others = tuple(tuple(a for a in held if a not in axes) for held in spec.axes)
+    return Spec(spec.dims, others).with_axes(spec.dims[at], axes)
+
+
+def _misaligned(query: Spec, key: Spec, heads: int, key_heads: int, mesh: Mapping[str, int]) -> Fault:
+    local = heads // prod(mesh[axis] for axis in query.axes[2])
+    group = heads // key_heads
+    fact = (
+        f"a device has {local} of {heads} query heads, and {group} query heads share a key head: "
+        "some device would need parts of two groups."
+    )
+    return fault(query, query.dims[2], fact, "Shard it over axes whose size divides the key heads, or is a multiple.")
+
+
+def _forward(core: _Core, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array):
+    steps, body = _value(core, k.shape, k.dtype.itemsize, context())
+    ins = (core.query, core.key, core.key, *core.extras.specs(core.key))
+    y = run(f"attention {core.query}, {core.key}", steps, body, ins, core.query, q, k, v, *more)
+    return y, (q, k, v, more)
+
+
+def _backward(core: _Core, kept, g: jax.Array):
+    q, k, v, more = kept
+    steps, body = _gradient(core, k.shape, k.dtype.itemsize, context())
+    ins = (core.query, core.query, core.key, core.key, *core.extras.specs(core.key))
+    outs = (core.query, core.key, core.key)
+    grads = run(f"gradient of attention {core.query}, {core.key}", steps, body, ins, outs, g, q, k, v, *more)
+    return (*grads, *(None for _ in more))
+
+
+_core = with_gradient(_forward, _backward, lambda core: f"attention {core.query}, {core.key}")
+
+
+@lru_cache(maxsize=1024)
+def _value(core: _Core, shape: tuple[int, ...], width: int, ctx: Context):
+    # slices, which send nothing, take a device's key heads out of those it has
+    chains = Chains(ctx.mesh, **{n: _chain(core.key, core.used, shape, width, ctx, n) for n in ("key", "value")})
+
+    def body(q, k, v, *more):
+        return core.attend(q, chains.send("key", k), chains.send("value", v), *more)
+
+    return chains.steps, body
+
+
+@lru_cache(maxsize=1024)
+def _gradient(core: _Core, shape: tuple[int, ...], width: int, ctx: Context):
+    bring = {name: _chain(core.key, core.used, shape, width, ctx, name) for name in ("key", "value")}
+    home = {f"d_{name}": _chain(core.owed, core.key, shape, width, ctx, f"gradient of {name}") for name in bring}
+    chains = Chains(ctx.mesh, **bring, **home)
+
+    def body(g, q, k, v, *more):
+        # the logits are computed again, as they are larger than all that is kept; where the value's are still at hand,
+        # the compiler finds them
+        k, v = chains.send("key", k), chains.send("value", v)
+        _, transpose = jax.vjp(lambda q, k, v: core.attend(q, k, v, *more), q, k, v)
+        d_q, d_k, d_v = transpose(g)
+        return d_q, chains.send("d_key", d_k), chains.send("d_value", d_v)
+
+    return chains.steps, body
+
+
+def _chain(src: Spec, dst: Spec, shape: tuple[int, ...], width: int, ctx: Context, name: str) -> tuple[Step, ...]:
+    return move(src, dst, sizes_of(src, shape), ctx.mesh, width, ctx.chip, name)

@@ -1,0 +1,150 @@
+"""Cross-entropy of logits whose vocabulary lies on several devices, without gathering it."""
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.annotate.errors import Fault, SpecError, report
+from gspmd.annotate.spec import Spec
+from gspmd.lowerings.gradient import with_gradient
+from gspmd.lowerings.program import Context, compiler_chooses, context, run
+from gspmd.ops._softmax import Normaliser
+from gspmd.ops.operands import array, number
+from gspmd.ops.planned_op import float32, read, shard_index
+
+
+def cross_entropy(
+    logits: jax.Array,
+    labels: jax.Array,
+    spec: str | Spec,
+    *,
+    mask: jax.Array | None = None,
+    z_loss: float = 0.0,
+) -> jax.Array:
+    """The loss of every token: log Σ exp(logits) − logits[label] + z_loss · (log Σ exp(logits))².
+
+    Three all-reduces of [B, L] float32 over the mesh axes of V (the maximum, the sum, the label's logit), and none in
+    the gradient, softmax(logits) − onehot(label), which is computed shard by shard.
+
+    Args:
+        logits: [B, L, V]; the vocabulary is the last dimension.
+        labels: [B, L] integers, lying as `spec` without V. One outside [0, V) picks a logit of 0: mask it.
+        spec: where `logits` lie, `"BLV_x"`.
+        mask: [B, L], lying as the labels; the loss is multiplied by it. Nothing flows back to it.
+        z_loss: weight of the squared log-normaliser.
+
+    Returns:
+        [B, L] float32 losses in nats, lying as the labels; their sum or mean is the caller's.
+
+    Raises:
+        SpecError: the spec does not fit the array or the mesh, or labels or mask have another shape.
+        PlanError: `logits` owe a partial sum.
+
+    Example:
+        >>> import gspmd
+        >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        ...     logits = gspmd.annotate(jnp.log(jnp.array([[[1.0, 2.0, 5.0]]])), "BLV_x")
+        ...     print(cross_entropy(logits, jnp.array([[1]]), "BLV_x").round(4))
+        [[1.3863]]
+
+    Source: Shoeybi et al. 2019, *Megatron-LM* (arXiv 1909.08053), section 3, the vocabulary-parallel loss; the z-loss
+        is Chowdhery et al. 2022, *PaLM* (arXiv 2204.02311), section 5.
+    """
+    ctx = context()
+    doing = f"cannot take the cross-entropy of '{spec}'"
+    logits, labels = array(doing, "logits", logits, "real numbers"), array(doing, "labels", labels, "integers")
+    mask = None if mask is None else array(doing, "mask", mask, "real numbers")
+    z_loss = number(doing, "z_loss", z_loss)
+    spec = read(doing, spec, logits, ctx)
+    if not spec.dims:
+        raise SpecError(f"{doing}: a number has no vocabulary.\n  Pass logits such as 'BLV_x'.")
+    form = _Loss(Normaliser(spec, spec.dims[-1]), z_loss)
+    _check_shapes(doing, spec, logits, labels, mask)
+    labels = labels.astype(jnp.int32)
+    weights = None if mask is None else jax.lax.stop_gradient(float32(mask))
+    if ctx.lowering == "xla":
+        rows = form.rows
+        arrays = (logits, labels) if weights is None else (logits, labels, weights)
+        ins, name = (spec, rows, rows)[: len(arrays)], f"cross_entropy {spec}"
+        return compiler_chooses(partial(_plain, z_loss), ins, rows, *arrays, name=name)
+    return _loss(form, logits, labels, weights)
+
+
+@dataclass(frozen=True)
+class _Loss:
+    normaliser: Normaliser
+    z_loss: float
+
+    @property
+    def logits(self) -> Spec:
+        return self.normaliser.x
+
+    @property
+    def rows(self) -> Spec:
+        return self.normaliser.statistic
+
+    def hits(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
+        """Where each label stands in this device's part of the vocabulary: a one-hot row, or zeros."""
+        here = labels - shard_index(self.logits.axes[-1]) * logits.shape[-1]
+        return here[..., None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+
+
+def _check_shapes(doing: str, spec: Spec, logits: jax.Array, labels: jax.Array, mask: jax.Array | None) -> None:
+    rows = spec.without(spec.dims[-1])
+    for name, x in (("labels", labels), ("mask", mask)):
+        if x is not None and x.shape != logits.shape[:-1]:
+            fact = f"the {name} have to lie as '{rows}', of shape {logits.shape[:-1]}; their shape is {x.shape}."
+            raise report(SpecError, doing, [Fault(str(spec), 0, len(str(rows)) or 1, fact)]) from None
+
+
+def _plain(z_loss: float, logits: jax.Array, labels: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+    wide = float32(logits)
+    log_z = jax.nn.logsumexp(wide, axis=-1)
+    hits = labels[..., None] == jax.lax.broadcasted_iota(jnp.int32, wide.shape, wide.ndim - 1)
+    loss = log_z - jnp.sum(jnp.where(hits, wide, 0.0), axis=-1) + z_loss * log_z**2
+    return loss if weights is None else loss * weights
+
+
+def _forward(form: _Loss, logits: jax.Array, labels: jax.Array, weights: jax.Array | None):
+    steps, body = _value(form, logits.shape, context())
+    arrays = (logits, labels) if weights is None else (logits, labels, weights)
+    ins = (form.logits, form.rows, form.rows)[: len(arrays)]
+    loss, log_z = run(f"cross_entropy {form.logits}", steps, body, ins, (form.rows, form.rows), *arrays)
+    return loss, (logits, labels, weights, log_z)
+
+
+def _backward(form: _Loss, kept, g: jax.Array):
+    logits, labels, weights, log_z = kept
+    arrays = (logits, labels, log_z, g) if weights is None else (logits, labels, log_z, g, weights)
+    ins = (form.logits, *(form.rows,) * (len(arrays) - 1))
+    name = f"gradient of cross_entropy {form.logits}"
+    return run(name, (), _gradient(form), ins, form.logits, *arrays), None, None
+
+
+_loss = with_gradient(_forward, _backward, lambda form: f"cross_entropy {form.logits}")
+
+
+@lru_cache(maxsize=1024)
+def _value(form: _Loss, shape: tuple[int, ...], ctx: Context):
+    chains = form.normaliser.chains(shape, ctx, picked="label's logit")
+
+    def body(logits, labels, *weights):
+        wide = float32(logits)
+        log_z = form.normaliser.local(wide, chains)
+        mine = jnp.sum(jnp.where(form.hits(logits, labels), wide, 0.0), axis=-1)
+        loss = log_z - chains.send("picked", mine) + form.z_loss * log_z**2
+        return (loss * weights[0] if weights else loss), log_z
+
+    return chains.steps, body
+
+
+@lru_cache(maxsize=1024)
+def _gradient(form: _Loss):
+    def body(logits, labels, log_z, g, *weights):
+        g = g * weights[0] if weights else g
+        share = jnp.exp(float32(logits) - log_z[..., None]) * (1.0 + 2.0 * form.z_loss * log_z)[..., None]
+        return ((share - form.hits(logits, labels)) * g[..., None]).astype(logits.dtype)
+
+    return body

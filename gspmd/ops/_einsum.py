@@ -1,0 +1,216 @@
+"""`gspmd.einsum` and `gspmd.reshard`: an equation as a program, and its gradient as two more equations."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from itertools import islice
+from typing import Any
+
+import jax
+
+from gspmd.annotate.arrays import refuse_elsewhere, stated
+from gspmd.annotate.equation import Equation, parse_equation, parse_via
+from gspmd.annotate.errors import PlanError, SpecError
+from gspmd.lowerings import program as planned
+from gspmd.lowerings.gradient import with_gradient
+from gspmd.lowerings.hoisting import anew
+from gspmd.lowerings.looped.executor import LoopedExecution
+from gspmd.lowerings.partial_sums import storable
+from gspmd.lowerings.plan import make_plan
+from gspmd.lowerings.xla.program import annotated_program
+from gspmd.ops.operands import flat_operands, of_one_kind, refuse_precision, result_dtype, wire_name
+from gspmd.planner.plan import Plan, tensors
+
+
+def einsum(
+    equation: str | Equation,
+    *operands: Any,
+    lowering: str | None = None,
+    via: str | None = None,
+    wire_dtype: Any = None,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+) -> Any:
+    """Compute an equation on the current mesh, with its plan's collectives.
+
+    Args:
+        equation: specs of the operands and of the result; see docs/notation.md.
+        operands: arrays of the specs' ranks, placed as they say; a group is a tuple of arrays.
+        lowering: `"xla"`, `"blocking"`, `"looped"`, `"looped:<schedule>"` or `"auto"`; by default that of
+            `gspmd.lowering`, which says what they are.
+        via: the specs that the operands are brought to before the local einsum.
+        wire_dtype: dtype of everything that crosses the wire; by default that of the operand, or of the result, that
+            does. Floating numbers alone may travel in another dtype, a floating one: what is narrower rounds, float16
+            overflows beyond 65504, and the 8-bit ones (e4m3fn beyond 448) keep two or three bits of a number. Not under
+            lowering `"xla"`.
+        precision: of the local products, as in `jax.lax.dot`.
+        preferred_element_type: dtype of the result; by default the operands' joint dtype, by JAX's rules. Local
+            products accumulate in float32 (int32 for integers) either way; partial sums cross the wire in the dtype of
+            the result.
+
+    Returns:
+        The result, placed as the equation says; a tuple of them for a group.
+
+    Raises:
+        SpecError: the notation is wrong, an operand is no array, shapes or sizes do not fit, or an array does not lie
+            as its spec says.
+        PlanError: no mesh, no plan, dtypes without a product, a wire that cannot hold what is sent, or forward-mode
+            differentiation of a planned program.
+
+    Example:
+        >>> import numpy as np
+        >>> from gspmd import annotate
+        >>> mesh = jax.make_mesh((1, 1), ("x", "y"))
+        >>> with jax.set_mesh(mesh):
+        ...     x, w = annotate(np.ones((4, 8)), "BE_xy"), annotate(np.ones((8, 16)), "E_xF_y")
+        ...     einsum("BE_xy, E_xF_y -> BF_yx", x, w).shape
+        (4, 16)
+
+    Source: Pope et al. 2022 (arXiv 2211.05102), §3.1; the planned gradient is our own.
+    Differs: forward-mode differentiation works under lowering "xla" only.
+    """
+    equation = parse_equation(equation)
+    flat, joint = of_one_kind(equation, flat_operands(equation, operands))
+    sizes = equation.sizes(_shapes(equation, flat))
+    context = planned.context(lowering)
+    names = tuple(str(x.dtype) for x in flat)
+    result = result_dtype(equation, joint, preferred_element_type)
+    wire = wire_name(equation, names, result, wire_dtype)
+    refuse_precision(equation, precision)
+    if via is not None:
+        parse_via(via)
+    program = _program(equation, tuple(sizes.items()), context, names, via, wire, precision, result)
+    for number, (x, spec) in enumerate(zip(flat, [spec for operand in equation.operands for spec in operand.specs])):
+        doing = f"cannot use operand {number + 1} of '{equation}' as '{spec}'"
+        if context.explicit:
+            flat[number] = stated(x, spec, doing)
+        else:
+            refuse_elsewhere(x, spec, doing)
+    if any(spec.partial for spec in equation.outputs):
+        # Outside of the program, which JAX takes out of a loop whole where it is not differentiated. Every result has a
+        # product of the first operand, or of a member of it.
+        first = len(equation.operands[0].specs)
+        flat[:first] = map(anew, flat[:first])
+    results = program(*flat)
+    return tuple(results) if equation.group else results[0]
+
+
+def reshard(x: Any, equation: str | Equation, lowering: str | None = None) -> jax.Array:
+    """Move an array from one placement to another, by the cheapest chain of collectives.
+
+    Args:
+        x: an array placed as the left side says.
+        equation: a move, such as `"BLE_xyz -> B_xyzLE"`; it may also transpose, sum dimensions away, and settle.
+        lowering: as in `gspmd.einsum`.
+
+    Raises:
+        SpecError: the equation is no move, or does not fit the array.
+
+    Example:
+        >>> import numpy as np
+        >>> from gspmd import annotate
+        >>> mesh = jax.make_mesh((1,), ("x",))
+        >>> with jax.set_mesh(mesh):
+        ...     reshard(annotate(np.ones((4, 8)), "B_xE"), "B_xE -> BE_x").shape
+        (4, 8)
+    """
+    equation = parse_equation(equation)
+    if not equation.is_move:
+        raise SpecError(
+            f"cannot reshard by '{equation}', which has several operands.\n"
+            "  Use gspmd.einsum, or a move such as 'BE_x -> B_xE'."
+        )
+    return einsum(equation, x, lowering=lowering)
+
+
+def _shapes(equation: Equation, flat: Sequence[jax.Array]) -> list[tuple]:
+    """The operands' shapes, a group's as a tuple."""
+    held = iter([x.shape for x in flat])
+    return [tuple(islice(held, len(o.specs))) if o.group else next(held) for o in equation.operands]
+
+
+@lru_cache(maxsize=4096)
+def _program(
+    equation: Equation,
+    sizes: tuple,
+    context: planned.Context,
+    dtypes: tuple[str, ...],
+    via,
+    wire_dtype,
+    precision,
+    preferred,
+) -> Callable:
+    """From a flat list of arrays to a tuple of results; cached, so that jit finds it again."""
+    equation.check(dict(sizes), context.mesh)
+    if context.explicit:
+        _refuse_open(equation)
+    else:
+        _refuse_partial(equation)
+    _refuse_wire(equation, context, wire_dtype)
+    if context.lowering == "xla":
+        return annotated_program(equation, sizes, context, dtypes, via, precision, preferred)
+    plan = make_plan(equation, sizes, context.axes, dtypes, context.chip, context.lowering, via, wire_dtype, preferred)
+    return _planned_program(plan, dtypes, wire_dtype, precision, preferred)
+
+
+def _refuse_wire(equation: Equation, context: planned.Context, wire_dtype: str | None) -> None:
+    if wire_dtype is not None and context.lowering == "xla":
+        raise PlanError(
+            f"cannot send '{equation}' as {wire_dtype} under lowering 'xla': what travels is the compiler's choice.\n"
+            "  Use lowering='blocking', or cast the operands."
+        )
+
+
+def _refuse_partial(equation: Equation) -> None:
+    for spec in equation.specs:
+        if spec.partial:
+            raise PlanError(planned.auto_partial(spec))
+
+
+def _refuse_open(equation: Equation) -> None:
+    for spec in equation.specs:
+        if spec.is_open:
+            raise PlanError(
+                f"'{spec}' leaves a dimension to the compiler; under Explicit mesh axes every placement is a type.\n"
+                "  Name its mesh axes, or make the mesh with Auto axes and run it with lowering='xla'."
+            )
+
+
+def _planned_program(
+    plan: Plan, dtypes: tuple[str, ...], wire_dtype: str | None, precision, preferred: str | None
+) -> Callable:
+    """The plan inside one shard_map, and its planned gradient inside another; the custom_vjp stands outside both."""
+    equation, title = plan.equation, str(plan.equation)
+    specs = [spec for operand in equation.operands for spec in operand.specs]
+    inputs, outputs = tensors(equation, plan.mesh, dtypes, wire_dtype, preferred)
+    moved = [n for n, (move, spec) in enumerate(zip(plan.routine.moves, plan.kept)) if spec != inputs[move.source].spec]
+    run_forward = LoopedExecution(plan.routine, inputs, outputs, plan.sizes, plan.mesh, precision, plan.loops)
+    residuals = [inputs[move.source] for move in plan.routine.moves]
+    held_tensors = [*outputs, *residuals]
+    run_backward = LoopedExecution(
+        plan.backward, held_tensors, inputs, plan.sizes, plan.mesh, precision, plan.backward_loops
+    )
+
+    def forward_body(*pieces):
+        results, everything = run_forward(*pieces)
+        return tuple(results), tuple(everything[number] for number in moved)
+
+    def backward_body(*pieces):
+        return tuple(run_backward(*pieces)[0])
+
+    kept_specs = tuple(plan.kept[number] for number in moved)
+
+    def forward(_, *arrays):
+        results, kept = planned.run(title, plan.steps, forward_body, specs, (equation.outputs, kept_specs), *arrays)
+        kept = dict(zip(moved, kept))
+        return results, tuple(kept.get(number, arrays[move.source]) for number, move in enumerate(plan.routine.moves))
+
+    def backward(_, held, cotangents):
+        held_specs = [
+            plan.kept[number] if number in moved else specs[move.source]
+            for number, move in enumerate(plan.routine.moves)
+        ]
+        ins = [*(spec.without_partial() for spec in equation.outputs), *held_specs]
+        outs = tuple(spec.partition_spec(dual=True) for spec in specs)
+        return planned.run(f"gradient of {title}", plan.backward.steps, backward_body, ins, outs, *cotangents, *held)
+
+    return partial(with_gradient(*storable(forward, backward)), title)

@@ -1,0 +1,256 @@
+"""Looking rows up in a table that may lie anywhere: the cheapest of moving the ids, the table, or the rows found."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import product
+from math import prod
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.annotate.equation import Equation, parse_equation
+from gspmd.annotate.errors import Fault, PlanError, SpecError, report
+from gspmd.annotate.spec import Spec
+from gspmd.hardware.chips import Chip
+from gspmd.lowerings.gradient import with_gradient
+from gspmd.lowerings.program import Context, compiler_chooses, context, run
+from gspmd.ops.operands import array
+from gspmd.ops.planned_op import Chains, float32, read, shard_index, sizes_of
+from gspmd.planner.resharding import move
+from gspmd.planner.steps import Step, total_cost
+
+
+def embed(ids: jax.Array, table: jax.Array, equation: str | Equation) -> jax.Array:
+    """The rows of a table that ids name: table[ids].
+
+    Each mesh axis may shard, while rows are looked up, the tokens, the vocabulary (rows found elsewhere are zero and a
+    sum is owed), the row itself, or nothing; the cheapest is taken, in seconds, then bytes, then number of steps. The
+    gradient of the table is planned in the same way by itself.
+
+    Args:
+        ids: [B, L] integers, or any shape.
+        table: [V, E].
+        equation: where the three lie, `"B_xL, V_yE -> B_xLE_y"`.
+
+    Returns:
+        [B, L, E] in the table's dtype. An id outside [0, V) reads a row of zeros.
+
+    Raises:
+        SpecError: the equation is no lookup, or a spec does not fit its array or the mesh.
+        PlanError: something owes a partial sum, or no division of the work over the mesh is even.
+
+    Example:
+        >>> import gspmd
+        >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        ...     ids = gspmd.annotate(jnp.array([[2, 0]]), "B_xL")
+        ...     table = gspmd.annotate(jnp.arange(6.0).reshape(3, 2), "V_xE")
+        ...     print(embed(ids, table, "B_xL, V_xE -> B_xLE"))
+        [[[4. 5.]
+          [0. 1.]]]
+
+    Source: Shoeybi et al. 2019, *Megatron-LM* (arXiv 1909.08053), section 3, for the table sharded over the vocabulary.
+    """
+    ctx = context()
+    equation = parse_equation(equation)
+    doing = f"cannot look up '{equation}'"
+    ids, table = array(doing, "ids", ids, "integers"), array(doing, "the table", table)
+    lookup = _read(doing, equation, ids, table, ctx)
+    if ctx.lowering == "xla":
+        ins = lookup.ids, lookup.table
+        return compiler_chooses(partial(_rows, 0), ins, lookup.rows, ids, table, name=f"embed {lookup}")
+    return _embed(_Embed(lookup, table.shape, table.dtype), ids, table)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Where ids, table and rows lie, as given or while the lookup runs (then rows may owe a sum)."""
+
+    ids: Spec
+    table: Spec
+    rows: Spec
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """The axes of the table's first dimension."""
+        return self.table.axes[0]
+
+    @property
+    def owed_by_table(self) -> Spec:
+        """The table's gradient as each device computes it: tokens of others are still to be added."""
+        return self.table.with_partial(tuple(axis for axes in self.ids.axes for axis in axes))
+
+    def __str__(self) -> str:
+        return f"{self.ids}, {self.table} -> {self.rows}"
+
+
+def _read(doing: str, equation: Equation, ids: jax.Array, table: jax.Array, ctx: Context) -> Lookup:
+    operands = [spec for operand in equation.operands for spec in operand.specs]
+    if len(equation.terms) != 1 or len(operands) != 2 or len(equation.outputs) != 1:
+        raise _not_a_lookup(doing, str(equation), "a lookup has two operands, the ids and the table, and one result.")
+    lookup = Lookup(*operands, equation.outputs[0])
+    if len(lookup.table.dims) != 2 or lookup.rows.dims != (*lookup.ids.dims, lookup.table.dims[1]):
+        raise _not_a_lookup(doing, str(equation), "the result has the dimensions of the ids, then the table's second.")
+    rows = jax.ShapeDtypeStruct((*ids.shape, *table.shape[1:]), table.dtype)
+    for spec, x in ((lookup.ids, ids), (lookup.table, table), (lookup.rows, rows)):
+        read(doing, spec, x, ctx)
+    return lookup
+
+
+def _not_a_lookup(doing: str, text: str, fact: str) -> SpecError:
+    return report(SpecError, doing, [Fault(text, 0, len(text), fact, "Write it as in 'B_xL, V_yE -> B_xLE_y'.")])
+
+
+def _rows(first: jax.Array | int, ids: jax.Array, table: jax.Array) -> jax.Array:
+    """Rows of the part of a table that starts at row `first`; zeros for ids outside it."""
+    here = ids - first
+    inside = (here >= 0) & (here < table.shape[0])
+    return jnp.where(inside[..., None], table[jnp.clip(here, 0, table.shape[0] - 1)], jnp.zeros((), table.dtype))
+
+
+@dataclass(frozen=True)
+class Route:
+    """How the lookup runs: where all three lie meanwhile, and the steps that bring them there and back.
+
+    In a gradient `rows` are the steps of the cotangent on its way in, and `table` those of the table's gradient on its
+    way home.
+    """
+
+    lookup: Lookup
+    ids: tuple[Step, ...]
+    table: tuple[Step, ...]
+    rows: tuple[Step, ...]
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Every step, in the order of execution but for the place of the table's."""
+        return (*self.ids, *self.table, *self.rows)
+
+
+@lru_cache(maxsize=1024)
+def route(
+    given: Lookup, backward: bool, sizes: tuple[tuple[str, int], ...], widths: tuple[int, int],
+    mesh: tuple[tuple[str, int], ...], chip: Chip,
+) -> Route:  # fmt: skip
+    """The cheapest way to divide a lookup, or its gradient, over the mesh axes that its specs name.
+
+    Args:
+        given: where ids, table and rows lie.
+        backward: whether the gradient of the table is asked for.
+        sizes: the size of every dimension.
+        widths: bytes of an id and of a number of the table.
+        mesh: the size of every mesh axis.
+        chip: whose links the seconds are for.
+
+    Raises:
+        PlanError: no division is even.
+    """
+    bring = partial(move, sizes=dict(sizes), mesh=dict(mesh), chip=chip)
+    price, routes = _backward_route if backward else _forward_route, []
+    for division in _divisions(given, dict(sizes), dict(mesh)):
+        with suppress(PlanError):  # a move that no even chain of collectives makes
+            routes.append(price(given, division, bring, *widths))
+    if not routes:
+        raise PlanError(f"cannot look up '{given}'\n  no division of the work over the mesh axes is even.")
+    return min(routes, key=lambda found: (total_cost(found.steps), str(found.lookup)))
+
+
+def _forward_route(given: Lookup, division: Lookup, bring: Callable, id_bytes: int, row_bytes: int) -> Route:
+    return Route(
+        division,
+        bring(given.ids, division.ids, itemsize=id_bytes, operand="ids"),
+        bring(given.table, division.table, itemsize=row_bytes, operand="table"),
+        bring(division.rows, given.rows, itemsize=row_bytes, operand="result"),
+    )
+
+
+def _backward_route(given: Lookup, division: Lookup, bring: Callable, id_bytes: int, row_bytes: int) -> Route:
+    return Route(
+        division,
+        bring(given.ids, division.ids, itemsize=id_bytes, operand="ids"),
+        bring(division.owed_by_table, given.table, itemsize=row_bytes, operand="gradient of table"),
+        bring(given.rows, division.rows.without_partial(), itemsize=row_bytes, operand="cotangent"),
+    )
+
+
+def _divisions(given: Lookup, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Iterator[Lookup]:
+    """Each mesh axis shards, during the lookup, one of the dimensions that it shards in some spec, or none."""
+    specs = (given.ids, given.table, given.rows)
+    axes = [axis for axis in mesh if any(axis in spec.used for spec in specs)]
+    homes = [sorted({dim for spec in specs for dim in spec.dims if axis in spec.axes_of(dim)}) for axis in axes]
+    for choice in product(*([*dims, None] for dims in homes)):
+        chosen = {dim: {axis for axis, home in zip(axes, choice) if home == dim} for dim in sizes}
+        if all(sizes[dim] % prod(mesh[axis] for axis in held) == 0 for dim, held in chosen.items()):
+            for orders in product(*(_orders(dim, held, specs) for dim, held in chosen.items())):
+                yield _placed(given, dict(zip(chosen, orders)))
+
+
+def _orders(dim: str, axes: set[str], specs: tuple[Spec, ...]) -> list[tuple[str, ...]]:
+    """The axes of a dimension in the order of each spec that has it, so that the cheapest need not permute."""
+    written = [spec.axes_of(dim) for spec in specs if dim in spec.dims]
+    known = [axis for held in written for axis in held if axis in axes]
+    return list(dict.fromkeys(tuple(dict.fromkeys((*filter(axes.__contains__, held), *known))) for held in written))
+
+
+def _placed(given: Lookup, held: Mapping[str, tuple[str, ...]]) -> Lookup:
+    specs = (given.ids, given.table, given.rows)
+    ids, table, rows = (Spec(spec.dims, tuple(held[dim] for dim in spec.dims)) for spec in specs)
+    return Lookup(ids, table, rows.with_partial(table.axes[0]))
+
+
+@dataclass(frozen=True)
+class _Embed:
+    given: Lookup
+    shape: tuple[int, int]
+    """Of the table: its gradient needs shape and dtype, not its numbers."""
+    dtype: jnp.dtype
+
+    def route(self, ids: tuple[int, ...], id_bytes: int, ctx: Context, *, backward: bool) -> Route:
+        sizes = sizes_of(self.given.ids, ids) | sizes_of(self.given.table, self.shape)
+        widths = (id_bytes, self.dtype.itemsize)
+        return route(self.given, backward, tuple(sizes.items()), widths, tuple(ctx.mesh.items()), ctx.chip)
+
+
+def _forward(form: _Embed, ids: jax.Array, table: jax.Array):
+    given = form.given
+    steps, body = _value(form, ids.shape, ids.dtype.itemsize, context())
+    return run(f"embed {given}", steps, body, (given.ids, given.table), given.rows, ids, table), ids
+
+
+def _backward(form: _Embed, ids: jax.Array, g: jax.Array):
+    given = form.given
+    steps, body = _gradient(form, ids.shape, ids.dtype.itemsize, context())
+    return None, run(f"gradient of embed {given}", steps, body, (given.ids, given.rows), given.table, ids, g)
+
+
+_embed = with_gradient(_forward, _backward, lambda form: f"embed {form.given}")
+
+
+@lru_cache(maxsize=1024)
+def _value(form: _Embed, shape: tuple[int, ...], id_bytes: int, ctx: Context):
+    found = form.route(shape, id_bytes, ctx, backward=False)
+    chains = Chains(ctx.mesh, ids=found.ids, table=found.table, rows=found.rows)
+
+    def body(ids, table):
+        ids, table = chains.send("ids", ids), chains.send("table", table)
+        first = shard_index(found.lookup.vocabulary) * table.shape[0]
+        return chains.send("rows", _rows(first, ids, table))
+
+    return chains.steps, body
+
+
+@lru_cache(maxsize=1024)
+def _gradient(form: _Embed, shape: tuple[int, ...], id_bytes: int, ctx: Context):
+    found = form.route(shape, id_bytes, ctx, backward=True)
+    chains = Chains(ctx.mesh, ids=found.ids, rows=found.rows, table=found.table)
+    part = found.lookup.table.local_shape(form.shape, ctx.mesh)
+
+    def body(ids, g):
+        here = chains.send("ids", ids) - shard_index(found.lookup.vocabulary) * part[0]
+        here = jnp.where((here >= 0) & (here < part[0]), here, part[0])  # one past the end is dropped
+        rows = float32(chains.send("rows", g))
+        total = jnp.zeros(part, jnp.float32).at[here].add(rows, mode="drop")
+        return chains.send("table", total.astype(form.dtype))
+
+    return chains.steps, body

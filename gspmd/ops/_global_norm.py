@@ -1,0 +1,120 @@
+"""The norm of a whole tree of tensors, each lying in its own way."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.annotate.errors import SpecError, shown
+from gspmd.annotate.spec import Spec
+from gspmd.lowerings.gradient import with_gradient
+from gspmd.lowerings.program import Context, compiler_chooses, context, run
+from gspmd.ops.operands import array
+from gspmd.ops.planned_op import Chains, float32, read, settle, shard_index
+
+_SCALAR = Spec((), ())
+
+
+def global_norm(tree: Any, specs: Any) -> jax.Array:
+    """The square root of the sum of the squares of every number in a tree of arrays: sqrt(Σ x²).
+
+    One all-reduce of a single float32, over every mesh axis that shards any of the arrays. A tensor that is replicated
+    over one of them is counted by the first device along it alone.
+
+    Args:
+        tree: arrays, in any tree.
+        specs: where each lies: the same tree, with a spec for each array.
+
+    Returns:
+        A float32 scalar, on every device. Its gradient at a tree of zeros is zero.
+
+    Raises:
+        SpecError: the two trees differ, or a spec does not fit its array or the mesh.
+        PlanError: an array owes a partial sum.
+
+    Example:
+        >>> import gspmd
+        >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        ...     weight = gspmd.annotate(jnp.full((2, 2), 2.0), "E_xF")
+        ...     print(global_norm({"weight": weight, "bias": jnp.full(1, 3.0)}, {"weight": "E_xF", "bias": "F"}))
+        5.0
+
+    Source: Pascanu, Mikolov and Bengio 2013, *On the difficulty of training recurrent neural networks*
+        (arXiv 1211.5063), section 3.2, where the norm of all gradients together is clipped.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    texts, of_specs = jax.tree.flatten(specs)
+    if structure != of_specs:
+        raise SpecError(
+            f"cannot take the norm of a tree whose specs make another tree\n  the arrays: {structure}\n"
+            f"  the specs:  {of_specs}\n  Give one spec for each array."
+        )
+    ctx = context()
+    doing = [f"cannot take the norm of {shown(text)}" for text in texts]
+    leaves = [array(said, "what is given for it", leaf, "real numbers") for said, leaf in zip(doing, leaves)]
+    specs = tuple(read(said, text, leaf, ctx) for said, text, leaf in zip(doing, texts, leaves))
+    if not leaves:
+        return jnp.zeros((), jnp.float32)
+    if ctx.lowering == "xla":
+        return compiler_chooses(_plain, specs, _SCALAR, *leaves, name="global_norm")
+    return _norm(_Norm(specs), *leaves)
+
+
+@dataclass(frozen=True)
+class _Norm:
+    specs: tuple[Spec, ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis that shards some tensor."""
+        return tuple(sorted(set().union(*(spec.used for spec in self.specs))))
+
+    def counted(self, spec: Spec) -> jax.Array | bool:
+        """Whether this device counts its part of a tensor: the first of those that hold the same part."""
+        copies = [axis for axis in self.axes if axis not in spec.used]
+        return shard_index(copies) == 0
+
+
+def _squares(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    return [jnp.sum(jnp.square(float32(leaf))) for leaf in leaves]
+
+
+def _plain(*leaves: jax.Array) -> jax.Array:
+    total = sum(_squares(leaves))
+    # the root has an infinite slope at zero; the norm of zeros has gradient zero here
+    return jnp.where(total > 0.0, jnp.sqrt(jnp.where(total > 0.0, total, 1.0)), 0.0)
+
+
+def _forward(form: _Norm, *leaves: jax.Array):
+    steps, body = _value(form, context())
+    norm = run("global_norm", steps, body, form.specs, _SCALAR, *leaves)
+    return norm, (leaves, norm)
+
+
+def _backward(form: _Norm, kept, g: jax.Array):
+    leaves, norm = kept
+    ins = (_SCALAR, _SCALAR, *form.specs)
+    return run("gradient of global_norm", (), _gradient_body, ins, form.specs, norm, g, *leaves)
+
+
+_norm = with_gradient(_forward, _backward, lambda form: "global_norm")
+
+
+@lru_cache(maxsize=1024)
+def _value(form: _Norm, ctx: Context):
+    chains = Chains(ctx.mesh, total=settle(_SCALAR, form.axes, {}, ctx, name="sum of squares"))
+
+    def body(*leaves):
+        squares = zip(form.specs, _squares(leaves))
+        mine = sum(jnp.where(form.counted(spec), square, 0.0) for spec, square in squares)
+        return jnp.sqrt(chains.send("total", mine))
+
+    return chains.steps, body
+
+
+def _gradient_body(norm: jax.Array, g: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+    factor = jnp.where(norm > 0.0, g / jnp.where(norm > 0.0, norm, 1.0), 0.0)
+    return tuple((factor * float32(leaf)).astype(leaf.dtype) for leaf in leaves)

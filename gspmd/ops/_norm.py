@@ -1,0 +1,151 @@
+"""Root mean square normalisation over the last dimension, wherever that dimension lies."""
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.annotate.errors import SpecError, report
+from gspmd.annotate.spec import Spec
+from gspmd.lowerings.gradient import with_gradient
+from gspmd.lowerings.program import Context, compiler_chooses, context, run
+from gspmd.ops.operands import array, number
+from gspmd.ops.planned_op import FLOAT32, Chains, fault, float32, read, settle, sizes_of
+from gspmd.planner.resharding import move
+
+
+def rms_norm(
+    x: jax.Array, scale: jax.Array, spec: str | Spec, scale_spec: str | Spec, *, epsilon: float = 1e-6
+) -> jax.Array:
+    """Divide by the root mean square over the last dimension, times a scale: x / sqrt(mean(x²) + ε) · scale.
+
+    The statistic is [B, L] float32, summed over the mesh axes of E: one all-reduce in the value, one in the gradient of
+    `x`. The gradient of `scale` is summed over the axes of B and L and comes back as the scale lies.
+
+    Args:
+        x: [B, L, E]; any number of leading dimensions.
+        scale: [E]; brought to the axes of x's last dimension where it lies elsewhere.
+        spec: where `x` lies, `"BLE_x"`; the result lies there too.
+        scale_spec: where `scale` lies, `"E_x"`.
+        epsilon: added to the mean square.
+
+    Returns:
+        [B, L, E] in x's dtype; the arithmetic is float32.
+
+    Raises:
+        SpecError: a spec does not fit its array or the mesh, or the scale is not over x's last dimension.
+        PlanError: an operand owes a partial sum.
+
+    Example:
+        >>> import gspmd
+        >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        ...     x = gspmd.annotate(jnp.full((1, 2, 4), 3.0), "BLE_x")
+        ...     print(rms_norm(x, jnp.ones(4), "BLE_x", "E")[0, 0].round(3))
+        [1. 1. 1. 1.]
+
+    Source: Zhang and Sennrich 2019, *Root Mean Square Layer Normalization* (arXiv 1910.07467), equation 4.
+    Differs: epsilon stands under the root, as in common language models; the paper has none.
+    """
+    ctx = context()
+    doing = f"cannot normalise '{spec}' with a scale '{scale_spec}'"
+    x, scale = array(doing, "x", x, "real numbers"), array(doing, "the scale", scale, "real numbers")
+    epsilon = number(doing, "epsilon", epsilon)
+    form = _Norm(read(doing, spec, x, ctx), read(doing, scale_spec, scale, ctx), epsilon)
+    if not form.x.dims:
+        raise SpecError(f"{doing}: a number has no dimension to take the mean over.\n  Pass an array such as 'BLE_x'.")
+    last = form.x.dims[-1]
+    if form.scale.dims != (last,) or scale.shape != x.shape[-1:]:
+        fact = f"the scale has to have the one dimension {last}, of size {x.shape[-1]}; its shape is {scale.shape}."
+        raise report(SpecError, doing, [fault(form.scale, form.scale.dims[0], fact, f"Write it '{last}'.")]) from None
+    if ctx.lowering == "xla":
+        ins, name = (form.x, form.scale), f"rms_norm {form.x}"
+        return compiler_chooses(partial(_plain, epsilon), ins, form.x, x, scale, name=name)
+    return _norm(form, x, scale)
+
+
+@dataclass(frozen=True)
+class _Norm:
+    x: Spec
+    scale: Spec
+    epsilon: float
+
+    @property
+    def statistic(self) -> Spec:
+        """One number per row."""
+        return self.x.without(self.x.dims[-1])
+
+    @property
+    def used(self) -> Spec:
+        """The scale as the rows need it."""
+        return Spec(self.x.dims[-1:], self.x.axes[-1:])
+
+    @property
+    def owed(self) -> Spec:
+        """The scale's gradient as each device computes it."""
+        return self.used.with_partial(tuple(axis for axes in self.x.axes[:-1] for axis in axes))
+
+
+def _plain(epsilon: float, x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = float32(x)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return (wide * inverse * _row(float32(scale), x.ndim)).astype(x.dtype)
+
+
+def _forward(form: _Norm, x: jax.Array, scale: jax.Array):
+    steps, body = _value(form, x.shape, scale.dtype.itemsize, context())
+    outs = (form.x, form.statistic, form.used)
+    y, inverse, used = run(f"rms_norm {form.x}", steps, body, (form.x, form.scale), outs, x, scale)
+    return y, (x, inverse, used)
+
+
+def _backward(form: _Norm, kept, g: jax.Array):
+    steps, body = _gradient(form, g.shape, context())
+    ins = (form.x, form.statistic, form.used, form.x)
+    return run(f"gradient of rms_norm {form.x}", steps, body, ins, (form.x, form.scale), *kept, g)
+
+
+_norm = with_gradient(_forward, _backward, lambda form: f"rms_norm {form.x}")
+
+
+@lru_cache(maxsize=1024)
+def _value(form: _Norm, shape: tuple[int, ...], scale_bytes: int, ctx: Context):
+    sizes = sizes_of(form.x, shape)
+    chains = Chains(
+        ctx.mesh,
+        scale=move(form.scale, form.used, sizes, ctx.mesh, scale_bytes, ctx.chip, "scale"),
+        squares=settle(form.statistic, form.x.axes[-1], sizes, ctx, name="mean square"),
+    )
+
+    def body(x, scale):
+        wide, scale = float32(x), chains.send("scale", scale)
+        mean = chains.send("squares", jnp.sum(wide * wide, axis=-1)) / shape[-1]
+        inverse = jax.lax.rsqrt(mean + form.epsilon)
+        return (wide * inverse[..., None] * _row(float32(scale), x.ndim)).astype(x.dtype), inverse, scale
+
+    return chains.steps, body
+
+
+@lru_cache(maxsize=1024)
+def _gradient(form: _Norm, shape: tuple[int, ...], ctx: Context):
+    sizes = sizes_of(form.x, shape)
+    chains = Chains(
+        ctx.mesh,
+        along=settle(form.statistic, form.x.axes[-1], sizes, ctx, name="projection"),
+        scale=move(form.owed, form.scale, sizes, ctx.mesh, FLOAT32, ctx.chip, "gradient of scale"),
+    )
+
+    def body(x, inverse, scale, g):
+        unit, g = float32(x) * inverse[..., None], float32(g)
+        d_scale = jnp.sum(g * unit, axis=range(x.ndim - 1))
+        g = g * _row(float32(scale), x.ndim)
+        # rows move their own mean square: the gradient loses its part along the row
+        mean = chains.send("along", jnp.sum(g * unit, axis=-1)) / shape[-1]
+        d_x = (g - unit * mean[..., None]) * inverse[..., None]
+        return d_x.astype(x.dtype), chains.send("scale", d_scale).astype(scale.dtype)
+
+    return chains.steps, body
+
+
+def _row(scale: jax.Array, rank: int) -> jax.Array:
+    return jnp.expand_dims(scale, tuple(range(rank - 1)))

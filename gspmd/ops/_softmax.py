@@ -1,0 +1,205 @@
+"""Logsumexp and softmax over a dimension, wherever that dimension lies: never gathered, only its statistics travel."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.annotate.errors import shown
+from gspmd.annotate.spec import Spec
+from gspmd.lowerings.gradient import with_gradient
+from gspmd.lowerings.program import Context, compiler_chooses, context, run
+from gspmd.ops.operands import array
+from gspmd.ops.planned_op import Chains, dimension, float32, read, settle, sizes_of
+from gspmd.planner.steps import Step
+
+
+def logsumexp(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
+    """The logarithm of the sum of exponentials over one dimension: log Σ exp(x).
+
+    Two all-reduces of [B, L] float32 over the mesh axes of the dimension (the maximum, then the sum), none in the
+    gradient.
+
+    Args:
+        x: [B, L, V], or any shape.
+        spec: where `x` lies, `"BLV_x"`.
+        dim: the dimension summed over, `"V"`.
+
+    Returns:
+        [B, L] float32, lying as `spec` without `dim`.
+
+    Raises:
+        SpecError: the spec does not fit the array or the mesh, or lacks the dimension.
+        PlanError: `x` owes a partial sum.
+
+    Example:
+        >>> import gspmd
+        >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        ...     x = gspmd.annotate(jnp.log(jnp.array([[1.0, 2.0, 5.0]])), "BV_x")
+        ...     print(logsumexp(x, "BV_x", "V").round(4))
+        [2.0794]
+
+    Source: Blanchard, Higham and Higham 2021, *Accurately computing the log-sum-exp and softmax functions*, section 3.
+    """
+    form, x, xla = _read(f"cannot take the logsumexp of '{spec}' over {shown(dim)}", x, spec, dim)
+    if xla:
+        plain = partial(_plain_logsumexp, form.at)
+        return compiler_chooses(plain, (form.x,), form.statistic, x, name=f"logsumexp {form.x}")
+    return _logsumexp(form, x)
+
+
+def softmax(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
+    """Exponentials that sum to one over one dimension: exp(x) / Σ exp(x).
+
+    Two all-reduces of [B, L] float32 over the mesh axes of the dimension in the value, one in the gradient.
+
+    Args:
+        x: [B, L, V], or any shape.
+        spec: where `x` lies, `"BLV_x"`; the result lies there too.
+        dim: the dimension that sums to one, `"V"`.
+
+    Returns:
+        [B, L, V] in x's dtype; the arithmetic is float32.
+
+    Raises:
+        SpecError: the spec does not fit the array or the mesh, or lacks the dimension.
+        PlanError: `x` owes a partial sum.
+
+    Example:
+        >>> import gspmd
+        >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        ...     x = gspmd.annotate(jnp.log(jnp.array([[1.0, 2.0, 5.0]])), "BV_x")
+        ...     print(softmax(x, "BV_x", "V").round(4))
+        [[0.125 0.25  0.625]]
+
+    Source: Blanchard, Higham and Higham 2021, *Accurately computing the log-sum-exp and softmax functions*, section 3.
+    """
+    form, x, xla = _read(f"cannot take the softmax of '{spec}' over {shown(dim)}", x, spec, dim)
+    if xla:
+        return compiler_chooses(partial(_plain_softmax, form.at), (form.x,), form.x, x, name=f"softmax {form.x}")
+    return _softmax(form, x)
+
+
+@dataclass(frozen=True)
+class Normaliser:
+    """The steps of log Σ exp over one dimension of `x`."""
+
+    x: Spec
+    dim: str
+
+    @property
+    def at(self) -> int:
+        """The position of the dimension."""
+        return self.x.dims.index(self.dim)
+
+    @property
+    def statistic(self) -> Spec:
+        """One number per row."""
+        return self.x.without(self.dim)
+
+    def over(self, sizes: Mapping[str, int], ctx: Context, name: str, reduce: str = "sum") -> tuple[Step, ...]:
+        """The steps that reduce one statistic over the axes of the dimension."""
+        return settle(self.statistic, self.x.axes_of(self.dim), sizes, ctx, name=name, reduce=reduce)
+
+    def chains(self, shape: tuple[int, ...], ctx: Context, **more: str) -> Chains:
+        """Those of the maximum and of the sum; `more` are further sums over the dimension, each with its name."""
+        sizes = sizes_of(self.x, shape)
+        sums = {key: self.over(sizes, ctx, name) for key, name in {"total": "sum", **more}.items()}
+        return Chains(ctx.mesh, biggest=self.over(sizes, ctx, "maximum", "max"), **sums)
+
+    def local(self, x: jax.Array, chains: Chains) -> jax.Array:
+        """log Σ exp of a float32 shard, inside a shard_map."""
+        top = chains.send("biggest", jnp.max(x, axis=self.at), reduce="max")
+        top = jnp.where(jnp.isfinite(top), top, 0.0)  # a row of -inf has the logsumexp -inf, not a NaN
+        return top + jnp.log(chains.send("total", jnp.sum(jnp.exp(x - self.along(top)), axis=self.at)))
+
+    def along(self, statistic: jax.Array) -> jax.Array:
+        """A statistic with the dimension put back, of size 1."""
+        return jnp.expand_dims(statistic, self.at)
+
+
+def _read(doing: str, x: jax.Array, spec: str | Spec, dim: str) -> tuple[Normaliser, jax.Array, bool]:
+    ctx = context()
+    x = array(doing, "x", x, "real numbers")
+    spec = read(doing, spec, x, ctx)
+    dimension(doing, spec, dim)
+    return Normaliser(spec, dim), x, ctx.lowering == "xla"
+
+
+def _plain_logsumexp(at: int, x: jax.Array) -> jax.Array:
+    return jax.nn.logsumexp(float32(x), axis=at)
+
+
+def _plain_softmax(at: int, x: jax.Array) -> jax.Array:
+    return jax.nn.softmax(float32(x), axis=at).astype(x.dtype)
+
+
+def _logsumexp_forward(form: Normaliser, x: jax.Array):
+    steps, body = _logsumexp_value(form, x.shape, context())
+    y = run(f"logsumexp {form.x}", steps, body, (form.x,), form.statistic, x)
+    return y, (x, y)
+
+
+def _logsumexp_backward(form: Normaliser, kept, g: jax.Array):
+    ins = (form.x, form.statistic, form.statistic)
+    return (run(f"gradient of logsumexp {form.x}", (), _logsumexp_gradient(form), ins, form.x, *kept, g),)
+
+
+_logsumexp = with_gradient(_logsumexp_forward, _logsumexp_backward, lambda form: f"logsumexp {form.x}")
+
+
+@lru_cache(maxsize=1024)
+def _logsumexp_value(form: Normaliser, shape: tuple[int, ...], ctx: Context):
+    chains = form.chains(shape, ctx)
+
+    def body(x):
+        return form.local(float32(x), chains)
+
+    return chains.steps, body
+
+
+@lru_cache(maxsize=1024)
+def _logsumexp_gradient(form: Normaliser):
+    def body(x, y, g):
+        return (form.along(g) * jnp.exp(float32(x) - form.along(y))).astype(x.dtype)
+
+    return body
+
+
+def _softmax_forward(form: Normaliser, x: jax.Array):
+    steps, body = _softmax_value(form, x.shape, context())
+    y = run(f"softmax {form.x}", steps, body, (form.x,), form.x, x)
+    return y, y
+
+
+def _softmax_backward(form: Normaliser, y: jax.Array, g: jax.Array):
+    steps, body = _softmax_gradient(form, y.shape, context())
+    return (run(f"gradient of softmax {form.x}", steps, body, (form.x, form.x), form.x, y, g),)
+
+
+_softmax = with_gradient(_softmax_forward, _softmax_backward, lambda form: f"softmax {form.x}")
+
+
+@lru_cache(maxsize=1024)
+def _softmax_value(form: Normaliser, shape: tuple[int, ...], ctx: Context):
+    chains = form.chains(shape, ctx)
+
+    def body(x):
+        wide = float32(x)
+        return jnp.exp(wide - form.along(form.local(wide, chains))).astype(x.dtype)
+
+    return chains.steps, body
+
+
+@lru_cache(maxsize=1024)
+def _softmax_gradient(form: Normaliser, shape: tuple[int, ...], ctx: Context):
+    chains = Chains(ctx.mesh, along=form.over(sizes_of(form.x, shape), ctx, "projection"))
+
+    def body(y, g):
+        share = float32(y) * float32(g)
+        mean = chains.send("along", jnp.sum(share, axis=form.at))
+        return (share - float32(y) * form.along(mean)).astype(y.dtype)
+
+    return chains.steps, body

@@ -1,0 +1,118 @@
+"""A plan as the papers draw it: a chain of specs, each arrow a collective, with bytes and microseconds."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from gspmd.display.console import columns
+from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
+from gspmd.planner.overlap import Ring, Stripes, Travel, gather_of, scatter_of
+from gspmd.planner.steps import Step
+
+if TYPE_CHECKING:
+    from gspmd.planner.plan import Plan
+
+COLORS = {
+    "all-gather": "cyan",
+    "reduce-scatter": "magenta",
+    "all-reduce": "red",
+    "all-to-all": "yellow",
+    "collective-permute": "blue",
+    "slice": "green",
+    "einsum": "white",
+}
+_INDENT = "  "
+_BREAKS = ((), (1,), (1, 3), (1, 2, 3))  # before which cells of a step a line is broken, the fewest first
+
+
+def figure(plan: "Plan", *, gradients: bool = False, width: int | None = None) -> Text:
+    """The figure: a heading, a line per step, a total; with `gradients`, those of the cotangents behind it.
+
+    Args:
+        plan: what to draw.
+        gradients: whether to draw theirs too.
+        width: columns that there are. Lines that are wider are broken, and nothing is cut off: the heading between its
+            figures, and every step before its arrow, before its figures, or before each of its cells.
+    """
+    drawn = [_one(plan, _heading(plan, width), width)]
+    for number, gradient in enumerate(plan.gradients if gradients else (), 1):
+        title = Text.assemble((f"\n\ngradient of operand {number}: ", "dim"), (f"{gradient.equation}\n", "bold"))
+        drawn.append(_one(gradient, title, width))
+    return Text().join(drawn)
+
+
+def _heading(plan: "Plan", width: int | None) -> Text:
+    sizes, mesh = (" ".join(f"{name}={size}" for name, size in of.items()) for of in (plan.sizes, plan.mesh))
+    said = [sizes, f"mesh {mesh}", " ".join(dict.fromkeys(plan.dtypes)), plan.chip.describe(plan.mesh), plan.lowering]
+    lines = [said[0]]
+    for each in said[1:]:
+        fits = width is None or len(lines[-1]) + 3 + len(each) <= width
+        lines = [*lines[:-1], f"{lines[-1]}   {each}"] if fits else [*lines, f"{_INDENT}{each}"]
+    return Text.assemble((f"{plan.equation}\n", "bold"), ("\n".join(lines) + "\n", "dim"))
+
+
+def _one(plan: "Plan", heading: Text, width: int | None) -> Text:
+    text = heading.copy()
+    for line in _steps(plan.steps, width) or [Text(f"{_INDENT}(nothing to do)")]:
+        text.append_text(line).append("\n")
+    for line in looped(plan):
+        text.append(f"{_INDENT}{line}\n", style="dim")
+    sent, held = amount_of_bytes(plan.wire_bytes), amount_of_bytes(plan.peak_bytes)
+    work, time = amount_of_flops(plan.flops), amount_of_seconds(plan.seconds)
+    return text.append(f"{_INDENT}per device: {sent} sent, {work}, {time}, about {held} held", style="dim")
+
+
+def _steps(steps: tuple[Step, ...], width: int | None) -> list[Text]:
+    """The steps in columns: from what, how, to what, how much, how long; the heads of the arrows stand in one."""
+    rows = [(step.source, step.name, str(step.after), step.amount, amount_of_seconds(step.seconds)) for step in steps]
+    if not rows:
+        return []
+    source, name, after, amount, time = (max(map(len, column)) for column in zip(*rows))
+    cells = []
+    for step, row in zip(steps, rows):
+        arrow = Text(f"── {row[1]} {'─' * (name - len(row[1]))}─▶", style=COLORS[step.kind])
+        figures = Text(f"{row[3].rjust(amount)}  {row[4].rjust(time)}")
+        cells.append((Text(row[0].ljust(source)), arrow, Text(row[2].ljust(after)), figures))
+    drawn = ([part for row in cells for part in _broken(row, breaks)] for breaks in _BREAKS)
+    fitting = (lines for lines in drawn if width is None or max(map(len, lines)) <= width)
+    return next(fitting, [part for row in cells for part in _broken(row, _BREAKS[-1])])
+
+
+def _broken(row: Sequence[Text], breaks: Sequence[int]) -> list[Text]:
+    """A step on as many lines as it takes, each broken before one of its cells, the last of them deeper in."""
+    lines = []
+    for depth, (start, stop) in enumerate(zip((0, *breaks), (*breaks, len(row))), 1):
+        lines.append(Text(_INDENT * depth) + Text("  ").join(row[start:stop]))
+        lines[-1].rstrip()
+    return lines
+
+
+def looped(plan: "Plan") -> list[str]:
+    """A line for each tensor that travels while it is multiplied, and how much sooner everything is done for that."""
+    routine, loops = plan.routine, plan.loops
+    travels = [(gather_of(routine.moves[number]), ring) for number, ring in loops.gathers.items()]
+    travels += [(scatter_of(routine, number), ring) for number, ring in loops.scatters.items()]
+    lines = [_ring(travel, ring, loops.stripes) for travel, ring in travels if travel]
+    gained = plan.hidden_seconds
+    if gained:
+        lines.append(f"looped: {amount_of_seconds(abs(gained))} {'less' if gained > 0 else 'more'} than blocking")
+    return lines
+
+
+def _ring(travel: Travel, ring: Ring, stripes: Stripes | None) -> str:
+    text = f"looped: {travel.steps[0].kind} {axes_text(travel.group)}, {ring.schedule}"
+    if ring.axes and ring.within:
+        text += f" over {axes_text(ring.axes)}, {axes_text(ring.within)} within a chunk"
+    if ring.turns > 1:
+        text += ", the axes in turns"
+    if stripes:
+        return f"{text}, {len(stripes.sizes)} stripes of {stripes.dim}"
+    return text if ring.axes else f"{text}, apart from the einsum"
+
+
+def show(plan: "Plan", console: Console, *, gradients: bool = True) -> None:
+    """Print the figure in color, in the columns that there are."""
+    drawn = figure(plan, gradients=gradients, width=columns(console))
+    console.print(drawn, soft_wrap=True, highlight=False)

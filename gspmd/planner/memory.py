@@ -1,0 +1,264 @@
+"""How many bytes a routine holds at once: its buffers as they come and go, and as compilers lay them out.
+
+What goes in and what comes out is held all along. Between them every step makes a buffer, which lives until the last
+step that reads it; a result's memory is used for others until the result is written. Compilers hold more than the steps
+say, where data has to lie in another order:
+
+- what is gathered or reduce-scattered has that dimension in front: others are copied before, and back behind it;
+- an all-to-all cuts its operand into parts, sends them, and puts what arrives together;
+- a product wants batch, free and contracted dimensions each together, and leaves batch, left, right.
+
+A slice, a sum, or what is put together is written in the order in which it is needed next, at no cost.
+
+Counted as XLA's buffer assignment places them on host devices, under lowering blocking. Of a tensor that travels while
+it is multiplied, the chunks are counted that are there at once, and no copies.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from gspmd.annotate.spec import Spec
+from gspmd.hardware.dtypes import itemsize
+from gspmd.planner.overlap import Loops, Travel, gather_of, share_held
+from gspmd.planner.steps import Move, Output, Product, Routine, Step, Tensor
+
+
+@dataclass(eq=False)
+class Buffer:
+    """One piece of memory: its bytes, and the times of its first and its last use."""
+
+    size: int
+    made: int = 0
+    last: int = 0
+
+    def meets(self, other: "Buffer") -> bool:
+        """Whether both are in use at some time."""
+        return self.made <= other.last and other.made <= self.last
+
+
+@dataclass
+class Value:
+    """A tensor on its way.
+
+    Attributes:
+        spec: how it lies.
+        buffers: what it takes; none for an operand as it was given, whose memory is counted by itself.
+        front: the dimension that stands in front of the others, where it is not the first.
+        read: what it is made of.
+        fused: whether a fusion makes it, which writes it in any order at no cost. A fusion that reads it works it out
+            by itself, and it is never whole.
+        level: instructions behind one another up to this one; those of one level run one after the other.
+    """
+
+    spec: Spec
+    buffers: tuple[Buffer, ...] = ()
+    front: str = ""
+    read: "tuple[Value, ...]" = ()
+    fused: bool = False
+    level: int = 0
+
+
+class Footprint:
+    """The buffers of one routine in the order of execution."""
+
+    def __init__(
+        self,
+        routine: Routine,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        sizes: Mapping[str, int],
+        mesh: Mapping[str, int],
+        loops: Loops = Loops(),  # noqa: B008  (it cannot be changed)
+    ):
+        self.loops = loops
+        self.routine, self.inputs, self.outputs, self.sizes, self.mesh = routine, inputs, outputs, sizes, mesh
+        self.made: list[Value] = []
+        self.output_of = {number: n for n, output in enumerate(routine.outputs) for number in output.products}
+
+    def peak(self) -> int:
+        """Bytes of operands, results, and what there is between them at the fullest time."""
+        routine = self.routine
+        moved = [self._ready(number, move) for number, move in enumerate(routine.moves)]
+        products = [
+            self._chain(product.steps, self._local_einsum(number, product, moved), self._dtype_of(number, product))
+            for number, product in enumerate(routine.products)
+        ]
+        results = [self._result(number, output, products) for number, output in enumerate(routine.outputs)]
+        used = [self.inputs[source] for source in sorted({move.source for move in routine.moves})]
+        given = sum(self._bytes(tensor.spec, tensor.dtype) for tensor in used)
+        return given + sum(buffer.size for buffer in results) + self._between(results)
+
+    def _between(self, results: Sequence[Buffer]) -> int:
+        """Bytes at the fullest time of what finds no place in a result's memory, the largest looking first."""
+        self._schedule(results)
+        tenants = {id(result): [result] for result in results}
+        buffers = [buffer for value in self.made for buffer in value.buffers if id(buffer) not in tenants]
+        homeless: list[Buffer] = []
+        for buffer in sorted(buffers, key=lambda b: -b.size):
+            fitting = (tenants[id(r)] for r in results if buffer.size <= r.size)
+            place = next((place for place in fitting if not any(map(buffer.meets, place))), homeless)
+            place.append(buffer)
+        times = {buffer.made for buffer in homeless}
+        return max((sum(b.size for b in homeless if b.made <= time <= b.last) for time in times), default=0)
+
+    def _schedule(self, results: Sequence[Buffer]) -> None:
+        """Set the times of all buffers: whatever can run does, so that operands are brought here side by side."""
+        self.made.sort(key=lambda value: value.level)
+        for time, value in enumerate(self.made):
+            for buffer in value.buffers:
+                buffer.made = buffer.last = time
+            for buffer in (buffer for source in value.read for buffer in source.buffers):
+                buffer.last = time
+        for buffer in results:
+            buffer.last = len(self.made)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _make(self, spec: Spec, dtype: str, *read: Value, parts: int = 1, front: str = "") -> Value:
+        """What an instruction makes of others; all of them are held while it runs."""
+        made = tuple(Buffer(self._bytes(spec, dtype) // parts) for _ in range(parts))
+        self.made.append(Value(spec, made, front, read, level=1 + max(value.level for value in read)))
+        return self.made[-1]
+
+    def _fuse(self, spec: Spec, dtype: str, *read: Value, parts: int = 1, front: str = "") -> Value:
+        """What a fusion makes: of what the fusions before it read, if there were some."""
+        gone = {id(value) for value in read if value.fused}
+        self.made = [value for value in self.made if id(value) not in gone]
+        sources = [source for value in read for source in (value.read if value.fused else (value,))]
+        value = self._make(spec, dtype, *sources, parts=parts, front=front)
+        value.fused = True
+        return value
+
+    def _chain(self, steps: Sequence[Step], value: Value, dtype: str) -> Value:
+        for step in steps:
+            value = self._step(step, value, dtype)
+        return value
+
+    def _step(self, step: Step, value: Value, dtype: str) -> Value:
+        if step.kind in ("all-gather", "reduce-scatter"):
+            changed = next(d for d, old, new in zip(step.before.dims, step.before.axes, step.after.axes) if old != new)
+            value = self._with_front(value, changed, dtype)
+            return self._make(step.after, dtype, value, front=value.front)
+        value = self._in_order(value, dtype)
+        if step.kind == "all-to-all":
+            return self._all_to_all(step, value, dtype)
+        return self._fuse(step.after, dtype, value) if step.kind == "slice" else self._make(step.after, dtype, value)
+
+    def _all_to_all(self, step: Step, value: Value, dtype: str) -> Value:
+        parts = prod(self.mesh[axis] for axis in step.axes)
+        cut = self._fuse(step.before, dtype, value, parts=parts)
+        arrived = self._make(step.before, dtype, cut, parts=parts)
+        pairs = zip(step.before.dims, step.before.axes, step.after.axes)
+        split = next(dim for dim, old, new in pairs if len(new) > len(old))
+        if split == step.before.dims[-1]:  # pieces of rows: put together, and then into order
+            arrived = self._make(step.after, dtype, arrived)
+        return self._fuse(step.after, dtype, arrived)
+
+    def _with_front(self, value: Value, dim: str, dtype: str) -> Value:
+        """The value with a dimension in front of all others that are longer than 1."""
+        leads = next((d for d in value.spec.dims if self._local(value.spec, d) > 1), dim)
+        front = "" if leads == dim else dim
+        return value if front == value.front else self._copied(value, dtype, front)
+
+    def _in_order(self, value: Value, dtype: str) -> Value:
+        return self._copied(value, dtype) if value.front else value
+
+    def _copied(self, value: Value, dtype: str, front: str = "") -> Value:
+        return self._fuse(value.spec, dtype, value, front=front)
+
+    # -- products and results ------------------------------------------------------------------------------------------
+
+    def _local_einsum(self, number: int, product: Product, moved: Sequence[Value]) -> Value:
+        """What a local einsum leaves."""
+        left, after, dtype = moved[product.left], product.einsum.after, self._dtype_of(number, product)
+        if product.passes_through:
+            return self._ordered(left, after.dims, dtype)
+        if product.right is None:
+            return self._make(after, dtype, left)
+        made = self._make(after, dtype, left, moved[product.right])
+        return made if after.dims in self._order(product).results else self._fuse(after, dtype, made)
+
+    def _ready(self, number: int, move: Move) -> Value:
+        """An operand as the products that use it take it."""
+        dtype, travel = self._given(number), gather_of(move) if number in self.loops.gathers else None
+        given = Value(move.steps[0].before if move.steps else move.spec)
+        if travel is not None:
+            return self._travelling(number, travel, self._chain(move.steps[: -len(travel.steps)], given, dtype), dtype)
+        value = self._chain(move.steps, given, dtype)
+        wide = {dim for dim in value.spec.dims if self._local(value.spec, dim) > 1}
+        scattered = any(
+            self._order(product).scattered(side, wide)
+            for product in self.routine.products
+            for side, used in enumerate((product.left, product.right))
+            if used == number and product.right is not None
+        )
+        return self._copied(value, dtype) if scattered or value.front else value
+
+    def _travelling(self, number: int, travel: Travel, shard: Value, dtype: str) -> Value:
+        """An operand that travels while it is multiplied: a device has some chunks of it at once."""
+        value = self._make(travel.whole, dtype, shard)
+        share = share_held(self.routine, self.loops, number, self.mesh)
+        value.buffers = tuple(Buffer(int(buffer.size * share)) for buffer in value.buffers)
+        return value
+
+    def _order(self, product: Product) -> "_Order":
+        left, right = (self.routine.moves[move].spec.dims for move in (product.left, product.right))
+        return _Order(left, right, product.einsum.after.dims)
+
+    def _given(self, move: int) -> str:
+        return self.inputs[self.routine.moves[move].source].dtype
+
+    def _dtype_of(self, number: int, product: Product) -> str:
+        return self._given(product.left) if product.passes_through else self.outputs[self.output_of[number]].dtype
+
+    def _result(self, number: int, output: Output, products: Sequence[Value]) -> Buffer:
+        dtype, summands = self.outputs[number].dtype, [products[product] for product in output.products]
+        value = summands[0]
+        if len(summands) > 1:
+            value = self._fuse(value.spec, dtype, *summands)
+        value = self._in_order(self._chain(output.steps, value, dtype), dtype)
+        value = self._ordered(value, tuple(dim for dim in output.spec.dims if dim in value.spec.dims), dtype)
+        if len(value.spec.dims) < len(output.spec.dims) or len(value.buffers) != 1:
+            value = self._fuse(output.spec, dtype, value)
+        return value.buffers[0]
+
+    def _ordered(self, value: Value, dims: tuple[str, ...], dtype: str) -> Value:
+        """The value transposed."""
+        if value.spec.dims == dims:
+            return value
+        spec = Spec(dims, tuple(value.spec.axes_of(dim) for dim in dims), value.spec.partial)
+        return self._fuse(spec, dtype, value)
+
+    def _bytes(self, spec: Spec, dtype: str) -> int:
+        return prod(self._local(spec, dim) for dim in spec.dims) * itemsize(dtype)
+
+    def _local(self, spec: Spec, dim: str) -> int:
+        return self.sizes[dim] // prod(self.mesh[axis] for axis in spec.axes_of(dim))
+
+
+class _Order:
+    """In which order of dimensions a product takes its operands, and leaves its result."""
+
+    def __init__(self, left: Sequence[str], right: Sequence[str], after: Sequence[str]):
+        self.sides = left, right
+        shared = set(left) & set(right)
+        self.batch = [dim for dim in after if dim in shared]
+        self.contracted = sorted(shared - set(after))  # as jnp.einsum orders them
+        free = [[dim for dim in side if dim not in shared] for side in self.sides]
+        if self.batch and self.contracted:  # as `batched` does
+            self.contracted = [dim for dim in left if dim in shared and dim not in after]
+            free = [[dim for dim in after if dim in side] for side in free]
+        self.free = free
+        self.results = [(*self.batch, *free[0], *free[1])]
+        if not (self.batch and self.contracted):
+            self.results.append((*self.batch, *free[1], *free[0]))
+
+    def scattered(self, side: int, wide: set[str]) -> bool:
+        """Whether an operand has to be copied before it is multiplied; dimensions of size 1 stand anywhere."""
+        dims = (self.batch, self.contracted, self.free[side])
+        batch, contracted, free = ([dim for dim in each if dim in wide] for each in dims)
+        orders = [free + contracted, contracted + free]
+        if max(len(contracted), len(free)) > 1:  # they are merged, and stand in this order
+            orders = orders[side : side + 1]
+        return [dim for dim in self.sides[side] if dim in wide] not in [batch + order for order in orders]

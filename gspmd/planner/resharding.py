@@ -1,0 +1,78 @@
+"""The cheapest chain of collectives that brings a tensor from one spec to another.
+
+A shortest path in the graph of all placements: whatever slices, scatters and detours make it shorter are on it.
+`transitions` lists the steps that there are, `routes` finds the way.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import numpy as np
+
+from gspmd.annotate.errors import PlanError
+from gspmd.annotate.spec import Spec
+from gspmd.hardware.chips import Chip
+from gspmd.planner.paths import routes
+from gspmd.planner.steps import Step
+
+
+def move(
+    src: Spec,
+    dst: Spec,
+    sizes: Mapping[str, int],
+    mesh: Mapping[str, int],
+    itemsize: int,
+    chip: Chip,
+    operand: str = "",
+    reduce: str = "sum",
+) -> tuple[Step, ...]:
+    """Plan the collectives that bring a tensor from `src` to `dst`.
+
+    No chain of the steps in `transitions` is cheaper, through whatever placements it goes. So a move never costs more
+    than two that lead to the same place, nor more than that of a larger tensor which divides alike.
+
+    Args:
+        src: the spec it has.
+        dst: the spec it shall have; the same dimensions (their order is the caller's concern), partial sums a subset.
+        sizes: size of each dimension of the whole tensor.
+        mesh: size of each mesh axis.
+        itemsize: bytes per element on the wire.
+        chip: whose links the seconds are for.
+        operand: how the steps name the tensor.
+        reduce: what is owed, `"sum"` or `"max"`; there is no reduce-scatter that takes a maximum.
+
+    Returns:
+        The steps, cheapest in seconds (in whole picoseconds), then in bytes, then in number.
+
+    Raises:
+        PlanError: the target owes a partial sum that the source does not, or the sizes divide on no way there.
+
+    Example:
+        >>> from gspmd.hardware.chips import chip
+        >>> specs = Spec.parse("BE_z"), Spec.parse("B_zxE")
+        >>> steps = move(*specs, {"B": 4096, "E": 4096}, {"x": 4, "y": 4, "z": 4}, 2, chip("tpu-v4"))
+        >>> [f"{step.kind} {''.join(step.axes)}" for step in steps]
+        ['slice x', 'all-to-all zx']
+    """
+    if src == dst:
+        return ()
+    src, dst = src.without_trivial(mesh), dst.without_trivial(mesh)
+    target = Spec(src.dims, tuple([dst.axes_of(dim) for dim in src.dims]), dst.partial)
+    real = tuple((axis, size) for axis, size in mesh.items() if size > 1)
+    return chain(src, target, tuple([sizes[dim] for dim in src.dims]), real, itemsize, chip, operand, reduce)
+
+
+@lru_cache(maxsize=1 << 14)
+def chain(src: Spec, dst: Spec, shape: tuple[int, ...], mesh, itemsize: int, chip: Chip, operand: str, reduce: str):
+    """`move`, hashable: `dst` in the order of `src`, and no mesh axis of size 1."""
+    if not set(dst.partial) <= set(src.partial):
+        owed = ", ".join(sorted(set(dst.partial) - set(src.partial)))
+        raise PlanError(f"cannot move '{src}' to '{dst}'\n  nothing makes the partial sum over mesh axis {owed}.")
+    ways = routes(shape, mesh, itemsize, chip, frozenset(src.partial), reduce == "sum")
+    here, there = ways.number(src), ways.number(dst)
+    if min(here, there) < 0:
+        raise PlanError(f"no chain of collectives from '{src}' to '{dst}' divides the sizes {shape} evenly.")
+    rest = ways.costs_to(there)
+    if not np.isfinite(rest[here].real):
+        ways.refuse_left_out(operand)
+    return ways.steps(ways.chain(rest, here), src.dims, operand)

@@ -1,0 +1,280 @@
+"""From an equation to its routine, forward and backward.
+
+A product is one search. A group is one search with several members: the shared operand travels once. A sum plans every
+term towards one common placement before settling, so that its partial sums settle once. The gradient of a product is a
+group (the cotangent is shared), that of a sum a larger group, that of a group a sum: the same two tools.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gspmd.annotate.equation import Equation, Term
+from gspmd.annotate.spec import Spec
+from gspmd.planner.resharding import move
+from gspmd.planner.search import Found, NoPlacement, Reach, reach, search
+from gspmd.planner.steps import Member, Move, Output, Product, Routine, Setting, Step, Tensor
+
+
+def forward(
+    equation: Equation,
+    setting: Setting,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    via: Sequence[Spec | None],
+) -> Routine:
+    """Plan an equation.
+
+    Args:
+        equation: what to compute.
+        setting: sizes, mesh, chip.
+        inputs: the operands, group members one by one, in reading order; their specs name no mesh axis of size 1.
+        outputs: what they become.
+        via: the spec each operand is brought to before the local einsum, or None where the search is free.
+
+    Raises:
+        PlanError: no assignment of mesh axes gives the outputs.
+    """
+    if equation.is_move and set(inputs[0].spec.dims) == set(outputs[0].spec.dims):
+        return _plain_move(setting, inputs[0], outputs[0], via[0])
+    jobs = _jobs(equation, inputs, outputs, via)
+    builder = _Builder(inputs)
+    if len(jobs) == 1:
+        products = [product for job, found in _group(setting, jobs[0]) for product in builder.run(job, found)]
+        builder.outputs = [Output((product,), target.spec, ()) for product, target in zip(products, outputs)]
+        return builder.routine()
+    jobs, found, settle = _common_sum(setting, jobs, outputs[0])
+    products = [product for job, each in zip(jobs, found) for product in builder.run(job, each)]
+    builder.outputs.append(Output(tuple(products), outputs[0].spec, settle))
+    return builder.routine()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One search: the shared tensor's input number, its partners', what they become, and the pins."""
+
+    shared: int
+    tensor: Tensor
+    partners: tuple[int | None, ...]
+    members: tuple[Member, ...]
+    pinned: Spec | None = None
+
+
+def _jobs(equation: Equation, inputs, outputs, via) -> list[_Job]:
+    jobs, start = [], 0
+    for term in equation.terms:
+        count = sum(len(operand.specs) for operand in term.operands)
+        jobs.append(_job(term, range(start, start + count), inputs, outputs, via))
+        start += count
+    return jobs
+
+
+def _job(term: Term, numbers: range, inputs, outputs, via) -> _Job:
+    """The ungrouped operand is the shared one; without a group, the first."""
+    first = len(term.operands[0].specs)
+    left, right = tuple(numbers[:first]), tuple(numbers[first:])
+    if term.operands[0].group:
+        left, right = right, left
+    members = tuple(
+        Member(None if p is None else inputs[p], target, None if p is None else via[p])
+        for p, target in zip(right or (None,), outputs)
+    )
+    return _Job(left[0], inputs[left[0]], right or (None,), members, via[left[0]])
+
+
+def _found(setting: Setting, job: _Job) -> Found:
+    return search(setting, job.tensor, job.members, job.pinned)
+
+
+def _reach(setting: Setting, job: _Job, aimed: int = 0) -> Reach:
+    return reach(setting, job.tensor, job.members, job.pinned, aimed)
+
+
+def _group(setting: Setting, job: _Job) -> list[tuple[_Job, Found]]:
+    """A group travels once; where its results owe sums that no one placement makes, each member by itself."""
+    try:
+        return [(job, _found(setting, job))]
+    except NoPlacement:
+        if len(job.members) == 1:
+            raise
+    alone = [replace(job, partners=(p,), members=(member,)) for p, member in zip(job.partners, job.members)]
+    return [(each, _found(setting, each)) for each in alone]
+
+
+def _plain_move(setting: Setting, source: Tensor, output: Tensor, pinned: Spec | None) -> Routine:
+    """One chain of steps, or two where a pin stands between them."""
+    arrived = Spec(source.spec.dims, tuple(output.spec.axes_of(dim) for dim in source.spec.dims), output.spec.partial)
+    stop = arrived if pinned is None else pinned
+    sizes, mesh = dict(setting.sizes), dict(setting.mesh)
+    there = move(source.spec, stop, sizes, mesh, source.itemsize, setting.chip, source.name)
+    on = move(stop, arrived, sizes, mesh, source.itemsize, setting.chip, source.name)
+    product = Product(0, None, Step("einsum", (), 0, 0.0, stop, stop), on, arrived)
+    return Routine((source.spec,), (Move(0, stop, there),), (product,), (Output((0,), output.spec, ()),))
+
+
+def _common_sum(setting: Setting, jobs: list[_Job], output: Tensor) -> tuple[list[_Job], list[Found], tuple[Step, ...]]:
+    """Plan every term towards the placement in which it is cheapest to add them, and settle the sum from there."""
+    terms = [_reach(setting, job) for job in jobs]
+    common = _common(terms, output) or output.spec
+    aimed = [_towards(job, common) for job in jobs]
+    return aimed, [_found(setting, job) for job in aimed], _settle(setting, common, output)
+
+
+def _common(terms: Sequence[Reach], target: Tensor) -> Spec | None:
+    """The placement in which terms are added at the least cost, their sum's way to its target included.
+
+    None where there is no such placement, or where a term lacks a dimension that others have: then each is settled, and
+    broadcast, by itself.
+    """
+    dims, ways = terms[0].dims, terms[0].ways
+    if any(term.dims != dims for term in terms):
+        return None
+    there = ways.number(Spec(dims, tuple(target.spec.axes_of(dim) for dim in dims), target.spec.partial))
+    if there < 0:
+        return None
+    total = sum((term.costs for term in terms), ways.costs_to(there))
+    least = total.min()
+    if not np.isfinite(least):
+        return None
+    return min((ways.spec(dims, number) for number in np.flatnonzero(total == least).tolist()), key=str)
+
+
+def _towards(job: _Job, common: Spec) -> _Job:
+    member = job.members[0]
+    return replace(job, members=(replace(member, target=replace(member.target, spec=common)),))
+
+
+def _settle(setting: Setting, common: Spec, target: Tensor) -> tuple[Step, ...]:
+    """From the placement that all terms of a sum share to the sum's own, its broadcast dimensions left out."""
+    wanted = Spec(common.dims, tuple(target.spec.axes_of(dim) for dim in common.dims), target.spec.partial)
+    return move(common, wanted, dict(setting.sizes), dict(setting.mesh), target.itemsize, setting.chip, target.name)
+
+
+class _Builder:
+    """Collects moves, each made once, and the products that use them."""
+
+    def __init__(self, inputs: Sequence[Tensor]):
+        self.inputs = tuple(inputs)
+        self.moves: list[Move] = []
+        self.products: list[Product] = []
+        self.outputs: list[Output] = []
+
+    def run(self, job: _Job, found: Found) -> list[int]:
+        """Add the moves and products of one search; the products' numbers."""
+        left = self._move(job.shared, found.shared, found.shared_steps)
+        numbers = []
+        for partner, choice in zip(job.partners, found.choices):
+            right = None if partner is None else self._move(partner, choice.partner, choice.partner_steps)
+            arrived = choice.settle_steps[-1].after if choice.settle_steps else choice.result
+            self.products.append(Product(left, right, choice.einsum, choice.settle_steps, arrived))
+            numbers.append(len(self.products) - 1)
+        return numbers
+
+    def _move(self, source: int, spec: Spec, steps: tuple[Step, ...]) -> int:
+        made = Move(source, spec, steps)
+        if made not in self.moves:
+            self.moves.append(made)
+        return self.moves.index(made)
+
+    def routine(self) -> Routine:
+        return Routine(tuple(t.spec for t in self.inputs), tuple(self.moves), tuple(self.products), tuple(self.outputs))
+
+
+def backward(
+    setting: Setting,
+    routine: Routine,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    kept: Sequence[Spec],
+    mirrored: bool,
+) -> Routine:
+    """Plan the cotangents of a routine's inputs from those of its outputs.
+
+    There is one residual per move of `routine`, held as `kept` says. Inputs of the planned routine are the cotangents,
+    then the residuals; its outputs are the cotangents of `inputs`, in order.
+
+    Args:
+        mirrored: whether every local einsum runs where its forward one did: the cotangent is brought to where the
+            forward result was, the residuals stay. So a gradient follows a layout whose forward pass is pinned.
+    """
+    held, targets = backward_tensors(routine, inputs, outputs, kept)
+    cotangents, residuals = held[: len(outputs)], held[len(outputs) :]
+    jobs = [_gradient_job(routine, n, cotangents, residuals, targets, mirrored) for n in range(len(outputs))]
+    shared, settle = _contributed_twice(routine), ()
+    if shared is not None:
+        asks = [[routine.moves[own].source for own, _ in _sides(routine, n)].index(shared) for n in range(len(jobs))]
+        terms = [_reach(setting, job, aimed) for job, aimed in zip(jobs, asks)]
+        common = _common(terms, targets[shared]) or targets[shared].spec
+        aims = [replace(t, spec=common) if i == shared else t for i, t in enumerate(targets)]
+        jobs = [_gradient_job(routine, n, cotangents, residuals, aims, mirrored) for n in range(len(outputs))]
+        settle = _settle(setting, common, targets[shared])
+    return _gradient_routine(routine, held, targets, shared, jobs, [_found(setting, job) for job in jobs], settle)
+
+
+def backward_tensors(
+    routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], kept: Sequence[Spec]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What the backward routine of `routine` takes, the cotangents and then the residuals, and what it gives."""
+    cotangents = [
+        replace(t, spec=t.spec.without_partial(), name=_numbered("cotangent", i, outputs))
+        for i, t in enumerate(outputs)
+    ]
+    residuals = [replace(inputs[m.source], spec=spec) for m, spec in zip(routine.moves, kept)]
+    targets = [replace(t, spec=t.spec.without_partial(), name=f"gradient of {t.name}") for t in inputs]
+    return [*cotangents, *residuals], targets
+
+
+def _numbered(name: str, i: int, many: Sequence) -> str:
+    return name if len(many) == 1 else f"{name} {i + 1}"
+
+
+def _contributed_twice(routine: Routine) -> int | None:
+    """The operand that several products share, whose cotangent is a sum; None where there is none."""
+    sources = [routine.moves[m].source for p in routine.products for m in (p.left, p.right) if m is not None]
+    return next((source for source in sources if sources.count(source) > 1), None)
+
+
+def _sides(routine: Routine, output: int) -> list[tuple[int, int | None]]:
+    """For one output's cotangent: which move's cotangent each product gives, and the other move it needs for that."""
+    sides = []
+    for p in routine.outputs[output].products:
+        product = routine.products[p]
+        sides.append((product.left, product.right))
+        if product.right is not None:
+            sides.append((product.right, product.left))
+    return sides
+
+
+def _gradient_job(routine: Routine, output: int, cotangents, residuals, aims, mirrored: bool) -> _Job:
+    sides = _sides(routine, output)
+    partners = tuple(None if other is None else len(cotangents) + other for _, other in sides)
+    pinned = _mirror(routine, output, cotangents[output].spec) if mirrored else None
+    members = tuple(
+        Member(
+            None if other is None else residuals[other],
+            aims[routine.moves[own].source],
+            None if other is None or pinned is None else routine.moves[other].spec,
+        )
+        for own, other in sides
+    )
+    return _Job(output, cotangents[output], partners, members, pinned)
+
+
+def _mirror(routine: Routine, output: int, cotangent: Spec) -> Spec | None:
+    """Where the local einsums of an output leave it, in the cotangent's order; None where several terms differ."""
+    left = {routine.products[p].einsum.after.without_partial() for p in routine.outputs[output].products}
+    if len(left) != 1:
+        return None
+    result = left.pop()
+    return Spec(cotangent.dims, tuple(result.axes_of(dim) if dim in result.dims else () for dim in cotangent.dims))
+
+
+def _gradient_routine(routine: Routine, inputs, targets, shared: int | None, jobs, found, settle) -> Routine:
+    builder, products = _Builder(inputs), {i: [] for i in range(len(targets))}
+    for n, (job, each) in enumerate(zip(jobs, found)):
+        for (own, _), product in zip(_sides(routine, n), builder.run(job, each)):
+            products[routine.moves[own].source].append(product)
+    for i, target in enumerate(targets):
+        builder.outputs.append(Output(tuple(products[i]), target.spec, settle if i == shared else ()))
+    return builder.routine()

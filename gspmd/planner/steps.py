@@ -1,0 +1,181 @@
+"""Steps and routines: what an equation does, as data."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+from gspmd.annotate.spec import Spec
+from gspmd.display.console import printable
+from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
+from gspmd.hardware.chips import Chip
+from gspmd.hardware.dtypes import itemsize
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "slice", "einsum")
+
+
+@dataclass(frozen=True, repr=False)
+class Step:
+    """One thing a device does: a collective, a slice, or the local einsum. Figures are per device and execution.
+
+    Attributes:
+        kind: one of `KINDS`.
+        axes: the mesh axes it runs over, major first; empty for an einsum.
+        wire_bytes: bytes one device sends.
+        seconds: by the chip's link and matrix-unit figures.
+        before: the tensor's spec before the step.
+        after: its spec after the step.
+        operand: what moves: `"operand 1"`, `"result"`, ...
+        flops: floating-point operations of a local einsum; 0 otherwise.
+        other: the second operand's spec of a local einsum.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    wire_bytes: int
+    seconds: float
+    before: Spec
+    after: Spec
+    operand: str = ""
+    flops: int = 0
+    other: Spec | None = None
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether devices talk to one another in it."""
+        return self.kind not in ("slice", "einsum")
+
+    @property
+    def name(self) -> str:
+        """Its kind and mesh axes: `all-gather yz`."""
+        return f"{self.kind} {axes_text(self.axes)}".rstrip()
+
+    @property
+    def source(self) -> str:
+        """What it is made from: one spec, or the two of a product."""
+        return str(self.before) if self.other is None else f"{self.before} · {self.other}"
+
+    @property
+    def amount(self) -> str:
+        """What it sends, or how much an einsum computes, for a reader."""
+        return amount_of_flops(self.flops) if self.kind == "einsum" else amount_of_bytes(self.wire_bytes)
+
+    def __repr__(self) -> str:
+        figures = f"{self.amount}, {amount_of_seconds(self.seconds)}"
+        return printable(f"<Step {self.name}: {self.source} -> {self.after}, {figures}>")
+
+
+@dataclass(frozen=True)
+class Move:
+    """Bring input number `source` from its spec to `spec` by `steps`."""
+
+    source: int
+    spec: Spec
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Product:
+    """The local einsum of one or two moved tensors, then `steps` to bring it to `spec`.
+
+    `einsum.after` is what the local einsum leaves, and may owe partial sums. A single tensor with nothing to sum passes
+    through, and its einsum counts as no step.
+    """
+
+    left: int
+    right: int | None
+    einsum: Step
+    steps: tuple[Step, ...]
+    spec: Spec
+
+    @property
+    def passes_through(self) -> bool:
+        """Whether there is nothing to compute."""
+        return self.right is None and set(self.einsum.before.dims) == set(self.einsum.after.dims)
+
+    @property
+    def all_steps(self) -> tuple[Step, ...]:
+        """The local einsum, if there is one, and the steps behind it."""
+        return self.steps if self.passes_through else (self.einsum, *self.steps)
+
+
+@dataclass(frozen=True)
+class Output:
+    """The sum of `products`, all of one spec, settled by `steps`; dimensions that no product has are broadcast."""
+
+    products: tuple[int, ...]
+    spec: Spec
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class Routine:
+    """Moves, then local products, then outputs: all that runs inside one shard_map."""
+
+    inputs: tuple[Spec, ...]
+    moves: tuple[Move, ...]
+    products: tuple[Product, ...]
+    outputs: tuple[Output, ...]
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """Every step in the order of execution."""
+        moved = [step for move in self.moves for step in move.steps]
+        local = [step for product in self.products for step in product.all_steps]
+        return tuple(moved + local + [step for output in self.outputs for step in output.steps])
+
+    def __repr__(self) -> str:
+        return f"<Routine {', '.join(step.name for step in self.steps) or 'without steps'}>"
+
+
+def total_cost(steps: tuple[Step, ...]) -> tuple[int, int, int]:
+    """Add up steps. Picoseconds are whole numbers, so that ties are ties."""
+    return (
+        sum(picoseconds(step.seconds) for step in steps),
+        sum(step.wire_bytes for step in steps),
+        sum(step.kind != "einsum" for step in steps),
+    )
+
+
+def picoseconds(seconds: float) -> int:
+    """Seconds as a whole number of picoseconds, rounded up: so two steps for one never gain by rounding."""
+    return ceil(seconds * 1e12 - 1e-6)  # less what a float is off by where it stands for a whole number
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a search happens in: the sizes, the mesh without axes of size 1, and the chip."""
+
+    sizes: tuple[tuple[str, int], ...]
+    mesh: tuple[tuple[str, int], ...]
+    chip: Chip
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor as it is held: its spec, its dtype, its dtype on the wire, and its name in plans and messages."""
+
+    spec: Spec
+    dtype: str
+    wire: str
+    name: str = ""
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes per element on the wire."""
+        return itemsize(self.wire)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One product of the shared tensor: its partner (None: the shared tensor alone), what it becomes, and any pins."""
+
+    partner: Tensor | None
+    target: Tensor
+    pinned: Spec | None = None
+
+
+def wider(shared: Tensor, member: Member) -> str:
+    """The dtype whose speed a product has: that of the operand with more bytes."""
+    if member.partner is None:
+        return shared.dtype
+    return max(shared.dtype, member.partner.dtype, key=itemsize)

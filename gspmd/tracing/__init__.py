@@ -1,0 +1,1 @@
+"""Every planned step of a whole function."""

@@ -1,0 +1,136 @@
+"""The plan of a whole function: its planned steps, each with how often it runs."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from rich.console import Group
+from rich.text import Text
+
+from gspmd.display.console import Printed, printable
+from gspmd.display.tables import Column, Sheet, counted
+from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
+from gspmd.planner.drawing import COLORS
+from gspmd.planner.overlap import gather_of, scatter_of
+from gspmd.planner.plan import Plan
+from gspmd.planner.steps import Step
+from gspmd.tracing.steps import hlo_name
+
+
+@dataclass(frozen=True, repr=False)
+class PlannedStep:
+    """A step of a function's plan.
+
+    Attributes:
+        step: what it does.
+        trips: how often it runs.
+        equation: the equation it belongs to.
+        number: its number among the steps of that equation.
+        dtype: what a collective sends, as HLO names it: `f32`, `bf16`; empty in a forecast.
+        first: the equation and number of the step that has moved the same value before, and serves this one too.
+    """
+
+    step: Step
+    trips: int
+    equation: str
+    number: int = 0
+    dtype: str = ""
+    first: tuple[str, int] | None = None
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one device sends in all trips together."""
+        return self.step.wire_bytes * self.trips
+
+    def __repr__(self) -> str:
+        what = f"{self.trips} × {self.step.kind} {axes_text(self.step.axes)}".rstrip()
+        sent = amount_of_bytes(self.wire_bytes)
+        return printable(f"<PlannedStep {what}: {sent}, step {self.number} of {self.equation}>")
+
+
+@dataclass(frozen=True, repr=False)
+class ProgramPlan(Printed):
+    """All planned steps of a function, in program order; figures are per device and execution.
+
+    A conditional counts its largest branch; a while loop, whose trips nobody knows before it runs, counts once. Under
+    vmap a step counts what the whole batch sends. Programs that the compiler lowers are forecasts, and count whole.
+
+    Attributes:
+        entries: the steps that run.
+        shared: steps whose value one of the entries moves for them; they send nothing, and nothing here counts them.
+        lowered: the equations that the compiler lowers.
+        notes: what could not be counted.
+    """
+
+    entries: tuple[PlannedStep, ...]
+    shared: tuple[PlannedStep, ...] = ()
+    lowered: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Every step, repeated as often as it runs."""
+        return tuple(entry.step for entry in self.entries for _ in range(entry.trips))
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one device sends."""
+        return sum(entry.wire_bytes for entry in self.entries)
+
+    @property
+    def size(self) -> tuple[int, float, int]:
+        """Bytes, seconds, operations: by which the largest branch of a conditional is the one that counts."""
+        return self.wire_bytes, self.seconds, self.flops
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of the planned steps, nothing overlapped."""
+        return sum(entry.step.seconds * entry.trips for entry in self.entries)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the planned einsums."""
+        return sum(entry.step.flops * entry.trips for entry in self.entries)
+
+    def by_kind_and_axes(self) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
+        """For every collective kind and set of mesh axes: how often it runs, and the bytes sent."""
+        counts, sent = Counter(), Counter()
+        for entry in self.entries:
+            if entry.step.is_collective:
+                key = (entry.step.kind, tuple(sorted(entry.step.axes)))
+                counts[key] += entry.trips
+                sent[key] += entry.wire_bytes
+        return {key: (counts[key], sent[key]) for key in sorted(counts)}
+
+    def table(self) -> Sheet:
+        """The collectives as a rich table, most bytes first."""
+        sheet = Sheet("planned collectives, per device", _COLUMNS)
+        rows = sorted(self.by_kind_and_axes().items(), key=lambda row: -row[1][1])
+        for (kind, axes), (count, sent) in rows:
+            sheet.add(f"[{COLORS[kind]}]{kind}[/]", axes_text(axes), str(count), amount_of_bytes(sent))
+        total = sum(count for _, (count, _) in rows)
+        sheet.add("all", "", str(total), amount_of_bytes(self.wire_bytes), total=True)
+        return sheet
+
+    def __rich__(self) -> Group:
+        return Group(self.table(), *(Text(f"note: {note}") for note in self.notes))
+
+    def __repr__(self) -> str:
+        sent, work = amount_of_bytes(self.wire_bytes), amount_of_flops(self.flops)
+        figures = f"{sent} sent, {work}, {amount_of_seconds(self.seconds)}"
+        return printable(f"<ProgramPlan of {counted(len(self.entries), 'step')}: {figures}; print it for its table>")
+
+
+_COLUMNS = (Column("kind"), Column("mesh axes"), Column("count", "right", goes=1), Column("sent", "right"))
+
+
+def of_equation(plan: Plan) -> ProgramPlan:
+    """The plan of one equation, forward, as that of a program that runs it once."""
+    routine, loops = plan.routine, plan.loops
+    travels = [gather_of(routine.moves[number]) for number in loops.gathers]
+    travels += [scatter_of(routine, number) for number in loops.scatters]
+    travelling = {id(step) for travel in travels if travel for step in travel.steps}
+    title, dtypes = str(plan.equation), {*plan.dtypes}
+    dtype = hlo_name(plan.dtypes[0]) if len(dtypes) == 1 else ""
+    steps = [replace(s, kind="collective-permute") if id(s) in travelling else s for s in plan.steps]
+    entries = [PlannedStep(step, 1, title, number, dtype) for number, step in enumerate(steps)]
+    return ProgramPlan(tuple(entries), lowered=frozenset({title} if plan.lowering == "xla" else ()))

@@ -1,0 +1,219 @@
+"""What collectives cost: by hand, against the scaling book, and what must hold of every mesh of every chip."""
+
+from itertools import product
+from math import prod
+from random import Random
+
+import pytest
+
+from gspmd import plan
+from gspmd.annotate import PlanError
+from gspmd.hardware.chips import CHIPS, Chip, chip
+from gspmd.hardware.dtypes import dtype_name
+from gspmd.hardware.links import collective_seconds, neighbour, sharing_node
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+SIZES = (1, 2, 2, 3, 4, 4, 8, 8, 9, 16, 32)
+
+
+def busy(kind: str, axes, mesh, buffer, row: Chip) -> float:
+    """Seconds that bytes take: without latency."""
+    return collective_seconds(kind, axes, mesh, buffer, row) - collective_seconds(kind, axes, mesh, 0, row)
+
+
+def draws(row: Chip, seed: int = 0, count: int = 200):
+    """Random meshes of up to four axes, and two groups of their axes that have none in common."""
+    random = Random(f"{row.name} {seed}")
+    for _ in range(count):
+        names = "wxyz"[: random.randint(1, 4)]
+        mesh = {name: random.choice(SIZES) for name in names}
+        if random.random() < 0.5:  # more than one node of every chip
+            mesh = {"slice": random.choice((2, 3, 4)) * max(1, row.node_devices // prod(mesh.values()))} | mesh
+        where = {axis: random.choice("ab-") for axis in mesh}
+        first, second = (tuple(axis for axis in mesh if where[axis] == side) for side in "ab")
+        yield mesh, first, second
+
+
+def enumerated(axes, mesh, node) -> int:
+    """`sharing_node` one device at a time."""
+    there: dict = {}
+    for number, place in enumerate(product(*map(range, mesh.values()))):
+        group = tuple(at for axis, at in zip(mesh, place) if axis not in axes)
+        there[group, number // node] = there.get((group, number // node), 0) + 1
+    return min(there.values())
+
+
+def test_members_that_share_a_node():
+    random = Random(0)
+    for _ in range(300):
+        mesh = {name: random.choice((1, 2, 3, 4, 6, 8)) for name in "wxyz"[: random.randint(1, 4)]}
+        axes = tuple(axis for axis in mesh if random.random() < 0.5)
+        for node in (1, 3, 4, 8, 12, 72):
+            assert sharing_node(axes, tuple(mesh.items()), node) == enumerated(axes, mesh, node)
+
+
+def test_a_mesh_too_large_to_count_is_taken_for_the_dearest():
+    assert sharing_node(("x",), (("x", 3), ("y", 10**7)), 8) == 1
+    assert sharing_node(("x",), (("x", 10**9),), 8) == 8
+
+
+@pytest.mark.parametrize("name", ["h100", "b200", "gb200"])
+def test_gathering_a_whole_array_over_many_nodes(name):
+    # jax-ml scaling book, part 12, Quiz 4.1: bytes (M - 1) / (M W_node egress), or bytes / W_GPU egress if that is more
+    row, nodes = chip(name), 32
+    mesh = {"node": nodes, "gpu": row.node_devices}
+    into_a_node = row.node_devices * row.network_bandwidth
+    for whole in (10**9, 10**11):
+        gather = busy("all-gather", ("node", "gpu"), mesh, whole, row)
+        slowest = max((1 - 1 / nodes) / into_a_node, (1 - 1 / prod(mesh.values())) / row.egress_bandwidth)
+        assert gather == pytest.approx(whole * slowest, rel=1e-6)
+        assert busy("reduce-scatter", ("node", "gpu"), mesh, whole, row) == pytest.approx(gather)
+        assert busy("all-reduce", ("node", "gpu"), mesh, whole, row) == pytest.approx(2 * gather)
+
+
+def test_gathering_over_nodes_what_is_sharded_within_them():
+    # the book, Pop Quiz 3: over 32 nodes, with Y = 8 shards in each, 2 D F (32 - 1) / (32 · 400e9), as with Y = 1
+    whole, mesh = 2 * 8192 * 32768, {"x": 32, "y": 8}
+    assert busy("all-gather", "x", mesh, whole / 8, chip("h100")) == pytest.approx(whole * 31 / 32 / 400e9, rel=1e-6)
+
+
+def test_all_to_all_leaves_the_node():
+    # the book: B / (8 · 450e9) within a node (less what stays), B / (2 · 400e9) over two; B is on all devices together
+    within, over = ({"x": 8}, 8), ({"x": 16}, 16)
+    whole = 2**33
+    mesh, devices = within
+    assert busy("all-to-all", "x", mesh, whole / devices, chip("h100")) == pytest.approx(whole * 7 / 8 / (8 * 450e9))
+    mesh, devices = over
+    expected = whole * (2 - 1) / (2**2 * 400e9)
+    assert busy("all-to-all", "x", mesh, whole / devices, chip("h100")) == pytest.approx(expected)
+
+
+def test_within_a_node_of_an_h100():
+    # the book, Pop Quiz 1: 65 µs for bf16[1024, 16384] over 8 GPUs
+    assert busy("all-gather", "x", {"x": 8}, 2 * 1024 * 16384, chip("h100")) == pytest.approx(65e-6, rel=0.005)
+
+
+def test_256_gpus_are_no_switch():
+    mesh, whole = {"x": 256}, 10**9
+    one_switch = whole * 255 / 256 / 450e9
+    assert busy("all-to-all", "x", mesh, whole, chip("h100")) > 8 * one_switch
+    assert busy("collective-permute", "x", mesh, whole, chip("h100")) == pytest.approx(whole / 50e9)
+    assert busy("collective-permute", "x", {"x": 8}, whole, chip("h100")) == pytest.approx(whole / 450e9)
+    # over the axis that stays in a node nothing changes
+    assert collective_seconds("all-reduce", "y", {"x": 32, "y": 8}, whole, chip("h100")) == collective_seconds(
+        "all-reduce", "y", {"y": 8}, whole, chip("h100")
+    )
+
+
+def test_the_order_of_the_axes_says_which_stay_in_a_node():
+    major, minor = {"model": 8, "data": 8}, {"data": 8, "model": 8}
+    spread, within = (busy("all-reduce", ("model",), mesh, 10**8, chip("h100")) for mesh in (major, minor))
+    assert spread == pytest.approx(9 * within)
+
+
+def test_a_full_mesh_uses_the_links_to_its_members():
+    # MI300X: 64 GB/s to each peer; every one of 4 gets a quarter from each of 3 others, over as many links
+    for devices in (2, 4, 8):
+        gather = busy("all-gather", "x", {"x": devices}, 8 * 10**8, chip("mi300x"))
+        assert gather == pytest.approx(8e8 / devices / 64e9)
+    assert busy("collective-permute", "x", {"x": 8}, 10**8, chip("mi300x")) == pytest.approx(1e8 / 64e9)
+
+
+def test_slices_of_a_tpu_are_joined_by_the_data_center_network():
+    mesh, row, whole = {"slice": 2, "x": 16, "y": 16}, chip("tpu-v5e"), 10**9
+    within = collective_seconds("reduce-scatter", "xy", {"x": 16, "y": 16}, whole, row)
+    assert collective_seconds("reduce-scatter", "xy", mesh, whole, row) == within
+    # 6.4 Tbps per pod of 256: every chip gets 1/256 of the other slice's half, and the rest over the interconnect
+    outside = whole / 2 / 256 / (6.4e12 / 8 / 256)
+    assert busy("all-gather", ("slice",), mesh, whole, row) == pytest.approx(256 * outside)
+    inside = whole * 511 / 512 / (4 * 45e9)
+    assert busy("reduce-scatter", ("slice", "x", "y"), mesh, whole, row) == pytest.approx(max(outside, inside))
+
+
+def test_a_measured_permute():
+    # marin-community/marin issue 6736; two neighbours without a ring between them have one link
+    for name, start, rate in (("tpu-v5p", 4.55e-6, 86.3e9), ("tpu-v6e", 2.29e-6, 86.8e9)):
+        bandwidth, latency = neighbour("x", {"x": 4}, chip(name))
+        assert (latency, bandwidth) == (pytest.approx(start), rate)
+
+
+def test_a_ring_of_permutes_over_nodes_runs_at_the_network_s_rate():
+    # hardly anything to multiply, and nothing that the other axis divides: else it takes part in the gather
+    sizes = {"B": 8 * 8191, "E": 63, "F": 7}
+    over, within = (
+        plan("B_xE, EF -> BF", sizes, mesh, chip="h100", via="BE, EF", lowering="looped:one-way").seconds
+        for mesh in ({"x": 8, "y": 16}, {"x": 8})
+    )
+    sent = 7 / 8 * 8 * 8191 * 63 * 2
+    assert over - within == pytest.approx(sent / 50e9 - sent / 450e9 + 7 * chip("h100").network_seconds, rel=0.01)
+
+
+def test_rings_that_close_are_not_slowed_by_one_that_does_not():
+    # v4: 4 links of 45 GB/s along x and y, and one way along z
+    mesh = {"x": 4, "y": 4, "z": 2}
+    assert busy("reduce-scatter", "xyz", mesh, 32 * 10**6, chip("tpu-v4")) == pytest.approx(31e6 / (5 * 45e9))
+
+
+def test_a_gather_over_a_whole_slice_runs_in_parts():
+    """As the TPU lowering runs it: over z, and then over x and y, whose four links bring nearly all of it."""
+    mesh, whole, v4 = {"x": 4, "y": 4, "z": 4}, 64 * 10**6, chip("tpu-v4")
+    in_parts = 3e6 / (2 * 45e9) + 60e6 / (4 * 45e9)
+    assert busy("all-gather", "xyz", mesh, whole, v4) == pytest.approx(in_parts)
+    assert busy("all-gather", "xyz", mesh | {"w": 2}, whole, v4) == pytest.approx(63e6 / (6 * 45e9))
+    assert busy("all-gather", "xy", {"x": 4, "y": 4}, whole, v4) == pytest.approx(60e6 / (4 * 45e9))
+
+
+@pytest.mark.parametrize("row", CHIPS.values(), ids=lambda row: row.name)
+def test_seconds_grow_with_bytes(row):
+    for mesh, axes, _ in draws(row):
+        for kind in KINDS:
+            seconds = [collective_seconds(kind, axes, mesh, buffer, row) for buffer in (0, 1, 10**3, 10**6, 10**9)]
+            assert seconds == sorted(seconds)
+            trivial = prod(mesh[axis] for axis in axes) == 1
+            assert seconds[-1] == 0 if trivial else seconds[0] > 0 and seconds[-1] > seconds[0]
+
+
+@pytest.mark.parametrize("row", CHIPS.values(), ids=lambda row: row.name)
+def test_slices_and_einsums_send_nothing(row):
+    for mesh, axes, _ in draws(row, count=20):
+        assert collective_seconds("slice", axes, mesh, 10**9, row) == 0
+        assert collective_seconds("einsum", axes, mesh, 10**9, row) == 0
+
+
+@pytest.mark.parametrize("row", CHIPS.values(), ids=lambda row: row.name)
+def test_an_all_reduce_is_a_scatter_and_a_gather(row):
+    for mesh, axes, _ in draws(row):
+        for buffer in (0, 10**2, 10**6):
+            buffer *= prod(mesh[axis] for axis in axes)
+            gather, scatter, reduce = (collective_seconds(kind, axes, mesh, buffer, row) for kind in KINDS[:3])
+            whole = not row.is_switch and prod(mesh[axis] for axis in axes) == prod(mesh.values())  # a gather in parts
+            assert (gather >= scatter * (1 - 1e-12)) if whole else (gather == scatter)
+            assert scatter <= reduce <= (gather + scatter) * (1 + 1e-12)
+            moved = busy("reduce-scatter", axes, mesh, buffer, row)
+            assert busy("all-reduce", axes, mesh, buffer, row) == pytest.approx(2 * moved, abs=1e-12)
+
+
+@pytest.mark.parametrize("row", CHIPS.values(), ids=lambda row: row.name)
+def test_both_at_once_never_cost_more_than_one_after_the_other(row):
+    for mesh, first, second in draws(row, seed=1):
+        for whole, kind in product((0, 2**20 * 9**4, 2**30 * 9**4), KINDS):
+            joint = collective_seconds(kind, first + second, mesh, whole, row)
+            for one, other in ((first, second), (second, first)):
+                shrunk = prod(mesh[axis] for axis in other) if kind in KINDS[:2] else 1  # the smaller step of the two
+                steps = [collective_seconds(kind, one, mesh, whole / shrunk, row)]
+                steps += [collective_seconds(kind, other, mesh, whole, row)]
+                assert joint <= sum(steps) * (1 + 1e-9), (kind, mesh, one, other)
+
+
+@pytest.mark.parametrize("row", CHIPS.values(), ids=lambda row: row.name)
+def test_one_more_node_never_makes_it_cheaper(row):
+    inside = {"y": 4, "z": row.node_devices // 4}
+    for kind, axes in product(KINDS, (("x",), ("x", "z"), ("x", "y", "z"))):
+        seconds = [collective_seconds(kind, axes, {"x": nodes} | inside, 10**9, row) for nodes in (1, 2, 3, 4, 8, 100)]
+        assert seconds[1:] == sorted(seconds[1:])
+        assert kind == "collective-permute" or len(axes) == 3 or seconds[0] < seconds[1]
+
+
+def test_no_dtype():
+    with pytest.raises(PlanError, match="no dtype is called 'float77'"):
+        dtype_name("float77")

@@ -1,0 +1,110 @@
+"""Thin products: what the calibrated model says of them, and that its constants are there."""
+
+import dataclasses
+from itertools import pairwise, product
+
+import pytest
+
+from gspmd.hardware.chips import CHIPS, chip
+from gspmd.hardware.links import einsum_seconds
+from gspmd.hardware.matmul import EFFICIENCIES, FALLBACK_OVERHEAD, product_seconds
+
+MEASURED = ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e")
+SHAPES = [(64, 1152, 4608), (512, 4608, 1152), (2048, 18432, 256), (8, 128, 128)]
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_every_measured_chip_has_its_constants(name):
+    row = EFFICIENCIES[name]
+    assert all(value > 0 for value in dataclasses.asdict(row).values())
+    assert row.matrix_efficiency <= 1
+    assert row.read_efficiency <= 1
+    assert row.write_efficiency <= 1
+    assert row.overhead_seconds < 1e-5
+
+
+def test_no_constants_without_a_chip():
+    assert set(EFFICIENCIES) <= set(CHIPS)
+
+
+@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("chunks", [2, 8, 32])
+def test_thin_chunks_cost_more_than_the_whole(name, chunks):
+    for left, contracted, right in [(2048, 1152, 4608), (4096, 4608, 4608)]:
+        whole = product_seconds(left, contracted, right, chip=chip(name))
+        thin = product_seconds(left // chunks, contracted, right, chip=chip(name))
+        assert chunks * thin > whole
+        deep = product_seconds(left, contracted // chunks, right, chip=chip(name), accumulate=True)
+        assert chunks * deep > whole
+
+
+def test_thirty_two_chunks_of_64_rows_on_tpu_v4():
+    """Against one product of 2048 rows, as compiled (benchmarks/thin.py's forms, one shape at a time).
+
+    Weights of 1152 x 4608: 2.0 to 2.6 times the cycles where they stay on the chip, 5.5 to 6.5 times where every chunk
+    reads them from main memory. The former is 3.1 for 1152 x 1152, 1.6 for 4608 x 4608 and 1.5 for 18432 x 1152.
+    """
+    v4, rest = chip("tpu-v4"), (1152, 4608)
+    whole = product_seconds(2048, *rest, chip=v4)
+    resident = 32 * product_seconds(64, *rest, chip=v4, read_bytes=2 * 64 * 1152)
+    read_again = 32 * product_seconds(64, *rest, chip=v4)
+    assert 1.9 < resident / whole < 2.7
+    assert 4.5 < read_again / whole < 6.5
+    for weights, measured in [((1152, 1152), 3.1), ((4608, 4608), 1.6), ((18432, 1152), 1.5)]:
+        one = product_seconds(2048, *weights, chip=v4, read_bytes=0)
+        ratio = 32 * product_seconds(64, *weights, chip=v4, read_bytes=0) / one
+        assert ratio == pytest.approx(measured, rel=0.25)
+
+
+@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_monotone_in_every_size(name, accumulate):
+    for shape, place in product(SHAPES, range(3)):
+        grown = [[n * (1 + step / 3 if at == place else 1) for at, n in enumerate(shape)] for step in range(12)]
+        seconds = [product_seconds(*map(int, s), chip=chip(name), accumulate=accumulate) for s in grown]
+        assert all(less <= more for less, more in pairwise(seconds))
+        assert seconds[-1] > seconds[0]
+        batched = [product_seconds(*shape, batch=n, chip=chip(name), accumulate=accumulate) for n in (1, 2, 7)]
+        assert batched == sorted(batched)
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_left_and_right_are_alike(name):
+    for left, contracted, right in SHAPES:
+        there, back = (
+            product_seconds(*s, chip=chip(name)) for s in ((left, contracted, right), (right, contracted, left))
+        )
+        assert there == pytest.approx(back)
+
+
+@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_accumulating_costs_more(name, shape):
+    assert product_seconds(*shape, chip=chip(name), accumulate=True) >= product_seconds(*shape, chip=chip(name))
+    more_of_it = [product_seconds(2048, 64, 4608, chip=chip(name), accumulate=add) for add in (False, True)]
+    assert more_of_it[1] > more_of_it[0]
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_large_products_come_near_the_peak(name):
+    flops = 2 * 8192**3
+    seconds = product_seconds(8192, 8192, 8192, chip=chip(name))
+    assert 1 < seconds / einsum_seconds(flops, 0, "bfloat16", chip(name)) < 1.3
+
+
+def test_float32_takes_longer():
+    slow, fast = (
+        product_seconds(2048, 2048, 2048, dtype=dtype, chip=chip("tpu-v4")) for dtype in ("float32", "bfloat16")
+    )
+    assert slow > 4 * fast
+
+
+def test_a_chip_without_constants_has_its_roofline():
+    own = dataclasses.replace(chip("tpu-v4"), name="my-chip")
+    for one in (chip("h100"), own):
+        moved = 3 * (64 * 128 + 128 * 256 + 64 * 256) * 2
+        expected = einsum_seconds(3 * 2 * 64 * 128 * 256, moved, "bfloat16", one) + FALLBACK_OVERHEAD
+        assert product_seconds(64, 128, 256, batch=3, chip=one) == pytest.approx(expected)
+    moved = (64 * 128 + 128 * 256) * 2 + 2 * 4 * 64 * 256
+    expected = einsum_seconds(2 * 64 * 128 * 256, moved, "bfloat16", own) + FALLBACK_OVERHEAD
+    assert product_seconds(64, 128, 256, chip=own, accumulate=True) == pytest.approx(expected)

@@ -1,0 +1,80 @@
+"""Which loops are chosen, and what a plan says of them."""
+
+import pytest
+
+import gspmd
+from gspmd.planner.overlap import SCHEDULES
+
+MESH = {"x": 4, "y": 4, "z": 4}
+PALM = {"L": 1, "E": 18432, "F": 73728}
+TWO_DIMENSIONS = "BLE_xyz, E_xF_yz -> BLF_yzx"
+
+
+def plan(equation, sizes, mesh=MESH, **options):
+    return gspmd.plan(equation, sizes, mesh, **options)
+
+
+def test_small_products_are_left_as_they_are():
+    small = plan("B_xE, EF_x -> BF_x", {"B": 64, "E": 64, "F": 64}, {"x": 4}, via="BE, EF_x")
+    assert (small.lowering, bool(small.loops), small.hidden_seconds) == ("blocking", False, 0.0)
+
+
+def test_large_ones_are_looped_and_end_sooner():
+    sizes, mesh, via = {"B": 8, "L": 2048, "E": 8192, "F": 32768}, {"x": 8}, "BLE, EF_x"
+    auto, blocking = (
+        plan("BL_xE, EF_x -> BLF_x", sizes, mesh, via=via, lowering=name) for name in ("auto", "blocking")
+    )
+    assert auto.lowering == "looped"
+    assert blocking.seconds / auto.seconds > 1.3
+    assert auto.wire_bytes == blocking.wire_bytes
+    assert auto.peak_bytes < blocking.peak_bytes
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_is_taken_as_it_is_asked_for(schedule):
+    name, sizes = f"looped:{schedule}", {"B": 64, "E": 64, "F": 64}
+    asked = plan("B_xE, EF_x -> BF_x", sizes, {"x": 4}, via="BE, EF_x", lowering=name)
+    assert [ring.schedule for ring in asked.loops.gathers.values()] == [schedule]
+    assert asked.lowering == name
+
+
+def test_the_order_of_the_operands_does_not_matter():
+    sizes, mesh = {"B": 512, "L": 512, "E": 8192, "F": 32768}, {"x": 8}
+    one = plan("B_xLE, E_xF -> B_xLF", sizes, mesh, via="B_xLE, EF")
+    other = plan("E_xF, B_xLE -> B_xLF", sizes, mesh, via="EF, B_xLE")
+    assert one.seconds == pytest.approx(other.seconds)
+
+
+def test_what_travels_both_before_and_behind_is_cut_into_stripes():
+    both = plan("BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx)", PALM | {"B": 4096})
+    assert (both.loops.stripes.dim, len(both.loops.stripes.sizes)) == ("B", 4)
+    text = str(both)
+    assert "looped: all-gather yz, paired, 4 stripes of B\n" in text
+    assert "less than blocking" in text
+
+
+def test_nothing_is_gathered_whole_for_the_gradient():
+    """Both operands of the weight's gradient travel: stripes, however thin."""
+    looped = plan(TWO_DIMENSIONS, {"B": 64, "L": 1, "E": 64, "F": 64}, lowering="looped")
+    assert looped.backward_loops.stripes.dim == "B"
+    assert [str(spec) for spec in looped.kept] == ["BLE_xyz", "E_xF_yz"]
+
+
+def test_gradients_say_what_they_loop():
+    gradients = plan(TWO_DIMENSIONS, PALM | {"B": 65536}, lowering="looped").gradients
+    assert [gradient.lowering for gradient in gradients] == ["looped", "looped"]
+    assert all("looped: all-gather" in str(gradient) for gradient in gradients)
+
+
+def test_a_move_alone_has_nothing_to_hide_behind():
+    move = plan("B_xE -> BE", {"B": 64, "E": 64}, {"x": 4}, lowering="looped")
+    assert not move.loops
+
+
+def test_gradients_share_what_is_hidden_and_none_ends_before_it_begins():
+    sizes = {"B": 65536, "E": 8192, "F": 32768}
+    whole = plan("B_xE, E_xF -> B_xF", sizes, {"x": 256}, via="B_xE, EF")
+    hidden = sum(gradient.hidden_seconds for gradient in whole.gradients)
+    assert hidden == pytest.approx(whole._looped_backward[1])
+    assert hidden > 0
+    assert all(gradient.seconds > 0 for gradient in whole.gradients)

@@ -1,0 +1,202 @@
+"""Collectives written for the TPU compiler: the same numbers on host devices, and on a TPU what was planned."""
+
+from importlib import util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import gspmd
+from gspmd.audit.topology import topology
+from gspmd.lowerings.blocking import tpu
+
+MESHES = [
+    ({"x": 2}, ("x",)),
+    ({"x": 3}, ("x",)),
+    ({"x": 4}, ("x",)),
+    ({"x": 2, "y": 3}, ("x", "y")),
+    ({"x": 4, "y": 2}, ("x", "y")),
+    ({"x": 4, "y": 2}, ("y", "x")),
+    ({"x": 2, "y": 1, "z": 4}, ("z", "y", "x")),
+    ({"x": 2, "y": 2, "z": 2}, ("x", "y", "z")),
+    ({"x": 2, "y": 2, "z": 2}, ("z", "x")),
+]
+SHAPES = [(24, 24, 24), (24, 1, 48), (24, 3072)]
+CASES = [(shape, dimension) for shape in SHAPES for dimension in range(len(shape)) if shape[dimension] % 24 == 0]
+
+
+@pytest.fixture
+def whole_rings(monkeypatch):
+    """Splits every collective over a whole mesh, as on large slices, by a chip with the torus of v4."""
+    monkeypatch.setattr(tpu, "_WHOLE", {"gather": 1, "scatter": 1})
+    monkeypatch.setattr(tpu, "_device_kind", lambda: "TPU v4")
+
+
+def spec(rank: int, dimension: int, axes: tuple[str, ...]) -> jax.P:
+    return jax.P(*(axes if place == dimension else None for place in range(rank)))
+
+
+def drawn(shape, dtype):
+    return jnp.asarray(np.random.default_rng(0).integers(-8, 9, shape), dtype)  # sums are exact
+
+
+@pytest.mark.usefixtures("whole_rings")
+@pytest.mark.parametrize(
+    ("sizes", "axes", "dtype"),
+    [(*case, "bfloat16") for case in MESHES] + [(*case, "float32") for case in MESHES[2::3]],
+    ids=str,
+)
+def test_the_same_numbers(make_mesh, sizes, axes, dtype):
+    whole = [drawn(shape, dtype) for shape, _ in CASES]
+    placed = [spec(len(shape), dimension, axes) for shape, dimension in CASES]
+
+    def program(whole, pieces):
+        gathered = [tpu.all_gather(x, axes, d, sizes) for x, (_, d) in zip(pieces, CASES)]
+        # every device adds its own number, so that a summand too many or one of a wrong piece shows
+        summands = [x + lax.axis_index(tuple(sizes)).astype(dtype) for x in whole]
+        scattered = [tpu.reduce_scatter(x, axes, d, sizes) for x, (_, d) in zip(summands, CASES)]
+        plain = [lax.psum_scatter(x, axes, scatter_dimension=d, tiled=True) for x, (_, d) in zip(summands, CASES)]
+        return gathered, scattered, plain
+
+    specs = {"in_specs": (jax.P(), placed), "out_specs": (jax.P(), placed, placed)}
+    mapped = jax.shard_map(program, mesh=make_mesh(sizes, "auto"), check_vma=False, **specs)
+    gathered, scattered, plain = jax.jit(mapped)(whole, whole)
+    for case, *arrays in zip(CASES, whole, gathered, scattered, plain):
+        x, gather, scatter, want = (np.asarray(each.astype("float32")) for each in arrays)
+        np.testing.assert_array_equal(gather, x, err_msg=str(case))
+        np.testing.assert_array_equal(scatter, want, err_msg=str(case))
+
+
+EQUATIONS = [
+    ("BE_x, E_xF_yz -> BF_yzx", ((8, 16), (16, 32))),
+    ("B_zE_xy, EF -> B_zF_yx", ((8, 16), (16, 32))),
+    ("BE_xyz, E_xyzF -> BF_xyz", ((8, 16), (16, 32))),
+    ("BE_xyz, EF -> BF", ((8, 16), (16, 32))),
+]
+
+
+@pytest.mark.parametrize(("equation", "shapes"), EQUATIONS)
+def test_equations_and_their_gradients(monkeypatch, make_mesh, equation, shapes):
+    mesh = make_mesh({"x": 2, "y": 2, "z": 2})
+    specs = equation.partition(" -> ")[0].split(", ")
+
+    def both(*arrays):
+        y, transpose = jax.vjp(lambda *a: gspmd.einsum(equation, *a), *arrays)
+        return y, transpose(y)
+
+    with jax.set_mesh(mesh):
+        arrays = [gspmd.annotate(drawn(shape, "float32"), spec) for shape, spec in zip(shapes, specs)]
+        want = jax.jit(both)(*arrays)
+        jax.clear_caches()
+        monkeypatch.setattr(tpu, "is_target", lambda: True)
+        monkeypatch.setattr(tpu, "_WHOLE", {"gather": 1, "scatter": 1})
+        got = jax.jit(lambda *a: both(*a))(*arrays)
+    jax.clear_caches()  # nothing that was traced for a TPU is left for other tests
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.usefixtures("whole_rings")
+def test_in_parts_the_bytes_are_those_of_the_whole(make_mesh):
+    mesh = make_mesh({"x": 2, "y": 2, "z": 2}, "auto")
+    sizes, axes = dict(mesh.shape), ("x", "y", "z")
+    program = jax.shard_map(
+        lambda x: tpu.all_gather(tpu.reduce_scatter(x, axes, 0, sizes), axes, 0, sizes),
+        mesh=mesh,
+        in_specs=jax.P(),
+        out_specs=jax.P(),
+        check_vma=False,
+    )
+    ledger = gspmd.ledger(jax.jit(program).lower(jax.ShapeDtypeStruct((64, 4), "float32")).compile(), mesh)
+    assert ledger.by_kind_and_axes() == {
+        # 1024 bytes: half of them over the minor ring, of 512, and 3/4 over the other two
+        ("all-gather", ("x", "y")): (1, 768),
+        ("all-gather", ("z",)): (1, 128),
+        ("reduce-scatter", ("x", "y")): (1, 768),
+        ("reduce-scatter", ("z",)): (1, 128),
+    }
+    assert ledger.wire_bytes == 2 * 1024 * 7 // 8
+
+
+def test_a_host_is_no_target(make_mesh):
+    with jax.set_mesh(make_mesh({"x": 4})):
+        assert not tpu.is_target()
+    assert not tpu.is_target()
+
+
+@pytest.fixture
+def torus():
+    if util.find_spec("libtpu") is None:
+        pytest.skip("libtpu, the TPU compiler, is not installed")
+    return topology("tpu-v4:4x4x4").mesh({"x": 4, "y": 4, "z": 4})
+
+
+def agreed(mesh, function, *arrays) -> dict:
+    """What a program sends on a TPU, if that is what was planned."""
+    with jax.set_mesh(mesh):
+        assert tpu.is_target()
+        abstract = [gspmd.annotate(jax.ShapeDtypeStruct(shape, "bfloat16"), spec) for spec, shape in arrays]
+        compared = gspmd.ledger(jax.jit(function).lower(*abstract).compile()).compare(gspmd.trace(function, *abstract))
+    assert compared.agrees, compared
+    return {key: compiled for key, (_, compiled) in compared.totals.items()}
+
+
+def test_a_decoding_step_reduces_and_scatters(torus):
+    # bf16 [512, 1, 4608] over x: 512 * 4608 * 2 bytes * 3 / 4
+    sent = agreed(
+        torus,
+        lambda x, w: gspmd.einsum("BLE_x, E_xF_yz -> BLF_yzx", x, w, lowering="blocking"),
+        ("BLE_x", (512, 1, 18432)),
+        ("E_xF_yz", (18432, 73728)),
+    )
+    assert sent == {("reduce-scatter", ("x",)): 512 * 4608 * 2 * 3 // 4}
+
+
+def test_a_gather_over_all_three_rings_sends_what_is_planned(torus):
+    sent = agreed(torus, lambda x: gspmd.reshard(x, "BLE_xyz -> BLE"), ("BLE_xyz", (512, 1, 18432)))
+    assert sent == {("all-gather", ("x", "y", "z")): 512 * 18432 * 2 * 63 // 64}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dimension", "axes"),
+    [
+        ((512, 1, 4608), 2, "x"),
+        ((512, 1, 4608), 2, "yz"),
+        ((512, 1, 4608), 0, "x"),  # rows of a matrix: sequences, in a decoding step
+        ((512, 1, 4608), 0, "xy"),
+        ((64, 1, 512), 0, "xy"),  # four rows each, less than a tile
+        ((64, 4096), 0, "xy"),
+        ((1024, 4096), 0, "x"),
+        ((512, 4, 4608), 0, "x"),
+        ((512, 4, 4608), 2, "x"),
+        ((64, 4, 1024), 2, "xy"),
+        ((4, 1024, 2048), 2, "yz"),  # pieces of 128, one row of lanes
+        ((4, 1024, 4096), 2, "yz"),  # of 256, two rows
+        ((16, 256, 640), 2, "yz"),  # of 40, no whole number of tiles
+        ((2048, 8, 64), 2, "yz"),  # of 4
+        ((8192, 2048), 0, "y"),
+        ((64, 64, 2048), 0, "y"),
+        ((64, 512, 2048), 1, "y"),
+    ],
+    ids=str,
+)
+def test_a_reduce_scatter_stays_one(torus, shape, dimension, axes):
+    sizes = dict(torus.shape)
+
+    def program(x, w):
+        y = jnp.einsum("...d,de->...e", x, w)
+        return jnp.tanh(tpu.reduce_scatter(y, tuple(axes), dimension, sizes))
+
+    mesh = jax.sharding.Mesh(torus.devices, torus.axis_names)  # Auto axes, for a program of its own
+    placed = [
+        jax.ShapeDtypeStruct(each, "bfloat16", sharding=jax.NamedSharding(mesh, jax.P()))
+        for each in ((*shape[:-1], 128), (128, shape[-1]))
+    ]
+    out = spec(len(shape), dimension, tuple(axes))
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(program, in_specs=(jax.P(), jax.P()), out_specs=out, check_vma=False)
+        ledger = gspmd.ledger(jax.jit(mapped).lower(*placed).compile())
+    group = 4 ** len(axes)
+    whole = 2 * int(np.prod(shape))
+    assert ledger.by_kind_and_axes() == {("reduce-scatter", tuple(axes)): (1, whole * (group - 1) // group)}

@@ -1,0 +1,113 @@
+"""Looking rows up: every way a table and tokens can lie, and the cheapest way to bring them together."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gspmd
+from gspmd.ops._embedding import embed
+
+RNG = np.random.default_rng(0)
+IDS = RNG.integers(0, 24, size=(4, 6)).astype(np.int32)
+TABLE = RNG.normal(size=(24, 16)).astype(np.float32)
+
+CUBE, FLAT, ODD = {"x": 2, "y": 2, "z": 2}, {"x": 4, "y": 2}, {"x": 3, "y": 2, "z": 1}
+CASES = [
+    (CUBE, "BL, VE -> BLE"),
+    (CUBE, "B_xL, VE_y -> B_xLE_y"),
+    (CUBE, "B_xL, V_yE -> B_xLE_y"),
+    (CUBE, "B_xL, V_xE -> B_xLE"),
+    (CUBE, "BL, V_xyzE -> BLE_xyz"),
+    (CUBE, "BL, VE_xyz -> BLE_xyz"),
+    (CUBE, "B_xL, V_xE_yz -> B_xLE_yz"),
+    (FLAT, "B_xL_y, V_yxE -> B_xL_yE"),
+    (FLAT, "B_xL, VE_yx -> B_xLE_y"),
+    (FLAT, "BL, V_yE -> B_xLE"),
+    (ODD, "B_yL_x, V_xE_z -> B_yL_xE"),
+    (ODD, "B_yL, V_xE -> B_yLE_z"),
+]
+
+
+def _specs(equation):
+    operands, rows = equation.split(" -> ")
+    return operands.split(", "), rows
+
+
+@pytest.mark.parametrize(("mesh", "equation"), CASES)
+def test_value_gradient_and_collectives(mesh, equation, axis_type, check_form):
+    specs, rows = _specs(equation)
+    check_form(
+        lambda ids, table: embed(ids, table, equation), lambda ids, table: table[ids], (IDS, TABLE), specs, rows,
+        mesh=mesh, axis_type=axis_type, wrt=(1,),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("mesh", "equation"), [CASES[2], CASES[7], CASES[10]])
+def test_compiler_chooses(mesh, equation, axis_type, check_form):
+    specs, rows = _specs(equation)
+    check_form(
+        lambda ids, table: embed(ids, table, equation), lambda ids, table: table[ids], (IDS, TABLE), specs, rows,
+        mesh=mesh, axis_type=axis_type, lowering="xla", wrt=(1,),
+    )  # fmt: skip
+
+
+def _planned(make_mesh, mesh, equation, tokens, vocabulary, embed_size, gradient=False):
+    """The planned collectives of a lookup as (what moves, kind, axes)."""
+    mesh = make_mesh(mesh, "auto")
+    ids = jax.ShapeDtypeStruct((8, tokens // 8), jnp.int32)
+    table = jax.ShapeDtypeStruct((vocabulary, embed_size), jnp.bfloat16)
+    value = lambda ids, table: embed(ids, table, equation)  # noqa: E731
+    slope = lambda ids, table: jax.grad(lambda t: value(ids, t).astype(jnp.float32).sum())(table)  # noqa: E731
+    with jax.set_mesh(mesh):
+        steps = gspmd.trace(slope if gradient else value, ids, table).steps
+    return [(step.operand, step.kind, step.axes) for step in steps if step.is_collective]
+
+
+def test_few_tokens_send_rows_and_never_the_table(make_mesh):
+    planned = _planned(make_mesh, {"x": 4, "y": 2}, "B_xL, V_xE -> B_xLE", 64, 2**18, 512)
+    assert planned == [("ids", "all-gather", ("x",)), ("result", "reduce-scatter", ("x",))]
+
+
+def test_many_tokens_gather_the_table(make_mesh):
+    planned = _planned(make_mesh, {"x": 4, "y": 2}, "B_xL, V_xE -> B_xLE", 2**20, 256, 512)
+    assert planned == [("table", "all-gather", ("x",))]
+
+
+def test_the_gradient_chooses_for_itself(make_mesh):
+    few = _planned(make_mesh, {"x": 4, "y": 2}, "B_xL, V_xE -> B_xLE", 64, 2**18, 512, gradient=True)
+    assert few == [("ids", "all-gather", ("x",)), ("cotangent", "all-gather", ("x",))]
+    many = _planned(make_mesh, {"x": 4, "y": 2}, "B_xL, V_xE -> B_xLE", 2**20, 256, 512, gradient=True)
+    assert many == [("gradient of table", "reduce-scatter", ("x",))]
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+def test_ids_outside_the_table_read_zeros(make_mesh, place, lowering):
+    mesh, ids = make_mesh({"x": 4}), np.array([[-1, 24], [23, 0]], np.int32)
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        look = lambda t: embed(jnp.asarray(ids), t, "BL, V_xE -> BLE")  # noqa: E731
+        rows, transpose = jax.vjp(look, place(mesh, TABLE, "V_xE"))
+        (gradient,) = transpose(jnp.ones_like(rows))
+    np.testing.assert_array_equal(rows, np.stack([np.zeros((2, 16)), TABLE[[23, 0]]]))
+    np.testing.assert_array_equal(gradient[:, 0], np.eye(24)[[0, 23]].sum(0))
+
+
+def test_repeated_ids_add_up_in_float32(make_mesh):
+    table, ids = jnp.zeros((2, 4), jnp.bfloat16), jnp.zeros((1, 1024), jnp.int32)
+    with jax.set_mesh(make_mesh({"x": 2}, "auto")):
+        slope = jax.jit(jax.grad(lambda t: embed(ids, t, "BL_x, VE -> BL_xE").astype(jnp.float32).sum()))
+        np.testing.assert_array_equal(slope(table)[0], 1024.0)  # bfloat16 would stop at 256
+
+
+@pytest.mark.parametrize(
+    ("equation", "fact"),
+    [
+        ("BL -> LB", "a lookup has two operands, the ids and the table, and one result."),
+        ("BL, VE -> BEL", "the result has the dimensions of the ids, then the table's second."),
+    ],
+)
+def test_refuses_what_is_no_lookup(make_mesh, equation, fact):
+    with jax.set_mesh(make_mesh({"x": 2})), pytest.raises(gspmd.SpecError) as error:
+        embed(jnp.asarray(IDS), jnp.asarray(TABLE), equation)
+    assert fact in str(error.value)
+    assert str(error.value).startswith(f"cannot look up '{equation}'")

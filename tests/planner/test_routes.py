@@ -1,0 +1,69 @@
+"""Where the planner's numbers and memory end: large tensors, many mesh axes, many dimensions, much that is kept."""
+
+import gc
+
+import numpy as np
+import pytest
+
+import gspmd
+from gspmd.annotate import PlanError
+from gspmd.hardware.chips import chip
+from gspmd.planner import paths as routes
+from gspmd.planner.transitions import Graph
+
+V4 = chip("tpu-v4")
+
+
+@pytest.mark.parametrize("exponent", [19, 24, 26, 36])
+def test_a_large_move_is_counted_exactly_or_refused(exponent):
+    sizes = {"B": 2**exponent, "E": 2**20}
+    if exponent <= 24:
+        plan = gspmd.plan("B_xE -> BE", sizes, {"x": 4}, dtype="bfloat16", lowering="blocking")
+        assert plan.wire_bytes == 2 * 2**exponent * 2**20 * 3 // 4
+    else:
+        with pytest.raises(PlanError, match=rf"operand of {2**exponent}x{2**20}, .*: on every way there a device\n"):
+            gspmd.plan("B_xE -> BE", sizes, {"x": 4}, dtype="bfloat16")
+
+
+def test_a_large_product_is_refused_and_names_the_operand():
+    sizes = dict.fromkeys("BEF", 2**24)
+    with pytest.raises(PlanError, match=r"cannot plan operand 1 of .* PB: on every way there a device\n.*Check"):
+        gspmd.plan("BE_x, E_xF -> BF", sizes, {"x": 4, "y": 4}, "float32")
+
+
+def test_a_large_tensor_whose_pieces_are_small_is_planned():
+    plan = gspmd.plan("B_xyE -> B_xE_y", {"B": 2**22, "E": 2**22}, {"x": 256, "y": 256}, "float32", lowering="blocking")
+    assert [step.kind for step in plan.steps if step.is_collective] == ["all-to-all"]
+
+
+def test_more_mesh_axes_than_can_be_searched_are_refused():
+    mesh = dict.fromkeys("abcdefg", 2)
+    with pytest.raises(PlanError, match=r"cannot plan on 7 mesh axes .*\n.*\n  Make one mesh axis of two"):
+        gspmd.plan("BE_a -> BE", {"B": 1024, "E": 1024}, mesh)
+
+
+def test_pieces_of_many_dimensions_are_told_apart():
+    """Their shapes as one number would outgrow 64 bits."""
+    everywhere = tuple(frozenset(range(8)) for _ in range(24))
+    graph = Graph((2, 3, 5), everywhere, 0)
+    parts = graph.nodes.parts[graph.nodes.sequences.mask[graph.nodes.rows]]
+    permutes = graph.permutes
+    there = np.repeat(permutes._heads, permutes._counts)
+    assert np.array_equal(parts[permutes.here], parts[there])
+
+
+def test_what_is_kept_is_bounded(monkeypatch):
+    routes.forget()
+    monkeypatch.setattr(routes, "_MOST_ARCS", 20_000)
+    mesh = (("x", 2), ("y", 3), ("z", 5))
+    for number in range(40):  # of other divisors: a graph each
+        routes.routes((2**number, 3 * 5 * 7**number), mesh, 2, V4, frozenset())
+    gc.collect()
+    graphs = {id(each): each.arcs for each in gc.get_objects() if isinstance(each, Graph)}
+    assert sum(graphs.values()) <= 20_000 + max(graphs.values())
+
+
+def test_costs_that_are_kept_cannot_be_written_to():
+    ways = routes.routes((8, 8), (("x", 2),), 2, V4, frozenset())
+    with pytest.raises(ValueError, match="read-only"):
+        ways.costs_from(0)[0] = 1

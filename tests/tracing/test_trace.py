@@ -1,0 +1,236 @@
+"""What trace counts is what is compiled: collectives by kind and in bytes, under gradients, loops and recomputation."""
+
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import gspmd
+from tests.references import compiled
+
+MESH = {"x": 2, "y": 2, "z": 2}
+SHAPES = {"x": ("BLE_xyz", (8, 4, 64)), "w": ("E_xF_yz", (64, 128)), "v": ("F_yzE_x", (128, 64))}
+
+
+LOOPED = ("looped", "looped:one-way", "looped:halves", "looped:paired", "auto")
+
+
+@pytest.fixture(autouse=True)
+def blocking():
+    """What is not said to be looped is not: a step is then one collective."""
+    with gspmd.lowering("blocking"):
+        yield
+
+
+@pytest.fixture
+def arguments(make_mesh, axis_type):
+    """The mesh, and abstract arguments on it."""
+    mesh = make_mesh(MESH, axis_type)
+    return mesh, [
+        jax.ShapeDtypeStruct(
+            shape, jnp.float32, sharding=jax.NamedSharding(mesh, gspmd.Spec.parse(spec).partition_spec())
+        )
+        for spec, shape in SHAPES.values()
+    ]
+
+
+def _layer(x, w, v):
+    h = gspmd.einsum("BLE_xyz, E_xF_yz -> BLF_yzx", x, w, via="BLE_x, E_xF_yz")
+    return gspmd.einsum("BLF_yzx, F_yzE_x -> BLE_xyz", h, v, via="BLF_yz, F_yzE_x")
+
+
+def _value_and_gradients(layer):
+    def both(x, w, v):
+        y, transpose = jax.vjp(layer, x, w, v)
+        return y, transpose(jnp.cos(x))  # not x itself, whose gather the compiler would share
+
+    return both
+
+
+def _scanned(x, w, v):
+    return jax.lax.scan(lambda x, _: (_layer(x, w, v), None), x, None, length=5)[0]
+
+
+def _nested(x, w, v):
+    return jax.lax.scan(lambda x, _: (_scanned(x, w, v), None), x, None, length=2)[0]
+
+
+def _rematerialized(x, w, v):
+    layer = jax.checkpoint(_layer)
+    return jax.lax.scan(lambda x, _: (layer(x, w, v), None), x, None, length=3)[0]
+
+
+PROGRAMS = {
+    "forward": _layer,
+    "gradient": _value_and_gradients(_layer),
+    "scan": _scanned,
+    "nested scans": _nested,
+    "gradient of a scan": _value_and_gradients(_scanned),
+    "gradient with recomputation": _value_and_gradients(_rematerialized),
+    "moves": lambda x, w, v: gspmd.reshard(gspmd.reshard(x, "BLE_xyz -> B_xyzLE"), "B_xyzLE -> BLE"),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_planned_is_compiled(arguments, name):
+    mesh, abstract = arguments
+    with jax.set_mesh(mesh):
+        plan = gspmd.trace(PROGRAMS[name], *abstract)
+        text = jax.jit(PROGRAMS[name]).lower(*abstract).compile().as_text()
+    counts = {}
+    for step in plan.steps:
+        if step.is_collective:
+            counts[step.kind] = counts.get(step.kind, 0) + 1
+    assert counts == dict(compiled.collectives(text))
+    assert plan.wire_bytes == compiled.bytes_sent(text)
+    assert plan.flops == compiled.dot_flops(text)
+
+
+IN_TURN = {(name, LOOPED[at % len(LOOPED)]) for at, name in enumerate(PROGRAMS)}
+OTHERS = {*product(PROGRAMS, LOOPED)} - IN_TURN
+
+
+@pytest.mark.parametrize(
+    ("name", "lowering"), [*sorted(IN_TURN), *(pytest.param(*each, marks=pytest.mark.slow) for each in sorted(OTHERS))]
+)
+def test_what_is_looped_is_planned_as_the_permutes_that_are_compiled(arguments, name, lowering):
+    mesh, abstract = arguments
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        plan = gspmd.trace(PROGRAMS[name], *abstract)
+        text = jax.jit(PROGRAMS[name]).lower(*abstract).compile().as_text()
+    sent = {kind for (kind, _), (_, amount) in plan.by_kind_and_axes().items() if amount}
+    assert sent == set(compiled.collectives(text))
+    assert plan.wire_bytes == compiled.bytes_sent(text)
+    assert plan.flops == compiled.dot_flops(text)
+
+
+def test_a_looped_step_counts_once_and_sends_what_it_would_in_one_piece(arguments):
+    mesh, abstract = arguments
+    with jax.set_mesh(mesh):
+        whole = gspmd.trace(_scanned, *abstract)
+    with jax.set_mesh(mesh), gspmd.lowering("looped"):
+        plan = gspmd.trace(_scanned, *abstract)
+    assert plan.wire_bytes == whole.wire_bytes
+    assert {key: count for key, (count, _) in plan.by_kind_and_axes().items()} == {
+        ("collective-permute", ("x",)): 10,
+        ("collective-permute", ("y", "z")): 10,
+    }
+    assert len(plan.entries) == len(whole.entries)
+
+
+def test_kinds_and_axes_add_up(arguments):
+    mesh, abstract = arguments
+    with jax.set_mesh(mesh):
+        plan = gspmd.trace(_scanned, *abstract)
+    found = plan.by_kind_and_axes()
+    assert {key: count for key, (count, _) in found.items()} == {
+        ("all-gather", ("x",)): 5,
+        ("all-gather", ("y", "z")): 5,
+        ("reduce-scatter", ("x",)): 5,
+        ("reduce-scatter", ("y", "z")): 5,
+    }
+    assert sum(sent for _, sent in found.values()) == plan.wire_bytes
+    assert plan.seconds > 0
+
+
+def test_a_step_knows_its_equation_and_trips(arguments):
+    mesh, abstract = arguments
+    with jax.set_mesh(mesh):
+        plan = gspmd.trace(_scanned, *abstract)
+    assert {entry.trips for entry in plan.entries} == {5}
+    assert {entry.equation for entry in plan.entries} == {
+        "BLE_xyz, E_xF_yz -> BLF_yzx",
+        "BLF_yzx, F_yzE_x -> BLE_xyz",
+    }
+    first = plan.entries[0]
+    assert first.wire_bytes == 5 * first.step.wire_bytes
+
+
+def test_what_nobody_uses_is_not_counted(arguments):
+    mesh, abstract = arguments
+    with jax.set_mesh(mesh):
+        plan = gspmd.trace(lambda x, w, v: (_layer(x, w, v), x + 1)[1], *abstract)
+    assert plan.steps == ()
+
+
+def test_a_conditional_counts_its_largest_branch(arguments):
+    mesh, abstract = arguments
+    with jax.set_mesh(mesh):
+        both = lambda x, w, v: jax.lax.cond(True, lambda: _layer(x, w, v), lambda: x)  # noqa: E731
+        assert gspmd.trace(both, *abstract).wire_bytes == gspmd.trace(_layer, *abstract).wire_bytes
+
+
+DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "s32", "uint8": "u8", "bool": "pred"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_knows_what_it_sends(make_mesh, dtype):
+    with jax.set_mesh(make_mesh(MESH, "auto")):
+        plan = gspmd.trace(lambda x: gspmd.reshard(x, "B_xE -> BE"), jax.ShapeDtypeStruct((8, 4), dtype))
+    assert [entry.dtype for entry in plan.entries] == [DTYPES[dtype]]
+
+
+def _until_ten(x, w, v):
+    return jax.lax.while_loop(lambda c: c[0] < 10, lambda c: (c[0] + 1, _layer(c[1], w, v)), (0, x))[1]
+
+
+def test_a_while_loop_counts_once_and_a_note_says_so(arguments):
+    mesh, abstract = arguments
+    with jax.set_mesh(mesh):
+        plan, layer = gspmd.trace(_until_ten, *abstract), gspmd.trace(_layer, *abstract)
+    assert plan.wire_bytes == layer.wire_bytes
+    (note,) = plan.notes
+    inside = "in it: BLE_xyz, E_xF_yz -> BLF_yzx; BLF_yzx, F_yzE_x -> BLE_xyz"
+    assert note == f"a while loop is planned as one trip, for its trips are not known here; {inside}"
+    assert f"note: {note}" in " ".join(str(plan).split())
+    assert not layer.notes
+
+
+def test_a_while_loop_without_steps_needs_no_note(arguments):
+    mesh, abstract = arguments
+    with jax.set_mesh(mesh):
+        plan = gspmd.trace(lambda x, w, v: jax.lax.while_loop(lambda n: n < 10, lambda n: n + 1, 0), *abstract)
+    assert plan.notes == ()
+
+
+def test_the_plan_knows_which_equations_the_compiler_lowers(arguments):
+    mesh, abstract = arguments
+    with jax.set_mesh(mesh):
+        with gspmd.lowering("xla"):
+            forecast = gspmd.trace(_layer, *abstract)
+        planned = gspmd.trace(_layer, *abstract)
+    assert forecast.lowered == {"BLE_xyz, E_xF_yz -> BLF_yzx", "BLF_yzx, F_yzE_x -> BLE_xyz"}
+    assert planned.lowered == frozenset()
+
+
+def test_under_xla_the_plan_is_a_forecast(arguments):
+    mesh, abstract = arguments
+    with jax.set_mesh(mesh), gspmd.lowering("xla"):
+        forecast = gspmd.trace(_value_and_gradients(_layer), *abstract)
+    with jax.set_mesh(mesh):
+        planned = gspmd.trace(_value_and_gradients(_layer), *abstract)
+    assert forecast.by_kind_and_axes() == planned.by_kind_and_axes()
+
+
+def test_it_prints_a_table(arguments):
+    mesh, abstract = arguments
+    with jax.set_mesh(mesh):
+        text = str(gspmd.trace(_layer, *abstract))
+    assert "planned collectives, per device" in text
+    assert "all-gather" in text
+
+
+@pytest.mark.parametrize("fn", [None, "a function", 7, gspmd.Spec.parse("B_x")], ids=lambda fn: type(fn).__name__)
+def test_what_is_no_function_is_named(fn):
+    with pytest.raises(gspmd.PlanError, match=rf"cannot trace an? {type(fn).__name__}: it is no function"):
+        gspmd.trace(fn, 1.0)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["BLE_xyz", gspmd.Spec.parse("B_x"), "float32", object()], ids=["notation", "spec", "dtype", "object"]
+)
+def test_an_argument_that_is_no_array_is_named(wrong):
+    with pytest.raises(gspmd.PlanError, match=r"argument \[1\]\['w'\] is ") as told:
+        gspmd.trace(lambda x, tree: x, 1.0, {"v": None, "w": wrong})
+    assert "Give arrays, jax.ShapeDtypeStruct or numbers" in str(told.value)
