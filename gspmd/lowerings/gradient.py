@@ -24,18 +24,20 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
     """Make the function of a planned program that JAX differentiates by the program's own backward pass.
 
     Args:
-        forward: (form, *arrays) to (results, kept): one array or a tuple of them, and what the backward pass needs.
-        backward: (form, kept, cotangents) to a tuple with the cotangent of every array, None for one without.
+        forward: (form, *arrays) to (results, residuals): one array or a tuple of them, and what the backward pass
+            needs.
+        backward: (form, residuals, cotangents) to a tuple with the cotangent of every array, None for one without.
         title: what an error calls a form.
 
     Returns:
-        A function (form, *arrays) -> results; the form is hashable and no array.
+        A function (form, *arrays) -> results; the form is hashable and no array. All that both passes depend on is in
+        it: nothing around the call, such as the lowering in force, is read again by a backward pass.
 
     Raises:
         PlanError: by the function, under forward-mode differentiation of it.
 
     Example:
-        >>> scaled = with_gradient(lambda by, x: (by * x, None), lambda by, kept, g: (by * g,))
+        >>> scaled = with_gradient(lambda by, x: (by * x, None), lambda by, residuals, g: (by * g,))
         >>> jax.grad(lambda x: scaled(3.0, x))(2.0).item()
         3.0
     """
@@ -44,11 +46,11 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
     def program(form, *arrays):
         return batched_together(forward(form, *arrays)[0])
 
-    def kept_forward(form, *arrays):
-        results, kept = forward(form, *arrays)
-        return batched_together(results), kept
+    def residual_forward(form, *arrays):
+        results, residuals = forward(form, *arrays)
+        return batched_together(results), residuals
 
-    program.defvjp(kept_forward, backward)
+    program.defvjp(residual_forward, backward)
 
     def checked(form, *arrays):
         try:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from gspmd.annotate.errors import shown
 from gspmd.annotate.spec import Spec
-from gspmd.lowerings.program import Context, compiler_chooses, context, run
+from gspmd.lowerings.program import Context, context, run
+from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops.operands import array
 from gspmd.ops.planned_op import Chains, dimension, read, settle, shard_index, sizes_of
 
@@ -46,17 +47,17 @@ def argmax(logits: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
     at = dimension(doing, spec, dim)
     logits = jax.lax.stop_gradient(logits)
     if ctx.lowering == "xla":
-        return compiler_chooses(partial(_plain, at), (spec,), spec.without(dim), logits, name=f"argmax {spec}")
-    return _argmax(spec, at, logits)
+        return compiler_chooses(ctx, partial(_plain, at), (spec,), spec.without(dim), logits, name=f"argmax {spec}")
+    return _argmax(spec, at, ctx, logits)
 
 
 def _plain(at: int, logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=at).astype(jnp.int32)
 
 
-def _argmax(spec: Spec, at: int, logits: jax.Array) -> jax.Array:
-    steps, body = _value(spec, at, logits.shape, logits.dtype.itemsize, context())
-    return run(f"argmax {spec}", steps, body, (spec,), spec.without(spec.dims[at]), logits)
+def _argmax(spec: Spec, at: int, ctx: Context, logits: jax.Array) -> jax.Array:
+    steps, body = _value(spec, at, logits.shape, logits.dtype.itemsize, ctx)
+    return run(ctx, f"argmax {spec}", steps, body, (spec,), spec.without(spec.dims[at]), logits)
 
 
 @lru_cache(maxsize=1024)

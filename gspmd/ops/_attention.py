@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from gspmd.annotate.errors import Fault, PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
-from gspmd.lowerings.gradient import with_gradient
-from gspmd.lowerings.program import Context, compiler_chooses, context, run
+from gspmd.lowerings.program import Context, context, run
+from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops.operands import array, flag, number
-from gspmd.ops.planned_op import Chains, fault, read, shard_index, sizes_of
+from gspmd.ops.planned_op import Chains, fault, planned_op, read, shard_index, sizes_of
 from gspmd.planner.resharding import move
 from gspmd.planner.steps import Step
 
@@ -79,9 +79,9 @@ def attention(
     if ctx.lowering == "xla":
         f = partial(_plain, extras, causal, scale)
         ins, name = (query, key, key, *extras.specs(key)), f"attention {query}, {key}"
-        return compiler_chooses(f, ins, query, q, k, v, *more, name=name)
+        return compiler_chooses(ctx, f, ins, query, q, k, v, *more, name=name)
     core = _Core(query, key, causal, scale, extras, _share(doing, query, key, q.shape[2], k.shape[2], ctx.mesh))
-    return _core(core, q, k, v, *more)
+    return _core(core, ctx, q, k, v, *more)
 
 
 def _position(doing: str, offset: jax.Array | int) -> jax.Array:
@@ -239,23 +239,23 @@ def _misaligned(query: Spec, key: Spec, heads: int, key_heads: int, mesh: Mappin
     return fault(query, query.dims[2], fact, "Shard it over axes whose size divides the key heads, or is a multiple.")
 
 
-def _forward(core: _Core, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array):
-    steps, body = _value(core, k.shape, k.dtype.itemsize, context())
+def _forward(core: _Core, ctx: Context, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array):
+    steps, body = _value(core, k.shape, k.dtype.itemsize, ctx)
     ins = (core.query, core.key, core.key, *core.extras.specs(core.key))
-    y = run(f"attention {core.query}, {core.key}", steps, body, ins, core.query, q, k, v, *more)
+    y = run(ctx, f"attention {core.query}, {core.key}", steps, body, ins, core.query, q, k, v, *more)
     return y, (q, k, v, more)
 
 
-def _backward(core: _Core, kept, g: jax.Array):
+def _backward(core: _Core, ctx: Context, kept, g: jax.Array):
     q, k, v, more = kept
-    steps, body = _gradient(core, k.shape, k.dtype.itemsize, context())
+    steps, body = _gradient(core, k.shape, k.dtype.itemsize, ctx)
     ins = (core.query, core.query, core.key, core.key, *core.extras.specs(core.key))
     outs = (core.query, core.key, core.key)
-    grads = run(f"gradient of attention {core.query}, {core.key}", steps, body, ins, outs, g, q, k, v, *more)
+    grads = run(ctx, f"gradient of attention {core.query}, {core.key}", steps, body, ins, outs, g, q, k, v, *more)
     return (*grads, *(None for _ in more))
 
 
-_core = with_gradient(_forward, _backward, lambda core: f"attention {core.query}, {core.key}")
+_core = planned_op(_forward, _backward, lambda core: f"attention {core.query}, {core.key}")
 
 
 @lru_cache(maxsize=1024)

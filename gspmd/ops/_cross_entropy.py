@@ -8,11 +8,11 @@ import jax.numpy as jnp
 
 from gspmd.annotate.errors import Fault, SpecError, report
 from gspmd.annotate.spec import Spec
-from gspmd.lowerings.gradient import with_gradient
-from gspmd.lowerings.program import Context, compiler_chooses, context, run
+from gspmd.lowerings.program import Context, context, run
+from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops._softmax import Normaliser
 from gspmd.ops.operands import array, number
-from gspmd.ops.planned_op import float32, read, shard_index
+from gspmd.ops.planned_op import float32, planned_op, read, shard_index
 
 
 def cross_entropy(
@@ -68,8 +68,8 @@ def cross_entropy(
         rows = form.rows
         arrays = (logits, labels) if weights is None else (logits, labels, weights)
         ins, name = (spec, rows, rows)[: len(arrays)], f"cross_entropy {spec}"
-        return compiler_chooses(partial(_plain, z_loss), ins, rows, *arrays, name=name)
-    return _loss(form, logits, labels, weights)
+        return compiler_chooses(ctx, partial(_plain, z_loss), ins, rows, *arrays, name=name)
+    return _loss(form, ctx, logits, labels, weights)
 
 
 @dataclass(frozen=True)
@@ -107,23 +107,23 @@ def _plain(z_loss: float, logits: jax.Array, labels: jax.Array, weights: jax.Arr
     return loss if weights is None else loss * weights
 
 
-def _forward(form: _Loss, logits: jax.Array, labels: jax.Array, weights: jax.Array | None):
-    steps, body = _value(form, logits.shape, context())
+def _forward(form: _Loss, ctx: Context, logits: jax.Array, labels: jax.Array, weights: jax.Array | None):
+    steps, body = _value(form, logits.shape, ctx)
     arrays = (logits, labels) if weights is None else (logits, labels, weights)
     ins = (form.logits, form.rows, form.rows)[: len(arrays)]
-    loss, log_z = run(f"cross_entropy {form.logits}", steps, body, ins, (form.rows, form.rows), *arrays)
+    loss, log_z = run(ctx, f"cross_entropy {form.logits}", steps, body, ins, (form.rows, form.rows), *arrays)
     return loss, (logits, labels, weights, log_z)
 
 
-def _backward(form: _Loss, kept, g: jax.Array):
+def _backward(form: _Loss, ctx: Context, kept, g: jax.Array):
     logits, labels, weights, log_z = kept
     arrays = (logits, labels, log_z, g) if weights is None else (logits, labels, log_z, g, weights)
     ins = (form.logits, *(form.rows,) * (len(arrays) - 1))
     name = f"gradient of cross_entropy {form.logits}"
-    return run(name, (), _gradient(form), ins, form.logits, *arrays), None, None
+    return run(ctx, name, (), _gradient(form), ins, form.logits, *arrays), None, None
 
 
-_loss = with_gradient(_forward, _backward, lambda form: f"cross_entropy {form.logits}")
+_loss = planned_op(_forward, _backward, lambda form: f"cross_entropy {form.logits}")
 
 
 @lru_cache(maxsize=1024)

@@ -10,15 +10,10 @@ import jax
 from gspmd.annotate.arrays import refuse_elsewhere, stated
 from gspmd.annotate.equation import Equation, parse_equation, parse_via
 from gspmd.annotate.errors import PlanError, SpecError
-from gspmd.lowerings import program as planned
+from gspmd.lowerings.call import Call, lower
 from gspmd.lowerings.gradient import with_gradient
-from gspmd.lowerings.hoisting import anew
-from gspmd.lowerings.looped.executor import LoopedExecution
-from gspmd.lowerings.partial_sums import storable
-from gspmd.lowerings.plan import make_plan
-from gspmd.lowerings.xla.program import annotated_program
+from gspmd.lowerings.program import context, partial_under_auto
 from gspmd.ops.operands import flat_operands, of_one_kind, refuse_precision, result_dtype, wire_name
-from gspmd.planner.plan import Plan, tensors
 
 
 def einsum(
@@ -71,21 +66,23 @@ def einsum(
     equation = parse_equation(equation)
     flat, joint = of_one_kind(equation, flat_operands(equation, operands))
     sizes = equation.sizes(_shapes(equation, flat))
-    context = planned.context(lowering)
+    ctx = context(lowering)
     names = tuple(str(x.dtype) for x in flat)
     result = result_dtype(equation, joint, preferred_element_type)
     wire = wire_name(equation, names, result, wire_dtype)
     refuse_precision(equation, precision)
-    if via is not None:
-        parse_via(via)
-    program = _program(equation, tuple(sizes.items()), context, names, via, wire, precision, result)
-    for number, (x, spec) in enumerate(zip(flat, [spec for operand in equation.operands for spec in operand.specs])):
+    via = None if via is None else parse_via(via)
+    call = Call(equation, tuple(sizes.items()), ctx, names, via, wire, precision, result)
+    program = _program(call)
+    for number, (x, spec) in enumerate(zip(flat, call.operands)):
         doing = f"cannot use operand {number + 1} of '{equation}' as '{spec}'"
-        if context.explicit:
+        if ctx.explicit:
             flat[number] = stated(x, spec, doing)
         else:
             refuse_elsewhere(x, spec, doing)
     if any(spec.partial for spec in equation.outputs):
+        from gspmd.lowerings.hoisting import anew
+
         # Outside of the program, which JAX takes out of a loop whole where it is not differentiated. Every result has a
         # product of the first operand, or of a member of it.
         first = len(equation.operands[0].specs)
@@ -129,88 +126,22 @@ def _shapes(equation: Equation, flat: Sequence[jax.Array]) -> list[tuple]:
 
 
 @lru_cache(maxsize=4096)
-def _program(
-    equation: Equation,
-    sizes: tuple,
-    context: planned.Context,
-    dtypes: tuple[str, ...],
-    via,
-    wire_dtype,
-    precision,
-    preferred,
-) -> Callable:
+def _program(call: Call) -> Callable:
     """From a flat list of arrays to a tuple of results; cached, so that jit finds it again."""
-    equation.check(dict(sizes), context.mesh)
-    if context.explicit:
-        _refuse_open(equation)
-    else:
-        _refuse_partial(equation)
-    _refuse_wire(equation, context, wire_dtype)
-    if context.lowering == "xla":
-        return annotated_program(equation, sizes, context, dtypes, via, precision, preferred)
-    plan = make_plan(equation, sizes, context.axes, dtypes, context.chip, context.lowering, via, wire_dtype, preferred)
-    return _planned_program(plan, dtypes, wire_dtype, precision, preferred)
-
-
-def _refuse_wire(equation: Equation, context: planned.Context, wire_dtype: str | None) -> None:
-    if wire_dtype is not None and context.lowering == "xla":
-        raise PlanError(
-            f"cannot send '{equation}' as {wire_dtype} under lowering 'xla': what travels is the compiler's choice.\n"
-            "  Use lowering='blocking', or cast the operands."
-        )
-
-
-def _refuse_partial(equation: Equation) -> None:
+    equation = call.equation
+    equation.check(dict(call.sizes), call.context.mesh)
     for spec in equation.specs:
-        if spec.partial:
-            raise PlanError(planned.auto_partial(spec))
-
-
-def _refuse_open(equation: Equation) -> None:
-    for spec in equation.specs:
-        if spec.is_open:
+        if call.context.explicit and spec.is_open:
             raise PlanError(
                 f"'{spec}' leaves a dimension to the compiler; under Explicit mesh axes every placement is a type.\n"
                 "  Name its mesh axes, or make the mesh with Auto axes and run it with lowering='xla'."
             )
-
-
-def _planned_program(
-    plan: Plan, dtypes: tuple[str, ...], wire_dtype: str | None, precision, preferred: str | None
-) -> Callable:
-    """The plan inside one shard_map, and its planned gradient inside another; the custom_vjp stands outside both."""
-    equation, title = plan.equation, str(plan.equation)
-    specs = [spec for operand in equation.operands for spec in operand.specs]
-    inputs, outputs = tensors(equation, plan.mesh, dtypes, wire_dtype, preferred)
-    moved = [n for n, (move, spec) in enumerate(zip(plan.routine.moves, plan.kept)) if spec != inputs[move.source].spec]
-    run_forward = LoopedExecution(plan.routine, inputs, outputs, plan.sizes, plan.mesh, precision, plan.loops)
-    residuals = [inputs[move.source] for move in plan.routine.moves]
-    held_tensors = [*outputs, *residuals]
-    run_backward = LoopedExecution(
-        plan.backward, held_tensors, inputs, plan.sizes, plan.mesh, precision, plan.backward_loops
+        if not call.context.explicit and spec.partial:
+            raise PlanError(partial_under_auto(spec))
+    forward, backward = lower(call)
+    if backward is None:
+        return forward
+    differentiated = with_gradient(
+        lambda _, *arrays: forward(*arrays), lambda _, residuals, cotangents: backward(residuals, cotangents)
     )
-
-    def forward_body(*pieces):
-        results, everything = run_forward(*pieces)
-        return tuple(results), tuple(everything[number] for number in moved)
-
-    def backward_body(*pieces):
-        return tuple(run_backward(*pieces)[0])
-
-    kept_specs = tuple(plan.kept[number] for number in moved)
-
-    def forward(_, *arrays):
-        results, kept = planned.run(title, plan.steps, forward_body, specs, (equation.outputs, kept_specs), *arrays)
-        kept = dict(zip(moved, kept))
-        return results, tuple(kept.get(number, arrays[move.source]) for number, move in enumerate(plan.routine.moves))
-
-    def backward(_, held, cotangents):
-        held_specs = [
-            plan.kept[number] if number in moved else specs[move.source]
-            for number, move in enumerate(plan.routine.moves)
-        ]
-        ins = [*(spec.without_partial() for spec in equation.outputs), *held_specs]
-        outs = tuple(spec.partition_spec(dual=True) for spec in specs)
-        return planned.run(f"gradient of {title}", plan.backward.steps, backward_body, ins, outs, *cotangents, *held)
-
-    return partial(with_gradient(*storable(forward, backward)), title)
+    return partial(differentiated, str(equation))

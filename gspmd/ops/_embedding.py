@@ -14,10 +14,10 @@ from gspmd.annotate.equation import Equation, parse_equation
 from gspmd.annotate.errors import Fault, PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.chips import Chip
-from gspmd.lowerings.gradient import with_gradient
-from gspmd.lowerings.program import Context, compiler_chooses, context, run
+from gspmd.lowerings.program import Context, context, run
+from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops.operands import array
-from gspmd.ops.planned_op import Chains, float32, read, shard_index, sizes_of
+from gspmd.ops.planned_op import Chains, float32, planned_op, read, shard_index, sizes_of
 from gspmd.planner.resharding import move
 from gspmd.planner.steps import Step, total_cost
 
@@ -59,8 +59,8 @@ def embed(ids: jax.Array, table: jax.Array, equation: str | Equation) -> jax.Arr
     lookup = _read(doing, equation, ids, table, ctx)
     if ctx.lowering == "xla":
         ins = lookup.ids, lookup.table
-        return compiler_chooses(partial(_rows, 0), ins, lookup.rows, ids, table, name=f"embed {lookup}")
-    return _embed(_Embed(lookup, table.shape, table.dtype), ids, table)
+        return compiler_chooses(ctx, partial(_rows, 0), ins, lookup.rows, ids, table, name=f"embed {lookup}")
+    return _embed(_Embed(lookup, table.shape, table.dtype), ctx, ids, table)
 
 
 @dataclass(frozen=True)
@@ -212,19 +212,19 @@ class _Embed:
         return route(self.given, backward, tuple(sizes.items()), widths, tuple(ctx.mesh.items()), ctx.chip)
 
 
-def _forward(form: _Embed, ids: jax.Array, table: jax.Array):
+def _forward(form: _Embed, ctx: Context, ids: jax.Array, table: jax.Array):
     given = form.given
-    steps, body = _value(form, ids.shape, ids.dtype.itemsize, context())
-    return run(f"embed {given}", steps, body, (given.ids, given.table), given.rows, ids, table), ids
+    steps, body = _value(form, ids.shape, ids.dtype.itemsize, ctx)
+    return run(ctx, f"embed {given}", steps, body, (given.ids, given.table), given.rows, ids, table), ids
 
 
-def _backward(form: _Embed, ids: jax.Array, g: jax.Array):
+def _backward(form: _Embed, ctx: Context, ids: jax.Array, g: jax.Array):
     given = form.given
-    steps, body = _gradient(form, ids.shape, ids.dtype.itemsize, context())
-    return None, run(f"gradient of embed {given}", steps, body, (given.ids, given.rows), given.table, ids, g)
+    steps, body = _gradient(form, ids.shape, ids.dtype.itemsize, ctx)
+    return None, run(ctx, f"gradient of embed {given}", steps, body, (given.ids, given.rows), given.table, ids, g)
 
 
-_embed = with_gradient(_forward, _backward, lambda form: f"embed {form.given}")
+_embed = planned_op(_forward, _backward, lambda form: f"embed {form.given}")
 
 
 @lru_cache(maxsize=1024)

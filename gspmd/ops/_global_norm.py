@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from gspmd.annotate.errors import SpecError, shown
 from gspmd.annotate.spec import Spec
-from gspmd.lowerings.gradient import with_gradient
-from gspmd.lowerings.program import Context, compiler_chooses, context, run
+from gspmd.lowerings.program import Context, context, run
+from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops.operands import array
-from gspmd.ops.planned_op import Chains, float32, read, settle, shard_index
+from gspmd.ops.planned_op import Chains, float32, planned_op, read, settle, shard_index
 
 _SCALAR = Spec((), ())
 
@@ -59,8 +59,8 @@ def global_norm(tree: Any, specs: Any) -> jax.Array:
     if not leaves:
         return jnp.zeros((), jnp.float32)
     if ctx.lowering == "xla":
-        return compiler_chooses(_plain, specs, _SCALAR, *leaves, name="global_norm")
-    return _norm(_Norm(specs), *leaves)
+        return compiler_chooses(ctx, _plain, specs, _SCALAR, *leaves, name="global_norm")
+    return _norm(_Norm(specs), ctx, *leaves)
 
 
 @dataclass(frozen=True)
@@ -88,19 +88,19 @@ def _plain(*leaves: jax.Array) -> jax.Array:
     return jnp.where(total > 0.0, jnp.sqrt(jnp.where(total > 0.0, total, 1.0)), 0.0)
 
 
-def _forward(form: _Norm, *leaves: jax.Array):
-    steps, body = _value(form, context())
-    norm = run("global_norm", steps, body, form.specs, _SCALAR, *leaves)
+def _forward(form: _Norm, ctx: Context, *leaves: jax.Array):
+    steps, body = _value(form, ctx)
+    norm = run(ctx, "global_norm", steps, body, form.specs, _SCALAR, *leaves)
     return norm, (leaves, norm)
 
 
-def _backward(form: _Norm, kept, g: jax.Array):
+def _backward(form: _Norm, ctx: Context, kept, g: jax.Array):
     leaves, norm = kept
     ins = (_SCALAR, _SCALAR, *form.specs)
-    return run("gradient of global_norm", (), _gradient_body, ins, form.specs, norm, g, *leaves)
+    return run(ctx, "gradient of global_norm", (), _gradient_body, ins, form.specs, norm, g, *leaves)
 
 
-_norm = with_gradient(_forward, _backward, lambda form: "global_norm")
+_norm = planned_op(_forward, _backward, lambda form: "global_norm")
 
 
 @lru_cache(maxsize=1024)

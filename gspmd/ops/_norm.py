@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from gspmd.annotate.errors import SpecError, report
 from gspmd.annotate.spec import Spec
-from gspmd.lowerings.gradient import with_gradient
-from gspmd.lowerings.program import Context, compiler_chooses, context, run
+from gspmd.lowerings.program import Context, context, run
+from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops.operands import array, number
-from gspmd.ops.planned_op import FLOAT32, Chains, fault, float32, read, settle, sizes_of
+from gspmd.ops.planned_op import FLOAT32, Chains, fault, float32, planned_op, read, settle, sizes_of
 from gspmd.planner.resharding import move
 
 
@@ -60,8 +60,8 @@ def rms_norm(
         raise report(SpecError, doing, [fault(form.scale, form.scale.dims[0], fact, f"Write it '{last}'.")]) from None
     if ctx.lowering == "xla":
         ins, name = (form.x, form.scale), f"rms_norm {form.x}"
-        return compiler_chooses(partial(_plain, epsilon), ins, form.x, x, scale, name=name)
-    return _norm(form, x, scale)
+        return compiler_chooses(ctx, partial(_plain, epsilon), ins, form.x, x, scale, name=name)
+    return _norm(form, ctx, x, scale)
 
 
 @dataclass(frozen=True)
@@ -92,20 +92,20 @@ def _plain(epsilon: float, x: jax.Array, scale: jax.Array) -> jax.Array:
     return (wide * inverse * _row(float32(scale), x.ndim)).astype(x.dtype)
 
 
-def _forward(form: _Norm, x: jax.Array, scale: jax.Array):
-    steps, body = _value(form, x.shape, scale.dtype.itemsize, context())
+def _forward(form: _Norm, ctx: Context, x: jax.Array, scale: jax.Array):
+    steps, body = _value(form, x.shape, scale.dtype.itemsize, ctx)
     outs = (form.x, form.statistic, form.used)
-    y, inverse, used = run(f"rms_norm {form.x}", steps, body, (form.x, form.scale), outs, x, scale)
+    y, inverse, used = run(ctx, f"rms_norm {form.x}", steps, body, (form.x, form.scale), outs, x, scale)
     return y, (x, inverse, used)
 
 
-def _backward(form: _Norm, kept, g: jax.Array):
-    steps, body = _gradient(form, g.shape, context())
+def _backward(form: _Norm, ctx: Context, kept, g: jax.Array):
+    steps, body = _gradient(form, g.shape, ctx)
     ins = (form.x, form.statistic, form.used, form.x)
-    return run(f"gradient of rms_norm {form.x}", steps, body, ins, (form.x, form.scale), *kept, g)
+    return run(ctx, f"gradient of rms_norm {form.x}", steps, body, ins, (form.x, form.scale), *kept, g)
 
 
-_norm = with_gradient(_forward, _backward, lambda form: f"rms_norm {form.x}")
+_norm = planned_op(_forward, _backward, lambda form: f"rms_norm {form.x}")
 
 
 @lru_cache(maxsize=1024)

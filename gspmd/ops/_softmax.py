@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from gspmd.annotate.errors import shown
 from gspmd.annotate.spec import Spec
-from gspmd.lowerings.gradient import with_gradient
-from gspmd.lowerings.program import Context, compiler_chooses, context, run
+from gspmd.lowerings.program import Context, context, run
+from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops.operands import array
-from gspmd.ops.planned_op import Chains, dimension, float32, read, settle, sizes_of
+from gspmd.ops.planned_op import Chains, dimension, float32, planned_op, read, settle, sizes_of
 from gspmd.planner.steps import Step
 
 
@@ -43,11 +43,11 @@ def logsumexp(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
 
     Source: Blanchard, Higham and Higham 2021, *Accurately computing the log-sum-exp and softmax functions*, section 3.
     """
-    form, x, xla = _read(f"cannot take the logsumexp of '{spec}' over {shown(dim)}", x, spec, dim)
-    if xla:
+    form, x, ctx = _read(f"cannot take the logsumexp of '{spec}' over {shown(dim)}", x, spec, dim)
+    if ctx.lowering == "xla":
         plain = partial(_plain_logsumexp, form.at)
-        return compiler_chooses(plain, (form.x,), form.statistic, x, name=f"logsumexp {form.x}")
-    return _logsumexp(form, x)
+        return compiler_chooses(ctx, plain, (form.x,), form.statistic, x, name=f"logsumexp {form.x}")
+    return _logsumexp(form, ctx, x)
 
 
 def softmax(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
@@ -76,10 +76,10 @@ def softmax(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
 
     Source: Blanchard, Higham and Higham 2021, *Accurately computing the log-sum-exp and softmax functions*, section 3.
     """
-    form, x, xla = _read(f"cannot take the softmax of '{spec}' over {shown(dim)}", x, spec, dim)
-    if xla:
-        return compiler_chooses(partial(_plain_softmax, form.at), (form.x,), form.x, x, name=f"softmax {form.x}")
-    return _softmax(form, x)
+    form, x, ctx = _read(f"cannot take the softmax of '{spec}' over {shown(dim)}", x, spec, dim)
+    if ctx.lowering == "xla":
+        return compiler_chooses(ctx, partial(_plain_softmax, form.at), (form.x,), form.x, x, name=f"softmax {form.x}")
+    return _softmax(form, ctx, x)
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,12 @@ class Normaliser:
         return jnp.expand_dims(statistic, self.at)
 
 
-def _read(doing: str, x: jax.Array, spec: str | Spec, dim: str) -> tuple[Normaliser, jax.Array, bool]:
+def _read(doing: str, x: jax.Array, spec: str | Spec, dim: str) -> tuple[Normaliser, jax.Array, Context]:
     ctx = context()
     x = array(doing, "x", x, "real numbers")
     spec = read(doing, spec, x, ctx)
     dimension(doing, spec, dim)
-    return Normaliser(spec, dim), x, ctx.lowering == "xla"
+    return Normaliser(spec, dim), x, ctx
 
 
 def _plain_logsumexp(at: int, x: jax.Array) -> jax.Array:
@@ -136,18 +136,18 @@ def _plain_softmax(at: int, x: jax.Array) -> jax.Array:
     return jax.nn.softmax(float32(x), axis=at).astype(x.dtype)
 
 
-def _logsumexp_forward(form: Normaliser, x: jax.Array):
-    steps, body = _logsumexp_value(form, x.shape, context())
-    y = run(f"logsumexp {form.x}", steps, body, (form.x,), form.statistic, x)
+def _logsumexp_forward(form: Normaliser, ctx: Context, x: jax.Array):
+    steps, body = _logsumexp_value(form, x.shape, ctx)
+    y = run(ctx, f"logsumexp {form.x}", steps, body, (form.x,), form.statistic, x)
     return y, (x, y)
 
 
-def _logsumexp_backward(form: Normaliser, kept, g: jax.Array):
+def _logsumexp_backward(form: Normaliser, ctx: Context, kept, g: jax.Array):
     ins = (form.x, form.statistic, form.statistic)
-    return (run(f"gradient of logsumexp {form.x}", (), _logsumexp_gradient(form), ins, form.x, *kept, g),)
+    return (run(ctx, f"gradient of logsumexp {form.x}", (), _logsumexp_gradient(form), ins, form.x, *kept, g),)
 
 
-_logsumexp = with_gradient(_logsumexp_forward, _logsumexp_backward, lambda form: f"logsumexp {form.x}")
+_logsumexp = planned_op(_logsumexp_forward, _logsumexp_backward, lambda form: f"logsumexp {form.x}")
 
 
 @lru_cache(maxsize=1024)
@@ -168,18 +168,18 @@ def _logsumexp_gradient(form: Normaliser):
     return body
 
 
-def _softmax_forward(form: Normaliser, x: jax.Array):
-    steps, body = _softmax_value(form, x.shape, context())
-    y = run(f"softmax {form.x}", steps, body, (form.x,), form.x, x)
+def _softmax_forward(form: Normaliser, ctx: Context, x: jax.Array):
+    steps, body = _softmax_value(form, x.shape, ctx)
+    y = run(ctx, f"softmax {form.x}", steps, body, (form.x,), form.x, x)
     return y, y
 
 
-def _softmax_backward(form: Normaliser, y: jax.Array, g: jax.Array):
-    steps, body = _softmax_gradient(form, y.shape, context())
-    return (run(f"gradient of softmax {form.x}", steps, body, (form.x, form.x), form.x, y, g),)
+def _softmax_backward(form: Normaliser, ctx: Context, y: jax.Array, g: jax.Array):
+    steps, body = _softmax_gradient(form, y.shape, ctx)
+    return (run(ctx, f"gradient of softmax {form.x}", steps, body, (form.x, form.x), form.x, y, g),)
 
 
-_softmax = with_gradient(_softmax_forward, _softmax_backward, lambda form: f"softmax {form.x}")
+_softmax = planned_op(_softmax_forward, _softmax_backward, lambda form: f"softmax {form.x}")
 
 
 @lru_cache(maxsize=1024)

@@ -4,8 +4,9 @@ A planned form (norm, softmax, embedding lookup, cross-entropy, ...) is a functi
 is one shard_map in its value and one in its gradient, with exactly the collectives that its steps list.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,10 @@ import jax.numpy as jnp
 from gspmd.annotate.errors import Fault, PlanError, SpecError, report, shown
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.blocking.collectives import emit
+from gspmd.lowerings.gradient import with_gradient
 from gspmd.lowerings.program import Context
 from gspmd.planner.resharding import move
-from gspmd.planner.steps import Step
+from gspmd.planner.steps import Program, Step
 
 FLOAT32 = 4
 """Bytes of a statistic on the wire: norms, softmax and losses are float32 whatever the operands are."""
@@ -96,6 +98,25 @@ def settle(
     return move(replace(spec, partial=tuple(axes)), spec, sizes, ctx.mesh, itemsize, ctx.chip, name, reduce)
 
 
+def planned_op(forward: Callable, backward: Callable, title: Callable[[Any], str]) -> Callable:
+    """Make an operation that JAX differentiates by its own planned gradient, in the context of its call.
+
+    Args:
+        forward: (form, ctx, *arrays) to (results, residuals).
+        backward: (form, ctx, residuals, cotangents) to a tuple with the cotangent of every array.
+        title: what an error calls a form.
+
+    Returns:
+        A function (form, ctx, *arrays) -> results.
+    """
+    differentiated = with_gradient(
+        lambda call, *arrays: forward(*call, *arrays),
+        lambda call, residuals, cotangents: backward(*call, residuals, cotangents),
+        lambda call: title(call[0]),
+    )
+    return lambda form, ctx, *arrays: differentiated((form, ctx), *arrays)
+
+
 class Chains:
     """The steps of one program: a chain for each tensor that moves, in the order in which they run.
 
@@ -106,14 +127,13 @@ class Chains:
     """
 
     def __init__(self, mesh: Mapping[str, int], **chains: tuple[Step, ...]):
-        self.mesh, self.chains = mesh, chains
-        self.steps = tuple(step for chain in chains.values() for step in chain)
+        program = Program()
+        self.mesh, self.chains = mesh, {name: program.add(steps) for name, steps in chains.items()}
+        self.steps = tuple(program.steps)
 
     def send(self, name: str, x: jax.Array, *, reduce: str = "sum") -> jax.Array:
         """Run one chain on a device's piece, inside a shard_map."""
-        names = list(self.chains)
-        first = sum(len(self.chains[earlier]) for earlier in names[: names.index(name)])
-        return emit(self.chains[name], x, self.mesh, reduce=reduce, first=first)
+        return emit(self.chains[name], x, self.mesh, reduce=reduce)
 
 
 def shard_index(axes: Sequence[str]) -> jax.Array | int:

@@ -42,6 +42,7 @@ class Plan:
         lowering: how it becomes a program: `"xla"`, `"blocking"`, `"looped"` or `"looped:<schedule>"`; of `"auto"`,
             what was cheapest.
         routine: moves, local products and outputs, as `gspmd.einsum` runs them.
+        inputs, outputs: the tensors of the operands and of the results.
         via: the pins, as they were written; the gradients of a pinned plan mirror it.
         loops: the gathers and reduce-scatters that run inside an einsum.
         hidden_seconds: how much sooner the steps end for that; below 0, how much later.
@@ -56,8 +57,8 @@ class Plan:
     chip: Chip
     lowering: str
     routine: Routine
-    _inputs: tuple[Tensor, ...]
-    _outputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
     via: str | None = None
     loops: Loops = field(default_factory=Loops)
     hidden_seconds: float = 0.0
@@ -91,13 +92,13 @@ class Plan:
         Every buffer is counted from the step that makes it to the last that reads it, as XLA lays buffers out on host
         devices. For the chip of the plan it is an estimate; docs/plans.md has how far compiled programs are from it.
         """
-        return Footprint(self.routine, self._inputs, self._outputs, self.sizes, self.mesh, self.loops).peak()
+        return Footprint(self.routine, self.inputs, self.outputs, self.sizes, self.mesh, self.loops).peak()
 
     @cached_property
     def backward(self) -> Routine:
         """The routine of all the operands' cotangents together, as it runs."""
         return planner.backward(
-            _setting(self), self.routine, self._inputs, self._outputs, self.kept, mirrored=self.via is not None
+            _setting(self), self.routine, self.inputs, self.outputs, self.kept, mirrored=self.via is not None
         )
 
     @property
@@ -112,14 +113,14 @@ class Plan:
 
     @cached_property
     def _looped_backward(self) -> tuple[Loops, float]:
-        held, targets = planner.backward_tensors(self.routine, self._inputs, self._outputs, self.kept)
+        held, targets = planner.backward_tensors(self.routine, self.inputs, self.outputs, self.kept)
         return self.overlapping(self.backward, held, targets, _setting(self))
 
     @cached_property
     def gradients(self) -> tuple["Plan", ...]:
         """One plan per operand's cotangent. A step that several need stands in the first of them only."""
         claimed: set[int] = set()
-        return tuple(_gradient(self, number, claimed) for number in range(len(self._inputs)))
+        return tuple(_gradient(self, number, claimed) for number in range(len(self.inputs)))
 
     def to_json(self, *, gradients: bool = True) -> str:
         """The plan as JSON: every figure, per device and execution, and the same of the gradients.
@@ -166,7 +167,7 @@ def _gradient(whole: Plan, number: int, claimed: set[int]) -> Plan:
         replace(p, left=needed.index(p.left), right=None if p.right is None else needed.index(p.right))
         for p in products
     ]
-    held, targets = planner.backward_tensors(whole.routine, whole._inputs, whole._outputs, whole.kept)
+    held, targets = planner.backward_tensors(whole.routine, whole.inputs, whole.outputs, whole.kept)
     sources = [[back.moves[m].source for m in (p.left, p.right) if m is not None] for p in products]
     terms = tuple(Term(tuple(Operand((held[source].spec,)) for source in pair)) for pair in sources)
     output = replace(output, products=tuple(range(len(local))))
@@ -176,8 +177,8 @@ def _gradient(whole: Plan, number: int, claimed: set[int]) -> Plan:
         equation=Equation(terms, (output.spec,)),
         routine=routine,
         dtypes=tuple(held[source].dtype for pair in sources for source in pair),
-        _inputs=tuple(held),
-        _outputs=(targets[number],),
+        inputs=tuple(held),
+        outputs=(targets[number],),
         lowering=("looped" if loops else "blocking") if whole.asked == "auto" else whole.lowering,
         loops=loops,
         hidden_seconds=whole._looped_backward[1] * _share(routine, back),

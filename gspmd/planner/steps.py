@@ -1,6 +1,7 @@
 """Steps and routines: what an equation does, as data."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
@@ -119,9 +120,9 @@ class Routine:
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """Every step in the order of execution."""
-        moved = [step for move in self.moves for step in move.steps]
-        local = [step for product in self.products for step in product.all_steps]
-        return tuple(moved + local + [step for output in self.outputs for step in output.steps])
+        program = Program()
+        program.add_routine(self)
+        return tuple(program.steps)
 
     def __repr__(self) -> str:
         return f"<Routine {', '.join(step.name for step in self.steps) or 'without steps'}>"
@@ -179,3 +180,57 @@ def wider(shared: Tensor, member: Member) -> str:
     if member.partner is None:
         return shared.dtype
     return max(shared.dtype, member.partner.dtype, key=itemsize)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Steps that run one after the other; the first is number `first` of its program."""
+
+    steps: tuple[Step, ...] = ()
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class RoutineChains:
+    """The chains of a routine in its program.
+
+    Attributes:
+        moves: those of the moves.
+        einsums: the number of each product's local einsum.
+        products: what follows each local einsum.
+        outputs: what follows each sum.
+    """
+
+    moves: Mapping[int, Chain]
+    einsums: Mapping[int, int]
+    products: Mapping[int, Chain]
+    outputs: Mapping[int, Chain]
+
+
+class Program:
+    """The steps of a program. Each is numbered once, here; its scope, the trace and the ledger carry that number."""
+
+    def __init__(self):
+        self.steps: list[Step] = []
+
+    def add(self, steps: Iterable[Step], share: float = 1.0) -> Chain:
+        """Append steps that run on this share of what they were planned for."""
+        chain = Chain(tuple(steps) if share == 1 else tuple(scaled(step, share) for step in steps), len(self.steps))
+        self.steps += chain.steps
+        return chain
+
+    def add_routine(self, routine: Routine) -> RoutineChains:
+        """Append the steps of a routine: its moves, its products, its outputs."""
+        moves = {n: self.add(move.steps) for n, move in enumerate(routine.moves)}
+        einsums, products = {}, {}
+        for n, product in enumerate(routine.products):
+            einsums[n] = self.add(() if product.passes_through else (product.einsum,)).first
+            products[n] = self.add(product.steps)
+        return RoutineChains(moves, einsums, products, {n: self.add(o.steps) for n, o in enumerate(routine.outputs)})
+
+
+def scaled(step: Step, share: float) -> Step:
+    """A step on a share of its tensor."""
+    amounts = {"wire_bytes": round(step.wire_bytes * share), "flops": round(step.flops * share)}
+    return replace(step, seconds=step.seconds * share, **amounts)
+

@@ -10,6 +10,7 @@ from jax import lax
 
 import gspmd
 from gspmd.audit.topology import topology
+from gspmd.lowerings import target
 from gspmd.lowerings.blocking import tpu
 
 MESHES = [
@@ -31,7 +32,7 @@ CASES = [(shape, dimension) for shape in SHAPES for dimension in range(len(shape
 def whole_rings(monkeypatch):
     """Splits every collective over a whole mesh, as on large slices, by a chip with the torus of v4."""
     monkeypatch.setattr(tpu, "_WHOLE", {"gather": 1, "scatter": 1})
-    monkeypatch.setattr(tpu, "_device_kind", lambda: "TPU v4")
+    monkeypatch.setattr(target, "device_kind", lambda: "TPU v4")
 
 
 def spec(rank: int, dimension: int, axes: tuple[str, ...]) -> jax.P:
@@ -90,7 +91,7 @@ def test_equations_and_their_gradients(monkeypatch, make_mesh, equation, shapes)
         arrays = [gspmd.annotate(drawn(shape, "float32"), spec) for shape, spec in zip(shapes, specs)]
         want = jax.jit(both)(*arrays)
         jax.clear_caches()
-        monkeypatch.setattr(tpu, "is_target", lambda: True)
+        monkeypatch.setattr(target, "is_tpu", lambda: True)
         monkeypatch.setattr(tpu, "_WHOLE", {"gather": 1, "scatter": 1})
         got = jax.jit(lambda *a: both(*a))(*arrays)
     jax.clear_caches()  # nothing that was traced for a TPU is left for other tests
@@ -121,8 +122,8 @@ def test_in_parts_the_bytes_are_those_of_the_whole(make_mesh):
 
 def test_a_host_is_no_target(make_mesh):
     with jax.set_mesh(make_mesh({"x": 4})):
-        assert not tpu.is_target()
-    assert not tpu.is_target()
+        assert not target.is_tpu()
+    assert not target.is_tpu()
 
 
 @pytest.fixture
@@ -135,7 +136,7 @@ def torus():
 def agreed(mesh, function, *arrays) -> dict:
     """What a program sends on a TPU, if that is what was planned."""
     with jax.set_mesh(mesh):
-        assert tpu.is_target()
+        assert target.is_tpu()
         abstract = [gspmd.annotate(jax.ShapeDtypeStruct(shape, "bfloat16"), spec) for spec, shape in arrays]
         compared = gspmd.ledger(jax.jit(function).lower(*abstract).compile()).compare(gspmd.trace(function, *abstract))
     assert compared.agrees, compared

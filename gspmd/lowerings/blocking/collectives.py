@@ -9,24 +9,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from gspmd.annotate.spec import Spec
-from gspmd.lowerings.blocking import tpu
-from gspmd.planner.steps import Step
+from gspmd.lowerings import target
+from gspmd.lowerings.scopes import step_scope
+from gspmd.planner.steps import Chain, Step
 
 
-def emit(
-    steps: Sequence[Step], x: jax.Array, mesh: Mapping[str, int], *, reduce: str = "sum", first: int = 0
-) -> jax.Array:
-    """Run steps on a device's piece of a tensor, inside a shard_map over the whole mesh.
+def emit(chain: Chain, x: jax.Array, mesh: Mapping[str, int], *, reduce: str = "sum") -> jax.Array:
+    """Run a chain of steps on a device's piece of a tensor, inside a shard_map over the whole mesh.
 
     Args:
-        steps: a chain, as `moves.move` returns it.
+        chain: the steps and their numbers, which name their scopes.
         x: the local piece, its dimensions in the order of the first step's `before`.
         mesh: mesh axis sizes.
         reduce: what an all-reduce computes, `"sum"` or `"max"`.
-        first: number of the first step in its plan; scopes are numbered from it.
     """
-    for number, step in enumerate(steps, first):
-        with jax.named_scope(scope(number, step)):
+    for number, step in enumerate(chain.steps, chain.first):
+        with step_scope(number, step):
             # XLA:CPU ends the process, or hangs, in a collective of no elements.
             x = _EMIT[step.kind](step, x, mesh, reduce) if x.size else _nothing(step, x, mesh)
     return x
@@ -41,23 +39,22 @@ def _nothing(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> jax.Array:
     return jnp.zeros([size * before // after for size, (before, after) in zip(x.shape, parts)], x.dtype)
 
 
-def scope(number: int, step: Step) -> str:
-    """The named scope of a plan's step: its number and what it does."""
-    return f"step{number}.{step.kind}.{'.'.join(step.axes)}".rstrip(".")
-
-
 def _changed_dimension(step: Step) -> int:
     return next(d for d, (old, new) in enumerate(zip(step.before.axes, step.after.axes)) if old != new)
 
 
 def _all_gather(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
-    if tpu.is_target():
+    if target.is_tpu():
+        from gspmd.lowerings.blocking import tpu
+
         return tpu.all_gather(x, step.axes, _changed_dimension(step), mesh)
     return lax.all_gather(x, step.axes, axis=_changed_dimension(step), tiled=True)
 
 
 def _reduce_scatter(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
-    if tpu.is_target():
+    if target.is_tpu():
+        from gspmd.lowerings.blocking import tpu
+
         return tpu.reduce_scatter(x, step.axes, _changed_dimension(step), mesh)
     return lax.psum_scatter(x, step.axes, scatter_dimension=_changed_dimension(step), tiled=True)
 

@@ -22,6 +22,7 @@ from jax import lax
 
 from gspmd.hardware.chips import chip_of_device
 from gspmd.hardware.links import WHOLE_GATHER
+from gspmd.lowerings import target
 
 LANES = 128
 _TILE = 8  # rows; pieces that are no whole number of tiles are rewritten again
@@ -32,27 +33,12 @@ Part = tuple[tuple[str, ...], int, list[list[int]] | None]
 """Mesh axes, how many devices take part together, and which places along the axis, if not all of them."""
 
 
-def is_target() -> bool:
-    """Whether the program is being traced for a TPU."""
-    return _device_kind().startswith("TPU")
-
-
-def is_host() -> bool:
-    """Whether the program is being traced for host devices."""
-    return _device_kind() == "cpu"
-
-
-def _device_kind() -> str:
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return "" if device is None else device.device_kind
-
-
 def zero_after(x: jax.Array) -> jax.Array | int:
     """A zero that is not known before `x` is: an index that it is added to makes a product wait.
 
     The compiler drops barriers before it puts instructions in order, and knows nothing of bits.
     """
-    if not is_target():
+    if not target.is_tpu():
         return 0
     x = lax.optimization_barrier(x)  # else a part of a product becomes a product of parts
     first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
@@ -92,7 +78,7 @@ def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int) -> list[P
 
 def _ring(devices: int) -> int:
     """The divisor that is most like the side of a cube, or a square, of so many devices: one ring of the torus."""
-    chip = chip_of_device(_device_kind())
+    chip = chip_of_device(target.device_kind())
     side = log(devices) / (chip.torus if chip and chip.torus else 3)
     return min((n for n in range(1, devices + 1) if devices % n == 0), key=lambda n: abs(log(n) - side))
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from gspmd.lowerings.blocking import tpu
+from gspmd.lowerings import target
 from gspmd.lowerings.looped.chunks import Journey, Region, blank, part_of, put
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Landing:
         """
         shared = not any(dim in self.other_dims for dim in self.cut)
         along = next((dim for dim in self.journey.block({}) if dim in self.dims), None)
-        if len(chunks) > 1 and shared and along and not tpu.is_host():
+        if len(chunks) > 1 and shared and along and not target.is_host():
             at = self.journey.dims.index(along)
             together = self._multiply(jnp.concatenate(chunks, at), other)
             values = jnp.split(together, len(chunks), self.dims.index(along))

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gspmd.lowerings.blocking import tpu
+from gspmd.lowerings import target
 from gspmd.lowerings.blocking.executor import Execution
 from gspmd.lowerings.looped.accumulator import Landing
 from gspmd.lowerings.looped.chunks import Journey, Region, blank, part_of, put, reduce_back, spread
@@ -148,7 +148,7 @@ class LoopedExecution(Execution):
         # The TPU compiler keeps the order that it is given and hides more where it sees every step; others hold fewer
         # chunks at once in a loop, which can be had where the same wave comes again and again.
         axes = journey.ring.axes
-        if len(axes) == 1 and (not tpu.is_target() or self.mesh[axes[0]] > LONGEST):
+        if len(axes) == 1 and (not target.is_tpu() or self.mesh[axes[0]] > LONGEST):
             RingLoop(ways, landings, others).run()
         else:
             self._wave_by_wave(ways, landings, others)

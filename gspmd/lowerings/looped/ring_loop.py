@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 from jax import lax
 
-from gspmd.lowerings.blocking import tpu
+from gspmd.lowerings import target
 from gspmd.lowerings.looped.accumulator import Landing
 from gspmd.lowerings.looped.chunks import Region
 from gspmd.lowerings.looped.rings import Hop
@@ -49,7 +49,7 @@ class RingLoop:
         return self.paired and self.size % 2 == 0
 
     def _all_but_the_last(self, chunks: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        each = UNROLLED if self.waves > 2 * UNROLLED and not tpu.is_host() else 1
+        each = UNROLLED if self.waves > 2 * UNROLLED and not target.is_host() else 1
         count, left = divmod(self.waves - 1, each)
 
         def body(number, carry):

@@ -5,6 +5,7 @@ communication on either side of ordinary einsums. Gradients are ordinary einsums
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from string import ascii_uppercase
 
 import jax
@@ -12,8 +13,8 @@ import jax.numpy as jnp
 
 from gspmd.annotate.equation import Equation
 from gspmd.annotate.spec import Spec
-from gspmd.lowerings import program as planned
 from gspmd.lowerings.local_einsum import local_einsum
+from gspmd.lowerings.program import mapped
 from gspmd.lowerings.xla.places import Lift, Places, pairs
 
 
@@ -47,7 +48,24 @@ def to_partial(new: Spec, spec: Spec, x: jax.Array) -> jax.Array:
 def _relabel(here: jax.P, there: jax.P, added: int) -> Callable:
     """Every device keeps its piece, which gains or loses leading dimensions of size 1; no communication either way."""
     body = lambda piece: piece.reshape((1,) * added + piece.shape[max(0, -added) :])  # noqa: E731
-    return lambda x: planned.mapped(body, here, there)(x)  # mapped when called: on the mesh in force then
+    return lambda x: mapped(body, here, there)(x)  # mapped when called: on the mesh in force then
+
+
+def as_settled(spec: Spec, cotangent: jax.Array) -> jax.Array:
+    """The cotangent of a partial sum in the type of an array that is none: every device holds the whole of it already."""
+    plain = spec.without_partial().partition_spec()
+    return _retyped(spec.partition_spec(dual=True), plain)(cotangent) if spec.partial else cotangent
+
+
+def as_cotangent(spec: Spec, x: jax.Array) -> jax.Array:
+    """The way back: an array in the type that the cotangent of an array of `spec` has."""
+    plain = spec.without_partial().partition_spec()
+    return _retyped(plain, spec.partition_spec(dual=True))(x) if spec.partial else x
+
+
+@lru_cache(maxsize=1024)
+def _retyped(here: jax.P, there: jax.P) -> Callable:
+    return lambda x: mapped(lambda piece: piece, here, there)(x)  # mapped when called: on the mesh in force then
 
 
 def gradients(

@@ -8,61 +8,67 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.annotate.equation import Equation
+from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
-from gspmd.lowerings import program as planned
+from gspmd.lowerings.call import Call, Passes
 from gspmd.lowerings.local_einsum import local_einsum
 from gspmd.lowerings.partial_sums import storable
-from gspmd.lowerings.plan import make_plan
+from gspmd.lowerings.program import PlannedProgram, named
+from gspmd.lowerings.scopes import program_scope
+from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.lowerings.xla.places import Lift, Places, pairs, pinned_places, planned_places
-from gspmd.lowerings.xla.summands import gradients, lifted, summand_letters, to_dimensions, to_partial
+from gspmd.lowerings.xla.summands import (
+    as_cotangent,
+    as_settled,
+    gradients,
+    lifted,
+    summand_letters,
+    to_dimensions,
+    to_partial,
+)
 from gspmd.planner.request import pins
 from gspmd.planner.steps import Step
 
 
-def annotated_program(
-    equation: Equation,
-    sizes: tuple,
-    context: planned.Context,
-    dtypes: tuple[str, ...],
-    via: str | None,
-    precision,
-    preferred: str | None,
-) -> Callable:
-    """From a flat list of arrays to a tuple of results; JAX differentiates it, forward and reverse."""
-    specs = [spec for operand in equation.operands for spec in operand.specs]
-    summands = summand_letters([*specs, *equation.outputs])
-    ins, outs = ([lifted(spec, summands) for spec in some] for some in (specs, equation.outputs))
-    lift, steps, backward = Lift(summands, context.mesh), (), ()
+def lower(call: Call) -> Passes:
+    """Annotate plain einsums; JAX differentiates them, forward and reverse."""
+    if call.wire_dtype is not None:
+        raise PlanError(
+            f"cannot send '{call.equation}' as {call.wire_dtype} under lowering 'xla': what travels is the compiler's "
+            "choice.\n  Use lowering='blocking', or cast the operands."
+        )
+    equation, ctx, specs = call.equation, call.context, call.operands
+    letters = summand_letters([*specs, *equation.outputs])
+    ins, outs = ([lifted(spec, letters) for spec in some] for some in (specs, equation.outputs))
+    lift, steps, backward = Lift(letters, ctx.mesh), (), ()
     if any(spec.is_open for spec in (*specs, *equation.outputs)):  # an open dimension has no forecast
-        places = pinned_places(equation, pins(equation, via, dict(sizes), context.mesh))
+        places = pinned_places(equation, pins(equation, call.via, dict(call.sizes), ctx.mesh))
     else:
-        plan = make_plan(equation, sizes, context.axes, dtypes, context.chip, "xla", via, None, preferred)
+        plan = call.plan
         places, steps, backward = planned_places(plan), plan.steps, plan.backward.steps
-    compute = partial(_plain, equation, ins, outs, places, lift, precision, preferred)
+    compute = partial(_plain, equation, ins, outs, places, lift, call.precision, call.result_dtype)
     compute.__name__ = str(equation)
 
     def program(*arrays):
-        with jax.named_scope(f"gspmd[{equation}]"):
+        with jax.named_scope(program_scope(str(equation))):
             arrays = [to_dimensions(spec, new, x) for spec, new, x in zip(specs, ins, arrays)]
-            results = planned.compiler_chooses(compute, ins, tuple(outs), *arrays)
+            results = compiler_chooses(ctx, compute, ins, tuple(outs), *arrays)
             return tuple(to_partial(new, spec, x) for spec, new, x in zip(equation.outputs, outs, results))
 
-    program = _named(program, planned.Registered(str(equation), steps, backward))
-    return _with_gradient(equation, specs, ins, places, lift, program, backward) if summands else program
+    program = named(program, PlannedProgram(str(equation), steps, backward))
+    if letters:
+        program = _differentiated(call, ins, places, lift, program, backward)
+    return Passes(program, None)
 
 
-def _named(program: Callable, registered: planned.Registered) -> Callable:
-    program.__name__ = program.__qualname__ = planned.register(registered)
-    return jax.jit(program)
-
-
-def _with_gradient(
-    equation: Equation, specs, ins, places: Sequence[Places], lift: Lift, program: Callable, steps: tuple[Step, ...]
+def _differentiated(
+    call: Call, ins, places: Sequence[Places], lift: Lift, program: Callable, steps: tuple[Step, ...]
 ) -> Callable:
     """An equation that takes or leaves partial sums, with its gradient as einsums in which there are none.
 
     JAX would transpose the relabelling; the partitioner has been seen to sum such a cotangent over too few devices.
     """
+    equation, ctx, specs = call.equation, call.context, call.operands
     settled = [spec.without_partial() for spec in specs]
     cotangent_specs = [spec.without_partial() for spec in equation.outputs]
 
@@ -71,14 +77,14 @@ def _with_gradient(
 
     def transposed(arrays, cotangents):
         arrays = [to_dimensions(spec, new, x) for spec, new, x in zip(specs, ins, arrays)]
-        cotangents = [planned.as_settled(spec, x) for spec, x in zip(equation.outputs, cotangents)]
-        results = planned.compiler_chooses(compute, (*ins, *cotangent_specs), tuple(settled), *arrays, *cotangents)
-        return tuple(planned.as_cotangent(spec, x) for spec, x in zip(specs, results))
+        cotangents = [as_settled(spec, x) for spec, x in zip(equation.outputs, cotangents)]
+        results = compiler_chooses(ctx, compute, (*ins, *cotangent_specs), tuple(settled), *arrays, *cotangents)
+        return tuple(as_cotangent(spec, x) for spec, x in zip(specs, results))
 
-    backward = _named(transposed, planned.Registered(f"gradient of {equation}", steps, steps))
-    with_gradient = jax.custom_vjp(program)
-    with_gradient.defvjp(*storable(lambda *arrays: (program(*arrays), arrays), backward))
-    return with_gradient
+    backward = named(transposed, PlannedProgram(f"gradient of {equation}", steps, steps))
+    differentiated = jax.custom_vjp(program)
+    differentiated.defvjp(*storable(lambda *arrays: (program(*arrays), arrays), backward))
+    return differentiated
 
 
 def _plain(

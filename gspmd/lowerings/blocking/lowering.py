@@ -1,0 +1,64 @@
+"""Lowering `blocking`: a plan's steps inside one shard_map, and those of its planned gradient inside another."""
+
+from collections.abc import Callable
+from functools import cache
+
+from gspmd.lowerings.blocking.executor import Executor
+from gspmd.lowerings.call import Call, Passes
+from gspmd.lowerings.program import run
+
+
+def lower(call: Call) -> Passes:
+    """Run the steps of a plan one after the other."""
+    plan = call.plan
+    return passes(
+        call, lambda routine, inputs, outputs, _: Executor(routine, inputs, outputs, plan.sizes, plan.mesh, precision=call.precision)
+    )
+
+
+def passes(call: Call, executor: Callable) -> Passes:
+    """Make both passes of a plan from what runs a routine on local pieces.
+
+    An operand that moved is kept for the backward pass as it was moved, so that it need not be moved again.
+
+    Args:
+        call: whose plan it is.
+        executor: from (routine, inputs, outputs, overlap) to a function of local pieces, such as an `Executor`.
+    """
+    plan, ctx, specs = call.plan, call.context, call.operands
+    equation, title, moves = plan.equation, str(plan.equation), plan.routine.moves
+    moved = [n for n, (move, spec) in enumerate(zip(moves, plan.kept)) if spec != plan.inputs[move.source].spec]
+    run_forward = executor(plan.routine, plan.inputs, plan.outputs, plan.loops)
+
+    @cache  # planned when it is differentiated
+    def run_backward():
+        residuals = [plan.inputs[move.source] for move in moves]
+        return executor(plan.backward, [*plan.outputs, *residuals], plan.inputs, plan.backward_loops)
+
+    def forward_body(*pieces):
+        results, kept = run_forward(*pieces)
+        return tuple(results), tuple(kept[number] for number in moved)
+
+    def backward_body(*pieces):
+        return tuple(run_backward()(*pieces)[0])
+
+    kept_specs = tuple(plan.kept[number] for number in moved)
+
+    def forward(*arrays):
+        outs = (equation.outputs, kept_specs)
+        results, kept = run(ctx, title, plan.steps, forward_body, specs, outs, *arrays)
+        kept = dict(zip(moved, kept))
+        return results, tuple(kept.get(number, arrays[move.source]) for number, move in enumerate(moves))
+
+    def backward(residuals, cotangents):
+        held = [plan.kept[n] if n in moved else specs[move.source] for n, move in enumerate(moves)]
+        ins = [*(spec.without_partial() for spec in equation.outputs), *held]
+        outs = tuple(spec.partition_spec(dual=True) for spec in specs)
+        steps = plan.backward.steps
+        return run(ctx, f"gradient of {title}", steps, backward_body, ins, outs, *cotangents, *residuals)
+
+    if not any(spec.partial for spec in (*specs, *kept_specs)):
+        return Passes(forward, backward)
+    from gspmd.lowerings.partial_sums import storable
+
+    return Passes(*storable(forward, backward))

@@ -1,0 +1,34 @@
+"""Plain code on placed arrays, whose collectives the compiler inserts."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+
+from gspmd.annotate.spec import Spec
+from gspmd.lowerings.program import Context, input_partition, own_promotion, partition
+from gspmd.lowerings.scopes import program_scope
+
+
+def compiler_chooses(
+    ctx: Context, f: Callable, in_specs: Sequence[Spec], out_specs: Any, *arrays: jax.Array, name: str = ""
+) -> Any:
+    """Run plain code on placed arrays and let the compiler insert the collectives; differentiable by JAX.
+
+    Args:
+        ctx: of the call.
+        f: plain jax.numpy code.
+        in_specs, out_specs: one Spec per array; constraints under Auto axes, types under Explicit ones.
+        arrays: placed as `in_specs` say.
+        name: what is computed, in notation, for the ledger; none where a scope says it already.
+    """
+    outs = jax.tree.map(partition, out_specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
+    with jax.named_scope(program_scope(name)) if name else nullcontext(), own_promotion():
+        if ctx.explicit:
+            for number, (spec, x) in enumerate(zip(in_specs, arrays, strict=True)):
+                input_partition(ctx, spec, x, number, getattr(f, "__name__", "f"))
+            return jax.sharding.auto_axes(f, out_sharding=outs)(*arrays)
+        constrain = jax.lax.with_sharding_constraint
+        placed = [constrain(x, spec.partition_spec()) for x, spec in zip(arrays, in_specs, strict=True)]
+        return jax.tree.map(constrain, f(*placed), outs)
