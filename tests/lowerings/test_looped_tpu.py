@@ -9,7 +9,7 @@ import pytest
 import gspmd
 from gspmd.annotate.equation import parse_equation
 from gspmd.audit import hlo, topology
-from gspmd.audit.flops import product_flops
+from gspmd.audit.hlo.flops import product_flops
 from gspmd.lowerings.blocking import tpu
 from gspmd.planner.overlap import SCHEDULES
 from tests.references.random_equations import Case, check

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import gspmd
-from gspmd.audit.topology import topology
+from gspmd.audit import topology
 from gspmd.lowerings.blocking import tpu
 
 MESHES = [
