@@ -27,7 +27,7 @@ from scipy.optimize import least_squares
 
 from gspmd.audit import Topology, topology
 from gspmd.audit.hlo import Computation, Instruction, Module, parse
-from gspmd.audit.roofline import cost
+from gspmd.audit.simulation.roofline import cost
 from gspmd.display import console as printing
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.matmul import EFFICIENCIES, Efficiency, Traffic

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gspmd import moe as moe
     from gspmd import ops as ops
     from gspmd import training as training
-    from gspmd.audit.ledger import Ledger, ledger
+    from gspmd.audit import Ledger, ledger
     from gspmd.layouts import Layout
     from gspmd.lowerings.default import lowering
     from gspmd.lowerings.plan import plan
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 # The rest is imported when it is asked for, so that `import gspmd` takes little longer than `import jax`.
 _HOMES = {
     "Layout": "gspmd.layouts",
-    "Ledger": "gspmd.audit.ledger",
+    "Ledger": "gspmd.audit",
     "Plan": "gspmd.planner.plan",
     "ProgramPlan": "gspmd.tracing.trace",
     "einsum": "gspmd.ops._einsum",
-    "ledger": "gspmd.audit.ledger",
+    "ledger": "gspmd.audit",
     "lowering": "gspmd.lowerings.default",
     "plan": "gspmd.lowerings.plan",
     "reshard": "gspmd.ops._einsum",

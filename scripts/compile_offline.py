@@ -19,8 +19,7 @@ import tyro
 import gspmd
 import models
 from gspmd import host
-from gspmd.audit import Report, compile_offline, gantt, perfetto, slices, topology
-from gspmd.audit.topology import Topology
+from gspmd.audit import Report, Topology, compile_offline, gantt, perfetto, slices, topology
 from gspmd.display import console as printing
 from gspmd.layouts import Layout
 from gspmd.training import OptimizerConfig, ShardingConfig, TrainingConfig, command

@@ -11,8 +11,9 @@ import pytest
 
 import gspmd
 from gspmd.annotate import parse_equation
-from gspmd.audit import Parting, Report, Topology, Verification, memory, timeline, topology
+from gspmd.audit import Parting, Report, Topology, Verification, timeline, topology
 from gspmd.audit.hlo import Array, parse
+from gspmd.audit.offline import memory
 from gspmd.display import console as printing
 from gspmd.hardware.chips import CHIPS
 from gspmd.layouts import rank

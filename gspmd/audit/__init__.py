@@ -1,13 +1,13 @@
 """What the compiler made of it: ledgers, machines one does not have, memory, and time."""
 
-from gspmd.audit import gantt, perfetto
-from gspmd.audit.compare import Comparison, compare
-from gspmd.audit.hlo import HloError
-from gspmd.audit.ledger import Entry, Ledger, ledger
-from gspmd.audit.offline import Report, compile_offline
-from gspmd.audit.timeline import Timeline, timeline
-from gspmd.audit.topology import Topology, slices, topology
-from gspmd.audit.verify import Parting, Verification, verify
+from gspmd.audit.hlo.module import HloError
+from gspmd.audit.ledgers.comparison import Comparison, compare
+from gspmd.audit.ledgers.ledger import Entry, Ledger, ledger
+from gspmd.audit.offline.compilation import Report, compile_offline
+from gspmd.audit.offline.tpu import Topology, slices, topology
+from gspmd.audit.simulation import gantt, perfetto
+from gspmd.audit.simulation.timeline import Timeline, timeline
+from gspmd.audit.verification.lowerings import Parting, Verification, verify
 
 __all__ = [
     "Comparison",

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 from gspmd import host
-from gspmd.audit.ledger import Entry, Ledger
+from gspmd.audit import Entry, Ledger
 from gspmd.layouts import presets
 from tests.audit import steps
 

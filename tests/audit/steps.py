@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 import gspmd
 import models
-from gspmd.audit.ledger import Ledger
+from gspmd.audit import Ledger
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd.tracing.trace import ProgramPlan

@@ -6,7 +6,7 @@ import pytest
 
 from gspmd.layouts import presets
 from tests.audit import steps
-from tests.audit.test_compare import compared, planned, sent
+from tests.audit.ledgers.test_comparison import compared, planned, sent
 from tests.audit.test_presets import UNEXPLAINED
 
 SCHEDULES = ("one-way", "halves", "paired")

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from gspmd.annotate import PlanError
-from gspmd.audit.topology import _PODS
+from gspmd.audit.offline.tpu import _PODS
 from gspmd.hardware.chips import CHIPS, Chip, chip, chip_of_device
 
 # 128x128 multiply-adds per matrix unit and cycle (256x256 on v6e and 7x), two FLOPs each; 4096 FLOPs of a GPU's

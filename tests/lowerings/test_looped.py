@@ -12,8 +12,8 @@ import pytest
 import gspmd
 from gspmd.annotate import parse_equation
 from gspmd.audit import hlo
-from gspmd.audit.groups import pairs
-from gspmd.audit.loops import trips
+from gspmd.audit.hlo.loops import trips
+from gspmd.audit.hlo.replica_groups import pairs
 from gspmd.planner.overlap import SCHEDULES
 from tests.references.random_equations import Case, check
 

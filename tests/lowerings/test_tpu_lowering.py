@@ -9,8 +9,7 @@ import pytest
 from jax import lax
 
 import gspmd
-from gspmd.audit.topology import topology
-from gspmd.lowerings import target
+from gspmd.audit import topology
 from gspmd.lowerings.blocking import tpu
 
 MESHES = [

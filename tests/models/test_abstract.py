@@ -9,7 +9,7 @@ import pytest
 
 import gspmd
 import models
-from gspmd.audit.topology import topology
+from gspmd.audit import topology
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd.training import OptimizerConfig

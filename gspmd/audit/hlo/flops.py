@@ -1,0 +1,111 @@
+"""Floating-point operations of matrix products in compiled programs: dots, convolutions, and calls of GPU libraries."""
+
+import re
+from collections.abc import Iterator
+from math import gcd, prod
+
+import numpy as np
+
+from gspmd.audit.hlo.module import Computation, Instruction, Module, integers
+
+_PRODUCT = re.compile(r"gemm|matmul|fmha|conv(?!ert)", re.IGNORECASE)
+_WINDOW = re.compile(r"(\w+)=([\d_x\-]+)")
+
+
+def product_flops(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Operations of one execution of an instruction: two per multiplication; what is not a matrix product has none.
+
+    Args:
+        module: the whole program.
+        computation: where the instruction stands.
+        instruction: any; a fusion counts what is in it.
+
+    A product with a single vector, which compilers write as a sum of products, is no matrix product and has none.
+    """
+    if instruction.opcode == "fusion":
+        inner = module.computations[instruction.called[0]]
+        return sum(product_flops(module, inner, each) for each in inner.instructions)
+    if instruction.opcode in ("dot", "scaled-dot"):
+        return _dot(computation, instruction, integers(instruction.attribute("lhs_contracting_dims")))
+    if instruction.opcode == "convolution":
+        return _convolution(computation, instruction)
+    contracted = _contracted(computation, instruction)
+    return 0 if contracted is None else _dot(computation, instruction, contracted)
+
+
+def uncounted(module: Module, computation: Computation, instruction: Instruction) -> Iterator[tuple[str, str]]:
+    """Name and target of calls that `product_flops` does not count, though their targets read like products.
+
+    Args:
+        module: the whole program.
+        computation: where the instruction stands.
+        instruction: any; a fusion tells what is in it.
+    """
+    if instruction.opcode == "fusion":
+        inner = module.computations[instruction.called[0]]
+        for each in inner.instructions:
+            yield from uncounted(module, inner, each)
+    elif _PRODUCT.search(_target(instruction)) and _contracted(computation, instruction) is None:
+        yield instruction.name, _target(instruction)
+
+
+def _dot(computation: Computation, dot: Instruction, contracted: tuple[int, ...]) -> int:
+    left = computation.by_name[dot.operands[0]].arrays[0]
+    return 2 * dot.arrays[0].size * prod(left.shape[d] for d in contracted)
+
+
+def _target(instruction: Instruction) -> str:
+    """Which function of a library an instruction calls; empty where it calls none."""
+    return instruction.attribute("custom_call_target").strip('"') if instruction.opcode == "custom-call" else ""
+
+
+def _contracted(computation: Computation, call: Instruction) -> tuple[int, ...] | None:
+    """The dimensions of its first operand over which a library's product sums; None where nothing tells them."""
+    if _target(call) == "__onednn$matmul":  # XLA:CPU, rows times columns
+        rank = len(computation.by_name[call.operands[0]].arrays[0].shape)
+        across = call.config.get("onednn_matmul_config", {}).get("transpose_a", False)
+        return (rank - 2 if across else rank - 1,) if rank > across else None
+    config = call.config.get("gemm_backend_config", call.config)
+    if not _PRODUCT.search(_target(call)) or "dot_dimension_numbers" not in config:
+        return None
+    return tuple(int(d) for d in config["dot_dimension_numbers"].get("lhs_contracting_dimensions", ()))
+
+
+def _convolution(computation: Computation, convolution: Instruction) -> int:
+    """As XLA counts: a multiplication per output element and tap that falls on an element of the input.
+
+    The TPU compiler writes every dot as a convolution; batch dimensions become windows of which one tap is valid.
+    """
+    left, kernel, out = _labels(convolution.attribute("dim_labels"))
+    shapes = [computation.by_name[name].arrays[0].shape for name in convolution.operands[:2]]
+    shapes.append(convolution.arrays[0].shape)
+    window = dict(_WINDOW.findall(convolution.attribute("window")))
+    size = lambda which, labels, label: shapes[which][labels.index(label)]  # noqa: E731
+    taps = 1
+    for number in sorted(set(out) - {"b", "f"}):
+        lengths = size(0, left, number), size(1, kernel, number), size(2, out, number)
+        taps *= _taps(*lengths, window, int(number))
+    return 2 * size(2, out, "b") * size(2, out, "f") * size(1, kernel, "i") * taps
+
+
+def _labels(text: str) -> tuple[str, str, str]:
+    """`bf_io->bf` as three strings of labels."""
+    operands, _, out = text.partition("->")
+    left, _, kernel = operands.partition("_")
+    return left, kernel, out
+
+
+def _taps(left: int, kernel: int, out: int, window: dict[str, str], number: int) -> int:
+    """How many pairs of an output position and a tap fall on an element, along one dimension of a window."""
+    part = lambda name, default: window.get(name, "").split("x")[number] if name in window else default  # noqa: E731
+    stride, spread, hole = (int(part(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    low = int(str(part("pad", "0_0")).split("_")[0])
+    # Output position o and tap k meet element (o * stride + k * hole - low) / spread, if there is one. For each tap the
+    # positions that do are `period` apart, and lie between `first` and `last`.
+    offset, common = low - np.arange(kernel) * hole, gcd(stride, spread)
+    period = spread // common
+    phase = offset // common * pow(stride // common, -1, period) % period
+    first = np.maximum(0, -(-offset // stride))
+    last = np.minimum(out - 1, (offset + (left - 1) * spread) // stride)
+    counts = (last - phase) // period - (first - 1 - phase) // period
+    return int(np.sum(counts[(offset % common == 0) & (last >= first)]))

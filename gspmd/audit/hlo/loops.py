@@ -1,0 +1,160 @@
+"""How often a while loop runs: from the compiler's own note, or from its counter, its bound and its step."""
+
+import operator
+
+from gspmd.audit.hlo.module import KNOWN_TRIPS, Computation, Instruction, Module
+
+_HOLDS = {"LT": operator.lt, "GT": operator.gt, "LE": operator.le, "GE": operator.ge, "NE": operator.ne}
+_SAME = ("copy", "bitcast", "convert", "copy-done", "copy-start", "reshape", "broadcast")
+
+
+def trips(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """How often a loop's body runs each time the loop is reached.
+
+    XLA:CPU and XLA:GPU note it (`known_trip_count`). The TPU compiler does not: there the condition compares a counter
+    in the loop's tuple with a bound, and the counter's first value and its step stand in the tuple and the body.
+
+    Args:
+        module: the whole program.
+        computation: where the loop stands.
+        loop: the `while` instruction.
+
+    Returns:
+        The number, or None where it depends on what is computed.
+    """
+    noted = KNOWN_TRIPS.search(loop.attributes)
+    return int(noted[1]) if noted else _counted(module, computation, loop)
+
+
+def _counted(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    condition = module.computations[loop.attribute("condition").lstrip("%")]
+    body = module.computations[loop.attribute("body").lstrip("%")]
+    found = _comparison(module, condition)
+    if found is None:
+        return None
+    direction, sides = found
+    places = [_place(condition, side) for side in sides]
+    steps = [None if place is None else _step(module, body, place) for place in places]
+    if sum(bool(step) for step in steps) != 1:
+        return None
+    counter = 0 if steps[0] else 1
+    start = _value_in(module, computation, loop, places[counter])
+    bound = _constant(condition, sides[1 - counter])
+    if bound is None and places[1 - counter] is not None:
+        bound = _value_in(module, computation, loop, places[1 - counter])
+    if start is None or bound is None:
+        return None
+    if counter == 1:
+        direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)
+    return _count(direction, start, bound, steps[counter])
+
+
+def _count(direction: str, start: int, bound: int, step: int) -> int | None:
+    """Steps until the comparison is false; None where it never is, or only once the counter has overflowed."""
+    if direction not in _HOLDS:
+        return None
+    if not _HOLDS[direction](start, bound):
+        return 0
+    distance = bound - start
+    if direction in ("LE", "GE"):
+        distance += 1 if direction == "LE" else -1
+    if distance * step < 0 or (direction == "NE" and distance % step):
+        return None
+    return -(-distance // step)
+
+
+def _comparison(module: Module, condition: Computation) -> tuple[str, tuple[str, str]] | None:
+    """The direction and the two sides of the comparison that a condition returns, seen from the condition itself."""
+    root = _through(condition, condition.root)
+    if root.opcode == "compare":
+        return root.attribute("direction"), (root.operands[0], root.operands[1])
+    if root.opcode != "fusion":
+        return None
+    inner = module.computations[root.called[0]]
+    compare = _through(inner, inner.root)
+    if compare.opcode != "compare":
+        return None
+    sides = []
+    for name in compare.operands[:2]:
+        side = _through(inner, inner.by_name[name])
+        sides.append(root.operands[int(side.arguments)] if side.opcode == "parameter" else _literal(side))
+    return None if None in sides else (compare.attribute("direction"), (sides[0], sides[1]))
+
+
+def _through(computation: Computation, instruction: Instruction) -> Instruction:
+    """What an instruction passes on unchanged."""
+    while instruction.opcode in _SAME and instruction.operands:
+        instruction = computation.by_name[instruction.operands[0]]
+    return instruction
+
+
+def _literal(instruction: Instruction) -> str | None:
+    """A constant by its value, written so that no instruction's name can be mistaken for it."""
+    number = _number(instruction)
+    return None if number is None else f"={number}"
+
+
+def _number(instruction: Instruction) -> int | None:
+    if instruction.opcode != "constant":
+        return None
+    try:
+        return int(instruction.arguments)
+    except ValueError:
+        return None
+
+
+def _constant(computation: Computation, name: str) -> int | None:
+    if name.startswith("="):
+        return int(name[1:])
+    return _number(_through(computation, computation.by_name[name]))
+
+
+def _place(computation: Computation, name: str) -> int | None:
+    """Which element of the loop's tuple a value is."""
+    if name.startswith("="):
+        return None
+    source = _through(computation, computation.by_name[name])
+    if source.opcode != "get-tuple-element" or computation.by_name[source.operands[0]].opcode != "parameter":
+        return None
+    return int(source.attribute("index"))
+
+
+def _step(module: Module, body: Computation, place: int) -> int | None:
+    """By how much the body changes an element of the tuple; 0 where it passes it on, None where nobody can tell."""
+    root = _through(body, body.root)
+    if root.opcode != "tuple":
+        return None
+    return _change(module, body, body.by_name[root.operands[place]], lambda name: _place(body, name) == place)
+
+
+def _change(module: Module, computation: Computation, value: Instruction, is_counter) -> int | None:
+    value = _through(computation, value)
+    if is_counter(value.name):
+        return 0
+    if value.opcode == "fusion":
+        inner = module.computations[value.called[0]]
+        numbered = {each.name: number for number, each in inner.parameters.items()}
+        known = lambda name: name in numbered and is_counter(value.operands[numbered[name]])  # noqa: E731
+        return _change(module, inner, inner.root, known)
+    if value.opcode not in ("add", "subtract"):
+        return None
+    left, right = (_through(computation, computation.by_name[name]) for name in value.operands)
+    if value.opcode == "add" and _number(left) is not None:
+        left, right = right, left
+    before, added = _change(module, computation, left, is_counter), _number(right)
+    if before is None or added is None:
+        return None
+    return before + (added if value.opcode == "add" else -added)
+
+
+def _value_in(module: Module, computation: Computation, loop: Instruction, place: int) -> int | None:
+    """The value with which an element of the tuple enters the loop, perhaps through the loops around it unchanged."""
+    entering = _through(computation, computation.by_name[loop.operands[0]])
+    if entering.opcode != "tuple":
+        return None
+    value = _through(computation, computation.by_name[entering.operands[place]])
+    outer = _place(computation, value.name)
+    callers = module.callers.get(computation.name, [])
+    if outer is None or len(callers) != 1 or callers[0][1].opcode != "while":
+        return _number(value)
+    return _value_in(module, *callers[0], outer) if _step(module, computation, outer) == 0 else None

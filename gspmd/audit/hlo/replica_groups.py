@@ -1,0 +1,157 @@
+"""Which mesh axes a compiled collective runs over: its groups of devices, written in any of XLA's three ways.
+
+Source: `CollectiveDeviceListBase` and `Mesh` of openxla/xla (`hlo/ir/replica_group.h`, `hlo/ir/mesh_and_axis.h`).
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import combinations, pairwise
+from math import prod
+
+import numpy as np
+
+from gspmd.audit.hlo.module import Instruction, integers
+
+UNNAMED = ("?",)
+"""The axes of a collective whose groups are those of no set of mesh axes."""
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def groups(instruction: Instruction, devices: int) -> Groups:
+    """The groups of devices that take part together, by their position in the mesh.
+
+    Args:
+        instruction: a collective.
+        devices: how many there are; an instruction that lists no groups runs over all of them.
+    """
+    written = instruction.attribute("replica_groups")
+    if written.startswith("mesh["):  # other numbers of its devices stand behind a comma, before the names of the axes
+        return _of_mesh(written, instruction.attribute("device_ids"))
+    return _groups(written, devices)
+
+
+@lru_cache(maxsize=4096)
+def _groups(text: str, devices: int) -> Groups:
+    if "<=" in text:
+        return _of_iota(text)
+    listed = tuple(tuple(integers(group)) for group in re.findall(r"\{([\d,\s]+)\}", text))
+    return listed or (tuple(range(devices)),)
+
+
+def _of_iota(text: str) -> Groups:
+    """`[4,2]<=[2,4]T(1,0)`: the numbers 0 to 7 as a 2 by 4 array, transposed, cut into four groups of two."""
+    found = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    shape, dims, order = (integers(part or "") for part in found.groups())
+    numbers = np.arange(prod(dims)).reshape(dims)
+    return _rows((numbers.transpose(order) if order else numbers).reshape(shape[0], -1))
+
+
+@lru_cache(maxsize=4096)
+def _of_mesh(text: str, reordered: str) -> Groups:
+    """`mesh['x'=4,'y'=2] {'y'}`: the groups along named axes of a mesh written out.
+
+    A part of an axis is `'x':(2)4`: x cut into 2, 4 and the rest, major first, and the second of these. A mesh whose
+    devices do not stand in order is followed by `device_ids=(1,0,...)`, or `device_ids=([2,4]T(1,0))`.
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text)}
+    named = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", (reordered or text).rpartition("{")[2])
+    along = [(name, int(first or 1), int(first or 1) * int(size or sizes[name])) for name, first, size in named]
+    factors = [factor for name, size in sizes.items() for factor in _factors(name, size, along)]
+    inside = lambda factor: any(factor[0] == n and a <= factor[1] < b for n, a, b in along)  # noqa: E731
+    order = sorted(range(len(factors)), key=lambda place: inside(factors[place]))
+    numbers = _order_of(reordered, prod(sizes.values())).reshape([size for *_, size in factors]).transpose(order)
+    return _rows(numbers.reshape(-1, prod(factor[2] for factor in factors if inside(factor))))
+
+
+def _factors(name: str, size: int, along: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """A mesh axis cut where parts of it begin and end, major first: its name, the product before, and the size."""
+    cuts = sorted({1, size, *(at for other, *ends in along if other == name for at in ends)})
+    return [(name, first, last // first) for first, last in pairwise(cuts)]
+
+
+def _order_of(text: str, devices: int) -> np.ndarray:
+    """The numbers of a mesh's devices, in its order."""
+    iota = re.match(r"\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", text)
+    if iota:
+        dims, order = (integers(part or "") for part in iota.groups())
+        return np.arange(devices).reshape(dims).transpose(order or None).reshape(-1)
+    return np.array(integers(text.partition("{")[0])) if text else np.arange(devices)
+
+
+def pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
+    """The (source, target) pairs of a permute."""
+    found = re.findall(r"\{(\d+),\s*(\d+)\}", instruction.attribute("source_target_pairs"))
+    return tuple((int(source), int(target)) for source, target in found)
+
+
+def is_permute(instruction: Instruction) -> bool:
+    """Whether it has pairs instead of groups, be they none."""
+    return bool(instruction.attribute("source_target_pairs"))
+
+
+def axes_of(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes that a collective runs over, in the mesh's order; axes of size 1 are none.
+
+    Args:
+        instruction: a collective, or the instruction that starts it.
+        mesh: sizes of the mesh axes; devices are numbered as they stand in the mesh, the last axis fastest.
+
+    Returns:
+        Names; for a permute those of the axes along which anything moves. `UNNAMED` where the groups are those of no
+        set of axes: half of an axis, for instance.
+    """
+    if is_permute(instruction):
+        return _crossed(pairs(instruction), tuple(mesh.items()))
+    return _spanned(groups(instruction, prod(mesh.values())), tuple(mesh.items()))
+
+
+def touched_by(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which members of a group differ, also where they are a part of an axis."""
+    named = axes_of(instruction, mesh)
+    if named != UNNAMED or is_permute(instruction):
+        return named
+    first = groups(instruction, prod(mesh.values()))[0]
+    return _crossed(tuple((first[0], other) for other in first), tuple(mesh.items()))
+
+
+@lru_cache(maxsize=4096)
+def _crossed(sent: tuple[tuple[int, int], ...], mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    shape = [size for _, size in mesh]
+    moved = [pair for pair in sent if pair[0] != pair[1]]
+    if not moved:
+        return ()
+    if max(map(max, moved)) >= prod(shape):
+        return UNNAMED
+    sources, targets = (np.unravel_index(np.array(side), shape) for side in zip(*moved))
+    return tuple(name for (name, _), a, b in zip(mesh, sources, targets) if (a != b).any())
+
+
+@lru_cache(maxsize=4096)
+def _spanned(found: Groups, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    wanted = {frozenset(group) for group in found}
+    if all(len(group) == 1 for group in wanted):
+        return ()
+    for names in _subsets([name for name, size in mesh if size > 1]):
+        if wanted == _along(names, mesh):
+            return names
+    return UNNAMED
+
+
+def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for count in range(1, len(names) + 1):
+        yield from combinations(names, count)
+
+
+@lru_cache(maxsize=4096)
+def _along(names: tuple[str, ...], mesh: tuple[tuple[str, int], ...]) -> set[frozenset[int]]:
+    order = [i for i, (name, _) in enumerate(mesh) if name not in names]
+    order += [i for i, (name, _) in enumerate(mesh) if name in names]
+    shape = tuple(size for _, size in mesh)
+    numbers = np.arange(prod(shape)).reshape(shape).transpose(order)
+    return {frozenset(row) for row in _rows(numbers.reshape(-1, prod(dict(mesh)[name] for name in names)))}
+
+
+def _rows(numbers: np.ndarray) -> Groups:
+    return tuple(tuple(int(n) for n in row) for row in numbers)

@@ -1,0 +1,1 @@
+"""What a compiled program sends, beside what was planned, and beside another program."""

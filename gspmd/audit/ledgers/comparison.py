@@ -1,0 +1,163 @@
+"""What was planned beside what was compiled: by kind and mesh axes, and step by step."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from rich.console import Group
+from rich.text import Text
+
+from gspmd.annotate.errors import PlanError, article
+from gspmd.audit.ledgers.ledger import Entry, Key, Ledger, asked
+from gspmd.audit.ledgers.verdicts import VERDICTS, Row, in_whole, planned_steps, rows, served
+from gspmd.display.console import Printed, printable
+from gspmd.display.tables import Column, Sheet
+from gspmd.display.units import amount_of_bytes, axes_text
+from gspmd.planner.drawing import COLORS
+from gspmd.planner.plan import Plan
+from gspmd.tracing.program_plan import ProgramPlan, of_equation
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison(Printed):
+    """A program's plan beside its ledger; counts and bytes are per device and execution.
+
+    Attributes:
+        rows: a row per step.
+        totals: (kind, mesh axes) -> (planned bytes, compiled bytes).
+        notes: what could not be counted, on either side.
+    """
+
+    rows: tuple[Row, ...]
+    totals: dict[Key, tuple[int, int]]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def agrees(self) -> bool:
+        """Whether for every kind and set of axes the bytes are the planned ones, and nothing else is sent."""
+        return all(planned == compiled for planned, compiled in self.totals.values())
+
+    @property
+    def differing(self) -> tuple[Row, ...]:
+        """The rows that are not as planned."""
+        return tuple(row for row in self.rows if row.verdict != "as planned")
+
+    def __getitem__(self, verdict: str) -> tuple[Row, ...]:
+        """The rows of one verdict."""
+        if verdict not in VERDICTS:
+            raise KeyError(f"no verdict is called {verdict!r}; there are {', '.join(VERDICTS)}")
+        return tuple(row for row in self.rows if row.verdict == verdict)
+
+    def table(self) -> Sheet:
+        """Planned and compiled bytes of every kind and set of axes."""
+        sheet = Sheet("planned and compiled, bytes sent per device", _TOTALS)
+        for (kind, axes), (planned, compiled) in sorted(self.totals.items(), key=lambda row: -max(row[1])):
+            figures = amount_of_bytes(planned), amount_of_bytes(compiled)
+            sheet.add(f"[{COLORS[kind]}]{kind}[/]", axes_text(axes), *figures, _ratio(planned, compiled))
+        sheet.add("all", "", *map(amount_of_bytes, self._sums), _ratio(*self._sums), total=True)
+        return sheet
+
+    def steps_table(self, verdicts: Sequence[str] = VERDICTS[1:]) -> Sheet:
+        """The steps of some verdicts, those that differ from the plan if not given; like ones in one row."""
+        sheet = Sheet("step by step, where they differ", _STEPS)
+        for row in _together(row for verdict in verdicts for row in self[verdict]):
+            told = f"{row.verdict}: {row.how}" if row.how else row.verdict
+            amounts = [f"{n} × {amount_of_bytes(sent / n)}" if n else "none" for n, sent in (row.planned, row.compiled)]
+            by = asked(Entry(row.kind, row.axes, 0, 0, "", row.source, row.equation, row.step))
+            sheet.add(told, f"[{COLORS[row.kind]}]{row.kind}[/]", axes_text(row.axes), *amounts, by)
+        return sheet
+
+    @property
+    def _sums(self) -> tuple[int, int]:
+        planned, compiled = zip(*self.totals.values()) if self.totals else ((), ())
+        return sum(planned), sum(compiled)
+
+    @property
+    def _counted(self) -> str:
+        return ", ".join(f"{len(self[verdict])} {verdict}" for verdict in VERDICTS if self[verdict]) or "none"
+
+    def __rich__(self) -> Group:
+        shown = [self.table(), Text(f"steps: {self._counted}")]
+        shown += [self.steps_table()] if self.differing else []
+        return Group(*shown, *(Text(f"note: {note}") for note in self.notes))
+
+    def __repr__(self) -> str:
+        planned, compiled = map(amount_of_bytes, self._sums)
+        figures = f"{planned} planned, {compiled} compiled; steps: {self._counted}"
+        return printable(f"<Comparison: {figures}; print it for its tables>")
+
+
+_TOTALS = (
+    Column("kind"),
+    Column("mesh axes"),
+    Column("planned", "right"),
+    Column("compiled", "right"),
+    Column("", goes=1),
+)
+_STEPS = (
+    Column("", folds=True),
+    Column("kind", goes=2),
+    Column("mesh axes", goes=1),
+    Column("planned", "right"),
+    Column("compiled", "right"),
+    Column("asked for by", folds=True),
+)
+
+
+def _together(rows: Iterable[Row]) -> Iterator[Row]:
+    """Rows that differ in nothing but their figures, as one."""
+    alike: dict[Row, list[Row]] = defaultdict(list)
+    for row in rows:
+        alike[replace(row, planned=(0, 0), compiled=(0, 0))].append(row)
+    for kept, found in alike.items():
+        planned, compiled = zip(*((row.planned, row.compiled) for row in found))
+        yield replace(kept, planned=_summed(planned), compiled=_summed(compiled))
+
+
+def _summed(figures: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    counts, sent = zip(*figures)
+    return sum(counts), sum(sent)
+
+
+def _ratio(planned: int, compiled: int) -> str:
+    if planned == compiled:
+        return "[green]=[/]"
+    if not planned or not compiled:
+        return "gone" if planned else "not planned"
+    ratio = f"{compiled / planned:.3g}"
+    more = f"{'+' if compiled > planned else '-'} {amount_of_bytes(abs(compiled - planned))}"
+    return more if ratio == "1" else f"× {ratio}"
+
+
+def compare(ledger: Ledger, plan: ProgramPlan | Plan) -> Comparison:
+    """Put what was planned beside what was compiled.
+
+    Compiled collectives are joined to steps by their scopes. Where a compiler merges several into one instruction it
+    keeps the scopes of one of them: the others are then found by kind, axes and bytes. A step that was compiled in
+    parts, over some of its axes and then over the rest, counts under the axes of the step. What two steps share is
+    whatever of the two was compiled.
+
+    Args:
+        ledger: of the compiled program.
+        plan: `gspmd.trace` of the same function with the same arguments; or, of a program that is one equation,
+            forward, its `gspmd.plan`.
+
+    Raises:
+        PlanError: `ledger` is no ledger, or `plan` no plan.
+
+    Example:
+        >>> compare(Ledger((), 0, {}), ProgramPlan(())).agrees
+        True
+    """
+    plan = of_equation(plan) if isinstance(plan, Plan) else plan
+    if not (isinstance(ledger, Ledger) and isinstance(plan, ProgramPlan)):
+        raise PlanError(
+            f"cannot compare {article(type(ledger).__name__)} with {article(type(plan).__name__)}.\n"
+            "  Write gspmd.ledger(compiled).compare(gspmd.trace(fn, *args)); of one equation, gspmd.plan(...) will do."
+        )
+    sent = [entry for entry in ledger.entries if entry.wire_bytes]
+    entries = in_whole(planned_steps(plan.entries), served(plan, sent))
+    planned, compiled = plan.by_kind_and_axes(), replace(ledger, entries=tuple(entries)).by_kind_and_axes()
+    keys = [key for key in sorted({*planned, *compiled}) if planned.get(key, (0, 0))[1] or key in compiled]
+    totals = {key: (planned.get(key, (0, 0))[1], compiled.get(key, (0, 0))[1]) for key in keys}
+    return Comparison(tuple(rows(plan, entries)), totals, (*plan.notes, *ledger.notes))

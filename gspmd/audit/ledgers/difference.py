@@ -1,0 +1,132 @@
+"""What changes from one compiled program to another: `Ledger.diff`, by kind, mesh axes and dtype."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from gspmd.annotate.errors import PlanError, shown
+from gspmd.audit.ledgers.ledger import Ledger
+from gspmd.display.console import Printed, printable
+from gspmd.display.tables import Column, Sheet, counted
+from gspmd.display.units import amount_of_bytes, amount_of_flops, axes_text
+from gspmd.planner.drawing import COLORS
+
+_Key = tuple[str, tuple[str, ...], str]
+
+
+@dataclass(frozen=True)
+class Change:
+    """Collectives of one kind, over the same mesh axes and of one dtype, in two programs.
+
+    Attributes:
+        kind, axes, dtype: as in the entries of a ledger; axes in alphabetical order.
+        before: how often they run, and the bytes that one device sends; (0, 0) where there were none.
+        after: the same of the other program.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    before: tuple[int, int]
+    after: tuple[int, int]
+
+
+@dataclass(frozen=True, repr=False)
+class Difference(Printed):
+    """Two ledgers, one beside the other; counts and bytes are per device and execution. False where they are equal.
+
+    Attributes:
+        rows: what changed, most bytes first.
+        wire_bytes: bytes that one device sends, before and after.
+        flops: of the matrix products, before and after.
+        names: of the programs.
+    """
+
+    rows: tuple[Change, ...]
+    wire_bytes: tuple[int, int]
+    flops: tuple[int, int]
+    names: tuple[str, str] = ("", "")
+
+    def __bool__(self) -> bool:
+        return bool(self.rows) or self.flops[0] != self.flops[1]
+
+    def table(self) -> Sheet:
+        """What changed as a rich table, with the totals of bytes and operations below."""
+        sheet = Sheet(f"{self._title}: what one device sends", _COLUMNS)
+        for row in self.rows:
+            amounts = [f"{n} × {amount_of_bytes(sent / n)}" if n else "none" for n, sent in (row.before, row.after)]
+            told = _change(row.before[1], row.after[1])
+            sheet.add(f"[{COLORS[row.kind]}]{row.kind}[/]", axes_text(row.axes), row.dtype, *amounts, told)
+        for what, (before, after), amount in (
+            ("all sent", self.wire_bytes, amount_of_bytes),
+            ("matrix products", self.flops, amount_of_flops),
+        ):
+            sheet.add(what, "", "", amount(before), amount(after), _change(before, after), total=True)
+        return sheet
+
+    @property
+    def _title(self) -> str:
+        before, after = (name or "a program" for name in self.names)
+        return f"from {before} to {after}"
+
+    def __rich__(self) -> Sheet | Text:
+        return self.table() if self else Text(f"no difference: {amount_of_bytes(self.wire_bytes[0])} sent")
+
+    def __repr__(self) -> str:
+        before, after = map(amount_of_bytes, self.wire_bytes)
+        changes = counted(len(self.rows), "change")
+        return printable(f"<Difference {self._title}: {changes}, {before} sent before, {after} after>")
+
+
+_COLUMNS = (
+    Column("kind"),
+    Column("mesh axes"),
+    Column("dtype", goes=2),
+    Column("before", "right"),
+    Column("after", "right"),
+    Column("", goes=1),
+)
+
+
+def _change(before: int, after: int) -> str:
+    if before == after:
+        return "="
+    return "new" if not before else f"× {after / before:.3g}" if after else "gone"
+
+
+def difference(before: Ledger, after: Ledger) -> Difference:
+    """Put the ledgers of two programs beside each other.
+
+    Args:
+        before, after: of programs on meshes with the same names of axes.
+
+    Raises:
+        PlanError: one of them is no ledger.
+
+    Example:
+        >>> before = Ledger((), 128, {"x": 4})
+        >>> bool(difference(before, before)), bool(difference(before, Ledger((), 256, {"x": 4})))
+        (False, True)
+    """
+    for each in (before, after):
+        if not isinstance(each, Ledger):
+            raise PlanError(
+                f"cannot put {shown(each)} beside a ledger: it is none.\n"
+                "  Give what gspmd.ledger(compiled) returns."
+            )
+    sums = _sums(before), _sums(after)
+    both = [Change(*key, *(each.get(key, (0, 0)) for each in sums)) for key in sorted({*sums[0], *sums[1]})]
+    changed = [row for row in both if row.before != row.after]
+    rows = sorted(changed, key=lambda row: -max(row.before[1], row.after[1]))
+    sent, work = (before.wire_bytes, after.wire_bytes), (before.flops, after.flops)
+    return Difference(tuple(rows), sent, work, (before.name, after.name))
+
+
+def _sums(ledger: Ledger) -> dict[_Key, tuple[int, int]]:
+    counts, sent = Counter(), Counter()
+    for entry in ledger.entries:
+        key = entry.kind, tuple(sorted(entry.axes)), entry.dtype
+        counts[key] += entry.count
+        sent[key] += entry.wire_bytes
+    return {key: (counts[key], sent[key]) for key in counts}

@@ -1,0 +1,1 @@
+"""Compile for TPU slices that are not attached."""

@@ -1,0 +1,181 @@
+"""What a device has to hold: the largest buffers of a program, and what would make each smaller."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr
+from rich.markup import escape
+
+from gspmd.audit.hlo.module import Array, Instruction, Module
+from gspmd.audit.ledgers.ledger import OURS, short
+from gspmd.display.tables import Column, Sheet
+from gspmd.display.units import amount_of_bytes, axes_text
+
+_FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant")
+_SMALLER = "a smaller batch or length, or a layout that shards it; in training, remat around it"
+_KEPT = 64  # values of one level that are kept: more than anybody looks at
+_STARTS = ("-start", "-update")  # these carry their operands too; what they make is that of their -done
+_LAYOUT = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*)(?::((?:T\([\d,]+\)(?:\([\d,]+\))*)?)([^}]*))?\})?")
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One array that a device holds.
+
+    Attributes:
+        kind: `"argument"` or `"temporary"`.
+        name: an argument's path, or the line of the program that makes a temporary.
+        array: dtype and shape on one device.
+        bytes: as it lies in memory, tiles padded.
+        remedy: what would make it smaller.
+    """
+
+    kind: str
+    name: str
+    array: Array
+    bytes: int
+    remedy: str
+
+
+def arguments(args: Any, mesh: Mapping[str, int]) -> list[Buffer]:
+    """The arguments of a program on one device, largest first; tiles unpadded.
+
+    Args:
+        args: a tree of `jax.ShapeDtypeStruct`s or arrays with shardings.
+        mesh: sizes of the mesh axes.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(args)[0]
+    placed = ((path, leaf) for path, leaf in leaves if hasattr(leaf, "dtype") and not _on_host(leaf))
+    return sorted((_argument(path, leaf, mesh) for path, leaf in placed), key=lambda buffer: -buffer.bytes)
+
+
+def _on_host(leaf: Any) -> bool:
+    """Whether an argument lies in the memory of the host, where a device does not hold it."""
+    return "host" in (getattr(getattr(leaf, "sharding", None), "memory_kind", None) or "")
+
+
+def values(jaxpr: Jaxpr, manual: bool = False) -> list[Buffer]:
+    """The values of a traced function on one device, where their types tell how they lie: inside a shard_map, and
+    everywhere under Explicit axes.
+
+    Leaves out: which of them a compiler would never make, or put in one place.
+    """
+    found = []
+    for equation in jaxpr.eqns:
+        inner = [each for value in equation.params.values() for each in _jaxprs(value)]
+        for each in inner:
+            found += values(each, manual or equation.primitive.name == "shard_map")
+        if not inner or equation.primitive.name == "scan":
+            found += [_value(var.aval, equation, manual) for var in equation.outvars if hasattr(var.aval, "shape")]
+    return sorted(filter(None, found), key=lambda buffer: -buffer.bytes)[:_KEPT]
+
+
+def _jaxprs(value: Any) -> list[Jaxpr]:
+    held = value if isinstance(value, (tuple, list)) else (value,)
+    return [inner for one in held if isinstance(inner := getattr(one, "jaxpr", one), Jaxpr)]
+
+
+def _value(aval: Any, equation: Any, manual: bool) -> Buffer | None:
+    explicit = set(getattr(aval.sharding.mesh, "axis_types", ())) == {jax.sharding.AxisType.Explicit}
+    weightless = aval.dtype == jax.dtypes.float0 or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    if weightless or not (manual or explicit):
+        return None
+    shape = tuple(aval.shape) if manual else aval.sharding.shard_shape(tuple(aval.shape))
+    size = (prod(shape) * jax.dtypes.itemsize_bits(aval.dtype) + 7) // 8
+    return Buffer("temporary", _line(equation), Array(str(aval.dtype), shape), size, _SMALLER)
+
+
+def _line(equation: Any) -> str:
+    """The line of the program that made a value; of a frame outside of this package and of JAX."""
+    frames = equation.source_info.traceback.frames if equation.source_info.traceback else ()
+    ours = (OURS, str(Path(jax.__file__).parent))
+    line = next((f"{f.file_name}:{f.line_num}" for f in frames if not f.file_name.startswith(ours)), "")
+    return short(line) or str(equation.primitive)
+
+
+def _argument(path: Any, leaf: Any, mesh: Mapping[str, int]) -> Buffer:
+    sharding = getattr(leaf, "sharding", None)
+    shape = tuple(leaf.shape) if sharding is None else sharding.shard_shape(tuple(leaf.shape))
+    key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+    bits = 8 * leaf.dtype.itemsize if key else jax.dtypes.itemsize_bits(leaf.dtype)
+    used = jax.tree.leaves(tuple(getattr(sharding, "spec", ())))
+    free = tuple(axis for axis, size in mesh.items() if size > 1 and axis not in used)
+    share = prod(mesh[axis] for axis in free)
+    remedy = f"shard it over {axes_text(free)} too: up to 1/{share}" if free else "more chips, or fewer bits"
+    return Buffer("argument", _path(path), Array(str(leaf.dtype), shape), (prod(shape) * bits + 7) // 8, remedy)
+
+
+def _path(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def temporaries(module: Module) -> list[Buffer]:
+    """Values in main memory that a program makes for itself, largest first."""
+    fused = {name for each in module.computations.values() for i in each.instructions for name in _inlined(i)}
+    made = [
+        _temporary(module, instruction, array, size)
+        for computation in module.computations.values()
+        if computation.name not in fused
+        for instruction in computation.instructions
+        if instruction.opcode not in _FREE and not instruction.opcode.endswith(_STARTS)
+        for array, size in placed(instruction)
+    ]
+    return sorted(made, key=lambda buffer: -buffer.bytes)
+
+
+def _inlined(instruction: Instruction) -> Sequence[str]:
+    """Computations whose values are never whole: those of fusions and of reductions."""
+    return () if instruction.opcode in ("while", "conditional", "call") else instruction.called
+
+
+def _temporary(module: Module, instruction: Instruction, array: Array, size: int) -> Buffer:
+    name = short(module.source(instruction, (OURS,))) or instruction.name
+    return Buffer("temporary", name, array, size, _SMALLER)
+
+
+def placed(instruction: Instruction) -> list[tuple[Array, int]]:
+    """An instruction's arrays in main memory, each with the bytes it takes there."""
+    found = []
+    for dtype, shape, order, tiles, rest in _LAYOUT.findall(instruction.type):
+        if "S(" not in (rest or "") or "S(0)" in rest:
+            array = Array(dtype, tuple(int(n.removeprefix("<=")) for n in shape.split(",") if n))
+            found.append((array, _padded(array, order, tiles)))
+    return found
+
+
+def _padded(array: Array, order: str, tiles: str) -> int:
+    """Bytes of an array whose minor dimensions are cut into tiles: `T(8,128)` pads to 8 rows of 128."""
+    tile = [int(n) for n in re.findall(r"\d+", tiles.partition(")")[0])] if tiles else []
+    shape = [array.shape[int(d)] for d in order.split(",") if d] if order else list(reversed(array.shape))
+    shape += [1] * (len(tile) - len(shape))
+    for place, size in enumerate(reversed(tile)):
+        shape[place] = ceil(shape[place] / size) * size
+    return Array(array.dtype, tuple(shape)).bytes
+
+
+def buffers_table(
+    buffers: Sequence[Buffer], most: int = _KEPT, title: str = "largest buffers of one device"
+) -> Sheet:
+    """The largest of some buffers as a rich table; those that are alike in one row."""
+    alike = Counter(buffers)
+    sheet = Sheet(title, _COLUMNS)
+    for buffer in sorted(alike, key=lambda buffer: -buffer.bytes)[:most]:
+        shape = escape(f"{buffer.array.dtype} {list(buffer.array.shape)}")
+        times = f"{alike[buffer]} × " if alike[buffer] > 1 else ""
+        sheet.add(buffer.kind, times + amount_of_bytes(buffer.bytes), escape(buffer.name), shape, buffer.remedy)
+    return sheet
+
+
+_COLUMNS = (
+    Column("", goes=3),
+    Column("bytes", "right"),
+    Column("what"),
+    Column("shape", goes=1),
+    Column("smaller by", folds=True, goes=2),
+)

@@ -1,0 +1,170 @@
+"""A compiled program run through the machine: every instruction in the order of its schedule."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+
+from gspmd.audit.hlo.collectives import Collective, collective
+from gspmd.audit.hlo.loops import trips
+from gspmd.audit.hlo.module import Computation, Instruction, Module
+from gspmd.audit.hlo.origin import origin
+from gspmd.audit.hlo.replica_groups import touched_by
+from gspmd.audit.ledgers.ledger import OURS
+from gspmd.audit.simulation.links import MEMORY, Torus, Transfer, transfer
+from gspmd.audit.simulation.machine import Machine, Span
+from gspmd.audit.simulation.roofline import cost, traffic
+from gspmd.hardware.chips import Chip
+
+Value = int | dict | None
+"""What a name stands for, as far as waiting is concerned: a transfer's number, a tuple with some in it, or neither."""
+
+
+class Walk:
+    """One run of a program on one device; see `gspmd.audit.timeline` for what is modelled."""
+
+    def __init__(self, module: Module, chip: Chip, mesh: Mapping[str, int], torus: Torus):
+        self.module, self.chip, self.mesh, self.torus = module, chip, mesh, torus
+        self.devices = prod(mesh.values())
+        self.machine = Machine()
+        self.notes: list[str] = []
+
+    def run(self, computation: Computation, arguments: list[Value]) -> Value:
+        """Execute a computation's instructions one after the other; returns what its root stands for."""
+        known: dict[str, Value] = {}
+        for instruction in computation.instructions:
+            known[instruction.name] = self._execute(computation, instruction, known, arguments)
+        return known[computation.root.name]
+
+    def _execute(self, computation: Computation, instruction: Instruction, known: dict, arguments: list) -> Value:
+        opcode, operands = instruction.opcode, [known.get(name) for name in instruction.operands]
+        if opcode == "parameter":
+            number = int(instruction.arguments)
+            return arguments[number] if number < len(arguments) else None
+        if opcode == "tuple":
+            return dict(enumerate(operands))
+        if opcode == "get-tuple-element":
+            number = int(instruction.attribute("index"))
+            return operands[0].get(number) if isinstance(operands[0], dict) else operands[0]
+        if opcode.endswith("-done"):
+            return self.machine.wait(_number(operands[0]))
+        if opcode == "while":
+            return self._loop(computation, instruction, operands[0])
+        if opcode == "conditional":
+            return self._longest(instruction, operands[1:])
+        if opcode == "call":
+            return self.run(self.module.computations[instruction.called[0]], operands)
+        return self._work(computation, instruction, operands)
+
+    def _work(self, computation: Computation, instruction: Instruction, operands: list[Value]) -> Value:
+        """What is computed, sent or copied; a transfer's number goes with whatever it is passed through."""
+        found = collective(self.module, computation, instruction, self.devices)
+        if found and found.phase == "done":
+            return self.machine.wait(_number(operands[0]))
+        if found:
+            number = self._send(computation, instruction, found)
+            return number if found.phase == "start" else self.machine.wait(number)
+        if instruction.opcode.endswith("-start"):
+            return self._copy(computation, instruction)
+        self._compute(computation, instruction)
+        return next((value for value in operands if value is not None), None)
+
+    def _compute(self, computation: Computation, instruction: Instruction) -> None:
+        took = cost(self.module, computation, instruction, self.chip)
+        if took.seconds or took.flops:
+            span = self._span(computation, instruction, "einsum" if took.flops else "other", ("compute",), took.bytes)
+            self.machine.compute(replace(span, seconds=took.seconds), took.flops, took.waits)
+
+    def _send(self, computation: Computation, instruction: Instruction, found: Collective) -> int | None:
+        rows = touched_by(found.instruction, self.mesh)
+        if found.group == 1 or not rows:
+            return None
+        span = self._span(computation, instruction, found.kind, rows, found.wire_bytes, found)
+        return self.machine.start(span, transfer(found, self.mesh, self.chip, self.torus))
+
+    def _copy(self, computation: Computation, instruction: Instruction) -> int:
+        """A copy, or a slice, between memories, at the bandwidth of the main one."""
+        moved = self._moved(computation, instruction)
+        span = self._span(computation, instruction, "copy", ("memory",), moved)
+        return self.machine.start(span, Transfer(moved / self.chip.hbm_bandwidth, 0.0, frozenset({MEMORY})))
+
+    def _moved(self, computation: Computation, instruction: Instruction) -> int:
+        if instruction.opcode == "async-start":
+            inner = self.module.computations[instruction.called[0]]
+            return sum(traffic(self.module, inner, each) for each in inner.instructions if each.opcode != "parameter")
+        users = (each for each in computation.instructions if each.operands[:1] == (instruction.name,))
+        return next((each.bytes for each in users if each.opcode.endswith("-done")), instruction.arrays[0].bytes)
+
+    def _loop(self, computation: Computation, loop: Instruction, carried: Value) -> Value:
+        """Iterations until one begins as the last began; that one counts for all that are left."""
+        runs = trips(self.module, computation, loop)
+        if runs is None:
+            runs = 1
+            self.notes.append(f"the trips of loop {loop.name} depend on what is computed; it is counted once")
+        body, condition = (self.module.computations[loop.attribute(n).lstrip("%")] for n in ("body", "condition"))
+        left = runs
+        while left:
+            sums, drawn, before = self.machine.sums.copy(), len(self.machine.spans), self.machine.border()
+            begun, left = self.machine.now, left - 1
+            self.run(condition, [carried])
+            carried = self.run(body, [carried])
+            stands = left + 1 if self.machine.border() == before else 1
+            self.machine.repeat(sums, drawn, stands - 1)
+            self._iteration(computation, loop, begun, stands)
+            left -= stands - 1
+        return carried
+
+    def _iteration(self, computation: Computation, loop: Instruction, begun: float, stands: int) -> None:
+        seconds = self.machine.now - begun
+        if seconds:
+            span = self._span(computation, loop, "loop", ("compute",))
+            self.machine.draw(replace(span, start=begun, seconds=seconds, times=stands, trips=stands))
+
+    def _longest(self, conditional: Instruction, arguments: list[Value]) -> Value:
+        """Every branch from the same state; the one after which most time has passed is the one that was taken."""
+        before, taken = self.machine, None
+        for name, argument in zip(conditional.called, arguments):
+            self.machine = before.copy()
+            value = self.run(self.module.computations[name], [argument])
+            if taken is None or self.machine.elapsed > taken[0].elapsed:
+                taken = self.machine, value
+        self.machine, value = taken
+        return value
+
+    def _span(
+        self,
+        computation: Computation,
+        scheduled: Instruction,
+        category: str,
+        rows: tuple[str, ...],
+        moved: int = 0,
+        sent: Collective | None = None,
+    ) -> Span:
+        came = origin(self.module, computation, scheduled, sent.instruction if sent else scheduled, OURS)
+        return Span(
+            _name(scheduled, came.step, category),
+            rows,
+            0.0,
+            0.0,
+            category,
+            equation=came.equation,
+            source=came.source,
+            instruction=scheduled.name,
+            cycles=scheduled.cycles,
+            bytes=moved,
+        )
+
+
+def _name(instruction: Instruction, step: str, category: str) -> str:
+    """The plan's step, and what is done for its sake; without a plan, what JAX called it, or the opcode."""
+    if step and (category not in ("other", "copy") or ".einsum" in step):
+        return step
+    if step:
+        return f"{instruction.opcode} for {step}"
+    if category not in ("einsum", "other", "copy"):
+        return instruction.name if category == "loop" else category
+    named = instruction.op_name.rpartition("/")[2] if instruction.opcode in ("fusion", "custom-call") else ""
+    return named or instruction.opcode
+
+
+def _number(value: Value) -> int | None:
+    return value if isinstance(value, int) else None

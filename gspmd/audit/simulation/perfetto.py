@@ -1,0 +1,94 @@
+"""A timeline as a trace that https://ui.perfetto.dev opens: a row for computing, one per mesh axis, one for memory."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gspmd.audit.simulation.machine import Span
+from gspmd.audit.simulation.timeline import Timeline, of_a_timeline, path_of
+
+
+def write(timeline: Timeline, path: str | Path) -> None:
+    """Write a timeline in the Chrome trace event format.
+
+    A loop stands there once, as a slice around its first iteration that says how many it stands for; times after it
+    are those of the drawing. What is sent over several mesh axes stands on each of their rows. The totals are in
+    `otherData`.
+
+    Args:
+        timeline: from `gspmd.audit.timeline`.
+        path: of the JSON file to write.
+
+    Source: *Trace Event Format* (Google), complete events (`ph: X`) in microseconds and metadata events (`ph: M`).
+    """
+    path_of(path).write_text(json.dumps(trace(timeline)))
+
+
+def trace(timeline: Timeline) -> dict[str, Any]:
+    """The trace as data."""
+    lanes = _lanes(of_a_timeline(timeline, "write"))
+    named = f"{timeline.name or 'program'} on {timeline.chip.name}"
+    events = [_metadata("process_name", 0, name=named)]
+    for thread, name in sorted({(thread, name) for _, thread, name in lanes}):
+        events.append(_metadata("thread_name", thread, name=name))
+        events.append(_metadata("thread_sort_index", thread, sort_index=thread))
+    drawn = [_event(span, thread) for span, thread, _ in lanes]
+    events += sorted(drawn, key=lambda event: (event["tid"], event["ts"], -event["dur"]))  # what encloses comes first
+    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": _totals(timeline)}
+
+
+def _lanes(timeline: Timeline) -> list[tuple[Span, int, str]]:
+    """Each span with a thread for each of its rows, and that thread's name; loops enclose what is computed in them.
+
+    What overlaps without nesting needs a thread of its own, so a row takes as many as it has lanes.
+    """
+    found = [(span, 0, _title("compute", 0)) for span in timeline.spans if span.category == "loop"]
+    first = 0
+    for name in timeline.rows:
+        placed = timeline.lanes(name)
+        found += [(span, first + lane, _title(name, lane)) for span, lane in placed]
+        first += max((lane + 1 for _, lane in placed), default=1)
+    return found
+
+
+def _title(row: str, lane: int) -> str:
+    title = row if row in ("compute", "memory") else f"mesh axis {row}"
+    return f"{title} ({lane + 1})" if lane else title
+
+
+def _metadata(name: str, thread: int, /, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": 0, "tid": thread, "args": args}
+
+
+def _event(span: Span, thread: int) -> dict[str, Any]:
+    begun, ended = _micro(span.start), _micro(span.start + span.seconds)
+    return {
+        "ph": "X",
+        "name": f"{span.name} × {span.trips}" if span.category == "loop" else span.name,
+        "cat": span.category,
+        "pid": 0,
+        "tid": thread,
+        "ts": begun,
+        "dur": round(ended - begun, 3),
+        "args": dict(_arguments(span)),
+    }
+
+
+def _arguments(span: Span) -> Iterator[tuple[str, Any]]:
+    yield from (("times", span.times), ("total_us", _micro(span.seconds * span.times)))
+    if span.category not in ("loop", "einsum", "other", "copy"):
+        yield from (("axes", list(span.rows)), ("exposed_us", _micro(span.exposed)))
+    for name in ("equation", "source", "instruction", "cycles", "bytes"):
+        if getattr(span, name):
+            yield name, getattr(span, name)
+
+
+def _totals(timeline: Timeline) -> dict[str, Any]:
+    names = ("step_seconds", "compute_seconds", "hidden_seconds", "exposed_seconds", "memory_seconds", "flops", "mfu")
+    mesh = " ".join(f"{axis}={size}" for axis, size in timeline.mesh.items())
+    return {"chip": timeline.chip.name, "mesh": mesh, **{name: getattr(timeline, name) for name in names}}
+
+
+def _micro(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

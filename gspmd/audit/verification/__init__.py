@@ -1,0 +1,1 @@
+"""Compare a function on a mesh with the same function on one device."""

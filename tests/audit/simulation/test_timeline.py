@@ -1,0 +1,437 @@
+"""The timeline of hand-written programs, against times worked out by hand.
+
+TPU v4: 1050 cycles are 1 µs; a link takes 45 000 bytes per µs one way, main memory 1 200 000; a hop is 1 µs.
+"""
+
+import pytest
+
+from gspmd.annotate.errors import PlanError
+from gspmd.audit import hlo, timeline
+from gspmd.hardware.chips import CHIPS
+from gspmd.hardware.links import collective_seconds
+
+MESH = {"x": 4, "y": 4}
+RING = {
+    "+x": "{{0,4},{4,8},{8,12},{12,0},{1,5},{5,9},{9,13},{13,1}}",
+    "-x": "{{4,0},{8,4},{12,8},{0,12}}",
+    "+y": "{{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}",
+    "+y open": "{{0,1},{1,2},{2,3}}",
+    "half way round x": "{{0,8},{4,12},{8,0},{12,4}}",
+}
+
+
+def lasting(microseconds: float) -> str:
+    return f'backend_config={{"window_config":{{"estimated_cycles":"{round(1050 * microseconds)}"}}}}'
+
+
+def step(name: str, microseconds: float, operand: str = "p") -> str:
+    """Something that computes for so long."""
+    return f"%{name} = u8[90000]{{0}} negate(%{operand}), {lasting(microseconds)}"
+
+
+def start(name: str, way: str, size: int = 90_000, operand: str = "p") -> str:
+    """A permute begins, of as many bytes."""
+    kind = f"(u8[{size}]{{0}}, u8[{size}]{{0}}, u32[], u32[]) collective-permute-start(%{operand})"
+    return f"%{name} = {kind}, channel_id=1, source_target_pairs={RING[way]}"
+
+
+def done(name: str, started: str, size: int = 90_000) -> str:
+    return f"%{name} = u8[{size}]{{0}} collective-permute-done(%{started})"
+
+
+def function(name: str, line: str) -> str:
+    return f"%{name} (q: u8[90000]) -> u8[90000] {{\n  %q = u8[90000]{{0}} parameter(0)\n  {line}\n}}\n"
+
+
+def program(*lines: str, computations: str = "", signature: str = "(p: u8[90000]) -> u8[90000]") -> hlo.Module:
+    body = "\n".join(f"  {line}" for line in ("%p = u8[90000]{0} parameter(0)", *lines))
+    return hlo.parse(f"HloModule m, is_scheduled=true\n\n{computations}\nENTRY %main {signature} {{\n{body}\n}}\n")
+
+
+def run(*lines: str, mesh=MESH, chip="tpu-v4", **more):
+    return timeline(program(*lines, **more), chip, mesh)
+
+
+def micro(*seconds: float) -> tuple[float, ...]:
+    return tuple(round(each * 1e6, 6) for each in seconds)
+
+
+def times(found) -> tuple[float, ...]:
+    """Step, compute, hidden and exposed microseconds."""
+    return micro(found.step_seconds, found.compute_seconds, found.hidden_seconds, found.exposed_seconds)
+
+
+def test_without_collectives_it_is_the_sum_of_the_cycles():
+    module = program(step("a", 1), step("b", 2, "a"), "%t = (u8[90000]{0}) tuple(%b)", step("c", 0.5, "b"))
+    found = timeline(module, "tpu-v4", MESH)
+    cycles = sum(each.cycles for each in module.entry.instructions)
+    assert found.step_seconds == pytest.approx(cycles / 1.05e9, rel=1e-12)
+    assert times(found) == (3.5, 3.5, 0, 0)
+
+
+def test_a_blocking_all_gather_takes_the_link_model():
+    gather = "%g = u8[360000]{0} all-gather(%a), replica_groups=[4,4]<=[16], dimensions={0}"
+    found = run(step("a", 1), gather, step("b", 2, "a"))
+    # 270 000 bytes leave each device over two links, 90 000 per µs together: 3 µs, and 2 hops
+    assert times(found) == (8, 3, 0, 5)
+    assert found.exposed_seconds == collective_seconds("all-gather", ("y",), MESH, 360_000, found.chip)
+    assert [(span.rows, *micro(span.start, span.seconds)) for span in found.spans] == [
+        (("compute",), 0, 1),
+        (("y",), 1, 5),
+        (("compute",), 6, 2),
+    ]
+
+
+def test_an_axis_over_two_torus_axes_is_two_rings():
+    gather = "%g = u8[1440000]{0} all-gather(%p), replica_groups=[1,16]<=[16], dimensions={0}"
+    module = program(gather)
+    # 1 350 000 bytes over two links, 90 000 per µs: 15 µs and 8 hops round one ring of 16
+    assert micro(timeline(module, "tpu-v4", {"x": 16}).step_seconds) == (23,)
+    # over four links 7.5 µs, and 2 hops along each of two rings of 4
+    assert micro(timeline(module, "tpu-v4", {"x": 16}, torus={"x": (4, 4)}).step_seconds) == (11.5,)
+
+
+@pytest.mark.parametrize(("each", "step_time", "hidden", "exposed"), [(5, 21, 9, 0), (2, 12, 6, 3)])
+def test_an_overlapped_ring_takes_the_longer_of_the_two_after_its_prologue(each, step_time, hidden, exposed):
+    # 90 000 bytes: 2 µs on one link and one hop: 3 µs, three times, beside products of 5 µs or of 2 µs;
+    # before them 1 µs, after them one product more: 1 + 3·max(3, 5) + 5 = 21, or 1 + 3·max(3, 2) + 2 = 12
+    lines = [step("prologue", 1)]
+    for n, before in enumerate(["prologue", "d0", "d1"]):
+        lines += [start(f"s{n}", "+x", operand=before), step(f"m{n}", each, before), done(f"d{n}", f"s{n}")]
+    found = run(*lines, step("last", each, "d2"))
+    assert times(found) == (step_time, 1 + 4 * each, hidden, exposed)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "exposed"),
+    [
+        ("+x", "+x", 5),  # 4 µs on the shared link, then the hop
+        ("+x", "-x", 3),  # either has its own direction: 2 µs and the hop
+        ("+x", "+y", 3),
+        ("+x", "half way round x", 5),  # fills both directions for 2 µs, so shares one of them; then two hops
+    ],
+)
+def test_concurrent_permutes_share_a_link_only_on_one_axis_in_one_direction(first, second, exposed):
+    last = 1 if second == "half way round x" else 0
+    found = run(start("a", first), start("b", second), done("c", "a"), done("d", "b"))
+    assert times(found) == (exposed + last, 0, 0, exposed + last)
+
+
+def test_a_short_transfer_leaves_the_link_to_the_long_one():
+    # 45 000 and 90 000 bytes: until 2 µs both send 45 000, then the long one has 1 µs left alone, and its hop
+    found = run(start("a", "+x", 45_000), start("b", "+x"), done("c", "a", 45_000), done("d", "b"))
+    assert times(found)[0] == 4
+    assert [micro(span.seconds)[0] for span in found.spans] == [3, 4]
+
+
+def test_a_blocking_collective_shares_with_what_is_under_way():
+    # the gather over x alone: 3 µs and 2 hops; the permute takes half of one of its directions for 2·2 = 4 µs, in which
+    # the gather gets 2 of its 3 µs done; 1 µs more, and the hops
+    gather = "%g = u8[360000]{0} all-gather(%p), replica_groups=[4,4]<=[4,4]T(1,0), dimensions={0}"
+    assert times(run(start("a", "+x"), gather, done("b", "a")))[0] == 7
+
+
+def test_without_wrap_around_a_ring_closes_through_the_other_direction():
+    # on v5e, 4 chips are a line: 2 µs on the links, three hops back; both directions are taken, so two rings share
+    mesh = {"x": 4, "y": 4}
+    assert times(run(start("a", "+x"), done("b", "a"), mesh=mesh, chip="tpu-v5e"))[0] == 5
+    two = run(start("a", "+x"), start("b", "-x"), done("c", "a"), done("d", "b"), mesh=mesh, chip="tpu-v5e")
+    assert times(two)[0] == 7
+    assert times(run(start("a", "+y open"), done("b", "a"), mesh=mesh, chip="tpu-v5e"))[0] == 3
+
+
+def test_under_a_switch_everything_shares_what_a_chip_sends():
+    # 900 000 bytes per µs leave a GB200: 1 µs each, a start and one hop of the switch
+    found = run(start("a", "+x", 900_000), start("b", "+y", 900_000), done("c", "a"), done("d", "b"), chip="gb200")
+    assert found.step_seconds == pytest.approx(2e-6 + found.chip.start_seconds + found.chip.hop_seconds)
+
+
+@pytest.mark.parametrize(("chip", "rate", "latency"), [("tpu-v5p", 86_300, 4.55), ("tpu-v6e", 86_800, 2.29)])
+def test_a_permute_to_a_neighbour_takes_what_was_measured(chip, rate, latency):
+    # marin-community/marin issue 6736
+    found = run(start("a", "+y open", 10 * rate), done("b", "a"), chip=chip)
+    assert found.step_seconds == pytest.approx((10 + latency) * 1e-6)
+
+
+def test_what_leaves_a_node_shares_the_network_and_nothing_else():
+    # two nodes of 8: rings along x go from one to the other, 50 000 bytes per µs; rings along y stay, 450 000 per µs
+    chip = CHIPS["h100"]
+    latency = chip.start_seconds + chip.hop_seconds + chip.network_seconds
+    out, back, near = start("a", "+x", 450_000), start("b", "-x", 450_000), start("n", "+y", 450_000)
+    assert run(out, done("c", "a"), chip="h100").step_seconds == pytest.approx(9e-6 + latency - chip.hop_seconds)
+    alone = run(out, done("c", "a"), chip="h100").step_seconds
+    assert run(out, near, done("c", "a"), done("m", "n"), chip="h100").step_seconds == pytest.approx(alone)
+    assert run(out, back, done("c", "a"), done("d", "b"), chip="h100").step_seconds == pytest.approx(alone + 9e-6)
+
+
+ACROSS = "[4,4]<=[4,4]T(1,0)"
+
+
+@pytest.mark.parametrize(("axes", "groups"), [("x", ACROSS), ("y", "[4,4]<=[16]"), ("xy", "[1,16]<=[16]")])
+def test_a_collective_takes_what_was_planned_for_it(axes, groups):
+    for name in ("h100", "mi300x", "gb200"):
+        gather = f"%g = u8[1600000]{{0}} all-gather(%p), replica_groups={groups}, dimensions={{0}}"
+        planned = collective_seconds("all-gather", axes, MESH, 1_600_000, CHIPS[name])
+        assert run(gather, chip=name).step_seconds == pytest.approx(planned)
+
+
+def test_groups_that_are_no_axes_are_a_ring_of_their_own_on_the_axes_they_cross():
+    gather = "%g = u8[180000]{0} all-gather(%p), replica_groups={{0,5},{1,4},{2,7},{3,6},{8,13},{9,12},{10,15},{11,14}}"
+    found = run(gather + ", dimensions={0}")
+    # 90 000 bytes over two links is 1 µs; a ring of 2 has no wrap-around: twice that, and one hop
+    assert times(found) == (3, 0, 0, 3)
+    assert [span.rows for span in found.spans] == [("x", "y")]
+
+
+def test_groups_that_are_a_part_of_an_axis_use_some_of_its_rings():
+    gather = "%g = u8[1440000]{0} all-gather(%p), replica_groups=[4,16]<=[64], dimensions={0}"
+    module = program(gather)
+    # places 0 to 15 of an axis of 64 over a torus of 4x4x4: two of its rings; 7.5 µs and 2 · 2 hops
+    assert micro(timeline(module, "tpu-v4", {"x": 64}, torus={"x": (4, 4, 4)}).step_seconds) == (11.5,)
+    assert micro(timeline(module, "tpu-v4", {"x": 64}).step_seconds) == (23,)  # one ring of 16
+
+
+LOOP = """
+%body (b: (s32[], u8[90000])) -> (s32[], u8[90000]) {
+  %b = (s32[], u8[90000]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%b), index=0
+  %v = u8[90000]{0} get-tuple-element(%b), index=1
+  STEP
+  ROOT %r = (s32[], u8[90000]{0}) tuple(%i, %w)
+}
+
+%condition (c: (s32[], u8[90000])) -> pred[] {
+  %c = (s32[], u8[90000]{0}) parameter(0)
+  ROOT %t = pred[] constant(true)
+}
+"""
+WHILE = (
+    "%w = (s32[], u8[90000]{0}) while(%t), condition=%condition, body=%body, "
+    'backend_config={"known_trip_count":{"n":"10"}}'
+)
+ENTER = ("%z = s32[] constant(0)", "%t = (s32[], u8[90000]{0}) tuple(%z, %p)")
+
+
+def test_loops_multiply_and_are_drawn_once():
+    gather = "%g = u8[360000]{0} all-gather(%w), replica_groups=[4,4]<=[16], dimensions={0}"
+    computations = LOOP.replace("STEP", f"{step('w', 2, 'v')}\n  {gather}")
+    found = run(step("a", 1), *ENTER, WHILE, step("e", 1), computations=computations)
+    assert times(found) == (72, 22, 0, 50)  # 1 + 10·(2 + 5) + 1
+    assert [(span.category, span.times, *micro(span.start, span.seconds)) for span in found.spans] == [
+        ("other", 1, 0, 1),
+        ("other", 10, 1, 2),
+        ("all-gather", 10, 3, 5),
+        ("loop", 10, 1, 7),
+        ("other", 1, 8, 1),
+    ]
+    assert [(part.category, part.count, *micro(part.seconds, part.exposed)) for part in found.parts] == [
+        ("all-gather", 10, 50, 50),
+        ("other", 12, 22, 0),
+    ]
+
+
+def test_a_loop_in_a_loop():
+    inner = LOOP.replace("STEP", step("w", 1, "v")).replace("%body", "%inner").replace("%condition", "%inner_condition")
+    call = WHILE.replace("%w = ", "%u = ").replace("%t)", "%b)").replace("=%body", "=%inner")
+    call = call.replace("=%condition", "=%inner_condition").replace('"10"', '"3"')
+    outer = LOOP.replace("STEP", f"{call}\n  %w = u8[90000]{{0}} get-tuple-element(%u), index=1")
+    found = run(*ENTER, WHILE, computations=inner + outer)
+    assert times(found) == (30, 30, 0, 0)
+    loops = [(span.name, span.times, span.trips) for span in found.spans if span.category == "loop"]
+    assert loops == [("u", 30, 3), ("w", 10, 10)]
+
+
+def test_a_loop_whose_trips_are_not_known_counts_once_and_is_named():
+    found = run(*ENTER, WHILE.partition(", backend")[0], computations=LOOP.replace("STEP", step("w", 1, "v")))
+    assert times(found)[0] == 1
+    assert found.notes == ("the trips of loop w depend on what is computed; it is counted once",)
+    assert "note: the trips of loop w" in str(found)
+
+
+def test_a_transfer_across_the_border_of_iterations():
+    """Each iteration waits for what the one before began, begins the next, and computes beside it."""
+    begun = "(u8[90000]{0}, u8[90000]{0}, u32[], u32[])"
+    state = f"(s32[], {begun})"
+    computations = LOOP.replace("(s32[], u8[90000]{0})", state).replace("%v = u8[90000]{0}", f"%v = {begun}")
+    lines = [done("d", "v"), start("w", "+x", operand="d"), step("m", 2, "d")]
+    computations = computations.replace("STEP", "\n  ".join(lines))
+    loop = WHILE.replace("(s32[], u8[90000]{0})", state)
+    entry = ["%z = s32[] constant(0)", start("first", "+x"), f"%t = {state} tuple(%z, %first)", loop]
+    entry += [f"%o = {begun} get-tuple-element(%w), index=1", done("end", "o")]
+    found = run(*entry, computations=computations)
+    # a permute is 3 µs. The first iteration waits for all 3 and computes 2; the nine others wait for the last µs of
+    # what the one before began, and compute 2; the last permute has 1 µs left: 5 + 9·3 + 1
+    assert times(found) == (33, 20, 20, 13)
+    assert [(part.category, part.count) for part in found.parts] == [("collective-permute", 11), ("other", 10)]
+    assert [(span.trips, *micro(span.start, span.seconds)) for span in found.spans if span.category == "loop"] == [
+        (1, 0, 5),
+        (9, 5, 3),
+    ]
+
+
+def test_a_loop_under_a_long_transfer_hides_it_in_as_many_iterations_as_it_takes():
+    # 450 000 bytes: 10 µs and a hop, beside ten iterations of 2 µs
+    computations = LOOP.replace("STEP", step("w", 2, "v"))
+    found = run(start("a", "+x", 450_000), *ENTER, WHILE, done("b", "a", 450_000), computations=computations)
+    assert times(found) == (20, 20, 11, 0)
+
+
+def test_a_conditional_takes_its_longest_branch():
+    computations = function("short", step("s", 1, "q")) + function("long", step("l", 4, "q"))
+    choice = "%c = u8[90000]{0} conditional(%f, %p, %p), true_computation=%long, false_computation=%short"
+    lines = ("%f = pred[] constant(true)", start("a", "+x"), choice, done("b", "a"), step("e", 1))
+    found = run(*lines, computations=computations)
+    assert times(found) == (5, 5, 3, 0)
+    assert [span.instruction for span in found.spans] == ["l", "a", "e"]
+
+
+def test_a_called_computation_runs_where_it_is_called():
+    found = run("%c = u8[90000]{0} call(%p), to_apply=%f", computations=function("f", step("s", 2, "q")))
+    assert times(found) == (2, 2, 0, 0)
+
+
+def test_copies_between_memories_run_beside_and_waiting_for_them_is_computing():
+    # 12 MB at 1.2 MB per µs: 10 µs, of which 4 are computed beside, and 3 a permute is waited for
+    copy = "%k = (u8[12000000]{0:S(3)}, u8[12000000]{0}, u32[]) copy-start(%p)"
+    end = "%l = u8[12000000]{0:S(3)} copy-done(%k)"
+    found = run(copy, start("a", "+x"), done("b", "a"), step("m", 4), end)
+    assert times(found) == (10, 7, 0, 3)
+    assert micro(found.memory_seconds) == (7,)  # 3 µs of waiting, and what only touches bytes: all of m
+    assert found.rows == ("compute", "x", "y", "memory")
+
+
+def test_without_an_estimate_the_roofline():
+    signature = "(p: u8[90000], a: bf16[1024,2048], b: bf16[2048,1024], c: f32[12,100000]) -> bf16[1024,1024]"
+    lines = (
+        "%a = bf16[1024,2048]{1,0} parameter(1)",
+        "%b = bf16[2048,1024]{1,0} parameter(2)",
+        "%c = f32[12,100000]{1,0} parameter(3)",
+        "%d = bf16[1024,1024]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        "%s = f32[1,100000]{1,0} slice(%c), slice={[0:1], [0:100000]}",
+        "%v = f32[1,100000]{1,0:S(3)} copy(%s)",
+        "%i = s32[] constant(7)",
+        "%j = s32[] add(%i, %i)",
+    )
+    found = run(*lines, signature=signature)
+    # 2·1024·2048·1024 operations at 275 TFLOP/s, longer than 10 MiB of memory traffic; then 400 kB are read and
+    # written, and read into a memory of the chip; scalars are free
+    product, memory = 2 * 1024 * 2048 * 1024 / 275e12, (800_000 + 400_000) / 1.2e12
+    assert found.compute_seconds == pytest.approx(product + memory)
+    assert found.memory_seconds == pytest.approx(memory)
+    assert found.flops == 2 * 1024 * 2048 * 1024
+    assert found.mfu == pytest.approx(product / (product + memory))
+    assert [span.category for span in found.spans] == ["einsum", "other", "other"]
+
+
+def test_of_a_stack_that_a_fusion_slices_only_the_slice_is_read():
+    computations = """%fused (q: u8[10,1200000], n: s32[]) -> u8[1,1200000] {
+  %q = u8[10,1200000]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %cut = u8[1,1200000]{1,0} dynamic-slice(%q, %n, %zero), dynamic_slice_sizes={1,1200000}
+  ROOT %out = u8[1,1200000]{1,0} negate(%cut)
+}
+"""
+    lines = (
+        "%q = u8[10,1200000]{1,0} parameter(1)",
+        "%n = s32[] parameter(2)",
+        "%f = u8[1,1200000]{1,0} fusion(%q, %n), kind=kLoop, calls=%fused",
+    )
+    signature = "(p: u8[90000], q: u8[10,1200000], n: s32[]) -> u8[1,1200000]"
+    found = run(*lines, signature=signature, computations=computations)
+    assert micro(found.step_seconds)[0] == pytest.approx(2, abs=1e-4)  # 1.2 MB read, 1.2 MB written
+    assert found.memory_share == 1
+
+
+def test_an_asynchronous_gather_is_hidden_behind_what_stands_between():
+    gather = "(u8[90000]{0}, u8[360000]{0}) all-gather-start(%p), replica_groups=[4,4]<=[16], dimensions={0}"
+    end = "%h = u8[360000]{0} all-gather-done(%g)"
+    assert times(run(f"%g = {gather}", step("m", 4), end)) == (5, 4, 4, 1)  # the gather takes 5 µs
+
+
+def test_a_collective_that_is_wrapped_runs_beside_too():
+    wrapped = """%wrapped (q: u8[360000]) -> u8[90000] {
+  %q = u8[360000]{0} parameter(0)
+  ROOT %r = u8[90000]{0} reduce-scatter(%q), replica_groups=[4,4]<=[16], dimensions={0}, to_apply=%add
+}
+"""
+    begin = "%s = ((u8[360000]{0}), u8[90000]{0}) async-start(%q), calls=%wrapped"
+    lines = ("%q = u8[360000]{0} parameter(1)", begin, step("m", 4), "%d = u8[90000]{0} async-done(%s)")
+    found = run(*lines, computations=wrapped, signature="(p: u8[90000], q: u8[360000]) -> u8[90000]")
+    assert times(found) == (5, 4, 4, 1)  # as the gather of as much
+    assert [part.category for part in found.parts] == ["reduce-scatter", "other"]
+
+
+def test_a_slice_that_runs_beside_is_a_copy():
+    # 1.2 MB of 12 leave main memory: 1 µs, hidden
+    begin = "%s = ((u8[12000000]{0}), u8[1200000]{0:S(3)}, u32[]) slice-start(%q), slice={[0:1200000]}"
+    lines = ("%q = u8[12000000]{0} parameter(1)", begin, step("m", 4), "%d = u8[1200000]{0:S(3)} slice-done(%s)")
+    found = run(*lines, signature="(p: u8[90000], q: u8[12000000]) -> u8[1200000]")
+    assert times(found) == (4, 4, 0, 0)
+    assert [(part.category, *micro(part.seconds)) for part in found.parts] == [("other", 4), ("copy", 1)]
+
+
+def test_spans_are_named_by_the_step_of_the_plan():
+    def named(name: str, *scopes: str) -> str:
+        return step(name, 1) + f', metadata={{op_name="jit(f)/{"/".join(scopes)}"}}'
+
+    planned = "gspmd[BLE_x -> BLE]/shard_map"
+    lines = (
+        named("a", planned, "step0.einsum", "dot_general"),
+        named("b", planned, "step1.all-to-all.x", "all_to_all"),
+        named("c", "add"),
+    )
+    spans = run(*lines).spans
+    assert [span.name for span in spans] == ["step0.einsum", "negate for step1.all-to-all.x", "negate"]
+    assert [span.equation for span in spans] == ["BLE_x -> BLE", "BLE_x -> BLE", ""]
+
+
+def test_a_collective_among_one_device_is_free():
+    gather = "%g = u8[90000]{0} all-gather(%p), replica_groups=[16,1]<=[16], dimensions={0}"
+    assert run(gather).step_seconds == 0
+    assert run(gather).mfu == 0
+
+
+def test_what_nobody_waits_for_is_over_before_the_program_is():
+    assert times(run(start("a", "+x"), step("m", 1))) == (3, 1, 1, 2)
+
+
+def test_mfu_of_given_operations():
+    found = timeline(program(step("a", 1)), "tpu-v4", MESH, flops=137.5e6)
+    assert found.mfu == pytest.approx(0.5)  # 275e12 in a second, 275e6 in a µs
+
+
+def test_it_prints_as_a_table():
+    text = str(run(step("a", 1), start("s", "+x"), step("b", 2), done("d", "s")))
+    assert "timeline of m: one of 16 tpu-v4, x=4 y=4" in text
+    assert "4 µs = 3 µs computing (100% bound by memory) + 1 µs waiting for collectives" in text
+    assert "2 µs of collectives hidden; MFU 0.0%" in text
+    row = next(line for line in text.splitlines() if "collective-permute" in line)
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == ["collective-permute", "x", "1", "3 µs", "3 µs", "1 µs"]
+
+
+def test_an_unknown_chip():
+    with pytest.raises(PlanError, match="no chip is called 'tpu-v40'"):
+        run(step("a", 1), chip="tpu-v40")
+
+
+def test_a_permute_taken_apart_lasts_from_the_send_to_its_done():
+    attributes = f"channel_id=1, frontend_attributes={{_xla_send_recv_source_target_pairs={RING['+x']}}}"
+    kind = "(u8[90000]{0}, u32[], token[])"
+    found = run(
+        "%t = token[] after-all()",
+        f"%r = {kind} recv(%t), {attributes}",
+        f"%s = {kind} send(%p, %t), {attributes}",
+        step("m", 1),
+        f"%rd = (u8[90000]{{0}}, token[]) recv-done(%r), {attributes}",
+        f"%sd = token[] send-done(%s), {attributes}",
+    )
+    # 90 000 bytes on one link are 2 µs, the hop 1 µs, of which one is computed beside
+    assert times(found) == (3, 1, 1, 2)
+
+
+def test_memory_of_the_host_is_not_free():
+    # read there and written to main memory, 2 400 000 bytes in all: 2 µs; a memory of the chip (the second) is free
+    lines = ("%q = u8[1200000]{0:S(5)} parameter(1)", "%c = u8[1200000]{0} copy(%q)")
+    assert times(run(*lines)) == (2, 2, 0, 0)
+    assert times(run(*(line.replace("S(5)", "S(3)") for line in lines))) == (1, 1, 0, 0)
