@@ -1,15 +1,14 @@
 """Decoder-only language models in Flax NNX, every tensor placed by a layout.
 
-Reading order: config, parameters, attention, feed_forward, experts, scopes, blocks, transformer, loss, decoding,
-abstract, step. `models.step` is imported by its name: it brings the libraries of training along.
+Reading order: config, parameters, attention, feed_forward, experts, blocks, transformer, objective, decoding,
+shapes, step. `models.step` is imported by its name: it brings the libraries of training along.
 """
 
-from models.abstract import abstract, abstract_batch, abstract_key, abstract_tokens
-from models.activations import activation_specs
 from models.config import ModelConfig
 from models.decoding import generate
-from models.loss import batch_spec, loss
+from models.objective import batch_spec, loss
 from models.parameters import gradient_specs, optimizer_specs, parameter_specs
+from models.shapes import abstract, abstract_batch, abstract_key, abstract_tokens, activation_specs
 from models.transformer import Transformer, arrays, build, with_arrays
 
 __all__ = [

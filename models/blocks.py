@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -16,7 +17,6 @@ from models.attention import Attention
 from models.config import ModelConfig
 from models.experts import Experts, moved
 from models.feed_forward import FeedForward
-from models.scopes import part
 
 
 class Block(nnx.Module):
@@ -103,3 +103,16 @@ def _together(attention: str | None, ffn: str | None) -> str | None:
 def _sum(ffn: str | None, attention: str | None) -> str | None:
     """The vias of two products that are added, if the layout pins both."""
     return None if ffn is None or attention is None else f"{ffn} + {attention}"
+
+
+@contextmanager
+def part(layout: Any, name: str) -> Iterator[None]:
+    """A `with` block in which a part of the model runs.
+
+    Args:
+        layout: a `gspmd.Layout`; the lowering it asks of the part, where it does, goes before the caller's default.
+        name: the part's section in it, `ffn`.
+    """
+    lowering = layout.lowering_of(name)
+    with jax.named_scope(name), gspmd.lowering(lowering) if lowering else nullcontext():
+        yield

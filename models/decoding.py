@@ -12,7 +12,7 @@ import numpy as np
 import gspmd
 from gspmd.annotate import Spec
 from gspmd.ops._argmax import argmax
-from models.loss import batch_spec
+from models.objective import batch_spec
 from models.transformer import Transformer, arrays, stream, with_arrays
 
 

@@ -15,11 +15,10 @@ from gspmd.annotate import Spec
 from gspmd.layouts.vias import whole_length
 from gspmd.ops._embedding import embed
 from gspmd.ops._norm import rms_norm
-from models.blocks import Block, ParallelBlock
+from models.blocks import Block, ParallelBlock, part
 from models.config import ModelConfig
 from models.experts import moved, tokens_spec
 from models.parameters import initialise, nested, parameters
-from models.scopes import part
 
 Figures = dict[str, jax.Array]
 

@@ -27,7 +27,8 @@ from gspmd.display import console as printing
 from gspmd.display.units import amount_of_flops
 from gspmd.layouts import Layout
 from gspmd.moe import dispatch_form
-from gspmd.training import OptimizerConfig, Program, ShardingConfig, TrainingConfig, command, data, loop, report
+from gspmd.training import OptimizerConfig, Program, ShardingConfig, TrainingConfig, command, data, loop
+from gspmd.training.reporting import report
 from gspmd.training.state import shardings
 from gspmd.training.step import jit_step
 from models import ModelConfig, step

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from gspmd.annotate.errors import listed
-from gspmd.layouts.keys import ALIKE, DIMENSIONS, KEYS, OVERRIDES, PARTS, Key, of_part
 from gspmd.layouts.read import preset_names, text_of
+from gspmd.layouts.rules.keys import ALIKE, DIMENSIONS, KEYS, OVERRIDES, PARTS, Key, of_part
 from gspmd.lowerings.default import LOWERINGS
 
 _INTRODUCTION = """\

@@ -8,10 +8,11 @@ from typing import Any
 from gspmd.annotate import LayoutError, Spec, report
 from gspmd.annotate.errors import shown, suggestion
 from gspmd.display.plain import printable
-from gspmd.layouts import own, printed, read
-from gspmd.layouts.check import faults_of, mesh_faults
-from gspmd.layouts.keys import KEYS, OVERRIDES, PARTS, PHASES
+from gspmd.layouts import printed, read
 from gspmd.layouts.mesh import complete, factorise, nearest
+from gspmd.layouts.rules import own
+from gspmd.layouts.rules.check import faults_of, mesh_faults
+from gspmd.layouts.rules.keys import KEYS, OVERRIDES, PARTS, PHASES
 from gspmd.lowerings.default import checked
 
 Table = Mapping[str, str]

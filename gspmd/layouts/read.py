@@ -8,8 +8,8 @@ from typing import Any
 
 from gspmd.annotate import LayoutError
 from gspmd.annotate.errors import listed, shown, suggestion
-from gspmd.layouts import own
-from gspmd.layouts.keys import OVERRIDES
+from gspmd.layouts.rules import own
+from gspmd.layouts.rules.keys import OVERRIDES
 
 _PRESETS = files(__package__).joinpath("presets")
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from gspmd.moe.config import ROUTERS, MoEConfig
 from gspmd.moe.places import Places
-from gspmd.moe.routing import Routing, every_token, finite, per_expert
+from gspmd.moe.routers.routing import Routing, every_token, finite, per_expert
 from gspmd.ops._einsum import einsum
 
 _SUMS = ("dropped", "entropy", "confidence")  # over tokens; beside them a group's loss, whether it is real, its tokens

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 
 from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.moe import inputs
-from gspmd.moe.activation import ACTIVATIONS
 from gspmd.moe.config import MoEConfig
+from gspmd.moe.experts.activation import ACTIVATIONS
 from gspmd.moe.figures import figures, no_figures, summarize
 from gspmd.moe.local import run_local
 from gspmd.moe.paths import Experts, by_rows, by_slots
 from gspmd.moe.places import Places, places_of
-from gspmd.moe.routers import named
-from gspmd.moe.routing import Routing
-from gspmd.moe.switch import jittered
+from gspmd.moe.routers.routing import Routing
+from gspmd.moe.routers.switch import jittered
+from gspmd.moe.routers.table import named
 from gspmd.ops._einsum import einsum
 
 

@@ -11,17 +11,17 @@ import jax
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.default import lowering
 from gspmd.lowerings.program import context
-from gspmd.moe.activation import ACTIVATIONS
-from gspmd.moe.chunks import chunks_of
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.dispatch import collect, combine, dispatch, spread
-from gspmd.moe.dropout import Dropout, drop, key_words
-from gspmd.moe.experts import run_experts
+from gspmd.moe.dropless.rows import holders, most_rows, place_rows, place_rows_here
+from gspmd.moe.experts.activation import ACTIVATIONS
+from gspmd.moe.experts.chunks import chunks_of
+from gspmd.moe.experts.dropout import Dropout, drop, key_words
+from gspmd.moe.experts.program import run_experts
+from gspmd.moe.experts.work import Buffers, Work
 from gspmd.moe.local import run_local
 from gspmd.moe.places import Places
-from gspmd.moe.routing import Routing
-from gspmd.moe.rows import holders, most_rows, place_rows, place_rows_here
-from gspmd.moe.work import Buffers, Work
+from gspmd.moe.routers.routing import Routing
+from gspmd.moe.slots import collect, combine, dispatch, spread
 from gspmd.ops._einsum import einsum, reshard
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from gspmd.training import data
 from gspmd.training.checkpoint import Checkpoints, save_settings
 from gspmd.training.config import TrainingConfig
-from gspmd.training.metrics import Display, Metrics
+from gspmd.training.reporting.metrics import Display, Metrics
 from gspmd.training.state import TrainState
 
 Tree = Any

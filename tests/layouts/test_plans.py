@@ -10,7 +10,7 @@ import pytest
 
 from gspmd.annotate import Spec
 from gspmd.layouts import Layout, Ranking, presets, rank
-from gspmd.layouts.rank import equations
+from gspmd.layouts.ranking import equations
 from gspmd.layouts.vias import heads_in
 from gspmd.lowerings.plan import plan
 

@@ -5,8 +5,8 @@ import pytest
 from gspmd.annotate import Spec
 from gspmd.layouts import Layout, presets
 from gspmd.layouts.document import markdown
-from gspmd.layouts.keys import KEYS
 from gspmd.layouts.read import text_of
+from gspmd.layouts.rules.keys import KEYS
 
 TINY = {"B": 8, "L": 32, "E": 64, "F": 128, "H": 8, "K": 8, "D": 8, "V": 256, "X": 8, "C": 10, "G": 8}
 

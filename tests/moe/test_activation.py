@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd.moe.activation import ACTIVATIONS
+from gspmd.moe.experts.activation import ACTIVATIONS
 
 PLAIN = {"swiglu": lambda gate, up: jax.nn.silu(gate) * up, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
 

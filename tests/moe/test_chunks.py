@@ -12,10 +12,11 @@ from gspmd.annotate import Spec
 from gspmd.audit import hlo, timeline, topology
 from gspmd.hardware.chips import chip
 from gspmd.lowerings.program import Context
-from gspmd.moe import MoEConfig, chunks, expert_layer
-from gspmd.moe.chunks import chunks_of
-from gspmd.moe.dropout import Dropout
-from gspmd.moe.work import Buffers, Work
+from gspmd.moe import MoEConfig, expert_layer
+from gspmd.moe.experts import chunks
+from gspmd.moe.experts.chunks import chunks_of
+from gspmd.moe.experts.dropout import Dropout
+from gspmd.moe.experts.work import Buffers, Work
 from tests.moe import placed
 
 LAYOUT = placed.LAYOUTS["one axis"]

@@ -10,7 +10,7 @@ import pytest
 
 import gspmd
 from gspmd.moe import MoEConfig
-from gspmd.moe.dropout import Dropout
+from gspmd.moe.experts.dropout import Dropout
 from tests.moe import placed
 from tests.moe.placed import LAYOUTS, X
 

@@ -9,7 +9,7 @@ import pytest
 
 from gspmd import PlanError, SpecError
 from gspmd.moe import MoEConfig, Routing, combine, dispatch, dispatch_form, expert_layer, grouped_matmul, route
-from gspmd.moe.switch import route as switch
+from gspmd.moe.routers.switch import route as switch
 from tests.moe import placed
 from tests.moe.placed import LAYOUTS
 

@@ -7,8 +7,8 @@ import pytest
 
 from gspmd.moe import MoEConfig, expert_layer, route
 from gspmd.moe.config import ROUTERS
-from gspmd.moe.routing import log_odds_against
-from gspmd.moe.stages import grouped_product
+from gspmd.moe.experts.stages import grouped_product
+from gspmd.moe.routers.routing import log_odds_against
 from tests.moe import placed
 from tests.moe.placed import LAYOUTS
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd.moe import MoEConfig, gshard, noisy_top_k, route, switch
+from gspmd.moe import MoEConfig, route
 from gspmd.moe.config import ROUTERS, Kind
-from gspmd.moe.routers import BY_NAME, named
-from gspmd.moe.routing import assigned
-from gspmd.moe.rule import router
+from gspmd.moe.routers import BY_NAME, gshard, named, noisy_top_k, switch
+from gspmd.moe.routers.routing import assigned
+from gspmd.moe.routers.rule import router
 from tests.moe import papers
 from tests.moe import placed as on_mesh
 from tests.moe.cases import HARD, MANY, SCARCE
@@ -221,7 +221,7 @@ def test_experts_that_choose_leave_no_slot_empty():
 
 def test_more_choices_than_one_word_sorts():
     """Beyond 2³¹ pairs of expert and place, the sort falls back from packed words to pairs."""
-    from gspmd.moe import routing
+    from gspmd.moe.routers import routing
 
     keys = np.random.default_rng(0).integers(0, 7, 50).astype(np.int32)
     packed = routing._stable_sort(jnp.asarray(keys), 6)

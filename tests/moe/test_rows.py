@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd.moe.routing import Routing, queue
-from gspmd.moe.rows import Rows, holders, most_rows, place_rows, place_rows_here
+from gspmd.moe.dropless.rows import Rows, holders, most_rows, place_rows, place_rows_here
+from gspmd.moe.routers.routing import Routing, queue
 
 G, L, K, X = 3, 10, 2, 6
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from gspmd.training import command, metrics
+from gspmd.training import command
+from gspmd.training.reporting import metrics
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "train_moe.py"

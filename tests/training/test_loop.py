@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gspmd.training import checkpoint, command, metrics
+from gspmd.training import checkpoint, command
 from gspmd.training.config import TrainingConfig
 from gspmd.training.loop import Diverged, Interrupted, fit
+from gspmd.training.reporting import metrics
 from gspmd.training.toml import ConfigError
 
 CONFIG = TrainingConfig(steps=20, batch=4, length=16, validation_every=8, validation_batches=2, save_every=6)

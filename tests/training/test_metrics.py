@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from gspmd.training.metrics import Metrics, read
+from gspmd.training.reporting.metrics import Metrics, read
 from gspmd.training.toml import ConfigError
 
 FIGURES = {

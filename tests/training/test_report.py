@@ -9,7 +9,7 @@ from matplotlib import image
 from rich.console import Console
 
 from gspmd.annotate import Spec
-from gspmd.training import plots, report, tables
+from gspmd.training.reporting import plots, report, tables
 
 
 @pytest.fixture

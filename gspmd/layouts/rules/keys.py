@@ -26,11 +26,11 @@ OVERRIDES = {
         "(`models.gradient_specs`)."
     ),
     "prefill": (
-        "any tensor, while a prompt is read. Checked, and read by `Layout.phase(\"prefill\")`; neither training nor "
+        'any tensor, while a prompt is read. Checked, and read by `Layout.phase("prefill")`; neither training nor '
         "`models.generate` asks for it."
     ),
     "decode": (
-        "any tensor, while tokens are generated one by one. Checked, and read by `Layout.phase(\"decode\")`; neither "
+        'any tensor, while tokens are generated one by one. Checked, and read by `Layout.phase("decode")`; neither '
         "training nor `models.generate` asks for it."
     ),
     "cache": (

@@ -3,9 +3,9 @@
 import jax
 
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.losses import load_balance
-from gspmd.moe.routing import Routing, assigned, chosen, top_choices
-from gspmd.moe.rule import router
+from gspmd.moe.routers.losses import load_balance
+from gspmd.moe.routers.routing import Routing, assigned, chosen, top_choices
+from gspmd.moe.routers.rule import router
 
 
 @router("top-k")

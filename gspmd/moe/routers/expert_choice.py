@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.routing import Routing, log_odds_against
-from gspmd.moe.rule import router
+from gspmd.moe.routers.routing import Routing, log_odds_against
+from gspmd.moe.routers.rule import router
 
 
 @router("expert-choice")

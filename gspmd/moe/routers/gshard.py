@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.losses import gshard_balance
-from gspmd.moe.routing import Routing, assigned, best_pair
-from gspmd.moe.rule import one_per_token, router
+from gspmd.moe.routers.losses import gshard_balance
+from gspmd.moe.routers.routing import Routing, assigned, best_pair
+from gspmd.moe.routers.rule import one_per_token, router
 
 
 @router("gshard", one_per_token)

@@ -11,7 +11,7 @@ import jax
 
 from gspmd.lowerings.blocking.collectives import scope
 from gspmd.lowerings.blocking.executor import Execution
-from gspmd.moe.grouped import grouped_back, grouped_matmul, grouped_outer
+from gspmd.moe.dropless.grouped import grouped_back, grouped_matmul, grouped_outer
 from gspmd.planner.steps import Routine, Step, Tensor
 
 Arrays = dict[int, jax.Array]

@@ -10,8 +10,8 @@ from gspmd.annotate.spec import Spec
 from gspmd.hardware.dtypes import itemsize
 from gspmd.lowerings.plan import make_plan
 from gspmd.lowerings.program import Context
-from gspmd.moe.dropout import Dropout
-from gspmd.moe.stages import Equation
+from gspmd.moe.experts.dropout import Dropout
+from gspmd.moe.experts.stages import Equation
 from gspmd.planner.plan import Plan, tensors
 from gspmd.planner.resharding import move
 from gspmd.planner.steps import Step

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from gspmd.moe.routing import counts
+from gspmd.moe.routers.routing import counts
 
 
 def load_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Array:

@@ -6,8 +6,8 @@ from typing import Any
 
 from gspmd.annotate import Fault, Spec, SpecError, parse_via
 from gspmd.annotate.errors import shown
-from gspmd.layouts.keys import DIMENSIONS, OVERRIDES, PARTS, Key, keys_of_override, of_part
-from gspmd.layouts.line import Line
+from gspmd.layouts.rules.keys import DIMENSIONS, OVERRIDES, PARTS, Key, keys_of_override, of_part
+from gspmd.layouts.rules.line import Line
 
 #: Sections with a meaning that is fixed; every other is one's own.
 KNOWN = (*PARTS, *OVERRIDES, "mesh", "lowering", "dimensions")

@@ -9,7 +9,7 @@ import jax
 from gspmd.hardware.chips import chip_of_device
 from gspmd.lowerings.plan import make_plan
 from gspmd.lowerings.program import Context
-from gspmd.moe.work import Work, products
+from gspmd.moe.experts.work import Work, products
 from gspmd.planner.overlap import cut
 from gspmd.planner.plan import Plan
 from gspmd.planner.steps import Step

@@ -151,8 +151,10 @@ def _layouts(names: Any) -> list[Layout]:
 def _sizes(sizes: Any) -> Mapping[str, int]:
     missing = [dim for dim in _DIMENSIONS if dim not in whole_sizes(sizes)]
     if missing:
-        raise LayoutError(f"cannot rank layouts without the size of {listed(missing)}.\n"
-                          f"  A feed-forward block has dimensions {listed(_DIMENSIONS)}.")
+        raise LayoutError(
+            f"cannot rank layouts without the size of {listed(missing)}.\n"
+            f"  A feed-forward block has dimensions {listed(_DIMENSIONS)}."
+        )
     return sizes
 
 

@@ -6,8 +6,8 @@ from jax import lax
 
 from gspmd.lowerings.blocking.collectives import emit
 from gspmd.lowerings.program import Context
-from gspmd.moe.stages import Script
-from gspmd.moe.work import Work
+from gspmd.moe.experts.stages import Script
+from gspmd.moe.experts.work import Work
 from gspmd.planner.steps import Step
 
 

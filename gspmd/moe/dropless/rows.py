@@ -10,7 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from gspmd.moe.routing import Routing, queue
+from gspmd.moe.routers.routing import Routing, queue
 
 
 def most_rows(tokens: int, choices: int, experts: int, shards: int) -> int:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from gspmd.training import metrics, plots, tables
+from gspmd.training.reporting import metrics, plots, tables
 
 
 def header(console: Console, lines: Mapping[str, str]) -> None:

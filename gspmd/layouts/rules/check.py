@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from gspmd.annotate import Fault, Spec, SpecError, mesh_sizes, parse_via
 from gspmd.annotate.errors import listed, shown, suggestion
-from gspmd.layouts import own
-from gspmd.layouts.causes import one_for_each_cause
-from gspmd.layouts.keys import ALIKE, KEYS, PARTS, PHASES, Key, keys_of_override
-from gspmd.layouts.line import Line
 from gspmd.layouts.mesh import complete
+from gspmd.layouts.rules import own
+from gspmd.layouts.rules.causes import one_for_each_cause
+from gspmd.layouts.rules.keys import ALIKE, KEYS, PARTS, PHASES, Key, keys_of_override
+from gspmd.layouts.rules.line import Line
 from gspmd.lowerings.default import LOWERINGS
 
 if TYPE_CHECKING:
@@ -36,8 +36,11 @@ def mesh_faults(mesh: Any, axes: Sequence[str]) -> list[Fault]:
     """A fault for every axis of a mesh that a layout does not declare."""
     pieces = {axis: f"{axis}={size}" for axis, size in mesh_sizes(mesh).items()}
     text = ",".join(pieces.values())
-    return [_undeclared(text, f",{text}".index(f",{piece}"), piece, axis, axes) for axis, piece in pieces.items()
-            if axis not in axes]
+    return [
+        _undeclared(text, f",{text}".index(f",{piece}"), piece, axis, axes)
+        for axis, piece in pieces.items()
+        if axis not in axes
+    ]
 
 
 def _undeclared(text: str, at: int, piece: str, axis: str, axes: Sequence[str]) -> Fault:
@@ -95,14 +98,17 @@ def _read_spec(line: Line, key: Key, room: _Room) -> tuple[Spec | None, list[Fau
 
 def _wrong_dimensions(line: Line, spec: Spec, key: Key) -> Fault:
     found = "in this order; here they stand as" if sorted(spec.dims) == sorted(key.dims) else "and this has"
-    return line.at_text(f"{key.name} must have dimensions {listed(key.dims)}, {found} {listed(spec.dims)}.",
-                        f"Write '{key.dims}' with the mesh axes that shard each dimension.")
+    return line.at_text(
+        f"{key.name} must have dimensions {listed(key.dims)}, {found} {listed(spec.dims)}.",
+        f"Write '{key.dims}' with the mesh axes that shard each dimension.",
+    )
 
 
 def _whole_faults(line: Line, spec: Spec, key: Key) -> Iterator[Fault]:
     if spec.partial:
-        yield line.at_text(f"{key.name} owes a partial sum, and a layout places whole tensors.",
-                           f"Write '{spec.without_partial()}'.")
+        yield line.at_text(
+            f"{key.name} owes a partial sum, and a layout places whole tensors.", f"Write '{spec.without_partial()}'."
+        )
     for dim in key.local:
         if spec.axes_of(dim):
             fact = f"dimension {dim} of {key.name} stays whole on every device, and is {_over(spec.axes_of(dim))}."
@@ -133,8 +139,10 @@ def _via_faults(line: Line, key: Key, room: _Room) -> Iterator[Fault]:
     specs = [spec for term in terms for operand in term.operands for spec in operand.specs]
     wanted = [KEYS[name].dims if name in KEYS else name for name in key.dims]
     if len(terms) != 1 or [spec.dims for spec in specs] != [tuple(dims) for dims in wanted]:
-        yield line.at_text(f"{key.name} must be two specs, with the dimensions of {listed(key.dims)}.",
-                           f"Write '{', '.join(wanted)}' with the mesh axes that shard each dimension.")
+        yield line.at_text(
+            f"{key.name} must be two specs, with the dimensions of {listed(key.dims)}.",
+            f"Write '{', '.join(wanted)}' with the mesh axes that shard each dimension.",
+        )
         return
     for fault in (fault for spec in specs for fault in room.faults(spec)):
         yield replace(line.at_text(fault.fact, fault.remedy), cause=fault.cause)
@@ -163,8 +171,10 @@ def _missing(layout: "Layout", sizes: Mapping[str, int]) -> Iterator[Fault]:
         needed = key.section in written or key.section != "moe" or "X" in sizes
         if needed and key.name not in layout.table and key.default is None and not key.optional:
             short = key.name.partition(".")[2]
-            fault = Line(key.name).at_key(f"{key.name} is missing: {key.meaning}",
-                                          f'Write {short} = "{key.dims}" in [{key.section}], with its mesh axes.')
+            fault = Line(key.name).at_key(
+                f"{key.name} is missing: {key.meaning}",
+                f'Write {short} = "{key.dims}" in [{key.section}], with its mesh axes.',
+            )
             yield replace(fault, cause=("missing", key.section))
 
 
@@ -205,8 +215,10 @@ def _unlike(line: Line, first: str, model: Spec, spec: Spec, dims: str) -> Itera
         return
     dim, fitting = apart[0], {d: (model if d in dims else spec).axes_of(d) for d in spec.dims}
     axes = [axis for of_dim in fitting.values() for axis in of_dim]
-    fact = (f"dimension {dim} of {line.name} is {_over(spec.axes_of(dim))}, and of {first} ('{model}') "
-            f"{_over(model.axes_of(dim))}; no equation stands between them.")
+    fact = (
+        f"dimension {dim} of {line.name} is {_over(spec.axes_of(dim))}, and of {first} ('{model}') "
+        f"{_over(model.axes_of(dim))}; no equation stands between them."
+    )
     fits = len(axes) == len(set(axes))
     written = f"Write {line.name} = '{Spec(spec.dims, tuple(fitting.values()))}'" if fits else f"Change {line.name}"
     yield line.at_dim(spec, dim, fact, f"{written}, or change {first}.")

@@ -9,8 +9,8 @@ from jax import lax
 
 from gspmd.annotate.errors import SpecError
 from gspmd.moe import inputs
-from gspmd.moe.blocks import rows_times_rows, rows_times_weights
-from gspmd.moe.platform import current_platform
+from gspmd.moe.dropless.blocks import rows_times_rows, rows_times_weights
+from gspmd.moe.dropless.platform import current_platform
 
 FORMS = ("ragged", "blocks")
 # The gradient of ragged_dot's weights: [R, E], [R, F] -> [X, E, F], R being the ragged dimension.

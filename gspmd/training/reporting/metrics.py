@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gspmd.training.events import Events
+from gspmd.training.reporting.events import Events
 from gspmd.training.toml import ConfigError
 
 _FILE = "metrics.jsonl"

@@ -12,12 +12,12 @@ import jax
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.blocking.collectives import emit
 from gspmd.lowerings.program import Context, context, run
-from gspmd.moe.activation import ACTIVATIONS
-from gspmd.moe.dropout import KEY
-from gspmd.moe.exchange import Exchange
-from gspmd.moe.rows import Rows
-from gspmd.moe.stages import Script, Stage
-from gspmd.moe.work import Products, Work, products
+from gspmd.moe.dropless.rows import Rows
+from gspmd.moe.experts.activation import ACTIVATIONS
+from gspmd.moe.experts.dropout import KEY
+from gspmd.moe.experts.exchange import Exchange
+from gspmd.moe.experts.stages import Script, Stage
+from gspmd.moe.experts.work import Products, Work, products
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -10,8 +10,8 @@ import numpy as np
 from gspmd.annotate.errors import SpecError
 from gspmd.moe import inputs
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.platform import dispatch_form
-from gspmd.moe.routing import Routing
+from gspmd.moe.dropless.platform import dispatch_form
+from gspmd.moe.routers.routing import Routing
 
 SPARSE = 4
 """Choices per slot from which a pass over the slots is cheaper than a gather per choice, most of which have none."""

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.losses import squared_variation
-from gspmd.moe.routing import Routing, assigned, chosen, counts, finite, per_expert, top_choices
-from gspmd.moe.rule import normal_per_logit, router
+from gspmd.moe.routers.losses import squared_variation
+from gspmd.moe.routers.routing import Routing, assigned, chosen, counts, finite, per_expert, top_choices
+from gspmd.moe.routers.rule import normal_per_logit, router
 
 _LEAST_WIDTH = 1e-6
 # Φ is 0 or 1 in float32 long before; between the bounds no quotient by the noise's width overflows.

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.moe import inputs
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.losses import z_loss
-from gspmd.moe.routing import Routing, every_token, finite
+from gspmd.moe.routers.losses import z_loss
+from gspmd.moe.routers.routing import Routing, every_token, finite
 
 Rule = Callable[[jax.Array, MoEConfig, jax.Array | None, jax.Array], Routing]
 Numbers = Callable[..., jax.Array]
@@ -33,7 +33,7 @@ class Router:
 
     Example:
         >>> from gspmd.moe.config import ROUTERS, Kind
-        >>> from gspmd.moe.routing import assigned
+        >>> from gspmd.moe.routers.routing import assigned
         >>> @router("by-position")
         ... def by_position(logits, config, draws, mask):  # each token to the expert after its predecessor's
         ...     expert = jnp.broadcast_to(jnp.arange(logits.shape[1])[:, None] % config.experts, (*mask.shape, 1))

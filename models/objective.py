@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import gspmd
 from gspmd.annotate import Spec
 from gspmd.ops._cross_entropy import cross_entropy
-from models.scopes import part
+from models.blocks import part
 from models.transformer import Transformer
 
 

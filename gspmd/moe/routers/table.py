@@ -2,10 +2,11 @@
 
 import jax
 
-from gspmd.moe import expert_choice, gshard, inputs, noisy_top_k, st_moe, switch, top_k
+from gspmd.moe import inputs
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.routing import Routing
-from gspmd.moe.rule import Router
+from gspmd.moe.routers import expert_choice, gshard, noisy_top_k, st_moe, switch, top_k
+from gspmd.moe.routers.routing import Routing
+from gspmd.moe.routers.rule import Router
 
 _ALL = (noisy_top_k.route, gshard.route, switch.route, st_moe.route, top_k.route, expert_choice.route)
 BY_NAME = {each.name: each for each in _ALL}
@@ -23,7 +24,7 @@ def route(
 
     Args:
         logits: [G, L, X]; noisy-top-k also takes [G, L, 2X], the second half for its noise.
-        config: names the router; see `route` in its module, such as `gspmd.moe.switch.route`.
+        config: names the router; see `route` in its module, such as `gspmd.moe.routers.switch.route`.
         key: for routers that draw, in training; None draws nothing.
         mask: [G, L] bool, False for padding; None when every token is real.
 

@@ -1,0 +1,1 @@
+"""Dropless dispatch: rows sorted by expert, and the grouped products of such rows."""

@@ -1,0 +1,7 @@
+"""Routers: where each token goes, with what weight, and the losses that keep experts equally loaded."""
+
+from gspmd.moe.routers.routing import Routing, assigned
+from gspmd.moe.routers.rule import Router, router
+from gspmd.moe.routers.table import BY_NAME, named, route
+
+__all__ = ["BY_NAME", "Router", "Routing", "assigned", "named", "route", "router"]
