@@ -10,13 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+from gspmd.annotate.diagnosis.nodes import TermNode
+from gspmd.annotate.diagnosis.operands import EquationReader
+from gspmd.annotate.diagnosis.rules import faults_of
 from gspmd.annotate.errors import Fault, SpecError, listed, report, shown
-from gspmd.annotate.fit import mesh_sizes, whole_sizes
-from gspmd.annotate.nodes import WrittenTerm
-from gspmd.annotate.operands import EquationReader
-from gspmd.annotate.rules import faults_of
 from gspmd.annotate.spec import Spec, spec_from
-
+from gspmd.annotate.validation import mesh_sizes, whole_sizes
 
 Specs = Spec | Sequence[Spec]
 """What one argument of a call stands for: a spec, or the specs of a group."""
@@ -328,7 +327,7 @@ def _parse_via(text: str) -> Via:
     return Via(_terms(terms), text)
 
 
-def _terms(written: list[WrittenTerm]) -> tuple[Term, ...]:
+def _terms(written: list[TermNode]) -> tuple[Term, ...]:
     return tuple(Term(tuple(Operand(tuple(map(spec_from, o.specs)), o.group) for o in term)) for term in written)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-from gspmd.annotate.arrays import stated
+from gspmd.annotate.arrays import check_type
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.chips import Chip, chip, chip_of_device
@@ -187,7 +187,8 @@ def _owing(spec: jax.P, x: jax.Array) -> jax.Array:
 
 def _input_partition(spec: Spec, x: Any, number: int, name: str, explicit: bool) -> jax.P:
     if explicit:
-        actual = jax.typeof(stated(x, spec, f"cannot use operand {number + 1} of '{name}' as '{spec}'")).sharding.spec
+        doing = f"cannot use operand {number + 1} of '{name}' as '{spec}'"
+        actual = jax.typeof(check_type(x, spec, doing)).sharding.spec
         return actual if actual.reduced else spec.partition_spec()
     if spec.partial:
         raise PlanError(auto_partial(spec))
