@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
+from gspmd.annotate.diagnosis.nodes import OPEN
 from gspmd.annotate.errors import Fault, SpecError, listed, report, shown
-from gspmd.annotate.fit import fault_at
-from gspmd.annotate.nodes import OPEN
 from gspmd.annotate.spec import Spec
+from gspmd.annotate.validation import fault_at
 
 
 def annotate(x: Any, spec: str | Spec) -> Any:
@@ -50,7 +50,7 @@ def annotate(x: Any, spec: str | Spec) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(_placing_mesh(), spec.partition_spec()))
     if explicit and (isinstance(x, jax.core.Tracer) or spec.partial):
-        return stated(x, spec, f"cannot annotate an array of shape {np.shape(x)} with '{spec}'")
+        return check_type(x, spec, f"cannot annotate an array of shape {np.shape(x)} with '{spec}'")
     if isinstance(x, jax.core.Tracer) or spec.is_open or (not explicit and _placing_mesh() is mesh):
         return jax.lax.with_sharding_constraint(x, spec.partition_spec())
     if isinstance(_placing_mesh(), jax.sharding.AbstractMesh):  # a constant inside a traced function
@@ -135,7 +135,7 @@ def _axis_type_faults(x: Any, spec: Spec, mesh: Any) -> list[Fault]:
     return []
 
 
-def stated(x: Any, spec: Spec, doing: str) -> Any:
+def check_type(x: Any, spec: Spec, doing: str) -> Any:
     """An array whose type, under Explicit axes, says what the spec does.
 
     Axes of size 1 make a type but no placement: where only they differ, the array is given the spec's type.

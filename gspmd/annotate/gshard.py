@@ -15,10 +15,10 @@ import jax
 import numpy as np
 
 from gspmd.annotate.arrays import annotate, shape_of
+from gspmd.annotate.diagnosis.nodes import OPEN, axes_text
 from gspmd.annotate.errors import SpecError, listed, shown
-from gspmd.annotate.fit import mesh_sizes, whole
-from gspmd.annotate.nodes import OPEN, axes_text
 from gspmd.annotate.spec import Spec
+from gspmd.annotate.validation import mesh_sizes, whole
 
 
 def replicate(tensor: Any) -> Any:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from gspmd.annotate import fit
+from gspmd.annotate import validation
+from gspmd.annotate.diagnosis.nodes import ARROW, CAPITALS, NAME, OPEN, SpecNode, axes_text, dim_text
+from gspmd.annotate.diagnosis.reader import Reader
 from gspmd.annotate.errors import Fault, SpecError, listed, report, shown
-from gspmd.annotate.fit import mesh_sizes
-from gspmd.annotate.nodes import ARROW, CAPITALS, NAME, OPEN, Written, axes_text, dim_text
-from gspmd.annotate.reader import Reader
+from gspmd.annotate.validation import mesh_sizes
 
 
 @dataclass(frozen=True)
@@ -171,11 +171,12 @@ class Spec:
           >>> Spec.parse("B_xLE_yz").local_shape((8, 128, 512), {"x": 4, "y": 2, "z": 2})
           (2, 128, 128)
         """
-        mesh, sizes = mesh_sizes(mesh), fit.whole_sizes(sizes)
+        mesh, sizes = mesh_sizes(mesh), validation.whole_sizes(sizes)
         self.check(sizes, mesh)
         if self.is_open:
             at = self.axes.index((OPEN,))
-            fault = fit.fault_at(self, at, f"dimension {self.dims[at]} is left open, so its local size is not known.")
+            fact = f"dimension {self.dims[at]} is left open, so its local size is not known."
+            fault = validation.fault_at(self, at, fact)
             raise report(SpecError, f"cannot tell the local shape of '{self}'", [fault])
         whole = [sizes[d] for d in self.dims] if isinstance(sizes, Mapping) else sizes
         return tuple(n // math.prod(mesh[a] for a in axes) for n, axes in zip(whole, self.axes))
@@ -184,14 +185,14 @@ class Spec:
         """Raises SpecError, with every fault, unless this spec fits these sizes and this mesh (see `local_shape`)."""
         faults = self.faults(sizes, mesh)
         if faults:
-            raise report(SpecError, f"cannot shard '{self}' for {fit.sizes_text(sizes)}", faults)
+            raise report(SpecError, f"cannot shard '{self}' for {validation.sizes_text(sizes)}", faults)
 
     def faults(self, sizes: Mapping[str, int] | Sequence[int], mesh: Any) -> tuple[Fault, ...]:
         """Every fault that `check` would raise, for whoever collects the faults of many specs."""
-        return fit.faults_of(self, sizes, mesh_sizes(mesh))
+        return validation.faults_of(self, sizes, mesh_sizes(mesh))
 
 
-def spec_from(written: Written) -> Spec:
+def spec_from(written: SpecNode) -> Spec:
     """The spec of what was read without a fault."""
     partial = tuple(a.name for a in written.partial.axes) if written.partial else ()
     return Spec(tuple(written.names), tuple(tuple(a.name for a in d.axes) for d in written.dims), partial)

@@ -7,7 +7,7 @@ from typing import Any
 
 from gspmd.annotate import LayoutError, mesh_sizes
 from gspmd.annotate.errors import shown
-from gspmd.annotate.fit import whole
+from gspmd.annotate.validation import whole
 
 _MOST = 2**31
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-from gspmd.annotate.arrays import stated
+from gspmd.annotate.arrays import check_type
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.chips import Chip, chip, chip_of_device
@@ -102,6 +102,8 @@ def name_of(program: PlannedProgram) -> ProgramName:
 def program_of(equation: Any) -> PlannedProgram | None:
     """The program that an operation of a jaxpr calls, or None where it is none of ours."""
     name = equation.params.get("name")
+    if isinstance(name, str) and name.startswith(PREFIX) and not isinstance(name, ProgramName):
+        raise AssertionError(f"JAX has copied the name {name}, and with it lost the plan")
     return name.program if isinstance(name, ProgramName) else None
 
 
@@ -134,7 +136,8 @@ def run(
         SpecError: under Explicit axes, an array's type is not what its spec says.
         PlanError: under Auto axes, an array is a partial sum.
     """
-    ins = tuple(input_partition(ctx, spec, x, i, name) for i, (spec, x) in enumerate(zip(in_specs, arrays, strict=True)))
+    pairs = enumerate(zip(in_specs, arrays, strict=True))
+    ins = tuple(input_partition(ctx, spec, x, number, name) for number, (spec, x) in pairs)
     outs = jax.tree.map(partition, out_specs, is_leaf=lambda leaf: isinstance(leaf, (Spec, jax.P)))
     return _jitted(PlannedProgram(name, tuple(steps)), body, ins, outs)(*arrays)
 
@@ -207,7 +210,8 @@ def partition(spec: Spec | jax.P) -> jax.P:
 def input_partition(ctx: Context, spec: Spec, x: Any, number: int, name: str) -> jax.P:
     """The `jax.P` of operand `number` of what is computed, once the array lies so."""
     if ctx.explicit:
-        actual = jax.typeof(stated(x, spec, f"cannot use operand {number + 1} of '{name}' as '{spec}'")).sharding.spec
+        doing = f"cannot use operand {number + 1} of '{name}' as '{spec}'"
+        actual = jax.typeof(check_type(x, spec, doing)).sharding.spec
         return actual if actual.reduced else spec.partition_spec()
     if spec.partial:
         raise PlanError(partial_under_auto(spec))

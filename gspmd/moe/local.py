@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.gradient import with_gradient
-from gspmd.lowerings.program import compiler_chooses, context, run
+from gspmd.lowerings.program import context, run
+from gspmd.lowerings.xla.constrained import compiler_chooses
 
 Body = Callable[..., tuple[jax.Array, ...]]
 
@@ -28,22 +29,24 @@ def run_local(
         arrays: inputs; integers and booleans have no gradient.
     """
     in_specs, out_specs = tuple(in_specs), tuple(out_specs)
-    if context().lowering == "xla":
-        return compiler_chooses(body, in_specs, out_specs, *arrays, name=name)
-    return _local((name, body, in_specs, out_specs), *arrays)
+    ctx = context()
+    if ctx.lowering == "xla":
+        return compiler_chooses(ctx, body, in_specs, out_specs, *arrays, name=name)
+    return _local((ctx, name, body, in_specs, out_specs), *arrays)
 
 
 def _forward(form, *arrays):
-    name, body, in_specs, out_specs = form
-    return run(name, (), body, in_specs, out_specs, *arrays), arrays
+    ctx, name, body, in_specs, out_specs = form
+    return run(ctx, name, (), body, in_specs, out_specs, *arrays), arrays
 
 
 def _backward(form, arrays, cotangents):
-    name, body, in_specs, out_specs = form
+    ctx, name, body, in_specs, out_specs = form
     real = tuple(_is_real(x) for x in arrays)
     answered = tuple(_is_real(x) for x in cotangents)  # the cotangent of an integer is of type float0
     given = [(c, s) for c, s, yes in zip(cotangents, out_specs, answered) if yes]
     found = run(
+        ctx,
         f"gradient of {name}",
         (),
         _pullback(body, real, answered),
@@ -56,7 +59,7 @@ def _backward(form, arrays, cotangents):
     return tuple(next(found) if yes else None for yes in real)
 
 
-_local = with_gradient(_forward, _backward, title=lambda form: form[0])
+_local = with_gradient(_forward, _backward, title=lambda form: form[1])
 
 
 def _is_real(x: jax.Array) -> bool:

@@ -80,7 +80,7 @@ class Experts:
 
     def run(self, work: Work, slots: jax.Array, *counts: jax.Array) -> jax.Array:
         """Bring slots to the experts and back, by one planned program."""
-        return run_experts(work, slots, self.flat, (*counts, *self.words))
+        return run_experts(context(), work, slots, self.flat, (*counts, *self.words))
 
 
 def by_slots(x: jax.Array, routing: Routing, experts: Experts, places: Places) -> jax.Array:

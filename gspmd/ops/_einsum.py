@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from gspmd.annotate.arrays import refuse_elsewhere, stated
+from gspmd.annotate.arrays import check_type, refuse_elsewhere
 from gspmd.annotate.equation import Equation, parse_equation, parse_via
 from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.lowerings.call import Call, lower
@@ -77,7 +77,7 @@ def einsum(
     for number, (x, spec) in enumerate(zip(flat, call.operands)):
         doing = f"cannot use operand {number + 1} of '{equation}' as '{spec}'"
         if ctx.explicit:
-            flat[number] = stated(x, spec, doing)
+            flat[number] = check_type(x, spec, doing)
         else:
             refuse_elsewhere(x, spec, doing)
     if any(spec.partial for spec in equation.outputs):

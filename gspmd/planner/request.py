@@ -5,8 +5,8 @@ from typing import Any
 
 from gspmd.annotate.equation import Equation, parse_via
 from gspmd.annotate.errors import PlanError, SpecError
-from gspmd.annotate.fit import mesh_sizes, whole_sizes
 from gspmd.annotate.spec import Spec
+from gspmd.annotate.validation import mesh_sizes, whole_sizes
 from gspmd.hardware.dtypes import dtype_name
 
 

@@ -1,6 +1,5 @@
 """What is really there under the named scopes of a planned program: bytes, operations, and what is sent again."""
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -8,10 +7,10 @@ from types import MappingProxyType
 from typing import Any
 
 from gspmd.hardware.links import wire_bytes
+from gspmd.lowerings.scopes import step_numbers
 from gspmd.planner.steps import Step
 from gspmd.tracing.value_numbering import Asker, Values, inner_jaxprs
 
-_SCOPE = re.compile(r"step(\d+)\.")
 _COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "pmax", "all_to_all", "ppermute")
 _DTYPES = (("bool", "pred"), ("complex", "c"), ("float", "f"), ("uint", "u"), ("int", "s"), ("_", ""))
 
@@ -107,7 +106,7 @@ def _parts(equation: Any, values: Values, name: str) -> Iterator[tuple[int, Valu
     for inner in inner_jaxprs(equation):
         known = values.enter(equation, inner)
         for each in inner.eqns:
-            numbers = _SCOPE.findall(str(each.source_info.name_stack))
+            numbers = step_numbers(str(each.source_info.name_stack))
             made = known.make(each, (name, int(numbers[-1])) if numbers else ("", 0))
             if numbers:
                 yield int(numbers[-1]), made.home, _alone(each, made.first)

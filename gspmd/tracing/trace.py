@@ -1,8 +1,8 @@
 """`gspmd.trace`: every planned step of a whole function, forward and backward, times its loop trips.
 
 The function is traced to a jaxpr, dead code is removed, and the planned programs are found in it by the names under
-which `planned.run` runs them. Inside one, the steps that are still there are those whose named scope is: recomputation
-under `jax.checkpoint` keeps only the moves that the backward pass needs.
+which `lowerings.program` runs them. Inside one, the steps that are still there are those whose named scope is:
+recomputation under `jax.checkpoint` keeps only the moves that the backward pass needs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from jax.extend.core.primitives import closed_call_p
 from jax.interpreters import partial_eval
 
 from gspmd.annotate.errors import PlanError
-from gspmd.lowerings import program as planned
+from gspmd.lowerings.program import PlannedProgram, program_of
 from gspmd.tracing.compilers import compiler
 from gspmd.tracing.program_plan import PlannedStep, ProgramPlan
 from gspmd.tracing.steps import scoped
@@ -125,8 +125,8 @@ def _is_program(value: Any) -> bool:
     return isinstance(value, (ClosedJaxpr, Jaxpr))
 
 
-def _programs(jaxpr: Jaxpr) -> Iterator[planned.Registered]:
-    named = (planned.registered(str(each.params.get("name", ""))) for each in _all(jaxpr))
+def _programs(jaxpr: Jaxpr) -> Iterator[PlannedProgram]:
+    named = (program_of(each) for each in _all(jaxpr))
     return (program for program in named if program is not None)
 
 
@@ -158,7 +158,7 @@ def _doubts(shared: Sequence[PlannedStep], values: Values) -> Iterator[str]:
 def _walk(jaxpr: Jaxpr, values: Values, transposed: bool = False) -> Iterator[PlannedStep]:
     for equation in jaxpr.eqns:
         backward = _transposed(equation, transposed)
-        program = planned.registered(str(equation.params.get("name", "")))
+        program = program_of(equation)
         values.make(equation)
         if program is not None:
             yield from _steps(equation, program, values, backward)
@@ -188,7 +188,7 @@ def _transposed(equation: Any, inherited: bool) -> bool:
     return inherited or any(scope.startswith("transpose(") for scope in scopes)
 
 
-def _steps(equation: Any, program: planned.Registered, values: Values, transposed: bool) -> Iterator[PlannedStep]:
+def _steps(equation: Any, program: PlannedProgram, values: Values, transposed: bool) -> Iterator[PlannedStep]:
     """The steps of one planned program that are still in it."""
     if program.backward is None:
         mesh = _mesh_of(equation)
@@ -201,7 +201,7 @@ def _steps(equation: Any, program: planned.Registered, values: Values, transpose
             yield PlannedStep(step, values.trips, program.equation, number)
 
 
-def _computes(equation: Any, program: planned.Registered) -> bool:
+def _computes(equation: Any, program: PlannedProgram) -> bool:
     """Whether a piece of a compiler-lowered program does its work; JAX splits some off that only carry values along."""
     einsums = any(step.kind == "einsum" for step in program.steps)
     names = {each.primitive.name for inner in inner_jaxprs(equation) for each in _all(inner)}

@@ -9,13 +9,8 @@ import pytest
 import gspmd
 from gspmd.annotate.equation import parse_equation
 from gspmd.audit import hlo, topology
-<<<<<<< HEAD
-from gspmd.audit.flops import product_flops
-from gspmd.lowerings import target
-=======
 from gspmd.audit.hlo.flops import product_flops
-from gspmd.lowerings.blocking import tpu
->>>>>>> 68b78f5
+from gspmd.lowerings import target
 from gspmd.planner.overlap import SCHEDULES
 from tests.references.random_equations import Case, check
 

@@ -10,6 +10,7 @@ from jax import lax
 
 import gspmd
 from gspmd.audit import topology
+from gspmd.lowerings import target
 from gspmd.lowerings.blocking import tpu
 
 MESHES = [

@@ -12,7 +12,7 @@ from gspmd.annotate.equation import parse_equation
 from gspmd.annotate.errors import PlanError, SpecError, shown
 from gspmd.display.plain import printable
 from gspmd.lowerings.default import checked, lowering
-from gspmd.lowerings.program import registered
+from gspmd.lowerings.program import program_of
 from gspmd.ops._einsum import einsum
 
 TOLERANCE = {"float64": 1e-11, "float32": 5e-5, "float16": 1e-2, "bfloat16": 4e-2}
@@ -292,7 +292,7 @@ def _wrong_equations(fn: Callable, args: Any, mesh: jax.sharding.Mesh, name: str
 def _equations(jaxpr: Any) -> Iterator[tuple[str, tuple]]:
     """Every equation of a jaxpr, with its operands' shapes and dtypes."""
     for each in jaxpr.eqns:
-        program = registered(str(each.params.get("name", "")))
+        program = program_of(each)
         if program is not None:
             yield program.equation, tuple((x.aval.shape, x.aval.dtype) for x in each.invars)
             continue

@@ -11,9 +11,11 @@ from gspmd.lowerings.program import run
 def lower(call: Call) -> Passes:
     """Run the steps of a plan one after the other."""
     plan = call.plan
-    return passes(
-        call, lambda routine, inputs, outputs, _: Executor(routine, inputs, outputs, plan.sizes, plan.mesh, precision=call.precision)
-    )
+
+    def executor(routine, inputs, outputs, _):
+        return Executor(routine, inputs, outputs, plan.sizes, plan.mesh, precision=call.precision)
+
+    return passes(call, executor)
 
 
 def passes(call: Call, executor: Callable) -> Passes:

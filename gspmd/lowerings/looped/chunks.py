@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from gspmd.lowerings.blocking import tpu
-from gspmd.lowerings.blocking.collectives import scope
 from gspmd.lowerings.looped.rings import Hop, Offset, Part, walk
+from gspmd.lowerings.scopes import step_scope
 from gspmd.planner.overlap import Ring, Travel
 
 Region = Mapping[str, tuple[jax.Array | int, int]]
@@ -130,7 +130,7 @@ class Journey:
             return x
         number, size, by = self.travel.number(hop.axis), self.mesh[hop.axis], -hop.by if back else hop.by
         step = replace(self.travel.steps[number], kind="collective-permute")
-        with jax.named_scope(scope(self.first + number, step)):
+        with step_scope(self.first + number, step):
             return lax.ppermute(x, hop.axis, [(place, (place + by) % size) for place in range(size)])
 
 

@@ -18,21 +18,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from gspmd.lowerings import target
-from gspmd.lowerings.blocking.executor import Execution
+from gspmd.lowerings.blocking.executor import Executor
 from gspmd.lowerings.looped.accumulator import Landing
 from gspmd.lowerings.looped.chunks import Journey, Region, blank, part_of, put, reduce_back, spread
 from gspmd.lowerings.looped.ring_loop import RingLoop
 from gspmd.lowerings.looped.rings import LONGEST, ring_parts
 from gspmd.lowerings.looped.stream import Way
 from gspmd.planner.overlap import Loops, gather_of, local_shape, scatter_of, settling
-from gspmd.planner.steps import Routine
+from gspmd.planner.steps import Chain, Routine
 
 
-class LoopedExecution(Execution):
+class LoopedExecution(Executor):
     """Runs a routine with the rings of `loops`; what has no ring runs as in lowering `blocking`."""
 
     def __init__(self, routine: Routine, inputs, outputs, sizes, mesh, precision, loops: Loops):
-        super().__init__(routine, inputs, outputs, sizes, mesh, precision)
+        super().__init__(routine, inputs, outputs, sizes, mesh, precision=precision)
         self.loops = loops
         self.travels = {number: gather_of(routine.moves[number]) for number in loops.gathers}
         self.scattered = {product for number in loops.scatters for product in routine.outputs[number].products}
@@ -121,7 +121,7 @@ class LoopedExecution(Execution):
     def _journey(self, number: int, shard: jax.Array) -> Journey:
         """The journey of a move's operand; a shard may be a part of what a device holds."""
         travel, move = self.travels[number], self.routine.moves[number]
-        first = self.first.moves[number] + self._stop(number)
+        first = self.chains.moves[number].first + self._stop(number)
         sizes = dict(zip(travel.shard.dims, shard.shape))
         return Journey(travel, self.loops.gathers[number], self.mesh, sizes, first, self.inputs[move.source].wire)
 
@@ -203,7 +203,7 @@ class LoopedExecution(Execution):
         for product in output.products:
             whole[product] = values[product].block({})
             if product in self._looped_products():  # those without a ring are there already
-                whole[product] = self.behind(product, whole[product])
+                whole[product] = self.send_product(product, whole[product])
         return self.output(number, whole)
 
     def _looped_products(self) -> set[int]:
@@ -230,7 +230,7 @@ class LoopedExecution(Execution):
         at = travel.shard.dims.index(ring.split) if ring.split else 0
         total = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, at)
         behind = chain[len(travel.steps) :]
-        return self.send(behind, total, tensor.wire, first + len(travel.steps))
+        return self.send(Chain(behind, first + len(travel.steps)), total, tensor.wire)
 
     def _summand(self, journey: Journey, values, offset, zero, start: int, size: int) -> jax.Array:
         region = journey.divided(journey.block(offset, zero), start, size)
@@ -241,8 +241,8 @@ class LoopedExecution(Execution):
         output = self.routine.outputs[number]
         product = self.routine.products[output.products[0]]
         if len(output.products) == 1 and product.steps:
-            return self.first_behind(output.products[0])
-        return self.first.outputs[number]
+            return self.chains.products[output.products[0]].first
+        return self.chains.outputs[number].first
 
 
 @dataclass(frozen=True)

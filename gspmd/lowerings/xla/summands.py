@@ -52,7 +52,7 @@ def _relabel(here: jax.P, there: jax.P, added: int) -> Callable:
 
 
 def as_settled(spec: Spec, cotangent: jax.Array) -> jax.Array:
-    """The cotangent of a partial sum in the type of an array that is none: every device holds the whole of it already."""
+    """The cotangent of a partial sum in the type of an array that is none; every device holds it whole."""
     plain = spec.without_partial().partition_spec()
     return _retyped(spec.partition_spec(dual=True), plain)(cotangent) if spec.partial else cotangent
 

@@ -6,28 +6,26 @@ from jax import lax
 
 from gspmd.lowerings.blocking.collectives import emit
 from gspmd.lowerings.program import Context
-from gspmd.moe.experts.stages import Script
 from gspmd.moe.experts.work import Work
-from gspmd.planner.steps import Step
+from gspmd.planner.steps import Chain, Program
 
 
 class Exchange:
-    """Both ways of every chunk in one program; the steps of all of them stand first in its script."""
+    """Both ways of every chunk in one program; the steps of all of them stand first in it."""
 
-    def __init__(self, work: Work, ctx: Context, script: Script):
+    def __init__(self, work: Work, ctx: Context, program: Program):
         self.mesh, self.chunks = ctx.mesh, work.chunks
-        ways = [work.there_and_back(ctx, size) for size in work.chunks]
-        self.ways = [[(steps, script.add(steps)) for steps in pair] for pair in ways]
+        pairs = [work.there_and_back(ctx, size) for size in work.chunks]
+        self.chains = [[program.add(steps) for steps in pair] for pair in pairs]
 
     def start(self, slots: jax.Array) -> "Journey":
         """Inside a shard_map: all slots of a device, to be sent."""
         ends = [sum(self.chunks[:n]) for n in range(1, len(self.chunks))]
         return Journey(self, jnp.split(slots, ends, axis=2))
 
-    def send(self, way: tuple[tuple[Step, ...], int], x: jax.Array) -> jax.Array:
-        """A chunk at the end of a way."""
-        steps, first = way
-        return emit(steps, x, self.mesh, first=first)
+    def send(self, chain: Chain, x: jax.Array) -> jax.Array:
+        """A chunk at the end of a chain."""
+        return emit(chain, x, self.mesh)
 
 
 class Journey:
@@ -47,13 +45,13 @@ class Journey:
         before = [*self.arrived[-1:], *self.done[-2:-1]]
         x = self.pieces[number]
         x = lax.optimization_barrier((x, *before))[0] if before else x
-        self.arrived.append(self.exchange.send(self.exchange.ways[number][0], x))
+        self.arrived.append(self.exchange.send(self.exchange.chains[number][0], x))
         return self.arrived[-1]
 
     def answer(self, number: int, y: jax.Array) -> None:
         """Send what has become of a chunk back."""
         self.done.append(y)
-        self.back.append(self.exchange.send(self.exchange.ways[number][1], y))
+        self.back.append(self.exchange.send(self.exchange.chains[number][1], y))
 
     def end(self) -> jax.Array:
         """All chunks that are back, as the slots were."""

@@ -11,17 +11,20 @@ import jax
 
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.blocking.collectives import emit
-from gspmd.lowerings.program import Context, context, run
+from gspmd.lowerings.program import Context, run
 from gspmd.moe.dropless.rows import Rows
 from gspmd.moe.experts.activation import ACTIVATIONS
 from gspmd.moe.experts.dropout import KEY
 from gspmd.moe.experts.exchange import Exchange
-from gspmd.moe.experts.stages import Script, Stage
+from gspmd.moe.experts.stages import Stage
 from gspmd.moe.experts.work import Products, Work, products
+from gspmd.planner.steps import Program
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def run_experts(work: Work, slots: jax.Array, weights: tuple[jax.Array, ...], extras: tuple[jax.Array, ...]):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def run_experts(
+    ctx: Context, work: Work, slots: jax.Array, weights: tuple[jax.Array, ...], extras: tuple[jax.Array, ...]
+) -> jax.Array:
     """Bring slots to their experts, compute, bring the answers back.
 
     In a chunk: the all-to-all there, the products, what settles their partial sums, the all-to-all back. Chunks share
@@ -29,6 +32,7 @@ def run_experts(work: Work, slots: jax.Array, weights: tuple[jax.Array, ...], ex
     one while another is multiplied. All chunks together send what the slots would send at once.
 
     Args:
+        ctx: of the call.
         work: what to do.
         slots: [G, X, C, E]; of dropless, rows [G, shards, C, E].
         weights: as `work.weights`.
@@ -39,26 +43,26 @@ def run_experts(work: Work, slots: jax.Array, weights: tuple[jax.Array, ...], ex
 
     Source: Lepikhin et al., *GShard*, arXiv 2006.16668, §3.2; in chunks, Hwang et al., *Tutel*, arXiv 2206.03382.
     """
-    return _forward(work, slots, weights, extras)[0]
+    return _forward(ctx, work, slots, weights, extras)[0]
 
 
-def _forward(work: Work, slots, weights, extras):
-    found = _program(work, context())
+def _forward(ctx: Context, work: Work, slots, weights, extras):
+    found = _program(work, ctx)
     ins = (work.dispatched, *work.weights, *found.extras)
     outs = (work.dispatched, found.kept_specs, found.moved_specs)
-    y, kept, moved = run(found.name, found.steps, found.forward, ins, outs, slots, *weights, *extras)
+    y, kept, moved = run(ctx, found.name, found.steps, found.forward, ins, outs, slots, *weights, *extras)
     return y, (kept, moved, weights, extras)
 
 
-def _backward(work: Work, saved, cotangent):
+def _backward(ctx: Context, work: Work, saved, cotangent):
     kept, moved, weights, extras = saved
-    found = _program(work, context())
+    found = _program(work, ctx)
     held = found.held(weights, moved)
     flat = [x for chunk in kept for x in chunk]
     ins = (work.dispatched, *(s for chunk in found.kept_specs for s in chunk), *found.held_specs, *found.extras)
     name = f"gradient of {found.name}"
     steps, outs = found.backward_steps, (work.dispatched, *work.weights)
-    d_slots, *d_weights = run(name, steps, found.backward, ins, outs, cotangent, *flat, *held, *extras)
+    d_slots, *d_weights = run(ctx, name, steps, found.backward, ins, outs, cotangent, *flat, *held, *extras)
     return d_slots, tuple(d_weights), tuple(None for _ in extras)
 
 
@@ -77,20 +81,19 @@ class _Program:
         self.work, self.mesh, self.stays = work, ctx.mesh, work.stays(ctx)
         self.into, self.out = products(work, ctx)
         self.name = f"experts {work.dispatched} -> {work.there}"
-        script = Script()
-        self.counted = work.counted(ctx)
-        script.add(self.counted)
-        self.exchange = Exchange(work, ctx, script)
-        self.stages = [self._stage(each.forward, script) for each in (self.into, self.out)]
-        self.steps = tuple(script.steps)
-        script = Script()
-        self.exchange_back = Exchange(work, ctx, script)
-        self.stages_back = [self._stage(each.backward, script) for each in (self.into, self.out)]
-        self.backward_steps = tuple(script.steps)
+        program = Program()
+        self.counted = program.add(work.counted(ctx))
+        self.exchange = Exchange(work, ctx, program)
+        self.stages = [self._stage(each.forward, program) for each in (self.into, self.out)]
+        self.steps = tuple(program.steps)
+        program = Program()
+        self.exchange_back = Exchange(work, ctx, program)
+        self.stages_back = [self._stage(each.backward, program) for each in (self.into, self.out)]
+        self.backward_steps = tuple(program.steps)
 
-    def _stage(self, equation, script: Script) -> Stage:
+    def _stage(self, equation, program: Program) -> Stage:
         shares = [size / sum(self.work.chunks) for size in self.work.chunks]
-        return Stage(equation, dict(self.work.sizes), self.mesh, shares, script)
+        return Stage(equation, dict(self.work.sizes), self.mesh, shares, program)
 
     # -- what goes in, and what is kept for the gradient ---------------------------------------------------------------
 

@@ -4,35 +4,17 @@ What is of weights moves once, and its gradient, added up over the chunks, is se
 its chunk.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 
-from gspmd.lowerings.blocking.collectives import scope
-from gspmd.lowerings.blocking.executor import Execution
+from gspmd.lowerings.blocking.executor import Executor
 from gspmd.moe.dropless.grouped import grouped_back, grouped_matmul, grouped_outer
-from gspmd.planner.steps import Routine, Step, Tensor
+from gspmd.planner.steps import Program, Routine, RoutineChains, Step, Tensor
 
 Arrays = dict[int, jax.Array]
-
-
-class Script:
-    """The steps of a program, numbered as they are added."""
-
-    def __init__(self):
-        self.steps: list[Step] = []
-
-    def add(self, steps: Iterable[Step], share: float = 1.0) -> int:
-        """Append steps that move this share of what was planned; the number of the first."""
-        first = len(self.steps)
-        self.steps += [_part(step, share) for step in steps]
-        return first
-
-
-def _part(step: Step, share: float) -> Step:
-    amounts = {"wire_bytes": round(step.wire_bytes * share), "flops": round(step.flops * share)}
-    return replace(step, seconds=step.seconds * share, **amounts)
 
 
 @dataclass(frozen=True)
@@ -53,23 +35,14 @@ class Equation:
     sums: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True)
-class _Numbers:
-    """The number, in the program, of the first step of every move, product and output."""
-
-    moves: Mapping[int, int]
-    products: Mapping[int, int]
-    outputs: Mapping[int, int]
-
-
 class Stage:
-    """An equation in a program.
+    """An equation in a program, which runs it once for every chunk.
 
     Args:
         equation: what to compute.
         sizes, mesh: of its dimensions and of the mesh axes.
         shares: what of the slots every chunk has.
-        script: where its steps are added.
+        program: where its steps are added.
     """
 
     def __init__(
@@ -78,35 +51,44 @@ class Stage:
         sizes: Mapping[str, int],
         mesh: Mapping[str, int],
         shares: Sequence[float],
-        script: Script,
+        program: Program,
     ):
         self.equation, self.sizes, self.mesh = equation, sizes, mesh
         routine = equation.routine
-        self.once = {n: script.add(m.steps) for n, m in enumerate(routine.moves) if m.source in equation.weights}
+        self.once = {n: program.add(m.steps) for n, m in enumerate(routine.moves) if m.source in equation.weights}
         self.late = {p for n in equation.sums for p in routine.outputs[n].products}
-        self.numbers = [self._numbered(script, share) for share in shares]
-        self.last = self._numbered_last(script)
+        self.chunks = [self._chunk_chains(program, share) for share in shares]
+        self.last = self._last_chains(program)
 
-    def _numbered(self, script: Script, share: float) -> _Numbers:
+    def _chunk_chains(self, program: Program, share: float) -> RoutineChains:
+        """The steps of one chunk: all but those of weights, and those that settle a sum over the chunks."""
         routine, sums = self.equation.routine, self.equation.sums
-        moves = {n: script.add(m.steps, share) for n, m in enumerate(routine.moves) if n not in self.once}
-        steps = {n: (p.einsum,) if n in self.late else p.all_steps for n, p in enumerate(routine.products)}
-        products = {n: script.add(each, share) for n, each in steps.items()}
-        outputs = {n: script.add(o.steps, share) for n, o in enumerate(routine.outputs) if n not in sums}
-        return _Numbers(self.once | moves, products, outputs)
+        moves = {n: program.add(m.steps, share) for n, m in enumerate(routine.moves) if n not in self.once}
+        einsums, products = {}, {}
+        for n, product in enumerate(routine.products):
+            einsums[n] = program.add(() if product.passes_through else (product.einsum,), share).first
+            products[n] = program.add(() if n in self.late else product.steps, share)
+        outputs = {n: program.add(o.steps, share) for n, o in enumerate(routine.outputs) if n not in sums}
+        return RoutineChains(self.once | moves, einsums, products, outputs)
 
-    def _numbered_last(self, script: Script) -> _Numbers:
+    def _last_chains(self, program: Program) -> RoutineChains:
+        """The steps that settle the sums over the chunks."""
         routine = self.equation.routine
-        products = {p: script.add(routine.products[p].steps) - 1 for p in sorted(self.late)}
-        return _Numbers({}, products, {n: script.add(routine.outputs[n].steps) for n in sorted(self.equation.sums)})
+        products = {p: program.add(routine.products[p].steps) for p in sorted(self.late)}
+        outputs = {n: program.add(routine.outputs[n].steps) for n in sorted(self.equation.sums)}
+        return RoutineChains({}, {}, products, outputs)
 
-    def _execution(self, numbers: _Numbers, rows: jax.Array | None = None) -> "_Execution":
-        return _Execution(self.equation, self.sizes, self.mesh, numbers, rows)
+    def _executor(self, chains: RoutineChains, rows: jax.Array | None = None) -> Executor:
+        """Runs steps by the numbers that they have in the program; sorted rows meet their own expert's weights."""
+        equation, multiply = self.equation, None if rows is None else partial(_grouped, rows)
+        return Executor(
+            equation.routine, equation.inputs, equation.outputs, self.sizes, self.mesh, chains=chains, multiply=multiply
+        )
 
     def weights(self, pieces: Arrays) -> Arrays:
         """The weights among the inputs, moved: by the number of the move."""
-        execution = self._execution(_Numbers(self.once, {}, {}))
-        return {n: execution.move(n, pieces) for n in self.once}
+        executor = self._executor(RoutineChains(self.once, {}, {}, {}))
+        return {n: executor.move(n, pieces) for n in self.once}
 
     def chunk(
         self, number: int, pieces: Arrays, weights: Arrays, rows: jax.Array | None = None
@@ -122,35 +104,24 @@ class Stage:
         Returns:
             The chunk's outputs by number, the products of outputs that are sums, and everything moved.
         """
-        execution, routine = self._execution(self.numbers[number], rows), self.equation.routine
-        moved = {n: weights[n] if n in weights else execution.move(n, pieces) for n in range(len(routine.moves))}
+        chains, routine = self.chunks[number], self.equation.routine
+        executor = self._executor(chains, rows)
+        moved = {n: weights[n] if n in weights else executor.move(n, pieces) for n in range(len(routine.moves))}
         operands = {n: [moved[m] for m in (p.left, p.right) if m is not None] for n, p in enumerate(routine.products)}
-        made = {n: execution.multiply(n, *each) for n, each in operands.items()}
-        settled = {n: execution.behind(n, value) for n, value in made.items() if n not in self.late}
-        outputs = {n: execution.output(n, settled) for n in self.numbers[number].outputs}
+        made = {n: executor.multiply(n, *each) for n, each in operands.items()}
+        settled = {n: executor.send_product(n, value) for n, value in made.items() if n not in self.late}
+        outputs = {n: executor.output(n, settled) for n in chains.outputs}
         return outputs, {n: made[n] for n in self.late}, moved
 
     def settle(self, products: Arrays) -> Arrays:
         """The outputs that are sums, from their products added up over the chunks."""
-        execution = self._execution(self.last)
-        values = {n: execution.behind(n, value) for n, value in products.items()}
-        return {n: execution.output(n, values) for n in self.equation.sums}
+        executor = self._executor(self.last)
+        values = {n: executor.send_product(n, value) for n, value in products.items()}
+        return {n: executor.output(n, values) for n in self.equation.sums}
 
 
-class _Execution(Execution):
-    """Runs steps by the numbers that they have in the program; sorted rows it multiplies by their own expert's."""
-
-    def __init__(self, equation: Equation, sizes, mesh, numbers: _Numbers, rows: jax.Array | None):
-        super().__init__(equation.routine, equation.inputs, equation.outputs, sizes, mesh)
-        self.first, self.rows = numbers, rows
-
-    def multiply(self, number: int, *operands: jax.Array) -> jax.Array:
-        """The local product of two operands, or of sorted rows and weights."""
-        if self.rows is None:
-            return super().multiply(number, *operands)
-        einsum = self.routine.products[number].einsum
-        with jax.named_scope(scope(self.first.products[number], einsum)):
-            return grouped_product(*operands, einsum.before.dims, einsum.other.dims, einsum.after.dims, sizes=self.rows)
+def _grouped(rows: jax.Array, einsum: Step, *operands: jax.Array) -> jax.Array:
+    return grouped_product(*operands, einsum.before.dims, einsum.other.dims, einsum.after.dims, sizes=rows)
 
 
 def grouped_product(left, right, left_dims, right_dims, dims, *, sizes: jax.Array) -> jax.Array:

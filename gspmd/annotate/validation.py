@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from gspmd.annotate.diagnosis.nodes import OPEN, dim_text
 from gspmd.annotate.errors import Fault, SpecError, listed, shown, suggestion
-from gspmd.annotate.nodes import OPEN, dim_text
 
 if TYPE_CHECKING:
     from gspmd.annotate.spec import Spec

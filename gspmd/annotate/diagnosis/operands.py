@@ -2,8 +2,8 @@
 
 import re
 
-from gspmd.annotate.nodes import ARROW, CAPITALS, Written, WrittenOperand, WrittenTerm
-from gspmd.annotate.reader import Reader
+from gspmd.annotate.diagnosis.nodes import ARROW, CAPITALS, OperandNode, SpecNode, TermNode
+from gspmd.annotate.diagnosis.reader import Reader
 
 _COMMA_MEANT = re.compile(r"[*×·⋅∙@;，、&⊗]")
 _ARROW_MEANT = re.compile(r"[-=~−–—:]+")
@@ -20,7 +20,7 @@ class EquationReader(Reader):
         # A spec may have spaces, and so may the one to the right of the arrow, which stands alone.
         self.has_others, self.depth = True, 0
 
-    def sides(self) -> list[list[WrittenTerm]]:
+    def sides(self) -> list[list[TermNode]]:
         """The terms on each side of the arrow; more than two sides are a fault."""
         sides = [self.terms()]
         while self.at < len(self.text):
@@ -37,7 +37,7 @@ class EquationReader(Reader):
         """What stands for the arrow here; nothing where nothing does."""
         return self.match(ARROW) or (self.match(_ARROW_MEANT) if self._at_arrow() else "")
 
-    def terms(self) -> list[WrittenTerm]:
+    def terms(self) -> list[TermNode]:
         """The products up to an arrow or the end, each a list of operands."""
         terms = [[self.operand()]]
         while self.at < len(self.text) and not self._at_arrow():
@@ -71,39 +71,39 @@ class EquationReader(Reader):
             self.fault(start, f"{wrong!r} is no comma.", "Write a product with a comma, as in 'A, B -> AB'.")
         return bool(wrong)
 
-    def _missing_comma(self, one: WrittenOperand | Written, two: WrittenOperand | Written) -> None:
+    def _missing_comma(self, one: OperandNode | SpecNode, two: OperandNode | SpecNode) -> None:
         left, right = self.text[one.start : one.end].strip(), self.text[two.start : two.end].strip()
         gap = max(two.start, one.end + 1)
         self.fault(one.end, f"a comma is missing between {left!r} and {right!r}.", f"Write '{left}, {right}'.", gap)
 
-    def _read_on(self, term: WrittenTerm) -> None:
+    def _read_on(self, term: TermNode) -> None:
         self.space()
         if self.peek() in CAPITALS:
             term.append(self.operand())
 
-    def operand(self) -> WrittenOperand:
+    def operand(self) -> OperandNode:
         """A spec, or a group in parentheses; nothing at all is a scalar."""
         self.space()
         start = self.at
         if not self._opens_group():
             spec = self.spec()
-            return WrittenOperand([spec], False, start, spec.end)
+            return OperandNode([spec], False, start, spec.end)
         operand = self._group(start)
         self.space()
         return operand
 
-    def _at_separator(self, spec: Written) -> bool:
+    def _at_separator(self, spec: SpecNode) -> bool:
         return (super()._at_separator(spec) or self._at_arrow() or _COMMA_MEANT.match(self.text, self.at) is not None
                 or self._at_another(spec))
 
-    def _at_another(self, spec: Written) -> bool:
+    def _at_another(self, spec: SpecNode) -> bool:
         """Whether another spec begins here, behind a space: its first word has a dimension that this one has."""
         if not (self.has_others and spec.dims and self.peek() in CAPITALS and self.text[self.at - 1].isspace()):
             return False
         word = _WORD_AHEAD.match(self.text, self.at).group()
         return spec.partial is not None or not set(word).isdisjoint(spec.names)
 
-    def _clashes(self, spec: Written) -> None:
+    def _clashes(self, spec: SpecNode) -> None:
         """As for a spec; but where two operands stand there without so much as a space, that is all that is wrong."""
         names = spec.names
         at = next((n for n, name in enumerate(names) if name in names[:n]), 0)
@@ -117,12 +117,12 @@ class EquationReader(Reader):
                    f"Every dimension has a letter of its own; two operands have a comma: '{left}, {right}'.", dim.end)
 
     def _opens_group(self) -> bool:
-        return self.peek() == "(" and self._at_separator(Written(self.at))
+        return self.peek() == "(" and self._at_separator(SpecNode(self.at))
 
-    def _group(self, start: int) -> WrittenOperand:
+    def _group(self, start: int) -> OperandNode:
         self.at += 1
         self.depth, outside, self.has_others = self.depth + 1, self.has_others, True
-        operand = WrittenOperand(self._member(), True, start)
+        operand = OperandNode(self._member(), True, start)
         self._more_members(operand)
         self.depth, self.has_others = self.depth - 1, outside
         if not self.take(")"):
@@ -134,7 +134,7 @@ class EquationReader(Reader):
         operand.end = self.at
         return operand
 
-    def _more_members(self, operand: WrittenOperand) -> None:
+    def _more_members(self, operand: OperandNode) -> None:
         while True:
             comma, before = self.at, operand.specs[-1]
             if self._comma():
@@ -151,7 +151,7 @@ class EquationReader(Reader):
             else:
                 return
 
-    def _member(self) -> list[Written]:
+    def _member(self) -> list[SpecNode]:
         self.space()
         start = self.at
         if not self._opens_group():

@@ -10,8 +10,7 @@ White space may stand between dims, around the partial sum, and inside braces an
 
 import re
 
-from gspmd.annotate.errors import Fault, listed
-from gspmd.annotate.nodes import (
+from gspmd.annotate.diagnosis.nodes import (
     ARROW,
     CAPITALS,
     LETTERS,
@@ -20,10 +19,11 @@ from gspmd.annotate.nodes import (
     SEPARATOR,
     Axis,
     Dim,
-    Written,
+    SpecNode,
     axes_text,
     dim_text,
 )
+from gspmd.annotate.errors import Fault, listed
 
 _PARTIAL = re.compile(r"partialsum-|\(\s*partialsum-")
 _ENCLOSED = re.compile(r"\(\s*partialsum-\s*(\{[^{}()]*\}|[^{}(),+>]*)\s*\)")
@@ -68,10 +68,10 @@ class Reader:
 
     # -- a spec -------------------------------------------------------------------------------------------------------
 
-    def spec(self) -> Written:
+    def spec(self) -> SpecNode:
         """Reads up to a separator (`,` `+` `->` or a parenthesis) or the end."""
         self.space()
-        spec = Written(self.at, self.at)
+        spec = SpecNode(self.at, self.at)
         while self.at < len(self.text) and not self._at_separator(spec):
             self._piece(spec)
             spec.end = self.at
@@ -79,13 +79,13 @@ class Reader:
         self._clashes(spec)
         return spec
 
-    def _at_separator(self, spec: Written) -> bool:
+    def _at_separator(self, spec: SpecNode) -> bool:
         if self.peek() != "(":
             return SEPARATOR.match(self.text, self.at) is not None
         # A parenthesis opens a group, unless it encloses the partial sum of the spec at hand.
         return (_PARTIAL if spec.dims else _ENCLOSED).match(self.text, self.at) is None
 
-    def _piece(self, spec: Written) -> None:
+    def _piece(self, spec: SpecNode) -> None:
         c = self.peek()
         if c in CAPITALS:
             self._dim(spec)
@@ -98,7 +98,7 @@ class Reader:
         else:
             self._stray(spec)
 
-    def _dim(self, spec: Written) -> None:
+    def _dim(self, spec: SpecNode) -> None:
         dim = Dim(self.peek(), self.at, self.at + 1)
         self.at += 1
         if self.take("_"):
@@ -110,7 +110,7 @@ class Reader:
             spec.broken = True
         spec.dims.append(dim)
 
-    def _partial(self, spec: Written) -> None:
+    def _partial(self, spec: SpecNode) -> None:
         start = self.at
         enclosed = self.peek() == "("
         self.match(_PARTIAL)
@@ -206,7 +206,7 @@ class Reader:
 
     # -- what is wrong ------------------------------------------------------------------------------------------------
 
-    def _clashes(self, spec: Written) -> None:
+    def _clashes(self, spec: SpecNode) -> None:
         """A dimension, or a mesh axis, that stands twice in one spec."""
         first: dict[str, Dim] = {}
         seen: dict[str, Dim] = {}
@@ -229,7 +229,7 @@ class Reader:
             remedy = "A mesh axis shards one dimension of a tensor: drop it from one of them."
         self.fault(axis.start, fact, remedy, axis.end)
 
-    def _lone_underscore(self, spec: Written) -> None:
+    def _lone_underscore(self, spec: SpecNode) -> None:
         start, last = self.at, spec.dims[-1] if spec.dims and not spec.partial else None
         self.at += 1
         word = self.match(_SUFFIX) or "x"
@@ -242,7 +242,7 @@ class Reader:
             self.fault(start, f"a space parts dimension {last.name} from {found!r}.", f"Write '{last.name}_{word}'.")
         spec.broken = True
 
-    def _lower_case(self, spec: Written) -> None:
+    def _lower_case(self, spec: SpecNode) -> None:
         start, last = self.at, spec.dims[-1] if spec.dims and not spec.partial else None
         misspelt = self.match(_MISSPELT)
         word = misspelt or self.match(_WORD)
@@ -258,7 +258,7 @@ class Reader:
         self.fault(start, f"{self.text[start:self.at]!r} is neither a dimension nor the mesh axes of one.", remedy)
         spec.broken = True
 
-    def _stray(self, spec: Written) -> None:
+    def _stray(self, spec: SpecNode) -> None:
         start, found = self.at, self.match(_STRAY)
         remedy = _STRAY_REMEDY.get(found, "A spec is written as 'B_xLE_yz'.")
         self.fault(start, f"{found!r} has no meaning in a spec.", remedy)

@@ -39,7 +39,7 @@ class Dim:
 
 
 @dataclass
-class Written:
+class SpecNode:
     """A spec as it was written, with the place of everything; `broken` if a part of it could not be read."""
 
     start: int
@@ -54,10 +54,10 @@ class Written:
 
 
 @dataclass
-class WrittenOperand:
+class OperandNode:
     """An operand as it was written: one spec, or the members of a group."""
 
-    specs: list[Written]
+    specs: list[SpecNode]
     group: bool
     start: int
     end: int = 0
@@ -67,7 +67,7 @@ class WrittenOperand:
         return any(spec.broken for spec in self.specs)
 
 
-WrittenTerm = list[WrittenOperand]
+TermNode = list[OperandNode]
 
 
 def axes_text(axes: Sequence[str]) -> str:
