@@ -20,10 +20,7 @@ from rich.table import Table
 import gspmd
 from gspmd.display import console as printing
 from gspmd.lowerings import plan as planning
-from gspmd.planner import contractions as meetings
-from gspmd.planner import paths as routes
-from gspmd.planner import placements, search
-from gspmd.planner import resharding as moves
+from gspmd.planner import contractions, paths, placements, resharding, search
 
 THREE, FOUR = {"x": 4, "y": 4, "z": 4}, {"w": 2, "x": 4, "y": 4, "z": 4}
 FIVE = {"v": 2, "w": 2, "x": 4, "y": 4, "z": 4}
@@ -89,9 +86,9 @@ def measure(name: str, equation: str, mesh: dict[str, int], stage: str, repeats:
 
 def forget() -> None:
     """Empty the planner's caches."""
-    for cached in (planning.make_plan, search.search, moves.chain, meetings.joint, placements.sequences):
+    for cached in (planning.make_plan, search.search, resharding.chain, contractions.joint, placements.sequences):
         cached.cache_clear()
-    routes.forget()
+    paths.forget()
 
 
 def seconds(call: Callable) -> float:

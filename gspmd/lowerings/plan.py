@@ -8,7 +8,7 @@ from gspmd.annotate.equation import Equation, parse_equation, parse_via
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.chips import chip as chip_row
 from gspmd.lowerings.default import resolve
-from gspmd.planner.overlap import Loops
+from gspmd.planner.overlap import Overlap
 from gspmd.planner.plan import Overlapping, Plan, nothing_overlaps, plan_equation
 from gspmd.planner.request import read_dtypes, read_sizes
 
@@ -84,13 +84,13 @@ def make_plan(
 
 def overlapping(lowering: str) -> Overlapping:
     """What a lowering overlaps with the einsums."""
-    return nothing_overlaps if lowering in ("xla", "blocking") else partial(_loops, lowering)
+    return nothing_overlaps if lowering in ("xla", "blocking") else partial(_overlap, lowering)
 
 
-def _loops(lowering: str, routine, inputs, outputs, setting) -> tuple[Loops, float]:
+def _overlap(lowering: str, routine, inputs, outputs, environment) -> tuple[Overlap, float]:
     """What is looped; where a dimension is empty there is nothing to hide."""
-    from gspmd.lowerings.looped.choice import plan_loops  # here alone, so that the other lowerings need none of it
+    from gspmd.lowerings.looped.choice import plan_overlap  # here alone, so that the other lowerings need none of it
 
-    if 0 in dict(setting.sizes).values():
-        return Loops(), 0.0
-    return plan_loops(routine, inputs, outputs, setting, lowering)
+    if 0 in dict(environment.sizes).values():
+        return Overlap(), 0.0
+    return plan_overlap(routine, inputs, outputs, environment, lowering)

@@ -13,12 +13,12 @@ import numpy as np
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.dtypes import itemsize
 from gspmd.hardware.links import einsum_seconds
-from gspmd.planner.paths import FAR, Routes, fitting, routes
+from gspmd.planner.paths import FAR, ShortestPaths, fitting, shortest_paths
 from gspmd.planner.placements import Axes, Placements
-from gspmd.planner.steps import Member, Setting, Step, Tensor, picoseconds, wider
+from gspmd.planner.steps import Contraction, Environment, Step, Tensor, picoseconds, wider
 
 
-class Meetings:
+class ContractionTable:
     """Of one shared tensor and one member: a row for each placement of both, the result following from it.
 
     Args:
@@ -30,47 +30,47 @@ class Meetings:
         dims: of the result, in the target's order, but for those that no operand has.
     """
 
-    def __init__(self, setting: Setting, shared: Tensor, member: Member, added: bool = False):
-        self.setting, self.tensor, self.member = setting, shared, member
-        self.sizes, mesh = dict(setting.sizes), dict(setting.mesh)
-        partner = member.partner
-        held = (shared.spec,) if partner is None else (shared.spec, partner.spec)
+    def __init__(self, environment: Environment, left: Tensor, contraction: Contraction, added: bool = False):
+        self.environment, self.left, self.contraction = environment, left, contraction
+        self.sizes, mesh = dict(environment.sizes), dict(environment.mesh)
+        right = contraction.right
+        held = (left.spec,) if right is None else (left.spec, right.spec)
         union = tuple(dict.fromkeys(dim for spec in held for dim in spec.dims))
-        self.dims = tuple(dim for dim in member.target.spec.dims if dim in union)
+        self.dims = tuple(dim for dim in contraction.target.spec.dims if dim in union)
         self.summed = len(self.dims) < len(union)
-        self.shared = self._routes(shared.spec.dims, shared.itemsize, frozenset(shared.spec.partial))
-        owed = frozenset(mesh) if self.summed or added else frozenset(axis for spec in held for axis in spec.partial)
-        self.result = self._routes(self.dims, member.target.itemsize, owed)
-        self.partner = None
-        if partner is not None:
-            self.partner = self._routes(partner.spec.dims, partner.itemsize, frozenset(partner.spec.partial))
-        masks = tuple(self.shared.mask(spec.partial) for spec in held)
+        self.left_paths = self._paths(left.spec.dims, left.itemsize, frozenset(left.spec.partial))
+        partial = frozenset(mesh) if self.summed or added else frozenset(axis for spec in held for axis in spec.partial)
+        self.result_paths = self._paths(self.dims, contraction.target.itemsize, partial)
+        self.right_paths = None
+        if right is not None:
+            self.right_paths = self._paths(right.spec.dims, right.itemsize, frozenset(right.spec.partial))
+        masks = tuple(self.left_paths.mask(spec.partial) for spec in held)
         allowed = tuple(fitting(self.sizes[dim], tuple(mesh.values())) for dim in union)
         self._union, self._placements = union, joint(tuple(mesh.values()), allowed, masks)
-        self.left = self._numbers(self.shared, shared.spec.dims, self._placements.partial[:, 0])
-        self.right = None
-        if partner is not None:
-            self.right = self._numbers(self.partner, partner.spec.dims, self._placements.partial[:, 1])
-        self.made = self._numbers(self.result, self.dims, self._owed())
+        self.left_nodes = self._numbers(self.left_paths, left.spec.dims, self._placements.partials[:, 0])
+        self.right_nodes = None
+        if right is not None:
+            self.right_nodes = self._numbers(self.right_paths, right.spec.dims, self._placements.partials[:, 1])
+        self.result_nodes = self._numbers(self.result_paths, self.dims, self._partial())
 
-    def _routes(self, dims: tuple[str, ...], width: int, owed: frozenset[str]) -> Routes:
+    def _paths(self, dims: tuple[str, ...], width: int, partial: frozenset[str]) -> ShortestPaths:
         shape = tuple(self.sizes[dim] for dim in dims)
-        return routes(shape, self.setting.mesh, width, self.setting.chip, owed)
+        return shortest_paths(shape, self.environment.mesh, width, self.environment.chip, partial)
 
     def _column(self, dim: str) -> np.ndarray:
         return self._placements.rows[:, self._union.index(dim)]
 
-    def _numbers(self, ways: Routes, dims: tuple[str, ...], owed: np.ndarray) -> np.ndarray:
-        nodes = ways.nodes
-        return nodes.find(nodes.key([self._column(dim) for dim in dims], owed))
+    def _numbers(self, paths: ShortestPaths, dims: tuple[str, ...], partial: np.ndarray) -> np.ndarray:
+        nodes = paths.nodes
+        return nodes.find(nodes.key([self._column(dim) for dim in dims], partial))
 
-    def _owed(self) -> np.ndarray:
+    def _partial(self) -> np.ndarray:
         """What the result owes: the sums of both, and those of the contracted dimensions."""
-        owed = np.bitwise_or.reduce(self._placements.partial, axis=1)
+        partial = np.bitwise_or.reduce(self._placements.partials, axis=1)
         for dim in self._union:
             if dim not in self.dims:
-                owed = owed | self._placements.sequences.mask[self._column(dim)]
-        return owed
+                partial = partial | self._placements.sequences.mask[self._column(dim)]
+        return partial
 
     @cached_property
     def _einsums(self) -> np.ndarray:
@@ -89,51 +89,51 @@ class Meetings:
     def costs(self) -> np.ndarray:
         """Of the partner's way and the local einsum, by row; infinite for what a pin rules out."""
         costs = self._einsums.astype(complex)
-        if self.partner is not None:
-            costs += self.partner_costs[self.right]
-            if self.member.pinned is not None:
-                costs[self.right != self.partner.number(self.member.pinned)] = FAR
+        if self.right_paths is not None:
+            costs += self.right_costs[self.right_nodes]
+            if self.contraction.pinned is not None:
+                costs[self.right_nodes != self.right_paths.number(self.contraction.pinned)] = FAR
         return costs
 
     @property
-    def partner_costs(self) -> np.ndarray:
+    def right_costs(self) -> np.ndarray:
         """What every placement of the partner costs."""
-        return self.partner.costs_from(self.partner.number(self.member.partner.spec))
+        return self.right_paths.costs_from(self.right_paths.number(self.contraction.right.spec))
 
     def _figures(self, local: dict[str, int]) -> tuple[int, float]:
         """Operations and seconds of the local einsum of pieces of these sizes."""
-        partner = self.member.partner
-        if partner is None and not self.summed:
+        right = self.contraction.right
+        if right is None and not self.summed:
             return 0, 0.0
-        flops = 0 if partner is None else prod(local.values()) * (2 if self.summed else 1)
+        flops = 0 if right is None else prod(local.values()) * (2 if self.summed else 1)
         touched = sum(width * prod([local[dim] for dim in dims]) for dims, width in self._touched)
-        return flops, einsum_seconds(flops, touched, self._dtype, self.setting.chip)
+        return flops, einsum_seconds(flops, touched, self._dtype, self.environment.chip)
 
     @cached_property
     def _touched(self) -> list[tuple[tuple[str, ...], int]]:
         """What a local einsum reads and writes: dimensions, and bytes per element."""
-        tensors = [self.tensor, *([] if self.member.partner is None else [self.member.partner])]
+        tensors = [self.left, *([] if self.contraction.right is None else [self.contraction.right])]
         found = [(tensor.spec.dims, itemsize(tensor.dtype)) for tensor in tensors]
-        return [*found, (self.dims, itemsize(self.member.target.dtype))]
+        return [*found, (self.dims, itemsize(self.contraction.target.dtype))]
 
     @cached_property
     def _dtype(self) -> str:
-        return wider(self.tensor, self.member)
+        return wider(self.left, self.contraction)
 
-    def einsum(self, shared: Spec, partner: Spec | None, result: Spec) -> Step:
+    def einsum(self, left: Spec, right: Spec | None, result: Spec) -> Step:
         """The local einsum as a step."""
-        local, mesh = {}, dict(self.setting.mesh)
-        for held in (shared, partner):
+        local, mesh = {}, dict(self.environment.mesh)
+        for held in (left, right):
             if held is not None:
                 local |= {dim: self.sizes[dim] // prod(mesh[axis] for axis in held.axes_of(dim)) for dim in held.dims}
         flops, seconds = self._figures(local)
-        return Step("einsum", (), 0, seconds, shared, result, self.member.target.name, flops, partner)
+        return Step("einsum", (), 0, seconds, left, result, self.contraction.target.name, flops, right)
 
 
 @lru_cache(maxsize=16)
-def joint(sizes: Axes, allowed: tuple[frozenset[int], ...], owed: tuple[int, ...]) -> Placements:
+def joint(sizes: Axes, allowed: tuple[frozenset[int], ...], partial: tuple[int, ...]) -> Placements:
     """The placements of all the dimensions of a product, by the sizes of the mesh axes and what may stand where."""
-    return Placements(sizes, allowed, owed)
+    return Placements(sizes, allowed, partial)
 
 
 def lowest(costs: np.ndarray, at: np.ndarray, count: int) -> np.ndarray:

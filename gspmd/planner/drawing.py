@@ -8,7 +8,7 @@ from rich.text import Text
 
 from gspmd.display.console import columns
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
-from gspmd.planner.overlap import Ring, Stripes, Travel, gather_of, scatter_of
+from gspmd.planner.overlap import CollectiveSpan, Ring, Stripes, gather_of, scatter_of
 from gspmd.planner.steps import Step
 
 if TYPE_CHECKING:
@@ -92,20 +92,20 @@ def _broken(row: Sequence[Text], breaks: Sequence[int]) -> list[Text]:
 def looped(plan: "Plan") -> list[str]:
     """A line for each tensor that travels while it is multiplied, and how much sooner everything is done for that."""
     routine, loops = plan.routine, plan.loops
-    travels = [(gather_of(routine.moves[number]), ring) for number, ring in loops.gathers.items()]
-    travels += [(scatter_of(routine, number), ring) for number, ring in loops.scatters.items()]
-    lines = [_ring(travel, ring, loops.stripes) for travel, ring in travels if travel]
+    spans = [(gather_of(routine.moves[number]), ring) for number, ring in loops.gathers.items()]
+    spans += [(scatter_of(routine, number), ring) for number, ring in loops.scatters.items()]
+    lines = [_ring(span, ring, loops.stripes) for span, ring in spans if span]
     gained = plan.hidden_seconds
     if gained:
         lines.append(f"looped: {amount_of_seconds(abs(gained))} {'less' if gained > 0 else 'more'} than blocking")
     return lines
 
 
-def _ring(travel: Travel, ring: Ring, stripes: Stripes | None) -> str:
-    text = f"looped: {travel.steps[0].kind} {axes_text(travel.group)}, {ring.schedule}"
+def _ring(span: CollectiveSpan, ring: Ring, stripes: Stripes | None) -> str:
+    text = f"looped: {span.steps[0].kind} {axes_text(span.axes)}, {ring.schedule}"
     if ring.axes and ring.within:
         text += f" over {axes_text(ring.axes)}, {axes_text(ring.within)} within a chunk"
-    if ring.turns > 1:
+    if ring.orders > 1:
         text += ", the axes in turns"
     if stripes:
         return f"{text}, {len(stripes.sizes)} stripes of {stripes.dim}"

@@ -20,7 +20,7 @@ from math import prod
 
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.dtypes import itemsize
-from gspmd.planner.overlap import Loops, Travel, gather_of, share_held
+from gspmd.planner.overlap import CollectiveSpan, Overlap, gather_of, share_held
 from gspmd.planner.steps import Move, Output, Product, Routine, Step, Tensor
 
 
@@ -69,9 +69,9 @@ class Footprint:
         outputs: Sequence[Tensor],
         sizes: Mapping[str, int],
         mesh: Mapping[str, int],
-        loops: Loops = Loops(),  # noqa: B008  (it cannot be changed)
+        overlap: Overlap = Overlap(),  # noqa: B008  (it cannot be changed)
     ):
-        self.loops = loops
+        self.overlap = overlap
         self.routine, self.inputs, self.outputs, self.sizes, self.mesh = routine, inputs, outputs, sizes, mesh
         self.made: list[Value] = []
         self.output_of = {number: n for n, output in enumerate(routine.outputs) for number in output.products}
@@ -181,10 +181,10 @@ class Footprint:
 
     def _ready(self, number: int, move: Move) -> Value:
         """An operand as the products that use it take it."""
-        dtype, travel = self._given(number), gather_of(move) if number in self.loops.gathers else None
+        dtype, span = self._given(number), gather_of(move) if number in self.overlap.gathers else None
         given = Value(move.steps[0].before if move.steps else move.spec)
-        if travel is not None:
-            return self._travelling(number, travel, self._chain(move.steps[: -len(travel.steps)], given, dtype), dtype)
+        if span is not None:
+            return self._travelling(number, span, self._chain(move.steps[: -len(span.steps)], given, dtype), dtype)
         value = self._chain(move.steps, given, dtype)
         wide = {dim for dim in value.spec.dims if self._local(value.spec, dim) > 1}
         scattered = any(
@@ -195,10 +195,10 @@ class Footprint:
         )
         return self._copied(value, dtype) if scattered or value.front else value
 
-    def _travelling(self, number: int, travel: Travel, shard: Value, dtype: str) -> Value:
+    def _travelling(self, number: int, span: CollectiveSpan, shard: Value, dtype: str) -> Value:
         """An operand that travels while it is multiplied: a device has some chunks of it at once."""
-        value = self._make(travel.whole, dtype, shard)
-        share = share_held(self.routine, self.loops, number, self.mesh)
+        value = self._make(span.whole, dtype, shard)
+        share = share_held(self.routine, self.overlap, number, self.mesh)
         value.buffers = tuple(Buffer(int(buffer.size * share)) for buffer in value.buffers)
         return value
 

@@ -21,14 +21,14 @@ class Ring:
         axes: the mesh axes that the loop goes over, outermost first; none: the tensor is gathered before it is used.
         within: the axes whose shards make one chunk together, gathered before the loop, or scattered after it.
         schedule: one of `walk.SCHEDULES`.
-        turns: in how many orders of `axes` parts of a shard travel, so that all their links are busy.
+        orders: in how many orders of `axes` parts of a shard travel, so that all their links are busy.
         split: the dimension along which shards are cut into those parts, and into halves.
     """
 
     axes: tuple[str, ...]
     within: tuple[str, ...] = ()
     schedule: str = "halves"
-    turns: int = 1
+    orders: int = 1
     split: str | None = None
 
 
@@ -46,7 +46,7 @@ class Stripes:
 
 
 @dataclass(frozen=True)
-class Loops:
+class Overlap:
     """The rings of a routine: of moves by their number, and of outputs by theirs; and its stripes, if it has any."""
 
     gathers: Mapping[int, Ring] = field(default_factory=FrozenDict)
@@ -60,15 +60,15 @@ class Loops:
     def __bool__(self) -> bool:
         return bool(self.gathers or self.scatters)
 
-    def part(self, moves: Sequence[int], output: int) -> "Loops":
+    def part(self, moves: Sequence[int], output: int) -> "Overlap":
         """What of this belongs to one output and the moves that it needs, by their new numbers."""
         gathers = {new: self.gathers[old] for new, old in enumerate(moves) if old in self.gathers}
         scatters = {0: self.scatters[output]} if output in self.scatters else {}
-        return Loops(gathers, scatters, self.stripes if gathers or scatters else None)
+        return Overlap(gathers, scatters, self.stripes if gathers or scatters else None)
 
 
 @dataclass(frozen=True)
-class Travel:
+class CollectiveSpan:
     """What a run of gathers, or of reduce-scatters, does to a tensor: from shards to the whole, or back.
 
     Attributes:
@@ -82,33 +82,33 @@ class Travel:
     steps: tuple[Step, ...]
 
     @property
-    def spans(self) -> dict[str, tuple[str, ...]]:
+    def changed_axes(self) -> dict[str, tuple[str, ...]]:
         """The dimensions that change, each with the mesh axes that shard it at one end only, major first."""
         pairs = zip(self.shard.dims, self.shard.axes, self.whole.axes)
         return {dim: held[len(kept) :] for dim, held, kept in pairs if held != kept}
 
     @property
-    def group(self) -> tuple[str, ...]:
+    def axes(self) -> tuple[str, ...]:
         """The mesh axes that it goes over."""
-        return tuple(axis for axes in self.spans.values() for axis in axes)
+        return tuple(axis for axes in self.changed_axes.values() for axis in axes)
 
-    def number(self, axis: str) -> int:
+    def step_number(self, axis: str) -> int:
         """Which of the run's steps goes over an axis."""
         return next(number for number, step in enumerate(self.steps) if axis in step.axes)
 
 
-def gather_of(move: Move) -> Travel | None:
+def gather_of(move: Move) -> CollectiveSpan | None:
     """The gathers that a move ends in."""
     count = _run(reversed(move.steps), "all-gather")
     steps = move.steps[len(move.steps) - count :]
-    return Travel(steps[0].before, move.spec, steps) if steps else None
+    return CollectiveSpan(steps[0].before, move.spec, steps) if steps else None
 
 
-def scatter_of(routine: Routine, output: int) -> Travel | None:
+def scatter_of(routine: Routine, output: int) -> CollectiveSpan | None:
     """The reduce-scatters that an output's products, once added, begin to settle with."""
     steps = settling(routine, output)
     count = _run(steps, "reduce-scatter")
-    return Travel(steps[count - 1].after, steps[0].before, steps[:count]) if count else None
+    return CollectiveSpan(steps[count - 1].after, steps[0].before, steps[:count]) if count else None
 
 
 def settling(routine: Routine, output: int) -> tuple[Step, ...]:
@@ -128,16 +128,16 @@ def _run(steps, kind: str) -> int:
     return count
 
 
-def kept(routine: Routine, loops: Loops) -> tuple[Spec, ...]:
+def kept(routine: Routine, overlap: Overlap) -> tuple[Spec, ...]:
     """The spec in which each moved operand is kept for the gradient: a travelling one as it was before."""
     return tuple(
-        gather_of(move).shard if number in loops.gathers else move.spec for number, move in enumerate(routine.moves)
+        gather_of(move).shard if number in overlap.gathers else move.spec for number, move in enumerate(routine.moves)
     )
 
 
-def share_held(routine: Routine, loops: Loops, move: int, mesh: Mapping[str, int]) -> float:
+def share_held(routine: Routine, overlap: Overlap, move: int, mesh: Mapping[str, int]) -> float:
     """What of a moved operand a device holds at once: two chunks for each direction, or two stripes."""
-    ring, stripes = loops.gathers.get(move), loops.stripes
+    ring, stripes = overlap.gathers.get(move), overlap.stripes
     if ring is None:
         return 1.0
     if not ring.axes:

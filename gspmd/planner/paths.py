@@ -34,7 +34,7 @@ def packed(cost: Cost) -> complex:
     return complex(cost[0], cost[1] * _STEPS + cost[2])
 
 
-class Routes:
+class ShortestPaths:
     """The placements of one tensor on one mesh, and what the steps between them cost.
 
     Args:
@@ -51,7 +51,7 @@ class Routes:
         mesh: tuple[tuple[str, int], ...],
         itemsize: int,
         chip: Chip,
-        owed: frozenset[str],
+        partial: frozenset[str],
         scatters: bool = True,
     ):
         self.shape, self.mesh, self.chip = tuple(shape), dict(mesh), chip
@@ -59,7 +59,7 @@ class Routes:
         self._number = {axis: number for number, axis in enumerate(self.axes)}
         self._whole = prod(shape) * itemsize
         sizes = tuple(self.mesh.values())
-        self.graph = graph(sizes, tuple(fitting(size, sizes) for size in shape), self.mask(owed))
+        self.graph = graph(sizes, tuple(fitting(size, sizes) for size in shape), self.mask(partial))
         self.nodes = self.graph.nodes
         self.left_out = False
         self._prices = self._priced(scatters)
@@ -208,25 +208,25 @@ def fitting(size: int, mesh_sizes: Axes) -> frozenset[int]:
     return frozenset(mask for mask, count in enumerate(parts_of(mesh_sizes)) if size % count == 0)
 
 
-_kept: OrderedDict[tuple, Routes] = OrderedDict()
+_kept: OrderedDict[tuple, ShortestPaths] = OrderedDict()
 _MOST_KEPT, _MOST_ARCS = 256, 1 << 25
 
 
-def routes(
+def shortest_paths(
     shape: tuple[int, ...],
     mesh: tuple[tuple[str, int], ...],
     itemsize: int,
     chip: Chip,
-    owed: frozenset[str],
+    partial: frozenset[str],
     scatters: bool = True,
-) -> Routes:
+) -> ShortestPaths:
     """The routes of a tensor, of which the latest are kept; `mesh` has no axis of size 1."""
-    key = shape, mesh, itemsize, chip, owed, scatters
+    key = shape, mesh, itemsize, chip, partial, scatters
     with _lock:
         if key in _kept:
             _kept.move_to_end(key)
             return _kept[key]
-        made = _kept[key] = Routes(*key)
+        made = _kept[key] = ShortestPaths(*key)
         while len(_kept) > 1 and (len(_kept) > _MOST_KEPT or _arcs_kept() > _MOST_ARCS):
             _kept.popitem(last=False)
         return made

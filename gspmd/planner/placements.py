@@ -93,7 +93,7 @@ class Placements:
         parts: into how many parts each set of axes cuts.
     """
 
-    def __init__(self, sizes: Axes, allowed: Sequence[frozenset[int]], owed: Sequence[int]):
+    def __init__(self, sizes: Axes, allowed: Sequence[frozenset[int]], partial: Sequence[int]):
         self.sizes, self.count = sizes, len(sizes)
         self.sequences = sequences(self.count)
         self.parts = np.array(parts_of(sizes))
@@ -101,16 +101,16 @@ class Placements:
         for fitting in allowed:
             rows, taken = _extended(rows, taken, *_choices(self.count, fitting))
         rows = np.hstack([rows, taken[:, None]])
-        for mask in owed:
+        for mask in partial:
             subsets = frozenset(sub for sub in range(1 << self.count) if sub & ~mask == 0)
             rows, taken = _extended(rows, taken, *_choices(self.count, subsets, ordered=False))
         dims = len(allowed)
-        self.rows, self.used, self.partial = rows[:, :dims], rows[:, dims], rows[:, dims + 1 :]
+        self.rows, self.used, self.partials = rows[:, :dims], rows[:, dims], rows[:, dims + 1 :]
         self._base = dims * self.count + 2
 
     def key(self, rows: Sequence[np.ndarray], partial: np.ndarray) -> np.ndarray:
         """One number for each placement: a digit for each axis says where it stands."""
-        return sum((self.on[d][row] for d, row in enumerate(rows)), self.owing[partial])
+        return sum((self.on[d][row] for d, row in enumerate(rows)), self.partial_keys[partial])
 
     @cached_property
     def on(self) -> np.ndarray:
@@ -122,7 +122,7 @@ class Placements:
         return (2 + self.count * np.arange(self.rows.shape[1])[:, None]) * plain + rank
 
     @cached_property
-    def owing(self) -> np.ndarray:
+    def partial_keys(self) -> np.ndarray:
         """What owed axes add to the key, by mask."""
         adds = [0]
         for axis in range(self.count):
@@ -133,12 +133,17 @@ class Placements:
 class Nodes(Placements):
     """The placements of one tensor, each with a number."""
 
-    def __init__(self, sizes: Axes, allowed: Sequence[frozenset[int]], owed: int):
-        super().__init__(sizes, allowed, [owed])
-        self.owed = self.partial[:, 0]
-        keys = self.key(self.rows.T, self.owed)
+    def __init__(self, sizes: Axes, allowed: Sequence[frozenset[int]], partial: int):
+        super().__init__(sizes, allowed, [partial])
+        self.partial = self.partials[:, 0]
+        keys = self.key(self.rows.T, self.partial)
         order = np.argsort(keys)
-        self.keys, self.rows, self.owed, self.used = keys[order], self.rows[order], self.owed[order], self.used[order]
+        self.keys, self.rows, self.partial, self.used = (
+            keys[order],
+            self.rows[order],
+            self.partial[order],
+            self.used[order],
+        )
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -155,6 +160,6 @@ class Nodes(Placements):
 
     def placement(self, number: int) -> tuple[tuple[Axes, ...], Axes]:
         """The axes on every dimension, and those that are owed."""
-        owed = int(self.owed[number])
+        partial = int(self.partial[number])
         axes = tuple(self.sequences.axes[row] for row in self.rows[number])
-        return axes, tuple(axis for axis in range(self.count) if owed >> axis & 1)
+        return axes, tuple(axis for axis in range(self.count) if partial >> axis & 1)

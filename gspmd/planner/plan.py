@@ -15,18 +15,18 @@ from gspmd.hardware.dtypes import joint_dtype, wire_of
 from gspmd.planner import routines as planner
 from gspmd.planner.drawing import figure
 from gspmd.planner.memory import Footprint
-from gspmd.planner.overlap import Loops, kept
+from gspmd.planner.overlap import Overlap, kept
 from gspmd.planner.record import record
 from gspmd.planner.request import pins, refuse_open
-from gspmd.planner.steps import Routine, Setting, Step, Tensor
+from gspmd.planner.steps import Environment, Routine, Step, Tensor
 
-Overlapping = Callable[[Routine, Sequence[Tensor], Sequence[Tensor], Setting], tuple[Loops, float]]
+Overlapping = Callable[[Routine, Sequence[Tensor], Sequence[Tensor], Environment], tuple[Overlap, float]]
 """What of a routine overlaps with its einsums, and the seconds that this hides."""
 
 
-def nothing_overlaps(*_: object) -> tuple[Loops, float]:
+def nothing_overlaps(*_: object) -> tuple[Overlap, float]:
     """One step after the other, as under lowering `blocking`."""
-    return Loops(), 0.0
+    return Overlap(), 0.0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -60,7 +60,7 @@ class Plan:
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     via: str | None = None
-    loops: Loops = field(default_factory=Loops)
+    loops: Overlap = field(default_factory=Overlap)
     hidden_seconds: float = 0.0
     asked: str = "auto"
     overlapping: Overlapping = nothing_overlaps
@@ -98,7 +98,7 @@ class Plan:
     def backward(self) -> Routine:
         """The routine of all the operands' cotangents together, as it runs."""
         return planner.backward(
-            _setting(self), self.routine, self.inputs, self.outputs, self.kept, mirrored=self.via is not None
+            _environment(self), self.routine, self.inputs, self.outputs, self.kept, mirrored=self.via is not None
         )
 
     @property
@@ -107,14 +107,14 @@ class Plan:
         return kept(self.routine, self.loops)
 
     @property
-    def backward_loops(self) -> Loops:
+    def backward_loops(self) -> Overlap:
         """The rings of the backward routine."""
         return self._looped_backward[0]
 
     @cached_property
-    def _looped_backward(self) -> tuple[Loops, float]:
+    def _looped_backward(self) -> tuple[Overlap, float]:
         held, targets = planner.backward_tensors(self.routine, self.inputs, self.outputs, self.kept)
-        return self.overlapping(self.backward, held, targets, _setting(self))
+        return self.overlapping(self.backward, held, targets, _environment(self))
 
     @cached_property
     def gradients(self) -> tuple["Plan", ...]:
@@ -147,9 +147,9 @@ class Plan:
         return html(figure(self))
 
 
-def _setting(plan: Plan) -> Setting:
+def _environment(plan: Plan) -> Environment:
     real = tuple((axis, size) for axis, size in plan.mesh.items() if size > 1)
-    return Setting(tuple(plan.sizes.items()), real, plan.chip)
+    return Environment(tuple(plan.sizes.items()), real, plan.chip)
 
 
 def _gradient(whole: Plan, number: int, claimed: set[int]) -> Plan:
@@ -209,9 +209,9 @@ def plan_equation(
     sizes = tuple((dim, size) for dim, size in sizes if any(dim in spec.dims for spec in equation.specs))
     inputs, outputs = tensors(equation, dict(mesh), dtypes, wire_dtype, result_dtype)
     real = tuple((axis, size) for axis, size in mesh if size > 1)
-    setting = Setting(sizes, real, chip)
-    routine = planner.forward(equation, setting, inputs, outputs, pins(equation, via, dict(sizes), dict(mesh)))
-    loops, hidden = overlapping(routine, inputs, outputs, setting)
+    environment = Environment(sizes, real, chip)
+    routine = planner.forward(equation, environment, inputs, outputs, pins(equation, via, dict(sizes), dict(mesh)))
+    loops, hidden = overlapping(routine, inputs, outputs, environment)
     chosen = ("looped" if loops else "blocking") if lowering == "auto" else lowering
     return Plan(
         equation,

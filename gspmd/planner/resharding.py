@@ -12,7 +12,7 @@ import numpy as np
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.chips import Chip
-from gspmd.planner.paths import routes
+from gspmd.planner.paths import shortest_paths
 from gspmd.planner.steps import Step
 
 
@@ -66,13 +66,13 @@ def move(
 def chain(src: Spec, dst: Spec, shape: tuple[int, ...], mesh, itemsize: int, chip: Chip, operand: str, reduce: str):
     """`move`, hashable: `dst` in the order of `src`, and no mesh axis of size 1."""
     if not set(dst.partial) <= set(src.partial):
-        owed = ", ".join(sorted(set(dst.partial) - set(src.partial)))
-        raise PlanError(f"cannot move '{src}' to '{dst}'\n  nothing makes the partial sum over mesh axis {owed}.")
-    ways = routes(shape, mesh, itemsize, chip, frozenset(src.partial), reduce == "sum")
-    here, there = ways.number(src), ways.number(dst)
+        missing = ", ".join(sorted(set(dst.partial) - set(src.partial)))
+        raise PlanError(f"cannot move '{src}' to '{dst}'\n  nothing makes the partial sum over mesh axis {missing}.")
+    paths = shortest_paths(shape, mesh, itemsize, chip, frozenset(src.partial), reduce == "sum")
+    here, there = paths.number(src), paths.number(dst)
     if min(here, there) < 0:
         raise PlanError(f"no chain of collectives from '{src}' to '{dst}' divides the sizes {shape} evenly.")
-    rest = ways.costs_to(there)
+    rest = paths.costs_to(there)
     if not np.isfinite(rest[here].real):
-        ways.refuse_left_out(operand)
-    return ways.steps(ways.chain(rest, here), src.dims, operand)
+        paths.refuse_left_out(operand)
+    return paths.steps(paths.chain(rest, here), src.dims, operand)

@@ -13,13 +13,13 @@ import numpy as np
 from gspmd.annotate.equation import Equation, Term
 from gspmd.annotate.spec import Spec
 from gspmd.planner.resharding import move
-from gspmd.planner.search import Found, NoPlacement, Reach, reach, search
-from gspmd.planner.steps import Member, Move, Output, Product, Routine, Setting, Step, Tensor
+from gspmd.planner.search import NoPlacement, ResultCosts, SearchResult, result_costs, search
+from gspmd.planner.steps import Contraction, Environment, Move, Output, Product, Routine, Step, Tensor
 
 
 def forward(
     equation: Equation,
-    setting: Setting,
+    environment: Environment,
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
     via: Sequence[Spec | None],
@@ -37,14 +37,14 @@ def forward(
         PlanError: no assignment of mesh axes gives the outputs.
     """
     if equation.is_move and set(inputs[0].spec.dims) == set(outputs[0].spec.dims):
-        return _plain_move(setting, inputs[0], outputs[0], via[0])
+        return _plain_move(environment, inputs[0], outputs[0], via[0])
     jobs = _jobs(equation, inputs, outputs, via)
     builder = _Builder(inputs)
     if len(jobs) == 1:
-        products = [product for job, found in _group(setting, jobs[0]) for product in builder.run(job, found)]
+        products = [product for job, found in _group(environment, jobs[0]) for product in builder.run(job, found)]
         builder.outputs = [Output((product,), target.spec, ()) for product, target in zip(products, outputs)]
         return builder.routine()
-    jobs, found, settle = _common_sum(setting, jobs, outputs[0])
+    jobs, found, settle = _common_sum(environment, jobs, outputs[0])
     products = [product for job, each in zip(jobs, found) for product in builder.run(job, each)]
     builder.outputs.append(Output(tuple(products), outputs[0].spec, settle))
     return builder.routine()
@@ -54,10 +54,10 @@ def forward(
 class _Job:
     """One search: the shared tensor's input number, its partners', what they become, and the pins."""
 
-    shared: int
+    left: int
     tensor: Tensor
-    partners: tuple[int | None, ...]
-    members: tuple[Member, ...]
+    rights: tuple[int | None, ...]
+    contractions: tuple[Contraction, ...]
     pinned: Spec | None = None
 
 
@@ -76,79 +76,85 @@ def _job(term: Term, numbers: range, inputs, outputs, via) -> _Job:
     left, right = tuple(numbers[:first]), tuple(numbers[first:])
     if term.operands[0].group:
         left, right = right, left
-    members = tuple(
-        Member(None if p is None else inputs[p], target, None if p is None else via[p])
+    contractions = tuple(
+        Contraction(None if p is None else inputs[p], target, None if p is None else via[p])
         for p, target in zip(right or (None,), outputs)
     )
-    return _Job(left[0], inputs[left[0]], right or (None,), members, via[left[0]])
+    return _Job(left[0], inputs[left[0]], right or (None,), contractions, via[left[0]])
 
 
-def _found(setting: Setting, job: _Job) -> Found:
-    return search(setting, job.tensor, job.members, job.pinned)
+def _found(environment: Environment, job: _Job) -> SearchResult:
+    return search(environment, job.tensor, job.contractions, job.pinned)
 
 
-def _reach(setting: Setting, job: _Job, aimed: int = 0) -> Reach:
-    return reach(setting, job.tensor, job.members, job.pinned, aimed)
+def _result_costs(environment: Environment, job: _Job, aimed: int = 0) -> ResultCosts:
+    return result_costs(environment, job.tensor, job.contractions, job.pinned, aimed)
 
 
-def _group(setting: Setting, job: _Job) -> list[tuple[_Job, Found]]:
+def _group(environment: Environment, job: _Job) -> list[tuple[_Job, SearchResult]]:
     """A group travels once; where its results owe sums that no one placement makes, each member by itself."""
     try:
-        return [(job, _found(setting, job))]
+        return [(job, _found(environment, job))]
     except NoPlacement:
-        if len(job.members) == 1:
+        if len(job.contractions) == 1:
             raise
-    alone = [replace(job, partners=(p,), members=(member,)) for p, member in zip(job.partners, job.members)]
-    return [(each, _found(setting, each)) for each in alone]
+    alone = [
+        replace(job, rights=(p,), contractions=(contraction,)) for p, contraction in zip(job.rights, job.contractions)
+    ]
+    return [(each, _found(environment, each)) for each in alone]
 
 
-def _plain_move(setting: Setting, source: Tensor, output: Tensor, pinned: Spec | None) -> Routine:
+def _plain_move(environment: Environment, source: Tensor, output: Tensor, pinned: Spec | None) -> Routine:
     """One chain of steps, or two where a pin stands between them."""
     arrived = Spec(source.spec.dims, tuple(output.spec.axes_of(dim) for dim in source.spec.dims), output.spec.partial)
     stop = arrived if pinned is None else pinned
-    sizes, mesh = dict(setting.sizes), dict(setting.mesh)
-    there = move(source.spec, stop, sizes, mesh, source.itemsize, setting.chip, source.name)
-    on = move(stop, arrived, sizes, mesh, source.itemsize, setting.chip, source.name)
+    sizes, mesh = dict(environment.sizes), dict(environment.mesh)
+    there = move(source.spec, stop, sizes, mesh, source.itemsize, environment.chip, source.name)
+    on = move(stop, arrived, sizes, mesh, source.itemsize, environment.chip, source.name)
     product = Product(0, None, Step("einsum", (), 0, 0.0, stop, stop), on, arrived)
     return Routine((source.spec,), (Move(0, stop, there),), (product,), (Output((0,), output.spec, ()),))
 
 
-def _common_sum(setting: Setting, jobs: list[_Job], output: Tensor) -> tuple[list[_Job], list[Found], tuple[Step, ...]]:
+def _common_sum(
+    environment: Environment, jobs: list[_Job], output: Tensor
+) -> tuple[list[_Job], list[SearchResult], tuple[Step, ...]]:
     """Plan every term towards the placement in which it is cheapest to add them, and settle the sum from there."""
-    terms = [_reach(setting, job) for job in jobs]
+    terms = [_result_costs(environment, job) for job in jobs]
     common = _common(terms, output) or output.spec
     aimed = [_towards(job, common) for job in jobs]
-    return aimed, [_found(setting, job) for job in aimed], _settle(setting, common, output)
+    return aimed, [_found(environment, job) for job in aimed], _settle(environment, common, output)
 
 
-def _common(terms: Sequence[Reach], target: Tensor) -> Spec | None:
+def _common(terms: Sequence[ResultCosts], target: Tensor) -> Spec | None:
     """The placement in which terms are added at the least cost, their sum's way to its target included.
 
     None where there is no such placement, or where a term lacks a dimension that others have: then each is settled, and
     broadcast, by itself.
     """
-    dims, ways = terms[0].dims, terms[0].ways
+    dims, paths = terms[0].dims, terms[0].paths
     if any(term.dims != dims for term in terms):
         return None
-    there = ways.number(Spec(dims, tuple(target.spec.axes_of(dim) for dim in dims), target.spec.partial))
+    there = paths.number(Spec(dims, tuple(target.spec.axes_of(dim) for dim in dims), target.spec.partial))
     if there < 0:
         return None
-    total = sum((term.costs for term in terms), ways.costs_to(there))
+    total = sum((term.costs for term in terms), paths.costs_to(there))
     least = total.min()
     if not np.isfinite(least):
         return None
-    return min((ways.spec(dims, number) for number in np.flatnonzero(total == least).tolist()), key=str)
+    return min((paths.spec(dims, number) for number in np.flatnonzero(total == least).tolist()), key=str)
 
 
 def _towards(job: _Job, common: Spec) -> _Job:
-    member = job.members[0]
-    return replace(job, members=(replace(member, target=replace(member.target, spec=common)),))
+    contraction = job.contractions[0]
+    return replace(job, contractions=(replace(contraction, target=replace(contraction.target, spec=common)),))
 
 
-def _settle(setting: Setting, common: Spec, target: Tensor) -> tuple[Step, ...]:
+def _settle(environment: Environment, common: Spec, target: Tensor) -> tuple[Step, ...]:
     """From the placement that all terms of a sum share to the sum's own, its broadcast dimensions left out."""
     wanted = Spec(common.dims, tuple(target.spec.axes_of(dim) for dim in common.dims), target.spec.partial)
-    return move(common, wanted, dict(setting.sizes), dict(setting.mesh), target.itemsize, setting.chip, target.name)
+    return move(
+        common, wanted, dict(environment.sizes), dict(environment.mesh), target.itemsize, environment.chip, target.name
+    )
 
 
 class _Builder:
@@ -160,12 +166,12 @@ class _Builder:
         self.products: list[Product] = []
         self.outputs: list[Output] = []
 
-    def run(self, job: _Job, found: Found) -> list[int]:
+    def run(self, job: _Job, found: SearchResult) -> list[int]:
         """Add the moves and products of one search; the products' numbers."""
-        left = self._move(job.shared, found.shared, found.shared_steps)
+        left = self._move(job.left, found.left, found.left_steps)
         numbers = []
-        for partner, choice in zip(job.partners, found.choices):
-            right = None if partner is None else self._move(partner, choice.partner, choice.partner_steps)
+        for source, choice in zip(job.rights, found.choices):
+            right = None if source is None else self._move(source, choice.right, choice.right_steps)
             arrived = choice.settle_steps[-1].after if choice.settle_steps else choice.result
             self.products.append(Product(left, right, choice.einsum, choice.settle_steps, arrived))
             numbers.append(len(self.products) - 1)
@@ -182,7 +188,7 @@ class _Builder:
 
 
 def backward(
-    setting: Setting,
+    environment: Environment,
     routine: Routine,
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
@@ -204,12 +210,12 @@ def backward(
     shared, settle = _contributed_twice(routine), ()
     if shared is not None:
         asks = [[routine.moves[own].source for own, _ in _sides(routine, n)].index(shared) for n in range(len(jobs))]
-        terms = [_reach(setting, job, aimed) for job, aimed in zip(jobs, asks)]
+        terms = [_result_costs(environment, job, aimed) for job, aimed in zip(jobs, asks)]
         common = _common(terms, targets[shared]) or targets[shared].spec
         aims = [replace(t, spec=common) if i == shared else t for i, t in enumerate(targets)]
         jobs = [_gradient_job(routine, n, cotangents, residuals, aims, mirrored) for n in range(len(outputs))]
-        settle = _settle(setting, common, targets[shared])
-    return _gradient_routine(routine, held, targets, shared, jobs, [_found(setting, job) for job in jobs], settle)
+        settle = _settle(environment, common, targets[shared])
+    return _gradient_routine(routine, held, targets, shared, jobs, [_found(environment, job) for job in jobs], settle)
 
 
 def backward_tensors(
@@ -248,17 +254,17 @@ def _sides(routine: Routine, output: int) -> list[tuple[int, int | None]]:
 
 def _gradient_job(routine: Routine, output: int, cotangents, residuals, aims, mirrored: bool) -> _Job:
     sides = _sides(routine, output)
-    partners = tuple(None if other is None else len(cotangents) + other for _, other in sides)
+    rights = tuple(None if other is None else len(cotangents) + other for _, other in sides)
     pinned = _mirror(routine, output, cotangents[output].spec) if mirrored else None
-    members = tuple(
-        Member(
+    contractions = tuple(
+        Contraction(
             None if other is None else residuals[other],
             aims[routine.moves[own].source],
             None if other is None or pinned is None else routine.moves[other].spec,
         )
         for own, other in sides
     )
-    return _Job(output, cotangents[output], partners, members, pinned)
+    return _Job(output, cotangents[output], rights, contractions, pinned)
 
 
 def _mirror(routine: Routine, output: int, cotangent: Spec) -> Spec | None:

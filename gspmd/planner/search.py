@@ -13,28 +13,28 @@ import numpy as np
 
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
-from gspmd.planner.contractions import Meetings, lowest
-from gspmd.planner.paths import FAR, Routes
-from gspmd.planner.steps import Member, Setting, Step, Tensor
+from gspmd.planner.contractions import ContractionTable, lowest
+from gspmd.planner.paths import FAR, ShortestPaths
+from gspmd.planner.steps import Contraction, Environment, Step, Tensor
 
 
 @dataclass(frozen=True)
 class Choice:
     """How one member runs: where the partner is brought, the local einsum, its result, the way to the target."""
 
-    partner: Spec | None
-    partner_steps: tuple[Step, ...]
+    right: Spec | None
+    right_steps: tuple[Step, ...]
     einsum: Step
     result: Spec
     settle_steps: tuple[Step, ...]
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The answer of a search: the shared tensor's spec during the einsums, its move, and one choice per member."""
 
-    shared: Spec
-    shared_steps: tuple[Step, ...]
+    left: Spec
+    left_steps: tuple[Step, ...]
     choices: tuple[Choice, ...]
 
 
@@ -43,111 +43,122 @@ class NoPlacement(PlanError):
 
 
 @lru_cache(maxsize=1 << 14)
-def search(setting: Setting, shared: Tensor, members: tuple[Member, ...], pinned: Spec | None = None) -> Found:
+def search(
+    environment: Environment, left: Tensor, contractions: tuple[Contraction, ...], pinned: Spec | None = None
+) -> SearchResult:
     """Find the cheapest way to bring `shared` and each member's partner together, multiply, and settle.
 
     Raises:
         NoPlacement: no assignment of mesh axes gives the targets (a target owes a sum that nothing makes).
         PlanError: a tensor is too large to be planned.
     """
-    return _Search(setting, shared, members, pinned).found()
+    return _Search(environment, left, contractions, pinned).found()
 
 
 @dataclass(frozen=True)
-class Reach:
+class ResultCosts:
     """What it costs to bring one member's result to every placement, and all the others to their targets."""
 
     dims: tuple[str, ...]
-    ways: Routes
+    paths: ShortestPaths
     costs: np.ndarray
 
 
-def reach(
-    setting: Setting, shared: Tensor, members: tuple[Member, ...], pinned: Spec | None, aimed: int = 0
-) -> Reach:
+def result_costs(
+    environment: Environment, left: Tensor, contractions: tuple[Contraction, ...], pinned: Spec | None, aimed: int = 0
+) -> ResultCosts:
     """Find what the cheapest group costs for every placement that member number `aimed` can be aimed at."""
-    return _Search(setting, shared, members, pinned, added=members[aimed]).reach(aimed)
+    return _Search(environment, left, contractions, pinned, added=contractions[aimed]).result_costs(aimed)
 
 
 class _Search:
-    def __init__(self, setting: Setting, shared: Tensor, members: tuple[Member, ...], pinned: Spec | None, added=None):
-        self.shared, self.members, self.pinned = shared, members, pinned
-        self.meetings = [Meetings(setting, shared, member, member is added) for member in members]
-        self.ways = self.meetings[0].shared
-        self.own = self.ways.costs_from(self.ways.number(shared.spec))
+    def __init__(
+        self,
+        environment: Environment,
+        left: Tensor,
+        contractions: tuple[Contraction, ...],
+        pinned: Spec | None,
+        added=None,
+    ):
+        self.left, self.contractions, self.pinned = left, contractions, pinned
+        self.tables = [
+            ContractionTable(environment, left, contraction, contraction is added) for contraction in contractions
+        ]
+        self.paths = self.tables[0].left_paths
+        self.own = self.paths.costs_from(self.paths.number(left.spec))
         if pinned is not None:
-            here = self.ways.number(pinned)
+            here = self.paths.number(pinned)
             self.own = np.where(np.arange(len(self.own)) == here, self.own, FAR)
 
-    def found(self) -> Found:
-        rows = [self._rows(number) for number in range(len(self.members))]
-        best = [lowest(costs, each.left, len(self.own)) for each, costs in zip(self.meetings, rows)]
+    def found(self) -> SearchResult:
+        rows = [self._rows(number) for number in range(len(self.contractions))]
+        best = [lowest(costs, each.left_nodes, len(self.own)) for each, costs in zip(self.tables, rows)]
         total = sum(best, self.own)
         least = total.min()
         if not np.isfinite(least.real):
             self._refuse_left_out()
-            raise NoPlacement(_impossible(self.shared, self.members, self.pinned))
-        dims = self.shared.spec.dims
-        left = min(np.flatnonzero(total == least).tolist(), key=lambda n: str(self.ways.spec(dims, n)))
-        held = self.ways.spec(dims, left)
+            raise NoPlacement(_impossible(self.left, self.contractions, self.pinned))
+        dims = self.left.spec.dims
+        left = min(np.flatnonzero(total == least).tolist(), key=lambda n: str(self.paths.spec(dims, n)))
+        held = self.paths.spec(dims, left)
         choices = [
-            self._choice(number, held, np.flatnonzero((each.left == left) & (rows[number] == best[number][left])))
-            for number, each in enumerate(self.meetings)
+            self._choice(number, held, np.flatnonzero((each.left_nodes == left) & (rows[number] == best[number][left])))
+            for number, each in enumerate(self.tables)
         ]
-        return Found(held, self._steps_to(self.ways, self.own, self.shared, left), tuple(choices))
+        return SearchResult(held, self._steps_to(self.paths, self.own, self.left, left), tuple(choices))
 
     def _refuse_left_out(self) -> None:
-        self.ways.refuse_left_out(self.shared.name)
-        for each, member in zip(self.meetings, self.members):
-            each.result.refuse_left_out(member.target.name)
-            if member.partner is not None:
-                each.partner.refuse_left_out(member.partner.name)
+        self.paths.refuse_left_out(self.left.name)
+        for each, contraction in zip(self.tables, self.contractions):
+            each.result_paths.refuse_left_out(contraction.target.name)
+            if contraction.right is not None:
+                each.right_paths.refuse_left_out(contraction.right.name)
 
     def _rows(self, number: int) -> np.ndarray:
         """For each meeting of a member, all but the shared tensor's own way."""
-        each, target = self.meetings[number], self._target(number)
-        return each.costs + (each.result.costs_to(target)[each.made] if target >= 0 else FAR)
+        each, target = self.tables[number], self._target(number)
+        return each.costs + (each.result_paths.costs_to(target)[each.result_nodes] if target >= 0 else FAR)
 
     def _target(self, number: int) -> int:
         """The placement that a member's result is brought to; what no operand has is broadcast behind it."""
-        each, spec = self.meetings[number], self.members[number].target.spec
-        return each.result.number(Spec(each.dims, tuple(spec.axes_of(dim) for dim in each.dims), spec.partial))
+        each, spec = self.tables[number], self.contractions[number].target.spec
+        return each.result_paths.number(Spec(each.dims, tuple(spec.axes_of(dim) for dim in each.dims), spec.partial))
 
     def _choice(self, number: int, held: Spec, rows: np.ndarray) -> Choice:
         """The first in the order of specs of the meetings that cost a member the same."""
-        each, partner, name = self.meetings[number], self.members[number].partner, self.members[number].target.name
+        each, right, name = self.tables[number], self.contractions[number].right, self.contractions[number].target.name
         spec, steps, row = None, (), int(rows[0])
-        if partner is not None:
+        if right is not None:
             spec, row = min(
-                ((each.partner.spec(partner.spec.dims, int(each.right[row])), int(row)) for row in rows),
+                ((each.right_paths.spec(right.spec.dims, int(each.right_nodes[row])), int(row)) for row in rows),
                 key=lambda pair: str(pair[0]),
             )
-            steps = self._steps_to(each.partner, each.partner_costs, partner, int(each.right[row]))
-        made = int(each.made[row])
-        result = each.result.spec(each.dims, made)
-        rest = each.result.costs_to(self._target(number))
-        settle = each.result.steps(each.result.chain(rest, made), each.dims, name)
+            steps = self._steps_to(each.right_paths, each.right_costs, right, int(each.right_nodes[row]))
+        made = int(each.result_nodes[row])
+        result = each.result_paths.spec(each.dims, made)
+        rest = each.result_paths.costs_to(self._target(number))
+        settle = each.result_paths.steps(each.result_paths.chain(rest, made), each.dims, name)
         return Choice(spec, steps, each.einsum(held, spec, result), result, settle)
 
     @staticmethod
-    def _steps_to(ways: Routes, costs: np.ndarray, tensor: Tensor, number: int) -> tuple[Step, ...]:
-        start = ways.number(tensor.spec)
-        return ways.steps(ways.chain_to(ways.costs_from(start), start, number), tensor.spec.dims, tensor.name)
+    def _steps_to(paths: ShortestPaths, costs: np.ndarray, tensor: Tensor, number: int) -> tuple[Step, ...]:
+        start = paths.number(tensor.spec)
+        return paths.steps(paths.chain_to(paths.costs_from(start), start, number), tensor.spec.dims, tensor.name)
 
-    def reach(self, aimed: int) -> Reach:
-        each, own = self.meetings[aimed], self.own
-        for number, other in enumerate(self.meetings):
+    def result_costs(self, aimed: int) -> ResultCosts:
+        each, own = self.tables[aimed], self.own
+        for number, other in enumerate(self.tables):
             if number != aimed:
-                own = own + lowest(self._rows(number), other.left, len(own))
-        made = lowest(own[each.left] + each.costs, each.made, len(each.result.nodes))
-        return Reach(each.dims, each.result, each.result.onward(made))
+                own = own + lowest(self._rows(number), other.left_nodes, len(own))
+        made = lowest(own[each.left_nodes] + each.costs, each.result_nodes, len(each.result_paths.nodes))
+        return ResultCosts(each.dims, each.result_paths, each.result_paths.onward(made))
 
 
-def _impossible(shared: Tensor, members: tuple[Member, ...], pinned: Spec | None) -> str:
-    targets = ", ".join(f"'{member.target.spec}'" for member in members)
+def _impossible(left: Tensor, contractions: tuple[Contraction, ...], pinned: Spec | None) -> str:
+    targets = ", ".join(f"'{contraction.target.spec}'" for contraction in contractions)
     via = "" if pinned is None else f" via '{pinned}'"
     return (
-        f"no plan brings '{shared.spec}'{via} to {targets}.\n"
+        f"no plan brings '{left.spec}'{via} to {targets}.\n"
         "  A partial sum in the result comes from a mesh axis on a summed dimension, or from an operand that owes it;\n"
         "  via specs must agree on every dimension that the operands share."
     )

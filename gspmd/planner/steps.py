@@ -143,7 +143,7 @@ def picoseconds(seconds: float) -> int:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Environment:
     """What a search happens in: the sizes, the mesh without axes of size 1, and the chip."""
 
     sizes: tuple[tuple[str, int], ...]
@@ -167,19 +167,19 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Member:
-    """One product of the shared tensor: its partner (None: the shared tensor alone), what it becomes, and any pins."""
+class Contraction:
+    """One product of the left operand: the right operand (None: the left one alone), the result, and any pin."""
 
-    partner: Tensor | None
+    right: Tensor | None
     target: Tensor
     pinned: Spec | None = None
 
 
-def wider(shared: Tensor, member: Member) -> str:
+def wider(left: Tensor, contraction: Contraction) -> str:
     """The dtype whose speed a product has: that of the operand with more bytes."""
-    if member.partner is None:
-        return shared.dtype
-    return max(shared.dtype, member.partner.dtype, key=itemsize)
+    if contraction.right is None:
+        return left.dtype
+    return max(left.dtype, contraction.right.dtype, key=itemsize)
 
 
 @dataclass(frozen=True)

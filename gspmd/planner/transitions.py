@@ -82,11 +82,11 @@ class Graph:
         codes: what there is to price: the number of a kind, the axes as a mask, and the number of parts of the buffer.
     """
 
-    def __init__(self, sizes: Axes, allowed: Sequence[frozenset[int]], owed: int):
-        self.nodes = Nodes(sizes, allowed, owed)
+    def __init__(self, sizes: Axes, allowed: Sequence[frozenset[int]], partial: int):
+        self.nodes = Nodes(sizes, allowed, partial)
         self._masks = 1 << len(sizes)
         self._parts, self._level = np.unique(self.nodes.parts, return_inverse=True)
-        here, there, code = (np.concatenate(arrays) for arrays in zip(*self._minor_axes(), self._all_reduces(owed)))
+        here, there, code = (np.concatenate(arrays) for arrays in zip(*self._minor_axes(), self._all_reduces(partial)))
         count = len(self.nodes)
         self.coming = Arcs(here, there, code, count)
         self.going = Arcs(there, here, code, count)
@@ -124,9 +124,9 @@ class Graph:
         bare, mask = nodes.find(bare_key), order.mask[group]
         yield full, bare, self._code("all-gather", mask, bare)
         yield bare, full, self._code("slice", mask, bare)
-        owing = nodes.find(bare_key + nodes.owing[mask])
-        some = owing >= 0
-        yield owing[some], full[some], self._code("reduce-scatter", mask[some], bare[some])
+        with_partial = nodes.find(bare_key + nodes.partial_keys[mask])
+        some = with_partial >= 0
+        yield with_partial[some], full[some], self._code("reduce-scatter", mask[some], bare[some])
         for other in range(nodes.rows.shape[1]):
             apart = d != other
             start, held = full[apart], nodes.rows[full[apart], other]
@@ -135,20 +135,20 @@ class Graph:
             some = end >= 0
             yield start[some], end[some], self._code("all-to-all", mask[apart][some], start[some])
 
-    def _all_reduces(self, owed: int):
+    def _all_reduces(self, partial: int):
         """Settle any of what is owed."""
         nodes = self.nodes
-        node, mask = np.nonzero((nodes.owed[:, None] & ~np.arange(self._masks)) != nodes.owed[:, None])
-        whole = (nodes.owed[node] & mask) == mask
+        node, mask = np.nonzero((nodes.partial[:, None] & ~np.arange(self._masks)) != nodes.partial[:, None])
+        whole = (nodes.partial[node] & mask) == mask
         node, mask = node[whole], mask[whole]
-        settled = nodes.find(nodes.keys[node] - nodes.owing[mask])
+        settled = nodes.find(nodes.keys[node] - nodes.partial_keys[mask])
         return node, settled, self._code("all-reduce", mask, node)
 
     def _permutes(self) -> Arcs:
         """Between placements with pieces of the same shape; those of one shape stand together."""
         nodes = self.nodes
         parts = self._level[nodes.sequences.mask[nodes.rows]]
-        shape = nodes.owed
+        shape = nodes.partial
         for column in parts.T:  # numbered anew each time: products of many dimensions would outgrow 64 bits
             shape = np.unique(shape * len(self._parts) + column, return_inverse=True)[1]
         order = np.argsort(shape, kind="stable")
@@ -190,13 +190,13 @@ def _refuse_too_many(permutes: int, sizes: Axes) -> None:
 _graphs: WeakValueDictionary = WeakValueDictionary()
 
 
-def graph(sizes: Axes, allowed: tuple[frozenset[int], ...], owed: int) -> Graph:
+def graph(sizes: Axes, allowed: tuple[frozenset[int], ...], partial: int) -> Graph:
     """The graph of a tensor, by the sizes of the mesh axes and what may stand where; its sizes matter no further.
 
     It is shared while somebody holds it.
     """
-    key = sizes, allowed, owed
+    key = sizes, allowed, partial
     found = _graphs.get(key)
     if found is None:
-        found = _graphs[key] = Graph(sizes, allowed, owed)
+        found = _graphs[key] = Graph(sizes, allowed, partial)
     return found

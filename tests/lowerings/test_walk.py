@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 
-from gspmd.lowerings.looped.rings import parts, walk
+from gspmd.lowerings.looped.rings import shard_parts, walk
 from gspmd.planner.overlap import SCHEDULES, cut
 
 MESHES = [{"x": n} for n in range(1, 9)] + [
@@ -47,14 +47,14 @@ def test_pairs_share_the_ring_and_an_even_one_sends_one_more_ahead(size):
 
 
 def test_halves_go_opposite_ways():
-    ways = [walk(part.axes, {"x": 5}, part.schedule, part.sign) for part in parts("x", "halves")]
+    ways = [walk(part.axes, {"x": 5}, part.schedule, part.sign) for part in shard_parts("x", "halves")]
     assert [{hop.by for hop in hops} for hops in ways] == [{1}, {-1}]
     assert [len(hops) for hops in ways] == [4, 4]
 
 
 def test_turns_load_the_links_of_all_axes_alike():
     mesh, busy = {"x": 4, "y": 4, "z": 4}, Counter()
-    for part in parts("xyz", "halves", 3):
+    for part in shard_parts("xyz", "halves", 3):
         busy.update((hop.axis, hop.by) for hop in walk(part.axes, mesh, part.schedule, part.sign))
     assert set(busy.values()) == {63}
     assert len(busy) == 6

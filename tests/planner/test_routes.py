@@ -8,7 +8,7 @@ import pytest
 import gspmd
 from gspmd.annotate import PlanError
 from gspmd.hardware.chips import chip
-from gspmd.planner import paths as routes
+from gspmd.planner import paths
 from gspmd.planner.transitions import Graph
 
 V4 = chip("tpu-v4")
@@ -53,17 +53,17 @@ def test_pieces_of_many_dimensions_are_told_apart():
 
 
 def test_what_is_kept_is_bounded(monkeypatch):
-    routes.forget()
-    monkeypatch.setattr(routes, "_MOST_ARCS", 20_000)
+    paths.forget()
+    monkeypatch.setattr(paths, "_MOST_ARCS", 20_000)
     mesh = (("x", 2), ("y", 3), ("z", 5))
     for number in range(40):  # of other divisors: a graph each
-        routes.routes((2**number, 3 * 5 * 7**number), mesh, 2, V4, frozenset())
+        paths.shortest_paths((2**number, 3 * 5 * 7**number), mesh, 2, V4, frozenset())
     gc.collect()
     graphs = {id(each): each.arcs for each in gc.get_objects() if isinstance(each, Graph)}
     assert sum(graphs.values()) <= 20_000 + max(graphs.values())
 
 
 def test_costs_that_are_kept_cannot_be_written_to():
-    ways = routes.routes((8, 8), (("x", 2),), 2, V4, frozenset())
+    shortest = paths.shortest_paths((8, 8), (("x", 2),), 2, V4, frozenset())
     with pytest.raises(ValueError, match="read-only"):
-        ways.costs_from(0)[0] = 1
+        shortest.costs_from(0)[0] = 1

@@ -7,25 +7,25 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.lowerings import target
-from gspmd.lowerings.looped.chunks import Journey, Region, blank, part_of, put
+from gspmd.lowerings.looped.chunks import Region, RingTransfer, blank, part_of, put
 
 if TYPE_CHECKING:
     from gspmd.lowerings.looped.executor import LoopedExecution
 
 
-class Landing:
+class Accumulator:
     """A product of a travelling operand, as its chunks arrive."""
 
-    def __init__(self, execution: "LoopedExecution", product: int, move: int, journey: Journey, other):
-        self.execution, self.number, self.move, self.journey = execution, product, move, journey
+    def __init__(self, execution: "LoopedExecution", product: int, move: int, transfer: RingTransfer, other):
+        self.execution, self.number, self.move, self.transfer = execution, product, move, transfer
         found = execution.routine.products[product]
         self.dims = found.einsum.after.dims
         self.other_dims = () if found.right is None else self._spec_of_other(found).dims
         sizes = dict(zip(self.other_dims, () if other is None else other.shape))
-        sizes |= {dim: journey.whole(dim) for dim in journey.dims}
+        sizes |= {dim: transfer.whole(dim) for dim in transfer.dims}
         self.shape = tuple(sizes[dim] for dim in self.dims)
-        looped = set(journey.block({}))
-        self.cut = looped | ({journey.ring.split} if journey.ring.split else set())
+        looped = set(transfer.block({}))
+        self.cut = looped | ({transfer.ring.split} if transfer.ring.split else set())
         self.adds = any(dim not in self.dims for dim in self.cut)
         self.placed = any(dim in self.dims for dim in looped)
         self.latest: jax.Array | None = None
@@ -41,9 +41,9 @@ class Landing:
         Not on host devices, which have no matrix unit to fill and would hold the chunks twice.
         """
         shared = not any(dim in self.other_dims for dim in self.cut)
-        along = next((dim for dim in self.journey.block({}) if dim in self.dims), None)
+        along = next((dim for dim in self.transfer.block({}) if dim in self.dims), None)
         if len(chunks) > 1 and shared and along and not target.is_host():
-            at = self.journey.dims.index(along)
+            at = self.transfer.dims.index(along)
             together = self._multiply(jnp.concatenate(chunks, at), other)
             values = jnp.split(together, len(chunks), self.dims.index(along))
         else:
@@ -93,4 +93,4 @@ class Landing:
             return self.result
         if len(self.parts) == 1:
             return next(iter(self.parts.values()))
-        return jnp.concatenate(list(self.parts.values()), self.dims.index(self.journey.ring.split))
+        return jnp.concatenate(list(self.parts.values()), self.dims.index(self.transfer.ring.split))

@@ -21,8 +21,8 @@ from itertools import product as combinations
 from gspmd.lowerings.looped.cost import Costs
 from gspmd.lowerings.looped.rings import LONGEST
 from gspmd.lowerings.looped.stripes import stripe_dim, stripes
-from gspmd.planner.overlap import SCHEDULES, Loops, Ring, Stripes, Travel, gather_of, local_shape, scatter_of
-from gspmd.planner.steps import Product, Routine, Setting, Tensor
+from gspmd.planner.overlap import SCHEDULES, CollectiveSpan, Overlap, Ring, Stripes, gather_of, local_shape, scatter_of
+from gspmd.planner.steps import Environment, Product, Routine, Tensor
 
 MARGIN = 0.04
 """What the model of a product is off by, in the median: no loop is taken for less."""
@@ -36,19 +36,19 @@ been seen to send every chunk before it multiplies the first (PaLM, 512 tokens, 
 class Choice:
     """One way to run a routine, and its seconds."""
 
-    loops: Loops
+    overlap: Overlap
     seconds: float
 
     @property
     def rank(self) -> float:
         """Seconds, with what halves may cost more than the model says: they make twice as many products."""
-        rings = (*self.loops.gathers.values(), *self.loops.scatters.values())
+        rings = (*self.overlap.gathers.values(), *self.overlap.scatters.values())
         return self.seconds * (1 + 2 * MARGIN * any(ring.schedule == "halves" for ring in rings))
 
 
-def plan_loops(
-    routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], setting: Setting, lowering: str
-) -> tuple[Loops, float]:
+def plan_overlap(
+    routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], environment: Environment, lowering: str
+) -> tuple[Overlap, float]:
     """Choose the rings of a routine.
 
     Args:
@@ -61,27 +61,27 @@ def plan_loops(
     Returns:
         The rings, and how many seconds less than blocking the routine takes with them.
     """
-    chooser = _Chooser(routine, setting, Costs(routine, inputs, outputs, setting), lowering)
+    chooser = _Chooser(routine, environment, Costs(routine, inputs, outputs, environment), lowering)
     if not chooser.gathers and not chooser.scatters:
-        return Loops(), 0.0
+        return Overlap(), 0.0
     blocking = chooser.blocking()
     choices = list(chooser.choices())
     best = min(choices, key=lambda choice: choice.rank)
-    if lowering == "auto" and best.seconds >= blocking * (1 - chooser.margin(best.loops)):
-        return Loops(), 0.0
-    return best.loops, blocking - best.seconds
+    if lowering == "auto" and best.seconds >= blocking * (1 - chooser.margin(best.overlap)):
+        return Overlap(), 0.0
+    return best.overlap, blocking - best.seconds
 
 
 class _Chooser:
-    def __init__(self, routine: Routine, setting: Setting, costs: Costs, lowering: str):
+    def __init__(self, routine: Routine, environment: Environment, costs: Costs, lowering: str):
         self.routine, self.costs = routine, costs
-        self.sizes, self.mesh = dict(setting.sizes), dict(setting.mesh)
+        self.sizes, self.mesh = dict(environment.sizes), dict(environment.mesh)
         self.forced = lowering != "auto"
         _, _, schedule = lowering.partition(":")
         self.schedules = (schedule,) if schedule else SCHEDULES
-        self.gathers, self.scatters = self._travels()
+        self.gathers, self.scatters = self._spans()
 
-    def _travels(self) -> tuple[dict[int, Travel], dict[int, Travel]]:
+    def _spans(self) -> tuple[dict[int, CollectiveSpan], dict[int, CollectiveSpan]]:
         """What can travel: operands that are multiplied, and results of products."""
         routine = self.routine
         gathers = {n: found for n, move in enumerate(routine.moves) if (found := gather_of(move))}
@@ -98,19 +98,19 @@ class _Chooser:
 
     def blocking(self) -> float:
         """Seconds of everything that may be looped, when nothing is."""
-        travels = (*self.gathers.values(), *self.scatters.values())
-        sent = sum(step.seconds for travel in travels for step in travel.steps)
+        spans = (*self.gathers.values(), *self.scatters.values())
+        sent = sum(step.seconds for span in spans for step in span.steps)
         return sent + sum(self.costs.product(p, {}) for p in self.routine.products)
 
-    def margin(self, loops: Loops) -> float:
+    def margin(self, overlap: Overlap) -> float:
         """The share of blocking's time that a loop has to gain."""
-        if loops.stripes:  # few and large, as products are in blocking
+        if overlap.stripes:  # few and large, as products are in blocking
             return 0.0
         summed = any(
             dim not in product.einsum.after.dims
-            for number, ring in loops.gathers.items()
+            for number, ring in overlap.gathers.items()
             for product in self._products_of(number)
-            for dim, axes in self.gathers[number].spans.items()
+            for dim, axes in self.gathers[number].changed_axes.items()
             if set(axes) & set(ring.axes)
         )
         return SUMMED_MARGIN if summed else MARGIN
@@ -122,7 +122,7 @@ class _Chooser:
         would be, but for stripes, however thin.
         """
         rings, dim = self._by_rings(), stripe_dim(self.routine, self.gathers, self.scatters, self.costs.local)
-        apart = any(not ring.axes for ring in rings.loops.gathers.values())
+        apart = any(not ring.axes for ring in rings.overlap.gathers.values())
         size = self.costs.local(dim) if dim else 1
         if not apart or size < 2:
             yield rings
@@ -142,76 +142,76 @@ class _Chooser:
         gathers, scatters, seconds, done = {}, {}, 0.0, []
         # The most bytes first: of two operands of one product, only one can travel while it is multiplied.
         for number in sorted(self.gathers, key=lambda n: -sum(step.wire_bytes for step in self.gathers[n].steps)):
-            travel, products = self.gathers[number], self._products_of(number)
+            span, products = self.gathers[number], self._products_of(number)
             partners = {move for p in products for move in (p.left, p.right) if move not in (number, None)}
             blocked = any(move in gathers and gathers[move].axes for move in partners)
             if blocked:
-                gathers |= {number: self._first(travel)} if self.forced else {}
-                seconds += sum(step.seconds for step in travel.steps)
+                gathers |= {number: self._first(span)} if self.forced else {}
+                seconds += sum(step.seconds for step in span.steps)
                 continue
-            ring, taken = self._cheapest(travel, products, self.costs.gather)
+            ring, taken = self._cheapest(span, products, self.costs.gather)
             gathers |= {number: ring} if ring else {}
             seconds, done = seconds + taken, done + products
-        for number, travel in self.scatters.items():
+        for number, span in self.scatters.items():
             products = [p for p in self._made(number) if p not in done]
-            ring, taken = self._cheapest(travel, products, self.costs.scatter)
+            ring, taken = self._cheapest(span, products, self.costs.scatter)
             scatters |= {number: ring} if ring else {}
             seconds, done = seconds + taken, done + products
         seconds += sum(self.costs.product(p, {}) for p in self.routine.products if p not in done)
-        return Choice(Loops(gathers, scatters), seconds)
+        return Choice(Overlap(gathers, scatters), seconds)
 
-    def _cheapest(self, travel: Travel, products: Sequence[Product], cost) -> tuple[Ring | None, float]:
+    def _cheapest(self, span: CollectiveSpan, products: Sequence[Product], cost) -> tuple[Ring | None, float]:
         """The best ring of a tensor and its seconds with its products'; no ring where blocking is as good."""
-        blocking = sum(step.seconds for step in travel.steps) + sum(self.costs.product(p, {}) for p in products)
-        rings = [(cost(travel, ring, products), ring) for ring in self._rings(travel, products)]
+        blocking = sum(step.seconds for step in span.steps) + sum(self.costs.product(p, {}) for p in products)
+        rings = [(cost(span, ring, products), ring) for ring in self._rings(span, products)]
         seconds, ring = min(rings, key=lambda pair: pair[0])
         return (ring, seconds) if self.forced or seconds < blocking else (None, blocking)
 
-    def _rings(self, travel: Travel, products: Sequence[Product]) -> Iterator[Ring]:
+    def _rings(self, span: CollectiveSpan, products: Sequence[Product]) -> Iterator[Ring]:
         """Every choice of axes to loop over (the major ones of each dimension), schedule and turns."""
-        shard = local_shape(travel.shard, self.sizes, self.mesh)
-        free = set.intersection(set(travel.shard.dims), *(set(p.einsum.after.dims) for p in products))
-        spans = {dim: [axis for axis in axes if self.mesh.get(axis, 1) > 1] for dim, axes in travel.spans.items()}
+        shard = local_shape(span.shard, self.sizes, self.mesh)
+        free = set.intersection(set(span.shard.dims), *(set(p.einsum.after.dims) for p in products))
+        spans = {dim: [axis for axis in axes if self.mesh.get(axis, 1) > 1] for dim, axes in span.changed_axes.items()}
         for counts in combinations(*(range(len(axes) + 1) for axes in spans.values())):
             looped = tuple(axis for axes, count in zip(spans.values(), counts) for axis in axes[:count])
             within = tuple(axis for axes, count in zip(spans.values(), counts) for axis in axes[count:])
-            for schedule, turns in combinations(self.schedules, sorted({1, len(looped)})) if looped else ():
-                parted = schedule == "halves" or turns > 1
-                ring = Ring(looped, within, schedule, turns, _split(shard, travel, within, free) if parted else None)
+            for schedule, orders in combinations(self.schedules, sorted({1, len(looped)})) if looped else ():
+                parted = schedule == "halves" or orders > 1
+                ring = Ring(looped, within, schedule, orders, _split(shard, span, within, free) if parted else None)
                 if len(looped) == 1 or self.costs.steps(ring) <= LONGEST:
                     yield ring
 
-    def _first(self, travel: Travel, schedule: str | None = None) -> Ring:
+    def _first(self, span: CollectiveSpan, schedule: str | None = None) -> Ring:
         """A tensor that is gathered by permutes before it is multiplied, or scattered after that."""
-        shard = local_shape(travel.shard, self.sizes, self.mesh)
+        shard = local_shape(span.shard, self.sizes, self.mesh)
         schedule = schedule or self.schedules[-1]
-        split = _split(shard, travel, travel.group, set(shard)) if schedule == "halves" else None
-        return Ring((), travel.group, schedule, 1, split)
+        split = _split(shard, span, span.axes, set(shard)) if schedule == "halves" else None
+        return Ring((), span.axes, schedule, 1, split)
 
     # -- stripes -------------------------------------------------------------------------------------------------------
 
     def _by_stripes(self, stripes: Stripes) -> Iterator[Choice]:
         for schedule in self.schedules:
-            gathers = {n: self._first(travel, schedule) for n, travel in self.gathers.items()}
-            scatters = {n: self._scattered(stripes, n, travel, schedule) for n, travel in self.scatters.items()}
-            gathered = [(travel, gathers[n], ()) for n, travel in self.gathers.items()]
-            settled = [(travel, scatters[n], self._made(n)) for n, travel in self.scatters.items()]
+            gathers = {n: self._first(span, schedule) for n, span in self.gathers.items()}
+            scatters = {n: self._scattered(stripes, n, span, schedule) for n, span in self.scatters.items()}
+            gathered = [(span, gathers[n], ()) for n, span in self.gathers.items()]
+            settled = [(span, scatters[n], self._made(n)) for n, span in self.scatters.items()]
             seconds = self.costs.striped(stripes, gathered, settled)
-            yield Choice(Loops(gathers, scatters, stripes), seconds)
+            yield Choice(Overlap(gathers, scatters, stripes), seconds)
 
-    def _scattered(self, stripes: Stripes, number: int, travel: Travel, schedule: str) -> Ring:
+    def _scattered(self, stripes: Stripes, number: int, span: CollectiveSpan, schedule: str) -> Ring:
         """How a stripe's result is scattered: while it is made, as far as that makes no thin products."""
         products, chunk = self._made(number), {stripes.dim: max(stripes.sizes)}
-        rings = [ring for ring in self._rings(travel, products) if (ring.schedule, ring.turns) == (schedule, 1)]
-        rings.append(self._first(travel, schedule))
-        return min(rings, key=lambda ring: self.costs.in_stripe(chunk, travel, ring, products))
+        rings = [ring for ring in self._rings(span, products) if (ring.schedule, ring.orders) == (schedule, 1)]
+        rings.append(self._first(span, schedule))
+        return min(rings, key=lambda ring: self.costs.in_stripe(chunk, span, ring, products))
 
 
-def _split(shard: Mapping[str, int], travel: Travel, within: Sequence[str], free: set[str]) -> str | None:
+def _split(shard: Mapping[str, int], span: CollectiveSpan, within: Sequence[str], free: set[str]) -> str | None:
     """The dimension along which shards are cut into parts: a free one that stays as it is, if there is one."""
 
     def rank(dim: str) -> tuple:
-        return shard[dim] < 2, dim not in free, dim in travel.spans, -shard[dim]
+        return shard[dim] < 2, dim not in free, dim in span.changed_axes, -shard[dim]
 
-    allowed = [dim for dim in shard if not any(axis in within for axis in travel.spans.get(dim, ()))]
+    allowed = [dim for dim in shard if not any(axis in within for axis in span.changed_axes.get(dim, ()))]
     return min(allowed, key=rank, default=None)

@@ -12,7 +12,7 @@ from jax import lax
 from gspmd.lowerings.blocking import tpu
 from gspmd.lowerings.looped.rings import Hop, Offset, Part, walk
 from gspmd.lowerings.scopes import step_scope
-from gspmd.planner.overlap import Ring, Travel
+from gspmd.planner.overlap import CollectiveSpan, Ring
 
 Region = Mapping[str, tuple[jax.Array | int, int]]
 """Where a chunk lies in a local tensor: by dimension, the first index and how many; other dimensions are whole."""
@@ -49,7 +49,7 @@ def blank(shape: Sequence[int], dtype: Any) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class Journey:
+class RingTransfer:
     """A travelling tensor on one mesh: how big its chunks are, where they belong, and the scopes of its permutes.
 
     Attributes:
@@ -61,7 +61,7 @@ class Journey:
         wire: the dtype on the wire.
     """
 
-    travel: Travel
+    span: CollectiveSpan
     ring: Ring
     mesh: Mapping[str, int]
     shard: Mapping[str, int]
@@ -71,11 +71,11 @@ class Journey:
     @property
     def dims(self) -> tuple[str, ...]:
         """The dimensions, in the tensor's order."""
-        return self.travel.shard.dims
+        return self.span.shard.dims
 
     def whole(self, dim: str) -> int:
         """The local size of a dimension of the whole tensor."""
-        return self.shard[dim] * prod(self.mesh[axis] for axis in self.travel.spans.get(dim, ()))
+        return self.shard[dim] * prod(self.mesh[axis] for axis in self.span.changed_axes.get(dim, ()))
 
     def chunk(self, dim: str) -> int:
         """The local size of a dimension of a chunk of the loop."""
@@ -86,7 +86,7 @@ class Journey:
 
         `zero` is nothing, which whatever uses the region waits for.
         """
-        dims = [dim for dim in self.travel.spans if self._over(dim, self.ring.axes)]
+        dims = [dim for dim in self.span.changed_axes if self._over(dim, self.ring.axes)]
         index = {dim: self._index(dim, self.ring.axes, offset) + zero for dim in dims}
         return {dim: (index[dim] * self.chunk(dim), self.chunk(dim)) for dim in dims}
 
@@ -100,7 +100,7 @@ class Journey:
 
     def dim(self, axis: str) -> str:
         """The dimension that an axis shards."""
-        return next(dim for dim, axes in self.travel.spans.items() if axis in axes)
+        return next(dim for dim, axes in self.span.changed_axes.items() if axis in axes)
 
     def divided(self, region: Region, start: int, size: int) -> Region:
         """A region's part along the dimension that shards are cut along."""
@@ -111,7 +111,7 @@ class Journey:
         return {**region, split: (before + start, size)}
 
     def _over(self, dim: str, axes: Sequence[str]) -> list[str]:
-        return [axis for axis in self.travel.spans.get(dim, ()) if axis in axes and self.mesh[axis] > 1]
+        return [axis for axis in self.span.changed_axes.get(dim, ()) if axis in axes and self.mesh[axis] > 1]
 
     def _index(self, dim: str, axes: Sequence[str], offset: Offset) -> jax.Array:
         """Which chunk along a dimension: the axes' places, major first."""
@@ -128,40 +128,40 @@ class Journey:
         """One permute, under the scope of the planned step that it is a part of; none of what has no elements."""
         if not x.size:
             return x
-        number, size, by = self.travel.number(hop.axis), self.mesh[hop.axis], -hop.by if back else hop.by
-        step = replace(self.travel.steps[number], kind="collective-permute")
+        number, size, by = self.span.step_number(hop.axis), self.mesh[hop.axis], -hop.by if back else hop.by
+        step = replace(self.span.steps[number], kind="collective-permute")
         with step_scope(self.first + number, step):
             return lax.ppermute(x, hop.axis, [(place, (place + by) % size) for place in range(size)])
 
 
-def collect(journey: Journey, part: Part, x: jax.Array) -> jax.Array:
+def collect(transfer: RingTransfer, part: Part, x: jax.Array) -> jax.Array:
     """The chunk that a shard (or a part of it) makes together with those of the axes within: axis by axis."""
-    for axis in reversed(journey.ring.within):
-        dim = journey.dim(axis)
-        at, hops = journey.dims.index(dim), walk([axis], journey.mesh, part.schedule, part.sign)
+    for axis in reversed(transfer.ring.within):
+        dim = transfer.dim(axis)
+        at, hops = transfer.dims.index(dim), walk([axis], transfer.mesh, part.schedule, part.sign)
         size, arrived = x.shape[at], [x]
-        shape = [n * (journey.mesh[axis] if place == at else 1) for place, n in enumerate(x.shape)]
-        chunk = put(blank(shape, x.dtype), journey.dims, journey.along(axis, {}, size), x)
+        shape = [n * (transfer.mesh[axis] if place == at else 1) for place, n in enumerate(x.shape)]
+        chunk = put(blank(shape, x.dtype), transfer.dims, transfer.along(axis, {}, size), x)
         for hop in hops:
-            arrived.append(journey.send(arrived[hop.source], hop))
-            chunk = put(chunk, journey.dims, journey.along(axis, hop.offset, size), arrived[-1])
+            arrived.append(transfer.send(arrived[hop.source], hop))
+            chunk = put(chunk, transfer.dims, transfer.along(axis, hop.offset, size), arrived[-1])
         x = chunk
     return x
 
 
-def spread(journey: Journey, part: Part, chunk: jax.Array) -> jax.Array:
+def spread(transfer: RingTransfer, part: Part, chunk: jax.Array) -> jax.Array:
     """A device's shard of the sum of the chunks that the devices along the axes within hold: axis by axis."""
-    for axis in journey.ring.within:
-        at, number = journey.dims.index(journey.dim(axis)), journey.mesh[axis]
+    for axis in transfer.ring.within:
+        at, number = transfer.dims.index(transfer.dim(axis)), transfer.mesh[axis]
         shape = (*chunk.shape[:at], number, chunk.shape[at] // number, *chunk.shape[at + 1 :])
         # The pieces in front: cut out of the last dimension, narrow ones would have the product laid out the other way.
         pieces = jnp.moveaxis(chunk.reshape(shape), at, 0)
-        summand = lambda offset, _, x=pieces, a=axis: lax.dynamic_index_in_dim(x, journey.place(a, offset), 0, False)  # noqa: E731
-        chunk = reduce_back(journey, walk([axis], journey.mesh, part.schedule, part.sign), summand, chunk.dtype)
+        summand = lambda offset, _, x=pieces, a=axis: lax.dynamic_index_in_dim(x, transfer.place(a, offset), 0, False)  # noqa: E731
+        chunk = reduce_back(transfer, walk([axis], transfer.mesh, part.schedule, part.sign), summand, chunk.dtype)
     return chunk
 
 
-def reduce_back(journey: Journey, hops: Sequence[Hop], summand, wire, schedule: str = "") -> jax.Array:
+def reduce_back(transfer: RingTransfer, hops: Sequence[Hop], summand, wire, schedule: str = "") -> jax.Array:
     """Walk backwards: at every node a device adds its summand of whom it is for, and sends the sum on.
 
     Args:
@@ -172,17 +172,17 @@ def reduce_back(journey: Journey, hops: Sequence[Hop], summand, wire, schedule: 
             arrives within the product, which then waits for it. Going both ways, one side is multiplied while the
             other travels, and only the last summand has nothing beside it: it is made when the last sum has left.
     """
-    owed: dict[int, list[jax.Array]] = {}
+    partial: dict[int, list[jax.Array]] = {}
     sent = None
     for number in range(len(hops), -1, -1):
         last = tpu.zero_after(sent) if schedule == "halves" and not number and sent is not None else 0
         alone = schedule == "one-way" or (schedule and not number) or (schedule == "halves" and number == len(hops) - 1)
-        value, arrived = summand(hops[number - 1].offset if number else {}, last), owed.pop(number, ())
+        value, arrived = summand(hops[number - 1].offset if number else {}, last), partial.pop(number, ())
         if arrived and alone:
             value = lax.optimization_barrier(value)
         for other in arrived:
             value = value + other.astype(value.dtype)
         if number:
             hop, sent = hops[number - 1], value.astype(wire)
-            owed.setdefault(hop.source, []).append(journey.send(sent, hop, back=True))
+            partial.setdefault(hop.source, []).append(transfer.send(sent, hop, back=True))
     return value

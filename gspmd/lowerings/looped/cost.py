@@ -9,9 +9,9 @@ from math import prod
 from gspmd.hardware.dtypes import itemsize
 from gspmd.hardware.links import neighbour
 from gspmd.hardware.matmul import product_seconds
-from gspmd.lowerings.looped.rings import Hop, parts, walk
-from gspmd.planner.overlap import Ring, Stripes, Travel, local_shape
-from gspmd.planner.steps import Product, Routine, Setting, Tensor
+from gspmd.lowerings.looped.rings import Hop, shard_parts, walk
+from gspmd.planner.overlap import CollectiveSpan, Ring, Stripes, local_shape
+from gspmd.planner.steps import Environment, Product, Routine, Tensor
 
 CUT_COPIES, LANE_COPIES = 8, 6
 """Times that main memory passes what is cut into pieces and added up, or put together along the lanes: as compiled."""
@@ -22,7 +22,7 @@ NESTED_WAVE = 3e-6
 NEAR = 64e6
 """Bytes read and written of a float32 sum that stays on a TPU; one of twice that and more has been seen not to."""
 
-Journey = tuple[Travel, Ring, Sequence[Product]]
+OverlappedSpan = tuple[CollectiveSpan, Ring, Sequence[Product]]
 """What travels, how, and the products that it is of."""
 
 Sent = tuple[float, tuple[Hop, ...]]
@@ -32,42 +32,42 @@ Sent = tuple[float, tuple[Hop, ...]]
 class Costs:
     """Seconds of the parts of one routine."""
 
-    def __init__(self, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], setting: Setting):
+    def __init__(self, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], environment: Environment):
         self.routine, self.inputs, self.outputs = routine, inputs, outputs
-        self.sizes, self.mesh, self.chip = dict(setting.sizes), dict(setting.mesh), setting.chip
+        self.sizes, self.mesh, self.chip = dict(environment.sizes), dict(environment.mesh), environment.chip
 
     def local(self, dim: str) -> int:
         """The local size of a dimension during the einsums."""
         specs = (spec for p in self.routine.products for spec in (p.einsum.before, p.einsum.other) if spec)
         return next(local_shape(spec, self.sizes, self.mesh)[dim] for spec in specs if dim in spec.dims)
 
-    def gather(self, travel: Travel, ring: Ring, products: Sequence[Product]) -> float:
+    def gather(self, span: CollectiveSpan, ring: Ring, products: Sequence[Product]) -> float:
         """Of a travelling operand and its products: the inner gather, then the longer of permutes and products."""
-        before, loop, compute = self._ring(travel, ring, products)
-        inner = self._copied(travel) / prod(self.mesh[axis] for axis in ring.axes) if ring.within else 0.0
+        before, loop, compute = self._ring(span, ring, products)
+        inner = self._copied(span) / prod(self.mesh[axis] for axis in ring.axes) if ring.within else 0.0
         return before + inner + _overlapped(loop, compute, self._waves(ring))
 
-    def scatter(self, travel: Travel, ring: Ring, products: Sequence[Product]) -> float:
-        """Of a travelling sum and its products; with none left to multiply, its whole way."""
-        after, loop, compute = self._ring(travel, ring, products)
-        looped = _overlapped(loop, compute + self._added(travel, ring), self._waves(ring))
-        return looped + after + self._cut_up(travel, ring, local_shape(travel.shard, self.sizes, self.mesh))
+    def scatter(self, span: CollectiveSpan, ring: Ring, products: Sequence[Product]) -> float:
+        """Of a travelling sum and its products; with none left to multiply, its whole part."""
+        after, loop, compute = self._ring(span, ring, products)
+        looped = _overlapped(loop, compute + self._added(span, ring), self._waves(ring))
+        return looped + after + self._cut_up(span, ring, local_shape(span.shard, self.sizes, self.mesh))
 
-    def _cut_up(self, travel: Travel, ring: Ring, shard: Mapping[str, int]) -> float:
+    def _cut_up(self, span: CollectiveSpan, ring: Ring, shard: Mapping[str, int]) -> float:
         """Cutting a chunk that is there into pieces, and adding those that arrive."""
-        whole = prod(shard.values()) * itemsize(self._wire(travel)) * prod(self.mesh[axis] for axis in ring.within)
+        whole = prod(shard.values()) * itemsize(self._wire(span)) * prod(self.mesh[axis] for axis in ring.within)
         return CUT_COPIES * whole / self.chip.hbm_bandwidth if ring.within else 0.0
 
-    def _ring(self, travel: Travel, ring: Ring, products: Sequence[Product]) -> tuple[float, float, float]:
-        shard = local_shape(travel.shard, self.sizes, self.mesh)
-        ways = parts(ring.axes, ring.schedule, ring.turns)
-        chunk, count = self._cut(travel, ring, shard)
+    def _ring(self, span: CollectiveSpan, ring: Ring, products: Sequence[Product]) -> tuple[float, float, float]:
+        shard = local_shape(span.shard, self.sizes, self.mesh)
+        parts = shard_parts(ring.axes, ring.schedule, ring.orders)
+        chunk, count = self._cut(span, ring, shard)
         compute = count * sum(self.product(found, chunk) for found in products)
-        each = self._bytes(travel) / len(ways)
+        each = self._bytes(span) / len(parts)
         fat = each * prod(self.mesh[axis] for axis in ring.within)
-        loop = [(fat, walk(way.axes, self.mesh, way.schedule, way.sign)) for way in ways]
+        loop = [(fat, walk(part.axes, self.mesh, part.schedule, part.sign)) for part in parts]
         compute += NESTED_WAVE * self._waves(ring) * (len(ring.axes) > 1)
-        inner = [sent for way in ways for sent in self._inner(each, ring.within, way.schedule, way.sign)]
+        inner = [sent for part in parts for sent in self._inner(each, ring.within, part.schedule, part.sign)]
         return self.links(inner), self.links(loop), compute
 
     def _inner(self, shard: float, axes: Sequence[str], schedule: str, sign: int) -> list[Sent]:
@@ -78,33 +78,33 @@ class Costs:
             shard *= self.mesh[axis]
         return sent
 
-    def _bytes(self, travel: Travel) -> float:
-        return prod(local_shape(travel.shard, self.sizes, self.mesh).values()) * itemsize(self._wire(travel))
+    def _bytes(self, span: CollectiveSpan) -> float:
+        return prod(local_shape(span.shard, self.sizes, self.mesh).values()) * itemsize(self._wire(span))
 
-    def _wire(self, travel: Travel) -> str:
+    def _wire(self, span: CollectiveSpan) -> str:
         tensors = {tensor.name: tensor for tensor in (*self.inputs, *self.outputs)}
-        return tensors[travel.steps[0].operand].wire
+        return tensors[span.steps[0].operand].wire
 
     def steps(self, ring: Ring) -> int:
         """Products that a ring cuts one into."""
-        return prod(self.mesh[axis] for axis in ring.axes) * len(parts(ring.axes, ring.schedule, ring.turns))
+        return prod(self.mesh[axis] for axis in ring.axes) * len(shard_parts(ring.axes, ring.schedule, ring.orders))
 
     def _waves(self, ring: Ring) -> int:
         return max(1, prod(self.mesh[axis] for axis in ring.axes) // (2 if ring.schedule == "paired" else 1))
 
-    def _cut(self, travel: Travel, ring: Ring, shard: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    def _cut(self, span: CollectiveSpan, ring: Ring, shard: Mapping[str, int]) -> tuple[dict[str, int], int]:
         """The local sizes of a chunk, or of a part of one, in the dimensions that are cut, and how many there are."""
         inside = lambda axes: prod(self.mesh.get(axis, 1) for axis in axes if axis in ring.within)  # noqa: E731
-        cut = {dim: axes for dim, axes in travel.spans.items() if any(axis in ring.axes for axis in axes)}
+        cut = {dim: axes for dim, axes in span.changed_axes.items() if any(axis in ring.axes for axis in axes)}
         chunk = {dim: shard[dim] * inside(axes) for dim, axes in cut.items()}
         count = prod(self.mesh[axis] for axis in ring.axes)
         if ring.axes and ring.split:
             size = chunk.get(ring.split, shard[ring.split])
-            number = min(size, len(parts(ring.axes, ring.schedule, ring.turns)))
+            number = min(size, len(shard_parts(ring.axes, ring.schedule, ring.orders)))
             chunk[ring.split], count = size // number, count * number
         return chunk, count
 
-    def striped(self, stripes: Stripes, gathers: Sequence[Journey], scatters: Sequence[Journey]) -> float:
+    def striped(self, stripes: Stripes, gathers: Sequence[OverlappedSpan], scatters: Sequence[OverlappedSpan]) -> float:
         """Of everything in stripes: each is gathered, multiplied and scattered after the one before it.
 
         Args:
@@ -115,7 +115,7 @@ class Costs:
         total = sum(stripes.sizes)
         alone = [p for p in self.routine.products if not any(p in products for _, _, products in scatters)]
         there, back = (self.links(self._all_sent(side)) for side in (gathers, scatters))
-        copied = sum(self._copied(travel) for travel, _, _ in gathers)
+        copied = sum(self._copied(span) for span, _, _ in gathers)
         last = 1 / max((self._waves(ring) for _, ring, _ in scatters if ring.axes), default=1)
         gathered = multiplied = scattered = 0.0
         for size in stripes.sizes:
@@ -128,33 +128,35 @@ class Costs:
             scattered = max(multiplied + way * last, scattered + way)
         return max(multiplied, scattered)
 
-    def _all_sent(self, journeys: Sequence[Journey]) -> list[Sent]:
-        return [sent for travel, ring, _ in journeys for sent in self._whole(travel, ring)]
+    def _all_sent(self, transfers: Sequence[OverlappedSpan]) -> list[Sent]:
+        return [sent for span, ring, _ in transfers for sent in self._whole(span, ring)]
 
-    def in_stripe(self, stripe: Mapping[str, int], travel: Travel, ring: Ring, products: Sequence[Product]) -> float:
+    def in_stripe(
+        self, stripe: Mapping[str, int], span: CollectiveSpan, ring: Ring, products: Sequence[Product]
+    ) -> float:
         """Of the products of one stripe that are scattered as they are made."""
-        shard = local_shape(travel.shard, self.sizes, self.mesh) | stripe
-        chunk, count = self._cut(travel, ring, shard)
-        added = self._added(travel, ring) * prod(stripe.values()) / prod(self.local(dim) for dim in stripe)
+        shard = local_shape(span.shard, self.sizes, self.mesh) | stripe
+        chunk, count = self._cut(span, ring, shard)
+        added = self._added(span, ring) * prod(stripe.values()) / prod(self.local(dim) for dim in stripe)
         multiplied = count * sum(self.product(found, stripe | chunk) for found in products)
-        return multiplied + self._cut_up(travel, ring, shard) + added
+        return multiplied + self._cut_up(span, ring, shard) + added
 
-    def _whole(self, travel: Travel, ring: Ring) -> list[Sent]:
-        ways = parts(ring.axes, ring.schedule, ring.turns)
-        each = self._bytes(travel) / len(ways)
+    def _whole(self, span: CollectiveSpan, ring: Ring) -> list[Sent]:
+        parts = shard_parts(ring.axes, ring.schedule, ring.orders)
+        each = self._bytes(span) / len(parts)
         axes = ring.axes + ring.within
-        return [sent for way in ways for sent in self._inner(each, axes, way.schedule, way.sign)]
+        return [sent for part in parts for sent in self._inner(each, axes, part.schedule, part.sign)]
 
-    def _copied(self, travel: Travel) -> float:
+    def _copied(self, span: CollectiveSpan) -> float:
         """Putting the pieces of what is gathered together; along the last dimension they are shifted, lane by lane."""
-        whole = self._bytes(travel) * prod(self.mesh[axis] for axis in travel.group)
-        return (LANE_COPIES if travel.shard.dims[-1] in travel.spans else 2) * whole / self.chip.hbm_bandwidth
+        whole = self._bytes(span) * prod(self.mesh[axis] for axis in span.axes)
+        return (LANE_COPIES if span.shard.dims[-1] in span.changed_axes else 2) * whole / self.chip.hbm_bandwidth
 
-    def _added(self, travel: Travel, ring: Ring) -> float:
+    def _added(self, span: CollectiveSpan, ring: Ring) -> float:
         """Adding up sums that come along several axes: not in the product that makes a summand, as along one."""
         if len(ring.axes) < 2:
             return 0.0
-        whole = prod(local_shape(travel.whole, self.sizes, self.mesh).values())
+        whole = prod(local_shape(span.whole, self.sizes, self.mesh).values())
         return whole * 4 * itemsize("float32") / self.chip.hbm_bandwidth
 
     def product(self, found: Product, chunk: Mapping[str, int]) -> float:

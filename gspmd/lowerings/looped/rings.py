@@ -17,6 +17,7 @@ LONGEST = 96
 Offset = Mapping[str, int]
 """How many places behind along each mesh axis, modulo its size; what is not there is 0."""
 
+
 @dataclass(frozen=True)
 class Hop:
     """One permute: what arrived by hop `source` (0: what is held at first) moves on `by` places along `axis`.
@@ -77,7 +78,7 @@ class _Tree:
             return
         self._within(depth + 1, node, places)
         axis, arrived = self.axes[depth], {0: node}
-        for wave in _ways(self.mesh[axis], self.schedule, self.sign):
+        for wave in _waves(self.mesh[axis], self.schedule, self.sign):
             self.waves += 1
             for here in wave:
                 by = 1 if here > 0 else -1
@@ -88,7 +89,7 @@ class _Tree:
                 self._within(depth + 1, arrived[here], {**places, axis: here})
 
 
-def _ways(size: int, schedule: str, sign: int) -> Iterator[tuple[int, ...]]:
+def _waves(size: int, schedule: str, sign: int) -> Iterator[tuple[int, ...]]:
     """The places behind from which shards arrive along a ring, wave by wave."""
     if schedule != "paired":
         yield from ((sign * place,) for place in range(1, size))
@@ -106,7 +107,7 @@ class Part:
     sign: int
 
 
-def parts(axes: Sequence[str], schedule: str, turns: int = 1) -> tuple[Part, ...]:
+def shard_parts(axes: Sequence[str], schedule: str, orders: int = 1) -> tuple[Part, ...]:
     """The parts that shards are cut into.
 
     Args:
@@ -115,16 +116,16 @@ def parts(axes: Sequence[str], schedule: str, turns: int = 1) -> tuple[Part, ...
         turns: in how many orders the axes are nested, so that the links of all of them are busy alike.
 
     Example:
-        >>> [(part.axes, part.sign) for part in parts("yz", "halves", 2)]
+        >>> [(part.axes, part.sign) for part in shard_parts("yz", "halves", 2)]
         [(('y', 'z'), 1), (('y', 'z'), -1), (('z', 'y'), 1), (('z', 'y'), -1)]
     """
     axes = tuple(axes)
-    orders = [axes[turn:] + axes[:turn] for turn in range(turns)]
+    orders = [axes[order:] + axes[:order] for order in range(orders)]
     signs = (1, -1) if schedule == "halves" else (1,)
     return tuple(Part(order, schedule, sign) for order in orders for sign in signs)
 
 
 def ring_parts(ring: Ring, size: int) -> list[tuple[Part, int, int]]:
     """The parts of a shard that has `size` along the ring's `split`: each with its first index and its length."""
-    ways = parts(ring.axes, ring.schedule, ring.turns)
-    return [(way, *place) for way, place in zip(ways, cut(size, len(ways)))]
+    parts = shard_parts(ring.axes, ring.schedule, ring.orders)
+    return [(part, *place) for part, place in zip(parts, cut(size, len(parts)))]

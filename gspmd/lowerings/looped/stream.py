@@ -7,11 +7,11 @@ from typing import Any
 import jax
 from jax import lax
 
-from gspmd.lowerings.looped.chunks import Journey, Region, collect, part_of
+from gspmd.lowerings.looped.chunks import Region, RingTransfer, collect, part_of
 from gspmd.lowerings.looped.rings import Offset, Part
 
 
-class Way:
+class ChunkStream:
     """A part's chunks as they arrive, wave by wave.
 
     Args:
@@ -22,15 +22,15 @@ class Way:
         start, size: where the part lies along the dimension that shards are cut along.
     """
 
-    def __init__(self, journey: Journey, shard: jax.Array, dtype: Any, part: Part, start: int, size: int):
-        self.journey, self.dtype, self.start, self.size, self.sign = journey, dtype, start, size, part.sign
-        self.hops = journey.hops(part)
-        self.arrived = {0: collect(journey, part, part_of(shard, journey.dims, journey.divided({}, start, size)))}
+    def __init__(self, transfer: RingTransfer, shard: jax.Array, dtype: Any, part: Part, start: int, size: int):
+        self.transfer, self.dtype, self.start, self.size, self.sign = transfer, dtype, start, size, part.sign
+        self.hops = transfer.hops(part)
+        self.arrived = {0: collect(transfer, part, part_of(shard, transfer.dims, transfer.divided({}, start, size)))}
         self.waves = [[0], *([n for n, _ in some] for _, some in groupby(enumerate(self.hops, 1), lambda n: n[1].wave))]
 
     def region(self, offset: Offset) -> Region:
         """Where in the whole operand a chunk belongs that comes from so far behind."""
-        return self.journey.divided(self.journey.block(offset), self.start, self.size)
+        return self.transfer.divided(self.transfer.block(offset), self.start, self.size)
 
     def unpacked(self, chunk: jax.Array) -> jax.Array:
         """A chunk as it is multiplied."""
@@ -42,7 +42,7 @@ class Way:
             hop = self.hops[number - 1]
             chunk = self.arrived[hop.source]
             chunk = lax.optimization_barrier((chunk, *before))[0] if before else chunk
-            self.arrived[number] = self.journey.send(chunk, hop)
+            self.arrived[number] = self.transfer.send(chunk, hop)
 
     def wave(self, number: int, before: Sequence[jax.Array]) -> tuple[list[Region], list[jax.Array]]:
         """The chunks of a wave, and where they belong, once everything in `before` is there.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gspmd.planner.overlap import Travel, cut, settling
+from gspmd.planner.overlap import CollectiveSpan, cut, settling
 from gspmd.planner.steps import Routine, Step
 
 STRIPES = (2, 4)
@@ -13,7 +13,10 @@ FULL_STRIPE = 128
 
 
 def stripe_dim(
-    routine: Routine, gathers: Mapping[int, Travel], scatters: Mapping[int, Travel], local: Callable[[str], int]
+    routine: Routine,
+    gathers: Mapping[int, CollectiveSpan],
+    scatters: Mapping[int, CollectiveSpan],
+    local: Callable[[str], int],
 ) -> str | None:
     """The longest dimension that stays where it is in everything that travels, where nothing else is sent.
 
@@ -38,14 +41,14 @@ def stripes(size: int, *, thin: bool) -> Iterator[tuple[int, ...]]:
 @dataclass(frozen=True)
 class _Striping:
     routine: Routine
-    gathers: Mapping[int, Travel]
-    scatters: Mapping[int, Travel]
+    gathers: Mapping[int, CollectiveSpan]
+    scatters: Mapping[int, CollectiveSpan]
 
     def allows(self, dim: str) -> bool:
         """Whether a dimension stays where it is, and whatever travels and every product has it."""
         return all(self._stays(dim, *each) for each in self._chains()) and self._reaches(dim)
 
-    def _chains(self) -> Iterator[tuple[tuple[Step, ...], Travel | None, tuple[str, ...]]]:
+    def _chains(self) -> Iterator[tuple[tuple[Step, ...], CollectiveSpan | None, tuple[str, ...]]]:
         """Every chain of steps with what of it can travel, and the dimensions of its tensor."""
         for number, move in enumerate(self.routine.moves):
             yield move.steps, self.gathers.get(number), move.spec.dims
@@ -53,10 +56,10 @@ class _Striping:
             dims = self.routine.products[output.products[0]].spec.dims
             yield settling(self.routine, number), self.scatters.get(number), dims
 
-    def _stays(self, dim: str, steps: tuple[Step, ...], travel: Travel | None, dims: tuple[str, ...]) -> bool:
+    def _stays(self, dim: str, steps: tuple[Step, ...], span: CollectiveSpan | None, dims: tuple[str, ...]) -> bool:
         if dim not in dims:
             return True
-        alone = not any(step.is_collective for step in steps if travel is None or step not in travel.steps)
+        alone = not any(step.is_collective for step in steps if span is None or step not in span.steps)
         return alone and all(step.before.axes_of(dim) == step.after.axes_of(dim) for step in steps)
 
     def _reaches(self, dim: str) -> bool:
