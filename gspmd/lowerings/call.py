@@ -1,10 +1,10 @@
-"""A call of `gspmd.einsum` once it is resolved, and the choice of the lowering that makes a program of it."""
+"""A call of `gspmd.einsum` once it is resolved, and what a lowering makes of it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gspmd.annotate.equation import Equation
+from gspmd.annotate.equation import Equation, Via
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.plan import make_plan
 from gspmd.lowerings.program import Context
@@ -30,7 +30,7 @@ class Call:
     sizes: tuple[tuple[str, int], ...]
     context: Context
     dtypes: tuple[str, ...]
-    via: Any
+    via: Via | None
     wire_dtype: str | None
     precision: Any
     result_dtype: str
@@ -59,15 +59,3 @@ class Passes(NamedTuple):
 
     forward: Callable
     backward: Callable | None
-
-
-def lower(call: Call) -> Passes:
-    """Make a program of a call. A lowering is one such function, and only the one that is chosen is imported."""
-    name = call.context.lowering
-    if name == "xla":
-        from gspmd.lowerings.xla.lowering import lower
-    elif name == "blocking":
-        from gspmd.lowerings.blocking.lowering import lower
-    else:
-        from gspmd.lowerings.looped.lowering import lower
-    return lower(call)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from gspmd.annotate.equation import Equation, parse_equation, parse_via
+from gspmd.annotate.equation import Equation, Via, parse_equation, parse_via
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.chips import chip as chip_row
 from gspmd.lowerings.default import resolve
@@ -58,8 +58,7 @@ def plan(
     """
     equation = parse_equation(equation)
     sizes, axes = read_sizes(equation, sizes, mesh)
-    if via is not None:
-        parse_via(via)
+    via = None if via is None else parse_via(via)
     dtypes = read_dtypes(equation, dtype)
     return make_plan(equation, sizes, axes, dtypes, chip_row(chip), resolve(lowering), via)
 
@@ -72,7 +71,7 @@ def make_plan(
     dtypes: tuple[str, ...],
     chip: Chip,
     lowering: str,
-    via: str | None = None,
+    via: Via | None = None,
     wire_dtype: str | None = None,
     result_dtype: str | None = None,
 ) -> Plan:

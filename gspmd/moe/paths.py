@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from gspmd.annotate.equation import Equation, Via, parse_via
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.default import lowering
 from gspmd.lowerings.program import context
@@ -65,8 +66,8 @@ class Experts:
             Spec.parse(str(layout.hidden)),
             tuple(Spec.parse(str(getattr(layout, name))) for name in self.names),
             Spec.parse(str(layout.w_out)),
-            getattr(layout, "in_via", None),
-            getattr(layout, "out_via", None),
+            _via(getattr(layout, "in_via", None)),
+            _via(getattr(layout, "out_via", None)),
             self.activation,
             tuple(sizes.items()),
             str(x.dtype),
@@ -81,6 +82,10 @@ class Experts:
     def run(self, work: Work, slots: jax.Array, *counts: jax.Array) -> jax.Array:
         """Bring slots to the experts and back, by one planned program."""
         return run_experts(context(), work, slots, self.flat, (*counts, *self.words))
+
+
+def _via(via: str | Via | None) -> Via | None:
+    return None if via is None else parse_via(via)
 
 
 def by_slots(x: jax.Array, routing: Routing, experts: Experts, places: Places) -> jax.Array:
@@ -115,17 +120,14 @@ def _dispatch_body(experts: int, capacity: int, form: str):
 def _by_equations(slots: jax.Array, experts: Experts, work: Work) -> jax.Array:
     """There, the feed-forward layer of every expert, and back: each an equation of its own."""
     there, hidden = work.there, work.hidden
-    slots = reshard(slots, f"{work.dispatched} -> {there}")
+    slots = reshard(slots, Equation.move(work.dispatched, there))
     (*w_in, w_out), activated = experts.flat, ACTIVATIONS[work.activation]
-    if len(w_in) > 1:
-        equation = f"{there}, ({', '.join(map(str, work.w_in))}) -> ({hidden}, {hidden})"
-        h = activated(*einsum(equation, slots, tuple(w_in), via=work.in_via))
-    else:
-        h = activated(einsum(f"{there}, {work.w_in[0]} -> {hidden}", slots, *w_in, via=work.in_via))
+    h = einsum(work.equation_in, slots, tuple(w_in) if len(w_in) > 1 else w_in[0], via=work.in_via)
+    h = activated(*h) if len(w_in) > 1 else activated(h)
     if work.dropout is not None:
         h = drop(h, hidden, *experts.words, work.dropout)
-    y = einsum(f"{hidden}, {work.w_out} -> {there}", h, w_out, via=work.out_via)
-    return reshard(y, f"{there} -> {work.dispatched}")
+    y = einsum(Equation.product(hidden, work.w_out, there), h, w_out, via=work.out_via)
+    return reshard(y, Equation.move(there, work.dispatched))
 
 
 def _combine(answers: jax.Array, routing: Routing, config: MoEConfig, places: Places) -> jax.Array:

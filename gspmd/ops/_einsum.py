@@ -10,7 +10,8 @@ import jax
 from gspmd.annotate.arrays import check_type, refuse_elsewhere
 from gspmd.annotate.equation import Equation, parse_equation, parse_via
 from gspmd.annotate.errors import PlanError, SpecError
-from gspmd.lowerings.call import Call, lower
+from gspmd.lowerings.call import Call
+from gspmd.lowerings.choice import lower
 from gspmd.lowerings.gradient import with_gradient
 from gspmd.lowerings.program import context, partial_under_auto
 from gspmd.ops.operands import flat_operands, of_one_kind, refuse_precision, result_dtype, wire_name

@@ -1,18 +1,17 @@
 """A plan as the papers draw it: a chain of specs, each arrow a collective, with bytes and microseconds."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from rich.console import Console
 from rich.text import Text
 
-from gspmd.display.console import columns
+from gspmd.annotate.equation import Equation
+from gspmd.display.console import columns, html, printable
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
-from gspmd.planner.overlap import CollectiveSpan, Ring, Stripes, gather_of, scatter_of
-from gspmd.planner.steps import Step
-
-if TYPE_CHECKING:
-    from gspmd.planner.plan import Plan
+from gspmd.hardware.chips import Chip
+from gspmd.planner.overlap import CollectiveSpan, Overlap, Ring, Stripes, gather_of, scatter_of
+from gspmd.planner.steps import Routine, Step
 
 COLORS = {
     "all-gather": "cyan",
@@ -27,7 +26,44 @@ _INDENT = "  "
 _BREAKS = ((), (1,), (1, 3), (1, 2, 3))  # before which cells of a step a line is broken, the fewest first
 
 
-def figure(plan: "Plan", *, gradients: bool = False, width: int | None = None) -> Text:
+class PlanFigures(Protocol):
+    """What of a plan is drawn, or written down; see `Plan`, which has it."""
+
+    equation: Equation
+    sizes: Mapping[str, int]
+    mesh: Mapping[str, int]
+    dtypes: tuple[str, ...]
+    chip: Chip
+    lowering: str
+    via: str | None
+    routine: Routine
+    loops: Overlap
+    hidden_seconds: float
+    steps: tuple[Step, ...]
+    wire_bytes: int
+    flops: int
+    seconds: float
+    peak_bytes: int
+    gradients: "tuple[PlanFigures, ...]"
+
+
+def one_line(plan: PlanFigures) -> str:
+    """The plan's `repr`."""
+    figures = f"{amount_of_bytes(plan.wire_bytes)} sent, {amount_of_seconds(plan.seconds)}"
+    return printable(f"<Plan {str(plan.equation)!r} {figures}>")
+
+
+def plain(plan: PlanFigures) -> str:
+    """The figure without colors, in characters that standard output has."""
+    return printable(figure(plan).plain)
+
+
+def as_html(plan: PlanFigures) -> str:
+    """The figure for a notebook."""
+    return html(figure(plan))
+
+
+def figure(plan: PlanFigures, *, gradients: bool = False, width: int | None = None) -> Text:
     """The figure: a heading, a line per step, a total; with `gradients`, those of the cotangents behind it.
 
     Args:
@@ -43,7 +79,7 @@ def figure(plan: "Plan", *, gradients: bool = False, width: int | None = None) -
     return Text().join(drawn)
 
 
-def _heading(plan: "Plan", width: int | None) -> Text:
+def _heading(plan: PlanFigures, width: int | None) -> Text:
     sizes, mesh = (" ".join(f"{name}={size}" for name, size in of.items()) for of in (plan.sizes, plan.mesh))
     said = [sizes, f"mesh {mesh}", " ".join(dict.fromkeys(plan.dtypes)), plan.chip.describe(plan.mesh), plan.lowering]
     lines = [said[0]]
@@ -53,7 +89,7 @@ def _heading(plan: "Plan", width: int | None) -> Text:
     return Text.assemble((f"{plan.equation}\n", "bold"), ("\n".join(lines) + "\n", "dim"))
 
 
-def _one(plan: "Plan", heading: Text, width: int | None) -> Text:
+def _one(plan: PlanFigures, heading: Text, width: int | None) -> Text:
     text = heading.copy()
     for line in _steps(plan.steps, width) or [Text(f"{_INDENT}(nothing to do)")]:
         text.append_text(line).append("\n")
@@ -89,7 +125,7 @@ def _broken(row: Sequence[Text], breaks: Sequence[int]) -> list[Text]:
     return lines
 
 
-def looped(plan: "Plan") -> list[str]:
+def looped(plan: PlanFigures) -> list[str]:
     """A line for each tensor that travels while it is multiplied, and how much sooner everything is done for that."""
     routine, loops = plan.routine, plan.loops
     spans = [(gather_of(routine.moves[number]), ring) for number, ring in loops.gathers.items()]
@@ -112,7 +148,7 @@ def _ring(span: CollectiveSpan, ring: Ring, stripes: Stripes | None) -> str:
     return text if ring.axes else f"{text}, apart from the einsum"
 
 
-def show(plan: "Plan", console: Console, *, gradients: bool = True) -> None:
+def show(plan: PlanFigures, console: Console, *, gradients: bool = True) -> None:
     """Print the figure in color, in the columns that there are."""
     drawn = figure(plan, gradients=gradients, width=columns(console))
     console.print(drawn, soft_wrap=True, highlight=False)

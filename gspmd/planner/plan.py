@@ -5,19 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from gspmd.annotate.equation import Equation, Operand, Term
+from gspmd.annotate.equation import Equation, Via
 from gspmd.annotate.spec import Spec
-from gspmd.display.console import html, printable
-from gspmd.display.units import amount_of_bytes, amount_of_seconds
 from gspmd.frozen import FrozenDict
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.dtypes import joint_dtype, wire_of
-from gspmd.planner import routines as planner
-from gspmd.planner.drawing import figure
-from gspmd.planner.memory import Footprint
 from gspmd.planner.overlap import Overlap, kept
-from gspmd.planner.record import record
 from gspmd.planner.request import pins, refuse_open
+from gspmd.planner.routines import plan_routine
 from gspmd.planner.steps import Environment, Routine, Step, Tensor
 
 Overlapping = Callable[[Routine, Sequence[Tensor], Sequence[Tensor], Environment], tuple[Overlap, float]]
@@ -43,7 +38,7 @@ class Plan:
             what was cheapest.
         routine: moves, local products and outputs, as `gspmd.einsum` runs them.
         inputs, outputs: the tensors of the operands and of the results.
-        via: the pins, as they were written; the gradients of a pinned plan mirror it.
+        pinned: the specs of `via`; the gradients of a pinned plan mirror it.
         loops: the gathers and reduce-scatters that run inside an einsum.
         hidden_seconds: how much sooner the steps end for that; below 0, how much later.
         asked: the lowering as it was asked for: of `"auto"`, the gradients decide for themselves.
@@ -59,7 +54,7 @@ class Plan:
     routine: Routine
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
-    via: str | None = None
+    pinned: Via | None = None
     loops: Overlap = field(default_factory=Overlap)
     hidden_seconds: float = 0.0
     asked: str = "auto"
@@ -92,14 +87,29 @@ class Plan:
         Every buffer is counted from the step that makes it to the last that reads it, as XLA lays buffers out on host
         devices. For the chip of the plan it is an estimate; docs/plans.md has how far compiled programs are from it.
         """
+        from gspmd.planner.memory import Footprint
+
         return Footprint(self.routine, self.inputs, self.outputs, self.sizes, self.mesh, self.loops).peak()
+
+    @property
+    def environment(self) -> Environment:
+        """What its costs depend on."""
+        return Environment.of(tuple(self.sizes.items()), tuple(self.mesh.items()), self.chip)
 
     @cached_property
     def backward(self) -> Routine:
         """The routine of all the operands' cotangents together, as it runs."""
-        return planner.backward(
-            _environment(self), self.routine, self.inputs, self.outputs, self.kept, mirrored=self.via is not None
-        )
+        from gspmd.planner.gradients import backward
+
+        mirrored = self.pinned is not None
+        return backward(self.environment, self.routine, self.inputs, self.outputs, self.kept, mirrored=mirrored)
+
+    @cached_property
+    def backward_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What the backward routine takes, the cotangents and then the residuals, and what it gives."""
+        from gspmd.planner.gradients import backward_tensors
+
+        return backward_tensors(self.routine, self.inputs, self.outputs, self.kept)
 
     @property
     def kept(self) -> tuple[Spec, ...]:
@@ -109,18 +119,40 @@ class Plan:
     @property
     def backward_loops(self) -> Overlap:
         """The rings of the backward routine."""
-        return self._looped_backward[0]
+        return self._backward_overlap[0]
 
     @cached_property
-    def _looped_backward(self) -> tuple[Overlap, float]:
-        held, targets = planner.backward_tensors(self.routine, self.inputs, self.outputs, self.kept)
-        return self.overlapping(self.backward, held, targets, _environment(self))
+    def _backward_overlap(self) -> tuple[Overlap, float]:
+        return self.overlapping(self.backward, *self.backward_tensors, self.environment)
 
     @cached_property
     def gradients(self) -> tuple["Plan", ...]:
-        """One plan per operand's cotangent. A step that several need stands in the first of them only."""
-        claimed: set[int] = set()
-        return tuple(_gradient(self, number, claimed) for number in range(len(self.inputs)))
+        """One plan per operand's cotangent. A step that several need stands in the first of them only.
+
+        What overlaps in the whole backward routine hides seconds of all; they are shared out by what each sends.
+        """
+        from gspmd.planner.gradients import parts
+
+        overlap, hidden = self._backward_overlap
+        return tuple(
+            replace(
+                self,
+                equation=part.equation,
+                routine=part.routine,
+                dtypes=part.dtypes,
+                inputs=part.inputs,
+                outputs=part.outputs,
+                lowering=_chosen(self.asked, part.overlap),
+                loops=part.overlap,
+                hidden_seconds=hidden * part.share,
+            )
+            for part in parts(self.backward, *self.backward_tensors, overlap)
+        )
+
+    @property
+    def via(self) -> str | None:
+        """The pins, as they were written."""
+        return None if self.pinned is None else self.pinned.text
 
     def to_json(self, *, gradients: bool = True) -> str:
         """The plan as JSON: every figure, per device and execution, and the same of the gradients.
@@ -134,61 +166,29 @@ class Plan:
             gradients: a list, one for each operand, each with all keys but those of the line above and this one; empty
                 without `gradients`.
         """
+        from gspmd.planner.record import record
+
         return json.dumps(record(self, gradients=gradients), indent=2)
 
     def __repr__(self) -> str:
-        figures = f"{amount_of_bytes(self.wire_bytes)} sent, {amount_of_seconds(self.seconds)}"
-        return printable(f"<Plan {str(self.equation)!r} {figures}>")
+        from gspmd.planner.drawing import one_line
+
+        return one_line(self)
 
     def __str__(self) -> str:
-        return printable(figure(self).plain)
+        from gspmd.planner.drawing import plain
+
+        return plain(self)
 
     def _repr_html_(self) -> str:
-        return html(figure(self))
+        from gspmd.planner.drawing import as_html
+
+        return as_html(self)
 
 
-def _environment(plan: Plan) -> Environment:
-    real = tuple((axis, size) for axis, size in plan.mesh.items() if size > 1)
-    return Environment(tuple(plan.sizes.items()), real, plan.chip)
-
-
-def _gradient(whole: Plan, number: int, claimed: set[int]) -> Plan:
-    """One operand's part of the backward routine. A move that an earlier gradient made is there, its steps are not.
-
-    What the whole routine hides is shared out by the seconds that each sends.
-    """
-    back, output = whole.backward, whole.backward.outputs[number]
-    products = [back.products[p] for p in output.products]
-    needed = list(dict.fromkeys(m for p in products for m in (p.left, p.right) if m is not None))
-    moves = [replace(back.moves[m], steps=()) if m in claimed else back.moves[m] for m in needed]
-    loops = whole.backward_loops.part([m if m not in claimed else -1 for m in needed], number)
-    claimed.update(needed)
-    local = [
-        replace(p, left=needed.index(p.left), right=None if p.right is None else needed.index(p.right))
-        for p in products
-    ]
-    held, targets = planner.backward_tensors(whole.routine, whole.inputs, whole.outputs, whole.kept)
-    sources = [[back.moves[m].source for m in (p.left, p.right) if m is not None] for p in products]
-    terms = tuple(Term(tuple(Operand((held[source].spec,)) for source in pair)) for pair in sources)
-    output = replace(output, products=tuple(range(len(local))))
-    routine = Routine(back.inputs, tuple(moves), tuple(local), (output,))
-    return replace(
-        whole,
-        equation=Equation(terms, (output.spec,)),
-        routine=routine,
-        dtypes=tuple(held[source].dtype for pair in sources for source in pair),
-        inputs=tuple(held),
-        outputs=(targets[number],),
-        lowering=("looped" if loops else "blocking") if whole.asked == "auto" else whole.lowering,
-        loops=loops,
-        hidden_seconds=whole._looped_backward[1] * _share(routine, back),
-    )
-
-
-def _share(part: Routine, whole: Routine) -> float:
-    """Of the seconds that a routine sends, a part's."""
-    sent, of = (sum(step.seconds for step in each.steps if step.is_collective) for each in (part, whole))
-    return sent / of if of else 0.0
+def _chosen(asked: str, overlap: Overlap) -> str:
+    """The lowering that was asked for; of `"auto"`, the one that it came to."""
+    return ("looped" if overlap else "blocking") if asked == "auto" else asked
 
 
 def plan_equation(
@@ -199,7 +199,7 @@ def plan_equation(
     chip: Chip,
     lowering: str,
     overlapping: Overlapping,
-    via: str | None = None,
+    via: Via | None = None,
     wire_dtype: str | None = None,
     result_dtype: str | None = None,
 ) -> Plan:
@@ -208,26 +208,24 @@ def plan_equation(
     equation.check(dict(sizes), dict(mesh))
     sizes = tuple((dim, size) for dim, size in sizes if any(dim in spec.dims for spec in equation.specs))
     inputs, outputs = tensors(equation, dict(mesh), dtypes, wire_dtype, result_dtype)
-    real = tuple((axis, size) for axis, size in mesh if size > 1)
-    environment = Environment(sizes, real, chip)
-    routine = planner.forward(equation, environment, inputs, outputs, pins(equation, via, dict(sizes), dict(mesh)))
-    loops, hidden = overlapping(routine, inputs, outputs, environment)
-    chosen = ("looped" if loops else "blocking") if lowering == "auto" else lowering
+    environment = Environment.of(sizes, mesh, chip)
+    routine = plan_routine(equation, environment, inputs, outputs, pins(equation, via, dict(sizes), dict(mesh)))
+    overlap, hidden = overlapping(routine, inputs, outputs, environment)
     return Plan(
         equation,
         FrozenDict(sizes),
         FrozenDict(mesh),
         dtypes,
         chip,
-        chosen,
+        _chosen(lowering, overlap),
         routine,
         tuple(inputs),
         tuple(outputs),
         via,
-        loops,
+        overlap,
         hidden,
-        asked=lowering,
-        overlapping=overlapping,
+        lowering,
+        overlapping,
     )
 
 

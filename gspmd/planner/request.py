@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspmd.annotate.equation import Equation, parse_via
+from gspmd.annotate.equation import Equation, Via
 from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.annotate.spec import Spec
 from gspmd.annotate.validation import mesh_sizes, whole_sizes
@@ -49,16 +49,15 @@ def refuse_open(equation: Equation) -> None:
             )
 
 
-def pins(equation: Equation, via: str | None, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> list[Spec | None]:
+def pins(equation: Equation, via: Via | None, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> list[Spec | None]:
     """The spec that `via` brings each operand to, in the operand's order of dimensions; None where it says nothing."""
     flat = [spec for operand in equation.operands for spec in operand.specs]
     if via is None:
         return [None] * len(flat)
-    pinned = [spec for term in parse_via(via) for operand in term.operands for spec in operand.specs]
-    pinned = _spread_over_groups(equation, pinned, flat)
+    pinned = _spread_over_groups(equation, via.specs, flat)
     if [set(spec.dims) for spec in pinned] != [set(spec.dims) for spec in flat]:
         raise SpecError(
-            f"cannot plan '{equation}' via '{via}': the specs do not have the operands' dimensions.\n"
+            f"cannot plan '{equation}' via '{via.text}': the specs do not have the operands' dimensions.\n"
             f"  Write one spec per operand, in their order: '{', '.join(''.join(spec.dims) for spec in flat)}'."
         )
     for spec in pinned:

@@ -17,7 +17,7 @@ from gspmd.planner.search import NoPlacement, ResultCosts, SearchResult, result_
 from gspmd.planner.steps import Contraction, Environment, Move, Output, Product, Routine, Step, Tensor
 
 
-def forward(
+def plan_routine(
     equation: Equation,
     environment: Environment,
     inputs: Sequence[Tensor],
@@ -28,7 +28,7 @@ def forward(
 
     Args:
         equation: what to compute.
-        setting: sizes, mesh, chip.
+        environment: sizes, mesh, chip.
         inputs: the operands, group members one by one, in reading order; their specs name no mesh axis of size 1.
         outputs: what they become.
         via: the spec each operand is brought to before the local einsum, or None where the search is free.
@@ -39,7 +39,7 @@ def forward(
     if equation.is_move and set(inputs[0].spec.dims) == set(outputs[0].spec.dims):
         return _plain_move(environment, inputs[0], outputs[0], via[0])
     jobs = _jobs(equation, inputs, outputs, via)
-    builder = _Builder(inputs)
+    builder = Builder(inputs)
     if len(jobs) == 1:
         products = [product for job, found in _group(environment, jobs[0]) for product in builder.run(job, found)]
         builder.outputs = [Output((product,), target.spec, ()) for product, target in zip(products, outputs)]
@@ -51,7 +51,7 @@ def forward(
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """One search: the shared tensor's input number, its partners', what they become, and the pins."""
 
     left: int
@@ -61,7 +61,7 @@ class _Job:
     pinned: Spec | None = None
 
 
-def _jobs(equation: Equation, inputs, outputs, via) -> list[_Job]:
+def _jobs(equation: Equation, inputs, outputs, via) -> list[Job]:
     jobs, start = [], 0
     for term in equation.terms:
         count = sum(len(operand.specs) for operand in term.operands)
@@ -70,7 +70,7 @@ def _jobs(equation: Equation, inputs, outputs, via) -> list[_Job]:
     return jobs
 
 
-def _job(term: Term, numbers: range, inputs, outputs, via) -> _Job:
+def _job(term: Term, numbers: range, inputs, outputs, via) -> Job:
     """The ungrouped operand is the shared one; without a group, the first."""
     first = len(term.operands[0].specs)
     left, right = tuple(numbers[:first]), tuple(numbers[first:])
@@ -80,28 +80,28 @@ def _job(term: Term, numbers: range, inputs, outputs, via) -> _Job:
         Contraction(None if p is None else inputs[p], target, None if p is None else via[p])
         for p, target in zip(right or (None,), outputs)
     )
-    return _Job(left[0], inputs[left[0]], right or (None,), contractions, via[left[0]])
+    return Job(left[0], inputs[left[0]], right or (None,), contractions, via[left[0]])
 
 
-def _found(environment: Environment, job: _Job) -> SearchResult:
+def find(environment: Environment, job: Job) -> SearchResult:
     return search(environment, job.tensor, job.contractions, job.pinned)
 
 
-def _result_costs(environment: Environment, job: _Job, aimed: int = 0) -> ResultCosts:
+def term_costs(environment: Environment, job: Job, aimed: int = 0) -> ResultCosts:
     return result_costs(environment, job.tensor, job.contractions, job.pinned, aimed)
 
 
-def _group(environment: Environment, job: _Job) -> list[tuple[_Job, SearchResult]]:
+def _group(environment: Environment, job: Job) -> list[tuple[Job, SearchResult]]:
     """A group travels once; where its results owe sums that no one placement makes, each member by itself."""
     try:
-        return [(job, _found(environment, job))]
+        return [(job, find(environment, job))]
     except NoPlacement:
         if len(job.contractions) == 1:
             raise
     alone = [
         replace(job, rights=(p,), contractions=(contraction,)) for p, contraction in zip(job.rights, job.contractions)
     ]
-    return [(each, _found(environment, each)) for each in alone]
+    return [(each, find(environment, each)) for each in alone]
 
 
 def _plain_move(environment: Environment, source: Tensor, output: Tensor, pinned: Spec | None) -> Routine:
@@ -116,16 +116,16 @@ def _plain_move(environment: Environment, source: Tensor, output: Tensor, pinned
 
 
 def _common_sum(
-    environment: Environment, jobs: list[_Job], output: Tensor
-) -> tuple[list[_Job], list[SearchResult], tuple[Step, ...]]:
+    environment: Environment, jobs: list[Job], output: Tensor
+) -> tuple[list[Job], list[SearchResult], tuple[Step, ...]]:
     """Plan every term towards the placement in which it is cheapest to add them, and settle the sum from there."""
-    terms = [_result_costs(environment, job) for job in jobs]
-    common = _common(terms, output) or output.spec
+    terms = [term_costs(environment, job) for job in jobs]
+    common = common_placement(terms, output) or output.spec
     aimed = [_towards(job, common) for job in jobs]
-    return aimed, [_found(environment, job) for job in aimed], _settle(environment, common, output)
+    return aimed, [find(environment, job) for job in aimed], settle(environment, common, output)
 
 
-def _common(terms: Sequence[ResultCosts], target: Tensor) -> Spec | None:
+def common_placement(terms: Sequence[ResultCosts], target: Tensor) -> Spec | None:
     """The placement in which terms are added at the least cost, their sum's way to its target included.
 
     None where there is no such placement, or where a term lacks a dimension that others have: then each is settled, and
@@ -144,12 +144,12 @@ def _common(terms: Sequence[ResultCosts], target: Tensor) -> Spec | None:
     return min((paths.spec(dims, number) for number in np.flatnonzero(total == least).tolist()), key=str)
 
 
-def _towards(job: _Job, common: Spec) -> _Job:
+def _towards(job: Job, common: Spec) -> Job:
     contraction = job.contractions[0]
     return replace(job, contractions=(replace(contraction, target=replace(contraction.target, spec=common)),))
 
 
-def _settle(environment: Environment, common: Spec, target: Tensor) -> tuple[Step, ...]:
+def settle(environment: Environment, common: Spec, target: Tensor) -> tuple[Step, ...]:
     """From the placement that all terms of a sum share to the sum's own, its broadcast dimensions left out."""
     wanted = Spec(common.dims, tuple(target.spec.axes_of(dim) for dim in common.dims), target.spec.partial)
     return move(
@@ -157,7 +157,7 @@ def _settle(environment: Environment, common: Spec, target: Tensor) -> tuple[Ste
     )
 
 
-class _Builder:
+class Builder:
     """Collects moves, each made once, and the products that use them."""
 
     def __init__(self, inputs: Sequence[Tensor]):
@@ -166,7 +166,7 @@ class _Builder:
         self.products: list[Product] = []
         self.outputs: list[Output] = []
 
-    def run(self, job: _Job, found: SearchResult) -> list[int]:
+    def run(self, job: Job, found: SearchResult) -> list[int]:
         """Add the moves and products of one search; the products' numbers."""
         left = self._move(job.left, found.left, found.left_steps)
         numbers = []
@@ -185,102 +185,3 @@ class _Builder:
 
     def routine(self) -> Routine:
         return Routine(tuple(t.spec for t in self.inputs), tuple(self.moves), tuple(self.products), tuple(self.outputs))
-
-
-def backward(
-    environment: Environment,
-    routine: Routine,
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    kept: Sequence[Spec],
-    mirrored: bool,
-) -> Routine:
-    """Plan the cotangents of a routine's inputs from those of its outputs.
-
-    There is one residual per move of `routine`, held as `kept` says. Inputs of the planned routine are the cotangents,
-    then the residuals; its outputs are the cotangents of `inputs`, in order.
-
-    Args:
-        mirrored: whether every local einsum runs where its forward one did: the cotangent is brought to where the
-            forward result was, the residuals stay. So a gradient follows a layout whose forward pass is pinned.
-    """
-    held, targets = backward_tensors(routine, inputs, outputs, kept)
-    cotangents, residuals = held[: len(outputs)], held[len(outputs) :]
-    jobs = [_gradient_job(routine, n, cotangents, residuals, targets, mirrored) for n in range(len(outputs))]
-    shared, settle = _contributed_twice(routine), ()
-    if shared is not None:
-        asks = [[routine.moves[own].source for own, _ in _sides(routine, n)].index(shared) for n in range(len(jobs))]
-        terms = [_result_costs(environment, job, aimed) for job, aimed in zip(jobs, asks)]
-        common = _common(terms, targets[shared]) or targets[shared].spec
-        aims = [replace(t, spec=common) if i == shared else t for i, t in enumerate(targets)]
-        jobs = [_gradient_job(routine, n, cotangents, residuals, aims, mirrored) for n in range(len(outputs))]
-        settle = _settle(environment, common, targets[shared])
-    return _gradient_routine(routine, held, targets, shared, jobs, [_found(environment, job) for job in jobs], settle)
-
-
-def backward_tensors(
-    routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], kept: Sequence[Spec]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """What the backward routine of `routine` takes, the cotangents and then the residuals, and what it gives."""
-    cotangents = [
-        replace(t, spec=t.spec.without_partial(), name=_numbered("cotangent", i, outputs))
-        for i, t in enumerate(outputs)
-    ]
-    residuals = [replace(inputs[m.source], spec=spec) for m, spec in zip(routine.moves, kept)]
-    targets = [replace(t, spec=t.spec.without_partial(), name=f"gradient of {t.name}") for t in inputs]
-    return [*cotangents, *residuals], targets
-
-
-def _numbered(name: str, i: int, many: Sequence) -> str:
-    return name if len(many) == 1 else f"{name} {i + 1}"
-
-
-def _contributed_twice(routine: Routine) -> int | None:
-    """The operand that several products share, whose cotangent is a sum; None where there is none."""
-    sources = [routine.moves[m].source for p in routine.products for m in (p.left, p.right) if m is not None]
-    return next((source for source in sources if sources.count(source) > 1), None)
-
-
-def _sides(routine: Routine, output: int) -> list[tuple[int, int | None]]:
-    """For one output's cotangent: which move's cotangent each product gives, and the other move it needs for that."""
-    sides = []
-    for p in routine.outputs[output].products:
-        product = routine.products[p]
-        sides.append((product.left, product.right))
-        if product.right is not None:
-            sides.append((product.right, product.left))
-    return sides
-
-
-def _gradient_job(routine: Routine, output: int, cotangents, residuals, aims, mirrored: bool) -> _Job:
-    sides = _sides(routine, output)
-    rights = tuple(None if other is None else len(cotangents) + other for _, other in sides)
-    pinned = _mirror(routine, output, cotangents[output].spec) if mirrored else None
-    contractions = tuple(
-        Contraction(
-            None if other is None else residuals[other],
-            aims[routine.moves[own].source],
-            None if other is None or pinned is None else routine.moves[other].spec,
-        )
-        for own, other in sides
-    )
-    return _Job(output, cotangents[output], rights, contractions, pinned)
-
-
-def _mirror(routine: Routine, output: int, cotangent: Spec) -> Spec | None:
-    """Where the local einsums of an output leave it, in the cotangent's order; None where several terms differ."""
-    left = {routine.products[p].einsum.after.without_partial() for p in routine.outputs[output].products}
-    if len(left) != 1:
-        return None
-    result = left.pop()
-    return Spec(cotangent.dims, tuple(result.axes_of(dim) if dim in result.dims else () for dim in cotangent.dims))
-
-
-def _gradient_routine(routine: Routine, inputs, targets, shared: int | None, jobs, found, settle) -> Routine:
-    builder, products = _Builder(inputs), {i: [] for i in range(len(targets))}
-    for n, (job, each) in enumerate(zip(jobs, found)):
-        for (own, _), product in zip(_sides(routine, n), builder.run(job, each)):
-            products[routine.moves[own].source].append(product)
-    for i, target in enumerate(targets):
-        builder.outputs.append(Output(tuple(products[i]), target.spec, settle if i == shared else ()))
-    return builder.routine()

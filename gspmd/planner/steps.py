@@ -6,8 +6,6 @@ from functools import cached_property
 from math import ceil
 
 from gspmd.annotate.spec import Spec
-from gspmd.display.console import printable
-from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.dtypes import itemsize
 
@@ -48,6 +46,8 @@ class Step:
     @property
     def name(self) -> str:
         """Its kind and mesh axes: `all-gather yz`."""
+        from gspmd.display.units import axes_text
+
         return f"{self.kind} {axes_text(self.axes)}".rstrip()
 
     @property
@@ -58,9 +58,14 @@ class Step:
     @property
     def amount(self) -> str:
         """What it sends, or how much an einsum computes, for a reader."""
+        from gspmd.display.units import amount_of_bytes, amount_of_flops
+
         return amount_of_flops(self.flops) if self.kind == "einsum" else amount_of_bytes(self.wire_bytes)
 
     def __repr__(self) -> str:
+        from gspmd.display.console import printable
+        from gspmd.display.units import amount_of_seconds
+
         figures = f"{self.amount}, {amount_of_seconds(self.seconds)}"
         return printable(f"<Step {self.name}: {self.source} -> {self.after}, {figures}>")
 
@@ -144,11 +149,16 @@ def picoseconds(seconds: float) -> int:
 
 @dataclass(frozen=True)
 class Environment:
-    """What a search happens in: the sizes, the mesh without axes of size 1, and the chip."""
+    """What costs depend on: the sizes, the mesh without axes of size 1, and the chip."""
 
     sizes: tuple[tuple[str, int], ...]
     mesh: tuple[tuple[str, int], ...]
     chip: Chip
+
+    @classmethod
+    def of(cls, sizes: tuple[tuple[str, int], ...], mesh: tuple[tuple[str, int], ...], chip: Chip) -> "Environment":
+        """The environment of a mesh that may have axes of size 1."""
+        return cls(sizes, tuple((axis, size) for axis, size in mesh if size > 1), chip)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import gspmd
-from gspmd.annotate import Spec
+from gspmd.annotate import Spec, parse_via
 from gspmd.audit import hlo, timeline, topology
 from gspmd.hardware.chips import chip
 from gspmd.lowerings.program import Context
@@ -78,7 +78,7 @@ def test_what_equations_hide_by_themselves_counts(monkeypatch):
     monkeypatch.setattr(chunks, "_is_known", lambda: True)
     context = replace(_context("auto"), axes=(("x", 4), ("y", 16)))
     stay, gathered = ("X_xEF", "X_xFE"), ("X_xE_yF", "X_xFE_y")
-    vias = {"in_via": "G_yX_xCE, X_xEF", "out_via": "G_yX_xCF, X_xFE"}
+    vias = {"in_via": parse_via("G_yX_xCE, X_xEF"), "out_via": parse_via("G_yX_xCF, X_xFE")}
     slots = {"dispatched": "G_yxXCE", "there": "G_yX_xCE", "hidden": "G_yX_xCF"}
 
     def number(w_in, w_out, **more):

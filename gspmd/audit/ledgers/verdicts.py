@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from gspmd.audit.hlo.replica_groups import UNNAMED
 from gspmd.audit.ledgers.ledger import Entry, number
 from gspmd.display.units import axes_text
-from gspmd.lowerings.blocking.collectives import scope
+from gspmd.lowerings.scopes import step_name
 from gspmd.planner.steps import Step
 from gspmd.tracing.program_plan import PlannedStep, ProgramPlan
 
@@ -52,7 +52,7 @@ def planned_steps(entries: Iterable[PlannedStep]) -> dict[_Name, list[PlannedSte
     steps: dict[_Name, list[PlannedStep]] = defaultdict(list)
     for entry in entries:
         if entry.step.is_collective and entry.step.wire_bytes:
-            steps[entry.equation, scope(entry.number, entry.step)].append(entry)
+            steps[entry.equation, step_name(entry.number, entry.step)].append(entry)
     return steps
 
 

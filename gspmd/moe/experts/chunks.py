@@ -82,7 +82,7 @@ def _seconds(work: Work, ctx: Context, number: int, unit: int) -> float:
 def _looped(plan: Plan, ctx: Context) -> Plan:
     """The same equation in the lowering in force."""
     sizes = tuple(plan.sizes.items())
-    return make_plan(plan.equation, sizes, ctx.axes, plan.dtypes, plan.chip, ctx.lowering, plan.via)
+    return make_plan(plan.equation, sizes, ctx.axes, plan.dtypes, plan.chip, ctx.lowering, plan.pinned)
 
 
 def _moves(plan: Plan, *, of_weights: bool) -> Iterator[Step]:

@@ -18,7 +18,7 @@ Arrays = dict[int, jax.Array]
 
 
 @dataclass(frozen=True)
-class Equation:
+class StageEquation:
     """A routine with its tensors, and which of them are of weights.
 
     Attributes:
@@ -47,7 +47,7 @@ class Stage:
 
     def __init__(
         self,
-        equation: Equation,
+        equation: StageEquation,
         sizes: Mapping[str, int],
         mesh: Mapping[str, int],
         shares: Sequence[float],

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from gspmd.annotate.equation import parse_equation
+from gspmd.annotate.equation import Equation, Via
 from gspmd.annotate.errors import Fault, LayoutError, report
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.dtypes import itemsize
 from gspmd.lowerings.plan import make_plan
 from gspmd.lowerings.program import Context
 from gspmd.moe.experts.dropout import Dropout
-from gspmd.moe.experts.stages import Equation
-from gspmd.planner.plan import Plan, tensors
+from gspmd.moe.experts.stages import StageEquation
+from gspmd.planner.plan import Plan
 from gspmd.planner.resharding import move
 from gspmd.planner.steps import Step
 
@@ -51,8 +51,8 @@ class Work:
     hidden: Spec
     w_in: tuple[Spec, ...]
     w_out: Spec
-    in_via: str | None
-    out_via: str | None
+    in_via: Via | None
+    out_via: Via | None
     activation: str
     sizes: tuple[tuple[str, int], ...]
     dtype: str
@@ -69,6 +69,13 @@ class Work:
     def weights(self) -> tuple[Spec, ...]:
         """Of all the weights."""
         return (*self.w_in, self.w_out)
+
+    @property
+    def equation_in(self) -> Equation:
+        """Slots by all weights in, as one group where there are several."""
+        if len(self.w_in) == 1:
+            return Equation.product(self.there, self.w_in[0], self.hidden)
+        return Equation.product(self.there, self.w_in, (self.hidden,) * len(self.w_in))
 
     @property
     def counts(self) -> tuple[Spec, Spec]:
@@ -113,24 +120,24 @@ class Products:
         return tuple((m.source, spec, bool(m.steps)) for m, spec in zip(self.plan.routine.moves, self.plan.kept))
 
     @cached_property
-    def forward(self) -> Equation:
+    def forward(self) -> StageEquation:
         """The equation itself."""
         inputs, outputs = self._tensors
-        return Equation(self.plan.routine, inputs, outputs, frozenset(range(1, len(inputs))))
+        return StageEquation(self.plan.routine, inputs, outputs, frozenset(range(1, len(inputs))))
 
     @cached_property
-    def backward(self) -> Equation:
+    def backward(self) -> StageEquation:
         """Its gradient: of cotangents, and of what was moved, in the order of the moves."""
         inputs, outputs = self._tensors
         moves, first = self.plan.routine.moves, len(outputs)
         weights = frozenset(first + n for n, found in enumerate(moves) if found.source)
         held = (*outputs, *(inputs[found.source] for found in moves))
-        return Equation(self.plan.backward, held, inputs, weights, frozenset(range(1, len(inputs))))
+        return StageEquation(self.plan.backward, held, inputs, weights, frozenset(range(1, len(inputs))))
 
     @property
     def _tensors(self):
         plan = self.plan
-        return tuple(map(tuple, tensors(plan.equation, plan.mesh, plan.dtypes, None)))
+        return plan.inputs, plan.outputs
 
 
 @lru_cache(maxsize=256)
@@ -140,17 +147,14 @@ def products(work: Work, ctx: Context) -> tuple[Products, Products]:
     Raises:
         LayoutError: rows would have to be exchanged within an equation.
     """
-    there, hidden, weights = str(work.there), str(work.hidden), [str(spec) for spec in work.w_in]
-    results = ", ".join([hidden] * len(weights))
-    group = f"({', '.join(weights)}) -> ({results})" if len(weights) > 1 else f"{weights[0]} -> {results}"
     return (
-        _planned(work, ctx, f"{there}, {group}", work.in_via),
-        _planned(work, ctx, f"{hidden}, {work.w_out} -> {there}", work.out_via),
+        _planned(work, ctx, work.equation_in, work.in_via),
+        _planned(work, ctx, Equation.product(work.hidden, work.w_out, work.there), work.out_via),
     )
 
 
-def _planned(work: Work, ctx: Context, text: str, via: str | None) -> Products:
-    equation, sizes = parse_equation(text), dict(work.sizes)
+def _planned(work: Work, ctx: Context, equation: Equation, via: Via | None) -> Products:
+    sizes = dict(work.sizes)
     if work.rows:  # as many slots for each expert as it has rows when all have the same
         sizes["C"] = max(1, work.capacity * work.rows.shards // sizes["X"])
     dtypes = (work.dtype,) * sum(len(operand.specs) for operand in equation.operands)
@@ -164,11 +168,11 @@ def _planned(work: Work, ctx: Context, text: str, via: str | None) -> Products:
     return Products(plan if via else planned(_pins(plan)))  # a gradient that is free may move rows
 
 
-def _pins(plan: Plan) -> str:
-    """The way of a plan, written down."""
-    specs: dict[int, Spec] = {found.source: found.spec for found in plan.routine.moves}
-    first, *others = (str(specs[n]) for n in sorted(specs))
-    return f"{first}, ({', '.join(others)})" if len(others) > 1 else f"{first}, {others[0]}"
+def _pins(plan: Plan) -> Via:
+    """Where a plan brings its operands, as a via."""
+    specs = {found.source: found.spec for found in plan.routine.moves}
+    first, *others = (specs[n] for n in sorted(specs))
+    return Via.of(first, others if len(others) > 1 else others[0])
 
 
 def _refuse_exchange(work: Work, plan: Plan) -> None:

@@ -1,0 +1,171 @@
+"""The gradient of a routine: the cotangents of its operands as one more routine, planned by the same search.
+
+The gradient of a product is a group, whose shared operand is the cotangent; that of a sum is a larger group; that of a
+group is a sum.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from gspmd.annotate.equation import Equation, Operand, Term
+from gspmd.annotate.spec import Spec
+from gspmd.planner.overlap import Overlap
+from gspmd.planner.routines import Builder, Job, common_placement, find, settle, term_costs
+from gspmd.planner.steps import Contraction, Environment, Output, Routine, Tensor
+
+
+def backward(
+    environment: Environment,
+    routine: Routine,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    kept: Sequence[Spec],
+    mirrored: bool,
+) -> Routine:
+    """Plan the cotangents of a routine's inputs from those of its outputs.
+
+    There is one residual per move of `routine`, held as `kept` says. Inputs of the planned routine are the cotangents,
+    then the residuals; its outputs are the cotangents of `inputs`, in order.
+
+    Args:
+        mirrored: whether every local einsum runs where its forward one did: the cotangent is brought to where the
+            forward result was, the residuals stay. So a gradient follows a layout whose forward pass is pinned.
+    """
+    held, targets = backward_tensors(routine, inputs, outputs, kept)
+    cotangents, residuals = held[: len(outputs)], held[len(outputs) :]
+    jobs = [_gradient_job(routine, n, cotangents, residuals, targets, mirrored) for n in range(len(outputs))]
+    shared, settling = _contributed_twice(routine), ()
+    if shared is not None:
+        asks = [[routine.moves[own].source for own, _ in _sides(routine, n)].index(shared) for n in range(len(jobs))]
+        terms = [term_costs(environment, job, aimed) for job, aimed in zip(jobs, asks)]
+        common = common_placement(terms, targets[shared]) or targets[shared].spec
+        aims = [replace(t, spec=common) if i == shared else t for i, t in enumerate(targets)]
+        jobs = [_gradient_job(routine, n, cotangents, residuals, aims, mirrored) for n in range(len(outputs))]
+        settling = settle(environment, common, targets[shared])
+    return _gradient_routine(routine, held, targets, shared, jobs, [find(environment, job) for job in jobs], settling)
+
+
+def backward_tensors(
+    routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], kept: Sequence[Spec]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What the backward routine of `routine` takes, the cotangents and then the residuals, and what it gives."""
+    cotangents = [
+        replace(t, spec=t.spec.without_partial(), name=_numbered("cotangent", i, outputs))
+        for i, t in enumerate(outputs)
+    ]
+    residuals = [replace(inputs[m.source], spec=spec) for m, spec in zip(routine.moves, kept)]
+    targets = [replace(t, spec=t.spec.without_partial(), name=f"gradient of {t.name}") for t in inputs]
+    return [*cotangents, *residuals], targets
+
+
+def _numbered(name: str, i: int, many: Sequence) -> str:
+    return name if len(many) == 1 else f"{name} {i + 1}"
+
+
+def _contributed_twice(routine: Routine) -> int | None:
+    """The operand that several products share, whose cotangent is a sum; None where there is none."""
+    sources = [routine.moves[m].source for p in routine.products for m in (p.left, p.right) if m is not None]
+    return next((source for source in sources if sources.count(source) > 1), None)
+
+
+def _sides(routine: Routine, output: int) -> list[tuple[int, int | None]]:
+    """For one output's cotangent: which move's cotangent each product gives, and the other move it needs for that."""
+    sides = []
+    for p in routine.outputs[output].products:
+        product = routine.products[p]
+        sides.append((product.left, product.right))
+        if product.right is not None:
+            sides.append((product.right, product.left))
+    return sides
+
+
+def _gradient_job(routine: Routine, output: int, cotangents, residuals, aims, mirrored: bool) -> Job:
+    sides = _sides(routine, output)
+    rights = tuple(None if other is None else len(cotangents) + other for _, other in sides)
+    pinned = _mirror(routine, output, cotangents[output].spec) if mirrored else None
+    contractions = tuple(
+        Contraction(
+            None if other is None else residuals[other],
+            aims[routine.moves[own].source],
+            None if other is None or pinned is None else routine.moves[other].spec,
+        )
+        for own, other in sides
+    )
+    return Job(output, cotangents[output], rights, contractions, pinned)
+
+
+def _mirror(routine: Routine, output: int, cotangent: Spec) -> Spec | None:
+    """Where the local einsums of an output leave it, in the cotangent's order; None where several terms differ."""
+    left = {routine.products[p].einsum.after.without_partial() for p in routine.outputs[output].products}
+    if len(left) != 1:
+        return None
+    result = left.pop()
+    return Spec(cotangent.dims, tuple(result.axes_of(dim) if dim in result.dims else () for dim in cotangent.dims))
+
+
+def _gradient_routine(routine: Routine, inputs, targets, shared: int | None, jobs, found, settling) -> Routine:
+    builder, products = Builder(inputs), {i: [] for i in range(len(targets))}
+    for n, (job, each) in enumerate(zip(jobs, found)):
+        for (own, _), product in zip(_sides(routine, n), builder.run(job, each)):
+            products[routine.moves[own].source].append(product)
+    for i, target in enumerate(targets):
+        builder.outputs.append(Output(tuple(products[i]), target.spec, settling if i == shared else ()))
+    return builder.routine()
+
+
+@dataclass(frozen=True)
+class GradientPart:
+    """One operand's part of a backward routine.
+
+    Attributes:
+        equation: what it computes.
+        routine: its moves, products and output.
+        dtypes: of its operands.
+        inputs, outputs: its tensors.
+        overlap: what of it overlaps.
+        share: of the seconds that the whole routine sends.
+    """
+
+    equation: Equation
+    routine: Routine
+    dtypes: tuple[str, ...]
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    overlap: Overlap
+    share: float
+
+
+def parts(
+    backward: Routine, held: Sequence[Tensor], targets: Sequence[Tensor], overlap: Overlap
+) -> Iterator[GradientPart]:
+    """Divide a backward routine by operand. A step that several need stands in the first of them only.
+
+    Args:
+        backward: the routine of all cotangents.
+        held, targets: its tensors, as `backward_tensors` returns them.
+        overlap: of the whole routine.
+    """
+    claimed: set[int] = set()
+    for number, target in enumerate(targets):
+        output = backward.outputs[number]
+        products = [backward.products[p] for p in output.products]
+        needed = list(dict.fromkeys(m for p in products for m in (p.left, p.right) if m is not None))
+        moves = tuple(replace(backward.moves[m], steps=()) if m in claimed else backward.moves[m] for m in needed)
+        own = overlap.part([m if m not in claimed else -1 for m in needed], number)
+        claimed.update(needed)
+        local = tuple(
+            replace(p, left=needed.index(p.left), right=None if p.right is None else needed.index(p.right))
+            for p in products
+        )
+        sources = [[backward.moves[m].source for m in (p.left, p.right) if m is not None] for p in products]
+        terms = tuple(Term(tuple(Operand((held[source].spec,)) for source in pair)) for pair in sources)
+        output = replace(output, products=tuple(range(len(local))))
+        routine = Routine(backward.inputs, moves, local, (output,))
+        dtypes = tuple(held[source].dtype for pair in sources for source in pair)
+        equation, share = Equation(terms, (output.spec,)), _sent(routine) / (_sent(backward) or 1.0)
+        yield GradientPart(equation, routine, dtypes, tuple(held), (target,), own, share)
+
+
+def _sent(routine: Routine) -> float:
+    """The seconds of its collectives."""
+    return sum(step.seconds for step in routine.steps if step.is_collective)
