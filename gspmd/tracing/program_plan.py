@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from rich.console import Group
 from rich.text import Text
 
-from gspmd.display.console import Printed, printable
+from gspmd.display.plain import printable
+from gspmd.display.printed import Printed
 from gspmd.display.tables import Column, Sheet, counted
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
 from gspmd.planner.drawing import COLORS
