@@ -15,6 +15,7 @@ from gspmd.audit import Parting, Report, Topology, Verification, timeline, topol
 from gspmd.audit.hlo import Array, parse
 from gspmd.audit.offline import memory
 from gspmd.display import console as printing
+from gspmd.display.printed import Printed
 from gspmd.hardware.chips import CHIPS
 from gspmd.layouts import rank
 from gspmd.tracing.program_plan import of_equation
@@ -119,7 +120,7 @@ def test_without_unicode_every_character_has_a_plain_one(name, show, monkeypatch
 def test_narrow_terminals_keep_names_and_amounts(name, columns, monkeypatch, objects):
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = str(objects[name]).splitlines()
-    if isinstance(objects[name], printing.Printed):  # the others are lines of text, which a terminal folds itself
+    if isinstance(objects[name], Printed):  # the others are lines of text, which a terminal folds itself
         assert max(map(len, lines)) <= columns
     text = " ".join(" ".join(lines).split())
     assert [word for word in SHOWN[name] if word not in text] == []

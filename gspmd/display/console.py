@@ -1,7 +1,8 @@
 """How tables and figures reach a reader: as wide as the terminal, in characters that it has, and in notebooks as HTML.
 
-Everything that is printed comes through here: `console` for what a program says, `Printed` for objects that `print`
-and notebooks show, `printable` (of `gspmd.display.plain`) for one line. What tables are made of is in `tables`.
+Everything that is printed comes through here: `console` for what a program says, `text` and `html` for objects that
+`print` and notebooks show (`gspmd.display.printed`), `printable` (`gspmd.display.plain`) for one line. Tables
+are made in `tables`.
 """
 
 import os
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from gspmd.display.plain import HANDLER, printable
 
-__all__ = ["Printed", "columns", "console", "html", "never_fail", "printable", "text"]
+__all__ = ["columns", "console", "html", "never_fail", "printable", "text"]
 
 _WIDE = 140
 """Columns of a page that is no terminal."""
@@ -67,13 +68,3 @@ def text(renderable: Any, width: int | None = None) -> str:
     with recorder.capture() as captured:
         recorder.print(renderable)
     return printable(captured.get())
-
-
-class Printed:
-    """What `print` and a notebook show whole, by its `__rich__`; its `repr` is one line."""
-
-    def __str__(self) -> str:
-        return text(self)
-
-    def _repr_html_(self) -> str:
-        return html(self)

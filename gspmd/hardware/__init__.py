@@ -1,1 +1,1 @@
-"""What the machine can do: chips, and the seconds that bytes and products take on them."""
+"""Hardware: figures of chips, and the seconds of collectives and matrix products on them."""

@@ -1,4 +1,4 @@
-"""What a chip can do: one row of chips.toml each, with the public source of every figure."""
+"""Chips: the figures of one device, from chips.toml, which cites a public source for each."""
 
 import tomllib
 from collections.abc import Mapping
@@ -8,62 +8,42 @@ from math import prod
 from types import MappingProxyType
 from typing import Any
 
-from rich.markup import escape
-
 from gspmd.annotate.errors import PlanError, shown, suggestion
-from gspmd.display.console import Printed, printable
-from gspmd.display.tables import Column, Sheet
-from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds
+from gspmd.display.printed import Printed
 from gspmd.frozen import FrozenDict
 
 
 @dataclass(frozen=True, repr=False)
 class Chip(Printed):
-    """Figures of one chip, in bytes, seconds and FLOPs; of one device, where JAX shows a chip as two.
+    """Figures of one device in bytes, seconds and FLOPs: a chip, or half of one where JAX shows a chip as two devices.
 
-    A node is what these links connect: 8 GPUs behind an NVLink switch, 72 in a rack, the largest slice of a TPU.
-    Devices fill nodes in the order of the mesh. Without `node_devices` they are one node, however many there are.
+    A node is the set of devices that these links connect: 8 GPUs behind an NVLink switch, 72 in a rack, the largest
+    slice of a TPU. Devices fill nodes in the order of the mesh. Without `node_devices` all devices are one node.
 
     Raises:
-        PlanError: a chip that comes in nodes has no network between them.
+        PlanError: `node_devices` is given without `network_bandwidth`.
 
-    Source: chips.toml names the document of each figure; `Chip.source` holds the same text.
+    Source: chips.toml cites a document for each figure; `Chip.source` holds the same text.
     """
 
     name: str
-    #: dense bfloat16 matrix products, FLOP/s
-    bf16_flops: float
-    #: float32 matrix products at full precision, FLOP/s
-    float32_flops: float
-    #: capacity of the high-bandwidth memory, bytes
-    hbm_bytes: int
-    #: between that memory and the chip, bytes/s
-    hbm_bandwidth: float
-    #: one link in one direction, bytes/s
-    link_bandwidth: float
-    #: links of one chip: two per torus dimension, all those into the switch, or one for each peer
-    links: int
-    #: dimensions of the torus, 0 for a switch or a full mesh
-    torus: int
-    #: a mesh axis has wrap-around links when this divides its size
-    wrap_multiple: int
-    #: latency of one hop, seconds
-    hop_seconds: float
-    #: cycles/s of the matrix unit
-    clock: float
-    #: names that JAX gives the device
-    device_kinds: tuple[str, ...] = ()
+    bf16_flops: float  #: dense bfloat16 matrix products, FLOP/s
+    float32_flops: float  #: float32 matrix products at full precision, FLOP/s
+    hbm_bytes: int  #: capacity of the high-bandwidth memory, bytes
+    hbm_bandwidth: float  #: bandwidth of that memory, bytes/s
+    link_bandwidth: float  #: bandwidth of one link in one direction, bytes/s
+    links: int  #: links of one chip: two per torus dimension, all links into the switch, or one per peer of a full mesh
+    torus: int  #: dimensions of the torus, 0 for a switch or a full mesh
+    wrap_multiple: int  #: a mesh axis has wrap-around links if its size is a multiple of this
+    hop_seconds: float  #: latency of one hop, seconds
+    clock: float  #: cycles/s of the matrix unit
+    device_kinds: tuple[str, ...] = ()  #: values of `jax.Device.device_kind`
     source: Mapping[str, str] = field(default_factory=FrozenDict, compare=False, repr=False)
-    #: every link leads to one peer of its own, and there is no switch
-    full_mesh: bool = False
-    #: latency of a collective besides its hops, seconds
-    start_seconds: float = 0.0
-    #: devices that these links connect; 0 for any number
-    node_devices: int = 0
-    #: of one device into the network between nodes, in one direction, bytes/s
-    network_bandwidth: float = 0.0
-    #: latency of a step over that network, seconds
-    network_seconds: float = 0.0
+    full_mesh: bool = False  #: whether each link leads to one peer, without a switch
+    start_seconds: float = 0.0  #: latency of starting a collective, in addition to its hops, seconds
+    node_devices: int = 0  #: devices of one node; 0 for any number
+    network_bandwidth: float = 0.0  #: bandwidth of one device into the network between nodes, in one direction, bytes/s
+    network_seconds: float = 0.0  #: latency of one step over that network, seconds
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", FrozenDict(self.source))
@@ -75,16 +55,16 @@ class Chip(Printed):
 
     @property
     def is_switch(self) -> bool:
-        """Whether every peer of a node is one hop away: on a switch, or at the end of a link of its own."""
+        """Whether all peers of a node are one hop away: through a switch, or in a full mesh."""
         return self.torus == 0
 
     @property
     def egress_bandwidth(self) -> float:
-        """Bytes/s that one chip can send over all its links together, in one direction each."""
+        """Bytes/s that one chip sends when all its links are busy, in one direction each."""
         return self.links * self.link_bandwidth
 
     def nodes(self, mesh: Mapping[str, int]) -> int:
-        """Nodes that the devices of a mesh fill; for a TPU, slices.
+        """Number of nodes (slices, of a TPU) that the devices of a mesh fill.
 
         >>> CHIPS["h100"].nodes({"data": 32, "model": 8}), CHIPS["tpu-v4"].nodes({"data": 32, "model": 8})
         (32, 1)
@@ -92,7 +72,7 @@ class Chip(Printed):
         return -(-prod(mesh.values()) // self.node_devices) if self.node_devices else 1
 
     def describe(self, mesh: Mapping[str, int]) -> str:
-        """The chip's name, and over how many nodes a mesh of it is spread, where it is more than one.
+        """The chip's name, with the number of nodes where a mesh spans more than one.
 
         >>> CHIPS["h100"].describe({"data": 32, "model": 8}), CHIPS["h100"].describe({"model": 8})
         ('h100 · 32 nodes of 8', 'h100')
@@ -103,85 +83,56 @@ class Chip(Printed):
         return f"{self.name} · {nodes} {'nodes' if self.is_switch else 'slices'} of {full}{self.node_devices}"
 
     def wraps(self, size: int) -> bool:
-        """Whether a mesh axis of `size` chips, laid along one torus axis, closes into a ring."""
+        """Whether a mesh axis of `size` chips along one torus axis is a ring (has wrap-around links)."""
         return size % self.wrap_multiple == 0
 
     def flops(self, dtype: str) -> float:
-        """FLOP/s of a matrix product whose operands have this dtype (by name)."""
+        """Peak FLOP/s of a matrix product with operands of this dtype (a name)."""
         return self.float32_flops if dtype in ("float32", "float64") else self.bf16_flops
 
-    def __rich__(self) -> Sheet:
-        sheet = Sheet(self.name, (Column("figure"), Column("", "right"), Column("source", folds=True)))
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name not in ("name", "source") and (value or each.name in self.source):
-                sheet.add(each.name, escape(_figure(each.name, value)), escape(self.source.get(each.name, "")))
-        return sheet
+    def _figures(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("name", "source")}
+
+    def __rich__(self) -> Any:
+        from gspmd.hardware.printing import table  # printing needs rich, planning does not
+
+        return table(self.name, self._figures(), self.source)
 
     def __repr__(self) -> str:
-        memory = f"{amount_of_bytes(self.hbm_bytes)} at {_figure('hbm_bandwidth', self.hbm_bandwidth)}"
-        links = f"{self.links} links of {_figure('link_bandwidth', self.link_bandwidth)}"
-        figures = f"{_figure('bf16_flops', self.bf16_flops)} in bfloat16, {memory}, {links}"
-        return printable(f"<Chip {self.name!r}: {figures}; print it for its sources>")
+        from gspmd.hardware.printing import line
 
-
-def _figure(name: str, value: Any) -> str:
-    """A figure in its unit, which the end of its name says."""
-    match name.rpartition("_")[2]:
-        case "flops":
-            return f"{amount_of_flops(value)}/s"
-        case "bytes":
-            return amount_of_bytes(value)
-        case "bandwidth":
-            return f"{amount_of_bytes(value)}/s"
-        case "seconds":
-            return amount_of_seconds(value)
-        case "clock":
-            return f"{value / 1e9:.3g} GHz"
-        case "kinds":
-            return ", ".join(value)
-    return ("no", "yes")[value] if isinstance(value, bool) else str(value)
+        return line(self.name, self._figures())
 
 
 def _load() -> dict[str, Chip]:
     table = tomllib.loads(files(__package__).joinpath("chips.toml").read_text())
-    return {name: _chip(name, dict(row)) for name, row in table.items()}
-
-
-def _chip(name: str, row: dict) -> Chip:
-    source = row.pop("source")
-    kinds = tuple(row.pop("device_kinds"))
-    return Chip(name=name, device_kinds=kinds, source=source, **row)
+    return {name: Chip(name, **row | {"device_kinds": tuple(row["device_kinds"])}) for name, row in table.items()}
 
 
 CHIPS: Mapping[str, Chip] = MappingProxyType(_load())
 
 
 def chip(name: "str | Chip") -> Chip:
-    """The figures of a chip by its name in chips.toml.
+    """Look a chip up by its name in chips.toml.
 
     Args:
-      name: one of `CHIPS`, such as `tpu-v4`, `tpu7x` or `h200`; a `Chip` is returned as it is.
+        name: one of `CHIPS`, such as `tpu-v4`, `tpu7x` or `h200`; a `Chip` is returned as it is.
 
     Raises:
-      PlanError: no chip has this name.
+        PlanError: no chip has this name.
 
     Example:
-      >>> chip("tpu-v4").bf16_flops / 1e12
-      275.0
+        >>> chip("tpu-v4").bf16_flops / 1e12
+        275.0
     """
     if isinstance(name, Chip):
         return name
     if not isinstance(name, str) or name not in CHIPS:
-        raise PlanError(_unknown(name))
+        near = suggestion(str(name).lower().replace("_", "-").replace(" ", "-"), CHIPS)
+        raise PlanError(f"no chip is called {shown(name)}.\n  {near}Known chips: {', '.join(CHIPS)}.")
     return CHIPS[name]
 
 
 def chip_of_device(device_kind: str) -> Chip | None:
-    """The chip that JAX calls `device_kind` (`jax.Device.device_kind`), or None where chips.toml has none."""
+    """Look a chip up by `jax.Device.device_kind`; None if chips.toml has no such chip."""
     return next((row for row in CHIPS.values() if device_kind in row.device_kinds), None)
-
-
-def _unknown(name: str) -> str:
-    near = suggestion(str(name).lower().replace("_", "-").replace(" ", "-"), CHIPS)
-    return f"no chip is called {shown(name)}.\n  {near}Known chips: {', '.join(CHIPS)}."

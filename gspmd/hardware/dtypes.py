@@ -1,4 +1,4 @@
-"""Dtypes by name: how many bytes a number takes, what crosses a wire, and what two of them make together."""
+"""Dtypes by name: bytes per element, the dtype that crosses the wire, and the joint dtype of operands."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -11,7 +11,7 @@ from gspmd.annotate.errors import PlanError, shown
 
 
 def dtype_name(dtype: Any) -> str:
-    """The name of a dtype, however it is written; the names that numpy lacks come from ml_dtypes, which JAX installs.
+    """The canonical name of a dtype given as a name, a numpy dtype or a scalar type, those of ml_dtypes included.
 
     Raises:
         PlanError: there is no such dtype.
@@ -20,10 +20,10 @@ def dtype_name(dtype: Any) -> str:
         >>> dtype_name("bfloat16"), dtype_name(np.float32)
         ('bfloat16', 'float32')
     """
-    is_array = hasattr(dtype, "__array__") and not isinstance(dtype, type)  # which has a dtype, and is none
+    is_array = hasattr(dtype, "__array__") and not isinstance(dtype, type)  # numpy would take its dtype
     try:
         found = None if is_array else np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
-    except (TypeError, ValueError, SyntaxError):  # a SyntaxError of numpy's own little language, "2i,"
+    except (TypeError, ValueError, SyntaxError):  # numpy parses strings such as "2i," as struct dtypes
         found = None
     numeric = found is not None and (found.kind in "biufc" or hasattr(ml_dtypes, found.name))
     if dtype is None or not numeric:  # None is float64 to numpy
@@ -41,7 +41,7 @@ def itemsize(dtype: str) -> int:
 
 
 def wire_of(dtype: str, *, summed: bool) -> str:
-    """The dtype in which such numbers travel: collectives take nothing smaller than a byte, and add no booleans.
+    """The dtype on the wire: collectives send whole bytes, and sum booleans as int32.
 
     >>> wire_of("bfloat16", summed=True), wire_of("int4", summed=False), wire_of("bool", summed=True)
     ('bfloat16', 'int8', 'int32')
@@ -55,14 +55,14 @@ _WHOLE_BYTES = {"int4": "int8", "uint4": "uint8", "float4_e2m1fn": "float8_e4m3f
 
 
 def joint_dtype(equation: object, dtypes: Sequence[str]) -> str:
-    """The dtype of a product of arrays of these dtypes; of 64 bits too, whether or not JAX has been told to have them.
+    """The dtype of a product by JAX's rules of promotion; 64-bit dtypes stay, whatever jax_enable_x64 says.
 
     Raises:
         PlanError: JAX's rules of promotion have none.
     """
     if len({*dtypes}) == 1:
         return dtype_name(dtypes[0])
-    import jax.numpy as jnp  # whose rules these are; nothing else in planning needs JAX
+    import jax.numpy as jnp  # only here does planning need JAX
 
     try:
         return reduce(jnp.promote_types, map(jnp.dtype, dtypes)).name
@@ -71,7 +71,7 @@ def joint_dtype(equation: object, dtypes: Sequence[str]) -> str:
 
 
 def no_joint(equation: object, dtypes: Sequence) -> str:
-    """The error of dtypes that have no joint one."""
+    """The message for operands without a joint dtype."""
     return (
         f"cannot compute '{equation}': by JAX's rules of promotion {', '.join(map(str, dtypes))} have no joint dtype.\n"
         "  Cast the operands to one dtype."

@@ -1,8 +1,8 @@
-"""What a step costs: bytes one device sends, and seconds on a chip's links.
+"""Bytes that one device sends in a collective, and the seconds it takes on the links of a chip.
 
-The byte counts are those of ring algorithms; the times follow the roofline of the public *scaling book* (jax-ml, parts
-1 to 3, and 12 for GPUs): bandwidth over the rings that the step can use at once, plus a start and one hop of latency
-per neighbour passed. What leaves a node goes over the network between nodes.
+Bytes are those of ring algorithms. Seconds follow the roofline of the *scaling book* (jax-ml, parts 1 to 3, and 12 for
+GPUs): bytes over the bandwidth of all rings that can be used at once, plus the latency of a start and of each hop.
+Between nodes, bytes go over the network.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ from gspmd.hardware.chips import Chip
 
 
 def wire_bytes(kind: str, group: int, buffer: float) -> int:
-    """Bytes that one device sends in a collective.
+    """Bytes that one device sends in a collective: buffer (K-1)/K in a group of K, twice that in an all-reduce.
 
     Args:
         kind: one of all-gather, reduce-scatter, all-reduce, all-to-all, collective-permute, slice, einsum.
-        group: number of devices that take part together.
-        buffer: bytes per device of the larger of the step's input and output.
+        group: number of devices that communicate with each other.
+        buffer: bytes per device of the larger of input and output.
 
     Example:
         >>> wire_bytes("all-gather", 4, 1024), wire_bytes("all-reduce", 4, 1024)
@@ -38,13 +38,13 @@ def wire_bytes(kind: str, group: int, buffer: float) -> int:
     return int(passes * buffer * (group - 1) // group)
 
 
-class Wait(NamedTuple):
-    """What a collective takes, when it has all links for itself.
+class Occupancy(NamedTuple):
+    """How long a collective keeps links and network busy, when nothing else uses them.
 
     Attributes:
-        links: seconds for which it fills the links of its node.
-        network: seconds for which it fills the network between nodes, at the same time.
-        latency: seconds beside those, which do not depend on the bytes.
+        links: seconds for which the links of a node are busy.
+        network: seconds for which the network between nodes is busy, at the same time.
+        latency: seconds in addition, whatever the bytes.
     """
 
     links: float
@@ -53,26 +53,26 @@ class Wait(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """All of them: links and network work side by side."""
+        """Seconds of the whole collective: max(links, network) + latency."""
         return max(self.links, self.network) + self.latency
 
 
 WHOLE_GATHER = 16
-"""Devices of a TPU slice up to which a gather over all of them stays one collective; a larger one runs in two parts,
-since the compiler would make an all-reduce of it, with twice the bytes (`gspmd.lowerings.blocking.tpu`)."""
+"""Largest TPU slice on which an all-gather over all devices is one collective. On larger ones it runs in two parts, for
+the compiler would replace it by an all-reduce with twice the bytes (`gspmd.lowerings.blocking.tpu`)."""
 
 
 def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
-    """Seconds of one collective over `axes`, each mesh axis being one torus axis of the chip (or all of a switch).
+    """Seconds of one collective; a mesh axis is one torus axis, or part of a switch.
 
-    Devices are numbered as they stand in the mesh, the last axis fastest, and fill the chip's nodes in that order.
+    Devices are numbered in row-major order of the mesh (last axis fastest), and fill nodes in that order.
 
     Args:
         kind: as for `wire_bytes`.
         axes: mesh axes over which it runs.
         mesh: sizes of all mesh axes, in their order.
-        buffer: bytes per device of the larger of the step's input and output.
-        chip: that runs it.
+        buffer: bytes per device of the larger of input and output.
+        chip: the hardware.
 
     Example:
         >>> from gspmd.hardware.chips import chip
@@ -92,11 +92,11 @@ def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], 
         all_axes = tuple(mesh.items())
         near = sharing_node(axes, all_axes, chip.node_devices)
         sizes = [sharing_node((axis,), all_axes, chip.node_devices) for axis in axes]
-    return wait(kind, sizes, group, near, buffer, chip).seconds
+    return occupancy(kind, sizes, group, near, buffer, chip).seconds
 
 
 def _in_parts(first: Sequence[str], axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
-    """Seconds of a gather over some axes, and then over the others, which bring the rest of the buffer."""
+    """Seconds of an all-gather over the axes `first`, followed by one over the others."""
     rest = [axis for axis in axes if axis not in first]
     small = buffer / prod(mesh[axis] for axis in rest)
     return collective_seconds("all-gather", first, mesh, small, chip) + collective_seconds(
@@ -104,80 +104,68 @@ def _in_parts(first: Sequence[str], axes: Sequence[str], mesh: Mapping[str, int]
     )
 
 
-def wait(kind: str, sizes: Sequence[int], group: int, near: int, buffer: float, chip: Chip) -> Wait:
-    """What a collective over more than one device takes.
+def occupancy(kind: str, sizes: Sequence[int], group: int, near: int, buffer: float, chip: Chip) -> Occupancy:
+    """How long a collective keeps links and network busy.
 
-    Within a node, a ring per torus axis, or the switch. Of a group that is spread over nodes, the members on one node
-    share among them what comes from the others, and all devices use their way into the network at once:
+    With a buffer S, a group of K devices, m of them on each node, and bandwidths W:
 
-        all-gather, reduce-scatter:  max(S (K-1)/K / links, S (1/m - 1/K) / network)
-        all-to-all:                  max(the node's, S (1 - m/K) / network)
-        permute:                     S / network
+        all-gather, reduce-scatter:  max(S (K-1)/K / W_links, S (1/m - 1/K) / W_network)
+        all-reduce:                  twice that
+        all-to-all:                  max(seconds in the node, S (1 - m/K) / W_network)
+        permute:                     S / W_network
 
-    with S the buffer, K the group and m its members on a node; an all-reduce is the first twice.
+    In a node the links are a ring per torus axis, or a switch. The m devices of a node divide among them what comes
+    from other nodes, and all use the network at once.
 
     Args:
-        kind: of collective, no slice and no einsum.
-        sizes: of the rings that it has on one node's torus; a switch has none.
-        group: devices that take part together.
-        near: the fewest of them that share a node; `group` where it leaves none.
-        buffer: bytes per device of the larger side.
-        chip: that runs it.
+        kind: as for `wire_bytes`, but neither slice nor einsum.
+        sizes: sizes of the rings in a node's torus; without effect on a switch.
+        group: K, more than 1.
+        near: m, the fewest on any node; K if the group lies on one node.
+        buffer: S, bytes per device of the larger of input and output.
+        chip: the hardware.
 
     Source: jax-ml scaling book, part 12, 'Cross-node collectives'; its W_node egress is m times a device's here.
     """
     links = hop = network = away = 0.0
     passes = 2 if kind == "all-reduce" else 1
     if near > 1:
-        inside = _peers if chip.is_switch else _torus
+        inside = _on_switch if chip.is_switch else _on_torus
         links, hop = inside(kind, sizes, group, near, buffer, chip)
     if near < group:
-        network = passes * buffer * _outside(kind, group, near) / chip.network_bandwidth
+        network = passes * buffer * _network_share(kind, group, near) / chip.network_bandwidth
         away = chip.network_seconds
-    return Wait(links, network, chip.start_seconds + passes * (hop + away))
+    return Occupancy(links, network, chip.start_seconds + passes * (hop + away))
 
 
-def _peers(kind: str, sizes: Sequence[int], group: int, near: int, buffer: float, chip: Chip) -> tuple[float, float]:
-    """Of a switch all links lead to every peer; of a full mesh one to each, and only those to members are used."""
+def _on_switch(
+    kind: str, sizes: Sequence[int], group: int, near: int, buffer: float, chip: Chip
+) -> tuple[float, float]:
+    """Seconds and latency: through a switch all links are used, in a full mesh only those to devices of the group."""
     peers = 1 if kind == "collective-permute" else near - 1
     used = min(peers, chip.links) if chip.full_mesh else chip.links
     return wire_bytes(kind, group, buffer) / (used * chip.link_bandwidth), chip.hop_seconds
 
 
-def _torus(kind: str, sizes: Sequence[int], group: int, near: int, buffer: float, chip: Chip) -> tuple[float, float]:
-    """A ring that closes sends both ways at once, one that does not half as much; rings are used side by side."""
+def _on_torus(kind: str, sizes: Sequence[int], group: int, near: int, buffer: float, chip: Chip) -> tuple[float, float]:
+    """Seconds and latency on rings used at the same time, each in both directions if it has wrap-around links."""
     sizes = [size for size in sizes if size > 1]
-    if not sizes:  # nodes cut the axes so that members share one, but none along an axis: one link, one hop
+    if not sizes:  # some devices of the group share a node, but no two along one axis: one link, one hop
         return wire_bytes(kind, group, buffer) / chip.link_bandwidth, chip.hop_seconds
-    latency = chip.hop_seconds * sum([hops(size, chip) for size in sizes])
+    # To the farthest device: half of a ring, the whole of a line.
+    latency = chip.hop_seconds * sum([size // 2 if chip.wraps(size) else size - 1 for size in sizes])
     if kind in ("all-to-all", "collective-permute"):
-        shared = [size / 8 if chip.wraps(size) else size / 4 for size in sizes]
-        if kind == "collective-permute":  # one path per piece; a long ring is shared like in an all-to-all
-            shared += [1.0 if chip.wraps(size) else 2.0 for size in sizes]
-        return buffer * max(shared) / chip.link_bandwidth, latency
+        load = [size / 8 if chip.wraps(size) else size / 4 for size in sizes]  # buffers that cross the busiest link
+        if kind == "collective-permute":  # one path per shard, and on a long ring as many as in an all-to-all
+            load += [1.0 if chip.wraps(size) else 2.0 for size in sizes]
+        return buffer * max(load) / chip.link_bandwidth, latency
     closed = min(len([size for size in sizes if chip.wraps(size)]), chip.torus)
-    links = closed + min(len(sizes), chip.torus)  # two of a ring that closes, one of others, and these come last
+    links = closed + min(len(sizes), chip.torus)  # two of each ring with wrap-around links, one of each other
     return wire_bytes(kind, group, buffer) / (links * chip.link_bandwidth), latency
 
 
-def neighbour(axis: str, mesh: Mapping[str, int], chip: Chip) -> tuple[float, float]:
-    """Of a step along a ring over one mesh axis: bytes/s to the next device, and the seconds besides.
-
-    A step is over when its slowest pair is done, so one pair of different nodes puts all of it on the network.
-
-    Example:
-        >>> from gspmd.hardware.chips import chip
-        >>> [neighbour(axis, {"x": 4, "y": 8}, chip("h100"))[0] / 1e9 for axis in ("x", "y")]
-        [50.0, 450.0]
-    """
-    size, latency = mesh[axis], chip.start_seconds + chip.hop_seconds
-    if chip.nodes(mesh) > 1 and sharing_node((axis,), tuple(mesh.items()), chip.node_devices) < size:
-        return chip.network_bandwidth, latency + chip.network_seconds
-    return chip.egress_bandwidth if chip.is_switch and not chip.full_mesh else chip.link_bandwidth, latency
-
-
-def _outside(kind: str, group: int, near: int) -> float:
-    """The part of its buffer that one device brings to its node over the network, or sends from there."""
+def _network_share(kind: str, group: int, near: int) -> float:
+    """The fraction of its buffer that one device exchanges with other nodes."""
     if kind == "collective-permute":
         return 1.0
     away = 1 - near / group
@@ -186,9 +174,9 @@ def _outside(kind: str, group: int, near: int) -> float:
 
 @lru_cache(maxsize=4096)
 def sharing_node(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], node: int) -> int:
-    """The fewest members of a group over these axes that share a node of so many devices.
+    """The fewest devices of any group over `axes` that share a node of `node` devices.
 
-    Where axes and nodes do not nest, they are counted; in a mesh of over a million devices, it is 1 then, the dearest.
+    Where axes and nodes do not nest, they are counted; 1, the slowest case, if the mesh then has over 2^20 devices.
 
     Example:
         >>> mesh = (("data", 4), ("model", 4))
@@ -197,7 +185,7 @@ def sharing_node(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], node:
     """
     inside, stride = 1, 1
     for axis, size in reversed(mesh):
-        room = max(1, node // stride)  # how many steps along this axis stay on a node
+        room = max(1, node // stride)  # neighbours along this axis that lie on one node
         nests = node % stride == 0 or stride % node == 0
         if not nests or (size % room and room % size):
             return _fewest(axes, mesh, node)
@@ -216,21 +204,16 @@ def _fewest(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], node: int)
 
 
 def fewest_together(groups: Sequence[Sequence[int]], node: int) -> int:
-    """The fewest members of any group that share a node of so many devices; `groups` hold numbers of devices.
+    """The fewest devices of any group that share a node of `node` devices; `groups` hold device numbers.
 
     >>> fewest_together([(0, 1, 2), (8, 9, 15)], 8), fewest_together([(0, 1, 8)], 8)
     (3, 1)
     """
     where = np.sort(np.asarray(groups) // node, axis=1)
-    starts = np.flatnonzero(np.diff(where, axis=1, prepend=-1).reshape(-1))  # a group's first member starts one, too
+    starts = np.flatnonzero(np.diff(where, axis=1, prepend=-1).reshape(-1))  # where another node begins in a row
     return int(np.diff(starts, append=where.size).min())
 
 
-def hops(size: int, chip: Chip) -> int:
-    """Hops to the farthest neighbour on a mesh axis: half the ring where it closes, its length where it does not."""
-    return size // 2 if chip.wraps(size) else size - 1
-
-
 def einsum_seconds(flops: float, memory_bytes: float, dtype: str, chip: Chip) -> float:
-    """Seconds of a local einsum: the slower of the matrix unit and the memory (roofline)."""
+    """Seconds of a local einsum (roofline): max(flops / peak, bytes / memory bandwidth)."""
     return max(flops / chip.flops(dtype), memory_bytes / chip.hbm_bandwidth)

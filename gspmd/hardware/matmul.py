@@ -1,8 +1,8 @@
-"""What a local product of matrices costs on a chip, the loss in thin ones included.
+"""Seconds of a local matrix product, including the lower efficiency of thin ones.
 
-A peak is reached by large products only. Cut into chunks, a product starts anew for each of them, the other operand
-is read once per chunk, and a chunk of the contracted dimension reads and writes the sum so far. The constants behind
-these figures are fitted to what the TPU compiler estimates (matmul.toml, benchmarks/thin.py).
+Only large products reach a chip's peak. A product cut into chunks pays a start for each chunk, reads its other operand
+once per chunk, and, if the contracted dimension is cut, reads and writes the accumulator once per chunk. The constants
+are fitted to the cycles that the TPU compiler estimates (matmul.toml, benchmarks/thin.py).
 """
 
 import tomllib
@@ -17,13 +17,13 @@ from gspmd.hardware.chips import Chip
 from gspmd.hardware.dtypes import itemsize
 from gspmd.hardware.links import einsum_seconds
 
-#: Seconds by which a product on a chip without a row in matmul.toml exceeds its roofline: assumed, not measured.
+#: Seconds added to the roofline of a product on a chip without a row in matmul.toml: assumed, not measured.
 FALLBACK_OVERHEAD = 2e-6
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a product moves between main memory and the chip: operands, its result, the accumulator in and out."""
+    """Bytes that a product moves through main memory: operands, result, and accumulator (in and out)."""
 
     read: float
     written: float
@@ -31,13 +31,13 @@ class Traffic:
 
     @property
     def bytes(self) -> float:
-        """All of them."""
+        """Total bytes."""
         return self.read + self.written + self.accumulated
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """A row of matmul.toml, which says what each figure means."""
+    """The fitted constants of one chip; matmul.toml explains each."""
 
     overhead_seconds: float
     latency_seconds: float
@@ -55,37 +55,35 @@ class Efficiency:
     def seconds(
         self, sizes: tuple[int, int, int, int], moved: Traffic, dtype: str, chip: Chip, accumulate: bool
     ) -> float:
-        """Seconds of `batch` products [left, contracted] x [contracted, right], done as one."""
+        """Seconds of one product [batch, left, contracted] x [batch, contracted, right]; see `product_seconds`."""
         batch, left, contracted, right = sizes
-        flops = 2 * batch * self._padded(left, right) * _up(contracted, self.depth)
+        flops = 2 * batch * self._padded(left, right) * _round_up(contracted, self.depth)
         matrix = flops / (chip.flops(dtype) * self.matrix_efficiency)
         load = batch * contracted * (left + right) / self.load_rate
         drain = batch * left * right / (self.accumulate_rate if accumulate else self.drain_rate)
         streamed = (moved.read + moved.accumulated) / self.read_efficiency
         memory = (streamed + moved.written / self.write_efficiency) / chip.hbm_bandwidth
         together = hypot(matrix, load, drain, memory)
-        # In n windows the first read and the last write, together/n, hide behind nothing, and every window costs its
-        # start: at the best n that is 2 sqrt(together * start).
+        # The compiler pipelines a product over n windows. The first read and the last write, together / n, overlap with
+        # nothing, and each window costs its start: together / n + n * start, which is 2 sqrt(together * start) at best.
         alone = self.overhead_seconds + (self.latency_seconds if moved.read else 0)
         return alone + together + 2 * sqrt(together * self.window_seconds)
 
     def _padded(self, left: int, right: int) -> int:
-        """Elements of the result in whole tiles; the compiler lays either of its dimensions along the lanes."""
+        """Elements of the result padded to whole tiles; the compiler chooses which dimension lies along the lanes."""
         rows, lanes = self.rows, self.lanes
-        return min(_up(left, rows) * _up(right, lanes), _up(left, lanes) * _up(right, rows))
+        return min(_round_up(left, rows) * _round_up(right, lanes), _round_up(left, lanes) * _round_up(right, rows))
 
 
-def _up(size: int, tile: int) -> int:
+def _round_up(size: int, tile: int) -> int:
     return -(-size // tile) * tile
 
 
 def _load() -> dict[str, Efficiency]:
     table = tomllib.loads(files(__package__).joinpath("matmul.toml").read_text())
-    return {name: _row(**figures) for name, figures in table.items()}
-
-
-def _row(fit: Mapping[str, float], **figures: float) -> Efficiency:
-    return Efficiency(**figures)  # how well they fit is for the reader of the table
+    for row in table.values():
+        row.pop("fit")  # how well the model fits, for readers of the table
+    return {name: Efficiency(**row) for name, row in table.items()}
 
 
 EFFICIENCIES: Mapping[str, Efficiency] = MappingProxyType(_load())
@@ -106,24 +104,25 @@ def product_seconds(
 ) -> float:
     """Seconds of one local product [batch, left, contracted] x [batch, contracted, right] on a chip.
 
-    Of a chip in matmul.toml this is `overhead + t + 2 sqrt(t * window)` with `t` the root of the summed squares of
-    four times: multiplying, every dimension in whole tiles; feeding both operands to the matrix unit; taking the
-    result out; main memory; each at its calibrated rate. They overlap, but not wholly: `t` lies between the slowest
-    and the sum. The rest is what it costs to start, and to fill and empty the pipeline. Symmetric in left and right.
+        overhead + t + 2 sqrt(t * window),  t = sqrt(matrix^2 + load^2 + drain^2 + memory^2)
 
-    Of any other chip (GPUs, a chip of one's own) it is the roofline, `gspmd.hardware.links.einsum_seconds`, plus
-    `FALLBACK_OVERHEAD`: thin products then cost what they move, and their number, and nothing more.
+    on a chip in matmul.toml, each at its fitted rate: `matrix` multiplies, every dimension padded to whole tiles;
+    `load` feeds both operands to the matrix unit; `drain` takes the result out; `memory` is main memory. They overlap
+    in part, so `t` lies between the longest and the sum. The rest is the start, and filling and draining the pipeline.
+    Symmetric in left and right.
+
+    On any other chip: the roofline, `gspmd.hardware.links.einsum_seconds`, plus `FALLBACK_OVERHEAD`.
 
     Args:
         left, contracted, right: sizes on one device.
-        batch: products of these sizes, done as one.
-        dtype: of the operands and of the result.
-        chip: that runs it.
-        accumulate: the result is added to a float32 accumulator [batch, left, right], which is read and written.
-        read_bytes: of the operands, from main memory; by default both, once. Less where one stays on the chip, as
-            weights may that fit there in a loop.
-        accumulator_bytes: of the accumulator, from and to main memory; by default once in and once out. 0 where it
-            stays on the chip: what a loop carries does that, as long as it fits beside everything else.
+        batch: size of all batch dimensions.
+        dtype: of operands and result.
+        chip: the hardware.
+        accumulate: whether the result is added to a float32 accumulator [batch, left, right], read and written.
+        read_bytes: operand bytes read from main memory; by default both operands once. Less where one stays on the
+            chip, as small weights may in a loop.
+        accumulator_bytes: accumulator bytes to and from main memory; by default once in and once out. 0 where it stays
+            on the chip, as a loop's carry does while it fits.
 
     Raises:
         PlanError: there is no such dtype.
@@ -137,11 +136,10 @@ def product_seconds(
         True
 
     Source: cycles that the TPU compiler estimates for products compiled offline; benchmarks/thin.py regenerates them.
-    Over some 280 of them per chip the model is 5 to 7% off in the median, and 15 to 25% at the 90th percentile.
+    Over some 280 products per chip the error is 5 to 7% in the median, and 15 to 25% at the 90th percentile.
 
-    Leaves out: what runs before and after it and may hide its reads; how the compiler picks its windows, from which
-    single shapes differ by a third and more; that large products read operands more than once; that a result may stay
-    on the chip.
+    Leaves out: overlap with what runs before and after; the compiler's choice of windows, by which single shapes differ
+    by a third and more; repeated reads of operands in large products; results that stay on the chip.
     """
     sizes = (batch, left, contracted, right)
     moved = traffic(sizes, dtype, accumulate, read_bytes, accumulator_bytes)
@@ -157,7 +155,7 @@ def traffic(
     read_bytes: float | None = None,
     accumulator_bytes: float | None = None,
 ) -> Traffic:
-    """What a product moves whose operands, and result or float32 accumulator, lie in main memory, unless told."""
+    """Bytes that a product moves; by default operands, and result or float32 accumulator, lie in main memory."""
     batch, left, contracted, right = sizes
     result = batch * left * right
     read = batch * contracted * (left + right) * itemsize(dtype) if read_bytes is None else read_bytes

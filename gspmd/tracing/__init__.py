@@ -1,1 +1,1 @@
-"""Every planned step of a whole function."""
+"""Tracing: the planned steps of a whole function, less those that its compiler merges."""

@@ -1,7 +1,9 @@
-"""What compilers leave of a program's collectives: which they merge, and which they take out of a loop.
+"""How compilers eliminate common subexpressions, and which operations they move out of loops.
 
-Source: programs compiled with jax 0.10.2 for host devices and, with libtpu 0.0.42, for TPU v4; tests/collectives hold
-both to it. In XLA's words: common subexpressions (`HloCSE`) and code motion (`WhileLoopInvariantCodeMotion`).
+In XLA's words: `HloCSE` and `WhileLoopInvariantCodeMotion`.
+
+Source: programs compiled with jax 0.10.2 for host devices and, with libtpu 0.0.42, for TPU v4; tests/tracing hold both
+to it.
 """
 
 from dataclasses import dataclass
@@ -14,36 +16,40 @@ from jax.extend.core import Literal
 
 @dataclass(frozen=True)
 class Compiler:
-    """How a compiler treats values that are the same, or the same in every trip of a loop.
+    """What a compiler does with equal and with loop-invariant values.
 
     Attributes:
-        is_host: whether it is that of host devices. It takes out of all loops around it whatever does not change in
-            them, branches included, and after dropping optimization barriers merges what is equal once more, but for
-            all-reduces. Any other takes an operation out of one loop, and only if what that makes is no larger than
-            what goes in (so no all-gather); what stands behind a barrier it never merges.
+        is_host: whether it compiles for host devices (XLA:CPU). That compiler hoists everything invariant, conditionals
+            included, out of all loops around it; and once it has expanded optimization barriers it eliminates common
+            subexpressions again, all-reduces excepted. Any other compiler hoists an operation out of one loop, and only
+            if its results are no larger than its operands (so no all-gather); it never merges across a barrier.
     """
 
     is_host: bool
 
-    def leaves(self, equation: Any) -> bool:
-        """Whether an operation is taken out of a loop in which its operands do not change."""
-        return self.is_host or not _grows(equation)
+    def hoists(self, equation: Any) -> bool:
+        """Whether a loop-invariant operation is moved out of its loop."""
+        return self.is_host or not _inflates_size(equation)
 
 
 HOST, OTHER = Compiler(True), Compiler(False)
 
 
-def compiler() -> Compiler:
-    """That of the devices in force."""
+def compiler_in_use() -> Compiler:
+    """The compiler of the devices of the current mesh."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return HOST if device is not None and device.device_kind == "cpu" else OTHER
 
 
-def _grows(equation: Any) -> bool:
-    """Whether an operation makes more bytes than go into it, as broadcasting a literal does."""
+def _inflates_size(equation: Any) -> bool:
+    """Whether the results have more bytes than the operands (XLA: `hoist_size_inflating_ops`); literals count as none.
+
+    An operation that broadcasts a literal inflates, whatever its other operands are.
+    """
     arrays = [var.aval for var in equation.invars if not isinstance(var, Literal)]
-    made, taken = (sum(map(_bytes, side)) for side in ([var.aval for var in equation.outvars], arrays))
-    return made > taken or (len(arrays) < len(equation.invars) and any(var.aval.shape for var in equation.outvars))
+    results = [var.aval for var in equation.outvars]
+    has_literals = len(arrays) < len(equation.invars)
+    return sum(map(_bytes, results)) > sum(map(_bytes, arrays)) or (has_literals and any(x.shape for x in results))
 
 
 def _bytes(aval: Any) -> int:

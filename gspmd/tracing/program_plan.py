@@ -1,4 +1,4 @@
-"""The plan of a whole function: its planned steps, each with how often it runs."""
+"""`ProgramPlan`: the planned steps of a whole function, each with how often it runs."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from rich.console import Group
 from rich.text import Text
 
-from gspmd.display.console import Printed, printable
+from gspmd.display.plain import printable
+from gspmd.display.printed import Printed
 from gspmd.display.tables import Column, Sheet, counted
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
 from gspmd.planner.drawing import COLORS
@@ -18,15 +19,15 @@ from gspmd.tracing.steps import hlo_name
 
 @dataclass(frozen=True, repr=False)
 class PlannedStep:
-    """A step of a function's plan.
+    """A step in the plan of a function.
 
     Attributes:
-        step: what it does.
+        step: kind, mesh axes, bytes and seconds of one execution.
         trips: how often it runs.
         equation: the equation it belongs to.
         number: its number among the steps of that equation.
         dtype: what a collective sends, as HLO names it: `f32`, `bf16`; empty in a forecast.
-        first: the equation and number of the step that has moved the same value before, and serves this one too.
+        first: equation and number of an earlier step with the same result, which this one uses instead of running.
     """
 
     step: Step
@@ -38,7 +39,7 @@ class PlannedStep:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one device sends in all trips together."""
+        """Bytes that one device sends, all trips together."""
         return self.step.wire_bytes * self.trips
 
     def __repr__(self) -> str:
@@ -51,13 +52,13 @@ class PlannedStep:
 class ProgramPlan(Printed):
     """All planned steps of a function, in program order; figures are per device and execution.
 
-    A conditional counts its largest branch; a while loop, whose trips nobody knows before it runs, counts once. Under
-    vmap a step counts what the whole batch sends. Programs that the compiler lowers are forecasts, and count whole.
+    A conditional counts its largest branch; a while loop, whose trips are unknown before it runs, counts once. Under
+    vmap a step counts what the whole batch sends. Equations under lowering `xla` are forecasts: all their steps count.
 
     Attributes:
         entries: the steps that run.
-        shared: steps whose value one of the entries moves for them; they send nothing, and nothing here counts them.
-        lowered: the equations that the compiler lowers.
+        shared: steps that use the result of an equal step among the entries; they send nothing, and count nowhere.
+        lowered: the equations under lowering `xla`, whose collectives the compiler chooses.
         notes: what could not be counted.
     """
 
@@ -78,7 +79,7 @@ class ProgramPlan(Printed):
 
     @property
     def size(self) -> tuple[int, float, int]:
-        """Bytes, seconds, operations: by which the largest branch of a conditional is the one that counts."""
+        """Bytes, seconds, operations: the order in which branches of a conditional are compared."""
         return self.wire_bytes, self.seconds, self.flops
 
     @property
@@ -124,7 +125,7 @@ _COLUMNS = (Column("kind"), Column("mesh axes"), Column("count", "right", goes=1
 
 
 def of_equation(plan: Plan) -> ProgramPlan:
-    """The plan of one equation, forward, as that of a program that runs it once."""
+    """The program plan of a single equation, forward, run once."""
     routine, loops = plan.routine, plan.loops
     travels = [gather_of(routine.moves[number]) for number in loops.gathers]
     travels += [scatter_of(routine, number) for number in loops.scatters]

@@ -1,8 +1,8 @@
-"""`gspmd.trace`: every planned step of a whole function, forward and backward, times its loop trips.
+"""`gspmd.trace`: the planned steps of a whole function, forward and backward, times its loop trips.
 
-The function is traced to a jaxpr, dead code is removed, and the planned programs are found in it by the names under
-which `lowerings.program` runs them. Inside one, the steps that are still there are those whose named scope is:
-recomputation under `jax.checkpoint` keeps only the moves that the backward pass needs.
+The function is traced to a jaxpr and dead code is eliminated. Planned programs are recognized by the names under which
+`gspmd.lowerings.program.run` calls them. Of their steps, those are left whose named scope still holds operations: under
+`jax.checkpoint`, recomputation keeps only the moves that the backward pass needs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,16 +10,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.extend.core.primitives import closed_call_p
-from jax.interpreters import partial_eval
+from jax.extend.core import Jaxpr
 
-from gspmd.annotate.errors import PlanError
+from gspmd.annotate.errors import PlanError, article
 from gspmd.lowerings.program import PlannedProgram, program_of
-from gspmd.tracing.compilers import compiler
+from gspmd.tracing.compilers import compiler_in_use
+from gspmd.tracing.jaxprs import all_equations, inner_jaxprs, without_dead_code
 from gspmd.tracing.program_plan import PlannedStep, ProgramPlan
-from gspmd.tracing.steps import scoped
-from gspmd.tracing.value_numbering import Values, inner_jaxprs
+from gspmd.tracing.regions import Region
+from gspmd.tracing.steps import traced_steps
+from gspmd.tracing.value_numbering import Numbering
 
 
 def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
@@ -28,10 +28,11 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
     Args:
         fn: any function that JAX traces, on the current mesh.
         abstract: its arguments, arrays or `jax.ShapeDtypeStruct`; under Explicit axes with their shardings.
+        keywords: its keyword arguments.
 
     Returns:
-        A `ProgramPlan`. What the compiler of the mesh's devices makes once counts once: collectives of the same value,
-        and, as far as it takes them out of loops, those of what does not change from trip to trip.
+        A `ProgramPlan`. What the compiler of the mesh's devices computes once counts once: equal collectives, which it
+        merges, and loop-invariant ones, as far as it hoists them.
 
     Raises:
         PlanError: `fn` is no function, or an argument is neither an array nor stands for one.
@@ -43,24 +44,25 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
         0
     """
     check_call("trace", fn, abstract, keywords)
-    jaxpr = _live(jax.make_jaxpr(fn)(*abstract, **keywords).jaxpr)
-    values = Values(compiler())
-    found = tuple(_walk(jaxpr, values))
-    entries = tuple(entry for entry in found if not entry.first)
-    shared = tuple(entry for entry in found if entry.first)
-    notes = (*dict.fromkeys(_notes(jaxpr)), *_doubts(shared, values))
-    return ProgramPlan(entries, shared, frozenset(_lowered(jaxpr)), notes)
+    jaxpr = without_dead_code(jax.make_jaxpr(fn)(*abstract, **keywords).jaxpr)
+    numbering = Numbering(compiler_in_use())
+    steps = tuple(_steps(jaxpr, Region(numbering)))
+    entries = tuple(step for step in steps if not step.first)
+    shared = tuple(step for step in steps if step.first)
+    lowered = (program.equation for program in _programs(jaxpr) if program.backward is not None)
+    notes = (*dict.fromkeys(_loop_notes(jaxpr)), *_merge_notes(shared, numbering))
+    return ProgramPlan(entries, shared, frozenset(lowered), notes)
 
 
 def check_call(doing: str, fn: Any, arguments: tuple, keywords: Mapping[str, Any] | None = None) -> None:
-    """Refuse what is no function, and arguments that JAX cannot trace.
+    """Check that a function and its arguments can be traced.
 
     Raises:
-        PlanError: with what is there instead.
+        PlanError: `fn` is no function, or an argument is neither an array nor stands for one.
     """
     if not callable(fn):
         raise PlanError(
-            f"cannot {doing} {_a(fn)}: it is no function.\n"
+            f"cannot {doing} {article(type(fn).__name__)}: it is no function.\n"
             "  Give a function and what it is called with, arrays or jax.ShapeDtypeStruct: (fn, x, w)."
         )
     named = {**dict(enumerate(arguments)), **(keywords or {})}
@@ -72,7 +74,7 @@ def check_call(doing: str, fn: Any, arguments: tuple, keywords: Mapping[str, Any
     for where, leaf in leaves:
         if not _is_array(leaf):
             raise PlanError(
-                f"cannot {doing} a function of {_a(leaf)}: argument {where} is {_shown(leaf)}.\n"
+                f"cannot {doing} a function of {article(type(leaf).__name__)}: argument {where} is {_shown(leaf)}.\n"
                 "  Give arrays, jax.ShapeDtypeStruct or numbers; what else it needs, as in lambda x: fn(x, 'train')."
             )
 
@@ -82,105 +84,64 @@ def _is_array(leaf: Any) -> bool:
     return shaped or hasattr(leaf, "__jax_array__") or isinstance(leaf, (int, float, complex, np.generic))
 
 
-def _a(value: Any) -> str:
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
-
-
 def _shown(value: Any) -> str:
     written = repr(value)
     return written if len(written) <= 60 else f"{written[:57]}..."
 
 
-def _live(jaxpr: Jaxpr) -> Jaxpr:
-    return partial_eval.dce_jaxpr(_plain(jaxpr, {}), [True] * len(jaxpr.outvars))[0]
-
-
-def _plain(jaxpr: Jaxpr, done: dict[int, Jaxpr]) -> Jaxpr:
-    """A program in which what has a rule of its own for vmap is a plain call: JAX looks for dead code only in those."""
-    if id(jaxpr) not in done:
-        equations = [_plainly_called(equation, done) for equation in jaxpr.eqns]
-        same = all(new is old for new, old in zip(equations, jaxpr.eqns))
-        done[id(jaxpr)] = jaxpr if same else jaxpr.replace(eqns=equations)
-    return done[id(jaxpr)]
-
-
-def _plainly_called(equation: Any, done: dict[int, Jaxpr]) -> Any:
-    def plain(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(plain, value)) if any(map(_is_program, value)) else value
-        if isinstance(value, ClosedJaxpr):
-            inner = _plain(value.jaxpr, done)
-            return value if inner is value.jaxpr else value.replace(jaxpr=inner)
-        return _plain(value, done) if isinstance(value, Jaxpr) else value
-
-    params = {name: plain(value) for name, value in equation.params.items()}
-    if equation.primitive.name == "custom_vmap_call":
-        return equation.replace(primitive=closed_call_p, params={"call_jaxpr": params["call"]})
-    same = all(params[name] is value for name, value in equation.params.items())
-    return equation if same else equation.replace(params=params)
-
-
-def _is_program(value: Any) -> bool:
-    return isinstance(value, (ClosedJaxpr, Jaxpr))
-
-
 def _programs(jaxpr: Jaxpr) -> Iterator[PlannedProgram]:
-    named = (program_of(each) for each in _all(jaxpr))
+    named = (program_of(each) for each in all_equations(jaxpr))
     return (program for program in named if program is not None)
 
 
-def _lowered(jaxpr: Jaxpr) -> Iterator[str]:
-    return (program.equation for program in _programs(jaxpr) if program.backward is not None)
-
-
-def _notes(jaxpr: Jaxpr) -> Iterator[str]:
-    """The while loops that have steps in them."""
-    for loop in (each for each in _all(jaxpr) if each.primitive.name == "while"):
+def _loop_notes(jaxpr: Jaxpr) -> Iterator[str]:
+    """A note for every while loop with collectives in it."""
+    for loop in (each for each in all_equations(jaxpr) if each.primitive.name == "while"):
         inside = (program for inner in inner_jaxprs(loop) for program in _programs(inner))
         names = dict.fromkeys(each.equation for each in inside if any(step.is_collective for step in each.steps))
         if names:
             yield f"a while loop is planned as one trip, for its trips are not known here; in it: {'; '.join(names)}"
 
 
-def _doubts(shared: Sequence[PlannedStep], values: Values) -> Iterator[str]:
-    """What the compiler may still make twice."""
-    some = [entry for entry in shared if (entry.first, (entry.equation, entry.number)) in values.doubts]
-    sent = sum(entry.wire_bytes for entry in some)
+def _merge_notes(shared: Sequence[PlannedStep], numbering: Numbering) -> Iterator[str]:
+    """A note of the steps that the compiler may compute again after all."""
+    steps = [step for step in shared if (step.first, (step.equation, step.number)) in numbering.uncertain]
+    sent = sum(step.wire_bytes for step in steps)
     if sent:
-        names = "; ".join(dict.fromkeys(entry.equation for entry in some))
+        names = "; ".join(dict.fromkeys(step.equation for step in steps))
         yield (
             f"up to {sent} bytes more may be sent: what is computed again behind a barrier, as under jax.checkpoint, "
             f"is planned as sent once, but XLA merges only what it has fused alike by then; in it: {names}"
         )
 
 
-def _walk(jaxpr: Jaxpr, values: Values, transposed: bool = False) -> Iterator[PlannedStep]:
+def _steps(jaxpr: Jaxpr, region: Region, is_backward: bool = False) -> Iterator[PlannedStep]:
+    """The planned steps of a program; of a conditional those of its largest branch, of a scan of no trips none."""
     for equation in jaxpr.eqns:
-        backward = _transposed(equation, transposed)
+        backward = _is_backward(equation, is_backward)
         program = program_of(equation)
-        values.make(equation)
+        region.visit(equation)
         if program is not None:
-            yield from _steps(equation, program, values, backward)
+            yield from _steps_of_program(equation, program, region, backward)
         elif equation.primitive.name == "cond":
-            yield from max(_called(equation, values, backward), key=_size)
+            yield from max(_called(equation, region, backward), key=_size)
         elif equation.params.get("length") != 0:
-            for steps in _called(equation, values, backward):
+            for steps in _called(equation, region, backward):
                 yield from steps
 
 
-def _called(equation: Any, values: Values, transposed: bool) -> Iterator[list[PlannedStep]]:
+def _called(equation: Any, region: Region, is_backward: bool) -> Iterator[list[PlannedStep]]:
     """The steps of every program that an operation calls."""
     for inner in inner_jaxprs(equation):
-        yield list(_walk(inner, values.enter(equation, inner), transposed))
-        values.leave(equation, inner)
+        yield list(_steps(inner, region.enter(equation, inner), is_backward))
+        region.leave(equation, inner)
 
 
-def _size(entries: list[PlannedStep]) -> tuple[int, float, int]:
-    return ProgramPlan(tuple(entry for entry in entries if not entry.first)).size
+def _size(steps: list[PlannedStep]) -> tuple[int, float, int]:
+    return ProgramPlan(tuple(step for step in steps if not step.first)).size
 
 
-def _transposed(equation: Any, inherited: bool) -> bool:
+def _is_backward(equation: Any, inherited: bool) -> bool:
     """Whether an operation belongs to a backward pass; recomputation inside one is forward again."""
     scopes = str(equation.source_info.name_stack).split("/")
     if "rematted_computation" in scopes:
@@ -188,34 +149,28 @@ def _transposed(equation: Any, inherited: bool) -> bool:
     return inherited or any(scope.startswith("transpose(") for scope in scopes)
 
 
-def _steps(equation: Any, program: PlannedProgram, values: Values, transposed: bool) -> Iterator[PlannedStep]:
-    """The steps of one planned program that are still in it."""
+def _steps_of_program(
+    call: Any, program: PlannedProgram, region: Region, is_backward: bool
+) -> Iterator[PlannedStep]:
+    """The steps of one planned program that are left in it."""
     if program.backward is None:
-        mesh = _mesh_of(equation)
-        there = scoped(equation, values, program.equation)
-        for (number, runs), found in ((key, there[key]) for key in sorted(there)):
-            for step, first in found.as_run(program.steps[number], mesh):
-                yield PlannedStep(step, runs, program.equation, number, found.dtype, first)
-    elif _computes(equation, program):  # the compiler lowers it: without scopes, it counts whole
-        for number, step in enumerate(program.backward if transposed else program.steps):
-            yield PlannedStep(step, values.trips, program.equation, number)
+        mesh, traced = _mesh_of(call), traced_steps(call, region, program.equation)
+        for (number, trips), found in sorted(traced.items(), key=lambda item: item[0]):
+            for step, first in found.as_executed(program.steps[number], mesh):
+                yield PlannedStep(step, trips, program.equation, number, found.dtype, first)
+    elif _computes(call, program):  # the compiler chooses the collectives: no scopes, so all steps count
+        for number, step in enumerate(program.backward if is_backward else program.steps):
+            yield PlannedStep(step, region.trips, program.equation, number)
 
 
-def _computes(equation: Any, program: PlannedProgram) -> bool:
-    """Whether a piece of a compiler-lowered program does its work; JAX splits some off that only carry values along."""
-    einsums = any(step.kind == "einsum" for step in program.steps)
-    names = {each.primitive.name for inner in inner_jaxprs(equation) for each in _all(inner)}
-    return not einsums or bool(names & {"dot_general", "reduce_sum", "mul"})
+def _computes(call: Any, program: PlannedProgram) -> bool:
+    """Whether a piece of a program under lowering `xla` does its work: JAX splits some off that only pass values on."""
+    has_einsums = any(step.kind == "einsum" for step in program.steps)
+    names = {each.primitive.name for inner in inner_jaxprs(call) for each in all_equations(inner)}
+    return not has_einsums or bool(names & {"dot_general", "reduce_sum", "mul"})
 
 
-def _all(jaxpr: Jaxpr) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in inner_jaxprs(equation):
-            yield from _all(inner)
-
-
-def _mesh_of(equation: Any) -> dict[str, int]:
-    """The mesh of the shard_map in a planned program."""
-    found = (each for inner in inner_jaxprs(equation) for each in _all(inner) if each.primitive.name == "shard_map")
-    return next((dict(each.params["mesh"].shape) for each in found), {})
+def _mesh_of(call: Any) -> dict[str, int]:
+    """Sizes of the mesh axes, from the shard_map in a planned program."""
+    inside = (each for inner in inner_jaxprs(call) for each in all_equations(inner))
+    return next((dict(each.params["mesh"].shape) for each in inside if each.primitive.name == "shard_map"), {})

@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from gspmd.display.console import Printed
+from gspmd.display.printed import Printed
 from gspmd.display.tables import Column, Sheet
 
 NAME = "gradient of BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx) step 3  models/feedforward.py:41"

@@ -10,7 +10,8 @@ from gspmd import plan
 from gspmd.annotate import PlanError
 from gspmd.hardware.chips import CHIPS, Chip, chip
 from gspmd.hardware.dtypes import dtype_name
-from gspmd.hardware.links import collective_seconds, neighbour, sharing_node
+from gspmd.hardware.links import collective_seconds, sharing_node
+from gspmd.hardware.rings import neighbour
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 SIZES = (1, 2, 2, 3, 4, 4, 8, 8, 9, 16, 32)

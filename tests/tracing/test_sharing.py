@@ -13,8 +13,9 @@ import gspmd
 from gspmd.audit import topology
 from gspmd.planner.steps import Step
 from gspmd.tracing.compilers import HOST, OTHER
-from gspmd.tracing.steps import Found
-from gspmd.tracing.value_numbering import Values
+from gspmd.tracing.regions import Region
+from gspmd.tracing.steps import TracedStep
+from gspmd.tracing.value_numbering import Numbering
 
 MESH = {"x": 4, "y": 2}
 SHAPES = {"x": ("BE_x", (8, 16)), "w": ("EF_y", (16, 32)), "v": ("EF_y", (16, 32))}
@@ -330,9 +331,9 @@ def test_what_waits_for_something_is_merged_only_by_a_compiler_that_drops_barrie
 
     jaxpr = jax.make_jaxpr(program, axis_env=[("x", 4)])(1.0, 2.0).jaxpr
     for compiler, shared in ((HOST, merges), (OTHER, False)):
-        values = Values(compiler)
-        askers = [values.make(each, ("asked", number)).first for number, each in enumerate(jaxpr.eqns)]
-        assert (("asked", 0) in askers) is shared
+        region = Region(Numbering(compiler))
+        firsts = [region.visit(each, ("asked", number)).first for number, each in enumerate(jaxpr.eqns)]
+        assert (("asked", 0) in firsts) is shared
 
 
 def _spread(c, x):
@@ -360,9 +361,9 @@ def test_planned_is_compiled_for_a_tpu(name):
 
 
 def test_a_step_may_share_a_part_of_its_permutes():
-    one, two = Found(8, permuted=8), Found(4, first=("before", 1), again={("before", 1): 4})
+    one, two = TracedStep(8, permuted=8), TracedStep(4, first=("before", 1), again={("before", 1): 4})
     step = Step("all-gather", ("x",), 24, 1.0, gspmd.Spec.parse("E_x"), gspmd.Spec.parse("E"))
-    ((own, nobody), (again, before)) = (one + two + two).as_run(step, {"x": 4})
+    ((own, nobody), (again, before)) = (one + two + two).as_executed(step, {"x": 4})
     assert (own.kind, own.wire_bytes, nobody) == ("collective-permute", 8, None)
     assert (again.wire_bytes, before) == (8, ("before", 1))
 

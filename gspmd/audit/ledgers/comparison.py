@@ -10,7 +10,8 @@ from rich.text import Text
 from gspmd.annotate.errors import PlanError, article
 from gspmd.audit.ledgers.ledger import Entry, Key, Ledger, asked
 from gspmd.audit.ledgers.verdicts import VERDICTS, Row, in_whole, planned_steps, rows, served
-from gspmd.display.console import Printed, printable
+from gspmd.display.plain import printable
+from gspmd.display.printed import Printed
 from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_bytes, axes_text
 from gspmd.planner.drawing import COLORS

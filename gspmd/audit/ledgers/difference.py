@@ -7,7 +7,8 @@ from rich.text import Text
 
 from gspmd.annotate.errors import PlanError, shown
 from gspmd.audit.ledgers.ledger import Ledger
-from gspmd.display.console import Printed, printable
+from gspmd.display.plain import printable
+from gspmd.display.printed import Printed
 from gspmd.display.tables import Column, Sheet, counted
 from gspmd.display.units import amount_of_bytes, amount_of_flops, axes_text
 from gspmd.planner.drawing import COLORS

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from gspmd.audit.ledgers.difference import Difference
     from gspmd.planner.plan import Plan
     from gspmd.tracing.program_plan import ProgramPlan
-from gspmd.display.console import Printed, printable
+from gspmd.display.plain import printable
+from gspmd.display.printed import Printed
 
 OURS = f"{Path(__file__).parents[2]}{os.sep}"
 """Where this package lies: a source line is the first outside of it."""

@@ -9,7 +9,7 @@ import numpy as np
 from gspmd.audit.hlo.collectives import Collective
 from gspmd.audit.hlo.replica_groups import UNNAMED, groups, pairs, touched_by
 from gspmd.hardware.chips import Chip
-from gspmd.hardware.links import fewest_together, wait
+from gspmd.hardware.links import fewest_together, occupancy
 
 Link = tuple[str, int]
 """A mesh axis and a direction along it, +1 or -1: every chip has one such link, and all are used alike."""
@@ -41,11 +41,11 @@ Torus = Mapping[str, tuple[int, ...]]
 def transfer(found: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus) -> Transfer:
     """The links and seconds of a collective.
 
-    A permute by the same number of places along one mesh axis, such as a ring's step, uses one direction of that axis;
-    where the axis has no wrap-around links, what closes the ring comes back through the other. Everything else takes
-    the seconds of `gspmd.hardware.links.wait` on both directions of its axes. Groups that are a part of an axis are
-    some of its rings, or one of their own. Under a switch, all collectives share what a chip sends; those that wait for
-    the network between nodes share that.
+    - A permute by the same number of places along one mesh axis (a step of a ring) uses one direction of that axis;
+      without wrap-around links, what would close the ring goes back the other way.
+    - Any other collective takes the seconds of `gspmd.hardware.links.occupancy` in both directions of its axes. Groups
+      that cover part of an axis use some of its torus rings, or count as one ring of their own.
+    - On a switch all collectives share the bandwidth of a chip; between nodes they share the network.
 
     Args:
         found: the collective.
@@ -63,7 +63,7 @@ def transfer(found: Collective, mesh: Mapping[str, int], chip: Chip, torus: Toru
     sizes = [size for size in rings.values() if size > 1]
     if not sizes:
         return Transfer(0.0, 0.0, frozenset())
-    takes = wait(found.kind, sizes, prod(sizes), near or prod(sizes), found.buffer, chip)
+    takes = occupancy(found.kind, sizes, prod(sizes), near or prod(sizes), found.buffer, chip)
     if takes.network > takes.links:
         links = {NETWORK}
     else:

@@ -17,7 +17,8 @@ from gspmd.audit.ledgers.ledger import sizes_of
 from gspmd.audit.simulation.interpreter import Walk
 from gspmd.audit.simulation.links import Torus
 from gspmd.audit.simulation.machine import Machine, Span
-from gspmd.display.console import Printed, printable
+from gspmd.display.plain import printable
+from gspmd.display.printed import Printed
 from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_seconds, axes_text
 from gspmd.hardware import chips

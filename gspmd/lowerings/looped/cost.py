@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from gspmd.hardware.dtypes import itemsize
-from gspmd.hardware.links import neighbour
 from gspmd.hardware.matmul import product_seconds
+from gspmd.hardware.rings import neighbour
 from gspmd.lowerings.looped.rings import Hop, shard_parts, walk
 from gspmd.planner.overlap import CollectiveSpan, Ring, Stripes, local_shape
 from gspmd.planner.steps import Environment, Product, Routine, Tensor

@@ -1,0 +1,15 @@
+"""What `print` and a notebook show of an object that has a `__rich__`; rich is imported when something is printed."""
+
+
+class Printed:
+    """Base of objects that `print` and notebooks show whole, by their `__rich__`; their `repr` is one line."""
+
+    def __str__(self) -> str:
+        from gspmd.display.console import text
+
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        from gspmd.display.console import html
+
+        return html(self)

@@ -1,0 +1,287 @@
+"""Regions of a program, and the values, collectives and products that are available in each.
+
+A region is a straight piece of a program: all of it but the bodies of its loops and conditionals, which are regions of
+their own. See `gspmd.tracing.value_numbering`.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr, Literal
+
+from gspmd.lowerings.hoisting import ANEW
+from gspmd.tracing.jaxprs import expression, has_effects, inner_jaxprs, is_carried_unchanged, is_stacked, runs_once
+from gspmd.tracing.value_numbering import Numbering, StepKey
+
+_REDUCTIONS = ("psum", "pmax")
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "ppermute", *_REDUCTIONS)
+_BARRIER = "optimization_barrier"
+
+_CALLS = ("jit", "pjit", "closed_call", "shard_map", "custom_partitioning")
+_CALLS += tuple(f"custom_{kind}_call" for kind in ("jvp", "vjp", "vmap"))
+_RECOMPUTED = ("remat2", "checkpoint")
+_LOOPS = ("scan", "while")
+
+
+class Value(NamedTuple):
+    """A value of a program, by the numbers that it has at three moments of compilation.
+
+    Attributes:
+        number: after common subexpression elimination.
+        barrierless: after optimization barriers are expanded and subexpressions are eliminated again, by a compiler
+            that does so; else `number`.
+        region: the outermost region in which it is available.
+        captured: before either, when loops take what they need from outside as operands. Two operands of a loop that
+            have become equal since remain two inside it.
+    """
+
+    number: int
+    barrierless: int
+    region: "Region"
+    captured: int
+
+    def numbers_in(self, region: "Region") -> tuple[int, int]:
+        """Its `number` and `barrierless` as an operation in this region sees them."""
+        inside = region.depth > self.region.depth
+        return (self.captured, self.captured) if inside else (self.number, self.barrierless)
+
+
+class Placement(NamedTuple):
+    """Where an operation runs once it is hoisted, and which step has computed the same there before, if any has."""
+
+    region: "Region"
+    first: StepKey | None = None
+
+
+class Region:
+    """A straight piece of a program.
+
+    Args:
+        numbering: of the program.
+        parent: the region around this one.
+        length: trips of the loop whose body it is, each time that the loop runs.
+        is_loop: whether it is the body of a loop, rather than a branch.
+    """
+
+    def __init__(self, numbering: Numbering, parent: "Region | None" = None, length: int = 1, is_loop: bool = False):
+        self.numbering, self.parent, self.is_loop = numbering, parent, is_loop
+        self.depth = parent.depth + 1 if parent else 0
+        self.trips = length * (parent.trips if parent else 1)
+        self._values: dict[Any, Value] = {}  # by variable
+        self._available: dict[int, StepKey] = {}  # collectives and products, by value number
+        self._bodies: dict[int, Region] = {}  # of loops, by their `barrierless` number
+        self._loops: set[int] = set()  # those whose body this is, by `number`
+        self._is_uncertain = False  # whether the current one is merged with the others only once barriers are gone
+
+    def ancestors(self) -> Iterator["Region"]:
+        """This region, the one around it, and so on."""
+        yield self
+        if self.parent:
+            yield from self.parent.ancestors()
+
+    # -- calls and loops -----------------------------------------------------------------------------------------------
+
+    def enter(self, equation: Any, inner: Jaxpr) -> "Region":
+        """The region of a called program, which is this one if the program runs exactly once."""
+        operands = [self._value(var) for var in equation.invars]
+        call = self._call(equation, operands)
+        region = self._entered(equation, inner, operands)
+        self.numbering.calls.append(call)
+        return region
+
+    def _entered(self, equation: Any, inner: Jaxpr, operands: list[Value]) -> "Region":
+        if self._is_call(equation, inner):
+            self._bind(inner.invars, self._across(equation, "in_specs", self._recomputed(equation, operands)))
+            return self
+        if runs_once(equation):
+            for outer, var, value in zip(equation.invars, inner.invars, operands):
+                self._values[var] = self._inverse("stack", "slice", value) if is_stacked(outer, var) else value
+            return self
+        if equation.primitive.name in _LOOPS:
+            return self._loop_body(equation, inner, operands)
+        return Region(self.numbering, self._region_of_call(equation))
+
+    def leave(self, equation: Any, inner: Jaxpr) -> None:
+        """Bind the results of a called program to what they are inside."""
+        self.numbering.calls.pop()
+        if self._is_call(equation, inner) and len(equation.outvars) == len(inner.outvars):
+            results = [self._value(var) for var in inner.outvars]
+            self._bind(equation.outvars, self._across(equation, "out_specs", results))
+        elif runs_once(equation):
+            results = [self._value(var) for var in inner.outvars]
+            for outer, var, value in zip(equation.outvars, inner.outvars, results):
+                self._values[outer] = self._inverse("slice", "stack", value) if is_stacked(outer, var) else value
+        else:
+            loop = self._loop(equation, [self._value(var) for var in equation.invars])
+            results = loop.region._elements("result", loop, len(equation.outvars))
+            self._bind(equation.outvars, results)
+            self._note_fusion(equation.primitive.name, results, ())
+
+    def _call(self, equation: Any, operands: list[Value]) -> int | None:
+        """Which call inside a planned program this is; None outside, where `captured` numbers are those of values."""
+        around, number = self.numbering.calls[-1], self.numbering.of
+        if around is not None and equation.primitive.name in _LOOPS:
+            return number("in", self._loop(equation, operands).barrierless)
+        if around is not None:
+            return number("in", around, id(equation))
+        if equation.primitive.name == "shard_map":
+            return number("in", id(equation.params["jaxpr"]), *(value.captured for value in operands))
+        return None
+
+    def _loop_body(self, equation: Any, inner: Jaxpr, operands: Sequence[Value]) -> "Region":
+        """The body of a loop, with its invariants bound: constants, and what it carries unchanged."""
+        length = equation.params.get("length", 1)  # a while loop's trips are unknown, and count as one
+        is_scan = equation.primitive.name == "scan"
+        loop = self._loop(equation, operands)
+        if not is_scan and inner is not equation.params["body_jaxpr"].jaxpr:  # the condition
+            return Region(self.numbering, loop.region, length)
+        bodies = loop.region._bodies
+        body = bodies.setdefault(loop.barrierless, Region(self.numbering, loop.region, length, is_loop=True))
+        body._is_uncertain = bool(body._loops) and loop.number not in body._loops
+        body._loops.add(loop.number)
+        operands = operands[equation.params.get("cond_nconsts", 0) :]
+        constants = equation.params["num_consts" if is_scan else "body_nconsts"]
+        changing = body._elements("carried", loop._replace(number=loop.barrierless), len(operands))
+        for place, var in enumerate(inner.invars):
+            invariant = place < constants or is_carried_unchanged(inner, place, constants)
+            body._values[var] = operands[place] if invariant else changing[place]
+        return body
+
+    def _loop(self, equation: Any, operands: Sequence[Value]) -> Value:
+        """A loop, or a conditional, as a value: two loops of the same body and operands are one."""
+        region = self._region_of_call(equation)
+        if equation.primitive.name not in _LOOPS or has_effects(equation):
+            return region._new()
+        what = expression(equation)
+        captured = self._captured(equation, operands)
+        # A device's place in the mesh is invariant in all loops, but each loop captures it from the one around it.
+        apart = (captured,) if region.is_loop and "axis_index" in what[1] else ()
+        number, barrierless = (self.numbering.of(*what, id(region), *apart, *side) for side in _sides(operands, region))
+        return Value(number, barrierless, region, barrierless)
+
+    def _region_of_call(self, equation: Any) -> "Region":
+        """The region in which a loop or a conditional runs as a whole."""
+        hoists = equation.primitive.name in _LOOPS or self.numbering.compiler.is_host
+        return self._hoisted([self._value(var) for var in equation.invars], hoists and not has_effects(equation))
+
+    @staticmethod
+    def _is_call(equation: Any, inner: Jaxpr) -> bool:
+        return equation.primitive.name in (*_CALLS, *_RECOMPUTED) and len(equation.invars) == len(inner.invars)
+
+    def _recomputed(self, equation: Any, operands: list[Value]) -> list[Value]:
+        """The operands of a call; those of recomputation in a backward pass stand behind an optimization barrier."""
+        kept = equation.params.get("prevent_cse", False) if equation.primitive.name in _RECOMPUTED else False
+        each = (kept,) * len(operands) if isinstance(kept, bool) else kept
+        waits = [one and equation.params["differentiated"] for one in each]
+        behind = iter(self._behind_barrier([value for value, wait in zip(operands, waits) if wait]))
+        return [next(behind) if wait else value for value, wait in zip(operands, waits)]
+
+    def _across(self, equation: Any, side: str, values: Sequence[Value]) -> list[Value]:
+        """The values of a call on its other side; a shard_map turns arrays into shards under one spec, and back."""
+        specs = equation.params.get(side) if equation.primitive.name == "shard_map" else None
+        if specs is None:
+            return list(values)
+        name, inverse = ("shard", "array") if side == "in_specs" else ("array", "shard")
+        return [self._inverse(inverse, name, value, str(spec)) for value, spec in zip(values, specs)]
+
+    def _inverse(self, made: str, name: str, value: Value, *how: str) -> Value:
+        numbers = (value.number, value.barrierless, value.captured)
+        number, barrierless, captured = (self.numbering.inverse(made, name, one, *how) for one in numbers)
+        return Value(number, barrierless, value.region, captured)
+
+    # -- operations ----------------------------------------------------------------------------------------------------
+
+    def visit(self, equation: Any, step: StepKey = ("", 0)) -> Placement:
+        """Number the results of an operation that belongs to a step; say where it runs, and what has computed it."""
+        operands, name = [self._value(var) for var in equation.invars], equation.primitive.name
+        if name in (_BARRIER, ANEW):  # to a compiler the second is nothing
+            self._bind(equation.outvars, self._behind_barrier(operands) if name == _BARRIER else operands)
+            return Placement(self)
+        if has_effects(equation) or any(True for _ in inner_jaxprs(equation)):
+            # New values each time: a jaxpr may be called from many places with the same variables.
+            self._bind(equation.outvars, [self._new() for _ in equation.outvars])
+            return Placement(self)
+        region = self._hoisted(operands, self.numbering.compiler.hoists(equation))
+        what = *expression(equation), id(region)
+        number, barrierless = (self.numbering.of(*what, *side) for side in _sides(operands, region))
+        barrierless = number if name in _REDUCTIONS else barrierless
+        result = Value(number, barrierless, region, self._captured(equation, operands))
+        results = region._elements("result", result, len(equation.outvars))
+        self._bind(equation.outvars, results)
+        self._note_fusion(name, [result, *results], operands)
+        return region._computed(result, step) if name in (*_COLLECTIVES, "dot_general") else Placement(region)
+
+    def _computed(self, result: Value, step: StepKey) -> Placement:
+        """Make a collective or a product available; where it is already, say which step has computed it."""
+        number, barrierless, available = result.number, result.barrierless, self._available
+        first = available.get(number, available.get(barrierless))
+        if_fused = number not in available and barrierless in self.numbering.if_fused
+        if first and (if_fused or any(region._is_uncertain for region in self.ancestors())):
+            self.numbering.uncertain.add((first, step))
+        available.setdefault(number, step)
+        available.setdefault(barrierless, step)
+        return Placement(self, first)
+
+    def _note_fusion(self, primitive: str, results: Sequence[Value], operands: Sequence[Value]) -> None:
+        """Note results that are equal, once barriers are gone, only if the compiler has fused them alike by then."""
+        is_fused = primitive not in (*_COLLECTIVES, "dot_general")
+        noted = self.numbering.if_fused
+        if is_fused or any(value.number != value.barrierless and value.barrierless in noted for value in operands):
+            noted.update(value.barrierless for value in results if value.number != value.barrierless)
+
+    def _behind_barrier(self, values: Sequence[Value]) -> list[Value]:
+        """Values behind an optimization barrier: none is available before all are."""
+        region = self._hoisted(values)
+        new = [region._new() for _ in values]
+        if not self.numbering.compiler.is_host:
+            return new
+        return [one._replace(barrierless=value.numbers_in(region)[1]) for one, value in zip(new, values)]
+
+    def _hoisted(self, operands: Sequence[Value], hoists: bool = True) -> "Region":
+        """The region in which an operation runs: outside the loops in which all its operands are invariant."""
+        needed, region = max((value.region.depth for value in operands), default=0), self
+        all_loops = self.numbering.compiler.is_host
+        while hoists and region.is_loop and region.depth > needed and (region is self or all_loops):
+            region = region.parent
+        return region
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def _value(self, var: Any) -> Value:
+        if isinstance(var, Literal):
+            number = self.numbering.of("literal", str(var.aval), repr(var.val))
+            return Value(number, number, [*self.ancestors()][-1], number)
+        if var not in self._values:
+            number = self.numbering.of("outer", id(var))
+            self._values[var] = Value(number, number, self, number)
+        return self._values[var]
+
+    def _bind(self, variables: Sequence[Any], values: Sequence[Value]) -> None:
+        self._values.update(zip(variables, values))
+
+    def _new(self) -> Value:
+        """A value that equals no other."""
+        number = self.numbering.of("new", len(self.numbering.expressions))
+        return Value(number, number, self, number)
+
+    def _captured(self, equation: Any, operands: Sequence[Value]) -> int:
+        """The number of what an operation makes before any subexpressions are eliminated.
+
+        Outside of planned programs JAX itself lowers equal operations to one; inside each call has its own.
+        """
+        call = self.numbering.calls[-1]
+        if call is not None:
+            return self.numbering.of("captured", call, id(equation))
+        return self.numbering.of("captured", *expression(equation), *(value.captured for value in operands))
+
+    def _elements(self, what: str, whole: Value, count: int) -> list[Value]:
+        """The results of an operation, or what a loop carries in one trip."""
+        numbers = (whole.number, whole.barrierless, whole.captured)
+        sides = zip(*([self.numbering.of(what, one, place) for place in range(count)] for one in numbers))
+        return [Value(number, barrierless, self, captured) for number, barrierless, captured in sides]
+
+
+def _sides(operands: Sequence[Value], region: Region) -> list[tuple[int, ...]]:
+    """The `number` of each operand as this region sees it, and the `barrierless` of each."""
+    seen = [value.numbers_in(region) for value in operands]
+    return [tuple(pair[side] for pair in seen) for side in (0, 1)]
