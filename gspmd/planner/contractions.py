@@ -1,10 +1,12 @@
-"""Every placement in which two operands can be multiplied, and what each costs, as numpy arrays.
+"""Every joint placement of two operands in which they can be multiplied, and what each costs, as numpy arrays.
 
-For each mesh axis: it stands on a dimension of either operand, nowhere, or one of the operands still owes its sum. Both
-have the dimensions that they share alike, and an axis does one thing at a time; a product is linear in one owed sum, so
-no axis is owed by both. What stands on a contracted dimension leaves a partial sum.
+Each mesh axis stands on a dimension of either operand, nowhere, or in the partial sum of one of them (a product is
+linear in one factor at a time). The operands agree on the dimensions that both have. The result follows: its partial
+sum is over the operands' own and over the axes on contracted dimensions.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 
@@ -13,133 +15,116 @@ import numpy as np
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.dtypes import itemsize
 from gspmd.hardware.links import einsum_seconds
-from gspmd.planner.paths import FAR, ShortestPaths, fitting, shortest_paths
-from gspmd.planner.placements import Axes, Placements
-from gspmd.planner.steps import Contraction, Environment, Step, Tensor, picoseconds, wider
+from gspmd.planner.paths import FAR, shortest_paths
+from gspmd.planner.placements import fitting, numbered, parts_of, placements, sequences
+from gspmd.planner.steps import Contraction, Environment, Step, Tensor, picoseconds
+
+joint = lru_cache(maxsize=16)(placements)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one contraction runs: where its right operand is brought, the local einsum, the result, how it settles."""
+
+    right: Spec | None
+    right_steps: tuple[Step, ...]
+    einsum: Step
+    result: Spec
+    settle_steps: tuple[Step, ...]
 
 
 class ContractionTable:
-    """Of one shared tensor and one member: a row for each placement of both, the result following from it.
+    """The joint placements of the left operand and one contraction: a row for each.
 
     Args:
-        added: whether the result is to be added to others, which may owe sums that it does not.
+        added: whether the result is to be added to others, which may be partial sums where it is not.
 
     Attributes:
-        shared, partner, result: the routes of the three tensors; no partner for a tensor that is summed alone.
-        left, right, made: the numbers of the three tensors' placements, by row.
         dims: of the result, in the target's order, but for those that no operand has.
+        left_paths, right_paths, result_paths: of the three tensors; no right ones where the left operand is alone.
+        left_nodes, right_nodes, result_nodes: the numbers of the three tensors' placements, by row.
     """
 
     def __init__(self, environment: Environment, left: Tensor, contraction: Contraction, added: bool = False):
-        self.environment, self.left, self.contraction = environment, left, contraction
-        self.sizes, mesh = dict(environment.sizes), dict(environment.mesh)
-        right = contraction.right
-        held = (left.spec,) if right is None else (left.spec, right.spec)
-        union = tuple(dict.fromkeys(dim for spec in held for dim in spec.dims))
-        self.dims = tuple(dim for dim in contraction.target.spec.dims if dim in union)
-        self.summed = len(self.dims) < len(union)
-        self.left_paths = self._paths(left.spec.dims, left.itemsize, frozenset(left.spec.partial))
-        partial = frozenset(mesh) if self.summed or added else frozenset(axis for spec in held for axis in spec.partial)
-        self.result_paths = self._paths(self.dims, contraction.target.itemsize, partial)
-        self.right_paths = None
-        if right is not None:
-            self.right_paths = self._paths(right.spec.dims, right.itemsize, frozenset(right.spec.partial))
-        masks = tuple(self.left_paths.mask(spec.partial) for spec in held)
-        allowed = tuple(fitting(self.sizes[dim], tuple(mesh.values())) for dim in union)
-        self._union, self._placements = union, joint(tuple(mesh.values()), allowed, masks)
-        self.left_nodes = self._numbers(self.left_paths, left.spec.dims, self._placements.partials[:, 0])
-        self.right_nodes = None
-        if right is not None:
-            self.right_nodes = self._numbers(self.right_paths, right.spec.dims, self._placements.partials[:, 1])
-        self.result_nodes = self._numbers(self.result_paths, self.dims, self._partial())
+        self.environment, self.left, self.right = environment, left, contraction.right
+        self.target, self.pinned, self.sizes = contraction.target, contraction.pinned, dict(environment.sizes)
+        self._operands = [tensor for tensor in (left, self.right) if tensor is not None]
+        self._union = tuple(dict.fromkeys(dim for tensor in self._operands for dim in tensor.spec.dims))
+        self.dims = tuple(dim for dim in self.target.spec.dims if dim in self._union)
+        self._summed = len(self.dims) < len(self._union)
+        axes, sizes = zip(*environment.mesh) if environment.mesh else ((), ())
+        masks = tuple(sum(1 << axes.index(axis) for axis in tensor.spec.partial) for tensor in self._operands)
+        allowed = tuple(fitting(self.sizes[dim], sizes) for dim in self._union)
+        self._rows, _, partials = joint(len(sizes), allowed, masks)
+        self._masks = sequences(len(sizes)).mask[self._rows]  # the axes on each dimension, by row
+        self.left_paths, self.left_nodes = self._placed(left.spec.dims, left, left.spec.partial, partials[:, 0])
+        self.right_paths = self.right_nodes = None
+        if self.right is not None:
+            spec = self.right.spec
+            self.right_paths, self.right_nodes = self._placed(spec.dims, self.right, spec.partial, partials[:, 1])
+        contracted = [d for d, dim in enumerate(self._union) if dim not in self.dims]
+        made = np.bitwise_or.reduce(np.hstack([partials, self._masks[:, contracted]]), axis=1)
+        over = axes if self._summed or added else (axis for tensor in self._operands for axis in tensor.spec.partial)
+        self.result_paths, self.result_nodes = self._placed(self.dims, self.target, over, made)
 
-    def _paths(self, dims: tuple[str, ...], width: int, partial: frozenset[str]) -> ShortestPaths:
-        shape = tuple(self.sizes[dim] for dim in dims)
-        return shortest_paths(shape, self.environment.mesh, width, self.environment.chip, partial)
-
-    def _column(self, dim: str) -> np.ndarray:
-        return self._placements.rows[:, self._union.index(dim)]
-
-    def _numbers(self, paths: ShortestPaths, dims: tuple[str, ...], partial: np.ndarray) -> np.ndarray:
-        nodes = paths.nodes
-        return nodes.find(nodes.key([self._column(dim) for dim in dims], partial))
-
-    def _partial(self) -> np.ndarray:
-        """What the result owes: the sums of both, and those of the contracted dimensions."""
-        partial = np.bitwise_or.reduce(self._placements.partials, axis=1)
-        for dim in self._union:
-            if dim not in self.dims:
-                partial = partial | self._placements.sequences.mask[self._column(dim)]
-        return partial
-
-    @cached_property
-    def _einsums(self) -> np.ndarray:
-        """Picoseconds of the local einsum, by row."""
-        masks = self._placements.sequences.mask[self._placements.rows]
-        shapes = np.array([self.sizes[dim] for dim in self._union]) // self._placements.parts[masks]
-        ranks = np.zeros(len(shapes), int)
-        for column in shapes.T:
-            values, rank = np.unique(column, return_inverse=True)
-            ranks = np.unique(ranks * len(values) + rank, return_inverse=True)[1]
-        _, first, kind = np.unique(ranks, return_index=True, return_inverse=True)
-        local = [dict(zip(self._union, map(int, shapes[row]))) for row in first]
-        return np.array([picoseconds(self._figures(each)[1]) for each in local])[kind]
+    def _placed(self, dims: tuple[str, ...], tensor: Tensor, over, partial: np.ndarray):
+        """The paths of a tensor that may be a partial sum over some axes, and its placement by row."""
+        shape, (mesh, chip) = tuple(self.sizes[dim] for dim in dims), (self.environment.mesh, self.environment.chip)
+        paths = shortest_paths(shape, mesh, tensor.itemsize, chip, frozenset(over))
+        rows = [self._rows[:, self._union.index(dim)] for dim in dims]
+        return paths, paths.nodes.find(paths.nodes.key(rows, partial))
 
     @cached_property
     def costs(self) -> np.ndarray:
-        """Of the partner's way and the local einsum, by row; infinite for what a pin rules out."""
-        costs = self._einsums.astype(complex)
-        if self.right_paths is not None:
-            costs += self.right_costs[self.right_nodes]
-            if self.contraction.pinned is not None:
-                costs[self.right_nodes != self.right_paths.number(self.contraction.pinned)] = FAR
+        """Of the right operand's path and the local einsum, by row; infinite for what a pin rules out."""
+        parts = np.array(parts_of([size for _, size in self.environment.mesh]))
+        shapes = np.array([self.sizes[dim] for dim in self._union]) // parts[self._masks]
+        alike = numbered(shapes.T) if self._union else np.zeros(1, int)
+        some = [dict(zip(self._union, shapes[row].tolist())) for row in np.unique(alike, return_index=True)[1]]
+        costs = np.array([picoseconds(self._figures(local)[1]) for local in some])[alike].astype(complex)
+        if self.right is not None:
+            costs += self.right_paths.costs_from(self.right_paths.number(self.right.spec))[self.right_nodes]
+            if self.pinned is not None:
+                costs[self.right_nodes != self.right_paths.number(self.pinned)] = FAR
         return costs
 
+    @cached_property
+    def totals(self) -> np.ndarray:
+        """Of all but the left operand's path, by row: `costs`, and the result's path to its target."""
+        number = self._target_number
+        return self.costs + (self.result_paths.costs_to(number)[self.result_nodes] if number >= 0 else FAR)
+
     @property
-    def right_costs(self) -> np.ndarray:
-        """What every placement of the partner costs."""
-        return self.right_paths.costs_from(self.right_paths.number(self.contraction.right.spec))
+    def _target_number(self) -> int:
+        """The placement that the result is brought to; dimensions that no operand has are broadcast behind it."""
+        spec = self.target.spec
+        return self.result_paths.number(Spec(self.dims, tuple(map(spec.axes_of, self.dims)), spec.partial))
+
+    def choice(self, held: Spec, rows: Sequence[int]) -> Choice:
+        """With the left operand at `held`, the first in the order of specs among rows that cost the same."""
+        spec, steps, row = None, (), rows[0]
+        if self.right is not None:
+            paths, dims = self.right_paths, self.right.spec.dims
+            specs = {row: paths.spec(dims, int(self.right_nodes[row])) for row in rows}
+            row = min(rows, key=lambda row: str(specs[row]))
+            path = paths.path_between(paths.number(self.right.spec), int(self.right_nodes[row]))
+            spec, steps = specs[row], paths.steps(path, dims, self.right.name)
+        paths, made = self.result_paths, int(self.result_nodes[row])
+        result = paths.spec(self.dims, made)
+        settle = paths.steps(paths.path(paths.costs_to(self._target_number), made), self.dims, self.target.name)
+        local, mesh = {}, dict(self.environment.mesh)
+        for each in (held, spec) if spec else (held,):
+            local |= {dim: self.sizes[dim] // prod(mesh[axis] for axis in each.axes_of(dim)) for dim in each.dims}
+        flops, seconds = self._figures(local)
+        einsum = Step("einsum", (), 0, seconds, held, result, self.target.name, flops, spec)
+        return Choice(spec, steps, einsum, result, settle)
 
     def _figures(self, local: dict[str, int]) -> tuple[int, float]:
         """Operations and seconds of the local einsum of pieces of these sizes."""
-        right = self.contraction.right
-        if right is None and not self.summed:
+        if self.right is None and not self._summed:
             return 0, 0.0
-        flops = 0 if right is None else prod(local.values()) * (2 if self.summed else 1)
-        touched = sum(width * prod([local[dim] for dim in dims]) for dims, width in self._touched)
-        return flops, einsum_seconds(flops, touched, self._dtype, self.environment.chip)
-
-    @cached_property
-    def _touched(self) -> list[tuple[tuple[str, ...], int]]:
-        """What a local einsum reads and writes: dimensions, and bytes per element."""
-        tensors = [self.left, *([] if self.contraction.right is None else [self.contraction.right])]
-        found = [(tensor.spec.dims, itemsize(tensor.dtype)) for tensor in tensors]
-        return [*found, (self.dims, itemsize(self.contraction.target.dtype))]
-
-    @cached_property
-    def _dtype(self) -> str:
-        return wider(self.left, self.contraction)
-
-    def einsum(self, left: Spec, right: Spec | None, result: Spec) -> Step:
-        """The local einsum as a step."""
-        local, mesh = {}, dict(self.environment.mesh)
-        for held in (left, right):
-            if held is not None:
-                local |= {dim: self.sizes[dim] // prod(mesh[axis] for axis in held.axes_of(dim)) for dim in held.dims}
-        flops, seconds = self._figures(local)
-        return Step("einsum", (), 0, seconds, left, result, self.contraction.target.name, flops, right)
-
-
-@lru_cache(maxsize=16)
-def joint(sizes: Axes, allowed: tuple[frozenset[int], ...], partial: tuple[int, ...]) -> Placements:
-    """The placements of all the dimensions of a product, by the sizes of the mesh axes and what may stand where."""
-    return Placements(sizes, allowed, partial)
-
-
-def lowest(costs: np.ndarray, at: np.ndarray, count: int) -> np.ndarray:
-    """For each of `count` numbers, the lowest of the costs that stand at it."""
-    order = np.argsort(at.astype(np.uint16) if count <= 1 << 16 else at, kind="stable")
-    at, found = at[order], np.full(count, FAR)
-    starts = np.flatnonzero(np.concatenate([[True], at[1:] != at[:-1]]))
-    found[at[starts]] = np.minimum.reduceat(costs[order], starts)
-    return found
+        flops = 0 if self.right is None else prod(local.values()) * (2 if self._summed else 1)
+        tensors = [(tensor.spec.dims, tensor.dtype) for tensor in self._operands] + [(self.dims, self.target.dtype)]
+        touched = sum(itemsize(dtype) * prod([local[dim] for dim in dims]) for dims, dtype in tensors)
+        dtype = max((tensor.dtype for tensor in self._operands), key=itemsize)
+        return flops, einsum_seconds(flops, touched, dtype, self.environment.chip)

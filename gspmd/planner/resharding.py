@@ -1,7 +1,7 @@
-"""The cheapest chain of collectives that brings a tensor from one spec to another.
+"""The cheapest chain of collectives that brings a tensor from one spec to another: a shortest path.
 
-A shortest path in the graph of all placements: whatever slices, scatters and detours make it shorter are on it.
-`transitions` lists the steps that there are, `routes` finds the way.
+The graph has every placement of the tensor as a node and every collective that leads to another as an arc
+(`transitions`), so whatever slices, scatters and detours make a chain shorter are on the path.
 """
 
 from collections.abc import Mapping
@@ -28,24 +28,24 @@ def move(
 ) -> tuple[Step, ...]:
     """Plan the collectives that bring a tensor from `src` to `dst`.
 
-    No chain of the steps in `transitions` is cheaper, through whatever placements it goes. So a move never costs more
-    than two that lead to the same place, nor more than that of a larger tensor which divides alike.
+    No chain of steps is cheaper, whatever placements it goes through. So a move never costs more than two that lead to
+    the same place, nor more than that of a larger tensor which divides alike.
 
     Args:
         src: the spec it has.
-        dst: the spec it shall have; the same dimensions (their order is the caller's concern), partial sums a subset.
+        dst: the spec it shall have: the same dimensions, in any order, and partial sums over a subset of the axes.
         sizes: size of each dimension of the whole tensor.
         mesh: size of each mesh axis.
         itemsize: bytes per element on the wire.
         chip: whose links the seconds are for.
         operand: how the steps name the tensor.
-        reduce: what is owed, `"sum"` or `"max"`; there is no reduce-scatter that takes a maximum.
+        reduce: what a partial sum stands for, `"sum"` or `"max"`; no reduce-scatter takes a maximum.
 
     Returns:
         The steps, cheapest in seconds (in whole picoseconds), then in bytes, then in number.
 
     Raises:
-        PlanError: the target owes a partial sum that the source does not, or the sizes divide on no way there.
+        PlanError: the target is a partial sum over an axis that the source is not, or no path divides the sizes.
 
     Example:
         >>> from gspmd.hardware.chips import chip
@@ -75,4 +75,4 @@ def chain(src: Spec, dst: Spec, shape: tuple[int, ...], mesh, itemsize: int, chi
     rest = paths.costs_to(there)
     if not np.isfinite(rest[here].real):
         paths.refuse_left_out(operand)
-    return paths.steps(paths.chain(rest, here), src.dims, operand)
+    return paths.steps(paths.path(rest, here), src.dims, operand)

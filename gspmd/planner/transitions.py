@@ -1,11 +1,11 @@
-"""Every single step between the placements of a tensor, as numpy arrays; what one costs is not known here.
+"""Every single step between the placements of a tensor: the arcs of the planner's graph, without their costs.
 
-    slice               F     -> F_yz              what is replicated, onto the minor end of a dimension
+    slice               F     -> F_yz              replicated data, onto the minor end of a dimension
     all-gather          F_xyz -> F_x               minor axes off a dimension
-    reduce-scatter      F_x partialsum-yz -> F_xyz what is owed, onto the minor end of a dimension
+    reduce-scatter      F_x partialsum-yz -> F_xyz a partial sum, onto the minor end of a dimension
     all-reduce          F partialsum-xy -> F partialsum-x
     all-to-all          B_wE_xy -> B_wxyE          minor axes of a dimension to the minor end of another, in their order
-    collective-permute  B_xyE_z -> B_wE_yx         any placement with pieces of the same shape that owes the same sums
+    collective-permute  B_xyE_z -> B_wE_yx         any placement with pieces of the same shape and the same partial sum
 
 Axes come in any order where a step puts them. A permute moves data along the axes that change dimension or stride.
 """
@@ -15,8 +15,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from gspmd.annotate.errors import PlanError
-from gspmd.planner.placements import Axes, Nodes
+from gspmd.planner.placements import Axes, Nodes, numbered
 
 KINDS = ("slice", "reduce-scatter", "all-reduce", "all-gather", "all-to-all", "collective-permute")
 _MOST = 1 << 26  # permutes: about 1 GB of memory
@@ -24,78 +23,69 @@ _CHUNK = 1 << 21  # arcs that are worked on together, so that a large graph need
 
 
 class Arcs:
-    """Steps by the placement where they end (or, of a graph turned round, begin), and the code of what each costs."""
+    """Arcs grouped by head, each with its tail and the code of its price; of a reversed graph the two are swapped."""
 
-    def __init__(self, here: np.ndarray, there: np.ndarray, code: np.ndarray, count: int, in_order: bool = False):
+    def __init__(self, tail: np.ndarray, head: np.ndarray, code: np.ndarray, nodes: int, in_order: bool = False):
         if not in_order:
             # numpy sorts 16-bit numbers by radix
-            order = np.argsort(there.astype(np.uint16) if count <= 1 << 16 else there, kind="stable")
-            here, there, code = here[order], there[order], code[order]
-        self.here, self.code = here.astype(np.int32), code.astype(np.int32)
-        first = np.concatenate([[True], there[1:] != there[:-1]]) if len(there) else np.zeros(0, bool)
+            order = np.argsort(head.astype(np.uint16) if nodes <= 1 << 16 else head, kind="stable")
+            tail, head, code = tail[order], head[order], code[order]
+        self.tail, self.code = tail.astype(np.int32), code.astype(np.int32)
+        first = np.concatenate([[True], head[1:] != head[:-1]]) if len(head) else np.zeros(0, bool)
         self._starts = np.flatnonzero(first)
-        self._counts = np.diff(np.append(self._starts, len(there)))
-        self._heads = there[self._starts]
-        self._row = np.full(count, -1)
+        self._counts = np.diff(np.append(self._starts, len(head)))
+        self._heads = head[self._starts]
+        self._row = np.full(nodes, -1)
         self._row[self._heads] = np.arange(len(self._heads))
 
-    def of(self, there: int) -> slice:
-        """The arcs of one placement."""
-        row = self._row[there]
+    def of(self, head: int) -> slice:
+        """The arcs into one node."""
+        row = self._row[head]
         return slice(0, 0) if row < 0 else slice(self._starts[row], self._starts[row] + self._counts[row])
 
     def relax(self, costs: np.ndarray, prices: np.ndarray, changed: np.ndarray) -> np.ndarray:
-        """Lower, in place, what placements cost to what they cost by one more step from one of those that changed.
+        """Lower the costs, in place, by all arcs out of the nodes that changed; returns which nodes became cheaper.
 
-        Returns:
-            Which of them have become cheaper.
+        cost(head) = min(cost(head), min over arcs of cost(tail) + price)
         """
         lowered = np.zeros(len(costs), bool)
-        if len(self._starts):
-            due = np.flatnonzero(np.logical_or.reduceat(changed[self.here], self._starts))
-            for rows in np.array_split(due, 1 + self._counts[due].sum() // _CHUNK):
-                self._relax(rows, costs, prices, lowered)
+        due = np.flatnonzero(np.logical_or.reduceat(changed[self.tail], self._starts)) if len(self._starts) else []
+        for rows in np.array_split(due, 1 + self._counts[due].sum() // _CHUNK) if len(due) else ():
+            counts, heads = self._counts[rows], self._heads[rows]
+            starts = np.cumsum(counts) - counts
+            arcs = slice(None)
+            if len(rows) < len(self._heads):
+                arcs = np.repeat(self._starts[rows] - starts, counts) + np.arange(counts.sum())
+            best = np.minimum.reduceat(costs[self.tail[arcs]] + prices[self.code[arcs]], starts)
+            cheaper = best < costs[heads]
+            costs[heads[cheaper]], lowered[heads[cheaper]] = best[cheaper], True
         return lowered
-
-    def _relax(self, rows: np.ndarray, costs: np.ndarray, prices: np.ndarray, lowered: np.ndarray) -> None:
-        if not len(rows):
-            return
-        counts, heads = self._counts[rows], self._heads[rows]
-        starts = np.cumsum(counts) - counts
-        arcs = slice(None)
-        if len(rows) < len(self._heads):
-            arcs = np.repeat(self._starts[rows] - starts, counts) + np.arange(counts.sum())
-        reached = np.minimum.reduceat(costs[self.here[arcs]] + prices[self.code[arcs]], starts)
-        cheaper = reached < costs[heads]
-        heads, reached = heads[cheaper], reached[cheaper]
-        costs[heads], lowered[heads] = reached, True
 
 
 class Graph:
-    """The placements of a tensor and the steps between them.
+    """The placements of a tensor and the steps between them; its arguments are those of `Nodes`.
 
     Attributes:
         nodes: the placements.
-        coming, going: the steps by where they end, and by where they begin, but for permutes.
+        coming, going: the arcs by the node where they end, and by the one where they begin, but for permutes.
         permutes: the same either way, since a permute can be undone by one.
-        arcs: how many steps there are.
-        codes: what there is to price: the number of a kind, the axes as a mask, and the number of parts of the buffer.
+        arcs: how many there are.
+        codes: what there is to price: the code, its kind, the axes as a mask, and the number of parts of the buffer.
+        size: above all codes.
     """
 
     def __init__(self, sizes: Axes, allowed: Sequence[frozenset[int]], partial: int):
         self.nodes = Nodes(sizes, allowed, partial)
         self._masks = 1 << len(sizes)
         self._parts, self._level = np.unique(self.nodes.parts, return_inverse=True)
-        here, there, code = (np.concatenate(arrays) for arrays in zip(*self._minor_axes(), self._all_reduces(partial)))
-        count = len(self.nodes)
-        self.coming = Arcs(here, there, code, count)
-        self.going = Arcs(there, here, code, count)
+        tail, head, code = (np.concatenate(arrays) for arrays in zip(*self._minor_axes(), self._all_reduces()))
+        self.coming, self.going = (Arcs(*ends, code, len(self.nodes)) for ends in ((tail, head), (head, tail)))
         self.permutes = self._permutes()
-        present = np.zeros(len(KINDS) * self._masks * len(self._parts), bool)
+        self.size = len(KINDS) * self._masks * len(self._parts)
+        present = np.zeros(self.size, bool)
         present[self.coming.code] = present[self.permutes.code] = True
-        self.codes = [(int(number), *self.meaning(int(number))) for number in np.flatnonzero(present)]
-        self.size = len(present)
-        self.arcs = len(self.coming.code) + len(self.going.code) + len(self.permutes.code)
+        self.codes = [(code, *self.meaning(code)) for code in np.flatnonzero(present).tolist()]
+        self.arcs = 2 * len(code) + len(self.permutes.code)
 
     def meaning(self, code: int) -> tuple[str, int, int]:
         """The kind, the axes as a mask, and the number of parts of the buffer."""
@@ -112,21 +102,19 @@ class Graph:
         return (KINDS.index(kind) * self._masks + mask) * len(self._parts) + self._level[self.nodes.used[holder]]
 
     def _minor_axes(self):
-        """Steps that put axes on the minor end of a dimension or take them off: one at either end has them there."""
-        nodes, order = self.nodes, self.nodes.sequences
-        length = order.length[nodes.rows]
+        """Steps that put axes on the minor end of a dimension or take them off: `full` has them there, `bare` not."""
+        nodes, order, on = self.nodes, self.nodes.sequences, self.nodes.on
+        length = np.array([len(axes) for axes in order.axes])[nodes.rows]
         full, d, j = np.nonzero(length[:, :, None] >= np.arange(1, nodes.count + 1))
-        j += 1
         row = nodes.rows[full, d]
-        rest, group = order.prefix[row, j], order.suffix[row, j]
-        on = nodes.on
+        rest, group = order.prefix[row, j + 1], order.suffix[row, j + 1]
         bare_key = nodes.keys[full] + on[d, rest] - on[d, row]
         bare, mask = nodes.find(bare_key), order.mask[group]
         yield full, bare, self._code("all-gather", mask, bare)
         yield bare, full, self._code("slice", mask, bare)
-        with_partial = nodes.find(bare_key + nodes.partial_keys[mask])
-        some = with_partial >= 0
-        yield with_partial[some], full[some], self._code("reduce-scatter", mask[some], bare[some])
+        summed = nodes.find(bare_key + nodes.partial_keys[mask])
+        some = summed >= 0
+        yield summed[some], full[some], self._code("reduce-scatter", mask[some], bare[some])
         for other in range(nodes.rows.shape[1]):
             apart = d != other
             start, held = full[apart], nodes.rows[full[apart], other]
@@ -135,68 +123,47 @@ class Graph:
             some = end >= 0
             yield start[some], end[some], self._code("all-to-all", mask[apart][some], start[some])
 
-    def _all_reduces(self, partial: int):
-        """Settle any of what is owed."""
-        nodes = self.nodes
-        node, mask = np.nonzero((nodes.partial[:, None] & ~np.arange(self._masks)) != nodes.partial[:, None])
-        whole = (nodes.partial[node] & mask) == mask
-        node, mask = node[whole], mask[whole]
+    def _all_reduces(self):
+        """Settle any axes of a partial sum."""
+        nodes, masks = self.nodes, np.arange(self._masks)
+        node, mask = np.nonzero((nodes.partial[:, None] & masks == masks) & (masks > 0))
         settled = nodes.find(nodes.keys[node] - nodes.partial_keys[mask])
         return node, settled, self._code("all-reduce", mask, node)
 
     def _permutes(self) -> Arcs:
-        """Between placements with pieces of the same shape; those of one shape stand together."""
-        nodes = self.nodes
-        parts = self._level[nodes.sequences.mask[nodes.rows]]
-        shape = nodes.partial
-        for column in parts.T:  # numbered anew each time: products of many dimensions would outgrow 64 bits
-            shape = np.unique(shape * len(self._parts) + column, return_inverse=True)[1]
-        order = np.argsort(shape, kind="stable")
+        """Every two placements with pieces of the same shape and the same partial sum."""
+        nodes, sequences = self.nodes, self.nodes.sequences
+        shape = numbered([nodes.partial, *self._level[sequences.mask[nodes.rows]].T])
+        order = np.argsort(shape, kind="stable")  # those of one shape stand together
         _, first, counts = np.unique(shape[order], return_index=True, return_counts=True)
-        _refuse_too_many(int((counts.astype(float) ** 2).sum()), nodes.sizes)
+        if (counts.astype(float) ** 2).sum() > _MOST:
+            from gspmd.planner.refusals import too_many_permutes  # here alone: refusals are read when they happen
+
+            raise too_many_permutes(int((counts.astype(float) ** 2).sum()), _MOST, nodes.sizes)
         many = np.repeat(counts, counts)  # of a placement in order: how many have its shape
-        there = np.repeat(order, many)
-        within = np.arange(len(there)) - np.repeat(np.cumsum(many) - many, many)
-        here = order[np.repeat(np.repeat(first, counts), many) + within]
-        mask = np.zeros(len(here), np.int32)
-        for axis, place in enumerate(self._places().T):
-            mask |= (place[here] != place[there]).astype(np.int32) << axis
-        return Arcs(here, there, self._code("collective-permute", mask, here), len(nodes), in_order=True)
-
-    def _places(self) -> np.ndarray:
-        """Dimension and stride of every axis, by placement; 0 where it is on none."""
-        nodes = self.nodes
-        strides = np.zeros((len(nodes.sequences.axes), nodes.count), int)
-        for row, axes in enumerate(nodes.sequences.axes):
-            stride = 1
-            for axis in reversed(axes):
-                strides[row, axis] = stride
-                stride *= nodes.sizes[axis]
-        apart = (nodes.parts.max() + 1) * np.arange(nodes.rows.shape[1])
-        found = strides[nodes.rows]
-        return np.where(found, found + apart[:, None], 0).sum(axis=1)
-
-
-def _refuse_too_many(permutes: int, sizes: Axes) -> None:
-    if permutes > _MOST:
-        listed = ", ".join(map(str, sizes))
-        raise PlanError(
-            f"cannot plan on {len(sizes)} mesh axes (of sizes {listed}): for this tensor {permutes:,} permutes\n"
-            f"  would have to be compared, and {_MOST:,} are the most.\n"
-            "  Make one mesh axis of two that are always used together."
-        )
+        head = np.repeat(order, many)
+        within = np.arange(len(head)) - np.repeat(np.cumsum(many) - many, many)
+        tail = order[np.repeat(np.repeat(first, counts), many) + within]
+        # Dimension and stride of every axis, by sequence and by placement; 0 where it is on none.
+        strides = np.zeros((len(sequences.axes), nodes.count), int)
+        for row, axes in enumerate(sequences.axes):
+            for rank, axis in enumerate(axes):
+                strides[row, axis] = nodes.parts[sum(1 << minor for minor in axes[rank + 1 :])]
+        apart, strides = (nodes.parts.max() + 1) * np.arange(nodes.rows.shape[1])[:, None], strides[nodes.rows]
+        places = np.where(strides, strides + apart, 0).sum(axis=1)
+        mask = np.zeros(len(tail), np.int32)
+        for axis, place in enumerate(places.T):
+            mask |= (place[tail] != place[head]).astype(np.int32) << axis
+        return Arcs(tail, head, self._code("collective-permute", mask, tail), len(nodes), in_order=True)
 
 
 _graphs: WeakValueDictionary = WeakValueDictionary()
 
 
 def graph(sizes: Axes, allowed: tuple[frozenset[int], ...], partial: int) -> Graph:
-    """The graph of a tensor, by the sizes of the mesh axes and what may stand where; its sizes matter no further.
-
-    It is shared while somebody holds it.
-    """
+    """The graph of a tensor. It knows no sizes but those of the mesh, so tensors that divide alike share one."""
     key = sizes, allowed, partial
     found = _graphs.get(key)
     if found is None:
-        found = _graphs[key] = Graph(sizes, allowed, partial)
+        found = _graphs[key] = Graph(*key)
     return found

@@ -49,7 +49,7 @@ def test_pieces_of_many_dimensions_are_told_apart():
     parts = graph.nodes.parts[graph.nodes.sequences.mask[graph.nodes.rows]]
     permutes = graph.permutes
     there = np.repeat(permutes._heads, permutes._counts)
-    assert np.array_equal(parts[permutes.here], parts[there])
+    assert np.array_equal(parts[permutes.tail], parts[there])
 
 
 def test_what_is_kept_is_bounded(monkeypatch):
