@@ -35,7 +35,15 @@ _STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
 _USER_ERRORS = (ConfigError, host.HostError, SpecError, PlanError, LayoutError)
 
 
-def parse(cls: type[T], argv: Sequence[str], *, default: str | None = None, description: str = "") -> T:
+def parse(
+    cls: type[T],
+    argv: Sequence[str],
+    *,
+    default: str | None = None,
+    find: Callable[[str], str] = str,
+    description: str = "",
+    prog: str | None = None,
+) -> T:
     """Settings from a TOML file, and from flags, which win.
 
     Args:
@@ -44,7 +52,9 @@ def parse(cls: type[T], argv: Sequence[str], *, default: str | None = None, desc
             less its platform and devices, its mesh where `--devices` is given, and its `--set` where `--layout` or
             `--set` is.
         default: the TOML file when neither is given.
+        find: the path of a TOML file, from what --config or `default` calls it.
         description: for --help.
+        prog: what --help calls the program; `sys.argv[0]` if not given.
 
     Raises:
         ConfigError: of `load_toml`; and what the dataclasses refuse.
@@ -57,25 +67,32 @@ def parse(cls: type[T], argv: Sequence[str], *, default: str | None = None, desc
         early.add_argument(flag, nargs="?", const="")
     known, _ = early.parse_known_args(list(argv))
     if known.config:
-        base = load_toml(cls, known.config)
+        base = load_toml(cls, find(known.config))
     elif known.resume:
         out = Path(known.out) if known.out else newest_run()
         settings = _carried_over(checkpoint.load_settings(out), given=vars(known))
         base = from_mapping(cls, settings, source=str(out / "config.json"))
     else:
-        base = load_toml(cls, default) if default else cls()
-    return parse_flags(cls, argv, base, description)
+        base = load_toml(cls, find(default)) if default else cls()
+    return parse_flags(cls, argv, base, description, prog)
 
 
-def parse_flags(cls: type[T], argv: Sequence[str], base: T, description: str = "") -> T:
+def parse_flags(cls: type[T], argv: Sequence[str], base: T, description: str = "", prog: str | None = None) -> T:
     """Settings from flags, and from `base` where there is none."""
-    return tyro.cli(cls, args=list(argv), default=base, description=description, config=_STYLE, registry=REGISTRY)
+    return tyro.cli(
+        cls, prog=prog, args=list(argv), default=base, description=description, config=_STYLE, registry=REGISTRY
+    )
 
 
-def guarded(command: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
-    """Runs a command and returns its exit code: its own, or 1 for a failed run, 2 for bad input, 130 for an interrupt.
+def guarded(command: Callable[[Sequence[str]], int | None], argv: Sequence[str], called: str = "") -> int:
+    """Run a command and return its exit code: its own, or 1 for a failed run, 2 for bad input, 130 for an interrupt.
 
     What the user can put right is one message on stderr; anything else is a defect and keeps its traceback.
+
+    Args:
+        command: takes the flags, and returns an exit code or None.
+        argv: the flags.
+        called: what the user typed to run it, for the advice how to go on; `python` and `sys.argv[0]` if not given.
     """
     for stream in (sys.stdout, sys.stderr):  # --help and messages too, which no console prints
         printing.never_fail(stream)
@@ -91,11 +108,11 @@ def guarded(command: Callable[[Sequence[str]], int | None], argv: Sequence[str])
         print(f"The run failed: {error}", file=sys.stderr)
         return 1
     except Unwritable as error:
-        go_on = "" if error.step is None else f" To go on, once there is room: {_resume_command(error.out)}"
+        go_on = "" if error.step is None else f" To go on, once there is room: {_resume_command(error.out, called)}"
         print(f"The run failed: {error}{go_on}", file=sys.stderr)
         return 1
     except Interrupted as stopped:
-        go_on = "" if stopped.step is None else f" To go on: {_resume_command(stopped.out)}"
+        go_on = "" if stopped.step is None else f" To go on: {_resume_command(stopped.out, called)}"
         print(f"\n{str(stopped).capitalize()}.{go_on}", file=sys.stderr)
         return 130
     except KeyboardInterrupt:
@@ -257,9 +274,10 @@ def _numbered() -> list[Path]:
     return sorted(found, key=lambda path: int(path.name))
 
 
-def _resume_command(out: Path) -> str:
+def _resume_command(out: Path, called: str) -> str:
     """The command that continues this run; the run's own settings are in its folder, so only the folder is named."""
-    return f"python {shlex.quote(sys.argv[0])} --resume --out {shlex.quote(str(out))}"
+    program = f"python {shlex.quote(sys.argv[0])}"
+    return f"{called or program} --resume --out {shlex.quote(str(out))}"
 
 
 def kept_settings(settings: Any) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """scripts/compile_offline.py: what it prints and writes, its exit codes, and one message for bad input."""
 
-import importlib.util
+import importlib
 import json
 import re
-import sys
 from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from gspmd.audit import topology
 from gspmd.training import command
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "compile_offline.py"
 TINY = ["--config", str(ROOT / "configs" / "tiny.toml"), "--layout", "weight-stationary-2d", "--length", "16"]
 V4 = ["--topology", "tpu-v4:2x2x1"]
 
@@ -24,12 +22,7 @@ needs_libtpu = pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libt
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("compile_offline", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compile_offline"] = module  # tyro looks a dataclass's module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["compile_offline"]
+    return importlib.import_module("gspmd.commands.compile")
 
 
 @pytest.fixture

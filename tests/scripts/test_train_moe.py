@@ -1,6 +1,5 @@
 """scripts/train_moe.py: bad input is one message and exit code 2; a run leaves its files; Ctrl-C can be resumed."""
 
-import importlib.util
 import json
 import os
 import re
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from gspmd.commands import train
 from gspmd.training import command
 from gspmd.training.reporting import metrics
 
@@ -23,13 +23,7 @@ TINY = ["--config", str(ROOT / "configs" / "tiny.toml"), "--devices", "8", "--pl
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("train_moe", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    # tyro looks a dataclass's module up to read its annotations and docstrings.
-    sys.modules["train_moe"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["train_moe"]
+    return train
 
 
 @pytest.fixture
@@ -170,7 +164,7 @@ def test_a_model_that_the_machine_cannot_hold_is_refused_before_it_is_made(run):
     assert "TB on each, and this machine has " in said
 
 
-def train(*flags, cwd, **more):
+def start(*flags, cwd, **more):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command_line = [sys.executable, str(SCRIPT), *TINY, *flags]
     return subprocess.Popen(
@@ -187,7 +181,7 @@ def text(tmp_path):
 
 
 def test_bad_input_in_a_process_of_its_own(tmp_path):
-    process = train("--layout", "gshrd", cwd=tmp_path)
+    process = start("--layout", "gshrd", cwd=tmp_path)
     out, error = process.communicate(timeout=120)
     assert (process.returncode, out) == (2, "")
     assert error.startswith("LayoutError: no layout is called 'gshrd'.\n")
@@ -198,7 +192,7 @@ def test_stop_and_resume_onto_another_mesh(tmp_path, text):
     flags = ["--steps", "100000", "--data", text, "--save-every", "0", "--sample-bytes", "8"]
     # The window of the generated text does not make so many groups.
     flags += ["--batch", "24", "--model.moe.groups", "48"]
-    process = train(*flags, "--out", "run", cwd=tmp_path)
+    process = start(*flags, "--out", "run", cwd=tmp_path)
     deadline = time.monotonic() + 300
     while len(metrics.read(tmp_path / "run")) < 3 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)

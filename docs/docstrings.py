@@ -1,0 +1,31 @@
+"""How the reference reads docstrings: their examples as code, and Source and Differs as paragraphs of their own."""
+
+import re
+
+import griffe
+
+_NOTE = re.compile(r"^(Source|Differs): ")
+
+
+class Docstrings(griffe.Extension):
+    """Put what Markdown would take for quotations into blocks of code."""
+
+    def on_object(self, *, obj, **_):
+        """Rewrite one docstring, whatever it belongs to."""
+        if obj.docstring:
+            obj.docstring.value = _as_markdown(obj.docstring.value)
+
+
+def _as_markdown(text):
+    lines, fence = [], ""
+    for line in text.splitlines():
+        if fence and not line.strip():
+            lines.append(fence)
+            fence = ""
+        elif not fence and line.lstrip().startswith(">>>"):
+            fence = line[: len(line) - len(line.lstrip())] + "```"
+            lines += ["", f"{fence}pycon"] if lines and lines[-1].strip() and not lines[-1].endswith(":") else [f"{fence}pycon"]
+        elif _NOTE.match(line):
+            lines.append("")
+        lines.append(_NOTE.sub(r"**\1:** ", line))
+    return "\n".join([*lines, fence] if fence else lines)

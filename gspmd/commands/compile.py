@@ -1,0 +1,201 @@
+"""Will it fit, and what will it cost? The real TPU compiler's answer for a slice that is not there.
+
+    gspmd compile --config palm-540b --layout weight-stationary-2d \
+        --topology tpu-v4:4x4x4 --phase forward --batch 512 --length 1
+
+Nothing is allocated and nothing runs; all times are simulated. Exit code 1 if the model does not fit.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+import gspmd
+import models
+from gspmd import host
+from gspmd.audit import Report, Topology, compile_offline, gantt, perfetto, slices, topology
+from gspmd.commands import configs
+from gspmd.display import console as printing
+from gspmd.layouts import Layout
+from gspmd.training import OptimizerConfig, ShardingConfig, TrainingConfig, command
+from gspmd.training.config import ConfigError, load_toml, parse_mesh
+from gspmd.training.toml import positive
+from models import ModelConfig, step
+
+DEFAULT = configs.find("palm-8b")
+
+
+@dataclass(frozen=True)
+class File:
+    """The tables that a configuration file may have; of [training] the batch and the length count here."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to compile, for which slice, and where to put what is found."""
+
+    config: str = DEFAULT
+    """TOML file with a table [model], and perhaps [training], [optimizer] and [sharding]."""
+    topology: str = "tpu-v4:4x4x4"
+    """Chip and torus, such as tpu-v4:4x4x4, tpu-v5p:8x8x16 or tpu-v6e:16x16."""
+    phase: Literal["forward", "train"] = "forward"
+    """forward: tokens to logits, weights in --dtype. train: a whole update, weights and optimizer state in float32."""
+    batch: int = 32
+    """Sequences, over all devices."""
+    length: int = 256
+    """Tokens of a sequence."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """What the model computes in."""
+    smallest: bool = False
+    """Look for the smallest slice of the chip that the model fits on, from the least that could hold its arguments."""
+    json: str = ""
+    """File for the figures."""
+    hlo: str = ""
+    """File for the scheduled program."""
+    trace: str = ""
+    """File for the timeline, to open in ui.perfetto.dev."""
+    gantt: str = ""
+    """PNG file for the timeline."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: tyro.conf.Suppress[OptimizerConfig] = field(default_factory=OptimizerConfig)
+    sharding: tyro.conf.OmitArgPrefixes[ShardingConfig] = field(default_factory=ShardingConfig)
+
+
+def run(argv: Sequence[str], script: str = "") -> int:
+    """Run `gspmd compile`; return its exit code: 1 if the model does not fit, 2 for bad input, 130 for an interrupt.
+
+    Args:
+        argv: the flags.
+        script: the file in scripts/ that runs it instead, for the help.
+    """
+    return command.guarded(partial(main, script=script), argv, called="" if script else "gspmd compile")
+
+
+def main(argv: Sequence[str], script: str = "") -> int:
+    """Compile, and print the report; return 1 if the model does not fit."""
+    settings = parse(argv, script)
+    host.start(1, "cpu")  # for JAX itself: the slice's devices exist for the compiler only
+    console = printing.console(140)
+    asked = topology(settings.topology)
+    report = smallest(settings, asked) if settings.smallest else compiled(settings, asked)
+    console.print(report)
+    save(settings, report)
+    return 0 if report.fits else 1
+
+
+def parse(argv: Sequence[str], script: str = "") -> Settings:
+    """The settings: those of the file, replaced by flags."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    early.add_argument("--config", default=DEFAULT)
+    name = early.parse_known_args(list(argv))[0].config
+    file = load_toml(File, configs.find(name))
+    default = Settings(
+        name, batch=file.training.batch, length=file.training.length,
+        model=file.model, optimizer=file.optimizer, sharding=file.sharding,
+    )  # fmt: skip
+    prog, description = configs.called(__doc__, "gspmd compile", script)
+    settings = command.parse_flags(Settings, argv, default, description, prog)
+    faults: list[str] = []
+    positive(faults, batch=settings.batch, length=settings.length)
+    if settings.sharding.platform or settings.sharding.devices:
+        faults.append("--topology says which devices there are; leave --platform and --devices out.")
+    if settings.smallest and settings.sharding.mesh:
+        faults.append("--smallest tries slices of many sizes; leave --mesh out.")
+    for flag in ("json", "hlo", "trace", "gantt"):
+        file = Path(getattr(settings, flag))
+        if not file.parent.is_dir():
+            faults.append(f"--{flag} {file}: there is no folder {str(file.parent)!r}.")
+    if settings.gantt and Path(settings.gantt).suffix != ".png":
+        faults.append(f"--gantt writes a PNG file, whose name ends in .png, not {settings.gantt!r}.")
+    if faults:
+        raise ConfigError("cannot compile:", faults)
+    return settings
+
+
+def smallest(settings: Settings, asked: Topology) -> Report:
+    """The report for the smallest slice that the model fits on, or for the largest that there is."""
+    report = None
+    for target in slices(asked.chip):
+        try:
+            report = compiled(settings, target)
+        except gspmd.LayoutError:  # no mesh of so many devices divides the sizes
+            continue
+        if report.fits:
+            return report
+    if report is None:
+        raise ConfigError("cannot compile:", [f"no slice of {asked.chip.name} has a mesh that divides these sizes."])
+    return report
+
+
+def compiled(settings: Settings, target: Topology) -> Report:
+    """The report for one slice."""
+    sharding, config = settings.sharding, settings.model
+    layout = Layout.load(sharding.layout).override(sharding.overrides)
+    layout = layout.lowered(sharding.lowering) if sharding.lowering else layout
+    sizes = config.sizes(settings.batch, settings.length)
+    if sharding.mesh:
+        mesh = target.mesh(layout.complete_mesh(parse_mesh(sharding.mesh)), sharding.axis_types)
+        layout.check(sizes, mesh)
+    else:
+        mesh = target.mesh(layout.mesh_for(target.num_devices, sizes), sharding.axis_types)
+    program, args, donated = program_of(settings, layout, mesh)
+    flops = settings.batch * settings.length * config.flops_per_token(settings.length)
+    flops /= 1 if settings.phase == "train" else 3  # a backward pass is two forward passes
+    named = f"{config.num_parameters:,} parameters, {layout.name}, {target.name}"
+    with gspmd.lowering(layout.lowering or "auto"), progress(named) as tell:
+        return compile_offline(
+            program, *args, topology=target, mesh=mesh, donate_argnums=donated, flops=flops, progress=tell
+        )
+
+
+def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tuple, tuple[int, ...]]:
+    """What is compiled, its abstract arguments, and which of them give their memory to the results."""
+    train = settings.phase == "train"
+    stored = "float32" if train else settings.dtype
+    model = models.abstract(settings.model, layout, mesh, settings.dtype, stored=stored)
+    if not train:
+        tokens = models.abstract_tokens(layout, mesh, settings.batch, settings.length)
+        return step.forward_step(model), (models.arrays(model), tokens), ()
+    state = step.abstract_state(model, settings.optimizer, 1000, mesh)
+    batch = models.abstract_batch(layout, mesh, settings.batch, settings.length)
+    return step.training_step(model, settings.optimizer, 1000), (state, batch, models.abstract_key(mesh)), (0,)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[str], None]]:
+    """Says on stderr what is going on; a spinner where somebody looks."""
+    console = printing.console(stderr=True)
+    if not console.is_terminal:
+        yield lambda doing: console.print(f"{what}: {doing}")
+        return
+    with console.status(what) as status:
+        yield lambda doing: status.update(f"{what}: {doing}")
+
+
+def save(settings: Settings, report: Report) -> None:
+    """Writes the files that were asked for; of a program that does not fit there are figures only."""
+    if settings.json:
+        Path(settings.json).write_text(report.to_json())
+    if not report.timeline:
+        unwritten = [f"--{name}" for name in ("hlo", "trace", "gantt") if getattr(settings, name)]
+        if unwritten:
+            print(f"There is no program that fits: {', '.join(unwritten)} left nothing.", file=sys.stderr)
+        return
+    if settings.hlo:
+        Path(settings.hlo).write_text(report.hlo)
+    if settings.trace:
+        perfetto.write(report.timeline, settings.trace)
+    if settings.gantt:
+        gantt.draw(report.timeline, settings.gantt)

@@ -1,0 +1,51 @@
+"""The configurations that are shipped, and how a command is introduced in its help."""
+
+import re
+from pathlib import Path
+
+from gspmd.annotate.errors import suggestion
+from gspmd.training.toml import ConfigError
+
+_PACKAGE = Path(__file__).parents[1]
+
+#: gspmd/configs where it is installed from a wheel, configs/ at the top of a checkout.
+FOLDER = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
+
+
+def find(name: str) -> str:
+    """Return the path of a configuration's file, given that path, or the name of one that is shipped.
+
+    A file wins over a shipped configuration of its name.
+
+    Raises:
+        ConfigError: the name is no path (it has no slash and no `.toml`), and nothing is called so.
+
+    Example:
+        >>> Path(find("tiny")).name, find("mine/tiny.toml")
+        ('tiny.toml', 'mine/tiny.toml')
+    """
+    if "/" in name or name.endswith(".toml") or Path(name).exists():
+        return name
+    shipped = sorted(path.stem for path in FOLDER.glob("*.toml"))
+    if name not in shipped:
+        near = suggestion(name, shipped)
+        known = f"{near}Shipped are {', '.join(shipped)}; or give the path of a TOML file."
+        raise ConfigError(f"cannot read config {name!r}:", ["there is no such file, and none is shipped.", known])
+    return str(FOLDER / f"{name}.toml")
+
+
+def called(documentation: str, command: str, script: str) -> tuple[str | None, str]:
+    """Return the program's name and the description for the help of a command, or of the script that runs it.
+
+    Args:
+        documentation: the description, with examples that begin with the command.
+        command: such as "gspmd train".
+        script: the file in scripts/, or "".
+
+    Returns:
+        The name (None for what the script was called as), and the description with the script's examples.
+    """
+    if not script:
+        return command, documentation
+    description = documentation.replace(command, f"python scripts/{script}")
+    return None, re.sub(r"--config (\S+)", r"--config configs/\1.toml", description)
