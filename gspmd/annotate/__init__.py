@@ -1,7 +1,7 @@
 """What a string means: specs, equations, and the calls that place arrays by them."""
 
 from gspmd.annotate.arrays import annotate, spec_of
-from gspmd.annotate.equation import Equation, Operand, Term, parse_equation, parse_via
+from gspmd.annotate.equation import Equation, Operand, Term, Via, parse_equation, parse_via
 from gspmd.annotate.errors import Fault, LayoutError, PlanError, SpecError, report
 from gspmd.annotate.fit import mesh_sizes
 from gspmd.annotate.gshard import mesh_split, replicate, shard, split
@@ -18,6 +18,7 @@ __all__ = [
     "Spec",
     "SpecError",
     "Term",
+    "Via",
     "annotate",
     "mesh_sizes",
     "mesh_split",

@@ -5,7 +5,7 @@
     operand  = spec | "(" spec { "," spec } ")"
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -16,6 +16,10 @@ from gspmd.annotate.nodes import WrittenTerm
 from gspmd.annotate.operands import EquationReader
 from gspmd.annotate.rules import faults_of
 from gspmd.annotate.spec import Spec, spec_from
+
+
+Specs = Spec | Sequence[Spec]
+"""What one argument of a call stands for: a spec, or the specs of a group."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,39 @@ class Equation:
 
     def __repr__(self) -> str:
         return f"<Equation {str(self)!r}>"
+
+    @classmethod
+    def product(cls, left: Specs, right: Specs, result: Specs) -> "Equation":
+        """The einsum of two operands; a sequence of specs is a group.
+
+        Raises:
+          SpecError: as `parse_equation`, for the equation as it would be written.
+
+        Example:
+          >>> x, w, h = map(Spec.parse, ("BLE_xyz", "E_xF_yz", "BLF_yzx"))
+          >>> str(Equation.product(x, w, h)), str(Equation.product(x, (w, w), (h, h)))
+          ('BLE_xyz, E_xF_yz -> BLF_yzx', 'BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx)')
+        """
+        return cls.sum_of([(left, right)], result)
+
+    @classmethod
+    def move(cls, before: Spec, after: Spec) -> "Equation":
+        """The move of one array from one spec to another.
+
+        >>> str(Equation.move(Spec.parse("BLE_x"), Spec.parse("B_xLE")))
+        'BLE_x -> B_xLE'
+        """
+        return cls.sum_of([(before,)], after)
+
+    @classmethod
+    def sum_of(cls, products: Iterable[Sequence[Specs]], result: Specs) -> "Equation":
+        """The sum of several products, each given by its operands.
+
+        >>> h, w_out, y, w_o, x = map(Spec.parse, ("BF_x", "F_xE", "BD_x", "D_xE", "BE_x"))
+        >>> str(Equation.sum_of([(h, w_out), (y, w_o)], x))
+        'BF_x, F_xE + BD_x, D_xE -> BE_x'
+        """
+        return parse_equation(f"{_joined(map(_term, products))} -> {_operand(result)}")
 
     @property
     def is_move(self) -> bool:
@@ -146,6 +183,69 @@ class Equation:
         return replace(fault, text=self.text, start=start, end=end)
 
 
+class Via(tuple[Term, ...]):
+    """The left side of an equation, as `via=` takes it: the specs to which the operands are brought. A tuple of terms.
+
+    Attributes:
+      text: as it was written; not part of equality.
+    """
+
+    text: str
+
+    def __new__(cls, terms: Iterable[Term], text: str = "") -> "Via":
+        via = super().__new__(cls, terms)
+        via.text = text or _joined(via)
+        return via
+
+    @classmethod
+    def of(cls, *operands: Specs) -> "Via":
+        """The specs of one product's operands; a sequence of specs is a group.
+
+        >>> x, w = Spec.parse("BLE_x"), Spec.parse("E_xF_yz")
+        >>> str(Via.of(x, w)), str(Via.of(x, (w, w)))
+        ('BLE_x, E_xF_yz', 'BLE_x, (E_xF_yz, E_xF_yz)')
+        """
+        return cls.sum_of([operands])
+
+    @classmethod
+    def sum_of(cls, products: Iterable[Sequence[Specs]]) -> "Via":
+        """The specs of several products' operands.
+
+        >>> h, w_out, y, w_o = map(Spec.parse, ("BF_x", "F_xE", "BD_x", "D_xE"))
+        >>> str(Via.sum_of([(h, w_out), (y, w_o)]))
+        'BF_x, F_xE + BD_x, D_xE'
+        """
+        return parse_via(_joined(map(_term, products)))
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """Every operand in the order in which a call takes them."""
+        return tuple(operand for term in self for operand in term.operands)
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """Every spec as it is read, group members one by one."""
+        return tuple(spec for operand in self.operands for spec in operand.specs)
+
+    def __str__(self) -> str:
+        return _joined(self)
+
+    def __repr__(self) -> str:
+        return f"<Via {str(self)!r}>"
+
+
+def _joined(terms: Iterable[Term]) -> str:
+    return " + ".join(map(str, terms))
+
+
+def _term(operands: Sequence[Specs]) -> Term:
+    return Term(tuple(map(_operand, operands)))
+
+
+def _operand(specs: Specs) -> Operand:
+    return Operand((specs,)) if isinstance(specs, Spec) else Operand(tuple(specs), group=True)
+
+
 def _one_for_each_cause(faults: Sequence[Fault]) -> list[Fault]:
     """The first fault of every cause: a size that is wrong is wrong wherever its dimension stands."""
     found: dict[tuple, list[Fault]] = {}
@@ -183,12 +283,14 @@ def parse_equation(text: str | Equation) -> Equation:
     return _parse_equation(text)
 
 
-def parse_via(text: str) -> tuple[Term, ...]:
+def parse_via(text: str | Via) -> Via:
     """Reads the left side of an equation: the specs to which its operands are brought.
 
-    >>> [str(s) for o in parse_via("BLE_x, E_xF_yz")[0].operands for s in o.specs]
+    >>> list(map(str, parse_via("BLE_x, E_xF_yz").specs))
     ['BLE_x', 'E_xF_yz']
     """
+    if isinstance(text, Via):
+        return text
     _refuse_other_than_text(text, "the specs of via=", "BLE_x, E_xF_yz")
     return _parse_via(text)
 
@@ -214,7 +316,7 @@ def _parse_equation(text: str) -> Equation:
 
 
 @lru_cache(maxsize=4096)
-def _parse_via(text: str) -> tuple[Term, ...]:
+def _parse_via(text: str) -> Via:
     reader = EquationReader(text)
     terms = reader.terms()
     if reader.at < len(text):
@@ -223,7 +325,7 @@ def _parse_via(text: str) -> tuple[Term, ...]:
     faults = [*reader.faults, *faults_of(text, terms, None)]
     if faults:
         raise report(SpecError, f"cannot read via={text!r}", sorted(faults, key=lambda f: f.start))
-    return _terms(terms)
+    return Via(_terms(terms), text)
 
 
 def _terms(written: list[WrittenTerm]) -> tuple[Term, ...]:
