@@ -11,6 +11,9 @@ import numpy as np
 from flax import nnx
 
 import gspmd
+from gspmd.annotate import Spec
+from gspmd.annotate.equation import Equation
+from gspmd.layouts.section import SectionSpecs
 from gspmd.layouts.vias import heads_in
 from gspmd.ops._attention import attention
 from gspmd.ops._norm import rms_norm
@@ -24,7 +27,7 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
-        self.config, self.specs, self.dtype = config, layout.section("attention"), dtype
+        self.config, self.specs, self.dtype = config, SectionSpecs(layout.section("attention")), dtype
         self.norm = nnx.Param(weights["norm"]) if "norm" in weights else None
         self.w_q, self.w_k, self.w_v = (nnx.Param(weights[name]) for name in ("w_q", "w_k", "w_v"))
         self.w_o = nnx.Param(weights["w_o"])
@@ -36,17 +39,13 @@ class Attention(nnx.Module):
             rms_norm(x, self.norm[...], at.residual, at.norm, epsilon=self.config.norm_epsilon), at.residual
         )
 
-    def attend(self, y: jax.Array, residual: str) -> jax.Array:
+    def attend(self, y: jax.Array, residual: Spec) -> jax.Array:
         """Attention of a normed input [B, L, E]; both lie as `residual`."""
         at = self.specs
-        q, k, v = gspmd.einsum(
-            f"{residual}, ({at.w_q}, {at.w_k}, {at.w_v}) -> ({at.query}, {at.key}, {at.key})",
-            y,
-            self.weights_in(),
-            via=heads_in(at),
-        )
-        y = self.core(q, k, v)
-        return gspmd.einsum(f"{at.query}, {at.w_o} -> {residual}", y, self.weight_out(), via=at.out_via)
+        into = Equation.product(residual, (at.w_q, at.w_k, at.w_v), (at.query, at.key, at.key))
+        q, k, v = gspmd.einsum(into, y, self.weights_in(), via=heads_in(at))
+        out = Equation.product(at.query, at.w_o, residual)
+        return gspmd.einsum(out, self.core(q, k, v), self.weight_out(), via=at.out_via)
 
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Softmax attention of rotated queries [B, L, H, D] and keys [B, L, K, D] over values, placed as queries."""

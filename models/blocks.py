@@ -11,6 +11,8 @@ from flax import nnx
 
 import gspmd
 from gspmd.annotate import Spec
+from gspmd.annotate.equation import Equation, Via
+from gspmd.layouts.section import SectionSpecs
 from gspmd.layouts.vias import heads_in
 from gspmd.ops._norm import rms_norm
 from models.attention import Attention
@@ -68,16 +70,15 @@ class ParallelBlock(nnx.Module):
     def both(self, y: jax.Array) -> jax.Array:
         """Attention and feed-forward of one normed input [B, L, E], added up before their sum is settled."""
         at, ffn = self.attention.specs, self.specs
-        weights = ", ".join((str(at.w_q), str(at.w_k), str(at.w_v), *self.ffn.specs_in()))
-        results = ", ".join((str(at.query), str(at.key), str(at.key), *self.ffn.specs_hidden()))
+        weights, results = (at.w_q, at.w_k, at.w_v), (at.query, at.key, at.key)
         q, k, v, *hidden = gspmd.einsum(
-            f"{ffn.residual}, ({weights}) -> ({results})",
+            Equation.product(ffn.residual, weights + self.ffn.specs_in(), results + self.ffn.specs_hidden()),
             y,
             (*self.attention.weights_in(), *self.ffn.weights_in()),
             via=_together(heads_in(at), self.ffn.in_via()),
         )
         return gspmd.einsum(
-            f"{ffn.hidden}, {ffn.w_out} + {at.query}, {at.w_o} -> {ffn.residual}",
+            Equation.sum_of([(ffn.hidden, ffn.w_out), (at.query, at.w_o)], ffn.residual),
             self.ffn.activate(*hidden),
             self.ffn.weight_out(),
             self.attention.core(q, k, v),
@@ -87,22 +88,22 @@ class ParallelBlock(nnx.Module):
 
 
 def _feed_forward(block: Any, config: ModelConfig, layout: Any, weights: Mapping[str, Any], dtype: Any) -> None:
-    block.layout, block.specs = layout, layout.section("ffn")
+    block.layout, block.specs = layout, SectionSpecs(layout.section("ffn"))
     block.ffn = FeedForward(config, layout, weights["ffn"], dtype) if "ffn" in weights else None
     block.moe = Experts(config, layout, weights["moe"], dtype) if "moe" in weights else None
 
 
-def _together(attention: str | None, ffn: str | None) -> str | None:
-    """One place for the shared input to meet the weights of both; only where the layout names the same for both."""
+def _together(attention: Via | None, ffn: Via | None) -> Via | None:
+    """The via of one input and the weights of both branches; None unless both pin the input to the same spec."""
     if attention is None or ffn is None:
         return None
-    (left, heads), (other, hidden) = (via.split(", ", 1) for via in (attention, ffn))
-    return f"{left}, ({heads.strip('()')}, {hidden.strip('()')})" if left == other else None
+    (left, *heads), (other, *hidden) = attention.specs, ffn.specs
+    return Via.of(left, (*heads, *hidden)) if left == other else None
 
 
-def _sum(ffn: str | None, attention: str | None) -> str | None:
-    """The vias of two products that are added, if the layout pins both."""
-    return None if ffn is None or attention is None else f"{ffn} + {attention}"
+def _sum(ffn: Via | None, attention: Via | None) -> Via | None:
+    """The via of the sum of two products; None unless the layout pins both."""
+    return None if ffn is None or attention is None else Via.sum_of([ffn.specs, attention.specs])
 
 
 @contextmanager

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from gspmd.annotate.errors import suggestion
 from gspmd.moe.config import MoEConfig
+from gspmd.moe.experts.activation import PLAIN
 
-ACTIVATIONS = ("swiglu", "gelu", "relu")
 BLOCKS = ("serial", "parallel")
 
 
@@ -161,7 +161,7 @@ def _faults(config: ModelConfig):
     for name in ("vocabulary", "vocabulary_multiple", "embed", "layers", "heads", *_WIDTHS):
         if getattr(config, name) < 1:
             yield f"{name} is {getattr(config, name)}; it must be at least 1"
-    for name, known in (("activation", ACTIVATIONS), ("block", BLOCKS)):
+    for name, known in (("activation", tuple(PLAIN)), ("block", BLOCKS)):
         if getattr(config, name) not in known:
             near = suggestion(str(getattr(config, name)), known).strip()
             remedy = f"one of {', '.join(known)}" + (f". {near}" if near else "")

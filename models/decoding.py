@@ -11,6 +11,7 @@ import numpy as np
 
 import gspmd
 from gspmd.annotate import Spec
+from gspmd.annotate.equation import Equation
 from gspmd.ops._argmax import argmax
 from models.objective import batch_spec
 from models.transformer import Transformer, arrays, stream, with_arrays
@@ -70,15 +71,24 @@ def _step(model: Transformer, temperature: float):
     def step(weights, ids, position, key):
         placed = with_arrays(model, weights)
         real = jnp.broadcast_to(jnp.arange(ids.shape[1]) <= position, ids.shape)
-        x, _ = placed.hidden(gspmd.reshard(ids, f"{whole} -> {tokens}"), mask=gspmd.reshard(real, f"BL -> {tokens}"))
-        x = jax.lax.dynamic_slice_in_dim(gspmd.reshard(x, f"{residual} -> {short}"), position, 1, axis=1)
+        x, _ = placed.hidden(_moved(ids, whole, tokens), mask=_moved(real, _whole(tokens), tokens))
+        x = jax.lax.dynamic_slice_in_dim(_moved(x, residual, short), position, 1, axis=1)
         scores = placed.logits(x, short=True)
         if temperature:
-            scores = scores / temperature + gspmd.reshard(_noise(key, scores.shape), f"BLV -> {narrow}")
-        found = argmax(scores, narrow, "V")
-        return gspmd.reshard(found, f"{narrow.without('V')} -> BL")
+            scores = scores / temperature + _moved(_noise(key, scores.shape), _whole(narrow), narrow)
+        rows = narrow.without("V")
+        return _moved(argmax(scores, narrow, "V"), rows, _whole(rows))
 
     return step
+
+
+def _moved(x: jax.Array, before: Spec, after: Spec) -> jax.Array:
+    return gspmd.reshard(x, Equation.move(before, after))
+
+
+def _whole(spec: Spec) -> Spec:
+    """The same dimensions, each whole on every device."""
+    return Spec(spec.dims, ((),) * len(spec.dims))
 
 
 def _noise(key: jax.Array, shape: tuple[int, int, int]) -> jax.Array:

@@ -12,6 +12,8 @@ from flax import nnx
 
 import gspmd
 from gspmd.annotate import Spec
+from gspmd.annotate.equation import Equation
+from gspmd.layouts.section import SectionSpecs
 from gspmd.moe import expert_layer
 from gspmd.ops._norm import rms_norm
 from models.config import ModelConfig
@@ -22,7 +24,8 @@ class Experts(nnx.Module):
     """A feed-forward layer of which every token uses a few of X (`gspmd.moe` has the papers)."""
 
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
-        self.config, self.specs, self.moe, self.dtype = config, layout.section("ffn"), layout.section("moe"), dtype
+        self.config, self.dtype = config, dtype
+        self.specs, self.moe = SectionSpecs(layout.section("ffn")), SectionSpecs(layout.section("moe"))
         self.norm = nnx.Param(weights["norm"]) if "norm" in weights else None
         self.router = nnx.Param(weights["router"])
         self.router_noise = nnx.Param(weights["router_noise"]) if config.moe.noisy else None
@@ -54,7 +57,7 @@ class Experts(nnx.Module):
         Returns:
             the answers, and the layer's figures, as `expert_layer` gives them; `aux_loss` is its loss.
         """
-        residual, groups = Spec.parse(self.specs.residual), Spec.parse(self.moe.groups)
+        residual, groups = self.specs.residual, self.moe.groups
         sequences = groups.rename({"G": "B"})
         count, shape = self.config.moe.groups or y.shape[0], y.shape
         into = (count, y.shape[0] * y.shape[1] // count)
@@ -100,9 +103,7 @@ def shared_specs(layout: Any) -> SharedSpecs:
     """
     moe = layout.section("moe")
     named = {name: getattr(moe, f"shared_{name.removeprefix('w_')}") for name in ("w_in", "w_gate", "w_out", "hidden")}
-    return SharedSpecs(
-        residual=layout["ffn.residual"], in_via=moe.shared_in_via, out_via=moe.shared_out_via, **named
-    )
+    return SharedSpecs(residual=layout["ffn.residual"], in_via=moe.shared_in_via, out_via=moe.shared_out_via, **named)
 
 
 def tokens_spec(layout: Any) -> Spec:
@@ -128,4 +129,4 @@ def regroup(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
 
 def moved(x: jax.Array, before: Spec, after: Spec) -> jax.Array:
     """The same array where another spec says, if that is elsewhere."""
-    return x if before == after else gspmd.reshard(x, f"{before} -> {after}")
+    return x if before == after else gspmd.reshard(x, Equation.move(before, after))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from flax import nnx
 
 import gspmd
-from gspmd.layouts.vias import via_specs
+from gspmd.annotate import Spec
+from gspmd.annotate.equation import Equation, Via
+from gspmd.layouts.section import SectionSpecs
+from gspmd.moe.experts.activation import PLAIN
 from gspmd.ops._norm import rms_norm
 from models.config import ModelConfig
 
@@ -23,7 +26,7 @@ class FeedForward(nnx.Module):
     def __init__(
         self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any, specs: Any = None
     ):
-        self.config, self.specs, self.dtype = config, specs or layout.section("ffn"), dtype
+        self.config, self.specs, self.dtype = config, SectionSpecs(specs or layout.section("ffn")), dtype
         self.norm = nnx.Param(weights["norm"]) if "norm" in weights else None
         self.w_in = nnx.Param(weights["w_in"])
         self.w_gate = nnx.Param(weights["w_gate"]) if config.gated else None
@@ -37,47 +40,34 @@ class FeedForward(nnx.Module):
     def answer(self, y: jax.Array) -> jax.Array:
         """The layer of a normed input, both placed as `ffn.residual`."""
         ffn = self.specs
-        hidden = gspmd.einsum(
-            f"{ffn.residual}, ({', '.join(self.specs_in())}) -> ({', '.join(self.specs_hidden())})",
-            y,
-            self.weights_in(),
-            via=self.in_via(),
-        )
-        return gspmd.einsum(
-            f"{ffn.hidden}, {ffn.w_out} -> {ffn.residual}", self.activate(*hidden), self.weight_out(), via=ffn.out_via
-        )
+        into = Equation.product(ffn.residual, self.specs_in(), self.specs_hidden())
+        hidden = gspmd.einsum(into, y, self.weights_in(), via=self.in_via())
+        out = Equation.product(ffn.hidden, ffn.w_out, ffn.residual)
+        return gspmd.einsum(out, self.activate(*hidden), self.weight_out(), via=ffn.out_via)
 
     def activate(self, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
-        """The nonlinearity, on tensors placed alike."""
-        return ACTIVATION[self.config.activation](*(h for h in (value, gate) if h is not None))
+        """The activation function of the hidden layer, elementwise."""
+        return PLAIN[self.config.activation](*(h for h in (gate, value) if h is not None))
 
-    def specs_in(self) -> tuple[str, ...]:
-        """Specs of the weights in, the gate's last."""
-        return (str(self.specs.w_in), str(self.specs.w_gate))[: 1 + self.config.gated]
+    def specs_in(self) -> tuple[Spec, ...]:
+        """Specs of the input weights, the gate's last."""
+        return (self.specs.w_in, self.specs.w_gate)[: 1 + self.config.gated]
 
-    def specs_hidden(self) -> tuple[str, ...]:
-        """Specs of the products with them."""
-        return (str(self.specs.hidden),) * (1 + self.config.gated)
+    def specs_hidden(self) -> tuple[Spec, ...]:
+        """Specs of the products with the input weights."""
+        return (self.specs.hidden,) * (1 + self.config.gated)
 
-    def in_via(self) -> str | None:
-        """Where the residual and every weight in meet, if the layout says so."""
+    def in_via(self) -> Via | None:
+        """The via of the residual and the group of input weights; None leaves it to the planner."""
         if self.specs.in_via is None:
             return None
-        left, right = via_specs(self.specs.in_via)
-        return f"{left}, ({', '.join([str(right)] * (1 + self.config.gated))})"
+        residual, weight = self.specs.in_via.specs
+        return Via.of(residual, (weight,) * (1 + self.config.gated))
 
     def weights_in(self) -> tuple[jax.Array, ...]:
-        """The weights in, in the compute type."""
+        """The input weights in the compute type."""
         return tuple(w[...].astype(self.dtype) for w in (self.w_in, self.w_gate) if w is not None)
 
     def weight_out(self) -> jax.Array:
-        """The weight out, in the compute type."""
+        """The output weight in the compute type."""
         return self.w_out[...].astype(self.dtype)
-
-
-def swiglu(value: jax.Array, gate: jax.Array) -> jax.Array:
-    """silu(gate) ⊙ value."""
-    return jax.nn.silu(gate) * value
-
-
-ACTIVATION: dict[str, Callable[..., jax.Array]] = {"swiglu": swiglu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}

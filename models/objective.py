@@ -9,9 +9,12 @@ import jax.numpy as jnp
 
 import gspmd
 from gspmd.annotate import Spec
+from gspmd.annotate.equation import Equation
 from gspmd.ops._cross_entropy import cross_entropy
 from models.blocks import part
 from models.transformer import Transformer
+
+SCALAR = Spec((), ())
 
 
 def loss(
@@ -33,7 +36,7 @@ def loss(
     logits, figures = model(inputs, key=key, train=train)
     with part(model.layout, "output"):
         each = cross_entropy(logits, labels, model.layout["output.logits"])
-        entropy = gspmd.reshard(each, f"{label_spec(model.layout)} -> ") / each.size
+        entropy = gspmd.reshard(each, Equation.move(label_spec(model.layout), SCALAR)) / each.size
     aux = {"cross_entropy": entropy, **_summary(figures)}
     return (entropy + aux["aux_loss"] if train and figures else entropy), aux
 
@@ -51,8 +54,8 @@ def label_spec(layout: Any) -> Spec:
 def split_tokens(tokens: jax.Array, layout: Any) -> tuple[jax.Array, jax.Array]:
     """Inputs and labels, each [B, L] and where the model wants it, from [B, L+1]."""
     whole = batch_spec(layout)
-    inputs = gspmd.reshard(tokens[:, :-1], f"{whole} -> {Spec.parse(layout['embedding.tokens'])}")
-    return inputs, gspmd.reshard(tokens[:, 1:], f"{whole} -> {label_spec(layout)}")
+    inputs = gspmd.reshard(tokens[:, :-1], Equation.move(whole, Spec.parse(layout["embedding.tokens"])))
+    return inputs, gspmd.reshard(tokens[:, 1:], Equation.move(whole, label_spec(layout)))
 
 
 def _summary(figures: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -12,6 +12,8 @@ from flax import nnx
 
 import gspmd
 from gspmd.annotate import Spec
+from gspmd.annotate.equation import Equation
+from gspmd.layouts.section import SectionSpecs
 from gspmd.layouts.vias import whole_length
 from gspmd.ops._embedding import embed
 from gspmd.ops._norm import rms_norm
@@ -99,7 +101,8 @@ class Embedding(nnx.Module):
 
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
         self.dtype = dtype
-        self.equation = f"{layout['embedding.tokens']}, {layout['embedding.table']} -> {stream(config, layout)}"
+        at = SectionSpecs(layout.section("embedding"))
+        self.equation = Equation.product(at.tokens, at.table, stream(config, layout))
         self.table = nnx.Param(weights["table"])
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -113,28 +116,28 @@ class Output(nnx.Module):
 
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
         self.epsilon, self.dtype = config.norm_epsilon, dtype
-        self.residual, self.logits = stream(config, layout), Spec.parse(layout["output.logits"])
-        self.norm_spec, self.via = layout["output.norm"], layout.get("output.in_via")
-        self.table_spec = layout["embedding.table" if config.tied else "output.table"]
+        self.residual, self.specs = stream(config, layout), SectionSpecs(layout.section("output"))
+        self.table_spec = Spec.parse(layout["embedding.table" if config.tied else "output.table"])
         self.norm = nnx.Param(weights["norm"])
         self.table = None if config.tied else nnx.Param(weights["table"])
         self.vocabulary, self.rows = config.vocabulary, config.table_rows
 
     def __call__(self, x: jax.Array, tied: nnx.Param | None, short: bool = False) -> jax.Array:
         """Logits [B, L, V] in float32, of an x whose length is whole on every device if it is `short`."""
-        residual, logits, via = self.residual, self.logits, self.via
+        residual, logits, via = self.residual, self.specs.logits, self.specs.in_via
         if short:
             residual, logits, via = residual.with_axes("L", ()), logits.with_axes("L", ()), whole_length(via)
         table = (self.table if tied is None else tied)[...].astype(self.dtype)
-        y = rms_norm(x, self.norm[...], residual, self.norm_spec, epsilon=self.epsilon)
-        equation = f"{residual}, {self.table_spec} -> {logits}"
+        y = rms_norm(x, self.norm[...], residual, self.specs.norm, epsilon=self.epsilon)
+        equation = Equation.product(residual, self.table_spec, logits)
         found = gspmd.einsum(equation, y, table, via=via, preferred_element_type=jnp.float32)
         return found if self.rows == self.vocabulary else found + self._padding(logits)
 
     def _padding(self, logits: Spec) -> jax.Array:
         """[1, 1, V]: 0 for a token, and for padding a logit that nothing chooses; finite, so that 0 · it is 0."""
         bias = jnp.where(jnp.arange(self.rows) < self.vocabulary, 0.0, -1e30).astype(jnp.float32)
-        return gspmd.reshard(bias, f"V -> {Spec(('V',), (logits.axes_of('V'),))}")[None, None]
+        whole = Spec(("V",), ((),))
+        return gspmd.reshard(bias, Equation.move(whole, whole.with_axes("V", logits.axes_of("V"))))[None, None]
 
 
 def stream(config: ModelConfig, layout: Any) -> Spec:

@@ -1,7 +1,7 @@
 """A layout: one table that says where every tensor of a model lies, and how a number of devices becomes its mesh."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -9,48 +9,20 @@ from gspmd.annotate import LayoutError, Spec, report
 from gspmd.annotate.errors import shown, suggestion
 from gspmd.display.plain import printable
 from gspmd.layouts import printed, read
-from gspmd.layouts.mesh import complete, factorise, nearest
+from gspmd.layouts.mesh import complete, factorise, nearest, read_sizes
 from gspmd.layouts.rules import own
 from gspmd.layouts.rules.check import faults_of, mesh_faults
-from gspmd.layouts.rules.keys import KEYS, OVERRIDES, PARTS, PHASES
+from gspmd.layouts.rules.keys import OVERRIDES, PARTS, PHASES
+from gspmd.layouts.rules.table import LayoutTable
+from gspmd.layouts.section import Section, Table, look_up
 from gspmd.lowerings.default import checked
-
-Table = Mapping[str, str]
 
 # So far from the number of devices that was asked for another one is looked for that divides the sizes.
 _NEAR = 33
 
 
 @dataclass(frozen=True)
-class Section:
-    """One part of a layout by attribute: `ffn.w_in`; an optional key that is absent is None.
-
-    Attributes:
-      lowering: the lowering that the layout asks of this part; None leaves it to the caller.
-    """
-
-    _part: str
-    _specs: Table
-    lowering: str | None = None
-
-    def __getattr__(self, key: str) -> str | None:
-        if key.startswith("_"):  # asked for while a copy is made
-            raise AttributeError(key)
-        try:
-            return _look_up(self._specs, f"{self._part}.{key}")
-        except LayoutError as error:
-            raise AttributeError(str(error)) from None
-
-    def __repr__(self) -> str:
-        written = sum(key.startswith(f"{self._part}.") for key in self._specs)
-        return f"<Section {self._part!r} of a layout: {written} specs>"
-
-    def __hash__(self) -> int:
-        return hash((self._part, str(sorted(self._specs.items(), key=str))))
-
-
-@dataclass(frozen=True)
-class Layout:
+class Layout(LayoutTable):
     """Where every tensor of a model lies, by key: `layout["ffn.w_in"]` is `"E_xF_yz"`.
 
     Attributes:
@@ -72,19 +44,6 @@ class Layout:
 
     Source: the layouts of Pope et al. 2022 (arXiv 2211.05102), sections 3.2 and 3.3, are tables of this kind.
     """
-
-    name: str
-    axes: tuple[str, ...] = ()
-    factor: tuple[str, ...] = ()
-    table: Table = field(default_factory=dict)
-    overrides: Mapping[str, Table] = field(default_factory=dict)
-    lowerings: Table = field(default_factory=dict)
-    dimensions: Mapping[str, str] = field(default_factory=dict)
-    own: Mapping[str, str] | None = None
-
-    def __post_init__(self) -> None:
-        if self.own is None:
-            object.__setattr__(self, "own", own.declared(self.table))
 
     @classmethod
     def load(cls, name: "str | PathLike | Layout") -> "Layout":
@@ -132,7 +91,7 @@ class Layout:
 
     def __getitem__(self, key: str) -> str:
         """The spec of a tensor. Raises LayoutError for a key that no layout has, or that this one leaves out."""
-        spec = _look_up(self.table, key)
+        spec = look_up(self.table, key)
         if spec is None:
             raise LayoutError(
                 f"layout '{self.name}' does not write {key}, which is optional.\n  Ask with get({key!r})."
@@ -141,7 +100,7 @@ class Layout:
 
     def get(self, key: str, default: str | None = None) -> str | None:
         """The spec of a tensor, or `default` where an optional key is absent."""
-        spec = _look_up(self.table, key)
+        spec = look_up(self.table, key)
         return default if spec is None else spec
 
     def section(self, part: str) -> Section:
@@ -242,7 +201,7 @@ class Layout:
     def _dividing(self, devices: int, sizes: Mapping[str, int]) -> dict[str, int] | None:
         """The mesh of so many devices that divides the sizes and is nearest to the layout's own; None if none does."""
         for mesh in nearest(factorise(devices, self.axes, self.factor), self.factor):
-            if not faults_of(self, whole_sizes(sizes), mesh):
+            if not faults_of(self, read_sizes(sizes), mesh):
                 return mesh
         return None
 
@@ -312,7 +271,7 @@ class Layout:
           >>> Layout.load("megatron-1d").check({"B": 8, "F": 256}, {"x": 2, "y": 4}).name
           'megatron-1d'
         """
-        faults = faults_of(self, whole_sizes(sizes), mesh)
+        faults = faults_of(self, read_sizes(sizes), mesh)
         if faults:
             raise report(LayoutError, f"cannot use layout '{self.name}'{_circumstances(sizes, mesh)}", faults)
         return self
@@ -321,34 +280,6 @@ class Layout:
 def presets() -> tuple[str, ...]:
     """The names of the layouts that come with gspmd."""
     return read.preset_names()
-
-
-def whole_sizes(sizes: Any) -> Mapping[str, int]:
-    """Sizes by dimension, as they were given; None for none. Raises LayoutError for anything else."""
-    if sizes is None:
-        return {}
-    if not isinstance(sizes, Mapping) or not all(isinstance(dim, str) for dim in sizes):
-        raise LayoutError(f'cannot read sizes from {shown(sizes)}.\n  Write {{"B": 8, "E": 64}}, dimensions to sizes.')
-    for dim, size in sizes.items():
-        if not hasattr(size, "__index__") or isinstance(size, bool) or size < 0:
-            raise LayoutError(f"dimension {dim} has size {shown(size)}.\n  A size is a whole number, and not negative.")
-    return sizes
-
-
-def _look_up(table: Table, key: str) -> str | None:
-    if not isinstance(key, str):
-        raise LayoutError(f"no layout has a key {shown(key)}.\n  A key is a string, such as 'ffn.w_in'.")
-    if key in table:
-        return table[key]
-    known = KEYS.get(key)
-    if known is None:
-        near = suggestion(key, (*KEYS, *table))
-        raise LayoutError(f"no layout has a key {shown(key)}.\n  {near}docs/layouts.md lists every key.")
-    if known.default is not None:
-        return _look_up(table, known.default)
-    if not known.optional:
-        raise LayoutError(f"the layout does not write {key}, and nothing stands in for it.")
-    return None
 
 
 def _unknown(what: str, name: Any, known: tuple[str, ...]) -> LayoutError:

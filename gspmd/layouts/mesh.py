@@ -1,4 +1,4 @@
-"""How a number of devices, or a mesh that is given, becomes the mesh of a layout."""
+"""The mesh of a layout, from a number of devices or a given mesh, and the sizes of its dimensions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, product
@@ -50,6 +50,18 @@ def complete(mesh: Any, axes: Sequence[str]) -> dict[str, int]:
     """The sizes of a mesh, with size 1 for every axis of `axes` that it lacks."""
     given = mesh_sizes(mesh)
     return {**given, **{axis: 1 for axis in axes if axis not in given}}
+
+
+def read_sizes(sizes: Any) -> Mapping[str, int]:
+    """Sizes by dimension, as they were given; None for none. Raises LayoutError for anything else."""
+    if sizes is None:
+        return {}
+    if not isinstance(sizes, Mapping) or not all(isinstance(dim, str) for dim in sizes):
+        raise LayoutError(f'cannot read sizes from {shown(sizes)}.\n  Write {{"B": 8, "E": 64}}, dimensions to sizes.')
+    for dim, size in sizes.items():
+        if not hasattr(size, "__index__") or isinstance(size, bool) or size < 0:
+            raise LayoutError(f"dimension {dim} has size {shown(size)}.\n  A size is a whole number, and not negative.")
+    return sizes
 
 
 def _primes(number: int) -> Iterator[int]:

@@ -3,24 +3,21 @@
 from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from gspmd.annotate.errors import listed
-
-if TYPE_CHECKING:
-    from gspmd.layouts.layout import Layout
+from gspmd.layouts.rules.table import LayoutTable
 
 Line = tuple[str, str]
 
 
-def short(layout: "Layout") -> str:
+def short(layout: LayoutTable) -> str:
     """One line: the name, how much it says, and over which mesh axes."""
     changed = sum(map(len, layout.overrides.values()))
     more = f", {changed} overridden" if changed else ""
     return f"<Layout {layout.name!r}: {len(layout.table)} specs over {listed(layout.axes)}{more}>"
 
 
-def plain(layout: "Layout") -> str:
+def plain(layout: LayoutTable) -> str:
     """The table, a section after another as in its file."""
     width = max((len(key) for _, lines in _sections(layout) for key, _ in lines), default=0)
     blocks = [
@@ -30,7 +27,7 @@ def plain(layout: "Layout") -> str:
     return "\n\n".join([layout.name, *blocks])
 
 
-def html(layout: "Layout") -> str:
+def html(layout: LayoutTable) -> str:
     """The table, for a notebook."""
     rows = [(section, *line) for section, lines in _sections(layout) for line in lines]
     return table(layout.name, ("section", "key", "spec"), rows)
@@ -44,7 +41,7 @@ def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     return f"<table><caption>{escape(title)}</caption><tr>{head}</tr>{body}</table>"
 
 
-def _sections(layout: "Layout") -> Iterator[tuple[str, list[Line]]]:
+def _sections(layout: LayoutTable) -> Iterator[tuple[str, list[Line]]]:
     yield "mesh", [("axes", ", ".join(layout.axes)), ("factor", ", ".join(layout.factor))]
     parts = [(*name.partition(".")[::2], str(spec)) for name, spec in layout.table.items()]
     for section, lines in groupby(sorted(parts, key=lambda line: _order(parts, line)), key=lambda line: line[0]):

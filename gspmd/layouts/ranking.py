@@ -7,6 +7,7 @@ from os import PathLike
 from typing import Any
 
 from gspmd.annotate import LayoutError, PlanError, SpecError, mesh_sizes
+from gspmd.annotate.equation import Equation, Via
 from gspmd.annotate.errors import listed, shown, suggestion
 from gspmd.display.plain import printable
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
@@ -14,7 +15,9 @@ from gspmd.hardware.chips import Chip
 from gspmd.hardware.chips import chip as chip_row
 from gspmd.hardware.dtypes import dtype_name
 from gspmd.layouts import printed
-from gspmd.layouts.layout import Layout, whole_sizes
+from gspmd.layouts.layout import Layout
+from gspmd.layouts.mesh import read_sizes
+from gspmd.layouts.section import SectionSpecs
 from gspmd.lowerings.plan import plan
 from gspmd.planner.plan import Plan
 
@@ -129,15 +132,17 @@ def rank(
     return Ranking(ranked, _title(sizes, mesh, row, objective, dtype))
 
 
-def equations(layout: Layout, gated: bool = False) -> tuple[tuple[str, str | None], tuple[str, str | None]]:
-    """A feed-forward block as a layout writes it: the equation in and the equation out, each with its `via`.
+def equations(layout: Layout, gated: bool = False) -> tuple[tuple[Equation, Via | None], tuple[Equation, Via | None]]:
+    """The equation in and the equation out of a layout's feed-forward block, each with its via.
 
     >>> equations(Layout.load("megatron-1d"))[1]
-    ('B_xLF_yz, F_yzE -> B_xLE', 'B_xLF_yz, F_yzE')
+    (<Equation 'B_xLF_yz, F_yzE -> B_xLE'>, <Via 'B_xLF_yz, F_yzE'>)
     """
-    ffn = layout.section("ffn")
-    into = f"({ffn.w_in}, {ffn.w_gate}) -> ({ffn.hidden}, {ffn.hidden})" if gated else f"{ffn.w_in} -> {ffn.hidden}"
-    return (f"{ffn.residual}, {into}", ffn.in_via), (f"{ffn.hidden}, {ffn.w_out} -> {ffn.residual}", ffn.out_via)
+    ffn = SectionSpecs(layout.section("ffn"))
+    residual = ffn.residual
+    weights, hidden = ((ffn.w_in, ffn.w_gate), (ffn.hidden, ffn.hidden)) if gated else (ffn.w_in, ffn.hidden)
+    into, out = Equation.product(residual, weights, hidden), Equation.product(ffn.hidden, ffn.w_out, residual)
+    return (into, ffn.in_via), (out, ffn.out_via)
 
 
 def _layouts(names: Any) -> list[Layout]:
@@ -149,7 +154,7 @@ def _layouts(names: Any) -> list[Layout]:
 
 
 def _sizes(sizes: Any) -> Mapping[str, int]:
-    missing = [dim for dim in _DIMENSIONS if dim not in whole_sizes(sizes)]
+    missing = [dim for dim in _DIMENSIONS if dim not in read_sizes(sizes)]
     if missing:
         raise LayoutError(
             f"cannot rank layouts without the size of {listed(missing)}.\n"
@@ -168,7 +173,8 @@ def _title(sizes: Mapping[str, int], mesh: Any, chip: Chip, objective: str, dtyp
 def _measure(layout: Layout, sizes: Mapping[str, int], mesh: Any, chip: Chip, gated: bool, dtype: str) -> Ranked:
     mesh = layout.complete_mesh(mesh)
     try:
-        plans = tuple(plan(equation, sizes, mesh, dtype, chip, via=via) for equation, via in equations(layout, gated))
+        pairs = equations(layout, gated)
+        plans = tuple(plan(equation, sizes, mesh, dtype, chip, via=via and via.text) for equation, via in pairs)
     except (SpecError, PlanError) as error:
         return Ranked(layout.name, inf, inf, reason=error.faults[0].fact if error.faults else str(error))
     return Ranked(layout.name, sum(p.seconds for p in plans), sum(p.wire_bytes for p in plans), plans)

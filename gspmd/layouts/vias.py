@@ -1,47 +1,42 @@
-"""Where operands meet in a model's equations: what a layout's vias say of a group of weights, or of one position."""
+"""Vias of a model's equations, from those of a layout: for a group of weights, or for one position of a sequence."""
 
-from typing import Any
+from gspmd.annotate import Spec
+from gspmd.annotate.equation import Via
+from gspmd.layouts.section import SectionSpecs
 
-from gspmd.annotate import Spec, parse_via
 
+def heads_in(at: SectionSpecs) -> Via | None:
+    """The via of the residual and the group w_q, w_k, w_v; None leaves it to the planner.
 
-def heads_in(at: Any) -> str | None:
-    """Where the residual meets w_q, w_k and w_v, which travel as one group; None leaves it to the planner.
-
-    `in_via` places the residual and w_q, `key_via` places w_k and w_v. Without a `key_via` they follow w_q over E, and
-    over their heads they keep those axes of `key` that the residual and E leave free.
+    `in_via` places the residual and w_q, `key_via` places w_k and w_v. Without a `key_via` they are sharded as w_q is
+    over E, and over K by those axes of `key` that neither the residual nor E uses.
 
     Args:
-      at: the attention section of a layout.
+      at: the specs of the attention section of a layout.
 
     Example:
       >>> from gspmd.layouts import Layout
-      >>> heads_in(Layout.load("weight-stationary-2d").section("attention"))
-      'BLE_x, (E_xH_yzD, E_xKD_yz, E_xKD_yz)'
+      >>> heads_in(SectionSpecs(Layout.load("weight-stationary-2d").attention))
+      <Via 'BLE_x, (E_xH_yzD, E_xKD_yz, E_xKD_yz)'>
     """
     if at.in_via is None:
         return None
-    residual, w_q = via_specs(at.in_via)
-    w_k = _beside(residual, w_q, Spec.parse(at.key)) if at.key_via is None else via_specs(at.key_via)[1]
-    return f"{residual}, ({w_q}, {w_k}, {w_k})"
+    residual, w_q = at.in_via.specs
+    w_k = _beside(residual, w_q, at.key) if at.key_via is None else at.key_via.specs[1]
+    return Via.of(residual, (w_q, w_k, w_k))
 
 
-def whole_length(via: str | None) -> str | None:
-    """A via whose activation has its length whole, as where one position is taken out of a sequence.
+def whole_length(via: Via | None) -> Via | None:
+    """A via whose activation has its length unsharded, for one position of a sequence.
 
-    >>> whole_length("B_xL_yE, V_zE")
-    'B_xLE, V_zE'
+    >>> from gspmd.annotate.equation import parse_via
+    >>> whole_length(parse_via("B_xL_yE, V_zE"))
+    <Via 'B_xLE, V_zE'>
     """
     if via is None:
         return None
-    left, right = via_specs(via)
-    return f"{left.with_axes('L', ())}, {right}"
-
-
-def via_specs(text: str) -> tuple[Spec, Spec]:
-    """The two specs of a layout's via: where the activation goes, and where the weight goes."""
-    left, right = parse_via(text)[0].operands
-    return left.specs[0], right.specs[0]
+    activation, weight = via.specs
+    return Via.of(activation.with_axes("L", ()), weight)
 
 
 def _beside(residual: Spec, w_q: Spec, key: Spec) -> Spec:

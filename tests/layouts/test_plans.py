@@ -11,6 +11,7 @@ import pytest
 from gspmd.annotate import Spec
 from gspmd.layouts import Layout, Ranking, presets, rank
 from gspmd.layouts.ranking import equations
+from gspmd.layouts.section import SectionSpecs
 from gspmd.layouts.vias import heads_in
 from gspmd.lowerings.plan import plan
 
@@ -77,8 +78,7 @@ def test_rank_goes_from_stationary_to_gathered_at_the_exact_crossings(gated):
             ranked = rank(POPE, sizes=sizes, mesh=mesh, objective="wire_bytes", gated=gated)
             assert ranked[0].name == (before if tokens < at else after)
             assert [r.wire_bytes for r in ranked] == sorted(
-                2 * (elements(name, tokens, e, f, mesh, 2 if gated else 1) + more(name))
-                for name in POPE
+                2 * (elements(name, tokens, e, f, mesh, 2 if gated else 1) + more(name)) for name in POPE
             )
 
 
@@ -155,9 +155,10 @@ def test_what_cannot_be_ranked(change, message):
 def model_equations(layout: Layout):
     """Every equation of a transformer with this layout, with its via: forward; the planner adds the gradients."""
     at, ffn, moe, out = (layout.section(part) for part in ("attention", "ffn", "moe", "output"))
-    yield f"{at.residual}, ({at.w_q}, {at.w_k}, {at.w_v}) -> ({at.query}, {at.key}, {at.key})", heads_in(at)
+    heads = heads_in(SectionSpecs(at))
+    yield f"{at.residual}, ({at.w_q}, {at.w_k}, {at.w_v}) -> ({at.query}, {at.key}, {at.key})", heads
     yield f"{at.query}, {at.w_o} -> {at.residual}", at.out_via
-    yield from equations(layout, gated=True)
+    yield from ((str(equation), via) for equation, via in equations(layout, gated=True))
     yield f"{ffn.hidden}, {ffn.w_out} + {at.query}, {at.w_o} -> {ffn.residual}", f"{ffn.out_via} + {at.out_via}"
     sequences = Spec.parse(moe.groups).rename({"G": "B"})
     yield from _there_and_back(ffn.residual, str(sequences))

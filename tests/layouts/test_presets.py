@@ -46,7 +46,7 @@ def test_preset_opens_with_its_name_and_its_source(name):
     assert head.startswith(f"# {name}: ")
     assert "# Source: " in head
     assert "arXiv" in head
-    assert ("section" in head or "figure" in head)
+    assert "section" in head or "figure" in head
 
 
 @pytest.mark.parametrize("name", presets())

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd.annotate import Spec
+from gspmd.annotate.equation import parse_via
 from gspmd.layouts import Layout
 from models.attention import rotate
 from models.blocks import _together
@@ -46,11 +47,10 @@ def test_rotation_is_float32_inside():
 
 
 def test_the_parallel_block_pins_its_shared_input_only_where_both_agree():
-    assert (
-        _together("BLE_x, (E_xHD, E_xKD, E_xKD)", "BLE_x, (E_xF, E_xF)") == "BLE_x, (E_xHD, E_xKD, E_xKD, E_xF, E_xF)"
-    )
-    assert _together("BLE, (EHD, EKD, EKD)", "BLE_x, (E_xF, E_xF)") is None
-    assert _together(None, "BLE_x, (E_xF, E_xF)") is None
+    heads, hidden = parse_via("BLE_x, (E_xHD, E_xKD, E_xKD)"), parse_via("BLE_x, (E_xF, E_xF)")
+    assert str(_together(heads, hidden)) == "BLE_x, (E_xHD, E_xKD, E_xKD, E_xF, E_xF)"
+    assert _together(parse_via("BLE, (EHD, EKD, EKD)"), hidden) is None
+    assert _together(None, hidden) is None
 
 
 def test_presets_keep_length_and_head_size_whole_in_the_core():

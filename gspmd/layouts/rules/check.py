@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gspmd.annotate import Fault, Spec, SpecError, mesh_sizes, parse_via
 from gspmd.annotate.errors import listed, shown, suggestion
@@ -11,15 +11,13 @@ from gspmd.layouts.rules import own
 from gspmd.layouts.rules.causes import one_for_each_cause
 from gspmd.layouts.rules.keys import ALIKE, KEYS, PARTS, PHASES, Key, keys_of_override
 from gspmd.layouts.rules.line import Line
+from gspmd.layouts.rules.table import LayoutTable
 from gspmd.lowerings.default import LOWERINGS
-
-if TYPE_CHECKING:
-    from gspmd.layouts.layout import Layout
 
 Specs = Mapping[str, Spec]
 
 
-def faults_of(layout: "Layout", sizes: Mapping[str, int], mesh: Any) -> list[Fault]:
+def faults_of(layout: LayoutTable, sizes: Mapping[str, int], mesh: Any) -> list[Fault]:
     """A layout's faults for these sizes on this mesh (None: each declared axis has size 1), one for every cause."""
     faults = [*_declaration_faults(layout), *(mesh_faults(mesh, layout.axes) if mesh is not None else ())]
     room = _Room(sizes, {a: n for a, n in complete(mesh or {}, layout.axes).items() if a in layout.axes})
@@ -165,7 +163,7 @@ def _meeting_faults(line: Line, left: Spec, right: Spec) -> Iterator[Fault]:
 # -- the table as a whole ---------------------------------------------------------------------------------------------
 
 
-def _missing(layout: "Layout", sizes: Mapping[str, int]) -> Iterator[Fault]:
+def _missing(layout: LayoutTable, sizes: Mapping[str, int]) -> Iterator[Fault]:
     written = {name.partition(".")[0] for name in layout.table}
     for key in KEYS.values():
         needed = key.section in written or key.section != "moe" or "X" in sizes
@@ -251,7 +249,7 @@ def _lowering_faults(lowerings: Mapping[str, Any], more: Sequence[str]) -> Itera
             yield line.at_text(f"no lowering is called {shown(name)}.", remedy)
 
 
-def _declaration_faults(layout: "Layout") -> Iterator[Fault]:
+def _declaration_faults(layout: LayoutTable) -> Iterator[Fault]:
     if not layout.axes:
         remedy = 'Write axes = ["x", "y", "z"] in [mesh].'
         yield Line("axes", "", "mesh").at_key("the layout declares no mesh axes.", remedy)

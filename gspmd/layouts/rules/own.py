@@ -14,14 +14,17 @@ KNOWN = (*PARTS, *OVERRIDES, "mesh", "lowering", "dimensions")
 
 _VIA = "_via"
 
+Dims = str | tuple[str, ...]
+"""The dimensions of a tensor, `"BSE"`, or those of a via's operands, `("BSE", "ES")`."""
 
-def declared(table: Mapping[str, Any]) -> dict[str, str]:
+
+def declared(table: Mapping[str, Any]) -> dict[str, Dims]:
     """The keys of a table's own sections, with the dimensions that their specs list.
 
     What cannot be read declares none, and what looks like a known section misspelt is no section of one's own.
 
     >>> declared({"ssm.state": "B_xSE_y", "ssm.in_via": "BSE_y, E_yF", "ffn.w_in": "EF", "fnn.w_in": "EF"})
-    {'ssm.state': 'BSE', 'ssm.in_via': 'BSE, EF'}
+    {'ssm.state': 'BSE', 'ssm.in_via': ('BSE', 'EF')}
     """
     found = {}
     for name, text in table.items():
@@ -31,12 +34,12 @@ def declared(table: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def sections(own: Mapping[str, str]) -> tuple[str, ...]:
+def sections(own: Mapping[str, Dims]) -> tuple[str, ...]:
     """The names of the sections that these keys stand in."""
     return tuple(dict.fromkeys(name.partition(".")[0] for name in own))
 
 
-def keys(own: Mapping[str, str]) -> dict[str, Key]:
+def keys(own: Mapping[str, Dims]) -> dict[str, Key]:
     """One's own keys, as the rules of the table want them."""
     return {name: _key(name, dims) for name, dims in own.items()}
 
@@ -57,7 +60,7 @@ def misspelt(section: str, key: str) -> str:
     return ""
 
 
-def dimension_faults(own: Mapping[str, str], letters: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[Fault]:
+def dimension_faults(own: Mapping[str, Dims], letters: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[Fault]:
     """A fault for every wrong line of [dimensions], and for every letter of one's own that nothing explains."""
     for letter, meaning in letters.items():
         line = Line(letter, str(meaning), "dimensions")
@@ -69,21 +72,22 @@ def dimension_faults(own: Mapping[str, str], letters: Mapping[str, Any], sizes: 
             yield line.at_text(f"the meaning of {letter} must be a string, and is {shown(meaning)}.")
     known = {*DIMENSIONS, *letters, *sizes}
     for name, dims in own.items():
-        for letter in (letter for letter in dims if letter.isalpha() and letter not in known):
+        for letter in (letter for letter in "".join(dims) if letter not in known):
             fact = f"nothing says what dimension {letter} is."
             yield Line(name).at_key(fact, f'Write {letter} = "what it is" in [dimensions], or give its size.')
 
 
-def _key(name: str, dims: str) -> Key:
+def _key(name: str, dims: Dims) -> Key:
     if name.endswith(_VIA):
-        return Key(name, tuple(dims.split(", ")), "via", "Where two tensors of one's own meet.", optional=True)
+        return Key(name, dims, "via", "Where two tensors of one's own meet.", optional=True)
     return Key(name, dims, "tensor", "A tensor of one's own.")
 
 
-def _dims(text: Any, *, via: bool) -> str:
+def _dims(text: Any, *, via: bool) -> Dims:
+    """The dimensions of a spec, or of the first spec of each operand of a via; empty where the text cannot be read."""
     try:
-        operands = parse_via(text)[0].operands if via else ()
-        specs = [operand.specs[0] for operand in operands] if via else [Spec.parse(text)]
+        if via:
+            return tuple("".join(operand.specs[0].dims) for operand in parse_via(text)[0].operands)
+        return "".join(Spec.parse(text).dims)
     except SpecError:
-        return ""
-    return ", ".join("".join(spec.dims) for spec in specs)
+        return ("",) if via else ""

@@ -1,4 +1,4 @@
-"""The nonlinearities of an expert, whose gradients keep no more than their inputs."""
+"""Activation functions of feed-forward layers, plain and with gradients that keep no more than their inputs."""
 
 from collections.abc import Callable
 from functools import update_wrapper
@@ -8,33 +8,32 @@ from jax import lax
 
 
 def keeping_inputs(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """An elementwise function whose gradient keeps its inputs alone, and computes what else it needs again.
+    """Wrap an elementwise function so that its gradient keeps only its inputs, and recomputes the rest.
 
-    A compiler that sees a sigmoid several times computes it once, and keeps it from the first to the last, [X, C, F]
-    more. Behind barriers it cannot see that the value, and the gradient of each input, are of the same inputs.
+    A compiler that sees one sigmoid several times computes it once and keeps it from the first use to the last, another
+    [X, C, F]. Optimization barriers hide that the value and the gradient of each input have the same inputs.
     """
     of_inputs = update_wrapper(lambda *inputs: function(*inputs), function)
-    del of_inputs.__wrapped__  # whose signature may have options, such as gelu's
+    del of_inputs.__wrapped__  # its signature may have options, such as gelu's
     kept = jax.custom_vjp(of_inputs)
 
     def forward(*inputs):
         return function(*inputs), inputs
 
     def backward(inputs, cotangent):
-        found = []
+        cotangents = []
         for place in range(len(inputs)):
             inputs = lax.optimization_barrier(inputs)
             of_one = lambda x, at=place, given=inputs: function(*given[:at], x, *given[at + 1 :])  # noqa: E731
-            found += jax.vjp(of_one, inputs[place])[1](cotangent)
-        return tuple(found)
+            cotangents += jax.vjp(of_one, inputs[place])[1](cotangent)
+        return tuple(cotangents)
 
     kept.defvjp(forward, backward)
     return kept
 
 
-@keeping_inputs
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) · up, of arrays of one shape.
+    """Gate elementwise: silu(gate) · up, of arrays of one shape.
 
     Example:
         >>> import jax.numpy as jnp
@@ -46,5 +45,8 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-#: By name; swiglu takes the gate's hidden activations first, and then those that it gates.
-ACTIVATIONS = {"swiglu": swiglu, "gelu": keeping_inputs(jax.nn.gelu), "relu": keeping_inputs(jax.nn.relu)}
+PLAIN: dict[str, Callable[..., jax.Array]] = {"swiglu": swiglu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
+"""Activation functions by name, for dense layers; swiglu takes the gate first."""
+
+ACTIVATIONS = {name: keeping_inputs(function) for name, function in PLAIN.items()}
+"""The same for experts, whose hidden activations [X, C, F] are too large to be kept several times."""
