@@ -14,7 +14,7 @@ from gspmd.lowerings.call import Call
 from gspmd.lowerings.choice import lower
 from gspmd.lowerings.gradient import with_gradient
 from gspmd.lowerings.program import context, partial_under_auto
-from gspmd.ops.operands import flat_operands, of_one_kind, refuse_precision, result_dtype, wire_name
+from gspmd.ops.operands import flat_operands, of_one_kind
 
 
 def einsum(
@@ -69,9 +69,13 @@ def einsum(
     sizes = equation.sizes(_shapes(equation, flat))
     ctx = context(lowering)
     names = tuple(str(x.dtype) for x in flat)
-    result = result_dtype(equation, joint, preferred_element_type)
-    wire = wire_name(equation, names, result, wire_dtype)
-    refuse_precision(equation, precision)
+    result, wire = joint, None
+    if any(option is not None for option in (wire_dtype, precision, preferred_element_type)):
+        from gspmd.ops.options import refuse_precision, result_dtype, wire_name
+
+        result = result_dtype(equation, joint, preferred_element_type)
+        wire = wire_name(equation, names, result, wire_dtype)
+        refuse_precision(equation, precision)
     via = None if via is None else parse_via(via)
     call = Call(equation, tuple(sizes.items()), ctx, names, via, wire, precision, result)
     program = _program(call)

@@ -10,7 +10,8 @@ from gspmd.annotate.errors import SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
-from gspmd.ops.operands import array, number
+from gspmd.ops.operands import array
+from gspmd.ops.options import number
 from gspmd.ops.planned_op import FLOAT32, Chains, fault, float32, planned_op, read, settle, sizes_of
 from gspmd.planner.resharding import move
 

@@ -1,10 +1,7 @@
-"""What a planned operation is given: its operands and options, and the dtypes of an einsum, its wire and results."""
+"""What a planned operation is given: arrays, in a dtype that they have together."""
 
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
-from math import isfinite
-from numbers import Real
 from typing import Any
 
 import jax
@@ -12,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd.annotate.equation import Equation
-from gspmd.annotate.errors import PlanError, SpecError, article, shown
-from gspmd.hardware.dtypes import dtype_name, no_joint
+from gspmd.annotate.errors import PlanError, SpecError, article
+from gspmd.hardware.dtypes import no_joint
 
 
 def flat_operands(equation: Equation, operands: Sequence[Any]) -> list[jax.Array]:
@@ -86,31 +83,6 @@ def _kind(given: Any) -> str:
     return noun if dtype is None else f"{noun} of {dtype}"
 
 
-def number(doing: str, name: str, given: Any) -> float:
-    """A number that is known when the program is made.
-
-    Raises:
-        PlanError: it is none, is not finite, or is an array or traced.
-    """
-    if not isinstance(given, Real) or isinstance(given, bool) or not abs(given) < 2**64 or not isfinite(given):
-        raise PlanError(
-            f"{doing}: {name} is {shown(given)}.\n"
-            "  Pass a finite number, which is part of the program: no array, and nothing traced."
-        )
-    return float(given)
-
-
-def flag(doing: str, name: str, given: Any) -> bool:
-    """True or False.
-
-    Raises:
-        PlanError: it is neither.
-    """
-    if not isinstance(given, (bool, np.bool_)):
-        raise PlanError(f"{doing}: {name} is {shown(given)}.\n  It is True or False.")
-    return bool(given)
-
-
 def of_one_kind(equation: Equation, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], str]:
     """The arrays, a Python number in the dtype that it takes on beside the others, and the dtype of their product.
 
@@ -128,90 +100,3 @@ def of_one_kind(equation: Equation, arrays: Sequence[jax.Array]) -> tuple[list[j
     except (TypeError, ValueError):
         raise PlanError(no_joint(equation, [x.dtype for x in arrays])) from None
     return [x.astype(joint) if jax.typeof(x).weak_type else x for x in arrays], joint.name
-
-
-def result_dtype(equation: Equation, joint: str, preferred: Any) -> str:
-    """The dtype of the results: the one asked for, else the operands' joint one.
-
-    Raises:
-        PlanError: JAX has no such dtype as it is configured, or it cannot hold what the results are.
-    """
-    if preferred is None:
-        return joint
-    doing = f"cannot give the result of '{equation}'"
-    name = _available(doing, "preferred_element_type", preferred)
-    if _RANK.index(_numbers(name)) < _RANK.index(_numbers(joint)):
-        raise PlanError(
-            f"{doing} as {name}: products of {joint} are {_numbers(joint)} numbers, which it cannot hold.\n"
-            "  Leave preferred_element_type out and cast the result, if that is meant."
-        )
-    return name
-
-
-def refuse_precision(equation: Equation, precision: Any) -> None:
-    """Refuse what JAX does not take for the precision of a product.
-
-    Raises:
-        PlanError: with what it takes.
-    """
-    with suppress(TypeError, ValueError):  # of the hash, and of JAX
-        _try_precision(precision)
-        return
-    raise PlanError(
-        f"cannot compute '{equation}' with precision {shown(precision)}.\n"
-        "  Use None, 'default', 'high', 'highest', or what else jax.lax.dot takes."
-    )
-
-
-@lru_cache(maxsize=64)
-def _try_precision(precision: Any) -> None:
-    if precision is not None:
-        x = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-        jax.eval_shape(partial(jax.lax.dot, precision=precision), x, x)
-
-
-def wire_name(equation: Equation, dtypes: Sequence[str], result: str, wire_dtype: Any) -> str | None:
-    """The name of the wire's dtype, which has to hold every operand and every result: equal, or both floating.
-
-    Raises:
-        PlanError: it holds one of them in another kind of number.
-    """
-    if wire_dtype is None:
-        return None
-    wire = _available(f"cannot send '{equation}'", "wire_dtype", wire_dtype)
-    named = [*((f"operand {number}", dtype) for number, dtype in enumerate(dtypes, 1)), ("the result", result)]
-    for name, dtype in named:
-        if dtype == wire or (_numbers(dtype) == "floating" == _numbers(wire) and _travels(wire)):
-            continue
-        remedy = "Use a floating wire_dtype, such as bfloat16." if _numbers(dtype) == "floating" else "Leave it out."
-        raise PlanError(
-            f"cannot send '{equation}' as {wire}: {name} is {dtype}, and {wire} does not hold such numbers.\n"
-            f"  A wire is narrower for floating numbers alone. {remedy}"
-        )
-    return wire
-
-
-_RANK = ("boolean", "whole", "floating", "complex")
-
-
-def _numbers(dtype: str) -> str:
-    dtype = jnp.dtype(dtype)
-    kinds = (np.bool_, np.integer, jnp.floating, jnp.complexfloating)
-    return next(name for name, kind in zip(_RANK, kinds) if jnp.issubdtype(dtype, kind))
-
-
-def _travels(dtype: str) -> bool:
-    """Whether a floating dtype has a sign and a zero, which scales of eight exponent bits lack, and whole bytes."""
-    return float(jnp.finfo(jnp.dtype(dtype)).min) < 0 and jnp.finfo(jnp.dtype(dtype)).bits >= 8
-
-
-def _available(doing: str, option: str, dtype: Any) -> str:
-    name = dtype_name(dtype)
-    if name in ("float64", "int64", "uint64", "complex128") and not jax.config.jax_enable_x64:
-        raise PlanError(
-            f"{doing} as {name}: JAX has no dtypes of 64 bits as it is configured.\n"
-            f"  Use a narrower {option}, or jax.config.update('jax_enable_x64', True)."
-        )
-    if not any(jnp.issubdtype(jnp.dtype(name), kind) for kind in (np.bool_, np.number)):
-        raise PlanError(f"{doing} as {name}: it is no dtype of numbers.\n  Use a {option} such as bfloat16.")
-    return name
