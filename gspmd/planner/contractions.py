@@ -79,7 +79,7 @@ class ContractionTable:
         """Of the right operand's path and the local einsum, by row; infinite for what a pin rules out."""
         parts = np.array(parts_of([size for _, size in self.environment.mesh]))
         shapes = np.array([self.sizes[dim] for dim in self._union]) // parts[self._masks]
-        alike = numbered(shapes.T) if self._union else np.zeros(1, int)
+        alike = numbered(shapes.T) if self._union else np.zeros(len(shapes), int)
         some = [dict(zip(self._union, shapes[row].tolist())) for row in np.unique(alike, return_index=True)[1]]
         costs = np.array([picoseconds(self._figures(local)[1]) for local in some])[alike].astype(complex)
         if self.right is not None:

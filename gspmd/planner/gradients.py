@@ -1,6 +1,6 @@
 """The gradient of a routine: the cotangents of its operands as one more routine, planned by the same search.
 
-The gradient of a product is a group, whose shared operand is the cotangent; that of a sum is a larger group; that of a
+The gradient of a product is a group, whose common operand is the cotangent; that of a sum is a larger group; that of a
 group is a sum.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from gspmd.annotate.equation import Equation, Operand, Term
 from gspmd.annotate.spec import Spec
 from gspmd.planner.overlap import Overlap
-from gspmd.planner.routines import Builder, Job, common_placement, find, settle, term_costs
+from gspmd.planner.routines import ProductGroup, RoutineBuilder, common_placement, settling
 from gspmd.planner.steps import Contraction, Environment, Output, Routine, Tensor
 
 
@@ -33,16 +33,25 @@ def backward(
     """
     held, targets = backward_tensors(routine, inputs, outputs, kept)
     cotangents, residuals = held[: len(outputs)], held[len(outputs) :]
-    jobs = [_gradient_job(routine, n, cotangents, residuals, targets, mirrored) for n in range(len(outputs))]
-    shared, settling = _contributed_twice(routine), ()
-    if shared is not None:
-        asks = [[routine.moves[own].source for own, _ in _sides(routine, n)].index(shared) for n in range(len(jobs))]
-        terms = [term_costs(environment, job, aimed) for job, aimed in zip(jobs, asks)]
-        common = common_placement(terms, targets[shared]) or targets[shared].spec
-        aims = [replace(t, spec=common) if i == shared else t for i, t in enumerate(targets)]
-        jobs = [_gradient_job(routine, n, cotangents, residuals, aims, mirrored) for n in range(len(outputs))]
-        settling = settle(environment, common, targets[shared])
-    return _gradient_routine(routine, held, targets, shared, jobs, [find(environment, job) for job in jobs], settling)
+
+    def groups(aims):
+        return [_gradient_group(routine, n, cotangents, residuals, aims, mirrored) for n in range(len(outputs))]
+
+    searches, common, aims = groups(targets), _common_operand(routine), list(targets)
+    if common is not None:  # its cotangent is a sum of one part per product
+        sources = [[routine.moves[own].source for own, _ in _sides(routine, n)] for n in range(len(outputs))]
+        terms = [g.result_costs(environment, part.index(common)) for g, part in zip(searches, sources)]
+        placement = common_placement(terms, targets[common]) or targets[common].spec
+        aims[common] = replace(targets[common], spec=placement)
+        searches = groups(aims)
+    builder, products = RoutineBuilder(held), {n: [] for n in range(len(targets))}
+    for n, group in enumerate(searches):
+        for (own, _), product in zip(_sides(routine, n), builder.add(group, group.search(environment))):
+            products[routine.moves[own].source].append(product)
+    for n, target in enumerate(targets):
+        settled = settling(environment, aims[n].spec, target) if n == common else ()
+        builder.outputs.append(Output(tuple(products[n]), target.spec, settled))
+    return builder.routine()
 
 
 def backward_tensors(
@@ -62,8 +71,8 @@ def _numbered(name: str, i: int, many: Sequence) -> str:
     return name if len(many) == 1 else f"{name} {i + 1}"
 
 
-def _contributed_twice(routine: Routine) -> int | None:
-    """The operand that several products share, whose cotangent is a sum; None where there is none."""
+def _common_operand(routine: Routine) -> int | None:
+    """The operand of several products; None where there is none."""
     sources = [routine.moves[m].source for p in routine.products for m in (p.left, p.right) if m is not None]
     return next((source for source in sources if sources.count(source) > 1), None)
 
@@ -79,7 +88,7 @@ def _sides(routine: Routine, output: int) -> list[tuple[int, int | None]]:
     return sides
 
 
-def _gradient_job(routine: Routine, output: int, cotangents, residuals, aims, mirrored: bool) -> Job:
+def _gradient_group(routine: Routine, output: int, cotangents, residuals, aims, mirrored: bool) -> ProductGroup:
     sides = _sides(routine, output)
     rights = tuple(None if other is None else len(cotangents) + other for _, other in sides)
     pinned = _mirror(routine, output, cotangents[output].spec) if mirrored else None
@@ -91,7 +100,7 @@ def _gradient_job(routine: Routine, output: int, cotangents, residuals, aims, mi
         )
         for own, other in sides
     )
-    return Job(output, cotangents[output], rights, contractions, pinned)
+    return ProductGroup(output, cotangents[output], rights, contractions, pinned)
 
 
 def _mirror(routine: Routine, output: int, cotangent: Spec) -> Spec | None:
@@ -101,16 +110,6 @@ def _mirror(routine: Routine, output: int, cotangent: Spec) -> Spec | None:
         return None
     result = left.pop()
     return Spec(cotangent.dims, tuple(result.axes_of(dim) if dim in result.dims else () for dim in cotangent.dims))
-
-
-def _gradient_routine(routine: Routine, inputs, targets, shared: int | None, jobs, found, settling) -> Routine:
-    builder, products = Builder(inputs), {i: [] for i in range(len(targets))}
-    for n, (job, each) in enumerate(zip(jobs, found)):
-        for (own, _), product in zip(_sides(routine, n), builder.run(job, each)):
-            products[routine.moves[own].source].append(product)
-    for i, target in enumerate(targets):
-        builder.outputs.append(Output(tuple(products[i]), target.spec, settling if i == shared else ()))
-    return builder.routine()
 
 
 @dataclass(frozen=True)

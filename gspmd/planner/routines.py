@@ -1,8 +1,11 @@
-"""From an equation to its routine, forward and backward.
+"""From an equation to its routine.
 
-A product is one search. A group is one search with several members: the shared operand travels once. A sum plans every
-term towards one common placement before settling, so that its partial sums settle once. The gradient of a product is a
-group (the cotangent is shared), that of a sum a larger group, that of a group a sum: the same two tools.
+    product   one search
+    group     one search for several products of one operand, which is moved once
+    sum       a search for each product, all towards the placement in which adding them costs least, so that the partial
+              sums of all are settled once
+
+The gradient of a product is a group, that of a sum a larger group, that of a group a sum (`gradients`).
 """
 
 from collections.abc import Sequence
@@ -10,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gspmd.annotate.equation import Equation, Term
+from gspmd.annotate.equation import Equation
 from gspmd.annotate.spec import Spec
 from gspmd.planner.resharding import move
 from gspmd.planner.search import NoPlacement, ResultCosts, SearchResult, result_costs, search
@@ -37,22 +40,31 @@ def plan_routine(
         PlanError: no assignment of mesh axes gives the outputs.
     """
     if equation.is_move and set(inputs[0].spec.dims) == set(outputs[0].spec.dims):
-        return _plain_move(environment, inputs[0], outputs[0], via[0])
-    jobs = _jobs(equation, inputs, outputs, via)
-    builder = Builder(inputs)
-    if len(jobs) == 1:
-        products = [product for job, found in _group(environment, jobs[0]) for product in builder.run(job, found)]
-        builder.outputs = [Output((product,), target.spec, ()) for product, target in zip(products, outputs)]
+        return _move_routine(environment, inputs[0], outputs[0], via[0])
+    groups, builder = _product_groups(equation, inputs, outputs, via), RoutineBuilder(inputs)
+    if len(groups) == 1:
+        searched = _search_group(groups[0], environment)
+        products = [number for group, result in searched for number in builder.add(group, result)]
+        builder.outputs = [Output((number,), target.spec, ()) for number, target in zip(products, outputs)]
         return builder.routine()
-    jobs, found, settle = _common_sum(environment, jobs, outputs[0])
-    products = [product for job, each in zip(jobs, found) for product in builder.run(job, each)]
-    builder.outputs.append(Output(tuple(products), outputs[0].spec, settle))
+    common = common_placement([group.result_costs(environment) for group in groups], outputs[0]) or outputs[0].spec
+    groups = [group.towards(common) for group in groups]
+    products = [number for group in groups for number in builder.add(group, group.search(environment))]
+    builder.outputs.append(Output(tuple(products), outputs[0].spec, settling(environment, common, outputs[0])))
     return builder.routine()
 
 
 @dataclass(frozen=True)
-class Job:
-    """One search: the shared tensor's input number, its partners', what they become, and the pins."""
+class ProductGroup:
+    """The products of one operand, which is moved once for all of them.
+
+    Attributes:
+        left: the number of that operand among the inputs.
+        tensor: the operand.
+        rights: the numbers of the operands that it is multiplied with; None where it is summed by itself.
+        contractions: those operands, their results, and their pins.
+        pinned: the spec that the common operand is brought to, if that is not searched.
+    """
 
     left: int
     tensor: Tensor
@@ -60,73 +72,63 @@ class Job:
     contractions: tuple[Contraction, ...]
     pinned: Spec | None = None
 
+    def search(self, environment: Environment) -> SearchResult:
+        """The cheapest placements of the operands, and the steps around their products."""
+        return search(environment, self.tensor, self.contractions, self.pinned)
 
-def _jobs(equation: Equation, inputs, outputs, via) -> list[Job]:
-    jobs, start = [], 0
+    def result_costs(self, environment: Environment, aimed: int = 0) -> ResultCosts:
+        """What the group costs for every placement of the result of contraction `aimed`."""
+        return result_costs(environment, self.tensor, self.contractions, self.pinned, aimed)
+
+    def towards(self, placement: Spec) -> "ProductGroup":
+        """A group of one product whose result is brought to that placement."""
+        only = self.contractions[0]
+        return replace(self, contractions=(replace(only, target=replace(only.target, spec=placement)),))
+
+
+def _product_groups(equation: Equation, inputs, outputs, via) -> list[ProductGroup]:
+    """A group for each term: the ungrouped operand is the common one; without a group, the first."""
+    groups, start = [], 0
     for term in equation.terms:
-        count = sum(len(operand.specs) for operand in term.operands)
-        jobs.append(_job(term, range(start, start + count), inputs, outputs, via))
-        start += count
-    return jobs
+        first = len(term.operands[0].specs)
+        numbers = tuple(range(start, start + sum(len(operand.specs) for operand in term.operands)))
+        start += len(numbers)
+        left, rights = numbers[:first], numbers[first:]
+        if term.operands[0].group:
+            left, rights = rights, left
+        contractions = tuple(
+            Contraction(None if n is None else inputs[n], target, None if n is None else via[n])
+            for n, target in zip(rights or (None,), outputs)
+        )
+        groups.append(ProductGroup(left[0], inputs[left[0]], rights or (None,), contractions, via[left[0]]))
+    return groups
 
 
-def _job(term: Term, numbers: range, inputs, outputs, via) -> Job:
-    """The ungrouped operand is the shared one; without a group, the first."""
-    first = len(term.operands[0].specs)
-    left, right = tuple(numbers[:first]), tuple(numbers[first:])
-    if term.operands[0].group:
-        left, right = right, left
-    contractions = tuple(
-        Contraction(None if p is None else inputs[p], target, None if p is None else via[p])
-        for p, target in zip(right or (None,), outputs)
-    )
-    return Job(left[0], inputs[left[0]], right or (None,), contractions, via[left[0]])
+def _search_group(group: ProductGroup, environment: Environment) -> list[tuple[ProductGroup, SearchResult]]:
+    """Search one placement of the common operand for all products; one each, where no placement serves all of them.
 
-
-def find(environment: Environment, job: Job) -> SearchResult:
-    return search(environment, job.tensor, job.contractions, job.pinned)
-
-
-def term_costs(environment: Environment, job: Job, aimed: int = 0) -> ResultCosts:
-    return result_costs(environment, job.tensor, job.contractions, job.pinned, aimed)
-
-
-def _group(environment: Environment, job: Job) -> list[tuple[Job, SearchResult]]:
-    """A group travels once; where its results owe sums that no one placement makes, each member by itself."""
+    That is so where the results are partial sums over different mesh axes.
+    """
     try:
-        return [(job, find(environment, job))]
+        return [(group, group.search(environment))]
     except NoPlacement:
-        if len(job.contractions) == 1:
+        if len(group.contractions) == 1:
             raise
-    alone = [
-        replace(job, rights=(p,), contractions=(contraction,)) for p, contraction in zip(job.rights, job.contractions)
-    ]
-    return [(each, find(environment, each)) for each in alone]
+    apart = [replace(group, rights=(n,), contractions=(c,)) for n, c in zip(group.rights, group.contractions)]
+    return [(each, each.search(environment)) for each in apart]
 
 
-def _plain_move(environment: Environment, source: Tensor, output: Tensor, pinned: Spec | None) -> Routine:
+def _move_routine(environment: Environment, source: Tensor, output: Tensor, pinned: Spec | None) -> Routine:
     """One chain of steps, or two where a pin stands between them."""
     arrived = Spec(source.spec.dims, tuple(output.spec.axes_of(dim) for dim in source.spec.dims), output.spec.partial)
     stop = arrived if pinned is None else pinned
-    sizes, mesh = dict(environment.sizes), dict(environment.mesh)
-    there = move(source.spec, stop, sizes, mesh, source.itemsize, environment.chip, source.name)
-    on = move(stop, arrived, sizes, mesh, source.itemsize, environment.chip, source.name)
-    product = Product(0, None, Step("einsum", (), 0, 0.0, stop, stop), on, arrived)
-    return Routine((source.spec,), (Move(0, stop, there),), (product,), (Output((0,), output.spec, ()),))
-
-
-def _common_sum(
-    environment: Environment, jobs: list[Job], output: Tensor
-) -> tuple[list[Job], list[SearchResult], tuple[Step, ...]]:
-    """Plan every term towards the placement in which it is cheapest to add them, and settle the sum from there."""
-    terms = [term_costs(environment, job) for job in jobs]
-    common = common_placement(terms, output) or output.spec
-    aimed = [_towards(job, common) for job in jobs]
-    return aimed, [find(environment, job) for job in aimed], settle(environment, common, output)
+    first, second = (_chain(environment, *ends, source) for ends in ((source.spec, stop), (stop, arrived)))
+    product = Product(0, None, Step("einsum", (), 0, 0.0, stop, stop), second, arrived)
+    return Routine((source.spec,), (Move(0, stop, first),), (product,), (Output((0,), output.spec, ()),))
 
 
 def common_placement(terms: Sequence[ResultCosts], target: Tensor) -> Spec | None:
-    """The placement in which terms are added at the least cost, their sum's way to its target included.
+    """The placement in which adding terms, and moving the sum to its target, costs least.
 
     None where there is no such placement, or where a term lacks a dimension that others have: then each is settled, and
     broadcast, by itself.
@@ -144,20 +146,18 @@ def common_placement(terms: Sequence[ResultCosts], target: Tensor) -> Spec | Non
     return min((paths.spec(dims, number) for number in np.flatnonzero(total == least).tolist()), key=str)
 
 
-def _towards(job: Job, common: Spec) -> Job:
-    contraction = job.contractions[0]
-    return replace(job, contractions=(replace(contraction, target=replace(contraction.target, spec=common)),))
-
-
-def settle(environment: Environment, common: Spec, target: Tensor) -> tuple[Step, ...]:
-    """From the placement that all terms of a sum share to the sum's own, its broadcast dimensions left out."""
+def settling(environment: Environment, common: Spec, target: Tensor) -> tuple[Step, ...]:
+    """The steps from the placement that all terms of a sum have to the sum's own, its broadcast dimensions left out."""
     wanted = Spec(common.dims, tuple(target.spec.axes_of(dim) for dim in common.dims), target.spec.partial)
-    return move(
-        common, wanted, dict(environment.sizes), dict(environment.mesh), target.itemsize, environment.chip, target.name
-    )
+    return _chain(environment, common, wanted, target)
 
 
-class Builder:
+def _chain(environment: Environment, src: Spec, dst: Spec, tensor: Tensor) -> tuple[Step, ...]:
+    sizes, mesh = dict(environment.sizes), dict(environment.mesh)
+    return move(src, dst, sizes, mesh, tensor.itemsize, environment.chip, tensor.name)
+
+
+class RoutineBuilder:
     """Collects moves, each made once, and the products that use them."""
 
     def __init__(self, inputs: Sequence[Tensor]):
@@ -166,22 +166,21 @@ class Builder:
         self.products: list[Product] = []
         self.outputs: list[Output] = []
 
-    def run(self, job: Job, found: SearchResult) -> list[int]:
-        """Add the moves and products of one search; the products' numbers."""
-        left = self._move(job.left, found.left, found.left_steps)
-        numbers = []
-        for source, choice in zip(job.rights, found.choices):
+    def add(self, group: ProductGroup, result: SearchResult) -> list[int]:
+        """Add the moves and products of a group as they were searched; the products' numbers."""
+        left, first = self._move(group.left, result.left, result.left_steps), len(self.products)
+        for source, choice in zip(group.rights, result.choices):
             right = None if source is None else self._move(source, choice.right, choice.right_steps)
             arrived = choice.settle_steps[-1].after if choice.settle_steps else choice.result
             self.products.append(Product(left, right, choice.einsum, choice.settle_steps, arrived))
-            numbers.append(len(self.products) - 1)
-        return numbers
+        return list(range(first, len(self.products)))
 
     def _move(self, source: int, spec: Spec, steps: tuple[Step, ...]) -> int:
-        made = Move(source, spec, steps)
-        if made not in self.moves:
-            self.moves.append(made)
-        return self.moves.index(made)
+        move = Move(source, spec, steps)
+        if move not in self.moves:
+            self.moves.append(move)
+        return self.moves.index(move)
 
     def routine(self) -> Routine:
+        """All of it."""
         return Routine(tuple(t.spec for t in self.inputs), tuple(self.moves), tuple(self.products), tuple(self.outputs))
