@@ -1,0 +1,80 @@
+"""The error of a text that the parser refuses: read it again, and list every fault.
+
+A text that the parser refuses and that is read here without a fault would be a defect of one of the two; it is raised
+as an AssertionError that names the text. A property test holds the two against one another.
+"""
+
+from collections.abc import Iterable
+
+from gspmd.annotate.diagnosis.nodes import ARROW
+from gspmd.annotate.diagnosis.operands import EquationReader
+from gspmd.annotate.diagnosis.reader import Reader
+from gspmd.annotate.diagnosis.rules import faults_of
+from gspmd.annotate.errors import Fault, SpecError, report
+
+
+def unreadable_spec(text: str) -> SpecError:
+    """The error of a text that is no spec."""
+    return _error(f"cannot read the spec {text!r}", text, spec_faults(text))
+
+
+def unreadable_equation(text: str) -> SpecError:
+    """The error of a text that is no equation."""
+    return _error(f"cannot read the equation {text!r}", text, equation_faults(text))
+
+
+def unreadable_via(text: str) -> SpecError:
+    """The error of a text that is no via."""
+    return _error(f"cannot read via={text!r}", text, via_faults(text))
+
+
+def spec_faults(text: str) -> list[Fault]:
+    """Every fault of a text that should be one spec."""
+    reader = Reader(text)
+    reader.spec()
+    first = True
+    while reader.at < len(text):  # what follows the spec is read for its faults
+        start = reader.at
+        mark = reader.match(ARROW) or reader.peek()
+        reader.at = start + len(mark)
+        if first:
+            fact = f"{mark!r} belongs to an equation, and a spec is one tensor."
+            reader.fault(start, fact, "Write one spec, as in 'B_xLE_yz'.")
+        first = False
+        reader.spec()
+    return reader.faults
+
+
+def equation_faults(text: str) -> list[Fault]:
+    """Every fault of a text that should be an equation, in its order."""
+    reader = EquationReader(text)
+    sides = reader.sides()
+    if len(sides) == 1:
+        end = len(text.rstrip())
+        remedy = "Write '->' and the spec of the result, as in 'A_x, B -> A_xB'."
+        reader.fault(end, "an equation has an arrow, and this has none.", remedy, end + 1)
+    faults = [*reader.faults, *faults_of(text, sides[0], sides[1] if len(sides) > 1 else None)]
+    return sorted(faults, key=lambda fault: fault.start)
+
+
+def via_faults(text: str) -> list[Fault]:
+    """Every fault of a text that should be the left side of an equation, in its order."""
+    reader = EquationReader(text)
+    terms = reader.terms()
+    if reader.at < len(text):
+        arrow, _ = reader.at, reader.arrow()
+        reader.fault(arrow, "via= has the operands' specs, and no arrow.", "Write the left side of the equation only.")
+    return sorted([*reader.faults, *faults_of(text, terms, None)], key=lambda fault: fault.start)
+
+
+def spans(text: str) -> tuple[tuple[int, int], ...]:
+    """The start and the end of every spec of an equation, in reading order."""
+    terms, results = EquationReader(text).sides()
+    specs = [spec for term in (*terms, *results) for operand in term for spec in operand.specs]
+    return tuple((spec.start, spec.end) for spec in specs)
+
+
+def _error(doing: str, text: str, faults: Iterable[Fault]) -> SpecError:
+    if not faults:
+        raise AssertionError(f"{doing}: the parser refuses {text!r}, and no fault is found in it")
+    return report(SpecError, doing, faults)
