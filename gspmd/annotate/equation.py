@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from gspmd.annotate.errors import SpecError, shown
-from gspmd.annotate.parser import OperandNode, Parser, TermNode, is_well_formed
+from gspmd.annotate.parser import OperandNode, Parser, TermNode
 from gspmd.annotate.spec import Spec
 
 Specs = Spec | Sequence[Spec]
@@ -61,13 +61,9 @@ class Equation:
     def product(cls, left: Specs, right: Specs, result: Specs) -> "Equation":
         """The einsum of two operands; a sequence of specs is a group.
 
-        Raises:
-          SpecError: as `parse_equation`, for the text of this equation.
-
-        Example:
-          >>> x, w, h = map(Spec.parse, ("BLE_xyz", "E_xF_yz", "BLF_yzx"))
-          >>> str(Equation.product(x, w, h)), str(Equation.product(x, (w, w), (h, h)))
-          ('BLE_xyz, E_xF_yz -> BLF_yzx', 'BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx)')
+        >>> x, w, h = map(Spec.parse, ("BLE_xyz", "E_xF_yz", "BLF_yzx"))
+        >>> str(Equation.product(x, w, h)), str(Equation.product(x, (w, w), (h, h)))
+        ('BLE_xyz, E_xF_yz -> BLF_yzx', 'BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx)')
         """
         return cls.sum_of([(left, right)], result)
 
@@ -78,18 +74,17 @@ class Equation:
 
     @classmethod
     def sum_of(cls, products: Iterable[Sequence[Specs]], result: Specs) -> "Equation":
-        """The sum of several products, each given by its operands.
+        """The sum of several products, each given by its operands: `BF_x, F_xE + BD_x, D_xE -> BE_x`.
 
-        >>> h, w_out, y, w_o, x = map(Spec.parse, ("BF_x", "F_xE", "BD_x", "D_xE", "BE_x"))
-        >>> str(Equation.sum_of([(h, w_out), (y, w_o)], x))
-        'BF_x, F_xE + BD_x, D_xE -> BE_x'
+        Raises:
+          SpecError: as `parse_equation`, for the text of this equation.
         """
-        terms, output = _given_terms(products), _given(result)
+        terms, output = _given_terms(products), _given_operand(result)
         text = f"{_sum_text(terms)} -> {output}"
-        if not is_well_formed([term.operands for term in terms], output):
-            from gspmd.annotate.diagnosis.refusals import unreadable_equation
-
-            raise unreadable_equation(text)
+        try:
+            _check_form(terms, output)
+        except ValueError:
+            raise _unreadable("equation", text) from None
         return cls(terms, output.specs, output.group, text)
 
     @property
@@ -122,13 +117,9 @@ class Equation:
 
     def check(self, sizes: Mapping[str, int], mesh: Any) -> None:
         """Raise SpecError, with every fault, unless every spec of the equation fits these sizes and this mesh."""
-        if not isinstance(sizes, Mapping):
-            raise SpecError(
-                f"cannot shard {self.text or str(self)!r} for the sizes {shown(sizes)}.\n"
-                "  Write the size of every dimension of the whole tensors, such as {'B': 8, 'E': 16}."
-            )
-        faults = [spec.faults(sizes, mesh) for spec in self.specs]
-        if any(faults):
+        fits = isinstance(sizes, Mapping)
+        faults = [spec.faults(sizes, mesh) for spec in self.specs] if fits else []
+        if not fits or any(faults):
             from gspmd.annotate.diagnosis.sizes import unfit_sizes
 
             raise unfit_sizes(self, sizes, faults)
@@ -143,27 +134,21 @@ class Equation:
           >>> parse_equation("BL, (LE, LE) -> (BE, BE)").sizes([(2, 3), ((3, 5), (3, 5))])
           {'B': 2, 'L': 3, 'E': 5}
         """
-        flat = self._flat_shapes(shapes)
-        specs = self.specs[: len(flat)]
-        sizes = {dim: size for spec, shape in zip(specs, flat) for dim, size in zip(spec.dims, shape)}
-        if any(tuple(map(sizes.get, spec.dims)) != shape for spec, shape in zip(specs, flat)):
-            from gspmd.annotate.diagnosis.sizes import unfit_shapes
-
-            raise unfit_shapes(self, shapes, flat)
-        return sizes
-
-    def _flat_shapes(self, shapes: Sequence) -> list[tuple[int, ...]]:
+        specs, flat = self.specs[: -len(self.outputs)], []
         if _are_sequences([shapes]) and _are_sequences(shapes) and len(shapes) == len(self.operands):
             flat = [s for o, shape in zip(self.operands, shapes) for s in (shape if o.group else [shape])]
-            if len(flat) == sum(len(operand.specs) for operand in self.operands) and _are_sequences(flat):
-                return list(map(tuple, flat))
-        from gspmd.annotate.diagnosis.sizes import wrong_shapes
+        fits = len(flat) == len(specs) and _are_sequences(flat)
+        pairs = [(spec.dims, tuple(shape)) for spec, shape in zip(specs, flat)] if fits else []
+        sizes = {dim: size for dims, shape in pairs for dim, size in zip(dims, shape)}
+        if not fits or any(tuple(map(sizes.get, dims)) != shape for dims, shape in pairs):
+            from gspmd.annotate.diagnosis.sizes import unfit_shapes
 
-        raise wrong_shapes(self, shapes)
+            raise unfit_shapes(self, shapes)
+        return sizes
 
 
 class Via(tuple[Term, ...]):
-    """The left side of an equation, as `via=` takes it: the specs to which the operands are brought. A tuple of terms.
+    """The left side of an equation, as `via=` takes it: a tuple of terms, with the specs that operands are brought to.
 
     Attributes:
       text: the notation from which it was read; not part of equality.
@@ -173,27 +158,22 @@ class Via(tuple[Term, ...]):
 
     def __new__(cls, terms: Iterable[Term], text: str = "") -> "Via":
         via = super().__new__(cls, terms)
-        via.text = text or _sum_text(via)
+        via.text = text or str(via)
         return via
 
     @classmethod
     def of(cls, *operands: Specs) -> "Via":
-        """The specs for the operands of one product; a sequence of specs is a group.
-
-        >>> x, w = Spec.parse("BLE_x"), Spec.parse("E_xF_yz")
-        >>> str(Via.of(x, w)), str(Via.of(x, (w, w)))
-        ('BLE_x, E_xF_yz', 'BLE_x, (E_xF_yz, E_xF_yz)')
-        """
+        """The specs for the operands of one product; a sequence of specs is a group."""
         return cls.sum_of([operands])
 
     @classmethod
     def sum_of(cls, products: Iterable[Sequence[Specs]]) -> "Via":
         """The specs for the operands of several products: `BF_x, F_xE + BD_x, D_xE`."""
         via = cls(_given_terms(products))
-        if not is_well_formed([term.operands for term in via]):
-            from gspmd.annotate.diagnosis.refusals import unreadable_via
-
-            raise unreadable_via(via.text)
+        try:
+            _check_form(via)
+        except ValueError:
+            raise _unreadable("via", via.text) from None
         return via
 
     @property
@@ -223,8 +203,6 @@ def parse_equation(text: str | Equation) -> Equation:
       >>> equation = parse_equation("BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx)")
       >>> equation.group, len(equation.operands), str(equation.outputs[1])
       (True, 2, 'BLF_yzx')
-      >>> parse_equation("BLE_xyz -> B_xyzLE").is_move
-      True
 
     Source: Pope et al. 2022 (arXiv 2211.05102), section 3.1, for the notation of the specs.
     """
@@ -249,43 +227,69 @@ def parse_via(text: str | Via) -> Via:
 @lru_cache(maxsize=4096)
 def _parse_equation(text: str) -> Equation:
     try:
-        terms, result = Parser(text).equation()
-        return Equation(_terms(terms), _operand(result).specs, result.group, text)
+        nodes, result = Parser(text).equation()
+        terms, output = _terms(nodes), _operand(result)
+        _check_form(terms, output)
     except ValueError:
-        from gspmd.annotate.diagnosis.refusals import unreadable_equation
-
-        raise unreadable_equation(text) from None
+        raise _unreadable("equation", text) from None
+    return Equation(terms, output.specs, output.group, text)
 
 
 @lru_cache(maxsize=4096)
 def _parse_via(text: str) -> Via:
     try:
-        return Via(_terms(Parser(text).via()), text)
+        via = Via(_terms(Parser(text).via()), text)
+        _check_form(via)
     except ValueError:
-        from gspmd.annotate.diagnosis.refusals import unreadable_via
-
-        raise unreadable_via(text) from None
+        raise _unreadable("via", text) from None
+    return via
 
 
 def _terms(nodes: Iterable[TermNode]) -> tuple[Term, ...]:
-    return tuple(Term(tuple(map(_operand, operands))) for operands in nodes)
+    return tuple(Term(tuple(map(_operand, term))) for term in nodes)
 
 
 def _operand(node: OperandNode) -> Operand:
-    return Operand(tuple(Spec(*spec) for spec in node.specs), node.group)
+    specs, group = node
+    return Operand(tuple(Spec(*fields) for fields in specs), group)
 
 
 def _given_terms(products: Iterable[Sequence[Specs]]) -> tuple[Term, ...]:
-    return tuple(Term(tuple(map(_given, operands))) for operands in products)
+    return tuple(Term(tuple(map(_given_operand, operands))) for operands in products)
 
 
-def _given(specs: Specs) -> Operand:
+def _given_operand(specs: Specs) -> Operand:
     one = isinstance(specs, (Spec, str))
     return Operand((Spec.parse(specs),) if one else tuple(map(Spec.parse, specs)), not one)
 
 
+def _check_form(terms: Sequence[Term], result: Operand | None = None) -> None:
+    """Raise ValueError unless the operands, and the result if there is one, go together."""
+    operands = [operand for term in terms for operand in term.operands]
+    groups = [operand for operand in operands if operand.group]
+    # Two operands at most in a product; one group at most, and none in a sum; "()" has no spec.
+    fine = terms and all(1 <= len(term.operands) <= 2 for term in terms) and len(groups) <= (len(terms) == 1)
+    fine = fine and not any(str(operand) == "()" for operand in (*groups, result))
+    if fine and result is not None:
+        fine = result.group == bool(groups) and len(result.specs) == (len(groups[0].specs) if groups else 1)
+        fine = fine and not (groups and len(operands) == 1)  # a move takes one array
+        fine = fine and all(
+            {dim for operand in term.operands for dim in operand.specs[at if operand.group else 0].dims} >= {*spec.dims}
+            for at, spec in enumerate(result.specs)
+            for term in terms
+        )
+    if not fine:
+        raise ValueError("the operands and the result do not go together")
+
+
 def _sum_text(terms: Iterable[Term]) -> str:
     return " + ".join(map(str, terms))
+
+
+def _unreadable(what: str, text: str) -> SpecError:
+    from gspmd.annotate.diagnosis.refusals import unreadable
+
+    return unreadable(what, text)
 
 
 def _refuse_other_than_text(text: object, what: str, example: str) -> None:

@@ -108,11 +108,7 @@ class Spec:
     # -- editing ------------------------------------------------------------------------------------------------------
 
     def with_axes(self, dim: str, axes: Sequence[str]) -> "Spec":
-        """This spec with a dimension sharded over `axes`, major first.
-
-        >>> str(Spec.parse("B_xLE").with_axes("E", ("y", "z")))
-        'B_xLE_yz'
-        """
+        """This spec with a dimension sharded over `axes`, major first: `B_xLE` to `B_xLE_yz`."""
         at = self._index(dim)
         return Spec(self.dims, (*self.axes[:at], axes, *self.axes[at + 1 :]), self.partial)
 
@@ -125,11 +121,7 @@ class Spec:
         return replace(self, partial=())
 
     def without(self, *dims: str) -> "Spec":
-        """This spec without some dimensions and the mesh axes that shard them.
-
-        >>> str(Spec.parse("B_xLV_y").without("V"))
-        'B_xL'
-        """
+        """This spec without some dimensions and the mesh axes that shard them: `B_xLV_y` to `B_xL`."""
         gone = {self._index(d) for d in dims}
         kept = [i for i in range(len(self.dims)) if i not in gone]
         return replace(self, dims=tuple(self.dims[i] for i in kept), axes=tuple(self.axes[i] for i in kept))
@@ -148,11 +140,7 @@ class Spec:
         return Spec(self.dims, axes, tuple(axis for axis in self.partial if mesh.get(axis) != 1))
 
     def rename(self, dims: Mapping[str, str]) -> "Spec":
-        """This spec with other letters for some dimensions.
-
-        >>> str(Spec.parse("B_xLE").rename({"B": "G"}))
-        'G_xLE'
-        """
+        """This spec with other letters for some dimensions: `B_xLE` to `G_xLE` by `{"B": "G"}`."""
         if not isinstance(dims, Mapping):
             raise SpecError(f"cannot rename the dimensions of '{self}' by {shown(dims)}.\n  Write {{'B': 'G'}}.")
         return replace(self, dims=tuple(dims.get(d, d) for d in self.dims))
@@ -231,6 +219,6 @@ def _parse(text: str) -> Spec:
     try:
         return Spec(*Parser(text).lone_spec())
     except ValueError:
-        from gspmd.annotate.diagnosis.refusals import unreadable_spec
+        from gspmd.annotate.diagnosis.refusals import unreadable
 
-        raise unreadable_spec(text) from None
+        raise unreadable("spec", text) from None

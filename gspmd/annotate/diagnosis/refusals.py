@@ -4,28 +4,24 @@ A text that the parser refuses and that is read here without a fault would be a 
 as an AssertionError that names the text. A property test holds the two against one another.
 """
 
-from collections.abc import Iterable
-
 from gspmd.annotate.diagnosis.nodes import ARROW
 from gspmd.annotate.diagnosis.operands import EquationReader
 from gspmd.annotate.diagnosis.reader import Reader
-from gspmd.annotate.diagnosis.rules import faults_of
+from gspmd.annotate.diagnosis.rules import form_faults
 from gspmd.annotate.errors import Fault, SpecError, report
 
 
-def unreadable_spec(text: str) -> SpecError:
-    """The error of a text that is no spec."""
-    return _error(f"cannot read the spec {text!r}", text, spec_faults(text))
-
-
-def unreadable_equation(text: str) -> SpecError:
-    """The error of a text that is no equation."""
-    return _error(f"cannot read the equation {text!r}", text, equation_faults(text))
-
-
-def unreadable_via(text: str) -> SpecError:
-    """The error of a text that is no via."""
-    return _error(f"cannot read via={text!r}", text, via_faults(text))
+def unreadable(what: str, text: str) -> SpecError:
+    """The error of a text that the parser refuses as `what`: "spec", "equation" or "via"."""
+    doing, faults_of = {
+        "spec": (f"cannot read the spec {text!r}", spec_faults),
+        "equation": (f"cannot read the equation {text!r}", equation_faults),
+        "via": (f"cannot read via={text!r}", via_faults),
+    }[what]
+    faults = faults_of(text)
+    if not faults:
+        raise AssertionError(f"the parser refuses the {what} {text!r}, and no fault is found in it")
+    return report(SpecError, doing, faults)
 
 
 def spec_faults(text: str) -> list[Fault]:
@@ -53,7 +49,7 @@ def equation_faults(text: str) -> list[Fault]:
         end = len(text.rstrip())
         remedy = "Write '->' and the spec of the result, as in 'A_x, B -> A_xB'."
         reader.fault(end, "an equation has an arrow, and this has none.", remedy, end + 1)
-    faults = [*reader.faults, *faults_of(text, sides[0], sides[1] if len(sides) > 1 else None)]
+    faults = [*reader.faults, *form_faults(text, sides[0], sides[1] if len(sides) > 1 else None)]
     return sorted(faults, key=lambda fault: fault.start)
 
 
@@ -64,7 +60,7 @@ def via_faults(text: str) -> list[Fault]:
     if reader.at < len(text):
         arrow, _ = reader.at, reader.arrow()
         reader.fault(arrow, "via= has the operands' specs, and no arrow.", "Write the left side of the equation only.")
-    return sorted([*reader.faults, *faults_of(text, terms, None)], key=lambda fault: fault.start)
+    return sorted([*reader.faults, *form_faults(text, terms, None)], key=lambda fault: fault.start)
 
 
 def spans(text: str) -> tuple[tuple[int, int], ...]:
@@ -72,9 +68,3 @@ def spans(text: str) -> tuple[tuple[int, int], ...]:
     terms, results = EquationReader(text).sides()
     specs = [spec for term in (*terms, *results) for operand in term for spec in operand.specs]
     return tuple((spec.start, spec.end) for spec in specs)
-
-
-def _error(doing: str, text: str, faults: Iterable[Fault]) -> SpecError:
-    if not faults:
-        raise AssertionError(f"{doing}: the parser refuses {text!r}, and no fault is found in it")
-    return report(SpecError, doing, faults)

@@ -10,7 +10,7 @@ from gspmd.annotate.errors import Fault
 from gspmd.annotate.parser import dim_text
 
 
-def faults_of(text: str, terms: list[LocatedTerm], outputs: list[LocatedTerm] | None) -> list[Fault]:
+def form_faults(text: str, terms: list[LocatedTerm], outputs: list[LocatedTerm] | None) -> list[Fault]:
     """Every fault of an equation's form; `outputs=None` for a text that is a left side only."""
     faults = [fault for term in terms for fault in _product_faults(text, term, terms, outputs)]
     if len(terms) > 1 and any(o.group for term in terms for o in term):

@@ -119,16 +119,31 @@ def _over(axes: Sequence[str], mesh: Mapping[str, int]) -> str:
 # -- the specs of an equation ------------------------------------------------------------------------------------------
 
 
-def unfit_sizes(equation: Any, sizes: Mapping[str, int], faults: Iterable[Sequence[Fault]]) -> SpecError:
+def unfit_sizes(equation: Any, sizes: Any, faults: Iterable[Sequence[Fault]]) -> SpecError:
     """The error of an equation that does not fit its sizes; `faults` are those of each of its specs."""
-    text, spans = equation.text, equation.spans
+    if not isinstance(sizes, Mapping):
+        return SpecError(
+            f"cannot shard {equation.text or str(equation)!r} for the sizes {shown(sizes)}.\n"
+            "  Write the size of every dimension of the whole tensors, such as {'B': 8, 'E': 16}."
+        )
+    spans = equation.spans
     placed = [_placed(fault, equation, spans, at) for at, found in enumerate(faults) for fault in found]
     given = ", ".join(f"{dim}={size}" for dim, size in sizes.items())
-    return report(SpecError, f"cannot shard {text!r} for the sizes {given}", _one_for_each_cause(placed))
+    return report(SpecError, f"cannot shard {equation.text!r} for the sizes {given}", _one_for_each_cause(placed))
 
 
-def unfit_shapes(equation: Any, shapes: Sequence, flat: Sequence[tuple[int, ...]]) -> SpecError:
-    """The error of shapes of another rank than their specs, or with two sizes of one dimension."""
+def unfit_shapes(equation: Any, shapes: Any) -> SpecError:
+    """The error of shapes that are not those of the operands, or that give one dimension two sizes."""
+    if not _are_sequences([shapes]) or not _are_sequences(shapes):
+        return _no_shapes(equation, shapes)
+    counts = [len(shape) if operand.group else 1 for operand, shape in zip(equation.operands, shapes)]
+    if len(shapes) != len(equation.operands) or counts != [len(o.specs) for o in equation.operands]:
+        wanted = [f"a tuple of {len(o.specs)} arrays" if o.group else "an array" for o in equation.operands]
+        given = "1 operand" if len(shapes) == 1 else f"{len(shapes)} operands"
+        return SpecError(f"cannot apply {equation.text!r} to {given}\n  It takes {listed(wanted)}.")
+    flat = [s for o, shape in zip(equation.operands, shapes) for s in (shape if o.group else [shape])]
+    if not _are_sequences(flat):
+        return _no_shapes(equation, shapes)
     spans = equation.spans
     sizes: dict[str, int] = {}
     faults = []
@@ -145,22 +160,15 @@ def unfit_shapes(equation: Any, shapes: Sequence, flat: Sequence[tuple[int, ...]
     return report(SpecError, f"cannot apply {equation.text!r} to arrays of shapes {given}", faults)
 
 
-def wrong_shapes(equation: Any, shapes: Any) -> SpecError:
-    """The error of what is no shape for each operand, or of another number of operands."""
-    if isinstance(shapes, Sequence) and not isinstance(shapes, str) and all(map(_is_shape, shapes)):
-        counts = [len(shape) if operand.group else 1 for operand, shape in zip(equation.operands, shapes)]
-        if len(shapes) != len(equation.operands) or counts != [len(o.specs) for o in equation.operands]:
-            wanted = [f"a tuple of {len(o.specs)} arrays" if o.group else "an array" for o in equation.operands]
-            given = "1 operand" if len(shapes) == 1 else f"{len(shapes)} operands"
-            return SpecError(f"cannot apply {equation.text!r} to {given}\n  It takes {listed(wanted)}.")
+def _no_shapes(equation: Any, shapes: Any) -> SpecError:
     return SpecError(
         f"cannot apply {equation.text!r} to the shapes {shown(shapes)}.\n"
         "  Write a tuple for each operand, and a tuple of tuples for a group."
     )
 
 
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
+def _are_sequences(values: Sequence) -> bool:
+    return all(isinstance(value, Sequence) and not isinstance(value, str) for value in values)
 
 
 def _placed(fault: Fault, equation: Any, spans: Sequence[tuple[int, int]], at: int) -> Fault:
