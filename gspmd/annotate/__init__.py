@@ -15,8 +15,7 @@ from gspmd.annotate.spec import Spec
 from gspmd.annotate.validation import mesh_sizes
 
 if TYPE_CHECKING:
-    from gspmd.annotate.annotation import annotate
-    from gspmd.annotate.arrays import spec_of
+    from gspmd.annotate.annotation import annotate, spec_of
     from gspmd.annotate.gshard import mesh_split, replicate, shard, split
 
 __all__ = [
@@ -44,9 +43,8 @@ __all__ = [
 
 
 # These import JAX, which specs and equations do not need.
-_HOMES = {"annotate": "annotation", "spec_of": "arrays"} | dict.fromkeys(
-    ("mesh_split", "replicate", "shard", "split"), "gshard"
-)
+_HOMES = dict.fromkeys(("annotate", "spec_of"), "annotation")
+_HOMES |= dict.fromkeys(("mesh_split", "replicate", "shard", "split"), "gshard")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,12 +1,16 @@
-"""annotate(): place an array by its spec."""
+"""annotate() places an array by its spec, and spec_of() reads the spec that an array has."""
 
+import string
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
-from gspmd.annotate.arrays import check_type, mesh_with_devices, shape_of
+from gspmd.annotate.arrays import check_type, mesh_with_devices, placed_spec
+from gspmd.annotate.errors import SpecError, shown
 from gspmd.annotate.spec import Spec
 
 
@@ -58,3 +62,47 @@ def annotate(x: Any, spec: str | Spec) -> Any:
     if isinstance(devices, jax.sharding.AbstractMesh):  # a constant inside a traced function
         return jax.reshard(jnp.asarray(x), partition)
     return jax.device_put(x, NamedSharding(devices, partition))
+
+
+def spec_of(x: Any, dims: str | Sequence[str] | None = None) -> Spec:
+    """The spec that an array has: by its type under Explicit axes, by where it lies if it is concrete.
+
+    Args:
+      x: an array.
+      dims: the letters of its dimensions, `"BLE"`; A, B, C, … if they are not given.
+
+    Returns:
+      Its spec; a dimension whose placement the compiler has yet to choose is left open.
+
+    Raises:
+      SpecError: if there is not one letter for each dimension.
+
+    Example:
+      >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+      ...     str(spec_of(annotate(np.ones((4, 8)), "B_xE"), "BE"))
+      'B_xE'
+    """
+    shape = shape_of(x, "tell the spec of")
+    rank, letters = len(shape), string.ascii_uppercase if dims is None else dims
+    dims = tuple(letters[:rank] if dims is None else letters) if isinstance(letters, Sequence) else ()
+    if len(dims) != rank or not all(isinstance(dim, str) for dim in dims):
+        raise SpecError(
+            f"cannot name the dimensions of an array of shape {shape} by {shown(letters)}.\n"
+            "  Write one capital letter for each dimension of the array."
+        )
+    return placed_spec(x, dims)
+
+
+def shape_of(x: Any, doing: str, how: str = "") -> tuple[int, ...]:
+    """The shape of an array, a `jax.ShapeDtypeStruct` or a number; nothing is converted to an array.
+
+    Raises:
+      SpecError: it has none.
+    """
+    shape = getattr(x, "shape", () if isinstance(x, (bool, int, float, complex)) else None)
+    no_numbers = isinstance(x, np.ndarray) and x.dtype.kind in "OSUmM"
+    if no_numbers or not isinstance(shape, tuple) or abs(x if isinstance(x, int) else 0) >= 2**63:
+        raise SpecError(
+            f"cannot {doing} {shown(x)}{how}.\n  It takes one array; use jax.tree.map for a tree of arrays."
+        )
+    return shape

@@ -1,64 +1,13 @@
 """The spec that an array has, and the check that it is the one that an equation says."""
 
-import string
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from gspmd.annotate.errors import SpecError, shown
 from gspmd.annotate.parser import OPEN
 from gspmd.annotate.spec import Spec
-
-
-def spec_of(x: Any, dims: str | Sequence[str] | None = None) -> Spec:
-    """The spec that an array has: by its type under Explicit axes, by where it lies if it is concrete.
-
-    Args:
-      x: an array.
-      dims: the letters of its dimensions, `"BLE"`; A, B, C, … if they are not given.
-
-    Returns:
-      Its spec; a dimension whose placement the compiler has yet to choose is left open.
-
-    Raises:
-      SpecError: if there is not one letter for each dimension.
-
-    Example:
-      >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
-      ...     str(spec_of(jax.device_put(np.ones((4, 8)), jax.P("x")), "BE"))
-      'B_xE'
-    """
-    shape = shape_of(x, "tell the spec of")
-    rank, letters = len(shape), string.ascii_uppercase if dims is None else dims
-    dims = tuple(letters[:rank] if dims is None else letters) if isinstance(letters, Sequence) else ()
-    if len(dims) != rank or not all(isinstance(dim, str) for dim in dims):
-        raise SpecError(
-            f"cannot name the dimensions of an array of shape {shape} by {shown(letters)}.\n"
-            "  Write one capital letter for each dimension of the array."
-        )
-    partition = _partition_spec_of(x)
-    if partition is None:
-        return Spec(dims, ((OPEN,),) * rank)
-    entries = [_axes_of_entry(entry) for entry in partition.partitions] + [()] * (rank - len(partition.partitions))
-    return Spec(dims, tuple(entries), tuple(partition.unreduced))
-
-
-def shape_of(x: Any, doing: str, how: str = "") -> tuple[int, ...]:
-    """The shape of an array, a `jax.ShapeDtypeStruct` or a number; nothing is converted to an array.
-
-    Raises:
-      SpecError: it has none.
-    """
-    shape = getattr(x, "shape", () if isinstance(x, (bool, int, float, complex)) else None)
-    no_numbers = isinstance(x, np.ndarray) and x.dtype.kind in "OSUmM"
-    if no_numbers or not isinstance(shape, tuple) or abs(x if isinstance(x, int) else 0) >= 2**63:
-        raise SpecError(
-            f"cannot {doing} {shown(x)}{how}.\n  It takes one array; use jax.tree.map for a tree of arrays."
-        )
-    return shape
 
 
 def check_type(x: Any, spec: Spec, doing: str) -> Any:
@@ -70,7 +19,7 @@ def check_type(x: Any, spec: Spec, doing: str) -> Any:
       SpecError: opening with `doing`, if the type says something else, or the array lies elsewhere.
     """
     refuse_elsewhere(x, spec, doing)
-    actual, mesh = spec_of(x, spec.dims), dict(jax.sharding.get_abstract_mesh().shape)
+    actual, mesh = placed_spec(x, spec.dims), dict(jax.sharding.get_abstract_mesh().shape)
     if actual == spec:
         return x
     if actual.without_trivial(mesh) == spec.without_trivial(mesh):
@@ -107,6 +56,15 @@ def _mesh_of(x: Any) -> Any:
     sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     return None if mesh is None or mesh.empty else mesh
+
+
+def placed_spec(x: Any, dims: Sequence[str]) -> Spec:
+    """The spec of an array with these dimensions, by its type or its placement; open where nobody knows it yet."""
+    partition = _partition_spec_of(x)
+    if partition is None:
+        return Spec(dims, ((OPEN,),) * len(dims))
+    entries = [_axes_of_entry(entry) for entry in partition.partitions]
+    return Spec(dims, (*entries, *[()] * (len(dims) - len(entries))), tuple(partition.unreduced))
 
 
 def mesh_with_devices() -> Any:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from gspmd.annotate.errors import SpecError, shown
+from gspmd.annotate.errors import SpecError
 from gspmd.annotate.parser import OperandNode, Parser, TermNode
 from gspmd.annotate.spec import Spec
 
@@ -59,12 +59,7 @@ class Equation:
 
     @classmethod
     def product(cls, left: Specs, right: Specs, result: Specs) -> "Equation":
-        """The einsum of two operands; a sequence of specs is a group.
-
-        >>> x, w, h = map(Spec.parse, ("BLE_xyz", "E_xF_yz", "BLF_yzx"))
-        >>> str(Equation.product(x, w, h)), str(Equation.product(x, (w, w), (h, h)))
-        ('BLE_xyz, E_xF_yz -> BLF_yzx', 'BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx)')
-        """
+        """The einsum of two operands, one of which may be a group: `Equation.product(x, (w, w), (h, h))`."""
         return cls.sum_of([(left, right)], result)
 
     @classmethod
@@ -81,10 +76,7 @@ class Equation:
         """
         terms, output = _given_terms(products), _given_operand(result)
         text = f"{_sum_text(terms)} -> {output}"
-        try:
-            _check_form(terms, output)
-        except ValueError:
-            raise _unreadable("equation", text) from None
+        _check_form("equation", text, terms, output)
         return cls(terms, output.specs, output.group, text)
 
     @property
@@ -170,15 +162,12 @@ class Via(tuple[Term, ...]):
     def sum_of(cls, products: Iterable[Sequence[Specs]]) -> "Via":
         """The specs for the operands of several products: `BF_x, F_xE + BD_x, D_xE`."""
         via = cls(_given_terms(products))
-        try:
-            _check_form(via)
-        except ValueError:
-            raise _unreadable("via", via.text) from None
+        _check_form("via", via.text, via)
         return via
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """Every operand in the order in which a call takes them."""
+        """Every operand, in the order of a call."""
         return tuple(operand for term in self for operand in term.operands)
 
     @property
@@ -208,7 +197,8 @@ def parse_equation(text: str | Equation) -> Equation:
     """
     if isinstance(text, Equation):
         return text
-    _refuse_other_than_text(text, "an equation", "A_x, B -> A_xB")
+    if not isinstance(text, str):
+        raise _unreadable("equation", text)
     return _parse_equation(text)
 
 
@@ -220,7 +210,8 @@ def parse_via(text: str | Via) -> Via:
     """
     if isinstance(text, Via):
         return text
-    _refuse_other_than_text(text, "the specs of via=", "BLE_x, E_xF_yz")
+    if not isinstance(text, str):
+        raise _unreadable("via", text)
     return _parse_via(text)
 
 
@@ -229,9 +220,9 @@ def _parse_equation(text: str) -> Equation:
     try:
         nodes, result = Parser(text).equation()
         terms, output = _terms(nodes), _operand(result)
-        _check_form(terms, output)
     except ValueError:
         raise _unreadable("equation", text) from None
+    _check_form("equation", text, terms, output)
     return Equation(terms, output.specs, output.group, text)
 
 
@@ -239,9 +230,9 @@ def _parse_equation(text: str) -> Equation:
 def _parse_via(text: str) -> Via:
     try:
         via = Via(_terms(Parser(text).via()), text)
-        _check_form(via)
     except ValueError:
         raise _unreadable("via", text) from None
+    _check_form("via", text, via)
     return via
 
 
@@ -263,8 +254,8 @@ def _given_operand(specs: Specs) -> Operand:
     return Operand((Spec.parse(specs),) if one else tuple(map(Spec.parse, specs)), not one)
 
 
-def _check_form(terms: Sequence[Term], result: Operand | None = None) -> None:
-    """Raise ValueError unless the operands, and the result if there is one, go together."""
+def _check_form(what: str, text: str, terms: Sequence[Term], result: Operand | None = None) -> None:
+    """Raise SpecError unless the operands, and the result of an equation, go together."""
     operands = [operand for term in terms for operand in term.operands]
     groups = [operand for operand in operands if operand.group]
     # Two operands at most in a product; one group at most, and none in a sum; "()" has no spec.
@@ -279,25 +270,17 @@ def _check_form(terms: Sequence[Term], result: Operand | None = None) -> None:
             for term in terms
         )
     if not fine:
-        raise ValueError("the operands and the result do not go together")
+        raise _unreadable(what, text)
 
 
 def _sum_text(terms: Iterable[Term]) -> str:
     return " + ".join(map(str, terms))
 
 
-def _unreadable(what: str, text: str) -> SpecError:
+def _unreadable(what: str, text: object) -> SpecError:
     from gspmd.annotate.diagnosis.refusals import unreadable
 
     return unreadable(what, text)
-
-
-def _refuse_other_than_text(text: object, what: str, example: str) -> None:
-    if not isinstance(text, str):
-        raise SpecError(
-            f"cannot read {what} from {shown(text)}: it is no text ({type(text).__name__}).\n"
-            f"  Write a string such as {example!r}."
-        )
 
 
 def _are_sequences(values: Sequence) -> bool:

@@ -19,7 +19,7 @@ _ARRAYS = {"ndarray": "array", "ArrayImpl": "array"}  # numpy's and JAX's, neith
 
 
 class NotationError(ValueError):
-    """An error about notation; `.faults` holds every fault that the message lists."""
+    """An error about notation; `.faults` holds every fault of the message, and those that it only counts."""
 
     def __init__(self, message: str, faults: Iterable["Fault"] = ()):
         super().__init__(message)
@@ -73,14 +73,7 @@ class Fault:
 
 
 def report(kind: type[NotationError], doing: str, faults: Iterable[Fault]) -> NotationError:
-    """Return the error that lists every fault; the caller raises it, `from None`.
-
-    >>> print(report(SpecError, "cannot read the spec 'B_'", [Fault("B_", 0, 2, "dimension B has no axis.")]))
-    cannot read the spec 'B_'
-        B_
-        ^^
-      dimension B has no axis.
-    """
+    """Return the error that lists every fault; the caller raises it, `from None`."""
     from gspmd.annotate.diagnosis.message import message
 
     faults = tuple(faults)
@@ -105,11 +98,7 @@ def shown(value: object) -> str:
 
 
 def article(noun: str) -> str:
-    """The noun with its indefinite article.
-
-    >>> article("Mesh"), article("array")
-    ('a Mesh', 'an array')
-    """
+    """The noun with its indefinite article: 'a Mesh', 'an array'."""
     return f"{'an' if noun[:1] in 'AEIOaeio' else 'a'} {noun}"
 
 
@@ -123,10 +112,6 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def listed(words: Iterable[str], conjunction: str = "and") -> str:
-    """The words as an enumeration.
-
-    >>> listed(["x", "y", "z"])
-    'x, y and z'
-    """
+    """The words as an enumeration: 'x', 'x and y', 'x, y and z'."""
     words = list(words)
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {conjunction} {words[-1]}" if words else "none"

@@ -14,8 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspmd.annotate.annotation import annotate
-from gspmd.annotate.arrays import shape_of
+from gspmd.annotate.annotation import annotate, shape_of
 from gspmd.annotate.errors import SpecError, listed, shown
 from gspmd.annotate.parser import OPEN, axes_suffix
 from gspmd.annotate.spec import Spec

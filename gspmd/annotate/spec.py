@@ -5,7 +5,7 @@ import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 from gspmd.annotate.errors import Fault, SpecError, listed, report, shown
 from gspmd.annotate.parser import NAME, OPEN, Parser, axes_suffix, dim_text
@@ -79,12 +79,7 @@ class Spec:
         """
         if isinstance(text, Spec):
             return text
-        if not isinstance(text, str):
-            raise SpecError(
-                f"cannot read a spec from {shown(text)}: it is no text ({type(text).__name__}).\n"
-                "  Write a string such as 'B_xLE_yz'."
-            )
-        return _parse(text)
+        return _parse(text) if isinstance(text, str) else _refuse(text)
 
     def axes_of(self, dim: str) -> tuple[str, ...]:
         """The mesh axes that shard a dimension, major first."""
@@ -219,6 +214,10 @@ def _parse(text: str) -> Spec:
     try:
         return Spec(*Parser(text).lone_spec())
     except ValueError:
-        from gspmd.annotate.diagnosis.refusals import unreadable
+        _refuse(text)
 
-        raise unreadable("spec", text) from None
+
+def _refuse(text: object) -> NoReturn:
+    from gspmd.annotate.diagnosis.refusals import unreadable
+
+    raise unreadable("spec", text) from None

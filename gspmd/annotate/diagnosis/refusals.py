@@ -8,11 +8,23 @@ from gspmd.annotate.diagnosis.nodes import ARROW
 from gspmd.annotate.diagnosis.operands import EquationReader
 from gspmd.annotate.diagnosis.reader import Reader
 from gspmd.annotate.diagnosis.rules import form_faults
-from gspmd.annotate.errors import Fault, SpecError, report
+from gspmd.annotate.errors import Fault, SpecError, report, shown
+
+_EXAMPLES = {
+    "spec": ("a spec", "B_xLE_yz"),
+    "equation": ("an equation", "A_x, B -> A_xB"),
+    "via": ("the specs of via=", "BLE_x, E_xF_yz"),
+}
 
 
-def unreadable(what: str, text: str) -> SpecError:
-    """The error of a text that the parser refuses as `what`: "spec", "equation" or "via"."""
+def unreadable(what: str, text: object) -> SpecError:
+    """The error of a text that the parser refuses as `what` ("spec", "equation" or "via"), or of what is no text."""
+    if not isinstance(text, str):
+        name, example = _EXAMPLES[what]
+        return SpecError(
+            f"cannot read {name} from {shown(text)}: it is no text ({type(text).__name__}).\n"
+            f"  Write a string such as {example!r}."
+        )
     doing, faults_of = {
         "spec": (f"cannot read the spec {text!r}", spec_faults),
         "equation": (f"cannot read the equation {text!r}", equation_faults),
