@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from gspmd import host
 
-# At once, and not below: the package gspmd.annotate has its function's name, and the function is the public one.
-from gspmd.annotate import LayoutError, PlanError, Spec, SpecError, annotate
+# This binds the package gspmd.annotate too, which can be called as its function.
+from gspmd.annotate import LayoutError, PlanError, Spec, SpecError
 
 if TYPE_CHECKING:
     from gspmd import audit as audit
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gspmd import moe as moe
     from gspmd import ops as ops
     from gspmd import training as training
+    from gspmd.annotate import annotate
     from gspmd.audit import Ledger, ledger
     from gspmd.layouts import Layout
     from gspmd.lowerings.default import lowering

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspmd.annotate.arrays import annotate, shape_of
-from gspmd.annotate.diagnosis.nodes import OPEN, axes_text
+from gspmd.annotate.annotation import annotate, shape_of
 from gspmd.annotate.errors import SpecError, listed, shown
+from gspmd.annotate.parser import OPEN, axes_suffix
 from gspmd.annotate.spec import Spec
 from gspmd.annotate.validation import mesh_sizes, whole
 
@@ -65,8 +65,10 @@ def shard(tensor: Any, device_assignment: Any) -> Any:
     """
     numbers, rank = _numbers(device_assignment, "shard: the device assignment"), len(_shape(tensor, "shard"))
     if numbers.ndim != rank:
-        raise SpecError(f"shard: the device assignment has {numbers.ndim} dimensions, and the array has {rank}.\n"
-                        "  Write the device numbers in an array of as many dimensions, 1 long where it is not split.")
+        raise SpecError(
+            f"shard: the device assignment has {numbers.ndim} dimensions, and the array has {rank}.\n"
+            "  Write the device numbers in an array of as many dimensions, 1 long where it is not split."
+        )
     axes = _axes_of_numbers(numbers, "shard: the device assignment")
     return annotate(tensor, _spec(tensor, dict(enumerate(axes)), "shard"))
 
@@ -102,16 +104,20 @@ def mesh_split(
       P(None, 'x')
     """
     if manual_mesh_dims:
-        raise SpecError("mesh_split: manual_mesh_dims is not supported.\n"
-                        "  Write the manual part by jax.shard_map(..., axis_names={'x'}), which JAX has for it.")
+        raise SpecError(
+            "mesh_split: manual_mesh_dims is not supported.\n"
+            "  Write the manual part by jax.shard_map(..., axis_names={'x'}), which JAX has for it."
+        )
     axes = _axes_of_device_mesh(device_mesh)
     _refuse_mapping(tensor, tensor_split_dims_mapping, len(axes))
     placed = {at: axes[dim] for at, dim in enumerate(tensor_split_dims_mapping) if dim != -1}
     for dim in unspecified_dims or ():
         at = _dimension(tensor, dim, "mesh_split")
         if placed.get(at):
-            raise SpecError(f"mesh_split: dimension {dim} is split by the mapping, and unspecified as well.\n"
-                            "  Write -1 for it in tensor_split_dims_mapping.")
+            raise SpecError(
+                f"mesh_split: dimension {dim} is split by the mapping, and unspecified as well.\n"
+                "  Write -1 for it in tensor_split_dims_mapping."
+            )
         placed[at] = (OPEN,)
     return annotate(tensor, _spec(tensor, placed, "mesh_split"))
 
@@ -129,8 +135,10 @@ def _spec(tensor: Any, axes: Mapping[int, tuple[str, ...]], call: str) -> Spec:
 def _mesh(call: str) -> dict[str, int]:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        raise SpecError(f"{call}: no mesh is set.\n"
-                        "  Call it inside 'with jax.set_mesh(mesh):', where mesh = jax.make_mesh((4, 2), ('x', 'y')).")
+        raise SpecError(
+            f"{call}: no mesh is set.\n"
+            "  Call it inside 'with jax.set_mesh(mesh):', where mesh = jax.make_mesh((4, 2), ('x', 'y'))."
+        )
     return mesh_sizes(mesh)
 
 
@@ -151,8 +159,9 @@ def _numbers(given: Any, what: str) -> np.ndarray:
         numbers = np.asarray(given)
         if numbers.dtype.kind in "iu":
             return numbers
-    raise SpecError(f"{what} is {shown(given)}.\n"
-                    "  Write the numbers of the devices, such as np.arange(8).reshape(2, 4).")
+    raise SpecError(
+        f"{what} is {shown(given)}.\n  Write the numbers of the devices, such as np.arange(8).reshape(2, 4)."
+    )
 
 
 def _axes_of_size(parts: int) -> tuple[str, ...]:
@@ -166,11 +175,15 @@ def _axes_of_size(parts: int) -> tuple[str, ...]:
         return found[0]
     sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
     if not found:
-        raise SpecError(f"split: no mesh axes make {parts} parts; the mesh has {sizes}.\n"
-                        "  Split into as many parts as some of its axes multiply to.")
-    choices = listed([f"'A_{axes_text(axes)}'" for axes in found], "or")
-    raise SpecError(f"split: several mesh axes make {parts} parts; the mesh has {sizes}.\n"
-                    f"  Say which by annotate(), here {choices}.")
+        raise SpecError(
+            f"split: no mesh axes make {parts} parts; the mesh has {sizes}.\n"
+            "  Split into as many parts as some of its axes multiply to."
+        )
+    choices = listed([f"'A_{axes_suffix(axes)}'" for axes in found], "or")
+    raise SpecError(
+        f"split: several mesh axes make {parts} parts; the mesh has {sizes}.\n"
+        f"  Say which by annotate(), here {choices}."
+    )
 
 
 def _axes_of_device_mesh(device_mesh: Any) -> list[tuple[str, ...]]:
@@ -178,8 +191,10 @@ def _axes_of_device_mesh(device_mesh: Any) -> list[tuple[str, ...]]:
     if not hasattr(device_mesh, "axis_names"):
         return _axes_of_numbers(_numbers(device_mesh, "mesh_split: the device mesh"), "mesh_split: the device mesh")
     if mesh_sizes(device_mesh) != mesh or tuple(device_mesh.axis_names) != tuple(mesh):
-        raise SpecError(f"mesh_split: the device mesh is {mesh_sizes(device_mesh)}, and the current mesh is {mesh}.\n"
-                        "  Pass the mesh of jax.set_mesh.")
+        raise SpecError(
+            f"mesh_split: the device mesh is {mesh_sizes(device_mesh)}, and the current mesh is {mesh}.\n"
+            "  Pass the mesh of jax.set_mesh."
+        )
     return [(axis,) for axis in mesh]
 
 
@@ -192,8 +207,10 @@ def _axes_of_numbers(numbers: np.ndarray, what: str) -> list[tuple[str, ...]]:
         if len(flat) == len(mesh) and np.array_equal(order.transpose(flat).reshape(numbers.shape), numbers):
             return list(axes)
     sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
-    raise SpecError(f"{what} does not follow the mesh, which has {sizes or 'one device'}.\n"
-                    f"  It has each number from 0 to {order.size - 1} once, and its dimensions run along mesh axes.")
+    raise SpecError(
+        f"{what} does not follow the mesh, which has {sizes or 'one device'}.\n"
+        f"  It has each number from 0 to {order.size - 1} once, and its dimensions run along mesh axes."
+    )
 
 
 def _runs(shape: Sequence[int], mesh: Mapping[str, int], used: tuple[str, ...] = ()) -> Iterator[tuple]:
@@ -211,15 +228,21 @@ def _runs(shape: Sequence[int], mesh: Mapping[str, int], used: tuple[str, ...] =
 def _refuse_mapping(tensor: Any, mapping: Sequence[int], rank: int) -> None:
     dims = len(_shape(tensor, "mesh_split"))
     if not isinstance(mapping, Sequence) or any(whole(dim) is None for dim in mapping):
-        raise SpecError(f"mesh_split: the mapping is {shown(mapping)}.\n"
-                        "  Write a list of dimensions of the device mesh, and -1 where the array is not split.")
+        raise SpecError(
+            f"mesh_split: the mapping is {shown(mapping)}.\n"
+            "  Write a list of dimensions of the device mesh, and -1 where the array is not split."
+        )
     if len(mapping) != dims:
-        raise SpecError(f"mesh_split: the mapping has {len(mapping)} entries, and the array has {dims} dimensions.\n"
-                        "  Write the dimension of the device mesh for each, and -1 where it is not split.")
+        raise SpecError(
+            f"mesh_split: the mapping has {len(mapping)} entries, and the array has {dims} dimensions.\n"
+            "  Write the dimension of the device mesh for each, and -1 where it is not split."
+        )
     used = [dim for dim in mapping if dim != -1]
     for dim in used:
         if not 0 <= dim < rank:
             raise SpecError(f"mesh_split: the device mesh has no dimension {dim}.\n  It has {rank}, numbered from 0.")
         if used.count(dim) > 1:
-            raise SpecError(f"mesh_split: dimension {dim} of the device mesh splits two dimensions of the array.\n"
-                            "  A dimension of the mesh splits one dimension of a tensor.")
+            raise SpecError(
+                f"mesh_split: dimension {dim} of the device mesh splits two dimensions of the array.\n"
+                "  A dimension of the mesh splits one dimension of a tensor."
+            )

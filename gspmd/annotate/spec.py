@@ -1,16 +1,17 @@
-"""The spec: one tensor's dimensions, the mesh axes that shard each, and the partial sums it still owes."""
+"""The spec: one tensor's dimensions, the mesh axes that shard each, and those over which it is a partial sum."""
 
 import math
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
-from gspmd.annotate import validation
-from gspmd.annotate.diagnosis.nodes import ARROW, CAPITALS, NAME, OPEN, SpecNode, axes_text, dim_text
-from gspmd.annotate.diagnosis.reader import Reader
 from gspmd.annotate.errors import Fault, SpecError, listed, report, shown
-from gspmd.annotate.validation import mesh_sizes
+from gspmd.annotate.parser import NAME, OPEN, Parser, axes_suffix, dim_text
+from gspmd.annotate.validation import LARGEST, mesh_sizes, whole_sizes
+
+_CAPITALS = frozenset(string.ascii_uppercase)
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Spec:
     Attributes:
       dims: one capital letter for each dimension, `("B", "L", "E")`.
       axes: parallel to `dims`, the mesh axes that shard each, major first; `()` unsharded, `("?",)` left open.
-      partial: the mesh axes over which a sum is still owed, sorted.
+      partial: the mesh axes over which the devices hold partial sums, sorted.
 
     Example:
       >>> spec = Spec.parse("B_x L E_{y,z} (partialsum-w)")
@@ -45,15 +46,29 @@ class Spec:
             object.__setattr__(self, "dims", tuple(self.dims))
             object.__setattr__(self, "axes", tuple(tuple(a) for a in self.axes))
             object.__setattr__(self, "partial", tuple(sorted(self.partial)))
-            fine = _is_well_formed(self)
-        except (TypeError, ValueError):  # what cannot be walked through, sorted, or looked up; arrays are not true
+            fine = self._is_well_formed()
+        except (TypeError, ValueError):  # not iterable, not sortable, not hashable; an array has no truth value
             fine = False
         if not fine:
-            raise _ill_formed(*given)
+            dims, axes, partial = map(shown, given)
+            raise SpecError(
+                f"no spec has dims={dims}, axes={axes} and partial={partial}.\n"
+                "  A dimension is a capital letter, with its own mesh axes; a mesh axis stands once in a spec."
+            )
+
+    def _is_well_formed(self) -> bool:
+        axes = [axis for names in (*self.axes, self.partial) if names != (OPEN,) for axis in names]
+        return (
+            len(self.dims) == len(self.axes)
+            and len(set(self.dims)) == len(self.dims)
+            and len(set(axes)) == len(axes)
+            and all(dim in _CAPITALS for dim in self.dims)
+            and all(isinstance(axis, str) and NAME.fullmatch(axis) for axis in axes)
+        )
 
     @classmethod
     def parse(cls, text: "str | Spec") -> "Spec":
-        """Reads a spec; one that is read already is returned as it is.
+        """Read a spec; a `Spec` is returned as it is.
 
         Raises:
           SpecError: lists every fault of the text, each with a caret under it.
@@ -64,10 +79,7 @@ class Spec:
         """
         if isinstance(text, Spec):
             return text
-        if not isinstance(text, str):
-            raise SpecError(f"cannot read a spec from {shown(text)}: it is no text ({type(text).__name__}).\n"
-                            "  Write a string such as 'B_xLE_yz'.")
-        return _parse(text)
+        return _parse(text) if isinstance(text, str) else _refuse(text)
 
     def axes_of(self, dim: str) -> tuple[str, ...]:
         """The mesh axes that shard a dimension, major first."""
@@ -75,7 +87,7 @@ class Spec:
 
     @cached_property
     def used(self) -> frozenset[str]:
-        """Every mesh axis that shards a dimension; those of the partial sum are not among them."""
+        """Every mesh axis that shards a dimension, without those of the partial sum."""
         return frozenset(axis for axes in self.axes for axis in axes) - {OPEN}
 
     @property
@@ -85,40 +97,32 @@ class Spec:
 
     def __str__(self) -> str:
         dims = "".join(dim_text(d, axes) for d, axes in zip(self.dims, self.axes))
-        partial = f"partialsum-{axes_text(self.partial)}" if self.partial else ""
+        partial = f"partialsum-{axes_suffix(self.partial)}" if self.partial else ""
         return f"{dims} {partial}".strip()
 
     # -- editing ------------------------------------------------------------------------------------------------------
 
     def with_axes(self, dim: str, axes: Sequence[str]) -> "Spec":
-        """This spec with a dimension sharded over `axes`, major first.
-
-        >>> str(Spec.parse("B_xLE").with_axes("E", ("y", "z")))
-        'B_xLE_yz'
-        """
+        """This spec with a dimension sharded over `axes`, major first: `B_xLE` to `B_xLE_yz`."""
         at = self._index(dim)
         return Spec(self.dims, (*self.axes[:at], axes, *self.axes[at + 1 :]), self.partial)
 
     def with_partial(self, axes: Sequence[str]) -> "Spec":
-        """This spec, owing a sum over `axes` and no other."""
+        """This spec as a partial sum over `axes` and no others."""
         return replace(self, partial=axes)
 
     def without_partial(self) -> "Spec":
-        """This spec with every partial sum settled."""
+        """This spec with no partial sum."""
         return replace(self, partial=())
 
     def without(self, *dims: str) -> "Spec":
-        """This spec less some dimensions, with the mesh axes that shard them.
-
-        >>> str(Spec.parse("B_xLV_y").without("V"))
-        'B_xL'
-        """
+        """This spec without some dimensions and the mesh axes that shard them: `B_xLV_y` to `B_xL`."""
         gone = {self._index(d) for d in dims}
         kept = [i for i in range(len(self.dims)) if i not in gone]
         return replace(self, dims=tuple(self.dims[i] for i in kept), axes=tuple(self.axes[i] for i in kept))
 
     def without_trivial(self, mesh: Mapping[str, int]) -> "Spec":
-        """This spec less the mesh axes of size 1, over which nothing is cut and nothing is owed.
+        """This spec without the mesh axes of size 1, which shard nothing and sum nothing.
 
         >>> str(Spec.parse("B_xE_yz").without_trivial({"x": 4, "y": 1, "z": 2}))
         'B_xE_z'
@@ -131,11 +135,7 @@ class Spec:
         return Spec(self.dims, axes, tuple(axis for axis in self.partial if mesh.get(axis) != 1))
 
     def rename(self, dims: Mapping[str, str]) -> "Spec":
-        """This spec with other letters for some dimensions.
-
-        >>> str(Spec.parse("B_xLE").rename({"B": "G"}))
-        'G_xLE'
-        """
+        """This spec with other letters for some dimensions: `B_xLE` to `G_xLE` by `{"B": "G"}`."""
         if not isinstance(dims, Mapping):
             raise SpecError(f"cannot rename the dimensions of '{self}' by {shown(dims)}.\n  Write {{'B': 'G'}}.")
         return replace(self, dims=tuple(dims.get(d, d) for d in self.dims))
@@ -143,90 +143,81 @@ class Spec:
     def _index(self, dim: str) -> int:
         if not isinstance(dim, str) or dim not in self.dims:
             known = f"It has {listed(self.dims)}." if self.dims else "It is that of a scalar."
-            said = dim if isinstance(dim, str) and len(dim) == 1 else shown(dim)
-            raise SpecError(f"dimension {said} does not stand in '{self}'.\n  {known}")
+            name = dim if isinstance(dim, str) and len(dim) == 1 else shown(dim)
+            raise SpecError(f"dimension {name} does not stand in '{self}'.\n  {known}")
         return self.dims.index(dim)
 
     # -- on a mesh ----------------------------------------------------------------------------------------------------
 
     def partition_spec(self, *, dual: bool = False) -> Any:
-        """The `jax.P` of this spec; `dual=True` writes its partial sums as they stand in a cotangent's type."""
+        """The `jax.P` of this spec; `dual=True` writes its partial sums as the type of a cotangent has them."""
         import jax  # parsing knows no jax
 
-        entries = [_entry(axes, jax.P.UNCONSTRAINED) for axes in self.axes]
+        entries = [jax.P.UNCONSTRAINED if axes == (OPEN,) else axes or None for axes in self.axes]
         partial = {"reduced" if dual else "unreduced": set(self.partial)} if self.partial else {}
         return jax.P(*entries, **partial)
 
     def local_shape(self, sizes: Mapping[str, int] | Sequence[int], mesh: Any) -> tuple[int, ...]:
-        """The shape that one device holds.
+        """The shape of one device's shard.
 
         Args:
           sizes: size of every dimension by letter, or the shape of the whole array.
           mesh: size of every mesh axis by name, or a `jax.sharding.Mesh`.
 
         Raises:
-          SpecError: as `check`; also for a dimension left open, whose local size nobody knows yet.
+          SpecError: as `check`; also for a dimension left open, whose local size is not known.
 
         Example:
           >>> Spec.parse("B_xLE_yz").local_shape((8, 128, 512), {"x": 4, "y": 2, "z": 2})
           (2, 128, 128)
         """
-        mesh, sizes = mesh_sizes(mesh), validation.whole_sizes(sizes)
+        mesh, sizes = mesh_sizes(mesh), whole_sizes(sizes)
         self.check(sizes, mesh)
         if self.is_open:
-            at = self.axes.index((OPEN,))
-            fact = f"dimension {self.dims[at]} is left open, so its local size is not known."
-            fault = validation.fault_at(self, at, fact)
-            raise report(SpecError, f"cannot tell the local shape of '{self}'", [fault])
+            from gspmd.annotate.diagnosis.sizes import no_local_shape
+
+            raise no_local_shape(self)
         whole = [sizes[d] for d in self.dims] if isinstance(sizes, Mapping) else sizes
         return tuple(n // math.prod(mesh[a] for a in axes) for n, axes in zip(whole, self.axes))
 
     def check(self, sizes: Mapping[str, int] | Sequence[int], mesh: Any) -> None:
-        """Raises SpecError, with every fault, unless this spec fits these sizes and this mesh (see `local_shape`)."""
-        faults = self.faults(sizes, mesh)
-        if faults:
-            raise report(SpecError, f"cannot shard '{self}' for {validation.sizes_text(sizes)}", faults)
+        """Raise SpecError, with every fault, unless this spec fits these sizes and this mesh (see `local_shape`)."""
+        if faults := self.faults(sizes, mesh):
+            from gspmd.annotate.diagnosis.sizes import sizes_text
+
+            raise report(SpecError, f"cannot shard '{self}' for {sizes_text(sizes)}", faults)
 
     def faults(self, sizes: Mapping[str, int] | Sequence[int], mesh: Any) -> tuple[Fault, ...]:
-        """Every fault that `check` would raise, for whoever collects the faults of many specs."""
-        return validation.faults_of(self, sizes, mesh_sizes(mesh))
+        """Every fault that `check` would raise, for a caller that collects the faults of many specs."""
+        mesh, sizes = mesh_sizes(mesh), whole_sizes(sizes)
+        if self._fits(sizes, mesh):
+            return ()
+        from gspmd.annotate.diagnosis.sizes import faults_of
 
+        return faults_of(self, sizes, mesh)
 
-def spec_from(written: SpecNode) -> Spec:
-    """The spec of what was read without a fault."""
-    partial = tuple(a.name for a in written.partial.axes) if written.partial else ()
-    return Spec(tuple(written.names), tuple(tuple(a.name for a in d.axes) for d in written.dims), partial)
+    def _fits(self, sizes: Mapping[str, int] | Sequence[int], mesh: Mapping[str, int]) -> bool:
+        """Whether the mesh has every axis, and every dimension has a size that its axes divide."""
+        if not isinstance(sizes, Mapping):
+            if len(sizes) != len(self.dims):
+                return False
+            sizes = dict(zip(self.dims, sizes))
+        for dim, axes in zip(self.dims, self.axes):
+            size = sizes.get(dim)
+            if type(size) is not int or not 0 <= size < LARGEST or size % math.prod(mesh.get(axis, 1) for axis in axes):
+                return False
+        return all(axis in mesh for axis in (*self.used, *self.partial))
 
 
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> Spec:
-    reader = Reader(text)
-    written = reader.spec()
-    for number in range(len(text)):  # what follows is read for its faults
-        start = reader.at
-        if start == len(text):
-            break
-        found = reader.match(ARROW) or reader.peek()
-        reader.at = start + len(found)
-        if number == 0:
-            reader.fault(start, f"{found!r} belongs to an equation, and a spec is one tensor.",
-                         "Write one spec, as in 'B_xLE_yz'.")
-        reader.spec()
-    if reader.faults:
-        raise report(SpecError, f"cannot read the spec {text!r}", reader.faults)
-    return spec_from(written)
+    try:
+        return Spec(*Parser(text).lone_spec())
+    except ValueError:
+        _refuse(text)
 
 
-def _is_well_formed(spec: Spec) -> bool:
-    axes = [a for group in spec.axes if group != (OPEN,) for a in group] + list(spec.partial)
-    return (len(spec.dims) == len(spec.axes) and len(set(spec.dims)) == len(spec.dims) and len(set(axes)) == len(axes)
-            and all(d in CAPITALS for d in spec.dims) and all(isinstance(a, str) and NAME.fullmatch(a) for a in axes))
+def _refuse(text: object) -> NoReturn:
+    from gspmd.annotate.diagnosis.refusals import unreadable
 
-
-def _ill_formed(dims: Any, axes: Any, partial: Any) -> SpecError:
-    return SpecError(f"no spec has dims={shown(dims)}, axes={shown(axes)} and partial={shown(partial)}.\n"
-                     "  A dimension is a capital letter, with its own mesh axes; a mesh axis stands once in a spec.")
-
-
-def _entry(axes: tuple[str, ...], unconstrained: Any) -> Any:
-    return unconstrained if axes == (OPEN,) else None if not axes else axes[0] if len(axes) == 1 else axes
+    raise unreadable("spec", text) from None

@@ -1,24 +1,21 @@
-"""What was written: the pieces of a spec or an equation, each with its place in the text.
-
-A reader fills these in; the rules of an equation look at them; a `Spec` is made of them when there was no fault.
-"""
+"""What the diagnosing reader finds in a text: specs, operands and terms, each with its place."""
 
 import re
 import string
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-OPEN = "?"  # the mark of a dimension left to the compiler
 LETTERS = frozenset(string.ascii_lowercase)
 CAPITALS = frozenset(string.ascii_uppercase)
-NAME = re.compile(r"[a-z][a-z0-9_]*")
-ARROW = re.compile(r"""
-    ->                                # the arrow, and what is written for it:
+ARROW = re.compile(
+    r"""
+    ->                                # the arrow, and what people write for it:
   | [-=~|−–—]+\s*>+ | >+              # --> => ==> - > |->
   | [-=−–—]*[←→⇒⇐⇨↦⇾⟵⟶⟸⟹⟼⭢➔➙➛➜➝➞➡]\ufe0f?
   | <[-=~−–—]+                        # <-
   | \\(?:to|rightarrow|mapsto)\b
-""", re.VERBOSE)
+""",
+    re.VERBOSE,
+)
 SEPARATOR = re.compile(f"[,+()]|(?:{ARROW.pattern})", re.VERBOSE)
 
 
@@ -39,8 +36,8 @@ class Dim:
 
 
 @dataclass
-class SpecNode:
-    """A spec as it was written, with the place of everything; `broken` if a part of it could not be read."""
+class LocatedSpec:
+    """A spec with the place of its dimensions and mesh axes; `broken` if a part of it could not be read."""
 
     start: int
     end: int = 0
@@ -54,10 +51,10 @@ class SpecNode:
 
 
 @dataclass
-class OperandNode:
-    """An operand as it was written: one spec, or the members of a group."""
+class LocatedOperand:
+    """An operand with its place: one spec, or the specs of a group."""
 
-    specs: list[SpecNode]
+    specs: list[LocatedSpec]
     group: bool
     start: int
     end: int = 0
@@ -67,18 +64,4 @@ class OperandNode:
         return any(spec.broken for spec in self.specs)
 
 
-TermNode = list[OperandNode]
-
-
-def axes_text(axes: Sequence[str]) -> str:
-    """Mesh axes as a suffix: letters side by side, in braces as soon as a name is longer.
-
-    >>> axes_text(["x", "y"]), axes_text(["data", "x"])
-    ('xy', '{data,x}')
-    """
-    return "".join(axes) if all(len(a) == 1 for a in axes) else "{" + ",".join(axes) + "}"
-
-
-def dim_text(dim: str, axes: Sequence[str]) -> str:
-    """A dimension with its mesh axes: `E_xy`, or `E`."""
-    return f"{dim}_{axes_text(axes)}" if axes else dim
+LocatedTerm = list[LocatedOperand]

@@ -1,27 +1,27 @@
-"""Reading the sides of an equation: operands and groups, the products that they make, and the sums of those."""
+"""Read the sides of an equation, and go on after a fault: operands and groups, products, and sums of products."""
 
 import re
 
-from gspmd.annotate.diagnosis.nodes import ARROW, CAPITALS, OperandNode, SpecNode, TermNode
+from gspmd.annotate.diagnosis.nodes import ARROW, CAPITALS, LocatedOperand, LocatedSpec, LocatedTerm
 from gspmd.annotate.diagnosis.reader import Reader
 
 _COMMA_MEANT = re.compile(r"[*×·⋅∙@;，、&⊗]")
 _ARROW_MEANT = re.compile(r"[-=~−–—:]+")
 _WORD_AHEAD = re.compile(r"[^\s,+()>]*")
 _OPENING = re.compile(r"[(\s]*")
-_DEEPEST = 8  # groups inside groups that are followed, of which even the first is a fault
+_DEEPEST = 8  # groups inside groups; the first is a fault already, and deeper ones are read as if they did not open
 
 
 class EquationReader(Reader):
-    """Reads the terms of each side; faults are collected as those of the specs are."""
+    """A reader of equations, which collects faults as the reader of specs does."""
 
     def __init__(self, text: str):
         super().__init__(text)
         # A spec may have spaces, and so may the one to the right of the arrow, which stands alone.
         self.has_others, self.depth = True, 0
 
-    def sides(self) -> list[list[TermNode]]:
-        """The terms on each side of the arrow; more than two sides are a fault."""
+    def sides(self) -> list[list[LocatedTerm]]:
+        """Read the terms on each side of the arrow; more than two sides are a fault."""
         sides = [self.terms()]
         while self.at < len(self.text):
             start, arrow = self.at, self.arrow()
@@ -34,11 +34,11 @@ class EquationReader(Reader):
         return sides
 
     def arrow(self) -> str:
-        """What stands for the arrow here; nothing where nothing does."""
+        """Consume an arrow, or what is meant as one; the empty string if there is none."""
         return self.match(ARROW) or (self.match(_ARROW_MEANT) if self._at_arrow() else "")
 
-    def terms(self) -> list[TermNode]:
-        """The products up to an arrow or the end, each a list of operands."""
+    def terms(self) -> list[LocatedTerm]:
+        """Read the terms up to an arrow or the end, each a list of operands."""
         terms = [[self.operand()]]
         while self.at < len(self.text) and not self._at_arrow():
             start = self.at
@@ -58,11 +58,11 @@ class EquationReader(Reader):
     def _at_arrow(self) -> bool:
         if ARROW.match(self.text, self.at):
             return True
-        # What is not even like an arrow, such as '=', is taken for it where nothing else is.
+        # A sign that hardly looks like an arrow, such as '=', is taken for one if the text has no other.
         return _ARROW_MEANT.match(self.text, self.at) is not None and not ARROW.search(self.text)
 
     def _comma(self) -> bool:
-        """Takes a comma, or what was written for it."""
+        """Consume a comma, or what is meant as one."""
         start = self.at
         if self.take(","):
             return True
@@ -71,40 +71,44 @@ class EquationReader(Reader):
             self.fault(start, f"{wrong!r} is no comma.", "Write a product with a comma, as in 'A, B -> AB'.")
         return bool(wrong)
 
-    def _missing_comma(self, one: OperandNode | SpecNode, two: OperandNode | SpecNode) -> None:
+    def _missing_comma(self, one: LocatedOperand | LocatedSpec, two: LocatedOperand | LocatedSpec) -> None:
         left, right = self.text[one.start : one.end].strip(), self.text[two.start : two.end].strip()
         gap = max(two.start, one.end + 1)
         self.fault(one.end, f"a comma is missing between {left!r} and {right!r}.", f"Write '{left}, {right}'.", gap)
 
-    def _read_on(self, term: TermNode) -> None:
+    def _read_on(self, term: LocatedTerm) -> None:
         self.space()
         if self.peek() in CAPITALS:
             term.append(self.operand())
 
-    def operand(self) -> OperandNode:
-        """A spec, or a group in parentheses; nothing at all is a scalar."""
+    def operand(self) -> LocatedOperand:
+        """Read a spec, or a group in parentheses; nothing at all is a scalar."""
         self.space()
         start = self.at
         if not self._opens_group():
             spec = self.spec()
-            return OperandNode([spec], False, start, spec.end)
+            return LocatedOperand([spec], False, start, spec.end)
         operand = self._group(start)
         self.space()
         return operand
 
-    def _at_separator(self, spec: SpecNode) -> bool:
-        return (super()._at_separator(spec) or self._at_arrow() or _COMMA_MEANT.match(self.text, self.at) is not None
-                or self._at_another(spec))
+    def _at_separator(self, spec: LocatedSpec) -> bool:
+        return (
+            super()._at_separator(spec)
+            or self._at_arrow()
+            or _COMMA_MEANT.match(self.text, self.at) is not None
+            or self._at_another(spec)
+        )
 
-    def _at_another(self, spec: SpecNode) -> bool:
-        """Whether another spec begins here, behind a space: its first word has a dimension that this one has."""
+    def _at_another(self, spec: LocatedSpec) -> bool:
+        """Whether another spec begins here, after a space: its first word repeats a dimension of this one."""
         if not (self.has_others and spec.dims and self.peek() in CAPITALS and self.text[self.at - 1].isspace()):
             return False
         word = _WORD_AHEAD.match(self.text, self.at).group()
         return spec.partial is not None or not set(word).isdisjoint(spec.names)
 
-    def _clashes(self, spec: SpecNode) -> None:
-        """As for a spec; but where two operands stand there without so much as a space, that is all that is wrong."""
+    def _clashes(self, spec: LocatedSpec) -> None:
+        """Report what stands twice; if two operands lack both comma and space, that is all that is wrong."""
         names = spec.names
         at = next((n for n, name in enumerate(names) if name in names[:n]), 0)
         halves = [[axis.name for dim in dims for axis in dim.axes] for dims in (spec.dims[:at], spec.dims[at:])]
@@ -113,35 +117,43 @@ class EquationReader(Reader):
             return super()._clashes(spec)
         dim = spec.dims[at]
         left, right = self.text[spec.start : dim.start].strip(), self.text[dim.start : spec.end]
-        self.fault(dim.start, f"dimension {dim.name} stands twice in one spec.",
-                   f"Every dimension has a letter of its own; two operands have a comma: '{left}, {right}'.", dim.end)
+        self.fault(
+            dim.start,
+            f"dimension {dim.name} stands twice in one spec.",
+            f"Every dimension has a letter of its own; two operands have a comma: '{left}, {right}'.",
+            dim.end,
+        )
 
     def _opens_group(self) -> bool:
-        return self.peek() == "(" and self._at_separator(SpecNode(self.at))
+        return self.peek() == "(" and self._at_separator(LocatedSpec(self.at))
 
-    def _group(self, start: int) -> OperandNode:
+    def _group(self, start: int) -> LocatedOperand:
         self.at += 1
         self.depth, outside, self.has_others = self.depth + 1, self.has_others, True
-        operand = OperandNode(self._member(), True, start)
+        operand = LocatedOperand(self._member(), True, start)
         self._more_members(operand)
         self.depth, self.has_others = self.depth - 1, outside
         if not self.take(")"):
             self.fault(start, "this parenthesis is not closed.", "Write a group as '(A, B)'.", start + 1)
             operand.specs[0].broken = True
         elif not self.text[start + 1 : self.at - 1].strip():
-            self.fault(start, "this group is empty.",
-                       "Write a group as '(A, B)'; a scalar is written as nothing at all.")
+            self.fault(
+                start, "this group is empty.", "Write a group as '(A, B)'; a scalar is written as nothing at all."
+            )
         operand.end = self.at
         return operand
 
-    def _more_members(self, operand: OperandNode) -> None:
+    def _more_members(self, operand: LocatedOperand) -> None:
         while True:
             comma, before = self.at, operand.specs[-1]
             if self._comma():
                 if self.peek() == ")":
                     inside = self.text[operand.start : comma]
-                    self.fault(comma, "nothing follows this comma.",
-                               f"Drop it: '{inside})'. A scalar as the last member is a space: '{inside}, )'.")
+                    self.fault(
+                        comma,
+                        "nothing follows this comma.",
+                        f"Drop it: '{inside})'. A scalar as the last member is a space: '{inside}, )'.",
+                    )
                     return
                 operand.specs += self._member()
             elif self.peek() in CAPITALS:
@@ -151,7 +163,7 @@ class EquationReader(Reader):
             else:
                 return
 
-    def _member(self) -> list[SpecNode]:
+    def _member(self) -> list[LocatedSpec]:
         self.space()
         start = self.at
         if not self._opens_group():
@@ -160,7 +172,8 @@ class EquationReader(Reader):
             self.match(_OPENING)
             return [self.spec()]
         inner = self._group(start)
-        self.fault(start, "a group cannot stand inside a group.",
-                   "Write all its specs in one pair of parentheses.", inner.end)
+        self.fault(
+            start, "a group cannot stand inside a group.", "Write all its specs in one pair of parentheses.", inner.end
+        )
         self.space()
         return inner.specs

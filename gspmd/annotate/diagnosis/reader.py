@@ -1,11 +1,6 @@
-"""Reading one spec, character by character, and going on after a fault so that one error can list them all.
+"""Read one spec character by character, and go on after a fault, so that one error can list them all.
 
-    spec    = { dim } [ partial ]
-    dim     = "A".."Z" [ "_" ( axes | "?" ) ]
-    axes    = letter { letter } | "{" name { "," name } "}"
-    partial = "partialsum-" axes | "(" "partialsum-" axes ")"
-
-White space may stand between dims, around the partial sum, and inside braces and parentheses.
+The grammar is that of `annotate/parser.py`.
 """
 
 import re
@@ -14,16 +9,13 @@ from gspmd.annotate.diagnosis.nodes import (
     ARROW,
     CAPITALS,
     LETTERS,
-    NAME,
-    OPEN,
     SEPARATOR,
     Axis,
     Dim,
-    SpecNode,
-    axes_text,
-    dim_text,
+    LocatedSpec,
 )
 from gspmd.annotate.errors import Fault, listed
+from gspmd.annotate.parser import NAME, OPEN, axes_suffix, dim_text
 
 _PARTIAL = re.compile(r"partialsum-|\(\s*partialsum-")
 _ENCLOSED = re.compile(r"\(\s*partialsum-\s*(\{[^{}()]*\}|[^{}(),+>]*)\s*\)")
@@ -34,8 +26,13 @@ _INSIDE_BRACES = re.compile(r"[^{}()>+]*")
 _SUFFIX = re.compile(r"\{[^{}(),+>]*\}|[a-z0-9]*\??")
 _STRAY = re.compile(rf"(?:(?!{ARROW.pattern})[^A-Za-z0-9_,+()\s])+|.", re.DOTALL | re.VERBOSE)
 _ARROW_MEANT = "Write the arrow '->'."
-_STRAY_REMEDY = {"-": _ARROW_MEANT, "=": _ARROW_MEANT, "*": "Write a product with a comma, as in 'A, B -> AB'.",
-                 "?": "Write 'E_?' to leave dimension E to the compiler.", "...": "Every dimension is written out."}
+_STRAY_REMEDY = {
+    "-": _ARROW_MEANT,
+    "=": _ARROW_MEANT,
+    "*": "Write a product with a comma, as in 'A, B -> AB'.",
+    "?": "Write 'E_?' to leave dimension E to the compiler.",
+    "...": "Every dimension is written out.",
+}
 
 
 class Reader:
@@ -68,10 +65,10 @@ class Reader:
 
     # -- a spec -------------------------------------------------------------------------------------------------------
 
-    def spec(self) -> SpecNode:
-        """Reads up to a separator (`,` `+` `->` or a parenthesis) or the end."""
+    def spec(self) -> LocatedSpec:
+        """Read up to a separator (`,` `+` `->` or a parenthesis) or the end."""
         self.space()
-        spec = SpecNode(self.at, self.at)
+        spec = LocatedSpec(self.at, self.at)
         while self.at < len(self.text) and not self._at_separator(spec):
             self._piece(spec)
             spec.end = self.at
@@ -79,13 +76,13 @@ class Reader:
         self._clashes(spec)
         return spec
 
-    def _at_separator(self, spec: SpecNode) -> bool:
+    def _at_separator(self, spec: LocatedSpec) -> bool:
         if self.peek() != "(":
             return SEPARATOR.match(self.text, self.at) is not None
         # A parenthesis opens a group, unless it encloses the partial sum of the spec at hand.
         return (_PARTIAL if spec.dims else _ENCLOSED).match(self.text, self.at) is None
 
-    def _piece(self, spec: SpecNode) -> None:
+    def _piece(self, spec: LocatedSpec) -> None:
         c = self.peek()
         if c in CAPITALS:
             self._dim(spec)
@@ -98,19 +95,22 @@ class Reader:
         else:
             self._stray(spec)
 
-    def _dim(self, spec: SpecNode) -> None:
+    def _dim(self, spec: LocatedSpec) -> None:
         dim = Dim(self.peek(), self.at, self.at + 1)
         self.at += 1
         if self.take("_"):
             self._axes(dim, f"{dim.name}_", f"dimension {dim.name}")
             dim.end = self.at
         if spec.partial:
-            self.fault(dim.start, f"dimension {dim.name} stands after the partial sum.",
-                       "Write every dimension first: the partial sum ends a spec.")
+            self.fault(
+                dim.start,
+                f"dimension {dim.name} stands after the partial sum.",
+                "Write every dimension first: the partial sum ends a spec.",
+            )
             spec.broken = True
         spec.dims.append(dim)
 
-    def _partial(self, spec: SpecNode) -> None:
+    def _partial(self, spec: LocatedSpec) -> None:
         start = self.at
         enclosed = self.peek() == "("
         self.match(_PARTIAL)
@@ -118,13 +118,19 @@ class Reader:
         self.space()
         self._axes(partial, "partialsum-", "the partial sum")
         if enclosed and not self._closes():
-            self.fault(start, "the parenthesis of this partial sum is not closed.",
-                       "Write it 'partialsum-x' or '(partialsum-x)'.")
+            self.fault(
+                start,
+                "the parenthesis of this partial sum is not closed.",
+                "Write it 'partialsum-x' or '(partialsum-x)'.",
+            )
             spec.broken = True
         partial.end = self.at
         if spec.partial:
-            self.fault(start, "a spec has one partial sum, and this is a second.",
-                       "Write the mesh axes of both together: 'partialsum-xy'.")
+            self.fault(
+                start,
+                "a spec has one partial sum, and this is a second.",
+                "Write the mesh axes of both together: 'partialsum-xy'.",
+            )
             spec.broken = True
         spec.partial = partial if spec.partial is None else spec.partial
 
@@ -150,7 +156,7 @@ class Reader:
             self._suffix_faults(dim, first, before, owner)
 
     def _at_axis(self) -> bool:
-        # 'E_partialsum-x' owes a sum over x: it does not shard E over the letters of a word.
+        # In 'E_partialsum-x' the word is a partial sum, not a row of mesh axes that shard E.
         c = self.peek()
         in_suffix = c in LETTERS or c in tuple("0123456789{?")
         return in_suffix and not self.text.startswith("partialsum-", self.at)
@@ -165,12 +171,19 @@ class Reader:
             dim.axes.append(Axis(word.strip(), place, place + len(word.strip())))
             at += len(word) + 1
         if not all(axis.name for axis in dim.axes):
-            self.fault(start, f"the braces after '{before}' hold an empty name.",
-                       f"Name the mesh axes of {owner}, as in '{before}{{data,model}}'.")
+            self.fault(
+                start,
+                f"the braces after '{before}' hold an empty name.",
+                f"Name the mesh axes of {owner}, as in '{before}{{data,model}}'.",
+            )
         for axis in dim.axes:
             if axis.name not in ("", OPEN) and not NAME.fullmatch(axis.name):
-                self.fault(axis.start, f"{axis.name!r} is not the name of a mesh axis.",
-                           "A name is a lower-case letter, then lower-case letters, digits and '_'.", axis.end)
+                self.fault(
+                    axis.start,
+                    f"{axis.name!r} is not the name of a mesh axis.",
+                    "A name is a lower-case letter, then lower-case letters, digits and '_'.",
+                    axis.end,
+                )
         dim.axes = [axis for axis in dim.axes if axis.name]
 
     def _suffix_faults(self, dim: Dim, first: int, before: str, owner: str) -> None:
@@ -182,15 +195,24 @@ class Reader:
         elif OPEN in names and before[-1] == "-":
             self.fault(first, "a partial sum names its mesh axes: it cannot be left open.", "Write 'partialsum-x'.")
         elif OPEN in names and suffix != OPEN:
-            rest = axes_text([n for n in names if n != OPEN]) or "x"
-            self.fault(first, f"'?' leaves {owner} to the compiler whole, and stands alone.",
-                       f"Write '{before}?' or '{before}{rest}'.")
+            rest = axes_suffix([n for n in names if n != OPEN]) or "x"
+            self.fault(
+                first,
+                f"'?' leaves {owner} to the compiler whole, and stands alone.",
+                f"Write '{before}?' or '{before}{rest}'.",
+            )
         elif dim.braced and (suffix[0] != "{" or suffix.find("}") != len(suffix) - 1):
-            self.fault(first, f"{owner} has mesh axes inside braces and outside.",
-                       f"Write them all in one pair of braces: '{before}{{{','.join(names)}}}'.")
+            self.fault(
+                first,
+                f"{owner} has mesh axes inside braces and outside.",
+                f"Write them all in one pair of braces: '{before}{{{','.join(names)}}}'.",
+            )
         elif not dim.braced and any(n.isdigit() for n in names):
-            self.fault(first, f"{suffix!r} has a digit, and without braces every mesh axis is one letter.",
-                       f"If it is one name, write '{before}{{{suffix}}}'." if NAME.fullmatch(suffix) else "")
+            self.fault(
+                first,
+                f"{suffix!r} has a digit, and without braces every mesh axis is one letter.",
+                f"If it is one name, write '{before}{{{suffix}}}'." if NAME.fullmatch(suffix) else "",
+            )
         else:
             self._repeats(dim, first, before, suffix)
 
@@ -200,27 +222,35 @@ class Reader:
         if not twice:
             return
         which = f"mesh axis {twice[0]} stands" if len(twice) == 1 else f"mesh axes {listed(twice)} stand"
-        self.fault(first, f"{which} twice in '{before}{suffix}'.",
-                   "Name each mesh axis once." if dim.braced else
-                   f"If {suffix!r} is the name of one mesh axis, write '{before}{{{suffix}}}'.")
+        self.fault(
+            first,
+            f"{which} twice in '{before}{suffix}'.",
+            "Name each mesh axis once."
+            if dim.braced
+            else f"If {suffix!r} is the name of one mesh axis, write '{before}{{{suffix}}}'.",
+        )
 
     # -- what is wrong ------------------------------------------------------------------------------------------------
 
-    def _clashes(self, spec: SpecNode) -> None:
-        """A dimension, or a mesh axis, that stands twice in one spec."""
+    def _clashes(self, spec: LocatedSpec) -> None:
+        """Report a dimension, or a mesh axis, that stands twice in one spec."""
         first: dict[str, Dim] = {}
         seen: dict[str, Dim] = {}
         for dim in [*spec.dims, *([spec.partial] if spec.partial else [])]:
             if dim.name in first:
-                self.fault(dim.start, f"dimension {dim.name} stands twice in one spec.",
-                           "Every dimension has a letter of its own.", dim.end)
+                self.fault(
+                    dim.start,
+                    f"dimension {dim.name} stands twice in one spec.",
+                    "Every dimension has a letter of its own.",
+                    dim.end,
+                )
             first.setdefault(dim.name, dim)
             for axis in dim.axes:
                 other = seen.setdefault(axis.name, dim)
                 if axis.name != OPEN and other is not dim:
-                    self._shared_axis(axis, other, dim)
+                    self._repeated_axis(axis, other, dim)
 
-    def _shared_axis(self, axis: Axis, one: Dim, two: Dim) -> None:
+    def _repeated_axis(self, axis: Axis, one: Dim, two: Dim) -> None:
         if two.name == "partialsum":
             fact = f"mesh axis {axis.name} shards dimension {one.name} and owes a partial sum as well."
             remedy = "The sum over a mesh axis is owed by devices that hold the same part: drop it from one of them."
@@ -229,7 +259,7 @@ class Reader:
             remedy = "A mesh axis shards one dimension of a tensor: drop it from one of them."
         self.fault(axis.start, fact, remedy, axis.end)
 
-    def _lone_underscore(self, spec: SpecNode) -> None:
+    def _lone_underscore(self, spec: LocatedSpec) -> None:
         start, last = self.at, spec.dims[-1] if spec.dims and not spec.partial else None
         self.at += 1
         word = self.match(_SUFFIX) or "x"
@@ -242,7 +272,7 @@ class Reader:
             self.fault(start, f"a space parts dimension {last.name} from {found!r}.", f"Write '{last.name}_{word}'.")
         spec.broken = True
 
-    def _lower_case(self, spec: SpecNode) -> None:
+    def _lower_case(self, spec: LocatedSpec) -> None:
         start, last = self.at, spec.dims[-1] if spec.dims and not spec.partial else None
         misspelt = self.match(_MISSPELT)
         word = misspelt or self.match(_WORD)
@@ -254,11 +284,11 @@ class Reader:
             remedy = _joined(last, word)
         else:
             self.match(_LOWER_SUFFIX)
-            remedy = f"Dimensions are capital letters: write '{word.upper()}{self.text[start + len(word):self.at]}'."
-        self.fault(start, f"{self.text[start:self.at]!r} is neither a dimension nor the mesh axes of one.", remedy)
+            remedy = f"Dimensions are capital letters: write '{word.upper()}{self.text[start + len(word) : self.at]}'."
+        self.fault(start, f"{self.text[start : self.at]!r} is neither a dimension nor the mesh axes of one.", remedy)
         spec.broken = True
 
-    def _stray(self, spec: SpecNode) -> None:
+    def _stray(self, spec: LocatedSpec) -> None:
         start, found = self.at, self.match(_STRAY)
         remedy = _STRAY_REMEDY.get(found, "A spec is written as 'B_xLE_yz'.")
         self.fault(start, f"{found!r} has no meaning in a spec.", remedy)

@@ -1,15 +1,17 @@
-"""The rules of a whole equation, over what was written, whether or not each spec in it is free of faults.
+"""The rules of a whole equation, for texts whose specs may have faults of their own.
 
 A product has two operands, of which one may be a group; a sum has no groups; every term of a sum has all the
-dimensions of the result. A remedy is the equations to write instead, wherever they can be told.
+dimensions of the result. The remedy names the equations to write instead, wherever they are known.
+`is_well_formed` of `annotate/parser.py` asks the same, and does not explain.
 """
 
-from gspmd.annotate.diagnosis.nodes import Dim, OperandNode, SpecNode, TermNode, dim_text
+from gspmd.annotate.diagnosis.nodes import Dim, LocatedOperand, LocatedSpec, LocatedTerm
 from gspmd.annotate.errors import Fault
+from gspmd.annotate.parser import dim_text
 
 
-def faults_of(text: str, terms: list[TermNode], outputs: list[TermNode] | None) -> list[Fault]:
-    """Every fault of an equation's form; `outputs=None` where only a left side was written."""
+def form_faults(text: str, terms: list[LocatedTerm], outputs: list[LocatedTerm] | None) -> list[Fault]:
+    """Every fault of an equation's form; `outputs=None` for a text that is a left side only."""
     faults = [fault for term in terms for fault in _product_faults(text, term, terms, outputs)]
     if len(terms) > 1 and any(o.group for term in terms for o in term):
         faults.append(_group_in_sum(text, terms, outputs))
@@ -25,7 +27,7 @@ def faults_of(text: str, terms: list[TermNode], outputs: list[TermNode] | None) 
 # -- products ---------------------------------------------------------------------------------------------------------
 
 
-def _product_faults(text: str, term: TermNode, terms: list[TermNode], outputs: list | None) -> list[Fault]:
+def _product_faults(text: str, term: LocatedTerm, terms: list[LocatedTerm], outputs: list | None) -> list[Fault]:
     faults = []
     empty = next((n for n, o in enumerate(term) if o.start == o.end), None)
     if len(term) > 2 and empty is not None:
@@ -43,14 +45,14 @@ def _product_faults(text: str, term: TermNode, terms: list[TermNode], outputs: l
     return faults
 
 
-def _split_product(text: str, term: TermNode, terms: list[TermNode], outputs: list | None) -> str:
+def _split_product(text: str, term: LocatedTerm, terms: list[LocatedTerm], outputs: list | None) -> str:
     if outputs is None or len(terms) > 1 or any(o.group or o.broken for o in [*term, *outputs[0]]):
         return "Write an equation for each two of them."
     return "Write one equation after the other: " + " and ".join(f"'{e}'" for e in _chain(text, term, outputs[0])) + "."
 
 
-def _chain(text: str, term: TermNode, results: TermNode) -> list[str]:
-    """The product two by two; between them stand only the dimensions that are still wanted."""
+def _chain(text: str, term: LocatedTerm, results: LocatedTerm) -> list[str]:
+    """A product of many operands as products of two; an intermediate result keeps only the dimensions still needed."""
     left, left_text, equations = term[0].specs[0].dims, _slice(text, term[0]), []
     for at, operand in enumerate(term[1:-1], 1):
         wanted = {name for later in [*term[at + 1 :], *results] for name in later.specs[0].names}
@@ -62,7 +64,7 @@ def _chain(text: str, term: TermNode, results: TermNode) -> list[str]:
 
 
 def _product_of(one: list[Dim], two: list[Dim], wanted: set[str]) -> list[Dim]:
-    """The dimensions of a product, each placed as where it first stands if its mesh axes are still free."""
+    """The dimensions of a product, each sharded as where it first stands if its mesh axes are still free."""
     dims: dict[str, Dim] = {}
     used: set[str] = set()
     for dim in [*one, *two]:
@@ -73,8 +75,8 @@ def _product_of(one: list[Dim], two: list[Dim], wanted: set[str]) -> list[Dim]:
     return list(dims.values())
 
 
-def _lone_comma(text: str, operands: TermNode, empty: int, so: str) -> Fault:
-    """A comma that stands beside nothing, behind it or, of the first operand, before it; the caret is under it."""
+def _lone_comma(text: str, operands: LocatedTerm, empty: int, so: str) -> Fault:
+    """The fault of a comma beside an empty operand: the comma before it or, for the first operand, after it."""
     behind, end = text[: operands[empty].start].rstrip(), operands[empty].end
     at = len(behind) - 1 if empty else len(text) - len(text[end:].lstrip())
     return Fault(text, at, at + 1, f"this comma stands beside nothing, {so}.", "Drop the comma.")
@@ -83,13 +85,13 @@ def _lone_comma(text: str, operands: TermNode, empty: int, so: str) -> Fault:
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 
-def _group_in_sum(text: str, terms: list[TermNode], outputs: list | None) -> Fault:
+def _group_in_sum(text: str, terms: list[LocatedTerm], outputs: list | None) -> Fault:
     group = next(o for term in terms for o in term if o.group)
     fact = "a group cannot stand in a sum of products."
     return _at(text, group, fact, _split_sum(text, terms, outputs))
 
 
-def _split_sum(text: str, terms: list[TermNode], outputs: list | None) -> str:
+def _split_sum(text: str, terms: list[LocatedTerm], outputs: list | None) -> str:
     results = outputs[0][0].specs if outputs else []
     lengths = {len(o.specs) for term in terms for o in term if o.group}
     if lengths != {len(results)} or len(results) < 2:
@@ -99,7 +101,7 @@ def _split_sum(text: str, terms: list[TermNode], outputs: list | None) -> str:
     return f"Write one sum for each result: {' and '.join(sums)}."
 
 
-def _group_faults(text: str, terms: list[TermNode], output: OperandNode) -> list[Fault]:
+def _group_faults(text: str, terms: list[LocatedTerm], output: LocatedOperand) -> list[Fault]:
     group = next((o for term in terms for o in term if o.group), None)
     if output.broken or (group.broken if group else not output.group):
         return []
@@ -120,7 +122,7 @@ def _group_faults(text: str, terms: list[TermNode], output: OperandNode) -> list
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
-def _several_outputs(text: str, outputs: list[TermNode]) -> Fault:
+def _several_outputs(text: str, outputs: list[LocatedTerm]) -> Fault:
     first, last = outputs[0][0], outputs[-1][-1]
     if len(outputs) > 1:
         fact = "a sum stands to the right of the arrow."
@@ -133,18 +135,22 @@ def _several_outputs(text: str, outputs: list[TermNode]) -> Fault:
     return _at(text, first, "an equation has one result.", remedy, last.end)
 
 
-def _output_faults(text: str, terms: list[TermNode], output: OperandNode) -> list[Fault]:
-    return [fault for at, spec in enumerate(output.specs) if not spec.broken
-            for fault in _missing_dims(text, spec, [_dims_of(term, at) for term in terms])]
+def _output_faults(text: str, terms: list[LocatedTerm], output: LocatedOperand) -> list[Fault]:
+    return [
+        fault
+        for at, spec in enumerate(output.specs)
+        if not spec.broken
+        for fault in _missing_dims(text, spec, [_dims_of(term, at) for term in terms])
+    ]
 
 
-def _dims_of(term: TermNode, at: int) -> list[str] | None:
-    """The dimensions of which result `at` is made; None where they could not be read."""
+def _dims_of(term: LocatedTerm, at: int) -> list[str] | None:
+    """The dimensions of a term's operands, for result `at` of a group; None where they could not be read."""
     specs = [o.specs[at if o.group and at < len(o.specs) else 0] for o in term]
     return None if any(s.broken for s in specs) else list(dict.fromkeys(n for s in specs for n in s.names))
 
 
-def _missing_dims(text: str, spec: SpecNode, known: list[list[str] | None]) -> list[Fault]:
+def _missing_dims(text: str, spec: LocatedSpec, known: list[list[str] | None]) -> list[Fault]:
     return [fault for dim in spec.dims if (fault := _missing_dim(text, dim, known))]
 
 
@@ -161,13 +167,13 @@ def _missing_dim(text: str, dim: Dim, known: list[list[str] | None]) -> Fault | 
     return Fault(text, dim.start, dim.end, fact, f"{whose} {', '.join(have) if have else 'no dimension'}.")
 
 
-def _at(text: str, operand: OperandNode, fact: str, remedy: str, end: int | None = None) -> Fault:
+def _at(text: str, operand: LocatedOperand, fact: str, remedy: str, end: int | None = None) -> Fault:
     return Fault(text, operand.start, operand.end if end is None else end, fact, remedy)
 
 
-def _member(text: str, operand: OperandNode, at: int) -> str:
+def _member(text: str, operand: LocatedOperand, at: int) -> str:
     return _slice(text, operand.specs[at] if operand.group and at < len(operand.specs) else operand)
 
 
-def _slice(text: str, part: SpecNode | OperandNode) -> str:
+def _slice(text: str, part: LocatedSpec | LocatedOperand) -> str:
     return text[part.start : part.end].strip()

@@ -1,0 +1,82 @@
+"""What is wrong with where an array lies: the errors of `annotate()` and of the check of an array's type.
+
+As in `sizes.py`, a spec is any object with the fields of a `Spec`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gspmd.annotate.diagnosis.sizes import fault_at
+from gspmd.annotate.errors import Fault, SpecError, listed, report
+from gspmd.annotate.parser import OPEN
+
+
+def unfit_array(spec: Any, shape: tuple[int, ...], mesh: Any, doing: str) -> SpecError:
+    """The error of an array that cannot be annotated with a spec on this mesh (a `jax.sharding.AbstractMesh`)."""
+    if mesh.empty:
+        return SpecError(
+            f"{doing}: no mesh is set.\n"
+            "  Call it inside 'with jax.set_mesh(mesh):', where mesh = jax.make_mesh((4, 2), ('x', 'y'))."
+        )
+    return report(SpecError, doing, [*_axis_type_faults(spec, mesh), *spec.faults(shape, mesh)])
+
+
+def other_type(spec: Any, actual: Any, doing: str) -> SpecError:
+    """The error of an array whose type is `actual`, and not what the spec says."""
+    fact = f"the spec says '{spec}', and the array is '{actual}' by its type."
+    remedy = f"Bring it there by gspmd.reshard(x, '{actual} -> {spec}')."
+    if actual.is_open:
+        fact = f"the spec says '{spec}', and by its type nobody knows where the array lies."
+        remedy = f"Place it before, outside of jit: gspmd.annotate(x, '{spec}')."
+    elif not set(spec.partial) <= set(actual.partial):
+        remedy = "A partial sum is left by an equation; annotate() cannot make one."
+    return report(SpecError, doing, [_of_whole(spec, fact, remedy)])
+
+
+def on_another_mesh(spec: Any, there: Mapping[str, int], here: Mapping[str, int], doing: str) -> SpecError:
+    """The error of an array whose type has another mesh than the one in force."""
+    fact = f"the array lies on another mesh, of {_mesh_text(there)}, and the mesh in force has {_mesh_text(here)}."
+    return report(SpecError, doing, [_of_whole(spec, fact, _bring_here(spec))])
+
+
+def on_other_devices(spec: Any, held: Sequence[int], wanted: Sequence[int], doing: str) -> SpecError:
+    """The error of an array that is committed to devices `held`, where the mesh in force has `wanted`."""
+    fact = f"the array lies on {_devices_text(held)}, and the mesh in force has {_devices_text(wanted)}."
+    return report(SpecError, doing, [_of_whole(spec, fact, _bring_here(spec))])
+
+
+def _axis_type_faults(spec: Any, mesh: Any) -> list[Fault]:
+    kinds = [kind.name for kind in mesh.axis_types]
+    if "Manual" in kinds:
+        fact = "inside a shard_map over this mesh every array is one device's part."
+        return [_of_whole(spec, fact, "Annotate the array outside of it.")]
+    if len(set(kinds)) > 1:
+        types = ", ".join(f"{axis} {kind}" for axis, kind in zip(mesh.axis_names, kinds))
+        fact = f"the mesh has axes of several types: {types}."
+        return [_of_whole(spec, fact, "Make it with Auto axes only, or with Explicit axes only.")]
+    if kinds[0] == "Explicit":
+        remedy = "Name its mesh axes, or make the mesh with Auto axes."
+        opened = [(at, dim) for at, dim in enumerate(spec.dims) if spec.axes[at] == (OPEN,)]
+        fact = "dimension {} is left open, and Explicit axes place every dimension."
+        return [fault_at(spec, at, fact.format(dim), remedy) for at, dim in opened]
+    if spec.partial:
+        remedy = "Settle it in the equation that makes it, or make the mesh with Explicit axes."
+        return [fault_at(spec, len(spec.dims), "under Auto axes no array can owe a sum.", remedy)]
+    return []
+
+
+def _of_whole(spec: Any, fact: str, remedy: str) -> Fault:
+    return Fault(str(spec), 0, len(str(spec)), fact, remedy)
+
+
+def _bring_here(spec: Any) -> str:
+    return f"Bring it here before, outside of jit: gspmd.annotate(x, '{spec.without_partial()}'), or jax.device_put."
+
+
+def _mesh_text(sizes: Mapping[str, int]) -> str:
+    return listed(f"{axis} ({size})" for axis, size in sizes.items())
+
+
+def _devices_text(devices: Sequence[int]) -> str:
+    shown = ", ".join(map(str, devices[:8])) + ", …" * (len(devices) > 8)
+    return f"device {shown}" if len(devices) == 1 else f"{len(devices)} devices ({shown})"
