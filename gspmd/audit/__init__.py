@@ -1,6 +1,6 @@
 """What the compiler made of it: ledgers, machines one does not have, memory, and time."""
 
-from gspmd.audit.hlo.module import HloError
+from gspmd.audit.hlo import HloError
 from gspmd.audit.ledgers.comparison import Comparison, compare
 from gspmd.audit.ledgers.ledger import Entry, Ledger, ledger
 from gspmd.audit.offline.compilation import Report, compile_offline

@@ -1,7 +1,6 @@
 """`gspmd.ledger`: what a compiled program really sends, read from its optimized HLO."""
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,10 +16,10 @@ from rich.text import Text
 
 from gspmd.annotate.errors import PlanError, shown
 from gspmd.audit import hlo
-from gspmd.audit.hlo.askers import divided
 from gspmd.audit.hlo.collectives import Collective, collective
 from gspmd.audit.hlo.flops import product_flops, uncounted
 from gspmd.audit.hlo.loops import trips
+from gspmd.audit.hlo.origin import by_origin
 from gspmd.audit.hlo.replica_groups import axes_of
 from gspmd.display.tables import Column, Sheet, counted
 from gspmd.display.units import amount_of_bytes, amount_of_flops, axes_text
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
     from gspmd.tracing.program_plan import ProgramPlan
 from gspmd.display.plain import printable
 from gspmd.display.printed import Printed
-
-OURS = f"{Path(__file__).parents[2]}{os.sep}"
-"""Where this package lies: a source line is the first outside of it."""
 
 Key = tuple[str, tuple[str, ...]]
 
@@ -289,7 +285,7 @@ class _Reader:
     ) -> Iterator[Entry]:
         """An entry for everybody who asked for a part of a collective."""
         axes, phase = axes_of(found.instruction, self.mesh), found.phase == "start"
-        for came, part in divided(self.module, computation, instruction, found, OURS):
+        for came, part in by_origin(self.module, computation, instruction, found):
             yield Entry(
                 part.kind,
                 axes,

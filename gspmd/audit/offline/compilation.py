@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gspmd.annotate.errors import PlanError, shown
-from gspmd.audit.hlo.module import Module, parse
+from gspmd.audit.hlo import Module, parse
 from gspmd.audit.ledgers.ledger import Ledger, of_module
 from gspmd.audit.offline import memory
 from gspmd.audit.offline.tpu import Topology, topology

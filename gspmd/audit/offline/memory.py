@@ -13,7 +13,8 @@ from jax.extend.core import Jaxpr
 from rich.markup import escape
 
 from gspmd.audit.hlo.module import Array, Instruction, Module
-from gspmd.audit.ledgers.ledger import OURS, short
+from gspmd.audit.hlo.origin import OURS
+from gspmd.audit.ledgers.ledger import short
 from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_bytes, axes_text
 

@@ -9,7 +9,6 @@ from gspmd.audit.hlo.loops import trips
 from gspmd.audit.hlo.module import Computation, Instruction, Module
 from gspmd.audit.hlo.origin import origin
 from gspmd.audit.hlo.replica_groups import touched_by
-from gspmd.audit.ledgers.ledger import OURS
 from gspmd.audit.simulation.links import MEMORY, Torus, Transfer, transfer
 from gspmd.audit.simulation.machine import Machine, Span
 from gspmd.audit.simulation.roofline import cost, traffic
@@ -139,7 +138,7 @@ class Walk:
         moved: int = 0,
         sent: Collective | None = None,
     ) -> Span:
-        came = origin(self.module, computation, scheduled, sent.instruction if sent else scheduled, OURS)
+        came = origin(self.module, computation, scheduled, sent.instruction if sent else scheduled)
         return Span(
             _name(scheduled, came.step, category),
             rows,
