@@ -14,7 +14,8 @@ from rich.text import Text
 
 from gspmd.annotate.errors import PlanError, shown
 from gspmd.audit.hlo import Module, parse
-from gspmd.audit.ledgers.ledger import Ledger, of_module
+from gspmd.audit.ledgers.ledger import Ledger
+from gspmd.audit.ledgers.reader import of_module
 from gspmd.audit.offline import memory
 from gspmd.audit.offline.tpu import Topology, topology
 from gspmd.audit.simulation.timeline import Timeline, timeline

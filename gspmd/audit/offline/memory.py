@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from gspmd.audit.hlo.module import Array, Instruction, Module
 from gspmd.audit.hlo.origin import OURS
-from gspmd.audit.ledgers.ledger import short
+from gspmd.audit.ledgers.entries import short
 from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_bytes, axes_text
 
@@ -160,9 +160,7 @@ def _padded(array: Array, order: str, tiles: str) -> int:
     return Array(array.dtype, tuple(shape)).bytes
 
 
-def buffers_table(
-    buffers: Sequence[Buffer], most: int = _KEPT, title: str = "largest buffers of one device"
-) -> Sheet:
+def buffers_table(buffers: Sequence[Buffer], most: int = _KEPT, title: str = "largest buffers of one device") -> Sheet:
     """The largest of some buffers as a rich table; those that are alike in one row."""
     alike = Counter(buffers)
     sheet = Sheet(title, _COLUMNS)

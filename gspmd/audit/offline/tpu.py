@@ -89,7 +89,6 @@ class Topology:
         fits = [_written(dict(zip(asked, sizes))) for sizes in nearest(self.num_devices, tuple(asked.values()))]
         return f"{fact}\n  The sizes have to multiply to {self.num_devices}, as in {listed(fits, 'or')}."
 
-
     def rings(self, mesh: Mesh) -> dict[str, tuple[int, ...]]:
         """For each axis of a mesh over this slice, the sizes of the torus axes that its devices are laid over.
 

@@ -12,8 +12,8 @@ from rich.console import Group
 from rich.text import Text
 
 from gspmd.annotate.errors import PlanError, article, shown
+from gspmd.audit.arguments import mesh_sizes
 from gspmd.audit.hlo.module import Module
-from gspmd.audit.ledgers.ledger import sizes_of
 from gspmd.audit.simulation.interpreter import Walk
 from gspmd.audit.simulation.links import Torus
 from gspmd.audit.simulation.machine import Machine, Span
@@ -257,7 +257,7 @@ def timeline(
         )
     if not isinstance(flops, Real) or isinstance(flops, bool) or not isfinite(flops) or flops < 0:
         raise PlanError(f"cannot count {shown(flops)} operations.\n  Give flops= of one execution, as a number.")
-    mesh = sizes_of(mesh)
+    mesh = mesh_sizes(mesh)
     walk = Walk(module, chips.chip(chip), mesh, torus or {})
     walk.run(module.entry, [])
     walk.machine.drain()
