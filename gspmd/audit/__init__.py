@@ -8,7 +8,8 @@ from gspmd.audit.ledgers.reader import ledger
 from gspmd.audit.offline.compilation import Report, compile_offline
 from gspmd.audit.offline.tpu import Topology, slices, topology
 from gspmd.audit.simulation import gantt, perfetto
-from gspmd.audit.simulation.timeline import Timeline, timeline
+from gspmd.audit.simulation.simulator import timeline
+from gspmd.audit.simulation.timeline import Timeline
 from gspmd.audit.verification.lowerings import Parting, Verification, verify
 
 __all__ = [

@@ -18,7 +18,8 @@ from gspmd.audit.ledgers.ledger import Ledger
 from gspmd.audit.ledgers.reader import of_module
 from gspmd.audit.offline import memory
 from gspmd.audit.offline.tpu import Topology, topology
-from gspmd.audit.simulation.timeline import Timeline, timeline
+from gspmd.audit.simulation.simulator import timeline
+from gspmd.audit.simulation.timeline import Timeline
 from gspmd.display.plain import printable
 from gspmd.display.printed import Printed
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds
