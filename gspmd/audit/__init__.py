@@ -5,7 +5,8 @@ from gspmd.audit.ledgers.comparison import Comparison
 from gspmd.audit.ledgers.entries import Entry
 from gspmd.audit.ledgers.ledger import Ledger, compare
 from gspmd.audit.ledgers.reader import ledger
-from gspmd.audit.offline.compilation import Report, compile_offline
+from gspmd.audit.offline.compilation import compile_offline
+from gspmd.audit.offline.report import Report
 from gspmd.audit.offline.tpu import Topology, slices, topology
 from gspmd.audit.simulation import gantt, perfetto
 from gspmd.audit.simulation.simulator import timeline
