@@ -1,12 +1,16 @@
 """What the compiler made of it: ledgers, machines one does not have, memory, and time."""
 
-from gspmd.audit.hlo.module import HloError
-from gspmd.audit.ledgers.comparison import Comparison, compare
-from gspmd.audit.ledgers.ledger import Entry, Ledger, ledger
-from gspmd.audit.offline.compilation import Report, compile_offline
+from gspmd.audit.hlo import HloError
+from gspmd.audit.ledgers.comparison import Comparison
+from gspmd.audit.ledgers.entries import Entry
+from gspmd.audit.ledgers.ledger import Ledger, compare
+from gspmd.audit.ledgers.reader import ledger
+from gspmd.audit.offline.compilation import compile_offline
+from gspmd.audit.offline.report import Report
 from gspmd.audit.offline.tpu import Topology, slices, topology
 from gspmd.audit.simulation import gantt, perfetto
-from gspmd.audit.simulation.timeline import Timeline, timeline
+from gspmd.audit.simulation.simulator import timeline
+from gspmd.audit.simulation.timeline import Timeline
 from gspmd.audit.verification.lowerings import Parting, Verification, verify
 
 __all__ = [

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from gspmd.annotate import PlanError
-from gspmd.audit.offline.tpu import _PODS
+from gspmd.audit.offline.names import POD_CHIPS
 from gspmd.hardware.chips import CHIPS, Chip, chip, chip_of_device
 
 # 128x128 multiply-adds per matrix unit and cycle (256x256 on v6e and 7x), two FLOPs each; 4096 FLOPs of a GPU's
@@ -106,7 +106,7 @@ def test_nodes_and_the_network_between_them():
 
 
 def test_a_tpu_pod_is_one_node():
-    for name, pod in _PODS.items():
+    for name, pod in POD_CHIPS.items():
         halves = 2 if "half of it per device" in CHIPS[name].source["hbm_bytes"] else 1
         assert CHIPS[name].node_devices == halves * pod
 

@@ -157,7 +157,7 @@ def test_bad_input_is_one_message(run, monkeypatch, script, flags, message):
 
 
 def test_without_libtpu_it_says_what_to_install(run, monkeypatch):
-    module = importlib.import_module("gspmd.audit.offline.tpu")
+    module = importlib.import_module("gspmd.audit.offline.libtpu")
     missing = lambda name: (_ for _ in ()).throw(module.metadata.PackageNotFoundError(name))  # noqa: E731
     version = module.metadata.version
     monkeypatch.setattr(module.metadata, "version", lambda name: missing(name) if name == "libtpu" else version(name))

@@ -1,4 +1,4 @@
-"""Collectives as compilers write them: alone, started and waited for, wrapped, fused, several arrays in one."""
+"""Collectives as compilers print them: synchronous or asynchronous, wrapped, fused, or several combined into one."""
 
 import re
 from dataclasses import dataclass, replace
@@ -11,21 +11,21 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 _OTHER = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "collective-permute"}
 _OPCODE = re.compile(rf"({'|'.join([*_OTHER, *KINDS])})(?:-(start|done))?")
 _SENT = re.compile(r'_xla_send_recv_source_target_pairs="?(\{(?:\{\d+,\s*\d+\}[,\s]*)*\})')
-_CUTS = ("dynamic-slice", "slice")
+_SLICES = ("dynamic-slice", "slice")
 _ASYNCHRONOUS = {"AsyncCollectiveStart": "start", "AsyncCollectiveDone": "done"}
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a compiled program, as often as its instruction stands there: once.
+    """One execution of a collective of a compiled program.
 
     Attributes:
         kind: as in a plan.
-        phase: `"sync"`, or `"start"` and `"done"` of one that runs beside other instructions.
-        instruction: what says how it is done: the wrapped or fused one where it is not the line itself.
-        arrays: what a device holds on the larger side: gathered, or before it is scattered.
-        group: how many devices take part together; of a permute 2, or 1 where nothing moves.
-        fused: whether the instruction is part of a fusion, so that only the fusion has a place in the schedule.
+        phase: `"sync"`, or `"start"` and `"done"` of an asynchronous one.
+        instruction: the collective itself, where the scheduled line wraps or fuses it.
+        arrays: those of the larger side on one device: after a gather, before a scatter.
+        group: devices that communicate with each other; of a permute 2, or 1 if nothing moves.
+        fused: whether the instruction is part of a fusion, and only the fusion is scheduled.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Collective:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one device sends; for a permute the device that sends most."""
+        """Bytes that one device sends; of a permute, the device that sends most."""
         if self.kind == "collective-permute":
             return self.buffer if self.group > 1 else 0
         return sum(wire_bytes(self.kind, self.group, array.bytes) for array in self.arrays)
@@ -54,20 +54,20 @@ class Collective:
 
 
 def collective(module: Module, computation: Computation, instruction: Instruction, devices: int) -> Collective | None:
-    """The collective that a scheduled instruction is, starts or waits for; None for anything else.
+    """The collective that a scheduled instruction runs, starts or waits for; None for any other instruction.
 
     Args:
-        module: the whole program.
-        computation: where the instruction stands.
-        instruction: any instruction but one inside a fusion.
-        devices: how many devices run the program.
+        module: the program.
+        computation: that contains the instruction.
+        instruction: any but one inside a fusion.
+        devices: number of devices that run the program.
 
-    Source: opcodes and result types as XLA's HLO verifier demands them (openxla/xla, `service/hlo_verifier.cc`).
+    Source: opcodes and result types as XLA's HLO verifier requires them (openxla/xla, `service/hlo_verifier.cc`).
     """
-    found = _OPCODE.fullmatch(instruction.opcode)
-    if found:
-        kind, phase = _OTHER.get(found[1], found[1]), found[2] or "sync"
-        if phase == "done":  # its start may stand before the loop whose tuple brought it here
+    opcode = _OPCODE.fullmatch(instruction.opcode)
+    if opcode:
+        kind, phase = _OTHER.get(opcode[1], opcode[1]), opcode[2] or "sync"
+        if phase == "done":  # its start may stand before a loop that passes it on in its tuple
             return Collective(kind, "done", instruction, instruction.arrays, 0)
         return _make(kind, phase, instruction, devices)
     if instruction.opcode == "send":
@@ -78,42 +78,42 @@ def collective(module: Module, computation: Computation, instruction: Instructio
 
 
 def _sent(send: Instruction) -> Collective | None:
-    """A permute that XLA:GPU took apart, which lasts from the send to its done; the receiving side is not another."""
-    found = _SENT.search(send.attribute("frontend_attributes"))
-    if not found:  # to the host, or to one other device by its channel
+    """A permute that XLA:GPU splits into send and recv; it lasts from the send to its done, and counts once."""
+    pairs_text = _SENT.search(send.attribute("frontend_attributes"))
+    if not pairs_text:  # a send to the host, or to one other device by its channel
         return None
-    permute = replace(send, attributes=f"source_target_pairs={found[1]}, {send.attributes}")
+    permute = replace(send, attributes=f"source_target_pairs={pairs_text[1]}, {send.attributes}")
     return Collective("collective-permute", "start", permute, send.arrays[:1], _group(permute, 0))
 
 
 def _wrapped(module: Module, instruction: Instruction, devices: int) -> Collective | None:
-    """What an asynchronous start or done wraps; XLA prints the wrapped computation with either, or with the start."""
+    """The collective in the computation that an `async-start` or `async-done` wraps."""
     phase = instruction.opcode.removeprefix("async-")
     for name in instruction.called:
         inner = module.computations[name]
         for each in inner.instructions:
-            found = collective(module, inner, each, devices)
-            if found:
-                return replace(found, phase=phase)
+            if wrapped := collective(module, inner, each, devices):
+                return replace(wrapped, phase=phase)
     return None
 
 
 def _fused(module: Module, fusion: Instruction, devices: int) -> Collective | None:
-    """A fusion's collective. An all-reduce of which a part is kept is a reduce-scatter, which the TPU fuses that way.
+    """The collective in a fusion of the TPU compiler.
 
-    An asynchronous one is three fusions: one that starts it, products that carry it along, one that waits for it.
+    There a reduce-scatter is an all-reduce fused with a slice. An asynchronous collective is three fusions: one starts
+    it, one computes products meanwhile and passes it on, one waits for it.
     """
     inner = module.computations[fusion.called[0]]
     phase = _ASYNCHRONOUS.get(inner.root.attribute("custom_call_target").strip('"'), "sync")
     if phase == "sync" and fusion.attribute("kind") != "kCustom":
         return None
     for each in inner.instructions:
-        found = _OPCODE.fullmatch(each.opcode)
-        if found and not found[2]:
-            made = _make(_OTHER.get(found[1], found[1]), "sync", each, devices)
-            cut = any(other.opcode in _CUTS for other in inner.instructions)
-            kind = "reduce-scatter" if made.kind == "all-reduce" and cut else made.kind
-            return Collective(kind, phase, each, made.arrays, made.group, True)
+        opcode = _OPCODE.fullmatch(each.opcode)
+        if opcode and not opcode[2]:
+            made = _make(_OTHER.get(opcode[1], opcode[1]), "sync", each, devices)
+            sliced = any(other.opcode in _SLICES for other in inner.instructions)
+            kind = "reduce-scatter" if made.kind == "all-reduce" and sliced else made.kind
+            return replace(made, kind=kind, phase=phase, fused=True)
     return None
 
 
@@ -121,7 +121,7 @@ def _make(kind: str, phase: str, instruction: Instruction, devices: int) -> Coll
     group, arrays = _group(instruction, devices), _results(instruction)
     if kind == "reduce-scatter":
         arrays = tuple(Array(array.dtype, (group, *array.shape)) for array in arrays)
-    elif kind == "all-to-all":  # a tuple is the parts of one array
+    elif kind == "all-to-all":  # a tuple holds the parts of one array
         arrays = (Array(arrays[0].dtype, (sum(array.size for array in arrays),)),)
     return Collective(kind, phase, instruction, arrays, group)
 
@@ -133,9 +133,10 @@ def _group(instruction: Instruction, devices: int) -> int:
 
 
 def _results(instruction: Instruction) -> tuple[Array, ...]:
-    """The arrays that come out; what starts a gather or a permute carries its operands first, and flags last.
+    """The arrays of the result.
 
-    So does whatever wraps a collective, which XLA prints as one instruction, `reduce-scatter-start`, where it can.
+    The start of a gather or a permute returns its operands first, then the results, then context. So does a wrapped
+    collective, which XLA prints as one instruction (`reduce-scatter-start`) where it can.
     """
     if instruction.opcode in ("all-gather-start", "collective-permute-start") or instruction.type.startswith("(("):
         count = len(instruction.operands)

@@ -1,4 +1,4 @@
-"""Floating-point operations of matrix products in compiled programs: dots, convolutions, and calls of GPU libraries."""
+"""Floating-point operations of matrix products in compiled programs: dots, convolutions, and calls of libraries."""
 
 import re
 from collections.abc import Iterator
@@ -6,21 +6,22 @@ from math import gcd, prod
 
 import numpy as np
 
-from gspmd.audit.hlo.module import Computation, Instruction, Module, integers
+from gspmd.audit.hlo.module import Computation, Instruction, Module
+from gspmd.audit.hlo.text import integers
 
 _PRODUCT = re.compile(r"gemm|matmul|fmha|conv(?!ert)", re.IGNORECASE)
 _WINDOW = re.compile(r"(\w+)=([\d_x\-]+)")
 
 
 def product_flops(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Operations of one execution of an instruction: two per multiplication; what is not a matrix product has none.
+    """Operations of the matrix products in one execution of an instruction: two per multiplication.
+
+    Products of two vectors, which compilers write as a sum of products, are not counted.
 
     Args:
-        module: the whole program.
-        computation: where the instruction stands.
-        instruction: any; a fusion counts what is in it.
-
-    A product with a single vector, which compilers write as a sum of products, is no matrix product and has none.
+        module: the program.
+        computation: that contains the instruction.
+        instruction: any; of a fusion, all its instructions count.
     """
     if instruction.opcode == "fusion":
         inner = module.computations[instruction.called[0]]
@@ -34,12 +35,12 @@ def product_flops(module: Module, computation: Computation, instruction: Instruc
 
 
 def uncounted(module: Module, computation: Computation, instruction: Instruction) -> Iterator[tuple[str, str]]:
-    """Name and target of calls that `product_flops` does not count, though their targets read like products.
+    """Name and target of library calls that look like products, but that `product_flops` cannot count.
 
     Args:
-        module: the whole program.
-        computation: where the instruction stands.
-        instruction: any; a fusion tells what is in it.
+        module: the program.
+        computation: that contains the instruction.
+        instruction: any; of a fusion, all its instructions.
     """
     if instruction.opcode == "fusion":
         inner = module.computations[instruction.called[0]]
@@ -55,12 +56,12 @@ def _dot(computation: Computation, dot: Instruction, contracted: tuple[int, ...]
 
 
 def _target(instruction: Instruction) -> str:
-    """Which function of a library an instruction calls; empty where it calls none."""
+    """The library function that an instruction calls; empty if it calls none."""
     return instruction.attribute("custom_call_target").strip('"') if instruction.opcode == "custom-call" else ""
 
 
 def _contracted(computation: Computation, call: Instruction) -> tuple[int, ...] | None:
-    """The dimensions of its first operand over which a library's product sums; None where nothing tells them."""
+    """The contracted dimensions of the first operand of a library's product; None if they are unknown."""
     if _target(call) == "__onednn$matmul":  # XLA:CPU, rows times columns
         rank = len(computation.by_name[call.operands[0]].arrays[0].shape)
         across = call.config.get("onednn_matmul_config", {}).get("transpose_a", False)
@@ -72,9 +73,9 @@ def _contracted(computation: Computation, call: Instruction) -> tuple[int, ...] 
 
 
 def _convolution(computation: Computation, convolution: Instruction) -> int:
-    """As XLA counts: a multiplication per output element and tap that falls on an element of the input.
+    """Operations as XLA counts them: one multiplication per output element and kernel element inside the input.
 
-    The TPU compiler writes every dot as a convolution; batch dimensions become windows of which one tap is valid.
+    The TPU compiler writes every dot as a convolution. Batch dimensions become windows of which one element is valid.
     """
     left, kernel, out = _labels(convolution.attribute("dim_labels"))
     shapes = [computation.by_name[name].arrays[0].shape for name in convolution.operands[:2]]
@@ -96,12 +97,12 @@ def _labels(text: str) -> tuple[str, str, str]:
 
 
 def _taps(left: int, kernel: int, out: int, window: dict[str, str], number: int) -> int:
-    """How many pairs of an output position and a tap fall on an element, along one dimension of a window."""
+    """Pairs of output position and kernel element (tap) that fall on an input element, along one window dimension."""
     part = lambda name, default: window.get(name, "").split("x")[number] if name in window else default  # noqa: E731
     stride, spread, hole = (int(part(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
     low = int(str(part("pad", "0_0")).split("_")[0])
-    # Output position o and tap k meet element (o * stride + k * hole - low) / spread, if there is one. For each tap the
-    # positions that do are `period` apart, and lie between `first` and `last`.
+    # Output position o and tap k read input element (o * stride + k * hole - low) / spread if that is an integer in
+    # the input. For each tap, such positions are `period` apart, between `first` and `last`.
     offset, common = low - np.arange(kernel) * hole, gcd(stride, spread)
     period = spread // common
     phase = offset // common * pow(stride // common, -1, period) % period

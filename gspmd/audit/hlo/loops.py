@@ -1,38 +1,41 @@
-"""How often a while loop runs: from the compiler's own note, or from its counter, its bound and its step."""
+"""Trip counts of while loops: the compiler's annotation, or counter, bound and step read from condition and body."""
 
 import operator
+import re
 
-from gspmd.audit.hlo.module import KNOWN_TRIPS, Computation, Instruction, Module
+from gspmd.audit.hlo.module import Computation, Instruction, Module
 
+_ANNOTATED = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _HOLDS = {"LT": operator.lt, "GT": operator.gt, "LE": operator.le, "GE": operator.ge, "NE": operator.ne}
 _SAME = ("copy", "bitcast", "convert", "copy-done", "copy-start", "reshape", "broadcast")
 
 
 def trips(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """How often a loop's body runs each time the loop is reached.
+    """How often a loop's body runs each time the loop is executed.
 
-    XLA:CPU and XLA:GPU note it (`known_trip_count`). The TPU compiler does not: there the condition compares a counter
-    in the loop's tuple with a bound, and the counter's first value and its step stand in the tuple and the body.
+    XLA:CPU and XLA:GPU annotate it (`known_trip_count`). The TPU compiler does not: there the condition compares a
+    counter, an element of the loop's tuple, with a bound; the counter's initial value and its step are read from the
+    tuple and the body.
 
     Args:
-        module: the whole program.
-        computation: where the loop stands.
+        module: the program.
+        computation: that contains the loop.
         loop: the `while` instruction.
 
     Returns:
-        The number, or None where it depends on what is computed.
+        The trip count; None if it depends on computed values.
     """
-    noted = KNOWN_TRIPS.search(loop.attributes)
+    noted = _ANNOTATED.search(loop.attributes)
     return int(noted[1]) if noted else _counted(module, computation, loop)
 
 
 def _counted(module: Module, computation: Computation, loop: Instruction) -> int | None:
     condition = module.computations[loop.attribute("condition").lstrip("%")]
     body = module.computations[loop.attribute("body").lstrip("%")]
-    found = _comparison(module, condition)
-    if found is None:
+    comparison = _comparison(module, condition)
+    if comparison is None:
         return None
-    direction, sides = found
+    direction, sides = comparison
     places = [_place(condition, side) for side in sides]
     steps = [None if place is None else _step(module, body, place) for place in places]
     if sum(bool(step) for step in steps) != 1:
@@ -50,7 +53,7 @@ def _counted(module: Module, computation: Computation, loop: Instruction) -> int
 
 
 def _count(direction: str, start: int, bound: int, step: int) -> int | None:
-    """Steps until the comparison is false; None where it never is, or only once the counter has overflowed."""
+    """Steps until the comparison is false; None if it never is, or only after the counter overflows."""
     if direction not in _HOLDS:
         return None
     if not _HOLDS[direction](start, bound):
@@ -64,7 +67,7 @@ def _count(direction: str, start: int, bound: int, step: int) -> int | None:
 
 
 def _comparison(module: Module, condition: Computation) -> tuple[str, tuple[str, str]] | None:
-    """The direction and the two sides of the comparison that a condition returns, seen from the condition itself."""
+    """Direction and operands of the comparison that a condition returns, as values of the condition."""
     root = _through(condition, condition.root)
     if root.opcode == "compare":
         return root.attribute("direction"), (root.operands[0], root.operands[1])
@@ -82,14 +85,14 @@ def _comparison(module: Module, condition: Computation) -> tuple[str, tuple[str,
 
 
 def _through(computation: Computation, instruction: Instruction) -> Instruction:
-    """What an instruction passes on unchanged."""
+    """The instruction whose value this one passes on unchanged."""
     while instruction.opcode in _SAME and instruction.operands:
         instruction = computation.by_name[instruction.operands[0]]
     return instruction
 
 
 def _literal(instruction: Instruction) -> str | None:
-    """A constant by its value, written so that no instruction's name can be mistaken for it."""
+    """A constant as `=value`, which no instruction's name can be."""
     number = _number(instruction)
     return None if number is None else f"={number}"
 
@@ -110,7 +113,7 @@ def _constant(computation: Computation, name: str) -> int | None:
 
 
 def _place(computation: Computation, name: str) -> int | None:
-    """Which element of the loop's tuple a value is."""
+    """The element of the loop's tuple that a value is; None if it is none."""
     if name.startswith("="):
         return None
     source = _through(computation, computation.by_name[name])
@@ -120,7 +123,7 @@ def _place(computation: Computation, name: str) -> int | None:
 
 
 def _step(module: Module, body: Computation, place: int) -> int | None:
-    """By how much the body changes an element of the tuple; 0 where it passes it on, None where nobody can tell."""
+    """By how much the body changes an element of the tuple: 0 if it passes it on, None if unknown."""
     root = _through(body, body.root)
     if root.opcode != "tuple":
         return None
@@ -148,7 +151,7 @@ def _change(module: Module, computation: Computation, value: Instruction, is_cou
 
 
 def _value_in(module: Module, computation: Computation, loop: Instruction, place: int) -> int | None:
-    """The value with which an element of the tuple enters the loop, perhaps through the loops around it unchanged."""
+    """The initial value of an element of the tuple, also through outer loops that do not change it."""
     entering = _through(computation, computation.by_name[loop.operands[0]])
     if entering.opcode != "tuple":
         return None

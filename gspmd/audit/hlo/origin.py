@@ -1,20 +1,27 @@
-"""Where a compiled collective comes from: the plan's step, by JAX's scopes, and the line that asked for it."""
+"""Where a compiled instruction comes from, by its metadata: the equation and step of a plan, and the source line."""
 
+import os
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from gspmd.audit.hlo.collectives import Collective
 from gspmd.audit.hlo.module import Computation, Instruction, Module
 from gspmd.planner.steps import KINDS
+
+OURS = f"{Path(__file__).parents[2]}{os.sep}"
+"""The directory of this package: the source line of an instruction is the innermost one outside of it."""
 
 _EQUATION = re.compile(r"gspmd\[([^\]]*)\]")
 _STEP = re.compile(rf"(?:^|[/(])(step\d+\.(?:{'|'.join(KINDS)})(?:\.[\w.]+)?)(?=/|$)")
 _NEAR = 4
-"""How many producers are asked for a line where the compiler left a collective without one."""
+"""How many producers are searched for a source line if the compiler left a collective without one."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The equation and step of a plan, and `file:line`; each empty where nothing tells it."""
+    """The equation and step of a plan, and `file:line`; empty where the metadata does not say."""
 
     equation: str
     step: str
@@ -22,29 +29,28 @@ class Origin:
 
 
 def origin(
-    module: Module, computation: Computation, scheduled: Instruction, instruction: Instruction, ours: str
+    module: Module, computation: Computation, scheduled: Instruction, instruction: Instruction, ours: str = OURS
 ) -> Origin:
-    """Where a collective comes from.
+    """Where an instruction comes from.
+
+    A compiler that rewrites a reduction drops its metadata. The reduction's computation still has the scopes, and the
+    source line is then that of the operand.
 
     Args:
-        module, computation: where it stands.
+        module, computation: that contain it.
         scheduled: its line in the schedule.
-        instruction: the collective itself, where that is wrapped or fused.
-        ours: the path of files that are not where a collective was asked for, but how it was planned.
-
-    A compiler that rewrites a reduction drops its scopes; those of the reduced function are still there, and the line
-    is then that of what it reduces.
+        instruction: itself; another one than `scheduled` if it is wrapped or fused.
+        ours: directory of the files that are no source lines.
     """
     reducer = module.computations.get(instruction.attribute("to_apply").lstrip("%"))
     own = [instruction, scheduled, *([reducer.root] if reducer and not instruction.op_name else ())]
-    near = own + _producers(computation, scheduled)
-    equation, step = max((_scopes(each.op_name) for each in own), key=lambda found: (bool(found[1]), bool(found[0])))
-    source = next((found for each in near if (found := module.source(each, (ours,)))), "")
-    return Origin(equation, step, source)
+    equation, step = max((_scopes(each.op_name) for each in own), key=lambda scopes: (bool(scopes[1]), bool(scopes[0])))
+    sources = (module.source(each, (ours,)) for each in own + _producers(computation, scheduled))
+    return Origin(equation, step, next(filter(None, sources), ""))
 
 
 def _scopes(op_name: str) -> tuple[str, str]:
-    """The innermost equation, and the step below it: a scope elsewhere that reads like a step is a user's own."""
+    """The innermost equation, and the step inside it: elsewhere, a scope that looks like a step is a user's own."""
     equations = list(_EQUATION.finditer(op_name))
     if not equations:
         return "", ""
@@ -53,9 +59,41 @@ def _scopes(op_name: str) -> tuple[str, str]:
 
 
 def _producers(computation: Computation, instruction: Instruction) -> list[Instruction]:
-    """What makes an instruction's first operand, and the first operand of that, for a few steps."""
-    found = []
-    while instruction.operands and len(found) < _NEAR:
+    """What produces an instruction's first operand, and the first operand of that, for a few steps."""
+    producers = []
+    while instruction.operands and len(producers) < _NEAR:
         instruction = computation.by_name[instruction.operands[0]]
-        found.append(instruction)
-    return found
+        producers.append(instruction)
+    return producers
+
+
+def by_origin(
+    module: Module, computation: Computation, scheduled: Instruction, collective: Collective
+) -> Iterator[tuple[Origin, Collective]]:
+    """A collective in parts, each of the arrays of one origin: compilers combine several collectives into one.
+
+    XLA gives the instruction that takes an array out of the combined result (`get-tuple-element`) the metadata of the
+    array's own collective.
+
+    Args:
+        module, computation: that contain it.
+        scheduled: its line in the schedule.
+        collective: what that line is.
+    """
+    own = origin(module, computation, scheduled, collective.instruction)
+    taken = _taken(computation, scheduled) if len(collective.arrays) > 1 and not collective.fused else {}
+    parts: dict[Origin, list] = {}
+    for number, array in enumerate(collective.arrays):
+        out = taken.get(number)
+        part = origin(module, computation, out, out) if out and out.op_name else own
+        parts.setdefault(part, []).append(array)
+    for part, arrays in parts.items():
+        yield part, replace(collective, arrays=tuple(arrays))
+
+
+def _taken(computation: Computation, scheduled: Instruction) -> dict[int, Instruction]:
+    """The `get-tuple-element` of each array of a result; of an asynchronous collective, of its done's result."""
+    users = [each for each in computation.instructions if each.operands == (scheduled.name,)]
+    done = next((each for each in users if each.opcode.endswith("-done")), scheduled)
+    out = (each for each in computation.instructions if each.operands == (done.name,))
+    return {int(each.attribute("index")): each for each in out if each.opcode == "get-tuple-element"}

@@ -1,4 +1,4 @@
-"""Which mesh axes a compiled collective runs over: its groups of devices, written in any of XLA's three ways.
+"""Replica groups of compiled collectives, in XLA's three notations, and the mesh axes that they span.
 
 Source: `CollectiveDeviceListBase` and `Mesh` of openxla/xla (`hlo/ir/replica_group.h`, `hlo/ir/mesh_and_axis.h`).
 """
@@ -11,25 +11,26 @@ from math import prod
 
 import numpy as np
 
-from gspmd.audit.hlo.module import Instruction, integers
+from gspmd.audit.hlo.module import Instruction
+from gspmd.audit.hlo.text import integers
 
 UNNAMED = ("?",)
-"""The axes of a collective whose groups are those of no set of mesh axes."""
+"""The axes of a collective whose groups no set of mesh axes spans."""
 
 Groups = tuple[tuple[int, ...], ...]
 
 
 def groups(instruction: Instruction, devices: int) -> Groups:
-    """The groups of devices that take part together, by their position in the mesh.
+    """The groups of devices that communicate with each other, by their position in the mesh.
 
     Args:
         instruction: a collective.
-        devices: how many there are; an instruction that lists no groups runs over all of them.
+        devices: how many there are; an instruction without groups runs over all of them.
     """
-    written = instruction.attribute("replica_groups")
-    if written.startswith("mesh["):  # other numbers of its devices stand behind a comma, before the names of the axes
-        return _of_mesh(written, instruction.attribute("device_ids"))
-    return _groups(written, devices)
+    text = instruction.attribute("replica_groups")
+    if text.startswith("mesh["):  # a mesh in another order has a second attribute, which ends in the axes
+        return _of_mesh(text, instruction.attribute("device_ids"))
+    return _groups(text, devices)
 
 
 @lru_cache(maxsize=4096)
@@ -42,18 +43,18 @@ def _groups(text: str, devices: int) -> Groups:
 
 def _of_iota(text: str) -> Groups:
     """`[4,2]<=[2,4]T(1,0)`: the numbers 0 to 7 as a 2 by 4 array, transposed, cut into four groups of two."""
-    found = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    shape, dims, order = (integers(part or "") for part in found.groups())
+    parts = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    shape, dims, order = (integers(part or "") for part in parts.groups())
     numbers = np.arange(prod(dims)).reshape(dims)
     return _rows((numbers.transpose(order) if order else numbers).reshape(shape[0], -1))
 
 
 @lru_cache(maxsize=4096)
 def _of_mesh(text: str, reordered: str) -> Groups:
-    """`mesh['x'=4,'y'=2] {'y'}`: the groups along named axes of a mesh written out.
+    """`mesh['x'=4,'y'=2] {'y'}`: the groups along named axes of a mesh.
 
-    A part of an axis is `'x':(2)4`: x cut into 2, 4 and the rest, major first, and the second of these. A mesh whose
-    devices do not stand in order is followed by `device_ids=(1,0,...)`, or `device_ids=([2,4]T(1,0))`.
+    `'x':(2)4` is part of an axis: x split into 2, 4 and the rest, major first, and of these the second. A mesh whose
+    devices are in another order is followed by `device_ids=(1,0,...)`, or `device_ids=([2,4]T(1,0))`.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text)}
     named = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", (reordered or text).rpartition("{")[2])
@@ -66,13 +67,13 @@ def _of_mesh(text: str, reordered: str) -> Groups:
 
 
 def _factors(name: str, size: int, along: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """A mesh axis cut where parts of it begin and end, major first: its name, the product before, and the size."""
+    """A mesh axis split where parts of it begin and end, major first: (name, product of sizes before, size)."""
     cuts = sorted({1, size, *(at for other, *ends in along if other == name for at in ends)})
     return [(name, first, last // first) for first, last in pairwise(cuts)]
 
 
 def _order_of(text: str, devices: int) -> np.ndarray:
-    """The numbers of a mesh's devices, in its order."""
+    """Device numbers in the order of the mesh."""
     iota = re.match(r"\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", text)
     if iota:
         dims, order = (integers(part or "") for part in iota.groups())
@@ -82,25 +83,25 @@ def _order_of(text: str, devices: int) -> np.ndarray:
 
 def pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
     """The (source, target) pairs of a permute."""
-    found = re.findall(r"\{(\d+),\s*(\d+)\}", instruction.attribute("source_target_pairs"))
-    return tuple((int(source), int(target)) for source, target in found)
+    listed = re.findall(r"\{(\d+),\s*(\d+)\}", instruction.attribute("source_target_pairs"))
+    return tuple((int(source), int(target)) for source, target in listed)
 
 
 def is_permute(instruction: Instruction) -> bool:
-    """Whether it has pairs instead of groups, be they none."""
+    """Whether a collective has (source, target) pairs, possibly none, instead of groups."""
     return bool(instruction.attribute("source_target_pairs"))
 
 
 def axes_of(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes that a collective runs over, in the mesh's order; axes of size 1 are none.
+    """The mesh axes over which a collective runs, in the mesh's order; axes of size 1 do not count.
 
     Args:
         instruction: a collective, or the instruction that starts it.
-        mesh: sizes of the mesh axes; devices are numbered as they stand in the mesh, the last axis fastest.
+        mesh: sizes of the mesh axes; devices are numbered in row-major order (last axis fastest).
 
     Returns:
-        Names; for a permute those of the axes along which anything moves. `UNNAMED` where the groups are those of no
-        set of axes: half of an axis, for instance.
+        Names; of a permute, those of the axes along which anything moves. `UNNAMED` if no set of axes spans the groups:
+        half of an axis, for instance.
     """
     if is_permute(instruction):
         return _crossed(pairs(instruction), tuple(mesh.items()))
@@ -108,7 +109,7 @@ def axes_of(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...
 
 
 def touched_by(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which members of a group differ, also where they are a part of an axis."""
+    """The mesh axes along which the devices of a group differ, even if the group is only part of an axis."""
     named = axes_of(instruction, mesh)
     if named != UNNAMED or is_permute(instruction):
         return named
@@ -129,8 +130,8 @@ def _crossed(sent: tuple[tuple[int, int], ...], mesh: tuple[tuple[str, int], ...
 
 
 @lru_cache(maxsize=4096)
-def _spanned(found: Groups, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    wanted = {frozenset(group) for group in found}
+def _spanned(listed: Groups, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    wanted = {frozenset(group) for group in listed}
     if all(len(group) == 1 for group in wanted):
         return ()
     for names in _subsets([name for name, size in mesh if size > 1]):

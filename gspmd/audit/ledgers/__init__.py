@@ -1,1 +1,1 @@
-"""What a compiled program sends, beside what was planned, and beside another program."""
+"""Ledgers: what a compiled program sends, beside its plan, and beside another program."""

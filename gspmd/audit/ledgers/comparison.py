@@ -1,27 +1,27 @@
-"""What was planned beside what was compiled: by kind and mesh axes, and step by step."""
+"""`Comparison`: what was planned and what was compiled, by kind and mesh axes, and step by step."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Group
+from rich.markup import escape
 from rich.text import Text
 
-from gspmd.annotate.errors import PlanError, article
-from gspmd.audit.ledgers.ledger import Entry, Key, Ledger, asked
-from gspmd.audit.ledgers.verdicts import VERDICTS, Row, in_whole, planned_steps, rows, served
+from gspmd.audit.ledgers.entries import Entry, Key, asked_for_by, by_kind_and_axes
+from gspmd.audit.ledgers.matching import credit_shared_steps, planned_steps, under_axes_of_steps
+from gspmd.audit.ledgers.verdicts import VERDICTS, Row, rows
 from gspmd.display.plain import printable
 from gspmd.display.printed import Printed
 from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_bytes, axes_text
 from gspmd.planner.drawing import COLORS
-from gspmd.planner.plan import Plan
-from gspmd.tracing.program_plan import ProgramPlan, of_equation
+from gspmd.tracing.program_plan import ProgramPlan
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Printed):
-    """A program's plan beside its ledger; counts and bytes are per device and execution.
+    """The plan of a program compared with its ledger; counts and bytes are per device and execution.
 
     Attributes:
         rows: a row per step.
@@ -35,7 +35,7 @@ class Comparison(Printed):
 
     @property
     def agrees(self) -> bool:
-        """Whether for every kind and set of axes the bytes are the planned ones, and nothing else is sent."""
+        """Whether exactly the planned bytes are sent, for every kind and set of axes."""
         return all(planned == compiled for planned, compiled in self.totals.values())
 
     @property
@@ -59,12 +59,12 @@ class Comparison(Printed):
         return sheet
 
     def steps_table(self, verdicts: Sequence[str] = VERDICTS[1:]) -> Sheet:
-        """The steps of some verdicts, those that differ from the plan if not given; like ones in one row."""
+        """The steps with some verdicts, by default all that differ from the plan; equal steps in one row."""
         sheet = Sheet("step by step, where they differ", _STEPS)
-        for row in _together(row for verdict in verdicts for row in self[verdict]):
+        for row in _added_up(row for verdict in verdicts for row in self[verdict]):
             told = f"{row.verdict}: {row.how}" if row.how else row.verdict
             amounts = [f"{n} × {amount_of_bytes(sent / n)}" if n else "none" for n, sent in (row.planned, row.compiled)]
-            by = asked(Entry(row.kind, row.axes, 0, 0, "", row.source, row.equation, row.step))
+            by = escape(asked_for_by(row.equation, row.step, row.source))
             sheet.add(told, f"[{COLORS[row.kind]}]{row.kind}[/]", axes_text(row.axes), *amounts, by)
         return sheet
 
@@ -105,14 +105,14 @@ _STEPS = (
 )
 
 
-def _together(rows: Iterable[Row]) -> Iterator[Row]:
-    """Rows that differ in nothing but their figures, as one."""
+def _added_up(rows: Iterable[Row]) -> Iterator[Row]:
+    """Rows with the figures added up of those that are otherwise equal."""
     alike: dict[Row, list[Row]] = defaultdict(list)
     for row in rows:
         alike[replace(row, planned=(0, 0), compiled=(0, 0))].append(row)
-    for kept, found in alike.items():
-        planned, compiled = zip(*((row.planned, row.compiled) for row in found))
-        yield replace(kept, planned=_summed(planned), compiled=_summed(compiled))
+    for row, equal in alike.items():
+        planned, compiled = zip(*((each.planned, each.compiled) for each in equal))
+        yield replace(row, planned=_summed(planned), compiled=_summed(compiled))
 
 
 def _summed(figures: Iterable[tuple[int, int]]) -> tuple[int, int]:
@@ -130,35 +130,11 @@ def _ratio(planned: int, compiled: int) -> str:
     return more if ratio == "1" else f"× {ratio}"
 
 
-def compare(ledger: Ledger, plan: ProgramPlan | Plan) -> Comparison:
-    """Put what was planned beside what was compiled.
-
-    Compiled collectives are joined to steps by their scopes. Where a compiler merges several into one instruction it
-    keeps the scopes of one of them: the others are then found by kind, axes and bytes. A step that was compiled in
-    parts, over some of its axes and then over the rest, counts under the axes of the step. What two steps share is
-    whatever of the two was compiled.
-
-    Args:
-        ledger: of the compiled program.
-        plan: `gspmd.trace` of the same function with the same arguments; or, of a program that is one equation,
-            forward, its `gspmd.plan`.
-
-    Raises:
-        PlanError: `ledger` is no ledger, or `plan` no plan.
-
-    Example:
-        >>> compare(Ledger((), 0, {}), ProgramPlan(())).agrees
-        True
-    """
-    plan = of_equation(plan) if isinstance(plan, Plan) else plan
-    if not (isinstance(ledger, Ledger) and isinstance(plan, ProgramPlan)):
-        raise PlanError(
-            f"cannot compare {article(type(ledger).__name__)} with {article(type(plan).__name__)}.\n"
-            "  Write gspmd.ledger(compiled).compare(gspmd.trace(fn, *args)); of one equation, gspmd.plan(...) will do."
-        )
-    sent = [entry for entry in ledger.entries if entry.wire_bytes]
-    entries = in_whole(planned_steps(plan.entries), served(plan, sent))
-    planned, compiled = plan.by_kind_and_axes(), replace(ledger, entries=tuple(entries)).by_kind_and_axes()
+def compared(entries: Sequence[Entry], plan: ProgramPlan, notes: Sequence[str] = ()) -> Comparison:
+    """Compare the entries of a ledger with a plan."""
+    sent = [entry for entry in entries if entry.wire_bytes]
+    matched = under_axes_of_steps(planned_steps(plan.entries), credit_shared_steps(plan, sent))
+    planned, compiled = plan.by_kind_and_axes(), by_kind_and_axes(matched)
     keys = [key for key in sorted({*planned, *compiled}) if planned.get(key, (0, 0))[1] or key in compiled]
     totals = {key: (planned.get(key, (0, 0))[1], compiled.get(key, (0, 0))[1]) for key in keys}
-    return Comparison(tuple(rows(plan, entries)), totals, (*plan.notes, *ledger.notes))
+    return Comparison(tuple(rows(plan, matched)), totals, tuple(notes))

@@ -1,1 +1,1 @@
-"""Compile for TPU slices that are not attached."""
+"""Offline compilation: what a function costs on TPU slices that are not attached."""

@@ -1,4 +1,4 @@
-"""What a device has to hold: the largest buffers of a program, and what would make each smaller."""
+"""What the memory of a device holds: the largest buffers of a program, and what would make each smaller."""
 
 import re
 from collections import Counter
@@ -13,26 +13,29 @@ from jax.extend.core import Jaxpr
 from rich.markup import escape
 
 from gspmd.audit.hlo.module import Array, Instruction, Module
-from gspmd.audit.ledgers.ledger import OURS, short
+from gspmd.audit.hlo.origin import OURS
+from gspmd.audit.ledgers.entries import short
 from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_bytes, axes_text
 
-_FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant")
+_NO_BUFFER = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant")
 _SMALLER = "a smaller batch or length, or a layout that shards it; in training, remat around it"
-_KEPT = 64  # values of one level that are kept: more than anybody looks at
-_STARTS = ("-start", "-update")  # these carry their operands too; what they make is that of their -done
+KEPT = 64
+"""Buffers that a report lists."""
+
+_STARTS = ("-start", "-update")  # their results include their operands; the -done has the result alone
 _LAYOUT = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*)(?::((?:T\([\d,]+\)(?:\([\d,]+\))*)?)([^}]*))?\})?")
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """One array that a device holds.
+    """One array in the memory of a device.
 
     Attributes:
         kind: `"argument"` or `"temporary"`.
-        name: an argument's path, or the line of the program that makes a temporary.
+        name: the path of an argument, or the source line that makes a temporary.
         array: dtype and shape on one device.
-        bytes: as it lies in memory, tiles padded.
+        bytes: in memory, padded to tiles.
         remedy: what would make it smaller.
     """
 
@@ -44,36 +47,37 @@ class Buffer:
 
 
 def arguments(args: Any, mesh: Mapping[str, int]) -> list[Buffer]:
-    """The arguments of a program on one device, largest first; tiles unpadded.
+    """The arguments of a program on one device, largest first, without padding to tiles.
 
     Args:
         args: a tree of `jax.ShapeDtypeStruct`s or arrays with shardings.
         mesh: sizes of the mesh axes.
     """
     leaves = jax.tree_util.tree_flatten_with_path(args)[0]
-    placed = ((path, leaf) for path, leaf in leaves if hasattr(leaf, "dtype") and not _on_host(leaf))
-    return sorted((_argument(path, leaf, mesh) for path, leaf in placed), key=lambda buffer: -buffer.bytes)
+    on_device = ((path, leaf) for path, leaf in leaves if hasattr(leaf, "dtype") and not _on_host(leaf))
+    return sorted((_argument(path, leaf, mesh) for path, leaf in on_device), key=lambda buffer: -buffer.bytes)
 
 
 def _on_host(leaf: Any) -> bool:
-    """Whether an argument lies in the memory of the host, where a device does not hold it."""
+    """Whether an argument lies in host memory."""
     return "host" in (getattr(getattr(leaf, "sharding", None), "memory_kind", None) or "")
 
 
 def values(jaxpr: Jaxpr, manual: bool = False) -> list[Buffer]:
-    """The values of a traced function on one device, where their types tell how they lie: inside a shard_map, and
-    everywhere under Explicit axes.
+    """The values of a traced function on one device, largest first, where their types include their sharding.
 
-    Leaves out: which of them a compiler would never make, or put in one place.
+    That is inside a shard_map (`manual`), and everywhere under Explicit axes.
+
+    Leaves out: that the compiler fuses some of them away, and lets others share a buffer.
     """
-    found = []
+    buffers = []
     for equation in jaxpr.eqns:
         inner = [each for value in equation.params.values() for each in _jaxprs(value)]
         for each in inner:
-            found += values(each, manual or equation.primitive.name == "shard_map")
+            buffers += values(each, manual or equation.primitive.name == "shard_map")
         if not inner or equation.primitive.name == "scan":
-            found += [_value(var.aval, equation, manual) for var in equation.outvars if hasattr(var.aval, "shape")]
-    return sorted(filter(None, found), key=lambda buffer: -buffer.bytes)[:_KEPT]
+            buffers += [_value(var.aval, equation, manual) for var in equation.outvars if hasattr(var.aval, "shape")]
+    return sorted(filter(None, buffers), key=lambda buffer: -buffer.bytes)[:KEPT]
 
 
 def _jaxprs(value: Any) -> list[Jaxpr]:
@@ -92,7 +96,7 @@ def _value(aval: Any, equation: Any, manual: bool) -> Buffer | None:
 
 
 def _line(equation: Any) -> str:
-    """The line of the program that made a value; of a frame outside of this package and of JAX."""
+    """The source line that made a value: the innermost frame outside of this package and of JAX."""
     frames = equation.source_info.traceback.frames if equation.source_info.traceback else ()
     ours = (OURS, str(Path(jax.__file__).parent))
     line = next((f"{f.file_name}:{f.line_num}" for f in frames if not f.file_name.startswith(ours)), "")
@@ -116,21 +120,21 @@ def _path(path: Any) -> str:
 
 
 def temporaries(module: Module) -> list[Buffer]:
-    """Values in main memory that a program makes for itself, largest first."""
+    """Values that a program makes in main memory, largest first."""
     fused = {name for each in module.computations.values() for i in each.instructions for name in _inlined(i)}
     made = [
         _temporary(module, instruction, array, size)
         for computation in module.computations.values()
         if computation.name not in fused
         for instruction in computation.instructions
-        if instruction.opcode not in _FREE and not instruction.opcode.endswith(_STARTS)
+        if instruction.opcode not in _NO_BUFFER and not instruction.opcode.endswith(_STARTS)
         for array, size in placed(instruction)
     ]
     return sorted(made, key=lambda buffer: -buffer.bytes)
 
 
 def _inlined(instruction: Instruction) -> Sequence[str]:
-    """Computations whose values are never whole: those of fusions and of reductions."""
+    """Computations whose values are never materialized: those of fusions and of reductions."""
     return () if instruction.opcode in ("while", "conditional", "call") else instruction.called
 
 
@@ -140,17 +144,17 @@ def _temporary(module: Module, instruction: Instruction, array: Array, size: int
 
 
 def placed(instruction: Instruction) -> list[tuple[Array, int]]:
-    """An instruction's arrays in main memory, each with the bytes it takes there."""
-    found = []
+    """An instruction's arrays in main memory, each with its bytes there."""
+    arrays = []
     for dtype, shape, order, tiles, rest in _LAYOUT.findall(instruction.type):
         if "S(" not in (rest or "") or "S(0)" in rest:
             array = Array(dtype, tuple(int(n.removeprefix("<=")) for n in shape.split(",") if n))
-            found.append((array, _padded(array, order, tiles)))
-    return found
+            arrays.append((array, _padded(array, order, tiles)))
+    return arrays
 
 
 def _padded(array: Array, order: str, tiles: str) -> int:
-    """Bytes of an array whose minor dimensions are cut into tiles: `T(8,128)` pads to 8 rows of 128."""
+    """Bytes of an array whose minor dimensions are padded to whole tiles: `T(8,128)` is 8 rows of 128."""
     tile = [int(n) for n in re.findall(r"\d+", tiles.partition(")")[0])] if tiles else []
     shape = [array.shape[int(d)] for d in order.split(",") if d] if order else list(reversed(array.shape))
     shape += [1] * (len(tile) - len(shape))
@@ -159,10 +163,8 @@ def _padded(array: Array, order: str, tiles: str) -> int:
     return Array(array.dtype, tuple(shape)).bytes
 
 
-def buffers_table(
-    buffers: Sequence[Buffer], most: int = _KEPT, title: str = "largest buffers of one device"
-) -> Sheet:
-    """The largest of some buffers as a rich table; those that are alike in one row."""
+def buffers_table(buffers: Sequence[Buffer], most: int = KEPT, title: str = "largest buffers of one device") -> Sheet:
+    """The largest buffers as a rich table, equal ones in one row."""
     alike = Counter(buffers)
     sheet = Sheet(title, _COLUMNS)
     for buffer in sorted(alike, key=lambda buffer: -buffer.bytes)[:most]:

@@ -1,4 +1,4 @@
-"""How the axes of a mesh lie on the axes of a torus, in integers alone."""
+"""How the axes of a mesh are laid over the axes of a torus, in sizes alone."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -6,15 +6,16 @@ from math import gcd, log
 
 
 def lay(torus: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """For each torus axis, the part of it that each mesh axis takes; earlier mesh axes vary more slowly along it.
+    """For each torus axis, its factorization into parts of the mesh axes; earlier mesh axes vary more slowly along it.
 
-    As few mesh axes as possible take parts of torus axes instead of whole ones, and then in as few pieces as possible.
-    Differs from `jax.experimental.mesh_utils.create_device_mesh`, which goes greedily from the last mesh axis to the
-    first, and lays a mesh over TPU v3, where a chip is two devices, without looking.
+    The result minimizes the number of mesh axes that take only part of a torus axis, and then the number of pieces.
 
     Args:
         torus: sizes of the torus axes.
         sizes: of the mesh axes, with the same product.
+
+    Differs: from `jax.experimental.mesh_utils.create_device_mesh`, which is greedy from the last mesh axis to the
+    first, and takes no account of the two devices of a TPU v3 chip.
 
     Example:
         >>> lay((4, 4, 8), (8, 16))
@@ -31,7 +32,7 @@ def lay(torus: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...]
 
 
 def nearest(count: int, sizes: Sequence[int], found: int = 3) -> list[tuple[int, ...]]:
-    """The ways to write `count` as a product of as many factors as there are sizes, the most similar ones first.
+    """Factorizations of `count` into as many factors as there are sizes, the most similar ones first.
 
     Example:
         >>> nearest(64, (4, 8))
@@ -54,7 +55,7 @@ def _layings(torus: tuple[int, ...], room: tuple[int, ...]) -> Iterator[tuple[tu
 
 
 def _factorings(number: int, room: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Ways to write the number as a product of one divisor of each of `room`, large first factors first."""
+    """Factorizations of the number into one divisor of each of `room`, large first factors first."""
     if not room:
         yield from [()] if number == 1 else []
         return

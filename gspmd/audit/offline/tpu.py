@@ -1,44 +1,34 @@
-"""TPU slices that nobody here has: their devices as the TPU compiler describes them, and meshes over their torus."""
+"""TPU slices that are not attached: their devices as the TPU compiler describes them, and meshes over their torus."""
 
-import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import metadata
-from math import isqrt, prod
+from math import prod
 
 import jax
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from gspmd.annotate.errors import PlanError, listed, shown, suggestion
+from gspmd.annotate.errors import PlanError, listed, shown
+from gspmd.audit.offline.libtpu import require_libtpu, slice_devices
+from gspmd.audit.offline.names import POD_CHIPS, read_name
 from gspmd.audit.offline.torus import lay, nearest
-from gspmd.hardware.chips import CHIPS, Chip
+from gspmd.hardware.chips import Chip
 from gspmd.hardware.chips import chip as chip_named
-from gspmd.host import quiet_libtpu
-
-# Chips of the largest slice that exists (Google Cloud documentation, 'TPU v3', 'TPU v4', ...: pod size). The compiler
-# describes any.
-_PODS = {"tpu-v3": 1024, "tpu-v4": 4096, "tpu-v5e": 256, "tpu-v5p": 8960, "tpu-v6e": 256, "tpu7x": 9216}
-
-# A v4 chip runs as one device ("megacore") for everyone but its compiler, which has to be told. Later chips default to
-# what JAX shows: v5p one device, v3 and tpu7x one for each of their two cores.
-_OPTIONS = {"tpu-v4": {"chip_config_name": "megacore"}}
 
 
 @dataclass(frozen=True)
 class Topology:
     """A TPU slice to compile for.
 
-    Leaves out: twisted tori, chips that are broken, and how fast the two devices of one chip reach each other.
+    Leaves out: twisted tori, broken chips, and the bandwidth between the two devices of one chip.
 
     Attributes:
         name: canonical, such as `tpu-v4:4x4x4`.
         chip: the figures of one device.
-        shape: chips along each axis of the torus.
-        devices: to compile for, not to run on; in torus order, the last axis fastest, devices of one chip together.
+        shape: chips along each torus axis.
+        devices: to compile for, not to run on; in torus order, last axis fastest, devices of one chip next to each
+            other.
     """
 
     name: str
@@ -47,11 +37,11 @@ class Topology:
     devices: tuple[jax.Device, ...] = field(repr=False)
 
     def __reduce__(self) -> tuple:
-        return topology, (self.name,)  # devices of a compiler are not data; wherever there is one it has them again
+        return topology, (self.name,)  # the compiler's devices cannot be pickled, and are recreated
 
     @property
     def num_devices(self) -> int:
-        """Devices of the slice: its chips, or twice as many where a chip is two devices."""
+        """Devices of the slice: its chips, or twice as many if a chip is two devices."""
         return len(self.devices)
 
     @property
@@ -60,10 +50,10 @@ class Topology:
         return len(self.devices) // prod(self.shape)
 
     def mesh(self, axes: Mapping[str, int], axis_type: "str | AxisType" = "explicit") -> Mesh:
-        """A mesh over the slice in which, wherever sizes allow, a mesh axis is one or several whole torus axes.
+        """A mesh over the slice, in which each mesh axis is one or several whole torus axes if the sizes allow it.
 
         Args:
-            axes: mesh axis -> size; where two layings are equally good, earlier ones take earlier torus axes.
+            axes: mesh axis -> size; among equally good layouts, earlier mesh axes take earlier torus axes.
             axis_type: "explicit", "auto", or a `jax.sharding.AxisType`.
 
         Raises:
@@ -89,11 +79,10 @@ class Topology:
         fits = [_written(dict(zip(asked, sizes))) for sizes in nearest(self.num_devices, tuple(asked.values()))]
         return f"{fact}\n  The sizes have to multiply to {self.num_devices}, as in {listed(fits, 'or')}."
 
-
     def rings(self, mesh: Mesh) -> dict[str, tuple[int, ...]]:
-        """For each axis of a mesh over this slice, the sizes of the torus axes that its devices are laid over.
+        """For each axis of a mesh over this slice, the sizes of the torus axes that it spans.
 
-        An axis whose devices fill no box of the torus counts as one ring. The two devices of one chip are no ring.
+        An axis that spans no box of the torus counts as one ring. The two devices of one chip are no ring.
 
         Example:
             >>> slice64 = topology("tpu-v4:4x4x4")                  # doctest: +SKIP
@@ -105,29 +94,30 @@ class Topology:
                 f"cannot tell the rings of {shown(mesh)}: it is no mesh over a slice of TPUs.\n"
                 f"  Make it with topology({self.name!r}).mesh(...)."
             )
-        return {axis: self._ring(mesh, number) for number, axis in enumerate(mesh.axis_names)}
+        return {axis: _torus_axes(mesh, number) for number, axis in enumerate(mesh.axis_names)}
 
-    def _ring(self, mesh: Mesh, number: int) -> tuple[int, ...]:
-        along = np.moveaxis(mesh.devices, number, 0).reshape(mesh.devices.shape[number], -1)[:, 0]
-        places = list(zip(*(device.coords for device in along)))
-        spread = tuple(len(set(place)) for place in places)
-        cores = len({device.core_on_chip for device in along})
-        box = prod(spread) * cores == len(along)
-        return tuple(size for size in spread if size > 1) if box else (len(along),)
+
+def _torus_axes(mesh: Mesh, number: int) -> tuple[int, ...]:
+    along = np.moveaxis(mesh.devices, number, 0).reshape(mesh.devices.shape[number], -1)[:, 0]
+    places = list(zip(*(device.coords for device in along)))
+    spread = tuple(len(set(place)) for place in places)
+    cores = len({device.core_on_chip for device in along})
+    box = prod(spread) * cores == len(along)
+    return tuple(size for size in spread if size > 1) if box else (len(along),)
 
 
 def topology(name: str) -> Topology:
-    """The devices and the chip of a TPU slice by name, from the real compiler; starts no backend, needs no TPU.
+    """The devices and the chip of a TPU slice, from the real compiler; starts no backend, needs no TPU.
 
     Args:
-        name: the chip and its torus: `tpu-v3:4x4`, `tpu-v4:4x4x4`, `tpu-v5e:16x16`, `tpu-v5p:8x8x16`, `tpu-v6e:16x16`,
+        name: chip and torus: `tpu-v3:4x4`, `tpu-v4:4x4x4`, `tpu-v5e:16x16`, `tpu-v5p:8x8x16`, `tpu-v6e:16x16`,
             `tpu7x:4x4x4` and other sizes; `v4:4x4x4` and `TPU v4:4x4x4` are read too.
 
     Returns:
         The slice; the same object for the same name, so that meshes over it are equal.
 
     Raises:
-        PlanError: no such slice exists; libtpu is absent, is not the one that this JAX needs, or refuses.
+        PlanError: no such slice exists; libtpu is missing, is not the version that this JAX needs, or refuses.
 
     Example:
         >>> topology("v5p:4x4x8").mesh({"data": 8, "model": 16}).devices.shape  # doctest: +SKIP
@@ -139,22 +129,22 @@ def topology(name: str) -> Topology:
 
     Source: Google Cloud documentation, 'TPU v3' to 'TPU7x': dimensions of the torus, chips of a pod.
     """
-    chip, shape = _read(name)
-    _require_libtpu(name)
-    return _described(chip, shape)
+    chip, shape = read_name(name)
+    require_libtpu(name)
+    return _slice(chip, shape)
 
 
 def slices(chip: Chip | str) -> Iterator[Topology]:
-    """Slices of a chip from the smallest to a whole pod, each twice the one before, as near a cube as can be.
+    """The slices of a chip from the smallest to a whole pod, each twice the one before, as near a cube as possible.
 
     Raises:
-        PlanError: no chip has this name, or it is none of a TPU.
+        PlanError: no chip has this name, or it is no TPU.
     """
     chip = chip_named(chip)
-    if chip.name not in _PODS:
-        raise PlanError(f"{chip.name} comes in no slices.\n  Those that do: {', '.join(_PODS)}.")
+    if chip.name not in POD_CHIPS:
+        raise PlanError(f"{chip.name} comes in no slices.\n  Those that do: {', '.join(POD_CHIPS)}.")
     shape = [2, 2, 1][: chip.torus]
-    while prod(shape) <= _PODS[chip.name]:
+    while prod(shape) <= POD_CHIPS[chip.name]:
         yield topology(f"{chip.name}:{'x'.join(map(str, sorted(shape) if 1 not in shape else shape))}")
         shape[shape.index(min(shape))] *= 2
 
@@ -174,86 +164,7 @@ def _axis_type(kind: "str | AxisType") -> AxisType:
     return known.get(kind, kind)
 
 
-def _read(name: str) -> tuple[Chip, tuple[int, ...]]:
-    if not isinstance(name, str):
-        raise PlanError(f"there is no topology {shown(name)}: it is no text.\n  Write 'tpu-v4:4x4x4'.")
-    head, _, tail = name.strip().lower().partition(":")
-    chip = _chip(head)
-    if chip is None:
-        hint = suggestion(f"tpu-{_plain(head)}", _PODS) if head else ""
-        raise PlanError(_no_such(name, f"no TPU is called {shown(head)}" if head else "it lacks a chip", hint))
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", tail):
-        fact = f"{shown(tail)} is no shape" if tail else "it lacks a shape"
-        raise PlanError(_no_such(name, fact, f"Did you mean {_example(chip)!r}? "))
-    shape = tuple(map(int, tail.split("x")))
-    if fact := _impossible(chip, shape):
-        raise PlanError(_no_such(name, fact, f"Did you mean {_example(chip)!r}? "))
-    return chip, shape
-
-
-def _chip(head: str) -> Chip | None:
-    named = {_plain(spelled): CHIPS[chip] for chip in _PODS for spelled in (chip, *CHIPS[chip].device_kinds)}
-    return named.get(_plain(head)) or named.get(_plain(head).removeprefix("v"))
-
-
-def _impossible(chip: Chip, shape: tuple[int, ...]) -> str:
-    """Why no such slice exists, where the compiler would describe one nevertheless; or nothing."""
-    pod, sizes = _PODS[chip.name], "x".join(map(str, shape))
-    side = isqrt(pod)
-    if len(shape) != chip.torus:
-        return f"{chip.name} is a {chip.torus}D torus, and {sizes} has {len(shape)} dimension{'s' * (len(shape) > 1)}"
-    if chip.torus == 2 and max(shape) > side:
-        return f"a {chip.name} pod is {side}x{side}, and {sizes} is no part of it"
-    return f"a {chip.name} pod has {pod} chips, and {sizes} takes {prod(shape)}" if prod(shape) > pod else ""
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[\s_-]", "", name.lower()).removeprefix("tpu")
-
-
-def _example(chip: Chip) -> str:
-    return f"{chip.name}:{'x'.join('4' * chip.torus)}"
-
-
-def _no_such(name: str, fact: str, hint: str) -> str:
-    known = ", ".join(_example(CHIPS[chip]) for chip in _PODS)
-    return f"there is no topology {shown(name)}: {fact}.\n  {hint}Known: {known}, and other sizes."
-
-
 @cache
-def _described(chip: Chip, shape: tuple[int, ...]) -> Topology:
+def _slice(chip: Chip, shape: tuple[int, ...]) -> Topology:
     sizes = "x".join(map(str, shape))
-    name = f"{chip.name}:{sizes}"
-    quiet_libtpu()
-    try:
-        found = topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{chip.name.removeprefix('tpu-')}:{sizes}", **_OPTIONS.get(chip.name, {})
-        )
-    except RuntimeError as error:
-        reason = re.sub(r"^[A-Z_]+: ", "", str(error).strip().splitlines()[0])
-        raise PlanError(f"libtpu refuses the topology {name!r}: {reason}") from None
-    return Topology(name, chip, shape, tuple(sorted(found.devices, key=lambda d: (*d.coords, d.core_on_chip))))
-
-
-def _require_libtpu(name: str) -> None:
-    jax_version, pin = metadata.version("jax"), _pinned()
-    try:
-        found = metadata.version("libtpu")
-    except metadata.PackageNotFoundError:
-        if os.path.isfile(os.environ.get("TPU_LIBRARY_PATH", "")):
-            return  # the user's own build of it, which JAX will load
-        raise PlanError(
-            f"cannot describe {name!r}: libtpu, the compiler for TPUs, is not installed.\n"
-            f"  Install it with pip install 'gspmd[tpu]', on Linux x86-64 (jax {jax_version} needs libtpu=={pin})."
-        ) from None
-    if found != pin and not (pin.endswith("*") and f"{found}.".startswith(pin[:-1])):
-        raise PlanError(
-            f"cannot describe {name!r}: libtpu {found} is installed, and jax {jax_version} needs libtpu=={pin}.\n"
-            f"  Install that one with pip install 'libtpu=={pin}'."
-        )
-
-
-def _pinned() -> str:
-    """The version of libtpu that this JAX asks for, such as `0.0.42.*`; `*` where it asks for none in particular."""
-    pins = (re.match(r"libtpu\s*==\s*([\w.*]+)", line) for line in metadata.requires("jax") or ())
-    return next((pin[1] for pin in pins if pin), "*")
+    return Topology(f"{chip.name}:{sizes}", chip, shape, slice_devices(chip, sizes))

@@ -1,1 +1,1 @@
-"""A compiled program in simulated time."""
+"""Simulation: a compiled program in simulated time, and pictures of it."""

@@ -1,4 +1,4 @@
-"""A compiled program run through the machine: every instruction in the order of its schedule."""
+"""Interpret a compiled program: every instruction in the order of its schedule, on the simulated machine."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,18 +9,17 @@ from gspmd.audit.hlo.loops import trips
 from gspmd.audit.hlo.module import Computation, Instruction, Module
 from gspmd.audit.hlo.origin import origin
 from gspmd.audit.hlo.replica_groups import touched_by
-from gspmd.audit.ledgers.ledger import OURS
 from gspmd.audit.simulation.links import MEMORY, Torus, Transfer, transfer
 from gspmd.audit.simulation.machine import Machine, Span
 from gspmd.audit.simulation.roofline import cost, traffic
 from gspmd.hardware.chips import Chip
 
 Value = int | dict | None
-"""What a name stands for, as far as waiting is concerned: a transfer's number, a tuple with some in it, or neither."""
+"""A value as far as waiting is concerned: the number of a transfer, a tuple with some in it, or neither."""
 
 
-class Walk:
-    """One run of a program on one device; see `gspmd.audit.timeline` for what is modelled."""
+class Interpreter:
+    """One run of a program on one device; `gspmd.audit.timeline` documents the model."""
 
     def __init__(self, module: Module, chip: Chip, mesh: Mapping[str, int], torus: Torus):
         self.module, self.chip, self.mesh, self.torus = module, chip, mesh, torus
@@ -29,7 +28,7 @@ class Walk:
         self.notes: list[str] = []
 
     def run(self, computation: Computation, arguments: list[Value]) -> Value:
-        """Execute a computation's instructions one after the other; returns what its root stands for."""
+        """Execute the instructions of a computation; returns the value of its root."""
         known: dict[str, Value] = {}
         for instruction in computation.instructions:
             known[instruction.name] = self._execute(computation, instruction, known, arguments)
@@ -50,19 +49,19 @@ class Walk:
         if opcode == "while":
             return self._loop(computation, instruction, operands[0])
         if opcode == "conditional":
-            return self._longest(instruction, operands[1:])
+            return self._conditional(instruction, operands[1:])
         if opcode == "call":
             return self.run(self.module.computations[instruction.called[0]], operands)
         return self._work(computation, instruction, operands)
 
     def _work(self, computation: Computation, instruction: Instruction, operands: list[Value]) -> Value:
-        """What is computed, sent or copied; a transfer's number goes with whatever it is passed through."""
-        found = collective(self.module, computation, instruction, self.devices)
-        if found and found.phase == "done":
+        """Compute, send or copy. A transfer's number passes through instructions that take it as an operand."""
+        sent = collective(self.module, computation, instruction, self.devices)
+        if sent and sent.phase == "done":
             return self.machine.wait(_number(operands[0]))
-        if found:
-            number = self._send(computation, instruction, found)
-            return number if found.phase == "start" else self.machine.wait(number)
+        if sent:
+            number = self._send(computation, instruction, sent)
+            return number if sent.phase == "start" else self.machine.wait(number)
         if instruction.opcode.endswith("-start"):
             return self._copy(computation, instruction)
         self._compute(computation, instruction)
@@ -72,22 +71,22 @@ class Walk:
         took = cost(self.module, computation, instruction, self.chip)
         if took.seconds or took.flops:
             span = self._span(computation, instruction, "einsum" if took.flops else "other", ("compute",), took.bytes)
-            self.machine.compute(replace(span, seconds=took.seconds), took.flops, took.waits)
+            self.machine.compute(replace(span, seconds=took.seconds), took.flops, took.memory_bound)
 
-    def _send(self, computation: Computation, instruction: Instruction, found: Collective) -> int | None:
-        rows = touched_by(found.instruction, self.mesh)
-        if found.group == 1 or not rows:
+    def _send(self, computation: Computation, instruction: Instruction, sent: Collective) -> int | None:
+        rows = touched_by(sent.instruction, self.mesh)
+        if sent.group == 1 or not rows:
             return None
-        span = self._span(computation, instruction, found.kind, rows, found.wire_bytes, found)
-        return self.machine.start(span, transfer(found, self.mesh, self.chip, self.torus))
+        span = self._span(computation, instruction, sent.kind, rows, sent.wire_bytes, sent)
+        return self.machine.start(span, transfer(sent, self.mesh, self.chip, self.torus))
 
     def _copy(self, computation: Computation, instruction: Instruction) -> int:
-        """A copy, or a slice, between memories, at the bandwidth of the main one."""
-        moved = self._moved(computation, instruction)
+        """A copy or a slice between memories, at the bandwidth of main memory."""
+        moved = self._copied_bytes(computation, instruction)
         span = self._span(computation, instruction, "copy", ("memory",), moved)
         return self.machine.start(span, Transfer(moved / self.chip.hbm_bandwidth, 0.0, frozenset({MEMORY})))
 
-    def _moved(self, computation: Computation, instruction: Instruction) -> int:
+    def _copied_bytes(self, computation: Computation, instruction: Instruction) -> int:
         if instruction.opcode == "async-start":
             inner = self.module.computations[instruction.called[0]]
             return sum(traffic(self.module, inner, each) for each in inner.instructions if each.opcode != "parameter")
@@ -95,7 +94,7 @@ class Walk:
         return next((each.bytes for each in users if each.opcode.endswith("-done")), instruction.arrays[0].bytes)
 
     def _loop(self, computation: Computation, loop: Instruction, carried: Value) -> Value:
-        """Iterations until one begins as the last began; that one counts for all that are left."""
+        """Iterations until one starts in the same state as the one before; that one counts for the rest."""
         runs = trips(self.module, computation, loop)
         if runs is None:
             runs = 1
@@ -103,24 +102,20 @@ class Walk:
         body, condition = (self.module.computations[loop.attribute(n).lstrip("%")] for n in ("body", "condition"))
         left = runs
         while left:
-            sums, drawn, before = self.machine.sums.copy(), len(self.machine.spans), self.machine.border()
+            sums, recorded, before = self.machine.sums.copy(), len(self.machine.spans), self.machine.transfer_state()
             begun, left = self.machine.now, left - 1
             self.run(condition, [carried])
             carried = self.run(body, [carried])
-            stands = left + 1 if self.machine.border() == before else 1
-            self.machine.repeat(sums, drawn, stands - 1)
-            self._iteration(computation, loop, begun, stands)
-            left -= stands - 1
+            stands_for = left + 1 if self.machine.transfer_state() == before else 1
+            self.machine.repeat(sums, recorded, stands_for - 1)
+            if seconds := self.machine.now - begun:
+                span = self._span(computation, loop, "loop", ("compute",))
+                self.machine.record(replace(span, start=begun, seconds=seconds, times=stands_for, trips=stands_for))
+            left -= stands_for - 1
         return carried
 
-    def _iteration(self, computation: Computation, loop: Instruction, begun: float, stands: int) -> None:
-        seconds = self.machine.now - begun
-        if seconds:
-            span = self._span(computation, loop, "loop", ("compute",))
-            self.machine.draw(replace(span, start=begun, seconds=seconds, times=stands, trips=stands))
-
-    def _longest(self, conditional: Instruction, arguments: list[Value]) -> Value:
-        """Every branch from the same state; the one after which most time has passed is the one that was taken."""
+    def _conditional(self, conditional: Instruction, arguments: list[Value]) -> Value:
+        """Run every branch from the same state, and continue after the slowest."""
         before, taken = self.machine, None
         for name, argument in zip(conditional.called, arguments):
             self.machine = before.copy()
@@ -139,7 +134,8 @@ class Walk:
         moved: int = 0,
         sent: Collective | None = None,
     ) -> Span:
-        came = origin(self.module, computation, scheduled, sent.instruction if sent else scheduled, OURS)
+        """A span of this instruction, as yet without start and seconds."""
+        came = origin(self.module, computation, scheduled, sent.instruction if sent else scheduled)
         return Span(
             _name(scheduled, came.step, category),
             rows,
@@ -155,7 +151,7 @@ class Walk:
 
 
 def _name(instruction: Instruction, step: str, category: str) -> str:
-    """The plan's step, and what is done for its sake; without a plan, what JAX called it, or the opcode."""
+    """The plan's step; an operation that prepares it; without a plan, JAX's name for it, or the opcode."""
     if step and (category not in ("other", "copy") or ".einsum" in step):
         return step
     if step:

@@ -1,4 +1,4 @@
-"""Which links a compiled collective keeps busy, and for how long when nothing else uses them."""
+"""Which links a compiled collective uses, and for how long if nothing else uses them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from gspmd.hardware.chips import Chip
 from gspmd.hardware.links import fewest_together, occupancy
 
 Link = tuple[str, int]
-"""A mesh axis and a direction along it, +1 or -1: every chip has one such link, and all are used alike."""
+"""A mesh axis and a direction along it, +1 or -1: all chips use this link of theirs alike."""
 
 SWITCH: Link = ("switch", 0)
 NETWORK: Link = ("network", 0)
@@ -21,11 +21,11 @@ MEMORY: Link = ("memory", 0)
 
 @dataclass(frozen=True)
 class Transfer:
-    """What a collective, or a copy, asks of the links.
+    """The links that a collective or a copy uses, and how long.
 
     Attributes:
-        busy: seconds for which it fills its links, when it has them for itself.
-        latency: seconds from then on until the last bytes have passed their hops; its links are free again.
+        busy: seconds for which it fills its links, if nothing else uses them.
+        latency: seconds after that until the last bytes arrive; the links are free again.
         links: those that it fills.
     """
 
@@ -35,10 +35,10 @@ class Transfer:
 
 
 Torus = Mapping[str, tuple[int, ...]]
-"""Mesh axis -> sizes of the rings that it is laid over; an axis that is not in it is one ring."""
+"""Mesh axis -> sizes of its torus rings; an axis that is missing is one ring."""
 
 
-def transfer(found: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus) -> Transfer:
+def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus) -> Transfer:
     """The links and seconds of a collective.
 
     - A permute by the same number of places along one mesh axis (a step of a ring) uses one direction of that axis;
@@ -48,22 +48,22 @@ def transfer(found: Collective, mesh: Mapping[str, int], chip: Chip, torus: Toru
     - On a switch all collectives share the bandwidth of a chip; between nodes they share the network.
 
     Args:
-        found: the collective.
+        sent: the collective.
         mesh: sizes of the mesh axes.
         chip: whose links they are.
-        torus: the rings of those mesh axes that are not one torus axis of the chip.
+        torus: the rings of mesh axes that are not one torus axis each.
     """
-    axes, near = touched_by(found.instruction, mesh), _near(found, mesh, chip)
-    shift = None if chip.is_switch or near else _shift(pairs(found.instruction), tuple(mesh.items()))
+    axes, near = touched_by(sent.instruction, mesh), _near(sent, mesh, chip)
+    shift = None if chip.is_switch or near else _shift(pairs(sent.instruction), tuple(mesh.items()))
     if shift:
-        return _along(*shift, found.buffer, mesh, chip)
-    rings = _rings(axes, {**mesh, UNNAMED[0]: found.group}, torus)
-    if prod(rings.values()) != found.group and not pairs(found.instruction):
-        rings = _part(list(rings.values()), found.group)
+        return _along(*shift, sent.buffer, mesh, chip)
+    rings = _rings(axes, {**mesh, UNNAMED[0]: sent.group}, torus)
+    if prod(rings.values()) != sent.group and not pairs(sent.instruction):
+        rings = _part(list(rings.values()), sent.group)
     sizes = [size for size in rings.values() if size > 1]
     if not sizes:
         return Transfer(0.0, 0.0, frozenset())
-    takes = occupancy(found.kind, sizes, prod(sizes), near or prod(sizes), found.buffer, chip)
+    takes = occupancy(sent.kind, sizes, prod(sizes), near or prod(sizes), sent.buffer, chip)
     if takes.network > takes.links:
         links = {NETWORK}
     else:
@@ -71,32 +71,32 @@ def transfer(found: Collective, mesh: Mapping[str, int], chip: Chip, torus: Toru
     return Transfer(max(takes.links, takes.network), takes.latency, frozenset(links))
 
 
-def _near(found: Collective, mesh: Mapping[str, int], chip: Chip) -> int:
-    """The fewest members of a group that share a node; 0 where none of them leaves its node."""
+def _near(sent: Collective, mesh: Mapping[str, int], chip: Chip) -> int:
+    """The fewest devices of a group that share a node; 0 if every group lies on one node."""
     devices = prod(mesh.values())
     if chip.nodes(mesh) == 1:
         return 0
-    if sent := pairs(found.instruction):
-        return int(any(source // chip.node_devices != target // chip.node_devices for source, target in sent))
-    near = fewest_together(groups(found.instruction, devices), chip.node_devices)
-    return near if near < found.group else 0
+    if moves := pairs(sent.instruction):
+        return int(any(source // chip.node_devices != target // chip.node_devices for source, target in moves))
+    near = fewest_together(groups(sent.instruction, devices), chip.node_devices)
+    return near if near < sent.group else 0
 
 
 def _rings(axes: tuple[str, ...], sizes: Mapping[str, int], torus: Torus) -> dict[str, int]:
-    """The rings that axes are laid over, by names that only have to differ."""
-    laid = {axis: torus.get(axis, (sizes[axis],)) for axis in axes}
-    return {f"{axis}{number}": size for axis, parts in laid.items() for number, size in enumerate(parts)}
+    """The torus rings of these axes, under names that only have to differ."""
+    rings = {axis: torus.get(axis, (sizes[axis],)) for axis in axes}
+    return {f"{axis}{number}": size for axis, parts in rings.items() for number, size in enumerate(parts)}
 
 
 def _part(rings: list[int], group: int) -> dict[str, int]:
-    """The rings of a group that is a part of an axis: some that follow each other, or else one of its own."""
+    """The rings of a group that covers part of an axis: consecutive ones of that size, or else a ring of its own."""
     runs = (rings[a:b] for a in range(len(rings)) for b in range(a + 1, len(rings) + 1))
-    found = next((run for run in runs if prod(run) == group), [group])
-    return {str(number): size for number, size in enumerate(found)}
+    covered = next((run for run in runs if prod(run) == group), [group])
+    return {str(number): size for number, size in enumerate(covered)}
 
 
 def _shift(sent: tuple[tuple[int, int], ...], mesh: tuple[tuple[str, int], ...]) -> tuple[str, int, bool] | None:
-    """The axis, the places (the shorter way round), and whether a pair crosses the border of the mesh, if all agree."""
+    """Axis, places (the shorter direction) and whether any pair wraps around, of a permute that is a uniform shift."""
     shape = [size for _, size in mesh]
     if not sent or max(max(pair) for pair in sent) >= np.prod(shape):
         return None
@@ -106,14 +106,14 @@ def _shift(sent: tuple[tuple[int, int], ...], mesh: tuple[tuple[str, int], ...])
     if len(moved) != 1 or (places[moved[0]] != places[moved[0], 0]).any():
         return None
     (axis, size), by = mesh[moved[0]], int(places[moved[0], 0])
-    if 2 * by == size > 2:  # both ways round are as short
+    if 2 * by == size > 2:  # both directions are equally short
         return None
     by = by if 2 * by <= size else by - size
     return axis, by, bool((target[moved[0]] - source[moved[0]] != by).any())
 
 
 def _along(axis: str, by: int, closes: bool, buffer: int, mesh: Mapping[str, int], chip: Chip) -> Transfer:
-    """Each link carries what `by` chips send; the ring is as slow as its longest way."""
+    """The transfer of a shift: each link carries the buffers of `by` chips; latency is that of the longest path."""
     both = closes and not chip.wraps(mesh[axis])
     hops = mesh[axis] - abs(by) if both else abs(by)
     links = {(axis, 1), (axis, -1)} if both else {(axis, 1 if by > 0 else -1)}

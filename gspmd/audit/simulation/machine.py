@@ -1,4 +1,4 @@
-"""One device in simulated time: a clock, what it computes, and the transfers that are under way beside it."""
+"""One device in simulated time: a clock, what it computes, and the transfers in flight meanwhile."""
 
 from collections import Counter
 from collections.abc import Hashable
@@ -9,22 +9,22 @@ from gspmd.audit.simulation.links import MEMORY, Link, Transfer
 
 @dataclass(frozen=True)
 class Span:
-    """Something drawn on a timeline.
+    """One bar of a timeline.
 
     Attributes:
         name: a plan's step, `step2.reduce-scatter.x`, or what JAX or HLO calls it.
-        rows: on which it stands: `compute`, `memory`, or every mesh axis that it uses.
-        start: seconds from the beginning of the program; of a loop only its first iterations take time here.
-        seconds: that one execution takes.
-        category: kind of a collective, `einsum` (a matrix product), `other` (what else is computed), `copy`, `loop`.
+        rows: where it is drawn: `compute`, `memory`, or every mesh axis that it uses.
+        start: seconds from the beginning of the program; of loops, only the simulated iterations take time here.
+        seconds: of one execution.
+        category: kind of a collective, `einsum` (a matrix product), `other` (other computation), `copy`, `loop`.
         times: how often it runs.
-        trips: of a loop, how many iterations this drawn one stands for.
+        trips: of a loop, how many iterations this one stands for.
         equation: the planned equation it belongs to.
         source: `file:line` that asked for it.
         instruction: its name in the HLO.
         cycles: as the compiler estimates them.
-        bytes: per execution: what one device sends, or moves to and from its memory.
-        exposed: seconds per execution for which nothing was computed because of it.
+        bytes: per execution: sent by one device, or moved to and from its memory.
+        exposed: seconds per execution in which the device waits for it.
     """
 
     name: str
@@ -43,8 +43,8 @@ class Span:
 
 
 @dataclass
-class _Flight:
-    """A transfer under way, with what is left of it."""
+class _InFlight:
+    """A transfer in flight: seconds that are left of it, alone on its links."""
 
     span: Span
     busy: float
@@ -59,106 +59,106 @@ class _Flight:
 
 @dataclass
 class Machine:
-    """The clock, what is under way, what was drawn, and the sums so far.
+    """The clock, the transfers in flight, the spans, and the sums so far.
 
-    Transfers that fill the same link at the same time share it: each goes on as slowly as on its most crowded link.
-    `sums` holds seconds under `"compute"`, `"hidden"`, `"exposed"` and `"memory"`, operations under `"flops"`, and
-    executions, seconds and exposed seconds under `(category, rows, "count" | "seconds" | "exposed")`.
+    Transfers on the same link share its bandwidth evenly; each is as slow as on its most contended link. `sums` holds
+    seconds under `"compute"`, `"hidden"`, `"exposed"` and `"memory"`, operations under `"flops"`, and executions,
+    seconds and exposed seconds under `(category, rows, "count" | "seconds" | "exposed")`.
     """
 
     now: float = 0.0
-    under_way: dict[int, _Flight] = field(default_factory=dict)
+    in_flight: dict[int, _InFlight] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     sums: Counter = field(default_factory=Counter)
     started: int = 0
 
     def copy(self) -> "Machine":
-        """The same state, to go on from in another way."""
-        flights = {number: replace(flight) for number, flight in self.under_way.items()}
-        return Machine(self.now, flights, list(self.spans), Counter(self.sums), self.started)
+        """The same state, from which another branch can continue."""
+        in_flight = {number: replace(transfer) for number, transfer in self.in_flight.items()}
+        return Machine(self.now, in_flight, list(self.spans), Counter(self.sums), self.started)
 
     @property
     def elapsed(self) -> float:
         """Seconds so far, every iteration of every loop counted."""
         return self.sums["compute"] + self.sums["exposed"]
 
-    def compute(self, span: Span, flops: int = 0, waits: bool = False) -> None:
-        """Compute for as long as the span says, beside whatever is under way; `waits` if for the memory's sake."""
+    def compute(self, span: Span, flops: int = 0, memory_bound: bool = False) -> None:
+        """Compute for the seconds of a span, while transfers proceed."""
         self.sums["flops"] += flops
         if not span.seconds:
             return
-        self.draw(replace(span, start=self.now))
-        self.sums["memory"] += span.seconds if waits else 0.0
+        self.record(replace(span, start=self.now))
+        self.sums["memory"] += span.seconds if memory_bound else 0.0
         left = span.seconds
         while left > 0:
             left -= self._advance(left)
 
-    def start(self, span: Span, asked: Transfer) -> int:
-        """Begin a transfer; returns the number to wait for."""
+    def start(self, span: Span, transfer: Transfer) -> int:
+        """Start a transfer; returns the number by which to wait for it."""
         self.started += 1
         span = replace(span, start=self.now)
-        self.under_way[self.started] = _Flight(span, asked.busy, asked.latency, asked.links)
-        self._land()
+        self.in_flight[self.started] = _InFlight(span, transfer.busy, transfer.latency, transfer.links)
+        self._finish_transfers()
         return self.started
 
     def wait(self, number: int | None) -> None:
-        """Stand still until a transfer is over. Waiting for a copy counts as computing, bound by memory."""
-        while flight := self.under_way.get(number):
-            passed = self._advance(float("inf"), flight)
-            self.sums["memory"] += passed if flight.is_copy else 0.0
+        """Wait until a transfer is finished. Waiting for a copy counts as computing, bound by memory."""
+        while transfer := self.in_flight.get(number):
+            passed = self._advance(float("inf"), transfer)
+            self.sums["memory"] += passed if transfer.is_copy else 0.0
 
     def drain(self) -> None:
-        """Wait for everything that is under way."""
-        for number in list(self.under_way):
+        """Wait for all transfers."""
+        for number in list(self.in_flight):
             self.wait(number)
 
-    def draw(self, span: Span) -> None:
-        """Keep a span, and count it."""
+    def record(self, span: Span) -> None:
+        """Add a span to the timeline and to the sums."""
         self.spans.append(span)
         for figure, amount in (("count", 1), ("seconds", span.seconds), ("exposed", span.exposed)):
             self.sums[span.category, span.rows, figure] += amount
 
-    def border(self) -> Hashable:
-        """What is under way, to the femtosecond: moments that agree in this go on alike."""
-        flights = self.under_way.values()
-        return tuple((each.span.instruction, round(each.busy, 15), round(each.latency, 15)) for each in flights)
+    def transfer_state(self) -> Hashable:
+        """What is in flight, to the femtosecond: iterations of a loop that start in the same state are alike."""
+        transfers = self.in_flight.values()
+        return tuple((each.span.instruction, round(each.busy, 15), round(each.latency, 15)) for each in transfers)
 
-    def repeat(self, sums: Counter, drawn: int, more: int) -> None:
-        """Count so many times more, without drawing it, what came since a moment (its sums, its number of spans)."""
+    def repeat(self, sums: Counter, recorded: int, more: int) -> None:
+        """Count all that has happened since a moment (its sums, its number of spans) so many times more."""
         for key in list(self.sums):
             self.sums[key] += more * (self.sums[key] - sums[key])
-        self.spans[drawn:] = [replace(span, times=span.times * (more + 1)) for span in self.spans[drawn:]]
+        self.spans[recorded:] = [replace(span, times=span.times * (more + 1)) for span in self.spans[recorded:]]
 
-    def _advance(self, most: float, waited: _Flight | None = None) -> float:
-        """Let time pass until something changes, or for at most so long; returns the seconds."""
-        talking = any(not flight.is_copy for flight in self.under_way.values())
-        crowds = {number: self._crowd(flight) for number, flight in self.under_way.items()}
-        ends = [each.busy * crowds[n] if each.busy else each.latency for n, each in self.under_way.items()]
+    def _advance(self, most: float, waited: _InFlight | None = None) -> float:
+        """Let time pass until a transfer changes its state, or for `most` seconds; returns the seconds."""
+        hides = any(not transfer.is_copy for transfer in self.in_flight.values())
+        sharing = {number: self._sharing(transfer) for number, transfer in self.in_flight.items()}
+        ends = [each.busy * sharing[n] if each.busy else each.latency for n, each in self.in_flight.items()]
         passed = min([most, *ends])
-        for (number, flight), end in zip(self.under_way.items(), ends):
-            if flight.busy:
-                flight.busy = 0.0 if end <= passed else flight.busy - passed / crowds[number]
+        for (number, transfer), end in zip(self.in_flight.items(), ends):
+            if transfer.busy:
+                transfer.busy = 0.0 if end <= passed else transfer.busy - passed / sharing[number]
             else:
-                flight.latency = 0.0 if end <= passed else flight.latency - passed
+                transfer.latency = 0.0 if end <= passed else transfer.latency - passed
         self.now += passed
         if waited and not waited.is_copy:
             waited.exposed += passed
             self.sums["exposed"] += passed
         else:
             self.sums["compute"] += passed
-            self.sums["hidden"] += passed if talking else 0.0
-        self._land()
+            self.sums["hidden"] += passed if hides else 0.0
+        self._finish_transfers()
         return passed
 
-    def _crowd(self, flight: _Flight) -> int:
-        """How many transfers share the most crowded link that this one fills."""
-        filled = [other.links for other in self.under_way.values() if other.busy]
-        return max((sum(link in links for links in filled) for link in flight.links), default=1)
+    def _sharing(self, transfer: _InFlight) -> int:
+        """How many transfers share the most contended link of this one."""
+        busy = [other.links for other in self.in_flight.values() if other.busy]
+        return max((sum(link in links for links in busy) for link in transfer.links), default=1)
 
-    def _land(self) -> None:
-        """Draw and forget what is over."""
-        over = [number for number, flight in self.under_way.items() if not flight.busy and not flight.latency]
-        for number in over:
-            flight = self.under_way.pop(number)
-            seconds = self.now - flight.span.start
-            self.draw(replace(flight.span, seconds=seconds, exposed=flight.exposed))
+    def _finish_transfers(self) -> None:
+        """Record and remove the transfers that are finished."""
+        finished = [number for number, each in self.in_flight.items() if not each.busy and not each.latency]
+        for number in finished:
+            transfer = self.in_flight.pop(number)
+            seconds = self.now - transfer.span.start
+            self.record(replace(transfer.span, seconds=seconds, exposed=transfer.exposed))

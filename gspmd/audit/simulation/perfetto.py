@@ -1,20 +1,20 @@
-"""A timeline as a trace that https://ui.perfetto.dev opens: a row for computing, one per mesh axis, one for memory."""
+"""A timeline as a trace for https://ui.perfetto.dev: a row for computation, one per mesh axis, one for memory."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gspmd.audit.arguments import file_path
 from gspmd.audit.simulation.machine import Span
-from gspmd.audit.simulation.timeline import Timeline, of_a_timeline, path_of
+from gspmd.audit.simulation.timeline import Timeline, checked_timeline
 
 
 def write(timeline: Timeline, path: str | Path) -> None:
     """Write a timeline in the Chrome trace event format.
 
-    A loop stands there once, as a slice around its first iteration that says how many it stands for; times after it
-    are those of the drawing. What is sent over several mesh axes stands on each of their rows. The totals are in
-    `otherData`.
+    A loop is one slice around its first iteration, which says how many it stands for: times after it are those of the
+    drawing. A collective over several mesh axes is on each of their rows. Totals are in `otherData`.
 
     Args:
         timeline: from `gspmd.audit.timeline`.
@@ -22,34 +22,34 @@ def write(timeline: Timeline, path: str | Path) -> None:
 
     Source: *Trace Event Format* (Google), complete events (`ph: X`) in microseconds and metadata events (`ph: M`).
     """
-    path_of(path).write_text(json.dumps(trace(timeline)))
+    file_path(path).write_text(json.dumps(trace(timeline)))
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
     """The trace as data."""
-    lanes = _lanes(of_a_timeline(timeline, "write"))
+    lanes = _lanes(checked_timeline(timeline, "write"))
     named = f"{timeline.name or 'program'} on {timeline.chip.name}"
     events = [_metadata("process_name", 0, name=named)]
     for thread, name in sorted({(thread, name) for _, thread, name in lanes}):
         events.append(_metadata("thread_name", thread, name=name))
         events.append(_metadata("thread_sort_index", thread, sort_index=thread))
     drawn = [_event(span, thread) for span, thread, _ in lanes]
-    events += sorted(drawn, key=lambda event: (event["tid"], event["ts"], -event["dur"]))  # what encloses comes first
+    events += sorted(drawn, key=lambda event: (event["tid"], event["ts"], -event["dur"]))  # enclosing slices first
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": _totals(timeline)}
 
 
 def _lanes(timeline: Timeline) -> list[tuple[Span, int, str]]:
-    """Each span with a thread for each of its rows, and that thread's name; loops enclose what is computed in them.
+    """Each span with a thread per row, and that thread's name; loops enclose what is computed in them.
 
-    What overlaps without nesting needs a thread of its own, so a row takes as many as it has lanes.
+    Spans that overlap without nesting need threads of their own, so a row takes a thread per lane.
     """
-    found = [(span, 0, _title("compute", 0)) for span in timeline.spans if span.category == "loop"]
+    lanes = [(span, 0, _title("compute", 0)) for span in timeline.spans if span.category == "loop"]
     first = 0
     for name in timeline.rows:
         placed = timeline.lanes(name)
-        found += [(span, first + lane, _title(name, lane)) for span, lane in placed]
+        lanes += [(span, first + lane, _title(name, lane)) for span, lane in placed]
         first += max((lane + 1 for _, lane in placed), default=1)
-    return found
+    return lanes
 
 
 def _title(row: str, lane: int) -> str:

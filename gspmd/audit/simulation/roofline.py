@@ -1,4 +1,4 @@
-"""What one instruction takes: the compiler's own estimate, or else the slower of matrix unit and memory."""
+"""Seconds of one instruction: the compiler's estimate, or else the roofline of matrix unit and main memory."""
 
 import re
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ FREE = (
     *("after-all", "add-dependency", "opt-barrier", "optimization-barrier", "domain", "async-update"),
     *("recv", "recv-done", "send-done"),
 )
-"""Opcodes that name something, make room or wait for it, and run nothing."""
+"""Opcodes that only name a value, allocate or wait: they take no time."""
 
 _PLACED = re.compile(r"\b[a-z]\w*\[[\d,<=]*\](\{[^}]*\})?")
 _CHIP = re.compile(r"S\((?!0\)|5\))\d+\)")  # 0 is main memory, 5 the host's
@@ -27,29 +27,29 @@ class Cost:
     Attributes:
         seconds: that it takes.
         flops: of its matrix products.
-        bytes: that it reads from the chip's main memory and writes there.
-        waits: whether those bytes take longer than the products do, both at the chip's peak.
+        bytes: read from and written to main memory.
+        memory_bound: whether the bytes take longer than the products, both at the chip's peak.
     """
 
     seconds: float
     flops: int = 0
     bytes: int = 0
-    waits: bool = False
+    memory_bound: bool = False
 
 
 def cost(module: Module, computation: Computation, instruction: Instruction, chip: Chip) -> Cost:
-    """What an instruction takes that runs on the chip alone.
+    """The cost of an instruction that communicates with no other device.
 
     Args:
-        module: the whole program.
-        computation: where it stands.
-        instruction: no collective, and nothing that runs other computations one by one.
-        chip: that runs it.
+        module: the program.
+        computation: that contains the instruction.
+        instruction: no collective, and no loop, conditional or call.
+        chip: the hardware.
 
     Returns:
-        The compiler's estimated cycles over the clock, where it makes an estimate (only the TPU compiler does); nothing
-        for what only names something, takes a buffer, or works on single numbers; otherwise the roofline: the longer of
-        the matrix products at the chip's peak and the bytes at the bandwidth of its main memory.
+        The compiler's estimated cycles over the clock, if there is an estimate (only the TPU compiler makes them); zero
+        for instructions that only name a value, allocate a buffer, or compute scalars; otherwise the roofline:
+        max(flops / peak, bytes / memory bandwidth).
     """
     if instruction.opcode in FREE or not (instruction.cycles or _runs(computation, instruction)):
         return Cost(0.0)
@@ -61,7 +61,7 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
 
 
 def _runs(computation: Computation, instruction: Instruction) -> bool:
-    """Whether an instruction does anything with arrays; a custom call without operands is a buffer."""
+    """Whether an instruction computes anything but scalars; a custom call without operands allocates a buffer."""
     if instruction.opcode == "custom-call" and not instruction.operands:
         return False
     seen = [instruction, *(computation.by_name[name] for name in instruction.operands)]
@@ -69,17 +69,17 @@ def _runs(computation: Computation, instruction: Instruction) -> bool:
 
 
 def _dtype(computation: Computation, instruction: Instruction) -> str:
-    """Float32 where a product's first operand is: its peak is another."""
+    """The dtype whose peak counts: float32 if the first operand is, else bfloat16."""
     first = computation.by_name[instruction.operands[0]].arrays[:1] if instruction.operands else ()
     return "float32" if first and first[0].dtype in ("f32", "f64") else "bfloat16"
 
 
 def traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Bytes that an instruction reads from main memory and writes there.
+    """Bytes that an instruction reads from main memory and writes to it.
 
-    Arrays that the compiler placed in a memory of the chip (`S(1)` and so on in their layouts) have none. Of an array
-    that is only sliced the slices count, and of one that is updated in place the update. An array in the host's memory
-    (`S(5)`) counts as if it lay in main memory, the least that it can take: the link to the host is slower.
+    Arrays in on-chip memory (`S(1)`, ... in their layouts) do not count. Of a sliced array the slice counts, of one
+    updated in place the update. An array in host memory (`S(5)`) counts as if in main memory, a lower bound: the link
+    to the host is slower.
 
     Source: memory spaces as openxla/xla numbers them, `Layout::kHostMemorySpace` (`layout.h`).
     """
@@ -98,8 +98,8 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
 
 def _in_memory(instruction: Instruction) -> Iterator[bool]:
     """For each array of the result, whether it lies in main memory."""
-    for found in _PLACED.finditer(instruction.type):
-        yield not _CHIP.search(found[1] or "")
+    for layout in _PLACED.finditer(instruction.type):
+        yield not _CHIP.search(layout[1] or "")
 
 
 def _taken(user: Instruction, source: Instruction) -> int:
@@ -118,7 +118,7 @@ def _made(computation: Computation, instruction: Instruction) -> int:
 
 
 def _read(module: Module, inner: Computation, number: int) -> int:
-    """Bytes that a fusion reads of its operand of this number."""
+    """Bytes that a fusion reads of one operand."""
     parameter = inner.parameters[number]
     return min(parameter.bytes, _used(module, inner, parameter))
 

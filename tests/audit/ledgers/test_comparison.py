@@ -3,8 +3,8 @@
 import pytest
 
 import gspmd
-from gspmd.audit import Entry, Ledger
-from gspmd.audit.ledgers.comparison import VERDICTS, Comparison, Row, compare
+from gspmd.audit import Comparison, Entry, Ledger, compare
+from gspmd.audit.ledgers.verdicts import VERDICTS, Row
 from gspmd.planner.steps import Step
 from gspmd.tracing.program_plan import PlannedStep, ProgramPlan
 

@@ -9,8 +9,7 @@ import pytest
 from jax import lax
 
 import gspmd
-from gspmd.audit import topology
-from gspmd.audit.ledgers.comparison import Comparison
+from gspmd.audit import Comparison, topology
 
 MESH = {"x": 4, "y": 2}
 

@@ -5,7 +5,8 @@ import pytest
 
 import gspmd
 from gspmd.audit import Entry, Ledger
-from gspmd.audit.ledgers.difference import Change, difference
+from gspmd.audit.ledgers.changes import Change
+from gspmd.audit.ledgers.ledger import difference
 
 MESH = {"x": 4, "y": 2}
 GATHER = Entry("all-gather", ("x",), 3, 288, "f32")

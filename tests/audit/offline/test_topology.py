@@ -1,6 +1,5 @@
 """Topologies: what the TPU compiler describes, meshes over its torus, and what does not exist."""
 
-import importlib
 import os
 import subprocess
 import sys
@@ -16,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 import gspmd
 from gspmd import PlanError, host
 from gspmd.audit import slices, topology
+from gspmd.audit.offline.libtpu import require_libtpu
+from gspmd.audit.offline.names import POD_CHIPS
 from gspmd.hardware.chips import CHIPS, chip_of_device
-
-module = importlib.import_module("gspmd.audit.offline.tpu")
 
 needs_libtpu = pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 
@@ -53,7 +52,7 @@ def test_every_chip(name, count):
 
 
 def test_the_chips_are_those_that_are_no_switch():
-    assert set(module._PODS) == {name for name, row in CHIPS.items() if not row.is_switch}
+    assert set(POD_CHIPS) == {name for name, row in CHIPS.items() if not row.is_switch}
 
 
 @needs_libtpu
@@ -239,7 +238,7 @@ FITTING = [("0.0.42", PIN), ("0.0.42.1", PIN), ("0.0.42", ["libtpu==0.0.42"]), (
 @pytest.mark.parametrize(("found", "pins"), FITTING, ids=str)
 def test_a_libtpu_that_jax_accepts(monkeypatch, found, pins):
     _pretend(monkeypatch, found, pins)
-    module._require_libtpu("v4:4x4x4")
+    require_libtpu("v4:4x4x4")
 
 
 def test_a_library_of_the_users_own_is_left_to_jax(monkeypatch, tmp_path):
@@ -247,7 +246,7 @@ def test_a_library_of_the_users_own_is_left_to_jax(monkeypatch, tmp_path):
     library = tmp_path / "libtpu.so"
     library.touch()
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(library))
-    module._require_libtpu("v4:4x4x4")
+    require_libtpu("v4:4x4x4")
 
 
 def test_the_environment_is_the_users_first(monkeypatch):

@@ -8,6 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 
 from gspmd.audit import gantt, hlo, timeline
+from gspmd.audit.simulation.bars import ink_on, pale_of
 from gspmd.audit.simulation.machine import Span
 from gspmd.hardware.chips import CHIPS
 from gspmd.planner.drawing import COLORS
@@ -31,7 +32,7 @@ def bars(axes, color):
 
 
 def pale(color):
-    return to_hex(gantt._pale(color))
+    return to_hex(pale_of(color))
 
 
 def texts(axes):
@@ -171,7 +172,7 @@ def test_thin_bars_are_no_white_edges():
 
 def test_labels_are_legible_on_every_color():
     for color in gantt.PALETTE.values():
-        light = [_luminance(each) for each in (color, gantt._on(color))]
+        light = [_luminance(each) for each in (color, ink_on(color))]
         assert (max(light) + 0.05) / (min(light) + 0.05) > 3, color
 
 

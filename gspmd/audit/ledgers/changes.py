@@ -1,12 +1,12 @@
-"""What changes from one compiled program to another: `Ledger.diff`, by kind, mesh axes and dtype."""
+"""`Difference`: what changes from one compiled program to another, by kind, mesh axes and dtype."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rich.text import Text
 
-from gspmd.annotate.errors import PlanError, shown
-from gspmd.audit.ledgers.ledger import Ledger
+from gspmd.audit.ledgers.entries import Entry
 from gspmd.display.plain import printable
 from gspmd.display.printed import Printed
 from gspmd.display.tables import Column, Sheet, counted
@@ -18,12 +18,12 @@ _Key = tuple[str, tuple[str, ...], str]
 
 @dataclass(frozen=True)
 class Change:
-    """Collectives of one kind, over the same mesh axes and of one dtype, in two programs.
+    """Collectives of one kind, over the same mesh axes and of the same dtype, in two programs.
 
     Attributes:
         kind, axes, dtype: as in the entries of a ledger; axes in alphabetical order.
-        before: how often they run, and the bytes that one device sends; (0, 0) where there were none.
-        after: the same of the other program.
+        before: how often they run, and the bytes that one device sends; (0, 0) if there are none.
+        after: the same in the other program.
     """
 
     kind: str
@@ -35,7 +35,7 @@ class Change:
 
 @dataclass(frozen=True, repr=False)
 class Difference(Printed):
-    """Two ledgers, one beside the other; counts and bytes are per device and execution. False where they are equal.
+    """Two ledgers compared; counts and bytes are per device and execution. False if they are equal.
 
     Attributes:
         rows: what changed, most bytes first.
@@ -53,7 +53,7 @@ class Difference(Printed):
         return bool(self.rows) or self.flops[0] != self.flops[1]
 
     def table(self) -> Sheet:
-        """What changed as a rich table, with the totals of bytes and operations below."""
+        """What changed, as a rich table with the totals of bytes and operations."""
         sheet = Sheet(f"{self._title}: what one device sends", _COLUMNS)
         for row in self.rows:
             amounts = [f"{n} × {amount_of_bytes(sent / n)}" if n else "none" for n, sent in (row.before, row.after)]
@@ -96,37 +96,17 @@ def _change(before: int, after: int) -> str:
     return "new" if not before else f"× {after / before:.3g}" if after else "gone"
 
 
-def difference(before: Ledger, after: Ledger) -> Difference:
-    """Put the ledgers of two programs beside each other.
-
-    Args:
-        before, after: of programs on meshes with the same names of axes.
-
-    Raises:
-        PlanError: one of them is no ledger.
-
-    Example:
-        >>> before = Ledger((), 128, {"x": 4})
-        >>> bool(difference(before, before)), bool(difference(before, Ledger((), 256, {"x": 4})))
-        (False, True)
-    """
-    for each in (before, after):
-        if not isinstance(each, Ledger):
-            raise PlanError(
-                f"cannot put {shown(each)} beside a ledger: it is none.\n"
-                "  Give what gspmd.ledger(compiled) returns."
-            )
+def changes(before: Iterable[Entry], after: Iterable[Entry]) -> tuple[Change, ...]:
+    """What changes from some entries to others, most bytes first."""
     sums = _sums(before), _sums(after)
     both = [Change(*key, *(each.get(key, (0, 0)) for each in sums)) for key in sorted({*sums[0], *sums[1]})]
     changed = [row for row in both if row.before != row.after]
-    rows = sorted(changed, key=lambda row: -max(row.before[1], row.after[1]))
-    sent, work = (before.wire_bytes, after.wire_bytes), (before.flops, after.flops)
-    return Difference(tuple(rows), sent, work, (before.name, after.name))
+    return tuple(sorted(changed, key=lambda row: -max(row.before[1], row.after[1])))
 
 
-def _sums(ledger: Ledger) -> dict[_Key, tuple[int, int]]:
+def _sums(entries: Iterable[Entry]) -> dict[_Key, tuple[int, int]]:
     counts, sent = Counter(), Counter()
-    for entry in ledger.entries:
+    for entry in entries:
         key = entry.kind, tuple(sorted(entry.axes)), entry.dtype
         counts[key] += entry.count
         sent[key] += entry.wire_bytes

@@ -1,0 +1,80 @@
+"""The entries of a ledger: one collective of a compiled program each."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gspmd.display.plain import printable
+from gspmd.display.units import amount_of_bytes, axes_text
+
+Key = tuple[str, tuple[str, ...]]
+"""A kind of collective, and mesh axes in alphabetical order."""
+
+
+@dataclass(frozen=True, repr=False)
+class Entry:
+    """One collective instruction of a compiled program, all its executions together; figures are per device.
+
+    Where the compiler combined several collectives into one instruction, each has an entry of its own.
+
+    Attributes:
+        kind: as in a plan: all-gather, reduce-scatter, all-reduce, all-to-all, collective-permute.
+        axes: the mesh axes it runs over, in the mesh's order; `("?",)` if no set of mesh axes spans its groups.
+        count: how often it runs.
+        wire_bytes: bytes that one device sends in all of them; of a permute, the device that sends most.
+        dtype: what crosses the wire, as HLO names it: `f32`, `bf16`.
+        source: the line of the program that asked for it, `file:line`; empty if unknown.
+        equation: the planned equation it belongs to; empty if no plan asked for it.
+        step: the plan's step, `step2.reduce-scatter.x`; empty if the compiler chose it within an equation.
+        name: of the instruction in the HLO.
+        asynchronous: whether separate instructions start it and wait for it.
+        arrays: how many arrays of this entry it moves at once.
+        group: how many devices communicate with each other.
+        together: how many arrays the instruction moves, those of other entries included.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    count: int
+    wire_bytes: int
+    dtype: str
+    source: str = ""
+    equation: str = ""
+    step: str = ""
+    name: str = field(default="", compare=False)
+    asynchronous: bool = False
+    arrays: int = 1
+    group: int = 1
+    together: int = 1
+
+    def __repr__(self) -> str:
+        what = f"{self.count} × {self.kind} {axes_text(self.axes)} {self.dtype}".rstrip()
+        sent = amount_of_bytes(self.wire_bytes)
+        return printable(f"<Entry {what}: {sent}, {asked_for_by(self.equation, self.step, self.source)}>")
+
+
+def asked_for_by(equation: str, step: str, source: str) -> str:
+    """What asked for a collective: the equation with its step, and the source line; or the compiler."""
+    planned = " ".join(part for part in (equation, step_text(step)) if part)
+    return "  ".join(part for part in (planned, short(source)) if part) or "the compiler"
+
+
+def step_text(step: str) -> str:
+    """`step2.reduce-scatter.x` as `step 2`."""
+    return step.partition(".")[0].replace("step", "step ")
+
+
+def short(source: str) -> str:
+    """A source line with the last two parts of its path."""
+    return "/".join(Path(source).parts[-2:]) if source else ""
+
+
+def by_kind_and_axes(entries: Iterable[Entry]) -> dict[Key, tuple[int, int]]:
+    """For every kind of collective and set of mesh axes: how often it runs, and the bytes sent."""
+    counts, sent = Counter(), Counter()
+    for entry in entries:
+        key = (entry.kind, tuple(sorted(entry.axes)))
+        counts[key] += entry.count * entry.arrays
+        sent[key] += entry.wire_bytes
+    return {key: (counts[key], sent[key]) for key in sorted(counts)}

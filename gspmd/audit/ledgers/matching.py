@@ -1,0 +1,113 @@
+"""Match compiled collectives with planned steps, by their scopes.
+
+An equation and the scope of one of its steps, `step2.reduce-scatter.x`, name a step on either side.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from gspmd.audit.hlo.replica_groups import UNNAMED
+from gspmd.audit.ledgers.entries import Entry
+from gspmd.lowerings.scopes import step_name
+from gspmd.planner.steps import Step
+from gspmd.tracing.program_plan import PlannedStep, ProgramPlan
+
+Name = tuple[str, str]
+"""An equation, and the scope of one of its steps."""
+
+
+def planned_steps(entries: Iterable[PlannedStep]) -> dict[Name, list[PlannedStep]]:
+    """The planned collectives by name."""
+    steps: dict[Name, list[PlannedStep]] = defaultdict(list)
+    for entry in entries:
+        if entry.step.is_collective and entry.step.wire_bytes:
+            steps[entry.equation, step_name(entry.number, entry.step)].append(entry)
+    return steps
+
+
+def by_name(entries: Iterable[Entry]) -> dict[Name, list[Entry]]:
+    """The compiled collectives by name."""
+    named: dict[Name, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        named[entry.equation, entry.step].append(entry)
+    return named
+
+
+def planned_total(steps: Sequence[PlannedStep]) -> tuple[int, int]:
+    """How often steps run, and the bytes they send."""
+    return sum(step.trips for step in steps), sum(step.wire_bytes for step in steps)
+
+
+def compiled_total(entries: Sequence[Entry]) -> tuple[int, int]:
+    """How often entries run, and the bytes they send."""
+    return sum(entry.count for entry in entries), sum(entry.wire_bytes for entry in entries)
+
+
+def credit_shared_steps(plan: ProgramPlan, entries: Sequence[Entry]) -> list[Entry]:
+    """The entries, those compiled in the scope of a shared step credited to the step with the same result.
+
+    Of two equal collectives the plan counts the first, and the compiler may keep either. Looped steps may share some of
+    their permutes only: part of such an entry is credited.
+    """
+    planned, named = planned_steps(plan.entries), by_name(entries)
+    surplus = Counter({name: compiled_total(found)[1] for name, found in named.items()})  # bytes beyond the plan
+    surplus.subtract({name: planned_total(steps)[1] for name, steps in planned.items()})
+    firsts = {name: _firsts(steps, planned) for name, steps in planned_steps(plan.shared).items()}
+    credited = []
+    for rest in entries:
+        for first in firsts.get((rest.equation, rest.step), ()):
+            part, rest = _credit(rest, first, planned, named, surplus)
+            credited += [part] if part else []
+            if not rest:
+                break
+        credited += [rest] if rest else []
+    return credited
+
+
+def _firsts(shared: Sequence[PlannedStep], planned: Iterable[Name]) -> list[Name]:
+    """The steps whose results shared ones use."""
+    number = lambda name: int(name[1].partition(".")[0].removeprefix("step"))  # noqa: E731
+    return [name for name in planned if any(step.first == (name[0], number(name)) for step in shared)]
+
+
+def _credit(
+    entry: Entry, first: Name, planned: Mapping, named: Mapping, surplus: Counter
+) -> tuple[Entry | None, Entry | None]:
+    """The part of an entry that `first` lacks, under that name, and the rest of the entry."""
+    name = entry.equation, entry.step
+    only_here = name not in planned and first not in named
+    part, rest = _split(entry, entry.wire_bytes if only_here else min(surplus[name], -surplus[first]))
+    if first == name or not part:
+        return None, entry
+    surplus.update({name: -part.wire_bytes, first: part.wire_bytes})
+    return replace(part, equation=first[0], step=first[1]), rest
+
+
+def _split(entry: Entry, amount: int) -> tuple[Entry | None, Entry | None]:
+    """The part of an entry that sends so many bytes, and the rest; only permutes are split."""
+    if amount >= entry.wire_bytes:
+        return entry, None
+    if amount <= 0 or entry.kind != "collective-permute" or entry.count < 2:
+        return None, entry
+    count = min(max(1, round(entry.count * amount / entry.wire_bytes)), entry.count - 1)
+    part = replace(entry, count=count, wire_bytes=amount)
+    return part, replace(entry, count=entry.count - count, wire_bytes=entry.wire_bytes - amount)
+
+
+def under_axes_of_steps(planned: Mapping[Name, list[PlannedStep]], entries: Sequence[Entry]) -> list[Entry]:
+    """The entries; a step compiled in parts, each over some of its axes, has all entries under the axes of the step."""
+    axes = {}
+    for name, found in by_name(entries).items():
+        step = planned[name][0].step if name in planned else None
+        over = {axis for entry in found for axis in entry.axes}
+        enough = compiled_total(found)[1] >= planned_total(planned.get(name, ()))[1]
+        covered = step and (_covers(step, over) or (over == {*UNNAMED} and enough))  # parts of an axis have no name
+        if covered and all(entry.kind == step.kind for entry in found):
+            axes[name] = step.axes
+    return [replace(entry, axes=axes.get((entry.equation, entry.step), entry.axes)) for entry in entries]
+
+
+def _covers(step: Step, over: set[str]) -> bool:
+    """Whether these are all axes of a step; a permute may move nothing along some of them."""
+    return over == set(step.axes) or (step.kind == "collective-permute" and over < set(step.axes))

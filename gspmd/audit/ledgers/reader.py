@@ -1,0 +1,154 @@
+"""`gspmd.ledger`: read a ledger from the optimized HLO of a compiled program."""
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+import jax
+
+from gspmd.annotate.errors import PlanError
+from gspmd.audit import hlo
+from gspmd.audit.arguments import mesh_sizes
+from gspmd.audit.hlo.collectives import Collective, collective
+from gspmd.audit.hlo.flops import product_flops, uncounted
+from gspmd.audit.hlo.loops import trips
+from gspmd.audit.hlo.origin import by_origin
+from gspmd.audit.hlo.replica_groups import axes_of
+from gspmd.audit.ledgers.entries import Entry
+from gspmd.audit.ledgers.ledger import Ledger
+
+
+def ledger(compiled: Any, mesh: Any = None) -> Ledger:
+    """Read what a compiled program sends.
+
+    Args:
+        compiled: `jax.jit(f).lower(...).compile()`, for any platform, or the text of its optimized HLO.
+        mesh: a mesh, or sizes of its axes in its order; by default that of the program's inputs or outputs, or else
+            the current mesh.
+
+    Returns:
+        A `Ledger`: every collective with its mesh axes, executions, bytes, dtype, plan step and source line.
+
+    Raises:
+        PlanError: `compiled` is not compiled, or `mesh` no mesh; no mesh is given, and none can be found; or mesh and
+            program have different numbers of devices.
+        HloError: the text is no HLO module.
+
+    Example:
+        >>> mesh = jax.make_mesh((1,), ("x",))
+        >>> x = jax.ShapeDtypeStruct((4, 4), "float32", sharding=jax.NamedSharding(mesh, jax.P("x")))
+        >>> ledger(jax.jit(lambda x: x @ x).lower(x).compile()).flops
+        128
+
+    Differs: from `compiled.cost_analysis()`, which counts a loop's body once and has no collectives.
+    """
+    module = hlo.parse(_text_of(compiled))
+    return of_module(module, mesh_sizes(_mesh_of(compiled) if mesh is None else mesh))
+
+
+def of_module(module: hlo.Module, mesh: Mapping[str, int]) -> Ledger:
+    """The ledger of a parsed module."""
+    if module.devices not in (1, prod(mesh.values())):
+        written = ",".join(f"{axis}={size}" for axis, size in mesh.items())
+        raise PlanError(
+            f"cannot name the mesh axes of {module.name}: {module.devices} devices run it, and the mesh {written} has "
+            f"{prod(mesh.values())}.\n  Give mesh=, the one that it was compiled for."
+        )
+    reader = _Reader(module, mesh)
+    entries, flops = reader.read(module.entry, 1)
+    return Ledger(tuple(entries), flops, dict(mesh), module.name, tuple(dict.fromkeys(reader.notes)))
+
+
+class _Reader:
+    """Reads a module from its entry, times the trips of its loops."""
+
+    def __init__(self, module: hlo.Module, mesh: Mapping[str, int]):
+        self.module, self.mesh, self.notes = module, mesh, []
+        self.devices = prod(mesh.values())
+
+    def read(self, computation: hlo.Computation, times: int) -> tuple[list[Entry], int]:
+        """The entries of a computation that runs `times` times, and the operations of its products."""
+        entries, flops = [], 0
+        for instruction in computation.instructions:
+            flops += times * product_flops(self.module, computation, instruction)
+            for name, target in uncounted(self.module, computation, instruction):
+                self.notes.append(f"the operations of custom call {name} ({target}) are not counted")
+            sent = collective(self.module, computation, instruction, self.devices)
+            if sent and sent.phase != "done" and sent.group > 1:
+                entries += self._entries(computation, instruction, sent, times)
+            if instruction.opcode == "conditional":
+                inner = max((self.read(branch, times) for branch in self._called(instruction)), key=_size)
+                entries, flops = entries + inner[0], flops + inner[1]
+            elif instruction.opcode in ("while", "call", "async-start") and not sent:
+                for branch, runs in self._runs(computation, instruction):
+                    if runs == 0:
+                        continue
+                    inner = self.read(branch, times * runs)
+                    entries, flops = entries + inner[0], flops + inner[1]
+        return entries, flops
+
+    def _called(self, instruction: hlo.Instruction) -> list[hlo.Computation]:
+        return [self.module.computations[name] for name in instruction.called]
+
+    def _runs(self, computation: hlo.Computation, caller: hlo.Instruction) -> Iterator[tuple[hlo.Computation, int]]:
+        """The computations that an instruction runs, and how often."""
+        if caller.opcode != "while":
+            yield from ((each, 1) for each in self._called(caller))
+            return
+        known = trips(self.module, computation, caller)
+        runs = 1 if known is None else known
+        if known is None:
+            self.notes.append(f"the trips of loop {caller.name} depend on what is computed; it is counted once")
+        for role, times in (("condition", runs + 1 if known else 1), ("body", runs)):
+            yield self.module.computations[caller.attribute(role).lstrip("%")], times
+
+    def _entries(
+        self, computation: hlo.Computation, instruction: hlo.Instruction, sent: Collective, times: int
+    ) -> Iterator[Entry]:
+        """The entries of a collective, one for each origin of its arrays."""
+        for origin, part in by_origin(self.module, computation, instruction, sent):
+            yield Entry(
+                part.kind,
+                axes_of(sent.instruction, self.mesh),
+                times,
+                part.wire_bytes * times,
+                part.dtype,
+                origin.source,
+                origin.equation,
+                origin.step,
+                instruction.name,
+                asynchronous=sent.phase == "start",
+                arrays=len(part.arrays),
+                group=part.group,
+                together=len(sent.arrays),
+            )
+
+
+def _size(part: tuple[list[Entry], int]) -> tuple[int, int]:
+    return sum(entry.wire_bytes for entry in part[0]), part[1]
+
+
+def _text_of(compiled: Any) -> str:
+    if isinstance(compiled, str):
+        return compiled
+    if not hasattr(compiled, "as_text"):
+        raise PlanError(
+            f"cannot read what a {type(compiled).__name__} sends: it is not compiled.\n"
+            "  Give jax.jit(f).lower(...).compile(), or the text of its optimized HLO."
+        )
+    return compiled.as_text()
+
+
+def _mesh_of(compiled: Any) -> Any:
+    """The mesh of a program's inputs or outputs, or else the current one."""
+    if not isinstance(compiled, str):
+        for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
+            if isinstance(sharding, jax.NamedSharding) and not sharding.mesh.empty:
+                return sharding.mesh
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise PlanError(
+            "cannot name the mesh axes of this program: nothing it takes or makes lies on a mesh.\n"
+            "  Give mesh=, or call inside `with jax.set_mesh(mesh):`."
+        )
+    return mesh

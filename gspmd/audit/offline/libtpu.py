@@ -1,0 +1,62 @@
+"""libtpu, the compiler for TPUs: the devices of a slice as it describes them, and which version is needed."""
+
+import os
+import re
+from importlib import metadata
+
+import jax
+from jax.experimental import topologies
+
+from gspmd.annotate.errors import PlanError
+from gspmd.hardware.chips import Chip
+from gspmd.host import quiet_libtpu
+
+# A v4 chip is one device ("megacore") in JAX, but not by default in its compiler. The defaults of other chips are what
+# JAX shows: v5p one device, v3 and tpu7x one for each of their two cores.
+_OPTIONS = {"tpu-v4": {"chip_config_name": "megacore"}}
+
+
+def slice_devices(chip: Chip, sizes: str) -> tuple[jax.Device, ...]:
+    """The devices of a slice, such as `4x4x4`, in torus order; starts no backend.
+
+    Raises:
+        PlanError: libtpu refuses the slice.
+    """
+    quiet_libtpu()
+    try:
+        described = topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{chip.name.removeprefix('tpu-')}:{sizes}", **_OPTIONS.get(chip.name, {})
+        )
+    except RuntimeError as error:
+        reason = re.sub(r"^[A-Z_]+: ", "", str(error).strip().splitlines()[0])
+        raise PlanError(f"libtpu refuses the topology {f'{chip.name}:{sizes}'!r}: {reason}") from None
+    return tuple(sorted(described.devices, key=lambda d: (*d.coords, d.core_on_chip)))
+
+
+def require_libtpu(name: str) -> None:
+    """Check that libtpu is installed, in the version that this JAX needs.
+
+    Raises:
+        PlanError: it is not; the topology `name` cannot be described.
+    """
+    jax_version, pin = metadata.version("jax"), _pinned()
+    try:
+        found = metadata.version("libtpu")
+    except metadata.PackageNotFoundError:
+        if os.path.isfile(os.environ.get("TPU_LIBRARY_PATH", "")):
+            return  # the user's own build, which JAX loads
+        raise PlanError(
+            f"cannot describe {name!r}: libtpu, the compiler for TPUs, is not installed.\n"
+            f"  Install it with pip install 'gspmd[tpu]', on Linux x86-64 (jax {jax_version} needs libtpu=={pin})."
+        ) from None
+    if found != pin and not (pin.endswith("*") and f"{found}.".startswith(pin[:-1])):
+        raise PlanError(
+            f"cannot describe {name!r}: libtpu {found} is installed, and jax {jax_version} needs libtpu=={pin}.\n"
+            f"  Install that one with pip install 'libtpu=={pin}'."
+        )
+
+
+def _pinned() -> str:
+    """The version of libtpu that this JAX requires, such as `0.0.42.*`; `*` for any."""
+    pins = (re.match(r"libtpu\s*==\s*([\w.*]+)", line) for line in metadata.requires("jax") or ())
+    return next((pin[1] for pin in pins if pin), "*")

@@ -1,0 +1,139 @@
+"""`Report`: what compiling a function for an absent machine has shown: whether it fits, and what it costs."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from gspmd.audit.hlo.module import Module
+from gspmd.audit.ledgers.ledger import Ledger
+from gspmd.audit.offline.memory import Buffer, buffers_table
+from gspmd.audit.offline.tpu import Topology
+from gspmd.audit.simulation.timeline import Timeline
+from gspmd.display.plain import printable
+from gspmd.display.printed import Printed
+from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds
+from gspmd.tracing.program_plan import ProgramPlan
+
+
+@dataclass(frozen=True, repr=False)
+class Report(Printed):
+    """A function compiled for a machine that is not attached; figures are per device and execution.
+
+    Attributes:
+        topology: the machine.
+        mesh: sizes of the mesh axes.
+        fits: whether everything fits in the memory of one device.
+        argument_bytes: parameters, optimizer state, batch, donated arguments included.
+        output_bytes: results that are not donated arguments.
+        temporary_bytes: peak of everything else; results included if it does not fit.
+        hbm_bytes: memory of one device.
+        plan: what gspmd planned.
+        ledger, timeline: of the compiled program; None if it does not fit.
+        module, hlo: the scheduled program, parsed and as text; None and empty if it does not fit.
+        buffers: the largest arrays of one device, largest first: arguments and temporaries. If it does not fit,
+            temporaries are the values of the traced function, some of which the compiler would have merged.
+        compile_seconds: of tracing, lowering and compiling.
+        reason: why it does not fit, in the compiler's words, with decimal units for its binary ones.
+    """
+
+    topology: Topology
+    mesh: Mapping[str, int]
+    fits: bool
+    argument_bytes: int
+    output_bytes: int
+    temporary_bytes: int
+    hbm_bytes: int
+    plan: ProgramPlan = field(repr=False)
+    ledger: Ledger | None = field(repr=False)
+    timeline: Timeline | None = field(repr=False)
+    module: Module | None = field(repr=False)
+    hlo: str = field(repr=False)
+    buffers: tuple[Buffer, ...] = field(repr=False)
+    compile_seconds: float = 0.0
+    reason: str = ""
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Peak bytes of one device."""
+        return self.argument_bytes + self.output_bytes + self.temporary_bytes
+
+    @property
+    def flops(self) -> int:
+        """Operations of the matrix products, as compiled; as planned if it does not fit."""
+        return self.ledger.flops if self.ledger else self.plan.flops
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one device sends, as compiled; as planned if it does not fit."""
+        return self.ledger.wire_bytes if self.ledger else self.plan.wire_bytes
+
+    def to_json(self) -> str:
+        """The figures as JSON; those of the timeline are null if it does not fit."""
+        line = self.timeline
+        figures = {
+            "topology": self.topology.name,
+            "mesh": dict(self.mesh),
+            "fits": self.fits,
+            "bytes_per_device": self.bytes_per_device,
+            "argument_bytes": self.argument_bytes,
+            "output_bytes": self.output_bytes,
+            "temporary_bytes": self.temporary_bytes,
+            "hbm_bytes": self.hbm_bytes,
+            "step_seconds": line and line.step_seconds,
+            "compute_seconds": line and line.compute_seconds,
+            "hidden_seconds": line and line.hidden_seconds,
+            "exposed_seconds": line and line.exposed_seconds,
+            "wire_bytes": self.wire_bytes,
+            "flops": self.flops,
+            "mfu": line and line.mfu,
+            "memory_bound_share": line and line.memory_share,
+            "compile_seconds": self.compile_seconds,
+            "reason": self.reason,
+        }
+        return json.dumps(figures, indent=2)
+
+    def summary(self) -> Table:
+        """The figures as a table of two columns: whether it fits, and what it costs."""
+        table = Table(show_header=False, box=None, pad_edge=False)
+        mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        verdict = "[bold green]fits[/]" if self.fits else "[bold red]does not fit[/]"
+        held, room = amount_of_bytes(self.bytes_per_device), amount_of_bytes(self.hbm_bytes)
+        parts = (f"{amount_of_bytes(n)} {name}" for n, name in self._parts())
+        table.add_row("machine", f"{self.topology.num_devices} {self.topology.chip.name} devices, mesh {mesh}")
+        table.add_row("memory", f"{verdict}: {held} of {room} per device ({', '.join(parts)})")
+        table.add_row("work", f"{amount_of_flops(self.flops)} per device in matrix products")
+        table.add_row("sent", f"{amount_of_bytes(self.wire_bytes)} per device")
+        if self.timeline:
+            table.add_row("time", self.timeline.summary)
+        table.add_row("compiled in", amount_of_seconds(self.compile_seconds))
+        return table
+
+    def _parts(self) -> list[tuple[int, str]]:
+        return [
+            (self.argument_bytes, "arguments"),
+            (self.output_bytes, "results"),
+            (self.temporary_bytes, "temporaries"),
+        ]
+
+    def __rich__(self) -> Group:
+        shown: list[Any] = [self.summary()]
+        if not self.fits:
+            shown += [Text(f"\n{self.reason}", style="red"), buffers_table(self.buffers, 5)]
+        if self.ledger and self.timeline:
+            comparison = self.ledger.compare(self.plan)
+            shown += ["", comparison.table()]
+            if comparison.differing:
+                shown.append(comparison.steps_table())
+            shown += ["", self.timeline.table()]
+        return Group(*shown)
+
+    def __repr__(self) -> str:
+        verdict = "fits" if self.fits else "does not fit"
+        held, room = amount_of_bytes(self.bytes_per_device), amount_of_bytes(self.hbm_bytes)
+        figures = f"{verdict}, {held} of {room} per device"
+        return printable(f"<Report for {self.topology.name}: {figures}; print it for its tables>")

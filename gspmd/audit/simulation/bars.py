@@ -1,0 +1,148 @@
+"""The bars of a Gantt chart: their colors, their lanes, and the labels that fit."""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+from gspmd.audit.simulation.machine import Span
+from gspmd.display.units import axes_text
+
+PALETTE = {
+    "einsum": "#5b6b7f",
+    "other": "#b4bfcc",
+    "all-gather": "#56b4e9",
+    "reduce-scatter": "#cc79a7",
+    "all-reduce": "#d55e00",
+    "all-to-all": "#e69f00",
+    "collective-permute": "#0072b2",
+    "copy": "#009e73",
+}
+"""The hues of a printed plan (`gspmd.planner.drawing.COLORS`), in the tones of Okabe and Ito (*Color Universal Design*,
+2008), which the color-blind can tell apart."""
+
+INK, FAINT = "#27313d", "#8b96a3"
+WIDTH, LANE = 12.0, 0.13
+"""Inches of the figure, and of a lane of a row with many lanes."""
+HEIGHT, ROW = 0.66, 0.55
+"""Fraction of a row that bars fill, and inches of a row."""
+DRAWN = 0.93 * WIDTH
+"""Inches of the time axis, about."""
+
+_EDGED = 0.03
+"""Inches of a bar from which on it gets a white edge; narrower ones would be nothing but edge."""
+
+_LABEL = 7.5
+"""Points of a bar's label."""
+
+_NARROWEST = 0.25
+"""Lower bound of a letter's mean width, in font sizes: texts too long by this bound are not measured."""
+
+
+def draw_row(
+    axes: Any,
+    placed: list[tuple[Span, int]],
+    stops: Sequence[float],
+    middle: float,
+    room: float,
+    scale: float,
+    inch: float,
+) -> None:
+    """Draw the bars of one row; those that overlap in time lie above one another, in lanes.
+
+    Args:
+        axes: of matplotlib.
+        placed: spans with their lanes, `Timeline.lanes`.
+        stops: seconds at which a label beside a bar has to end: where loops start, and the end.
+        middle, room: of the row, in units of the vertical axis.
+        scale: units of the time axis per second.
+        inch: seconds per inch.
+    """
+    whole, groups = room - 1 + HEIGHT, list(_overlapping(placed))
+    stops = [*(group[0][0].start for group in groups), *stops]
+    for group in groups:
+        height = whole / (1 + max(lane for _, lane in group))
+        end = group[-1][0].start + group[-1][0].seconds
+        free = min((stop for stop in stops if stop > group[-1][0].start), default=end) - end
+        for span, lane in group:
+            bottom = middle - whole / 2 + lane * height
+            _bar(axes, span, bottom, height, scale, inch)
+            if height * ROW >= LANE * 0.95:
+                beside = free if len(group) == 1 and not _on_chip(span) else 0.0
+                _label(axes, span, beside, bottom + height / 2, scale, inch)
+
+
+def _overlapping(placed: list[tuple[Span, int]]) -> Iterator[list[tuple[Span, int]]]:
+    """Spans in groups that overlap in time; a new group starts where all lanes are free again, in lane 0."""
+    group, end = [], 0.0
+    for span, lane in placed:
+        if group and lane == 0 and span.start >= end:
+            yield group
+            group = []
+        group.append((span, lane))
+        end = max(end, span.start + span.seconds * (1 - 1e-9))
+    if group:
+        yield group
+
+
+def _bar(axes: Any, span: Span, bottom: float, height: float, scale: float, inch: float) -> None:
+    """Draw one bar; of a collective, the seconds that the device waits for come last."""
+    for begun, seconds, color in _shades(span):
+        edge = 0.5 if seconds > _EDGED * inch else 0.0
+        style = {"edgecolors": "white", "linewidth": edge, "zorder": 3}
+        axes.broken_barh([(begun * scale, seconds * scale)], (bottom, height), facecolors=color, **style)
+
+
+def _shades(span: Span) -> list[tuple[float, float, str]]:
+    """The hidden and the exposed part of a bar: start, seconds, color."""
+    color = PALETTE.get(span.category, FAINT)
+    exposed = span.seconds if _on_chip(span) else min(span.exposed, span.seconds)
+    hidden = span.seconds - exposed
+    parts = [(span.start, hidden, pale_of(color)), (span.start + hidden, exposed, color)]
+    return [part for part in parts if part[1] > 0] or parts[1:]
+
+
+def _on_chip(span: Span) -> bool:
+    return span.rows in (("compute",), ("memory",))
+
+
+def pale_of(color: str) -> str:
+    """The color of what is hidden: mixed with twice as much white."""
+    return "#" + "".join(f"{(int(color[at : at + 2], 16) + 2 * 255) // 3:02x}" for at in (1, 3, 5))
+
+
+def _label(axes: Any, span: Span, beside: float, middle: float, scale: float, inch: float) -> None:
+    """Write the fullest name that fits into the longer part of a bar, or else into the free seconds beside it."""
+    begun, seconds, color = max(_shades(span), key=lambda part: part[1])
+    style = {"va": "center", "fontsize": _LABEL, "zorder": 4, "clip_on": True}
+    if text := _fitting(span, seconds / inch - 0.03):
+        axes.text((begun + seconds / 2) * scale, middle, text, ha="center", color=ink_on(color), **style)
+    elif text := _fitting(span, beside / inch - 0.12):
+        axes.text((span.start + span.seconds + 0.05 * inch) * scale, middle, text, ha="left", color=INK, **style)
+
+
+def _fitting(span: Span, inches: float) -> str:
+    room = inches / (_NARROWEST * _LABEL / 72)  # characters at most: measuring a text takes a hundred times as long
+    return next((name for name in _names(span) if len(name) < room and width_of(name, _LABEL) < inches), "")
+
+
+@lru_cache(maxsize=4096)
+def width_of(text: str, points: float) -> float:
+    """The width of a text in inches."""
+    from matplotlib.textpath import TextPath
+
+    return TextPath((0, 0), text, size=points).get_extents().width / 72 if text.strip() else 0.0
+
+
+def ink_on(color: str) -> str:
+    """The text color that is legible on a color: white on a dark one."""
+    red, green, blue = (int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    return INK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
+
+
+def _names(span: Span) -> list[str]:
+    """Names for a bar, the fullest first; a collective also says what was planned, where that differs."""
+    if _on_chip(span):
+        return [f"{span.name}  {span.equation}", span.equation, span.name] if span.equation else [span.name]
+    name = f"{span.category} {axes_text(span.rows)}"
+    planned = span.name.split(".")[1] if "." in span.name else span.category
+    return [*([f"{name} (planned {planned})"] if planned != span.category else []), name, span.category]

@@ -1,0 +1,107 @@
+"""`gspmd.audit.timeline`: simulate one device running a compiled program."""
+
+from collections.abc import Mapping
+
+from gspmd.annotate.errors import PlanError
+from gspmd.audit.arguments import mesh_sizes, operations
+from gspmd.audit.hlo.module import Module
+from gspmd.audit.simulation.interpreter import Interpreter
+from gspmd.audit.simulation.links import Torus
+from gspmd.audit.simulation.machine import Machine
+from gspmd.audit.simulation.timeline import Part, Timeline
+from gspmd.hardware.chips import Chip
+from gspmd.hardware.chips import chip as chip_named
+
+
+def timeline(
+    module: Module, chip: Chip | str, mesh: Mapping[str, int], *, flops: float = 0, torus: Torus | None = None
+) -> Timeline:
+    """Simulate one device running a compiled program once.
+
+    - **Computation**: an instruction takes the cycles that the TPU compiler estimates, over the chip's clock (of both
+      cores together, where a chip has two). Without an estimate it takes the longer of its matrix products at peak and
+      its bytes at the bandwidth of main memory. Instructions that only name a value are free.
+    - **Collectives** take `gspmd.hardware.links.collective_seconds`; a mesh axis is one ring, or those of `torus`. A
+      permute by the same number of places along one axis (a step of a ring) takes its bytes over one link per place,
+      in one direction (`gspmd.audit.simulation.links`). Groups that no mesh axes span are one ring.
+    - **Asynchronous collectives** overlap with the instructions between start and done, where the device waits for the
+      rest.
+    - **Links**: a mesh axis has two directions. A collective other than a shift uses both, on all of its axes.
+      Collectives in the same direction of an axis share it evenly; each is as slow as on its most contended link, and
+      bandwidth that this leaves on other links is not used. Hops take time, but no bandwidth.
+    - **Copies** between memories (`copy-start`, asynchronous slices) take their bytes at the bandwidth of main memory,
+      which they share. Waiting for one counts as computing.
+    - **Loops** are simulated until an iteration starts in the same state as the one before (the second does, unless a
+      transfer is in flight across iterations); that one counts for the rest. Of a conditional, the slowest branch runs.
+
+    Args:
+        module: an optimized and scheduled program, `gspmd.audit.hlo.parse(compiled.as_text())`.
+        chip: the hardware to simulate.
+        mesh: sizes of the mesh axes, in the order of the devices.
+        flops: of the model, per device and step, for `mfu`; by default those of the program's matrix products.
+        torus: mesh axis -> sizes of its torus axes (`Topology.rings`); by default one.
+
+    Returns:
+        A `Timeline`, to print; `gspmd.audit.gantt.draw` and `gspmd.audit.perfetto.write` make pictures of it.
+
+    Raises:
+        PlanError: `module` is no parsed program or `mesh` no mesh, or no chip has this name.
+
+    Example:
+        >>> from gspmd.audit import hlo
+        >>> module = hlo.parse('''HloModule m, is_scheduled=true
+        ...
+        ... ENTRY %main (p: bf16[8,128]) -> bf16[8,512] {
+        ...   %p = bf16[8,128]{1,0} parameter(0)
+        ...   %n = bf16[8,128]{1,0} negate(%p), backend_config={"window_config":{"estimated_cycles":"1050"}}
+        ...   ROOT %g = bf16[8,512]{1,0} all-gather(%n), replica_groups={{0,1,2,3}}, dimensions={1}
+        ... }''')
+        >>> found = timeline(module, "tpu-v4", {"x": 4})
+        >>> round(found.compute_seconds * 1e6, 3), round(found.exposed_seconds * 1e6, 3)
+        (1.0, 2.068)
+
+    Leaves out: launch overheads; skew between devices, and barriers; contention for main memory between collectives,
+    copies and computation; latency of copies; how a collective is pipelined, and its work on the cores; padding to
+    tiles; routing of anything but shifts; mesh axes that share a torus axis; links between slices; clocks other than
+    the nominal one.
+
+    Source: for the links the *scaling book* (jax-ml), parts 2 and 3; for cycles the TPU compiler, `backend_config`.
+    """
+    if not isinstance(module, Module):
+        raise PlanError(
+            f"cannot simulate a {type(module).__name__}: it is no parsed program.\n"
+            "  Give gspmd.audit.hlo.parse(compiled.as_text())."
+        )
+    flops, mesh = operations(flops), mesh_sizes(mesh)
+    interpreter = Interpreter(module, chip_named(chip), mesh, torus or {})
+    interpreter.run(module.entry, [])
+    machine = interpreter.machine
+    machine.drain()
+    sums = machine.sums
+    return Timeline(
+        sums["compute"],
+        sums["hidden"],
+        sums["exposed"],
+        sums["memory"],
+        int(sums["flops"]),
+        flops or sums["flops"],
+        tuple(machine.spans),
+        _parts(machine),
+        interpreter.chip,
+        mesh,
+        module.name,
+        tuple(dict.fromkeys(interpreter.notes)),
+    )
+
+
+def _parts(machine: Machine) -> tuple[Part, ...]:
+    sums = machine.sums
+    keys = dict.fromkeys(key[:2] for key in sums if isinstance(key, tuple) and key[0] != "loop")
+    parts = [
+        Part(category, () if rows[0] in ("compute", "memory") else rows, *(sums[category, rows, n] for n in _SUMMED))
+        for category, rows in keys
+    ]
+    return tuple(sorted(parts, key=lambda part: -part.seconds))
+
+
+_SUMMED = ("count", "seconds", "exposed")
