@@ -10,6 +10,7 @@ import pytest
 
 import gspmd
 from gspmd import host
+from tests.references import schedules
 
 # Programs here are compiled once and run on toy sizes, so most of the suite's time is spent on making machine code.
 # Plain code is made in half the time, and by the emitters that XLA had before its present ones in half of that. The
@@ -44,6 +45,13 @@ def few_memory_maps() -> Iterator[None]:
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
         jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def every_schedule() -> Iterator[None]:
+    """Lets a module's tests ask for `looped:one-way`."""
+    with schedules.every_schedule():
+        yield
 
 
 @pytest.fixture

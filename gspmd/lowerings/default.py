@@ -5,9 +5,9 @@ from contextlib import AbstractContextManager
 import jax
 
 from gspmd.annotate.errors import PlanError, shown, suggestion
-from gspmd.planner.overlap import SCHEDULES
+from gspmd.planner.overlap import PUBLIC_SCHEDULES
 
-LOWERINGS = ("auto", "xla", "blocking", "looped", *(f"looped:{schedule}" for schedule in SCHEDULES))
+LOWERINGS = ("auto", "xla", "blocking", "looped", *(f"looped:{schedule}" for schedule in PUBLIC_SCHEDULES))
 
 _default = jax.make_user_context(default_value="auto")  # part of jit's cache key, so no stale program
 
@@ -18,7 +18,7 @@ def lowering(name: str) -> AbstractContextManager:
     Args:
         name: `"xla"` annotates, and the compiler chooses the collectives; `"blocking"` runs the plan's own collectives
             in a shard_map; `"looped"` runs gathers and reduce-scatters inside the einsums, by the cheapest schedule,
-            and `"looped:<schedule>"` by one of one-way, halves and paired; `"auto"` is, equation by equation, the
+            and `"looped:<schedule>"` by `halves` or `paired`; `"auto"` is, equation by equation, the
             cheaper of blocking and looped by the cost model, and blocking on devices that chips.toml does not list.
 
     Raises:

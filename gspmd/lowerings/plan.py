@@ -35,8 +35,8 @@ def plan(
         mesh: size of every mesh axis, or a `jax.sharding.Mesh`.
         dtype: of all operands, or one each (group members one by one).
         chip: a row of chips.toml.
-        lowering: `"xla"`, `"blocking"`, `"looped"`, `"looped:<schedule>"` with one of one-way, halves and paired, or
-            `"auto"`, the cheaper of blocking and looped.
+        lowering: `"xla"`, `"blocking"`, `"looped"`, `"looped:halves"`, `"looped:paired"`, or `"auto"`, the
+            cheaper of blocking and looped.
         via: the specs that the operands are brought to before the local einsum, where they shall not be searched.
 
     Returns:

@@ -52,6 +52,9 @@ class ContractionTable:
         self._union = tuple(dict.fromkeys(dim for tensor in self._operands for dim in tensor.spec.dims))
         self.dims = tuple(dim for dim in self.target.spec.dims if dim in self._union)
         self._summed = len(self.dims) < len(self._union)
+        tensors = [(tensor.spec.dims, tensor.dtype) for tensor in self._operands] + [(self.dims, self.target.dtype)]
+        self._touched = [(dims, itemsize(dtype)) for dims, dtype in tensors]  # what a local einsum reads and writes
+        self._dtype = max((tensor.dtype for tensor in self._operands), key=itemsize)  # whose speed a product has
         axes, sizes = zip(*environment.mesh) if environment.mesh else ((), ())
         masks = tuple(sum(1 << axes.index(axis) for axis in tensor.spec.partial) for tensor in self._operands)
         allowed = tuple(fitting(self.sizes[dim], sizes) for dim in self._union)
@@ -78,10 +81,12 @@ class ContractionTable:
     def costs(self) -> np.ndarray:
         """Of the right operand's path and the local einsum, by row; infinite for what a pin rules out."""
         parts = np.array(parts_of([size for _, size in self.environment.mesh]))
-        shapes = np.array([self.sizes[dim] for dim in self._union]) // parts[self._masks]
-        alike = numbered(shapes.T) if self._union else np.zeros(len(shapes), int)
-        some = [dict(zip(self._union, shapes[row].tolist())) for row in np.unique(alike, return_index=True)[1]]
-        costs = np.array([picoseconds(self._figures(local)[1]) for local in some])[alike].astype(complex)
+        levels = np.unique(parts, return_inverse=True)[1][self._masks]
+        shapes = numbered([np.zeros(len(levels), int), *levels.T])
+        _, some, kind = np.unique(shapes, return_index=True, return_inverse=True)
+        local = np.array([self.sizes[dim] for dim in self._union]) // parts[self._masks[some]]
+        seconds = [self._figures(dict(zip(self._union, row)))[1] for row in local.tolist()]
+        costs = np.array(list(map(picoseconds, seconds)))[kind].astype(complex)
         if self.right is not None:
             costs += self.right_paths.costs_from(self.right_paths.number(self.right.spec))[self.right_nodes]
             if self.pinned is not None:
@@ -124,7 +129,5 @@ class ContractionTable:
         if self.right is None and not self._summed:
             return 0, 0.0
         flops = 0 if self.right is None else prod(local.values()) * (2 if self._summed else 1)
-        tensors = [(tensor.spec.dims, tensor.dtype) for tensor in self._operands] + [(self.dims, self.target.dtype)]
-        touched = sum(itemsize(dtype) * prod([local[dim] for dim in dims]) for dims, dtype in tensors)
-        dtype = max((tensor.dtype for tensor in self._operands), key=itemsize)
-        return flops, einsum_seconds(flops, touched, dtype, self.environment.chip)
+        touched = sum(width * prod([local[dim] for dim in dims]) for dims, width in self._touched)
+        return flops, einsum_seconds(flops, touched, self._dtype, self.environment.chip)

@@ -12,6 +12,9 @@ from gspmd.planner.steps import Move, Routine, Step
 SCHEDULES = ("one-way", "halves", "paired")
 """One direction; each shard's halves in opposite directions; whole shards both ways, each half-way round."""
 
+PUBLIC_SCHEDULES = SCHEDULES[1:]
+"""What may be asked for by name. One direction alone wins no row of docs/looped.md; `looped` still weighs it."""
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -20,7 +23,7 @@ class Ring:
     Attributes:
         axes: the mesh axes that the loop goes over, outermost first; none: the tensor is gathered before it is used.
         within: the axes whose shards make one chunk together, gathered before the loop, or scattered after it.
-        schedule: one of `walk.SCHEDULES`.
+        schedule: one of `SCHEDULES`.
         orders: in how many orders of `axes` parts of a shard travel, so that all their links are busy.
         split: the dimension along which shards are cut into those parts, and into halves.
     """

@@ -77,26 +77,30 @@ def placements(
     subsets, masks = np.arange(1 << count), sequences(count).mask
     table, taken = np.zeros((1, 0), int), np.zeros(1, int)
     for sets in allowed:
-        table, taken = _extended(table, taken, masks, np.isin(subsets, list(sets))[masks])
+        table, taken = _extended(table, taken, masks, np.isin(subsets, list(sets))[masks], subsets)
     table = np.hstack([table, taken[:, None]])
     for axes in partial:
-        table, taken = _extended(table, taken, subsets, subsets & ~axes == 0)
+        table, taken = _extended(table, taken, subsets, subsets & ~axes == 0, subsets)
     dims = len(allowed)
     return table[:, :dims], table[:, dims], table[:, dims + 1 :]
 
 
-def _extended(table: np.ndarray, taken: np.ndarray, masks: np.ndarray, fits: np.ndarray):
+def _extended(table: np.ndarray, taken: np.ndarray, masks: np.ndarray, fits: np.ndarray, subsets: np.ndarray):
     """Every row with one more column, for every choice that fits and has no axis that is taken; and what is then."""
-    row, choice = np.nonzero((taken[:, None] & masks == 0) & fits)
+    free = (subsets[:, None] & masks == 0) & fits  # by what is taken and choice
+    choices, counts = np.nonzero(free)[1], free.sum(axis=1)
+    starts, some = np.cumsum(counts) - counts, counts[taken]
+    row = np.repeat(np.arange(len(table)), some)
+    within = np.arange(len(row)) - np.repeat(np.cumsum(some) - some, some)
+    choice = choices[starts[taken[row]] + within]
     return np.hstack([table[row], choice[:, None]]), taken[row] | masks[choice]
 
 
 def numbered(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Number the distinct rows of a table from 0 on. (Of many columns, one product of all would outgrow 64 bits.)"""
-    numbers = np.zeros(len(columns[0]), int)
-    for column in columns:
-        values, rank = np.unique(column, return_inverse=True)
-        numbers = np.unique(numbers * len(values) + rank, return_inverse=True)[1]
+    """Number the distinct rows of a table of small numbers, one column after the other, lest 64 bits be outgrown."""
+    numbers, *rest = columns
+    for column in rest:
+        numbers = np.unique(numbers * (column.max() + 1) + column, return_inverse=True)[1]
     return numbers
 
 

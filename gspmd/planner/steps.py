@@ -185,13 +185,6 @@ class Contraction:
     pinned: Spec | None = None
 
 
-def wider(left: Tensor, contraction: Contraction) -> str:
-    """The dtype whose speed a product has: that of the operand with more bytes."""
-    if contraction.right is None:
-        return left.dtype
-    return max(left.dtype, contraction.right.dtype, key=itemsize)
-
-
 @dataclass(frozen=True)
 class Chain:
     """Steps that run one after the other; the first is number `first` of its program."""
@@ -243,4 +236,3 @@ def scaled(step: Step, share: float) -> Step:
     """A step on a share of its tensor."""
     amounts = {"wire_bytes": round(step.wire_bytes * share), "flops": round(step.flops * share)}
     return replace(step, seconds=step.seconds * share, **amounts)
-

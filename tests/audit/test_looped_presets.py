@@ -9,6 +9,8 @@ from tests.audit import steps
 from tests.audit.ledgers.test_comparison import compared, planned, sent
 from tests.audit.test_presets import UNEXPLAINED
 
+pytestmark = pytest.mark.usefixtures("every_schedule")
+
 SCHEDULES = ("one-way", "halves", "paired")
 FAST = {"weight-stationary-2d": "looped:halves", "weight-gathered-xyz": "looped"}
 # What the plan chooses, per equation and among the lowerings, for every preset; the schedules take turns.

@@ -13,6 +13,8 @@ from gspmd.hardware.dtypes import dtype_name
 from gspmd.hardware.links import collective_seconds, sharing_node
 from gspmd.hardware.rings import neighbour
 
+pytestmark = pytest.mark.usefixtures("every_schedule")
+
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 SIZES = (1, 2, 2, 3, 4, 4, 8, 8, 9, 16, 32)
 

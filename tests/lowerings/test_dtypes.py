@@ -9,6 +9,8 @@ import pytest
 import gspmd
 from gspmd.planner.overlap import SCHEDULES
 
+pytestmark = pytest.mark.usefixtures("every_schedule")
+
 MESH = {"x": 4}
 LOWERINGS = ["blocking", "looped", "xla"]
 FORMS = [("BE_x, E_xF -> BF_x", None), ("B_xE, EF_x -> BF_x", "BE, EF_x"), ("BE_x, E_xF -> BF", None)]

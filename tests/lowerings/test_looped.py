@@ -17,6 +17,8 @@ from gspmd.audit.hlo.replica_groups import pairs
 from gspmd.planner.overlap import SCHEDULES
 from tests.references.random_equations import Case, check
 
+pytestmark = pytest.mark.usefixtures("every_schedule")
+
 LOOPED = [f"looped:{schedule}" for schedule in SCHEDULES]
 GATHERS = {  # by what the gathered dimension is to the product
     "free": ("B_xE, EF_x -> BF_x", "BE, EF_x"),

@@ -16,6 +16,8 @@ from gspmd.annotate import parse_equation
 from gspmd.planner.overlap import SCHEDULES
 from tests.references.random_equations import Case, cases
 
+pytestmark = pytest.mark.usefixtures("every_schedule")
+
 LOOPED = [f"looped:{schedule}" for schedule in SCHEDULES]
 GATHER, SCATTER = ("BE_x, EF_x -> BF_x", "BE, EF_x"), ("BF_x, F_xE -> B_xE", None)
 SIZES = {"B": 8, "E": 8, "F": 8}
@@ -125,6 +127,7 @@ SIXTEEN = """
     import jax
     jax.config.update("jax_platforms", "cpu")
     from tests.references.random_equations import Case, check
+    from tests.references.schedules import every_schedule
     mesh = (("x", 4), ("y", 2), ("z", 2))
     for equation, via in [
         ("BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx)", None),
@@ -134,7 +137,8 @@ SIXTEEN = """
     ]:
         sizes = tuple((dim, 16) for dim in dict.fromkeys(c for c in equation if c.isupper()))
         for lowering in ("looped:one-way", "looped:halves", "looped:paired"):
-            check(Case(equation, sizes, mesh, "explicit", lowering, via))
+            with every_schedule():
+                check(Case(equation, sizes, mesh, "explicit", lowering, via))
     print("as blocking")
 """
 

@@ -14,6 +14,8 @@ from gspmd.lowerings import target
 from gspmd.planner.overlap import SCHEDULES
 from tests.references.random_equations import Case, check
 
+pytestmark = pytest.mark.usefixtures("every_schedule")
+
 GATHER = ("B_yzL_xE, EF_x -> B_yzLF_x", "B_yzLE, EF_x")
 GATHER_LONG = "B_xE, EF_x -> BF_x"
 SCATTER = ("B_yzLF_x, F_xE -> B_yzL_xE", None)

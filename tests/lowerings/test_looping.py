@@ -5,6 +5,8 @@ import pytest
 import gspmd
 from gspmd.planner.overlap import SCHEDULES
 
+pytestmark = pytest.mark.usefixtures("every_schedule")
+
 MESH = {"x": 4, "y": 4, "z": 4}
 PALM = {"L": 1, "E": 18432, "F": 73728}
 TWO_DIMENSIONS = "BLE_xyz, E_xF_yz -> BLF_yzx"

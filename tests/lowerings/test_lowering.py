@@ -33,8 +33,9 @@ def test_auto_stays_what_it_is_until_an_equation_is_planned():
     [
         (
             "loop",
-            "Did you mean 'looped'? Known: auto, xla, blocking, looped, looped:one-way, looped:halves, looped:paired.",
+            "Did you mean 'looped'? Known: auto, xla, blocking, looped, looped:halves, looped:paired.",
         ),
+        ("looped:one-way", "Did you mean 'looped'? Known: auto, xla, blocking, looped, looped:halves, looped:paired."),
         ("looped:halfs", "Did you mean 'looped:halves'? Known: "),
     ],
 )

@@ -17,6 +17,8 @@ from gspmd.annotate import Equation, parse_equation
 from tests.references.random_equations import Case, cases
 from tests.references.volume import scaled
 
+pytestmark = pytest.mark.usefixtures("every_schedule")
+
 BATCH = 2
 TOLERANCE = {"bfloat16": 4e-2, "float64": 1e-9}  # of the largest number; 1e-4 for what is not listed
 DTYPES = ["float32", "bfloat16", "int32", "float64", "complex64"]

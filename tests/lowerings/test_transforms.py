@@ -79,9 +79,7 @@ PROGRAMS = {
     "sums in a group": equation("BE_x, (E_xF, E_xH_y) -> (B_xF, BH_y)"),
     "group of three": equation("(EF_x, BE_y, E), E_x -> (F_x, B, )"),
     "sum": equation("BF_x, F_xE + BH_y, H_yE -> B_xE"),
-    "norm": Program(
-        lambda x, scale: ops.rms_norm(x, scale, "BE_x", "E_y"), _norm, ("BE_x", "E_y"), ((4, 4), (4,))
-    ),
+    "norm": Program(lambda x, scale: ops.rms_norm(x, scale, "BE_x", "E_y"), _norm, ("BE_x", "E_y"), ((4, 4), (4,))),
     "softmax": Program(lambda x: ops.softmax(x, "BV_x", "V"), jax.nn.softmax, ("BV_x",), ((4, 4),)),
     "logsumexp": Program(
         lambda x: ops.logsumexp(x, "BV_x", "V"), lambda x: jax.nn.logsumexp(x, -1), ("BV_x",), ((4, 4),)

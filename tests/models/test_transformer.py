@@ -10,6 +10,8 @@ from gspmd.moe import MoEConfig
 from tests.models import plain
 from tests.models.conftest import put
 
+pytestmark = pytest.mark.usefixtures("every_schedule")
+
 VARIANTS = [
     ({}, "megatron-1d", "blocking", "explicit"),
     ({"block": "parallel", "kv_heads": 1}, "weight-stationary-2d", "blocking", "explicit"),

@@ -6,6 +6,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from tests.references.random_equations import Case, cases, check
 from tests.references.volume import scaled
 
+pytestmark = pytest.mark.usefixtures("every_schedule")
+
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 
 

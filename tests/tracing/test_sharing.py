@@ -17,6 +17,8 @@ from gspmd.tracing.regions import Region
 from gspmd.tracing.steps import TracedStep
 from gspmd.tracing.value_numbering import Numbering
 
+pytestmark = pytest.mark.usefixtures("every_schedule")
+
 MESH = {"x": 4, "y": 2}
 SHAPES = {"x": ("BE_x", (8, 16)), "w": ("EF_y", (16, 32)), "v": ("EF_y", (16, 32))}
 

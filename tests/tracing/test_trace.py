@@ -9,6 +9,8 @@ import pytest
 import gspmd
 from tests.references import compiled
 
+pytestmark = pytest.mark.usefixtures("every_schedule")
+
 MESH = {"x": 2, "y": 2, "z": 2}
 SHAPES = {"x": ("BLE_xyz", (8, 4, 64)), "w": ("E_xF_yz", (64, 128)), "v": ("F_yzE_x", (128, 64))}
 

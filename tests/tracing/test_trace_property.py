@@ -15,6 +15,8 @@ from tests.references import random_equations
 from tests.references.random_equations import Case, cases
 from tests.references.volume import scaled
 
+pytestmark = pytest.mark.usefixtures("every_schedule")
+
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 
 

@@ -42,7 +42,7 @@ def test_shares():
 def test_choices():
     assert faults(TrainingConfig, dtype="int3") == ("dtype must be one of 'float32', 'bfloat16', but is 'int3'.",)
     assert faults(ShardingConfig, lowering="bloking") == (
-        "lowering must be one of 'auto', 'xla', 'blocking', 'looped', 'looped:one-way', 'looped:halves', "
+        "lowering must be one of 'auto', 'xla', 'blocking', 'looped', 'looped:halves', "
         "'looped:paired', but is 'bloking'. Did you mean 'blocking'?",
     )
 
