@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PURE = ("errors", "validation", "spec", "equation", *(f"diagnosis/{name}" for name in ("nodes", "reader", "operands", "rules")))
+DIAGNOSIS = ("nodes", "reader", "operands", "rules")
+PURE = ("errors", "validation", "spec", "equation", *(f"diagnosis/{name}" for name in DIAGNOSIS))
 
 # From the foundation up: a room may import those before it. What stands in braces may not import one another.
 ORDER = (

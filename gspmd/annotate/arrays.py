@@ -220,7 +220,7 @@ def _placing_mesh() -> Any:
 
 def _partition_spec_of(x: Any) -> Any:
     """The `jax.P` of an array; None where nobody knows it yet."""
-    sharding = getattr(x, "sharding", None) if not isinstance(x, jax.core.Tracer) else jax.typeof(x).sharding
+    sharding: Any = getattr(x, "sharding", None) if not isinstance(x, jax.core.Tracer) else jax.typeof(x).sharding
     if isinstance(x, jax.core.Tracer) and sharding.mesh.empty:  # made outside of any mesh: on no axis of this one
         return jax.P() if jax.sharding.get_abstract_mesh().are_all_axes_explicit else None
     if isinstance(x, jax.core.Tracer) and AxisType.Explicit not in sharding.mesh.axis_types:

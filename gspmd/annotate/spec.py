@@ -97,11 +97,11 @@ class Spec:
         'B_xLE_yz'
         """
         at = self._index(dim)
-        return Spec(self.dims, (*self.axes[:at], axes, *self.axes[at + 1 :]), self.partial)
+        return Spec(self.dims, (*self.axes[:at], tuple(axes), *self.axes[at + 1 :]), self.partial)
 
     def with_partial(self, axes: Sequence[str]) -> "Spec":
         """This spec, owing a sum over `axes` and no other."""
-        return replace(self, partial=axes)
+        return replace(self, partial=tuple(axes))
 
     def without_partial(self) -> "Spec":
         """This spec with every partial sum settled."""

@@ -4,7 +4,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from gspmd.annotate.diagnosis.nodes import OPEN, dim_text
 from gspmd.annotate.errors import Fault, SpecError, listed, shown, suggestion
@@ -33,9 +33,13 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
         if whole(size) is None or size < 1:
             raise SpecError(f"mesh axis {axis} has size {shown(size)}.\n"
                             "  The size of a mesh axis is a whole number, 1 or more.")
-    return {axis: whole(size) for axis, size in sizes.items()}
+    return {axis: int(size) for axis, size in sizes.items()}
 
 
+@overload
+def whole_sizes(sizes: Mapping[str, int]) -> dict[str, int]: ...
+@overload
+def whole_sizes(sizes: Sequence[int]) -> tuple[int, ...]: ...
 def whole_sizes(sizes: Mapping[str, int] | Sequence[int]) -> dict[str, int] | tuple[int, ...]:
     """Sizes by dimension, or a shape, in Python's own integers: those of numpy overflow when bytes are counted.
 
@@ -45,11 +49,11 @@ def whole_sizes(sizes: Mapping[str, int] | Sequence[int]) -> dict[str, int] | tu
       SpecError: it is neither a mapping nor a sequence.
     """
     if isinstance(sizes, Mapping):
-        return {dim: size if whole(size) is None else whole(size) for dim, size in sizes.items()}
+        return {dim: size if (known := whole(size)) is None else known for dim, size in sizes.items()}
     if not isinstance(sizes, Sequence) or isinstance(sizes, str):
         raise SpecError(f"cannot read sizes from {shown(sizes)}.\n"
                         "  Write the size of every dimension of the whole tensors, {'B': 8, 'E': 16}, or a shape.")
-    return tuple(size if whole(size) is None else whole(size) for size in sizes)
+    return tuple(size if (known := whole(size)) is None else known for size in sizes)
 
 
 def faults_of(spec: "Spec", sizes: Mapping[str, int] | Sequence[int], mesh: Mapping[str, int]) -> tuple[Fault, ...]:
