@@ -90,18 +90,18 @@ class Spec:
 
     # -- editing ------------------------------------------------------------------------------------------------------
 
-    def with_axes(self, dim: str, axes: Sequence[str]) -> "Spec":
+    def with_axes(self, dim: str, axes: tuple[str, ...]) -> "Spec":
         """This spec with a dimension sharded over `axes`, major first.
 
         >>> str(Spec.parse("B_xLE").with_axes("E", ("y", "z")))
         'B_xLE_yz'
         """
         at = self._index(dim)
-        return Spec(self.dims, (*self.axes[:at], tuple(axes), *self.axes[at + 1 :]), self.partial)
+        return Spec(self.dims, (*self.axes[:at], axes, *self.axes[at + 1 :]), self.partial)
 
-    def with_partial(self, axes: Sequence[str]) -> "Spec":
+    def with_partial(self, axes: tuple[str, ...]) -> "Spec":
         """This spec, owing a sum over `axes` and no other."""
-        return replace(self, partial=tuple(axes))
+        return replace(self, partial=axes)
 
     def without_partial(self) -> "Spec":
         """This spec with every partial sum settled."""
