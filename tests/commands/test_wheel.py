@@ -32,7 +32,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(wheel, tmp_path_factory):
-    """A function of a command's flags that runs the wheel's own `gspmd` in an empty folder: the process, and the folder."""
+    """A function of a command's flags that runs the wheel's `gspmd` in an empty folder, and returns the process and the folder."""
     site, empty = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("empty")
     flags = ["--no-deps", "--quiet", "--no-compile", "--target", str(site)]
     subprocess.run([sys.executable, "-m", "pip", "install", *flags, str(wheel)], check=True)
