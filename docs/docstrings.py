@@ -24,7 +24,9 @@ def _as_markdown(text):
             fence = ""
         elif not fence and line.lstrip().startswith(">>>"):
             fence = line[: len(line) - len(line.lstrip())] + "```"
-            lines += ["", f"{fence}pycon"] if lines and lines[-1].strip() and not lines[-1].endswith(":") else [f"{fence}pycon"]
+            if lines and lines[-1].strip() and not lines[-1].endswith(":"):
+                lines.append("")  # it follows prose, not a heading
+            lines.append(f"{fence}pycon")
         elif _NOTE.match(line):
             lines.append("")
         lines.append(_NOTE.sub(r"**\1:** ", line))

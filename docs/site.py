@@ -1,7 +1,7 @@
 """What the site needs beyond the pages here: README.md as its first page, and links that leave docs/.
 
-A page links to files beside it as the code host wants it. Here such a link leads to the same page of the site where there
-is one, and to the code host for all else; one that leads to no file is left as it is, and fails a strict build.
+A page links to files beside it as the code host wants it. Here such a link leads to the same page of the site where
+there is one, and to the code host for all else; one that leads to no file is left as it is, and fails a strict build.
 """
 
 import re

@@ -47,7 +47,7 @@ def use_host_devices(count: int) -> None:
         raise HostError(f"cannot make {said:.40} host devices: their number must be a whole one, and at least 1.")
     quiet_libtpu()
     os.environ["NPROC"] = str(max(_THREADS, 4 * count, int(os.environ.get("NPROC") or 0)))
-    if jax.config.jax_num_cpu_devices == count:
+    if jax.config.jax_num_cpu_devices == count:  # type: ignore[attr-defined]
         return
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -115,7 +115,7 @@ def quiet_libtpu() -> None:
 
 
 def _no_gpu(found: str) -> str:
-    named = jax.config.jax_platforms
+    named = jax.config.jax_platforms  # type: ignore[attr-defined]
     why = f"JAX_PLATFORMS is {named!r}; unset it." if named else "Install JAX for CUDA or ROCm, or drop --platform."
     return f"cannot start platform 'gpu': the best that JAX finds here is {found!r}.\n  {why}"
 

@@ -13,10 +13,6 @@ Specs = Spec | Sequence[Spec]
 """An operand or a result: one spec, or the specs of a group."""
 
 
-Specs = Spec | Sequence[Spec]
-"""What one argument of a call stands for: a spec, or the specs of a group."""
-
-
 @dataclass(frozen=True)
 class Operand:
     """One operand: a spec, or a group of several that are each multiplied by the same other operand."""

@@ -114,9 +114,9 @@ def parse(argv: Sequence[str], script: str = "") -> Settings:
     if settings.smallest and settings.sharding.mesh:
         faults.append("--smallest tries slices of many sizes; leave --mesh out.")
     for flag in ("json", "hlo", "trace", "gantt"):
-        file = Path(getattr(settings, flag))
-        if not file.parent.is_dir():
-            faults.append(f"--{flag} {file}: there is no folder {str(file.parent)!r}.")
+        path = Path(getattr(settings, flag))
+        if not path.parent.is_dir():
+            faults.append(f"--{flag} {path}: there is no folder {str(path.parent)!r}.")
     if settings.gantt and Path(settings.gantt).suffix != ".png":
         faults.append(f"--gantt writes a PNG file, whose name ends in .png, not {settings.gantt!r}.")
     if faults:

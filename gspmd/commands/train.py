@@ -11,6 +11,7 @@ Figures, events, checkpoints and pictures go to --out.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -119,7 +120,7 @@ def explain(console: Console, settings: Settings, layout: Layout, mesh: Mesh) ->
     with jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"):
         model = models.abstract(settings.model, layout, mesh, training.dtype)
         state = step.abstract_state(model, optimizer, training.steps, mesh)
-        update = jit_step(step.training_step(model, optimizer, training.steps), state)
+        update: Any = jit_step(step.training_step(model, optimizer, training.steps), state)
         args = state, models.abstract_batch(layout, mesh, training.batch, training.length), models.abstract_key(mesh)
         show_tensors(console, settings, layout, mesh)
         with console.status("Compiling the training step …"):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rich.box import HEAVY_HEAD
 from rich.console import Console, ConsoleOptions
@@ -24,7 +25,7 @@ class Column:
     """
 
     name: str
-    justify: str = "left"
+    justify: Literal["left", "right"] = "left"
     goes: int = 0
     folds: bool = False
 

@@ -26,7 +26,7 @@ def dtype_name(dtype: Any) -> str:
     except (TypeError, ValueError, SyntaxError):  # numpy parses strings such as "2i," as struct dtypes
         found = None
     numeric = found is not None and (found.kind in "biufc" or hasattr(ml_dtypes, found.name))
-    if dtype is None or not numeric:  # None is float64 to numpy
+    if dtype is None or found is None or not numeric:  # None is float64 to numpy
         raise PlanError(f"no dtype is called {shown(dtype)}.\n  Write 'bfloat16', 'float32', 'int8', ...")
     return found.name
 

@@ -203,7 +203,7 @@ def _fewest(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], node: int)
     return fewest_together(np.arange(prod(shape)).reshape(shape).transpose(order).reshape(-1, group), node)
 
 
-def fewest_together(groups: Sequence[Sequence[int]], node: int) -> int:
+def fewest_together(groups: Sequence[Sequence[int]] | np.ndarray, node: int) -> int:
     """The fewest devices of any group that share a node of `node` devices; `groups` hold device numbers.
 
     >>> fewest_together([(0, 1, 2), (8, 9, 15)], 8), fewest_together([(0, 1, 8)], 8)

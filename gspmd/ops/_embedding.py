@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,16 +90,16 @@ def _read(doing: str, equation: Equation, ids: jax.Array, table: jax.Array, ctx:
     operands = [spec for operand in equation.operands for spec in operand.specs]
     if len(equation.terms) != 1 or len(operands) != 2 or len(equation.outputs) != 1:
         raise _not_a_lookup(doing, str(equation), "a lookup has two operands, the ids and the table, and one result.")
-    lookup = Lookup(*operands, equation.outputs[0])
+    lookup = Lookup(operands[0], operands[1], equation.outputs[0])
     if len(lookup.table.dims) != 2 or lookup.rows.dims != (*lookup.ids.dims, lookup.table.dims[1]):
         raise _not_a_lookup(doing, str(equation), "the result has the dimensions of the ids, then the table's second.")
-    rows = jax.ShapeDtypeStruct((*ids.shape, *table.shape[1:]), table.dtype)
+    rows: Any = jax.ShapeDtypeStruct((*ids.shape, *table.shape[1:]), table.dtype)
     for spec, x in ((lookup.ids, ids), (lookup.table, table), (lookup.rows, rows)):
         read(doing, spec, x, ctx)
     return lookup
 
 
-def _not_a_lookup(doing: str, text: str, fact: str) -> SpecError:
+def _not_a_lookup(doing: str, text: str, fact: str) -> Exception:
     return report(SpecError, doing, [Fault(text, 0, len(text), fact, "Write it as in 'B_xL, V_yE -> B_xLE_y'.")])
 
 
@@ -202,7 +203,7 @@ def _placed(given: Lookup, held: Mapping[str, tuple[str, ...]]) -> Lookup:
 @dataclass(frozen=True)
 class _Embed:
     given: Lookup
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     """Of the table: its gradient needs shape and dtype, not its numbers."""
     dtype: jnp.dtype
 

@@ -47,7 +47,7 @@ def global_norm(tree: Any, specs: Any) -> jax.Array:
     """
     leaves, structure = jax.tree.flatten(tree)
     texts, of_specs = jax.tree.flatten(specs)
-    if structure != of_specs:
+    if structure != of_specs:  # type: ignore[operator]
         raise SpecError(
             f"cannot take the norm of a tree whose specs make another tree\n  the arrays: {structure}\n"
             f"  the specs:  {of_specs}\n  Give one spec for each array."

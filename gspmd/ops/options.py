@@ -22,7 +22,8 @@ def number(doing: str, name: str, given: Any) -> float:
     Raises:
         PlanError: it is none, is not finite, or is an array or traced.
     """
-    if not isinstance(given, Real) or isinstance(given, bool) or not abs(given) < 2**64 or not isfinite(given):
+    is_number = isinstance(given, Real) and not isinstance(given, bool)
+    if not is_number or not abs(given) < 2**64 or not isfinite(given):
         raise PlanError(
             f"{doing}: {name} is {shown(given)}.\n"
             "  Pass a finite number, which is part of the program: no array, and nothing traced."
@@ -118,7 +119,7 @@ def _travels(dtype: str) -> bool:
 
 def _available(doing: str, option: str, dtype: Any) -> str:
     name = dtype_name(dtype)
-    if name in ("float64", "int64", "uint64", "complex128") and not jax.config.jax_enable_x64:
+    if name in ("float64", "int64", "uint64", "complex128") and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise PlanError(
             f"{doing} as {name}: JAX has no dtypes of 64 bits as it is configured.\n"
             f"  Use a narrower {option}, or jax.config.update('jax_enable_x64', True)."

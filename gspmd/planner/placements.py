@@ -6,9 +6,10 @@ number of a sequence for each dimension. Sets of axes are bit masks. For n axes 
 (n + d)! / d! placements without a partial sum: 840 for 3 axes and 4 dimensions, 15,120 for 5.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +48,7 @@ class Sequences:
 sequences = lru_cache(maxsize=16)(Sequences)
 
 
-def parts_of(sizes: Axes) -> list[int]:
+def parts_of(sizes: Sequence[int]) -> list[int]:
     """Into how many parts each set of axes cuts a dimension, by mask."""
     parts = [1]
     for size in sizes:
@@ -138,7 +139,7 @@ class Nodes:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def key(self, rows: Sequence[np.ndarray], partial: np.ndarray) -> np.ndarray:
+    def key(self, rows: Iterable[Any], partial: Any) -> np.ndarray:
         """The keys of placements: the sequences on each dimension, and the axes of the partial sum."""
         return sum((self.on[d][row] for d, row in enumerate(rows)), self.partial_keys[partial])
 
@@ -147,7 +148,7 @@ class Nodes:
         at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         return np.where(self.keys[at] == keys, at, -1)
 
-    def number(self, axes: Sequence[Axes], partial: Sequence[int]) -> int:
+    def number(self, axes: Sequence[Axes], partial: Iterable[int]) -> int:
         """The number of one placement; -1 where it does not divide, or is a partial sum over what may not be."""
         rows = [self.sequences.number[order] for order in axes]
         return int(self.find(self.key(rows, sum(1 << axis for axis in partial))))

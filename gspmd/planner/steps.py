@@ -234,5 +234,6 @@ class Program:
 
 def scaled(step: Step, share: float) -> Step:
     """A step on a share of its tensor."""
-    amounts = {"wire_bytes": round(step.wire_bytes * share), "flops": round(step.flops * share)}
-    return replace(step, seconds=step.seconds * share, **amounts)
+    sent, flops = round(step.wire_bytes * share), round(step.flops * share)
+    return replace(step, seconds=step.seconds * share, wire_bytes=sent, flops=flops)
+

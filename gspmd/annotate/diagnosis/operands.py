@@ -104,8 +104,8 @@ class EquationReader(Reader):
         """Whether another spec begins here, after a space: its first word repeats a dimension of this one."""
         if not (self.has_others and spec.dims and self.peek() in CAPITALS and self.text[self.at - 1].isspace()):
             return False
-        word = _WORD_AHEAD.match(self.text, self.at).group()
-        return spec.partial is not None or not set(word).isdisjoint(spec.names)
+        word = _WORD_AHEAD.match(self.text, self.at)
+        return spec.partial is not None or (word is not None and not set(word.group()).isdisjoint(spec.names))
 
     def _clashes(self, spec: LocatedSpec) -> None:
         """Report what stands twice; if two operands lack both comma and space, that is all that is wrong."""

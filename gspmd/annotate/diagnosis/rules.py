@@ -159,7 +159,7 @@ def _missing_dim(text: str, dim: Dim, known: list[list[str] | None]) -> Fault | 
     if not missing:
         return None
     if len(missing) == len(known):
-        have = list(dict.fromkeys(name for dims in known for name in dims))
+        have = list(dict.fromkeys(name for dims in known if dims for name in dims))
         fact, whose = f"dimension {dim.name} stands in the result and in no operand.", "The operands have"
     else:
         have = known[missing[0]]

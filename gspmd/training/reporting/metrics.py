@@ -79,7 +79,7 @@ def read(out: str | Path) -> list[dict[str, Any]]:
     if None in rows:
         fault = f"line {rows.index(None) + 1} is no JSON object with a step. Mend that line, or take it out."
         raise ConfigError(f"cannot read the figures in {str(path)!r}:", [fault])
-    return rows
+    return [row for row in rows if row is not None]
 
 
 def _object(line: str) -> dict[str, Any] | None:
