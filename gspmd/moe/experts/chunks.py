@@ -15,7 +15,7 @@ from gspmd.planner.plan import Plan
 from gspmd.planner.steps import Step
 
 CHUNKS = (1, 2, 4, 8)
-"""Numbers of chunks to choose from. Where the device is not in chips.toml, as for host devices: the smallest allowed."""
+"""Numbers of chunks to choose from; the smallest allowed if the device is not in chips.toml, as for host devices."""
 
 
 def chunks_of(work: Work, ctx: Context) -> tuple[int, ...]:
@@ -37,9 +37,8 @@ def chunks_of(work: Work, ctx: Context) -> tuple[int, ...]:
         Sizes that add up to C, as even as the mesh axes that shard C at the experts allow.
     """
     capacity, kind = work.capacity, ctx.lowering.partition(":")[0]
-    tied = (
-        work.rows is not None and work.dropout is not None
-    )  # dropout identifies a row by its position in the queue of all chunks
+    # Dropout of rows identifies a row by its position in its expert's queue over all chunks.
+    tied = work.rows is not None and work.dropout is not None
     if kind not in ("looped", "auto") or tied or not work.crosses(ctx):
         return (capacity,)
     unit = _unit(work, ctx)
