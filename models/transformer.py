@@ -76,8 +76,8 @@ class Transformer(nnx.Module):
             weights, key = layer
             figures: Figures = {}
             for block in nnx.merge(definition, weights):
-                x, found = block(x, key=key, train=train, mask=mask)
-                figures |= found
+                x, of_block = block(x, key=key, train=train, mask=mask)
+                figures |= of_block
             return x, figures
 
         # With one repeat a backward pass would hold everything it recomputes at once, and save no memory.
@@ -130,8 +130,8 @@ class Output(nnx.Module):
         table = (self.table if tied is None else tied)[...].astype(self.dtype)
         y = rms_norm(x, self.norm[...], residual, self.specs.norm, epsilon=self.epsilon)
         equation = Equation.product(residual, self.table_spec, logits)
-        found = gspmd.einsum(equation, y, table, via=via, preferred_element_type=jnp.float32)
-        return found if self.rows == self.vocabulary else found + self._padding(logits)
+        product = gspmd.einsum(equation, y, table, via=via, preferred_element_type=jnp.float32)
+        return product if self.rows == self.vocabulary else product + self._padding(logits)
 
     def _padding(self, logits: Spec) -> jax.Array:
         """A bias [1, 1, V]: 0 for tokens, -1e30 for padding of the table, which is finite so that 0 · bias is 0."""
@@ -169,8 +169,8 @@ def build(
 
 def arrays(model: Transformer) -> dict[str, jax.Array]:
     """Return the model's parameters by path, in the order of `parameters`: the tree that a training step updates."""
-    found = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    return {path: found[path].get_value() for path in parameters(model.config, model.layout)}
+    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    return {path: leaves[path].get_value() for path in parameters(model.config, model.layout)}
 
 
 def with_arrays(model: Transformer, values: Mapping[str, jax.Array]) -> Transformer:

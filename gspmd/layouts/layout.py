@@ -208,8 +208,8 @@ class Layout(LayoutTable):
         """A sentence with the nearest numbers below and above that divide the sizes; empty if none is near."""
         below, above = range(devices - 1, max(0, devices - _NEAR), -1), range(devices + 1, devices + _NEAR)
         nearest_of = (next((n for n in side if self._dividing(n, sizes)), 0) for side in (below, above))
-        found = [str(n) for n in nearest_of if n]
-        return f"\n  With {' or '.join(found)} device{'s' * (found != ['1'])} they divide." if found else ""
+        numbers = [str(n) for n in nearest_of if n]
+        return f"\n  With {' or '.join(numbers)} device{'s' * (numbers != ['1'])} they divide." if numbers else ""
 
     def complete_mesh(self, mesh: Any) -> dict[str, int]:
         """Return the sizes of a mesh (by name, or a `jax.sharding.Mesh`), with size 1 for every declared axis it lacks.

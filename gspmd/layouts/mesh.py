@@ -38,8 +38,8 @@ def nearest(mesh: Mapping[str, int], order: Sequence[str]) -> list[dict[str, int
     devices = prod(mesh.values())
     small = [n for n in range(1, isqrt(devices) + 1) if devices % n == 0]
     divisors = sorted({*small, *(devices // n for n in small)})
-    found = [dict(zip(order, sizes)) for sizes in product(divisors, repeat=len(order)) if prod(sizes) == devices]
-    return sorted(({**mesh, **sizes} for sizes in found), key=lambda other: _distance(mesh, other))
+    meshes = [dict(zip(order, sizes)) for sizes in product(divisors, repeat=len(order)) if prod(sizes) == devices]
+    return sorted(({**mesh, **sizes} for sizes in meshes), key=lambda other: _distance(mesh, other))
 
 
 def _distance(one: Mapping[str, int], other: Mapping[str, int]) -> float:

@@ -107,18 +107,18 @@ def _mesh(mesh: Any, name: str | PathLike) -> dict[str, tuple[str, ...]]:
     return {key: _names(value) for key, value in mesh.items()} if isinstance(mesh, dict) else {}
 
 
-def _merged(found: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
+def _merged(fields: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
     for section, entries in document.items():
         if not isinstance(entries, dict):
-            found["table"][section] = entries
+            fields["table"][section] = entries
         elif section in ("lowering", "dimensions"):
-            found[{"lowering": "lowerings"}.get(section, section)].update(entries)
+            fields[{"lowering": "lowerings"}.get(section, section)].update(entries)
         elif section in OVERRIDES:
-            found["overrides"].setdefault(section, {}).update(_flat(entries))
+            fields["overrides"].setdefault(section, {}).update(_flat(entries))
         else:
-            found["table"].update({f"{section}.{key}": spec for key, spec in _flat(entries).items()})
+            fields["table"].update({f"{section}.{key}": spec for key, spec in _flat(entries).items()})
     # The base's declaration of a user-defined key wins: a file on top may change its spec, not its dimensions.
-    return found | {"own": own.declared(found["table"]) | found["own"]}
+    return fields | {"own": own.declared(fields["table"]) | fields["own"]}
 
 
 def _flat(entries: dict[str, Any]) -> dict[str, Any]:

@@ -61,12 +61,12 @@ class Checkpoints:
 
     def _read(self, step: int, **items: Any) -> Mapping[str, Any]:
         try:
-            found = self._manager.restore(step, args=ocp.args.Composite(**items))
-            missing = [name for name in items if found[name] is None]
+            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+            missing = [name for name in items if restored[name] is None]
         except Exception as error:  # damaged files raise errors of many types
             missing = [str(error).splitlines()[0][:200] if str(error) else type(error).__name__]
         if not missing:
-            return found
+            return restored
         folder = self._manager.directory / str(step)
         before = [other for other in self._manager.all_steps() if other < step]
         remedy = f"go on from step {max(before)}" if before else "start anew"

@@ -28,8 +28,8 @@ def choices_of(hint: Any) -> tuple:
     literals = [arm for arm in arms if typing.get_origin(arm) is typing.Literal]
     if not literals or any(arm not in (*literals, types.NoneType) for arm in arms):
         return ()
-    found = [choice for arm in literals for choice in typing.get_args(arm)]
-    return (None, *found) if types.NoneType in arms else tuple(found)
+    choices = [choice for arm in literals for choice in typing.get_args(arm)]
+    return (None, *choices) if types.NoneType in arms else tuple(choices)
 
 
 def _spec(choices: tuple) -> PrimitiveConstructorSpec:

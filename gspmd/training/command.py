@@ -270,8 +270,8 @@ def _fresh() -> Path:
 
 
 def _numbered() -> list[Path]:
-    found = [path for path in RUNS.iterdir() if re.fullmatch(r"\d+", path.name)] if RUNS.is_dir() else []
-    return sorted(found, key=lambda path: int(path.name))
+    paths = [path for path in RUNS.iterdir() if re.fullmatch(r"\d+", path.name)] if RUNS.is_dir() else []
+    return sorted(paths, key=lambda path: int(path.name))
 
 
 def _resume_command(out: Path, called: str) -> str:

@@ -190,7 +190,7 @@ def _standard_library() -> list[Path]:
 
 
 def _matching(patterns: Sequence[str]) -> list[Path]:
-    found: set[Path] = set()
+    paths: set[Path] = set()
     faults = []
     for pattern in patterns:
         # A file's own name may hold brackets; a folder is not a text.
@@ -199,10 +199,10 @@ def _matching(patterns: Sequence[str]) -> list[Path]:
         if not files:
             folder = f" It is a folder; write '{pattern.rstrip('/')}/**/*.txt'."
             faults.append(f"no file matches {pattern!r}.{folder if Path(pattern).is_dir() else ''}")
-        found |= files
+        paths |= files
     if faults:
         raise ConfigError("cannot find the data:", faults)
-    return sorted(found)
+    return sorted(paths)
 
 
 def _read(paths: Sequence[Path]) -> list[bytes]:

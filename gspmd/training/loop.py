@@ -172,13 +172,13 @@ class _Run:
         what = self.corpus, self.config.batch, self.config.length
         count, whole = data.validation_count(*what, limit), data.validation_count(*what)
         self.console.print(f"Validating on {count} of the {whole} batches of held-out text.")
-        found = self.validate(state, limit)
-        if not found:
+        result = self.validate(state, limit)
+        if not result:
             self.interrupt(int(state.step))
         gzip = self.corpus.gzip_bits_per_byte
-        self.metrics.write(int(state.step), found | {"gzip_bits_per_byte": gzip})
+        self.metrics.write(int(state.step), result | {"gzip_bits_per_byte": gzip})
         self.console.print(
-            f"Held-out text: [bold green]{found['val_bits_per_byte']:.3f}[/] bits per byte; gzip: {gzip:.3f} "
+            f"Held-out text: [bold green]{result['val_bits_per_byte']:.3f}[/] bits per byte; gzip: {gzip:.3f} "
             f"({self.corpus.files[1]} files, each compressed by itself)."
         )
 

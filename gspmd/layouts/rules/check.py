@@ -22,8 +22,8 @@ def faults_of(layout: LayoutTable, sizes: Mapping[str, int], mesh: Any) -> list[
     faults = [*_declaration_faults(layout), *(mesh_faults(mesh, layout.axes) if mesh is not None else ())]
     given = _Sizes(sizes, {a: n for a, n in complete(mesh or {}, layout.axes).items() if a in layout.axes})
     more = own.keys(layout.own)
-    specs, found = _read("", layout.table, KEYS | more, given)
-    faults += [*found, *_missing(layout, sizes), *_disagreements("", layout.table, specs), *_key_via(layout.table)]
+    specs, wrong = _read("", layout.table, KEYS | more, given)
+    faults += [*wrong, *_missing(layout, sizes), *_disagreements("", layout.table, specs), *_key_via(layout.table)]
     faults += own.dimension_faults(layout.own, layout.dimensions, sizes)
     for section, table in layout.overrides.items():
         faults += _override_faults(section, {**layout.table, **table}, table, specs, given, more)
@@ -55,8 +55,8 @@ class _Sizes:
         self.mesh = dict(mesh)
 
     def faults(self, spec: Spec) -> list[Fault]:
-        found = spec.faults({**dict.fromkeys(spec.dims, 0), **self.sizes}, self.mesh)
-        return [replace(fault, cause=self._cause(*fault.cause)) if fault.cause else fault for fault in found]
+        wrong = spec.faults({**dict.fromkeys(spec.dims, 0), **self.sizes}, self.mesh)
+        return [replace(fault, cause=self._cause(*fault.cause)) if fault.cause else fault for fault in wrong]
 
     def _cause(self, dim: str, size: int, parts: int) -> tuple:
         """The cause of a size that does not divide; G and B of one size count as one cause."""
@@ -78,9 +78,9 @@ def _read(section: str, table: Mapping[str, Any], keys: Mapping[str, Key], sizes
         elif keys[name].kind == "via":
             faults += _via_faults(line, keys[name], sizes)
         else:
-            spec, found = _read_spec(line, keys[name], sizes)
+            spec, wrong = _read_spec(line, keys[name], sizes)
             specs |= {name: spec} if spec else {}
-            faults += found
+            faults += wrong
     return specs, faults
 
 
@@ -232,8 +232,8 @@ def _override_faults(
     specs, faults = _read(section, table, keys_of_override(section) | more, sizes)
     if section in PHASES:
         before = {fault.fact for fault in _disagreements("", whole, base)}
-        found = _disagreements(section, whole, {**base, **specs})
-        faults += [fault for fault in found if fault.fact not in before]
+        after = _disagreements(section, whole, {**base, **specs})
+        faults += [fault for fault in after if fault.fact not in before]
     return faults
 
 

@@ -26,12 +26,12 @@ def declared(table: Mapping[str, Any]) -> dict[str, Dims]:
     >>> declared({"ssm.state": "B_xSE_y", "ssm.in_via": "BSE_y, E_yF", "ffn.w_in": "EF", "fnn.w_in": "EF"})
     {'ssm.state': 'BSE', 'ssm.in_via': ('BSE', 'EF')}
     """
-    found = {}
+    result = {}
     for name, text in table.items():
         section, dot, key = name.partition(".")
         if dot and section.isidentifier() and section not in KNOWN and not misspelt(section, key):
-            found[name] = _dims(text, via=key.endswith(_VIA))
-    return found
+            result[name] = _dims(text, via=key.endswith(_VIA))
+    return result
 
 
 def sections(own: Mapping[str, Dims]) -> tuple[str, ...]:

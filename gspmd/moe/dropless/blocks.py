@@ -17,11 +17,11 @@ def rows_times_weights(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *,
 
             def of_block(n, out, start=first + done, block=block):
                 at, own = _window(start + n * block, ends[expert], block, len(rows))
-                found = lax.dot_general(
+                product = lax.dot_general(
                     lax.dynamic_slice_in_dim(rows, at, block), weight, (contracted, ((), ())),
                     preferred_element_type=jnp.float32,
                 )  # fmt: skip
-                kept = jnp.where(own, found.astype(out.dtype), lax.dynamic_slice_in_dim(out, at, block))
+                kept = jnp.where(own, product.astype(out.dtype), lax.dynamic_slice_in_dim(out, at, block))
                 return lax.dynamic_update_slice_in_dim(out, kept, at, 0)
 
             out = lax.fori_loop(0, number, of_block, out)
@@ -60,11 +60,11 @@ def rows_times_rows(left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.
 def _cut(size: jax.Array, rows: int) -> list[tuple[int, jax.Array]]:
     """Block sizes and the number of each that covers `size` rows; the last block may be longer than what is left."""
     *large, last = sorted({min(block, rows) for block in BLOCKS}, reverse=True)
-    found = []
+    cuts = []
     for block in large:
-        found.append((block, size // block))
+        cuts.append((block, size // block))
         size = size % block
-    return [*found, (last, -(-size // last))]
+    return [*cuts, (last, -(-size // last))]
 
 
 def _tails(rows: int) -> tuple[int, list[int]]:
