@@ -30,13 +30,12 @@ from page import write_between
 import gspmd
 from gspmd import host
 from gspmd.layouts import Layout
-from gspmd.moe import MoEConfig, dispatch_form, expert_layer
+from gspmd.moe import MoEConfig, expert_layer
 
 SIZES = {"cpu": (4096, 256, 1024), "gpu": (65536, 4096, 14336), "tpu": (65536, 4096, 14336)}
 GROUP = 512  # tokens of a group of the one-hot forms, whose time grows with its square
 FORWARD, BOTH = "forward", "forward + gradient"
-DENSE, DENSE_DROPLESS = "dense", "dense, k · T rows"
-NAMES = ("dense", "sort", "sort, groups", "onehot", "dropless", *moe_peers.PEERS)
+DENSE, DENSE_DROPLESS, GROUPED = "dense", "dense, k · T rows", "sort, groups"
 MARKS = ("<!-- table: python benchmarks/moe_layer.py -->", "<!-- end of table -->")
 
 
@@ -108,7 +107,7 @@ def main() -> None:
     if not options.fresh_memory:
         keep_freed_memory()
     platform = jax.default_backend()
-    print(f"{jax.devices()[0].device_kind}, {moe_peers.versions()}, auto is {dispatch_form(MoEConfig())}", flush=True)
+    print(f"{jax.devices()[0].device_kind}, {moe_peers.versions()}", flush=True)
     sizes = options.size or [(1024, 128, 256) if options.quick else SIZES[platform]]
     dtype = options.dtype or ("float32" if platform == "cpu" else "bfloat16")
     rows, skipped = kept(options.json) if options.add else {}, set()
@@ -145,7 +144,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--activation", default="swiglu", choices=("swiglu", "gelu"), help="default: %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPUs, else bfloat16")
     parser.add_argument("--rounds", type=int, help="default: 9, with --quick 5")
-    parser.add_argument("--only", nargs="+", choices=NAMES, help="these implementations alone, the dense ones always")
+    only = "these implementations alone, the dense ones always"
+    parser.add_argument("--only", nargs="+", choices=tuple(IMPLEMENTATIONS), help=only)
     parser.add_argument("--quick", action="store_true", help="a small case, in less than a minute")
     parser.add_argument("--fresh-memory", action="store_true", help="let the C library give memory back in between")
     parser.add_argument("--json", type=Path, help="write the figures to a file")
@@ -170,20 +170,7 @@ def keep_freed_memory() -> None:
             library.mallopt(option, value)
 
 
-def implementations(case: Case) -> Iterator[tuple[str, Callable[[], Callable]]]:
-    """What runs, by name; each is built when its turn has come."""
-    yield DENSE, partial(dense, case, DENSE)
-    yield DENSE_DROPLESS, partial(dense, case, DENSE_DROPLESS)
-    yield "sort", partial(ours, case, "sort", 1)
-    if case.groups > 1:
-        yield "sort, groups", partial(ours, case, "sort", case.groups)
-    yield "onehot", partial(ours, case, "onehot", case.groups)
-    yield "dropless", partial(ours, case, "dropless", 1)
-    for name, peer in moe_peers.PEERS.items():
-        yield name, partial(peer, case)
-
-
-def dense(case: Case, name: str) -> Callable:
+def dense(case: Case) -> Callable:
     """One feed-forward layer, of the first expert's weights."""
 
     def layer(weights, x):
@@ -202,6 +189,18 @@ def ours(case: Case, form: str, groups: int) -> Callable:
         return y.reshape(-1, y.shape[-1])
 
     return layer
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Case], Callable]] = {
+    DENSE: dense,
+    DENSE_DROPLESS: dense,
+    "sort": lambda case: ours(case, "sort", 1),
+    GROUPED: lambda case: ours(case, "sort", case.groups),
+    "onehot": lambda case: ours(case, "onehot", case.groups),
+    "dropless": lambda case: ours(case, "dropless", 1),
+    **moe_peers.PEERS,
+}
+"""What is measured, by name; each is built when its turn has come."""
 
 
 def inputs(case: Case, name: str) -> tuple:
@@ -252,11 +251,11 @@ def measured(case: Case, only: list[str] | None, rounds: int, skipped: set[str])
 
 def compiled(case: Case, only: list[str] | None, skipped: set[str]) -> Iterator[tuple[tuple[str, str], Callable]]:
     """Both programs of every implementation that there is; why there is none is said once."""
-    for name, build in implementations(case):
-        if only and name not in (*only, DENSE, DENSE_DROPLESS):
+    for name, build in IMPLEMENTATIONS.items():
+        if (only and name not in (*only, DENSE, DENSE_DROPLESS)) or (name == GROUPED and case.groups == 1):
             continue
         try:
-            layer, arrays = build(), jax.eval_shape(partial(inputs, case, name))
+            layer, arrays = build(case), jax.eval_shape(partial(inputs, case, name))
             steps = {FORWARD: lambda w, x, _, layer=layer: layer(w, x), BOTH: partial(forward_and_gradient, layer)}
             for step, function in steps.items():
                 yield (name, step), jax.jit(function).lower(*arrays).compile()

@@ -1,7 +1,7 @@
-"""Decoder-only language models in Flax NNX, every tensor placed by a layout.
+"""Decoder-only language models in Flax NNX, with every tensor sharded by a layout.
 
 Reading order: config, parameters, attention, feed_forward, experts, blocks, transformer, objective, decoding,
-shapes, step. `models.step` is imported by its name: it brings the libraries of training along.
+shapes, step. `models.step` has to be imported by name: it imports the libraries of training.
 """
 
 from models.config import ModelConfig

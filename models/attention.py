@@ -1,4 +1,4 @@
-"""Attention: rotary positions, and key heads for each query, for a group of them, or for all (multiquery)."""
+"""Multi-head, grouped-query and multiquery attention with rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from models.config import ModelConfig
 class Attention(nnx.Module):
     """Causal self-attention on the residual stream.
 
-    Each method is one line of the figure; the parallel block calls them apart, to share its collectives.
+    The parallel block calls `weights_in`, `core` and `weight_out` itself, to share collectives with its feed-forward.
     """
 
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
@@ -33,14 +33,14 @@ class Attention(nnx.Module):
         self.w_o = nnx.Param(weights["w_o"])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """What attention adds to the residual stream, [B, L, E], placed as `attention.residual`."""
+        """The output [B, L, E] that is added to the residual stream, placed as `attention.residual`."""
         at = self.specs
         return self.attend(
             rms_norm(x, self.norm[...], at.residual, at.norm, epsilon=self.config.norm_epsilon), at.residual
         )
 
     def attend(self, y: jax.Array, residual: Spec) -> jax.Array:
-        """Attention of a normed input [B, L, E]; both lie as `residual`."""
+        """Attention of a normed input [B, L, E]; input and output are placed as `residual`."""
         at = self.specs
         into = Equation.product(residual, (at.w_q, at.w_k, at.w_v), (at.query, at.key, at.key))
         q, k, v = gspmd.einsum(into, y, self.weights_in(), via=heads_in(at))
@@ -48,27 +48,27 @@ class Attention(nnx.Module):
         return gspmd.einsum(out, self.core(q, k, v), self.weight_out(), via=at.out_via)
 
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Softmax attention of rotated queries [B, L, H, D] and keys [B, L, K, D] over values, placed as queries."""
+        """Softmax attention of rotated queries [B, L, H, D] and keys [B, L, K, D], placed as the queries."""
         q, k = rotate(q, self.config.rope_base), rotate(k, self.config.rope_base)
         return attention(q, k, v, self.specs.query, self.specs.key, causal=True)
 
     def weights_in(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Query, key and value projections in the compute type."""
+        """The query, key and value projections in the compute dtype."""
         return tuple(w[...].astype(self.dtype) for w in (self.w_q, self.w_k, self.w_v))
 
     def weight_out(self) -> jax.Array:
-        """The output projection in the compute type."""
+        """The output projection in the compute dtype."""
         return self.w_o[...].astype(self.dtype)
 
 
 def rotate(x: jax.Array, base: float) -> jax.Array:
-    """Rotary position embedding: each pair (x[i], x[i + D/2]) turned by position · base^(-2i/D).
+    """Apply rotary position embedding: rotate each pair (x[i], x[i + D/2]) by position · base^(-2i/D).
 
-    Elementwise, so that the placement of batch and heads does not matter; length and head size are whole.
+    Elementwise over batch and heads, which may be sharded; length and head size must not be.
 
     Args:
         x: [B, L, H, D], D even.
-        base: of the geometric sequence of wavelengths.
+        base: base of the geometric sequence of wavelengths.
 
     Returns:
         [B, L, H, D] in x's dtype; computed in float32.
@@ -78,15 +78,15 @@ def rotate(x: jax.Array, base: float) -> jax.Array:
         ['-0.301', '1.382']
 
     Source: Su et al. 2021, RoFormer (arXiv 2104.09864), section 3.2.2.
-    Differs: pairs are halves of the head, not neighbours; the same up to a permutation of the projections' columns.
+    Differs: pairs take one element from each half of the head, not neighbours: a permutation of the head's elements.
     """
-    cos, sin = _turns(x.shape[1], x.shape[3], base)
+    cos, sin = _cos_sin(x.shape[1], x.shape[3], base)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
 
 
-def _turns(length: int, size: int, base: float) -> tuple[np.ndarray, np.ndarray]:
+def _cos_sin(length: int, size: int, base: float) -> tuple[np.ndarray, np.ndarray]:
     angles = np.arange(length)[:, None] * base ** (-np.arange(0, size, 2) / size)
     angles = angles[None, :, None, :]
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The two kinds of transformer block: attention and then feed-forward, or both at once."""
+"""Transformer blocks: serial (attention, then feed-forward) and parallel (both on one input)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, *, key: jax.Array | None, train: bool, mask: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The residual stream behind the block, and the figures of its experts, if it has any."""
+        """The residual stream after the block, and the figures of its experts, if it has any."""
         attention, ffn = self.residuals
         with part(self.layout, "attention"):
             x = x + self.attention(x)
@@ -43,10 +43,10 @@ class Block(nnx.Module):
 
 
 class ParallelBlock(nnx.Module):
-    """x + Attention(norm x) + FeedForward(norm x): one norm, one input brought to all weights, one sum settled.
+    """x + Attention(norm x) + FeedForward(norm x): one norm, one gather of the input, one reduction of the output.
 
     Source: Chowdhery et al. 2022, PaLM (arXiv 2204.02311), section 2; Pope et al. 2022 (arXiv 2211.05102), section 3.4.
-    Differs: with experts there is no product to share the sum with, so attention and experts settle their own.
+    Differs: with experts, attention and experts reduce their outputs separately.
     """
 
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, Any], dtype: Any):
@@ -58,7 +58,7 @@ class ParallelBlock(nnx.Module):
     def __call__(
         self, x: jax.Array, *, key: jax.Array | None, train: bool, mask: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The residual stream behind the block, and the figures of its experts, if it has any."""
+        """The residual stream after the block, and the figures of its experts, if it has any."""
         with part(self.layout, "ffn" if self.moe is None else "moe"):
             y = rms_norm(x, self.norm[...], self.specs.residual, self.specs.norm, epsilon=self.epsilon)
             if self.moe is None:
@@ -68,7 +68,7 @@ class ParallelBlock(nnx.Module):
             return x + self.attention.attend(y, self.specs.residual) + added, figures
 
     def both(self, y: jax.Array) -> jax.Array:
-        """Attention and feed-forward of one normed input [B, L, E], added up before their sum is settled."""
+        """Attention and feed-forward of one normed input [B, L, E], added before their partial sums are reduced."""
         at, ffn = self.attention.specs, self.specs
         weights, results = (at.w_q, at.w_k, at.w_v), (at.query, at.key, at.key)
         q, k, v, *hidden = gspmd.einsum(
@@ -108,11 +108,11 @@ def _sum(ffn: Via | None, attention: Via | None) -> Via | None:
 
 @contextmanager
 def part(layout: Any, name: str) -> Iterator[None]:
-    """A `with` block in which a part of the model runs.
+    """Run a part of the model under its named scope, and under the lowering that the layout has for it.
 
     Args:
-        layout: a `gspmd.Layout`; the lowering it asks of the part, where it does, goes before the caller's default.
-        name: the part's section in it, `ffn`.
+        layout: a `gspmd.Layout`; its lowering for the part, if any, takes precedence over the caller's.
+        name: the section of the part, `ffn`.
     """
     lowering = layout.lowering_of(name)
     with jax.named_scope(name), gspmd.lowering(lowering) if lowering else nullcontext():

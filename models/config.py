@@ -1,4 +1,4 @@
-"""What a model is: its sizes and its choices, with no word on how it is placed."""
+"""The configuration of a model: sizes and choices, independent of its layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCKS = ("serial", "parallel")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer; the defaults are those of a small one that reads bytes.
+    """Configure a decoder-only transformer; by default a small one on bytes.
 
     Example:
         >>> ModelConfig(embed=4096, layers=32, heads=16, kv_heads=1, head_size=256, feed_forward=16384,
@@ -27,7 +27,7 @@ class ModelConfig:
     vocabulary: int = 256
     """Number of tokens; 256 reads bytes."""
     vocabulary_multiple: int = 1
-    """The tables get rows for the vocabulary rounded up to a multiple of this, so that a mesh divides them."""
+    """The embedding tables are padded to a multiple of this, so that a mesh divides their rows."""
     embed: int = 128
     """Width of the residual stream."""
     layers: int = 4
@@ -35,7 +35,7 @@ class ModelConfig:
     heads: int = 8
     """Query heads."""
     kv_heads: int = 8
-    """Key/value heads: as many as heads is multi-head, 1 is multiquery, between them grouped-query attention."""
+    """Key/value heads: `heads` for multi-head, 1 for multiquery, in between for grouped-query attention."""
     head_size: int = 16
     """Width of one head, even."""
     feed_forward: int = 256
@@ -43,7 +43,7 @@ class ModelConfig:
     activation: str = "swiglu"
     """swiglu (two weights in), gelu or relu."""
     block: str = "serial"
-    """serial, or parallel: attention and feed-forward read one norm and settle one sum (PaLM)."""
+    """serial, or parallel: attention and feed-forward share one norm and one reduction (PaLM)."""
     tied: bool = True
     """Whether the logits reuse the embedding table."""
     rope_base: float = 10000.0
@@ -53,7 +53,7 @@ class ModelConfig:
     remat: bool = True
     """Whether the backward pass recomputes each block instead of keeping its activations."""
     moe: MoEConfig | None = None
-    """Experts in place of the feed-forward layer of every nth block; absent means none."""
+    """Experts in place of the feed-forward layer of every nth block; None for none."""
 
     def __post_init__(self) -> None:
         faults = list(_faults(self))
@@ -62,17 +62,17 @@ class ModelConfig:
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward layer has a gate, that is a second weight in."""
+        """Whether the feed-forward layer has a gate, a second input weight."""
         return self.activation == "swiglu"
 
     @property
     def period(self) -> int:
-        """Blocks until the pattern of dense and expert blocks repeats: what one step of the scan runs."""
+        """Blocks per period of the pattern of dense and expert blocks; one step of the scan runs one period."""
         return self.moe.every if self.moe else 1
 
     @property
     def table_rows(self) -> int:
-        """Rows of the embedding table: the vocabulary, and padding that no token is and no logit chooses.
+        """Rows of the embedding table: the vocabulary, padded to a multiple.
 
         >>> ModelConfig(vocabulary=250, vocabulary_multiple=64).table_rows
         256
@@ -86,12 +86,12 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, all experts counted; padding of the tables is none."""
+        """Number of parameters, with all experts, without padding of the tables."""
         return self._parameters(self.moe.experts if self.moe else 0)
 
     @property
     def num_active_parameters(self) -> int:
-        """Number of parameters that take part in one token's result: of the experts only the chosen ones."""
+        """Number of parameters used by one token: of the experts, only the chosen ones."""
         return self._parameters(self.moe.used if self.moe else 0)
 
     def _parameters(self, experts: float) -> int:
@@ -106,21 +106,21 @@ class ModelConfig:
         return self.layers * (attention + norms) + dense + sparse + tables + self.embed
 
     def flops_per_token(self, length: int) -> int:
-        """Floating-point operations per trained token, forward and backward, without what remat repeats.
+        """Floating-point operations per trained token, forward and backward, without rematerialization.
 
         Args:
             length: tokens per sequence.
 
         Returns:
-            6 per parameter in a matrix product, active experts only, plus 12 · layers · heads · head_size · length
-            for the attention scores; the embedding look-up is free, the logits are not.
+            6 per active parameter of matrix products, plus 12 · layers · heads · head_size · length for attention
+            scores; the embedding look-up is not counted, the logits are.
 
         Example:
             >>> ModelConfig(layers=1).flops_per_token(length=256)
             1572864
 
         Source: PaLM (arXiv 2204.02311), appendix B.
-        Differs: norms and the untied input table are not counted, since no matrix product reads them.
+        Differs: norms and an untied input table are not counted, since no matrix product uses them.
         """
         norms = self.embed * ((2 if self.block == "serial" else 1) * self.layers + 1)
         looked_up = 0 if self.tied else self.vocabulary * self.embed
@@ -128,7 +128,7 @@ class ModelConfig:
         return 6 * products + 12 * self.layers * self.heads * self.head_size * length
 
     def sizes(self, batch: int, length: int) -> dict[str, int]:
-        """The size of every dimension letter a layout may shard, for `Layout.check`.
+        """The size of every dimension that a layout may shard, for `Layout.check`.
 
         Args:
             batch: sequences per step, over all devices.

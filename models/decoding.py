@@ -1,4 +1,4 @@
-"""Text from a model, one token after the other, by reading the whole window again for each."""
+"""Text generation: one token at a time, recomputing the whole window for each."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from models.transformer import Transformer, arrays, stream, with_arrays
 def generate(
     model: Transformer, prompt: Sequence[int], count: int, *, key: jax.Array, temperature: float = 0.8, window: int = 64
 ) -> np.ndarray:
-    """Continues a prompt, in as many independent rows as the layout needs to fill its mesh.
+    """Continue a prompt, in as many independent rows as the layout needs to fill its mesh.
 
-    The program is compiled once, for a window of fixed length; what no longer fits falls out at its start.
+    The program is compiled once, for a window of fixed length; earlier tokens are dropped.
 
     Args:
         model: a placed model; call under `jax.set_mesh`.
         prompt: token ids, at least one.
         count: tokens to add.
-        key: the same key continues the first row alike on every mesh.
-        temperature: divides the logits before sampling; 0 takes the likeliest token.
-        window: tokens the model sees.
+        key: random key; the first row of the result is the same on every mesh.
+        temperature: divides the logits before sampling; 0 takes the most likely token.
+        window: length of the model's context.
 
     Returns:
         [rows, count] int32.
@@ -38,8 +38,8 @@ def generate(
     Raises:
         ValueError: for an empty prompt, a negative temperature, a window under 1, or a router that reads later tokens.
 
-    Differs: there is no cache of keys and values yet. What fills the window behind the text takes no slot of an expert,
-        but their capacity is that of the whole window, not of the text.
+    Differs: there is no key/value cache yet. Padding after the text takes no slot of an expert, but the experts'
+        capacity is that of the whole window, not of the text.
     """
     _check(prompt, temperature, window)
     if model.config.moe and not model.config.moe.causal:
@@ -60,11 +60,11 @@ def generate(
 
 
 def _step(model: Transformer, temperature: float):
-    """Compiles (weights, tokens [rows, window], position, key) to the next token of every row, [rows, 1]."""
+    """Compile (weights, tokens [rows, window], position, key) -> the next token of every row, [rows, 1]."""
     layout = model.layout
     whole, tokens = batch_spec(layout), Spec.parse(layout["embedding.tokens"])
     residual, logits = stream(model.config, layout), Spec.parse(layout["output.logits"])
-    # One position cannot be split over devices, so the length is whole from here on.
+    # A single position cannot be sharded, so the length is whole from here on.
     short, narrow = residual.with_axes("L", ()), logits.with_axes("L", ())
 
     @jax.jit
@@ -87,18 +87,18 @@ def _moved(x: jax.Array, before: Spec, after: Spec) -> jax.Array:
 
 
 def _whole(spec: Spec) -> Spec:
-    """The same dimensions, each whole on every device."""
+    """The spec of the same dimensions, all unsharded."""
     return Spec(spec.dims, ((),) * len(spec.dims))
 
 
 def _noise(key: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
-    """Gumbel noise, with which the largest score is a sample; a row does not depend on how many there are."""
+    """Gumbel noise, with which the argmax is a sample; a row's noise does not depend on the number of rows."""
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(shape[0]))
     return jax.vmap(lambda key: jax.random.gumbel(key, shape[1:], jnp.float32))(keys)
 
 
 def _rows(model: Transformer) -> int:
-    """The least batch that every activation's B divides into."""
+    """The smallest batch that the mesh axes of B divide in every activation."""
     mesh, layout = jax.sharding.get_mesh().shape, model.layout
     keys = [
         "embedding.tokens",

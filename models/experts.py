@@ -1,4 +1,4 @@
-"""The mixture-of-experts feed-forward layer: tokens into groups, to the experts and back."""
+"""The mixture-of-experts feed-forward layer, between the residual stream and groups of tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from models.feed_forward import FeedForward
 
 
 class Experts(nnx.Module):
-    """A feed-forward layer of which every token uses a few of X (`gspmd.moe` has the papers)."""
+    """A feed-forward layer of X experts, of which every token uses a few; see `gspmd.moe`."""
 
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
         self.config, self.dtype = config, dtype
@@ -38,7 +38,7 @@ class Experts(nnx.Module):
     def __call__(
         self, x: jax.Array, *, key: jax.Array | None, train: bool, mask: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """What the experts add to the residual stream, [B, L, E], and the figures of their load."""
+        """The output [B, L, E] that is added to the residual stream, and the figures of the experts' load."""
         ffn = self.specs
         y = rms_norm(x, self.norm[...], ffn.residual, ffn.norm, epsilon=self.config.norm_epsilon)
         return self.mix(y, key=key, train=train, mask=mask)
@@ -46,16 +46,16 @@ class Experts(nnx.Module):
     def mix(
         self, y: jax.Array, *, key: jax.Array | None, train: bool, mask: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The experts' answers to a normed input [B, L, E], both placed as `ffn.residual`.
+        """The experts' output for a normed input [B, L, E], both placed as `ffn.residual`.
 
         Args:
             y: the input.
-            key: randomness of the router, in training.
-            train: whether the router draws, and which capacity it has.
+            key: random key of the router, in training.
+            train: whether to use the router's random draws and capacity of training.
             mask: [B, L] bool, False for padding, placed as `tokens_spec`; None when every token is real.
 
         Returns:
-            the answers, and the layer's figures, as `expert_layer` gives them; `aux_loss` is its loss.
+            The output, and the figures of `expert_layer`, with its loss as `aux_loss`.
         """
         residual, groups = self.specs.residual, self.moe.groups
         sequences = groups.rename({"G": "B"})
@@ -75,7 +75,7 @@ class Experts(nnx.Module):
         return answers if self.shared is None else answers + self.shared.answer(y), {"aux_loss": loss, **stats}
 
     def weights(self) -> dict[str, jax.Array]:
-        """The experts' weights in the compute type, and the router's in float32."""
+        """The experts' weights in the compute dtype, and the router's in float32."""
         routers = {"router": self.router, "router_noise": self.router_noise}
         named = {"w_in": self.w_in, "w_gate": self.w_gate, "w_out": self.w_out}
         cast = {name: w[...].astype(self.dtype) for name, w in named.items() if w is not None}
@@ -84,7 +84,7 @@ class Experts(nnx.Module):
 
 @dataclass(frozen=True)
 class SharedSpecs:
-    """Where the shared experts lie, a feed-forward layer of its own between the same residuals."""
+    """The specs of the shared experts, as those of a feed-forward layer."""
 
     residual: str
     w_in: str
@@ -96,10 +96,10 @@ class SharedSpecs:
 
 
 def shared_specs(layout: Any) -> SharedSpecs:
-    """The specs of the shared experts in a layout.
+    """Return the specs of the shared experts in a layout.
 
     Source: Dai et al. 2024, DeepSeekMoE (arXiv 2401.06066), §3.2.
-    Differs: the shared experts are one layer of their joint width, which is their sum.
+    Differs: the shared experts are one layer of their total width, which equals the sum of their outputs.
     """
     moe = layout.section("moe")
     named = {name: getattr(moe, f"shared_{name.removeprefix('w_')}") for name in ("w_in", "w_gate", "w_out", "hidden")}
@@ -107,14 +107,14 @@ def shared_specs(layout: Any) -> SharedSpecs:
 
 
 def tokens_spec(layout: Any) -> Spec:
-    """Where what the experts know of each token [B, L] lies: as their groups, G for B."""
+    """The spec of per-token arrays [B, L] of the experts: that of their groups, with B for G."""
     return Spec.parse(layout["moe.groups"]).rename({"G": "B"}).without("E")
 
 
 def regroup(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
-    """Cuts the tokens of [B, L, ...] into groups [G, tokens, ...], or back; rows stay on their device.
+    """Reshape [B, L, ...] into groups [G, tokens, ...], or back; tokens stay on their device.
 
-    The leading dimension has the same mesh axes before and after, so each device reshapes its own rows.
+    The leading dimension has the same mesh axes before and after, so each device reshapes its own shard.
 
     Raises:
         ValueError: if the tokens do not make that many groups.
@@ -128,5 +128,5 @@ def regroup(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
 
 
 def moved(x: jax.Array, before: Spec, after: Spec) -> jax.Array:
-    """The same array where another spec says, if that is elsewhere."""
+    """Reshard an array from one spec to another, if they differ."""
     return x if before == after else gspmd.reshard(x, Equation.move(before, after))

@@ -33,12 +33,12 @@ class FeedForward(nnx.Module):
         self.w_out = nnx.Param(weights["w_out"])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """What the layer adds to the residual stream, [B, L, E], placed as `ffn.residual`."""
+        """The output [B, L, E] that is added to the residual stream, placed as `ffn.residual`."""
         ffn = self.specs
         return self.answer(rms_norm(x, self.norm[...], ffn.residual, ffn.norm, epsilon=self.config.norm_epsilon))
 
     def answer(self, y: jax.Array) -> jax.Array:
-        """The layer of a normed input, both placed as `ffn.residual`."""
+        """The output for a normed input, both placed as `ffn.residual`."""
         ffn = self.specs
         into = Equation.product(ffn.residual, self.specs_in(), self.specs_hidden())
         hidden = gspmd.einsum(into, y, self.weights_in(), via=self.in_via())
@@ -65,9 +65,9 @@ class FeedForward(nnx.Module):
         return Via.of(residual, (weight,) * (1 + self.config.gated))
 
     def weights_in(self) -> tuple[jax.Array, ...]:
-        """The input weights in the compute type."""
+        """The input weights in the compute dtype."""
         return tuple(w[...].astype(self.dtype) for w in (self.w_in, self.w_gate) if w is not None)
 
     def weight_out(self) -> jax.Array:
-        """The output weight in the compute type."""
+        """The output weight in the compute dtype."""
         return self.w_out[...].astype(self.dtype)

@@ -1,4 +1,4 @@
-"""What training minimises: the mean cross-entropy of the next token, and what the routers add."""
+"""The training objective: mean cross-entropy of the next token plus the routers' auxiliary losses."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from models.blocks import part
 from models.transformer import Transformer
 
 SCALAR = Spec((), ())
+"""The spec of a scalar."""
 
 
 def loss(
     model: Transformer, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = True
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Mean next-token cross-entropy in nats, plus the expert layers' auxiliary losses in training.
+    """Compute the mean next-token cross-entropy in nats, plus the expert layers' auxiliary losses in training.
 
     Args:
         model: a placed model.
         tokens: [B, L+1] integers, placed as `batch_spec`; every token but the first is predicted.
-        key: randomness of the routers.
-        train: whether the auxiliary losses count and the routers draw.
+        key: random key of the routers.
+        train: whether to add auxiliary losses and use the routers' random draws.
 
     Returns:
         A float32 scalar, and its parts: `cross_entropy`; with experts also `aux_loss`, the sum over their layers, and
@@ -42,17 +43,17 @@ def loss(
 
 
 def batch_spec(layout: Any) -> Spec:
-    """Where a batch of tokens [B, L+1] lies: as `embedding.tokens`, its length whole, since L+1 divides badly."""
+    """The spec of a batch of tokens [B, L+1]: `embedding.tokens` with L unsharded, since few meshes divide L+1."""
     return Spec.parse(layout["embedding.tokens"]).with_axes("L", ())
 
 
 def label_spec(layout: Any) -> Spec:
-    """Where labels [B, L] lie: as the logits, without the vocabulary."""
+    """The spec of labels [B, L]: that of the logits without V."""
     return Spec.parse(layout["output.logits"]).without("V")
 
 
 def split_tokens(tokens: jax.Array, layout: Any) -> tuple[jax.Array, jax.Array]:
-    """Inputs and labels, each [B, L] and where the model wants it, from [B, L+1]."""
+    """Split [B, L+1] into inputs and labels, each [B, L], placed as the model takes them."""
     whole = batch_spec(layout)
     inputs = gspmd.reshard(tokens[:, :-1], Equation.move(whole, Spec.parse(layout["embedding.tokens"])))
     return inputs, gspmd.reshard(tokens[:, 1:], Equation.move(whole, label_spec(layout)))

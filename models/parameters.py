@@ -1,4 +1,4 @@
-"""The one table of a model's parameters: where each lies, how large it is and how it begins."""
+"""The table of a model's parameters: spec, shape and initializer of each."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Parameter:
     """One row of the table.
 
     Attributes:
-        key: the layout's name of the tensor, `ffn.w_in`, which every layer shares.
-        spec: how it lies; the layers that a scan runs over are stacked in a leading N, unsharded.
-        shape: its sizes, N first where layers are stacked.
-        initialise: a random key and the shape to float32 values, the same on every mesh.
+        key: the layout's key, `ffn.w_in`, the same for every layer.
+        spec: its spec; layers of a scan are stacked in a leading, unsharded N.
+        shape: its shape, N first if layers are stacked.
+        initialise: from a random key and the shape to float32 values, the same on every mesh.
     """
 
     key: str
@@ -36,38 +36,38 @@ class Parameter:
 
 
 def parameters(config: ModelConfig, layout: Any) -> dict[str, Parameter]:
-    """Every parameter by its path in the module, in the order the model uses them.
+    """Return every parameter by its path in the module, in the order in which the model uses them.
 
     Args:
         config: the model.
         layout: a `gspmd.Layout`, or any mapping from its keys to specs.
 
     Returns:
-        path, `blocks.0.ffn.w_in`, to its row.
+        Path, `blocks.0.ffn.w_in`, to its row.
 
     Raises:
-        ValueError: if the layout gives a tensor other dimensions than the model has.
+        ValueError: a spec of the layout has other dimensions than the model's tensor.
     """
     return dict(_rows(config, lambda key: layout[key]))
 
 
 def parameter_specs(config: ModelConfig, layout: Any) -> dict[str, tuple[Spec, tuple[int, ...]]]:
-    """Path to spec and shape of every parameter, for the table that is printed and for its gradient."""
+    """Return path to spec and shape of every parameter."""
     return {path: (row.spec, row.shape) for path, row in parameters(config, layout).items()}
 
 
 def optimizer_specs(config: ModelConfig, layout: Any) -> dict[str, Spec]:
-    """Path to the spec of a parameter's optimizer state: the parameter's own unless the layout overrides it."""
+    """Return path to the spec of a parameter's optimizer state: its own unless the layout overrides it."""
     return {path: row.spec for path, row in _rows(config, layout.optimizer)}
 
 
 def gradient_specs(config: ModelConfig, layout: Any) -> dict[str, Spec]:
-    """Path to the spec of a parameter's gradient: the parameter's own unless the layout overrides it."""
+    """Return path to the spec of a parameter's gradient: its own unless the layout overrides it."""
     return {path: row.spec for path, row in _rows(config, layout.gradient)}
 
 
 def initialise(rows: Mapping[str, Parameter], mesh: jax.sharding.Mesh, key: jax.Array) -> dict[str, jax.Array]:
-    """Draws every parameter where it will lie: no device ever holds more than its own shards.
+    """Draw every parameter with its sharding: no device ever holds more than its own shards.
 
     Args:
         rows: the table.
@@ -75,14 +75,14 @@ def initialise(rows: Mapping[str, Parameter], mesh: jax.sharding.Mesh, key: jax.
         key: one random key; each parameter's own is folded from it with its path.
 
     Returns:
-        path to array. A layout does not change a value.
+        Path to array. The values do not depend on the layout.
     """
     with jax.set_mesh(mesh):
         return {path: _drawer(row)(_folded(key, path)) for path, row in rows.items()}
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Paths to a tree: `{"a.b": 1, "a.c": 2}` to `{"a": {"b": 1, "c": 2}}`."""
+    """Convert paths to a tree: `{"a.b": 1, "a.c": 2}` to `{"a": {"b": 1, "c": 2}}`."""
     tree: dict[str, Any] = {}
     for path, value in values.items():
         *inner, last = path.split(".")
@@ -105,15 +105,15 @@ def _drawer(row: Parameter) -> Callable[[jax.Array], jax.Array]:
 def _compiled(
     begin: Initialiser, shape: tuple[int, ...], placed: jax.P, stacked: bool
 ) -> Callable[[jax.Array], jax.Array]:
-    """From a key to a drawn array; parameters that are drawn alike share the program."""
+    """Compile key -> initial array; parameters of equal distribution, shape and sharding share the program."""
 
     def draw(key: jax.Array) -> jax.Array:
         if not stacked:
             return begin(key, shape)
-        # A loop over the layers: less to compile than their whole stack.
+        # A loop over layers compiles faster than one draw of the whole stack.
         return jax.lax.map(lambda key: begin(key, shape[1:]), jax.random.split(key, shape[0]))
 
-    # Under Explicit axes a drawn array would be typed, and so made, whole on every device.
+    # Under Explicit axes a drawn array would be typed as replicated, and so held whole by every device.
     return jax.jit(lambda key: jax.sharding.auto_axes(draw, out_sharding=placed)(key), out_shardings=placed)
 
 
@@ -127,14 +127,14 @@ def _rows(config: ModelConfig, spec_of: Callable[[str], str]) -> Iterator[tuple[
             spec, shape = Spec(("N", *spec.dims), ((), *spec.axes)), (stack, *shape)
         return path, Parameter(key, spec, shape, begin)
 
-    # Rows of unit length, and the look-up scaled back (Vaswani et al. 2017, section 3.4).
+    # Rows of unit length; the look-up multiplies by √E (Vaswani et al. 2017, section 3.4).
     yield row("embedding.table", "embedding.table", "VE", scaled("E", sizes))
     for place in range(config.period):
         for path, key, dims, begin in _block(config, place, sizes):
             yield row(f"blocks.{place}.{path}", key, dims, begin, stack=config.layers // config.period)
-    # A tied table finds each token's own row in the residual stream again, with a logit of √E. Chowdhery et al. 2022,
-    # section 5, scale tied logits by 1/√E; here the last norm begins there and may grow, which learns faster, and the
-    # first loss is that of a uniform guess.
+    # With a tied table, the token's own row in the residual stream would give a logit of √E. Chowdhery et al. 2022,
+    # section 5, scale tied logits by 1/√E; here the last norm starts at 1/√E and may grow, which learns faster, and the
+    # initial loss is that of a uniform guess.
     yield row("output.norm", "output.norm", "E", Constant(sizes["E"] ** -0.5) if config.tied else ones)
     if not config.tied:
         yield row("output.table", "output.table", "VE", scaled("E", sizes))
@@ -154,9 +154,9 @@ def _block(config: ModelConfig, place: int, sizes: Mapping[str, int]) -> Iterato
     if serial:
         yield f"{section}.norm", "ffn.norm", "E", ones
     if experts:
-        # A small variance keeps early routing close to even. Fedus et al. 2021, section 2.4, take 0.1 of the variance
-        # of every matrix; here the others keep theirs, and those that end a branch are divided by depth.
-        # Noisy gating begins even, at no preference and one width of noise (Shazeer et al. 2017, appendix A).
+        # A small variance keeps early routing nearly even. Fedus et al. 2021, section 2.4, reduce the variance of all
+        # matrices to 0.1; here only the router's, and matrices at the end of a branch are scaled by depth.
+        # Noisy gating starts with logits 0 and equal noise (Shazeer et al. 2017, appendix A).
         begin = Constant(0.0) if config.moe.noisy else scaled("E", sizes, variance=config.moe.router_scale)
         yield "moe.router", "moe.router", "EX", begin
         if config.moe.noisy:
@@ -169,11 +169,11 @@ def _block(config: ModelConfig, place: int, sizes: Mapping[str, int]) -> Iterato
 
 
 SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_out")
-"""The layout's names of the tensors of shared experts, whose F is that of all of them together."""
+"""The layout's keys of shared experts, whose F is that of all of them together."""
 
 
 def shared_sizes(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of dimensions in the experts that every token uses."""
+    """Return the sizes of dimensions in the shared experts."""
     return {**sizes, "F": config.moe.shared * sizes["F"]}
 
 
@@ -185,7 +185,7 @@ def _shared(config: ModelConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str
 
 @dataclass(frozen=True)
 class Normal:
-    """Truncated normal of a standard deviation: equal ones are drawn by one program.
+    """Truncated normal initializer; equal ones share a compiled program.
 
     Example:
         >>> round(float(Normal(0.5)(jax.random.key(0), (1000,)).std()), 1)
@@ -195,13 +195,13 @@ class Normal:
     deviation: float
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        # Cut at two deviations, a unit normal keeps a deviation of 0.8796.
+        # A unit normal truncated at two standard deviations has a standard deviation of 0.8796.
         return jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32) * (self.deviation / 0.87962566)
 
 
 @dataclass(frozen=True)
 class Constant:
-    """One value throughout; it takes no random number.
+    """Constant initializer.
 
     Example:
         >>> Constant(0.5)(jax.random.key(0), (2,)).tolist()
@@ -215,11 +215,11 @@ class Constant:
 
 
 def scaled(summed: str, sizes: Mapping[str, int], variance: float = 1.0, depth: int = 0) -> Normal:
-    """Normal of a variance over the size of the summed dimensions, and over 2 · depth where a residual adds it up."""
+    """Normal of variance / (fan-in · 2 depth), fan-in being the size of the summed dimensions; no depth factor at 0."""
     return Normal(math.sqrt(variance / math.prod(sizes[d] for d in summed) / max(1, 2 * depth)))
 
 
-#: The initial scale of a norm.
+#: The initializer of norm scales.
 ones = Constant(1.0)
 
 

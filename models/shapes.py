@@ -1,4 +1,4 @@
-"""Models and their inputs as shapes, types and places only: what a compiler needs for machines that are not there."""
+"""Abstract models, inputs and activations: shapes, dtypes and shardings, for compilation without devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from models.objective import batch_spec
 from models.parameters import SHARED, Parameter, nested, parameters, shared_sizes
 from models.transformer import Transformer
 
-WIDE = ("norm", "router")  # these parameters are float32, whatever the matrices are
+WIDE = ("norm", "router")  # parameters that are always float32
 
 
 def abstract(
@@ -26,17 +26,17 @@ def abstract(
     *,
     stored: Any = jnp.float32,
 ) -> Transformer:
-    """A model as `build` makes it, whose parameters are `jax.ShapeDtypeStruct`s: no device holds anything.
+    """Return a model as of `build` whose parameters are `jax.ShapeDtypeStruct`s; nothing is allocated.
 
     Args:
         config: sizes and choices.
         layout: a `gspmd.Layout`.
-        mesh: devices with the layout's axes; they may be described ones that only a compiler knows.
-        dtype: what it computes in.
-        stored: what its matrices are held in, float32 where it is trained; norms and routers are float32 always.
+        mesh: devices with the layout's axes, possibly of an offline topology.
+        dtype: compute dtype.
+        stored: dtype of its matrices, float32 for training; norms and routers are always float32.
 
     Returns:
-        A model whose `arrays` are the arguments of a program to lower, and which `with_arrays` fills inside of it.
+        A model whose `arrays` are arguments to lower a program with; `with_arrays` replaces them inside of it.
 
     Raises:
         ValueError: if a spec does not fit the model.
@@ -55,17 +55,17 @@ def abstract(
 
 
 def abstract_tokens(layout: Any, mesh: jax.sharding.Mesh, batch: int, length: int) -> jax.ShapeDtypeStruct:
-    """What a forward step reads: int32 [B, L], placed as `embedding.tokens`."""
+    """The input of a forward step: int32 [B, L], placed as `embedding.tokens`."""
     return _placed(Spec.parse(layout["embedding.tokens"]), (batch, length), jnp.int32, mesh)
 
 
 def abstract_batch(layout: Any, mesh: jax.sharding.Mesh, batch: int, length: int) -> jax.ShapeDtypeStruct:
-    """What a training step reads: int32 [B, L+1], placed as `batch_spec`."""
+    """The input of a training step: int32 [B, L+1], placed as `batch_spec`."""
     return _placed(batch_spec(layout), (batch, length + 1), jnp.int32, mesh)
 
 
 def abstract_key(mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
-    """A random key, the same on every device."""
+    """A random key, replicated."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=NamedSharding(mesh, jax.P()))
 
@@ -73,7 +73,7 @@ def abstract_key(mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
 def activation_specs(
     config: ModelConfig, layout: Any, batch: int, length: int
 ) -> dict[str, tuple[Spec, tuple[int, ...]]]:
-    """Layout key to spec and whole shape of every activation of one training step, in the order of the forward pass.
+    """Return layout key to spec and global shape of every activation of a training step, in order of the forward pass.
 
     Args:
         config: the model.

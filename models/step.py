@@ -1,6 +1,6 @@
-"""The programs that a model is trained and used by, the same for arrays and for shapes of arrays.
+"""Training, evaluation and forward steps of a model, for arrays as for their shapes.
 
-Not imported with `models`: the step of training is `gspmd.training`'s, with its libraries.
+Not imported with `models`, since it imports `gspmd.training` and its libraries.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Parameters = Mapping[str, jax.Array]
 
 
 def training_step(model: Transformer, optimizer: OptimizerConfig, steps: int) -> Step:
-    """One update, not yet compiled: (state, batch, key) -> (state, metrics).
+    """Build one update, not compiled: (state, batch, key) -> (state, metrics).
 
     Args:
-        model: a placed model, or an abstract one; only its config, layout and dtype are read.
+        model: a model, possibly abstract; only its config, layout and dtype are used.
         optimizer: rates and decays.
-        steps: number of updates in all.
+        steps: total number of updates.
 
     Returns:
-        A pure function of a state, as `initial_state` or `abstract_state` give it; tokens [B, L+1], placed as
-        `batch_spec`; and a random key. Call or lower it under `jax.set_mesh`.
+        A pure function of a state of `initial_state` or `abstract_state`, tokens [B, L+1] placed as `batch_spec`, and a
+        random key. Call or lower it under `jax.set_mesh`.
     """
     specs = {path: spec for path, (spec, _) in parameter_specs(model.config, model.layout).items()}
     kept, gradients = optimizer_specs(model.config, model.layout), gradient_specs(model.config, model.layout)
@@ -53,19 +53,19 @@ def training_step(model: Transformer, optimizer: OptimizerConfig, steps: int) ->
 
 
 def initial_state(model: Transformer, optimizer: OptimizerConfig, steps: int, mesh: jax.sharding.Mesh) -> TrainState:
-    """What the first training step is called with: the model's parameters, and an optimizer's that has seen nothing."""
+    """The state before the first update: the model's parameters and the initial optimizer state."""
     kept = optimizer_specs(model.config, model.layout)
     return initial(arrays(model), _transform(model, optimizer, steps), mesh, kept)
 
 
 def abstract_state(model: Transformer, optimizer: OptimizerConfig, steps: int, mesh: jax.sharding.Mesh) -> TrainState:
-    """Shapes, types and shardings of `initial_state`; the model may be an abstract one."""
+    """Shapes, dtypes and shardings of `initial_state`; the model may be abstract."""
     kept = optimizer_specs(model.config, model.layout)
     return abstract_initial(arrays(model), _transform(model, optimizer, steps), mesh, kept)
 
 
 def evaluation_step(model: Transformer) -> Callable[[Parameters, jax.Array], jax.Array]:
-    """(parameters, tokens [B, L+1]) -> mean cross-entropy in nats of the next token; no router draws."""
+    """Build (parameters, tokens [B, L+1]) -> mean next-token cross-entropy in nats, without random draws."""
 
     def evaluate(params: Parameters, tokens: jax.Array) -> jax.Array:
         return loss(with_arrays(model, params), tokens, train=False)[1]["cross_entropy"]
@@ -74,10 +74,7 @@ def evaluation_step(model: Transformer) -> Callable[[Parameters, jax.Array], jax
 
 
 def forward_step(model: Transformer) -> Callable[[Parameters, jax.Array], jax.Array]:
-    """(parameters, tokens [B, L] placed as `embedding.tokens`) -> logits [B, L, V], placed as `output.logits`, float32.
-
-    What it leaves out: nothing is kept of keys and values, so a sequence is as long as the tokens that are given.
-    """
+    """Build (parameters, tokens [B, L]) -> float32 logits [B, L, V], placed by the layout; no key/value cache."""
 
     def forward(params: Parameters, tokens: jax.Array) -> jax.Array:
         return with_arrays(model, params)(tokens)[0]
@@ -86,7 +83,7 @@ def forward_step(model: Transformer) -> Callable[[Parameters, jax.Array], jax.Ar
 
 
 def _transform(model: Transformer, optimizer: OptimizerConfig, steps: int) -> Any:
-    """AdamW, whose decay leaves norms alone: they have one dimension besides the stacked N."""
+    """AdamW with weight decay for matrices only: norms have one dimension besides the stacked N."""
     rows = parameter_specs(model.config, model.layout)
     decayed = {path: len(set(spec.dims) - {"N"}) > 1 for path, (spec, _) in rows.items()}
     return adamw(optimizer, steps, decayed)

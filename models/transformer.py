@@ -1,4 +1,4 @@
-"""The decoder-only transformer: embedding, scanned blocks, logits; every tensor placed by a layout."""
+"""The decoder-only transformer: embedding, scanned blocks, logits; every tensor sharded by a layout."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Figures = dict[str, jax.Array]
 class Transformer(nnx.Module):
     """Tokens [B, L] to logits [B, L, V].
 
-    Blocks of one place in the repeating pattern are stacked over a leading N and scanned; a step of the scan runs the
-    whole pattern once (`ModelConfig.period` blocks).
+    Blocks repeat with a period of `ModelConfig.period`. Those at the same position of the period are stacked in a
+    leading N; each step of a scan over N runs one period.
     """
 
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, Any], dtype: Any = jnp.float32):
@@ -42,12 +42,12 @@ class Transformer(nnx.Module):
     def __call__(
         self, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = False
     ) -> tuple[jax.Array, Figures]:
-        """Logits, placed as `output.logits`, and the figures of the expert layers, each stacked over them.
+        """Logits, placed as `output.logits`, and the figures of the expert layers, stacked over layers.
 
         Args:
             tokens: [B, L] integers, placed as `embedding.tokens`.
-            key: randomness of the routers; needed in training only.
-            train: whether routers draw, and which capacity they have.
+            key: random key of the routers, for training.
+            train: whether to use the routers' random draws and capacity of training.
         """
         x, figures = self.hidden(tokens, key=key, train=train)
         return self.logits(x), figures
@@ -55,14 +55,14 @@ class Transformer(nnx.Module):
     def hidden(
         self, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = False, mask: jax.Array | None = None
     ) -> tuple[jax.Array, Figures]:
-        """The residual stream behind the last block, [B, L, E], before the last norm; and the experts' figures.
+        """The residual stream [B, L, E] after the last block, before the last norm, and the experts' figures.
 
         Args:
             tokens: [B, L] integers, placed as `embedding.tokens`.
-            key: randomness of the routers; needed in training only.
-            train: whether routers draw, and which capacity they have.
-            mask: [B, L] bool, placed as the tokens: False for padding, which no expert spends a slot on. Attention
-                needs none where padding stands behind the text. None when every token is real.
+            key: random key of the routers, for training.
+            train: whether to use the routers' random draws and capacity of training.
+            mask: [B, L] bool, placed as the tokens, False for padding, which takes no slot of an expert; causal
+                attention needs no mask for padding after the text. None when every token is real.
         """
         with part(self.layout, "embedding"):
             x = self.embedding(tokens)
@@ -76,11 +76,11 @@ class Transformer(nnx.Module):
             weights, key = layer
             figures: Figures = {}
             for block in nnx.merge(definition, weights):
-                x, found = block(x, key=key, train=train, mask=mask)
-                figures |= found
+                x, of_block = block(x, key=key, train=train, mask=mask)
+                figures |= of_block
             return x, figures
 
-        # With one repeat a backward pass holds all that it recomputed at once: nothing would be saved.
+        # With one repeat a backward pass would hold everything it recomputes at once, and save no memory.
         remat = self.config.remat and repeats > 1
         return jax.lax.scan(jax.checkpoint(step) if remat else step, x, (weights, keys))
 
@@ -89,7 +89,7 @@ class Transformer(nnx.Module):
 
         Args:
             x: [B, L, E], placed as `stream`.
-            short: L is a position or a few, which the mesh need not divide: every tensor has its length whole.
+            short: whether L is unsharded in every tensor, for a few positions that the mesh need not divide.
         """
         tied = self.embedding.table if self.config.tied else None
         with part(self.layout, "output"):
@@ -97,7 +97,7 @@ class Transformer(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """The table of token vectors."""
+    """The embedding table."""
 
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
         self.dtype = dtype
@@ -106,13 +106,13 @@ class Embedding(nnx.Module):
         self.table = nnx.Param(weights["table"])
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Rows of the table, times √E, as they enter the residual stream."""
+        """Rows of the table times √E, placed as the residual stream."""
         table = self.table[...].astype(self.dtype)
         return embed(tokens, table, self.equation) * math.sqrt(table.shape[1])
 
 
 class Output(nnx.Module):
-    """The last norm and the product with the table, tied or the model's own."""
+    """The last norm, and the logits by the embedding table or an own one."""
 
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
         self.epsilon, self.dtype = config.norm_epsilon, dtype
@@ -123,56 +123,56 @@ class Output(nnx.Module):
         self.vocabulary, self.rows = config.vocabulary, config.table_rows
 
     def __call__(self, x: jax.Array, tied: nnx.Param | None, short: bool = False) -> jax.Array:
-        """Logits [B, L, V] in float32, of an x whose length is whole on every device if it is `short`."""
+        """Float32 logits [B, L, V] of x, whose length is unsharded if `short`."""
         residual, logits, via = self.residual, self.specs.logits, self.specs.in_via
         if short:
             residual, logits, via = residual.with_axes("L", ()), logits.with_axes("L", ()), whole_length(via)
         table = (self.table if tied is None else tied)[...].astype(self.dtype)
         y = rms_norm(x, self.norm[...], residual, self.specs.norm, epsilon=self.epsilon)
         equation = Equation.product(residual, self.table_spec, logits)
-        found = gspmd.einsum(equation, y, table, via=via, preferred_element_type=jnp.float32)
-        return found if self.rows == self.vocabulary else found + self._padding(logits)
+        product = gspmd.einsum(equation, y, table, via=via, preferred_element_type=jnp.float32)
+        return product if self.rows == self.vocabulary else product + self._padding(logits)
 
     def _padding(self, logits: Spec) -> jax.Array:
-        """[1, 1, V]: 0 for a token, and for padding a logit that nothing chooses; finite, so that 0 · it is 0."""
+        """A bias [1, 1, V]: 0 for tokens, -1e30 for padding of the table, which is finite so that 0 · bias is 0."""
         bias = jnp.where(jnp.arange(self.rows) < self.vocabulary, 0.0, -1e30).astype(jnp.float32)
         whole = Spec(("V",), ((),))
         return gspmd.reshard(bias, Equation.move(whole, whole.with_axes("V", logits.axes_of("V"))))[None, None]
 
 
 def stream(config: ModelConfig, layout: Any) -> Spec:
-    """Where the residual stream lies between blocks: as their first layer reads it."""
+    """The spec of the residual stream between blocks: that of the first layer of a block."""
     return Spec.parse(layout["attention.residual" if config.block == "serial" else "ffn.residual"])
 
 
 def build(
     config: ModelConfig, layout: Any, mesh: jax.sharding.Mesh, key: jax.Array, dtype: Any = jnp.float32
 ) -> Transformer:
-    """A model with fresh parameters, each drawn where the layout places it.
+    """Build a model with initial parameters, each drawn with its sharding.
 
     Args:
         config: sizes and choices.
         layout: a `gspmd.Layout`.
         mesh: devices with the layout's axes.
-        key: one random key; the same key gives the same model on every mesh, in every layout.
-        dtype: what it computes in, float32 or bfloat16. Parameters, norms, softmax, router and loss are float32.
+        key: one random key; the same key gives the same model on every mesh and in every layout.
+        dtype: compute dtype, float32 or bfloat16. Parameters, norms, softmax, router and loss are float32.
 
     Returns:
         A Flax NNX module. Call it under `jax.set_mesh(mesh)`.
 
     Raises:
-        ValueError: if a spec does not fit the model or the mesh.
+        ValueError: a spec does not fit the model or the mesh.
     """
     rows = parameters(config, layout)
     return Transformer(config, layout, nested(initialise(rows, mesh, key)), jnp.dtype(dtype))
 
 
 def arrays(model: Transformer) -> dict[str, jax.Array]:
-    """The model's parameters by path, in the order of `parameters`: the tree that a training step carries."""
-    found = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    return {path: found[path].get_value() for path in parameters(model.config, model.layout)}
+    """Return the model's parameters by path, in the order of `parameters`: the tree that a training step updates."""
+    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    return {path: leaves[path].get_value() for path in parameters(model.config, model.layout)}
 
 
 def with_arrays(model: Transformer, values: Mapping[str, jax.Array]) -> Transformer:
-    """The same model with other parameters, by path; `values` may be tracers."""
+    """Return the same model with other parameters, by path; `values` may be tracers."""
     return Transformer(model.config, model.layout, nested(values), model.dtype)

@@ -108,7 +108,6 @@ def _calls():
         (moe.route, [jnp.ones((2, 4, 4)), config], {"key": None, "mask": None}),
         (moe.dispatch, [jnp.ones((2, 4, 8)), routing, 4, routing.capacity], {"form": "sort"}),
         (moe.combine, [slots, routing], {"form": "sort"}),
-        (moe.dispatch_form, [config], {"platform": "cpu"}),
         (moe.grouped_matmul, [rows, jnp.ones((2, 4, 4)), jnp.array([4, 4])], {"form": "blocks"}),
     ]
     if topology is not None:

@@ -26,7 +26,6 @@ from gspmd.commands import configs
 from gspmd.display import console as printing
 from gspmd.display.units import amount_of_flops
 from gspmd.layouts import Layout
-from gspmd.moe import dispatch_form
 from gspmd.training import OptimizerConfig, Program, ShardingConfig, TrainingConfig, command, data, loop
 from gspmd.training.reporting import report
 from gspmd.training.state import shardings
@@ -143,9 +142,7 @@ def show_run(console: Console, settings: Settings, layout: Layout, mesh: Mesh) -
         "step": f"{training.batch} × {training.length} tokens, {amount_of_flops(flops)} in {training.dtype}",
     }
     if moe := model.moe:
-        form = dispatch_form(moe, mesh.devices.flat[0].platform)
-        picked = f"{form} (auto)" if moe.dispatch == "auto" else form
-        lines["experts"] = f"{moe.experts}, router {moe.router}, dispatch {picked}"
+        lines["experts"] = f"{moe.experts}, router {moe.router}, dispatch {moe.dispatch}"
     report.header(console, lines)
 
 

@@ -1,4 +1,4 @@
-"""Whole-model tables: where every tensor lies, presets from the papers, and which of them costs least."""
+"""Layouts: tables of specs for a whole model, presets from the papers, and their ranking by cost."""
 
 from gspmd.layouts.layout import Layout, presets
 from gspmd.layouts.ranking import Ranked, Ranking, rank

@@ -1,4 +1,4 @@
-"""docs/layouts.md, from the table of keys and the presets: `python -m gspmd.layouts.document > docs/layouts.md`."""
+"""Generate docs/layouts.md from the table of keys and the presets: `python -m gspmd.layouts.document`."""
 
 from collections.abc import Iterator
 
@@ -98,7 +98,7 @@ that no move needs a permute.
 
 
 def markdown() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join(_lines()).rstrip() + "\n"
 
 

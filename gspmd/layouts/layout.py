@@ -1,4 +1,4 @@
-"""A layout: one table that says where every tensor of a model lies, and how a number of devices becomes its mesh."""
+"""The layout: a table of specs for a whole model, and the mesh for a number of devices."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,23 +17,23 @@ from gspmd.layouts.rules.table import LayoutTable
 from gspmd.layouts.section import Section, Table, look_up
 from gspmd.lowerings.default import checked
 
-# So far from the number of devices that was asked for another one is looked for that divides the sizes.
+# Error messages propose numbers of devices that divide the sizes, up to this far from the requested one.
 _NEAR = 33
 
 
 @dataclass(frozen=True)
 class Layout(LayoutTable):
-    """Where every tensor of a model lies, by key: `layout["ffn.w_in"]` is `"E_xF_yz"`.
+    """The spec of every tensor of a model, by key: `layout["ffn.w_in"]` is `"E_xF_yz"`.
 
     Attributes:
       name: the preset's name, or the path of the file.
-      axes: the mesh axes it is written for.
-      factor: how devices are dealt out to them (see `mesh_for`).
-      table: key to spec, `"ffn.w_in"` to `"E_xF_yz"`, as it was written.
+      axes: the mesh axes that it uses.
+      factor: the mesh axes over which devices are factored (see `mesh_for`).
+      table: key to spec, `"ffn.w_in"` to `"E_xF_yz"`, as in the file.
       overrides: section (`gradients`, `optimizer`, `cache`, `prefill`, `decode`) to such a table.
-      lowerings: part of the model, or `default`, to the lowering it asks for.
-      dimensions: letters of one's own, to what they mean.
-      own: keys of one's own sections, to the dimensions that their specs keep; None reads them off the table.
+      lowerings: part of the model, or `default`, to its lowering.
+      dimensions: user-defined letters, to their meaning.
+      own: keys of user-defined sections, to the dimensions of their specs; None reads them off the table.
 
     Example:
       >>> layout = Layout.load("weight-stationary-2d").override({"ffn.w_in": "E_xF_y"})
@@ -47,13 +47,12 @@ class Layout(LayoutTable):
 
     @classmethod
     def load(cls, name: "str | PathLike | Layout") -> "Layout":
-        """Reads a preset by its name, or a TOML file by its path (anything with a slash or that ends in `.toml`).
+        """Load a preset by name, or a TOML file by path (anything with a slash or that ends in `.toml`).
 
-        A file may say `base = "megatron-1d"` and then hold only what differs; a base that is a path is looked for
-        beside the file.
+        A file with `base = "megatron-1d"` holds only what differs; a base that is a path is relative to the file.
 
         Raises:
-          LayoutError: no such preset or file, or not TOML. What the table says is the business of `check`.
+          LayoutError: no such preset or file, or not TOML. The specs themselves are checked by `check`.
 
         Example:
           >>> Layout.load("megatron-1d")["ffn.hidden"]
@@ -77,7 +76,7 @@ class Layout(LayoutTable):
 
     def __getattr__(self, part: str) -> Section:
         """`layout.ffn` is `layout.section("ffn")`."""
-        if part.startswith("_") or "own" not in self.__dict__:  # asked for while a copy is made
+        if part.startswith("_") or "own" not in self.__dict__:  # looked up while a copy is made
             raise AttributeError(part)
         try:
             return self.section(part)
@@ -90,7 +89,7 @@ class Layout(LayoutTable):
     # -- what it says -------------------------------------------------------------------------------------------------
 
     def __getitem__(self, key: str) -> str:
-        """The spec of a tensor. Raises LayoutError for a key that no layout has, or that this one leaves out."""
+        """Return the spec of a tensor. Raises LayoutError for an unknown key, or an optional one that is absent."""
         spec = look_up(self.table, key)
         if spec is None:
             raise LayoutError(
@@ -99,12 +98,12 @@ class Layout(LayoutTable):
         return spec
 
     def get(self, key: str, default: str | None = None) -> str | None:
-        """The spec of a tensor, or `default` where an optional key is absent."""
+        """Return the spec of a tensor, or `default` if an optional key is absent."""
         spec = look_up(self.table, key)
         return default if spec is None else spec
 
     def section(self, part: str) -> Section:
-        """One part of the model (embedding, attention, ffn, moe, output, or one's own), its keys as attributes.
+        """Return a part of the model (embedding, attention, ffn, moe, output, or user-defined), its keys as attributes.
 
         `layout.ffn` is short for `layout.section("ffn")`.
         """
@@ -117,11 +116,11 @@ class Layout(LayoutTable):
         return (*PARTS, *own.sections(self.own))
 
     def gradient(self, key: str) -> str:
-        """The spec of a parameter's gradient: the parameter's own unless [gradients] says otherwise."""
+        """Return the spec of a parameter's gradient: the parameter's own unless [gradients] overrides it."""
         return self._overridden("gradients", key) or self[key]
 
     def optimizer(self, key: str) -> str:
-        """The spec of a parameter's optimizer state: the parameter's own unless [optimizer] says otherwise.
+        """Return the spec of a parameter's optimizer state: the parameter's own unless [optimizer] overrides it.
 
         >>> Layout.load("data-parallel").override({"optimizer.ffn.w_in": "E_xyzF"}).optimizer("ffn.w_in")
         'E_xyzF'
@@ -129,7 +128,7 @@ class Layout(LayoutTable):
         return self._overridden("optimizer", key) or self[key]
 
     def cache(self, key: str = "attention.key") -> str:
-        """The spec of the key/value cache, with length T: as attention.key unless [cache] says otherwise.
+        """Return the spec of the key/value cache, with length T: as attention.key unless [cache] overrides it.
 
         >>> Layout.load("weight-stationary-2d").cache()
         'B_xyzTKD'
@@ -140,9 +139,9 @@ class Layout(LayoutTable):
         return self.overrides.get(section, {}).get(key) if isinstance(key, str) else None
 
     def phase(self, name: str) -> "Layout":
-        """This layout as it is while a prompt is read (`"prefill"`) or tokens are generated (`"decode"`).
+        """Return the layout of a phase: reading a prompt (`"prefill"`) or generating tokens (`"decode"`).
 
-        Where it has no section of that name, it is as it always is.
+        Without a section of that name, it is the same layout.
 
         >>> Layout.load("zero-3").override({"decode.ffn.hidden": "BLF"}).phase("decode")["ffn.hidden"]
         'BLF'
@@ -153,15 +152,15 @@ class Layout(LayoutTable):
 
     @property
     def lowering(self) -> str | None:
-        """The lowering that [lowering] gives as default; None leaves it to the caller."""
+        """The default of [lowering]; None leaves it to the caller."""
         return self.lowerings.get("default")
 
     def lowered(self, name: str) -> "Layout":
-        """This layout with one lowering for every part, whatever it asked for before."""
+        """Return this layout with one lowering for all parts."""
         return replace(self, lowerings={"default": checked(name)})
 
     def lowering_of(self, part: str) -> str | None:
-        """The lowering that [lowering] gives for a part of the model, else its default."""
+        """Return the lowering of a part of the model, by default that of the layout."""
         if not isinstance(part, str):
             raise _unknown("part", part, self._parts)
         return self.lowerings.get(part, self.lowering)
@@ -169,18 +168,18 @@ class Layout(LayoutTable):
     # -- on devices ---------------------------------------------------------------------------------------------------
 
     def mesh_for(self, devices: int, sizes: Mapping[str, int] | None = None) -> dict[str, int]:
-        """The mesh that this layout makes of a number of devices: every declared axis, in order.
+        """Return the mesh for a number of devices, with every declared axis in order.
 
-        The prime factors of the number, largest first, are dealt out to the axes of `factor` in turn. Where `sizes` are
-        given and that mesh does not divide them, it is the mesh nearest to it that does.
+        The prime factors of the number, largest first, go to the axes of `factor` in turn. If `sizes` are given and
+        that mesh does not divide them, the most similar mesh that does is taken.
 
         Args:
-          devices: how many.
+          devices: number of devices.
           sizes: of the dimensions, as for `check`.
 
         Raises:
-          LayoutError: no mesh of so many devices divides the sizes; the faults are those of the first, and the nearest
-            numbers of devices that would do stand below them.
+          LayoutError: no mesh of so many devices divides the sizes; it lists the faults of the first mesh, and the
+            nearest numbers of devices that would do.
 
         Example:
           >>> Layout.load("weight-stationary-2d").mesh_for(12)
@@ -199,21 +198,21 @@ class Layout(LayoutTable):
         raise AssertionError("a mesh that was refused has faults")
 
     def _dividing(self, devices: int, sizes: Mapping[str, int]) -> dict[str, int] | None:
-        """The mesh of so many devices that divides the sizes and is nearest to the layout's own; None if none does."""
+        """The mesh of so many devices that divides the sizes, most similar to the default one; None if none does."""
         for mesh in nearest(factorise(devices, self.axes, self.factor), self.factor):
             if not faults_of(self, read_sizes(sizes), mesh):
                 return mesh
         return None
 
     def _devices_that_do(self, devices: int, sizes: Mapping[str, int]) -> str:
-        """A sentence with the nearest numbers below and above that divide the sizes; nothing where none is near."""
+        """A sentence with the nearest numbers below and above that divide the sizes; empty if none is near."""
         below, above = range(devices - 1, max(0, devices - _NEAR), -1), range(devices + 1, devices + _NEAR)
         nearest_of = (next((n for n in side if self._dividing(n, sizes)), 0) for side in (below, above))
-        found = [str(n) for n in nearest_of if n]
-        return f"\n  With {' or '.join(found)} device{'s' * (found != ['1'])} they divide." if found else ""
+        numbers = [str(n) for n in nearest_of if n]
+        return f"\n  With {' or '.join(numbers)} device{'s' * (numbers != ['1'])} they divide." if numbers else ""
 
     def complete_mesh(self, mesh: Any) -> dict[str, int]:
-        """A given mesh (sizes by name, or a `jax.sharding.Mesh`) with size 1 for every declared axis it lacks.
+        """Return the sizes of a mesh (by name, or a `jax.sharding.Mesh`), with size 1 for every declared axis it lacks.
 
         Raises:
           LayoutError: the mesh has an axis that the layout does not declare.
@@ -230,11 +229,11 @@ class Layout(LayoutTable):
     # -- changing and checking ----------------------------------------------------------------------------------------
 
     def override(self, specs: Mapping[str, str | Spec]) -> "Layout":
-        """This layout with other specs for some keys.
+        """Return this layout with other specs for some keys.
 
         Args:
-          specs: `"ffn.w_in"` to a spec; also `"optimizer.ffn.w_in"`, `"decode.ffn.residual"`, `"lowering.ffn"`. `check`
-            holds them to the rules, all together.
+          specs: `"ffn.w_in"` to a spec; also `"optimizer.ffn.w_in"`, `"decode.ffn.residual"`, `"lowering.ffn"`. They
+            are checked by `check`, all together.
         """
         if not isinstance(specs, Mapping):
             raise LayoutError(f'cannot override with {shown(specs)}.\n  Write {{"ffn.w_in": "E_xF_y"}}, keys to specs.')
@@ -256,16 +255,16 @@ class Layout(LayoutTable):
         return replace(self, table=_joined(self.table, {key: spec}))
 
     def check(self, sizes: Mapping[str, int] | None = None, mesh: Any = None) -> "Layout":
-        """Holds the whole table to its rules, for these sizes on this mesh, and returns the layout.
+        """Check the whole table for these sizes on this mesh, and return the layout.
 
         Args:
-          sizes: size of each dimension by letter; a dimension that is not given is not divided. Token groups G are as
-            many as sequences B unless given; the experts' section is needed only where X is given.
-          mesh: mesh axis sizes by name, or a `jax.sharding.Mesh`; None looks at the table alone.
+          sizes: size of each dimension by letter; dimensions without a size are assumed to divide. Token groups G are
+            as many as sequences B unless given; the section of the experts is required only if X is given.
+          mesh: mesh axis sizes by name, or a `jax.sharding.Mesh`; None checks the table only.
 
         Raises:
-          LayoutError: lists every fault there is: unknown or missing keys, specs that cannot be read, wrong dimensions,
-            mesh axes not declared, sizes that do not divide, tensors that have to agree and do not.
+          LayoutError: lists every fault: unknown or missing keys, unreadable specs, wrong dimensions, undeclared mesh
+            axes, sizes that do not divide, tensors that have to be sharded alike and are not.
 
         Example:
           >>> Layout.load("megatron-1d").check({"B": 8, "F": 256}, {"x": 2, "y": 4}).name

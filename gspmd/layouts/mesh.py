@@ -13,7 +13,7 @@ _MOST = 2**31
 
 
 def factorise(devices: int, axes: Sequence[str], order: Sequence[str]) -> dict[str, int]:
-    """Deals the prime factors of `devices`, largest first, out to the axes of `order` in turn; the others have size 1.
+    """Factor `devices` over the axes of `order`: prime factors, largest first, to each in turn; others have size 1.
 
     >>> factorise(12, ("x", "y", "z"), ("x", "y", "z"))
     {'x': 3, 'y': 2, 'z': 2}
@@ -30,7 +30,7 @@ def factorise(devices: int, axes: Sequence[str], order: Sequence[str]) -> dict[s
 
 
 def nearest(mesh: Mapping[str, int], order: Sequence[str]) -> list[dict[str, int]]:
-    """All meshes of as many devices, over the axes of `order`, beginning with the one most like the given.
+    """List all meshes of as many devices over the axes of `order`, sorted by similarity to the given one.
 
     >>> nearest({"x": 2, "y": 2}, ("x", "y"))
     [{'x': 2, 'y': 2}, {'x': 1, 'y': 4}, {'x': 4, 'y': 1}]
@@ -38,8 +38,8 @@ def nearest(mesh: Mapping[str, int], order: Sequence[str]) -> list[dict[str, int
     devices = prod(mesh.values())
     small = [n for n in range(1, isqrt(devices) + 1) if devices % n == 0]
     divisors = sorted({*small, *(devices // n for n in small)})
-    found = [dict(zip(order, sizes)) for sizes in product(divisors, repeat=len(order)) if prod(sizes) == devices]
-    return sorted(({**mesh, **sizes} for sizes in found), key=lambda other: _distance(mesh, other))
+    meshes = [dict(zip(order, sizes)) for sizes in product(divisors, repeat=len(order)) if prod(sizes) == devices]
+    return sorted(({**mesh, **sizes} for sizes in meshes), key=lambda other: _distance(mesh, other))
 
 
 def _distance(one: Mapping[str, int], other: Mapping[str, int]) -> float:
@@ -47,13 +47,13 @@ def _distance(one: Mapping[str, int], other: Mapping[str, int]) -> float:
 
 
 def complete(mesh: Any, axes: Sequence[str]) -> dict[str, int]:
-    """The sizes of a mesh, with size 1 for every axis of `axes` that it lacks."""
+    """Return the sizes of a mesh, with size 1 for every axis of `axes` that it lacks."""
     given = mesh_sizes(mesh)
     return {**given, **{axis: 1 for axis in axes if axis not in given}}
 
 
 def read_sizes(sizes: Any) -> Mapping[str, int]:
-    """Sizes by dimension, as they were given; None for none. Raises LayoutError for anything else."""
+    """Return the sizes of dimensions as they are, {} for None; raise LayoutError for anything else."""
     if sizes is None:
         return {}
     if not isinstance(sizes, Mapping) or not all(isinstance(dim, str) for dim in sizes):

@@ -1,4 +1,4 @@
-"""A layout and a ranking for a reader: in a line, as plain text, and as a notebook shows them."""
+"""Print layouts and rankings: on one line, as plain text, and as HTML for notebooks."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -11,14 +11,14 @@ Line = tuple[str, str]
 
 
 def short(layout: LayoutTable) -> str:
-    """One line: the name, how much it says, and over which mesh axes."""
+    """One line: the name, the number of specs, and the mesh axes."""
     changed = sum(map(len, layout.overrides.values()))
     more = f", {changed} overridden" if changed else ""
     return f"<Layout {layout.name!r}: {len(layout.table)} specs over {listed(layout.axes)}{more}>"
 
 
 def plain(layout: LayoutTable) -> str:
-    """The table, a section after another as in its file."""
+    """The table as text, section by section as in its file."""
     width = max((len(key) for _, lines in _sections(layout) for key, _ in lines), default=0)
     blocks = [
         "\n".join([f"[{section}]", *(f"  {key.ljust(width)}  {text}" for key, text in lines)])
@@ -28,13 +28,13 @@ def plain(layout: LayoutTable) -> str:
 
 
 def html(layout: LayoutTable) -> str:
-    """The table, for a notebook."""
+    """The table as HTML."""
     rows = [(section, *line) for section, lines in _sections(layout) for line in lines]
     return table(layout.name, ("section", "key", "spec"), rows)
 
 
 def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text as an HTML table; nothing in them is markup."""
+    """Format rows of text as an HTML table; all text is escaped."""
     lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
@@ -51,5 +51,5 @@ def _sections(layout: LayoutTable) -> Iterator[tuple[str, list[Line]]]:
 
 
 def _order(parts: Sequence[tuple[str, str, str]], line: tuple[str, str, str]) -> int:
-    """Where a line's section stands: lines added later join the others of theirs."""
+    """The position of the first line of the same section, so that lines added later join their section."""
     return next(at for at, other in enumerate(parts) if other[0] == line[0])

@@ -1,4 +1,4 @@
-"""Which layout costs least for a feed-forward block: its two equations, planned under each table."""
+"""Rank layouts by the cost of a feed-forward block: its two equations, planned under each layout."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ _DIMENSIONS = ("B", "L", "E", "F")
 
 @dataclass(frozen=True, repr=False)
 class Ranked:
-    """What one feed-forward block costs under a layout, per device; infinite where the layout does not fit.
+    """The cost of one feed-forward block under a layout, per device; infinite if the layout does not fit.
 
     Attributes:
       name: the layout's name.
-      seconds: predicted, nothing overlapped.
-      wire_bytes: what one device sends.
+      seconds: predicted, without overlap.
+      wire_bytes: sent by one device.
       plans: of the equation in and the equation out.
-      reason: why the layout does not fit these sizes on this mesh; empty where it does.
+      reason: why the layout does not fit these sizes on this mesh; empty if it fits.
     """
 
     name: str
@@ -51,17 +51,17 @@ class Ranked:
 
     @property
     def says(self) -> str:
-        """What is sent and how long it takes, or why the layout does not fit."""
+        """Bytes sent and seconds, or why the layout does not fit."""
         if self.reason:
             return f"does not fit: {self.reason.splitlines()[0]}"
         return f"{amount_of_bytes(self.wire_bytes):>8} sent  {amount_of_seconds(self.seconds):>8}"
 
 
 class Ranking(list[Ranked]):
-    """Layouts, cheapest first; printed as a table.
+    """A list of `Ranked`, cheapest first, which prints as a table.
 
     Attributes:
-      title: what was ranked, on which mesh and chip, and by what.
+      title: what was ranked, on which mesh and chip, and by which objective.
     """
 
     def __init__(self, ranked: Iterable[Ranked], title: str):
@@ -91,23 +91,22 @@ def rank(
     gated: bool = False,
     dtype: str = "bfloat16",
 ) -> Ranking:
-    """Layouts by what one feed-forward block costs under them, cheapest first.
+    """Rank layouts by the cost of one feed-forward block, cheapest first.
 
     Args:
-      names: presets, paths or layouts; one by itself is a list of one.
+      names: presets, paths or layouts; a single one is a list of one.
       sizes: of B, L, E and F.
       mesh: sizes of the mesh axes; an axis that a layout declares and the mesh lacks has size 1.
-      chip: whose links and matrix units count.
+      chip: the hardware that costs are computed for.
       objective: `"seconds"` or `"wire_bytes"`; ties go by the other, then by the order of `names`.
       gated: two matrices in (SwiGLU) instead of one.
       dtype: of weights and activations.
 
     Returns:
-      a list with one `Ranked` for each name, which `print` shows as a table. Layouts that do not fit come last, with
-      their reason.
+      a list with one `Ranked` per name, which prints as a table. Layouts that do not fit come last, with the reason.
 
     Raises:
-      LayoutError: an unknown preset or objective, sizes that are missing or none, or a mesh axis that a layout does not
+      LayoutError: an unknown preset or objective, missing or invalid sizes, or a mesh axis that a layout does not
         declare.
       PlanError: an unknown chip or dtype.
 
@@ -125,7 +124,7 @@ def rank(
     if not isinstance(gated, bool):
         raise LayoutError(f"cannot rank layouts with gated={shown(gated)}.\n  It is True or False.")
     layouts, row, sizes = _layouts(names), chip_row(chip), _sizes(sizes)
-    plan("E -> E", sizes, mesh, dtype, row)  # a dtype or a mesh that nobody knows is no layout's fault
+    plan("E -> E", sizes, mesh, dtype, row)  # raises for an unknown dtype or mesh, which no layout can fit
     ranked = [_measure(layout, sizes, mesh, row, gated, dtype) for layout in layouts]
     other = OBJECTIVES[1 - OBJECTIVES.index(objective)]
     ranked.sort(key=lambda r: (getattr(r, objective), getattr(r, other)))

@@ -1,4 +1,4 @@
-"""From a preset's name or a file's path to the fields of a layout; no rule is applied here but TOML's own."""
+"""Read the fields of a layout from a preset or a TOML file, without checking them."""
 
 import tomllib
 from importlib.resources import files
@@ -13,7 +13,7 @@ from gspmd.layouts.rules.keys import OVERRIDES
 
 _PRESETS = files(__package__).joinpath("presets")
 
-#: The order in which presets are listed: from no communication to the most particular.
+#: The order in which presets are listed: from no communication to the most specialised.
 _ORDER = (
     "replicated", "data-parallel", "zero-3", "megatron-1d", "weight-stationary-1d", "weight-stationary-2d",
     "weight-gathered-x", "weight-gathered-xy", "weight-gathered-xyz", "gshard", "switch-expert-model",
@@ -21,13 +21,13 @@ _ORDER = (
 
 
 def preset_names() -> tuple[str, ...]:
-    """Every preset that is shipped, the known ones in a fixed order."""
+    """List all presets, the known ones in a fixed order."""
     there = {entry.name.removesuffix(".toml") for entry in _PRESETS.iterdir() if entry.name.endswith(".toml")}
     return (*(name for name in _ORDER if name in there), *sorted(there.difference(_ORDER)))
 
 
 def is_path(name: str) -> bool:
-    """Whether a layout's name is a file's path: it has a slash, or ends in `.toml`.
+    """Whether a layout's name is a path: it has a slash, or ends in `.toml`.
 
     >>> is_path("mine.toml"), is_path("megatron-1d")
     (True, False)
@@ -36,7 +36,7 @@ def is_path(name: str) -> bool:
 
 
 def text_of(name: str | PathLike) -> str:
-    """The text of a preset, or of the file at a path.
+    """Read the text of a preset, or of the file at a path.
 
     Raises:
       LayoutError: there is no such preset, or no such file, or it cannot be read.
@@ -67,7 +67,7 @@ def _preset_text(name: str) -> str:
 
 
 def fields(name: str | PathLike, below: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The fields of `Layout` that a preset or a file holds, on top of those of its base."""
+    """Read the fields of `Layout` from a preset or a file, merged into those of its base."""
     document = _document(name)
     base = document.pop("base", None)
     inherited = _empty() if base is None else _base_fields(base, name, below)
@@ -83,7 +83,7 @@ def _document(name: str | PathLike) -> dict[str, Any]:
 
 
 def _base_fields(base: Any, name: str | PathLike, below: tuple[Path, ...]) -> dict[str, Any]:
-    """The fields of the base that a file names; its path, where it is one, begins in the file's own folder."""
+    """Read the fields of a file's base; if the base is a path, it is relative to the folder of the file."""
     chain = (*below, Path(name).resolve())
     path = Path(name).parent / base if isinstance(base, str) and is_path(base) else None
     if not isinstance(base, str) or (path and path.resolve() in chain):
@@ -107,22 +107,22 @@ def _mesh(mesh: Any, name: str | PathLike) -> dict[str, tuple[str, ...]]:
     return {key: _names(value) for key, value in mesh.items()} if isinstance(mesh, dict) else {}
 
 
-def _merged(found: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
+def _merged(fields: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
     for section, entries in document.items():
         if not isinstance(entries, dict):
-            found["table"][section] = entries
+            fields["table"][section] = entries
         elif section in ("lowering", "dimensions"):
-            found[{"lowering": "lowerings"}.get(section, section)].update(entries)
+            fields[{"lowering": "lowerings"}.get(section, section)].update(entries)
         elif section in OVERRIDES:
-            found["overrides"].setdefault(section, {}).update(_flat(entries))
+            fields["overrides"].setdefault(section, {}).update(_flat(entries))
         else:
-            found["table"].update({f"{section}.{key}": spec for key, spec in _flat(entries).items()})
-    # What the base says of a key of its own is held to; here and there the spec alone may differ.
-    return found | {"own": own.declared(found["table"]) | found["own"]}
+            fields["table"].update({f"{section}.{key}": spec for key, spec in _flat(entries).items()})
+    # The base's declaration of a user-defined key wins: a file on top may change its spec, not its dimensions.
+    return fields | {"own": own.declared(fields["table"]) | fields["own"]}
 
 
 def _flat(entries: dict[str, Any]) -> dict[str, Any]:
-    """Quoted keys as they are; `ffn.w_in` without quotes, which TOML reads as a table in a table, as if it had them."""
+    """Flatten nested tables, as which TOML reads `ffn.w_in` without quotes, into quoted keys."""
     flat = {}
     for key, value in entries.items():
         inner = {f"{key}.{k}": v for k, v in _flat(value).items()} if isinstance(value, dict) else {key: value}

@@ -1,4 +1,4 @@
-"""What a mixture-of-experts block is made of: one frozen record, checked when it is made."""
+"""The configuration of a mixture-of-experts block: one frozen dataclass, checked when it is made."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -12,14 +12,14 @@ from gspmd.annotate.errors import PlanError, SpecError, shown, suggestion
 
 @dataclass(frozen=True)
 class Kind:
-    """What a config has to know of a router.
+    """The properties of a router that a config depends on.
 
     Attributes:
-        choices: experts that each token is sent to; None where `MoEConfig.k` says.
-        jitter: its paper's half-width of the factor on its input.
-        z_weight: its paper's weight of the loss on large logits.
-        by_experts: experts choose tokens, and not the other way round.
-        noisy: a second matrix says how much noise its logits get.
+        choices: experts that each token is sent to; None for `MoEConfig.k`.
+        jitter: half-width of the random factor on its input in its paper.
+        z_weight: weight of the z-loss in its paper.
+        by_experts: whether experts choose tokens instead of tokens experts.
+        noisy: whether a second matrix gives the width of the noise on its logits.
     """
 
     choices: int | None
@@ -37,12 +37,13 @@ ROUTERS = {
     "top-k": Kind(None),
     "expert-choice": Kind(None, by_experts=True),
 }
-DISPATCHES = ("auto", "sort", "onehot", "dropless")
+SLOT_FORMS = ("sort", "onehot")
+DISPATCHES = (*SLOT_FORMS, "dropless")
 
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Settings of the mixture-of-experts blocks of a model.
+    """Configure the mixture-of-experts blocks of a model.
 
     `capacity_factor` counts slots per routed choice: an expert takes factor · k · tokens / experts of each group, k
     being the choices per token (1 for switch, 2 for gshard and st-moe), rounded up, at most the tokens of the group.
@@ -50,31 +51,31 @@ class MoEConfig:
 
     Attributes:
         experts: number of experts X in each block.
-        every: a mixture-of-experts block stands at every n-th layer of the model.
+        every: every n-th layer of the model is a mixture-of-experts block.
         router: "noisy-top-k" (Shazeer et al. 2017), "gshard" (Lepikhin et al. 2020), "switch" (Fedus et al. 2021),
             "st-moe" (Zoph et al. 2022), "top-k" (as Mixtral's), or "expert-choice" (Zhou et al. 2022).
-        k: choices per token where the router leaves them open (noisy-top-k, top-k); None is 2.
+        k: choices per token of noisy-top-k and top-k; None is 2. Other routers have their own.
         renormalize: whether top-k's gates are divided by their sum, as Mixtral's are; False keeps probabilities.
-        priority: whether slots go to the surest tokens first (Riquelme et al. 2021), and not in the tokens' order.
+        priority: whether slots go to the most confident tokens first (Riquelme et al. 2021), not in the tokens' order.
         capacity_factor: slots per routed choice in training; 0 sends every token past the experts.
         evaluation_capacity_factor: slots per routed choice in evaluation.
         groups: groups G that the tokens of a batch are routed in; None makes every sequence a group.
-        dispatch: "sort" (gather into the capacity buffer), "onehot" (the papers' einsums), "auto" (the better of the
-            two on the platform; all three give one result), or "dropless" (no capacity: no token is lost).
-        aux_weight: the load-balancing loss of perfectly balanced experts, whichever the router has it.
-        z_weight: weight of the mean square of the logits' logsumexp; None is the router's paper's, 1e-3 for st-moe or
-            none.
+        dispatch: "sort" (gather into the capacity buffer), "onehot" (the papers' einsums, with the same result), or
+            "dropless" (no capacity: no token is lost).
+        aux_weight: the load-balancing loss of perfectly balanced experts, whatever the router.
+        z_weight: weight of the mean square of the logits' logsumexp; None is the value of the router's paper: 1e-3 for
+            st-moe, 0 for the others.
         importance_weight: weight of noisy-top-k's squared variation of the experts' summed gates.
         load_weight: weight of noisy-top-k's squared variation of the experts' smooth loads.
-        router_scale: variance of the router's first values times its fan-in. Switch's 0.1 begins nearly even; where
-            batches are many that is soon unlearnt, where they are few, experts differ sooner with more.
-        jitter: half-width of the factor on the router's input in training; None is the router's paper's, 1e-2 for
-            switch or none.
+        router_scale: variance of the router's initial weights times its fan-in. With Switch's 0.1 routing begins nearly
+            even; in short runs, experts specialise sooner with more.
+        jitter: half-width of the random factor on the router's input in training; None is the value of the router's
+            paper: 1e-2 for switch, 0 for the others.
         dropout: share of the experts' hidden activations that training drops.
-        shared: experts that every token uses besides those it is sent to.
+        shared: experts that every token uses in addition to those it is sent to.
 
     Raises:
-        PlanError: naming every setting that cannot be.
+        PlanError: naming every invalid setting.
 
     Example:
         >>> MoEConfig(experts=8, capacity_factor=1.25).capacity(tokens=128)
@@ -92,7 +93,7 @@ class MoEConfig:
     capacity_factor: float = 1.25
     evaluation_capacity_factor: float = 2.0
     groups: int | None = None
-    dispatch: str = "auto"
+    dispatch: str = "sort"
     aux_weight: float = 1e-2
     z_weight: float | None = None
     importance_weight: float = 0.1
@@ -103,6 +104,8 @@ class MoEConfig:
     shared: int = 0
 
     def __post_init__(self):
+        if isinstance(self.dispatch, str) and self.dispatch == "auto":  # as older configs and saved runs call it
+            object.__setattr__(self, "dispatch", "sort")
         faults = [*_number_faults(self), *_name_faults(self)]
         if faults:
             listed = "".join(f"\n  {fault}" for fault in faults)
@@ -110,22 +113,22 @@ class MoEConfig:
 
     @property
     def choices(self) -> int:
-        """Choices per token, k: as many as there are experts where the experts choose."""
+        """Choices per token, k; the number of experts where the experts choose."""
         return self.experts if ROUTERS[self.router].by_experts else self._per_token
 
     @property
     def used(self) -> float:
-        """Experts that a token uses, as long as none overflows; where the experts choose, on average."""
+        """Experts that a token uses when none overflows; where the experts choose, the mean."""
         return min(self.capacity_factor, self.experts) if ROUTERS[self.router].by_experts else self._per_token
 
     @property
     def causal(self) -> bool:
-        """Whether a token's result is independent of later tokens; experts that choose have read the whole group."""
+        """Whether a token's result is independent of later tokens; experts that choose read the whole group."""
         return not ROUTERS[self.router].by_experts
 
     @property
     def noisy(self) -> bool:
-        """Whether the router has a second matrix, of its noise."""
+        """Whether the router has a second matrix, for the width of its noise."""
         return ROUTERS[self.router].noisy
 
     @property
@@ -139,10 +142,10 @@ class MoEConfig:
         return ROUTERS[self.router].z_weight if self.z_weight is None else self.z_weight
 
     def capacity(self, tokens: int) -> int:
-        """Slots that one expert has for a group of `tokens`: all of them where none may be lost, and 0 at factor 0.
+        """Slots per expert for a group of `tokens`: `tokens` for dropless, 0 at factor 0.
 
         Raises:
-            SpecError: tokens is no whole number, or below 0.
+            SpecError: tokens is not a whole number, or negative.
         """
         if not isinstance(tokens, Integral) or isinstance(tokens, bool) or tokens < 0:
             raise SpecError(
@@ -150,17 +153,17 @@ class MoEConfig:
             )
         if self.dispatch == "dropless":
             return tokens
-        # The factor is the decimal that was written: 1.1 · 100 / 10 is 11 slots, not the 12 of its binary rounding.
+        # Exact in decimal: 1.1 · 100 / 10 is 11 slots, not the 12 of binary floating point.
         slots = math.ceil(Fraction(str(self.capacity_factor)) * self._per_token * tokens / self.experts)
         return min(slots, tokens)
 
     def evaluation(self) -> "MoEConfig":
-        """The same blocks as they are evaluated: their own capacity, no jitter, no dropout."""
+        """The same blocks in evaluation: evaluation_capacity_factor, no jitter, no dropout."""
         return replace(self, capacity_factor=self.evaluation_capacity_factor, jitter=0.0, dropout=0.0)
 
     @property
     def _per_token(self) -> int:
-        """Choices per token that its experts' capacity is measured in."""
+        """Choices per token by which capacity is counted."""
         kind = ROUTERS[self.router]
         return 1 if kind.by_experts else kind.choices or self.k or 2
 
@@ -212,4 +215,4 @@ def _name_faults(config: MoEConfig) -> Iterator[str]:
     if kind.by_experts and config.priority is True:
         yield f"priority orders tokens that wait for slots, and router {name} lets none wait; leave it out."
     if kind.by_experts and config.dispatch == "dropless":
-        yield f"router {name} fills the slots of every expert, which dropless does not have; take dispatch auto."
+        yield f"router {name} fills the slots of every expert, which dropless does not have; take dispatch sort."

@@ -1,21 +1,23 @@
-"""What a layer reports of its router: the loss that is trained on, and statistics for people."""
+"""What a layer reports of its router: the auxiliary loss, and statistics."""
 
 import jax
 import jax.numpy as jnp
 
+from gspmd.annotate import Spec
+from gspmd.annotate.equation import Equation, Via
 from gspmd.moe.config import ROUTERS, MoEConfig
 from gspmd.moe.places import Places
 from gspmd.moe.routers.routing import Routing, every_token, finite, per_expert
 from gspmd.ops._einsum import einsum
 
-_SUMS = ("dropped", "entropy", "confidence")  # over tokens; beside them a group's loss, whether it is real, its tokens
+_SUMS = ("dropped", "entropy", "confidence")  # summed over tokens
 
 
 def summarize(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.Array | None) -> jax.Array:
-    """Per group, what `figures` adds up: [G, 6 + X].
+    """Per group, the terms that `figures` adds up: [G, 6 + X].
 
-    Its losses, whether it holds a real token, its real tokens; over these the sums of what was dropped, of the entropy
-    of the router's probabilities, and of the largest of them; and the choices per expert. Padding counts nowhere.
+    The loss, whether the group has a real token, the number of real tokens; summed over real tokens, the share of
+    dropped choices, the entropy of the router's probabilities and the largest of them; and the choices per expert.
     """
     real = every_token(logits, mask)
     log_p = jax.nn.log_softmax(jax.lax.stop_gradient(finite(logits[..., : config.experts])), axis=-1)
@@ -29,33 +31,33 @@ def summarize(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.
 
 
 def figures(summary: jax.Array, places: Places, *, padded: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The mean loss and the statistics of all groups, from one sum over the axes of G."""
+    """Reduce the summaries of all groups to the mean loss and the statistics, by one sum over the axes of G."""
     spec = places.per_group("S")
-    # Summed where it lies, so that what travels does not grow with the number of groups.
-    total = einsum(f"{spec} -> S", summary, via=str(spec))
-    loss, groups, tokens, sums, chosen = total[0], total[1], total[2], total[3:6], total[6:]
-    stats = {"load": chosen / jnp.maximum(1, jnp.sum(chosen))}
+    # Pinned to the local sum first, so that the all-reduce does not grow with the number of groups.
+    total = einsum(Equation.move(spec, Spec(("S",), ((),))), summary, via=Via.of(spec))
+    loss, groups, tokens, sums, sent = total[0], total[1], total[2], total[3:6], total[6:]
+    stats = {"load": sent / jnp.maximum(1, jnp.sum(sent))}
     stats |= dict(zip(_SUMS, sums / jnp.maximum(1, tokens)))
-    # Without padding the divisor is known, and recomputation in a backward pass needs no second sum.
+    # Without padding the divisor is static, and rematerialization in a backward pass needs no second sum.
     real_groups = jnp.maximum(1, groups) if padded else summary.shape[0]
     return loss / real_groups, jax.tree.map(jax.lax.stop_gradient, stats)
 
 
 def no_figures(config: MoEConfig) -> dict[str, jax.Array]:
-    """The statistics of no tokens: all 0."""
+    """The statistics of a layer without tokens: all 0."""
     return {"load": jnp.zeros(config.experts), **{name: jnp.float32(0) for name in _SUMS}}
 
 
 def _sent(routing: Routing, config: MoEConfig) -> jax.Array:
     """The choices of each expert, with a slot or without: [G, X]."""
     waited = (routing.slot >= 0).astype(jnp.float32)
-    # Where experts choose, choice i is expert i: nothing has to be found, in time that would grow with X².
+    # Where experts choose, choice i is expert i: no look-up, whose time would grow with X².
     at_expert = waited if ROUTERS[config.router].by_experts else per_expert(waited, routing.expert, config.experts)
     return jnp.sum(at_expert, axis=1)
 
 
 def _dropped(routing: Routing, config: MoEConfig) -> jax.Array:
-    """The share of each token's choices that found no slot; where experts choose, whether none took it: [G, L]."""
+    """The share of each token's choices without a slot; where experts choose, whether none took the token: [G, L]."""
     if ROUTERS[config.router].by_experts:
         return ~jnp.any(routing.kept, axis=-1)
     return jnp.mean(routing.slot >= config.capacity(routing.slot.shape[1]), axis=-1)

@@ -1,4 +1,4 @@
-"""What the calls of this room are given: of another type than they take, it is refused before anything is traced."""
+"""Checks of the arguments of this package's functions, before anything is traced."""
 
 from collections.abc import Iterable, Sequence
 from numbers import Integral
@@ -13,10 +13,10 @@ from gspmd.moe.config import MoEConfig
 
 
 def choice(doing: str, name: str, value: Any, known: Iterable[str], more: str = "") -> None:
-    """Refuse a value that is none of the known names.
+    """Refuse a value that is not one of the known names.
 
     Raises:
-        PlanError: with the nearest name, where one is near.
+        PlanError: with the nearest name, if one is similar.
     """
     if not isinstance(value, str) or value not in known:
         hint = suggestion(value, known) if isinstance(value, str) else ""
@@ -24,10 +24,10 @@ def choice(doing: str, name: str, value: Any, known: Iterable[str], more: str = 
 
 
 def settings(doing: str, config: Any) -> MoEConfig:
-    """The config, refused where it is anything else.
+    """Return the config, or refuse anything that is not a MoEConfig.
 
     Raises:
-        PlanError: it is no MoEConfig.
+        PlanError: it is not a MoEConfig.
     """
     if not isinstance(config, MoEConfig):
         raise PlanError(
@@ -38,10 +38,10 @@ def settings(doing: str, config: Any) -> MoEConfig:
 
 
 def whole(doing: str, name: str, value: Any) -> int:
-    """A number of things, 0 or more.
+    """Return a whole number, 0 or more.
 
     Raises:
-        SpecError: it is no whole number, is below 0, or is not known before the program runs.
+        SpecError: it is not a whole number, is negative, or is not known before the program runs.
     """
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
         raise SpecError(
@@ -54,18 +54,18 @@ def whole(doing: str, name: str, value: Any) -> int:
 def array(
     doing: str, name: str, value: Any, notation: str, *, real: bool = False, whole: bool = False
 ) -> jax.Array | np.ndarray:
-    """An array; lists of numbers become one.
+    """Return the value as an array; lists of numbers are converted.
 
     Args:
-        doing: what for, in the words of the error.
+        doing: the beginning of the error message.
         name: of the argument.
-        value: what was given.
+        value: what was passed.
         notation: its dimensions, one letter each.
-        real: only floating-point numbers will do, for they are multiplied and differentiated.
-        whole: only integers will do, for they count.
+        real: accept floating-point numbers only, since they are multiplied and differentiated.
+        whole: accept integers only, since they count.
 
     Raises:
-        SpecError: no array of so many dimensions can be made of it, or of numbers of another kind.
+        SpecError: it cannot be an array of that rank and kind.
     """
     wanted = f"[{', '.join(notation)}]"
     if isinstance(value, jax.ShapeDtypeStruct):
@@ -90,10 +90,10 @@ def array(
 
 
 def prng_key(doing: str, key: Any) -> None:
-    """Refuse what is no key of random numbers; None, which draws nothing, is fine.
+    """Refuse anything but a random key or None.
 
     Raises:
-        PlanError: a seed, several keys, or anything else.
+        PlanError: it is a seed, several keys, or something else.
     """
     if key is None:
         return
@@ -110,7 +110,7 @@ def prng_key(doing: str, key: Any) -> None:
 
 
 def attributes(doing: str, layout: Any, names: Sequence[str]) -> None:
-    """Refuse a layout without some of the keys of its moe section.
+    """Refuse a layout that lacks some keys of its moe section.
 
     Raises:
         PlanError: naming them.
@@ -124,7 +124,7 @@ def attributes(doing: str, layout: Any, names: Sequence[str]) -> None:
 
 
 def is_known(value: Any) -> bool:
-    """Whether an array's values can be looked at: it is not traced, and every part of it is on this host."""
+    """Whether the values of an array can be read: it is not traced, and all of it is on this host."""
     if isinstance(value, jax.Array):
         return not isinstance(value, jax.core.Tracer) and value.is_fully_addressable
     return isinstance(value, np.ndarray)

@@ -1,4 +1,4 @@
-"""The expert layer: route, dispatch, cross to the experts, compute, cross back, combine."""
+"""The expert layer: route, dispatch, all-to-all to the experts, compute, all-to-all back, combine."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gspmd.annotate.equation import Equation
 from gspmd.annotate.errors import PlanError, SpecError
+from gspmd.layouts.section import SectionSpecs
 from gspmd.moe import inputs
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.experts.activation import ACTIVATIONS
@@ -32,7 +34,7 @@ def expert_layer(
     mask: jax.Array | None = None,
     activation: str = "swiglu",
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """A feed-forward layer of X experts, of which each token uses the few that its router chooses.
+    """Run a feed-forward layer of X experts, of which each token uses the few that its router chooses.
 
         logits = einsum("GLE, EX -> GLX")                      float32
         slots  = dispatch(x, route(logits))                    [G, X, C, E], each device its own groups
@@ -40,70 +42,69 @@ def expert_layer(
         y      = activation(slots · w_in) · w_out              per expert
         y      = combine(reshard(y, "GX_xCE -> G_xXCE"))       the all-to-all back
 
-    The axes are the layout's: with groups and experts over the same one, a forward pass moves data three times, by two
-    all-to-alls and one small all-reduce of losses and loads, and otherwise as the layout asks within an expert. Under
-    lowering `looped` slots cross in chunks, of which one is multiplied while others travel (`chunks.chunks_of`).
-    Dropless sends rows sorted by expert instead of slots, and how many there are (`paths.by_rows`). Experts that every
-    token uses besides, `config.shared`, are a dense layer beside this one.
+    With groups and experts over the same mesh axes, a forward pass has two all-to-alls and one small all-reduce of
+    losses and loads, plus the collectives within an expert that the layout asks for. Under lowering `looped` slots are
+    sent in chunks, and one chunk is multiplied while others are sent (`experts.chunks.chunks_of`). Dropless sends rows
+    sorted by expert, and their counts, instead of slots (`paths.by_rows`). The experts that every token uses,
+    `config.shared`, are a dense layer in addition to this one.
 
     Args:
-        x: [G, L, E], placed as `layout.groups`: G groups of L tokens, each whole on its device. Where it and the
-            experts' weights are of several dtypes, all are cast to their joint one, in which slots cross as well.
+        x: [G, L, E], placed as `layout.groups`: G groups of L tokens, each whole on its device. Tokens and the experts'
+            weights are cast to their joint dtype, in which slots are sent as well.
         weights: "router" [E, X], float32; "w_in" [X, E, F], "w_out" [X, F, E], and "w_gate" [X, E, F] for swiglu;
             "router_noise" [E, X], float32, for noisy-top-k.
         layout: the moe section of a layout: .router, .groups, .dispatched, .expert_input, .w_in, .w_gate, .hidden,
-            .w_out, and .router_noise, .in_via, .out_via where it has them.
+            .w_out, and optionally .router_noise, .in_via, .out_via.
         config: router, capacity, form of dispatch.
-        key: of the draws in training: the jitter of the router's input, the second experts, expert dropout.
-        train: training's capacity and draws, or evaluation's.
+        key: for the random draws of training: jitter of the router's input, second experts, expert dropout.
+        train: whether to use the capacity and the draws of training, or those of evaluation.
         mask: [G, L] bool, False for padding, placed as the tokens are; None when every token is real.
         activation: "swiglu", "gelu" or "relu".
 
     Returns:
-        The answers [G, L, E], placed as x, 0 for a token that no expert took; the auxiliary loss, a float32 scalar,
-        weighted, the mean over the groups that hold a real token; and statistics of the real tokens: "load" [X], the
-        share of choices that each expert was sent; "dropped", the share of choices that found no slot (of tokens that
-        no expert took, where experts choose); "entropy" of the router's probabilities, in nats, and "confidence", the
-        largest of them, both the mean over tokens.
+        The answers [G, L, E], placed as x, 0 for a token that no expert took; the weighted auxiliary loss, a float32
+        scalar, the mean over the groups with a real token; and statistics of the real tokens: "load" [X], the share of
+        choices sent to each expert; "dropped", the share of choices without a slot (where experts choose, of tokens
+        that no expert took); "entropy" of the router's probabilities in nats, and "confidence", the largest of them,
+        both the mean over tokens.
 
     Raises:
-        LayoutError: groups, or their slots, would not be whole on a device; or dropless' rows would have to move again.
-        SpecError: sizes that the mesh does not divide; no groups; x, a mask or weights of other shapes or kinds.
-        PlanError: an unknown activation; weights that the router or the activation lacks; a key that is none.
+        LayoutError: groups, or their slots, would not be whole on a device; or rows of dropless would move twice.
+        SpecError: sizes that the mesh does not divide; no groups; x, mask or weights of wrong shapes or dtypes.
+        PlanError: an unknown activation; missing weights; an invalid key.
 
     Source: GShard, arXiv 2006.16668, §2.2 and Algorithm 2; Switch Transformer, arXiv 2101.03961, §2.
 
     Differs: groups, capacity and random numbers belong to the model, so a layout never changes a result.
     """
     x, weights, mask = _checked(x, weights, layout, config, key, mask, activation)
-    places = places_of(str(layout.groups), str(layout.dispatched))
+    specs = SectionSpecs(layout)
+    places = places_of(specs.groups, specs.dispatched)
     config = config if train else config.evaluation()
     jitter_key, route_key = jax.random.split(key) if train and key is not None else (None, None)
     if mask is not None:
         mask = mask.astype(bool)
-        x = jnp.where(mask[..., None], x, 0)  # whatever padding holds, NaN too, is in no product
+        x = jnp.where(mask[..., None], x, 0)  # so that padding, which may be NaN, is in no product
     if not x.size:
         return jnp.zeros_like(x), jnp.float32(0), no_figures(config)
-    logits = _logits(x, weights, places, layout, config, jitter_key)
+    logits = _logits(x, weights, places, specs, config, jitter_key)
     routing, summary = _route(logits, config, places, route_key, mask)
     dropped = train and key is not None and config.dropout > 0
-    experts = Experts(weights, layout, config, activation, jax.random.fold_in(key, 2) if dropped else None)
+    experts = Experts(weights, specs, config, activation, jax.random.fold_in(key, 2) if dropped else None)
     if config.capacity(x.shape[1]):
         y = (by_rows if config.dispatch == "dropless" else by_slots)(x, routing, experts, places)
     else:
-        y = jnp.zeros_like(x)  # every token passes by, and nothing has to be sent to say so
+        y = jnp.zeros_like(x)  # factor 0: no token has an expert, and nothing is sent
     return y, *figures(summary, places, padded=mask is not None)
 
 
 _DIMS = {"router": "EX", "router_noise": "EX", "w_in": "XEF", "w_gate": "XEF", "w_out": "XFE"}
-
-
 _KEYS = ("router", "groups", "dispatched", "expert_input", "w_in", "hidden", "w_out")
 _DOING = "run experts"
 
 
 def _checked(x, weights, layout, config, key, mask, activation):
-    """Tokens, weights and mask as arrays, once everything is as the layer takes it."""
+    """Check all arguments; return tokens, weights and mask as arrays."""
     inputs.settings(_DOING, config)
     inputs.choice(_DOING, "activation", activation, ACTIVATIONS)
     inputs.prng_key(_DOING, key)
@@ -119,36 +120,36 @@ def _checked(x, weights, layout, config, key, mask, activation):
 
 
 def _weights(x: jax.Array, weights: Mapping[str, Any], config: MoEConfig, activation: str) -> dict[str, jax.Array]:
-    """The weights that router and activation need."""
+    """The weights that router and activation need, with their shapes checked."""
     needed = ["router", *["router_noise"] * config.noisy, "w_in", *["w_gate"] * (activation == "swiglu"), "w_out"]
     missing = [name for name in needed if not isinstance(weights, Mapping) or name not in weights]
     if missing:
         why = f"router {config.router} and activation {activation} need {', '.join(needed)}"
         raise PlanError(f"cannot run experts: {why}; weights lack {', '.join(missing)}.")
-    found = {name: inputs.array(_DOING, name, weights[name], _DIMS[name], real=True) for name in needed}
-    sizes = {"E": x.shape[-1], "X": config.experts, "F": found["w_in"].shape[-1]}
+    arrays = {name: inputs.array(_DOING, name, weights[name], _DIMS[name], real=True) for name in needed}
+    sizes = {"E": x.shape[-1], "X": config.experts, "F": arrays["w_in"].shape[-1]}
     wanted = {name: tuple(sizes[dim] for dim in _DIMS[name]) for name in needed}
     faults = [
-        f"\n  {name} is [{', '.join(_DIMS[name])}] = {shape}; found {found[name].shape}."
+        f"\n  {name} is [{', '.join(_DIMS[name])}] = {shape}; found {arrays[name].shape}."
         for name, shape in wanted.items()
-        if found[name].shape != shape
+        if arrays[name].shape != shape
     ]
     if faults:
         raise SpecError(f"cannot run {config.experts} experts on x {x.shape}:{''.join(faults)}")
-    return found
+    return arrays
 
 
 def _of_one_dtype(x: jax.Array, weights: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Tokens and the experts' weights in their joint dtype: whatever the lowering, they cross and meet in one."""
+    """Cast tokens and the experts' weights to their joint dtype, so that every lowering sends and multiplies in it."""
     experts = [name for name in weights if not name.startswith("router")]
     joint = jnp.result_type(x, *(weights[name] for name in experts))
     return x.astype(joint), weights | {name: weights[name].astype(joint) for name in experts}
 
 
-def _logits(x, weights, places: Places, layout: Any, config: MoEConfig, key: jax.Array | None) -> jax.Array:
-    """The router's logits [G, L, X] in float32, of an input that is jittered when there is a key.
+def _logits(x, weights, places: Places, specs: SectionSpecs, config: MoEConfig, key: jax.Array | None) -> jax.Array:
+    """The router's logits [G, L, X] in float32; the input is jittered if there is a key.
 
-    With a second matrix, for noise, they are [G, L, 2X]: both products of one input that travels once.
+    With a second matrix, for noise, they are [G, L, 2X]: both products in one equation, so that x moves once.
     """
     factor, width = None, config.jitter_width
     if key is not None and width:
@@ -156,20 +157,20 @@ def _logits(x, weights, places: Places, layout: Any, config: MoEConfig, key: jax
     x, highest, logits = jittered(x, factor), jax.lax.Precision.HIGHEST, places.per_group("LX")
     weight = weights["router"].astype(jnp.float32)
     if not config.noisy:
-        return einsum(f"{places.groups}, {layout.router} -> {logits}", x, weight, precision=highest)
-    noise = getattr(layout, "router_noise", layout.router)
-    equation = f"{places.groups}, ({layout.router}, {noise}) -> ({logits}, {logits})"
+        return einsum(Equation.product(places.groups, specs.router, logits), x, weight, precision=highest)
+    noise = getattr(specs, "router_noise", specs.router)
+    equation = Equation.product(places.groups, (specs.router, noise), (logits, logits))
     both = einsum(equation, x, (weight, weights["router_noise"].astype(jnp.float32)), precision=highest)
     return jnp.concatenate(both, axis=-1)
 
 
 def _route(logits: jax.Array, config: MoEConfig, places: Places, key, mask) -> tuple[Routing, jax.Array]:
-    """The routing, and per group what the layer's figures are made of, see `figures.summarize`."""
+    """The routing, and the summary of each group (see `figures.summarize`)."""
     draws = named(config).draw(key, (*logits.shape[:2], config.experts), out_sharding=places.random())
     extra = [x for x in (draws, mask) if x is not None]
     choices = places.per_group("LK")
     body = _router_body(config, draws is not None, mask is not None)
-    # Logits may be 2X with those of noise, and draws are one for each token, or one for each of its experts.
+    # R is X, or 2X with the logits of noise; draws are [G, L] or [G, L, X].
     ins = (places.per_group("LR"), *(places.per_group("LX"[: x.ndim - 1]) for x in extra))
     outs = (choices, choices, choices, choices, places.per_group("S"))
     name = f"{config.router} router {places.per_group('LX')}"

@@ -1,4 +1,4 @@
-"""Functions of a group, run where the group lies: no communication, neither in the value nor in the gradient."""
+"""Functions of a group, run on the device that holds it, without communication in value or gradient."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -17,15 +17,15 @@ Body = Callable[..., tuple[jax.Array, ...]]
 def run_local(
     name: str, body: Body, in_specs: Sequence[Spec], out_specs: Sequence[Spec], *arrays: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Run `body` on each device's groups.
+    """Run `body` on each device's groups, in one shard_map without collectives; its gradient is another.
 
-    It is one shard_map with no collective in it, and its gradient is another: the body's own transpose. That is right
-    only where a result depends on its own device's groups alone, and no input is shared by devices with other groups.
+    The gradient is the transpose of the body. That is correct only if a result depends on the groups of its own device,
+    and no input is replicated over devices with different groups.
 
     Args:
         name: what is computed, in notation.
-        body: from arrays to a tuple of arrays. The same function has to be the same object, for caches to find it.
-        in_specs, out_specs: one spec per array; all sharded alike, over their groups.
+        body: from arrays to a tuple of arrays; a cached object, since caches are keyed by it.
+        in_specs, out_specs: one spec per array; all sharded over their groups alike.
         arrays: inputs; integers and booleans have no gradient.
     """
     in_specs, out_specs = tuple(in_specs), tuple(out_specs)
@@ -45,7 +45,7 @@ def _backward(form, arrays, cotangents):
     real = tuple(_is_real(x) for x in arrays)
     answered = tuple(_is_real(x) for x in cotangents)  # the cotangent of an integer is of type float0
     given = [(c, s) for c, s, yes in zip(cotangents, out_specs, answered) if yes]
-    found = run(
+    cotangents_in = run(
         ctx,
         f"gradient of {name}",
         (),
@@ -55,8 +55,8 @@ def _backward(form, arrays, cotangents):
         *arrays,
         *(cotangent for cotangent, _ in given),
     )
-    found = iter(found)
-    return tuple(next(found) if yes else None for yes in real)
+    cotangents_in = iter(cotangents_in)
+    return tuple(next(cotangents_in) if yes else None for yes in real)
 
 
 _local = with_gradient(_forward, _backward, title=lambda form: form[1])
@@ -68,7 +68,7 @@ def _is_real(x: jax.Array) -> bool:
 
 @lru_cache(maxsize=1024)
 def _pullback(body: Body, real: tuple[bool, ...], answered: tuple[bool, ...]) -> Body:
-    """The gradient of `body`: from its inputs and the cotangents of its real outputs to those of its real inputs."""
+    """The pullback of `body`: from its inputs and the cotangents of its real outputs to those of its real inputs."""
 
     def pullback(*pieces):
         arrays, cotangents = pieces[: len(real)], pieces[len(real) :]

@@ -1,15 +1,14 @@
-"""The two paths of tokens through the experts of a layer: in slots of which every expert has as many, and in rows."""
+"""The two paths of tokens through the experts: in capacity slots, and dropless in rows sorted by expert."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import Any
 
 import jax
 
-from gspmd.annotate.equation import Equation, Via, parse_via
-from gspmd.annotate.spec import Spec
+from gspmd.annotate.equation import Equation
+from gspmd.layouts.section import SectionSpecs
 from gspmd.lowerings.default import lowering
 from gspmd.lowerings.program import context
 from gspmd.moe.config import MoEConfig
@@ -28,46 +27,46 @@ from gspmd.ops._einsum import einsum, reshard
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a layer, as both paths take them.
+    """The experts of a layer.
 
     Attributes:
         weights: "w_in", "w_out", and "w_gate" for swiglu, of the tokens' dtype.
-        layout: the moe section of a layout.
+        specs: of the moe section of a layout.
         config: of the layer.
         activation: "swiglu", "gelu" or "relu".
-        key: of expert dropout, None without.
+        key: for expert dropout; None for no dropout.
     """
 
     weights: Mapping[str, jax.Array]
-    layout: Any
+    specs: SectionSpecs
     config: MoEConfig
     activation: str
     key: jax.Array | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The weights in, the gate's first."""
+        """Names of the input weights, the gate's first."""
         return ("w_gate", "w_in") if self.activation == "swiglu" else ("w_in",)
 
     @property
     def flat(self) -> tuple[jax.Array, ...]:
-        """All weights."""
+        """All weights, the output weight last."""
         return (*(self.weights[name] for name in self.names), self.weights["w_out"])
 
     def work(self, x: jax.Array, capacity: int, places: Places) -> Work:
-        """What they are to do with so many slots of each group."""
-        layout, (groups, tokens, size) = self.layout, x.shape
+        """What the experts compute for `capacity` slots of each group."""
+        specs, (groups, tokens, size) = self.specs, x.shape
         experts, _, features = self.weights["w_in"].shape
         dropout = None if self.key is None else Dropout(self.config.dropout, tokens, features)
         sizes = {"G": groups, "X": experts, "C": capacity, "E": size, "F": features}
         return Work(
             places.dispatched,
-            Spec.parse(str(layout.expert_input)),
-            Spec.parse(str(layout.hidden)),
-            tuple(Spec.parse(str(getattr(layout, name))) for name in self.names),
-            Spec.parse(str(layout.w_out)),
-            _via(getattr(layout, "in_via", None)),
-            _via(getattr(layout, "out_via", None)),
+            specs.expert_input,
+            specs.hidden,
+            tuple(getattr(specs, name) for name in self.names),
+            specs.w_out,
+            getattr(specs, "in_via", None),
+            getattr(specs, "out_via", None),
             self.activation,
             tuple(sizes.items()),
             str(x.dtype),
@@ -76,20 +75,16 @@ class Experts:
 
     @property
     def words(self) -> tuple[jax.Array, ...]:
-        """Of the key."""
+        """The words of the dropout key, if there is one."""
         return () if self.key is None else (key_words(self.key),)
 
     def run(self, work: Work, slots: jax.Array, *counts: jax.Array) -> jax.Array:
-        """Bring slots to the experts and back, by one planned program."""
+        """Send slots to the experts, compute, and send the answers back, in one planned program."""
         return run_experts(context(), work, slots, self.flat, (*counts, *self.words))
 
 
-def _via(via: str | Via | None) -> Via | None:
-    return None if via is None else parse_via(via)
-
-
 def by_slots(x: jax.Array, routing: Routing, experts: Experts, places: Places) -> jax.Array:
-    """Tokens [G, L, E] through the slots [G, X, C, E] that their choices have: what finds none adds nothing."""
+    """Compute tokens [G, L, E] through capacity slots [G, X, C, E]; a choice without a slot adds 0."""
     capacity, config = experts.config.capacity(x.shape[1]), experts.config
     slots = _dispatch(x, routing, config, places)
     ctx, work = context(), experts.work(x, capacity, places)
@@ -118,7 +113,7 @@ def _dispatch_body(experts: int, capacity: int, form: str):
 
 
 def _by_equations(slots: jax.Array, experts: Experts, work: Work) -> jax.Array:
-    """There, the feed-forward layer of every expert, and back: each an equation of its own."""
+    """The all-to-all to the experts, their feed-forward layer, and the all-to-all back, each an equation of its own."""
     there, hidden = work.there, work.hidden
     slots = reshard(slots, Equation.move(work.dispatched, there))
     (*w_in, w_out), activated = experts.flat, ACTIVATIONS[work.activation]
@@ -145,18 +140,18 @@ def _combine_body(experts: int, capacity: int, form: str):
 
 
 def by_rows(x: jax.Array, routing: Routing, experts: Experts, places: Places) -> jax.Array:
-    """Tokens [G, L, E] as rows sorted by expert, one for every choice: none is lost, and none is padding to compute.
+    """Compute tokens [G, L, E] as rows sorted by expert, one for every choice: no token is lost, no padding computed.
 
-    Where experts are divided among devices, each group sends each of them one buffer. Its size is known before its rows
-    are, so it is that of the worst case, L · min(k, X / shards) rows, whatever the router does: against slots of a
-    capacity factor, min(shards, X / k) / factor times the bytes. A ragged all-to-all would send only the rows, k · L of
-    each group, as if the factor were 1; XLA has none on CPUs. Where experts are whole on every device, nothing is sent.
+    Where experts are sharded, each group sends one buffer to each shard. Its size is static, so it is that of the worst
+    case, L · min(k, X / shards) rows: min(shards, X / k) / factor times the bytes of slots with a capacity factor. A
+    ragged all-to-all would send only the k · L rows of each group; XLA has none on CPUs. Where every device holds all
+    experts, nothing is sent.
 
-    Under lowering `xla` it is the same program, with its planned collectives: a device sorts what it holds, which no
-    annotation of whole arrays says.
+    Lowering `xla` runs the same program with its planned collectives: each device sorts its own rows, which annotations
+    of global arrays cannot express.
 
     Raises:
-        LayoutError: the layout moves rows behind their arrival.
+        LayoutError: the layout moves rows again after they have arrived.
     """
     if context().lowering == "xla":
         with lowering("blocking"):
@@ -178,7 +173,7 @@ def by_rows(x: jax.Array, routing: Routing, experts: Experts, places: Places) ->
 
 
 def _buffers(x: jax.Array, routing: Routing, experts: Experts) -> tuple[Buffers, int]:
-    mesh, spec = context().mesh, Spec.parse(str(experts.layout.expert_input))
+    mesh, spec = context().mesh, experts.specs.expert_input
     shards, count = prod(mesh[axis] for axis in spec.axes_of("X")), experts.config.experts
     spec.check((x.shape[0], count, *x.shape[1:]), mesh)
     choices = routing.expert.shape[-1]
@@ -187,7 +182,7 @@ def _buffers(x: jax.Array, routing: Routing, experts: Experts) -> tuple[Buffers,
 
 @dataclass(frozen=True)
 class _Sent:
-    """How rows are put into buffers."""
+    """How rows are placed in send buffers."""
 
     experts: int
     shards: int
@@ -196,7 +191,7 @@ class _Sent:
     choices: int
 
     def place(self, routing: Routing) -> tuple[jax.Array, jax.Array]:
-        """Place and counts, see `place_rows`; groups are sorted together where nothing is sent."""
+        """Place and counts as of `place_rows`; where nothing is sent, all groups are sorted together."""
         if self.stays:
             return place_rows_here(routing, self.experts)
         each = most_rows(1, self.choices, self.experts, self.shards)

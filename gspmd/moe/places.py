@@ -1,4 +1,4 @@
-"""Where the arrays of a group lie: over the mesh axes of G, each group whole."""
+"""Specs of the arrays of a group: G is sharded, every other dimension is whole."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,7 +12,7 @@ from gspmd.lowerings.program import context
 
 @dataclass(frozen=True)
 class Places:
-    """Where the layer's group-local arrays lie: over the mesh axes of G, each group whole."""
+    """Specs of the layer's per-group arrays, sharded over the mesh axes of G only."""
 
     axes: tuple[str, ...]
 
@@ -22,27 +22,26 @@ class Places:
 
     @property
     def groups(self) -> Spec:
-        """The tokens."""
+        """The tokens, [G, L, E]."""
         return self.per_group("LE")
 
     @property
     def dispatched(self) -> Spec:
-        """The tokens in their slots."""
+        """The tokens in their slots, [G, X, C, E]."""
         return self.per_group("XCE")
 
     def random(self) -> jax.P | None:
-        """Placement to draw random numbers of the groups in; under Auto axes the compiler finds it."""
+        """The sharding of random numbers of the groups; None under Auto axes, where the compiler infers it."""
         return jax.P(self.groups.partition_spec()[0]) if context().explicit else None
 
 
 @lru_cache
-def places_of(groups: str, dispatched: str) -> Places:
+def places_of(groups: Spec, dispatched: Spec) -> Places:
     """The places of a layout, from its specs of the tokens and of their slots.
 
     Raises:
         LayoutError: groups, or their slots, would not be whole on a device.
     """
-    groups, dispatched = Spec.parse(groups), Spec.parse(dispatched)
     places = Places(groups.axes_of("G") if "G" in groups.dims else ())
     faults = []
     if groups != places.groups:

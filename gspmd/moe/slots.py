@@ -1,4 +1,4 @@
-"""Tokens into the experts' slots and back: as the papers' one-hot einsums, and as gathers that move each row once."""
+"""Dispatch tokens to capacity slots and combine the answers: by gathers, or by the papers' one-hot einsums."""
 
 from dataclasses import replace
 from functools import partial
@@ -9,37 +9,33 @@ import numpy as np
 
 from gspmd.annotate.errors import SpecError
 from gspmd.moe import inputs
-from gspmd.moe.config import MoEConfig
-from gspmd.moe.dropless.platform import dispatch_form
+from gspmd.moe.config import SLOT_FORMS
 from gspmd.moe.routers.routing import Routing
 
 SPARSE = 4
-"""Choices per slot from which a pass over the slots is cheaper than a gather per choice, most of which have none."""
+"""Choices per slot above which one pass over the slots is cheaper than a gather per choice: most have no slot."""
 
 
-SLOT_FORMS = ("auto", "sort", "onehot")
+def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, form: str = "sort") -> jax.Array:
+    """Copy each token's activations to the slots it was assigned; empty slots are 0.
 
-
-def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, form: str = "auto") -> jax.Array:
-    """Bring each token's activations to the slots it was given; slots that nobody took are 0.
-
-    "onehot" is the papers' einsum, GLXC, GLE -> GXCE, whose time grows with tokens · slots. "sort" writes the number of
-    the choice that holds each slot (an int32 scatter; its token is number // k) and gathers activations by it: its time
-    grows with the slots alone.
+    "sort" scatters to each slot the int32 number of its choice, whose token is number // k, and gathers activations by
+    it: its time grows with the slots. "onehot" is the papers' einsum GLXC, GLE -> GXCE: its time grows with
+    tokens · slots. Both give the same result.
 
     Args:
         x: [G, L, E].
-        routing: a router's answer for these groups.
+        routing: what a router returned for these groups.
         experts: number of experts X.
-        capacity: slots per expert and group C, as the router was given.
-        form: "sort", "onehot", or "auto" for `dispatch_form`'s answer.
+        capacity: slots C per expert and group, as in the routing.
+        form: "sort" or "onehot".
 
     Returns:
         [G, X, C, E], of x's dtype.
 
     Raises:
-        SpecError: other groups, tokens, experts or slots than the routing's.
-        PlanError: a form that has no slots, or that there is not.
+        SpecError: groups, tokens, experts or slots that differ from the routing's.
+        PlanError: an unknown form, or one without slots.
 
     Example:
         >>> from gspmd.moe import MoEConfig, route
@@ -50,11 +46,11 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
 
     Source: GShard, arXiv 2006.16668, Algorithm 2 (GSEC,GSM->EGCM); Switch Transformer, arXiv 2101.03961, appendix F.
 
-    Differs: the einsums keep the group in front, G X C E, so that groups stay put until a reshard moves them.
-    The gradient of the gather is a gather of each token's slots, where transposition would scatter-add activations.
+    Differs: the einsums keep the group in front, G X C E, so that groups do not move before a reshard. The gradient of
+    the gather is a gather of each token's slots, where transposition would scatter-add activations.
     """
     doing = "dispatch tokens to their slots"
-    form = _slot_form(doing, form)
+    _check_form(doing, form)
     x = inputs.array(doing, "x", x, "GLE")
     experts, capacity = inputs.whole(doing, "experts", experts), inputs.whole(doing, "capacity", capacity)
     routing = _routed(doing, routing, "x [G, L, E]", x.shape, experts, capacity)
@@ -70,20 +66,20 @@ def _to_slots(x: jax.Array, routing: Routing, experts: int, capacity: int, form:
     return rows.reshape(x.shape[0], experts, capacity, x.shape[-1])
 
 
-def combine(y: jax.Array, routing: Routing, *, form: str = "auto") -> jax.Array:
-    """Bring the experts' answers back to their tokens, weighted by the gates and summed in float32.
+def combine(y: jax.Array, routing: Routing, *, form: str = "sort") -> jax.Array:
+    """Sum the experts' answers for each token, weighted by the gates, in float32.
 
     Args:
         y: [G, X, C, E], the experts' answers in the order of `dispatch`.
-        routing: the router's answer that `dispatch` was given.
-        form: "sort", "onehot", or "auto" for `dispatch_form`'s answer.
+        routing: the routing that `dispatch` was given.
+        form: "sort" or "onehot".
 
     Returns:
         [G, L, E], of y's dtype; 0 for tokens that no expert took.
 
     Raises:
-        SpecError: other groups, experts or slots than the routing's, or answers that are no floating-point numbers.
-        PlanError: a form that has no slots, or that there is not.
+        SpecError: groups, experts or slots that differ from the routing's, or answers that are not floating-point.
+        PlanError: an unknown form, or one without slots.
 
     Example:
         >>> from gspmd.moe import MoEConfig, route
@@ -95,7 +91,7 @@ def combine(y: jax.Array, routing: Routing, *, form: str = "auto") -> jax.Array:
     Source: GShard, arXiv 2006.16668, Algorithm 2 (GSEC,GECM->GSM).
     """
     doing = "combine the experts' answers"
-    form = _slot_form(doing, form)
+    _check_form(doing, form)
     y = inputs.array(doing, "y", y, "GXCE", real=True)
     _, experts, capacity, _ = y.shape
     routing = _routed(doing, routing, "y [G, X, C, E]", y.shape, experts, capacity)
@@ -112,16 +108,15 @@ def _from_slots(y: jax.Array, routing: Routing, form: str) -> jax.Array:
     return collect(rows, routing.gate, *_rows(routing, experts, capacity))
 
 
-def _slot_form(doing: str, form: str) -> str:
+def _check_form(doing: str, form: str) -> None:
     more = "; dropless has no slots, and is a setting of gspmd.moe.expert_layer"
     inputs.choice(doing, "form", form, SLOT_FORMS, more)
-    return dispatch_form(MoEConfig(dispatch=form))
 
 
 def _routed(doing: str, routing: Routing, name: str, shape: tuple, experts: int, capacity: int) -> Routing:
-    """The routing, of these groups, tokens, experts and slots, or none.
+    """Return the routing if it has these groups, tokens, experts and slots.
 
-    A slot beyond an expert's own is the next expert's, so one that was given for another capacity has to be refused.
+    A slot beyond an expert's capacity is the next expert's, so a routing for another capacity has to be refused.
     """
     if not isinstance(routing, Routing):
         raise SpecError(f"cannot {doing}: routing is no Routing.\n  Pass what gspmd.moe.route returns.")
@@ -139,12 +134,12 @@ def _differing(routing: Routing, shape: tuple, experts: int, capacity: int) -> l
     pairs = [("groups G", shape[0], groups), ("experts X", experts, routing.experts),
              ("slots C per expert", capacity, routing.capacity)]  # fmt: skip
     pairs += [("tokens L of a group", shape[1], tokens)] if len(shape) == 3 else []
-    return [f"It has {found} {what}, and the routing has {known}."
-            for what, found, known in pairs if known is not None and found != known]  # fmt: skip
+    return [f"It has {given} {what}, and the routing has {known}."
+            for what, given, known in pairs if known is not None and given != known]  # fmt: skip
 
 
 def _in_range(doing: str, routing: Routing, experts: int, capacity: int) -> Routing:
-    """A routing that was made by hand: values that can be looked at are, and none reaches beyond its expert's slots."""
+    """Check a routing made by hand where its values are known; drop choices beyond the slots where they are traced."""
     arrays = routing.expert, routing.slot, routing.kept
     known = all(map(inputs.is_known, arrays))
     expert, slot, kept = map(np.asarray, arrays) if known else arrays
@@ -161,7 +156,7 @@ def _in_range(doing: str, routing: Routing, experts: int, capacity: int) -> Rout
 
 
 def _one_hot(routing: Routing, values: jax.Array, experts: int, capacity: int) -> jax.Array:
-    """[G, L, k] values, each at its expert and slot: [G, L, X, C]."""
+    """Place values [G, L, k] at their expert and slot: [G, L, X, C]."""
     weights = jnp.where(routing.kept, values.astype(jnp.float32), 0)
     at_expert = jax.nn.one_hot(routing.expert, experts, dtype=jnp.float32) * weights[..., None]
     at_slot = jax.nn.one_hot(routing.slot, capacity, dtype=jnp.float32)
@@ -169,11 +164,11 @@ def _one_hot(routing: Routing, values: jax.Array, experts: int, capacity: int) -
 
 
 def _rows(routing: Routing, experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Both ways between choices and slots, one past the end where there is none.
+    """The maps from slots to choices and from choices to slots; one past the end stands for none.
 
     Returns:
-        holder: [G, X·C] int32, the number token · k + choice of the choice in each slot, L·k where empty.
-        place: [G, L, k] int32, the row expert · C + slot of each choice, X·C where it has none.
+        holder: [G, X·C] int32, the number token · k + choice of the choice in each slot, L·k for an empty slot.
+        place: [G, L, k] int32, the row expert · C + slot of each choice, X·C for a choice without a slot.
     """
     groups, tokens, choices = routing.expert.shape
     place = jnp.where(routing.kept, routing.expert * capacity + routing.slot, experts * capacity)
@@ -185,20 +180,20 @@ def _rows(routing: Routing, experts: int, capacity: int) -> tuple[jax.Array, jax
 
 @partial(jax.vmap, in_axes=(0, 0))
 def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows by index, 0 for an index past the end."""
-    if not len(rows):  # capacity 0, and no gather is from nothing
+    """Gather rows by index; an index past the end gives 0."""
+    if not len(rows):  # capacity 0: XLA has no gather from an empty array
         return jnp.zeros((*index.shape, *rows.shape[1:]), rows.dtype)
     return rows.at[index].get(mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
 def spread(x: jax.Array, holder: jax.Array, place: jax.Array) -> jax.Array:
-    """Copy tokens to the rows that their choices have; its gradient sums a token's rows, in float32.
+    """Copy each token to the rows of its choices; the gradient sums a token's rows in float32.
 
     Args:
         x: [G, L, E].
-        holder: [G, R] int32, the number token · k + choice of each row's choice, L · k for a row without.
-        place: [G, L, k] int32, the row of each choice, R for a choice without: the same the other way round.
+        holder: [G, R] int32, the number token · k + choice of each row's choice, L · k for an empty row.
+        place: [G, L, k] int32, the inverse: the row of each choice, R for a choice without a row.
 
     Returns:
         [G, R, E], of x's dtype.
@@ -249,7 +244,7 @@ def _collect_backward(saved, cotangent):
     rows, gate, holder, place = saved
     answer = _take(cotangent, holder // gate.shape[-1]).astype(gate.dtype)
     weight = _take(gate.reshape(gate.shape[0], -1), holder)
-    # Of every row at once, and then a gather of numbers: the rows of each choice need not be gathered again.
+    # One product for each row, then a gather of scalars: the rows of each choice are not gathered again.
     gates = _take(jnp.sum(answer * rows.astype(gate.dtype), axis=-1), place)
     return (weight[..., None] * answer).astype(rows.dtype), gates, None, None
 
@@ -258,7 +253,7 @@ collect.defvjp(_collect_forward, _collect_backward)
 
 
 def _sum_by_token(rows: jax.Array, gate: jax.Array | None, holder: jax.Array, place: jax.Array) -> jax.Array:
-    """Σ over a token's choices of their rows, times their gates if given: [G, R, E] to [G, L, E] float32."""
+    """Σ over a token's choices of gate · row, or of the rows without gates: [G, R, E] to [G, L, E] float32."""
     groups, tokens, choices = place.shape
     if tokens * choices > SPARSE * holder.shape[1]:
         weight = 1 if gate is None else _take(gate.reshape(groups, -1), holder)[..., None]

@@ -1,4 +1,4 @@
-"""Training: settings, data, optimizer, state, step, checkpoints, metrics, and the loop over them."""
+"""Training: configuration, data, optimizer, state, step, checkpoints, metrics, and the training loop."""
 
 from gspmd.training.checkpoint import Checkpoints
 from gspmd.training.config import ConfigError, OptimizerConfig, ShardingConfig, TrainingConfig, load_toml

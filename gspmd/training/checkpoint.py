@@ -1,4 +1,4 @@
-"""Checkpoints: state, place in the data and settings, saved whole or not at all, restored onto any mesh and layout."""
+"""Checkpoints of state, data position and settings: saved atomically, restored onto any mesh and layout."""
 
 import json
 import os
@@ -21,12 +21,12 @@ _FOLDER = "checkpoints"
 class Checkpoints:
     """The checkpoints of one run, under `<out>/checkpoints/<step>`.
 
-    A save is written beside its final place and renamed when complete, so one that is interrupted leaves the earlier
-    ones as they were. Used as a context manager, it waits at the end for the save in progress.
+    A save is written to a temporary folder and renamed when complete, so an interrupted one leaves earlier ones intact.
+    As a context manager, it waits at the end for the save in progress.
 
     Args:
         out: the run's folder.
-        keep: how many of the newest to keep.
+        keep: number of the newest checkpoints to keep.
     """
 
     def __init__(self, out: str | Path, *, keep: int = 2):
@@ -34,7 +34,7 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(Path(out).resolve() / _FOLDER, options=options)
 
     def save(self, state: TrainState, data: Mapping[str, Any]) -> None:
-        """Saves in the background: the state, and the data iterator's position."""
+        """Save the state and the position of the data iterator, in the background."""
         step = int(state.step)
         if step in self._manager.all_steps():
             return
@@ -44,10 +44,10 @@ class Checkpoints:
             self._manager.save(step, args=items, force=True)
 
     def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """The newest state, placed as `like` is, whatever mesh and layout it was saved from; and the data's position.
+        """Restore the newest state, sharded as `like` is, and the position of the data iterator.
 
         Raises:
-            ConfigError: there is none, it cannot be read, or it belongs to a model of other sizes.
+            ConfigError: there is none, it cannot be read, or it is of a model of other sizes.
         """
         step = self._manager.latest_step()
         if step is None:
@@ -61,12 +61,12 @@ class Checkpoints:
 
     def _read(self, step: int, **items: Any) -> Mapping[str, Any]:
         try:
-            found = self._manager.restore(step, args=ocp.args.Composite(**items))
-            missing = [name for name in items if found[name] is None]
-        except Exception as error:  # damaged files end in errors of many kinds
+            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+            missing = [name for name in items if restored[name] is None]
+        except Exception as error:  # damaged files raise errors of many types
             missing = [str(error).splitlines()[0][:200] if str(error) else type(error).__name__]
         if not missing:
-            return found
+            return restored
         folder = self._manager.directory / str(step)
         before = [other for other in self._manager.all_steps() if other < step]
         remedy = f"go on from step {max(before)}" if before else "start anew"
@@ -74,7 +74,7 @@ class Checkpoints:
         raise ConfigError(f"cannot resume from step {step}: its checkpoint cannot be read.", faults)
 
     def wait(self) -> None:
-        """Returns once every save so far is complete. Raises OSError where one could not be written."""
+        """Wait until all saves are complete. Raises OSError if one could not be written."""
         with _disk_faults():
             self._manager.wait_until_finished()
 
@@ -88,7 +88,7 @@ class Checkpoints:
 
 @contextmanager
 def _disk_faults() -> Iterator[None]:
-    """Turns what the writer of arrays says of a disk into the OSError that it is."""
+    """Convert disk errors of the array writer to OSError."""
     try:
         yield
     except ValueError as error:
@@ -99,14 +99,14 @@ def _disk_faults() -> Iterator[None]:
 
 
 def newest(out: str | Path) -> int | None:
-    """The step of the newest complete checkpoint of a run, or None; reads folder names only."""
+    """Return the step of the newest complete checkpoint of a run, or None, from folder names."""
     folder = Path(out) / _FOLDER
     steps = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
     return max(steps, default=None)
 
 
 def save_settings(out: str | Path, settings: Mapping[str, Any]) -> None:
-    """Writes the run's settings to `<out>/config.json`, for a resume that names only the folder."""
+    """Write the run's settings to `<out>/config.json`, for a resume by folder."""
     path = Path(out) / "config.json"
     beside = path.with_suffix(".tmp")
     beside.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -114,7 +114,7 @@ def save_settings(out: str | Path, settings: Mapping[str, Any]) -> None:
 
 
 def load_settings(out: str | Path) -> dict[str, Any]:
-    """The settings that a run was started with.
+    """Return the settings of a run.
 
     Raises:
         ConfigError: the folder holds no run.

@@ -1,4 +1,4 @@
-"""Flags with a few choices: what is none of them is told with the nearest one."""
+"""Parse flags with a few choices; an error names the nearest choice."""
 
 import types
 import typing
@@ -8,7 +8,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from gspmd.training.toml import not_a_choice
 
-#: For `tyro.cli(..., registry=REGISTRY)`: how a `Literal`, or one that may be None, is read.
+#: For `tyro.cli(..., registry=REGISTRY)`: how `Literal`s and optional `Literal`s are parsed.
 REGISTRY = ConstructorRegistry()
 
 
@@ -19,7 +19,7 @@ def _literal(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 
 
 def choices_of(hint: Any) -> tuple:
-    """The choices of a `Literal`, with None where it may be that; none for another type.
+    """Return the choices of a `Literal`, with None if it is optional; empty for any other type.
 
     >>> choices_of(typing.Literal["cpu", "gpu"] | None)
     (None, 'cpu', 'gpu')
@@ -28,8 +28,8 @@ def choices_of(hint: Any) -> tuple:
     literals = [arm for arm in arms if typing.get_origin(arm) is typing.Literal]
     if not literals or any(arm not in (*literals, types.NoneType) for arm in arms):
         return ()
-    found = [choice for arm in literals for choice in typing.get_args(arm)]
-    return (None, *found) if types.NoneType in arms else tuple(found)
+    choices = [choice for arm in literals for choice in typing.get_args(arm)]
+    return (None, *choices) if types.NoneType in arms else tuple(choices)
 
 
 def _spec(choices: tuple) -> PrimitiveConstructorSpec:

@@ -1,4 +1,4 @@
-"""The command line of a training run: settings from file, folder and flags; errors in one message; exit codes."""
+"""The command line of a training run: settings from file, run folder and flags; error messages; exit codes."""
 
 import argparse
 import logging
@@ -44,20 +44,20 @@ def parse(
     description: str = "",
     prog: str | None = None,
 ) -> T:
-    """Settings from a TOML file, and from flags, which win.
+    """Read settings from a TOML file and from flags, which take precedence.
 
     Args:
         cls: a dataclass of settings.
-        argv: the flags. `--config FILE` names the TOML file; `--resume` without it begins from the run's own settings,
-            less its platform and devices, its mesh where `--devices` is given, and its `--set` where `--layout` or
-            `--set` is.
-        default: the TOML file when neither is given.
-        find: the path of a TOML file, from what --config or `default` calls it.
+        argv: the flags. `--config FILE` names the TOML file. `--resume` without it starts from the settings of the run,
+            without its platform and devices, its mesh if `--devices` is given, and its `--set` if `--layout` or `--set`
+            is.
+        default: the TOML file if neither is given.
+        find: from the name in --config or `default` to the path of the TOML file.
         description: for --help.
-        prog: what --help calls the program; `sys.argv[0]` if not given.
+        prog: the program name in --help; `sys.argv[0]` if not given.
 
     Raises:
-        ConfigError: of `load_toml`; and what the dataclasses refuse.
+        ConfigError: from `load_toml`, or from the dataclasses.
     """
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     early.add_argument("--config", nargs="?")
@@ -78,7 +78,7 @@ def parse(
 
 
 def parse_flags(cls: type[T], argv: Sequence[str], base: T, description: str = "", prog: str | None = None) -> T:
-    """Settings from flags, and from `base` where there is none."""
+    """Read settings from flags, with defaults from `base`."""
     return tyro.cli(
         cls, prog=prog, args=list(argv), default=base, description=description, config=_STYLE, registry=REGISTRY
     )
@@ -87,16 +87,16 @@ def parse_flags(cls: type[T], argv: Sequence[str], base: T, description: str = "
 def guarded(command: Callable[[Sequence[str]], int | None], argv: Sequence[str], called: str = "") -> int:
     """Run a command and return its exit code: its own, or 1 for a failed run, 2 for bad input, 130 for an interrupt.
 
-    What the user can put right is one message on stderr; anything else is a defect and keeps its traceback.
+    Errors of the user are one message on stderr; any other exception is a bug and keeps its traceback.
 
     Args:
         command: takes the flags, and returns an exit code or None.
         argv: the flags.
-        called: what the user typed to run it, for the advice how to go on; `python` and `sys.argv[0]` if not given.
+        called: the command line of the program, for the advice how to resume; `python sys.argv[0]` if not given.
     """
-    for stream in (sys.stdout, sys.stderr):  # --help and messages too, which no console prints
+    for stream in (sys.stdout, sys.stderr):  # --help and messages do not go through a console
         printing.never_fail(stream)
-    # The checkpoint writer logs the whole traceback of every fault, several times over, besides raising it.
+    # The checkpoint writer logs the traceback of every error several times, in addition to raising it.
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
@@ -122,7 +122,7 @@ def guarded(command: Callable[[Sequence[str]], int | None], argv: Sequence[str],
 
 @contextmanager
 def interrupts(out: Path) -> Iterator[None]:
-    """Turns an interrupt at any point of a run, or a disk that is full, into one that says what is saved in its folder.
+    """Convert an interrupt or a full disk, at any point of a run, to an error that names the newest checkpoint.
 
     Raises:
         Interrupted: in place of KeyboardInterrupt.
@@ -137,7 +137,7 @@ def interrupts(out: Path) -> Iterator[None]:
 
 
 def check_model(training: TrainingConfig, model: Any) -> None:
-    """Refuses a model that the data cannot train, or that cannot write the sample that is asked for.
+    """Refuse a model that does not fit the data, or that cannot generate the requested sample.
 
     Args:
         training: the settings of training.
@@ -161,14 +161,14 @@ def check_model(training: TrainingConfig, model: Any) -> None:
 
 
 def check_memory(state: Any, devices: int) -> None:
-    """Refuses a training state that CPU devices cannot hold: the machine would swap until nothing answers.
+    """Refuse a training state that does not fit the memory of CPU devices, which would make the machine swap.
 
     Args:
-        state: arrays, or shapes with shardings; a copy on every device counts as often.
-        devices: CPU devices that share the memory of this machine.
+        state: arrays, or shapes with shardings; replicas count once per device.
+        devices: number of CPU devices, which share the memory of this machine.
 
     Raises:
-        ConfigError: it takes more than the machine has.
+        ConfigError: it needs more memory than the machine has.
     """
     leaves = [leaf for leaf in jax.tree.leaves(state) if hasattr(leaf, "sharding")]
     held = devices * sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
@@ -183,18 +183,18 @@ def check_memory(state: Any, devices: int) -> None:
 
 
 def _memory() -> int:
-    """Bytes of this machine's memory; without end on a system that does not say."""
+    """Bytes of this machine's memory; unlimited on a system that does not report it."""
     if not hasattr(os, "sysconf"):
         return sys.maxsize
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def choose_out(out: str, *, resume: bool) -> Path:
-    """The run's folder, made if need be, and tried by writing to it.
+    """Return the run's folder, created if needed, and checked to be writable.
 
     Args:
-        out: as given; "" for the newest run on a resume, and for a new folder under runs/ otherwise.
-        resume: whether the folder has to hold a run, or must not.
+        out: the folder; "" for the newest run on a resume, and for a new folder under runs/ otherwise.
+        resume: whether the folder must hold a run, or must not.
 
     Raises:
         ConfigError: it cannot be written, or holds a run that would be overwritten.
@@ -216,16 +216,16 @@ def choose_out(out: str, *, resume: bool) -> Path:
 
 
 def make_mesh(sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int]) -> jax.sharding.Mesh:
-    """Starts the backend and makes the mesh, with every axis that the layout names.
+    """Start the backend and make the mesh, with every axis of the layout.
 
     Args:
-        sharding: the mesh or the number of devices that was asked for; both None for what there is.
-        layout: how devices are dealt out where no mesh is given, to one that divides the sizes.
+        sharding: the requested mesh or number of devices; None for all devices.
+        layout: factors devices into a mesh that divides the sizes, if no mesh is given.
         sizes: of the model's dimensions, as for `Layout.check`.
 
     Raises:
-        ConfigError: the mesh does not have as many devices as were asked for.
-        HostError, LayoutError: the devices cannot be had, or the mesh does not suit the layout or the sizes.
+        ConfigError: mesh and number of devices contradict each other.
+        HostError, LayoutError: the devices are not available, or the mesh does not fit the layout or the sizes.
     """
     given = layout.complete_mesh(parse_mesh(sharding.mesh)) if sharding.mesh else None
     wanted = math.prod(given.values()) if given else sharding.devices
@@ -234,7 +234,7 @@ def make_mesh(sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int]
         raise ConfigError(f"cannot use mesh {sharding.mesh!r}:", [fault])
     if given:
         layout.check(sizes, given)
-    elif wanted:  # before so many are started
+    elif wanted:  # raises before the devices are started
         given = layout.mesh_for(wanted, sizes)
     devices = host.start(wanted, sharding.platform)
     shape = given or layout.mesh_for(len(devices), sizes)
@@ -243,7 +243,7 @@ def make_mesh(sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int]
 
 
 def newest_run() -> Path:
-    """The run under runs/ that was started last.
+    """Return the run under runs/ that was started last.
 
     Raises:
         ConfigError: there is none.
@@ -255,7 +255,7 @@ def newest_run() -> Path:
 
 
 def _carried_over(settings: dict[str, Any], given: Mapping[str, str | None]) -> dict[str, Any]:
-    """A run's settings as a resume begins from them, without what belongs to a machine or is replaced by a flag."""
+    """Settings of a run for a resume, without those of a machine and those that a flag replaces."""
     dropped = {"platform", "devices"}
     if given["devices"] is not None:
         dropped.add("mesh")
@@ -270,18 +270,18 @@ def _fresh() -> Path:
 
 
 def _numbered() -> list[Path]:
-    found = [path for path in RUNS.iterdir() if re.fullmatch(r"\d+", path.name)] if RUNS.is_dir() else []
-    return sorted(found, key=lambda path: int(path.name))
+    paths = [path for path in RUNS.iterdir() if re.fullmatch(r"\d+", path.name)] if RUNS.is_dir() else []
+    return sorted(paths, key=lambda path: int(path.name))
 
 
 def _resume_command(out: Path, called: str) -> str:
-    """The command that continues this run; the run's own settings are in its folder, so only the folder is named."""
+    """The command that resumes this run; its settings are in its folder."""
     program = f"python {shlex.quote(sys.argv[0])}"
     return f"{called or program} --resume --out {shlex.quote(str(out))}"
 
 
 def kept_settings(settings: Any) -> dict[str, Any]:
-    """What a resume begins from, in whatever folder: all settings but those that belong to one start only."""
+    """The settings to save for a resume, with absolute paths, without those of one start only."""
     kept = to_mapping(beside(settings, Path.cwd()))
     kept.pop("config", None)
     kept.get("training", {}).pop("resume", None)

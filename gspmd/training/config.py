@@ -1,4 +1,4 @@
-"""What a training run is told: how long, on which data, over which mesh, in which layout."""
+"""The configuration of a training run: steps, data, optimizer, mesh and layout."""
 
 import dataclasses
 import glob
@@ -70,7 +70,7 @@ class TrainingConfig:
         _refuse("training", faults)
 
     def beside(self, folder: Path) -> "TrainingConfig":
-        """These settings as a file in that folder means them: its relative paths begin there.
+        """Return these settings with relative paths taken from `folder`, that of their file.
 
         >>> TrainingConfig(data=("text/*.txt", "/all.txt")).beside(Path("mine")).data
         ('mine/text/*.txt', '/all.txt')
@@ -144,7 +144,7 @@ class ShardingConfig:
         _refuse("sharding", faults)
 
     def beside(self, folder: Path) -> "ShardingConfig":
-        """These settings as a file in that folder means them: a layout file's relative path begins there.
+        """Return these settings with a relative path of a layout file taken from `folder`, that of their file.
 
         >>> ShardingConfig(layout="own.toml").beside(Path("mine")).layout
         'mine/own.toml'
@@ -153,12 +153,12 @@ class ShardingConfig:
 
     @property
     def overrides(self) -> dict[str, str]:
-        """The changes to the layout as a table from key to spec; the last of two for one key counts."""
+        """The changes to the layout, key to spec; the last one for a key wins."""
         return dict(change.split("=", 1) for change in self.set)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Mesh axes and sizes from text.
+    """Parse mesh axes and sizes.
 
     Example:
         >>> parse_mesh("x=4,y=2")
@@ -185,13 +185,13 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def _pattern_beside(pattern: str, folder: Path) -> str:
-    """A glob pattern that begins in a folder, of which no character is a pattern's."""
+    """Prefix a glob pattern with a folder, whose special characters are escaped."""
     path = os.path.join(folder, pattern)
     return path if os.path.isabs(pattern) or os.path.isfile(path) else os.path.join(glob.escape(str(folder)), pattern)
 
 
 def _literals(config: object, faults: list[str]) -> None:
-    """Adds a fault for every Literal field that holds something else."""
+    """Add a fault for every Literal field with another value."""
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
         arms = (hints[field.name], *typing.get_args(hints[field.name]))

@@ -1,4 +1,4 @@
-"""Byte sequences from text files: found, split into train and validation, and batched by grain."""
+"""Byte sequences from text files: found, split into training and validation, and batched by grain."""
 
 import glob
 import gzip
@@ -24,14 +24,14 @@ _BETWEEN = b"\x00"
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text, in a part to train on and a part held out.
+    """Text, split into a training part and a held-out part.
 
     Attributes:
-        name: where it comes from, for people.
+        name: a description of its source.
         train: the training files, joined, as bytes [N] of uint8.
         validation: the held-out files, joined likewise.
         files: number of files in each part; a file that is split near its end is in both.
-        gzip_bits_per_byte: gzip's figure for the held-out files, each compressed by itself.
+        gzip_bits_per_byte: bits per byte of the held-out files under gzip, each compressed by itself.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Corpus:
         return f"{self.name}: {train}, and {held_out} held out"
 
     def digest(self) -> str:
-        """A fingerprint of the text and of how it is split."""
+        """A hash of the text and of its split."""
         parts = (hashlib.sha256(part.tobytes()).hexdigest() for part in (self.train, self.validation))
         return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
@@ -55,15 +55,15 @@ class Corpus:
 
 
 def load(patterns: Sequence[str] = (), *, fraction: float = 0.05) -> Corpus:
-    """Reads the text files that the patterns name, or Python's own standard library.
+    """Read the text files that match the patterns, or the source of Python's standard library.
 
-    The split depends on the files' contents alone, so it is the same on every machine that has the same files; copies
-    of one file count once, so that nothing is both trained on and held out. Whole files are held out; where none do,
-    because they are few or one is most of the text, every file is split near its end.
+    The split depends on the contents of the files only, so it is the same on every machine. Duplicates count once, so
+    that no text is in both parts. Whole files are held out; if there are too few, or one is most of the text, every
+    file is split near its end.
 
     Args:
         patterns: paths or glob patterns (`**` for folders within folders); none for the standard library.
-        fraction: share of the bytes held out; whole files make from half of it to twice.
+        fraction: share of the bytes held out; with whole files, between half and twice that.
 
     Raises:
         ConfigError: a pattern matches no file, a file cannot be read, or there is no text; all faults at once.
@@ -79,7 +79,7 @@ def load(patterns: Sequence[str] = (), *, fraction: float = 0.05) -> Corpus:
 
 
 def gzip_bits_per_byte(texts: Sequence[bytes]) -> float:
-    """Bits that gzip -9 needs per byte of the texts, each compressed by itself.
+    """Bits per byte of the texts under gzip -9, each compressed by itself.
 
     Example:
         >>> gzip_bits_per_byte([b"a" * 1000]) < 0.3
@@ -89,7 +89,7 @@ def gzip_bits_per_byte(texts: Sequence[bytes]) -> float:
 
 
 def check_size(corpus: Corpus, batch: int, length: int) -> None:
-    """Refuses text that is too short for one batch of training or one held-out sequence.
+    """Refuse text that is too short for one training batch or one held-out sequence.
 
     Raises:
         ConfigError: with both numbers.
@@ -107,12 +107,12 @@ def check_size(corpus: Corpus, batch: int, length: int) -> None:
 
 
 def stream(corpus: Corpus, config: Any) -> dict[str, Any]:
-    """What the order of the training batches follows from, for `check_stream`; `config` is a TrainingConfig."""
+    """Return what determines the order of training batches, for `check_stream`; `config` is a TrainingConfig."""
     return {"text": corpus.digest(), "batch": config.batch, "length": config.length, "seed": config.seed}
 
 
 def check_stream(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuses to go on with other batches than a run began with.
+    """Refuse to resume with batches that differ from those of the run.
 
     Raises:
         ConfigError: naming everything that differs.
@@ -127,11 +127,11 @@ def check_stream(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
 
 
 def train_batches(corpus: Corpus, batch: int, length: int, seed: int) -> grain.DatasetIterator:
-    """An endless iterator over training batches, uint8 [B, L+1], shuffled anew every epoch.
+    """Return an endless iterator over training batches, uint8 [B, L+1], reshuffled every epoch.
 
-    The text is cut into windows of `length` bytes to predict; what remains behind the last whole one is dropped. A
-    batch may end one epoch and begin the next. The iterator's position is what `get_state` gives and `set_state` takes,
-    a small dictionary that goes into the checkpoint.
+    The text is cut into windows of `length` predicted bytes; the rest after the last whole window is dropped. A batch
+    may span two epochs. `get_state` and `set_state` read and set the iterator's position, a small dictionary that is
+    saved in checkpoints.
     """
     windows = grain.MapDataset.source(_Windows(corpus.train, length))
     batches = windows.shuffle(seed=seed % 2**32).repeat().batch(batch, drop_remainder=True)
@@ -139,17 +139,17 @@ def train_batches(corpus: Corpus, batch: int, length: int, seed: int) -> grain.D
 
 
 def validation_count(corpus: Corpus, batch: int, length: int, limit: int = 0) -> int:
-    """How many batches a validation reads: what the held-out text fills, or `limit` if that is less and not 0."""
+    """The number of validation batches: all of the held-out text, at most `limit` unless it is 0."""
     sequences = -(-(len(corpus.validation) - 1) // length)
     whole = -(-sequences // batch)
     return min(whole, limit or whole)
 
 
 def validation_batches(corpus: Corpus, batch: int, length: int, limit: int = 0) -> Iterator[np.ndarray]:
-    """The held-out text as full batches, uint8 [B, L+1].
+    """Yield the held-out text as full batches, uint8 [B, L+1].
 
-    With no limit every byte but the first is predicted: no byte is left out and no batch is short, for which sequences
-    overlap where the text's length calls for it, and the bytes of an overlap count twice.
+    Without a limit every byte but the first is predicted. Sequences overlap as needed to fill all batches; the bytes of
+    an overlap count twice.
 
     Args:
         corpus: the text.
@@ -164,7 +164,7 @@ def validation_batches(corpus: Corpus, batch: int, length: int, limit: int = 0) 
 
 
 class _Windows:
-    """Sequences of length + 1 bytes, each beginning with the byte that the one before it ends with."""
+    """Sequences of length + 1 bytes, each starting with the last byte of its predecessor."""
 
     def __init__(self, text: np.ndarray, length: int):
         self._text, self._length = text, length
@@ -190,7 +190,7 @@ def _standard_library() -> list[Path]:
 
 
 def _matching(patterns: Sequence[str]) -> list[Path]:
-    found: set[Path] = set()
+    paths: set[Path] = set()
     faults = []
     for pattern in patterns:
         # A file's own name may hold brackets; a folder is not a text.
@@ -199,14 +199,14 @@ def _matching(patterns: Sequence[str]) -> list[Path]:
         if not files:
             folder = f" It is a folder; write '{pattern.rstrip('/')}/**/*.txt'."
             faults.append(f"no file matches {pattern!r}.{folder if Path(pattern).is_dir() else ''}")
-        found |= files
+        paths |= files
     if faults:
         raise ConfigError("cannot find the data:", faults)
-    return sorted(found)
+    return sorted(paths)
 
 
 def _read(paths: Sequence[Path]) -> list[bytes]:
-    """The texts, without empty ones and copies, in the order of their digests."""
+    """Read the texts, without empty ones and duplicates, in the order of their digests."""
     texts, faults = {}, []
     for path in paths:
         try:
@@ -222,9 +222,9 @@ def _read(paths: Sequence[Path]) -> list[bytes]:
 
 
 def _split(texts: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
-    """The first whole files, up to the share of the bytes; or, where that is missed by half, the ends of all files."""
+    """Hold out the first whole files up to the share of bytes; if that misses it by half, the ends of all files."""
     wanted = fraction * sum(map(len, texts))
-    # A file that is most of the text is passed over; to stop at it would hold out nothing.
+    # Skip files larger than twice the share, rather than stop at them.
     able = [index for index, text in enumerate(texts) if len(text) <= 2 * wanted]
     sizes = np.cumsum([0, *(len(texts[index]) for index in able)])
     number = int(np.abs(sizes - wanted).argmin())

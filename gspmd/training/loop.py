@@ -1,4 +1,4 @@
-"""The loop: compile, step, measure, validate, save, and stop cleanly when asked to."""
+"""The training loop: compile, step, measure, validate, save, and stop cleanly on a signal."""
 
 import math
 import signal
@@ -26,7 +26,7 @@ Evaluate = Callable[[Tree, jax.Array], jax.Array]
 
 
 class Interrupted(Exception):
-    """Someone asked the run to stop; up to `step`, what is needed to go on is saved.
+    """The run was interrupted; `step` is the newest checkpoint to resume from.
 
     Attributes:
         step: of the newest checkpoint; None if there is none.
@@ -39,10 +39,10 @@ class Interrupted(Exception):
 
 
 class Unwritable(Exception):
-    """The run's folder cannot be written any more; up to `step`, what is needed to go on is saved.
+    """The run's folder can no longer be written; `step` is the newest checkpoint to resume from.
 
     Attributes:
-        reason: what the system says.
+        reason: the message of the operating system.
         step: of the newest checkpoint; None if there is none.
         out: the run's folder.
     """
@@ -59,14 +59,14 @@ class Diverged(Exception):
 
 @dataclass(frozen=True)
 class Program:
-    """What the loop runs, whatever the model.
+    """The functions and the initial state of a run, independent of the model.
 
     Attributes:
-        state: where training begins; on a resume, what a checkpoint is restored as.
-        step: (state, batch, key) -> (state, figures), as `jit_step` gives it; `figures` has `cross_entropy`.
+        state: the initial state; on a resume, the shapes and shardings of the restored one.
+        step: (state, batch, key) -> (state, figures), as of `jit_step`; `figures` has `cross_entropy`.
         evaluate: (params, batch) -> mean cross-entropy in nats.
         place: puts a batch of bytes, uint8 [B, L+1], onto the devices.
-        key: random numbers of all steps are folded out of it.
+        key: the random key that the key of every step is folded from.
     """
 
     state: TrainState
@@ -84,11 +84,11 @@ def fit(
     console: Console,
     settings: Mapping[str, Any] | None = None,
 ) -> TrainState:
-    """Trains for `config.steps` updates and leaves figures and checkpoints in `out`.
+    """Train for `config.steps` updates, writing figures and checkpoints to `out`.
 
     Args:
         config: how long, and how often to validate and save.
-        program: the compiled pieces.
+        program: the functions and the initial state.
         corpus: the text.
         out: an existing folder.
         console: where progress is shown.
@@ -98,10 +98,10 @@ def fit(
         The last state.
 
     Raises:
-        Interrupted: after SIGINT or SIGTERM, once a checkpoint is saved. A validation cut short leaves no figure.
+        Interrupted: after SIGINT or SIGTERM, once a checkpoint is saved. An interrupted validation writes no figure.
         Diverged: the loss is not finite.
         ConfigError: there is no checkpoint to resume from, or it does not fit.
-        OSError: `out` cannot be written any more; the checkpoints that were whole still are.
+        OSError: `out` can no longer be written; complete checkpoints stay intact.
     """
     batches = data.train_batches(corpus, config.batch, config.length, config.seed)
     stream = data.stream(corpus, config)
@@ -146,7 +146,7 @@ class _Run:
             for number in range(begin + 1, self.config.steps + 1):
                 state, figures = step(state, batch, self.program.key)
                 position = batches.get_state()
-                # The next batch is placed while the devices are busy with this one.
+                # Transfer the next batch while the devices compute this one.
                 batch = self.program.place(next(batches))
                 row = self._row(jax.device_get(figures))
                 now = time.perf_counter()
@@ -167,23 +167,23 @@ class _Run:
         return state
 
     def finish(self, state: TrainState) -> None:
-        """Reads the held-out text, up to `final_validation_batches`, and writes the last object of metrics.jsonl."""
+        """Validate on up to `final_validation_batches` of held-out text, and write the last object of metrics.jsonl."""
         limit = self.config.final_validation_batches
         what = self.corpus, self.config.batch, self.config.length
         count, whole = data.validation_count(*what, limit), data.validation_count(*what)
         self.console.print(f"Validating on {count} of the {whole} batches of held-out text.")
-        found = self.validate(state, limit)
-        if not found:
+        result = self.validate(state, limit)
+        if not result:
             self.interrupt(int(state.step))
         gzip = self.corpus.gzip_bits_per_byte
-        self.metrics.write(int(state.step), found | {"gzip_bits_per_byte": gzip})
+        self.metrics.write(int(state.step), result | {"gzip_bits_per_byte": gzip})
         self.console.print(
-            f"Held-out text: [bold green]{found['val_bits_per_byte']:.3f}[/] bits per byte; gzip: {gzip:.3f} "
+            f"Held-out text: [bold green]{result['val_bits_per_byte']:.3f}[/] bits per byte; gzip: {gzip:.3f} "
             f"({self.corpus.files[1]} files, each compressed by itself)."
         )
 
     def validate(self, state: TrainState, limit: int = 0) -> dict[str, float]:
-        """Bits per byte of `limit` batches of held-out text, or of all; nothing when it was cut short."""
+        """Bits per byte of `limit` batches of held-out text, or of all; empty if interrupted."""
         what = self.corpus, self.config.batch, self.config.length, limit
         losses, count = [], data.validation_count(*what)
         with self.console.status("Validating …") as status:
@@ -195,7 +195,7 @@ class _Run:
         return {"val_bits_per_byte": float(np.mean(losses)) / math.log(2)}
 
     def interrupt(self, step: int) -> NoReturn:
-        """Stops the run once the checkpoint of `step` is whole."""
+        """Stop the run once the checkpoint of `step` is complete."""
         self.checkpoints.wait()
         raise Interrupted(step, self.out)
 
@@ -213,7 +213,7 @@ class _Run:
 
 
 class _Stop:
-    """Turns SIGINT and SIGTERM into a wish that the loop grants between steps; a second one is granted at once."""
+    """Defer SIGINT and SIGTERM until the end of a step; a second signal interrupts at once."""
 
     asked = False
 
@@ -222,7 +222,7 @@ class _Stop:
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
                 self._before[number] = signal.signal(number, self._ask)
-            except ValueError:  # not the main thread: whoever runs us handles signals
+            except ValueError:  # not the main thread, which alone can handle signals
                 break
         return self
 

@@ -1,4 +1,4 @@
-"""AdamW, its learning rate over the steps, and clipping by the global norm."""
+"""AdamW, its learning rate schedule, and clipping by the global norm."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ Norm = Callable[[Tree], jax.Array]
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate by step: a linear rise over the warm-up, then half a cosine down to the final fraction.
+    """Learning rate by step: linear warm-up, then cosine decay to the final fraction.
 
     Args:
         config: the rates and shares.
@@ -26,7 +26,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
         [0.1, 1.0, 0.5, 0.0]
 
     Source: Loshchilov and Hutter, SGDR (arXiv 1608.03983), eq. 5, without restarts.
-    Differs: the first update already has one share of the rate, rather than none.
+    Differs: the rate of the first update is that of one warm-up step, not 0.
     """
     warmup = min(round(config.warmup * steps), steps - 1)
     first = config.learning_rate / (warmup or 1)
@@ -36,12 +36,12 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def adamw(config: OptimizerConfig, steps: int, decayed: Tree | None = None) -> optax.GradientTransformation:
-    """AdamW at the scheduled rate.
+    """AdamW with the scheduled learning rate.
 
     Args:
         config: rates and decays.
         steps: number of updates in all.
-        decayed: a tree like the parameters, true where the weight decay applies; None for everywhere.
+        decayed: a tree like the parameters, True where weight decay applies; None for everywhere.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (arXiv 1711.05101), algorithm 2.
     """
@@ -50,12 +50,12 @@ def adamw(config: OptimizerConfig, steps: int, decayed: Tree | None = None) -> o
 
 
 def clip(gradients: Tree, limit: float, norm: Norm = optax.tree.norm) -> tuple[Tree, jax.Array]:
-    """Scales the gradients down to a global norm of at most `limit`.
+    """Scale gradients down to a global norm of at most `limit`.
 
     Args:
         gradients: any tree of arrays.
         limit: the largest norm; 0 for none.
-        norm: what computes the global norm; for sharded gradients, one whose collectives are planned.
+        norm: computes the global norm; for sharded gradients, with planned collectives.
 
     Returns:
         The scaled gradients, and the norm before scaling, a float32 scalar.

@@ -1,4 +1,4 @@
-"""What a step of training carries: the count, the parameters and the optimizer's state, each placed by its own spec."""
+"""The training state: step count, parameters and optimizer state, each sharded by its own spec."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ class TrainState:
     Attributes:
         step: int32 scalar.
         params: tree of parameters.
-        optimizer: what the optimizer remembers; may be sharded over more axes than the parameters (ZeRO-1).
+        optimizer: the optimizer's state; may be sharded over more axes than the parameters (ZeRO-1).
     """
 
     step: jax.Array
@@ -31,21 +31,21 @@ class TrainState:
 
 
 def shardings(specs: Tree, mesh: Mesh) -> Tree:
-    """A tree of specs as the same tree of shardings over a mesh."""
+    """Convert a tree of specs to a tree of shardings over a mesh."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec.partition_spec()), specs, is_leaf=_is_spec)
 
 
 def initial(params: Tree, transform: optax.GradientTransformation, mesh: Mesh, specs: Tree | None = None) -> TrainState:
-    """The state before the first update.
+    """Return the state before the first update.
 
     Args:
         params: tree of placed parameters.
         transform: the optimizer.
-        mesh: the mesh that the state stands on.
-        specs: a spec per parameter, for what the optimizer keeps of it; None to place it as the parameter.
+        mesh: the mesh of the state.
+        specs: a spec per parameter, for its optimizer state; None for that of the parameter.
 
     Returns:
-        The state; moments are placed by their specs, counts are on every device.
+        The state; moments are placed by their specs, counts are replicated.
     """
     shapes = abstract_initial(params, transform, mesh, specs)
     placed = jax.tree.map(lambda leaf: leaf.sharding, shapes)
@@ -56,10 +56,10 @@ def initial(params: Tree, transform: optax.GradientTransformation, mesh: Mesh, s
 def abstract_initial(
     params: Tree, transform: optax.GradientTransformation, mesh: Mesh, specs: Tree | None = None
 ) -> TrainState:
-    """Shapes, types and shardings of `initial`, whose parameters may be `jax.ShapeDtypeStruct`s; nothing is made."""
+    """Shapes, dtypes and shardings of `initial`, whose parameters may be `jax.ShapeDtypeStruct`s."""
     like = jax.tree.map(lambda leaf: leaf.sharding, params) if specs is None else shardings(specs, mesh)
     everywhere = NamedSharding(mesh, P())
-    # Away from the mesh in force: the optimizer makes a few numbers, and its devices may exist for a compiler only.
+    # Outside the current mesh: the optimizer computes a few numbers, and its devices may be of an offline topology.
     with jax.set_mesh(None):
         shapes = jax.eval_shape(transform.init, jax.tree.map(lambda leaf: _placed(leaf, None), params))
         optimizer = optax.tree_map_params(
@@ -69,7 +69,7 @@ def abstract_initial(
 
 
 def abstract(state: Tree) -> Tree:
-    """A state's shapes, types and shardings, or those of a part of it, without the values."""
+    """Return the shapes, dtypes and shardings of a state, or of a part of it."""
     return jax.tree.map(lambda leaf: _placed(leaf, leaf.sharding), state)
 
 

@@ -1,4 +1,4 @@
-"""One update: loss, gradients, moves between the parameters' layout and the optimizer's, and the new state."""
+"""The training step: loss, gradients, resharding to the optimizer's layout and back, and the new state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,22 +8,23 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gspmd.annotate.equation import Equation
 from gspmd.annotate.spec import Spec
 from gspmd.training.optimizer import Norm, clip
 from gspmd.training.state import TrainState
 
 Tree = Any
 Loss = Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
-Reshard = Callable[[jax.Array, str], jax.Array]
+Reshard = Callable[[jax.Array, Equation], jax.Array]
 Step = Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
 
 
 @dataclass(frozen=True)
 class Moves:
-    """How gradients and parameters go to the optimizer's layout, and the new parameters back.
+    """Functions that reshard gradients and parameters to the optimizer's layout, and new parameters back.
 
-    Where both layouts agree nothing moves. Where the optimizer shards further (ZeRO-1) the way there is a slice, or a
-    reduce-scatter where the gradient is partial, and the way back an all-gather.
+    If both layouts agree, nothing moves. If the optimizer shards further (ZeRO-1), parameters are sliced, gradients
+    sliced, or reduce-scattered if they are partial sums, and new parameters all-gathered.
 
     Source: Rajbhandari et al., ZeRO (arXiv 1910.02054), section 5.
     """
@@ -34,13 +35,13 @@ class Moves:
 
 
 def plan_moves(parameters: Tree, optimizer: Tree, reshard: Reshard, gradients: Tree | None = None) -> Moves:
-    """The moves between two trees of specs.
+    """Build the moves between two trees of specs.
 
     Args:
         parameters: a spec per parameter.
         optimizer: a spec per parameter, for the optimizer's state; the same dimensions.
         reshard: moves an array by an equation, such as `gspmd.reshard`.
-        gradients: a spec per parameter, where its gradient lies on the way; None for as the parameter.
+        gradients: a spec per parameter, for its gradient before the optimizer; None for that of the parameter.
     """
     first = _mover(parameters, parameters if gradients is None else gradients, reshard)
     then = _mover(parameters if gradients is None else gradients, optimizer, reshard)
@@ -57,18 +58,18 @@ def make_step(
     norm: Norm = optax.tree.norm,
     moves: Moves | None = None,
 ) -> Step:
-    """The training step, not yet compiled: (state, batch, key) -> (state, metrics).
+    """Build the training step, not compiled: (state, batch, key) -> (state, metrics).
 
     Args:
-        loss: (params, batch, key) -> (loss, a dictionary of further figures); batch is [B, L+1].
-        transform: the optimizer, whose state stands in its own layout.
+        loss: (params, batch, key) -> (loss, dictionary of further figures); batch is [B, L+1].
+        transform: the optimizer, whose state has its own layout.
         rate: learning rate by step, for the metrics.
         limit: largest global norm of the gradients; 0 for none.
         norm: computes the global norm of gradients in the optimizer's layout.
-        moves: between the two layouts; None where they agree.
+        moves: between the two layouts; None if they agree.
 
     Returns:
-        A pure function. The key is folded with the step, so that a resumed run draws what an unbroken one would have.
+        A pure function. The key is folded with the step, so that a resumed run has the draws of an uninterrupted one.
     """
     moves = moves or Moves()
 
@@ -86,13 +87,13 @@ def make_step(
 
 
 def jit_step(step: Step, state: TrainState) -> Step:
-    """The step compiled for a state's placement, which it keeps; the state that goes in is given up for the new one."""
+    """Jit the step so that it keeps the state's shardings, and donates the old state."""
     keep = jax.tree.map(lambda leaf: leaf.sharding, state)
     return jax.jit(step, donate_argnums=0, out_shardings=(keep, None))
 
 
 def _mover(sources: Tree, targets: Tree, reshard: Reshard) -> Callable[[Tree], Tree]:
     def move(source: Spec, target: Spec, leaf: jax.Array) -> jax.Array:
-        return leaf if source == target else reshard(leaf, f"{source} -> {target}")
+        return leaf if source == target else reshard(leaf, Equation.move(source, target))
 
     return lambda tree: jax.tree.map(move, sources, targets, tree, is_leaf=lambda leaf: isinstance(leaf, Spec))

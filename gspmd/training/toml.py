@@ -1,4 +1,4 @@
-"""TOML files into nested frozen dataclasses, every fault reported at once."""
+"""Read TOML files into nested frozen dataclasses, reporting all faults at once."""
 
 import dataclasses
 import difflib
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. The message lists every fault, one to a line."""
+    """An invalid configuration. The message lists every fault, one per line."""
 
     def __init__(self, doing: str, faults: typing.Sequence[str]):
         self.faults = tuple(faults)
@@ -22,14 +22,14 @@ class ConfigError(ValueError):
 
 
 def load_toml(cls: type[T], path: str | Path) -> T:
-    """Reads a TOML file as the dataclass `cls`; its tables are the nested dataclasses.
+    """Read a TOML file as the dataclass `cls`; its tables are the nested dataclasses.
 
     Args:
         cls: a dataclass of numbers, strings, booleans, tuples, literals and dataclasses, each perhaps `| None`.
-        path: the file. Keys that it leaves out keep their defaults.
+        path: the file. Missing keys keep their defaults.
 
     Returns:
-        An instance of `cls`. Relative paths that it holds begin in the file's folder.
+        An instance of `cls`, with relative paths taken from the file's folder.
 
     Raises:
         ConfigError: the file cannot be read, is not TOML, or has unknown keys or values of a wrong type; all at once.
@@ -46,7 +46,7 @@ def load_toml(cls: type[T], path: str | Path) -> T:
 
 
 def beside(config: T, folder: Path) -> T:
-    """A configuration whose relative paths begin in a folder: what has paths says which, by a method `beside`."""
+    """Take the relative paths of a configuration from a folder, by the method `beside` of its dataclasses."""
     inner = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     moved = {name: beside(value, folder) for name, value in inner.items() if dataclasses.is_dataclass(value)}
     config = dataclasses.replace(config, **moved)
@@ -54,7 +54,7 @@ def beside(config: T, folder: Path) -> T:
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], *, source: str = "the given values") -> T:
-    """As `load_toml`, from a mapping already in hand.
+    """As `load_toml`, from a mapping.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], *, source: str = "the 
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
-    """The inverse of `from_mapping`: nested dictionaries and lists, without what is None."""
+    """The inverse of `from_mapping`: nested dictionaries and lists, without None values."""
     out = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -85,21 +85,21 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
 
 def positive(faults: list[str], **values: float | None) -> None:
-    """Adds a fault for every value that is not a finite number above zero; None passes."""
+    """Add a fault for every value that is not a finite number above zero; None passes."""
     for name, value in values.items():
         if value is not None and not (value > 0 and math.isfinite(value)):
             faults.append(f"{name} must be positive, but is {value}.")
 
 
 def not_negative(faults: list[str], **values: float | None) -> None:
-    """Adds a fault for every value that is negative or not finite; None passes."""
+    """Add a fault for every value that is negative or not finite; None passes."""
     for name, value in values.items():
         if value is not None and not (value >= 0 and math.isfinite(value)):
             faults.append(f"{name} must not be negative, but is {value}.")
 
 
 def not_a_choice(name: str, value: object, choices: typing.Sequence) -> str:
-    """The fault of a value that is none of the choices, with the nearest one."""
+    """The fault of a value that is not one of the choices, with the nearest choice."""
     close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1, cutoff=0.7)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"{name} must be one of {', '.join(map(repr, choices))}, but is {value!r}.{hint}"

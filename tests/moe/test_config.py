@@ -60,7 +60,7 @@ def test_every_fault_in_one_error():
         "  capacity_factor is -1.0; it must be a number that is not negative.\n"
         "  aux_weight is -1.0; it must be a number that is not negative.\n"
         "  jitter is 2.0; it must lie in [0, 1).\n"
-        "  dispatch is 'scan'. Choose from auto, sort, onehot, dropless.\n"
+        "  dispatch is 'scan'. Choose from sort, onehot, dropless.\n"
         "  router is 'hash'. Choose from noisy-top-k, gshard, switch, st-moe, top-k, expert-choice."
     )
 
@@ -79,7 +79,7 @@ def test_settings_that_would_do_nothing_are_refused():
         "  k is 2, but router expert-choice lets the experts choose; leave k out, or take router top-k.\n"
         "  renormalize is false, but router expert-choice has gates of its own; take router top-k.\n"
         "  priority orders tokens that wait for slots, and router expert-choice lets none wait; leave it out.\n"
-        "  router expert-choice fills the slots of every expert, which dropless does not have; take dispatch auto."
+        "  router expert-choice fills the slots of every expert, which dropless does not have; take dispatch sort."
     )
     with pytest.raises(ValueError, match="k is 2, but router switch sends a token to 1; leave k out"):
         MoEConfig(k=2)

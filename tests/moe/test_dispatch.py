@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd.moe import MoEConfig, Routing, combine, dispatch, dispatch_form, route
+from gspmd.moe import MoEConfig, Routing, combine, dispatch, route
 from gspmd.moe.config import ROUTERS
 from tests.moe.cases import HARD, SCARCE
 
@@ -150,14 +150,12 @@ def test_nothing_is_promoted_silently(form):
         jax.eval_shape(jax.grad(loss, (0, 1)), x, jnp.ones((2, 16, 4)))
 
 
-def test_auto_says_what_it_is():
-    assert [dispatch_form(MoEConfig(), platform) for platform in ("cpu", "gpu", "tpu")] == ["sort"] * 3
-    assert [dispatch_form(MoEConfig(dispatch=form)) for form in (*FORMS, "dropless")] == [*FORMS, "dropless"]
-    with pytest.raises(ValueError, match=r"dispatched on 'cuda'\.\n  Choose from cpu, gpu, tpu"):
-        dispatch_form(MoEConfig(), "cuda")
+def test_sort_is_the_default_and_what_older_configs_call_auto():
+    assert MoEConfig() == MoEConfig(dispatch="sort") == MoEConfig(dispatch="auto")
+    assert [MoEConfig(dispatch=form).dispatch for form in ("auto", *FORMS, "dropless")] == ["sort", *FORMS, "dropless"]
 
 
 def test_a_form_without_slots_is_refused():
     routing = route(jnp.zeros((1, 4, 8)), MoEConfig())
-    with pytest.raises(ValueError, match=r"'dropless'\.\n  Choose from auto, sort, onehot; dropless has no slots"):
+    with pytest.raises(ValueError, match=r"'dropless'\.\n  Choose from sort, onehot; dropless has no slots"):
         dispatch(jnp.ones((1, 4, 2)), routing, 8, 1, form="dropless")

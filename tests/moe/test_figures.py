@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 import gspmd
+from gspmd.annotate import Spec
 from gspmd.moe import MoEConfig, expert_layer, route
 from gspmd.moe.config import ROUTERS
 from gspmd.moe.figures import figures, summarize
 from gspmd.moe.places import places_of
 from tests.moe import papers
 
-WHOLE = places_of("GLE", "GXCE")
+WHOLE = places_of(Spec.parse("GLE"), Spec.parse("GXCE"))
 by_router = pytest.mark.parametrize("router", ROUTERS)
 
 

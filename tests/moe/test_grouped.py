@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd.moe.dropless.blocks import BLOCKS
 from gspmd.moe.dropless.grouped import grouped_matmul
+from gspmd.moe.platform import BLOCKS
 
 E, F = 3, 5
 LARGE, SMALL = BLOCKS

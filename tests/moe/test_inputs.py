@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gspmd import PlanError, SpecError
-from gspmd.moe import MoEConfig, Routing, combine, dispatch, dispatch_form, expert_layer, grouped_matmul, route
+from gspmd.moe import MoEConfig, Routing, combine, dispatch, expert_layer, grouped_matmul, route
 from gspmd.moe.routers.switch import route as switch
 from tests.moe import placed
 from tests.moe.placed import LAYOUTS
@@ -17,7 +17,7 @@ G, L, X, C, E = 2, 6, 4, 2, 3
 CONFIG = MoEConfig(experts=X)
 KEYS = jax.random.split(jax.random.key(0))
 ROWS, WEIGHTS = jnp.ones((4, 2)), jnp.ones((3, 2, 5))
-by_form = pytest.mark.parametrize("form", ["auto", "sort", "onehot"])
+by_form = pytest.mark.parametrize("form", ["sort", "onehot"])
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +118,6 @@ WRONG = {
     "sizes above": (lambda: grouped_matmul(ROWS, WEIGHTS, [3, 3, 3]), "sizes are [3, 3, 3], of 4 rows"),
     "sizes below": (lambda: grouped_matmul(ROWS, WEIGHTS, [-1, 1, 1]), "sizes are [-1, 1, 1]"),
     "no experts": (lambda: grouped_matmul(ROWS, jnp.ones((0, 2, 5)), np.zeros(0, int)), "of no experts"),
-    "a platform": (lambda: dispatch_form(CONFIG, "tpus"), "Did you mean 'tpu'?"),
-    "no config of a form": (lambda: dispatch_form(None), "Pass a gspmd.moe.MoEConfig."),
     "a router": (lambda: MoEConfig(router="topk"), "router is 'topk'. Did you mean 'top-k'?"),
     "a router in capitals": (lambda: MoEConfig(router="Switch"), "Did you mean 'switch'?"),
     "a dispatch": (lambda: MoEConfig(dispatch="one-hot"), "dispatch is 'one-hot'. Did you mean 'onehot'?"),

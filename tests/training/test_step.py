@@ -45,8 +45,8 @@ def train(mesh, parameters, optimizer, steps=5):
     moved = []
 
     def reshard(x, equation):
-        moved.append(equation)
-        target = Spec.parse(equation.split(" -> ")[1]).partition_spec()
+        moved.append(str(equation))
+        target = equation.outputs[0].partition_spec()
         return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, target))
 
     params = jax.device_put(begin(), shardings(parameters, mesh))

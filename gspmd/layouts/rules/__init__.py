@@ -1,1 +1,1 @@
-"""The rules of a layout's table: its keys, and every fault of what is written for them."""
+"""The keys of a layout's table, and the rules that its specs are checked by."""

@@ -1,4 +1,4 @@
-"""Many faults of one cause as one fault: a batch that does not divide is one mistake, in however many tensors."""
+"""Merge faults with one cause: a batch that does not divide is one mistake, in however many tensors."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -6,14 +6,14 @@ from dataclasses import replace
 from gspmd.annotate import Fault
 from gspmd.annotate.errors import listed
 
-# Of the tensors that share a cause so many are named beside the first; the others are counted.
+# The number of further tensors that a merged fault names; the others are counted.
 _NAMED = 3
 
 
 def one_for_each_cause(faults: Iterable[Fault]) -> list[Fault]:
-    """The first fault of every cause, in order; its remedy ends with how many more there are, and where.
+    """Return the first fault of every cause, in order; its remedy ends with the number and names of the others.
 
-    Faults share a cause that say so (`Fault.cause`), or that state the same fact.
+    Faults have one cause if their `Fault.cause` is equal, or else their fact.
 
     >>> several = [Fault(f"{name} = E_x", 0, 1, "the mesh has no axis x.") for name in ("a", "b", "c", "d", "e", "f")]
     >>> print(*one_for_each_cause(several))

@@ -1,4 +1,4 @@
-"""Every fault of a layout's table: each rule reads the whole table and gives all the faults it finds."""
+"""All faults of a layout: each rule reads the whole table and yields every fault."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,20 +18,20 @@ Specs = Mapping[str, Spec]
 
 
 def faults_of(layout: LayoutTable, sizes: Mapping[str, int], mesh: Any) -> list[Fault]:
-    """A layout's faults for these sizes on this mesh (None: each declared axis has size 1), one for every cause."""
+    """Return a layout's faults for these sizes on this mesh (None: all axes have size 1), one for every cause."""
     faults = [*_declaration_faults(layout), *(mesh_faults(mesh, layout.axes) if mesh is not None else ())]
-    room = _Room(sizes, {a: n for a, n in complete(mesh or {}, layout.axes).items() if a in layout.axes})
+    given = _Sizes(sizes, {a: n for a, n in complete(mesh or {}, layout.axes).items() if a in layout.axes})
     more = own.keys(layout.own)
-    specs, found = _read("", layout.table, KEYS | more, room)
-    faults += [*found, *_missing(layout, sizes), *_disagreements("", layout.table, specs), *_key_via(layout.table)]
+    specs, wrong = _read("", layout.table, KEYS | more, given)
+    faults += [*wrong, *_missing(layout, sizes), *_disagreements("", layout.table, specs), *_key_via(layout.table)]
     faults += own.dimension_faults(layout.own, layout.dimensions, sizes)
     for section, table in layout.overrides.items():
-        faults += _override_faults(section, {**layout.table, **table}, table, specs, room, more)
+        faults += _override_faults(section, {**layout.table, **table}, table, specs, given, more)
     return one_for_each_cause([*faults, *_lowering_faults(layout.lowerings, own.sections(layout.own))])
 
 
 def mesh_faults(mesh: Any, axes: Sequence[str]) -> list[Fault]:
-    """A fault for every axis of a mesh that a layout does not declare."""
+    """Return a fault for every mesh axis that a layout does not declare."""
     pieces = {axis: f"{axis}={size}" for axis, size in mesh_sizes(mesh).items()}
     text = ",".join(pieces.values())
     return [
@@ -46,28 +46,28 @@ def _undeclared(text: str, at: int, piece: str, axis: str, axes: Sequence[str]) 
     return Fault(text, at, at + len(piece), f"the layout has no mesh axis {axis}.", remedy)
 
 
-class _Room:
-    """Sizes and mesh, as `Spec.faults` wants them: a dimension whose size is not given is taken to divide."""
+class _Sizes:
+    """Sizes and mesh to check specs against; dimensions without a size are assumed to divide."""
 
     def __init__(self, sizes: Mapping[str, int], mesh: Mapping[str, int]):
-        # Without experts there are no groups of tokens either, and nothing of theirs has to divide.
+        # G is B by default, and is checked only if there are experts.
         self.sizes = {**({"G": sizes["B"]} if {"B", "X"} <= set(sizes) else {}), **sizes}
         self.mesh = dict(mesh)
 
     def faults(self, spec: Spec) -> list[Fault]:
-        found = spec.faults({**dict.fromkeys(spec.dims, 0), **self.sizes}, self.mesh)
-        return [replace(fault, cause=self._cause(*fault.cause)) if fault.cause else fault for fault in found]
+        wrong = spec.faults({**dict.fromkeys(spec.dims, 0), **self.sizes}, self.mesh)
+        return [replace(fault, cause=self._cause(*fault.cause)) if fault.cause else fault for fault in wrong]
 
     def _cause(self, dim: str, size: int, parts: int) -> tuple:
-        """Groups of tokens take the place of the batch: where they are as many, one mistake is behind both."""
+        """The cause of a size that does not divide; G and B of one size count as one cause."""
         return "B" if dim == "G" and size == self.sizes.get("B") else dim, size, parts
 
 
 # -- line by line -----------------------------------------------------------------------------------------------------
 
 
-def _read(section: str, table: Mapping[str, Any], keys: Mapping[str, Key], room: _Room) -> tuple[Specs, list[Fault]]:
-    """The specs that can be read and have their key's dimensions, and the faults of every line."""
+def _read(section: str, table: Mapping[str, Any], keys: Mapping[str, Key], sizes: _Sizes) -> tuple[Specs, list[Fault]]:
+    """Return the specs that can be read and have their key's dimensions, and the faults of every line."""
     specs, faults = {}, []
     for name, text in table.items():
         line = Line(name, str(text), section)
@@ -76,22 +76,22 @@ def _read(section: str, table: Mapping[str, Any], keys: Mapping[str, Key], room:
         elif not isinstance(text, str):
             faults.append(line.at_text(f"{name} must be a string, and is {shown(text)}."))
         elif keys[name].kind == "via":
-            faults += _via_faults(line, keys[name], room)
+            faults += _via_faults(line, keys[name], sizes)
         else:
-            spec, found = _read_spec(line, keys[name], room)
+            spec, wrong = _read_spec(line, keys[name], sizes)
             specs |= {name: spec} if spec else {}
-            faults += found
+            faults += wrong
     return specs, faults
 
 
-def _read_spec(line: Line, key: Key, room: _Room) -> tuple[Spec | None, list[Fault]]:
+def _read_spec(line: Line, key: Key, sizes: _Sizes) -> tuple[Spec | None, list[Fault]]:
     try:
         spec = Spec.parse(line.text)
     except SpecError as error:
         return None, [line.moved(fault) for fault in error.faults]
     if key.dims and spec.dims != tuple(key.dims):
         return None, [_wrong_dimensions(line, spec, key)]
-    return spec, [*map(line.moved, room.faults(spec)), *_whole_faults(line, spec, key)]
+    return spec, [*map(line.moved, sizes.faults(spec)), *_whole_faults(line, spec, key)]
 
 
 def _wrong_dimensions(line: Line, spec: Spec, key: Key) -> Fault:
@@ -127,28 +127,28 @@ def _unknown_key(line: Line, keys: Mapping[str, Key]) -> Fault:
     return line.at_key(f"no layout has a key {line.name!r}.", f"{near}docs/layouts.md lists every key.")
 
 
-def _via_faults(line: Line, key: Key, room: _Room) -> Iterator[Fault]:
-    """A via is two specs that can meet: those of the key's two operands."""
+def _via_faults(line: Line, key: Key, sizes: _Sizes) -> Iterator[Fault]:
+    """A via has two specs, with the dimensions of the key's operands, that can be multiplied locally."""
     try:
-        terms = parse_via(line.text)
+        via = parse_via(line.text)
     except SpecError as error:
         yield from map(line.moved, error.faults)
         return
-    specs = [spec for term in terms for operand in term.operands for spec in operand.specs]
+    specs = list(via.specs)
     wanted = [KEYS[name].dims if name in KEYS else name for name in key.dims]
-    if len(terms) != 1 or [spec.dims for spec in specs] != [tuple(dims) for dims in wanted]:
+    if len(via) != 1 or [spec.dims for spec in specs] != [tuple(dims) for dims in wanted]:
         yield line.at_text(
             f"{key.name} must be two specs, with the dimensions of {listed(key.dims)}.",
             f"Write '{', '.join(wanted)}' with the mesh axes that shard each dimension.",
         )
         return
-    for fault in (fault for spec in specs for fault in room.faults(spec)):
+    for fault in (fault for spec in specs for fault in sizes.faults(spec)):
         yield replace(line.at_text(fault.fact, fault.remedy), cause=fault.cause)
-    yield from _meeting_faults(line, *specs)
+    yield from _product_faults(line, *specs)
 
 
-def _meeting_faults(line: Line, left: Spec, right: Spec) -> Iterator[Fault]:
-    """What two tensors share lies alike where they meet, and a mesh axis stands on one dimension."""
+def _product_faults(line: Line, left: Spec, right: Spec) -> Iterator[Fault]:
+    """Operands agree on the axes of shared dimensions, and no axis shards two dimensions of their product."""
     for dim in left.dims:
         mine = left.axes_of(dim)
         if dim in right.dims and mine != right.axes_of(dim):
@@ -189,9 +189,9 @@ def _disagreements(section: str, table: Mapping[str, Any], specs: Specs) -> Iter
 
 
 def _key_via(table: Mapping[str, Any]) -> Iterator[Fault]:
-    """w_k meets the residual where w_q does, because it is brought there once for both."""
+    """key_via pins the residual to the same spec as in_via, because it is moved once for both."""
     key, query = (table.get(f"attention.{name}") for name in ("key_via", "in_via"))
-    residual, wanted = _brought_to(key), _brought_to(query)
+    residual, wanted = _pinned_to(key), _pinned_to(query)
     if residual and residual != wanted and (wanted or not query):
         where = f"attention.in_via brings it to '{wanted}'" if wanted else "there is no attention.in_via"
         fact = f"attention.key_via brings the residual to '{residual}', and {where}."
@@ -199,10 +199,10 @@ def _key_via(table: Mapping[str, Any]) -> Iterator[Fault]:
         yield Line("attention.key_via", key).at_text(fact, remedy)
 
 
-def _brought_to(via: Any) -> Spec | None:
-    """Where a via brings the activation; None for one that is absent, or that cannot be read and is a fault already."""
+def _pinned_to(via: Any) -> Spec | None:
+    """The spec of the activation in a via; None if it is absent or unreadable, which is a fault already."""
     try:
-        return parse_via(via)[0].operands[0].specs[0] if isinstance(via, str) else None
+        return parse_via(via).specs[0] if isinstance(via, str) else None
     except SpecError:
         return None
 
@@ -226,14 +226,14 @@ def _unlike(line: Line, first: str, model: Spec, spec: Spec, dims: str) -> Itera
 
 
 def _override_faults(
-    section: str, whole: Mapping, table: Mapping, base: Specs, room: _Room, more: Mapping[str, Key]
+    section: str, whole: Mapping, table: Mapping, base: Specs, sizes: _Sizes, more: Mapping[str, Key]
 ) -> list[Fault]:
-    # What one's own tensors are, parameters or not, is for the model to say: any section may override them.
-    specs, faults = _read(section, table, keys_of_override(section) | more, room)
+    # Whether user-defined tensors are parameters is up to the model: any section may override them.
+    specs, faults = _read(section, table, keys_of_override(section) | more, sizes)
     if section in PHASES:
         before = {fault.fact for fault in _disagreements("", whole, base)}
-        found = _disagreements(section, whole, {**base, **specs})
-        faults += [fault for fault in found if fault.fact not in before]
+        after = _disagreements(section, whole, {**base, **specs})
+        faults += [fault for fault in after if fault.fact not in before]
     return faults
 
 

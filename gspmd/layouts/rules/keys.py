@@ -1,11 +1,11 @@
-"""Every key of a layout's table: its dimensions, what kind of tensor it places, and what it means.
+"""The keys of a layout: the dimensions, kind and meaning of every tensor.
 
-docs/layouts.md is generated from this table (`python -m gspmd.layouts.document`); `Layout.check` holds layouts to it.
+docs/layouts.md is generated from this table (`python -m gspmd.layouts.document`); `Layout.check` applies it.
 """
 
 from dataclasses import dataclass
 
-#: What the letters mean, in the order in which docs list them.
+#: The meaning of the dimensions, in the order of docs/layouts.md.
 DIMENSIONS = {
     "B": "batch", "L": "length", "E": "embed", "F": "feed-forward", "H": "query heads", "K": "key/value heads",
     "D": "head size", "V": "vocabulary", "T": "key/value length", "X": "experts", "C": "capacity", "G": "token groups",
@@ -14,7 +14,7 @@ DIMENSIONS = {
 #: The sections that describe a part of the model, in the order of the forward pass.
 PARTS = ("embedding", "attention", "ffn", "moe", "output")
 
-#: Sections whose quoted keys override those of the parts: what each overrides them for, and who reads it.
+#: Sections whose quoted keys override those of the parts: the purpose of each, and what reads it.
 OVERRIDES = {
     "optimizer": (
         "the optimizer state of a parameter; as the parameter when absent. Training keeps the state there, brings "
@@ -38,7 +38,7 @@ OVERRIDES = {
     ),
 }
 
-#: The sections among them that stand for a phase of serving.
+#: The overriding sections that are a phase of serving.
 PHASES = ("prefill", "decode")
 
 
@@ -48,12 +48,12 @@ class Key:
 
     Attributes:
       name: section and key, `"ffn.w_in"`.
-      dims: the dimensions its spec must have, in this order; for a `via`, the keys of its two operands.
-      kind: `"parameter"`, `"activation"` or `"via"`; `"tensor"` for one of a section of one's own.
+      dims: the dimensions of its spec, in this order; for a `via`, the keys of its two operands.
+      kind: `"parameter"`, `"activation"` or `"via"`; `"tensor"` in a user-defined section.
       meaning: one line for docs/layouts.md.
-      default: the key whose spec stands in when this one is absent; None when it has to be there.
-      local: dimensions that stay whole on every device, because the code between einsums needs them so.
-      optional: absent means that the planner decides.
+      default: the key whose spec is used if this one is absent; None if it is required.
+      local: dimensions that must not be sharded, because the code between einsums needs them whole.
+      optional: whether it may be absent, which leaves it to the planner.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Key:
 
     @property
     def section(self) -> str:
-        """The part of the model this key belongs to."""
+        """The section of this key."""
         return self.name.partition(".")[0]
 
 
@@ -157,14 +157,14 @@ _ALL = (
 #: Every key by name, in the order of the forward pass.
 KEYS = {key.name: key for key in _ALL}
 
-#: The cache's only key, by the name that [cache] quotes; its length is T.
+#: The only key of [cache]; its length is T.
 CACHE = {
     "attention.key": Key(
         "attention.key", "BTKD", "activation", "The key/value cache; as attention.key when absent.", local="D"
     )
 }
 
-#: Pairs of tensors that have to lie alike on some dimensions, because no equation stands between them.
+#: Pairs of tensors whose specs must agree on some dimensions, because no equation moves one to the other.
 ALIKE = (
     ("attention.residual", "ffn.residual", "BLE"),
     ("attention.query", "attention.key", "B"),
@@ -173,7 +173,7 @@ ALIKE = (
 
 
 def of_part(section: str) -> tuple[Key, ...]:
-    """The keys of one part of the model.
+    """Return the keys of one part of the model.
 
     >>> [key.name for key in of_part("embedding")]
     ['embedding.table', 'embedding.tokens']
@@ -182,7 +182,7 @@ def of_part(section: str) -> tuple[Key, ...]:
 
 
 def keys_of_override(section: str) -> dict[str, Key]:
-    """The keys that an overriding section may quote: parameters for gradients and optimizer, the cache's, or all.
+    """Return the keys that an overriding section may have: parameters for gradients and optimizer, the cache's, or all.
 
     >>> list(keys_of_override("cache"))
     ['attention.key']

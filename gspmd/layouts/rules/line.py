@@ -1,4 +1,4 @@
-"""One line of a layout, `ffn.w_in = E_xF_yz`, and the faults that point into it."""
+"""One line of a layout, `ffn.w_in = E_xF_yz`, and faults that point into it."""
 
 from dataclasses import dataclass, replace
 
@@ -7,12 +7,12 @@ from gspmd.annotate import Fault, Spec
 
 @dataclass(frozen=True)
 class Line:
-    """A key with what is written for it, as an error shows it.
+    """A key and its text, as an error shows them.
 
     Attributes:
       name: the key.
-      text: what is written; empty for a line that is missing.
-      section: the overriding section it stands in; empty in the table itself.
+      text: its spec or via; empty for a missing line.
+      section: the overriding section of the line; empty in the table itself.
     """
 
     name: str
@@ -21,19 +21,19 @@ class Line:
 
     @property
     def label(self) -> str:
-        """The key, with its section in front where it is not in the table itself."""
+        """The key, with its overriding section in front, if any."""
         return f"[{self.section}] {self.name}" if self.section else self.name
 
     def at_key(self, fact: str, remedy: str = "") -> Fault:
-        """A fault of the key."""
+        """A fault that points at the key."""
         return Fault(f"{self.label} = {self.text}" if self.text else self.label, 0, len(self.label), fact, remedy)
 
     def at_text(self, fact: str, remedy: str = "") -> Fault:
-        """A fault of all that is written."""
+        """A fault that points at the whole text."""
         return self.moved(Fault(self.text, 0, len(self.text), fact, remedy)) if self.text else self.at_key(fact, remedy)
 
     def at_dim(self, spec: Spec, dim: str, fact: str, remedy: str = "") -> Fault:
-        """A fault of one dimension of the spec that is written, with its mesh axes.
+        """A fault that points at one dimension of the spec and its mesh axes.
 
         >>> print(Line("ffn.w_in", "E_xF_yz").at_dim(Spec.parse("E_xF_yz"), "F", "dimension F is a pity."))
             ffn.w_in = E_xF_yz
@@ -45,6 +45,6 @@ class Line:
         return self.moved(Fault(str(spec), start, end, fact, remedy))
 
     def moved(self, fault: Fault) -> Fault:
-        """The fault of a spec by itself, on this line."""
+        """Move a fault of a spec alone to its place in this line."""
         by = len(self.label) + 3
         return replace(fault, text=f"{self.label} = {fault.text}", start=fault.start + by, end=fault.end + by)

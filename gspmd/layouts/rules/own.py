@@ -1,4 +1,4 @@
-"""Sections of one's own, `[ssm]` beside `[ffn]`: their keys have the dimensions that they were first written with."""
+"""User-defined sections, such as `[ssm]`: a key keeps the dimensions of its first spec."""
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -9,7 +9,7 @@ from gspmd.annotate.errors import shown
 from gspmd.layouts.rules.keys import DIMENSIONS, OVERRIDES, PARTS, Key, keys_of_override, of_part
 from gspmd.layouts.rules.line import Line
 
-#: Sections with a meaning that is fixed; every other is one's own.
+#: Sections with a fixed meaning; every other section is user-defined.
 KNOWN = (*PARTS, *OVERRIDES, "mesh", "lowering", "dimensions")
 
 _VIA = "_via"
@@ -19,33 +19,33 @@ Dims = str | tuple[str, ...]
 
 
 def declared(table: Mapping[str, Any]) -> dict[str, Dims]:
-    """The keys of a table's own sections, with the dimensions that their specs list.
+    """Return the keys of user-defined sections, with the dimensions of their specs.
 
-    What cannot be read declares none, and what looks like a known section misspelt is no section of one's own.
+    An unreadable spec has none. A section that looks like a misspelt known one is not user-defined.
 
     >>> declared({"ssm.state": "B_xSE_y", "ssm.in_via": "BSE_y, E_yF", "ffn.w_in": "EF", "fnn.w_in": "EF"})
     {'ssm.state': 'BSE', 'ssm.in_via': ('BSE', 'EF')}
     """
-    found = {}
+    result = {}
     for name, text in table.items():
         section, dot, key = name.partition(".")
         if dot and section.isidentifier() and section not in KNOWN and not misspelt(section, key):
-            found[name] = _dims(text, via=key.endswith(_VIA))
-    return found
+            result[name] = _dims(text, via=key.endswith(_VIA))
+    return result
 
 
 def sections(own: Mapping[str, Dims]) -> tuple[str, ...]:
-    """The names of the sections that these keys stand in."""
+    """Return the names of the sections of these keys."""
     return tuple(dict.fromkeys(name.partition(".")[0] for name in own))
 
 
 def keys(own: Mapping[str, Dims]) -> dict[str, Key]:
-    """One's own keys, as the rules of the table want them."""
+    """Return the user-defined keys as `Key`s."""
     return {name: _key(name, dims) for name, dims in own.items()}
 
 
 def misspelt(section: str, key: str) -> str:
-    """The known section that was meant: one with nearly this name and this key; empty where there is none.
+    """Return the known section of which this is a misspelling: similar in name, with a similar key; else empty.
 
     >>> misspelt("fnn", "w_in"), misspelt("optimiser", "ffn.w_in"), misspelt("decoder", "cross")
     ('ffn', 'optimizer', '')
@@ -61,7 +61,7 @@ def misspelt(section: str, key: str) -> str:
 
 
 def dimension_faults(own: Mapping[str, Dims], letters: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[Fault]:
-    """A fault for every wrong line of [dimensions], and for every letter of one's own that nothing explains."""
+    """Yield a fault for every invalid line of [dimensions], and for every user-defined letter without a meaning."""
     for letter, meaning in letters.items():
         line = Line(letter, str(meaning), "dimensions")
         if not (len(letter) == 1 and letter.isascii() and letter.isupper()):

@@ -1,20 +1,14 @@
-"""Grouped products as loops over blocks of rows of one expert, for platforms whose own grouped product is dense.
-
-The loop over experts takes each one's weights once. Blocks are large, and the smaller ones behind them few: every
-product reads all weights of its expert, and what the last block has too much is computed for nothing. On two CPU cores,
-256 and then 64 rows took 1.1 to 1.25 times as long as one dense product of all rows, 128 alone 1.3 to 2 times.
-"""
+"""Grouped products on CPUs, whose `lax.ragged_dot` is dense: loops over experts and over blocks of their rows."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-BLOCKS = (256, 64)
-"""Rows of the blocks that an expert's rows are cut into, as many of the first as there are, and then of the next."""
+from gspmd.moe.platform import BLOCKS
 
 
 def rows_times_weights(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
-    """Each row by its expert's matrix, or by its transpose: [R, E], [X, E, F] to [R, F], or [R, F] to [R, E]."""
+    """Multiply each row by its expert's matrix [X, E, F] or its transpose: [R, E] to [R, F], or [R, F] to [R, E]."""
     ends, contracted = jnp.cumsum(sizes), ((1,), (1 if transposed else 0,))
 
     def of_expert(expert, out):
@@ -23,11 +17,11 @@ def rows_times_weights(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *,
 
             def of_block(n, out, start=first + done, block=block):
                 at, own = _window(start + n * block, ends[expert], block, len(rows))
-                found = lax.dot_general(
+                product = lax.dot_general(
                     lax.dynamic_slice_in_dim(rows, at, block), weight, (contracted, ((), ())),
                     preferred_element_type=jnp.float32,
                 )  # fmt: skip
-                kept = jnp.where(own, found.astype(out.dtype), lax.dynamic_slice_in_dim(out, at, block))
+                kept = jnp.where(own, product.astype(out.dtype), lax.dynamic_slice_in_dim(out, at, block))
                 return lax.dynamic_update_slice_in_dim(out, kept, at, 0)
 
             out = lax.fori_loop(0, number, of_block, out)
@@ -39,7 +33,7 @@ def rows_times_weights(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *,
 
 
 def rows_times_rows(left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The sum over each expert's rows of left ⊗ right: [R, E], [R, F] to [X, E, F] float32."""
+    """Σ over each expert's rows of left ⊗ right: [R, E], [R, F] to [X, E, F] float32."""
     ends, shape = jnp.cumsum(sizes), (left.shape[1], right.shape[1])
 
     def of_block(start, end, block):
@@ -49,7 +43,7 @@ def rows_times_rows(left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.
 
     def of_expert(expert, out):
         first, end = ends[expert] - sizes[expert], ends[expert]
-        # Here one product of the right size is cheaper than several, each of which adds to all weights of an expert.
+        # For the rest one product of the right size is cheaper than several: each adds to all weights of an expert.
         block, tails = _tails(len(left))
         number = sizes[expert] // block
         start = first + number * block
@@ -64,24 +58,24 @@ def rows_times_rows(left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.
 
 
 def _cut(size: jax.Array, rows: int) -> list[tuple[int, jax.Array]]:
-    """Blocks, and how many of each an expert of `size` rows has, the last of which may be more than it needs."""
+    """Block sizes and the number of each that covers `size` rows; the last block may be longer than what is left."""
     *large, last = sorted({min(block, rows) for block in BLOCKS}, reverse=True)
-    found = []
+    cuts = []
     for block in large:
-        found.append((block, size // block))
+        cuts.append((block, size // block))
         size = size % block
-    return [*found, (last, -(-size // last))]
+    return [*cuts, (last, -(-size // last))]
 
 
 def _tails(rows: int) -> tuple[int, list[int]]:
-    """The large block, and the sizes, up to its own, that the rest of an expert's rows is rounded up to."""
+    """The large block, and the sizes up to it that the rest of an expert's rows is rounded up to."""
     large, small = min(BLOCKS[0], rows), min(BLOCKS[-1], rows)
     return large, [*range(small, large, small), large]
 
 
 def _window(start: jax.Array, end: jax.Array, block: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Where a block of the rows from `start` to `end` is read, and which of it they are: [block, 1]."""
-    # A slice beyond the last row would be moved forward by itself, and its rows would be taken for others.
+    """The first row to read for a block at `start`, and a mask [block, 1] of its rows that are in [start, end)."""
+    # dynamic_slice would clamp a start too near the end silently; the mask has to know the clamped one.
     at = jnp.minimum(start, rows - block)
     row = at + jnp.arange(block, dtype=jnp.int32)
     return at, ((row >= start) & (row < end))[:, None]

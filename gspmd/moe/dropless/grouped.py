@@ -1,4 +1,4 @@
-"""Products of rows that are sorted by expert with their expert's weights: no row is multiplied by another's."""
+"""Grouped products: rows sorted by expert, each multiplied by the weights of its own expert only."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from jax import lax
 from gspmd.annotate.errors import SpecError
 from gspmd.moe import inputs
 from gspmd.moe.dropless.blocks import rows_times_rows, rows_times_weights
-from gspmd.moe.dropless.platform import current_platform
+from gspmd.moe.platform import grouped_form
 
 FORMS = ("ragged", "blocks")
 # The gradient of ragged_dot's weights: [R, E], [R, F] -> [X, E, F], R being the ragged dimension.
@@ -23,25 +23,25 @@ _RAGGED_BACK = lax.RaggedDotDimensionNumbers(
 
 
 def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, form: str | None = None) -> jax.Array:
-    """Multiply every row by the weights of its own expert; the rows of an expert stand together, in experts' order.
+    """Multiply every row by the weights of its own expert; rows are sorted by expert.
 
         y[r] = rows[r] · weights[x]      for sizes[0] + … + sizes[x - 1] <= r < sizes[0] + … + sizes[x]
 
-    "ragged" is `lax.ragged_dot`, a grouped kernel on GPUs and TPUs; XLA:CPU multiplies every row by every expert's
-    weights instead. "blocks" is a loop over blocks of rows of one expert, whose time grows with the rows alone.
+    "ragged" is `lax.ragged_dot`: a grouped kernel on GPUs and TPUs, but a product of every row with every expert's
+    weights on CPUs. "blocks" is a loop over blocks of rows of one expert, whose time grows with the rows only.
 
     Args:
         rows: [R, E], sorted by expert.
         weights: [X, E, F].
-        sizes: [X] int32, the rows of each expert, at most R together. Rows beyond them answer 0 and have gradient 0.
+        sizes: [X] int32, the number of rows of each expert, R in all at most. Rows beyond them give 0, with gradient 0.
         form: "ragged" or "blocks"; None is "blocks" on CPUs, and "ragged" elsewhere.
 
     Returns:
         [R, F], of the rows' dtype, accumulated in float32.
 
     Raises:
-        SpecError: arrays that do not fit, or sizes that are more than the rows.
-        PlanError: a form that there is not.
+        SpecError: shapes that do not agree, or sizes that add up to more than the rows.
+        PlanError: an unknown form.
 
     Example:
         >>> rows, weights = jnp.ones((3, 1)), jnp.array([[[2.0]], [[3.0]], [[5.0]]])
@@ -53,7 +53,7 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, for
     Differs: no row is padded in memory; the last block of an expert reads beyond it, and writes only its own rows.
     """
     doing = "multiply rows by their experts' weights"
-    form = _picked(form)
+    form = grouped_form() if form is None else form
     inputs.choice(doing, "form", form, FORMS)
     rows = inputs.array(doing, "rows", rows, "RE", real=True)
     weights = inputs.array(doing, "weights", weights, "XEF", real=True)
@@ -65,17 +65,13 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, for
 
 
 def grouped_back(cotangent: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The gradient of `grouped_matmul`'s rows: cotangents [R, F] by the transposed weights [X, E, F], [R, E]."""
-    return _times(_picked(None), cotangent, weights, sizes.astype(jnp.int32), back=True)
+    """The gradient [R, E] of `grouped_matmul` for its rows: cotangents [R, F] times transposed weights [X, E, F]."""
+    return _times(grouped_form(), cotangent, weights, sizes.astype(jnp.int32), back=True)
 
 
 def grouped_outer(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The gradient of `grouped_matmul`'s weights, of rows [R, E] and cotangents [R, F]: [X, E, F] in float32."""
-    return _outer(_picked(None), rows, cotangent, sizes.astype(jnp.int32))
-
-
-def _picked(form: str | None) -> str:
-    return form if form is not None else ("blocks" if current_platform() == "cpu" else "ragged")
+    """The gradient [X, E, F] of `grouped_matmul` for its weights, float32, from rows [R, E] and cotangents [R, F]."""
+    return _outer(grouped_form(), rows, cotangent, sizes.astype(jnp.int32))
 
 
 def _fact(rows: tuple, weights: tuple, sizes: jax.Array) -> str:
@@ -108,25 +104,25 @@ _grouped.defvjp(_forward, _backward)
 
 
 def _times(form: str, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, back: bool) -> jax.Array:
-    """Rows by their expert's weights [X, E, F]: [R, E] to [R, F], or back, [R, F] to [R, E]."""
+    """Multiply rows by their expert's weights [X, E, F]: [R, E] to [R, F], or with `back`, [R, F] to [R, E]."""
     if form == "blocks":
         return rows_times_weights(rows, weights, sizes, transposed=back)
-    found = (_ragged_back if back else _ragged)(rows, weights, sizes)
+    product = (_ragged_back if back else _ragged)(rows, weights, sizes)
     owned = jnp.arange(len(rows)) < jnp.sum(sizes)
-    return jnp.where(owned[:, None], found, 0).astype(rows.dtype)
+    return jnp.where(owned[:, None], product, 0).astype(rows.dtype)
 
 
 def _outer(form: str, rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
     """Σ over each expert's rows of row ⊗ cotangent: [R, E], [R, F] to [X, E, F] float32."""
     if form == "blocks":
         return rows_times_rows(rows, cotangent, sizes)
-    # A kernel may read rows that no expert owns, and 0 times what stands there has to be 0.
+    # A kernel may read rows that no expert owns, and 0 · NaN is not 0.
     owned = (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
     kept, answer = jnp.where(owned, rows, 0), jnp.where(owned, cotangent, 0)
     return _ragged_rows(kept, answer, sizes)
 
 
-# Under vmap one after the other: JAX batches a grouped product over its rows, weights and sizes together or not at all.
+# Sequential under vmap: JAX batches a grouped product over rows, weights and sizes together or not at all.
 @jax.custom_batching.sequential_vmap
 def _ragged(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
     return lax.ragged_dot(rows, weights, sizes, preferred_element_type=jnp.float32)

@@ -1,7 +1,7 @@
-"""Rows of tokens for the experts of a shard: where each lies when it is sent, and in which order it is multiplied.
+"""Rows of tokens sorted by expert: their places in the send buffers, and their order in the grouped product.
 
-A group sends each shard one buffer of rows, sorted by expert, and how many there are for each expert. Where the experts
-are, the buffers of all groups become one sequence that is sorted by expert.
+A group sends each shard one buffer of rows, sorted by expert, and the number of rows of each expert. The receiving
+shard sorts the buffers of all groups into one sequence by expert.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from gspmd.moe.routers.routing import Routing, queue
 
 
 def most_rows(tokens: int, choices: int, experts: int, shards: int) -> int:
-    """The rows that a group of `tokens` can send to one of `shards`: a token goes to each expert once at most.
+    """The most rows that a group of `tokens` can send to one of `shards`: each token goes to an expert at most once.
 
     >>> most_rows(tokens=100, choices=2, experts=8, shards=8), most_rows(tokens=100, choices=2, experts=8, shards=1)
     (100, 200)
@@ -23,12 +23,12 @@ def most_rows(tokens: int, choices: int, experts: int, shards: int) -> int:
 
 
 def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Where every choice stands in the buffers of its group, sorted by expert within shard and chunk.
+    """Place every choice in the send buffers of its group, sorted by expert within shard and chunk.
 
     Args:
-        routing: expert, slot and kept [G, L, k]; a choice that is not kept has no row, or one of zeros.
-        experts, shards: X, and the number of devices that they are divided among.
-        tokens: how many of the L tokens every chunk has.
+        routing: expert, slot and kept [G, L, k]; a choice that is not kept has no row, or a row of zeros.
+        experts, shards: X, and the number of devices that X is sharded over.
+        tokens: the number of tokens in each chunk, L in all.
 
     Returns:
         place: [G, L, k] int32, row `shard · C + place` of the group's [shards · C]; shards · C for a choice not kept.
@@ -39,7 +39,7 @@ def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, .
     start, base, places, counts = 0, 0, [], []
     for size, capacity in zip(tokens, capacities):
         expert, slot, kept = (x[:, start : start + size] for x in (routing.expert, routing.slot, routing.kept))
-        if len(tokens) > 1:  # within a chunk, queues are shorter
+        if len(tokens) > 1:  # each chunk has queues of its own
             slot = queue(expert, kept, experts)
         count = rows_of_experts(expert, slot, experts)
         first = _before(count.reshape(-1, shards, experts // shards)).reshape(count.shape)
@@ -52,7 +52,7 @@ def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, .
 
 
 def place_rows_here(routing: Routing, experts: int) -> tuple[jax.Array, jax.Array]:
-    """As `place_rows` where nothing is sent: the rows of all groups together, sorted by expert: [1, G · L, k]."""
+    """As `place_rows`, if nothing is sent: the rows of all groups together, sorted by expert, [1, G · L, k]."""
     count = rows_of_experts(routing.expert, routing.slot, experts)
     total = jnp.sum(count, axis=0)
     first = (_before(total)[None] + jnp.cumsum(count, axis=0) - count).astype(jnp.int32)
@@ -61,38 +61,38 @@ def place_rows_here(routing: Routing, experts: int) -> tuple[jax.Array, jax.Arra
 
 
 def holders(place: jax.Array, rows: int) -> jax.Array:
-    """The number token · k + choice of the choice in each row, L · k in rows without: [G, L, k] to [G, rows] int32."""
+    """Invert `place`: the number token · k + choice in each row, L · k if empty; [G, L, k] to [G, rows] int32."""
     flat = place.reshape(len(place), -1)
     empty, number = jnp.full((rows,), flat.shape[1], jnp.int32), jnp.arange(flat.shape[1], dtype=jnp.int32)
     return jax.vmap(lambda at: empty.at[at].set(number, mode="drop"))(flat)
 
 
 def rows_of_experts(expert: jax.Array, slot: jax.Array, experts: int) -> jax.Array:
-    """How long the queue of each expert is: [G, L, k] to [G, X] int32."""
+    """Count the rows of each expert: [G, L, k] to [G, X] int32."""
     at = jnp.where(slot >= 0, expert, experts).reshape(len(expert), -1)
     empty = jnp.zeros(experts, jnp.int32)
     return jax.vmap(lambda at: empty.at[at].add(1, mode="drop"))(at)
 
 
 def _before(counts: jax.Array) -> jax.Array:
-    """The sum of all counts before each, along the last dimension."""
+    """Exclusive cumulative sum along the last dimension."""
     return (jnp.cumsum(counts, axis=-1) - counts).astype(jnp.int32)
 
 
 @partial(jax.vmap, in_axes=(0, 0))
 def _of_expert(values: jax.Array, expert: jax.Array) -> jax.Array:
-    """[G, X] at [G, L, k]."""
+    """Gather values [G, X] at experts [G, L, k]."""
     return values[expert]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that have arrived at a shard, [G, 1, C, E], and their order sorted by expert over all groups.
+    """The rows received by a shard, [G, 1, C, E], and their order sorted by expert over all groups.
 
     Attributes:
         counts: [G, X] int32, the rows of each group for each of the shard's experts.
         capacity: C.
-        sorted_already: whether nothing was sent, so that they lie in that order.
+        sorted_already: whether nothing was sent, so that the rows are in that order already.
     """
 
     counts: jax.Array
@@ -105,7 +105,7 @@ class Rows:
         return jnp.sum(self.counts, axis=0, dtype=jnp.int32)
 
     def sort(self, x: jax.Array) -> jax.Array:
-        """Rows as they arrived, [G, 1, C, E], in the order of their experts; the last ones are 0."""
+        """Sort received rows [G, 1, C, E] by expert; unused rows come last and are 0."""
         if self.sorted_already:
             return x
         group, expert, slot, real = self.origin()
@@ -113,7 +113,7 @@ class Rows:
         return _gathered(x, jnp.where(real, group * self.capacity + first[group, expert] + slot, len(group)))
 
     def unsort(self, y: jax.Array) -> jax.Array:
-        """Sorted rows in the order in which they arrived."""
+        """Restore sorted rows to the order in which they were received."""
         if self.sorted_already:
             return y
         ends = jnp.cumsum(self.counts, axis=1)
@@ -124,7 +124,7 @@ class Rows:
         return _gathered(y, jnp.where(at[None] < ends[:, -1:], place, len(self.counts) * self.capacity).reshape(-1))
 
     def origin(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Of every sorted row: its group and expert here, its place in that queue, and whether there is such a row."""
+        """For every sorted row: its local group and expert, its position in that queue, and whether it is in use."""
         groups, experts = self.counts.shape
         runs = self.counts.T.reshape(-1)
         at = jnp.arange(groups * self.capacity, dtype=jnp.int32)
@@ -135,6 +135,6 @@ class Rows:
 
 
 def _gathered(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows of [G, 1, C, ·] by their number among all, 0 for one past the end."""
+    """Gather rows of [G, 1, C, ·] by their flat index; an index past the end gives 0."""
     flat = x.reshape(-1, x.shape[-1])
     return flat.at[index].get(mode="fill", fill_value=0).reshape(x.shape)

@@ -1,1 +1,1 @@
-"""The experts as one planned program: its work, equations, chunks, exchange and dropout."""
+"""The experts as one planned program: equations, chunks, all-to-alls, activation and dropout."""

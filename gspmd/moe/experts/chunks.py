@@ -1,4 +1,4 @@
-"""How many chunks the slots of a layer are cut into: the all-to-alls of one hide behind the products of the others."""
+"""The number of chunks that slots are cut into, so that all-to-alls of one overlap with products of the others."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,30 +15,30 @@ from gspmd.planner.plan import Plan
 from gspmd.planner.steps import Step
 
 CHUNKS = (1, 2, 4, 8)
-"""What is tried; on devices that chips.toml does not list, such as host devices, `looped` takes the first but one."""
+"""Numbers of chunks to choose from; the smallest allowed if the device is not in chips.toml, as for host devices."""
 
 
 def chunks_of(work: Work, ctx: Context) -> tuple[int, ...]:
-    """The sizes of the chunks that C is cut into.
+    """Choose the sizes of the chunks that C is cut into.
 
-    One chunk where nothing crosses, and under `blocking` and `xla`. Else the number is the cheapest, the two ways of
-    a chunk being a and its products m seconds, of n:
+    One chunk if no slot leaves its device, and under `blocking` and `xla`. Otherwise the n with the least seconds
 
         2 a + max(n m, 2 (n - 1) a + m)
 
-    since links and matrix unit work side by side but for the first way in and the last way out; before that all weights
-    are gathered that have to be. Smaller chunks wait for more hops, and read all weights again. `looped` takes no less
-    than two; `auto` may take one, whose equations are then looped where that is cheaper.
+    plus the gathers of weights before, where a is one all-to-all of a chunk and m its products: links and matrix unit
+    work in parallel except for the first all-to-all and the last. Smaller chunks wait for more hops, and read all
+    weights more often. `looped` takes at least two chunks; `auto` may take one, whose equations are looped if cheaper.
 
     Args:
-        work: what is cut; its own chunks do not count.
+        work: what is cut; its own chunks are ignored.
         ctx: chip and lowering.
 
     Returns:
-        Sizes that add up to C, as even as the axes that shard C while it is with the experts allow.
+        Sizes that add up to C, as even as the mesh axes that shard C at the experts allow.
     """
     capacity, kind = work.capacity, ctx.lowering.partition(":")[0]
-    tied = work.rows is not None and work.dropout is not None  # a row is known by its place in its expert's whole queue
+    # Dropout of rows identifies a row by its position in its expert's queue over all chunks.
+    tied = work.rows is not None and work.dropout is not None
     if kind not in ("looped", "auto") or tied or not work.crosses(ctx):
         return (capacity,)
     unit = _unit(work, ctx)
@@ -50,12 +50,12 @@ def chunks_of(work: Work, ctx: Context) -> tuple[int, ...]:
 
 
 def _unit(work: Work, ctx: Context) -> int:
-    """What sizes of chunks are multiples of: the rows of a token, or the devices that share C out on its way."""
+    """The unit of chunk sizes: the rows of one token, or the number of devices that C is sharded over."""
     if work.rows is not None:
         return min(work.rows.choices, dict(work.sizes)["X"] // work.rows.shards)
     specs = [work.there, work.hidden]
     for each in products(work, ctx):
-        specs += [found.einsum.before for found in each.plan.routine.products]
+        specs += [product.einsum.before for product in each.plan.routine.products]
     return max(prod(ctx.mesh[axis] for axis in spec.axes_of("C")) for spec in specs)
 
 
@@ -65,26 +65,26 @@ def _is_known() -> bool:
 
 
 def _seconds(work: Work, ctx: Context, number: int, unit: int) -> float:
-    """Of the value, in so many chunks; whole, the equations hide what they can by themselves."""
+    """Seconds of a forward pass in `number` chunks; with one, the lowering overlaps within each equation."""
     chunk = replace(work, sizes=(*work.sizes, ("C", -(-work.capacity // (number * unit)) * unit)))
     there, back = chunk.there_and_back(ctx, chunk.capacity)
-    way = sum(step.seconds for step in (*there, *back)) / 2
+    exchange = sum(step.seconds for step in (*there, *back)) / 2
     plans = [each.plan for each in products(chunk, ctx)]
     if number == 1:
-        return 2 * way + sum(_looped(plan, ctx).seconds for plan in plans)
+        return 2 * exchange + sum(_looped(plan, ctx).seconds for plan in plans)
     gathered = sum(step.seconds for plan in plans for step in _moves(plan, of_weights=True))
-    steps = (step for plan in plans for found in plan.routine.products for step in found.all_steps)
+    steps = (step for plan in plans for product in plan.routine.products for step in product.all_steps)
     moved = (step for plan in plans for step in _moves(plan, of_weights=False))
     multiplied = sum(step.seconds for step in (*moved, *steps))
-    return gathered + 2 * way + max(number * multiplied, 2 * (number - 1) * way + multiplied)
+    return gathered + 2 * exchange + max(number * multiplied, 2 * (number - 1) * exchange + multiplied)
 
 
 def _looped(plan: Plan, ctx: Context) -> Plan:
-    """The same equation in the lowering in force."""
+    """The plan of the same equation under the current lowering."""
     sizes = tuple(plan.sizes.items())
     return make_plan(plan.equation, sizes, ctx.axes, plan.dtypes, plan.chip, ctx.lowering, plan.pinned)
 
 
 def _moves(plan: Plan, *, of_weights: bool) -> Iterator[Step]:
-    """What brings weights, or slots, to their products."""
-    return (step for found in plan.routine.moves if bool(found.source) == of_weights for step in found.steps)
+    """The steps that move weights, or slots, to their products."""
+    return (step for move in plan.routine.moves if bool(move.source) == of_weights for step in move.steps)

@@ -1,4 +1,4 @@
-"""Expert dropout: of the hidden activations of experts, some are 0 in training, the same ones on every mesh."""
+"""Expert dropout: random hidden activations of experts are 0 in training, the same on every mesh."""
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -11,19 +11,19 @@ from gspmd.lowerings.program import run
 from gspmd.ops.planned_op import shard_index
 
 KEY = Spec(("K",), ((),))
-"""Where the two words of a key lie: on every device."""
+"""The spec of the two words of a key, replicated."""
 
 
 @dataclass(frozen=True)
 class Dropout:
     """Expert dropout of one layer.
 
-    A row's random numbers are those of its group, its expert and its place in that expert's queue, and so the same
-    wherever it lies, and whichever the form of dispatch.
+    The random numbers of a row depend on its group, its expert and its position in that expert's queue only, so they
+    are the same in every layout and for every form of dispatch.
 
     Attributes:
-        rate: the share of hidden activations that become 0; the others are divided by what is left.
-        tokens: tokens of a group, the longest a queue can be.
+        rate: the share of hidden activations that become 0; the others are divided by 1 - rate.
+        tokens: tokens of a group, the maximal length of a queue.
         features: F, the width of the hidden activations.
 
     Source: Fedus et al., *Switch Transformers*, arXiv 2101.03961, §2.4 (expert dropout).
@@ -34,7 +34,7 @@ class Dropout:
     features: int
 
     def scale(self, key: jax.Array, group, expert, slot, first: jax.Array | int, size: int) -> jax.Array:
-        """The factors of rows, 0 or 1/(1 - rate), for `size` features from `first` on.
+        """Draw the factors of rows, 0 or 1/(1 - rate), for `size` features from `first` on.
 
         Args:
             key: two words of a threefry key.
@@ -53,26 +53,26 @@ class Dropout:
         return jnp.where(kept, jnp.float32(1 / (1 - self.rate)), jnp.float32(0))
 
     def scaled(self, h: jax.Array, factors: jax.Array) -> jax.Array:
-        """Hidden activations times their factors, in float32, rounded to their own dtype."""
+        """Multiply hidden activations by their factors in float32, and round to their dtype."""
         return (h.astype(jnp.float32) * factors).astype(h.dtype)
 
     def of_slots(self, key: jax.Array, spec: Spec, shape: tuple[int, ...], start: int = 0) -> jax.Array:
-        """The factors of a device's piece [G, X, C, F] of slots that lie as `spec`, inside a shard_map.
+        """Draw the factors of a device's shard [G, X, C, F] of slots placed as `spec`, inside a shard_map.
 
         Args:
-            shape: of the piece.
-            start: the number of the first slot, where slots are cut into chunks.
+            shape: of the shard.
+            start: the number of the first slot, if slots are cut into chunks.
         """
         at = {dim: shard_index(spec.axes_of(dim)) * size for dim, size in zip(spec.dims, shape)}
         of = {dim: at[dim] + jax.lax.broadcasted_iota(jnp.int32, shape[:3], d) for d, dim in enumerate("GXC")}
         return self.scale(key, of["G"], of["X"], start + of["C"], at["F"], shape[3])
 
     def of_rows(self, key: jax.Array, spec: Spec, shape: tuple[int, ...], counts: tuple[int, int], origin) -> jax.Array:
-        """The factors of sorted rows, [G, 1, C, F].
+        """Draw the factors of sorted rows, [G, 1, C, F], inside a shard_map.
 
         Args:
-            counts: how many groups and experts a device has.
-            origin: group and expert of each row on its device, and its place in that expert's queue.
+            counts: the numbers of groups and experts of a device.
+            origin: local group and expert of each row, and its position in that expert's queue.
         """
         group, expert, slot = origin
         at = {dim: shard_index(spec.axes_of(dim)) for dim in spec.dims}
@@ -81,12 +81,12 @@ class Dropout:
 
 
 def key_words(key: jax.Array) -> jax.Array:
-    """A key of a layer as two words that a threefry key can be made of, whatever the key's own generator."""
+    """Derive the two words of a threefry key from a key of any generator."""
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
 def drop(h: jax.Array, spec: Spec, words: jax.Array, dropout: Dropout) -> jax.Array:
-    """Drop some of the hidden activations [G, X, C, F], which lie as `spec`; nothing is sent, nor kept."""
+    """Apply dropout to hidden activations [G, X, C, F] placed as `spec`; nothing is sent or kept for the gradient."""
     return _drop(spec, dropout, h, words)
 
 

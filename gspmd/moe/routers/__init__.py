@@ -1,4 +1,4 @@
-"""Routers: where each token goes, with what weight, and the losses that keep experts equally loaded."""
+"""Routers: the experts of each token, the weights of their answers, and load-balancing losses."""
 
 from gspmd.moe.routers.routing import Routing, assigned
 from gspmd.moe.routers.rule import Router, router

@@ -1,4 +1,4 @@
-"""Expert choice: each expert takes its best tokens, so that every slot is filled and no load has to be balanced."""
+"""Expert choice: each expert takes its best tokens, so that every slot is filled and loads are equal."""
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,11 @@ from gspmd.moe.routers.rule import router
 
 @router("expert-choice")
 def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) -> Routing:
-    """Send each expert the C tokens of a group that most probably want it; a token may have any number of experts.
+    """Send each expert the C tokens of a group that give it the highest probability, whatever else they are sent to.
 
         S = softmax(logits) over the experts     I, G = topC(Sᵀ) over the tokens     C = (L / X) · factor
 
-    A token's experts depend on the whole group, later tokens too: a decoder that trains with it sees the future, and
+    A token's experts depend on the whole group, including later tokens: a decoder trained with it sees the future and
     cannot generate. `config.causal` is False.
 
     Args:
@@ -24,8 +24,8 @@ def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) ->
         mask: [G, L] bool, False for padding, which takes no slot; None when every token is real.
 
     Returns:
-        Routing of arrays [G, L, X], where choice i of every token is expert i, and slot is its rank with that expert,
-        or -1 where it was not taken; no losses but the z-loss of a config that has one.
+        Routing of arrays [G, L, X]: choice i of every token is expert i, and slot is its rank for that expert, or -1 if
+        it was not taken. No losses but the z-loss, if the config has one.
 
     Example:
         >>> logits = jnp.array([[[0.0, 1.0], [0.0, 3.0], [2.0, 0.0], [0.0, 0.0]]])
@@ -35,8 +35,8 @@ def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) ->
 
     Source: Zhou et al., *Mixture-of-Experts with Expert Choice Routing*, arXiv 2202.09368, §3.2, equations 1 and 2.
 
-    Differs: experts choose within a group. Ties go to the first token; ranked are the odds log S/(1 - S), which is the
-    order of S without the ties that rounding makes. The variant that bounds a token's experts is left out.
+    Differs: experts choose within a group. Ties go to the first token; tokens are ranked by the odds log S/(1 - S), the
+    order of S without ties due to rounding. The variant that bounds the experts per token is not implemented.
     """
     capacity = config.capacity(logits.shape[1])
     rank = _ranks(logits, mask, capacity)
@@ -47,9 +47,9 @@ def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) ->
 
 
 def _ranks(logits: jax.Array, mask: jax.Array, capacity: int) -> jax.Array:
-    """The place of each token in each expert's order, padding last: [G, L, X] int32, the capacity from there on."""
+    """The rank of each token for each expert: [G, L, X] int32; the capacity for tokens beyond it, padding last."""
     odds = -jnp.minimum(log_odds_against(logits), jnp.finfo(jnp.float32).max)
-    # A single zero: lax.top_k puts 0.0 before -0.0.
+    # Make -0.0 equal to 0.0: lax.top_k orders 0.0 before -0.0.
     odds = jnp.where(mask[..., None], jnp.where(odds == 0, 0, odds), -jnp.inf).swapaxes(1, 2)
     _, taken = jax.lax.top_k(odds, capacity)
     place = jnp.arange(capacity, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""The GShard router: each token to its two best experts, the second one by chance."""
+"""The GShard router: each token to its two best experts, the second at random."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from gspmd.moe.routers.rule import one_per_token, router
 
 @router("gshard", one_per_token)
 def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array) -> Routing:
-    """Send each token to its two most probable experts: all first choices, then all second ones, while there is room.
+    """Send each token to its two most probable experts: all first choices, then all second ones, while slots are free.
 
         g = softmax(logits)     g1, e1, g2, e2 = top2(g)     gates g1/(g1 + g2), g2/(g1 + g2)     C = (2 L / X) · factor
         the second is kept with probability min(1, 2 · g2), g2 normalised
@@ -20,7 +20,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
     Args:
         logits: [G, L, X]; taken to float32.
         config: its capacity_factor and aux_weight are used.
-        key: for the draw of the second experts; None keeps them all, as evaluation does.
+        key: for the draw of the second experts; None, as in evaluation, keeps them all.
         mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None when every token is real.
 
     Returns:
@@ -35,12 +35,12 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
 
     Source: Lepikhin et al., *GShard*, arXiv 2006.16668, §2.2 and Algorithm 1.
 
-    Differs: where the paper and the authors' later public layer part, this follows
+    Differs: where the paper and the authors' later public layer disagree, this follows
       - the paper on a second choice that the draw rejects: it still advances its expert's count, and its slot stays
-        empty (the later layer drops it before it counts);
-      - the paper on gates: normalised before capacity is known, and never again when one of the two overflows;
-      - the later layer on the loss's coefficient: with X², balanced experts cost `aux_weight` however many there are,
-        while the paper's form, in `losses.gshard_balance`, is 1/X² when balanced.
+        empty (the later layer drops it before counting);
+      - the paper on gates: normalised once, before capacity is applied, even if one of the two overflows;
+      - the later layer on the loss's coefficient: with X², balanced experts cost `aux_weight` for every X, while the
+        paper's form, `losses.gshard_balance`, is 1/X² when balanced.
     Capacity is rounded up.
     """
     gates, expert, pair = best_pair(logits)

@@ -1,4 +1,4 @@
-"""Losses that keep the experts equally loaded; each over one group, from what its real tokens chose."""
+"""Load-balancing losses and the z-loss, of each group, over its real tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ def load_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Ar
     """Switch Transformer's loss X · Σ_i f_i · P_i, which is 1 when balanced.
 
     f_i is the share of tokens whose first choice is expert i, with a slot or without; P_i is the mean probability of i.
-    Of all k choices, f_i is the share of them that is expert i.
+    Given all k choices, f_i is the share of choices that are expert i.
 
     Args:
         gates: [G, L, X] float32, the router's softmax.
@@ -18,7 +18,7 @@ def load_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Ar
         mask: [G, L] bool, real tokens.
 
     Returns:
-        [G] float32, not yet multiplied by α. 0 for a group of padding alone.
+        [G] float32, before the factor α. 0 for a group of padding only.
 
     Source: Fedus et al., arXiv 2101.03961, §2.2, equations 4 to 6; of k choices, Dai et al., *DeepSeekMoE*,
     arXiv 2401.06066, §3.3, equations 12 to 14.
@@ -44,7 +44,7 @@ def gshard_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.
         mask: [G, L] bool, real tokens.
 
     Returns:
-        [G] float32, without the coefficient k that the paper multiplies it by. 0 for a group of padding alone.
+        [G] float32, without the paper's coefficient k. 0 for a group of padding only.
 
     Source: Lepikhin et al., arXiv 2006.16668, Algorithm 1, line 13.
     """
@@ -52,18 +52,18 @@ def gshard_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.
 
 
 def z_loss(logits: jax.Array, mask: jax.Array) -> jax.Array:
-    """ST-MoE's mean of (log Σ_i exp(logit_i))², which keeps logits small enough to round well.
+    """ST-MoE's z-loss, the mean of (log Σ_i exp(logit_i))², which keeps logits small and rounding errors low.
 
     Args:
         logits: [G, L, X] float32.
         mask: [G, L] bool, real tokens.
 
     Returns:
-        [G] float32, not yet multiplied by c_z. 0 for a group of padding alone.
+        [G] float32, before the factor c_z. 0 for a group of padding only.
 
     Source: Zoph et al., *ST-MoE*, arXiv 2202.08906, §3.3, equation 5.
 
-    Differs: the paper's mean is over a batch; here it is over a group, of which the layer takes the mean.
+    Differs: the paper's mean is over a batch; here it is over a group, and the layer averages the groups.
 
     Example:
         >>> z_loss(jnp.zeros((1, 3, 1)) + 2, jnp.ones((1, 3), bool)).tolist()
@@ -74,7 +74,7 @@ def z_loss(logits: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def squared_variation(values: jax.Array) -> jax.Array:
-    """CV², the variance of the experts' values over the square of their mean: [..., X] to [...]; 0 where the mean is 0.
+    """CV², variance / mean² of the experts' values: [..., X] to [...]; 0 where the mean is 0.
 
     Source: Shazeer et al., arXiv 1701.06538, §4, equation 7.
 
@@ -83,12 +83,12 @@ def squared_variation(values: jax.Array) -> jax.Array:
         0.25
     """
     mean = jnp.mean(values, axis=-1, keepdims=True)
-    # Of values over their mean: no square of a large load. Where there is none, a mean of 1 keeps the gradient finite.
+    # Divided by the mean first, so that no large load is squared; a mean of 1 in place of 0 keeps the gradient finite.
     return jnp.mean((values / jnp.where(mean > 0, mean, 1) - (mean > 0)) ** 2, axis=-1)
 
 
 def _tokens(mask: jax.Array) -> jax.Array:
-    """Real tokens of each group, at least 1: [G]."""
+    """The number of real tokens of each group, at least 1: [G]."""
     return jnp.maximum(1, jnp.sum(mask, axis=-1, dtype=jnp.float32))
 
 

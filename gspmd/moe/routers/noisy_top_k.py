@@ -1,4 +1,4 @@
-"""Noisy top-k gating, the first sparse router: what each expert might have been sent is part of its loss."""
+"""Noisy top-k gating, with a smooth estimate of each expert's load in its loss."""
 
 import jax
 import jax.numpy as jnp
@@ -9,25 +9,25 @@ from gspmd.moe.routers.routing import Routing, assigned, chosen, counts, finite,
 from gspmd.moe.routers.rule import normal_per_logit, router
 
 _LEAST_WIDTH = 1e-6
-# Φ is 0 or 1 in float32 long before; between the bounds no quotient by the noise's width overflows.
+# Φ saturates in float32 well within these bounds; they keep the quotient by the noise's width from overflowing.
 _FARTHEST = 40.0
 
 
 @router("noisy-top-k", normal_per_logit)
 def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array) -> Routing:
-    """Send each token to the k experts whose noisy logits are largest, while there is room.
+    """Send each token to the k experts with the largest noisy logits, while slots are free.
 
         H_i = c_i + N(0, 1) · σ_i,    c = x · W_g,   σ = softplus(x · W_noise)
         gates = softmax(the k largest of H)          C = (k L / X) · factor
         importance = w_importance · CV²(Σ_tokens gates)
         load = w_load · CV²(Σ_tokens P),   P_i = Φ((c_i - kth largest of H without H_i) / σ_i)
 
-    P_i is the probability that another draw of expert i's noise alone would choose it: smooth, where a count is not.
+    P_i is the probability that expert i is chosen if its noise alone is drawn again: smooth, unlike a count.
 
     Args:
         logits: [G, L, 2X], c and then x · W_noise; or [G, L, X], c with W_noise at its first value, 0. To float32.
         config: its k, capacity_factor, importance_weight and load_weight are used.
-        key: for the noise; None adds none, as evaluation does.
+        key: for the noise; None, as in evaluation, adds none.
         mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None when every token is real.
 
     Returns:
@@ -44,10 +44,9 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
     Source: Shazeer et al., *Outrageously Large Neural Networks*, arXiv 1701.06538, §2.1, equations 3 to 5, §4,
     equations 6 and 7, and appendix A, equations 8 to 11; both weights are 0.1 in its appendix C.
 
-    Differs: the paper has no capacity, which is dispatch "dropless". Its variance is taken over the experts, as a
-    population's. Losses are per group, as for the other routers. σ is at least 1e-6. Where k is X every expert is
-    always chosen, and there is no kth of the others: P is 1. Without noise P is whether the expert was chosen, without
-    a gradient, as in the authors' public code.
+    Differs: the paper has no capacity: use dispatch "dropless". The variance over the experts is the population's.
+    Losses are per group, as for the other routers. σ is at least 1e-6. If k is X, every expert is always chosen and P
+    is 1. Without noise P is whether the expert was chosen, without a gradient, as in the authors' public code.
     """
     clean, width = _clean_and_width(logits, config.experts)
     noisy = clean if draws is None else finite(clean + draws * width)
@@ -67,7 +66,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
 
 
 def _clean_and_width(logits: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
-    """The logits without noise, and the noise's width: [G, L, X] each."""
+    """Split logits into those without noise, and the width of the noise: [G, L, X] each."""
     clean, raw = logits[..., :experts], logits[..., experts:]
     return clean, jnp.maximum(jax.nn.softplus(raw if raw.shape[-1] else jnp.zeros_like(clean)), _LEAST_WIDTH)
 

@@ -1,4 +1,4 @@
-"""What every router answers, and the queue in front of each expert that decides who finds a slot."""
+"""The result of a router, and the queue of each expert, which decides who gets a slot."""
 
 from dataclasses import dataclass, field
 
@@ -13,17 +13,16 @@ _MOST = 1e15
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routing:
-    """Where each token goes, and with what weight it comes back.
+    """The experts of each token, and the weights of their answers.
 
     Attributes:
         expert: [G, L, k] int32, the chosen experts, first choice first; ties go to the lowest index.
-        slot: [G, L, k] int32, the place in that expert's queue; from the capacity on it is overflow; padding, and what
-            an expert that chooses leaves, have -1.
+        slot: [G, L, k] int32, the position in that expert's queue; the capacity and beyond is overflow. -1 for padding,
+            and for tokens that an expert that chooses does not take.
         gate: [G, L, k] float32, the weight of the expert's answer, 0 where not kept.
         kept: [G, L, k] bool, whether the choice has a slot.
         losses: name to [G] float32, each group's losses, already weighted by the config's coefficient.
-        experts, capacity: X and C that tokens were routed to, as every router states them; None where a Routing is
-            made by hand, and not known.
+        experts, capacity: X and C that tokens were routed to; None in a Routing made by hand.
     """
 
     expert: jax.Array
@@ -36,18 +35,18 @@ class Routing:
 
 
 def top_choices(logits: jax.Array, count: int) -> jax.Array:
-    """Indices of the `count` largest logits, largest first, ties to the lowest index.
+    """Return the indices of the `count` largest logits, largest first, ties to the lowest index.
 
-    Logits are ranked, not their softmax: it is the same order, without the ties that rounding makes.
+    Logits are ranked rather than their softmax: the order is the same, without the ties due to rounding.
 
     Args:
         logits: [..., X].
-        count: how many, k ≤ X.
+        count: number of choices, k ≤ X.
 
     Returns:
         [..., k] int32.
     """
-    # Repeated argmax, not lax.top_k, whose total order puts 0.0 before -0.0. A logit of -inf still beats one taken.
+    # Repeated argmax: lax.top_k would order 0.0 before -0.0. A logit of -inf still precedes one already chosen.
     left = jnp.maximum(logits, jnp.finfo(logits.dtype).min)
     picks = []
     for _ in range(count):
@@ -57,27 +56,27 @@ def top_choices(logits: jax.Array, count: int) -> jax.Array:
 
 
 def chosen(values: jax.Array, expert: jax.Array) -> jax.Array:
-    """The values of the chosen experts: [..., X] and [..., k] to [..., k].
+    """Select the values of the chosen experts: [..., X] and [..., k] to [..., k].
 
-    Written as a masked sum, whose gradient is a mask too, where a gather's would be a scatter.
+    A masked sum, whose gradient is a mask too; the gradient of a gather would be a scatter.
     """
     return jnp.sum(jnp.where(_is_chosen(values.shape[-1], expert), values[..., None, :], 0), axis=-1)
 
 
 def best_pair(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """All probabilities [..., X], the two most probable experts, and their shares of both, [..., 2] each."""
+    """Return all probabilities [..., X], the two best experts [..., 2] and their probabilities, divided by the sum."""
     gates, expert = jax.nn.softmax(logits, axis=-1), top_choices(logits, 2)
     pair = chosen(gates, expert)
     return gates, expert, pair / jnp.sum(pair, axis=-1, keepdims=True)
 
 
 def per_expert(values: jax.Array, expert: jax.Array, experts: int) -> jax.Array:
-    """The values of the chosen experts at their place among all: [..., k] to [..., X], 0 for the others."""
+    """Spread the values of the chosen experts over all experts: [..., k] to [..., X], 0 for the others."""
     return jnp.sum(jnp.where(_is_chosen(experts, expert), values[..., None], 0), axis=-2)
 
 
 def counts(expert: jax.Array, mask: jax.Array, experts: int) -> jax.Array:
-    """How many tokens chose each expert: [G, L] and its mask to [G, X] float32."""
+    """Count the tokens that chose each expert: [G, L] and its mask to [G, X] float32."""
     return jnp.sum(_is_chosen(experts, expert) & mask[..., None], axis=-2, dtype=jnp.float32)
 
 
@@ -91,16 +90,16 @@ def assigned(
     *,
     granted: jax.Array | None = None,
 ) -> Routing:
-    """Queues tokens at the experts that they chose, and keeps those that find a slot.
+    """Queue tokens at their chosen experts, and keep those that get a slot.
 
     Args:
         expert: [G, L, k] int32.
-        gate: [G, L, k] float32, as it is with a slot.
-        logits: [G, L, X] float32, whose largest says how sure a token is.
-        config: capacity, and whether the surest tokens come first.
+        gate: [G, L, k] float32, the weight if the choice gets a slot.
+        logits: [G, L, X] float32, the largest of which is a token's confidence.
+        config: capacity, and whether the most confident tokens come first.
         mask: [G, L] bool, real tokens.
         losses: name to [G].
-        granted: [G, L, k] bool, False for what takes a place in the queue and leaves its slot empty.
+        granted: [G, L, k] bool, False for a choice that takes a position in the queue but leaves its slot empty.
     """
     waiting = jnp.broadcast_to(mask[..., None], expert.shape)
     slot = queue(expert, waiting, config.experts, surest_first(logits) if config.priority else None)
@@ -110,9 +109,9 @@ def assigned(
 
 
 def surest_first(logits: jax.Array) -> jax.Array:
-    """The tokens of each group in the order of their largest probability, equals as they stand: [G, L, X] to [G, L].
+    """Sort the tokens of each group by their largest probability, stably: [G, L, X] to [G, L].
 
-    Ranked by the odds against the best expert, see `log_odds_against`.
+    The key is the odds against the best expert, see `log_odds_against`.
 
     Example:
         >>> surest_first(jnp.array([[[0.0, 0.0], [0.0, 1.0], [40.0, 0.0], [0.0, 30.0]]])).tolist()
@@ -121,19 +120,19 @@ def surest_first(logits: jax.Array) -> jax.Array:
     Source: Riquelme et al., *Scaling Vision with Sparse Mixture of Experts*, arXiv 2106.05974, §4 and Algorithm 2
     (batch-prioritized routing, by the largest gate).
 
-    Differs: priority holds within a group, not across a batch; first choices still come before all second ones.
+    Differs: priority is within a group, not across a batch; all first choices still come before all second ones.
     """
     return jnp.argsort(jnp.min(log_odds_against(logits), axis=-1), axis=1, stable=True)
 
 
 def log_odds_against(logits: jax.Array) -> jax.Array:
-    """log((1 - p) / p) of each expert's probability p: the order of p without the ties that rounding makes near 1.
+    """log((1 - p) / p) of each expert's probability p: p's order without ties due to rounding near 1.
 
     Args:
         logits: [..., X] float32, finite.
 
     Returns:
-        [..., X] float32, without a gradient; -inf where there is one expert.
+        [..., X] float32, without a gradient; -inf if there is one expert.
 
     Example:
         >>> [round(float(x), 2) for x in log_odds_against(jnp.array([0.0, 50.0]))]
@@ -152,11 +151,11 @@ def log_odds_against(logits: jax.Array) -> jax.Array:
 
 
 def _sum_in_any_order(parts: jax.Array) -> jax.Array:
-    """Sums of numbers in [0, 1], exact to 2⁻³⁸, so that the same ones in another order add up to the same.
+    """Sum numbers in [0, 1], exactly to 2⁻³⁸, so that the result does not depend on their order.
 
-    A sort would see to that too, and take ten times as long.
+    Sorting them first would do as well, in ten times the time.
     """
-    bits = min(20, 31 - (parts.shape[-1] - 1).bit_length())  # of each number, so that the sum of all fits a word
+    bits = min(20, 31 - (parts.shape[-1] - 1).bit_length())  # per number, so that the sum of all fits a word
     total, rest = 0.0, parts
     for place in range(1, 1 + -(-38 // bits)):
         rest = rest * 2.0**bits
@@ -167,18 +166,19 @@ def _sum_in_any_order(parts: jax.Array) -> jax.Array:
 
 
 def queue(expert: jax.Array, waiting: jax.Array, experts: int, order: jax.Array | None = None) -> jax.Array:
-    """The place of each choice in its expert's queue; all first choices stand before second choices.
+    """Return the position of each choice in its expert's queue; all first choices precede all second choices.
 
-    Within a choice, tokens stand in their order. Linear in the tokens but for one sort, whatever the number of experts.
+    Among first choices, tokens keep their order. The time is linear in the tokens but for one sort, and independent of
+    the number of experts.
 
     Args:
         expert: [G, L, k] int32.
-        waiting: [G, L, k] bool, False for what must take no place.
+        waiting: [G, L, k] bool, False for choices that take no position.
         experts: number of experts X.
-        order: [G, L] int32, the tokens in the order in which they queue up; None for as they stand.
+        order: [G, L] int32, the tokens in the order in which they queue; None for the order of the sequence.
 
     Returns:
-        [G, L, k] int32, from 0; -1 for what does not wait.
+        [G, L, k] int32, from 0; -1 for choices that do not wait.
 
     Example:
         >>> expert = jnp.array([[[0, 1], [0, 1], [1, 0]]])
@@ -197,12 +197,12 @@ def queue(expert: jax.Array, waiting: jax.Array, experts: int, order: jax.Array 
 
 
 def finite(logits: jax.Array) -> jax.Array:
-    """Logits in float32, between bounds whose squares can be summed: so no router meets inf - inf, nor makes it."""
+    """Clip logits, in float32, to bounds whose squares can be summed, so that no router computes inf - inf."""
     return jnp.clip(logits.astype(jnp.float32), -_MOST, _MOST)
 
 
 def every_token(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """The mask [G, L] of real tokens; all of them when none is given."""
+    """The mask [G, L] of real tokens; all True without one."""
     return jnp.ones(logits.shape[:-1], bool) if mask is None else mask.astype(bool)
 
 
@@ -221,7 +221,7 @@ def _places(keys: jax.Array, experts: int) -> jax.Array:
 def _stable_sort(keys: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     size = keys.size
     if 0 < (experts + 1) * size <= jnp.iinfo(jnp.int32).max:
-        # One sort of key and position packed in a word is several times faster than a sort of pairs.
+        # Sorting key and position packed into one word is several times faster than sorting pairs.
         packed = jnp.sort(keys * size + jnp.arange(size, dtype=jnp.int32))
         return packed % size, packed // size
     order = jnp.argsort(keys, stable=True).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""What makes a router of one function: inputs checked and finite, random numbers drawn, the loss on large logits."""
+"""The wrapper that makes one function a router: checks, finite logits, random draws and the z-loss."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,17 +19,17 @@ Numbers = Callable[..., jax.Array]
 
 
 class Router:
-    """A router, called as `route(logits, config, *, key=None, mask=None)`; its two halves are `draw` and `assign`.
+    """A router, called as `route(logits, config, *, key=None, mask=None)`: `draw`, then `assign`.
 
-    They are two because random numbers are drawn for all groups at once, before each device assigns its own: so they
-    are the same on every mesh. Its rule's docstring describes the call.
+    Random numbers are drawn for all groups at once, before each device assigns its own groups, so that they are the
+    same on every mesh. The docstring is that of the rule.
 
     Args:
-        rule: from logits [G, L, X] in float32, all finite, the config, the random numbers or None, and the mask [G, L]
-            of real tokens, to their Routing. It looks at one group at a time, and draws nothing itself.
-        name: what a config calls it.
-        numbers: the random numbers that the rule takes, from a key, the shape [G, L, X] and `out_sharding`: [G, L], or
-            [G, L, X]. None for a rule that takes none.
+        rule: from finite float32 logits [G, L, X], the config, the random numbers or None, and the mask [G, L] of real
+            tokens, to a Routing. Groups are independent of each other, and it draws nothing itself.
+        name: the router's name in a config.
+        numbers: from a key, the shape [G, L, X] and `out_sharding` to the random numbers that the rule takes, [G, L] or
+            [G, L, X]; None for a rule that takes none.
 
     Example:
         >>> from gspmd.moe.config import ROUTERS, Kind
@@ -49,12 +49,12 @@ class Router:
         self.name, self._rule, self._numbers = name, rule, numbers
         self._route = jax.jit(self._draw_and_assign, static_argnames="config")
         update_wrapper(self, rule)
-        self.__signature__ = signature(self.__call__)  # and not the rule's
+        self.__signature__ = signature(self.__call__)  # not the rule's, which update_wrapper set
 
     def __call__(
         self, logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None
     ) -> Routing:
-        """Route the tokens of each group: see the rule's own description."""
+        """Route the tokens of each group; see the docstring of the rule."""
         inputs.settings("route", config)
         inputs.prng_key("route", key)
         logits = inputs.array("route", "logits", logits, "GLX")
@@ -62,21 +62,21 @@ class Router:
         return self._route(logits, config, key=key, mask=mask)
 
     def draw(self, key: jax.Array | None, shape: tuple[int, ...], *, out_sharding=None) -> jax.Array | None:
-        """The random numbers that routing logits of `shape` [G, L, X] takes; None without a key, or for no use."""
+        """Draw the random numbers for logits of `shape` [G, L, X]; None without a key or if the rule takes none."""
         if key is None or self._numbers is None:
             return None
         return self._numbers(key, shape, out_sharding=out_sharding)
 
     def assign(self, logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array | None) -> Routing:
-        """The routing, with its random numbers given: nothing here looks beyond a group.
+        """Route the tokens of each group with given random numbers; groups are independent of each other.
 
         Raises:
             PlanError: the config names another router.
-            SpecError: logits or a mask have other shapes than it asks for.
+            SpecError: the shapes of logits or mask differ from the config's.
         """
         self._check(logits, config, mask)
         padded, logits, mask = mask is not None, finite(logits), every_token(logits, mask)
-        if padded:  # whose NaN would be NaN in gradients, where it is multiplied by 0
+        if padded:  # NaN in padding would be NaN in gradients: 0 · NaN
             logits = jnp.where(mask[..., None] | ~jnp.isnan(logits), logits, 0)
         routing, weight = self._rule(logits, config, draws, mask), config.z_coefficient
         routing = replace(routing, experts=config.experts, capacity=config.capacity(logits.shape[1]))
@@ -107,15 +107,15 @@ class Router:
 
 
 def router(name: str, numbers: Numbers | None = None) -> Callable[[Rule], Router]:
-    """Make a Router of the rule that this decorates, see there."""
+    """Decorate a rule to make it a `Router`."""
     return lambda rule: Router(rule, name, numbers)
 
 
 def one_per_token(key: jax.Array, shape: tuple[int, ...], *, out_sharding=None) -> jax.Array:
-    """Numbers in [0, 1): [G, L] for logits of `shape` [G, L, X]."""
+    """Draw one uniform number in [0, 1) per token: [G, L] for logits of `shape` [G, L, X]."""
     return jax.random.uniform(key, shape[:2], jnp.float32, out_sharding=out_sharding)
 
 
 def normal_per_logit(key: jax.Array, shape: tuple[int, ...], *, out_sharding=None) -> jax.Array:
-    """Numbers of the normal distribution: one for each of the logits of `shape` [G, L, X]."""
+    """Draw one standard normal number per logit of `shape` [G, L, X]."""
     return jax.random.normal(key, shape, jnp.float32, out_sharding=out_sharding)

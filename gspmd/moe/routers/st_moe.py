@@ -1,4 +1,4 @@
-"""The ST-MoE router: each token to its two best experts, with a loss on large logits."""
+"""The ST-MoE router: each token to its two best experts, with a z-loss on large logits."""
 
 import jax
 
@@ -10,7 +10,7 @@ from gspmd.moe.routers.rule import router
 
 @router("st-moe")
 def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) -> Routing:
-    """Send each token to its two most probable experts, as GShard does, but always, and keep the logits small.
+    """Send each token to its two most probable experts, both always, and penalise large logits.
 
         p = softmax(logits)    p1, e1, p2, e2 = top2(p)    gates p1/(p1 + p2), p2/(p1 + p2)    C = (2 L / X) · factor
         aux = α · X · Σ_i f_i · P_i, of first choices      α = config.aux_weight
@@ -36,9 +36,9 @@ def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) ->
     Source: Zoph et al., *ST-MoE: Designing Stable and Transferable Sparse Expert Models*, arXiv 2202.08906, §2, §3.3
     (z-loss, equations 5 and 6) and appendix A (load balance).
 
-    Differs: the paper's text weights by p, and its authors' public layer (Mesh TensorFlow, top-2) divides the two by
-    their sum, which is done here; `top-k` with renormalize = false is the other reading. Their layer can also leave out
-    a second expert by chance or by a threshold on its gate; here every token has both.
+    Differs: the paper's text weights by p; its authors' public layer (Mesh TensorFlow, top-2) divides both by their
+    sum, as here; for p itself use `top-k` with renormalize = false. Their layer can also drop a second expert at random
+    or by a threshold on its gate; here every token has both.
     """
     gates, expert, pair = best_pair(logits)
     losses = {"aux": config.aux_weight * load_balance(gates, expert[..., 0], mask)}

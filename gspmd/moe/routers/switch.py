@@ -11,7 +11,7 @@ from gspmd.moe.routers.rule import router
 
 @router("switch")
 def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) -> Routing:
-    """Send each token to its most probable expert, in the order of the tokens, while that expert has room.
+    """Send each token to its most probable expert, in the order of the tokens, while the expert has free slots.
 
         p = softmax(logits)          i = argmax p          gate = p_i          C = (L / X) · factor
         aux = α · X · Σ_i f_i · P_i                        α = config.aux_weight
@@ -19,7 +19,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) ->
     Args:
         logits: [G, L, X]; taken to float32.
         config: its capacity_factor and aux_weight are used.
-        key: not used: the jitter of this router is on its input, see `jittered`.
+        key: not used; the jitter of this router is on its input, see `jittered`.
         mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None when every token is real.
 
     Returns:
@@ -43,7 +43,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) ->
 
 
 def jittered(x: jax.Array, factor: jax.Array | None) -> jax.Array:
-    """The router's input in float32, multiplied by a factor drawn from U(1 − ε, 1 + ε) in training.
+    """Cast the router's input to float32, and multiply it by a factor drawn from U(1 − ε, 1 + ε) in training.
 
     Args:
         x: [G, L, E], of any dtype.

@@ -1,4 +1,4 @@
-"""The routers by the name that a config gives them."""
+"""The table of routers by name."""
 
 import jax
 
@@ -13,7 +13,7 @@ BY_NAME = {each.name: each for each in _ALL}
 
 
 def named(config: MoEConfig) -> Router:
-    """The router that the config names."""
+    """Return the router that the config names."""
     return BY_NAME[config.router]
 
 
@@ -32,8 +32,8 @@ def route(
         Routing of arrays [G, L, k].
 
     Raises:
-        PlanError: config is no MoEConfig, or key no key.
-        SpecError: logits or a mask of other shapes than the config asks for.
+        PlanError: config is not a MoEConfig, or key not a random key.
+        SpecError: the shapes of logits or mask differ from the config's.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The plain router of today's open models: each token to its k best experts."""
+"""The top-k router of Mixtral and other open models: each token to its k best experts."""
 
 import jax
 
@@ -10,7 +10,7 @@ from gspmd.moe.routers.rule import router
 
 @router("top-k")
 def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) -> Routing:
-    """Send each token to its k most probable experts, while there is room; with dispatch "dropless" there always is.
+    """Send each token to its k most probable experts while slots are free; dispatch "dropless" has no limit.
 
         p = softmax(logits)          e1 .. ek = topk(p)          C = (k L / X) · factor
         gates softmax(logits of e1 .. ek) = p / Σ p              with config.renormalize, as Mixtral
@@ -38,8 +38,8 @@ def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) ->
     Source: Jiang et al., *Mixtral of Experts*, arXiv 2401.04088, §2.1 (gates); Dai et al., *DeepSeekMoE*,
     arXiv 2401.06066, §3.3, equations 12 to 14 (loss), whose gates are the ones that are not renormalised.
 
-    Differs: Mixtral has no capacity, which is dispatch "dropless". Its paper states no loss; public code for it leaves
-    the factor 1/k out of f_i, so that balanced experts cost k · α.
+    Differs: Mixtral has no capacity: use dispatch "dropless". Its paper gives no loss; public code for it omits the
+    factor 1/k of f_i, so that balanced experts cost k · α.
     """
     probabilities = jax.nn.softmax(logits, axis=-1)
     expert = top_choices(logits, config.choices)

@@ -1,1 +1,1 @@
-"""What a run shows and leaves behind: metrics, events, tables, pictures."""
+"""The output of a run: metrics, events, tables, plots."""

@@ -1,4 +1,4 @@
-"""Figures of a run for TensorBoard: scalars, an event per layer, and a histogram per layer of experts."""
+"""TensorBoard events of a run: scalars, scalars per layer, and a histogram per layer of experts."""
 
 import socket
 import time
@@ -10,16 +10,16 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import histogram_raw, scalar
 
-# Between two writes to the disk, each of which waits for it.
+# Between two flushes, each of which waits for the disk.
 _SECONDS = 10
 
 
 class Events:
-    """Writes events to `<out>/events`, in the thread that asks: a disk that is full is told to whoever writes.
+    """Write events to `<out>/events`, in the calling thread, so that a full disk raises there.
 
     Args:
         out: the run's folder.
-        resumed_at: the step that the run goes on from; what was written after it is hidden.
+        resumed_at: the step that the run resumes from; later events are hidden.
     """
 
     def __init__(self, out: str | Path, resumed_at: int | None = None):
@@ -32,7 +32,7 @@ class Events:
             self._write(Event(step=resumed_at + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def add(self, step: int, name: str, value: np.ndarray) -> None:
-        """Adds a figure of a step: a scalar, [layers], or [layers, X], as `Metrics.write` has it."""
+        """Add a figure of a step: a scalar, [layers], or [layers, X], as for `Metrics.write`."""
         if value.ndim == 0:
             self._add(step, scalar(name, float(value)))
             return
@@ -44,7 +44,7 @@ class Events:
                 self._add(step, histogram_raw(f"{name}/layer_{layer}", **_buckets(of_layer)))
 
     def close(self) -> None:
-        """Ends the file."""
+        """Close the file."""
         self._file.close()
 
     def _add(self, step: int, summary: Any) -> None:

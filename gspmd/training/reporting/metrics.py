@@ -1,4 +1,4 @@
-"""Figures of a run: one JSON object per step, TensorBoard events, and a progress bar."""
+"""Metrics of a run: one JSON object per step, TensorBoard events, and a progress bar."""
 
 import json
 import math
@@ -21,30 +21,30 @@ _LINES = 20
 
 
 class Metrics:
-    """Writes every step's figures to `<out>/metrics.jsonl` and `<out>/events`, each line flushed.
+    """Write every step's figures to `<out>/metrics.jsonl` and `<out>/events`, flushing each line.
 
     Args:
         out: the run's folder.
-        resumed_at: the step of the checkpoint that the run goes on from; what was written after it is dropped.
+        resumed_at: the step that the run resumes from; later figures are dropped.
     """
 
     def __init__(self, out: str | Path, *, resumed_at: int | None = None):
         path, beside = Path(out) / _FILE, Path(out) / f"{_FILE}.tmp"
         kept = [] if resumed_at is None else [row for row in read(out) if "loss" in row and row["step"] <= resumed_at]
-        # Whole before it takes the old one's place: a disk that is full now costs no figures.
+        # Complete before it replaces the old file, so that a full disk loses no figures.
         beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         beside.replace(path)
         self._file = path.open("a", encoding="utf-8")
         self._events = Events(out, resumed_at)
 
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Adds one object, and events.
+        """Add one object, and events.
 
         Args:
             step: the step's number.
-            figures: scalars, each an event; [layers], an event per layer; [layers, X], a histogram per layer, in which
-                bucket i holds what belongs to expert i, and an event of the largest times X, which is 1 when balanced.
-                In the file arrays are lists.
+            figures: scalars, each an event; [layers], an event per layer; [layers, X], a histogram per layer with
+                bucket i for expert i, and an event of the largest value times X, which is 1 if balanced. Arrays are
+                lists in the file.
         """
         row = {"step": step, **{name: _plain(value) for name, value in figures.items()}}
         self._file.write(json.dumps(row) + "\n")
@@ -61,15 +61,15 @@ class Metrics:
             try:
                 each.close()
             except OSError:
-                if error is None:  # else it has been told why
+                if error is None:  # else the earlier error says why
                     raise
 
 
 def read(out: str | Path) -> list[dict[str, Any]]:
-    """The objects of `<out>/metrics.jsonl`; a last line cut short by a crash is left out.
+    """Read the objects of `<out>/metrics.jsonl`, without an incomplete last line.
 
     Raises:
-        ConfigError: another line is no object with a step.
+        ConfigError: another line is not an object with a step.
     """
     path = Path(out) / _FILE
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
@@ -91,7 +91,7 @@ def _object(line: str) -> dict[str, Any] | None:
 
 
 class Display:
-    """A progress bar with loss, bits per byte, tokens per second and the time that is left."""
+    """A progress bar with loss, bits per byte, tokens per second and remaining time."""
 
     def __init__(self, console: Console, steps: int, done: int = 0):
         self._console, self._steps, self._began, self._done = console, steps, time.monotonic(), done
@@ -108,7 +108,7 @@ class Display:
         self._task = self._bar.add_task("", total=steps, completed=done, loss="–", bits="–", rate="–")
 
     def update(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Shows a step's figures."""
+        """Show the figures of a step."""
         loss, bits = f"{figures['loss']:.3f}", f"{figures['bits_per_byte']:.3f}"
         self._pace = 0.9 * (self._pace or figures["tokens_per_second"]) + 0.1 * figures["tokens_per_second"]
         rate = f"{self._pace:,.0f}"
@@ -127,7 +127,7 @@ class Display:
 
 
 def _plain(value: Any) -> Any:
-    """A number, or nested lists of numbers; None for what JSON cannot say."""
+    """Convert to a number or nested lists; None for what JSON cannot represent."""
     if value is None:
         return None
     if np.ndim(value):

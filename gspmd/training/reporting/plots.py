@@ -1,4 +1,4 @@
-"""Pictures of a run: the loss curve, and the load of every expert over the steps."""
+"""Plots of a run: the loss curve, and the load of every expert over the steps."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,14 +14,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 _INK, _MUTED, _FAINT, _BLUE, _RED, _GREEN = "#22272e", "#57606a", "#d8dee6", "#1f6feb", "#d1495b", "#2a9d68"
-# Of a heat map: more columns than this are narrower than a reader sees.
+# The most columns of a heat map: more would be too narrow to see.
 _COLUMNS = 240
-# Of a label's height and the space above it, as a share of the axes.
+# The height of a label and the space above it, as a share of the axes.
 _LABEL = 0.055
 
 
 def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "") -> None:
-    """Draws bits per byte over the steps, with the held-out figures and gzip's; each curve's end says what it is.
+    """Draw bits per byte over the steps, for training, held-out text and gzip, each curve labelled at its end.
 
     Args:
         rows: objects of metrics.jsonl.
@@ -48,7 +48,7 @@ def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "")
     axes.set_xlabel("step", color=_INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0.01)
-    # The first steps stand far above all others; what matters happens below.
+    # The first steps are far above all others: clip them.
     if len(bits) > 20:
         top = min(bits.max(), 2.2 * np.median(bits))
         floor = min(bits.min(), *(value for value, *_ in ends))
@@ -58,7 +58,7 @@ def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "")
 
 
 def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Writes what each curve is, and its last value, behind its end; labels that would overlap move apart."""
+    """Label each curve at its end with its name and last value; overlapping labels are moved apart."""
     low, high = axes.get_ylim()
     heights = _apart([(value - low) / (high - low) for value, *_ in ends], _LABEL)
     for (value, what, color), height in zip(ends, heights, strict=True):
@@ -66,7 +66,7 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def _apart(heights: Sequence[float], gap: float) -> list[float]:
-    """The heights, from 0 to 1, moved so that each stands by a gap above the one below it: as far up as down."""
+    """Move heights in [0, 1] apart, up and down equally, so that neighbours differ by at least `gap`."""
     order = sorted(range(len(heights)), key=heights.__getitem__)
     up, down = list(heights), list(heights)
     for below, above in pairwise(order):
@@ -77,11 +77,11 @@ def _apart(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def expert_load(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "") -> bool:
-    """Draws each expert's load over the steps, one panel for each layer of experts; above it, how the layer ended.
+    """Draw each expert's load over the steps, one panel per layer, titled with the layer's last figures.
 
     Args:
-        rows: objects of metrics.jsonl; their `load` is [layers, X], the share of choices that each expert was sent.
-            `dropped`, `entropy` and `confidence`, [layers], are written where they are.
+        rows: objects of metrics.jsonl; their `load` is [layers, X], the share of choices sent to each expert.
+            `dropped`, `entropy` and `confidence`, [layers], are in the titles if present.
         path: the PNG to write.
         name: of the run, for the title.
 
@@ -113,7 +113,7 @@ def expert_load(rows: Sequence[dict[str, Any]], path: str | Path, name: str = ""
 
 
 def _binned(loaded: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """Edges of the columns, in steps, and the mean load in each: [columns + 1] and [columns, layers, X]."""
+    """The edges of columns in steps, [columns + 1], and the mean load in each, [columns, layers, X]."""
     steps, load = np.array([row["step"] for row in loaded]), np.array([row["load"] for row in loaded], float)
     starts = np.unique(np.linspace(0, len(steps), min(len(steps), _COLUMNS) + 1).astype(int))[:-1]
     counts = np.diff([*starts, len(steps)])
@@ -122,7 +122,7 @@ def _binned(loaded: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _heat(axes: Axes, edges: np.ndarray, shares: np.ndarray) -> QuadMesh:
-    """One panel of shares [X, columns], twice an equal share as far from it as half of one."""
+    """Draw one panel of shares [X, columns], with a logarithmic scale around the equal share."""
     experts = len(shares)
     mesh = axes.pcolormesh(
         edges, np.arange(experts + 1) - 0.5, np.maximum(shares, 1e-9), cmap="RdBu_r", norm=LogNorm(0.25, 4)
@@ -139,7 +139,7 @@ def _heat(axes: Axes, edges: np.ndarray, shares: np.ndarray) -> QuadMesh:
 
 
 def _ending(loaded: Sequence[dict[str, Any]], layer: int) -> str:
-    """What a layer's other figures came to, the mean over the last tenth of the steps."""
+    """A layer's other figures, averaged over the last tenth of the steps."""
     last = loaded[-max(1, len(loaded) // 10) :]
     said = []
     for name, text in (
@@ -173,9 +173,9 @@ def _title(axes: Axes, title: str, name: str) -> None:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """A mean over about a fiftieth of the curve to either side: the middle of a straight line fitted to it.
+    """Smooth by local linear regression over about a fiftieth of the curve to either side.
 
-    A plain mean, or an exponential one, lags behind a curve that falls and is biased at its ends; a line does neither.
+    Unlike a moving or an exponential average, it neither lags behind a falling curve nor is biased at the ends.
     """
     width = len(values) // 50
     if not width:

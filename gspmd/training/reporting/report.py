@@ -1,4 +1,4 @@
-"""What a run says to its reader: a header, tables before the first step, pictures and a sample at the end."""
+"""Console output of a run: header, tables before the first step, plots and a text sample at the end."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from gspmd.training.reporting import metrics, plots, tables
 
 
 def header(console: Console, lines: Mapping[str, str]) -> None:
-    """A panel of names and facts."""
+    """Print a panel of names and values."""
     grid = Table.grid(padding=(0, 2))
     for name, fact in lines.items():
         grid.add_row(f"[dim]{name}", escape(fact))
@@ -22,14 +22,14 @@ def header(console: Console, lines: Mapping[str, str]) -> None:
 
 
 def show_tensors(console: Console, title: str, placed: tables.Placed, mesh: Any, dtype: str = "float32") -> None:
-    """Every tensor's spec, and its shape and bytes on one device.
+    """Print every tensor's spec, and its shape and bytes on one device.
 
     Args:
         console: where to print.
         title: what the tensors are.
         placed: a spec and a global shape by name.
-        mesh: the mesh that they stand on.
-        dtype: of all but token ids, which are int32, and logits, which are float32.
+        mesh: their mesh.
+        dtype: of all but token ids (int32) and logits (float32).
     """
     narrow = jnp.dtype(dtype).itemsize
     itemsize = {name: 4 if name in ("embedding.tokens", "output.logits") else narrow for name in placed}
@@ -37,13 +37,13 @@ def show_tensors(console: Console, title: str, placed: tables.Placed, mesh: Any,
 
 
 def finish(console: Console, out: Path, name: str, prompt: str, sample: Callable[[], str] | None) -> None:
-    """Draws the pictures, and writes and prints generated text.
+    """Draw the plots, and write and print generated text.
 
     Args:
         console: where to print.
         out: the run's folder.
-        name: of the run, for the pictures.
-        prompt: the part of the text that was given.
+        name: of the run, for the plots.
+        prompt: the beginning of the text.
         sample: generates the text, prompt included; None for no sample.
     """
     rows = metrics.read(out)

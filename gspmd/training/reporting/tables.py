@@ -1,4 +1,4 @@
-"""The table printed before the first step: where every tensor stands, one row for those that stand alike."""
+"""The table of specs, shapes and bytes printed before the first step; similar tensors share a row."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from gspmd.display.units import amount_of_bytes
 
 Placed = Mapping[str, tuple[Spec, tuple[int, ...]]]
 
-# A narrow terminal leaves shapes out; names, specs and bytes are always there.
+# A narrow terminal omits shapes; names, specs and bytes are always printed.
 _COLUMNS = (
     Column("tensor"),
     Column("spec"),
@@ -23,7 +23,7 @@ _COLUMNS = (
 
 
 def tensors(title: str, placed: Placed, mesh: Mapping[str, int], itemsize: int | Mapping[str, int] = 4) -> Sheet:
-    """A row for every tensor, or for several that stand alike: spec, shape on one device, and the bytes of that.
+    """Build a row per tensor, or per group of similar ones: spec, shape on one device, and its bytes.
 
     Args:
         title: what the tensors are.
@@ -44,7 +44,7 @@ def tensors(title: str, placed: Placed, mesh: Mapping[str, int], itemsize: int |
 
 @dataclass(frozen=True)
 class _Row:
-    """Tensors that stand alike: `blocks.{0,1}.attention.{w_k,w_v}`."""
+    """Tensors of one spec and shape: `blocks.{0,1}.attention.{w_k,w_v}`."""
 
     names: tuple[str, ...]
     spec: Spec
@@ -52,13 +52,13 @@ class _Row:
 
     @property
     def name(self) -> str:
-        """The names as one, in which parts that differ stand in braces."""
+        """The names as one, with the parts that differ in braces."""
         parts = zip(*(name.split(".") for name in self.names))
         return ".".join(map(_braced, parts))
 
 
 def _alike(placed: Placed) -> list[_Row]:
-    """The rows: of every part and every spec and shape, the tensors that a name with braces stands for exactly."""
+    """Group the tensors of one spec and shape whose names expand from one name with braces."""
     names = list(placed)
     rows = [_Row((name,), *placed[name]) for name in names]
     for position in (-1, -2, 1):
@@ -67,7 +67,7 @@ def _alike(placed: Placed) -> list[_Row]:
 
 
 def _joined(rows: Sequence[_Row], position: int) -> list[_Row]:
-    """The rows, those joined that stand alike and whose names differ in one place only."""
+    """Join rows of one spec and shape whose names differ in one position only."""
     groups: dict[tuple, list[_Row]] = {}
     for row in rows:
         groups.setdefault((row.spec, row.shape, *_without(row, position)), []).append(row)
@@ -75,7 +75,7 @@ def _joined(rows: Sequence[_Row], position: int) -> list[_Row]:
 
 
 def _without(row: _Row, position: int) -> tuple:
-    """A row's name less one of its places, as a key; the whole name where it has no such place."""
+    """The row's name without the part at a position, as a key; the whole name if it has no such position."""
     parts = row.name.split(".")
     if not -len(parts) <= position < len(parts):
         return position, row.name

@@ -1,0 +1,30 @@
+"""The platform of a program, and all tuning for CPUs: the host devices that stand in for accelerators."""
+
+import jax
+
+BLOCKS = (256, 64)
+"""CPUs only: an expert's rows are cut into as many blocks of 256 rows as there are, and the rest into blocks of 64.
+
+Every product reads all weights of its expert, so blocks are large; rows computed beyond the end of an expert are
+wasted, so the last blocks are small. On two CPU cores, 256 and then 64 rows took 1.1 to 1.25 times as long as one dense
+product of all rows, 128 alone 1.3 to 2 times.
+"""
+
+
+def current_platform() -> str:
+    """The platform of the mesh in force, "cpu", "gpu" or "tpu"; without a mesh, that of JAX's default devices.
+
+    A mesh of an offline topology has the platform of the machine it describes, not of the one that compiles.
+
+    Example:
+        >>> current_platform() in ("cpu", "gpu", "tpu")
+        True
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    name = device.platform if device is not None else jax.default_backend()
+    return "gpu" if name in ("cuda", "rocm") else name
+
+
+def grouped_form() -> str:
+    """The fastest form of a grouped product: "blocks" on CPUs, whose `lax.ragged_dot` is dense; "ragged" elsewhere."""
+    return "blocks" if current_platform() == "cpu" else "ragged"
