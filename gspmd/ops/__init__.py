@@ -3,12 +3,30 @@
 `gspmd.einsum` and `gspmd.reshard` stand in this room too, and are names of the package itself.
 """
 
-from gspmd.ops._argmax import argmax
-from gspmd.ops._attention import attention
-from gspmd.ops._cross_entropy import cross_entropy
-from gspmd.ops._embedding import embed
-from gspmd.ops._global_norm import global_norm
-from gspmd.ops._norm import rms_norm
-from gspmd.ops._softmax import logsumexp, softmax
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gspmd.ops._argmax import argmax
+    from gspmd.ops._attention import attention
+    from gspmd.ops._cross_entropy import cross_entropy
+    from gspmd.ops._embedding import embed
+    from gspmd.ops._global_norm import global_norm
+    from gspmd.ops._norm import rms_norm
+    from gspmd.ops._softmax import logsumexp, softmax
 
 __all__ = ["argmax", "attention", "cross_entropy", "embed", "global_norm", "logsumexp", "rms_norm", "softmax"]
+
+# Each is imported when it is asked for: an einsum needs none of them.
+_HOMES = {"embed": "_embedding", "logsumexp": "_softmax", "rms_norm": "_norm"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'gspmd.ops' has no attribute {name!r}", name=name)
+    globals()[name] = found = getattr(import_module(f"gspmd.ops.{_HOMES.get(name, '_' + name)}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
