@@ -1,13 +1,14 @@
-"""An operand that JAX may not take for the same at every step of a loop, so that the loop computes with it anew.
+"""Keep an equation whose result is a partial sum from being hoisted out of a loop.
 
-When a loop is differentiated, JAX 0.10.2 computes before the loop what no step changes, and hands it in as a constant.
-A partial sum that enters so is counted wrongly (docs/compiler.md), so an equation that leaves one has to stay inside.
+When a loop is differentiated, JAX 0.10.2 hoists what is loop-invariant: it is computed before the loop and handed in
+as a constant. A partial sum that enters a loop so is counted wrongly (docs/compiler.md), so its equation has to stay
+inside.
 
-What JAX takes out it finds by partial evaluation: it evaluates the body with the loop's constants known and everything
-else unknown, and takes out what is known. So an operand of such an equation passes through an operation of ours whose
-result is unknown. By partial evaluation JAX also parts what is differentiated from its tangents, and there the same
-result has to be known. The operation says itself which of the two is meant, for JAX keeps what it finds of a called
-program, whoever called it: differentiation writes it as `known`, and parting takes that off again.
+JAX finds what to hoist by partial evaluation: it evaluates the loop's body with the constants known and everything else
+unknown, and hoists what is known. So an operand of such an equation passes through the primitive below, whose result is
+unknown. But JAX also separates primals from tangents by partial evaluation, and there the same result has to be known.
+The primitive itself says which of the two is meant, since JAX caches the jaxprs of called functions whoever calls them:
+its JVP rule writes `known=True`, and the partial evaluation of the JVP takes that off again.
 """
 
 import sys
@@ -18,27 +19,33 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-ANEW = "gspmd_anew"
+NEVER_HOISTED = "gspmd_anew"
 
 
-def anew(x: jax.Array) -> jax.Array:
-    """The same array; what is computed from it stays in the loop in which it stands, and is computed at every step."""
-    return _anew.bind(x, known=False)
+def never_hoisted(x: jax.Array) -> jax.Array:
+    """The same array; what is computed from it stays in its loop, and is computed at every step."""
+    return _never_hoisted.bind(x, known=False)
 
 
-_anew = Primitive(ANEW)
-_anew.def_impl(lambda x, *, known: x)
-_anew.def_abstract_eval(lambda x, *, known: x)
-mlir.register_lowering(_anew, lambda _, x, *, known: [x])
-ad.primitive_jvps[_anew] = lambda primals, tangents, *, known: (_anew.bind(*primals, known=True), tangents[0])
-batching.primitive_batchers[_anew] = lambda xs, dims, *, known: (_anew.bind(*xs, known=known), dims[0])
+_never_hoisted = Primitive(NEVER_HOISTED)
+_never_hoisted.def_impl(lambda x, *, known: x)
+_never_hoisted.def_abstract_eval(lambda x, *, known: x)
+mlir.register_lowering(_never_hoisted, lambda _, x, *, known: [x])
+ad.primitive_jvps[_never_hoisted] = lambda primals, tangents, *, known: (
+    _never_hoisted.bind(*primals, known=True),
+    tangents[0],
+)
+batching.primitive_batchers[_never_hoisted] = lambda xs, dims, *, known: (
+    _never_hoisted.bind(*xs, known=known),
+    dims[0],
+)
 
 
 def _evaluated(trace: Any, x: Any, *, known: bool) -> Any:
     """The rule of partial evaluation; the trace is JAX's, and so is what it makes of a value that is not known yet."""
     if known and x.is_known():
-        return trace.new_const(anew(x.pval.get_known()))
-    return trace.default_process_primitive(_anew, [trace.instantiate_const(x)], {"known": known})
+        return trace.new_const(never_hoisted(x.pval.get_known()))
+    return trace.default_process_primitive(_never_hoisted, [trace.instantiate_const(x)], {"known": known})
 
 
 def _evaluated_in_checkpoint(saveable: Any, unknown: list[bool], there: list[bool], equation: Any) -> tuple:
@@ -66,5 +73,5 @@ def _is_all_known() -> bool:
     return False
 
 
-pe.custom_partial_eval_rules[_anew] = _evaluated
-pe.partial_eval_jaxpr_custom_rules[_anew] = _evaluated_in_checkpoint
+pe.custom_partial_eval_rules[_never_hoisted] = _evaluated
+pe.partial_eval_jaxpr_custom_rules[_never_hoisted] = _evaluated_in_checkpoint

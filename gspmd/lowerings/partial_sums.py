@@ -1,7 +1,7 @@
-"""What JAX cannot do with a partial sum: done in another way, or refused.
+"""What JAX cannot do with a partial sum: work around it, or refuse.
 
-Under JAX 0.10.2 an unreduced array cannot be stacked, so that a loop cannot keep it for its gradient, and `vmap` cannot
-look at its type (docs/compiler.md). What is wrong with one as a constant of a loop, `anew` keeps from happening.
+Under JAX 0.10.2 an unreduced array cannot be stacked, so that a loop cannot keep it as a residual, and `vmap` cannot
+look at its type (docs/compiler.md). As a constant of a loop it is counted wrongly, which `hoisting` prevents.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from gspmd.annotate.errors import PlanError
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Stored:
-    """A partial sum, as an array that has a dimension of summands for each axis: no device sends anything for that."""
+    """A partial sum as an array with a dimension of summands for each of its axes, which takes no communication."""
 
     lifted: jax.Array
     partition: jax.P = field(metadata={"static": True})
 
 
 def storable(forward: Callable, backward: Callable) -> tuple[Callable, Callable]:
-    """The two rules of a `jax.custom_vjp`, with residuals that a loop can stack.
+    """Make the two rules of a `jax.custom_vjp` keep residuals that a loop can stack.
 
     Args:
         forward: from arrays to (results, residuals).
@@ -72,7 +72,7 @@ def _restored(x: Any) -> jax.Array:
 
 
 def unbatched(f: Callable, ins: Any, outs: Any) -> Callable:
-    """A shard_map that, where there are partial sums, refuses `vmap` and says what to write instead."""
+    """Refuse `vmap` of a shard_map whose operands or results are partial sums, and say what to write instead."""
     partitions = jax.tree.leaves((ins, outs), is_leaf=_is_partition)
     axes = sorted({axis for partition in partitions for axis in (*partition.unreduced, *partition.reduced)})
     if not axes:

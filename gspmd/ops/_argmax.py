@@ -30,7 +30,7 @@ def argmax(logits: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
 
     Raises:
         SpecError: the spec does not fit the array or the mesh, or lacks the dimension.
-        PlanError: `logits` owe a partial sum.
+        PlanError: `logits` are a partial sum.
 
     Example:
         >>> import gspmd

@@ -137,7 +137,7 @@ class _Core:
         return self.key.with_axes(head, (*self.key.axes_of(head), *self.share.sliced))
 
     @property
-    def owed(self) -> Spec:
+    def partial_key(self) -> Spec:
         """The gradient of the keys as each device computes it."""
         return self.used.with_partial((*self.share.common, *self.share.spread))
 
@@ -273,7 +273,7 @@ def _value(core: _Core, shape: tuple[int, ...], width: int, ctx: Context):
 @lru_cache(maxsize=1024)
 def _gradient(core: _Core, shape: tuple[int, ...], width: int, ctx: Context):
     bring = {name: _chain(core.key, core.used, shape, width, ctx, name) for name in ("key", "value")}
-    home = {f"d_{name}": _chain(core.owed, core.key, shape, width, ctx, f"gradient of {name}") for name in bring}
+    home = {f"d_{name}": _chain(core.partial_key, core.key, shape, width, ctx, f"gradient of {name}") for name in bring}
     chains = Chains(ctx.mesh, **bring, **home)
 
     def body(g, q, k, v, *more):

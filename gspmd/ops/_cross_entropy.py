@@ -41,7 +41,7 @@ def cross_entropy(
 
     Raises:
         SpecError: the spec does not fit the array or the mesh, or labels or mask have another shape.
-        PlanError: `logits` owe a partial sum.
+        PlanError: `logits` are a partial sum.
 
     Example:
         >>> import gspmd

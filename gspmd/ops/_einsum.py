@@ -35,9 +35,9 @@ def einsum(
             `gspmd.lowering`, which says what they are.
         via: the specs that the operands are brought to before the local einsum.
         wire_dtype: dtype of everything that crosses the wire; by default that of the operand, or of the result, that
-            does. Floating numbers alone may travel in another dtype, a floating one: what is narrower rounds, float16
-            overflows beyond 65504, and the 8-bit ones (e4m3fn beyond 448) keep two or three bits of a number. Not under
-            lowering `"xla"`.
+            does. Only floating-point numbers may cross it in another dtype, a floating-point one: narrower ones round,
+            float16 overflows beyond 65504, and 8-bit ones (e4m3fn beyond 448) keep two or three bits of a number. Not
+            under lowering `"xla"`.
         precision: of the local products, as in `jax.lax.dot`.
         preferred_element_type: dtype of the result; by default the operands' joint dtype, by JAX's rules. Local
             products accumulate in float32 (int32 for integers) either way; partial sums cross the wire in the dtype of
@@ -86,12 +86,12 @@ def einsum(
         else:
             refuse_elsewhere(x, spec, doing)
     if any(spec.partial for spec in equation.outputs):
-        from gspmd.lowerings.hoisting import anew
+        from gspmd.lowerings.hoisting import never_hoisted
 
         # Outside of the program, which JAX takes out of a loop whole where it is not differentiated. Every result has a
         # product of the first operand, or of a member of it.
         first = len(equation.operands[0].specs)
-        flat[:first] = map(anew, flat[:first])
+        flat[:first] = map(never_hoisted, flat[:first])
     results = program(*flat)
     return tuple(results) if equation.group else results[0]
 

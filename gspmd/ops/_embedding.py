@@ -24,11 +24,11 @@ from gspmd.planner.steps import Step, total_cost
 
 
 def embed(ids: jax.Array, table: jax.Array, equation: str | Equation) -> jax.Array:
-    """The rows of a table that ids name: table[ids].
+    """Look up the rows of a table by ids: table[ids].
 
-    Each mesh axis may shard, while rows are looked up, the tokens, the vocabulary (rows found elsewhere are zero and a
-    sum is owed), the row itself, or nothing; the cheapest is taken, in seconds, then bytes, then number of steps. The
-    gradient of the table is planned in the same way by itself.
+    Each mesh axis may shard, while rows are looked up, the tokens, the vocabulary (rows found elsewhere are zero, and
+    the result is a partial sum), the row itself, or nothing. The cheapest is taken: in seconds, then bytes, then number
+    of steps. The gradient of the table is planned in the same way by itself.
 
     Args:
         ids: [B, L] integers, or any shape.
@@ -40,7 +40,7 @@ def embed(ids: jax.Array, table: jax.Array, equation: str | Equation) -> jax.Arr
 
     Raises:
         SpecError: the equation is no lookup, or a spec does not fit its array or the mesh.
-        PlanError: something owes a partial sum, or no division of the work over the mesh is even.
+        PlanError: an operand or the result is a partial sum, or no division of the work over the mesh is even.
 
     Example:
         >>> import gspmd
@@ -66,7 +66,7 @@ def embed(ids: jax.Array, table: jax.Array, equation: str | Equation) -> jax.Arr
 
 @dataclass(frozen=True)
 class Lookup:
-    """Where ids, table and rows lie, as given or while the lookup runs (then rows may owe a sum)."""
+    """Where ids, table and rows lie, as given or while the lookup runs (then rows may be a partial sum)."""
 
     ids: Spec
     table: Spec
@@ -78,8 +78,8 @@ class Lookup:
         return self.table.axes[0]
 
     @property
-    def owed_by_table(self) -> Spec:
-        """The table's gradient as each device computes it: tokens of others are still to be added."""
+    def partial_table(self) -> Spec:
+        """The table's gradient as each device computes it: a partial sum over the mesh axes of the tokens."""
         return self.table.with_partial(tuple(axis for axes in self.ids.axes for axis in axes))
 
     def __str__(self) -> str:
@@ -170,7 +170,7 @@ def _backward_route(given: Lookup, division: Lookup, bring: Callable, id_bytes: 
     return Route(
         division,
         bring(given.ids, division.ids, itemsize=id_bytes, operand="ids"),
-        bring(division.owed_by_table, given.table, itemsize=row_bytes, operand="gradient of table"),
+        bring(division.partial_table, given.table, itemsize=row_bytes, operand="gradient of table"),
         bring(given.rows, division.rows.without_partial(), itemsize=row_bytes, operand="cotangent"),
     )
 

@@ -33,7 +33,7 @@ def global_norm(tree: Any, specs: Any) -> jax.Array:
 
     Raises:
         SpecError: the two trees differ, or a spec does not fit its array or the mesh.
-        PlanError: an array owes a partial sum.
+        PlanError: an array is a partial sum.
 
     Example:
         >>> import gspmd

@@ -36,7 +36,7 @@ def rms_norm(
 
     Raises:
         SpecError: a spec does not fit its array or the mesh, or the scale is not over x's last dimension.
-        PlanError: an operand owes a partial sum.
+        PlanError: an operand is a partial sum.
 
     Example:
         >>> import gspmd
@@ -82,7 +82,7 @@ class _Norm:
         return Spec(self.x.dims[-1:], self.x.axes[-1:])
 
     @property
-    def owed(self) -> Spec:
+    def partial_scale(self) -> Spec:
         """The scale's gradient as each device computes it."""
         return self.used.with_partial(tuple(axis for axes in self.x.axes[:-1] for axis in axes))
 
@@ -133,7 +133,7 @@ def _gradient(form: _Norm, shape: tuple[int, ...], ctx: Context):
     chains = Chains(
         ctx.mesh,
         along=settle(form.statistic, form.x.axes[-1], sizes, ctx, name="projection"),
-        scale=move(form.owed, form.scale, sizes, ctx.mesh, FLOAT32, ctx.chip, "gradient of scale"),
+        scale=move(form.partial_scale, form.scale, sizes, ctx.mesh, FLOAT32, ctx.chip, "gradient of scale"),
     )
 
     def body(x, inverse, scale, g):

@@ -1,4 +1,4 @@
-"""Logsumexp and softmax over a dimension, wherever that dimension lies: never gathered, only its statistics travel."""
+"""Logsumexp and softmax over a dimension that may be sharded: it is never gathered, only its statistics are sent."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ def logsumexp(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
 
     Raises:
         SpecError: the spec does not fit the array or the mesh, or lacks the dimension.
-        PlanError: `x` owes a partial sum.
+        PlanError: `x` is a partial sum.
 
     Example:
         >>> import gspmd
@@ -65,7 +65,7 @@ def softmax(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
 
     Raises:
         SpecError: the spec does not fit the array or the mesh, or lacks the dimension.
-        PlanError: `x` owes a partial sum.
+        PlanError: `x` is a partial sum.
 
     Example:
         >>> import gspmd

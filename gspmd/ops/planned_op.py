@@ -24,11 +24,11 @@ FLOAT32 = 4
 
 
 def read(doing: str, text: str | Spec, x: jax.Array, ctx: Context) -> Spec:
-    """The spec of an operand, which has to fit the array, owe no partial sum, and be open only to the compiler.
+    """The spec of an operand, which has to fit the array, be no partial sum, and be open only to the compiler.
 
     Raises:
         SpecError: the text is no spec, or does not fit the array or the mesh.
-        PlanError: it owes a partial sum, or leaves a dimension open while the collectives are planned.
+        PlanError: it is a partial sum, or leaves a dimension open while the collectives are planned.
     """
     spec = Spec.parse(text)
     spec.check(x.shape, ctx.mesh)

@@ -83,7 +83,7 @@ class Move:
 class Product:
     """The local einsum of one or two moved tensors, then `steps` to bring it to `spec`.
 
-    `einsum.after` is what the local einsum leaves, and may owe partial sums. A single tensor with nothing to sum passes
+    `einsum.after` is what the local einsum leaves, and may be a partial sum. A single tensor with nothing to sum passes
     through, and its einsum counts as no step.
     """
 

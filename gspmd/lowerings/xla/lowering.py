@@ -103,7 +103,7 @@ def _plain(
 
 
 def _product(specs, output: Spec, numbers, place: Places, lift: Lift, precision, dtype, *arrays) -> jax.Array:
-    """One product, accumulated in float32; a sum that only the result owes is cut out of a summed dimension."""
+    """One product, accumulated in float32; summands that only the result has are cut out of the operands."""
     pair = [lift.bring(spec, x, place.operands.get(n)) for spec, x, n in zip(specs, arrays, numbers)]
     for dim, axes in zip(output.dims, output.axes):
         if not any(dim in spec.dims for spec, _ in pair):

@@ -29,7 +29,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Lift:
-    """The mesh axes over which sums are owed somewhere in an equation, each with the letter of its summands."""
+    """The mesh axes of all partial sums in an equation, each with the letter of its summands."""
 
     letters: Mapping[str, str]
     mesh: Mapping[str, int]

@@ -1,7 +1,8 @@
 """A partial sum as a dimension: how lowering `xla` takes and leaves what no annotation can ask for.
 
-A sum that is owed over mesh axis x becomes a dimension of one summand per device along x: a relabelling without
-communication on either side of ordinary einsums. Gradients are ordinary einsums too, of cotangents that owe nothing.
+A partial sum over mesh axis x becomes an array with one more dimension, of one summand per device along x: a
+relabelling without communication on either side of ordinary einsums. Gradients are ordinary einsums too, of whole
+cotangents.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from gspmd.lowerings.xla.places import Lift, Places, pairs
 
 
 def summand_letters(specs: Sequence[Spec]) -> dict[str, str]:
-    """A letter that the equation does not use for every mesh axis over which a sum is owed."""
+    """A letter that the equation does not use for every mesh axis of a partial sum."""
     free = iter(sorted(set(ascii_uppercase) - {dim for spec in specs for dim in spec.dims}))
     return {axis: next(free) for axis in sorted({axis for spec in specs for axis in spec.partial})}
 
@@ -36,7 +37,7 @@ def lifted(spec: Spec, letters: Mapping[str, str]) -> Spec:
 
 
 def to_dimensions(spec: Spec, new: Spec, x: jax.Array) -> jax.Array:
-    """An array that owes sums, as one that has dimensions for them."""
+    """A partial sum, as an array with a dimension of summands for each of its mesh axes."""
     return _relabel(spec.partition_spec(), new.partition_spec(), len(spec.partial))(x) if spec.partial else x
 
 
@@ -84,7 +85,7 @@ def gradients(
         places: where the products have their operands and results.
         lift: the letters of the sums.
         arrays: the operands, lifted.
-        cotangents: of the results, whole: the cotangent of a sum that is owed is the same for every summand.
+        cotangents: of the results, whole: the cotangent of a partial sum is the same for every summand.
 
     Returns:
         In the operands' order, all outside of a shard_map: the compiler inserts the collectives.
