@@ -1,7 +1,7 @@
-"""Where the products of a travelling operand land: side by side, or added up."""
+"""The product of an operand whose chunks a ring brings: parts of the result side by side, or summands added up."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,72 +9,71 @@ import jax.numpy as jnp
 from gspmd.lowerings import target
 from gspmd.lowerings.looped.chunks import Region, RingTransfer, blank, part_of, put
 
-if TYPE_CHECKING:
-    from gspmd.lowerings.looped.executor import LoopedExecution
-
 
 class Accumulator:
-    """A product of a travelling operand, as its chunks arrive."""
+    """One product, as the chunks of one of its operands arrive.
 
-    def __init__(self, execution: "LoopedExecution", product: int, move: int, transfer: RingTransfer, other):
-        self.execution, self.number, self.move, self.transfer = execution, product, move, transfer
-        found = execution.routine.products[product]
-        self.dims = found.einsum.after.dims
-        self.other_dims = () if found.right is None else self._spec_of_other(found).dims
-        sizes = dict(zip(self.other_dims, () if other is None else other.shape))
+    What a chunk gives depends on the dimension that is cut into chunks: of a free one, a part of the result; of a
+    contracted one, a summand; of a batch one, a part of the result from a part of the other operand.
+
+    Args:
+        transfer: of the operand that comes in chunks.
+        other: the other operand, whole; None where there is none.
+        other_dims, dims: of that operand, and of the product.
+        multiply: (chunk, part of the other operand) to their local einsum.
+        stored: the dtype of a finished part; None where parts are still to be sent or added, which float32 is for.
+    """
+
+    def __init__(
+        self,
+        transfer: RingTransfer,
+        other: jax.Array | None,
+        other_dims: Sequence[str],
+        dims: Sequence[str],
+        multiply: Callable[[jax.Array, jax.Array | None], jax.Array],
+        stored: Any,
+    ):
+        self.transfer, self.other, self.other_dims, self.dims = transfer, other, other_dims, dims
+        self.multiply, self.stored = multiply, stored
+        sizes = dict(zip(other_dims, () if other is None else other.shape))
         sizes |= {dim: transfer.whole(dim) for dim in transfer.dims}
-        self.shape = tuple(sizes[dim] for dim in self.dims)
+        self.shape = tuple(sizes[dim] for dim in dims)
         looped = set(transfer.block({}))
         self.cut = looped | ({transfer.ring.split} if transfer.ring.split else set())
-        self.adds = any(dim not in self.dims for dim in self.cut)
-        self.placed = any(dim in self.dims for dim in looped)
+        self.adds = any(dim not in dims for dim in self.cut)
+        self.placed = any(dim in dims for dim in looped)
         self.latest: jax.Array | None = None
         self.result: jax.Array | None = None
         self.parts: dict[tuple, jax.Array] = {}
 
-    def _spec_of_other(self, found):
-        return found.einsum.other if found.left == self.move else found.einsum.before
-
-    def add(self, regions: Sequence[Region], chunks: Sequence[jax.Array], other: jax.Array | None) -> None:
-        """Multiply what has arrived together; as one product where they need the same of the other operand.
+    def add(self, regions: Sequence[Region], chunks: Sequence[jax.Array]) -> None:
+        """Multiply chunks that have arrived together; as one product where all need the same of the other operand.
 
         Not on host devices, which have no matrix unit to fill and would hold the chunks twice.
         """
-        shared = not any(dim in self.other_dims for dim in self.cut)
+        alike = not any(dim in self.other_dims for dim in self.cut)
         along = next((dim for dim in self.transfer.block({}) if dim in self.dims), None)
-        if len(chunks) > 1 and shared and along and not target.is_host():
+        if len(chunks) > 1 and alike and along and not target.is_host():
             at = self.transfer.dims.index(along)
-            together = self._multiply(jnp.concatenate(chunks, at), other)
+            together = self.multiply(jnp.concatenate(chunks, at), self.other)
             values = jnp.split(together, len(chunks), self.dims.index(along))
         else:
-            values = [self._multiply(x, self._part(other, region)) for x, region in zip(chunks, regions)]
+            values = [self.multiply(x, self._part_of_other(region)) for x, region in zip(chunks, regions)]
         for region, value in zip(regions, values):
-            self._land(region, value)
+            self._store(region, value)
 
-    def _part(self, other: jax.Array | None, region: Region) -> jax.Array | None:
-        return None if other is None else part_of(other, self.other_dims, region)
+    def _part_of_other(self, region: Region) -> jax.Array | None:
+        return None if self.other is None else part_of(self.other, self.other_dims, region)
 
-    def _multiply(self, chunk: jax.Array, other: jax.Array | None) -> jax.Array:
-        return self.execution.multiply(self.number, *self.execution.in_order(self.number, self.move, chunk, other))
-
-    def _land(self, region: Region, value: jax.Array) -> None:
+    def _store(self, region: Region, value: jax.Array) -> None:
         if not self.placed:  # nothing but static parts, each with its own sum
             key = tuple((dim, region[dim][0]) for dim in self.dims if dim in region)
             self.parts[key] = self.latest = self.parts[key] + value if key in self.parts else value
             return
         if self.result is None:
             start = jnp.zeros if self.adds else blank  # every place is written, but only added to where sums are
-            self.result = start(self.shape, self._dtype(value))
+            self.result = start(self.shape, value.dtype if self.adds or self.stored is None else self.stored)
         self.result = self.latest = put(self.result, self.dims, region, value, add=self.adds)
-
-    def _dtype(self, value: jax.Array):
-        """Sums are kept in float32; a finished part of a result that goes nowhere else is stored as the result is."""
-        execution = self.execution
-        output = execution.routine.outputs[execution.output_of(self.number)]
-        steps = execution.routine.products[self.number].steps or output.steps
-        if self.adds or steps or len(output.products) > 1:
-            return value.dtype
-        return execution.outputs[execution.output_of(self.number)].dtype
 
     def state(self):
         """What a loop carries: the product so far."""

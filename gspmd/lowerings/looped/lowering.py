@@ -2,7 +2,7 @@
 
 from gspmd.lowerings.blocking.lowering import passes
 from gspmd.lowerings.call import Call, Passes
-from gspmd.lowerings.looped.executor import LoopedExecution
+from gspmd.lowerings.looped.executor import LoopedExecutor
 
 
 def lower(call: Call) -> Passes:
@@ -10,6 +10,6 @@ def lower(call: Call) -> Passes:
     plan = call.plan
 
     def executor(routine, inputs, outputs, overlap):
-        return LoopedExecution(routine, inputs, outputs, plan.sizes, plan.mesh, call.precision, overlap)
+        return LoopedExecutor(routine, inputs, outputs, plan.sizes, plan.mesh, call.precision, overlap)
 
     return passes(call, executor)

@@ -7,7 +7,6 @@ from jax import lax
 
 from gspmd.lowerings import target
 from gspmd.lowerings.looped.accumulator import Accumulator
-from gspmd.lowerings.looped.chunks import Region
 from gspmd.lowerings.looped.rings import Hop
 from gspmd.lowerings.looped.stream import ChunkStream
 
@@ -17,13 +16,15 @@ permute is a copy and nothing is hidden, one: each wave more holds one more chun
 
 
 class RingLoop:
-    """The chunks of one operand on their way round one axis, multiplied as they come."""
+    """The chunks of one operand on their way round one axis, multiplied as they come.
 
-    def __init__(
-        self, streams: Sequence[ChunkStream], accumulators: Sequence[Accumulator], others: Sequence[jax.Array | None]
-    ):
-        self.accumulators, self.others = accumulators, others
-        self.transfer = streams[0].transfer
+    Attributes:
+        streams: with the direction of each; of schedule `paired`, every stream goes both ways.
+        waves: in how many steps the chunks arrive, but for the one of an even ring that comes from one side only.
+    """
+
+    def __init__(self, streams: Sequence[ChunkStream], accumulators: Sequence[Accumulator]):
+        self.accumulators, self.transfer = accumulators, streams[0].transfer
         self.paired = self.transfer.ring.schedule == "paired"
         self.streams = [(stream, stream.sign) for stream in streams]
         if self.paired:
@@ -33,22 +34,19 @@ class RingLoop:
         self.waves = (self.size - 1) // (2 if self.paired else 1)
 
     def run(self) -> None:
-        """Multiply every chunk: a device's own, those of every wave, and the one that comes one way only."""
+        """Multiply every chunk: a device's own, those of every wave, and the one that comes from one side only."""
         own = [stream.arrived[0] for stream, _ in self.streams]
         chunks = self._send(own)
         for (stream, _), chunk in list(zip(self.streams, own))[: 1 if self.paired else None]:
             self._multiply([stream], [0], [chunk])
         ahead = chunks[0] if self.waves == 0 else None
+        even = self.paired and self.size % 2 == 0
         if self.waves:
             chunks = self._all_but_the_last(chunks)
-            ahead = self._send(chunks)[0] if self._even() else None
+            ahead = self._send(chunks)[0] if even else None
             self._wave(self.waves, chunks)
-        if self._even():
+        if even:
             self._multiply([self.streams[0][0]], [self.waves + 1], [ahead])
-
-    def _even(self) -> bool:
-        """Whether the chunk from the other side of the ring comes one way only."""
-        return self.paired and self.size % 2 == 0
 
     def _all_but_the_last(self, chunks: Sequence[jax.Array]) -> Sequence[jax.Array]:
         each = UNROLLED if self.waves > 2 * UNROLLED and not target.is_host() else 1
@@ -59,16 +57,17 @@ class RingLoop:
             self._load(states)
             for place in range(each):
                 chunks = self._step(1 + number * each + place, chunks)
-            return chunks, [accumulator.state() for accumulator in self.accumulators]
+            return chunks, self._states()
 
         if count:
-            chunks, states = lax.fori_loop(
-                0, count, body, (chunks, [accumulator.state() for accumulator in self.accumulators])
-            )
+            chunks, states = lax.fori_loop(0, count, body, (chunks, self._states()))
             self._load(states)
         for place in range(left):
             chunks = self._step(1 + count * each + place, chunks)
         return chunks
+
+    def _states(self) -> list:
+        return [accumulator.state() for accumulator in self.accumulators]
 
     def _load(self, states: Sequence) -> None:
         for accumulator, state in zip(self.accumulators, states):
@@ -81,9 +80,8 @@ class RingLoop:
 
     def _send(self, chunks: Sequence[jax.Array]) -> list[jax.Array]:
         """Everything one place on."""
-        return [
-            self.transfer.send(chunk, Hop(0, self.axis, sign, (), 0)) for (_, sign), chunk in zip(self.streams, chunks)
-        ]
+        hops = [Hop(0, self.axis, sign, (), 0) for _, sign in self.streams]
+        return [self.transfer.send(chunk, hop) for hop, chunk in zip(hops, chunks)]
 
     def _wave(self, wave, chunks: Sequence[jax.Array]) -> None:
         """Multiply what has come so many places; from both sides together, if it has."""
@@ -95,6 +93,6 @@ class RingLoop:
             self._multiply([stream], [sign * wave], [chunk])
 
     def _multiply(self, streams: Sequence[ChunkStream], places: Sequence, chunks: Sequence[jax.Array]) -> None:
-        regions: list[Region] = [stream.region({self.axis: place}) for stream, place in zip(streams, places)]
-        for accumulator, other in zip(self.accumulators, self.others):
-            accumulator.add(regions, [stream.unpacked(chunk) for stream, chunk in zip(streams, chunks)], other)
+        regions = [stream.region({self.axis: place}) for stream, place in zip(streams, places)]
+        for accumulator in self.accumulators:
+            accumulator.add(regions, [stream.unpacked(chunk) for stream, chunk in zip(streams, chunks)])

@@ -1,4 +1,4 @@
-"""One part of a travelling operand on its way round, one permute after the other."""
+"""The chunks of an operand as a ring brings them, one permute after the other, and the products of each wave."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -7,18 +7,19 @@ from typing import Any
 import jax
 from jax import lax
 
+from gspmd.lowerings.looped.accumulator import Accumulator
 from gspmd.lowerings.looped.chunks import Region, RingTransfer, collect, part_of
 from gspmd.lowerings.looped.rings import Offset, Part
 
 
 class ChunkStream:
-    """A part's chunks as they arrive, wave by wave.
+    """The chunks of one part of an operand, wave by wave.
 
     Args:
-        journey: of the operand.
+        transfer: of the operand.
         shard: what this device has of it, in the dtype on the wire.
         dtype: that the operand has otherwise.
-        part: which way it goes.
+        part: its order of mesh axes, and its direction.
         start, size: where the part lies along the dimension that shards are cut along.
     """
 
@@ -29,7 +30,7 @@ class ChunkStream:
         self.waves = [[0], *([n for n, _ in some] for _, some in groupby(enumerate(self.hops, 1), lambda n: n[1].wave))]
 
     def region(self, offset: Offset) -> Region:
-        """Where in the whole operand a chunk belongs that comes from so far behind."""
+        """Where in the whole operand the chunk of the devices `offset` behind lies."""
         return self.transfer.divided(self.transfer.block(offset), self.start, self.size)
 
     def unpacked(self, chunk: jax.Array) -> jax.Array:
@@ -37,7 +38,7 @@ class ChunkStream:
         return chunk.astype(self.dtype)
 
     def send(self, wave: int, before: Sequence[jax.Array]) -> None:
-        """Bring the chunks of a wave, once everything in `before` is there."""
+        """Send the chunks of a wave, once everything in `before` is there."""
         for number in self.waves[wave] if wave < len(self.waves) else ():
             hop = self.hops[number - 1]
             chunk = self.arrived[hop.source]
@@ -45,7 +46,7 @@ class ChunkStream:
             self.arrived[number] = self.transfer.send(chunk, hop)
 
     def wave(self, number: int, before: Sequence[jax.Array]) -> tuple[list[Region], list[jax.Array]]:
-        """The chunks of a wave, and where they belong, once everything in `before` is there.
+        """The chunks of a wave, and where they lie, once everything in `before` is there.
 
         Without that, all are multiplied first, and their products, all of them held, added up at the end.
         """
@@ -54,3 +55,19 @@ class ChunkStream:
         chunks = [self.arrived[hop] for hop in hops]
         chunks = lax.optimization_barrier((chunks, list(before)))[0] if before and chunks else chunks
         return regions, [self.unpacked(chunk) for chunk in chunks]
+
+
+def multiply_wave_by_wave(streams: Sequence[ChunkStream], accumulators: Sequence[Accumulator]) -> None:
+    """Multiply the chunks of all streams as they arrive, every step written out.
+
+    The permutes of the next wave wait for the products of the one before: left to itself a compiler has been seen to
+    send everything first, and to multiply then.
+    """
+    for wave in range(max(len(stream.waves) for stream in streams)):
+        before = [accumulator.latest for accumulator in accumulators if accumulator.latest is not None]
+        for stream in streams:
+            stream.send(wave + 1, before)
+        for stream in streams:
+            regions, chunks = stream.wave(wave, before)
+            for accumulator in accumulators if chunks else ():
+                accumulator.add(regions, chunks)
