@@ -10,7 +10,8 @@ from gspmd.annotate.equation import Equation
 from gspmd.display.console import columns, html, printable
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
 from gspmd.hardware.chips import Chip
-from gspmd.planner.overlap import CollectiveSpan, Overlap, Ring, Stripes, gather_of, scatter_of
+from gspmd.planner.overlap import Overlap, Ring, Stripes
+from gspmd.planner.spans import CollectiveSpan, gather_of, scatter_of
 from gspmd.planner.steps import Routine, Step
 
 COLORS = {
@@ -126,7 +127,7 @@ def _broken(row: Sequence[Text], breaks: Sequence[int]) -> list[Text]:
 
 
 def looped(plan: PlanFigures) -> list[str]:
-    """A line for each tensor that travels while it is multiplied, and how much sooner everything is done for that."""
+    """A line for each ring, and how much sooner everything is done for them."""
     routine, loops = plan.routine, plan.loops
     spans = [(gather_of(routine.moves[number]), ring) for number, ring in loops.gathers.items()]
     spans += [(scatter_of(routine, number), ring) for number, ring in loops.scatters.items()]

@@ -1,8 +1,8 @@
 """How many bytes a routine holds at once: its buffers as they come and go, and as compilers lay them out.
 
-What goes in and what comes out is held all along. Between them every step makes a buffer, which lives until the last
-step that reads it; a result's memory is used for others until the result is written. Compilers hold more than the steps
-say, where data has to lie in another order:
+Operands and results are held all along. Between them every step makes a buffer, which lives until the last step that
+reads it; a result's memory is used for others until the result is written. Compilers hold more than the steps say where
+data has to lie in another order:
 
 - what is gathered or reduce-scattered has that dimension in front: others are copied before, and back behind it;
 - an all-to-all cuts its operand into parts, sends them, and puts what arrives together;
@@ -10,8 +10,8 @@ say, where data has to lie in another order:
 
 A slice, a sum, or what is put together is written in the order in which it is needed next, at no cost.
 
-Counted as XLA's buffer assignment places them on host devices, under lowering blocking. Of a tensor that travels while
-it is multiplied, the chunks are counted that are there at once, and no copies.
+Buffers are counted as XLA's buffer assignment places them on host devices, under lowering `blocking`. Of an operand
+that a ring gathers, only the chunks that are there at once are counted, and no copies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,8 @@ from math import prod
 
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.dtypes import itemsize
-from gspmd.planner.overlap import CollectiveSpan, Overlap, gather_of, share_held
+from gspmd.planner.overlap import Overlap
+from gspmd.planner.spans import gather_of
 from gspmd.planner.steps import Move, Output, Product, Routine, Step, Tensor
 
 
@@ -32,18 +33,18 @@ class Buffer:
     made: int = 0
     last: int = 0
 
-    def meets(self, other: "Buffer") -> bool:
+    def overlaps(self, other: "Buffer") -> bool:
         """Whether both are in use at some time."""
         return self.made <= other.last and other.made <= self.last
 
 
 @dataclass
 class Value:
-    """A tensor on its way.
+    """A tensor between two steps.
 
     Attributes:
         spec: how it lies.
-        buffers: what it takes; none for an operand as it was given, whose memory is counted by itself.
+        buffers: its memory; none for an operand as it was given, which is counted by itself.
         front: the dimension that stands in front of the others, where it is not the first.
         read: what it is made of.
         fused: whether a fusion makes it, which writes it in any order at no cost. A fusion that reads it works it out
@@ -97,7 +98,7 @@ class Footprint:
         homeless: list[Buffer] = []
         for buffer in sorted(buffers, key=lambda b: -b.size):
             fitting = (tenants[id(r)] for r in results if buffer.size <= r.size)
-            place = next((place for place in fitting if not any(map(buffer.meets, place))), homeless)
+            place = next((place for place in fitting if not any(map(buffer.overlaps, place))), homeless)
             place.append(buffer)
         times = {buffer.made for buffer in homeless}
         return max((sum(b.size for b in homeless if b.made <= time <= b.last) for time in times), default=0)
@@ -184,7 +185,10 @@ class Footprint:
         dtype, span = self._given(number), gather_of(move) if number in self.overlap.gathers else None
         given = Value(move.steps[0].before if move.steps else move.spec)
         if span is not None:
-            return self._travelling(number, span, self._chain(move.steps[: -len(span.steps)], given, dtype), dtype)
+            shard = self._chain(move.steps[: -len(span.steps)], given, dtype)
+            value = self._make(span.whole, dtype, shard)
+            value.buffers = tuple(Buffer(int(buffer.size * self._share_held(number))) for buffer in value.buffers)
+            return value
         value = self._chain(move.steps, given, dtype)
         wide = {dim for dim in value.spec.dims if self._local(value.spec, dim) > 1}
         scattered = any(
@@ -195,12 +199,14 @@ class Footprint:
         )
         return self._copied(value, dtype) if scattered or value.front else value
 
-    def _travelling(self, number: int, span: CollectiveSpan, shard: Value, dtype: str) -> Value:
-        """An operand that travels while it is multiplied: a device has some chunks of it at once."""
-        value = self._make(span.whole, dtype, shard)
-        share = share_held(self.routine, self.overlap, number, self.mesh)
-        value.buffers = tuple(Buffer(int(buffer.size * share)) for buffer in value.buffers)
-        return value
+    def _share_held(self, move: int) -> float:
+        """The share of a gathered operand that a device holds at once: two chunks for each direction, or stripes."""
+        ring, stripes = self.overlap.gathers[move], self.overlap.stripes
+        if not ring.axes:
+            striped = stripes is not None and stripes.dim in self.routine.moves[move].spec.dims
+            return min(1.0, 2 * max(stripes.sizes) / sum(stripes.sizes)) if striped else 1.0
+        both_ways = 2 if ring.schedule == "paired" else 1  # of halves, one direction has half a chunk
+        return min(1.0, 2 * both_ways / prod(self.mesh[axis] for axis in ring.axes))
 
     def _order(self, product: Product) -> "_Order":
         left, right = (self.routine.moves[move].spec.dims for move in (product.left, product.right))

@@ -11,8 +11,8 @@ from gspmd.display.printed import Printed
 from gspmd.display.tables import Column, Sheet, counted
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
 from gspmd.planner.drawing import COLORS
-from gspmd.planner.overlap import gather_of, scatter_of
 from gspmd.planner.plan import Plan
+from gspmd.planner.spans import gather_of, scatter_of
 from gspmd.planner.steps import Step
 from gspmd.tracing.steps import hlo_name
 

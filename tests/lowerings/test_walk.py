@@ -7,7 +7,8 @@ from math import prod
 import pytest
 
 from gspmd.lowerings.looped.rings import shard_parts, walk
-from gspmd.planner.overlap import SCHEDULES, cut
+from gspmd.planner.overlap import SCHEDULES
+from gspmd.planner.spans import cut
 
 MESHES = [{"x": n} for n in range(1, 9)] + [
     {"x": 4, "y": 2},

@@ -1,15 +1,16 @@
 """Which gathers and reduce-scatters of a routine run inside its einsums, and by which schedule: the cheapest by cost.
 
-Every ring has its candidates: which of the tensor's mesh axes the loop goes over and which make one chunk together (so
-that chunks are not too thin for the matrix unit), the schedule, and whether parts of the shards take the axes in turns
-(so that the links of all axes are busy). A ring is worth it where
+A ring is worth it where
 
-    what is gathered before the loop + max(chunked products, permutes) + the first chunk's way
-        < the whole product + the collective.
+    inner gather + max(chunked products, permutes) + first chunk  <  whole product + collective
 
-The other way is to cut a dimension that stays where it is, such as the batch, into stripes: while one is multiplied,
+Its candidates differ in which of the tensor's mesh axes the loop goes over and which make one chunk together (so that
+chunks are not too thin for the matrix unit), in the schedule, and in whether parts of the shards are sent round the
+axes in different orders (so that the links of all axes are busy).
+
+Instead, a dimension that no collective changes, such as the batch, can be cut into stripes: while one is multiplied,
 the next is gathered and the one before it reduce-scattered. Products then keep their whole contracted dimension, and
-an operand and a result can travel both.
+both an operand and a result can be sent meanwhile.
 
 Source: Wang et al. 2023 (ASPLOS), §5.5, whose gate this is.
 """
@@ -21,27 +22,28 @@ from itertools import product as combinations
 from gspmd.lowerings.looped.cost import Costs
 from gspmd.lowerings.looped.rings import LONGEST
 from gspmd.lowerings.looped.stripes import stripe_dim, stripes
-from gspmd.planner.overlap import SCHEDULES, CollectiveSpan, Overlap, Ring, Stripes, gather_of, local_shape, scatter_of
+from gspmd.planner.overlap import SCHEDULES, Overlap, Ring, Stripes
+from gspmd.planner.spans import CollectiveSpan, gather_of, local_shape, scatter_of
 from gspmd.planner.steps import Environment, Product, Routine, Tensor
 
 MARGIN = 0.04
-"""What the model of a product is off by, in the median: no loop is taken for less."""
+"""The median error of the model of a product, as a share: no loop is taken for less."""
 
 SUMMED_MARGIN = 0.12
-"""The same for rings that chunks of a summed dimension go round: their sums wait for nothing, and the TPU compiler has
+"""The same for rings whose chunks are of a contracted dimension: their sums wait for nothing, and the TPU compiler has
 been seen to send every chunk before it multiplies the first (PaLM, 512 tokens, second product: of 10% none gained)."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run a routine, and its seconds."""
+    """What to overlap, and the seconds of everything with it."""
 
     overlap: Overlap
     seconds: float
 
     @property
     def rank(self) -> float:
-        """Seconds, with what halves may cost more than the model says: they make twice as many products."""
+        """Seconds, and the model's error for `halves`, which makes twice as many products."""
         rings = (*self.overlap.gathers.values(), *self.overlap.scatters.values())
         return self.seconds * (1 + 2 * MARGIN * any(ring.schedule == "halves" for ring in rings))
 
@@ -49,17 +51,17 @@ class Choice:
 def plan_overlap(
     routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], environment: Environment, lowering: str
 ) -> tuple[Overlap, float]:
-    """Choose the rings of a routine.
+    """Choose the rings and stripes of a routine.
 
     Args:
         routine: what runs.
         inputs, outputs: its tensors.
-        setting: sizes, mesh, chip.
+        environment: sizes, mesh, chip.
         lowering: `"looped"`: whatever can be looped is, each by its cheapest schedule; `"looped:<schedule>"`: by that;
             `"auto"`: only what is cheaper so.
 
     Returns:
-        The rings, and how many seconds less than blocking the routine takes with them.
+        What to overlap, and how many seconds less than under `blocking` the routine takes with it.
     """
     chooser = _Chooser(routine, environment, Costs(routine, inputs, outputs, environment), lowering)
     if not chooser.gathers and not chooser.scatters:
@@ -82,7 +84,7 @@ class _Chooser:
         self.gathers, self.scatters = self._spans()
 
     def _spans(self) -> tuple[dict[int, CollectiveSpan], dict[int, CollectiveSpan]]:
-        """What can travel: operands that are multiplied, and results of products."""
+        """What can be looped: gathers of operands that are multiplied, and reduce-scatters of products."""
         routine = self.routine
         gathers = {n: found for n, move in enumerate(routine.moves) if (found := gather_of(move))}
         scatters = {n: found for n in range(len(routine.outputs)) if (found := scatter_of(routine, n))}
@@ -118,8 +120,8 @@ class _Chooser:
     def choices(self) -> Iterator[Choice]:
         """Rings in the einsums, and every number of stripes.
 
-        A program that shall be looped gathers nothing whole: where two operands of one product travel, one of them
-        would be, but for stripes, however thin.
+        Under `looped` nothing is gathered whole. Where two operands of one product are gathered, rings would leave one
+        of them whole, so stripes are taken, however thin.
         """
         rings, dim = self._by_rings(), stripe_dim(self.routine, self.gathers, self.scatters, self.costs.local)
         apart = any(not ring.axes for ring in rings.overlap.gathers.values())
@@ -140,11 +142,11 @@ class _Chooser:
 
     def _by_rings(self) -> Choice:
         gathers, scatters, seconds, done = {}, {}, 0.0, []
-        # The most bytes first: of two operands of one product, only one can travel while it is multiplied.
+        # The most bytes first: of two operands of one product, a ring can bring only one.
         for number in sorted(self.gathers, key=lambda n: -sum(step.wire_bytes for step in self.gathers[n].steps)):
             span, products = self.gathers[number], self._products_of(number)
-            partners = {move for p in products for move in (p.left, p.right) if move not in (number, None)}
-            blocked = any(move in gathers and gathers[move].axes for move in partners)
+            others = {move for p in products for move in (p.left, p.right) if move not in (number, None)}
+            blocked = any(move in gathers and gathers[move].axes for move in others)
             if blocked:
                 gathers |= {number: self._first(span)} if self.forced else {}
                 seconds += sum(step.seconds for step in span.steps)
@@ -161,14 +163,14 @@ class _Chooser:
         return Choice(Overlap(gathers, scatters), seconds)
 
     def _cheapest(self, span: CollectiveSpan, products: Sequence[Product], cost) -> tuple[Ring | None, float]:
-        """The best ring of a tensor and its seconds with its products'; no ring where blocking is as good."""
+        """The best ring of a tensor, and its seconds with its products; no ring where blocking is as good."""
         blocking = sum(step.seconds for step in span.steps) + sum(self.costs.product(p, {}) for p in products)
         rings = [(cost(span, ring, products), ring) for ring in self._rings(span, products)]
         seconds, ring = min(rings, key=lambda pair: pair[0])
         return (ring, seconds) if self.forced or seconds < blocking else (None, blocking)
 
     def _rings(self, span: CollectiveSpan, products: Sequence[Product]) -> Iterator[Ring]:
-        """Every choice of axes to loop over (the major ones of each dimension), schedule and turns."""
+        """Every choice of axes to loop over (the major ones of each dimension), schedule and axis orders."""
         shard = local_shape(span.shard, self.sizes, self.mesh)
         free = set.intersection(set(span.shard.dims), *(set(p.einsum.after.dims) for p in products))
         spans = {dim: [axis for axis in axes if self.mesh.get(axis, 1) > 1] for dim, axes in span.changed_axes.items()}
@@ -182,7 +184,7 @@ class _Chooser:
                     yield ring
 
     def _first(self, span: CollectiveSpan, schedule: str | None = None) -> Ring:
-        """A tensor that is gathered by permutes before it is multiplied, or scattered after that."""
+        """The ring of a tensor that is gathered by permutes before it is multiplied, or scattered after that."""
         shard = local_shape(span.shard, self.sizes, self.mesh)
         schedule = schedule or self.schedules[-1]
         split = _split(shard, span, span.axes, set(shard)) if schedule == "halves" else None
@@ -200,7 +202,7 @@ class _Chooser:
             yield Choice(Overlap(gathers, scatters, stripes), seconds)
 
     def _scattered(self, stripes: Stripes, number: int, span: CollectiveSpan, schedule: str) -> Ring:
-        """How a stripe's result is scattered: while it is made, as far as that makes no thin products."""
+        """The ring of a stripe's result: inside its products, as far as that makes none too thin."""
         products, chunk = self._made(number), {stripes.dim: max(stripes.sizes)}
         rings = [ring for ring in self._rings(span, products) if (ring.schedule, ring.orders) == (schedule, 1)]
         rings.append(self._first(span, schedule))

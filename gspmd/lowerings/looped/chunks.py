@@ -1,4 +1,4 @@
-"""Where a chunk of a travelling tensor belongs, on the device that holds it: slices, landings, and the permutes."""
+"""Where the chunks of a ring lie in the whole tensor, and the permutes that bring them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,14 +12,15 @@ from jax import lax
 from gspmd.lowerings.blocking import tpu
 from gspmd.lowerings.looped.rings import Hop, Offset, Part, walk
 from gspmd.lowerings.scopes import step_scope
-from gspmd.planner.overlap import CollectiveSpan, Ring
+from gspmd.planner.overlap import Ring
+from gspmd.planner.spans import CollectiveSpan
 
 Region = Mapping[str, tuple[jax.Array | int, int]]
 """Where a chunk lies in a local tensor: by dimension, the first index and how many; other dimensions are whole."""
 
 
 def part_of(x: jax.Array, dims: Sequence[str], region: Region) -> jax.Array:
-    """The part of a local tensor that a region is; dimensions that the tensor lacks are left out."""
+    """Slice a region out of a local tensor; dimensions that the tensor lacks are left out."""
     for dim, (start, size) in region.items():
         if dim in dims and x.shape[dims.index(dim)] != size:
             slice_in = lax.slice_in_dim if isinstance(start, int) else lax.dynamic_slice_in_dim
@@ -29,11 +30,11 @@ def part_of(x: jax.Array, dims: Sequence[str], region: Region) -> jax.Array:
 
 
 def put(x: jax.Array, dims: Sequence[str], region: Region, part: jax.Array, *, add: bool = False) -> jax.Array:
-    """A local tensor with a region of it replaced, or added to."""
+    """Replace a region of a local tensor, or add to it."""
     part = part.astype(x.dtype)
     if part.shape == x.shape:
         return x + part if add else part
-    # Of one dtype: counters of loops and numbers that are written down have 64 bits where JAX has them.
+    # Of one dtype: loop counters and literals have 64 bits where JAX has them.
     starts = [lax.convert_element_type(region[dim][0] if dim in region else 0, jnp.int32) for dim in dims]
     if add:
         part = part + lax.dynamic_slice(x, starts, part.shape)
@@ -41,7 +42,7 @@ def put(x: jax.Array, dims: Sequence[str], region: Region, part: jax.Array, *, a
 
 
 def blank(shape: Sequence[int], dtype: Any) -> jax.Array:
-    """A local tensor of which every place will be written; alike for all of a batch, which `lax.empty` is not."""
+    """Allocate a local tensor of which every place will be written; never batched, which `lax.empty` would be."""
     # What has a batch dimension for no reason is refused as a result that has none, as in the value of a `jax.hessian`.
     made = jax.custom_batching.custom_vmap(lambda: lax.empty(tuple(shape), dtype))
     made.def_vmap(lambda size, batched: (made(), False))
@@ -50,11 +51,11 @@ def blank(shape: Sequence[int], dtype: Any) -> jax.Array:
 
 @dataclass(frozen=True)
 class RingTransfer:
-    """A travelling tensor on one mesh: how big its chunks are, where they belong, and the scopes of its permutes.
+    """The ring gather or reduce-scatter of a tensor: the sizes of its chunks, where they lie, and its permutes.
 
     Attributes:
-        travel: what moves.
-        ring: how.
+        span: what it does to the tensor.
+        ring: its axes and schedule.
         mesh: mesh axis sizes.
         shard: local sizes of a shard, by dimension.
         first: number of the first step of the run in its plan.
@@ -82,20 +83,20 @@ class RingTransfer:
         return self.shard[dim] * prod(self.mesh[axis] for axis in self._over(dim, self.ring.within))
 
     def block(self, offset: Offset, zero: jax.Array | int = 0) -> Region:
-        """Where in the whole tensor a chunk lies that belongs to the devices `offset` behind.
+        """Where in the whole tensor the chunk of the devices `offset` behind lies.
 
-        `zero` is nothing, which whatever uses the region waits for.
+        `zero` is added to the indices, so that whatever uses the region waits for it.
         """
         dims = [dim for dim in self.span.changed_axes if self._over(dim, self.ring.axes)]
         index = {dim: self._index(dim, self.ring.axes, offset) + zero for dim in dims}
         return {dim: (index[dim] * self.chunk(dim), self.chunk(dim)) for dim in dims}
 
     def along(self, axis: str, offset: Offset, size: int) -> Region:
-        """Where a piece of this size lies that belongs to the device `offset` behind along one axis."""
+        """Where the piece of the device `offset` behind along one axis lies, of this size."""
         return {self.dim(axis): (self.place(axis, offset) * size, size)}
 
     def place(self, axis: str, offset: Offset) -> jax.Array:
-        """Where along one axis the device `offset` behind stands."""
+        """The coordinate, along one axis, of the device `offset` behind."""
         return (lax.axis_index(axis) - offset.get(axis, 0)) % self.mesh[axis]
 
     def dim(self, axis: str) -> str:
@@ -103,7 +104,7 @@ class RingTransfer:
         return next(dim for dim, axes in self.span.changed_axes.items() if axis in axes)
 
     def divided(self, region: Region, start: int, size: int) -> Region:
-        """A region's part along the dimension that shards are cut along."""
+        """The part of a region along the dimension that shards are cut along."""
         split = self.ring.split
         if split is None:
             return region
@@ -121,11 +122,11 @@ class RingTransfer:
         return index
 
     def hops(self, part: Part) -> tuple[Hop, ...]:
-        """The way of a part of the chunks round the loop's axes."""
+        """The hops of one part of the chunks round the loop's axes."""
         return walk(part.axes, self.mesh, part.schedule, part.sign)
 
     def send(self, x: jax.Array, hop: Hop, *, back: bool = False) -> jax.Array:
-        """One permute, under the scope of the planned step that it is a part of; none of what has no elements."""
+        """Permute under the scope of the planned step that this is a part of; nothing is sent of no elements."""
         if not x.size:
             return x
         number, size, by = self.span.step_number(hop.axis), self.mesh[hop.axis], -hop.by if back else hop.by
@@ -135,7 +136,7 @@ class RingTransfer:
 
 
 def collect(transfer: RingTransfer, part: Part, x: jax.Array) -> jax.Array:
-    """The chunk that a shard (or a part of it) makes together with those of the axes within: axis by axis."""
+    """Gather a chunk: a shard (or a part of it) and those along the axes within, axis by axis."""
     for axis in reversed(transfer.ring.within):
         dim = transfer.dim(axis)
         at, hops = transfer.dims.index(dim), walk([axis], transfer.mesh, part.schedule, part.sign)
@@ -150,7 +151,7 @@ def collect(transfer: RingTransfer, part: Part, x: jax.Array) -> jax.Array:
 
 
 def spread(transfer: RingTransfer, part: Part, chunk: jax.Array) -> jax.Array:
-    """A device's shard of the sum of the chunks that the devices along the axes within hold: axis by axis."""
+    """Reduce-scatter a chunk along the axes within, axis by axis."""
     for axis in transfer.ring.within:
         at, number = transfer.dims.index(transfer.dim(axis)), transfer.mesh[axis]
         shape = (*chunk.shape[:at], number, chunk.shape[at] // number, *chunk.shape[at + 1 :])
@@ -162,15 +163,16 @@ def spread(transfer: RingTransfer, part: Part, chunk: jax.Array) -> jax.Array:
 
 
 def reduce_back(transfer: RingTransfer, hops: Sequence[Hop], summand, wire, schedule: str = "") -> jax.Array:
-    """Walk backwards: at every node a device adds its summand of whom it is for, and sends the sum on.
+    """Reduce-scatter round a ring: walk backwards, and at every node add a summand and send the sum on.
 
     Args:
-        summand: from an offset, and a zero that its product is to wait for, to this device's summand for the device so
-            far behind.
-        wire: the dtype in which sums travel; they are added in the summands' own.
-        schedule: of products: says which summands have to be made while a sum is on its way. A compiler adds what
-            arrives within the product, which then waits for it. Going both ways, one side is multiplied while the
-            other travels, and only the last summand has nothing beside it: it is made when the last sum has left.
+        summand: from an offset, and a zero that its product is to wait for, to this device's summand for the device
+            `offset` behind.
+        wire: the dtype in which sums are sent; they are added in the summands' own.
+        schedule: where summands are products, the schedule, which says which of them are to be made while a sum is sent.
+            A compiler adds what arrives inside the product, which then waits for it. With two directions one side is
+            multiplied while the other is sent, and only the last summand has nothing beside it: it is made once the
+            last sum has been sent off.
     """
     partial: dict[int, list[jax.Array]] = {}
     sent = None

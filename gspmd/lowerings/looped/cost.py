@@ -1,6 +1,6 @@
-"""What rings and stripes cost: the products in chunks, the busiest link, and what of either hides nothing.
+"""What rings and stripes cost: products in chunks, the busiest link, and the parts of both that hide nothing.
 
-Leaves out that links are shared with what other equations send, and what the compiler's scheduler does not see.
+Not modelled: links that other equations use at the same time, and what the compiler's scheduler does not see.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,23 +10,25 @@ from gspmd.hardware.dtypes import itemsize
 from gspmd.hardware.matmul import product_seconds
 from gspmd.hardware.rings import neighbour
 from gspmd.lowerings.looped.rings import Hop, shard_parts, walk
-from gspmd.planner.overlap import CollectiveSpan, Ring, Stripes, local_shape
+from gspmd.planner.overlap import Ring, Stripes
+from gspmd.planner.spans import CollectiveSpan, local_shape
 from gspmd.planner.steps import Environment, Product, Routine, Tensor
 
 CUT_COPIES, LANE_COPIES = 8, 6
-"""Times that main memory passes what is cut into pieces and added up, or put together along the lanes: as compiled."""
+"""Passes over main memory to cut data into pieces and add them up, or to put pieces together along the lanes; as
+compiled."""
 
 NESTED_WAVE = 3e-6
-"""Seconds that a wave of a ring over several axes takes besides its products and permutes: as compiled for TPU v4."""
+"""Seconds of a wave of a ring over several axes, besides its products and permutes; as compiled for TPU v4."""
 
 NEAR = 64e6
-"""Bytes read and written of a float32 sum that stays on a TPU; one of twice that and more has been seen not to."""
+"""Bytes read and written of a float32 sum that stays in a TPU's on-chip memory; sums of twice that do not."""
 
 OverlappedSpan = tuple[CollectiveSpan, Ring, Sequence[Product]]
-"""What travels, how, and the products that it is of."""
+"""A collective, its ring, and the products that it overlaps with."""
 
 Sent = tuple[float, tuple[Hop, ...]]
-"""Bytes of each hop, and the hops."""
+"""Bytes of each hop of a walk, and the hops."""
 
 
 class Costs:
@@ -42,19 +44,19 @@ class Costs:
         return next(local_shape(spec, self.sizes, self.mesh)[dim] for spec in specs if dim in spec.dims)
 
     def gather(self, span: CollectiveSpan, ring: Ring, products: Sequence[Product]) -> float:
-        """Of a travelling operand and its products: the inner gather, then the longer of permutes and products."""
+        """Seconds of a ring all-gather overlapped with its products: inner gather + max(communication, compute)."""
         before, loop, compute = self._ring(span, ring, products)
         inner = self._copied(span) / prod(self.mesh[axis] for axis in ring.axes) if ring.within else 0.0
         return before + inner + _overlapped(loop, compute, self._waves(ring))
 
     def scatter(self, span: CollectiveSpan, ring: Ring, products: Sequence[Product]) -> float:
-        """Of a travelling sum and its products; with none left to multiply, its whole part."""
+        """Seconds of a ring reduce-scatter overlapped with those of its products that no other ring has taken."""
         after, loop, compute = self._ring(span, ring, products)
         looped = _overlapped(loop, compute + self._added(span, ring), self._waves(ring))
         return looped + after + self._cut_up(span, ring, local_shape(span.shard, self.sizes, self.mesh))
 
     def _cut_up(self, span: CollectiveSpan, ring: Ring, shard: Mapping[str, int]) -> float:
-        """Cutting a chunk that is there into pieces, and adding those that arrive."""
+        """Seconds to cut a chunk into pieces, and to add those that arrive."""
         whole = prod(shard.values()) * itemsize(self._wire(span)) * prod(self.mesh[axis] for axis in ring.within)
         return CUT_COPIES * whole / self.chip.hbm_bandwidth if ring.within else 0.0
 
@@ -71,7 +73,7 @@ class Costs:
         return self.links(inner), self.links(loop), compute
 
     def _inner(self, shard: float, axes: Sequence[str], schedule: str, sign: int) -> list[Sent]:
-        """Axis by axis, minor first, with ever larger pieces."""
+        """What is sent along the axes within a chunk: axis by axis, minor first, with ever larger pieces."""
         sent = []
         for axis in reversed(axes):
             sent.append((shard, walk([axis], self.mesh, schedule, sign)))
@@ -86,14 +88,14 @@ class Costs:
         return tensors[span.steps[0].operand].wire
 
     def steps(self, ring: Ring) -> int:
-        """Products that a ring cuts one into."""
+        """The number of products that a ring cuts one into."""
         return prod(self.mesh[axis] for axis in ring.axes) * len(shard_parts(ring.axes, ring.schedule, ring.orders))
 
     def _waves(self, ring: Ring) -> int:
         return max(1, prod(self.mesh[axis] for axis in ring.axes) // (2 if ring.schedule == "paired" else 1))
 
     def _cut(self, span: CollectiveSpan, ring: Ring, shard: Mapping[str, int]) -> tuple[dict[str, int], int]:
-        """The local sizes of a chunk, or of a part of one, in the dimensions that are cut, and how many there are."""
+        """The local sizes of a chunk (or a part of one) in the dimensions that are cut, and the number of chunks."""
         inside = lambda axes: prod(self.mesh.get(axis, 1) for axis in axes if axis in ring.within)  # noqa: E731
         cut = {dim: axes for dim, axes in span.changed_axes.items() if any(axis in ring.axes for axis in axes)}
         chunk = {dim: shard[dim] * inside(axes) for dim, axes in cut.items()}
@@ -105,12 +107,12 @@ class Costs:
         return chunk, count
 
     def striped(self, stripes: Stripes, gathers: Sequence[OverlappedSpan], scatters: Sequence[OverlappedSpan]) -> float:
-        """Of everything in stripes: each is gathered, multiplied and scattered after the one before it.
+        """Seconds of everything in stripes: each is gathered, multiplied and scattered after the one before it.
 
         Args:
             stripes: how the dimension is cut.
-            gathers: what travels before the products, and how.
-            scatters: what travels after them, how, and the products.
+            gathers: what is sent before the products.
+            scatters: what is sent after them.
         """
         total = sum(stripes.sizes)
         alone = [p for p in self.routine.products if not any(p in products for _, _, products in scatters)]
@@ -124,8 +126,8 @@ class Costs:
             compute = sum(self.product(found, chunk) for found in alone) + copied * size / total
             compute += sum(self.in_stripe(chunk, *each) for each in scatters)
             multiplied = max(multiplied, gathered) + compute
-            way = back * size / total
-            scattered = max(multiplied + way * last, scattered + way)
+            sent = back * size / total
+            scattered = max(multiplied + sent * last, scattered + sent)
         return max(multiplied, scattered)
 
     def _all_sent(self, transfers: Sequence[OverlappedSpan]) -> list[Sent]:
@@ -134,7 +136,7 @@ class Costs:
     def in_stripe(
         self, stripe: Mapping[str, int], span: CollectiveSpan, ring: Ring, products: Sequence[Product]
     ) -> float:
-        """Of the products of one stripe that are scattered as they are made."""
+        """Seconds of the products of one stripe that are scattered as they are made."""
         shard = local_shape(span.shard, self.sizes, self.mesh) | stripe
         chunk, count = self._cut(span, ring, shard)
         added = self._added(span, ring) * prod(stripe.values()) / prod(self.local(dim) for dim in stripe)
@@ -148,19 +150,19 @@ class Costs:
         return [sent for part in parts for sent in self._inner(each, axes, part.schedule, part.sign)]
 
     def _copied(self, span: CollectiveSpan) -> float:
-        """Putting the pieces of what is gathered together; along the last dimension they are shifted, lane by lane."""
+        """Seconds to put gathered pieces together; along the last dimension they are shifted, lane by lane."""
         whole = self._bytes(span) * prod(self.mesh[axis] for axis in span.axes)
         return (LANE_COPIES if span.shard.dims[-1] in span.changed_axes else 2) * whole / self.chip.hbm_bandwidth
 
     def _added(self, span: CollectiveSpan, ring: Ring) -> float:
-        """Adding up sums that come along several axes: not in the product that makes a summand, as along one."""
+        """Seconds to add up sums that arrive along several axes; along one, the product of a summand adds them."""
         if len(ring.axes) < 2:
             return 0.0
         whole = prod(local_shape(span.whole, self.sizes, self.mesh).values())
         return whole * 4 * itemsize("float32") / self.chip.hbm_bandwidth
 
     def product(self, found: Product, chunk: Mapping[str, int]) -> float:
-        """Of one product whose dimensions are cut to the sizes of a chunk."""
+        """Seconds of one product whose dimensions are cut to the sizes of a chunk."""
         if found.passes_through:
             return 0.0
         left, right, after = found.einsum.before, found.einsum.other, found.einsum.after
@@ -175,7 +177,7 @@ class Costs:
         return self._seconds(batch, free[0], contracted, free[1], adds)
 
     def _seconds(self, batch: int, left: int, contracted: int, right: int, adds: bool) -> float:
-        """Between other work, operands are read while that goes on, as fast as main memory can, and sums stay here."""
+        """Operands are read while other work goes on, at main memory's rate; sums that are small stay on the chip."""
         dtype, accumulator = self.inputs[0].dtype, 2 * itemsize("float32") * batch * left * right
         read = batch * contracted * (left + right) * itemsize(dtype)
         multiplying = product_seconds(
@@ -192,22 +194,22 @@ class Costs:
         return max(multiplying, read / self.chip.hbm_bandwidth)
 
     def links(self, walks: Sequence[Sent]) -> float:
-        """Seconds of walks that go on side by side: the busiest link's, and its hops' latency."""
+        """Seconds of concurrent walks: the busiest link's bytes, and the latency of its hops."""
         chip, busy, hops = self.chip, {}, {}
         for amount, steps in walks:
             for hop in steps:
                 closes = chip.is_switch or chip.wraps(self.mesh[hop.axis])
-                for sign in {hop.by} if closes else (1, -1):  # what closes an open ring comes back through it
+                for sign in {hop.by} if closes else (1, -1):  # what closes an open ring goes back through it
                     busy[hop.axis, sign] = busy.get((hop.axis, sign), 0.0) + amount
                     hops[hop.axis, sign] = hops.get((hop.axis, sign), 0) + 1
         to = {axis: neighbour(axis, self.mesh, chip) for axis, _ in busy}  # bytes/s, and a step's latency
         taken = {link: amount / to[link[0]][0] for link, amount in busy.items()}
         waits = {link: hops[link] * to[link[0]][1] for link in busy}
-        if chip.is_switch and not chip.full_mesh:  # all walks leave by the same links
+        if chip.is_switch and not chip.full_mesh:  # all walks share the same links
             return sum(taken.values()) + max(waits.values(), default=0.0)
         return max((taken[link] + waits[link] for link in busy), default=0.0)
 
 
 def _overlapped(loop: float, compute: float, steps: int) -> float:
-    """The longer of the products, and the permutes with the one product that comes before or after them all."""
+    """max(compute, communication + one product): one comes before, or after, all permutes."""
     return max(compute, loop + compute / steps)

@@ -24,7 +24,8 @@ from gspmd.lowerings.looped.chunks import Region, RingTransfer, blank, part_of, 
 from gspmd.lowerings.looped.ring_loop import RingLoop
 from gspmd.lowerings.looped.rings import LONGEST, ring_parts
 from gspmd.lowerings.looped.stream import ChunkStream, multiply_wave_by_wave
-from gspmd.planner.overlap import Overlap, gather_of, local_shape, scatter_of, settling
+from gspmd.planner.overlap import Overlap
+from gspmd.planner.spans import gather_of, local_shape, scatter_of, settling
 from gspmd.planner.steps import Chain, Routine
 
 Value = Callable[[Region], jax.Array]

@@ -16,10 +16,10 @@ permute is a copy and nothing is hidden, one: each wave more holds one more chun
 
 
 class RingLoop:
-    """The chunks of one operand on their way round one axis, multiplied as they come.
+    """The chunks of one operand, sent round one axis and multiplied as they arrive.
 
     Attributes:
-        streams: with the direction of each; of schedule `paired`, every stream goes both ways.
+        streams: with the direction of each; of schedule `paired`, every stream goes in both directions.
         waves: in how many steps the chunks arrive, but for the one of an even ring that comes from one side only.
     """
 

@@ -1,33 +1,34 @@
-"""How shards travel inside a looped collective einsum: every one to every device, one neighbour at a time.
+"""Ring schedules: the hops between neighbours that bring every shard to every device.
 
-A walk is a tree. Its root is what a device holds at first; a hop sends what has arrived at one node on to the next
-neighbour along one mesh axis. Taken forwards it gathers: after hop k a device holds the shard of the device that lies
-`offset` behind it. Taken backwards it reduce-scatters: at the node of an offset a device adds its summand for the
-device that lies `offset` behind it, and what has been added so far travels back down the tree.
+A walk is a tree of hops. Its root is a device's own shard; a hop sends what has arrived at one node on to the next
+neighbour along one mesh axis. Forwards it gathers: after a hop a device holds the shard of the device `offset` places
+behind it. Backwards it reduce-scatters: at each node a device adds its summand for the device `offset` places behind
+it, and sends the sum on towards the root.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gspmd.planner.overlap import Ring, cut
+from gspmd.planner.overlap import Ring
+from gspmd.planner.spans import cut
 
 LONGEST = 96
-"""Chunks up to which a ring is written out, chunk by chunk: programs, and the time to compile them, grow with it."""
+"""Chunks up to which a ring is unrolled: programs, and the time to compile them, grow with their number."""
 
 Offset = Mapping[str, int]
-"""How many places behind along each mesh axis, modulo its size; what is not there is 0."""
+"""How many places behind, by mesh axis, modulo its size; 0 for an axis that is not there."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One permute: what arrived by hop `source` (0: what is held at first) moves on `by` places along `axis`.
+    """One permute: what arrived by hop `source` (0: a device's own shard) moves on `by` places along `axis`.
 
     Attributes:
         source: number of the hop before it; hops are numbered from 1.
         axis: mesh axis.
         by: +1 or -1.
         places: where it comes from, (mesh axis, places behind).
-        wave: hops of one number arrive together, from either side.
+        wave: hops of one wave arrive together, from either side.
     """
 
     source: int
@@ -43,13 +44,13 @@ class Hop:
 
 
 def walk(axes: Sequence[str], mesh: Mapping[str, int], schedule: str = "one-way", sign: int = 1) -> tuple[Hop, ...]:
-    """The hops that bring every shard of a group of devices to each of them, with no shard sent over a link twice.
+    """List the hops that bring every shard of a group of devices to each of them, none of them over a link twice.
 
     Args:
-        axes: the group's mesh axes, outermost first: what arrives along the first goes round all the others.
+        axes: the group's mesh axes, outermost first: what arrives along the first is sent round all the others.
         mesh: mesh axis sizes.
-        schedule: one of `SCHEDULES`; a half of `"halves"` goes one way.
-        sign: which way, +1 or -1, if one.
+        schedule: one of `SCHEDULES`; each half of `"halves"` is sent in one direction.
+        sign: which direction, +1 or -1, where it is one.
 
     Returns:
         One hop fewer than the group has devices, in the order of use.
@@ -65,7 +66,7 @@ def walk(axes: Sequence[str], mesh: Mapping[str, int], schedule: str = "one-way"
 
 
 class _Tree:
-    """Grows a walk axis by axis: every shard that arrives along one axis goes round the axes within it."""
+    """Builds a walk axis by axis: every shard that arrives along one axis is sent round the axes within it."""
 
     def __init__(self, axes: tuple[str, ...], mesh: Mapping[str, int], schedule: str, sign: int):
         self.axes, self.mesh, self.schedule, self.sign = axes, mesh, schedule, sign
@@ -90,7 +91,7 @@ class _Tree:
 
 
 def _waves(size: int, schedule: str, sign: int) -> Iterator[tuple[int, ...]]:
-    """The places behind from which shards arrive along a ring, wave by wave."""
+    """Places behind from which shards arrive along one ring, wave by wave."""
     if schedule != "paired":
         yield from ((sign * place,) for place in range(1, size))
         return
@@ -100,7 +101,7 @@ def _waves(size: int, schedule: str, sign: int) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of every shard that goes its own way: the order of the mesh axes, and the direction."""
+    """A part of every shard: the order of mesh axes in which it is sent round, and the direction."""
 
     axes: tuple[str, ...]
     schedule: str
@@ -108,7 +109,7 @@ class Part:
 
 
 def shard_parts(axes: Sequence[str], schedule: str, orders: int = 1) -> tuple[Part, ...]:
-    """The parts that shards are cut into.
+    """List the parts that shards are cut into.
 
     Args:
         axes: the group's mesh axes, outermost first.

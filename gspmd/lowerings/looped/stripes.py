@@ -1,9 +1,9 @@
-"""Which dimension of a routine can be cut into stripes, and into how many: what decides it, without what it costs."""
+"""Which dimension of a routine can be cut into stripes, and into how many; what they cost is in `cost`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gspmd.planner.overlap import CollectiveSpan, cut, settling
+from gspmd.planner.spans import CollectiveSpan, cut, settling
 from gspmd.planner.steps import Routine, Step
 
 STRIPES = (2, 4)
@@ -18,12 +18,12 @@ def stripe_dim(
     scatters: Mapping[int, CollectiveSpan],
     local: Callable[[str], int],
 ) -> str | None:
-    """The longest dimension that stays where it is in everything that travels, where nothing else is sent.
+    """Find the longest dimension that no collective changes, in a routine that sends nothing but what can be looped.
 
     Args:
         routine: what runs.
-        gathers: of its moves, what travels before it is multiplied.
-        scatters: of its outputs, what travels after that.
+        gathers: by move, what can be gathered stripe by stripe.
+        scatters: by output, what can be reduce-scattered stripe by stripe.
         local: the local size of a dimension.
     """
     striping, einsum = _Striping(routine, gathers, scatters), routine.products[0].einsum
@@ -32,7 +32,7 @@ def stripe_dim(
 
 
 def stripes(size: int, *, thin: bool) -> Iterator[tuple[int, ...]]:
-    """Ways to cut a dimension evenly; thin stripes at the ends would be hidden better, were they scheduled so."""
+    """List ways to cut a dimension evenly; thin stripes at the ends would hide more, were they scheduled so."""
     for number in STRIPES:
         if size // number >= (1 if thin else FULL_STRIPE):
             yield tuple(length for _, length in cut(size, number))
@@ -45,11 +45,11 @@ class _Striping:
     scatters: Mapping[int, CollectiveSpan]
 
     def allows(self, dim: str) -> bool:
-        """Whether a dimension stays where it is, and whatever travels and every product has it."""
-        return all(self._stays(dim, *each) for each in self._chains()) and self._reaches(dim)
+        """Whether no collective changes a dimension, and everything that is sent and every product has it."""
+        return all(self._stays(dim, *each) for each in self._chains()) and self._everywhere(dim)
 
     def _chains(self) -> Iterator[tuple[tuple[Step, ...], CollectiveSpan | None, tuple[str, ...]]]:
-        """Every chain of steps with what of it can travel, and the dimensions of its tensor."""
+        """Every chain of steps, the part of it that can be looped, and the dimensions of its tensor."""
         for number, move in enumerate(self.routine.moves):
             yield move.steps, self.gathers.get(number), move.spec.dims
         for number, output in enumerate(self.routine.outputs):
@@ -62,8 +62,8 @@ class _Striping:
         alone = not any(step.is_collective for step in steps if span is None or step not in span.steps)
         return alone and all(step.before.axes_of(dim) == step.after.axes_of(dim) for step in steps)
 
-    def _reaches(self, dim: str) -> bool:
-        """Whether whatever travels has the dimension, each product has it, and no product has steps of its own."""
+    def _everywhere(self, dim: str) -> bool:
+        """Whether every gathered operand and every product has the dimension, and no product has steps of its own."""
         moves = [self.routine.moves[n].spec.dims for n in self.gathers]
         products, outputs = self.routine.products, self.routine.outputs
         inside = all(dim in p.einsum.before.dims or (p.einsum.other and dim in p.einsum.other.dims) for p in products)

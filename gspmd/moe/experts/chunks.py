@@ -10,8 +10,8 @@ from gspmd.hardware.chips import chip_of_device
 from gspmd.lowerings.plan import make_plan
 from gspmd.lowerings.program import Context
 from gspmd.moe.experts.work import Work, products
-from gspmd.planner.overlap import cut
 from gspmd.planner.plan import Plan
+from gspmd.planner.spans import cut
 from gspmd.planner.steps import Step
 
 CHUNKS = (1, 2, 4, 8)

@@ -1,0 +1,80 @@
+"""What a run of gathers, or of reduce-scatters, does to a tensor as a whole, and the pieces that it is cut into."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from math import prod
+
+from gspmd.annotate.spec import Spec
+from gspmd.planner.steps import Move, Routine, Step
+
+
+@dataclass(frozen=True)
+class CollectiveSpan:
+    """The span of consecutive gathers, or reduce-scatters: from shards to the whole, or back.
+
+    Attributes:
+        shard: the spec of what a device has before a gather, or after a reduce-scatter.
+        whole: the spec at the other end.
+        steps: the run, in the plan's order.
+    """
+
+    shard: Spec
+    whole: Spec
+    steps: tuple[Step, ...]
+
+    @property
+    def changed_axes(self) -> dict[str, tuple[str, ...]]:
+        """The dimensions that change, each with the mesh axes that shard it at one end only, major first."""
+        pairs = zip(self.shard.dims, self.shard.axes, self.whole.axes)
+        return {dim: held[len(kept) :] for dim, held, kept in pairs if held != kept}
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that it goes over."""
+        return tuple(axis for axes in self.changed_axes.values() for axis in axes)
+
+    def step_number(self, axis: str) -> int:
+        """Which of the run's steps goes over an axis."""
+        return next(number for number, step in enumerate(self.steps) if axis in step.axes)
+
+
+def gather_of(move: Move) -> CollectiveSpan | None:
+    """The gathers that a move ends in."""
+    count = _run(reversed(move.steps), "all-gather")
+    steps = move.steps[len(move.steps) - count :]
+    return CollectiveSpan(steps[0].before, move.spec, steps) if steps else None
+
+
+def scatter_of(routine: Routine, output: int) -> CollectiveSpan | None:
+    """The reduce-scatters that an output's products, once added, begin to settle with."""
+    steps = settling(routine, output)
+    count = _run(steps, "reduce-scatter")
+    return CollectiveSpan(steps[count - 1].after, steps[0].before, steps[:count]) if count else None
+
+
+def settling(routine: Routine, output: int) -> tuple[Step, ...]:
+    """The chain behind the sum of an output's products; none where each product has a chain of its own."""
+    products = [routine.products[number] for number in routine.outputs[output].products]
+    if len(products) == 1:
+        return (*products[0].steps, *routine.outputs[output].steps)
+    return () if any(product.steps for product in products) else routine.outputs[output].steps
+
+
+def _run(steps: Iterable[Step], kind: str) -> int:
+    return sum(1 for _ in takewhile(lambda step: step.kind == kind, steps))
+
+
+def local_shape(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> dict[str, int]:
+    """The size of each dimension of a device's piece."""
+    return {dim: sizes[dim] // prod(mesh[axis] for axis in axes) for dim, axes in zip(spec.dims, spec.axes)}
+
+
+def cut(size: int, number: int) -> list[tuple[int, int]]:
+    """Where each of `number` parts of a size begins and how long it is, as equal as may be; empty ones left out.
+
+    >>> cut(5, 2), cut(1, 2)
+    ([(0, 3), (3, 2)], [(0, 1)])
+    """
+    ends = [-(-size * place // number) for place in range(number + 1)]
+    return [(start, end - start) for start, end in pairwise(ends) if end > start]
