@@ -169,7 +169,7 @@ def reduce_back(transfer: RingTransfer, hops: Sequence[Hop], summand, wire, sche
         summand: from an offset, and a zero that its product is to wait for, to this device's summand for the device
             `offset` behind.
         wire: the dtype in which sums are sent; they are added in the summands' own.
-        schedule: where summands are products, the schedule, which says which of them are to be made while a sum is sent.
+        schedule: that of the ring where summands are products: some have to be made while a sum is sent.
             A compiler adds what arrives inside the product, which then waits for it. With two directions one side is
             multiplied while the other is sent, and only the last summand has nothing beside it: it is made once the
             last sum has been sent off.
