@@ -31,7 +31,7 @@ def _scaled(amount: float, units: tuple[str, ...]) -> str:
 def axes_text(axes: tuple[str, ...]) -> str:
     """Mesh axes in a cell of a table: `yz`, or `data,model`.
 
-    Not notation: in a spec, where a suffix follows a dimension, longer names need braces (`annotate.parser.axes_suffix`).
+    Not notation: the suffix of a dimension has braces around longer names (`axes_suffix` of `gspmd.annotate.parser`).
 
     >>> axes_text(("y", "z")), axes_text(("data", "model"))
     ('yz', 'data,model')
