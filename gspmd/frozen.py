@@ -1,10 +1,10 @@
-"""Mappings that nobody can change: plans are kept and handed out again, so no holder may alter what others get."""
+"""A mapping that cannot be changed: plans are cached, and every caller gets the same object."""
 
 from typing import Any, NoReturn
 
 
 class FrozenDict(dict):
-    """A dict that stays as it was made; it can be hashed, pickled, and written as JSON. `copy()` is a plain dict.
+    """An immutable, hashable dict, which pickles and is written as JSON like any other. `copy()` is a plain dict.
 
     Example:
         >>> sizes = FrozenDict(B=8, E=16)
@@ -18,12 +18,12 @@ class FrozenDict(dict):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "FrozenDict":
-        made = super().__new__(cls)
-        dict.__init__(made, *args, **kwargs)
-        return made
+        frozen = super().__new__(cls)
+        dict.__init__(frozen, *args, **kwargs)
+        return frozen
 
     def __init__(self, *_: Any, **__: Any):
-        """Do nothing: it is made by then, and called again it changes nothing."""
+        """Do nothing: `__new__` has filled it, and a second call must not change it."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(

@@ -19,27 +19,9 @@ if TYPE_CHECKING:
     from gspmd.annotate.gshard import mesh_split, replicate, shard, split
 
 __all__ = [
-    "OPEN",
-    "Equation",
-    "Fault",
-    "LayoutError",
-    "Operand",
-    "PlanError",
-    "Spec",
-    "SpecError",
-    "Term",
-    "Via",
-    "annotate",
-    "mesh_sizes",
-    "mesh_split",
-    "parse_equation",
-    "parse_via",
-    "replicate",
-    "report",
-    "shard",
-    "spec_of",
-    "split",
-]
+    "OPEN", "Equation", "Fault", "LayoutError", "Operand", "PlanError", "Spec", "SpecError", "Term", "Via", "annotate",
+    "mesh_sizes", "mesh_split", "parse_equation", "parse_via", "replicate", "report", "shard", "spec_of", "split",
+]  # fmt: skip
 
 
 # These import JAX, which specs and equations do not need.

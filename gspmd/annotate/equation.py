@@ -246,8 +246,8 @@ def _given_terms(products: Iterable[Sequence[Specs]]) -> tuple[Term, ...]:
 
 
 def _given_operand(specs: Specs) -> Operand:
-    one = isinstance(specs, (Spec, str))
-    return Operand((Spec.parse(specs),) if one else tuple(map(Spec.parse, specs)), not one)
+    group = isinstance(specs, (tuple, list))
+    return Operand(tuple(map(Spec.parse, specs if group else [specs])), group)
 
 
 def _check_form(what: str, text: str, terms: Sequence[Term], result: Operand | None = None) -> None:

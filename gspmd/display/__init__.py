@@ -1,1 +1,1 @@
-"""How figures and tables reach a reader."""
+"""How figures and tables are printed: on terminals, in files and in notebooks."""

@@ -1,4 +1,4 @@
-"""How tables and figures reach a reader: as wide as the terminal, in characters that it has, and in notebooks as HTML.
+"""Print tables and figures: as wide as the terminal, in characters that its encoding has, and as HTML in notebooks.
 
 Everything that is printed comes through here: `console` for what a program says, `text` and `html` for objects that
 `print` and notebooks show (`gspmd.display.printed`), `printable` (`gspmd.display.plain`) for one line. Tables
@@ -18,14 +18,14 @@ from gspmd.display.plain import HANDLER, printable
 __all__ = ["columns", "console", "html", "never_fail", "printable", "text"]
 
 _WIDE = 140
-"""Columns of a page that is no terminal."""
+"""Columns where there is no terminal."""
 
 
 def console(width: int | None = None, *, stderr: bool = False, highlight: bool = False) -> Console:
-    """A rich console that prints whatever it is given, in characters that its stream has.
+    """A rich console whose output never fails to encode.
 
     Args:
-        width: columns where there is no terminal and `COLUMNS` does not say; those of `rich` if not given.
+        width: columns where there is no terminal and `COLUMNS` is not set; by default those of `rich`.
         stderr: whether on standard error instead of standard output.
         highlight: whether numbers and names are colored.
     """
@@ -36,19 +36,19 @@ def console(width: int | None = None, *, stderr: bool = False, highlight: bool =
 
 
 def never_fail(stream: Any) -> None:
-    """Makes a stream write plain characters for those that its encoding lacks."""
+    """Make a stream write plain characters in place of those that its encoding lacks."""
     reconfigure = getattr(stream, "reconfigure", None)
     if reconfigure:
         reconfigure(errors=HANDLER)
 
 
 def columns(console: Console) -> int | None:
-    """The columns of a terminal, or those that `COLUMNS` says; None for a file or a pipe, where no line is too long."""
+    """The columns of a terminal, or of `COLUMNS` if it is set; None for a file or a pipe, where no line is too long."""
     return console.width if console.is_terminal or os.environ.get("COLUMNS") else None
 
 
 def html(renderable: Any, width: int = 160) -> str:
-    """What rich prints, as HTML for a notebook."""
+    """Render as HTML for a notebook."""
     recorder = Console(file=StringIO(), record=True, width=width, force_jupyter=False)
     recorder.print(renderable, soft_wrap=True, highlight=False)
     style = "font-family:ui-monospace,Menlo,Consolas,monospace;line-height:normal"
@@ -56,11 +56,11 @@ def html(renderable: Any, width: int = 160) -> str:
 
 
 def text(renderable: Any, width: int | None = None) -> str:
-    """What rich prints, without colors, in characters that standard output has.
+    """Render without colors, in characters that the encoding of standard output has.
 
     Args:
         renderable: a table, a text, or a group of them.
-        width: columns that there are; those of the terminal or of `COLUMNS` if not given, and 140 where there is none.
+        width: columns; by default those of the terminal or of `COLUMNS`, and 140 where there is neither.
     """
     width = width or shutil.get_terminal_size((_WIDE, 24)).columns
     # Not the real stream: for one without Unicode rich would draw other borders than `printable` does.

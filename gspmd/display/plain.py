@@ -1,4 +1,4 @@
-"""Text for an output without Unicode: `->` with a plain dash for an arrow, `us` for microseconds."""
+"""Text for an output without Unicode: `->` for an arrow, `us` for microseconds."""
 
 import codecs
 import sys
@@ -11,7 +11,7 @@ _PLAIN = {"─": "-", "━": "-", "═": "-", "│": "|", "┃": "|", "║": "|"
 _CORNERS = range(0x250C, 0x2574)
 
 HANDLER = "gspmd.plain"
-"""An error handler of Python's codecs: what an encoding lacks becomes a plain character that looks like it."""
+"""The name of an error handler for Python's codecs: it replaces what an encoding lacks by a similar plain character."""
 
 
 def _replace(error: UnicodeError) -> tuple[str, int]:
@@ -28,7 +28,7 @@ codecs.register_error(HANDLER, _replace)
 
 
 def printable(text: str, encoding: str | None = None) -> str:
-    """The text in characters that an encoding has, by default that of standard output; the same text where it has all.
+    """The text in characters that an encoding has, by default that of standard output.
 
     >>> printable("── all-gather yz ─▶ BLE_x, 28.6 µs", "ascii")
     '-- all-gather yz -> BLE_x, 28.6 us'

@@ -1,4 +1,4 @@
-"""Tables that fit: on a narrow terminal the columns that matter least go, and names and figures stay whole."""
+"""Tables that fit a narrow terminal: the least important columns are left out, names and figures stay whole."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 _FOLDED = 24
-"""Columns that a text needs which may go on in the next line."""
+"""Width of a column whose text may continue on the next line."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Column:
     Attributes:
         name: its heading.
         justify: `"left"` or `"right"`.
-        goes: 0 for one that stays; of the others the largest goes first.
-        folds: whether a long text may go on in the next line.
+        goes: 0 if it is never left out; of the others, the largest is left out first.
+        folds: whether a long text may continue on the next line.
     """
 
     name: str
@@ -32,11 +32,11 @@ class Column:
 
 @dataclass
 class Sheet:
-    """A table that is made as wide as there is room when it is printed.
+    """A table whose width is fitted to the room there is when it is printed.
 
     Attributes:
         title: stands above it.
-        columns: all that there could be.
+        columns: all of them, in order.
         rows: cells in rich's markup, and whether a row is a total below a line.
     """
 
@@ -52,14 +52,14 @@ class Sheet:
         yield self.fitted(options.max_width)
 
     def fitted(self, width: int) -> Table:
-        """The table in so many columns of a terminal."""
+        """The table, in `width` characters."""
         kept = [at for at, column in enumerate(self.columns) if column.name or any(row[at] for row, _ in self.rows)]
         while self._width(kept) > width and (going := [at for at in kept if self.columns[at].goes]):
             kept.remove(max(going, key=lambda at: self.columns[at].goes))
         table = Table(title=self.title, title_justify="left", box=HEAVY_HEAD)
         tight = self._width(kept) > width
         for column in (self.columns[at] for at in kept):
-            # Where not even what stays fits, names go on in the next line; figures never do.
+            # If even the columns that stay do not fit, names continue on the next line; figures never do.
             whole = not column.folds and not (tight and column.justify == "left")
             table.add_column(column.name, justify=column.justify, no_wrap=whole, overflow="fold")
         for number, (cells, total) in enumerate(self.rows):
@@ -69,7 +69,7 @@ class Sheet:
         return table
 
     def _width(self, kept: Sequence[int]) -> int:
-        """What these columns need, their borders included."""
+        """The width that these columns need, their borders included."""
         return 1 + sum(3 + self._needs(at) for at in kept)
 
     def _needs(self, at: int) -> int:
@@ -79,7 +79,7 @@ class Sheet:
 
 
 def counted(number: int, what: str) -> str:
-    """A number of things.
+    """A number with its noun in the singular or the plural.
 
     >>> counted(1, "step"), counted(2, "step")
     ('1 step', '2 steps')

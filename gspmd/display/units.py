@@ -1,8 +1,8 @@
-"""Figures for a reader: bytes, operations and seconds in one system of units, mesh axes as a spec writes them."""
+"""Bytes, operations, seconds and mesh axes as tables and figures print them."""
 
 
 def amount_of_bytes(amount: float) -> str:
-    """Bytes for a reader.
+    """An amount of bytes, in decimal units.
 
     >>> amount_of_bytes(4423680), amount_of_bytes(999.7), amount_of_bytes(3.2e18)
     ('4.42 MB', '1 kB', '3.2 EB')
@@ -11,12 +11,12 @@ def amount_of_bytes(amount: float) -> str:
 
 
 def amount_of_flops(amount: float) -> str:
-    """Floating-point operations for a reader."""
+    """An amount of floating-point operations."""
     return _scaled(amount, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP"))
 
 
 def amount_of_seconds(amount: float) -> str:
-    """Seconds for a reader."""
+    """A duration."""
     return "0 µs" if not amount else _scaled(amount * 1e9, ("ns", "µs", "ms", "s"))
 
 
@@ -29,9 +29,11 @@ def _scaled(amount: float, units: tuple[str, ...]) -> str:
 
 
 def axes_text(axes: tuple[str, ...]) -> str:
-    """Mesh axes as a spec writes them: `yz`, or `data,model`.
+    """Mesh axes in a cell of a table: `yz`, or `data,model`.
 
-    >>> axes_text(("y", "z"))
-    'yz'
+    Not notation: the suffix of a dimension has braces around longer names (`axes_suffix` of `gspmd.annotate.parser`).
+
+    >>> axes_text(("y", "z")), axes_text(("data", "model"))
+    ('yz', 'data,model')
     """
     return ("" if all(len(axis) == 1 for axis in axes) else ",").join(axes)

@@ -113,8 +113,9 @@ def _owing(x):
     """x as a sum that is owed over y: every device of y holds half of it."""
     spec = Spec.parse("B_xE")
     body = lambda v: v / 2  # noqa: E731
-    return jax.shard_map(body, in_specs=spec.partition_spec(), out_specs=spec.with_partial("y").partition_spec(),
-                         check_vma=False)(x)
+    return jax.shard_map(
+        body, in_specs=spec.partition_spec(), out_specs=spec.with_partial("y").partition_spec(), check_vma=False
+    )(x)
 
 
 def test_a_partial_sum_that_is_owed_can_be_stated(make_mesh):
@@ -137,8 +138,10 @@ def test_spec_of(make_mesh):
     assert seen == [Spec.parse("B_?E_?")]  # the compiler has yet to choose
     with pytest.raises(SpecError) as error:
         spec_of(VALUE, "BLE")
-    assert str(error.value) == ("cannot name the dimensions of an array of shape (8, 12) by 'BLE'.\n"
-                                "  Write one capital letter for each dimension of the array.")
+    assert str(error.value) == (
+        "cannot name the dimensions of an array of shape (8, 12) by 'BLE'.\n"
+        "  Write one capital letter for each dimension of the array."
+    )
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -147,19 +150,22 @@ def test_spec_of(make_mesh):
 def test_without_a_mesh():
     assert _error(VALUE, "B_xE") == (
         "cannot annotate an array of shape (8, 12) with 'B_xE': no mesh is set.\n"
-        "  Call it inside 'with jax.set_mesh(mesh):', where mesh = jax.make_mesh((4, 2), ('x', 'y')).")
+        "  Call it inside 'with jax.set_mesh(mesh):', where mesh = jax.make_mesh((4, 2), ('x', 'y'))."
+    )
 
 
 def test_what_is_no_array(make_mesh):
     with jax.set_mesh(make_mesh(SIZES)):
         assert _error([VALUE], "B_xE") == (
-            "cannot annotate a list with 'B_xE'.\n"
-            "  It takes one array; use jax.tree.map for a tree of arrays.")
+            "cannot annotate a list with 'B_xE'.\n  It takes one array; use jax.tree.map for a tree of arrays."
+        )
 
 
 def test_what_does_not_fit(make_mesh, axis_type):
     with jax.set_mesh(make_mesh(SIZES, axis_type)):
-        assert _error(VALUE, "B_qE_xy") == """\
+        assert (
+            _error(VALUE, "B_qE_xy")
+            == """\
 cannot annotate an array of shape (8, 12) with 'B_qE_xy': 2 faults
     B_qE_xy
     ^^^
@@ -169,66 +175,85 @@ cannot annotate an array of shape (8, 12) with 'B_qE_xy': 2 faults
        ^^^^
   dimension E has size 12, which mesh axes x and y (size 4·2 = 8) do not divide.
   Use a size that is a multiple of 8 (8 or 16), or leave E unsharded: 'B_qE'."""
+        )
 
 
 def test_a_partial_sum_under_auto_axes(make_mesh):
     with jax.set_mesh(make_mesh(SIZES, "auto")):
-        assert _error(VALUE, "B_xE partialsum-y") == """\
+        assert (
+            _error(VALUE, "B_xE partialsum-y")
+            == """\
 cannot annotate an array of shape (8, 12) with 'B_xE partialsum-y'
     B_xE partialsum-y
          ^^^^^^^^^^^^
   under Auto axes no array can owe a sum.
   Settle it in the equation that makes it, or make the mesh with Explicit axes."""
+        )
 
 
 def test_a_partial_sum_of_an_array_that_owes_none(make_mesh):
     with jax.set_mesh(make_mesh(SIZES)):
-        assert _error(VALUE, "BE partialsum-y") == """\
+        assert (
+            _error(VALUE, "BE partialsum-y")
+            == """\
 cannot annotate an array of shape (8, 12) with 'BE partialsum-y'
     BE partialsum-y
     ^^^^^^^^^^^^^^^
   the spec says 'BE partialsum-y', and the array is 'BE' by its type.
   A partial sum is left by an equation; annotate() cannot make one."""
+        )
 
 
 def test_an_open_dimension_under_explicit_axes(make_mesh):
     with jax.set_mesh(make_mesh(SIZES)):
-        assert _error(VALUE, "B_xE_?") == """\
+        assert (
+            _error(VALUE, "B_xE_?")
+            == """\
 cannot annotate an array of shape (8, 12) with 'B_xE_?'
     B_xE_?
        ^^^
   dimension E is left open, and Explicit axes place every dimension.
   Name its mesh axes, or make the mesh with Auto axes."""
+        )
 
 
 def test_another_type_under_explicit_axes(make_mesh):
     with jax.set_mesh(make_mesh(SIZES)), pytest.raises(SpecError) as error:
         jax.jit(lambda v: annotate(v, "BE_x"))(annotate(VALUE, "B_xE_y"))
-    assert str(error.value) == """\
+    assert (
+        str(error.value)
+        == """\
 cannot annotate an array of shape (8, 12) with 'BE_x'
     BE_x
     ^^^^
   the spec says 'BE_x', and the array is 'B_xE_y' by its type.
   Bring it there by gspmd.reshard(x, 'B_xE_y -> BE_x')."""
+    )
 
 
 def test_inside_a_shard_map(make_mesh, axis_type):
     with jax.set_mesh(make_mesh(SIZES, axis_type)), pytest.raises(SpecError) as error:
         jax.shard_map(lambda v: annotate(v, "BE"), in_specs=jax.P("x"), out_specs=jax.P("x"))(annotate(VALUE, "B_xE"))
-    assert str(error.value) == """\
+    assert (
+        str(error.value)
+        == """\
 cannot annotate an array of shape (2, 12) with 'BE'
     BE
     ^^
   inside a shard_map over this mesh every array is one device's part.
   Annotate the array outside of it."""
+    )
 
 
 def test_axes_of_two_types():
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto, AxisType.Explicit))
     with jax.set_mesh(mesh):
-        assert _error(VALUE, "BE") == """\
+        assert (
+            _error(VALUE, "BE")
+            == """\
 cannot annotate an array of shape (8, 12) with 'BE'
     BE
     ^^
   the mesh has axes of several types: x Auto, y Explicit.
   Make it with Auto axes only, or with Explicit axes only."""
+        )

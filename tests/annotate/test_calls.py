@@ -30,9 +30,15 @@ def test_replicate(mesh):
     assert _device_of(array, mesh, 3, 3) == list(range(8))
 
 
-@pytest.mark.parametrize(("dimension", "parts", "expected"), [
-    (0, 8, "A_xyB"), (1, 4, "AB_x"), (-1, 2, "AB_y"), (0, 1, "AB"),
-])
+@pytest.mark.parametrize(
+    ("dimension", "parts", "expected"),
+    [
+        (0, 8, "A_xyB"),
+        (1, 4, "AB_x"),
+        (-1, 2, "AB_y"),
+        (0, 1, "AB"),
+    ],
+)
 def test_split(mesh, dimension, parts, expected):
     array = split(VALUE, dimension, parts)
     assert str(spec_of(array)) == expected
@@ -44,13 +50,16 @@ def test_split_puts_part_i_on_device_i(mesh):
     assert [_device_of(array, mesh, i, 0) for i in range(8)] == [[i] for i in range(8)]
 
 
-@pytest.mark.parametrize(("assignment", "expected"), [
-    (NUMBERS.reshape(4, 2), "A_xB_y"),
-    (NUMBERS.reshape(4, 2).T, "A_yB_x"),
-    (NUMBERS.reshape(8, 1), "A_xyB"),
-    (NUMBERS.reshape(1, 8), "AB_xy"),
-    (NUMBERS.reshape(4, 2).T.reshape(1, 8), "AB_yx"),
-])
+@pytest.mark.parametrize(
+    ("assignment", "expected"),
+    [
+        (NUMBERS.reshape(4, 2), "A_xB_y"),
+        (NUMBERS.reshape(4, 2).T, "A_yB_x"),
+        (NUMBERS.reshape(8, 1), "A_xyB"),
+        (NUMBERS.reshape(1, 8), "AB_xy"),
+        (NUMBERS.reshape(4, 2).T.reshape(1, 8), "AB_yx"),
+    ],
+)
 def test_shard_puts_every_part_where_the_assignment_says(mesh, assignment, expected):
     array = shard(VALUE, assignment)
     assert str(spec_of(array)) == expected
@@ -59,9 +68,15 @@ def test_shard_puts_every_part_where_the_assignment_says(mesh, assignment, expec
         assert _device_of(array, mesh, *(part * step)) == [assignment[part]]
 
 
-@pytest.mark.parametrize(("mapping", "expected"), [
-    ([0, 1], "A_xB_y"), ([1, 0], "A_yB_x"), ([-1, 0], "AB_x"), ([-1, -1], "AB"),
-])
+@pytest.mark.parametrize(
+    ("mapping", "expected"),
+    [
+        ([0, 1], "A_xB_y"),
+        ([1, 0], "A_yB_x"),
+        ([-1, 0], "AB_x"),
+        ([-1, -1], "AB"),
+    ],
+)
 def test_mesh_split(mesh, mapping, expected):
     assert str(spec_of(mesh_split(VALUE, mesh, mapping))) == expected
     assert str(spec_of(mesh_split(VALUE, NUMBERS.reshape(4, 2), mapping))) == expected
@@ -89,36 +104,58 @@ def test_unspecified_dims_are_left_to_the_compiler(make_mesh):
 
 MESH_TEXT = "the mesh has x=4, y=2."
 REFUSED = {
-    "no axes make so many parts": (lambda mesh: split(VALUE, 0, 3),
-        f"split: no mesh axes make 3 parts; {MESH_TEXT}\n  Split into as many parts as some of its axes multiply to."),
-    "no such dimension": (lambda mesh: split(VALUE, 2, 4),
-        "split: the array has no dimension 2.\n  It has 2, numbered from 0."),
-    "rank of the assignment": (lambda mesh: shard(VALUE, NUMBERS),
+    "no axes make so many parts": (
+        lambda mesh: split(VALUE, 0, 3),
+        f"split: no mesh axes make 3 parts; {MESH_TEXT}\n  Split into as many parts as some of its axes multiply to.",
+    ),
+    "no such dimension": (
+        lambda mesh: split(VALUE, 2, 4),
+        "split: the array has no dimension 2.\n  It has 2, numbered from 0.",
+    ),
+    "rank of the assignment": (
+        lambda mesh: shard(VALUE, NUMBERS),
         "shard: the device assignment has 1 dimensions, and the array has 2.\n"
-        "  Write the device numbers in an array of as many dimensions, 1 long where it is not split."),
-    "order of the assignment": (lambda mesh: shard(VALUE, [[0, 1], [2, 3], [4, 5], [7, 6]]),
+        "  Write the device numbers in an array of as many dimensions, 1 long where it is not split.",
+    ),
+    "order of the assignment": (
+        lambda mesh: shard(VALUE, [[0, 1], [2, 3], [4, 5], [7, 6]]),
         "shard: the device assignment does not follow the mesh, which has x=4, y=2.\n"
-        "  It has each number from 0 to 7 once, and its dimensions run along mesh axes."),
-    "too few devices": (lambda mesh: mesh_split(VALUE, NUMBERS[:4], [0, -1]),
+        "  It has each number from 0 to 7 once, and its dimensions run along mesh axes.",
+    ),
+    "too few devices": (
+        lambda mesh: mesh_split(VALUE, NUMBERS[:4], [0, -1]),
         "mesh_split: the device mesh does not follow the mesh, which has x=4, y=2.\n"
-        "  It has each number from 0 to 7 once, and its dimensions run along mesh axes."),
-    "another mesh": (lambda mesh: mesh_split(VALUE, jax.make_mesh((2, 4), ("x", "y")), [0, 1]),
+        "  It has each number from 0 to 7 once, and its dimensions run along mesh axes.",
+    ),
+    "another mesh": (
+        lambda mesh: mesh_split(VALUE, jax.make_mesh((2, 4), ("x", "y")), [0, 1]),
         "mesh_split: the device mesh is {'x': 2, 'y': 4}, and the current mesh is {'x': 4, 'y': 2}.\n"
-        "  Pass the mesh of jax.set_mesh."),
-    "length of the mapping": (lambda mesh: mesh_split(VALUE, mesh, [0]),
+        "  Pass the mesh of jax.set_mesh.",
+    ),
+    "length of the mapping": (
+        lambda mesh: mesh_split(VALUE, mesh, [0]),
         "mesh_split: the mapping has 1 entries, and the array has 2 dimensions.\n"
-        "  Write the dimension of the device mesh for each, and -1 where it is not split."),
-    "no such dimension of the mesh": (lambda mesh: mesh_split(VALUE, mesh, [0, 2]),
-        "mesh_split: the device mesh has no dimension 2.\n  It has 2, numbered from 0."),
-    "one dimension of the mesh twice": (lambda mesh: mesh_split(VALUE, mesh, [0, 0]),
+        "  Write the dimension of the device mesh for each, and -1 where it is not split.",
+    ),
+    "no such dimension of the mesh": (
+        lambda mesh: mesh_split(VALUE, mesh, [0, 2]),
+        "mesh_split: the device mesh has no dimension 2.\n  It has 2, numbered from 0.",
+    ),
+    "one dimension of the mesh twice": (
+        lambda mesh: mesh_split(VALUE, mesh, [0, 0]),
         "mesh_split: dimension 0 of the device mesh splits two dimensions of the array.\n"
-        "  A dimension of the mesh splits one dimension of a tensor."),
-    "split and unspecified": (lambda mesh: mesh_split(VALUE, mesh, [0, 1], unspecified_dims=[1]),
+        "  A dimension of the mesh splits one dimension of a tensor.",
+    ),
+    "split and unspecified": (
+        lambda mesh: mesh_split(VALUE, mesh, [0, 1], unspecified_dims=[1]),
         "mesh_split: dimension 1 is split by the mapping, and unspecified as well.\n"
-        "  Write -1 for it in tensor_split_dims_mapping."),
-    "manual": (lambda mesh: mesh_split(VALUE, mesh, [0, 1], manual_mesh_dims=[1]),
+        "  Write -1 for it in tensor_split_dims_mapping.",
+    ),
+    "manual": (
+        lambda mesh: mesh_split(VALUE, mesh, [0, 1], manual_mesh_dims=[1]),
         "mesh_split: manual_mesh_dims is not supported.\n"
-        "  Write the manual part by jax.shard_map(..., axis_names={'x'}), which JAX has for it."),
+        "  Write the manual part by jax.shard_map(..., axis_names={'x'}), which JAX has for it.",
+    ),
 }
 
 
@@ -133,13 +170,20 @@ def test_refused(mesh, case):
 def test_several_choices_of_axes_are_refused(make_mesh):
     with jax.set_mesh(make_mesh({"x": 2, "y": 2, "z": 2})), pytest.raises(SpecError) as error:
         split(VALUE, 0, 4)
-    assert str(error.value) == ("split: several mesh axes make 4 parts; the mesh has x=2, y=2, z=2.\n"
-                                "  Say which by annotate(), here 'A_xy', 'A_xz' or 'A_yz'.")
+    assert str(error.value) == (
+        "split: several mesh axes make 4 parts; the mesh has x=2, y=2, z=2.\n"
+        "  Say which by annotate(), here 'A_xy', 'A_xz' or 'A_yz'."
+    )
 
 
-@pytest.mark.parametrize("call", [
-    lambda: split(VALUE, 0, 1), lambda: shard(VALUE, [[0]]), lambda: mesh_split(VALUE, [0], [-1, -1]),
-])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: split(VALUE, 0, 1),
+        lambda: shard(VALUE, [[0]]),
+        lambda: mesh_split(VALUE, [0], [-1, -1]),
+    ],
+)
 def test_without_a_mesh(call):
     with pytest.raises(SpecError, match=r"no mesh is set\.\n  Call it inside 'with jax\.set_mesh\(mesh\):'"):
         call()

@@ -42,20 +42,23 @@ def test_a_sum():
     assert not equation.is_move
 
 
-@pytest.mark.parametrize(("text", "operands", "canonical"), [
-    ("A_x (partialsum-y), B -> A_xB partialsum-y", 2, "A_x partialsum-y, B -> A_xB partialsum-y"),
-    ("C, (A_x (partialsum-y), B) -> (CA_x, CB)", 2, "C, (A_x partialsum-y, B) -> (CA_x, CB)"),
-    ("A, (partialsum-x) -> A", 2, "A, partialsum-x -> A"),
-    ("A, (partialsum-x, B) -> (A, AB)", 2, "A, (partialsum-x, B) -> (A, AB)"),
-    ("A, ((partialsum-x), B) -> (A, AB)", 2, "A, (partialsum-x, B) -> (A, AB)"),
-    ("A, ((partialsum-x)) -> (A)", 2, "A, ((partialsum-x)) -> (A)"),
-    ("A, (B) -> (AB)", 2, "A, (B) -> (AB)"),
-    (", A -> A", 2, ", A -> A"),
-    ("A, -> A", 2, "A,  -> A"),
-    ("A ->", 1, "A ->"),
-    ("(partialsum-x)->", 1, "partialsum-x ->"),
-    ("  A\n,B\t->  B A ", 2, "A, B -> BA"),
-])
+@pytest.mark.parametrize(
+    ("text", "operands", "canonical"),
+    [
+        ("A_x (partialsum-y), B -> A_xB partialsum-y", 2, "A_x partialsum-y, B -> A_xB partialsum-y"),
+        ("C, (A_x (partialsum-y), B) -> (CA_x, CB)", 2, "C, (A_x partialsum-y, B) -> (CA_x, CB)"),
+        ("A, (partialsum-x) -> A", 2, "A, partialsum-x -> A"),
+        ("A, (partialsum-x, B) -> (A, AB)", 2, "A, (partialsum-x, B) -> (A, AB)"),
+        ("A, ((partialsum-x), B) -> (A, AB)", 2, "A, (partialsum-x, B) -> (A, AB)"),
+        ("A, ((partialsum-x)) -> (A)", 2, "A, ((partialsum-x)) -> (A)"),
+        ("A, (B) -> (AB)", 2, "A, (B) -> (AB)"),
+        (", A -> A", 2, ", A -> A"),
+        ("A, -> A", 2, "A,  -> A"),
+        ("A ->", 1, "A ->"),
+        ("(partialsum-x)->", 1, "partialsum-x ->"),
+        ("  A\n,B\t->  B A ", 2, "A, B -> BA"),
+    ],
+)
 def test_parentheses_scalars_and_white_space(text, operands, canonical):
     equation = parse_equation(text)
     assert len(equation.operands) == operands
@@ -104,14 +107,21 @@ def test_sizes():
     assert parse_equation("AB, B + AC, C -> A").sizes([(2, 3), (3,), (2, 4), (4,)]) == {"A": 2, "B": 3, "C": 4}
 
 
-@pytest.mark.parametrize(("shapes", "message"), [
-    ([(2, 3), (4, 4)], """\
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (
+            [(2, 3), (4, 4)],
+            """\
 cannot apply 'AB,BC->AC' to arrays of shapes (2, 3), (4, 4)
     AB,BC->AC
        ^^
   dimension B has size 4 here, and size 3 before.
-  Arrays that share a dimension agree on its size."""),
-    ([(2, 3, 1), (4,)], """\
+  Arrays that share a dimension agree on its size.""",
+        ),
+        (
+            [(2, 3, 1), (4,)],
+            """\
 cannot apply 'AB,BC->AC' to arrays of shapes (2, 3, 1), (4,): 2 faults
     AB,BC->AC
     ^^
@@ -120,11 +130,16 @@ cannot apply 'AB,BC->AC' to arrays of shapes (2, 3, 1), (4,): 2 faults
     AB,BC->AC
        ^^
   the spec has 2 dimensions, and the array 1: (4,).
-  Write one capital letter for each dimension of the array."""),
-    ([(2, 3)], """\
+  Write one capital letter for each dimension of the array.""",
+        ),
+        (
+            [(2, 3)],
+            """\
 cannot apply 'AB,BC->AC' to 1 operand
-  It takes an array and an array."""),
-])
+  It takes an array and an array.""",
+        ),
+    ],
+)
 def test_shapes_that_do_not_fit(shapes, message):
     with pytest.raises(SpecError) as error:
         parse_equation("AB,BC->AC").sizes(shapes)
@@ -135,13 +150,16 @@ def test_a_group_takes_a_tuple():
     with pytest.raises(SpecError) as error:
         parse_equation("A, (A, A) -> (A, A)").sizes([(2,), ((2,),)])
     assert str(error.value) == (
-        "cannot apply 'A, (A, A) -> (A, A)' to 2 operands\n  It takes an array and a tuple of 2 arrays.")
+        "cannot apply 'A, (A, A) -> (A, A)' to 2 operands\n  It takes an array and a tuple of 2 arrays."
+    )
 
 
 def test_check_points_into_the_equation():
     with pytest.raises(SpecError) as error:
         parse_equation("AB_x, B C -> AC_{data}").check({"A": 3, "B": 3, "C": 3}, {"x": 2, "dat": 2})
-    assert str(error.value) == """\
+    assert (
+        str(error.value)
+        == """\
 cannot shard 'AB_x, B C -> AC_{data}' for the sizes A=3, B=3, C=3: 2 faults
     AB_x, B C -> AC_{data}
      ^^^
@@ -151,6 +169,7 @@ cannot shard 'AB_x, B C -> AC_{data}' for the sizes A=3, B=3, C=3: 2 faults
                   ^^^^^^^^
   the mesh has no axis data.
   Did you mean 'dat'? The mesh has x and dat."""
+    )
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -171,17 +190,26 @@ UNREADABLE = {
         ("                   ^", "dimension L stands in the result and in no operand.", "The operands have B, E."),
     ],
     "BL_x, LE_y, EF -> BF_y": [
-        ("            ^^", "a product has two operands, and this has 3.",
-         "Write one equation after the other: 'BL_x, LE_y -> BE_y' and 'BE_y, EF -> BF_y'."),
+        (
+            "            ^^",
+            "a product has two operands, and this has 3.",
+            "Write one equation after the other: 'BL_x, LE_y -> BE_y' and 'BE_y, EF -> BF_y'.",
+        ),
     ],
     "B_xL, L_xE_y, EF_y, FV -> B_xV": [
-        ("              ^^^^^^^^", "a product has two operands, and this has 4.",
-         "Write one equation after the other: 'B_xL, L_xE_y -> B_xE_y' and 'B_xE_y, EF_y -> B_xF_y' and "
-         "'B_xF_y, FV -> B_xV'."),
+        (
+            "              ^^^^^^^^",
+            "a product has two operands, and this has 4.",
+            "Write one equation after the other: 'B_xL, L_xE_y -> B_xE_y' and 'B_xE_y, EF_y -> B_xF_y' and "
+            "'B_xF_y, FV -> B_xV'.",
+        ),
     ],
     "A_{data}, A_x, B -> A_xB": [
-        ("               ^", "a product has two operands, and this has 3.",
-         "Write one equation after the other: 'A_{data}, A_x -> A_{data}' and 'A_{data}, B -> A_xB'."),
+        (
+            "               ^",
+            "a product has two operands, and this has 3.",
+            "Write one equation after the other: 'A_{data}, A_x -> A_{data}' and 'A_{data}, B -> A_xB'.",
+        ),
     ],
     "A, B, (C, D) -> (A, A)": [
         ("      ^^^^^^", "a product has two operands, and this has 3.", "Write an equation for each two of them."),
@@ -190,33 +218,51 @@ UNREADABLE = {
         (" ^", "this comma stands beside nothing, so that the product has 3 operands.", "Drop the comma."),
     ],
     "A, (B, C) + A, (B, C) -> (A, A)": [
-        ("   ^^^^^^", "a group cannot stand in a sum of products.",
-         "Write one sum for each result: 'A, B + A, B -> A' and 'A, C + A, C -> A'."),
+        (
+            "   ^^^^^^",
+            "a group cannot stand in a sum of products.",
+            "Write one sum for each result: 'A, B + A, B -> A' and 'A, C + A, C -> A'.",
+        ),
     ],
     "A, (B, C) + A -> (AB, AC)": [
-        ("   ^^^^^^", "a group cannot stand in a sum of products.",
-         "Write one sum for each result: 'A, B + A -> AB' and 'A, C + A -> AC'."),
+        (
+            "   ^^^^^^",
+            "a group cannot stand in a sum of products.",
+            "Write one sum for each result: 'A, B + A -> AB' and 'A, C + A -> AC'.",
+        ),
         ("                   ^", "dimension B stands in the result and not in term 2.", "That term has A."),
         ("                       ^", "dimension C stands in the result and not in term 2.", "That term has A."),
     ],
     "A, (B, C) + A -> A": [
-        ("   ^^^^^^", "a group cannot stand in a sum of products.",
-         "Write the group as an equation of its own, and the sum as another."),
+        (
+            "   ^^^^^^",
+            "a group cannot stand in a sum of products.",
+            "Write the group as an equation of its own, and the sum as another.",
+        ),
     ],
     "A, (A, A) -> A": [
-        ("             ^", "an operand is a group of 2, and the result is one spec.",
-         "Write a result for each: '(A, A)'."),
+        (
+            "             ^",
+            "an operand is a group of 2, and the result is one spec.",
+            "Write a result for each: '(A, A)'.",
+        ),
     ],
     "A, (A, A, A) -> (A, A)": [
-        ("                ^^^^^^", "the result is a group of 2, and the operand is a group of 3.",
-         "Write one result for each member of the operand."),
+        (
+            "                ^^^^^^",
+            "the result is a group of 2, and the operand is a group of 3.",
+            "Write one result for each member of the operand.",
+        ),
     ],
     "A, A -> (A, A)": [
         ("        ^^^^^^", "the result is a group, and no operand is.", "Write one spec, or a group in one operand."),
     ],
     "(A, A), (A, A) -> (A, A)": [
-        ("        ^^^^^^", "a product has one group at most, and this is a second.",
-         "Write an equation for each pair."),
+        (
+            "        ^^^^^^",
+            "a product has one group at most, and this is a second.",
+            "Write an equation for each pair.",
+        ),
     ],
     "(A, A) -> (A_x, A_x)": [
         ("^^^^^^", "a move takes one array, and a group is several.", "Write an equation for each."),
@@ -255,8 +301,11 @@ UNREADABLE = {
         ("                  ^", "a comma is missing between 'BF' and 'BF'.", "Write 'BF, BF'."),
     ],
     "BLE_xyzE_xF_yz -> BLF": [
-        ("       ^^^", "dimension E stands twice in one spec.",
-         "Every dimension has a letter of its own; two operands have a comma: 'BLE_xyz, E_xF_yz'."),
+        (
+            "       ^^^",
+            "dimension E stands twice in one spec.",
+            "Every dimension has a letter of its own; two operands have a comma: 'BLE_xyz, E_xF_yz'.",
+        ),
     ],
     "BE, EF -> B BF": [
         ("            ^", "dimension B stands twice in one spec.", "Every dimension has a letter of its own."),
@@ -266,8 +315,11 @@ UNREADABLE = {
         ("     ^", "an equation has an arrow, and this has none.", ARROW),
     ],
     "BE, (EF,) -> (BF)": [
-        ("       ^", "nothing follows this comma.",
-         "Drop it: '(EF)'. A scalar as the last member is a space: '(EF, )'."),
+        (
+            "       ^",
+            "nothing follows this comma.",
+            "Drop it: '(EF)'. A scalar as the last member is a space: '(EF, )'.",
+        ),
     ],
     "BE, EF, -> BF": [
         ("      ^", "this comma stands beside nothing, so that the product has 3 operands.", "Drop the comma."),
@@ -350,17 +402,24 @@ def test_the_equations_that_a_remedy_proposes_can_be_read(text):
 def test_an_arrow_in_via():
     with pytest.raises(SpecError) as error:
         parse_via("A, B -> AB")
-    assert str(error.value) == """\
+    assert (
+        str(error.value)
+        == """\
 cannot read via='A, B -> AB'
     A, B -> AB
          ^^
   via= has the operands' specs, and no arrow.
   Write the left side of the equation only."""
+    )
 
 
-@pytest.mark.parametrize(("parse", "what", "example"), [
-    (parse_equation, "an equation", "A_x, B -> A_xB"), (parse_via, "the specs of via=", "BLE_x, E_xF_yz"),
-])
+@pytest.mark.parametrize(
+    ("parse", "what", "example"),
+    [
+        (parse_equation, "an equation", "A_x, B -> A_xB"),
+        (parse_via, "the specs of via=", "BLE_x, E_xF_yz"),
+    ],
+)
 def test_what_is_no_text(parse, what, example):
     with pytest.raises(SpecError) as error:
         parse(3)

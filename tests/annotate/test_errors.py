@@ -12,19 +12,28 @@ UNREADABLE = {
         ("       ^", "'!' has no meaning in a spec.", "A spec is written as 'B_xLE_yz'."),
     ],
     "ble_x": [
-        ("^^^^^", "'ble_x' is neither a dimension nor the mesh axes of one.",
-         "Dimensions are capital letters: write 'BLE_x'."),
+        (
+            "^^^^^",
+            "'ble_x' is neither a dimension nor the mesh axes of one.",
+            "Dimensions are capital letters: write 'BLE_x'.",
+        ),
     ],
     "BLEx": [
         ("   ^", "'x' is neither a dimension nor the mesh axes of one.", "To shard dimension E, write 'E_x'."),
     ],
     "BLEdata": [
-        ("   ^^^^", "'data' is neither a dimension nor the mesh axes of one.",
-         "To shard dimension E, write 'E_{data}'."),
+        (
+            "   ^^^^",
+            "'data' is neither a dimension nor the mesh axes of one.",
+            "To shard dimension E, write 'E_{data}'.",
+        ),
     ],
     "BLE_x y": [
-        ("      ^", "'y' is neither a dimension nor the mesh axes of one.",
-         "Write the mesh axes of dimension E together: 'E_xy'."),
+        (
+            "      ^",
+            "'y' is neither a dimension nor the mesh axes of one.",
+            "Write the mesh axes of dimension E together: 'E_xy'.",
+        ),
     ],
     "BLE_x_y": [
         ("     ^^", "dimension E has a second '_'.", "Write the mesh axes of dimension E together: 'E_xy'."),
@@ -45,57 +54,90 @@ UNREADABLE = {
         ("  ^^^", "dimension B stands twice in one spec.", "Every dimension has a letter of its own."),
     ],
     "B_xLE_yx": [
-        ("       ^", "mesh axis x shards dimension B and dimension E as well.",
-         "A mesh axis shards one dimension of a tensor: drop it from one of them."),
+        (
+            "       ^",
+            "mesh axis x shards dimension B and dimension E as well.",
+            "A mesh axis shards one dimension of a tensor: drop it from one of them.",
+        ),
     ],
     "B_xLE partialsum-yx": [
-        ("                  ^", "mesh axis x shards dimension B and owes a partial sum as well.",
-         "The sum over a mesh axis is owed by devices that hold the same part: drop it from one of them."),
+        (
+            "                  ^",
+            "mesh axis x shards dimension B and owes a partial sum as well.",
+            "The sum over a mesh axis is owed by devices that hold the same part: drop it from one of them.",
+        ),
     ],
     "BLE_data": [
-        ("    ^^^^", "mesh axis a stands twice in 'E_data'.",
-         "If 'data' is the name of one mesh axis, write 'E_{data}'."),
+        (
+            "    ^^^^",
+            "mesh axis a stands twice in 'E_data'.",
+            "If 'data' is the name of one mesh axis, write 'E_{data}'.",
+        ),
     ],
     "BLE_xyxy": [
-        ("    ^^^^", "mesh axes x and y stand twice in 'E_xyxy'.",
-         "If 'xyxy' is the name of one mesh axis, write 'E_{xyxy}'."),
+        (
+            "    ^^^^",
+            "mesh axes x and y stand twice in 'E_xyxy'.",
+            "If 'xyxy' is the name of one mesh axis, write 'E_{xyxy}'.",
+        ),
     ],
     "BLE_{data,data}": [
         ("    ^^^^^^^^^^^", "mesh axis data stands twice in 'E_{data,data}'.", "Name each mesh axis once."),
     ],
     "BLE partialsum-data": [
-        ("               ^^^^", "mesh axis a stands twice in 'partialsum-data'.",
-         "If 'data' is the name of one mesh axis, write 'partialsum-{data}'."),
+        (
+            "               ^^^^",
+            "mesh axis a stands twice in 'partialsum-data'.",
+            "If 'data' is the name of one mesh axis, write 'partialsum-{data}'.",
+        ),
     ],
     "BLE_x1": [
-        ("    ^^", "'x1' has a digit, and without braces every mesh axis is one letter.",
-         "If it is one name, write 'E_{x1}'."),
+        (
+            "    ^^",
+            "'x1' has a digit, and without braces every mesh axis is one letter.",
+            "If it is one name, write 'E_{x1}'.",
+        ),
     ],
     "BLE_{}": [
-        ("    ^^", "the braces after 'E_' hold an empty name.",
-         "Name the mesh axes of dimension E, as in 'E_{data,model}'."),
+        (
+            "    ^^",
+            "the braces after 'E_' hold an empty name.",
+            "Name the mesh axes of dimension E, as in 'E_{data,model}'.",
+        ),
     ],
     "BLE_{data,}": [
-        ("    ^^^^^^^", "the braces after 'E_' hold an empty name.",
-         "Name the mesh axes of dimension E, as in 'E_{data,model}'."),
+        (
+            "    ^^^^^^^",
+            "the braces after 'E_' hold an empty name.",
+            "Name the mesh axes of dimension E, as in 'E_{data,model}'.",
+        ),
     ],
     "BLE_{data": [
         ("    ^^^^^", "the brace after 'E_' is not closed.", "Write 'E_{data,model}'."),
     ],
     "BLE_{data}x": [
-        ("    ^^^^^^^", "dimension E has mesh axes inside braces and outside.",
-         "Write them all in one pair of braces: 'E_{data,x}'."),
+        (
+            "    ^^^^^^^",
+            "dimension E has mesh axes inside braces and outside.",
+            "Write them all in one pair of braces: 'E_{data,x}'.",
+        ),
     ],
     "BLE_{Data}": [
-        ("     ^^^^", "'Data' is not the name of a mesh axis.",
-         "A name is a lower-case letter, then lower-case letters, digits and '_'."),
+        (
+            "     ^^^^",
+            "'Data' is not the name of a mesh axis.",
+            "A name is a lower-case letter, then lower-case letters, digits and '_'.",
+        ),
     ],
     "BLE_x?": [
         ("    ^^", "'?' leaves dimension E to the compiler whole, and stands alone.", "Write 'E_?' or 'E_x'."),
     ],
     "BLE_{?,data}": [
-        ("    ^^^^^^^^", "'?' leaves dimension E to the compiler whole, and stands alone.",
-         "Write 'E_?' or 'E_{data}'."),
+        (
+            "    ^^^^^^^^",
+            "'?' leaves dimension E to the compiler whole, and stands alone.",
+            "Write 'E_?' or 'E_{data}'.",
+        ),
     ],
     "BLE ?": [
         ("    ^", "'?' has no meaning in a spec.", "Write 'E_?' to leave dimension E to the compiler."),
@@ -107,24 +149,39 @@ UNREADABLE = {
         ("    ^^^^^^^^^^^", "'partialsum-' names no mesh axis.", "Write 'partialsum-x'."),
     ],
     "BLE partial-x": [
-        ("    ^^^^^^^^^", "'partial-x' is neither a dimension nor the mesh axes of one.",
-         "A partial sum is written 'partialsum-x'."),
+        (
+            "    ^^^^^^^^^",
+            "'partial-x' is neither a dimension nor the mesh axes of one.",
+            "A partial sum is written 'partialsum-x'.",
+        ),
     ],
     "BLE partialsum_x": [
-        ("    ^^^^^^^^^^^^", "'partialsum_x' is neither a dimension nor the mesh axes of one.",
-         "A partial sum is written 'partialsum-x'."),
+        (
+            "    ^^^^^^^^^^^^",
+            "'partialsum_x' is neither a dimension nor the mesh axes of one.",
+            "A partial sum is written 'partialsum-x'.",
+        ),
     ],
     "BLE (partialsum-x": [
-        ("    ^^^^^^^^^^^^^", "the parenthesis of this partial sum is not closed.",
-         "Write it 'partialsum-x' or '(partialsum-x)'."),
+        (
+            "    ^^^^^^^^^^^^^",
+            "the parenthesis of this partial sum is not closed.",
+            "Write it 'partialsum-x' or '(partialsum-x)'.",
+        ),
     ],
     "BLE partialsum-x partialsum-y": [
-        ("                 ^^^^^^^^^^^^", "a spec has one partial sum, and this is a second.",
-         "Write the mesh axes of both together: 'partialsum-xy'."),
+        (
+            "                 ^^^^^^^^^^^^",
+            "a spec has one partial sum, and this is a second.",
+            "Write the mesh axes of both together: 'partialsum-xy'.",
+        ),
     ],
     "BL partialsum-x E": [
-        ("                ^", "dimension E stands after the partial sum.",
-         "Write every dimension first: the partial sum ends a spec."),
+        (
+            "                ^",
+            "dimension E stands after the partial sum.",
+            "Write every dimension first: the partial sum ends a spec.",
+        ),
     ],
     "BL, LE": [
         ("  ^", "',' belongs to an equation, and a spec is one tensor.", "Write one spec, as in 'B_xLE_yz'."),
@@ -164,25 +221,31 @@ def test_a_spec_that_cannot_be_read(text):
 def test_what_is_no_text(value, name):
     with pytest.raises(SpecError) as error:
         Spec.parse(value)
-    assert str(error.value) == (f"cannot read a spec from {value!r}: it is no text ({name}).\n"
-                                "  Write a string such as 'B_xLE_yz'.")
+    assert str(error.value) == (
+        f"cannot read a spec from {value!r}: it is no text ({name}).\n  Write a string such as 'B_xLE_yz'."
+    )
 
 
 def test_sizes_that_do_not_divide():
     with pytest.raises(SpecError) as error:
         Spec.parse("B_xLE").check((6, 128, 512), {"x": 4})
-    assert str(error.value) == """\
+    assert (
+        str(error.value)
+        == """\
 cannot shard 'B_xLE' for an array of shape (6, 128, 512)
     B_xLE
     ^^^
   dimension B has size 6, which mesh axis x (size 4) does not divide.
   Use a size that is a multiple of 4 (4 or 8), or leave B unsharded: 'BLE'."""
+    )
 
 
 def test_every_fault_of_the_fit_is_listed():
     with pytest.raises(SpecError) as error:
         Spec.parse("B_xL_{modle}E_yz partialsum-q").local_shape({"B": -6, "E": 6}, {"x": 4, "y": 2, "z": 2, "model": 2})
-    assert str(error.value) == """\
+    assert (
+        str(error.value)
+        == """\
 cannot shard 'B_xL_{modle}E_yz partialsum-q' for the sizes B=-6, E=6: 5 faults
     B_xL_{modle}E_yz partialsum-q
        ^^^^^^^^^
@@ -204,24 +267,31 @@ cannot shard 'B_xL_{modle}E_yz partialsum-q' for the sizes B=-6, E=6: 5 faults
                 ^^^^
   dimension E has size 6, which mesh axes y and z (size 2·2 = 4) do not divide.
   Use a size that is a multiple of 4 (4 or 8), or leave E unsharded: 'B_xL_{modle}E partialsum-q'."""
+    )
 
 
 def test_another_number_of_dimensions():
     with pytest.raises(SpecError) as error:
         Spec.parse("B_xLE").check((8, 128), {"x": 4})
-    assert str(error.value) == """\
+    assert (
+        str(error.value)
+        == """\
 cannot shard 'B_xLE' for an array of shape (8, 128)
     B_xLE
     ^^^^^
   the spec has 3 dimensions, and the array 2: (8, 128).
   Write one capital letter for each dimension of the array."""
+    )
 
 
-@pytest.mark.parametrize(("text", "name", "written"), [
-    ("BE_model", "model", "E_{model}"),
-    ("B partialsum-mp", "mp", "partialsum-{mp}"),
-    ("B partialsum-pm", "mp", "partialsum-{mp}"),
-])
+@pytest.mark.parametrize(
+    ("text", "name", "written"),
+    [
+        ("BE_model", "model", "E_{model}"),
+        ("B partialsum-mp", "mp", "partialsum-{mp}"),
+        ("B partialsum-pm", "mp", "partialsum-{mp}"),
+    ],
+)
 def test_letters_that_spell_the_name_of_a_mesh_axis(text, name, written):
     with pytest.raises(SpecError) as error:
         Spec.parse(text).check(dict.fromkeys("BE", 8), {name: 2, "x": 2})
@@ -232,18 +302,24 @@ def test_letters_that_spell_the_name_of_a_mesh_axis(text, name, written):
 def test_a_dimension_left_open_has_no_local_size():
     with pytest.raises(SpecError) as error:
         Spec.parse("B_xE_?").local_shape((8, 8), {"x": 2})
-    assert str(error.value) == """\
+    assert (
+        str(error.value)
+        == """\
 cannot tell the local shape of 'B_xE_?'
     B_xE_?
        ^^^
   dimension E is left open, so its local size is not known."""
+    )
 
 
-@pytest.mark.parametrize(("mesh", "message"), [
-    ("x=4", "cannot read a mesh from 'x=4'.\n  Write {'x': 4, 'y': 2}, or pass a jax.sharding.Mesh."),
-    ({"x": 0}, "mesh axis x has size 0.\n  The size of a mesh axis is a whole number, 1 or more."),
-    ({"x": 2.0}, "mesh axis x has size 2.0.\n  The size of a mesh axis is a whole number, 1 or more."),
-])
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("x=4", "cannot read a mesh from 'x=4'.\n  Write {'x': 4, 'y': 2}, or pass a jax.sharding.Mesh."),
+        ({"x": 0}, "mesh axis x has size 0.\n  The size of a mesh axis is a whole number, 1 or more."),
+        ({"x": 2.0}, "mesh axis x has size 2.0.\n  The size of a mesh axis is a whole number, 1 or more."),
+    ],
+)
 def test_what_is_no_mesh(mesh, message):
     with pytest.raises(SpecError) as error:
         Spec.parse("B_x").check((8,), mesh)
@@ -271,9 +347,16 @@ def test_many_faults_are_counted_and_a_long_text_is_cut_around_the_caret():
     assert notation[caret.index("^")] == "!"
 
 
-@pytest.mark.parametrize(("value", "said"), [
-    ({"x": 4}, "{'x': 4}"), (object(), "an object"), ("A" * 200, repr("A" * 99 + "…")), ("a\nb", r"'a\nb'"),
-    (np.ones((2, 3)), "an array of float64, of shape (2, 3)"), (list(range(100)), "a list"),
-])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"x": 4}, "{'x': 4}"),
+        (object(), "an object"),
+        ("A" * 200, repr("A" * 99 + "…")),
+        ("a\nb", r"'a\nb'"),
+        (np.ones((2, 3)), "an array of float64, of shape (2, 3)"),
+        (list(range(100)), "a list"),
+    ],
+)
 def test_what_is_given_is_shown_on_one_short_line(value, said):
     assert shown(value) == said

@@ -46,22 +46,25 @@ def test_white_space_between_dims_means_nothing(spec, spaces):
     assert Spec.parse(text) == spec
 
 
-@pytest.mark.parametrize(("text", "canonical"), [
-    ("B_xLE_yz", "B_xLE_yz"),
-    (" B_x  L E_yz ", "B_xLE_yz"),
-    ("E_{x,y}", "E_xy"),
-    ("E_{ data , x }", "E_{data,x}"),
-    ("E_{data}", "E_{data}"),
-    ("BLE_x(partialsum-zy)", "BLE_x partialsum-yz"),
-    ("BLE_x ( partialsum-{y,data} )", "BLE_x partialsum-{data,y}"),
-    ("BLEpartialsum-x", "BLE partialsum-x"),
-    ("", ""),
-    ("  ", ""),
-    ("partialsum-x", "partialsum-x"),
-    ("(partialsum-x)", "partialsum-x"),
-    ("BLE_?", "BLE_?"),
-    ("E_{?}", None),
-])
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("B_xLE_yz", "B_xLE_yz"),
+        (" B_x  L E_yz ", "B_xLE_yz"),
+        ("E_{x,y}", "E_xy"),
+        ("E_{ data , x }", "E_{data,x}"),
+        ("E_{data}", "E_{data}"),
+        ("BLE_x(partialsum-zy)", "BLE_x partialsum-yz"),
+        ("BLE_x ( partialsum-{y,data} )", "BLE_x partialsum-{data,y}"),
+        ("BLEpartialsum-x", "BLE partialsum-x"),
+        ("", ""),
+        ("  ", ""),
+        ("partialsum-x", "partialsum-x"),
+        ("(partialsum-x)", "partialsum-x"),
+        ("BLE_?", "BLE_?"),
+        ("E_{?}", None),
+    ],
+)
 def test_canonical_text(text, canonical):
     if canonical is None:
         with pytest.raises(SpecError, match="stands alone"):
@@ -101,27 +104,33 @@ def test_editing():
         spec.axes_of("Q")
 
 
-@pytest.mark.parametrize(("dims", "axes", "partial"), [
-    ("BB", [(), ()], ()),
-    ("BL", [("x",), ("x",)], ()),
-    ("B", [("x",)], ("x",)),
-    ("b", [()], ()),
-    ("B", [("data,x",)], ()),
-    ("B", [], ()),
-    ("B", [("?", "x")], ()),
-])
+@pytest.mark.parametrize(
+    ("dims", "axes", "partial"),
+    [
+        ("BB", [(), ()], ()),
+        ("BL", [("x",), ("x",)], ()),
+        ("B", [("x",)], ("x",)),
+        ("b", [()], ()),
+        ("B", [("data,x",)], ()),
+        ("B", [], ()),
+        ("B", [("?", "x")], ()),
+    ],
+)
 def test_no_spec_is_made_that_no_text_means(dims, axes, partial):
     with pytest.raises(SpecError, match="no spec has dims="):
         Spec(tuple(dims), tuple(axes), partial)
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("B_xLE_yz", P("x", None, ("y", "z"))),
-    ("E_{data}", P("data")),
-    ("", P()),
-    ("BE_?", P(None, P.UNCONSTRAINED)),
-    ("B_xE partialsum-yz", P("x", None, unreduced={"y", "z"})),
-])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("B_xLE_yz", P("x", None, ("y", "z"))),
+        ("E_{data}", P("data")),
+        ("", P()),
+        ("BE_?", P(None, P.UNCONSTRAINED)),
+        ("B_xE partialsum-yz", P("x", None, unreduced={"y", "z"})),
+    ],
+)
 def test_partition_spec(text, expected):
     assert Spec.parse(text).partition_spec() == expected
 
@@ -143,9 +152,16 @@ def test_a_size_of_zero_and_an_axis_of_size_one_fit():
     assert Spec.parse("B_xE_y").local_shape((0, 3), {"x": 4, "y": 1}) == (0, 3)
 
 
-@pytest.mark.parametrize(("size", "parts", "named"), [
-    (1, 2, [2]), (3, 2, [2, 4]), (7, 4, [4, 8]), (9, 4, [8, 12]), (6, 5, [5, 10]),
-])
+@pytest.mark.parametrize(
+    ("size", "parts", "named"),
+    [
+        (1, 2, [2]),
+        (3, 2, [2, 4]),
+        (7, 4, [4, 8]),
+        (9, 4, [8, 12]),
+        (6, 5, [5, 10]),
+    ],
+)
 def test_the_sizes_that_an_error_names_would_fit(size, parts, named):
     with pytest.raises(SpecError) as error:
         Spec.parse("B_x").check((size,), {"x": parts})
