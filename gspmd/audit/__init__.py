@@ -11,7 +11,8 @@ from gspmd.audit.offline.tpu import Topology, slices, topology
 from gspmd.audit.simulation import gantt, perfetto
 from gspmd.audit.simulation.simulator import timeline
 from gspmd.audit.simulation.timeline import Timeline
-from gspmd.audit.verification.lowerings import Parting, Verification, verify
+from gspmd.audit.verification.result import Parting, Verification
+from gspmd.audit.verification.verifier import verify
 
 __all__ = [
     "Comparison",

@@ -169,7 +169,7 @@ class Region:
         return equation.primitive.name in (*_CALLS, *_RECOMPUTED) and len(equation.invars) == len(inner.invars)
 
     def _recomputed(self, equation: Any, operands: list[Value]) -> list[Value]:
-        """The operands of a call; those of recomputation in a backward pass stand behind an optimization barrier."""
+        """The operands of a call; those of recomputation in a backward pass are behind an optimization barrier."""
         kept = equation.params.get("prevent_cse", False) if equation.primitive.name in _RECOMPUTED else False
         each = (kept,) * len(operands) if isinstance(kept, bool) else kept
         waits = [one and equation.params["differentiated"] for one in each]

@@ -1,4 +1,4 @@
-"""The steps that are left in a traced program: what stands in their named scopes, in bytes and operations."""
+"""The steps that are left in a traced program: bytes and operations inside their named scopes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ _HLO_NAMES = (("bool", "pred"), ("complex", "c"), ("float", "f"), ("uint", "u"),
 
 
 def step_number(equation: Any) -> int | None:
-    """The number of the step in whose named scope an operation stands, the innermost one; None outside of steps."""
+    """The number of the step whose named scope contains an operation, the innermost one; None outside of steps."""
     numbers = step_numbers(str(equation.source_info.name_stack))
     return numbers[-1] if numbers else None
 
@@ -55,7 +55,7 @@ class TracedStep:
         return not (self.buffer or self.flops or self.first)
 
     def times(self, trips: int) -> "TracedStep":
-        """The same in a loop of its own; only permutes and products stand in one."""
+        """The same in a loop of its own, which has only permutes and products."""
         again = {step: sent * trips for step, sent in self.again.items()}
         return replace(self, flops=self.flops * trips, permuted=self.permuted * trips, again=again)
 
@@ -107,7 +107,7 @@ def traced_steps(call: Any, region: Region, equation: str) -> dict[tuple[int, in
 
 
 def _operations(call: Any, region: Region, equation: str) -> Iterator[tuple[int, Region, TracedStep]]:
-    """The operations of a program that stand in the scope of a step: its number, and the region in which each runs."""
+    """The operations of a program inside the scope of a step, with its number and the region in which each runs."""
     for program in inner_jaxprs(call):
         inside = region.enter(call, program)
         for each in program.eqns:

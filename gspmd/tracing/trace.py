@@ -149,15 +149,13 @@ def _is_backward(equation: Any, inherited: bool) -> bool:
     return inherited or any(scope.startswith("transpose(") for scope in scopes)
 
 
-def _steps_of_program(
-    call: Any, program: PlannedProgram, region: Region, is_backward: bool
-) -> Iterator[PlannedStep]:
+def _steps_of_program(call: Any, program: PlannedProgram, region: Region, is_backward: bool) -> Iterator[PlannedStep]:
     """The steps of one planned program that are left in it."""
     if program.backward is None:
         mesh, traced = _mesh_of(call), traced_steps(call, region, program.equation)
-        for (number, trips), found in sorted(traced.items(), key=lambda item: item[0]):
-            for step, first in found.as_executed(program.steps[number], mesh):
-                yield PlannedStep(step, trips, program.equation, number, found.dtype, first)
+        for (number, trips), each in sorted(traced.items(), key=lambda item: item[0]):
+            for step, first in each.as_executed(program.steps[number], mesh):
+                yield PlannedStep(step, trips, program.equation, number, each.dtype, first)
     elif _computes(call, program):  # the compiler chooses the collectives: no scopes, so all steps count
         for number, step in enumerate(program.backward if is_backward else program.steps):
             yield PlannedStep(step, region.trips, program.equation, number)

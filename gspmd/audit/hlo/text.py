@@ -1,4 +1,4 @@
-"""HLO text: what stands between brackets, and numbers."""
+"""Scanning HLO text: up to a delimiter outside of brackets and strings, and for integers."""
 
 import re
 

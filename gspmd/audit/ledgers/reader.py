@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from gspmd.annotate.errors import PlanError
-from gspmd.audit import hlo
 from gspmd.audit.arguments import mesh_sizes
+from gspmd.audit.hlo import Computation, Instruction, Module, parse
 from gspmd.audit.hlo.collectives import Collective, collective
 from gspmd.audit.hlo.flops import product_flops, uncounted
 from gspmd.audit.hlo.loops import trips
@@ -42,11 +42,11 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
 
     Differs: from `compiled.cost_analysis()`, which counts a loop's body once and has no collectives.
     """
-    module = hlo.parse(_text_of(compiled))
+    module = parse(_text_of(compiled))
     return of_module(module, mesh_sizes(_mesh_of(compiled) if mesh is None else mesh))
 
 
-def of_module(module: hlo.Module, mesh: Mapping[str, int]) -> Ledger:
+def of_module(module: Module, mesh: Mapping[str, int]) -> Ledger:
     """The ledger of a parsed module."""
     if module.devices not in (1, prod(mesh.values())):
         written = ",".join(f"{axis}={size}" for axis, size in mesh.items())
@@ -62,11 +62,11 @@ def of_module(module: hlo.Module, mesh: Mapping[str, int]) -> Ledger:
 class _Reader:
     """Reads a module from its entry, times the trips of its loops."""
 
-    def __init__(self, module: hlo.Module, mesh: Mapping[str, int]):
+    def __init__(self, module: Module, mesh: Mapping[str, int]):
         self.module, self.mesh, self.notes = module, mesh, []
         self.devices = prod(mesh.values())
 
-    def read(self, computation: hlo.Computation, times: int) -> tuple[list[Entry], int]:
+    def read(self, computation: Computation, times: int) -> tuple[list[Entry], int]:
         """The entries of a computation that runs `times` times, and the operations of its products."""
         entries, flops = [], 0
         for instruction in computation.instructions:
@@ -87,10 +87,10 @@ class _Reader:
                     entries, flops = entries + inner[0], flops + inner[1]
         return entries, flops
 
-    def _called(self, instruction: hlo.Instruction) -> list[hlo.Computation]:
+    def _called(self, instruction: Instruction) -> list[Computation]:
         return [self.module.computations[name] for name in instruction.called]
 
-    def _runs(self, computation: hlo.Computation, caller: hlo.Instruction) -> Iterator[tuple[hlo.Computation, int]]:
+    def _runs(self, computation: Computation, caller: Instruction) -> Iterator[tuple[Computation, int]]:
         """The computations that an instruction runs, and how often."""
         if caller.opcode != "while":
             yield from ((each, 1) for each in self._called(caller))
@@ -103,7 +103,7 @@ class _Reader:
             yield self.module.computations[caller.attribute(role).lstrip("%")], times
 
     def _entries(
-        self, computation: hlo.Computation, instruction: hlo.Instruction, sent: Collective, times: int
+        self, computation: Computation, instruction: Instruction, sent: Collective, times: int
     ) -> Iterator[Entry]:
         """The entries of a collective, one for each origin of its arrays."""
         for origin, part in by_origin(self.module, computation, instruction, sent):

@@ -17,6 +17,7 @@ from gspmd.audit.hlo.origin import OURS
 from gspmd.audit.ledgers.entries import short
 from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_bytes, axes_text
+from gspmd.tracing.jaxprs import inner_jaxprs
 
 _NO_BUFFER = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant")
 _SMALLER = "a smaller batch or length, or a layout that shards it; in training, remat around it"
@@ -72,17 +73,12 @@ def values(jaxpr: Jaxpr, manual: bool = False) -> list[Buffer]:
     """
     buffers = []
     for equation in jaxpr.eqns:
-        inner = [each for value in equation.params.values() for each in _jaxprs(value)]
+        inner = [*inner_jaxprs(equation)]
         for each in inner:
             buffers += values(each, manual or equation.primitive.name == "shard_map")
         if not inner or equation.primitive.name == "scan":
             buffers += [_value(var.aval, equation, manual) for var in equation.outvars if hasattr(var.aval, "shape")]
     return sorted(filter(None, buffers), key=lambda buffer: -buffer.bytes)[:KEPT]
-
-
-def _jaxprs(value: Any) -> list[Jaxpr]:
-    held = value if isinstance(value, (tuple, list)) else (value,)
-    return [inner for one in held if isinstance(inner := getattr(one, "jaxpr", one), Jaxpr)]
 
 
 def _value(aval: Any, equation: Any, manual: bool) -> Buffer | None:

@@ -31,7 +31,7 @@ def lay(torus: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...]
     return min(_layings(torus, sizes), key=cost)
 
 
-def nearest(count: int, sizes: Sequence[int], found: int = 3) -> list[tuple[int, ...]]:
+def nearest(count: int, sizes: Sequence[int], most: int = 3) -> list[tuple[int, ...]]:
     """Factorizations of `count` into as many factors as there are sizes, the most similar ones first.
 
     Example:
@@ -42,7 +42,7 @@ def nearest(count: int, sizes: Sequence[int], found: int = 3) -> list[tuple[int,
     def distance(factors: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
         return round(sum(abs(log(ours / asked)) for ours, asked in zip(factors, sizes)), 6), factors
 
-    return sorted(_factorings(count, (count,) * len(sizes)), key=distance)[:found]
+    return sorted(_factorings(count, (count,) * len(sizes)), key=distance)[:most]
 
 
 def _layings(torus: tuple[int, ...], room: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:

@@ -1,1 +1,1 @@
-"""Compare a function on a mesh with the same function on one device."""
+"""Verification: a function under each lowering, compared with the same function on one device."""

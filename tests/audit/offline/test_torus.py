@@ -40,4 +40,4 @@ def test_parts_of_axes_where_sizes_do_not_allow_more(torus, sizes, rows):
 def test_nearest_are_sorted_by_their_ratios():
     assert nearest(64, (4, 8)) == [(4, 16), (8, 8), (2, 32)]
     assert nearest(64, (63,)) == [(64,)]
-    assert nearest(7, (7, 7), found=9) == [(1, 7), (7, 1)]
+    assert nearest(7, (7, 7), most=9) == [(1, 7), (7, 1)]

@@ -1,0 +1,84 @@
+"""`Verification`: where a function on a mesh differs from the same function on one device."""
+
+from dataclasses import dataclass
+
+from gspmd.annotate.errors import PlanError
+from gspmd.display.plain import printable
+
+
+@dataclass(frozen=True, repr=False)
+class Parting:
+    """One difference between a lowering and one device.
+
+    Attributes:
+        lowering: its name.
+        where: path of the array in the results, such as `"value[0]['logits']"`; empty if the function raised.
+        absolute: largest difference.
+        relative: that difference over the largest number in one device's array.
+        tolerance: largest `relative` allowed; 0 for exact.
+        index: of the first element that differs by more.
+        error: what the function raised.
+    """
+
+    lowering: str
+    where: str
+    absolute: float = 0.0
+    relative: float = 0.0
+    tolerance: float = 0.0
+    index: tuple[int, ...] = ()
+    error: str = ""
+
+    def __repr__(self) -> str:
+        return f"<Parting {self}>"
+
+    def __str__(self) -> str:
+        if self.error:
+            return printable(f"{self.lowering}: raises {self.error}")
+        at = f", first at {list(self.index)}" if self.index else ""
+        return printable(
+            f"{self.lowering}: {self.where} is off by {self.absolute:.3g}, {self.relative:.2g} of its largest number "
+            f"where {self.tolerance:.2g} is allowed{at}"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Verification:
+    """The result of `gspmd.audit.verify`; true if every lowering gives what one device gives.
+
+    Attributes:
+        name: of the function.
+        lowerings: under which it ran.
+        arrays: how many were compared under each.
+        partings: the differences, in the order of the lowerings and of the results.
+        equations: (lowering, equation) for each of the function's equations that differs by itself.
+    """
+
+    name: str
+    lowerings: tuple[str, ...]
+    arrays: int
+    partings: tuple[Parting, ...]
+    equations: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs."""
+        return not self.partings
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def raise_if_wrong(self) -> None:
+        """Raise PlanError with all differences, if there are any."""
+        if not self.ok:
+            raise PlanError(str(self))
+
+    def __repr__(self) -> str:
+        return printable(f"Verification({self.name}: {'ok' if self.ok else f'{len(self.partings)} wrong'})")
+
+    def __str__(self) -> str:
+        if self.ok:
+            under = ", ".join(self.lowerings)
+            return printable(f"{self.name}: {self.arrays} arrays under {under} are those of one device")
+        lines = [f"{self.name} is not under every lowering what it is on one device", *map(str, self.partings)]
+        lines += [f"{name}: by itself, '{equation}' is wrong" for name, equation in self.equations]
+        return printable("\n  ".join(lines))
