@@ -107,18 +107,18 @@ def _mesh(mesh: Any, name: str | PathLike) -> dict[str, tuple[str, ...]]:
     return {key: _names(value) for key, value in mesh.items()} if isinstance(mesh, dict) else {}
 
 
-def _merged(fields: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
+def _merged(inherited: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
     for section, entries in document.items():
         if not isinstance(entries, dict):
-            fields["table"][section] = entries
+            inherited["table"][section] = entries
         elif section in ("lowering", "dimensions"):
-            fields[{"lowering": "lowerings"}.get(section, section)].update(entries)
+            inherited[{"lowering": "lowerings"}.get(section, section)].update(entries)
         elif section in OVERRIDES:
-            fields["overrides"].setdefault(section, {}).update(_flat(entries))
+            inherited["overrides"].setdefault(section, {}).update(_flat(entries))
         else:
-            fields["table"].update({f"{section}.{key}": spec for key, spec in _flat(entries).items()})
+            inherited["table"].update({f"{section}.{key}": spec for key, spec in _flat(entries).items()})
     # The base's declaration of a user-defined key wins: a file on top may change its spec, not its dimensions.
-    return fields | {"own": own.declared(fields["table"]) | fields["own"]}
+    return inherited | {"own": own.declared(inherited["table"]) | inherited["own"]}
 
 
 def _flat(entries: dict[str, Any]) -> dict[str, Any]:
