@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from gspmd.audit import Ledger, ledger
     from gspmd.layouts import Layout
     from gspmd.lowerings.default import lowering
-    from gspmd.lowerings.plan import plan
     from gspmd.ops._einsum import einsum, reshard
+    from gspmd.ops._plan import plan
     from gspmd.planner.plan import Plan
     from gspmd.tracing.trace import ProgramPlan, trace
 
@@ -32,7 +32,7 @@ _HOMES = {
     "einsum": "gspmd.ops._einsum",
     "ledger": "gspmd.audit",
     "lowering": "gspmd.lowerings.default",
-    "plan": "gspmd.lowerings.plan",
+    "plan": "gspmd.ops._plan",
     "reshard": "gspmd.ops._einsum",
     "trace": "gspmd.tracing.trace",
 }

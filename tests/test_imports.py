@@ -48,7 +48,8 @@ def test_there_are_no_cycles():
 
 @pytest.mark.parametrize("module", sorted(name for name in FILES if room_of(name) != "gspmd.training"))
 def test_only_training_knows_its_libraries(module):
-    allowed = {"models": {"flax"}, "gspmd.audit": {"matplotlib"}, "gspmd.commands": {"tyro"}}.get(room_of(module), set())
+    allowed = {"models": {"flax"}, "gspmd.audit": {"matplotlib"}, "gspmd.commands": {"tyro"}}
+    allowed = allowed.get(room_of(module), set())
     assert {name.split(".")[0] for name in imports(module)} & ONLY_TRAINING <= allowed
 
 
@@ -71,9 +72,9 @@ def test_what_one_blocking_einsum_needs_is_short():
         print("{:5} {:5}  {}".format(*lines(module), module))
     files, written, code = total(needed)
     print(f"{files} files, {written} lines, {code} of them code")
-    assert files <= 34
-    assert written <= 3600
-    assert code <= 2000
+    assert files <= 37
+    assert written <= 4400
+    assert code <= 2450
 
 
 _BLOCKED = """

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import gspmd
 from gspmd.display.console import console
 from gspmd.lowerings.default import LOWERINGS
-from gspmd.planner import drawing as figure
+from gspmd.planner import drawing
 
 
 def run(argv: Sequence[str], script: str = "") -> int:
@@ -41,7 +41,7 @@ def run(argv: Sequence[str], script: str = "") -> int:
     if options.json:
         print(data)
     else:
-        figure.show(plan, console(), gradients=options.gradients)
+        drawing.show(plan, console(), gradients=options.gradients)
     return 0
 
 

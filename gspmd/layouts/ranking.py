@@ -18,7 +18,7 @@ from gspmd.layouts import printed
 from gspmd.layouts.layout import Layout
 from gspmd.layouts.mesh import read_sizes
 from gspmd.layouts.section import SectionSpecs
-from gspmd.lowerings.plan import plan
+from gspmd.ops._plan import plan
 from gspmd.planner.plan import Plan
 
 OBJECTIVES = ("seconds", "wire_bytes")

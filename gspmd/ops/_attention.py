@@ -15,7 +15,7 @@ from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops.operands import array
 from gspmd.ops.options import flag, number
 from gspmd.ops.planned_op import Chains, fault, planned_op, read, shard_index, sizes_of
-from gspmd.planner.resharding import move
+from gspmd.planner.graph.resharding import move
 from gspmd.planner.steps import Step
 
 

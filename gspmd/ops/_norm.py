@@ -13,7 +13,7 @@ from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops.operands import array
 from gspmd.ops.options import number
 from gspmd.ops.planned_op import FLOAT32, Chains, fault, float32, planned_op, read, settle, sizes_of
-from gspmd.planner.resharding import move
+from gspmd.planner.graph.resharding import move
 
 
 def rms_norm(

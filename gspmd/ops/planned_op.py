@@ -16,7 +16,7 @@ from gspmd.annotate.spec import Spec
 from gspmd.lowerings.blocking.collectives import emit
 from gspmd.lowerings.gradient import with_gradient
 from gspmd.lowerings.program import Context
-from gspmd.planner.resharding import move
+from gspmd.planner.graph.resharding import move
 from gspmd.planner.steps import Program, Step
 
 FLOAT32 = 4

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from gspmd.annotate.equation import Equation, Via
+from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.frozen import FrozenDict
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.dtypes import joint_dtype, wire_of
 from gspmd.planner.overlap import Overlap, kept
-from gspmd.planner.request import pins, refuse_open
 from gspmd.planner.routines import plan_routine
 from gspmd.planner.steps import Environment, Routine, Step, Tensor
 
@@ -204,12 +204,22 @@ def plan_equation(
     result_dtype: str | None = None,
 ) -> Plan:
     """Plan an equation whose request is resolved: a lowering by name, and what it overlaps."""
-    refuse_open(equation)
+    for spec in equation.specs:
+        if spec.is_open:
+            raise PlanError(
+                f"cannot plan '{equation}': '{spec}' leaves a dimension open; what it sends is the compiler's choice.\n"
+                "  Name its mesh axes, or run it with lowering='xla' under Auto axes."
+            )
     equation.check(dict(sizes), dict(mesh))
     sizes = tuple((dim, size) for dim, size in sizes if any(dim in spec.dims for spec in equation.specs))
     inputs, outputs = tensors(equation, dict(mesh), dtypes, wire_dtype, result_dtype)
     environment = Environment.of(sizes, mesh, chip)
-    routine = plan_routine(equation, environment, inputs, outputs, pins(equation, via, dict(sizes), dict(mesh)))
+    pinned: list[Spec | None] = [None] * len(inputs)
+    if via is not None:
+        from gspmd.planner.pins import pins
+
+        pinned = [*pins(equation, via, dict(sizes), dict(mesh))]
+    routine = plan_routine(equation, environment, inputs, outputs, pinned)
     overlap, hidden = overlapping(routine, inputs, outputs, environment)
     return Plan(
         equation,

@@ -13,7 +13,7 @@ from gspmd.layouts import Layout, Ranking, presets, rank
 from gspmd.layouts.ranking import equations
 from gspmd.layouts.section import SectionSpecs
 from gspmd.layouts.vias import heads_in
-from gspmd.lowerings.plan import plan
+from gspmd.ops._plan import plan
 
 MESHES = ({"x": 4, "y": 4, "z": 4}, {"x": 2, "y": 4, "z": 8}, {"x": 3, "y": 2, "z": 2})
 POPE = (

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd.lowerings.local_einsum import batched, local_einsum
+from gspmd.lowerings.batched import batched
+from gspmd.lowerings.local_einsum import local_einsum
 
 LETTERS = [
     "GXCE,XEF->GXCF",

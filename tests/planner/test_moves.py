@@ -9,7 +9,7 @@ import pytest
 from gspmd import PlanError, Spec
 from gspmd.hardware.chips import chip
 from gspmd.lowerings.blocking.collectives import permutation
-from gspmd.planner.resharding import move
+from gspmd.planner.graph.resharding import move
 from gspmd.planner.steps import total_cost
 from tests.references import brute
 from tests.references.volume import scaled

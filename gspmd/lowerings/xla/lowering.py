@@ -26,7 +26,7 @@ from gspmd.lowerings.xla.summands import (
     to_dimensions,
     to_partial,
 )
-from gspmd.planner.request import pins
+from gspmd.planner.pins import pins
 from gspmd.planner.steps import Step
 
 
@@ -42,7 +42,8 @@ def lower(call: Call) -> Passes:
     ins, outs = ([lifted(spec, letters) for spec in some] for some in (specs, equation.outputs))
     lift, steps, backward = Lift(letters, ctx.mesh), (), ()
     if any(spec.is_open for spec in (*specs, *equation.outputs)):  # an open dimension has no forecast
-        places = pinned_places(equation, pins(equation, call.via, dict(call.sizes), ctx.mesh))
+        pinned = [] if call.via is None else pins(equation, call.via, dict(call.sizes), ctx.mesh)
+        places = pinned_places(equation, pinned)
     else:
         plan = call.plan
         places, steps, backward = planned_places(plan), plan.steps, plan.backward.steps

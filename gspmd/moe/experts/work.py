@@ -12,8 +12,8 @@ from gspmd.lowerings.plan import make_plan
 from gspmd.lowerings.program import Context
 from gspmd.moe.experts.dropout import Dropout
 from gspmd.moe.experts.stages import StageEquation
+from gspmd.planner.graph.resharding import move
 from gspmd.planner.plan import Plan
-from gspmd.planner.resharding import move
 from gspmd.planner.steps import Step
 
 
