@@ -20,7 +20,8 @@ from rich.table import Table
 import gspmd
 from gspmd.display import console as printing
 from gspmd.lowerings import plan as planning
-from gspmd.planner import contractions, paths, placements, resharding, search
+from gspmd.planner import resharding
+from gspmd.planner.graph import contractions, paths, placements, search
 
 THREE, FOUR = {"x": 4, "y": 4, "z": 4}, {"w": 2, "x": 4, "y": 4, "z": 4}
 FIVE = {"v": 2, "w": 2, "x": 4, "y": 4, "z": 4}

@@ -1,6 +1,6 @@
 """The files of the house, what they import, and what there is to read of them.
 
-    python -m tests.house        what one blocking einsum needs, in reading order, with lines and lines of code
+python -m tests.house        what one blocking einsum needs, in reading order, with lines and lines of code
 """
 
 import ast
@@ -23,7 +23,7 @@ FILES = {module_of(path): path for room in ("gspmd", "models") for path in sorte
 
 
 def room_of(module: str) -> str:
-    """`gspmd.planner` of `gspmd.planner.search`."""
+    """`gspmd.planner` of `gspmd.planner.graph.search`."""
     return ".".join(module.split(".")[:2]) if module.startswith("gspmd.") else module.split(".")[0]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.chips import Chip
-from gspmd.planner.paths import shortest_paths
+from gspmd.planner.graph.paths import shortest_paths
 from gspmd.planner.steps import Step
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from gspmd.annotate.equation import Equation
 from gspmd.annotate.spec import Spec
+from gspmd.planner.graph.search import NoPlacement, ResultCosts, SearchResult, result_costs, search
 from gspmd.planner.resharding import move
-from gspmd.planner.search import NoPlacement, ResultCosts, SearchResult, result_costs, search
 from gspmd.planner.steps import Contraction, Environment, Move, Output, Product, Routine, Step, Tensor
 
 

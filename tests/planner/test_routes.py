@@ -8,8 +8,8 @@ import pytest
 import gspmd
 from gspmd.annotate import PlanError
 from gspmd.hardware.chips import chip
-from gspmd.planner import paths
-from gspmd.planner.transitions import Graph
+from gspmd.planner.graph import paths
+from gspmd.planner.graph.transitions import Graph
 
 V4 = chip("tpu-v4")
 

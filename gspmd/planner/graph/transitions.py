@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from gspmd.planner.placements import Axes, Nodes, numbered
+from gspmd.planner.graph.placements import Axes, Nodes, numbered
 
 KINDS = ("slice", "reduce-scatter", "all-reduce", "all-gather", "all-to-all", "collective-permute")
 _MOST = 1 << 26  # permutes: about 1 GB of memory
@@ -137,7 +137,7 @@ class Graph:
         order = np.argsort(shape, kind="stable")  # those of one shape stand together
         _, first, counts = np.unique(shape[order], return_index=True, return_counts=True)
         if (counts.astype(float) ** 2).sum() > _MOST:
-            from gspmd.planner.refusals import too_many_permutes  # here alone: refusals are read when they happen
+            from gspmd.planner.graph.refusals import too_many_permutes  # here alone: refusals are read when they happen
 
             raise too_many_permutes(int((counts.astype(float) ** 2).sum()), _MOST, nodes.sizes)
         many = np.repeat(counts, counts)  # of a placement in order: how many have its shape

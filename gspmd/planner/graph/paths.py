@@ -21,9 +21,9 @@ import numpy as np
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.links import collective_seconds, wire_bytes
-from gspmd.planner.placements import fitting
+from gspmd.planner.graph.placements import fitting
+from gspmd.planner.graph.transitions import Arcs, graph
 from gspmd.planner.steps import Step, picoseconds
-from gspmd.planner.transitions import Arcs, graph
 
 STEPS = 1 << 6
 LARGEST = 2**53 // 4
@@ -180,7 +180,7 @@ class ShortestPaths:
     def refuse_left_out(self, name: str) -> None:
         """Refuse a tensor that no path serves, if one with steps too large to be counted might."""
         if self.left_out:
-            from gspmd.planner.refusals import too_large  # here alone: refusals are read when they happen
+            from gspmd.planner.graph.refusals import too_large  # here alone: refusals are read when they happen
 
             raise too_large(name, self.shape, self._whole, LARGEST // STEPS, LARGEST / 1e12)
 

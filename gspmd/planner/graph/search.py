@@ -18,8 +18,8 @@ import numpy as np
 
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
-from gspmd.planner.contractions import Choice, ContractionTable
-from gspmd.planner.paths import FAR, ShortestPaths
+from gspmd.planner.graph.contractions import Choice, ContractionTable
+from gspmd.planner.graph.paths import FAR, ShortestPaths
 from gspmd.planner.steps import Contraction, Environment, Step, Tensor
 
 
@@ -104,7 +104,7 @@ def _lowest(costs: np.ndarray, at: np.ndarray, count: int) -> np.ndarray:
 
 
 def _refuse(left: Tensor, contractions: Sequence[Contraction], pinned: Spec | None, tables) -> None:
-    from gspmd.planner.refusals import no_placement  # here alone: refusals are read when they happen
+    from gspmd.planner.graph.refusals import no_placement  # here alone: refusals are read when they happen
 
     tables[0].left_paths.refuse_left_out(left.name)
     for table in tables:

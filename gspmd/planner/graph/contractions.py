@@ -15,8 +15,8 @@ import numpy as np
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.dtypes import itemsize
 from gspmd.hardware.links import einsum_seconds
-from gspmd.planner.paths import FAR, shortest_paths
-from gspmd.planner.placements import fitting, numbered, parts_of, placements, sequences
+from gspmd.planner.graph.paths import FAR, shortest_paths
+from gspmd.planner.graph.placements import fitting, numbered, parts_of, placements, sequences
 from gspmd.planner.steps import Contraction, Environment, Step, Tensor, picoseconds
 
 joint = lru_cache(maxsize=16)(placements)
