@@ -1,6 +1,6 @@
 """The files of the house, what they import, and what there is to read of them.
 
-    python -m tests.house        what one blocking einsum needs, in reading order, with lines and lines of code
+python -m tests.house        what one blocking einsum needs, in reading order, with lines and lines of code
 """
 
 import ast

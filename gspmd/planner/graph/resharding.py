@@ -28,14 +28,11 @@ def move(
 ) -> tuple[Step, ...]:
     """Plan the collectives that bring a tensor from `src` to `dst`.
 
-    No chain of steps is cheaper, whatever placements it goes through. So a move never costs more than two that lead to
-    the same place, nor more than that of a larger tensor which divides alike.
+    A move never costs more than two that lead to the same place, nor than that of a larger tensor which divides alike.
 
     Args:
-        src: the spec it has.
-        dst: the spec it shall have: the same dimensions, in any order, and partial sums over a subset of the axes.
-        sizes: size of each dimension of the whole tensor.
-        mesh: size of each mesh axis.
+        src, dst: the spec it has, and the one it shall have: the same dimensions, partial sums over a subset of axes.
+        sizes, mesh: size of each dimension of the whole tensor, and of each mesh axis.
         itemsize: bytes per element on the wire.
         chip: whose links the seconds are for.
         operand: how the steps name the tensor.
