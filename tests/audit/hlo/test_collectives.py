@@ -232,7 +232,7 @@ def test_a_gather_that_products_carry_along_is_one_gather():
     ]
 
 
-SENT = "frontend_attributes={_xla_send_recv_pipeline=\"0\",_xla_send_recv_source_target_pairs={{0,1},{1,2}}}"
+SENT = 'frontend_attributes={_xla_send_recv_pipeline="0",_xla_send_recv_source_target_pairs={{0,1},{1,2}}}'
 
 
 @pytest.mark.parametrize("attributes", [SENT, SENT.replace("{{0,1},{1,2}}", '"{{0,1},{1,2}}"')])

@@ -98,8 +98,9 @@ def test_nested_loops_of_the_tpu_compiler():
     lines = [line for line in loop("w", "outer.v", "inner", prefix="o") if "five" not in line.partition(" =")[0]]
     lines = [line.replace("%ofive", "%outer.k") for line in lines]
     outer = body("outer", *lines, reduce(operand="outer.v"), step=2)
-    three = "%outer_cond.three = s32[] constant(3)", (
-        "ROOT %outer_cond.le = pred[] compare(%outer_cond.i, %outer_cond.three), direction=LE"
+    three = (
+        "%outer_cond.three = s32[] constant(3)",
+        ("ROOT %outer_cond.le = pred[] compare(%outer_cond.i, %outer_cond.three), direction=LE"),
     )
     found = ledger(*loop("l", "p", "outer"), computations=inner + outer + condition("outer_cond", *three))
     assert found.by_kind_and_axes() == {GATHER_X: (2 * 5, 10 * 768), REDUCE_X: (2, 2 * 384)}  # 0 and 2

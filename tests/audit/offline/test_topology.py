@@ -141,9 +141,7 @@ def test_a_program_compiles_for_it():
     assert {device.platform for device in jax.devices()} == {"cpu"}
 
 
-KNOWN = (
-    "Known: tpu-v3:4x4, tpu-v4:4x4x4, tpu-v5e:4x4, tpu-v5p:4x4x4, tpu-v6e:4x4, tpu7x:4x4x4, and other sizes."
-)
+KNOWN = "Known: tpu-v3:4x4, tpu-v4:4x4x4, tpu-v5e:4x4, tpu-v5p:4x4x4, tpu-v6e:4x4, tpu7x:4x4x4, and other sizes."
 ERRORS = {
     "tpu-v9:4x4": ("no TPU is called 'tpu-v9'", "Did you mean 'tpu-v4'? "),
     "h100:8": ("no TPU is called 'h100'", ""),

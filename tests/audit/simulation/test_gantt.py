@@ -114,7 +114,7 @@ def test_loops_in_loops_are_marked_above_one_another():
         "ROOT %{0}_loop = (u8[90000]{{0}}) while(%{1}), condition=%{0}_condition, body=%{0}_body, "
         'backend_config={{"known_trip_count":{{"n":"{2}"}}}}'
     )
-    work = "%n = u8[90000]{0} negate(%p), backend_config={\"window_config\":{\"estimated_cycles\":\"1050\"}}"
+    work = '%n = u8[90000]{0} negate(%p), backend_config={"window_config":{"estimated_cycles":"1050"}}'
     inner = loop.format("a", "%p = u8[90000]{0} get-tuple-element(%a), index=0\n  " + work)
     outer = loop.format("b", repeat.format("a", "b", 3))
     entry = "ENTRY %main (p: (u8[90000])) -> (u8[90000]) {\n  %q = (u8[90000]{0}) parameter(0)\n  "
