@@ -127,11 +127,11 @@ _COLUMNS = (Column("kind"), Column("mesh axes"), Column("count", "right", goes=1
 def of_equation(plan: Plan) -> ProgramPlan:
     """The program plan of a single equation, forward, run once."""
     routine, loops = plan.routine, plan.loops
-    travels = [gather_of(routine.moves[number]) for number in loops.gathers]
-    travels += [scatter_of(routine, number) for number in loops.scatters]
-    travelling = {id(step) for travel in travels if travel for step in travel.steps}
+    spans = [gather_of(routine.moves[number]) for number in loops.gathers]
+    spans += [scatter_of(routine, number) for number in loops.scatters]
+    looped = {id(step) for span in spans if span for step in span.steps}
     title, dtypes = str(plan.equation), {*plan.dtypes}
     dtype = hlo_name(plan.dtypes[0]) if len(dtypes) == 1 else ""
-    steps = [replace(s, kind="collective-permute") if id(s) in travelling else s for s in plan.steps]
+    steps = [replace(s, kind="collective-permute") if id(s) in looped else s for s in plan.steps]
     entries = [PlannedStep(step, 1, title, number, dtype) for number, step in enumerate(steps)]
     return ProgramPlan(tuple(entries), lowered=frozenset({title} if plan.lowering == "xla" else ()))
