@@ -61,7 +61,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _ROOMS or name == "collectives":  # the name that ops had
         return import_module(f"gspmd.{name}")
     if name in _HOMES:
         found = getattr(import_module(_HOMES[name]), name)

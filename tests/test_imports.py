@@ -15,7 +15,7 @@ FLOORS = (
     {"gspmd.planner"},
     {"gspmd.lowerings"},
     {"gspmd.ops"},
-    {"gspmd.tracing"},
+    {"gspmd.tracing", "gspmd.collectives"},
     {"gspmd.layouts", "gspmd.audit"},
     {"gspmd.moe"},
     {"gspmd.training"},
