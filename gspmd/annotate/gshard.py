@@ -22,7 +22,7 @@ from gspmd.annotate.validation import mesh_sizes, whole
 
 
 def replicate(tensor: Any) -> Any:
-    """Puts the whole tensor on every device.
+    """Put the whole tensor on every device.
 
     Source: GShard (arXiv 2006.16668), section 3.2.
 
@@ -35,7 +35,7 @@ def replicate(tensor: Any) -> Any:
 
 
 def split(tensor: Any, split_dimension: int, num_partitions: int) -> Any:
-    """Splits one dimension into `num_partitions` parts.
+    """Split one dimension into `num_partitions` parts.
 
     Source: GShard (arXiv 2006.16668), section 3.2.
     Differs: the parts go to the one choice of mesh axes whose sizes multiply to `num_partitions` (all axes, for as many
@@ -51,7 +51,7 @@ def split(tensor: Any, split_dimension: int, num_partitions: int) -> Any:
 
 
 def shard(tensor: Any, device_assignment: Any) -> Any:
-    """Splits several dimensions; part [i, j, …] goes to device number `device_assignment[i, j, …]`.
+    """Split several dimensions; part [i, j, …] goes to device number `device_assignment[i, j, …]`.
 
     Args:
       tensor: the array.
@@ -80,7 +80,7 @@ def mesh_split(
     unspecified_dims: Sequence[int] | None = (),
     manual_mesh_dims: Sequence[int] | None = (),
 ) -> Any:
-    """Splits every dimension of a tensor over one dimension of a device mesh, or over none.
+    """Split every dimension of a tensor over one dimension of a device mesh, or over none.
 
     Args:
       tensor: the array.
