@@ -3,6 +3,6 @@
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["gspmd", "gspmd.*"]), "gspmd.configs", "models"],
-    package_dir={"gspmd.configs": "configs"},
+    packages=[*find_packages(include=["gspmd", "gspmd.*"]), "gspmd.configs", "gspmd_models"],
+    package_dir={"gspmd.configs": "configs", "gspmd_models": "models"},
 )

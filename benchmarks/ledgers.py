@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 
 import gspmd
-import models
+import gspmd_models as models
 from gspmd import host
 from gspmd.audit import Comparison, Ledger, compile_offline, topology
 from gspmd.display import console as printing
@@ -28,7 +28,7 @@ from gspmd.moe import MoEConfig
 from gspmd.tracing.trace import ProgramPlan
 from gspmd.training import OptimizerConfig
 from gspmd.training.step import jit_step
-from models import step
+from gspmd_models import step
 
 # Two repeats of a dense block and one of experts, so that a loop is there and the backward pass recomputes.
 SMALL = models.ModelConfig(

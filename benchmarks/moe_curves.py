@@ -28,7 +28,7 @@ from page import write_between
 
 from gspmd.training.checkpoint import newest
 from gspmd.training.toml import from_mapping
-from models import ModelConfig
+from gspmd_models import ModelConfig
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "default.toml"

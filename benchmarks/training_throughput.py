@@ -23,14 +23,14 @@ import jax
 import numpy as np
 
 import gspmd
-import models
+import gspmd_models as models
 from gspmd import host
 from gspmd.layouts import Layout, presets
 from gspmd.moe import MoEConfig
 from gspmd.training import OptimizerConfig
 from gspmd.training.state import shardings
 from gspmd.training.step import jit_step
-from models import step
+from gspmd_models import step
 
 LOWERINGS = ("blocking", "looped")
 NOTE = (

@@ -1,15 +1,18 @@
 """Decoder-only language models in Flax NNX, with every tensor sharded by a layout.
 
 Reading order: config, parameters, attention, feed_forward, experts, blocks, transformer, objective, decoding,
-shapes, step. `models.step` has to be imported by name: it imports the libraries of training.
+shapes, step. `gspmd_models.step` has to be imported by name: it imports the libraries of training.
+
+This folder is installed as `gspmd_models`, since many projects have a `models` of their own. Imports within it are
+relative, so that it is whole under either name.
 """
 
-from models.config import ModelConfig
-from models.decoding import generate
-from models.objective import batch_spec, loss
-from models.parameters import gradient_specs, optimizer_specs, parameter_specs
-from models.shapes import abstract, abstract_batch, abstract_key, abstract_tokens, activation_specs
-from models.transformer import Transformer, arrays, build, with_arrays
+from .config import ModelConfig
+from .decoding import generate
+from .objective import batch_spec, loss
+from .parameters import gradient_specs, optimizer_specs, parameter_specs
+from .shapes import abstract, abstract_batch, abstract_key, abstract_tokens, activation_specs
+from .transformer import Transformer, arrays, build, with_arrays
 
 __all__ = [
     "ModelConfig",

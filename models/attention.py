@@ -17,7 +17,8 @@ from gspmd.layouts.section import SectionSpecs
 from gspmd.layouts.vias import heads_in
 from gspmd.ops._attention import attention
 from gspmd.ops._norm import rms_norm
-from models.config import ModelConfig
+
+from .config import ModelConfig
 
 
 class Attention(nnx.Module):

@@ -15,10 +15,11 @@ from gspmd.annotate.equation import Equation, Via
 from gspmd.layouts.section import SectionSpecs
 from gspmd.layouts.vias import heads_in
 from gspmd.ops._norm import rms_norm
-from models.attention import Attention
-from models.config import ModelConfig
-from models.experts import Experts, moved
-from models.feed_forward import FeedForward
+
+from .attention import Attention
+from .config import ModelConfig
+from .experts import Experts, moved
+from .feed_forward import FeedForward
 
 
 class Block(nnx.Module):

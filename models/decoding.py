@@ -13,8 +13,9 @@ import gspmd
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
 from gspmd.ops._argmax import argmax
-from models.objective import batch_spec
-from models.transformer import Transformer, arrays, stream, with_arrays
+
+from .objective import batch_spec
+from .transformer import Transformer, arrays, stream, with_arrays
 
 
 def generate(

@@ -16,8 +16,9 @@ from gspmd.annotate.equation import Equation
 from gspmd.layouts.section import SectionSpecs
 from gspmd.moe import expert_layer
 from gspmd.ops._norm import rms_norm
-from models.config import ModelConfig
-from models.feed_forward import FeedForward
+
+from .config import ModelConfig
+from .feed_forward import FeedForward
 
 
 class Experts(nnx.Module):

@@ -14,7 +14,8 @@ from gspmd.annotate.equation import Equation, Via
 from gspmd.layouts.section import SectionSpecs
 from gspmd.moe.experts.activation import PLAIN
 from gspmd.ops._norm import rms_norm
-from models.config import ModelConfig
+
+from .config import ModelConfig
 
 
 class FeedForward(nnx.Module):

@@ -11,8 +11,9 @@ import gspmd
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
 from gspmd.ops._cross_entropy import cross_entropy
-from models.blocks import part
-from models.transformer import Transformer
+
+from .blocks import part
+from .transformer import Transformer
 
 SCALAR = Spec((), ())
 """The spec of a scalar."""

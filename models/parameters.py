@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.annotate import Spec
-from models.config import ModelConfig
+
+from .config import ModelConfig
 
 Initialiser = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 

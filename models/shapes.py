@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from gspmd.annotate import Spec
-from models.config import ModelConfig
-from models.objective import batch_spec
-from models.parameters import SHARED, Parameter, nested, parameters, shared_sizes
-from models.transformer import Transformer
+
+from .config import ModelConfig
+from .objective import batch_spec
+from .parameters import SHARED, Parameter, nested, parameters, shared_sizes
+from .transformer import Transformer
 
 WIDE = ("norm", "router")  # parameters that are always float32
 
@@ -43,7 +44,7 @@ def abstract(
 
     Example:
         >>> from gspmd.layouts import Layout
-        >>> from models.transformer import arrays
+        >>> from gspmd_models.transformer import arrays
         >>> mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"))
         >>> model = abstract(ModelConfig(), Layout.load("replicated"), mesh, "bfloat16", stored="bfloat16")
         >>> arrays(model)["blocks.0.ffn.w_in"].shape, arrays(model)["output.norm"].dtype

@@ -17,9 +17,10 @@ from gspmd.training.config import OptimizerConfig
 from gspmd.training.optimizer import adamw, schedule
 from gspmd.training.state import TrainState, abstract_initial, initial
 from gspmd.training.step import Step, make_step, plan_moves
-from models.objective import loss
-from models.parameters import gradient_specs, optimizer_specs, parameter_specs
-from models.transformer import Transformer, arrays, with_arrays
+
+from .objective import loss
+from .parameters import gradient_specs, optimizer_specs, parameter_specs
+from .transformer import Transformer, arrays, with_arrays
 
 Parameters = Mapping[str, jax.Array]
 

@@ -17,10 +17,11 @@ from gspmd.layouts.section import SectionSpecs
 from gspmd.layouts.vias import whole_length
 from gspmd.ops._embedding import embed
 from gspmd.ops._norm import rms_norm
-from models.blocks import Block, ParallelBlock, part
-from models.config import ModelConfig
-from models.experts import moved, tokens_spec
-from models.parameters import initialise, nested, parameters
+
+from .blocks import Block, ParallelBlock, part
+from .config import ModelConfig
+from .experts import moved, tokens_spec
+from .parameters import initialise, nested, parameters
 
 Figures = dict[str, jax.Array]
 

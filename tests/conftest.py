@@ -2,7 +2,10 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
+from importlib.abc import MetaPathFinder
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import jax
@@ -31,6 +34,21 @@ gc.set_threshold(100_000, 20, 20)
 host.use_host_devices(8)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+
+class _Models(MetaPathFinder):
+    """Finds `gspmd_models` in this tree: what is installed by that name may be the folder models/ of another one."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        folder = Path(__file__).parents[1] / "models"
+        if name == "gspmd_models":
+            return spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
+        return None
+
+
+sys.meta_path.insert(0, _Models)
 
 AXIS_TYPES = {"explicit": jax.sharding.AxisType.Explicit, "auto": jax.sharding.AxisType.Auto}
 

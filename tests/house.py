@@ -36,8 +36,10 @@ def imports(module: str, everywhere: bool = True) -> tuple[str, ...]:
         if isinstance(node, ast.Import):
             names |= {alias.name: None for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            full = [f"{node.module}.{alias.name}" for alias in node.names]
-            names |= {name if name in FILES else node.module: None for name in full}
+            source = f"models.{node.module}" if node.level else node.module  # only models/ imports relatively
+            source = source.replace("gspmd_models", "models")  # the folder, and what it is installed as
+            full = [f"{source}.{alias.name}" for alias in node.names]
+            names |= {name if name in FILES else source: None for name in full}
     return tuple(name.replace("gspmd_models", "models") for name in names)
 
 

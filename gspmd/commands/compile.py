@@ -18,7 +18,7 @@ from typing import Literal
 import tyro
 
 import gspmd
-import models
+import gspmd_models as models
 from gspmd import host
 from gspmd.audit import Report, Topology, compile_offline, gantt, perfetto, slices, topology
 from gspmd.commands import configs
@@ -27,7 +27,7 @@ from gspmd.layouts import Layout
 from gspmd.training import OptimizerConfig, ShardingConfig, TrainingConfig, command
 from gspmd.training.config import ConfigError, load_toml, parse_mesh
 from gspmd.training.toml import positive
-from models import ModelConfig, step
+from gspmd_models import ModelConfig, step
 
 DEFAULT = configs.find("palm-8b")
 

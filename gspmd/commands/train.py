@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 import gspmd
-import models
+import gspmd_models as models
 from gspmd import host
 from gspmd.commands import configs
 from gspmd.display import console as printing
@@ -30,7 +30,7 @@ from gspmd.training import OptimizerConfig, Program, ShardingConfig, TrainingCon
 from gspmd.training.reporting import report
 from gspmd.training.state import shardings
 from gspmd.training.step import jit_step
-from models import ModelConfig, step
+from gspmd_models import ModelConfig, step
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ import jax
 from jax.sharding import AxisType
 
 import gspmd
-import models
+import gspmd_models as models
 from gspmd.audit import Ledger
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd.tracing.trace import ProgramPlan
 from gspmd.training import OptimizerConfig
 from gspmd.training.step import jit_step
-from models import step
+from gspmd_models import step
 
 SMALL = models.ModelConfig(
     vocabulary=64,

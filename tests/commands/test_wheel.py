@@ -32,7 +32,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(wheel, tmp_path_factory):
-    """A function of a command's flags that runs the wheel's `gspmd` in an empty folder, and returns the process and the folder."""
+    """A function (*flags) -> (process, folder) that runs the wheel's `gspmd` in an empty folder."""
     site, empty = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("empty")
     flags = ["--no-deps", "--quiet", "--no-compile", "--target", str(site)]
     subprocess.run([sys.executable, "-m", "pip", "install", *flags, str(wheel)], check=True)
@@ -42,7 +42,7 @@ def run(wheel, tmp_path_factory):
         command = [sys.executable, str(site / "bin" / "gspmd"), *argv]
         return subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True), empty
 
-    where = [sys.executable, "-c", "import gspmd, models; print(gspmd.__file__, models.__file__)"]
+    where = [sys.executable, "-c", "import gspmd, gspmd_models; print(gspmd.__file__, gspmd_models.__file__)"]
     found = subprocess.run(where, cwd=empty, env=environment, capture_output=True, text=True, check=True).stdout
     assert all(Path(path).is_relative_to(site) for path in found.split())
     return call
@@ -51,7 +51,7 @@ def run(wheel, tmp_path_factory):
 def test_it_holds_every_module_and_table_and_nothing_else(wheel):
     files = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
     wanted = {f"gspmd/configs/{path.name}" for path in (ROOT / "configs").glob("*.toml")}
-    for room, name in (("gspmd", "gspmd"), ("models", "models")):
+    for room, name in (("gspmd", "gspmd"), ("models", "gspmd_models")):
         found = [
             path for path in (ROOT / room).rglob("*") if path.suffix in (".py", ".toml") or path.name == "py.typed"
         ]

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-import models
+import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.training import load_toml
-from models.parameters import nested
+from gspmd_models.parameters import nested
 
 BATCH, LENGTH = 8, 16
 CONFIGS = Path(__file__).parents[2] / "configs"

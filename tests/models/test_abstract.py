@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 import gspmd
-import models
+import gspmd_models as models
 from gspmd.audit import topology
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd.training import OptimizerConfig
 from gspmd.training.state import abstract
-from models import step
+from gspmd_models import step
 from tests.models.conftest import load
 
 needs_libtpu = pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")

@@ -5,8 +5,8 @@ import numpy as np
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import parse_via
 from gspmd.layouts import Layout
-from models.attention import rotate
-from models.blocks import _together
+from gspmd_models.attention import rotate
+from gspmd_models.blocks import _together
 
 
 def test_rotation_turns_pairs_by_position():

@@ -3,7 +3,7 @@ import pytest
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd.training.toml import from_mapping
-from models import ModelConfig
+from gspmd_models import ModelConfig
 from tests.models.conftest import load
 
 

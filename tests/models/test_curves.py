@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import gspmd
-import models
+import gspmd_models as models
 from gspmd.layouts import Layout, presets
 from gspmd.moe import MoEConfig
 from gspmd.training.state import initial

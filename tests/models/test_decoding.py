@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-import models
+import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from tests.models.conftest import put

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 import gspmd
-import models
+import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
-from models.experts import shared_specs
-from models.parameters import parameters
+from gspmd_models.experts import shared_specs
+from gspmd_models.parameters import parameters
 from tests.models.conftest import put
 
 SHARED = MoEConfig(experts=8, every=2, router="gshard", dispatch="dropless", shared=2, dropout=0.2)

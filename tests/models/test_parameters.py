@@ -2,11 +2,11 @@ import jax
 import numpy as np
 import pytest
 
-import models
+import gspmd_models as models
 from gspmd.annotate import Spec
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
-from models.parameters import Normal, initialise, parameters
+from gspmd_models.parameters import Normal, initialise, parameters
 
 VARIANTS = [
     {},
@@ -57,7 +57,7 @@ def test_a_key_gives_the_same_model_in_every_layout(config, make_mesh):
 
 def test_drawing_never_holds_the_whole(make_mesh, axis_type):
     """A matrix over 8 devices is drawn with a few times its shard in temporary memory, not with the whole of it."""
-    from models.parameters import _compiled
+    from gspmd_models.parameters import _compiled
 
     mesh = make_mesh({"x": 8}, axis_type)
     with jax.set_mesh(mesh):

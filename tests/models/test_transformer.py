@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import gspmd
-import models
+import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from tests.models import plain

@@ -18,23 +18,24 @@ PARTS = ("embedding", "attention", "ffn", "moe", "output")
 OVERRIDES = {
     "optimizer": (
         "the optimizer state of a parameter; as the parameter when absent. Training keeps the state there, brings "
-        "gradients there before it clips and updates, and the new parameters back (`models.optimizer_specs`)."
+        "gradients there before it clips and updates, and the new parameters back (`gspmd_models.optimizer_specs`)."
     ),
     "gradients": (
         "the gradient of a parameter, on its way to the optimizer; as the parameter when absent. The training step "
         "takes a gradient where its parameter lies, brings it here, and from here to where [optimizer] says "
-        "(`models.gradient_specs`)."
+        "(`gspmd_models.gradient_specs`)."
     ),
     "prefill": (
         'any tensor, while a prompt is read. Checked, and read by `Layout.phase("prefill")`; neither training nor '
-        "`models.generate` asks for it."
+        "`gspmd_models.generate` asks for it."
     ),
     "decode": (
         'any tensor, while tokens are generated one by one. Checked, and read by `Layout.phase("decode")`; neither '
-        "training nor `models.generate` asks for it."
+        "training nor `gspmd_models.generate` asks for it."
     ),
     "cache": (
-        "the key/value cache. Checked, and read by `Layout.cache`; `models.generate` keeps no cache, so it is not used."
+        "the key/value cache. Checked, and read by `Layout.cache`; `gspmd_models.generate` keeps no cache, so it is "
+        "not used."
     ),
 }
 
