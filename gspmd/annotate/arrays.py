@@ -1,6 +1,5 @@
 """The spec that an array has, and the check that it is the one that an equation says."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -58,7 +57,7 @@ def _mesh_of(x: Any) -> Any:
     return None if mesh is None or mesh.empty else mesh
 
 
-def placed_spec(x: Any, dims: Sequence[str]) -> Spec:
+def placed_spec(x: Any, dims: tuple[str, ...]) -> Spec:
     """The spec of an array with these dimensions, by its type or its placement; open where nobody knows it yet."""
     partition = _partition_spec_of(x)
     if partition is None:

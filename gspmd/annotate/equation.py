@@ -122,7 +122,8 @@ class Equation:
           >>> parse_equation("BL, (LE, LE) -> (BE, BE)").sizes([(2, 3), ((3, 5), (3, 5))])
           {'B': 2, 'L': 3, 'E': 5}
         """
-        specs, flat = self.specs[: -len(self.outputs)], []
+        specs: tuple[Spec, ...] = self.specs[: -len(self.outputs)]
+        flat: list[Any] = []
         if _are_sequences([shapes]) and _are_sequences(shapes) and len(shapes) == len(self.operands):
             flat = [s for o, shape in zip(self.operands, shapes) for s in (shape if o.group else [shape])]
         fits = len(flat) == len(specs) and _are_sequences(flat)
@@ -245,7 +246,7 @@ def _given_terms(products: Iterable[Sequence[Specs]]) -> tuple[Term, ...]:
     return tuple(Term(tuple(map(_given_operand, operands))) for operands in products)
 
 
-def _given_operand(specs: Specs) -> Operand:
+def _given_operand(specs: Any) -> Operand:
     group = isinstance(specs, (tuple, list))
     return Operand(tuple(map(Spec.parse, specs if group else [specs])), group)
 

@@ -13,6 +13,7 @@ How a message is drawn stands in `diagnosis/message.py`, which is imported when 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 _SHOWN = 100  # characters of a value
 _ARRAYS = {"ndarray": "array", "ArrayImpl": "array"}  # numpy's and JAX's, neither of which is imported for parsing
@@ -52,6 +53,9 @@ for _kind in (SpecError, PlanError, LayoutError):
     _kind.__module__ = "gspmd"  # tracebacks show the public name, gspmd.SpecError
 
 
+_Error = TypeVar("_Error", bound=NotationError)
+
+
 @dataclass(frozen=True)
 class Fault:
     """One fault: the notation, the span of it that is wrong, the fact, and the remedy (both whole sentences).
@@ -72,7 +76,7 @@ class Fault:
         return drawn(self.text, self.start, self.end, self.fact, self.remedy)
 
 
-def report(kind: type[NotationError], doing: str, faults: Iterable[Fault]) -> NotationError:
+def report(kind: type[_Error], doing: str, faults: Iterable[Fault]) -> _Error:
     """Return the error that lists every fault; the caller raises it, `from None`."""
     from gspmd.annotate.diagnosis.message import message
 

@@ -102,12 +102,12 @@ class Spec:
 
     # -- editing ------------------------------------------------------------------------------------------------------
 
-    def with_axes(self, dim: str, axes: Sequence[str]) -> "Spec":
+    def with_axes(self, dim: str, axes: tuple[str, ...]) -> "Spec":
         """This spec with a dimension sharded over `axes`, major first: `B_xLE` to `B_xLE_yz`."""
         at = self._index(dim)
         return Spec(self.dims, (*self.axes[:at], axes, *self.axes[at + 1 :]), self.partial)
 
-    def with_partial(self, axes: Sequence[str]) -> "Spec":
+    def with_partial(self, axes: tuple[str, ...]) -> "Spec":
         """This spec as a partial sum over `axes` and no others."""
         return replace(self, partial=axes)
 

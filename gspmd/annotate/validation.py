@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 from gspmd.annotate.errors import SpecError, shown
 
@@ -29,9 +29,13 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
             raise SpecError(
                 f"mesh axis {axis} has size {shown(size)}.\n  The size of a mesh axis is a whole number, 1 or more."
             )
-    return {axis: whole(size) for axis, size in sizes.items()}
+    return {axis: int(size) for axis, size in sizes.items()}
 
 
+@overload
+def whole_sizes(sizes: Mapping[str, int]) -> dict[str, int]: ...
+@overload
+def whole_sizes(sizes: Sequence[int]) -> tuple[int, ...]: ...
 def whole_sizes(sizes: Mapping[str, int] | Sequence[int]) -> dict[str, int] | tuple[int, ...]:
     """Sizes by dimension, or a shape, as Python integers: numpy's overflow where bytes are counted.
 
@@ -41,13 +45,13 @@ def whole_sizes(sizes: Mapping[str, int] | Sequence[int]) -> dict[str, int] | tu
       SpecError: it is neither a mapping nor a sequence.
     """
     if isinstance(sizes, Mapping):
-        return {dim: size if whole(size) is None else whole(size) for dim, size in sizes.items()}
+        return {dim: size if (known := whole(size)) is None else known for dim, size in sizes.items()}
     if not isinstance(sizes, Sequence) or isinstance(sizes, str):
         raise SpecError(
             f"cannot read sizes from {shown(sizes)}.\n"
             "  Write the size of every dimension of the whole tensors, {'B': 8, 'E': 16}, or a shape."
         )
-    return tuple(size if whole(size) is None else whole(size) for size in sizes)
+    return tuple(size if (known := whole(size)) is None else known for size in sizes)
 
 
 def whole(size: Any) -> int | None:

@@ -78,7 +78,7 @@ def _spelled(spec: Any, axes: Sequence[str], mesh: Mapping[str, int]) -> str:
     return next((n for n in mesh if (sorted(n) if axes is spec.partial else list(n)) == letters), "")
 
 
-def _rank_fault(spec: Any, shape: tuple[int, ...]) -> Fault:
+def _rank_fault(spec: Any, shape: Sequence[int]) -> Fault:
     count = "1 dimension" if len(spec.dims) == 1 else f"{len(spec.dims)} dimensions"
     fact = f"the spec has {count}, and the array {len(shape)}: {shape}."
     return Fault(str(spec), 0, len(str(spec)), fact, "Write one capital letter for each dimension of the array.")
