@@ -236,4 +236,3 @@ def scaled(step: Step, share: float) -> Step:
     """A step on a share of its tensor."""
     sent, flops = round(step.wire_bytes * share), round(step.flops * share)
     return replace(step, seconds=step.seconds * share, wire_bytes=sent, flops=flops)
-
