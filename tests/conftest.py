@@ -36,7 +36,6 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-
 class _Models(MetaPathFinder):
     """Finds `gspmd_models` in this tree: what is installed by that name may be the folder models/ of another one."""
 

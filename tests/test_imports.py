@@ -33,6 +33,7 @@ ONLY_TRAINING = {"flax", "optax", "orbax", "grain", "tyro", "tensorboardX", "mat
 WITHOUT_JAX = ("gspmd.display", "gspmd.frozen", "gspmd.annotate", "gspmd.hardware", "gspmd.planner")
 PLACES_ARRAYS = {f"gspmd.annotate{name}" for name in ("", ".annotation", ".arrays", ".gshard")}
 
+
 @pytest.mark.parametrize("module", sorted({*FILES} - {"gspmd", "gspmd.__main__"}))
 def test_imports_point_one_way(module):
     used = {room_of(name) for name in imports(module) if name.split(".")[0] in ("gspmd", "models", "scripts", "tests")}

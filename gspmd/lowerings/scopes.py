@@ -1,6 +1,6 @@
 """The named scopes of planned programs: how a jaxpr and compiled instructions say which step of which plan they are.
 
-    gspmd[BLE_xyz, E_xF_yz -> BLF_yzx]/step0.all-gather.y.z
+gspmd[BLE_xyz, E_xF_yz -> BLF_yzx]/step0.all-gather.y.z
 """
 
 import re

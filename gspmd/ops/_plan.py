@@ -91,5 +91,3 @@ def _read_dtypes(equation: Equation, dtype: Any) -> tuple[str, ...]:
             f"cannot plan '{equation}': {len(dtypes)} dtypes for {count} operands.\n  Give one dtype, or one each."
         )
     return dtypes
-
-

@@ -139,5 +139,3 @@ def _piece(spec: Spec, device: Mapping[str, int], mesh: Mapping[str, int], still
             position = position * mesh[axis] + device[axis]
         index.append(position)
     return tuple(index)
-
-
