@@ -144,19 +144,19 @@ class _Program:
         into, out = self.stages
         moved_in = into.weights(dict(enumerate(weights[:-1], 1)))
         moved_out = out.weights({1: weights[-1]})
-        journey, kept = self.exchange.start(slots), []
+        exchange, kept = self.exchange.start(slots), []
         for number in range(len(self.work.chunks)):
             rows = self._rows(counts, number)
-            x = self._sorted(rows, journey.there(number))
+            x = self._sorted(rows, exchange.dispatch(number))
             h, _, arrived = into.chunk(number, {0: x}, moved_in, rows and rows.sizes)
             hidden = tuple(h[n] for n in sorted(h))
             h = self._activated(hidden, number, rows, extras)
             y, _, on = out.chunk(number, {0: h}, moved_out, rows and rows.sizes)
-            journey.answer(number, self._unsorted(rows, y[0]))
+            exchange.combine(number, self._unsorted(rows, y[0]))
             behind = _of_slots(self.out, on, always=False)
             kept.append((*_of_slots(self.into, arrived, always=True), *hidden, *behind, *_counts(rows)))
         moved = (*_of_weights(self.into, moved_in), *_of_weights(self.out, moved_out))
-        return journey.end(), tuple(kept), moved
+        return exchange.result(), tuple(kept), moved
 
     def _rows(self, counts: jax.Array | None, number: int) -> Rows | None:
         return None if counts is None else Rows(counts[..., number], self.work.chunks[number], self.stays)
@@ -183,15 +183,15 @@ class _Program:
         sizes = [len(specs) for specs in self.kept_specs]
         flat, rest = rest[: sum(sizes)], rest[sum(sizes) :]
         held, extras = rest[: len(self.held_specs)], rest[len(self.held_specs) :]
-        weights, journey, sums = self._weights_back(held), self.exchange_back.start(cotangent), ({}, {})
+        weights, exchange, sums = self._weights_back(held), self.exchange_back.start(cotangent), ({}, {})
         for number in range(len(self.work.chunks)):
             kept = flat[sum(sizes[:number]) : sum(sizes[: number + 1])]
-            x, more = self._chunk_back(number, journey.there(number), kept, weights, extras)
-            journey.answer(number, x)
+            x, more = self._chunk_back(number, exchange.dispatch(number), kept, weights, extras)
+            exchange.combine(number, x)
             for total, made in zip(sums, more):
                 total.update({n: total[n] + value if n in total else value for n, value in made.items()})
         settled = [stage.settle(total) for stage, total in zip(self.stages_back, sums)]
-        return (journey.end(), *(each[n] for each in settled for n in sorted(each)))
+        return (exchange.result(), *(each[n] for each in settled for n in sorted(each)))
 
     def _weights_back(self, held: Sequence[jax.Array]):
         """The weights, moved as the gradients of both equations need them."""
