@@ -101,6 +101,8 @@ def settle(
 def planned_op(forward: Callable, backward: Callable, title: Callable[[Any], str]) -> Callable:
     """Make an operation that JAX differentiates by its own planned gradient, in the context of its call.
 
+    All that either pass needs besides arrays is in the form, which is hashed: specs and options, nothing traced.
+
     Args:
         forward: (form, ctx, *arrays) to (results, residuals).
         backward: (form, ctx, residuals, cotangents) to a tuple with the cotangent of every array.
@@ -132,7 +134,13 @@ class Chains:
         self.steps = tuple(program.steps)
 
     def send(self, name: str, x: jax.Array, *, reduce: str = "sum") -> jax.Array:
-        """Run one chain on a device's piece, inside a shard_map."""
+        """Run one chain on a device's piece, inside a shard_map: each chain once, in the order of the constructor.
+
+        Args:
+            name: of the chain.
+            x: the piece, in the dtype whose bytes the chain was planned for.
+            reduce: the reduction that the chain was planned with.
+        """
         return emit(self.chains[name], x, self.mesh, reduce=reduce)
 
 

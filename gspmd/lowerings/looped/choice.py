@@ -184,7 +184,10 @@ class _Chooser:
                     yield ring
 
     def _first(self, span: CollectiveSpan, schedule: str | None = None) -> Ring:
-        """The ring of a tensor that is gathered by permutes before it is multiplied, or scattered after that."""
+        """The ring of a tensor that is gathered by permutes before it is multiplied, or scattered after that.
+
+        Without a schedule it is the last of those allowed: of `SCHEDULES`, where none is asked for.
+        """
         shard = local_shape(span.shard, self.sizes, self.mesh)
         schedule = schedule or self.schedules[-1]
         split = _split(shard, span, span.axes, set(shard)) if schedule == "halves" else None

@@ -18,6 +18,9 @@ permute is a copy and nothing is hidden, one: each wave more holds one more chun
 class RingLoop:
     """The chunks of one operand, sent round one axis and multiplied as they arrive.
 
+    It sends the hops of `rings.walk` without reading them: every stream straight on in its direction, or, of schedule
+    `paired`, both ways.
+
     Attributes:
         streams: with the direction of each; of schedule `paired`, every stream goes in both directions.
         waves: in how many steps the chunks arrive, but for the one of an even ring that comes from one side only.

@@ -91,7 +91,10 @@ class _Tree:
 
 
 def _waves(size: int, schedule: str, sign: int) -> Iterator[tuple[int, ...]]:
-    """Places behind from which shards arrive along one ring, wave by wave."""
+    """Places behind from which shards arrive along one ring, wave by wave.
+
+    `RingLoop` sends the same hops without reading them here: an order that is added here has to be added there too.
+    """
     if schedule != "paired":
         yield from ((sign * place,) for place in range(1, size))
         return
@@ -114,7 +117,7 @@ def shard_parts(axes: Sequence[str], schedule: str, orders: int = 1) -> tuple[Pa
     Args:
         axes: the group's mesh axes, outermost first.
         schedule: one of `SCHEDULES`; `"halves"` makes two of each part.
-        turns: in how many orders the axes are nested, so that the links of all of them are busy alike.
+        orders: in how many orders the axes are nested, so that the links of all of them are busy alike.
 
     Example:
         >>> [(part.axes, part.sign) for part in shard_parts("yz", "halves", 2)]
