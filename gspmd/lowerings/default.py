@@ -5,9 +5,15 @@ from contextlib import AbstractContextManager
 import jax
 
 from gspmd.annotate.errors import PlanError, shown, suggestion
-from gspmd.planner.overlap import PUBLIC_SCHEDULES
+from gspmd.planner.overlap import SCHEDULES
 
-LOWERINGS = ("auto", "xla", "blocking", "looped", *(f"looped:{schedule}" for schedule in PUBLIC_SCHEDULES))
+LOWERINGS = (
+    "auto",
+    "xla",
+    "blocking",
+    "looped",
+    *(f"looped:{name}" for name, each in SCHEDULES.items() if each.is_public),
+)
 
 _default = jax.make_user_context(default_value="auto")  # part of jit's cache key, so no stale program
 

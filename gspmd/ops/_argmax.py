@@ -9,8 +9,8 @@ from gspmd.annotate.errors import shown
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
-from gspmd.ops.operands import array
-from gspmd.ops.planned_op import Chains, dimension, read, settle, shard_index, sizes_of
+from gspmd.ops.interface.operands import array
+from gspmd.ops.interface.planned_op import Chains, dimension, read, settle, shard_index, sizes_of
 
 _POSITION = jnp.iinfo(jnp.int32)
 

@@ -12,9 +12,9 @@ from gspmd.annotate.errors import Fault, PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
-from gspmd.ops.operands import array
-from gspmd.ops.options import flag, number
-from gspmd.ops.planned_op import Chains, fault, planned_op, read, shard_index, sizes_of
+from gspmd.ops.interface.operands import array
+from gspmd.ops.interface.options import flag, number
+from gspmd.ops.interface.planned_op import Chains, fault, planned_op, read, shard_index, sizes_of
 from gspmd.planner.graph.resharding import move
 from gspmd.planner.steps import Step
 

@@ -11,9 +11,9 @@ from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops._softmax import Normaliser
-from gspmd.ops.operands import array
-from gspmd.ops.options import number
-from gspmd.ops.planned_op import float32, planned_op, read, shard_index
+from gspmd.ops.interface.operands import array
+from gspmd.ops.interface.options import number
+from gspmd.ops.interface.planned_op import float32, planned_op, read, shard_index
 
 
 def cross_entropy(

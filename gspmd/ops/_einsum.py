@@ -14,7 +14,7 @@ from gspmd.lowerings.call import Call
 from gspmd.lowerings.choice import lower
 from gspmd.lowerings.gradient import with_gradient
 from gspmd.lowerings.program import context, partial_under_auto
-from gspmd.ops.operands import flat_operands, of_one_kind
+from gspmd.ops.interface.operands import flat_operands, of_one_kind
 
 
 def einsum(
@@ -71,7 +71,7 @@ def einsum(
     names = tuple(str(x.dtype) for x in flat)
     result, wire = joint, None
     if any(option is not None for option in (wire_dtype, precision, preferred_element_type)):
-        from gspmd.ops.options import refuse_precision, result_dtype, wire_name
+        from gspmd.ops.interface.options import refuse_precision, result_dtype, wire_name
 
         result = result_dtype(equation, joint, preferred_element_type)
         wire = wire_name(equation, names, result, wire_dtype)

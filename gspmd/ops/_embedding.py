@@ -17,8 +17,8 @@ from gspmd.annotate.spec import Spec
 from gspmd.hardware.chips import Chip
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
-from gspmd.ops.operands import array
-from gspmd.ops.planned_op import Chains, float32, planned_op, read, shard_index, sizes_of
+from gspmd.ops.interface.operands import array
+from gspmd.ops.interface.planned_op import Chains, float32, planned_op, read, shard_index, sizes_of
 from gspmd.planner.graph.resharding import move
 from gspmd.planner.steps import Step, total_cost
 

@@ -12,8 +12,8 @@ from gspmd.annotate.errors import SpecError, shown
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
-from gspmd.ops.operands import array
-from gspmd.ops.planned_op import Chains, float32, planned_op, read, settle, shard_index
+from gspmd.ops.interface.operands import array
+from gspmd.ops.interface.planned_op import Chains, float32, planned_op, read, settle, shard_index
 
 _SCALAR = Spec((), ())
 

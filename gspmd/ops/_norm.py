@@ -6,13 +6,13 @@ from functools import lru_cache, partial
 import jax
 import jax.numpy as jnp
 
-from gspmd.annotate.errors import SpecError, report
+from gspmd.annotate.errors import Fault, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
-from gspmd.ops.operands import array
-from gspmd.ops.options import number
-from gspmd.ops.planned_op import FLOAT32, Chains, fault, float32, planned_op, read, settle, sizes_of
+from gspmd.ops.interface.operands import array
+from gspmd.ops.interface.options import number
+from gspmd.ops.interface.planned_op import FLOAT32, Chains, fault, float32, planned_op, read, settle, sizes_of
 from gspmd.planner.graph.resharding import move
 
 
@@ -58,7 +58,9 @@ def rms_norm(
     last = form.x.dims[-1]
     if form.scale.dims != (last,) or scale.shape != x.shape[-1:]:
         fact = f"the scale has to have the one dimension {last}, of size {x.shape[-1]}; its shape is {scale.shape}."
-        raise report(SpecError, doing, [fault(form.scale, form.scale.dims[0], fact, f"Write it '{last}'.")]) from None
+        whole = Fault(str(form.scale), 0, len(str(form.scale)), fact, f"Write it '{last}'.")
+        at_dim = [fault(form.scale, form.scale.dims[0], fact, f"Write it '{last}'.")] if form.scale.dims else [whole]
+        raise report(SpecError, doing, at_dim) from None
     if ctx.lowering == "xla":
         ins, name = (form.x, form.scale), f"rms_norm {form.x}"
         return compiler_chooses(ctx, partial(_plain, epsilon), ins, form.x, x, scale, name=name)

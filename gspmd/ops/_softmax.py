@@ -11,8 +11,8 @@ from gspmd.annotate.errors import shown
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
-from gspmd.ops.operands import array
-from gspmd.ops.planned_op import Chains, dimension, float32, planned_op, read, settle, sizes_of
+from gspmd.ops.interface.operands import array
+from gspmd.ops.interface.planned_op import Chains, dimension, float32, planned_op, read, settle, sizes_of
 from gspmd.planner.steps import Step
 
 

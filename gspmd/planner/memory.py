@@ -20,7 +20,7 @@ from math import prod
 
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.dtypes import itemsize
-from gspmd.planner.overlap import Overlap
+from gspmd.planner.overlap import SCHEDULES, Overlap
 from gspmd.planner.spans import gather_of
 from gspmd.planner.steps import Move, Output, Product, Routine, Step, Tensor
 
@@ -205,7 +205,7 @@ class Footprint:
         if not ring.axes:
             striped = stripes is not None and stripes.dim in self.routine.moves[move].spec.dims
             return min(1.0, 2 * max(stripes.sizes) / sum(stripes.sizes)) if striped else 1.0
-        both_ways = 2 if ring.schedule == "paired" else 1  # of halves, one direction has half a chunk
+        both_ways = 2 if SCHEDULES[ring.schedule].both_ways else 1  # of halves, one direction has half a chunk
         return min(1.0, 2 * both_ways / prod(self.mesh[axis] for axis in ring.axes))
 
     def _order(self, product: Product) -> "_Order":

@@ -7,11 +7,38 @@ from gspmd.annotate.spec import Spec
 from gspmd.frozen import FrozenDict
 from gspmd.planner.steps import Routine
 
-SCHEDULES = ("one-way", "halves", "paired")
-"""One direction; each shard's halves in opposite directions; whole shards both ways, each half-way round."""
 
-PUBLIC_SCHEDULES = SCHEDULES[1:]
-"""What may be asked for by name. One direction alone wins no row of docs/looped.md; `looped` still weighs it."""
+@dataclass(frozen=True)
+class Schedule:
+    """How the shards of a tensor go round a ring. All that is known of a schedule is here.
+
+    Attributes:
+        signs: a shard is cut into so many parts, and each goes round in its direction, +1 or -1.
+        both_ways: every part is sent both ways, and each copy half-way round.
+        is_public: whether users may ask for it by name, as lowering `looped:<name>`.
+    """
+
+    signs: tuple[int, ...] = (1,)
+    both_ways: bool = False
+    is_public: bool = True
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether shards are cut into parts."""
+        return len(self.signs) > 1
+
+    @property
+    def is_single(self) -> bool:
+        """Whether only one chunk is on its way at a time."""
+        return not self.is_cut and not self.both_ways
+
+
+SCHEDULES = {
+    "one-way": Schedule(is_public=False),
+    "halves": Schedule(signs=(1, -1)),
+    "paired": Schedule(both_ways=True),
+}
+"""By name. Of two that cost the same the first is taken; what is not overlapped with an einsum goes by the last."""
 
 
 @dataclass(frozen=True)

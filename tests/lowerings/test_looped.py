@@ -14,6 +14,7 @@ from gspmd.annotate import parse_equation
 from gspmd.audit import hlo
 from gspmd.audit.hlo.loops import trips
 from gspmd.audit.hlo.replica_groups import pairs
+from gspmd.lowerings.looped.rings import shard_parts, walk
 from gspmd.planner.overlap import SCHEDULES
 from tests.references.random_equations import Case, check
 
@@ -141,12 +142,9 @@ def test_a_ring_sends_what_the_gather_would(make_mesh, lowering, size):
     mesh, (equation, via) = {"x": size}, GATHERS["free"]
     sent = permuted(compiled(make_mesh, mesh, equation, sizes, lowering, via), mesh)
     shard = 10 * 12 * 4
-    ahead, back = {
-        "looped:one-way": (size - 1, 0),
-        "looped:halves": ((size - 1) / 2, (size - 1) / 2),
-        "looped:paired": (size // 2, (size - 1) // 2),
-    }[lowering]
-    assert (sent[1], sent[-1]) == (ahead * shard, back * shard)
+    parts = shard_parts("x", lowering.partition(":")[2])
+    hops = [hop.by for part in parts for hop in walk("x", mesh, part.schedule, part.sign)]
+    assert (sent[1], sent[-1]) == tuple(hops.count(sign) * shard / len(parts) for sign in (1, -1))
     assert sum(sent.values()) == sizes["B"] * sizes["E"] * 4 * (size - 1) // size
 
 

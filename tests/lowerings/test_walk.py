@@ -21,7 +21,7 @@ MESHES = [{"x": n} for n in range(1, 9)] + [
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize(("schedule", "sign"), [("one-way", 1), ("one-way", -1), ("halves", -1), ("paired", 1)])
+@pytest.mark.parametrize(("schedule", "sign"), [(name, sign) for name in SCHEDULES for sign in (1, -1)])
 def test_every_shard_arrives_once(mesh, schedule, sign):
     hops = walk(tuple(mesh), mesh, schedule, sign)
     places = [tuple(hop.offset.get(axis, 0) % size for axis, size in mesh.items()) for hop in hops]

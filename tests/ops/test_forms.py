@@ -13,7 +13,7 @@ from gspmd.ops._embedding import embed
 from gspmd.ops._global_norm import global_norm
 from gspmd.ops._norm import rms_norm
 from gspmd.ops._softmax import softmax
-from gspmd.ops.planned_op import Chains
+from gspmd.ops.interface.planned_op import Chains
 
 RNG = np.random.default_rng(0)
 LAYERS = 3

@@ -45,7 +45,7 @@ class Choice:
     def rank(self) -> float:
         """Seconds, and the model's error for `halves`, which makes twice as many products."""
         rings = (*self.overlap.gathers.values(), *self.overlap.scatters.values())
-        return self.seconds * (1 + 2 * MARGIN * any(ring.schedule == "halves" for ring in rings))
+        return self.seconds * (1 + 2 * MARGIN * any(SCHEDULES[ring.schedule].is_cut for ring in rings))
 
 
 def plan_overlap(
@@ -80,7 +80,7 @@ class _Chooser:
         self.sizes, self.mesh = dict(environment.sizes), dict(environment.mesh)
         self.forced = lowering != "auto"
         _, _, schedule = lowering.partition(":")
-        self.schedules = (schedule,) if schedule else SCHEDULES
+        self.schedules = (schedule,) if schedule else tuple(SCHEDULES)
         self.gathers, self.scatters = self._spans()
 
     def _spans(self) -> tuple[dict[int, CollectiveSpan], dict[int, CollectiveSpan]]:
@@ -178,7 +178,7 @@ class _Chooser:
             looped = tuple(axis for axes, count in zip(spans.values(), counts) for axis in axes[:count])
             within = tuple(axis for axes, count in zip(spans.values(), counts) for axis in axes[count:])
             for schedule, orders in combinations(self.schedules, sorted({1, len(looped)})) if looped else ():
-                parted = schedule == "halves" or orders > 1
+                parted = SCHEDULES[schedule].is_cut or orders > 1
                 ring = Ring(looped, within, schedule, orders, _split(shard, span, within, free) if parted else None)
                 if len(looped) == 1 or self.costs.steps(ring) <= LONGEST:
                     yield ring
@@ -190,7 +190,7 @@ class _Chooser:
         """
         shard = local_shape(span.shard, self.sizes, self.mesh)
         schedule = schedule or self.schedules[-1]
-        split = _split(shard, span, span.axes, set(shard)) if schedule == "halves" else None
+        split = _split(shard, span, span.axes, set(shard)) if SCHEDULES[schedule].is_cut else None
         return Ring((), span.axes, schedule, 1, split)
 
     # -- stripes -------------------------------------------------------------------------------------------------------

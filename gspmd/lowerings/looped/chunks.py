@@ -12,7 +12,7 @@ from jax import lax
 from gspmd.lowerings.blocking import tpu
 from gspmd.lowerings.looped.rings import Hop, Offset, Part, walk
 from gspmd.lowerings.scopes import step_scope
-from gspmd.planner.overlap import Ring
+from gspmd.planner.overlap import Ring, Schedule
 from gspmd.planner.spans import CollectiveSpan
 
 Region = Mapping[str, tuple[jax.Array | int, int]]
@@ -162,7 +162,9 @@ def spread(transfer: RingTransfer, part: Part, chunk: jax.Array) -> jax.Array:
     return chunk
 
 
-def reduce_back(transfer: RingTransfer, hops: Sequence[Hop], summand, wire, schedule: str = "") -> jax.Array:
+def reduce_back(
+    transfer: RingTransfer, hops: Sequence[Hop], summand, wire, schedule: Schedule | None = None
+) -> jax.Array:
     """Reduce-scatter round a ring: walk backwards, and at every node add a summand and send the sum on.
 
     Args:
@@ -175,10 +177,10 @@ def reduce_back(transfer: RingTransfer, hops: Sequence[Hop], summand, wire, sche
             last sum has been sent off.
     """
     partial: dict[int, list[jax.Array]] = {}
-    sent = None
+    sent, cut = None, schedule is not None and schedule.is_cut
     for number in range(len(hops), -1, -1):
-        last = tpu.zero_after(sent) if schedule == "halves" and not number and sent is not None else 0
-        alone = schedule == "one-way" or (schedule and not number) or (schedule == "halves" and number == len(hops) - 1)
+        last = tpu.zero_after(sent) if cut and not number and sent is not None else 0
+        alone = schedule and (schedule.is_single or not number or (cut and number == len(hops) - 1))
         value, arrived = summand(hops[number - 1].offset if number else {}, last), partial.pop(number, ())
         if arrived and alone:
             value = lax.optimization_barrier(value)

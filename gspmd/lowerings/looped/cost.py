@@ -10,7 +10,7 @@ from gspmd.hardware.dtypes import itemsize
 from gspmd.hardware.matmul import product_seconds
 from gspmd.hardware.rings import neighbour
 from gspmd.lowerings.looped.rings import Hop, shard_parts, walk
-from gspmd.planner.overlap import Ring, Stripes
+from gspmd.planner.overlap import SCHEDULES, Ring, Stripes
 from gspmd.planner.spans import CollectiveSpan, local_shape
 from gspmd.planner.steps import Environment, Product, Routine, Tensor
 
@@ -92,7 +92,7 @@ class Costs:
         return prod(self.mesh[axis] for axis in ring.axes) * len(shard_parts(ring.axes, ring.schedule, ring.orders))
 
     def _waves(self, ring: Ring) -> int:
-        return max(1, prod(self.mesh[axis] for axis in ring.axes) // (2 if ring.schedule == "paired" else 1))
+        return max(1, prod(self.mesh[axis] for axis in ring.axes) // (2 if SCHEDULES[ring.schedule].both_ways else 1))
 
     def _cut(self, span: CollectiveSpan, ring: Ring, shard: Mapping[str, int]) -> tuple[dict[str, int], int]:
         """The local sizes of a chunk (or a part of one) in the dimensions that are cut, and the number of chunks."""

@@ -24,7 +24,7 @@ from gspmd.lowerings.looped.chunks import Region, RingTransfer, blank, part_of, 
 from gspmd.lowerings.looped.ring_loop import RingLoop
 from gspmd.lowerings.looped.rings import LONGEST, ring_parts
 from gspmd.lowerings.looped.stream import ChunkStream, multiply_wave_by_wave
-from gspmd.planner.overlap import Overlap
+from gspmd.planner.overlap import SCHEDULES, Overlap
 from gspmd.planner.spans import gather_of, local_shape, scatter_of, settling
 from gspmd.planner.steps import Chain, Routine
 
@@ -212,7 +212,7 @@ class LoopedExecutor(Executor):
                 return _added([value(region) for value in values])
 
             # Stripes have other products to hide a sum's transfer behind, and need none to be made apart.
-            alone = ring.schedule if stripe is None else ""
+            alone = SCHEDULES[ring.schedule] if stripe is None else None
             chunk = reduce_back(transfer, transfer.hops(part), summand, wire, alone)
             pieces.append(spread(transfer, part, chunk.astype(wire)))
         at = span.shard.dims.index(ring.split) if ring.split else 0

@@ -9,6 +9,7 @@ from gspmd.lowerings import target
 from gspmd.lowerings.looped.accumulator import Accumulator
 from gspmd.lowerings.looped.rings import Hop
 from gspmd.lowerings.looped.stream import ChunkStream
+from gspmd.planner.overlap import SCHEDULES
 
 UNROLLED = 2
 """Waves of one iteration: what arrives in one buffer is multiplied while the other is filled. On host devices, where a
@@ -18,32 +19,32 @@ permute is a copy and nothing is hidden, one: each wave more holds one more chun
 class RingLoop:
     """The chunks of one operand, sent round one axis and multiplied as they arrive.
 
-    It sends the hops of `rings.walk` without reading them: every stream straight on in its direction, or, of schedule
-    `paired`, both ways.
+    It sends the hops of `rings.walk`, which follow from the same `Schedule`: every stream straight on in its direction,
+    or both ways.
 
     Attributes:
-        streams: with the direction of each; of schedule `paired`, every stream goes in both directions.
+        streams: with the direction of each; one that is sent both ways stands here twice.
         waves: in how many steps the chunks arrive, but for the one of an even ring that comes from one side only.
     """
 
     def __init__(self, streams: Sequence[ChunkStream], accumulators: Sequence[Accumulator]):
         self.accumulators, self.transfer = accumulators, streams[0].transfer
-        self.paired = self.transfer.ring.schedule == "paired"
+        self.both_ways = SCHEDULES[self.transfer.ring.schedule].both_ways
         self.streams = [(stream, stream.sign) for stream in streams]
-        if self.paired:
+        if self.both_ways:
             self.streams = [(stream, sign) for stream in streams for sign in (1, -1)]
         self.axis = self.transfer.ring.axes[0]
         self.size = self.transfer.mesh[self.axis]
-        self.waves = (self.size - 1) // (2 if self.paired else 1)
+        self.waves = (self.size - 1) // (2 if self.both_ways else 1)
 
     def run(self) -> None:
         """Multiply every chunk: a device's own, those of every wave, and the one that comes from one side only."""
         own = [stream.arrived[0] for stream, _ in self.streams]
         chunks = self._send(own)
-        for (stream, _), chunk in list(zip(self.streams, own))[: 1 if self.paired else None]:
+        for (stream, _), chunk in list(zip(self.streams, own))[: 1 if self.both_ways else None]:
             self._multiply([stream], [0], [chunk])
         ahead = chunks[0] if self.waves == 0 else None
-        even = self.paired and self.size % 2 == 0
+        even = self.both_ways and self.size % 2 == 0
         if self.waves:
             chunks = self._all_but_the_last(chunks)
             ahead = self._send(chunks)[0] if even else None
@@ -89,7 +90,7 @@ class RingLoop:
     def _wave(self, wave, chunks: Sequence[jax.Array]) -> None:
         """Multiply what has come so many places; from both sides together, if it has."""
         streams, signs = zip(*self.streams)
-        if self.paired:
+        if self.both_ways:
             self._multiply(streams, [sign * wave for sign in signs], chunks)
             return
         for stream, sign, chunk in zip(streams, signs, chunks):

@@ -9,7 +9,7 @@ it, and sends the sum on towards the root.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gspmd.planner.overlap import Ring
+from gspmd.planner.overlap import SCHEDULES, Ring
 from gspmd.planner.spans import cut
 
 LONGEST = 96
@@ -91,11 +91,8 @@ class _Tree:
 
 
 def _waves(size: int, schedule: str, sign: int) -> Iterator[tuple[int, ...]]:
-    """Places behind from which shards arrive along one ring, wave by wave.
-
-    `RingLoop` sends the same hops without reading them here: an order that is added here has to be added there too.
-    """
-    if schedule != "paired":
+    """Places behind from which shards arrive along one ring, wave by wave; `RingLoop` sends the same."""
+    if not SCHEDULES[schedule].both_ways:
         yield from ((sign * place,) for place in range(1, size))
         return
     ahead, behind = size // 2, (size - 1) // 2
@@ -125,8 +122,7 @@ def shard_parts(axes: Sequence[str], schedule: str, orders: int = 1) -> tuple[Pa
     """
     axes = tuple(axes)
     orders = [axes[order:] + axes[:order] for order in range(orders)]
-    signs = (1, -1) if schedule == "halves" else (1,)
-    return tuple(Part(order, schedule, sign) for order in orders for sign in signs)
+    return tuple(Part(order, schedule, sign) for order in orders for sign in SCHEDULES[schedule].signs)
 
 
 def ring_parts(ring: Ring, size: int) -> list[tuple[Part, int, int]]:

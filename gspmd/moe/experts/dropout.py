@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import run
-from gspmd.ops.planned_op import shard_index
+from gspmd.ops.interface.planned_op import shard_index
 
 KEY = Spec(("K",), ((),))
 """The spec of the two words of a key, replicated."""
