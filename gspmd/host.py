@@ -32,7 +32,7 @@ class HostError(RuntimeError):
 
 
 def use_host_devices(count: int) -> None:
-    """Makes the CPU backend, once it starts, offer `count` devices that share this host's cores.
+    """Make the CPU backend, once it starts, offer `count` devices that share this host's cores.
 
     Does not choose the platform: where an accelerator is found, JAX still prefers it.
 
@@ -107,7 +107,7 @@ def describe(devices: Sequence[jax.Device]) -> str:
 
 
 def quiet_libtpu() -> None:
-    """Tells libtpu, where there is no TPU, that there is none and it only compiles; leaves what the user has set."""
+    """Tell libtpu, where there is no TPU, that there is none and it only compiles; leave what the user has set."""
     # A machine with TPUs has one of these files per chip, and knows its own answers.
     if not (glob("/dev/accel[0-9]*") or glob("/dev/vfio/[0-9]*")):
         for variable, value in WITHOUT_TPU.items():

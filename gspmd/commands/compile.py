@@ -175,7 +175,7 @@ def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tupl
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[str], None]]:
-    """Says on stderr what is going on; a spinner where somebody looks."""
+    """Say on stderr what is going on, with a spinner on a terminal."""
     console = printing.console(stderr=True)
     if not console.is_terminal:
         yield lambda doing: console.print(f"{what}: {doing}")
@@ -185,7 +185,7 @@ def progress(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def save(settings: Settings, report: Report) -> None:
-    """Writes the files that were asked for; of a program that does not fit there are figures only."""
+    """Write the files that were asked for; of a program that does not fit there are figures only."""
     if settings.json:
         Path(settings.json).write_text(report.to_json())
     if not report.timeline:

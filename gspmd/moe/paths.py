@@ -10,7 +10,7 @@ import jax
 from gspmd.annotate.equation import Equation
 from gspmd.layouts.section import SectionSpecs
 from gspmd.lowerings.default import lowering
-from gspmd.lowerings.program import context
+from gspmd.lowerings.program import Context, context
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.dropless.rows import holders, most_rows, place_rows, place_rows_here
 from gspmd.moe.experts.activation import ACTIVATIONS
@@ -89,7 +89,7 @@ def by_slots(x: jax.Array, routing: Routing, experts: Experts, places: Places) -
     slots = _dispatch(x, routing, config, places)
     ctx, work = context(), experts.work(x, capacity, places)
     if ctx.lowering in ("xla", "blocking") or len(chunks := chunks_of(work, ctx)) == 1:
-        answers = _by_equations(slots, experts, work)
+        answers = _by_equations(ctx, slots, experts, work)
     else:
         answers = experts.run(replace(work, chunks=chunks), slots)
     return _combine(answers, routing, config, places)
@@ -112,7 +112,7 @@ def _dispatch_body(experts: int, capacity: int, form: str):
     return body
 
 
-def _by_equations(slots: jax.Array, experts: Experts, work: Work) -> jax.Array:
+def _by_equations(ctx: Context, slots: jax.Array, experts: Experts, work: Work) -> jax.Array:
     """The all-to-all to the experts, their feed-forward layer, and the all-to-all back, each an equation of its own."""
     there, hidden = work.there, work.hidden
     slots = reshard(slots, Equation.move(work.dispatched, there))
@@ -120,7 +120,7 @@ def _by_equations(slots: jax.Array, experts: Experts, work: Work) -> jax.Array:
     h = einsum(work.equation_in, slots, tuple(w_in) if len(w_in) > 1 else w_in[0], via=work.in_via)
     h = activated(*h) if len(w_in) > 1 else activated(h)
     if work.dropout is not None:
-        h = drop(h, hidden, *experts.words, work.dropout)
+        h = drop(ctx, h, hidden, *experts.words, work.dropout)
     y = einsum(Equation.product(hidden, work.w_out, there), h, w_out, via=work.out_via)
     return reshard(y, Equation.move(there, work.dispatched))
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from gspmd.annotate.arrays import check_type, refuse_elsewhere
-from gspmd.annotate.equation import Equation, parse_equation, parse_via
+from gspmd.annotate.equation import Equation, Via, parse_equation, parse_via
 from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.lowerings.call import Call
 from gspmd.lowerings.choice import lower
@@ -21,7 +21,7 @@ def einsum(
     equation: str | Equation,
     *operands: Any,
     lowering: str | None = None,
-    via: str | None = None,
+    via: str | Via | None = None,
     wire_dtype: Any = None,
     precision: Any = None,
     preferred_element_type: Any = None,

@@ -114,8 +114,8 @@ def _rows(first: jax.Array | int, ids: jax.Array, table: jax.Array) -> jax.Array
 class Route:
     """How the lookup runs: where all three lie meanwhile, and the steps that bring them there and back.
 
-    In a gradient `rows` are the steps of the cotangent on its way in, and `table` those of the table's gradient on its
-    way home.
+    In a gradient `rows` bring the cotangent to where it is added up, and `table` brings the table's gradient to where
+    the table is.
     """
 
     lookup: Lookup
@@ -204,7 +204,7 @@ def _placed(given: Lookup, held: Mapping[str, tuple[str, ...]]) -> Lookup:
 class _Embed:
     given: Lookup
     shape: tuple[int, ...]
-    """Of the table: its gradient needs shape and dtype, not its numbers."""
+    """The shape and the dtype of the table, which are all that its gradient needs of it."""
     dtype: jnp.dtype
 
     def route(self, ids: tuple[int, ...], id_bytes: int, ctx: Context, *, backward: bool) -> Route:

@@ -1,9 +1,10 @@
 """`gspmd.plan`: what an equation will do on a mesh, before anything runs."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from gspmd.annotate.equation import Equation, parse_equation, parse_via
+from gspmd.annotate.equation import Equation, Via, parse_equation, parse_via
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.validation import mesh_sizes, whole_sizes
 from gspmd.hardware.chips import Chip
@@ -21,7 +22,7 @@ def plan(
     dtype: str | Sequence[str] = "bfloat16",
     chip: str | Chip = "tpu-v4",
     lowering: str | None = "auto",
-    via: str | None = None,
+    via: str | Via | None = None,
 ) -> Plan:
     """Plan an equation: the collectives and local einsums it takes, with bytes and seconds per device.
 
@@ -61,7 +62,9 @@ def plan(
     sizes, axes = _read_sizes(equation, sizes, mesh)
     via = None if via is None else parse_via(via)
     dtypes = _read_dtypes(equation, dtype)
-    return make_plan(equation, sizes, axes, dtypes, chip_row(chip), resolve(lowering), via)
+    made = make_plan(equation, sizes, axes, dtypes, chip_row(chip), resolve(lowering), via)
+    # Equal pins share a plan, but `Plan.via` shows them as they were written here.
+    return made if via is None or made.via == via.text else replace(made, pinned=via)
 
 
 def _read_sizes(

@@ -104,7 +104,7 @@ class Normaliser:
         return settle(self.statistic, self.x.axes_of(self.dim), sizes, ctx, name=name, reduce=reduce)
 
     def chains(self, shape: tuple[int, ...], ctx: Context, **more: str) -> Chains:
-        """Those of the maximum and of the sum; `more` are further sums over the dimension, each with its name."""
+        """The chains of the maximum and of the sum; `more` are further sums over the dimension, each with its name."""
         sizes = sizes_of(self.x, shape)
         sums = {key: self.over(sizes, ctx, name) for key, name in {"total": "sum", **more}.items()}
         return Chains(ctx.mesh, biggest=self.over(sizes, ctx, "maximum", "max"), **sums)

@@ -164,6 +164,11 @@ def test_chips_change_plans_by_their_links():
     assert switch.chip.name == "h100"
 
 
+def test_a_plan_shows_its_via_as_it_was_written():
+    for text in ("BE, EF", "B E,EF"):
+        assert _plan("BE_x, EF_x -> BF_x", LINE, text).via == text
+
+
 def test_via_writes_a_groups_spec_once_or_for_each_member():
     equation = "BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx)"
     once, each = (_plan(equation, via=via) for via in ("BLE_x, E_xF_yz", "BLE_x, (E_xF_yz, E_xF_yz)"))

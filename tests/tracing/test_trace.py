@@ -223,6 +223,15 @@ def test_it_prints_a_table(arguments):
     assert "all-gather" in text
 
 
+def test_a_function_may_be_named_as_ours_are(arguments):
+    def gspmd_square(x):
+        return x * x
+
+    mesh, (x, *_) = arguments
+    with jax.set_mesh(mesh):
+        assert gspmd.trace(lambda x: jax.jit(gspmd_square)(x), x).wire_bytes == 0
+
+
 @pytest.mark.parametrize("fn", [None, "a function", 7, gspmd.Spec.parse("B_x")], ids=lambda fn: type(fn).__name__)
 def test_what_is_no_function_is_named(fn):
     with pytest.raises(gspmd.PlanError, match=rf"cannot trace an? {type(fn).__name__}: it is no function"):

@@ -60,7 +60,7 @@ def of_module(module: Module, mesh: Mapping[str, int]) -> Ledger:
 
 
 class _Reader:
-    """Reads a module from its entry, times the trips of its loops."""
+    """Read a module from its entry, times the trips of its loops."""
 
     def __init__(self, module: Module, mesh: Mapping[str, int]):
         self.module, self.mesh, self.notes = module, mesh, []

@@ -57,7 +57,7 @@ class Executor:
         return self.send(Chain(chain.steps[:stop], chain.first), pieces[source], self.inputs[source].wire)
 
     def send(self, chain: Chain, x: jax.Array, wire: str) -> jax.Array:
-        """A piece behind a chain of steps, which cross the wire in that dtype."""
+        """Run a chain of steps on a piece, which crosses the wire in that dtype."""
         if any(step.is_collective for step in chain.steps) and x.dtype != wire:
             return emit(chain, x.astype(wire), self.mesh).astype(x.dtype)
         return emit(chain, x, self.mesh)

@@ -18,7 +18,7 @@ from gspmd.planner.plan import Plan
 
 @dataclass(frozen=True)
 class Places:
-    """Of one product: where each operand lies, by its number in the equation, and what the local einsum leaves there.
+    """Where the operands of one product lie, by their numbers in the equation, and what the local einsum leaves there.
 
     Empty, with no result, for a product that no plan is known of.
     """
@@ -67,7 +67,7 @@ def pairs(equation: Equation) -> list[list[tuple[int, ...]]]:
 
 
 def planned_places(plan: Plan) -> list[Places]:
-    """Those of every product of a plan, in the plan's order."""
+    """The places of every product of a plan, in the plan's order."""
     routine = plan.routine
     moves = [[routine.moves[n] for n in (p.left, p.right) if n is not None] for p in routine.products]
     return [
@@ -77,6 +77,6 @@ def planned_places(plan: Plan) -> list[Places]:
 
 
 def pinned_places(equation: Equation, pinned: Sequence[Spec | None]) -> list[Places]:
-    """Those of an equation that leaves a dimension open, so that there is no plan: what `via` says, or nothing."""
+    """The places that `via` pins in an equation without a plan, since it leaves a dimension open; empty without one."""
     known = {number: pin for number, pin in enumerate(pinned) if pin is not None}
     return [Places({n: known[n] for n in pair if n in known}) for term in pairs(equation) for pair in term]

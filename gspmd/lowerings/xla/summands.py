@@ -42,7 +42,7 @@ def to_dimensions(spec: Spec, new: Spec, x: jax.Array) -> jax.Array:
 
 
 def to_partial(new: Spec, spec: Spec, x: jax.Array) -> jax.Array:
-    """The way back."""
+    """An array with a dimension of summands for each of its mesh axes, as a partial sum: undo `to_dimensions`."""
     return _relabel(new.partition_spec(), spec.partition_spec(), -len(spec.partial))(x) if spec.partial else x
 
 
@@ -59,7 +59,7 @@ def as_settled(spec: Spec, cotangent: jax.Array) -> jax.Array:
 
 
 def as_cotangent(spec: Spec, x: jax.Array) -> jax.Array:
-    """The way back: an array in the type that the cotangent of an array of `spec` has."""
+    """A cotangent that every device holds whole, in the type of one of a partial sum: undo `as_settled`."""
     plain = spec.without_partial().partition_spec()
     return _retyped(plain, spec.partition_spec(dual=True))(x) if spec.partial else x
 

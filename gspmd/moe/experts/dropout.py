@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.annotate.spec import Spec
-from gspmd.lowerings.program import run
+from gspmd.lowerings.program import Context, run
 from gspmd.ops.interface.planned_op import shard_index
 
 KEY = Spec(("K",), ((),))
@@ -85,22 +85,22 @@ def key_words(key: jax.Array) -> jax.Array:
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
-def drop(h: jax.Array, spec: Spec, words: jax.Array, dropout: Dropout) -> jax.Array:
+def drop(ctx: Context, h: jax.Array, spec: Spec, words: jax.Array, dropout: Dropout) -> jax.Array:
     """Apply dropout to hidden activations [G, X, C, F] placed as `spec`; nothing is sent or kept for the gradient."""
-    return _drop(spec, dropout, h, words)
+    return _drop(ctx, spec, dropout, h, words)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _drop(spec: Spec, dropout: Dropout, h: jax.Array, words: jax.Array) -> jax.Array:
-    return run(f"dropout {spec}", (), _body(spec, dropout), (spec, KEY), spec, h, words)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _drop(ctx: Context, spec: Spec, dropout: Dropout, h: jax.Array, words: jax.Array) -> jax.Array:
+    return run(ctx, f"dropout {spec}", (), _body(spec, dropout), (spec, KEY), spec, h, words)
 
 
-def _forward(spec: Spec, dropout: Dropout, h: jax.Array, words: jax.Array):
-    return _drop(spec, dropout, h, words), words
+def _forward(ctx: Context, spec: Spec, dropout: Dropout, h: jax.Array, words: jax.Array):
+    return _drop(ctx, spec, dropout, h, words), words
 
 
-def _backward(spec: Spec, dropout: Dropout, words: jax.Array, g: jax.Array):
-    return _drop(spec, dropout, g, words), None
+def _backward(ctx: Context, spec: Spec, dropout: Dropout, words: jax.Array, g: jax.Array):
+    return _drop(ctx, spec, dropout, g, words), None
 
 
 _drop.defvjp(_forward, _backward)

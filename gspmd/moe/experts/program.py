@@ -99,12 +99,12 @@ class _Program:
 
     @property
     def extras(self) -> tuple[Spec, ...]:
-        """Of the counts, and of the key."""
+        """The specs of the counts and of the key."""
         return (self.work.counts[0],) * (self.work.rows is not None) + (KEY,) * (self.work.dropout is not None)
 
     @property
     def kept_specs(self) -> tuple[tuple[Spec, ...], ...]:
-        """Of what is kept of every chunk.
+        """The specs of what is kept of every chunk.
 
         Slots as they met the weights, hidden activations before the nonlinearity and, where they moved, behind it; and
         the counts.
@@ -116,12 +116,12 @@ class _Program:
 
     @property
     def moved_specs(self) -> tuple[Spec, ...]:
-        """Of the weights that moved."""
+        """The specs of the weights that moved."""
         return tuple(spec for _, _, spec, moved in self._weight_moves() if moved)
 
     @property
     def held_specs(self) -> tuple[Spec, ...]:
-        """Of the weights as the gradient takes them, in the order of the moves."""
+        """The specs of the weights as the gradient takes them, in the order of the moves."""
         return tuple(spec if moved else self.work.weights[n] for _, n, spec, moved in self._weight_moves())
 
     def held(self, weights: Sequence[jax.Array], moved: Sequence[jax.Array]) -> list[jax.Array]:
@@ -130,7 +130,7 @@ class _Program:
         return [next(moved) if yes else weights[source] for _, source, _, yes in self._weight_moves()]
 
     def _weight_moves(self) -> list[tuple[int, int, Spec, bool]]:
-        """Of both equations: the number of the move, of the weight among all, its spec, and whether it moves."""
+        """The moves of weights in both equations: number, number of the weight among all, spec, whether it moves."""
         found = [(n, source - 1, spec, m) for n, (source, spec, m) in enumerate(self.into.kept) if source]
         last = len(self.work.w_in)
         return found + [(n, last, spec, m) for n, (source, spec, m) in enumerate(self.out.kept) if source]

@@ -79,7 +79,7 @@ class Stage:
         return RoutineChains({}, {}, products, outputs)
 
     def _executor(self, chains: RoutineChains, rows: jax.Array | None = None) -> Executor:
-        """Runs steps by the numbers that they have in the program; sorted rows meet their own expert's weights."""
+        """Runs steps by their numbers in the program; sorted rows are multiplied by their own expert's weights."""
         equation, multiply = self.equation, None if rows is None else partial(_grouped, rows)
         return Executor(
             equation.routine, equation.inputs, equation.outputs, self.sizes, self.mesh, chains=chains, multiply=multiply

@@ -67,7 +67,7 @@ class Work:
 
     @property
     def weights(self) -> tuple[Spec, ...]:
-        """Of all the weights."""
+        """The specs of all the weights."""
         return (*self.w_in, self.w_out)
 
     @property

@@ -79,7 +79,7 @@ class ContractionTable:
 
     @cached_property
     def costs(self) -> np.ndarray:
-        """Of the right operand's path and the local einsum, by row; infinite for what a pin rules out."""
+        """Cost of the right operand's path and the local einsum, by row; infinite for what a pin rules out."""
         parts = np.array(parts_of([size for _, size in self.environment.mesh]))
         levels = np.unique(parts, return_inverse=True)[1][self._masks]
         shapes = numbered([np.zeros(len(levels), int), *levels.T])
@@ -95,7 +95,7 @@ class ContractionTable:
 
     @cached_property
     def totals(self) -> np.ndarray:
-        """Of all but the left operand's path, by row: `costs`, and the result's path to its target."""
+        """Cost of all but the left operand's path, by row: `costs`, and the result's path to its target."""
         number = self._target_number
         return self.costs + (self.result_paths.costs_to(number)[self.result_nodes] if number >= 0 else FAR)
 
