@@ -10,7 +10,6 @@ import jax
 from flax import nnx
 
 import gspmd
-from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation, Via
 from gspmd.layouts.section import SectionSpecs
 from gspmd.layouts.vias import heads_in
@@ -26,7 +25,7 @@ class Block(nnx.Module):
     """x + Attention(norm x), then x + FeedForward(norm x)."""
 
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, Any], dtype: Any):
-        self.residuals = (Spec.parse(layout["attention.residual"]), Spec.parse(layout["ffn.residual"]))
+        self.residuals = (layout.spec("attention.residual"), layout.spec("ffn.residual"))
         self.attention = Attention(config, layout, weights["attention"], dtype)
         _feed_forward(self, config, layout, weights, dtype)
 

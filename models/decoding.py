@@ -63,8 +63,8 @@ def generate(
 def _step(model: Transformer, temperature: float):
     """Compile (weights, tokens [rows, window], position, key) -> the next token of every row, [rows, 1]."""
     layout = model.layout
-    whole, tokens = batch_spec(layout), Spec.parse(layout["embedding.tokens"])
-    residual, logits = stream(model.config, layout), Spec.parse(layout["output.logits"])
+    whole, tokens = batch_spec(layout), layout.spec("embedding.tokens")
+    residual, logits = stream(model.config, layout), layout.spec("output.logits")
     # A single position cannot be sharded, so the length is whole from here on.
     short, narrow = residual.with_axes("L", ()), logits.with_axes("L", ())
 
@@ -110,9 +110,9 @@ def _rows(model: Transformer) -> int:
         "ffn.hidden",
         "output.logits",
     ]
-    batch = [Spec.parse(layout[key]).axes_of("B") for key in keys]
+    batch = [layout.spec(key).axes_of("B") for key in keys]
     if model.config.moe:
-        batch.append(Spec.parse(layout["moe.groups"]).axes_of("G"))
+        batch.append(layout.spec("moe.groups").axes_of("G"))
     return math.lcm(*(math.prod(mesh.get(axis, 1) for axis in axes) for axes in batch))
 
 

@@ -109,7 +109,7 @@ def shared_specs(layout: Any) -> SharedSpecs:
 
 def tokens_spec(layout: Any) -> Spec:
     """The spec of per-token arrays [B, L] of the experts: that of their groups, with B for G."""
-    return Spec.parse(layout["moe.groups"]).rename({"G": "B"}).without("E")
+    return layout.spec("moe.groups").rename({"G": "B"}).without("E")
 
 
 def regroup(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:

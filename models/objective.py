@@ -45,18 +45,18 @@ def loss(
 
 def batch_spec(layout: Any) -> Spec:
     """The spec of a batch of tokens [B, L+1]: `embedding.tokens` with L unsharded, since few meshes divide L+1."""
-    return Spec.parse(layout["embedding.tokens"]).with_axes("L", ())
+    return layout.spec("embedding.tokens").with_axes("L", ())
 
 
 def label_spec(layout: Any) -> Spec:
     """The spec of labels [B, L]: that of the logits without V."""
-    return Spec.parse(layout["output.logits"]).without("V")
+    return layout.spec("output.logits").without("V")
 
 
 def split_tokens(tokens: jax.Array, layout: Any) -> tuple[jax.Array, jax.Array]:
     """Split [B, L+1] into inputs and labels, each [B, L], placed as the model takes them."""
     whole = batch_spec(layout)
-    inputs = gspmd.reshard(tokens[:, :-1], Equation.move(whole, Spec.parse(layout["embedding.tokens"])))
+    inputs = gspmd.reshard(tokens[:, :-1], Equation.move(whole, layout.spec("embedding.tokens")))
     return inputs, gspmd.reshard(tokens[:, 1:], Equation.move(whole, label_spec(layout)))
 
 

@@ -57,7 +57,7 @@ def abstract(
 
 def abstract_tokens(layout: Any, mesh: jax.sharding.Mesh, batch: int, length: int) -> jax.ShapeDtypeStruct:
     """The input of a forward step: int32 [B, L], placed as `embedding.tokens`."""
-    return _placed(Spec.parse(layout["embedding.tokens"]), (batch, length), jnp.int32, mesh)
+    return _placed(layout.spec("embedding.tokens"), (batch, length), jnp.int32, mesh)
 
 
 def abstract_batch(layout: Any, mesh: jax.sharding.Mesh, batch: int, length: int) -> jax.ShapeDtypeStruct:
@@ -96,7 +96,7 @@ def activation_specs(
         sizes |= {"C": config.moe.capacity(tokens)}
     table = {}
     for key in _keys(config):
-        spec = Spec.parse(layout[key])
+        spec = layout.spec(key)
         local = sizes | {"L": tokens} if key == "moe.groups" else sizes
         local = shared_sizes(config, sizes) if key in SHARED else local
         table[key] = spec, tuple(local[dim] for dim in spec.dims)

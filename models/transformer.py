@@ -68,7 +68,7 @@ class Transformer(nnx.Module):
         with part(self.layout, "embedding"):
             x = self.embedding(tokens)
         if mask is not None and self.config.moe:
-            mask = moved(mask, Spec.parse(self.layout["embedding.tokens"]), tokens_spec(self.layout))
+            mask = moved(mask, self.layout.spec("embedding.tokens"), tokens_spec(self.layout))
         definition, weights = nnx.split(self.blocks)
         repeats = self.config.layers // self.config.period
         keys = None if key is None else jax.random.split(key, repeats)
@@ -118,7 +118,7 @@ class Output(nnx.Module):
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
         self.epsilon, self.dtype = config.norm_epsilon, dtype
         self.residual, self.specs = stream(config, layout), SectionSpecs(layout.section("output"))
-        self.table_spec = Spec.parse(layout["embedding.table" if config.tied else "output.table"])
+        self.table_spec = layout.spec("embedding.table" if config.tied else "output.table")
         self.norm = nnx.Param(weights["norm"])
         self.table = None if config.tied else nnx.Param(weights["table"])
         self.vocabulary, self.rows = config.vocabulary, config.table_rows
@@ -143,7 +143,7 @@ class Output(nnx.Module):
 
 def stream(config: ModelConfig, layout: Any) -> Spec:
     """The spec of the residual stream between blocks: that of the first layer of a block."""
-    return Spec.parse(layout["attention.residual" if config.block == "serial" else "ffn.residual"])
+    return layout.spec("attention.residual" if config.block == "serial" else "ffn.residual")
 
 
 def build(

@@ -102,6 +102,10 @@ class Layout(LayoutTable):
         spec = look_up(self.table, key)
         return default if spec is None else spec
 
+    def spec(self, key: str) -> Spec:
+        """Return the spec of a tensor, parsed. Raises as `layout[key]` does."""
+        return Spec.parse(self[key])
+
     def section(self, part: str) -> Section:
         """Return a part of the model (embedding, attention, ffn, moe, output, or user-defined), its keys as attributes.
 

@@ -173,7 +173,7 @@ def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
     partitions = jax.tree.leaves((ins, outs), is_leaf=_is_partition)
     if not any(each.unreduced or each.reduced for each in partitions):
         return run_mapped
-    from gspmd.lowerings.partial_sums import unbatched
+    from gspmd.lowerings.transformations.partial_sums import unbatched
 
     return unbatched(run_mapped, ins, outs)
 

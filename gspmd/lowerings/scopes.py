@@ -4,12 +4,15 @@ gspmd[BLE_xyz, E_xF_yz -> BLF_yzx]/step0.all-gather.y.z
 """
 
 import re
+from typing import Any, NamedTuple
 
 import jax
 
-from gspmd.planner.steps import Step
+from gspmd.planner.steps import KINDS, Step
 
-_STEP = re.compile(r"step(\d+)\.")
+_PROGRAM = re.compile(r"gspmd\[([^\]]*)\]")
+_STEP = re.compile(rf"(?:^|[/(])(step\d+\.(?:{'|'.join(KINDS)})(?:\.[\w.]+)?)(?=/|$)")
+_NUMBER = re.compile(r"step(\d+)\.")
 
 
 def program_scope(title: str) -> str:
@@ -17,7 +20,7 @@ def program_scope(title: str) -> str:
     return f"gspmd[{title}]"
 
 
-def step_scope(number: int, step: Step):
+def step_scope(number: int, step: Step) -> Any:
     """Open the scope of step `number` of a program."""
     return jax.named_scope(step_name(number, step))
 
@@ -27,10 +30,43 @@ def step_name(number: int, step: Step) -> str:
     return f"step{number}.{step.kind}.{'.'.join(step.axes)}".rstrip(".")
 
 
+class StepName(NamedTuple):
+    """What the name of a step's scope says."""
+
+    number: int
+    kind: str
+    axes: tuple[str, ...]
+
+
+def read_step(name: str) -> StepName:
+    """Read the name of a step's scope.
+
+    >>> read_step("step0.all-gather.y.z")
+    StepName(number=0, kind='all-gather', axes=('y', 'z'))
+    """
+    number, kind, *axes = name.split(".")
+    return StepName(int(number.removeprefix("step")), kind, tuple(axes))
+
+
 def step_numbers(scopes: str) -> list[int]:
-    """The numbers of the steps in whose scopes an operation stands, outermost first.
+    """The numbers of the steps in whose scopes an operation of a jaxpr stands, outermost first.
 
     >>> step_numbers("gspmd[BE_x -> BE]/step0.all-gather.x")
     [0]
     """
-    return [int(number) for number in _STEP.findall(scopes)]
+    return [int(number) for number in _NUMBER.findall(scopes)]
+
+
+def innermost(scopes: str) -> tuple[str, str]:
+    """The innermost program of an instruction, and the name of the innermost step in it; empty where there is none.
+
+    A scope elsewhere that reads like a step is a user's own.
+
+    >>> innermost("jit(f)/gspmd[BE_x -> BE]/step0.all-gather.x/all_gather")
+    ('BE_x -> BE', 'step0.all-gather.x')
+    """
+    programs = list(_PROGRAM.finditer(scopes))
+    if not programs:
+        return "", ""
+    steps = _STEP.findall(scopes, programs[-1].end())
+    return programs[-1][1], steps[-1] if steps else ""

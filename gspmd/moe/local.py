@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.annotate.spec import Spec
-from gspmd.lowerings.gradient import with_gradient
 from gspmd.lowerings.program import context, run
+from gspmd.lowerings.transformations.gradient import with_gradient
 from gspmd.lowerings.xla.constrained import compiler_chooses
 
 Body = Callable[..., tuple[jax.Array, ...]]

@@ -12,8 +12,8 @@ from gspmd.annotate.equation import Equation, Via, parse_equation, parse_via
 from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.lowerings.call import Call
 from gspmd.lowerings.choice import lower
-from gspmd.lowerings.gradient import with_gradient
 from gspmd.lowerings.program import context, partial_under_auto
+from gspmd.lowerings.transformations.gradient import with_gradient
 from gspmd.ops.interface.operands import flat_operands, of_one_kind
 
 
@@ -86,7 +86,7 @@ def einsum(
         else:
             refuse_elsewhere(x, spec, doing)
     if any(spec.partial for spec in equation.outputs):
-        from gspmd.lowerings.hoisting import never_hoisted
+        from gspmd.lowerings.transformations.hoisting import never_hoisted
 
         # Outside of the program, which JAX takes out of a loop whole where it is not differentiated. Every result has a
         # product of the first operand, or of a member of it.

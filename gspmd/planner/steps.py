@@ -125,7 +125,7 @@ class Routine:
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """Every step in the order of execution."""
-        program = Program()
+        program = NumberedSteps()
         program.add_routine(self)
         return tuple(program.steps)
 
@@ -210,8 +210,8 @@ class RoutineChains:
     outputs: Mapping[int, Chain]
 
 
-class Program:
-    """The steps of a program. Each is numbered once, here; its scope, the trace and the ledger carry that number."""
+class NumberedSteps:
+    """The steps of a program. Each gets its number here, which its scope, the trace and the ledger carry."""
 
     def __init__(self):
         self.steps: list[Step] = []

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, Literal
 
-from gspmd.lowerings.hoisting import NEVER_HOISTED
+from gspmd.lowerings.transformations.hoisting import NEVER_HOISTED
 from gspmd.tracing.jaxprs import expression, has_effects, inner_jaxprs, is_carried_unchanged, is_stacked, runs_once
 from gspmd.tracing.value_numbering import Numbering, StepKey
 

@@ -1,20 +1,17 @@
 """Where a compiled instruction comes from, by its metadata: the equation and step of a plan, and the source line."""
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gspmd.audit.hlo.collectives import Collective
 from gspmd.audit.hlo.module import Computation, Instruction, Module
-from gspmd.planner.steps import KINDS
+from gspmd.lowerings.scopes import innermost
 
 OURS = f"{Path(__file__).parents[2]}{os.sep}"
 """The directory of this package: the source line of an instruction is the innermost one outside of it."""
 
-_EQUATION = re.compile(r"gspmd\[([^\]]*)\]")
-_STEP = re.compile(rf"(?:^|[/(])(step\d+\.(?:{'|'.join(KINDS)})(?:\.[\w.]+)?)(?=/|$)")
 _NEAR = 4
 """How many producers are searched for a source line if the compiler left a collective without one."""
 
@@ -44,18 +41,11 @@ def origin(
     """
     reducer = module.computations.get(instruction.attribute("to_apply").lstrip("%"))
     own = [instruction, scheduled, *([reducer.root] if reducer and not instruction.op_name else ())]
-    equation, step = max((_scopes(each.op_name) for each in own), key=lambda scopes: (bool(scopes[1]), bool(scopes[0])))
+    equation, step = max(
+        (innermost(each.op_name) for each in own), key=lambda scopes: (bool(scopes[1]), bool(scopes[0]))
+    )
     sources = (module.source(each, (ours,)) for each in own + _producers(computation, scheduled))
     return Origin(equation, step, next(filter(None, sources), ""))
-
-
-def _scopes(op_name: str) -> tuple[str, str]:
-    """The innermost equation, and the step inside it: elsewhere, a scope that looks like a step is a user's own."""
-    equations = list(_EQUATION.finditer(op_name))
-    if not equations:
-        return "", ""
-    steps = _STEP.findall(op_name, equations[-1].end())
-    return equations[-1][1], steps[-1] if steps else ""
 
 
 def _producers(computation: Computation, instruction: Instruction) -> list[Instruction]:

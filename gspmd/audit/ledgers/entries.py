@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gspmd.display.plain import printable
 from gspmd.display.units import amount_of_bytes, axes_text
+from gspmd.lowerings.scopes import read_step
 
 Key = tuple[str, tuple[str, ...]]
 """A kind of collective, and mesh axes in alphabetical order."""
@@ -62,7 +63,7 @@ def asked_for_by(equation: str, step: str, source: str) -> str:
 
 def step_text(step: str) -> str:
     """`step2.reduce-scatter.x` as `step 2`."""
-    return step.partition(".")[0].replace("step", "step ")
+    return f"step {read_step(step).number}" if step else ""
 
 
 def short(source: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from gspmd.audit.hlo.replica_groups import UNNAMED
 from gspmd.audit.ledgers.entries import Entry
-from gspmd.lowerings.scopes import step_name
+from gspmd.lowerings.scopes import read_step, step_name
 from gspmd.planner.steps import Step
 from gspmd.tracing.program_plan import PlannedStep, ProgramPlan
 
@@ -67,8 +67,7 @@ def credit_shared_steps(plan: ProgramPlan, entries: Sequence[Entry]) -> list[Ent
 
 def _firsts(shared: Sequence[PlannedStep], planned: Iterable[Name]) -> list[Name]:
     """The steps whose results shared ones use."""
-    number = lambda name: int(name[1].partition(".")[0].removeprefix("step"))  # noqa: E731
-    return [name for name in planned if any(step.first == (name[0], number(name)) for step in shared)]
+    return [name for name in planned if any(step.first == (name[0], read_step(name[1]).number) for step in shared)]
 
 
 def _credit(

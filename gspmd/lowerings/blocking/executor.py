@@ -10,7 +10,7 @@ from gspmd.annotate.spec import Spec
 from gspmd.lowerings.blocking.collectives import emit
 from gspmd.lowerings.local_einsum import local_einsum
 from gspmd.lowerings.scopes import step_scope
-from gspmd.planner.steps import Chain, Program, Routine, RoutineChains, Step
+from gspmd.planner.steps import Chain, NumberedSteps, Routine, RoutineChains, Step
 
 
 class Executor:
@@ -42,7 +42,7 @@ class Executor:
     ):
         self.routine, self.inputs, self.outputs = routine, inputs, outputs
         self.sizes, self.mesh, self.precision = sizes, mesh, precision
-        self.chains = chains or Program().add_routine(routine)
+        self.chains = chains or NumberedSteps().add_routine(routine)
         self._multiply = multiply or self._local_einsum
 
     def __call__(self, *pieces: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:

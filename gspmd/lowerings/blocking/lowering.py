@@ -61,6 +61,6 @@ def passes(call: Call, executor: Callable) -> Passes:
 
     if not any(spec.partial for spec in (*specs, *kept_specs)):
         return Passes(forward, backward)
-    from gspmd.lowerings.partial_sums import storable
+    from gspmd.lowerings.transformations.partial_sums import storable
 
     return Passes(*storable(forward, backward))

@@ -12,9 +12,9 @@ from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.call import Call, Passes
 from gspmd.lowerings.local_einsum import local_einsum
-from gspmd.lowerings.partial_sums import storable
 from gspmd.lowerings.program import PlannedProgram, named
 from gspmd.lowerings.scopes import program_scope
+from gspmd.lowerings.transformations.partial_sums import storable
 from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.lowerings.xla.places import Lift, Places, pairs, pinned_places, planned_places
 from gspmd.lowerings.xla.summands import (

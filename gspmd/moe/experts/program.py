@@ -18,7 +18,7 @@ from gspmd.moe.experts.dropout import KEY
 from gspmd.moe.experts.exchange import Exchange
 from gspmd.moe.experts.stages import Stage
 from gspmd.moe.experts.work import Products, Work, products
-from gspmd.planner.steps import Program
+from gspmd.planner.steps import NumberedSteps
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -81,17 +81,17 @@ class _Program:
         self.work, self.mesh, self.stays = work, ctx.mesh, work.stays(ctx)
         self.into, self.out = products(work, ctx)
         self.name = f"experts {work.dispatched} -> {work.there}"
-        program = Program()
+        program = NumberedSteps()
         self.counted = program.add(work.counted(ctx))
         self.exchange = Exchange(work, ctx, program)
         self.stages = [self._stage(each.forward, program) for each in (self.into, self.out)]
         self.steps = tuple(program.steps)
-        program = Program()
+        program = NumberedSteps()
         self.exchange_back = Exchange(work, ctx, program)
         self.stages_back = [self._stage(each.backward, program) for each in (self.into, self.out)]
         self.backward_steps = tuple(program.steps)
 
-    def _stage(self, equation, program: Program) -> Stage:
+    def _stage(self, equation, program: NumberedSteps) -> Stage:
         shares = [size / sum(self.work.chunks) for size in self.work.chunks]
         return Stage(equation, dict(self.work.sizes), self.mesh, shares, program)
 

@@ -12,7 +12,7 @@ import jax
 
 from gspmd.lowerings.blocking.executor import Executor
 from gspmd.moe.dropless.grouped import grouped_back, grouped_matmul, grouped_outer
-from gspmd.planner.steps import Program, Routine, RoutineChains, Step, Tensor
+from gspmd.planner.steps import NumberedSteps, Routine, RoutineChains, Step, Tensor
 
 Arrays = dict[int, jax.Array]
 
@@ -51,7 +51,7 @@ class Stage:
         sizes: Mapping[str, int],
         mesh: Mapping[str, int],
         shares: Sequence[float],
-        program: Program,
+        program: NumberedSteps,
     ):
         self.equation, self.sizes, self.mesh = equation, sizes, mesh
         routine = equation.routine
@@ -60,7 +60,7 @@ class Stage:
         self.chunks = [self._chunk_chains(program, share) for share in shares]
         self.last = self._last_chains(program)
 
-    def _chunk_chains(self, program: Program, share: float) -> RoutineChains:
+    def _chunk_chains(self, program: NumberedSteps, share: float) -> RoutineChains:
         """The steps of one chunk: all but those of weights, and those that settle a sum over the chunks."""
         routine, sums = self.equation.routine, self.equation.sums
         moves = {n: program.add(m.steps, share) for n, m in enumerate(routine.moves) if n not in self.once}
@@ -71,7 +71,7 @@ class Stage:
         outputs = {n: program.add(o.steps, share) for n, o in enumerate(routine.outputs) if n not in sums}
         return RoutineChains(self.once | moves, einsums, products, outputs)
 
-    def _last_chains(self, program: Program) -> RoutineChains:
+    def _last_chains(self, program: NumberedSteps) -> RoutineChains:
         """The steps that settle the sums over the chunks."""
         routine = self.equation.routine
         products = {p: program.add(routine.products[p].steps) for p in sorted(self.late)}

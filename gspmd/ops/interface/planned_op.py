@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from gspmd.annotate.errors import Fault, PlanError, SpecError, report, shown
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.blocking.collectives import emit
-from gspmd.lowerings.gradient import with_gradient
 from gspmd.lowerings.program import Context
+from gspmd.lowerings.transformations.gradient import with_gradient
 from gspmd.planner.graph.resharding import move
-from gspmd.planner.steps import Program, Step
+from gspmd.planner.steps import NumberedSteps, Step
 
 FLOAT32 = 4
 """Bytes of a statistic on the wire: norms, softmax and losses are float32 whatever the operands are."""
@@ -129,7 +129,7 @@ class Chains:
     """
 
     def __init__(self, mesh: Mapping[str, int], **chains: tuple[Step, ...]):
-        program = Program()
+        program = NumberedSteps()
         self.mesh, self.chains = mesh, {name: program.add(steps) for name, steps in chains.items()}
         self.steps = tuple(program.steps)
 
