@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspmd.annotate import LayoutError, Spec
-from gspmd.annotate.equation import Via, parse_via
+from gspmd.annotate.equation import parse_via
 from gspmd.annotate.errors import shown, suggestion
 from gspmd.layouts.rules.keys import KEYS
 
@@ -55,7 +55,7 @@ class SectionSpecs:
 
     _section: Any
 
-    def __getattr__(self, key: str) -> Spec | Via | None:
+    def __getattr__(self, key: str) -> Any:  # a Spec, or a Via, or None
         if key.startswith("_"):  # looked up while a copy is made
             raise AttributeError(key)
         text = getattr(self._section, key)

@@ -65,8 +65,8 @@ class Region:
 
     def __init__(self, numbering: Numbering, parent: "Region | None" = None, length: int = 1, is_loop: bool = False):
         self.numbering, self.parent, self.is_loop = numbering, parent, is_loop
-        self.depth = parent.depth + 1 if parent else 0
-        self.trips = length * (parent.trips if parent else 1)
+        self.depth: int = parent.depth + 1 if parent else 0
+        self.trips: int = length * (parent.trips if parent else 1)
         self._values: dict[Any, Value] = {}  # by variable
         self._available: dict[int, StepKey] = {}  # collectives and products, by value number
         self._bodies: dict[int, Region] = {}  # of loops, by their `barrierless` number

@@ -65,7 +65,7 @@ def check_call(doing: str, fn: Any, arguments: tuple, keywords: Mapping[str, Any
             f"cannot {doing} {article(type(fn).__name__)}: it is no function.\n"
             "  Give a function and what it is called with, arrays or jax.ShapeDtypeStruct: (fn, x, w)."
         )
-    named = {**dict(enumerate(arguments)), **(keywords or {})}
+    named: dict[Any, Any] = {**dict(enumerate(arguments)), **(keywords or {})}
     leaves = (
         (f"[{name}]{jax.tree_util.keystr(path)}", leaf)
         for name, value in named.items()

@@ -10,6 +10,7 @@ a program in this way; here are the tables that all its regions share.
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 from gspmd.tracing.compilers import Compiler
 
@@ -32,7 +33,7 @@ class Numbering:
 
     compiler: Compiler
     numbers: dict[Hashable, int] = field(default_factory=dict)
-    expressions: list[Hashable] = field(default_factory=list)
+    expressions: list[Any] = field(default_factory=list)
     calls: list[int | None] = field(default_factory=lambda: [None])
     if_fused: set[int] = field(default_factory=set)
     uncertain: set[tuple[StepKey, StepKey]] = field(default_factory=set)

@@ -135,7 +135,7 @@ def _via_faults(line: Line, key: Key, sizes: _Sizes) -> Iterator[Fault]:
         yield from map(line.moved, error.faults)
         return
     specs = list(via.specs)
-    wanted = [KEYS[name].dims if name in KEYS else name for name in key.dims]
+    wanted = [str(KEYS[name].dims) if name in KEYS else name for name in key.dims]
     if len(via) != 1 or [spec.dims for spec in specs] != [tuple(dims) for dims in wanted]:
         yield line.at_text(
             f"{key.name} must be two specs, with the dimensions of {listed(key.dims)}.",
@@ -229,7 +229,7 @@ def _override_faults(
     section: str, whole: Mapping, table: Mapping, base: Specs, sizes: _Sizes, more: Mapping[str, Key]
 ) -> list[Fault]:
     # Whether user-defined tensors are parameters is up to the model: any section may override them.
-    specs, faults = _read(section, table, keys_of_override(section) | more, sizes)
+    specs, faults = _read(section, table, {**keys_of_override(section), **more}, sizes)
     if section in PHASES:
         before = {fault.fact for fault in _disagreements("", whole, base)}
         after = _disagreements(section, whole, {**base, **specs})

@@ -58,7 +58,7 @@ class Key:
     """
 
     name: str
-    dims: str | tuple[str, str]
+    dims: str | tuple[str, ...]
     kind: str
     meaning: str
     default: str | None = None

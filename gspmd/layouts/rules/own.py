@@ -1,6 +1,6 @@
 """User-defined sections, such as `[ssm]`: a key keeps the dimensions of its first spec."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -34,7 +34,7 @@ def declared(table: Mapping[str, Any]) -> dict[str, Dims]:
     return result
 
 
-def sections(own: Mapping[str, Dims]) -> tuple[str, ...]:
+def sections(own: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the sections of these keys."""
     return tuple(dict.fromkeys(name.partition(".")[0] for name in own))
 

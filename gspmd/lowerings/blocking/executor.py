@@ -12,6 +12,9 @@ from gspmd.lowerings.local_einsum import local_einsum
 from gspmd.lowerings.scopes import step_scope
 from gspmd.planner.steps import Chain, NumberedSteps, Routine, RoutineChains, Step
 
+Pieces = Sequence[jax.Array] | Mapping[int, jax.Array]
+"""Pieces of arrays by number."""
+
 
 class Executor:
     """Moves, then local einsums and what follows them, then sums and what follows those.
@@ -51,7 +54,7 @@ class Executor:
         values = [self.product(number, moved) for number in range(len(self.routine.products))]
         return [self.output(number, values) for number in range(len(self.routine.outputs))], moved
 
-    def move(self, number: int, pieces: Sequence[jax.Array], stop: int | None = None) -> jax.Array:
+    def move(self, number: int, pieces: Pieces, stop: int | None = None) -> jax.Array:
         """A move's operand, brought as far as step `stop` of it."""
         source, chain = self.routine.moves[number].source, self.chains.moves[number]
         return self.send(Chain(chain.steps[:stop], chain.first), pieces[source], self.inputs[source].wire)
@@ -62,7 +65,7 @@ class Executor:
             return emit(chain, x.astype(wire), self.mesh).astype(x.dtype)
         return emit(chain, x, self.mesh)
 
-    def product(self, number: int, moved: Sequence[jax.Array]) -> jax.Array:
+    def product(self, number: int, moved: Pieces) -> jax.Array:
         """A product of moved operands, brought to where it is added."""
         product = self.routine.products[number]
         operands = [moved[each] for each in (product.left, product.right) if each is not None]
@@ -89,7 +92,7 @@ class Executor:
         """The number of the output that a product is a part of."""
         return next(number for number, output in enumerate(self.routine.outputs) if product in output.products)
 
-    def output(self, number: int, values: Sequence[jax.Array]) -> jax.Array:
+    def output(self, number: int, values: Pieces) -> jax.Array:
         """An output: the sum of its products, its partial sums settled."""
         output, tensor = self.routine.outputs[number], self.outputs[number]
         dims = [self.routine.products[product].spec.dims for product in output.products]

@@ -23,9 +23,11 @@ def part_of(x: jax.Array, dims: Sequence[str], region: Region) -> jax.Array:
     """Slice a region out of a local tensor; dimensions that the tensor lacks are left out."""
     for dim, (start, size) in region.items():
         if dim in dims and x.shape[dims.index(dim)] != size:
-            slice_in = lax.slice_in_dim if isinstance(start, int) else lax.dynamic_slice_in_dim
-            limit = start + size if isinstance(start, int) else size
-            x = slice_in(x, start, limit, axis=dims.index(dim))
+            at = dims.index(dim)
+            if isinstance(start, int):
+                x = lax.slice_in_dim(x, start, start + size, axis=at)
+            else:
+                x = lax.dynamic_slice_in_dim(x, start, size, axis=at)
     return x
 
 
@@ -114,9 +116,9 @@ class RingTransfer:
     def _over(self, dim: str, axes: Sequence[str]) -> list[str]:
         return [axis for axis in self.span.changed_axes.get(dim, ()) if axis in axes and self.mesh[axis] > 1]
 
-    def _index(self, dim: str, axes: Sequence[str], offset: Offset) -> jax.Array:
+    def _index(self, dim: str, axes: Sequence[str], offset: Offset) -> jax.Array | int:
         """Which chunk along a dimension: the axes' places, major first."""
-        index = 0
+        index: jax.Array | int = 0
         for axis in self._over(dim, axes):
             index = index * self.mesh[axis] + self.place(axis, offset)
         return index

@@ -137,10 +137,10 @@ class Costs:
         self, stripe: Mapping[str, int], span: CollectiveSpan, ring: Ring, products: Sequence[Product]
     ) -> float:
         """Seconds of the products of one stripe that are scattered as they are made."""
-        shard = local_shape(span.shard, self.sizes, self.mesh) | stripe
+        shard = local_shape(span.shard, self.sizes, self.mesh) | dict(stripe)
         chunk, count = self._cut(span, ring, shard)
         added = self._added(span, ring) * prod(stripe.values()) / prod(self.local(dim) for dim in stripe)
-        multiplied = count * sum(self.product(found, stripe | chunk) for found in products)
+        multiplied = count * sum(self.product(found, {**stripe, **chunk}) for found in products)
         return multiplied + self._cut_up(span, ring, shard) + added
 
     def _whole(self, span: CollectiveSpan, ring: Ring) -> list[Sent]:

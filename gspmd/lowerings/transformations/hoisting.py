@@ -74,4 +74,4 @@ def _is_all_known() -> bool:
 
 
 pe.custom_partial_eval_rules[_never_hoisted] = _evaluated
-pe.partial_eval_jaxpr_custom_rules[_never_hoisted] = _evaluated_in_checkpoint
+pe.partial_eval_jaxpr_custom_rules[_never_hoisted] = _evaluated_in_checkpoint  # type: ignore[assignment]

@@ -48,7 +48,7 @@ def lower(call: Call) -> Passes:
         plan = call.plan
         places, steps, backward = planned_places(plan), plan.steps, plan.backward.steps
     compute = partial(_plain, equation, ins, outs, places, lift, call.precision, call.result_dtype)
-    compute.__name__ = str(equation)
+    compute.__name__ = str(equation)  # type: ignore[attr-defined]
 
     def program(*arrays):
         with jax.named_scope(program_scope(str(equation))):
