@@ -102,8 +102,8 @@ def _draw(drawn: Transformed, shapes) -> list[np.ndarray]:
 
 
 def _place(x: np.ndarray, spec: gspmd.Spec, batched: bool, dtype: str) -> jax.Array:
-    annotated = lambda one: gspmd.annotate(jnp.asarray(one).astype(dtype), spec)  # noqa: E731
-    return jnp.stack([annotated(one) for one in x]) if batched else annotated(x)
+    where = gspmd.Spec(("N", *spec.dims), ((), *spec.axes)) if batched else spec
+    return gspmd.annotate(x.astype(jnp.dtype(dtype)), where)
 
 
 def _derived(f, drawn: Transformed):
@@ -113,7 +113,7 @@ def _derived(f, drawn: Transformed):
     everything = tuple(range(len(drawn.batched)))
 
     def derive(function):
-        squares = lambda x: jnp.square(jnp.real(x)) + 2 * jnp.imag(x)  # noqa: E731
+        squares = lambda x: x.real**2 + 2 * x.imag if jnp.iscomplexobj(x) else x * x  # noqa: E731
         total = lambda *xs: sum((at + 1) * squares(y).sum() for at, y in enumerate(function(*xs)))  # noqa: E731
         return jax.grad(total, everything)
 

@@ -1,6 +1,6 @@
 """Gradients under vmap, whichever operands are batched: those of one example after the other."""
 
-from functools import partial
+from functools import cache, partial
 from itertools import product
 
 import jax
@@ -91,34 +91,50 @@ def test_grouped_products(batched, form):
     _check(loss, _drawn(batched, (6, 3), (3, 3, 2)), batched)
 
 
-def _layer(layout, form, batched):
-    """The layer, of tokens, its router and the experts' weights, each batched or not."""
-    x, weights, _ = placed.inputs()
-    config, found = MoEConfig(experts=placed.X, router="gshard", dispatch=form, capacity_factor=1.0), []
-    groups = [x] + [weights[name] for name in ("router", "w_in", "w_out")]
-    for array, spec, yes in zip(groups, ("groups", "router", "w_in", "w_out"), batched):
-        spec = gspmd.Spec.parse(layout.specs[spec])
-        whole = np.stack([array, array * np.float32(0.5)]) if yes else array
-        found.append(gspmd.annotate(whole, gspmd.Spec(("N", *spec.dims), ((), *spec.axes)) if yes else spec))
+@cache
+def _one_example(layout, form, lowering):
+    """The loss of the layer, and the jitted value and gradient of one example: the same whatever is batched."""
+    config = MoEConfig(experts=placed.X, router="gshard", dispatch=form, capacity_factor=1.0)
 
     def loss(x, router, w_in, w_out):
         given = {"router": router, "w_in": w_in, "w_out": w_out}
-        y, loss, _ = expert_layer(x, given, layout.section, config, activation="relu")
+        y, loss, _ = expert_layer(x, given, LAYOUTS[layout].section, config, activation="relu")
         return placed.loss_of(y, loss)
 
-    _check(loss, found, batched)
+    return loss, jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
+
+
+def _layer(layout, form, lowering, batched, make_mesh):
+    """The layer, of tokens, its router and the experts' weights, each batched or not, against each example alone."""
+    x, weights, _ = placed.inputs()
+    examples = [[], []]
+    with jax.set_mesh(make_mesh(LAYOUTS[layout].mesh)), gspmd.lowering(lowering):
+        found = []
+        groups = [x] + [weights[name] for name in ("router", "w_in", "w_out")]
+        for array, spec, yes in zip(groups, ("groups", "router", "w_in", "w_out"), batched):
+            spec, half = gspmd.Spec.parse(LAYOUTS[layout].specs[spec]), array * np.float32(0.5)
+            for example, alone in zip(examples, (array, half if yes else array)):
+                example.append(gspmd.annotate(alone, spec))
+            whole = np.stack([array, half]) if yes else array
+            found.append(gspmd.annotate(whole, gspmd.Spec(("N", *spec.dims), ((), *spec.axes)) if yes else spec))
+        loss, alone = _one_example(layout, form, lowering)
+
+        def vmapped(*arrays):
+            return jnp.sum(jax.vmap(loss, [0 if yes else None for yes in batched])(*arrays))
+
+        value, gradients = jax.jit(jax.value_and_grad(vmapped, (0, 1, 2, 3)))(*found)
+        values, wanted = zip(*(jax.tree.map(np.asarray, alone(*example)) for example in examples))
+    close(value, sum(values))
+    for gradient, both, yes in zip(gradients, zip(*wanted), batched):
+        close(gradient, np.stack(both) if yes else sum(both))
 
 
 def test_layer_of_batched_weights_and_one_x(make_mesh):
-    layout = LAYOUTS["one axis"]
-    with jax.set_mesh(make_mesh(layout.mesh)):
-        _layer(layout, "sort", (False, False, True, False))
+    _layer("one axis", "sort", "blocking", (False, False, True, False), make_mesh)
 
 
 @pytest.mark.slow
 @some_batched(4, [], ["sort", "onehot", "dropless"])
 def test_layer_whatever_is_batched(batched, form, make_mesh):
-    layout = LAYOUTS["experts x data"]
     lowering = ("blocking", "looped", "xla")[(sum(batched) + ["sort", "onehot", "dropless"].index(form)) % 3]
-    with jax.set_mesh(make_mesh(layout.mesh)), gspmd.lowering(lowering):
-        _layer(layout, form, batched)
+    _layer("experts x data", form, lowering, batched, make_mesh)
