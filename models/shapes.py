@@ -96,7 +96,7 @@ def activation_specs(
         sizes |= {"C": config.moe.capacity(tokens)}
     table = {}
     for key in _keys(config):
-        spec = layout.spec(key)
+        spec = Spec.parse(layout[key])
         local = sizes | {"L": tokens} if key == "moe.groups" else sizes
         local = shared_sizes(config, sizes) if key in SHARED else local
         table[key] = spec, tuple(local[dim] for dim in spec.dims)
