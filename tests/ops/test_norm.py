@@ -82,6 +82,11 @@ def test_refuses_a_scale_of_another_dimension(make_mesh):
     ]
 
 
+def test_refuses_a_scale_without_dimensions(make_mesh):
+    with jax.set_mesh(make_mesh({"x": 2})), pytest.raises(gspmd.SpecError, match="has to have the one dimension E"):
+        rms_norm(jnp.ones((2, 4)), jnp.float32(1), "LE", "")
+
+
 def test_refuses_a_partial_sum(make_mesh):
     with jax.set_mesh(make_mesh({"x": 2})), pytest.raises(gspmd.PlanError) as error:
         rms_norm(jnp.ones((2, 1, 4)), jnp.ones(4), "BLE partialsum-x", "E")

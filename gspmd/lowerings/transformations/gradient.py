@@ -31,7 +31,7 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
 
     Returns:
         A function (form, *arrays) -> results; the form is hashable and no array. All that both passes depend on is in
-        it: nothing around the call, such as the lowering in force, is read again by a backward pass.
+        it: a backward pass reads nothing around the call again but the mesh, not even the lowering in force.
 
     Raises:
         PlanError: by the function, under forward-mode differentiation of it.
