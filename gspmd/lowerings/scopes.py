@@ -49,11 +49,7 @@ def read_step(name: str) -> StepName:
 
 
 def step_numbers(scopes: str) -> list[int]:
-    """The numbers of the steps in whose scopes an operation of a jaxpr stands, outermost first.
-
-    >>> step_numbers("gspmd[BE_x -> BE]/step0.all-gather.x")
-    [0]
-    """
+    """The numbers of the steps in whose scopes an operation of a jaxpr stands, outermost first."""
     return [int(number) for number in _NUMBER.findall(scopes)]
 
 
