@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+from gspmd.layouts.rules import check
 from gspmd.lowerings import default
 from gspmd.planner.overlap import SCHEDULES
 
 
 @contextmanager
 def every_schedule() -> Iterator[None]:
-    """Let every schedule be asked for, as those that are public."""
-    every = (f"looped:{name}" for name in SCHEDULES)
-    with mock.patch.object(default, "LOWERINGS", tuple(dict.fromkeys((*default.LOWERINGS, *every)))):
+    """Let every schedule be asked for, by a call or by a layout, as those that are public."""
+    every = tuple(dict.fromkeys((*default.LOWERINGS, *(f"looped:{name}" for name in SCHEDULES))))
+    with mock.patch.object(default, "LOWERINGS", every), mock.patch.object(check, "LOWERINGS", every):
         yield
