@@ -18,7 +18,8 @@ from gspmd.layouts.vias import heads_in
 from gspmd.ops._attention import attention
 from gspmd.ops._norm import rms_norm
 
-from .config import ModelConfig
+from .config import ModelConfig, RopeScaling
+from .vectors import biased, norm, optional
 
 
 class Attention(nnx.Module):
@@ -29,16 +30,17 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
         self.config, self.specs, self.dtype = config, SectionSpecs(layout.section("attention")), dtype
-        self.norm = nnx.Param(weights["norm"]) if "norm" in weights else None
+        self.norm, self.norm_bias = optional(weights, "norm"), optional(weights, "norm_bias")
         self.w_q, self.w_k, self.w_v = (nnx.Param(weights[name]) for name in ("w_q", "w_k", "w_v"))
-        self.w_o = nnx.Param(weights["w_o"])
+        self.b_q, self.b_k, self.b_v = (optional(weights, name) for name in ("b_q", "b_k", "b_v"))
+        self.q_norm, self.k_norm = optional(weights, "q_norm"), optional(weights, "k_norm")
+        self.w_o, self.b_o = nnx.Param(weights["w_o"]), optional(weights, "b_o")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The output [B, L, E] that is added to the residual stream, placed as `attention.residual`."""
         at = self.specs
-        return self.attend(
-            rms_norm(x, self.norm[...], at.residual, at.norm, epsilon=self.config.norm_epsilon), at.residual
-        )
+        y = norm(self.config, x, self.norm, self.norm_bias, at.residual, at.norm, at.norm_bias)
+        return self.attend(y, at.residual)
 
     def attend(self, y: jax.Array, residual: Spec) -> jax.Array:
         """Attention of a normed input [B, L, E]; input and output are placed as `residual`."""
@@ -46,12 +48,24 @@ class Attention(nnx.Module):
         into = Equation.product(residual, (at.w_q, at.w_k, at.w_v), (at.query, at.key, at.key))
         q, k, v = gspmd.einsum(into, y, self.weights_in(), via=heads_in(at))
         out = Equation.product(at.query, at.w_o, residual)
-        return gspmd.einsum(out, self.core(q, k, v), self.weight_out(), via=at.out_via)
+        added = gspmd.einsum(out, self.core(q, k, v), self.weight_out(), via=at.out_via)
+        return biased(added, self.b_o, residual, at.b_o)
 
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Softmax attention of rotated queries [B, L, H, D] and keys [B, L, K, D], placed as the queries."""
-        q, k = rotate(q, self.config.rope_base), rotate(k, self.config.rope_base)
+        """Softmax attention of projected queries [B, L, H, D] and keys [B, L, K, D], placed as the queries."""
+        q, k, v = self.heads(q, k, v)
+        q, k = rotate(q, self.config), rotate(k, self.config)
         return attention(q, k, v, self.specs.query, self.specs.key, causal=True)
+
+    def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Projected queries, keys and values with the biases and the norms of heads that the model has."""
+        at, epsilon = self.specs, self.config.norm_epsilon
+        q = biased(q, self.b_q, at.query, at.b_q)
+        k, v = biased(k, self.b_k, at.key, at.b_k), biased(v, self.b_v, at.key, at.b_v)
+        if self.config.qk_norm:
+            q = rms_norm(q, self.q_norm[...], at.query, at.q_norm, epsilon=epsilon)
+            k = rms_norm(k, self.k_norm[...], at.key, at.k_norm, epsilon=epsilon)
+        return q, k, v
 
     def weights_in(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The query, key and value projections in the compute dtype."""
@@ -62,32 +76,70 @@ class Attention(nnx.Module):
         return self.w_o[...].astype(self.dtype)
 
 
-def rotate(x: jax.Array, base: float) -> jax.Array:
-    """Apply rotary position embedding: rotate each pair (x[i], x[i + D/2]) by position · base^(-2i/D).
+def rotate(x: jax.Array, config: ModelConfig, positions: jax.Array | None = None) -> jax.Array:
+    """Apply rotary position embedding: rotate pair i of R/2 by position · base^(-2i/R).
 
-    Elementwise over batch and heads, which may be sharded; length and head size must not be.
+    The first R = `config.rotary` elements of a head are rotated, in pairs (x[i], x[i + R/2]) or (x[2i], x[2i + 1]) as
+    `config.rotary_pairs` says. Elementwise over batch, length and heads, which may be sharded; head size must not be.
 
     Args:
-        x: [B, L, H, D], D even.
-        base: base of the geometric sequence of wavelengths.
+        x: [B, L, H, D].
+        config: `rotary`, `rotary_pairs`, `rope_base` and `rope_scaling`.
+        positions: int32 [B, L], each below 2^20, placed as B and L of x; None for 0 to L - 1.
 
     Returns:
         [B, L, H, D] in x's dtype; computed in float32.
 
     Example:
-        >>> [f"{value:.3f}" for value in rotate(jnp.ones((1, 2, 1, 2)), base=10000.0)[0, 1, 0]]
+        >>> turned = rotate(jnp.ones((1, 2, 1, 2)), ModelConfig(head_size=2))
+        >>> [f"{value:.3f}" for value in turned[0, 1, 0]]
         ['-0.301', '1.382']
 
     Source: Su et al. 2021, RoFormer (arXiv 2104.09864), section 3.2.2.
-    Differs: pairs take one element from each half of the head, not neighbours: a permutation of the head's elements.
+    Differs: pairs take one element from each half of the head by default, a permutation of the head's elements.
     """
-    cos, sin = _cos_sin(x.shape[1], x.shape[3], base)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    size = config.rotary
+    turns = _turns(size, config.rope_base, config.rope_scaling)
+    cos, sin = _cos_sin(x.shape[1], turns) if positions is None else _cos_sin_at(positions, turns)
+    wide = x[..., :size].astype(jnp.float32)
+    if config.rotary_pairs == "neighbours":
+        first, second = wide[..., 0::2], wide[..., 1::2]
+    else:
+        first, second = jnp.split(wide, 2, axis=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    if config.rotary_pairs == "neighbours":
+        rotated = jnp.stack(turned, axis=-1).reshape(wide.shape).astype(x.dtype)
+    else:
+        rotated = jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    return rotated if size == x.shape[-1] else jnp.concatenate([rotated, x[..., size:]], axis=-1)
 
 
-def _cos_sin(length: int, size: int, base: float) -> tuple[np.ndarray, np.ndarray]:
-    angles = np.arange(length)[:, None] * base ** (-np.arange(0, size, 2) / size)
-    angles = angles[None, :, None, :]
+def _turns(size: int, base: float, scaling: RopeScaling | None) -> np.ndarray:
+    """Turns per position of every pair, [R/2] float64."""
+    turns = base ** (-np.arange(0, size, 2) / size) / (2 * np.pi)
+    if scaling is None:
+        return turns
+    # the share of a frequency that stays: none below low_frequency turns of the original length, all above high
+    low, high = scaling.low_frequency, scaling.high_frequency
+    kept = np.clip((turns * scaling.original_length - low) / (high - low), 0.0, 1.0)
+    return turns * (kept + (1.0 - kept) / scaling.factor)
+
+
+def _cos_sin(length: int, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cosine and sine of positions 0 to length - 1, [1, L, 1, R/2]."""
+    angles = (2 * np.pi * np.arange(length)[:, None] * turns)[None, :, None, :]
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _cos_sin_at(positions: jax.Array, turns: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of any positions, [B, L, 1, R/2].
+
+    A float32 angle of a hundred thousand radians has lost two digits after the point. Here turns are integers, of
+    2^-44, whose products with a position wrap around at whole turns by themselves: the angle is exact to 2^-24 turns.
+    """
+    fixed = np.round(turns * 2**44).astype(np.int64)
+    high, low = (fixed >> 12).astype(np.uint32), (fixed & 0xFFF).astype(np.uint32)
+    at = positions.astype(jnp.uint32)[..., None, None]
+    part = at * high[None, None, None] + ((at * low[None, None, None]) >> 12)
+    angles = jax.lax.bitcast_convert_type(part, jnp.int32).astype(jnp.float32) * np.float32(2 * np.pi / 2**32)
+    return jnp.cos(angles), jnp.sin(angles)

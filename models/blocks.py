@@ -13,12 +13,12 @@ import gspmd
 from gspmd.annotate.equation import Equation, Via
 from gspmd.layouts.section import SectionSpecs
 from gspmd.layouts.vias import heads_in
-from gspmd.ops._norm import rms_norm
 
 from .attention import Attention
 from .config import ModelConfig
 from .experts import Experts, moved
 from .feed_forward import FeedForward
+from .vectors import biased, norm, optional
 
 
 class Block(nnx.Module):
@@ -50,8 +50,8 @@ class ParallelBlock(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, Any], dtype: Any):
-        self.epsilon = config.norm_epsilon
-        self.norm = nnx.Param(weights["norm"])
+        self.config = config
+        self.norm, self.norm_bias = nnx.Param(weights["norm"]), optional(weights, "norm_bias")
         self.attention = Attention(config, layout, weights["attention"], dtype)
         _feed_forward(self, config, layout, weights, dtype)
 
@@ -60,7 +60,8 @@ class ParallelBlock(nnx.Module):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The residual stream after the block, and the figures of its experts, if it has any."""
         with part(self.layout, "ffn" if self.moe is None else "moe"):
-            y = rms_norm(x, self.norm[...], self.specs.residual, self.specs.norm, epsilon=self.epsilon)
+            ffn = self.specs
+            y = norm(self.config, x, self.norm, self.norm_bias, ffn.residual, ffn.norm, ffn.norm_bias)
             if self.moe is None:
                 return x + self.both(y), {}
             added, figures = self.moe.mix(y, key=key, train=train, mask=mask)
@@ -77,7 +78,7 @@ class ParallelBlock(nnx.Module):
             (*self.attention.weights_in(), *self.ffn.weights_in()),
             via=_together(heads_in(at), self.ffn.in_via()),
         )
-        return gspmd.einsum(
+        added = gspmd.einsum(
             Equation.sum_of([(ffn.hidden, ffn.w_out), (at.query, at.w_o)], ffn.residual),
             self.ffn.activate(*hidden),
             self.ffn.weight_out(),
@@ -85,6 +86,8 @@ class ParallelBlock(nnx.Module):
             self.attention.weight_out(),
             via=_sum(ffn.out_via, at.out_via),
         )
+        added = biased(added, self.attention.b_o, ffn.residual, at.b_o)
+        return biased(added, self.ffn.b_out, ffn.residual, self.ffn.specs.b_out)
 
 
 def _feed_forward(block: Any, config: ModelConfig, layout: Any, weights: Mapping[str, Any], dtype: Any) -> None:

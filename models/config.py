@@ -6,9 +6,38 @@ from dataclasses import dataclass
 
 from gspmd.annotate.errors import suggestion
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.experts.activation import PLAIN
+from gspmd.moe.experts.activation import GATED, PLAIN
 
 BLOCKS = ("serial", "parallel")
+NORMS = ("rms", "layer")
+PAIRS = ("halves", "neighbours")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Stretch the long wavelengths of the rotary position embedding, for sequences longer than those first trained on.
+
+    A wavelength beyond original_length / low_frequency is multiplied by `factor`, one below original_length /
+    high_frequency stays, and in between the frequency is interpolated.
+
+    Source: the reference code of Llama 3.1 (`apply_scaling`), and `rope_type = "llama3"` of transformers.
+    """
+
+    factor: float = 8.0
+    """By how much long wavelengths are stretched."""
+    low_frequency: float = 1.0
+    """Turns within the original length below which a wavelength is stretched whole."""
+    high_frequency: float = 4.0
+    """Turns within the original length above which it stays."""
+    original_length: int = 8192
+    """Length of the sequences first trained on."""
+
+    def __post_init__(self) -> None:
+        if not (self.factor > 0 and 0 < self.low_frequency < self.high_frequency and self.original_length > 0):
+            raise ValueError(
+                f"cannot scale rotary wavelengths with {self}: factor and original_length must be positive, and "
+                "low_frequency positive and below high_frequency"
+            )
 
 
 @dataclass(frozen=True)
@@ -37,19 +66,41 @@ class ModelConfig:
     kv_heads: int = 8
     """Key/value heads: `heads` for multi-head, 1 for multiquery, in between for grouped-query attention."""
     head_size: int = 16
-    """Width of one head, even."""
+    """Width of one head."""
+    qkv_bias: bool = False
+    """Whether queries, keys and values have biases."""
+    out_bias: bool = False
+    """Whether attention's output has a bias."""
+    qk_norm: bool = False
+    """Whether every head's queries and keys are RMS-normalised before they are rotated (Qwen3)."""
     feed_forward: int = 256
     """Width of the feed-forward layer, or of one expert."""
     activation: str = "swiglu"
-    """swiglu (two weights in), gelu or relu."""
+    """swiglu or geglu (two weights in), gelu (its tanh form), gelu_exact or relu."""
+    ffn_bias: bool = False
+    """Whether the feed-forward layer's matrices have biases."""
     block: str = "serial"
     """serial, or parallel: attention and feed-forward share one norm and one reduction (PaLM)."""
     tied: bool = True
     """Whether the logits reuse the embedding table."""
+    scale_embedding: bool = True
+    """Whether embedded tokens are multiplied by √embed."""
+    output_bias: bool = False
+    """Whether the logits have a bias."""
     rope_base: float = 10000.0
     """Base of the rotary position embedding's wavelengths."""
+    rope_scaling: RopeScaling | None = None
+    """How long wavelengths are stretched (Llama 3.1); None for not at all."""
+    rotary_size: int = 0
+    """How many elements of a head, its first, are rotated by position; 0 for all."""
+    rotary_pairs: str = "halves"
+    """Which elements are rotated together: those of two halves, or neighbours (GPT-J)."""
+    norm: str = "rms"
+    """rms, or layer, which subtracts the mean too."""
+    norm_bias: bool = False
+    """Whether layer norms have a bias."""
     norm_epsilon: float = 1e-6
-    """Added to the mean square in every RMSNorm."""
+    """Added to the mean square, or the variance, in every norm."""
     remat: bool = True
     """Whether the backward pass recomputes each block instead of keeping its activations."""
     moe: MoEConfig | None = None
@@ -63,7 +114,12 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         """Whether the feed-forward layer has a gate, a second input weight."""
-        return self.activation == "swiglu"
+        return self.activation in GATED
+
+    @property
+    def rotary(self) -> int:
+        """How many elements of a head are rotated by position."""
+        return self.rotary_size or self.head_size
 
     @property
     def period(self) -> int:
@@ -97,13 +153,22 @@ class ModelConfig:
     def _parameters(self, experts: float) -> int:
         attention = 2 * self.embed * self.head_size * (self.heads + self.kv_heads)
         feed_forward = self.embed * self.feed_forward * (3 if self.gated else 2)
-        norms = self.embed * (2 if self.block == "serial" else 1)
         router = self.embed * self.moe.experts * (2 if self.moe.noisy else 1) if self.moe else 0
         shared = self.moe.shared if self.moe else 0
         dense = (self.layers - self.expert_layers) * feed_forward
         sparse = self.expert_layers * (round((experts + shared) * feed_forward) + router)
         tables = self.vocabulary * self.embed * (1 if self.tied else 2)
-        return self.layers * (attention + norms) + dense + sparse + tables + self.embed
+        return self.layers * attention + dense + sparse + tables + self._vectors
+
+    @property
+    def _vectors(self) -> int:
+        """Number of parameters that no matrix product uses: the norms' and all biases."""
+        norms = 1 + self.layers * (2 if self.block == "serial" else 1)
+        of_heads = self.qkv_bias * (self.heads + 2 * self.kv_heads) + 2 * self.qk_norm
+        of_ffn = self.feed_forward * (2 if self.gated else 1) + self.embed
+        attention = of_heads * self.head_size + self.out_bias * self.embed
+        biases = self.layers * (attention + self.ffn_bias * of_ffn) + self.output_bias * self.vocabulary
+        return norms * self.embed * (1 + self.norm_bias) + biases
 
     def flops_per_token(self, length: int) -> int:
         """Floating-point operations per trained token, forward and backward, without rematerialization.
@@ -120,11 +185,10 @@ class ModelConfig:
             1572864
 
         Source: PaLM (arXiv 2204.02311), appendix B.
-        Differs: norms and an untied input table are not counted, since no matrix product uses them.
+        Differs: norms, biases and an untied input table are not counted, since no matrix product uses them.
         """
-        norms = self.embed * ((2 if self.block == "serial" else 1) * self.layers + 1)
         looked_up = 0 if self.tied else self.vocabulary * self.embed
-        products = self.num_active_parameters - norms - looked_up
+        products = self.num_active_parameters - self._vectors - looked_up
         return 6 * products + 12 * self.layers * self.heads * self.head_size * length
 
     def sizes(self, batch: int, length: int) -> dict[str, int]:
@@ -161,7 +225,8 @@ def _faults(config: ModelConfig):
     for name in ("vocabulary", "vocabulary_multiple", "embed", "layers", "heads", *_WIDTHS):
         if getattr(config, name) < 1:
             yield f"{name} is {getattr(config, name)}; it must be at least 1"
-    for name, known in (("activation", tuple(PLAIN)), ("block", BLOCKS)):
+    choices = {"activation": tuple(PLAIN), "block": BLOCKS, "norm": NORMS, "rotary_pairs": PAIRS}
+    for name, known in choices.items():
         if getattr(config, name) not in known:
             near = suggestion(str(getattr(config, name)), known).strip()
             remedy = f"one of {', '.join(known)}" + (f". {near}" if near else "")
@@ -169,8 +234,15 @@ def _faults(config: ModelConfig):
     for name in ("rope_base", "norm_epsilon"):
         if getattr(config, name) <= 0:
             yield f"{name} is {getattr(config, name)}; it must be positive"
-    if config.head_size % 2:
-        yield f"head_size is {config.head_size}; rotary position embedding turns pairs, so it must be even"
+    if not 0 <= config.rotary_size <= config.head_size:
+        yield f"rotary_size is {config.rotary_size}; it must be at most head_size ({config.head_size}), or 0 for all"
+    elif config.rotary % 2:
+        name = "rotary_size" if config.rotary_size else "head_size"
+        yield f"{name} is {config.rotary}; rotary position embedding turns pairs, so it must be even"
+    if config.norm_bias and config.norm == "rms":
+        yield 'norm_bias is set, and an RMS norm has none; set norm = "layer"'
+    if config.ffn_bias and config.moe:
+        yield "ffn_bias is set, and experts have no biases"
     if config.kv_heads > 0 and config.heads % config.kv_heads:
         yield f"heads is {config.heads}, which kv_heads ({config.kv_heads}) does not divide"
     if config.moe and config.moe.every > 0 and config.layers % config.moe.every:

@@ -15,10 +15,10 @@ from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
 from gspmd.layouts.section import SectionSpecs
 from gspmd.moe import expert_layer
-from gspmd.ops._norm import rms_norm
 
 from .config import ModelConfig
 from .feed_forward import FeedForward
+from .vectors import norm, optional
 
 
 class Experts(nnx.Module):
@@ -27,7 +27,7 @@ class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
         self.config, self.dtype = config, dtype
         self.specs, self.moe = SectionSpecs(layout.section("ffn")), SectionSpecs(layout.section("moe"))
-        self.norm = nnx.Param(weights["norm"]) if "norm" in weights else None
+        self.norm, self.norm_bias = optional(weights, "norm"), optional(weights, "norm_bias")
         self.router = nnx.Param(weights["router"])
         self.router_noise = nnx.Param(weights["router_noise"]) if config.moe.noisy else None
         self.w_in = nnx.Param(weights["w_in"])
@@ -41,7 +41,7 @@ class Experts(nnx.Module):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The output [B, L, E] that is added to the residual stream, and the figures of the experts' load."""
         ffn = self.specs
-        y = rms_norm(x, self.norm[...], ffn.residual, ffn.norm, epsilon=self.config.norm_epsilon)
+        y = norm(self.config, x, self.norm, self.norm_bias, ffn.residual, ffn.norm, ffn.norm_bias)
         return self.mix(y, key=key, train=train, mask=mask)
 
     def mix(
@@ -94,6 +94,9 @@ class SharedSpecs:
     w_out: str
     in_via: str | None
     out_via: str | None
+    b_in: None = None
+    b_gate: None = None
+    b_out: None = None
 
 
 def shared_specs(layout: Any) -> SharedSpecs:

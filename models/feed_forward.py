@@ -13,13 +13,13 @@ from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation, Via
 from gspmd.layouts.section import SectionSpecs
 from gspmd.moe.experts.activation import PLAIN
-from gspmd.ops._norm import rms_norm
 
 from .config import ModelConfig
+from .vectors import biased, norm, optional
 
 
 class FeedForward(nnx.Module):
-    """W_out · φ(W_in x), or W_out · (silu(W_gate x) ⊙ W_in x).
+    """W_out · φ(W_in x), or W_out · (φ(W_gate x) ⊙ W_in x), each product plus its bias where there are biases.
 
     Source: Shazeer 2020, GLU Variants Improve Transformer (arXiv 2002.05202), equation 6, for the gate.
     """
@@ -28,15 +28,16 @@ class FeedForward(nnx.Module):
         self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any, specs: Any = None
     ):
         self.config, self.specs, self.dtype = config, SectionSpecs(specs or layout.section("ffn")), dtype
-        self.norm = nnx.Param(weights["norm"]) if "norm" in weights else None
-        self.w_in = nnx.Param(weights["w_in"])
-        self.w_gate = nnx.Param(weights["w_gate"]) if config.gated else None
-        self.w_out = nnx.Param(weights["w_out"])
+        self.norm, self.norm_bias = optional(weights, "norm"), optional(weights, "norm_bias")
+        self.w_in, self.w_gate = nnx.Param(weights["w_in"]), optional(weights, "w_gate")
+        self.b_in, self.b_gate = optional(weights, "b_in"), optional(weights, "b_gate")
+        self.w_out, self.b_out = nnx.Param(weights["w_out"]), optional(weights, "b_out")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The output [B, L, E] that is added to the residual stream, placed as `ffn.residual`."""
         ffn = self.specs
-        return self.answer(rms_norm(x, self.norm[...], ffn.residual, ffn.norm, epsilon=self.config.norm_epsilon))
+        y = norm(self.config, x, self.norm, self.norm_bias, ffn.residual, ffn.norm, ffn.norm_bias)
+        return self.answer(y)
 
     def answer(self, y: jax.Array) -> jax.Array:
         """The output for a normed input, both placed as `ffn.residual`."""
@@ -44,11 +45,16 @@ class FeedForward(nnx.Module):
         into = Equation.product(ffn.residual, self.specs_in(), self.specs_hidden())
         hidden = gspmd.einsum(into, y, self.weights_in(), via=self.in_via())
         out = Equation.product(ffn.hidden, ffn.w_out, ffn.residual)
-        return gspmd.einsum(out, self.activate(*hidden), self.weight_out(), via=ffn.out_via)
+        added = gspmd.einsum(out, self.activate(*hidden), self.weight_out(), via=ffn.out_via)
+        return biased(added, self.b_out, ffn.residual, ffn.b_out)
 
     def activate(self, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
-        """The activation function of the hidden layer, elementwise."""
-        return PLAIN[self.config.activation](*(h for h in (gate, value) if h is not None))
+        """The activation function of the hidden layer, after its biases, elementwise."""
+        ffn = self.specs
+        value = biased(value, self.b_in, ffn.hidden, ffn.b_in)
+        if gate is None:
+            return PLAIN[self.config.activation](value)
+        return PLAIN[self.config.activation](biased(gate, self.b_gate, ffn.hidden, ffn.b_gate), value)
 
     def specs_in(self) -> tuple[Spec, ...]:
         """Specs of the input weights, the gate's last."""

@@ -137,36 +137,54 @@ def _rows(config: ModelConfig, spec_of: Callable[[str], str]) -> Iterator[tuple[
     # section 5, scale tied logits by 1/√E; here the last norm starts at 1/√E and may grow, which learns faster, and the
     # initial loss is that of a uniform guess.
     yield row("output.norm", "output.norm", "E", Constant(sizes["E"] ** -0.5) if config.tied else ones)
+    if config.norm_bias:
+        yield row("output.norm_bias", "output.norm_bias", "E", zeros)
     if not config.tied:
         yield row("output.table", "output.table", "VE", scaled("E", sizes))
+    if config.output_bias:
+        yield row("output.bias", "output.bias", "V", zeros)
 
 
 def _block(config: ModelConfig, place: int, sizes: Mapping[str, int]) -> Iterator[tuple[str, str, str, Initialiser]]:
     serial = config.block == "serial"
-    if not serial:
-        yield "norm", "ffn.norm", "E", ones
-    if serial:
-        yield "attention.norm", "attention.norm", "E", ones
-    for name, dims in (("w_q", "EHD"), ("w_k", "EKD"), ("w_v", "EKD")):
-        yield f"attention.{name}", f"attention.{name}", dims, scaled("E", sizes)
+    yield from _norm(config, *("attention.", "attention") if serial else ("", "ffn"))
+    for name, dims in (("q", "EHD"), ("k", "EKD"), ("v", "EKD")):
+        yield f"attention.w_{name}", f"attention.w_{name}", dims, scaled("E", sizes)
+        if config.qkv_bias:
+            yield f"attention.b_{name}", f"attention.b_{name}", dims[1:], zeros
+    for name in ("q_norm", "k_norm") if config.qk_norm else ():
+        yield f"attention.{name}", f"attention.{name}", "D", ones
     yield "attention.w_o", "attention.w_o", "HDE", scaled("HD", sizes, depth=config.layers)
+    if config.out_bias:
+        yield "attention.b_o", "attention.b_o", "E", zeros
     experts = config.moe is not None and place == config.period - 1
     section, lead = ("moe", "X") if experts else ("ffn", "")
     if serial:
-        yield f"{section}.norm", "ffn.norm", "E", ones
+        yield from _norm(config, f"{section}.", "ffn")
     if experts:
         # A small variance keeps early routing nearly even. Fedus et al. 2021, section 2.4, reduce the variance of all
         # matrices to 0.1; here only the router's, and matrices at the end of a branch are scaled by depth.
         # Noisy gating starts with logits 0 and equal noise (Shazeer et al. 2017, appendix A).
-        begin = Constant(0.0) if config.moe.noisy else scaled("E", sizes, variance=config.moe.router_scale)
+        begin = zeros if config.moe.noisy else scaled("E", sizes, variance=config.moe.router_scale)
         yield "moe.router", "moe.router", "EX", begin
         if config.moe.noisy:
-            yield "moe.router_noise", "moe.router_noise", "EX", Constant(0.0)
+            yield "moe.router_noise", "moe.router_noise", "EX", zeros
     for name in ("w_in", "w_gate") if config.gated else ("w_in",):
         yield f"{section}.{name}", f"{section}.{name}", f"{lead}EF", scaled("E", sizes)
+    for name in ("b_in", "b_gate") if config.gated else ("b_in",):
+        if config.ffn_bias:
+            yield f"ffn.{name}", f"ffn.{name}", "F", zeros
     yield f"{section}.w_out", f"{section}.w_out", f"{lead}FE", scaled("F", sizes, depth=config.layers)
+    if config.ffn_bias:
+        yield "ffn.b_out", "ffn.b_out", "E", zeros
     if experts and config.moe.shared:
         yield from _shared(config, shared_sizes(config, sizes))
+
+
+def _norm(config: ModelConfig, path: str, section: str) -> Iterator[tuple[str, str, str, Initialiser]]:
+    yield f"{path}norm", f"{section}.norm", "E", ones
+    if config.norm_bias:
+        yield f"{path}norm_bias", f"{section}.norm_bias", "E", zeros
 
 
 SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_out")
@@ -222,6 +240,9 @@ def scaled(summed: str, sizes: Mapping[str, int], variance: float = 1.0, depth: 
 
 #: The initializer of norm scales.
 ones = Constant(1.0)
+
+#: The initializer of biases.
+zeros = Constant(0.0)
 
 
 def _spec(spec_of: Callable[[str], str], key: str, dims: str) -> Spec:

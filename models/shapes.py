@@ -16,7 +16,10 @@ from .objective import batch_spec
 from .parameters import SHARED, Parameter, nested, parameters, shared_sizes
 from .transformer import Transformer
 
-WIDE = ("norm", "router")  # parameters that are always float32
+WIDE = (
+    "norm", "norm_bias", "q_norm", "k_norm", "b_q", "b_k", "b_v", "b_o", "b_in", "b_gate", "b_out", "bias", "router",
+)  # fmt: skip
+"""Names of the parameters that are always float32: norms, biases and routers."""
 
 
 def abstract(
@@ -34,7 +37,7 @@ def abstract(
         layout: a `gspmd.Layout`.
         mesh: devices with the layout's axes, possibly of an offline topology.
         dtype: compute dtype.
-        stored: dtype of its matrices, float32 for training; norms and routers are always float32.
+        stored: dtype of its matrices, float32 for training; norms, biases and routers are always float32.
 
     Returns:
         A model whose `arrays` are arguments to lower a program with; `with_arrays` replaces them inside of it.

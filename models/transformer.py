@@ -16,12 +16,12 @@ from gspmd.annotate.equation import Equation
 from gspmd.layouts.section import SectionSpecs
 from gspmd.layouts.vias import whole_length
 from gspmd.ops._embedding import embed
-from gspmd.ops._norm import rms_norm
 
 from .blocks import Block, ParallelBlock, part
 from .config import ModelConfig
 from .experts import moved, tokens_spec
 from .parameters import initialise, nested, parameters
+from .vectors import biased, norm, optional
 
 Figures = dict[str, jax.Array]
 
@@ -101,26 +101,25 @@ class Embedding(nnx.Module):
     """The embedding table."""
 
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
-        self.dtype = dtype
+        self.dtype, self.factor = dtype, math.sqrt(config.embed) if config.scale_embedding else 1.0
         at = SectionSpecs(layout.section("embedding"))
         self.equation = Equation.product(at.tokens, at.table, stream(config, layout))
         self.table = nnx.Param(weights["table"])
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Rows of the table times √E, placed as the residual stream."""
-        table = self.table[...].astype(self.dtype)
-        return embed(tokens, table, self.equation) * math.sqrt(table.shape[1])
+        """Rows of the table, times √E if the configuration scales them, placed as the residual stream."""
+        return embed(tokens, self.table[...].astype(self.dtype), self.equation) * self.factor
 
 
 class Output(nnx.Module):
     """The last norm, and the logits by the embedding table or an own one."""
 
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
-        self.epsilon, self.dtype = config.norm_epsilon, dtype
+        self.config, self.dtype = config, dtype
         self.residual, self.specs = stream(config, layout), SectionSpecs(layout.section("output"))
         self.table_spec = layout.spec("embedding.table" if config.tied else "output.table")
-        self.norm = nnx.Param(weights["norm"])
-        self.table = None if config.tied else nnx.Param(weights["table"])
+        self.norm, self.norm_bias = nnx.Param(weights["norm"]), optional(weights, "norm_bias")
+        self.table, self.bias = optional(weights, "table"), optional(weights, "bias")
         self.vocabulary, self.rows = config.vocabulary, config.table_rows
 
     def __call__(self, x: jax.Array, tied: nnx.Param | None, short: bool = False) -> jax.Array:
@@ -129,9 +128,10 @@ class Output(nnx.Module):
         if short:
             residual, logits, via = residual.with_axes("L", ()), logits.with_axes("L", ()), whole_length(via)
         table = (self.table if tied is None else tied)[...].astype(self.dtype)
-        y = rms_norm(x, self.norm[...], residual, self.specs.norm, epsilon=self.epsilon)
+        y = norm(self.config, x, self.norm, self.norm_bias, residual, self.specs.norm, self.specs.norm_bias)
         equation = Equation.product(residual, self.table_spec, logits)
         product = gspmd.einsum(equation, y, table, via=via, preferred_element_type=jnp.float32)
+        product = biased(product, self.bias, logits, self.specs.bias)
         return product if self.rows == self.vocabulary else product + self._padding(logits)
 
     def _padding(self, logits: Spec) -> jax.Array:

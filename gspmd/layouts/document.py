@@ -121,6 +121,8 @@ def _lines() -> Iterator[str]:
 def _row(key: Key) -> str:
     dims = key.dims if isinstance(key.dims, str) else ", ".join(str(KEYS[name].dims) for name in key.dims)
     default = f"`{key.default}`" if key.default else "the planner's choice" if key.optional else "required"
+    if key.default and key.kind != "via" and KEYS[key.default].dims != key.dims:
+        default = f"{key.dims} of {default}"
     return f"| `{key.name}` | {dims} | {key.kind} | {', '.join(key.local)} | {default} | {key.meaning} |"
 
 

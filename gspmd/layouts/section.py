@@ -65,7 +65,7 @@ class SectionSpecs:
 
 
 def look_up(table: Table, key: str) -> str | None:
-    """The text of a key, or of the key that stands in for it; None where an optional key is absent.
+    """The text of a key, or of the key that stands in for it (the key's own dimensions); None if absent and optional.
 
     Raises:
       LayoutError: no layout has such a key, or the table lacks it and nothing stands in for it.
@@ -79,7 +79,9 @@ def look_up(table: Table, key: str) -> str | None:
         near = suggestion(key, (*KEYS, *table))
         raise LayoutError(f"no layout has a key {shown(key)}.\n  {near}docs/layouts.md lists every key.")
     if known.default is not None:
-        return look_up(table, known.default)
+        text = look_up(table, known.default)
+        more = set(KEYS[known.default].dims).difference(known.dims) if known.kind != "via" else ()
+        return str(Spec.parse(text).without(*more)) if more else text
     if not known.optional:
         raise LayoutError(f"the layout does not write {key}, and nothing stands in for it.")
     return None

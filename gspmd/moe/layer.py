@@ -12,7 +12,7 @@ from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.layouts.section import SectionSpecs
 from gspmd.moe import inputs
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.experts.activation import ACTIVATIONS
+from gspmd.moe.experts.activation import ACTIVATIONS, GATED
 from gspmd.moe.figures import figures, no_figures, summarize
 from gspmd.moe.local import run_local
 from gspmd.moe.paths import Experts, by_rows, by_slots
@@ -51,15 +51,15 @@ def expert_layer(
     Args:
         x: [G, L, E], placed as `layout.groups`: G groups of L tokens, each whole on its device. Tokens and the experts'
             weights are cast to their joint dtype, in which slots are sent as well.
-        weights: "router" [E, X], float32; "w_in" [X, E, F], "w_out" [X, F, E], and "w_gate" [X, E, F] for swiglu;
-            "router_noise" [E, X], float32, for noisy-top-k.
+        weights: "router" [E, X], float32; "w_in" [X, E, F], "w_out" [X, F, E], and "w_gate" [X, E, F] for a gated
+            activation; "router_noise" [E, X], float32, for noisy-top-k.
         layout: the moe section of a layout: .router, .groups, .dispatched, .expert_input, .w_in, .w_gate, .hidden,
             .w_out, and optionally .router_noise, .in_via, .out_via.
         config: router, capacity, form of dispatch.
         key: for the random draws of training: jitter of the router's input, second experts, expert dropout.
         train: whether to use the capacity and the draws of training, or those of evaluation.
         mask: [G, L] bool, False for padding, placed as the tokens are; None when every token is real.
-        activation: "swiglu", "gelu" or "relu".
+        activation: "swiglu", "geglu", "gelu", "gelu_exact" or "relu".
 
     Returns:
         The answers [G, L, E], placed as x, 0 for a token that no expert took; the weighted auxiliary loss, a float32
@@ -108,7 +108,7 @@ def _checked(x, weights, layout, config, key, mask, activation):
     inputs.settings(_DOING, config)
     inputs.choice(_DOING, "activation", activation, ACTIVATIONS)
     inputs.prng_key(_DOING, key)
-    inputs.attributes(_DOING, layout, (*_KEYS, *["w_gate"] * (activation == "swiglu")))
+    inputs.attributes(_DOING, layout, (*_KEYS, *["w_gate"] * (activation in GATED)))
     x = inputs.array(_DOING, "x", x, "GLE", real=True)
     if not x.shape[0]:
         raise SpecError(f"cannot run experts: x {x.shape} has no groups.\n  Pass one group G of tokens at least.")
@@ -121,7 +121,7 @@ def _checked(x, weights, layout, config, key, mask, activation):
 
 def _weights(x: jax.Array, weights: Mapping[str, Any], config: MoEConfig, activation: str) -> dict[str, jax.Array]:
     """The weights that router and activation need, with their shapes checked."""
-    needed = ["router", *["router_noise"] * config.noisy, "w_in", *["w_gate"] * (activation == "swiglu"), "w_out"]
+    needed = ["router", *["router_noise"] * config.noisy, "w_in", *["w_gate"] * (activation in GATED), "w_out"]
     missing = [name for name in needed if not isinstance(weights, Mapping) or name not in weights]
     if missing:
         why = f"router {config.router} and activation {activation} need {', '.join(needed)}"

@@ -13,7 +13,7 @@ from gspmd.lowerings.default import lowering
 from gspmd.lowerings.program import Context, context
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.dropless.rows import holders, most_rows, place_rows, place_rows_here
-from gspmd.moe.experts.activation import ACTIVATIONS
+from gspmd.moe.experts.activation import ACTIVATIONS, GATED
 from gspmd.moe.experts.chunks import chunks_of
 from gspmd.moe.experts.dropout import Dropout, drop, key_words
 from gspmd.moe.experts.program import run_experts
@@ -30,10 +30,10 @@ class Experts:
     """The experts of a layer.
 
     Attributes:
-        weights: "w_in", "w_out", and "w_gate" for swiglu, of the tokens' dtype.
+        weights: "w_in", "w_out", and "w_gate" for a gated activation, of the tokens' dtype.
         specs: of the moe section of a layout.
         config: of the layer.
-        activation: "swiglu", "gelu" or "relu".
+        activation: "swiglu", "geglu", "gelu", "gelu_exact" or "relu".
         key: for expert dropout; None for no dropout.
     """
 
@@ -46,7 +46,7 @@ class Experts:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the input weights, the gate's first."""
-        return ("w_gate", "w_in") if self.activation == "swiglu" else ("w_in",)
+        return ("w_gate", "w_in") if self.activation in GATED else ("w_in",)
 
     @property
     def flat(self) -> tuple[jax.Array, ...]:

@@ -4,29 +4,24 @@
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from gspmd.ops._argmax import argmax
-    from gspmd.ops._attention import attention
-    from gspmd.ops._cross_entropy import cross_entropy
-    from gspmd.ops._embedding import embed
-    from gspmd.ops._global_norm import global_norm
-    from gspmd.ops._norm import rms_norm
-    from gspmd.ops._softmax import logsumexp, softmax
+# Each is imported when it is asked for: an einsum needs none of them. Type checkers read __init__.pyi instead.
+_HOMES = {
+    "add_bias": "_bias", "argmax": "_argmax", "attention": "_attention", "cross_entropy": "_cross_entropy",
+    "embed": "_embedding", "global_norm": "_global_norm", "layer_norm": "_layer_norm", "logsumexp": "_softmax",
+    "rms_norm": "_norm", "softmax": "_softmax",
+}  # fmt: skip
 
-__all__ = ["argmax", "attention", "cross_entropy", "embed", "global_norm", "logsumexp", "rms_norm", "softmax"]
-
-# Each is imported when it is asked for: an einsum needs none of them.
-_HOMES = {"embed": "_embedding", "logsumexp": "_softmax", "rms_norm": "_norm"}
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module 'gspmd.ops' has no attribute {name!r}", name=name)
-    globals()[name] = found = getattr(import_module(f"gspmd.ops.{_HOMES.get(name, '_' + name)}"), name)
+    globals()[name] = found = getattr(import_module(f"gspmd.ops.{_HOMES[name]}"), name)
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -53,18 +53,23 @@ def rms_norm(
     x, scale = array(doing, "x", x, "real numbers"), array(doing, "the scale", scale, "real numbers")
     epsilon = number(doing, "epsilon", epsilon)
     form = _Norm(read(doing, spec, x, ctx), read(doing, scale_spec, scale, ctx), epsilon)
-    if not form.x.dims:
-        raise SpecError(f"{doing}: a number has no dimension to take the mean over.\n  Pass an array such as 'BLE_x'.")
-    last = form.x.dims[-1]
-    if form.scale.dims != (last,) or scale.shape != x.shape[-1:]:
-        fact = f"the scale has to have the one dimension {last}, of size {x.shape[-1]}; its shape is {scale.shape}."
-        whole = Fault(str(form.scale), 0, len(str(form.scale)), fact, f"Write it '{last}'.")
-        at_dim = [fault(form.scale, form.scale.dims[0], fact, f"Write it '{last}'.")] if form.scale.dims else [whole]
-        raise report(SpecError, doing, at_dim) from None
+    check_row(doing, form.x, form.scale, x, scale, "scale")
     if ctx.lowering == "xla":
         ins, name = (form.x, form.scale), f"rms_norm {form.x}"
         return compiler_chooses(ctx, partial(_plain, epsilon), ins, form.x, x, scale, name=name)
     return _norm(form, ctx, x, scale)
+
+
+def check_row(doing: str, spec: Spec, row_spec: Spec, x: jax.Array, row: jax.Array, name: str) -> None:
+    """Raise SpecError unless `row`, which an error calls `name`, is over x's last dimension alone."""
+    if not spec.dims:
+        raise SpecError(f"{doing}: a number has no dimension to take the mean over.\n  Pass an array such as 'BLE_x'.")
+    last = spec.dims[-1]
+    if row_spec.dims != (last,) or row.shape != x.shape[-1:]:
+        fact = f"the {name} has to have the one dimension {last}, of size {x.shape[-1]}; its shape is {row.shape}."
+        whole = Fault(str(row_spec), 0, len(str(row_spec)), fact, f"Write it '{last}'.")
+        at_dim = [fault(row_spec, row_spec.dims[0], fact, f"Write it '{last}'.")] if row_spec.dims else [whole]
+        raise report(SpecError, doing, at_dim) from None
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ class _Norm:
 def _plain(epsilon: float, x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = float32(x)
     inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
-    return (wide * inverse * _row(float32(scale), x.ndim)).astype(x.dtype)
+    return (wide * inverse * along_rows(float32(scale), x.ndim)).astype(x.dtype)
 
 
 def _forward(form: _Norm, ctx: Context, x: jax.Array, scale: jax.Array):
@@ -124,7 +129,7 @@ def _value(form: _Norm, shape: tuple[int, ...], scale_bytes: int, ctx: Context):
         wide, scale = float32(x), chains.send("scale", scale)
         mean = chains.send("squares", jnp.sum(wide * wide, axis=-1)) / shape[-1]
         inverse = jax.lax.rsqrt(mean + form.epsilon)
-        return (wide * inverse[..., None] * _row(float32(scale), x.ndim)).astype(x.dtype), inverse, scale
+        return (wide * inverse[..., None] * along_rows(float32(scale), x.ndim)).astype(x.dtype), inverse, scale
 
     return chains.steps, body
 
@@ -141,7 +146,7 @@ def _gradient(form: _Norm, shape: tuple[int, ...], ctx: Context):
     def body(x, inverse, scale, g):
         unit, g = float32(x) * inverse[..., None], float32(g)
         d_scale = jnp.sum(g * unit, axis=range(x.ndim - 1))
-        g = g * _row(float32(scale), x.ndim)
+        g = g * along_rows(float32(scale), x.ndim)
         # rows move their own mean square: the gradient loses its part along the row
         mean = chains.send("along", jnp.sum(g * unit, axis=-1)) / shape[-1]
         d_x = (g - unit * mean[..., None]) * inverse[..., None]
@@ -150,5 +155,6 @@ def _gradient(form: _Norm, shape: tuple[int, ...], ctx: Context):
     return chains.steps, body
 
 
-def _row(scale: jax.Array, rank: int) -> jax.Array:
+def along_rows(scale: jax.Array, rank: int) -> jax.Array:
+    """The same numbers with leading dimensions of size 1, for every row alike."""
     return jnp.expand_dims(scale, tuple(range(rank - 1)))

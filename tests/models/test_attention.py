@@ -5,6 +5,7 @@ import numpy as np
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import parse_via
 from gspmd.layouts import Layout
+from gspmd_models import ModelConfig
 from gspmd_models.attention import rotate
 from gspmd_models.blocks import _together
 
@@ -13,17 +14,14 @@ def test_rotation_turns_pairs_by_position():
     x = np.random.default_rng(0).normal(size=(2, 5, 3, 6)).astype(np.float32)
     angle = np.arange(5)[:, None] * 100.0 ** (-np.arange(3) / 3)
     z = (x[..., :3] + 1j * x[..., 3:]) * np.exp(1j * angle)[None, :, None]
-    np.testing.assert_allclose(
-        rotate(jnp.asarray(x), 100.0), np.concatenate([z.real, z.imag], -1), rtol=1e-5, atol=1e-5
-    )
+    turned = rotate(jnp.asarray(x), ModelConfig(head_size=6, rope_base=100.0))
+    np.testing.assert_allclose(turned, np.concatenate([z.real, z.imag], -1), rtol=1e-5, atol=1e-5)
 
 
 def test_rotated_products_depend_on_distance_alone():
     q, k = (np.random.default_rng(seed).normal(size=8).astype(np.float32) for seed in (1, 2))
-    turned = [
-        np.asarray(rotate(jnp.broadcast_to(jnp.asarray(v)[None, None, None], (1, 12, 1, 8)), 10000.0))[0, :, 0]
-        for v in (q, k)
-    ]
+    settings = ModelConfig(head_size=8)
+    turned = [np.asarray(rotate(jnp.broadcast_to(v, (1, 12, 1, 8)), settings))[0, :, 0] for v in (q, k)]
     products = turned[0] @ turned[1].T
     for distance in (0, 3, 7):
         diagonal = np.diagonal(products, -distance)
@@ -34,16 +32,16 @@ def test_rotation_keeps_its_placement(make_mesh, axis_type):
     mesh = make_mesh({"x": 2, "y": 4}, axis_type)
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.ones((4, 6, 8, 2)), jax.sharding.NamedSharding(mesh, jax.P("x", None, "y")))
-        text = jax.jit(rotate, static_argnums=1).lower(x, 10000.0).compile()
+        text = jax.jit(rotate, static_argnums=1).lower(x, ModelConfig(head_size=2)).compile()
         assert text.output_shardings.spec[:3] == ("x", None, "y")
         assert "all-" not in text.as_text()
 
 
 def test_rotation_is_float32_inside():
-    x = jnp.ones((1, 300, 1, 4), jnp.bfloat16)
-    exact = rotate(x.astype(jnp.float32), 10000.0)
-    assert rotate(x, 10000.0).dtype == jnp.bfloat16
-    np.testing.assert_allclose(rotate(x, 10000.0).astype(jnp.float32), exact, atol=1e-2)
+    x, settings = jnp.ones((1, 300, 1, 4), jnp.bfloat16), ModelConfig(head_size=4)
+    exact = rotate(x.astype(jnp.float32), settings)
+    assert rotate(x, settings).dtype == jnp.bfloat16
+    np.testing.assert_allclose(rotate(x, settings).astype(jnp.float32), exact, atol=1e-2)
 
 
 def test_the_parallel_block_pins_its_shared_input_only_where_both_agree():

@@ -5,15 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd.moe.experts.activation import ACTIVATIONS
+from gspmd.moe.experts.activation import ACTIVATIONS, GATED
 
-PLAIN = {"swiglu": lambda gate, up: jax.nn.silu(gate) * up, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
+PLAIN = {
+    "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
+    "geglu": lambda gate, up: jax.nn.gelu(gate) * up,
+    "gelu": jax.nn.gelu,
+    "gelu_exact": lambda x: x * (1 + jax.scipy.special.erf(x / np.sqrt(2.0).astype(x.dtype))) / 2,
+    "relu": jax.nn.relu,
+}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_it_is_the_plain_one(name, dtype):
-    *hidden, cotangent = jax.random.normal(jax.random.key(0), (3 if name == "swiglu" else 2, 5, 7)).astype(dtype)
+    *hidden, cotangent = jax.random.normal(jax.random.key(0), (3 if name in GATED else 2, 5, 7)).astype(dtype)
     hidden[0] = hidden[0].at[0, :3].set(jnp.array([-40.0, 0.0, 40.0], dtype))
     found, pullback = jax.vjp(ACTIVATIONS[name], *hidden)
     wanted, plain = jax.vjp(PLAIN[name], *hidden)
@@ -24,7 +30,7 @@ def test_it_is_the_plain_one(name, dtype):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_a_gradient_keeps_the_inputs_alone(name):
-    hidden = [jnp.ones((4, 8))] * (2 if name == "swiglu" else 1)
+    hidden = [jnp.ones((4, 8))] * (2 if name in GATED else 1)
     _, pullback = jax.vjp(ACTIVATIONS[name], *hidden)
     kept = [leaf for leaf in jax.tree.leaves(pullback) if leaf.size > 1]
     assert len(kept) == len(hidden)
@@ -33,6 +39,6 @@ def test_a_gradient_keeps_the_inputs_alone(name):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_the_gradient_of_every_input_stands_behind_a_barrier_of_its_own(name):
     """Without it a compiler keeps what two of them have in common, [X, C, F] more."""
-    hidden = [jnp.ones((4, 8))] * (2 if name == "swiglu" else 1)
+    hidden = [jnp.ones((4, 8))] * (2 if name in GATED else 1)
     gradient = jax.make_jaxpr(lambda *hidden: jax.vjp(ACTIVATIONS[name], *hidden)[1](jnp.ones((4, 8))))(*hidden)
     assert str(gradient).count("optimization_barrier") == len(hidden)

@@ -52,7 +52,8 @@ class Key:
       dims: the dimensions of its spec, in this order; for a `via`, the keys of its two operands.
       kind: `"parameter"`, `"activation"` or `"via"`; `"tensor"` in a user-defined section.
       meaning: one line for docs/layouts.md.
-      default: the key whose spec is used if this one is absent; None if it is required.
+      default: the key whose spec is used if this one is absent, its dimensions alone if that key has more; None if it
+        is required.
       local: dimensions that must not be sharded, because the code between einsums needs them whole.
       optional: whether it may be absent, which leaves it to the planner.
     """
@@ -88,12 +89,19 @@ _ALL = (
     _activation("embedding.tokens", "BL", "Token ids."),
     _activation("attention.residual", "BLE", "The residual stream around attention."),
     _parameter("attention.norm", "E", "Scale of the norm before attention."),
+    _parameter("attention.norm_bias", "E", "Bias of the norm before attention.", default="attention.norm"),
     _parameter("attention.w_q", "EHD", "Query projection."),
     _parameter("attention.w_k", "EKD", "Key projection."),
     _parameter("attention.w_v", "EKD", "Value projection.", default="attention.w_k"),
     _activation("attention.query", "BLHD", "Queries as the attention core takes them, and its result.", local="LD"),
     _activation("attention.key", "BLKD", "Keys and values as the attention core takes them.", local="LD"),
+    _parameter("attention.b_q", "HD", "Bias of the queries.", default="attention.query"),
+    _parameter("attention.b_k", "KD", "Bias of the keys.", default="attention.key"),
+    _parameter("attention.b_v", "KD", "Bias of the values.", default="attention.key"),
+    _parameter("attention.q_norm", "D", "Scale of the norm of every head's queries.", default="attention.query"),
+    _parameter("attention.k_norm", "D", "Scale of the norm of every head's keys.", default="attention.key"),
     _parameter("attention.w_o", "HDE", "Output projection."),
+    _parameter("attention.b_o", "E", "Bias of attention's output.", default="attention.residual"),
     _via("attention.in_via", "attention.residual", "attention.w_q", "Where residual and w_q meet."),
     _via(
         "attention.key_via",
@@ -105,10 +113,14 @@ _ALL = (
     _via("attention.out_via", "attention.query", "attention.w_o", "Where the core's result and w_o meet."),
     _activation("ffn.residual", "BLE", "The residual stream around the feed-forward block."),
     _parameter("ffn.norm", "E", "Scale of the norm before the feed-forward block."),
+    _parameter("ffn.norm_bias", "E", "Bias of the norm before the feed-forward block.", default="ffn.norm"),
     _parameter("ffn.w_in", "EF", "First matrix."),
-    _parameter("ffn.w_gate", "EF", "The gate of SwiGLU.", default="ffn.w_in"),
+    _parameter("ffn.w_gate", "EF", "The gate of a gated activation.", default="ffn.w_in"),
     _activation("ffn.hidden", "BLF", "What the activation function is applied to."),
+    _parameter("ffn.b_in", "F", "Bias of the product with w_in.", default="ffn.hidden"),
+    _parameter("ffn.b_gate", "F", "Bias of the product with w_gate.", default="ffn.hidden"),
     _parameter("ffn.w_out", "FE", "Second matrix."),
+    _parameter("ffn.b_out", "E", "Bias of the feed-forward block's output.", default="ffn.residual"),
     _via("ffn.in_via", "ffn.residual", "ffn.w_in", "Where residual and w_in (and w_gate) meet."),
     _via("ffn.out_via", "ffn.hidden", "ffn.w_out", "Where hidden and w_out meet."),
     _parameter("moe.router", "EX", "The router's matrix."),
@@ -119,7 +131,7 @@ _ALL = (
     ),
     _activation("moe.expert_input", "GXCE", "The same slots where their experts are, and the experts' results."),
     _parameter("moe.w_in", "XEF", "First matrix of every expert."),
-    _parameter("moe.w_gate", "XEF", "The gate of SwiGLU of every expert.", default="moe.w_in"),
+    _parameter("moe.w_gate", "XEF", "The gate of every expert.", default="moe.w_in"),
     _activation("moe.hidden", "GXCF", "What the experts' activation function is applied to."),
     _parameter("moe.w_out", "XFE", "Second matrix of every expert."),
     _via("moe.in_via", "moe.expert_input", "moe.w_in", "Where expert_input and w_in (and w_gate) meet."),
@@ -130,7 +142,7 @@ _ALL = (
         "First matrix of the experts that every token uses, side by side: F is their number times an expert's.",
         default="ffn.w_in",
     ),
-    _parameter("moe.shared_gate", "EF", "The gate of SwiGLU of the shared experts.", default="moe.shared_in"),
+    _parameter("moe.shared_gate", "EF", "The gate of the shared experts.", default="moe.shared_in"),
     _activation(
         "moe.shared_hidden", "BLF", "What the shared experts' activation function is applied to.", default="ffn.hidden"
     ),
@@ -150,8 +162,10 @@ _ALL = (
         default="ffn.out_via",
     ),
     _parameter("output.norm", "E", "Scale of the last norm."),
+    _parameter("output.norm_bias", "E", "Bias of the last norm.", default="output.norm"),
     _parameter("output.table", "VE", "The unembedding table, where it is not tied.", default="embedding.table"),
     _activation("output.logits", "BLV", "Logits; the loss is taken without gathering the vocabulary."),
+    _parameter("output.bias", "V", "Bias of the logits.", default="output.logits"),
     _via("output.in_via", "ffn.residual", "output.table", "Where residual and table meet."),
 )
 

@@ -45,8 +45,31 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-PLAIN: dict[str, Callable[..., jax.Array]] = {"swiglu": swiglu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
-"""Activation functions by name, for dense layers; swiglu takes the gate first."""
+def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Gate elementwise: gelu(gate) · up, gelu in its tanh form, of arrays of one shape.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> geglu(jnp.zeros(2), jnp.ones(2)).tolist()
+        [0.0, 0.0]
+
+    Source: Shazeer, *GLU Variants Improve Transformer*, arXiv 2002.05202, equation 6.
+    """
+    return jax.nn.gelu(gate) * up
+
+
+def gelu_exact(x: jax.Array) -> jax.Array:
+    """x · Φ(x) with the normal distribution itself, of which "gelu" is the tanh form."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+GATED: dict[str, Callable[..., jax.Array]] = {"swiglu": swiglu, "geglu": geglu}
+"""Activation functions by name that take two arrays, the gate first."""
+
+PLAIN: dict[str, Callable[..., jax.Array]] = {
+    **GATED, "gelu": jax.nn.gelu, "gelu_exact": gelu_exact, "relu": jax.nn.relu
+}  # fmt: skip
+"""Activation functions by name, for dense layers."""
 
 ACTIVATIONS = {name: keeping_inputs(function) for name, function in PLAIN.items()}
 """The same for experts, whose hidden activations [X, C, F] are too large to be kept several times."""

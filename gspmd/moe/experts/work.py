@@ -38,7 +38,7 @@ class Work:
         dispatched, there, hidden: where slots are before they travel, where they meet the experts, and the hidden ones.
         w_in, w_out: of the weights, the gate's first.
         in_via, out_via: as the layout pins them.
-        activation: "swiglu", "gelu" or "relu".
+        activation: "swiglu", "geglu", "gelu", "gelu_exact" or "relu".
         sizes: of G, X, C, E, F; C is the capacity, or the rows of a buffer.
         dtype: of slots and weights.
         chunks: what C is cut into.

@@ -1,0 +1,10 @@
+from gspmd.ops._argmax import argmax as argmax
+from gspmd.ops._attention import attention as attention
+from gspmd.ops._bias import add_bias as add_bias
+from gspmd.ops._cross_entropy import cross_entropy as cross_entropy
+from gspmd.ops._embedding import embed as embed
+from gspmd.ops._global_norm import global_norm as global_norm
+from gspmd.ops._layer_norm import layer_norm as layer_norm
+from gspmd.ops._norm import rms_norm as rms_norm
+from gspmd.ops._softmax import logsumexp as logsumexp
+from gspmd.ops._softmax import softmax as softmax

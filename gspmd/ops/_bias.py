@@ -1,0 +1,109 @@
+"""A bias over the last dimensions of a tensor, wherever both lie."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.annotate.errors import Fault, SpecError, report
+from gspmd.annotate.spec import Spec
+from gspmd.lowerings.program import Context, context, run
+from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.ops.interface.operands import array
+from gspmd.ops.interface.planned_op import FLOAT32, Chains, float32, planned_op, read, sizes_of
+from gspmd.planner.graph.resharding import move
+
+
+def add_bias(x: jax.Array, bias: jax.Array, spec: str | Spec, bias_spec: str | Spec) -> jax.Array:
+    """Add a bias over the last dimensions: x + bias, for every batch row and position alike.
+
+    The value sends nothing where the bias already lies as the dimensions of `x` do. The gradient of the bias is summed
+    over the axes of the other dimensions and comes back as the bias lies.
+
+    Args:
+        x: [B, L, F], or [B, L, H, D]; any number of leading dimensions.
+        bias: [F], or [H, D]; brought to the axes of those dimensions of `x` where it lies elsewhere.
+        spec: where `x` lies, `"B_xLH_yD"`; the result lies there too.
+        bias_spec: where `bias` lies, `"H_yD"`.
+
+    Returns:
+        [B, L, F] in x's dtype, in which the sum is taken.
+
+    Raises:
+        SpecError: a spec does not fit its array or the mesh, or the bias is not over x's last dimensions.
+        PlanError: an operand is a partial sum.
+
+    Example:
+        >>> import gspmd
+        >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        ...     x = gspmd.annotate(jnp.ones((1, 2, 3)), "BLF_x")
+        ...     print(add_bias(x, jnp.arange(3.0), "BLF_x", "F")[0, 0])
+        [1. 2. 3.]
+    """
+    ctx = context()
+    doing = f"cannot add a bias '{bias_spec}' to '{spec}'"
+    x, bias = array(doing, "x", x, "real numbers"), array(doing, "the bias", bias, "real numbers")
+    form = _Bias(read(doing, spec, x, ctx), read(doing, bias_spec, bias, ctx))
+    last = form.x.dims[len(form.x.dims) - bias.ndim :]
+    if not last or form.bias.dims != last or bias.shape != x.shape[-bias.ndim :]:
+        fact = f"the bias has to be over the last dimensions of x, of shape {x.shape}; its shape is {bias.shape}."
+        text = str(form.bias)
+        raise report(SpecError, doing, [Fault(text, 0, len(text), fact)]) from None
+    if ctx.lowering == "xla":
+        return compiler_chooses(ctx, _plain, (form.x, form.bias), form.x, x, bias, name=f"bias {form.x}")
+    return _bias(form, ctx, x, bias)
+
+
+@dataclass(frozen=True)
+class _Bias:
+    x: Spec
+    bias: Spec
+
+    @property
+    def used(self) -> Spec:
+        """The bias as x needs it."""
+        return Spec(self.bias.dims, self.x.axes[-len(self.bias.dims) :])
+
+    @property
+    def partial_bias(self) -> Spec:
+        """The bias's gradient as each device computes it."""
+        leading = self.x.axes[: -len(self.bias.dims)]
+        return self.used.with_partial(tuple(axis for axes in leading for axis in axes))
+
+
+def _plain(x: jax.Array, bias: jax.Array) -> jax.Array:
+    return x + jnp.expand_dims(bias.astype(x.dtype), tuple(range(x.ndim - bias.ndim)))
+
+
+def _forward(form: _Bias, ctx: Context, x: jax.Array, bias: jax.Array):
+    steps, body = _value(form, bias.shape, bias.dtype.itemsize, ctx)
+    y = run(ctx, f"bias {form.x}", steps, body, (form.x, form.bias), form.x, x, bias)
+    return y, bias
+
+
+def _backward(form: _Bias, ctx: Context, bias: jax.Array, g: jax.Array):
+    steps, body = _gradient(form, bias.shape, bias.dtype, ctx)
+    return g, run(ctx, f"gradient of bias {form.x}", steps, body, (form.x,), form.bias, g)
+
+
+_bias = planned_op(_forward, _backward, lambda form: f"bias {form.x}")
+
+
+@lru_cache(maxsize=1024)
+def _value(form: _Bias, shape: tuple[int, ...], width: int, ctx: Context):
+    sizes = sizes_of(form.bias, shape)
+    chains = Chains(ctx.mesh, bias=move(form.bias, form.used, sizes, ctx.mesh, width, ctx.chip, "bias"))
+    return chains.steps, lambda x, bias: _plain(x, chains.send("bias", bias))
+
+
+@lru_cache(maxsize=1024)
+def _gradient(form: _Bias, shape: tuple[int, ...], dtype: jnp.dtype, ctx: Context):
+    sizes = sizes_of(form.bias, shape)
+    steps = move(form.partial_bias, form.bias, sizes, ctx.mesh, FLOAT32, ctx.chip, "gradient of bias")
+    chains = Chains(ctx.mesh, bias=steps)
+
+    def body(g):
+        return chains.send("bias", jnp.sum(float32(g), axis=range(g.ndim - len(shape)))).astype(dtype)
+
+    return chains.steps, body

@@ -1,0 +1,115 @@
+"""The parts that public families differ in: biases, norms, rotations and activations, against plain code."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gspmd
+import gspmd_models as models
+from gspmd.layouts import Layout
+from gspmd.moe import MoEConfig
+from gspmd_models.attention import rotate
+from gspmd_models.config import RopeScaling
+from tests.models import plain
+from tests.models.conftest import put
+
+FAMILIES = {
+    "gpt-j": {
+        "block": "parallel", "norm": "layer", "norm_bias": True, "activation": "gelu", "ffn_bias": True,
+        "output_bias": True, "rotary_size": 4, "rotary_pairs": "neighbours", "tied": False, "scale_embedding": False,
+    },
+    "phi": {
+        "block": "parallel", "norm": "layer", "norm_bias": True, "activation": "gelu", "ffn_bias": True,
+        "qkv_bias": True, "out_bias": True, "output_bias": True, "rotary_size": 6, "tied": False, "kv_heads": 2,
+    },
+    "qwen2": {"qkv_bias": True, "kv_heads": 2, "scale_embedding": False},
+    "qwen3": {"qk_norm": True, "kv_heads": 4, "head_size": 6, "tied": False},
+    "every bias": {
+        "qkv_bias": True, "out_bias": True, "ffn_bias": True, "activation": "geglu", "norm": "layer",
+        "output_bias": True, "qk_norm": True,
+    },
+    "exact": {"activation": "gelu_exact", "norm": "layer", "rotary_pairs": "neighbours", "block": "parallel"},
+}  # fmt: skip
+CASES = [
+    ("gpt-j", "weight-stationary-2d", "blocking", "explicit"),
+    ("phi", "weight-gathered-x", "looped", "auto"),
+    ("qwen3", "zero-3", "xla", "explicit"),
+]
+MORE = [
+    ("qwen2", "weight-stationary-1d", "blocking", "auto"),
+    ("every bias", "megatron-1d", "xla", "explicit"),
+    ("exact", "weight-gathered-xyz", "xla", "auto"),
+]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
+
+
+@pytest.mark.parametrize(("family", "preset", "lowering", "kind"), CASES)
+def test_loss_and_gradients_are_those_of_plain_code(config, make_mesh, tokens, family, preset, lowering, kind):
+    settings, layout = config(layers=1, **FAMILIES[family]), Layout.load(preset)
+    mesh = make_mesh(layout.mesh_for(8, settings.sizes(8, 16)), kind)
+    model = models.build(settings, layout, mesh, jax.random.key(0))
+    values = models.arrays(model)
+    assert sum(value.size for value in values.values()) == settings.num_parameters
+    # biases begin at zero and scales at one, where much is equal by chance
+    seeds = dict(zip(values, jax.random.split(jax.random.key(1), len(values))))
+    wide = {path: np.asarray(v) + 0.2 * jax.random.normal(seeds[path], v.shape) for path, v in values.items()}
+    host = {path: jnp.asarray(np.asarray(value)) for path, value in wide.items()}
+    by_hand = jax.jit(jax.value_and_grad(lambda values: plain.loss(settings, values, jnp.asarray(tokens))))
+    wanted, wanted_gradients = by_hand(host)
+    placed = {path: jax.device_put(np.asarray(wide[path]), v.sharding) for path, v in values.items()}
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        run = jax.jit(jax.value_and_grad(lambda values, ids: models.loss(models.with_arrays(model, values), ids)[0]))
+        found, gradients = run(placed, put(tokens, layout, mesh))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    for path, gradient in gradients.items():
+        np.testing.assert_allclose(np.asarray(gradient), wanted_gradients[path], rtol=2e-3, atol=5e-5, err_msg=path)
+
+
+@pytest.mark.parametrize("pairs", ["halves", "neighbours"])
+def test_rotation_at_far_positions_is_that_of_exact_angles(pairs):
+    """At positions where a float32 angle has lost its digits, and the same as without positions at the first ones."""
+    settings = models.ModelConfig(head_size=10, rotary_size=6, rotary_pairs=pairs)
+    x = np.random.default_rng(0).normal(size=(2, 3, 2, 10)).astype(np.float32)
+    at = np.array([[0, 1, 2], [999_983, 131_071, 77_777]], np.int32)
+    angles = at[..., None, None] * 10000.0 ** (-np.arange(3) / 3)
+    first, second = (slice(0, 3), slice(3, 6)) if pairs == "halves" else (slice(0, 6, 2), slice(1, 6, 2))
+    z = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)
+    wanted = x.copy()
+    wanted[..., first], wanted[..., second] = z.real, z.imag
+    np.testing.assert_allclose(rotate(jnp.asarray(x), settings, jnp.asarray(at)), wanted, atol=3e-6)
+    np.testing.assert_allclose(rotate(jnp.asarray(x), settings)[0], wanted[0], atol=3e-6)
+
+
+def test_llama_3_stretches_long_wavelengths_alone():
+    """Against the loop of its reference code, over all pairs of a head."""
+    scaling = RopeScaling(factor=8.0, low_frequency=1.0, high_frequency=4.0, original_length=8192)
+    settings = models.ModelConfig(head_size=128, rope_base=500_000.0, rope_scaling=scaling)
+    frequencies = []
+    for frequency in 500_000.0 ** (-np.arange(0, 128, 2) / 128):
+        wavelength = 2 * np.pi / frequency
+        if wavelength < 8192 / 4.0:
+            frequencies.append(frequency)
+        elif wavelength > 8192 / 1.0:
+            frequencies.append(frequency / 8.0)
+        else:
+            smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+            frequencies.append((1 - smooth) * frequency / 8.0 + smooth * frequency)
+    x = jnp.concatenate([jnp.ones((1, 2000, 1, 64)), jnp.zeros((1, 2000, 1, 64))], axis=-1)
+    angles = 1999 * np.array(frequencies)
+    wanted = np.concatenate([np.cos(angles), np.sin(angles)])
+    np.testing.assert_allclose(rotate(x, settings)[0, -1, 0], wanted, atol=1e-6)
+
+
+def test_what_does_not_fit_a_family_is_refused():
+    with pytest.raises(ValueError) as error:
+        models.ModelConfig(rotary_size=18, norm="batch", ffn_bias=True, moe=MoEConfig())
+    assert str(error.value).splitlines()[1:] == [
+        "  norm is 'batch'; it must be one of rms, layer",
+        "  rotary_size is 18; it must be at most head_size (16), or 0 for all",
+        "  ffn_bias is set, and experts have no biases",
+    ]
+    with pytest.raises(ValueError, match="norm_bias is set, and an RMS norm has none"):
+        models.ModelConfig(norm_bias=True)
+    with pytest.raises(ValueError, match=r"cannot scale .*low_frequency positive and below high"):
+        RopeScaling(low_frequency=4.0, high_frequency=1.0)

@@ -1,0 +1,54 @@
+"""Biases against plain code, their collectives counted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gspmd
+from gspmd.ops import add_bias
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(4, 2, 8, 6)).astype(np.float32)
+HEADS, ROW = RNG.normal(size=(8, 6)).astype(np.float32), RNG.normal(size=6).astype(np.float32)
+
+CASES = {
+    "of heads": ({"x": 2, "y": 4}, "B_xLH_yD", "H_yD", HEADS, {("all-reduce", ("x",)): 1}),
+    "brought to a sharded tensor": (
+        {"x": 2, "y": 4}, "B_xLH_yD", "HD", HEADS, {("reduce-scatter", ("x",)): 1, ("all-gather", ("x", "y")): 1}
+    ),
+    "gathered": ({"x": 4, "y": 2}, "BLH_xD", "D_y", ROW, {("all-gather", ("y",)): 1, ("all-reduce", ("x",)): 1}),
+    "nothing sent": ({"x": 4}, "BLHD", "D", ROW, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_value_gradients_and_collectives(case, axis_type, check_form):
+    mesh, spec, bias_spec, bias, expected = CASES[case]
+    planned = check_form(
+        lambda x, bias: add_bias(x, bias, spec, bias_spec), plain, (X, bias), (spec, bias_spec), spec,
+        mesh=mesh, axis_type=axis_type, wrt=(0, 1),
+    )  # fmt: skip
+    assert planned == expected
+
+
+def plain(x, bias):
+    return x + jnp.expand_dims(bias, tuple(range(x.ndim - bias.ndim)))
+
+
+def test_compiler_chooses(axis_type, check_form):
+    check_form(
+        lambda x, bias: add_bias(x, bias, "B_xLH_yD", "H_yD"), plain, (X, HEADS), ("B_xLH_yD", "H_yD"), "B_xLH_yD",
+        mesh={"x": 2, "y": 4}, axis_type=axis_type, lowering="xla", wrt=(0, 1),
+    )  # fmt: skip
+
+
+def test_refuses_a_bias_of_other_dimensions(make_mesh):
+    with jax.set_mesh(make_mesh({"x": 2})), pytest.raises(gspmd.SpecError) as error:
+        add_bias(jnp.ones((2, 4)), jnp.ones(2), "BF", "B")
+    assert str(error.value).splitlines() == [
+        "cannot add a bias 'B' to 'BF'",
+        "    B",
+        "    ^",
+        "  the bias has to be over the last dimensions of x, of shape (2, 4); its shape is (2,).",
+    ]
