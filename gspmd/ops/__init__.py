@@ -8,17 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gspmd.ops._argmax import argmax
-    from gspmd.ops._attention import attention
+    from gspmd.ops._attention import attention, cached_attention, quantize_heads, write_cache
     from gspmd.ops._cross_entropy import cross_entropy
     from gspmd.ops._embedding import embed
     from gspmd.ops._global_norm import global_norm
     from gspmd.ops._norm import rms_norm
     from gspmd.ops._softmax import logsumexp, softmax
 
-__all__ = ["argmax", "attention", "cross_entropy", "embed", "global_norm", "logsumexp", "rms_norm", "softmax"]
+__all__ = [
+    "argmax", "attention", "cached_attention", "cross_entropy", "embed", "global_norm", "logsumexp", "quantize_heads",
+    "rms_norm", "softmax", "write_cache",
+]  # fmt: skip
 
 # Each is imported when it is asked for: an einsum needs none of them.
-_HOMES = {"embed": "_embedding", "logsumexp": "_softmax", "rms_norm": "_norm"}
+_HOMES = {
+    "embed": "_embedding",
+    "logsumexp": "_softmax",
+    "rms_norm": "_norm",
+    "cached_attention": "_attention",
+    "quantize_heads": "_attention",
+    "write_cache": "_attention",
+}
 
 
 def __getattr__(name: str) -> Any:
