@@ -4,39 +4,24 @@
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from gspmd.ops._argmax import argmax
-    from gspmd.ops._attention import attention, cached_attention, quantize_heads, write_cache
-    from gspmd.ops._cross_entropy import cross_entropy
-    from gspmd.ops._embedding import embed
-    from gspmd.ops._global_norm import global_norm
-    from gspmd.ops._norm import rms_norm
-    from gspmd.ops._softmax import logsumexp, softmax
-
-__all__ = [
-    "argmax", "attention", "cached_attention", "cross_entropy", "embed", "global_norm", "logsumexp", "quantize_heads",
-    "rms_norm", "softmax", "write_cache",
-]  # fmt: skip
-
-# Each is imported when it is asked for: an einsum needs none of them.
+# Each is imported when it is asked for: an einsum needs none of them. Type checkers read __init__.pyi instead.
 _HOMES = {
-    "embed": "_embedding",
-    "logsumexp": "_softmax",
-    "rms_norm": "_norm",
-    "cached_attention": "_attention",
-    "quantize_heads": "_attention",
-    "write_cache": "_attention",
-}
+    "argmax": "_argmax", "attention": "_attention", "cached_attention": "_attention",
+    "cross_entropy": "_cross_entropy", "embed": "_embedding", "global_norm": "_global_norm", "logsumexp": "_softmax",
+    "quantize_heads": "_attention", "rms_norm": "_norm", "softmax": "_softmax", "write_cache": "_attention",
+}  # fmt: skip
+
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module 'gspmd.ops' has no attribute {name!r}", name=name)
-    globals()[name] = found = getattr(import_module(f"gspmd.ops.{_HOMES.get(name, '_' + name)}"), name)
+    globals()[name] = found = getattr(import_module(f"gspmd.ops.{_HOMES[name]}"), name)
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -282,10 +282,16 @@ def _attended(scale: float | None, q, k, v, cache, lengths, ahead=0, counted=Tru
     cached_k, cached_v, *scales = cache
     scale = q.shape[3] ** -0.5 if scale is None else scale
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    held = jnp.arange(cached_k.shape[1]) < lengths[:, None]
-    causal = jnp.arange(q.shape[1])[:, None] + ahead >= jnp.arange(k.shape[1])
+    rows, length = q.shape[:2]
+    held = _positions((rows, cached_k.shape[1]), 1) < lengths[:, None]
+    new = length, k.shape[1]
+    causal = _positions(new, 0) + ahead >= _positions(new, 1)
     found = attend(grouped, cached_k, cached_v, held[:, None, None, None, :], scale, *scales)
     return found.merge(attend(grouped, k, v, (causal & counted)[None, None, None], scale)).by_query()
+
+
+def _positions(shape: tuple[int, int], along: int) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, shape, along)
 
 
 def _whole(scale: float | None, at: _Placement, q, k, v, *rest) -> jax.Array:
