@@ -8,9 +8,10 @@ from typing import Any
 
 # Each is imported when it is asked for: an einsum needs none of them. Type checkers read __init__.pyi instead.
 _HOMES = {
-    "add_bias": "_bias", "argmax": "_argmax", "attention": "_attention", "cross_entropy": "_cross_entropy",
-    "embed": "_embedding", "global_norm": "_global_norm", "layer_norm": "_layer_norm", "logsumexp": "_softmax",
-    "rms_norm": "_norm", "softmax": "_softmax",
+    "add_bias": "_bias", "argmax": "_argmax", "attention": "_attention", "cached_attention": "_attention",
+    "cross_entropy": "_cross_entropy", "embed": "_embedding", "global_norm": "_global_norm",
+    "layer_norm": "_layer_norm", "logsumexp": "_softmax", "quantize_heads": "_attention", "rms_norm": "_norm",
+    "sample": "_sample", "softmax": "_softmax", "write_cache": "_attention",
 }  # fmt: skip
 
 __all__ = [*_HOMES]

@@ -12,6 +12,7 @@ from gspmd.annotate.errors import Fault, PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.ops._attention.heads import Share, share
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import flag, number
 from gspmd.ops.interface.planned_op import Chains, fault, planned_op, read, shard_index, sizes_of
@@ -81,7 +82,7 @@ def attention(
         f = partial(_plain, extras, causal, scale)
         ins, name = (query, key, key, *extras.specs(key)), f"attention {query}, {key}"
         return compiler_chooses(ctx, f, ins, query, q, k, v, *more, name=name)
-    core = _Core(query, key, causal, scale, extras, _share(doing, query, key, q.shape[2], k.shape[2], ctx.mesh))
+    core = _Core(query, key, causal, scale, extras, *_placed(doing, query, key, q.shape[2], k.shape[2], ctx.mesh))
     return _core(core, ctx, q, k, v, *more)
 
 
@@ -105,30 +106,15 @@ class _Extras:
 
 
 @dataclass(frozen=True)
-class _Share:
-    """How query heads that are split finer than key heads find theirs.
-
-    `sliced` are the axes over which key heads are split once more; over `common` each device uses one of the `heads`
-    key heads left, together with others.
-    """
-
-    sliced: tuple[str, ...] = ()
-    common: tuple[str, ...] = ()
-    heads: int = 1
-    sharers: int = 1
-    """Devices along `common` that use the same key head."""
-    spread: tuple[str, ...] = ()
-    """Axes over which the queries of a sequence are split, each needing all its keys."""
-
-
-@dataclass(frozen=True)
 class _Core:
     query: Spec
     key: Spec
     causal: bool
     scale: float | None
     extras: _Extras
-    share: _Share
+    share: Share
+    spread: tuple[str, ...]
+    """Axes over which the queries of a sequence are split, each needing all its keys."""
 
     @property
     def used(self) -> Spec:
@@ -139,14 +125,12 @@ class _Core:
     @property
     def partial_key(self) -> Spec:
         """The gradient of the keys as each device computes it."""
-        return self.used.with_partial((*self.share.common, *self.share.spread))
+        return self.used.with_partial((*self.share.common, *self.spread))
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array) -> jax.Array:
         """Attention of one device's heads, inside a shard_map, without a collective."""
-        if self.share.heads > 1:
-            mine = shard_index(self.share.common) // self.share.sharers
-            k, v = (jax.lax.dynamic_slice_in_dim(array, mine, 1, axis=2) for array in (k, v))
-        first = shard_index(self.share.spread) * q.shape[1] if self.share.spread else None
+        k, v = self.share.pick(k, v)
+        first = shard_index(self.spread) * q.shape[1] if self.spread else None
         return _plain(self.extras, self.causal, self.scale, q, k, v, *more, first=first)
 
 
@@ -183,10 +167,14 @@ def _check_shapes(doing: str, query: Spec, key: Spec, q, k, v, mask) -> None:
         raise report(SpecError, doing, faults) from None
 
 
-def _share(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh: Mapping[str, int]) -> _Share:
-    """Check that every device has the keys it needs, and find how it picks its key heads."""
+def _placed(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh: Mapping[str, int]):
+    """Check that every device has the keys it needs, and find how it picks its key heads.
+
+    Returns:
+        The share, and the axes over which the queries of a sequence are split.
+    """
     query, key = query.without_trivial(mesh), key.without_trivial(mesh)
-    held, wanted, spread = key.axes[2], query.axes[2], query.axes[1]
+    held, wanted = key.axes[2], query.axes[2]
     first = f"the axes of {key.dims[2]} have to be the first of those of {query.dims[2]}."
     faults = [
         *_unsharded(query, (3,)),
@@ -196,17 +184,10 @@ def _share(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh:
     ]
     if faults:
         raise report(PlanError, doing, faults) from None
-    left = key_heads // prod(mesh[axis] for axis in held)
-    sliced, common = [], list(wanted[len(held) :])
-    while common and left % mesh[common[0]] == 0:
-        sliced.append(common.pop(0))
-        left //= mesh[sliced[-1]]
-    devices = prod(mesh[axis] for axis in common)
-    if devices % left and common:
+    found = share(wanted[len(held) :], key_heads // prod(mesh[axis] for axis in held), mesh)
+    if found is None:
         raise report(PlanError, doing, [_misaligned(query, key, heads, key_heads, mesh)]) from None
-    if not common:
-        return _Share(tuple(sliced), spread=spread)
-    return _Share(tuple(sliced), tuple(common), left, devices // left, spread)
+    return found, query.axes[1]
 
 
 def _unsharded(spec: Spec, positions: tuple[int, ...]) -> list[Fault]:

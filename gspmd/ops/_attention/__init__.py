@@ -1,0 +1,7 @@
+"""Attention over whole keys and over a key/value cache, wherever they lie."""
+
+from gspmd.ops._attention.cache import quantize_heads, write_cache
+from gspmd.ops._attention.cached import cached_attention
+from gspmd.ops._attention.whole import attention
+
+__all__ = ["attention", "cached_attention", "quantize_heads", "write_cache"]

@@ -1,0 +1,162 @@
+"""What stands in a key/value cache: writing new keys at each row's own position, and keys as int8 with scales."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.annotate.errors import PlanError, SpecError, report
+from gspmd.annotate.spec import Spec
+from gspmd.lowerings.program import Context, context, run
+from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.ops.interface.operands import array
+from gspmd.ops.interface.planned_op import Chains, fault, planned_op, read, shard_index, sizes_of
+from gspmd.planner.graph.resharding import move
+
+_LAYERS = "N"
+"""The dimension of stacked layers, which specs leave out: it is whole."""
+
+
+def write_cache(
+    cache: jax.Array, new: jax.Array, cache_spec: str | Spec, key_spec: str | Spec, *, lengths: jax.Array
+) -> jax.Array:
+    """Write the keys or values of new tokens into a cache, of all layers at once, each row at its own position.
+
+    Row b gets `new` at positions lengths[b] ... lengths[b] + L - 1; positions from T on are dropped. The new keys are
+    brought to where the cache lies, and the cache stays. It is written in place if its memory is donated.
+
+    Args:
+        cache: [N, B, T, K, D] of N layers; or scales [N, B, T, K].
+        new: [N, B, L, K, D] in the cache's dtype.
+        cache_spec: where the cache lies, without N, which is whole: `"B_xT_yKD"`, or `"B_xT_yK"` of scales.
+        key_spec: where `new` lies, without N: `"BLK_xD"`.
+        lengths: [B] integers, whole on every device: how many tokens of each row are cached before.
+
+    Returns:
+        The cache, placed as before.
+
+    Raises:
+        SpecError: a spec does not fit its array or the mesh, or shapes or dtypes do not agree.
+        PlanError: it is differentiated, which only lowering "xla" can do.
+
+    Example:
+        >>> import gspmd
+        >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        ...     cache, new = jnp.zeros((1, 2, 4, 1, 1)), jnp.ones((1, 2, 2, 1, 1))
+        ...     print(write_cache(cache, new, "BTKD", "BLKD", lengths=jnp.array([1, 3]))[0, :, :, 0, 0])
+        [[0. 1. 1. 0.]
+         [0. 0. 0. 1.]]
+    """
+    ctx = context()
+    doing = f"cannot write '{key_spec}' to the cache '{cache_spec}'"
+    cache, new = array(doing, "cache", cache, "real numbers"), array(doing, "new", new, "real numbers")
+    lengths = array(doing, "lengths", lengths, "integers").astype(jnp.int32)
+    form = _Form(*(_stacked(doing, spec, x, ctx) for spec, x in ((cache_spec, cache), (key_spec, new))))
+    checks = (
+        (0, new.shape[:1] != cache.shape[:1], f"{new.shape[:1]} new layers, and {cache.shape[:1]} cached."),
+        (1, new.shape[1:2] != cache.shape[1:2], f"{new.shape[1:2]} new rows, and {cache.shape[1:2]} cached."),
+        (2, new.shape[3:] != cache.shape[3:], f"new heads are {new.shape[3:]}, and cached {cache.shape[3:]}."),
+        (2, new.dtype != cache.dtype, f"the new keys are {new.dtype}, and the cache is {cache.dtype}: cast them."),
+        (1, lengths.shape != cache.shape[1:2], f"lengths have shape {lengths.shape}, and have to be one a row."),
+    )
+    faults = [fault(form.new, form.new.dims[at], fact) for at, wrong, fact in checks if wrong]
+    if faults:
+        raise report(SpecError, doing, faults) from None
+    if ctx.lowering == "xla":
+        ins = (form.cache, form.new, Spec(("B",), ((),)))
+        return compiler_chooses(ctx, _written, ins, form.cache, cache, new, lengths, name=form.name)
+    return _planned(form, ctx, cache, new, lengths)
+
+
+def quantize_heads(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Round keys or values to int8, with one scale for each position and head: x ≈ int8 · scale.
+
+    Args:
+        x: [..., D], D whole on every device.
+
+    Returns:
+        int8 [..., D] between -127 and 127, and float32 scales [...], the largest magnitude over 127.
+
+    Example:
+        >>> whole, scale = quantize_heads(jnp.array([[2.54, -1.27], [0.0, 0.0]]))
+        >>> print(whole, scale)
+        [[127 -64]
+         [  0   0]] [0.02 0.  ]
+    """
+    x = array("cannot quantize heads", "x", x, "real numbers").astype(jnp.float32)
+    scales = jnp.max(jnp.abs(x), axis=-1) / 127
+    steps = x / jnp.where(scales > 0, scales, 1)[..., None]
+    return jnp.round(steps).astype(jnp.int8), scales
+
+
+@dataclass(frozen=True)
+class _Form:
+    cache: Spec
+    new: Spec
+
+    @property
+    def name(self) -> str:
+        return f"cache {self.cache}, {self.new}"
+
+
+def _stacked(doing: str, spec: str | Spec, x: jax.Array, ctx: Context) -> Spec:
+    spec = Spec.parse(spec)
+    return read(doing, Spec((_LAYERS, *spec.dims), ((), *spec.axes), spec.partial), x, ctx)
+
+
+def _forward(form: _Form, ctx: Context, cache: jax.Array, new: jax.Array, lengths: jax.Array):
+    steps, body = _value(form, new.shape, new.dtype.itemsize, ctx)
+    ins = (form.cache, form.new, Spec(("B",), ((),)))
+    return run(ctx, form.name, steps, body, ins, form.cache, cache, new, lengths), None
+
+
+def _refuse(form: _Form, ctx: Context, residuals, g):
+    raise PlanError(
+        f"cannot differentiate '{form.name}': a cache is written while decoding, and gradients are not planned for it."
+        "\n  Train without a cache, or use lowering='xla'."
+    )
+
+
+_planned = planned_op(_forward, _refuse, lambda form: form.name)
+
+
+@lru_cache(maxsize=1024)
+def _value(form: _Form, shape: tuple[int, ...], width: int, ctx: Context):
+    held = form.cache.without_trivial(ctx.mesh)
+    layers, batch, parts, *rest = held.axes
+    rows = Spec(("B",), ((),))
+    there = Spec(form.new.dims, (layers, batch, (), *rest))
+    chains = Chains(
+        ctx.mesh,
+        new=move(form.new, there, sizes_of(form.new, shape), ctx.mesh, width, ctx.chip, "new keys"),
+        lengths=move(rows, Spec(("B",), (batch,)), {"B": shape[1]}, ctx.mesh, 4, ctx.chip, "lengths"),
+    )
+
+    def body(cache, new, lengths):
+        new, lengths = chains.send("new", new), chains.send("lengths", lengths)
+        return _written(cache, new, lengths - shard_index(parts) * cache.shape[2])
+
+    return chains.steps, body
+
+
+def _written(cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Write each row's window [N, 1, W, ...] of the cache, in place; positions outside of it are others'."""
+    length, window = new.shape[2], min(new.shape[2], cache.shape[2])
+
+    def write(row, cache):
+        first = lengths[row]
+        start = jnp.clip(first, 0, cache.shape[2] - window)
+        # the window may have to begin earlier or later than the new keys: what it has beyond them stays
+        at = start - first + jnp.arange(window)
+        old = jax.lax.dynamic_slice(
+            cache, (0, row, start, *(0,) * (cache.ndim - 3)), (len(cache), 1, window, *cache.shape[3:])
+        )
+        mine = jax.lax.dynamic_slice_in_dim(new, row, 1, axis=1)
+        mine = jnp.take(mine, jnp.clip(at, 0, length - 1), axis=2)
+        inside = ((at >= 0) & (at < length)).reshape(-1, *(1,) * (cache.ndim - 3))
+        return jax.lax.dynamic_update_slice(
+            cache, jnp.where(inside, mine, old), (0, row, start, *(0,) * (cache.ndim - 3))
+        )
+
+    return jax.lax.fori_loop(0, cache.shape[1], write, cache)

@@ -1,0 +1,303 @@
+"""Attention of new tokens to a key/value cache: queries come to where the cache lies, and the cache stays."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from math import prod
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.annotate.errors import Fault, PlanError, SpecError, report
+from gspmd.annotate.spec import Spec
+from gspmd.lowerings.program import Context, context, run
+from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.ops._attention.heads import Share, share
+from gspmd.ops._attention.online import Attended, attend
+from gspmd.ops.interface.operands import array
+from gspmd.ops.interface.options import number
+from gspmd.ops.interface.planned_op import Chains, fault, float32, planned_op, read, settle, shard_index, sizes_of
+from gspmd.planner.graph.resharding import move
+
+
+def cached_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cached_k: jax.Array,
+    cached_v: jax.Array,
+    query_spec: str | Spec,
+    key_spec: str | Spec,
+    cache_spec: str | Spec,
+    *,
+    lengths: jax.Array,
+    scale: float | None = None,
+    key_scales: jax.Array | None = None,
+    value_scales: jax.Array | None = None,
+) -> jax.Array:
+    """Attend to the cached keys of each row and, causally, to the keys of the new tokens themselves.
+
+    Query i of row b attends to cached t < lengths[b] and to new j ≤ i. The cache stays where it is, over any mix of
+    batch, heads and length; the plan moves queries there, and the result back. Where T is sharded, each device
+    attends to its own part, and what they found is combined by the logarithm of the sum of exponentials: an
+    all-reduce of the maximum, then sums of the denominators and of the weighted values, scattered straight to where
+    the result is wanted when that is cheaper. Mesh axes that the cache does not use keep sharding the dimension of `q`
+    that they shard, when the sizes left over allow it; over others the queries are gathered.
+
+    Args:
+        q: [B, L, H, D] the new tokens' queries.
+        k, v: [B, L, K, D] the new tokens' own keys and values; K divides H, and query head h attends to key head
+            h // (H/K).
+        cached_k, cached_v: [B, T, K, D] finite numbers; int8 if scales are given.
+        query_spec: where `q` lies, `"BLH_xyzD"`; the result lies there too.
+        key_spec: where `k` and `v` lie, `"BLKD"`, in the order of `k`. D is unsharded in all three specs.
+        cache_spec: where the cache lies, `"B_xT_yzKD"`.
+        lengths: [B] integers, how many tokens of each row are cached, whole on every device.
+        scale: of the logits; 1/sqrt(D) when None.
+        key_scales, value_scales: [B, T, K] float32 of an int8 cache, placed as the cache; they scale logits and
+            probabilities, and the cache is never widened in memory.
+
+    Returns:
+        [B, L, H, D] in q's dtype; logits and softmax are float32.
+
+    Raises:
+        SpecError: a spec does not fit its array or the mesh, or the shapes do not agree.
+        PlanError: D is sharded; or the result is differentiated, which only lowering "xla" can do.
+
+    Example:
+        >>> import gspmd
+        >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        ...     one, cache = jnp.ones((1, 1, 1, 2)), jnp.ones((1, 4, 1, 2))
+        ...     y = cached_attention(
+        ...         one, one, 5 * one, cache, 2 * cache, "BLHD", "BLKD", "BTKD", lengths=jnp.array([2]))
+        ...     print(y[0, 0, 0])
+        [3. 3.]
+
+    Source: Pope et al. 2022 (arXiv 2211.05102), section 3.3, for heads and batch; Milakov and Gimelshein 2018
+        (arXiv 1805.02867) for the statistics of a softmax in parts.
+    """
+    ctx = context()
+    doing = f"cannot attend from '{query_spec}' to the cache '{cache_spec}'"
+    names = "q", "k", "v", "cached_k", "cached_v"
+    q, k, v, *cache = (array(doing, name, x, "real numbers") for name, x in zip(names, (q, k, v, cached_k, cached_v)))
+    lengths = array(doing, "lengths", lengths, "integers").astype(jnp.int32)
+    scale = None if scale is None else number(doing, "scale", scale)
+    if (key_scales is None) != (value_scales is None):
+        raise SpecError(f"{doing}: an int8 cache has key_scales and value_scales; one is missing.\n  Give both.")
+    if key_scales is not None:
+        scales = (("key_scales", key_scales), ("value_scales", value_scales))
+        cache += [array(doing, name, x, "real numbers") for name, x in scales]
+    specs = (query_spec, q), (key_spec, k), (cache_spec, cache[0])
+    form = _Form(*(read(doing, spec, x, ctx) for spec, x in specs), scale, key_scales is not None)
+    _check(doing, form, q, k, v, *cache, lengths=lengths)
+    operands = q, k, v, *cache, lengths
+    if ctx.lowering == "xla":
+        f = partial(_whole, form.scale, _placement(form, q.shape, k.shape[2], ctx.mesh))
+        return compiler_chooses(ctx, f, form.inputs, form.query, *operands, name=form.name)
+    return _planned(form, ctx, *operands)
+
+
+@dataclass(frozen=True)
+class _Form:
+    query: Spec
+    key: Spec
+    cache: Spec
+    scale: float | None
+    quantized: bool
+
+    @property
+    def name(self) -> str:
+        return f"cached attention {self.query}, {self.cache}"
+
+    @property
+    def scales(self) -> Spec:
+        return self.cache.without(self.cache.dims[3])
+
+    @property
+    def inputs(self) -> tuple[Spec, ...]:
+        cache = (self.cache, self.cache, *(self.scales, self.scales) * self.quantized)
+        return (self.query, self.key, self.key, *cache, Spec(("B",), ((),)))
+
+
+def _check(doing: str, form: _Form, q, k, v, *cache, lengths) -> None:
+    faults = [
+        Fault(str(spec), 0, len(str(spec)), f"the {name} have four dimensions: batch, length, heads, head size.")
+        for name, spec in (("queries", form.query), ("keys", form.key), ("cached keys", form.cache))
+        if len(spec.dims) != 4
+    ]
+    if not faults:
+        query, key, held, (cached_k, cached_v, *scales) = form.query, form.key, form.cache, cache
+        checks = (
+            (key, 0, k.shape[0] != q.shape[0], f"the queries' batch has size {q.shape[0]}, the keys' {k.shape[0]}."),
+            (key, 1, k.shape[1] != q.shape[1], f"there are {q.shape[1]} queries in a row, and {k.shape[1]} keys."),
+            (key, 3, k.shape[3] != q.shape[3], f"the queries' head size is {q.shape[3]}, the keys' {k.shape[3]}."),
+            (query, 2, q.shape[2] % max(k.shape[2], 1), f"{k.shape[2]} key heads do not divide {q.shape[2]} heads."),
+            (key, 1, v.shape != k.shape, f"values have shape {v.shape}, keys {k.shape}."),
+            (held, 0, cached_k.shape[0] != q.shape[0], f"batch {q.shape[0]} has a cache of {cached_k.shape[0]} rows."),
+            (held, 2, cached_k.shape[2:] != k.shape[2:], f"cached heads are {cached_k.shape[2:]}, new {k.shape[2:]}."),
+            (held, 1, cached_v.shape != cached_k.shape, f"values have shape {cached_v.shape}, keys {cached_k.shape}."),
+            *(
+                (held, 1, x.shape != cached_k.shape[:3], f"scales have shape {x.shape}, not {cached_k.shape[:3]}.")
+                for x in scales
+            ),
+            (held, 0, lengths.shape != q.shape[:1], f"lengths have shape {lengths.shape}, and have to be one a row."),
+        )
+        faults = [fault(spec, spec.dims[at], fact) for spec, at, wrong, fact in checks if wrong]
+    if faults:
+        raise report(SpecError, doing, faults) from None
+    faults = [
+        fault(
+            spec,
+            spec.dims[3],
+            f"the head size is sharded over {', '.join(spec.axes[3])}, and every device needs whole heads.",
+            f"Use '{spec.with_axes(spec.dims[3], ())}', or shard another dimension.",
+        )
+        for spec in (form.query, form.key, form.cache)
+        if spec.axes[3]
+    ]
+    if faults:
+        raise report(PlanError, doing, faults) from None
+
+
+# -- where it is computed ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """Where everything lies while a device attends to its part of the cache."""
+
+    query: Spec
+    key: Spec
+    cache: Spec
+    share: Share
+
+
+def _placement(form: _Form, shape: tuple[int, ...], key_heads: int, mesh: Mapping[str, int]) -> _Placement:
+    """Bring the queries to the cache, and leave alone the mesh axes that the cache does not use, where that works."""
+    rows, length, heads, _ = shape
+    query, cache = form.query.without_trivial(mesh), form.cache.without_trivial(mesh)
+    batch, parts, held, _ = cache.axes
+    free = [tuple(axis for axis in axes if axis not in cache.used) for axes in query.axes]
+
+    def many(*axes: str) -> int:
+        return prod(mesh[axis] for axis in axes)
+
+    for axis in free[0]:
+        if rows % many(*batch, axis) == 0:
+            batch += (axis,)
+    finer: tuple[str, ...] = ()
+    for axis in free[2]:
+        if heads % many(*held, *finer, axis) == 0 and share((*finer, axis), key_heads // many(*held), mesh):
+            finer += (axis,)
+    shared = share(finer, key_heads // many(*held), mesh)
+    new = parts if length % many(*parts) == 0 else ()
+    picked = (*held, *shared.sliced)
+    return _Placement(
+        Spec(query.dims, (batch, free[1], (*held, *finer), ())),
+        Spec(form.key.dims, (batch, new, picked, ())),
+        Spec(cache.dims, (batch, parts, picked, ())),
+        shared,
+    )
+
+
+def _forward(form: _Form, ctx: Context, *operands: jax.Array):
+    shapes = tuple((x.shape, x.dtype.itemsize) for x in operands)
+    steps, body = _value(form, shapes, ctx)
+    return run(ctx, form.name, steps, body, form.inputs, form.query, *operands), None
+
+
+def _refuse(form: _Form, ctx: Context, residuals, g):
+    raise PlanError(
+        f"cannot differentiate '{form.name}': a cache is read while decoding, and gradients are not planned for it.\n"
+        "  Train with gspmd.ops.attention, or use lowering='xla'."
+    )
+
+
+_planned = planned_op(_forward, _refuse, lambda form: form.name)
+
+
+@lru_cache(maxsize=1024)
+def _value(form: _Form, shapes: tuple[tuple[tuple[int, ...], int], ...], ctx: Context):
+    at = _placement(form, shapes[0][0], shapes[1][0][2], ctx.mesh)
+    parts = at.cache.axes[1]
+
+    def chain(src: Spec, dst: Spec, shape: tuple[int, ...], width: int, name: str):
+        return move(src, dst, sizes_of(src, shape), ctx.mesh, width, ctx.chip, name)
+
+    used = at.query.with_partial(parts)
+    per_row, per_query = Spec(("B",), ((),)), at.query.without(at.query.dims[3])
+    names = "cached keys", "cached values", "key scales", "value scales"
+    scales = at.cache.without(at.cache.dims[3])
+    cache_chains = {
+        name: chain(src, dst, *shape, name)
+        for name, src, dst, shape in zip(names, form.inputs[3:-1], (at.cache, at.cache, scales, scales), shapes[3:])
+    }
+    statistics = {}
+    if parts:
+        sizes, wanted = sizes_of(per_query, shapes[0][0]), form.query.without(form.query.dims[3])
+        statistics = {
+            "maximum": settle(per_query, parts, sizes, ctx, name="maximum", reduce="max"),
+            "total": chain(per_query.with_partial(parts), wanted, shapes[0][0][:3], 4, "denominator"),
+        }
+    chains = Chains(
+        ctx.mesh,
+        query=chain(form.query, at.query, *shapes[0], "query"),
+        key=chain(form.key, at.key, *shapes[1], "new keys"),
+        value=chain(form.key, at.key, *shapes[2], "new values"),
+        **cache_chains,
+        lengths=chain(per_row, Spec(("B",), (at.query.axes[0],)), shapes[0][0][:1], 4, "lengths"),
+        **statistics,
+        result=chain(used, form.query, *shapes[0], "result"),
+    )
+
+    def body(q, k, v, *rest):
+        q, k, v = chains.send("query", q), chains.send("key", k), chains.send("value", v)
+        *cache, lengths = (chains.send(name, x) for name, x in zip((*cache_chains, "lengths"), rest))
+        k, v, *cache = at.share.pick(k, v, *cache)
+        part, ahead, counted = shard_index(parts), shard_index(at.query.axes[1]) * q.shape[1], True
+        if at.key.axes[1]:
+            ahead -= part * k.shape[1]
+        elif parts:
+            counted = part == 0  # whole on every part, each new key counts once
+        found = _attended(form.scale, q, k, v, cache, lengths - part * cache[0].shape[1], ahead, counted)
+        if not parts:
+            return chains.send("result", found.output(q.dtype))
+        total, values = found.relative_to(chains.send("maximum", found.top, reduce="max"))
+        total, values = chains.send("total", total), chains.send("result", values.astype(q.dtype))
+        return (float32(values) / total[..., None]).astype(q.dtype)
+
+    return chains.steps, body
+
+
+def _attended(scale: float | None, q, k, v, cache, lengths, ahead=0, counted=True) -> Attended:
+    """What one device's queries [B, L, H, D] attend to: [B, L, H] and [B, L, H, D].
+
+    Args:
+        scale, q, k, v: as in `cached_attention`; the keys may be some of the new tokens'.
+        cache: keys and values [B, T, K, D], and their scales if there are any.
+        lengths: [B], how many of these cached keys are seen; of any sign and size.
+        ahead: how far the position of the first query is past that of the first new key.
+        counted: whether the new keys count.
+    """
+    cached_k, cached_v, *scales = cache
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    rows, length = q.shape[:2]
+    held = _positions((rows, cached_k.shape[1]), 1) < lengths[:, None]
+    new = length, k.shape[1]
+    causal = _positions(new, 0) + ahead >= _positions(new, 1)
+    found = attend(grouped, cached_k, cached_v, held[:, None, None, None, :], scale, *scales)
+    return found.merge(attend(grouped, k, v, (causal & counted)[None, None, None], scale)).by_query()
+
+
+def _positions(shape: tuple[int, int], along: int) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, shape, along)
+
+
+def _whole(scale: float | None, at: _Placement, q, k, v, *rest) -> jax.Array:
+    """Plain code on whole arrays, for the compiler to partition, which is told to bring the queries to the cache."""
+    q, k, v = (
+        jax.lax.with_sharding_constraint(x, spec.partition_spec())
+        for x, spec in ((q, at.query), (k, at.key), (v, at.key))
+    )
+    return _attended(scale, q, k, v, rest[:-1], rest[-1]).output(q.dtype)
