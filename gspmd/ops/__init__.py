@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from gspmd.ops._embedding import embed
     from gspmd.ops._global_norm import global_norm
     from gspmd.ops._norm import rms_norm
+    from gspmd.ops._sample import sample
     from gspmd.ops._softmax import logsumexp, softmax
 
-__all__ = ["argmax", "attention", "cross_entropy", "embed", "global_norm", "logsumexp", "rms_norm", "softmax"]
+__all__ = ["argmax", "attention", "cross_entropy", "embed", "global_norm", "logsumexp", "rms_norm", "sample", "softmax"]
 
 # Each is imported when it is asked for: an einsum needs none of them.
 _HOMES = {"embed": "_embedding", "logsumexp": "_softmax", "rms_norm": "_norm"}
