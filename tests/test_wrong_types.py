@@ -96,6 +96,7 @@ def _calls():
         (audit.perfetto.write, [None, "trace.json"], {}),
         (audit.perfetto.trace, [None], {}),
         (ops.argmax, [x, "BE", "E"], {}),
+        (ops.sample, [x, "BE", "E"], {"seeds": ids, "positions": ids, "temperature": 1.0, "top_k": 0, "top_p": 0.5}),
         (ops.softmax, [x, "BE", "E"], {}),
         (ops.logsumexp, [x, "BE", "E"], {}),
         (ops.rms_norm, [x, jnp.ones(16), "BE", "E"], {"epsilon": 1e-6}),

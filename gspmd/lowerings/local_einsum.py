@@ -22,8 +22,7 @@ def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into
         # A sum has no accumulator of its own, XLA:CPU has no batched product of narrow operands into a wide one, and
         # two dtypes may have no joint one but the accumulator's.
         operands, into = tuple(x.astype(wide) for x in operands), None if len(operands) == 1 or on_cpu else into
-    whole = mesh.size == 1 or mesh.are_all_axes_manual  # so that dimensions can be merged
-    if len(operands) == 2 and on_cpu and whole:
+    if len(operands) == 2 and on_cpu and (mesh.size == 1 or mesh.are_all_axes_manual):  # dimensions can be merged
         from gspmd.lowerings.batched import batched
 
         if in_order := batched(letters):

@@ -70,12 +70,20 @@ def _value(spec: Spec, at: int, shape: tuple[int, ...], width: int, ctx: Context
     )
 
     def body(logits):
-        position = jnp.argmax(logits, axis=at).astype(_POSITION.dtype) + shard_index(axes) * logits.shape[at]
-        mine = jnp.max(logits, axis=at)
-        best = chains.send("biggest", mine, reduce="max")
-        candidate = jnp.where(mine == best, position, _POSITION.max)
-        # the largest of the negatives is the lowest position
-        lowest = -chains.send("lowest", -candidate, reduce="max")
+        _, lowest = first_maximum(logits, at, axes, chains)
         return jnp.minimum(lowest, shape[at] - 1)
 
     return chains.steps, body
+
+
+def first_maximum(x: jax.Array, at: int, axes: tuple[str, ...], chains: Chains) -> tuple[jax.Array, jax.Array]:
+    """The largest number along dimension `at`, which lies on `axes`, and its lowest position, inside a shard_map.
+
+    The chains `biggest` and `lowest` are all-reduces of it and of an int32 over those axes.
+    """
+    position = jnp.argmax(x, axis=at).astype(_POSITION.dtype) + shard_index(axes) * x.shape[at]
+    mine = jnp.max(x, axis=at)
+    best = chains.send("biggest", mine, reduce="max")
+    candidate = jnp.where(mine == best, position, _POSITION.max)
+    # the largest of the negatives is the lowest position
+    return best, -chains.send("lowest", -candidate, reduce="max")

@@ -61,6 +61,9 @@ FORMS = {
     "logsumexp": lambda: ops.logsumexp(gspmd.annotate(jnp.ones((0, 4)), "BV_x"), "BV_x", "V"),
     "lookup": lambda: ops.embed(jnp.ones((0, 4), int), jnp.ones((4, 2)), "BL, VE -> BLE"),
     "argmax": lambda: ops.argmax(gspmd.annotate(jnp.ones((0, 4)), "BV_x"), "BV_x", "V"),
+    "sample": lambda: ops.sample(
+        gspmd.annotate(jnp.ones((0, 4)), "BV_x"), "BV_x", "V", seeds=np.arange(0), positions=np.arange(0), top_p=0.5
+    ),
     "loss": lambda: ops.cross_entropy(gspmd.annotate(jnp.ones((0, 4)), "BV_x"), jnp.ones((0,), int), "BV_x"),
 }
 

@@ -1,0 +1,230 @@
+"""Sampling a token of every row from logits whose vocabulary lies on several devices: they are never gathered."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.random import threefry2x32_p
+
+from gspmd.annotate.errors import PlanError, SpecError, shown
+from gspmd.annotate.spec import Spec
+from gspmd.lowerings.program import Context, context, run
+from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.ops._argmax import first_maximum
+from gspmd.ops._threshold import CANDIDATES, ROUNDS, WORDS, mass, ordered, threshold, words
+from gspmd.ops.interface.operands import array
+from gspmd.ops.interface.planned_op import Chains, dimension, float32, read, settle, shard_index, sizes_of
+from gspmd.planner.steps import Step
+
+IMPOSSIBLE = -1e29
+"""A logit at or below it, such as one of a padded vocabulary, is never sampled, whatever the temperature."""
+
+
+def sample(
+    logits: jax.Array,
+    spec: str | Spec,
+    dim: str,
+    *,
+    seeds: jax.Array,
+    positions: jax.Array,
+    temperature: Any = 1.0,
+    top_k: Any = 0,
+    top_p: Any = 1.0,
+    min_p: Any = 0.0,
+) -> jax.Array:
+    """Draw a token of every row from softmax(logits / temperature), of the tokens that top-k, top-p and min-p leave.
+
+    It is argmax(logits / temperature + Gumbel noise), and the noise a function of seed, position and token alone: a
+    sample depends on its row's logits and settings, not on other rows, the layout, the mesh or the lowering.
+
+    Over the mesh axes of the dimension: two all-reduces of [B] for the argmax, one for the maximum, eight of [B, 16]
+    int32 for top-k, and eight of [B, 16, 3] int32 for top-p. A number that turns a filter off leaves its steps out.
+
+    Args:
+        logits: [B, V], or [B, L, V] for several positions of each row.
+        spec: where `logits` lie, `"BV_x"`.
+        dim: the dimension of the tokens, `"V"`.
+        seeds: [B] integers of 32 bits, whole on every device.
+        positions: [B] integers, whole on every device: that of a row's token, or of its first, and so on along L.
+        temperature: divides the logits; 0 takes the most likely token, the lowest of several. This and the other
+            settings are a number, or a [B] array, whole on every device.
+        top_k: keep the k most likely tokens, and those as likely as the last of them; 0 keeps all.
+        top_p: keep the most likely tokens until their share reaches it, each with those as likely; 1 keeps all.
+        min_p: keep the tokens that are at least so likely relative to the most likely one; 0 keeps all.
+
+    Returns:
+        [B] or [B, L] int32, lying as `spec` without `dim`. -1 for a row that has a NaN, or no token to sample.
+        Logits of -1e29 and less are never sampled, and infinity counts as the largest float32.
+
+    Raises:
+        SpecError: the spec does not fit the array or the mesh, or lacks the dimension; an argument has another shape.
+        PlanError: `logits` are a partial sum, or a setting is out of range, where it is no traced array.
+
+    Example:
+        >>> import gspmd
+        >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        ...     logits = gspmd.annotate(jnp.log(jnp.array([[0.1, 0.6, 0.3]] * 4)), "BV_x")
+        ...     rows = jnp.arange(4)
+        ...     print(sample(logits, "BV_x", "V", seeds=rows, positions=jnp.zeros(4, int), top_k=2))
+        ...     print(sample(logits, "BV_x", "V", seeds=rows, positions=jnp.zeros(4, int), temperature=0))
+        [1 1 1 2]
+        [1 1 1 1]
+
+    Source: Maddison, Tarlow and Minka 2014 (arXiv 1411.0030), section 2, for the noise; Salmon et al. 2011, *Parallel
+        random numbers: as easy as 1, 2, 3*, for its generator, threefry; Fan et al. 2018 (arXiv 1805.04833) for top-k;
+        Holtzman et al. 2019 (arXiv 1904.09751) for top-p; Nguyen et al. 2024 (arXiv 2407.01082) for min-p.
+    Differs: the filters are those of transformers, in its order, but that top-p keeps tokens of equal logits together.
+    """
+    ctx = context()
+    doing = f"cannot sample from '{spec}' over {shown(dim)}"
+    logits = array(doing, "logits", logits, "real numbers")
+    spec = read(doing, spec, logits, ctx)
+    at = dimension(doing, spec, dim)
+    if logits.ndim not in (2, 3) or logits.shape[at] == 0:
+        raise SpecError(f"{doing}: the logits have shape {logits.shape}.\n  Pass [B, V] or [B, L, V], with V not 0.")
+    rows = spec.without(dim)
+    count = logits.shape[spec.dims.index(rows.dims[0])]
+    seeds, positions = (
+        _per_row(doing, name, array(doing, name, x, "integers"), rows, count)
+        for name, x in (("seeds", seeds), ("positions", positions))
+    )
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    on = {name: _check(doing, name, x, rows, count) for name, x in given.items()}
+    form = _Sampling(spec, at, **(on if on["temperature"] else dict.fromkeys(on, False)))
+    settings = [jnp.broadcast_to(jnp.asarray(x, _SETTINGS[name].dtype), count) for name, x in given.items()]
+    inputs = (jax.lax.stop_gradient(logits), seeds, positions, *settings)
+    ins, name = (spec, *[Spec(rows.dims[:1], ((),))] * 6), f"sample {spec}"
+    if ctx.lowering == "xla":
+        whole = replace(form, spec=Spec(spec.dims, ((),) * len(spec.dims)))
+        return compiler_chooses(ctx, _value(whole, logits.shape, ctx)[1], ins, rows, *inputs, name=name)
+    return run(ctx, name, *_value(form, logits.shape, ctx), ins, rows, *inputs)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What a setting may be, and the number that leaves its steps out."""
+
+    dtype: str
+    low: float
+    high: float
+    off: float
+    says: str
+
+    def takes(self, x: np.ndarray) -> np.ndarray:
+        return (x > 0) & (x <= 1) if self.off == 1 else (x >= self.low) & (x <= self.high)
+
+
+_SETTINGS = {
+    "temperature": _Setting("float32", 0, np.finfo("float32").max, 0, "It is 0, which takes the likeliest, or more."),
+    "top_k": _Setting("int32", 0, np.iinfo("int32").max, 0, "It is a number of tokens, or 0 to keep all."),
+    "top_p": _Setting("float32", 0, 1, 1, "It is more than 0, and 1 to keep all tokens."),
+    "min_p": _Setting("float32", 0, 1, 0, "It lies between 0, which keeps all tokens, and 1."),
+}
+
+
+def _check(doing: str, name: str, given: Any, rows: Spec, count: int) -> bool:
+    """Whether a setting needs its steps: not if it is one number, known here, that turns it off."""
+    setting = _SETTINGS[name]
+    x = array(doing, name, given, "integers" if setting.dtype == "int32" else "real numbers")
+    if x.shape:
+        _per_row(doing, name, x, rows, count)
+    if isinstance(given, jax.core.Tracer):
+        return True
+    values = np.ravel(np.asarray(given))
+    wrong = values[~setting.takes(values)]
+    if wrong.size:
+        raise PlanError(f"{doing}: {name} is {wrong[0]}.\n  {setting.says}")
+    return bool(x.shape) or values[0] != setting.off
+
+
+def _per_row(doing: str, name: str, x: jax.Array, rows: Spec, count: int) -> jax.Array:
+    if x.shape != (count,):
+        row = rows.dims[0]
+        raise SpecError(
+            f"{doing}: {name} has shape {x.shape}.\n  Pass one for each of the {count} rows of {row}, ({count},)."
+        )
+    return x
+
+
+@dataclass(frozen=True)
+class _Sampling:
+    """Where the logits lie, and the settings that are not off."""
+
+    spec: Spec
+    at: int
+    temperature: bool
+    top_k: bool
+    top_p: bool
+    min_p: bool
+
+
+@lru_cache(maxsize=1024)
+def _value(form: _Sampling, shape: tuple[int, ...], ctx: Context):
+    spec, at = form.spec, form.at
+    rows, axes, vocabulary = spec.without(spec.dims[at]), spec.axes[at], shape[at]
+    more = tuple(letter for letter in "SUWZ" if letter not in spec.dims)[:2]  # a candidate, a word of its total
+    totals = Spec(rows.dims + more, (*rows.axes, (), ()))
+
+    def reduced(name: str, spec: Spec = rows, size: int = 0, reduce: str = "max") -> tuple[Step, ...]:
+        return settle(spec, axes, sizes_of(totals, (*wholes, CANDIDATES, size)), ctx, 4, name, reduce)
+
+    wholes = [size for d, size in enumerate(shape) if d != at]
+    planned = {"top": reduced("maximum")} if form.temperature else {}
+    for name, on, size in (("count", form.top_k, 1), ("mass", form.top_p, WORDS)):
+        planned |= {f"{name}{n}": reduced(name, totals, size, "sum") for n in range(ROUNDS * on)}
+    chains = Chains(ctx.mesh, **planned, biggest=reduced("score"), lowest=reduced("token"))
+
+    def body(logits, seeds, positions, temperature, top_k, top_p, min_p):
+        logits = jnp.moveaxis(float32(logits), at, -1)
+        faulty = jnp.isnan(logits)
+        logits = jnp.where(faulty, -jnp.inf, jnp.minimum(logits, jnp.finfo(logits.dtype).max))
+        kept, scores = logits > IMPOSSIBLE, logits
+
+        def mine(x):  # of this device's rows, to stand beside [B, V] or [B, L, V]
+            held = logits.shape[0]
+            piece = jax.lax.dynamic_slice_in_dim(x, shard_index(rows.axes[0]) * held, held)
+            return piece.reshape(held, *(1,) * (logits.ndim - 1))
+
+        def index(d, axes):  # of this device's part of a dimension in the whole
+            return jax.lax.broadcasted_iota(jnp.int32, logits.shape, d) + shard_index(axes) * logits.shape[d]
+
+        if form.temperature:
+            order = ordered(jnp.where(kept, logits, -jnp.inf))
+            top = chains.send("top", jnp.max(logits, axis=-1), reduce="max")[..., None]
+            greedy = mine(temperature) == 0
+            scores = (logits - top) / jnp.where(greedy, 1.0, mine(temperature))
+            weights = jnp.where(kept, jnp.exp(scores), 0.0)
+            if form.min_p:
+                kept &= weights >= mine(min_p)
+            if form.top_k:
+                k = jnp.where(mine(top_k) > 0, jnp.minimum(mine(top_k), vocabulary), vocabulary)
+                enough = lambda counts, _: counts[..., 0] >= k  # noqa: E731
+                left = order >= threshold(order, [jnp.ones_like(order)], enough, chains, "count")
+                kept, weights = kept & left, jnp.where(left, weights, 0.0)
+            if form.top_p:
+                bits, p = 31 - vocabulary.bit_length(), mine(top_p)  # so that a word's sum over the vocabulary fits
+                enough = lambda some, all: mass(some, bits) >= p * mass(all, bits)  # noqa: E731
+                left = order >= threshold(order, words(weights, bits), enough, chains, "mass")
+                kept &= left | (p >= 1)
+            position = mine(positions)
+            if logits.ndim == 3:
+                position = position + index(1, rows.axes[1])
+            noise = _gumbel(mine(seeds), position, index(logits.ndim - 1, axes), logits.shape)
+            scores = jnp.where(greedy, logits, scores + noise)
+        scores = jnp.where(faulty, jnp.inf, jnp.where(kept, scores, -jnp.inf))
+        best, token = first_maximum(scores, logits.ndim - 1, axes, chains)
+        return jnp.where(jnp.isfinite(best), token, -1)
+
+    return chains.steps, body
+
+
+def _gumbel(seed: jax.Array, position: jax.Array, token: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Gumbel noise of 64 random bits each, which depend on nothing else than seed, position and token."""
+    inputs = (seed, position, jnp.uint32(0), token)
+    high, low = threefry2x32_p.bind(*(jnp.broadcast_to(x.astype(jnp.uint32), shape) for x in inputs))
+    # Fine-grained near 0, where the noise is large: 2⁻³² steps, or fewer bits, would tie the best of many tokens.
+    uniform = float32(high) * 2.0**-32 + float32(low) * 2.0**-64
+    return -jnp.log(-jnp.log1p(-jnp.clip(uniform, 2.0**-65, 1 - 2.0**-24)))
