@@ -54,7 +54,7 @@ def abstract(
         ((4, 128, 256), dtype('float32'))
     """
     rows = parameters(config, layout)
-    values = {path: _placed(row.spec, row.shape, _held_in(row, stored), mesh) for path, row in rows.items()}
+    values = {path: _placed(row.spec, row.shape, stored_dtype(row, stored), mesh) for path, row in rows.items()}
     return Transformer(config, layout, nested(values), jnp.dtype(dtype))
 
 
@@ -106,7 +106,8 @@ def activation_specs(
     return table
 
 
-def _held_in(row: Parameter, stored: Any) -> Any:
+def stored_dtype(row: Parameter, stored: Any) -> Any:
+    """The dtype of a parameter in a model whose matrices are kept in `stored`."""
     return jnp.float32 if row.key.rpartition(".")[2] in WIDE else stored
 
 

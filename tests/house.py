@@ -36,11 +36,19 @@ def imports(module: str, everywhere: bool = True) -> tuple[str, ...]:
         if isinstance(node, ast.Import):
             names |= {alias.name: None for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            source = f"models.{node.module}" if node.level else node.module  # only models/ imports relatively
+            source = _absolute(module, node.module, node.level)
             source = source.replace("gspmd_models", "models")  # the folder, and what it is installed as
             full = [f"{source}.{alias.name}" for alias in node.names]
             names |= {name if name in FILES else source: None for name in full}
     return tuple(name.replace("gspmd_models", "models") for name in names)
+
+
+def _absolute(module: str, name: str, level: int) -> str:
+    """What `from name import` means in a file, with `level` dots before it."""
+    if not level:
+        return name
+    package = module.split(".") if FILES[module].name == "__init__.py" else module.split(".")[:-1]
+    return ".".join([*package[: len(package) - level + 1], name])
 
 
 def _at_once(body: list[ast.stmt]) -> Iterator[ast.stmt]:

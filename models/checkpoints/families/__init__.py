@@ -1,0 +1,11 @@
+"""Tables of the families of public models whose checkpoints can be read and written."""
+
+from .family import Family, Option, Stored
+from .mixtures import MIXTRAL, QWEN3_MOE
+from .parallel import COHERE, GPTJ, PHI
+from .serial import GEMMA, LLAMA, MISTRAL, QWEN2, QWEN3
+
+#: In the order in which saving tries them.
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, MIXTRAL, QWEN3_MOE, GPTJ, PHI, COHERE)
+
+__all__ = ["FAMILIES", "Family", "Option", "Stored"]

@@ -1,0 +1,58 @@
+"""Families with a mixture of experts in every layer, each token sent to its k most probable experts."""
+
+from __future__ import annotations
+
+from .family import Family, Option, Stored
+from .serial import ATTENTION, ENDS, FIXED, LAYER, OPTIONS, QWEN3, without
+
+EXPERTS = without(FIXED, "moe") | {"moe.router": "top-k", "moe.every": 1, "moe.shared": 0}
+
+MIXTRAL = Family(
+    title="Mixtral",
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    options=OPTIONS
+    | {
+        "norm_epsilon": Option("rms_norm_eps", 1e-5),
+        "moe.experts": Option("num_local_experts", 8),
+        "moe.k": Option("num_experts_per_tok", 2),
+    },
+    fixed=EXPERTS | {"moe.renormalize": True},
+    tensors=ENDS
+    | ATTENTION
+    | {
+        "moe.norm": Stored(f"{LAYER}.post_attention_layernorm.weight", "E"),
+        "moe.router": Stored(f"{LAYER}.block_sparse_moe.gate.weight", "XE"),
+        "moe.w_in": Stored(f"{LAYER}.block_sparse_moe.experts.{{X}}.w3.weight", "FE"),
+        "moe.w_gate": Stored(f"{LAYER}.block_sparse_moe.experts.{{X}}.w1.weight", "FE"),
+        "moe.w_out": Stored(f"{LAYER}.block_sparse_moe.experts.{{X}}.w2.weight", "EF"),
+    },
+    rope_base=1e6,
+    window=(None, True),
+)
+
+QWEN3_MOE = Family(
+    title="Qwen3-MoE",
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    options=QWEN3.options
+    | {
+        "head_size": OPTIONS["head_size"],
+        "feed_forward": Option("moe_intermediate_size"),
+        "moe.experts": Option(("num_experts", "num_local_experts"), 128),
+        "moe.k": Option("num_experts_per_tok", 8),
+        "moe.renormalize": Option("norm_topk_prob", False),
+    },
+    fixed=without(EXPERTS, "qkv_bias", "out_bias") | {"qk_norm": True},
+    tensors=ENDS
+    | ATTENTION
+    | {
+        "moe.norm": Stored(f"{LAYER}.post_attention_layernorm.weight", "E"),
+        "moe.router": Stored(f"{LAYER}.mlp.gate.weight", "XE"),
+        "moe.w_in": Stored(f"{LAYER}.mlp.experts.{{X}}.up_proj.weight", "FE"),
+        "moe.w_gate": Stored(f"{LAYER}.mlp.experts.{{X}}.gate_proj.weight", "FE"),
+        "moe.w_out": Stored(f"{LAYER}.mlp.experts.{{X}}.down_proj.weight", "EF"),
+    },
+    inactive={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+    window=(4096, False),
+)

@@ -1,0 +1,156 @@
+"""Families of serial blocks with RMS norms and a gated feed-forward layer: Llama and what follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .family import Family, Option, Stored
+
+LAYER = "model.layers.{N}"
+
+
+def head_size(json: Mapping[str, Any]) -> int:
+    """The width of a head where config.json does not say it."""
+    return json.get("hidden_size", 0) // max(1, json.get("num_attention_heads", 1))
+
+
+SIZES = {
+    "vocabulary": Option("vocab_size"),
+    "embed": Option("hidden_size"),
+    "layers": Option("num_hidden_layers"),
+    "heads": Option("num_attention_heads"),
+    "kv_heads": Option("num_key_value_heads", lambda json: json.get("num_attention_heads")),
+    "head_size": Option("head_dim", head_size),
+    "feed_forward": Option("intermediate_size"),
+}
+
+#: What transformers calls the activations of gated layers.
+SILU = {"silu": "swiglu", "swish": "swiglu"}
+
+OPTIONS = SIZES | {
+    "activation": Option("hidden_act", "silu", SILU),
+    "tied": Option("tie_word_embeddings", False),
+    "norm_epsilon": Option("rms_norm_eps", 1e-6),
+}
+
+#: The fields that the families differ in stand behind it.
+FIXED = {
+    "block": "serial",
+    "norm": "rms",
+    "norm_bias": False,
+    "qk_norm": False,
+    "qkv_bias": False,
+    "out_bias": False,
+    "ffn_bias": False,
+    "output_bias": False,
+    "rotary_pairs": "halves",
+    "moe": None,
+}
+
+ATTENTION = {
+    "attention.norm": Stored(f"{LAYER}.input_layernorm.weight", "E"),
+    "attention.w_q": Stored(f"{LAYER}.self_attn.q_proj.weight", "(HD)E"),
+    "attention.w_k": Stored(f"{LAYER}.self_attn.k_proj.weight", "(KD)E"),
+    "attention.w_v": Stored(f"{LAYER}.self_attn.v_proj.weight", "(KD)E"),
+    "attention.w_o": Stored(f"{LAYER}.self_attn.o_proj.weight", "E(HD)"),
+    "attention.b_q": Stored(f"{LAYER}.self_attn.q_proj.bias", "(HD)"),
+    "attention.b_k": Stored(f"{LAYER}.self_attn.k_proj.bias", "(KD)"),
+    "attention.b_v": Stored(f"{LAYER}.self_attn.v_proj.bias", "(KD)"),
+    "attention.b_o": Stored(f"{LAYER}.self_attn.o_proj.bias", "E"),
+    "attention.q_norm": Stored(f"{LAYER}.self_attn.q_norm.weight", "D"),
+    "attention.k_norm": Stored(f"{LAYER}.self_attn.k_norm.weight", "D"),
+}
+
+FEED_FORWARD = {
+    "ffn.norm": Stored(f"{LAYER}.post_attention_layernorm.weight", "E"),
+    "ffn.w_in": Stored(f"{LAYER}.mlp.up_proj.weight", "FE"),
+    "ffn.w_gate": Stored(f"{LAYER}.mlp.gate_proj.weight", "FE"),
+    "ffn.w_out": Stored(f"{LAYER}.mlp.down_proj.weight", "EF"),
+    "ffn.b_in": Stored(f"{LAYER}.mlp.up_proj.bias", "F"),
+    "ffn.b_gate": Stored(f"{LAYER}.mlp.gate_proj.bias", "F"),
+    "ffn.b_out": Stored(f"{LAYER}.mlp.down_proj.bias", "E"),
+}
+
+ENDS = {
+    "embedding.table": Stored("model.embed_tokens.weight", "VE"),
+    "output.norm": Stored("model.norm.weight", "E"),
+    "output.table": Stored("lm_head.weight", "VE"),
+}
+
+TENSORS = ENDS | ATTENTION | FEED_FORWARD
+
+
+def without(table: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The table without some of its rows."""
+    return {name: row for name, row in table.items() if name not in names}
+
+
+LLAMA = Family(
+    title="Llama",
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    options=OPTIONS
+    | {
+        "qkv_bias": Option("attention_bias", False),
+        "out_bias": Option("attention_bias", False),
+        "ffn_bias": Option("mlp_bias", False),
+    },
+    fixed=without(FIXED, "qkv_bias", "out_bias", "ffn_bias"),
+    tensors=TENSORS,
+)
+
+MISTRAL = Family(
+    title="Mistral",
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    options=OPTIONS,
+    fixed=FIXED,
+    tensors=TENSORS,
+    window=(4096, True),
+)
+
+QWEN2 = Family(
+    title="Qwen2",
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    options=OPTIONS,
+    fixed=FIXED | {"qkv_bias": True},
+    tensors=TENSORS,
+    window=(4096, False),
+)
+
+QWEN3 = Family(
+    title="Qwen3",
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    options=OPTIONS
+    | {
+        "head_size": Option("head_dim", 128),
+        "qkv_bias": Option("attention_bias", False),
+        "out_bias": Option("attention_bias", False),
+    },
+    fixed=without(FIXED, "qkv_bias", "out_bias") | {"qk_norm": True},
+    tensors=TENSORS,
+    window=(4096, False),
+)
+
+#: Gemma's norms scale by 1 + w, so that weight decay draws them to 1.
+_NORMS = ("attention.norm", "ffn.norm", "output.norm")
+
+GEMMA = Family(
+    title="Gemma",
+    architecture="GemmaForCausalLM",
+    model_type="gemma",
+    options=OPTIONS
+    | {
+        "head_size": Option("head_dim", 256),
+        "activation": Option(("hidden_activation", "hidden_act"), "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "geglu"}),
+        "tied": Option("tie_word_embeddings", True),
+        "qkv_bias": Option("attention_bias", False),
+        "out_bias": Option("attention_bias", False),
+    },
+    fixed=without(FIXED, "qkv_bias", "out_bias"),
+    tensors={path: Stored(row.name, row.dims, offset=1.0) if path in _NORMS else row for path, row in TENSORS.items()},
+    scale_embedding=True,
+)

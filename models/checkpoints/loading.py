@@ -1,0 +1,159 @@
+"""A checkpoint's tensors as a model: every device's shards are read as byte ranges, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from gspmd.display.units import amount_of_bytes, amount_of_seconds
+
+from ..config import ModelConfig
+from ..parameters import nested
+from ..shapes import stored_dtype
+from ..transformer import Transformer
+from .config import Described, described
+from .files import DTYPES, CheckpointError, Files
+from .sources import Source, sources
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What loading a checkpoint took in this process; `print` shows it.
+
+    Attributes:
+        tensors: tensors of the checkpoint that were read, in whole or in part.
+        bytes_read: bytes of them; equal to `file_bytes` less headers and unused tensors if this process has all shards.
+        file_bytes: size of the checkpoint's files.
+        host_bytes: most bytes of host memory held at once beside the arrays: the shard that was being read.
+        seconds: time from the first header to the last array.
+    """
+
+    tensors: int
+    bytes_read: int
+    file_bytes: int
+    host_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tensors} tensors, {amount_of_bytes(self.bytes_read)} of {amount_of_bytes(self.file_bytes)} read in "
+            f"{amount_of_seconds(self.seconds)}; {amount_of_bytes(self.host_bytes)} of host memory beside the arrays"
+        )
+
+
+def load(
+    directory: str | os.PathLike, layout: Any, mesh: Mesh, dtype: Any = jnp.bfloat16
+) -> tuple[Transformer, LoadReport]:
+    """Build the model of a public checkpoint, with every parameter placed by a layout.
+
+    Each device's shards are read as byte ranges of the files, a shard that several devices have once for all of them,
+    and one shard is in host memory at a time. All is checked before the first is read.
+
+    Args:
+        directory: a folder with config.json and model.safetensors, or with several such files and their index.
+        layout: a `gspmd.Layout`.
+        mesh: devices with the layout's axes.
+        dtype: of the computation and of the matrices; norms, biases and routers are float32.
+
+    Returns:
+        The model, as of `build`, and what loading took.
+
+    Raises:
+        CheckpointError: a ValueError: as `model_config`; or files are missing or truncated; or, all of them named,
+            tensors are missing, unexpected, misshapen or of another dtype.
+        LayoutError: a ValueError: the layout does not fit the model, or the model's sizes the mesh.
+
+    Differs: the layout may pad a dimension, or the model its vocabulary; what the checkpoint does not have is 0.
+    """
+    began = time.perf_counter()
+    checkpoint = described(directory)
+    config, dtype = checkpoint.config, jnp.dtype(dtype)
+    with Files(directory) as files, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        sizes = config.sizes(batch=1, length=1)
+        layout.check({dim: size for dim, size in sizes.items() if dim not in "BLTG"}, mesh)
+        table = sources(checkpoint, config, layout)
+        _check(checkpoint, config, table, files)
+        reader = _Reader(files, mesh, pool)
+        values = {path: reader.array(source, stored_dtype(source.row, dtype)) for path, source in table.items()}
+        report = LoadReport(
+            tensors=sum(1 for source in table.values() for _ in source.counts()),
+            bytes_read=reader.bytes,
+            file_bytes=files.bytes,
+            host_bytes=reader.most,
+            seconds=time.perf_counter() - began,
+        )
+    return Transformer(config, layout, nested(values), dtype), report
+
+
+def _check(checkpoint: Described, config: ModelConfig, table: dict[str, Source], files: Files) -> None:
+    """Raise one error for all tensors that are not as the model needs them."""
+    wanted = {source.name(each): source.shape for source in table.values() for each in source.counts()}
+    faults = list(_tensor_faults(wanted, files))
+    ignored = [*checkpoint.family.ignored, *([r"lm_head\.weight"] if config.tied else [])]
+    faults += [
+        f"{name} is in the checkpoint, and the model has no such tensor."
+        for name in files.tensors
+        if name not in wanted and not re.fullmatch("|".join(ignored), name)
+    ]
+    if faults:
+        raise CheckpointError(f"cannot load {checkpoint.family.architecture} from {str(files.directory)!r}:", faults)
+
+
+def _tensor_faults(wanted: dict[str, tuple[int, ...]], files: Files) -> Iterator[str]:
+    for name, shape in wanted.items():
+        tensor = files.tensors.get(name)
+        if tensor is None:
+            yield f"{name} is missing; the model needs it, of shape {shape}."
+        elif tensor.shape != shape:
+            yield f"{name} has shape {tensor.shape} in the checkpoint, and the model needs {shape}."
+        elif tensor.dtype not in DTYPES:
+            yield f"{name} is of dtype {tensor.dtype}, which is not read; {', '.join(DTYPES)} are."
+
+
+class _Reader:
+    """Reads parameters shard after shard, and counts bytes."""
+
+    def __init__(self, files: Files, mesh: Mesh, pool: ThreadPoolExecutor):
+        self.files, self.mesh = files, mesh
+        self.bytes = self.most = 0
+        self.pool = pool
+
+    def array(self, source: Source, dtype: np.dtype) -> jax.Array:
+        """A whole parameter; each process makes the shards of its own devices."""
+        shape, sharding = source.row.shape, NamedSharding(self.mesh, source.row.spec.partition_spec())
+        devices_of: dict[tuple, list[jax.Device]] = {}
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape))
+            devices_of.setdefault(bounds, []).append(device)
+        arrays = []
+        for bounds, devices in devices_of.items():
+            shard = self._shard(source, tuple(slice(*bound) for bound in bounds), dtype)
+            arrays += [jax.device_put(shard, device) for device in devices]
+            # Until it is on the devices, the host holds it; the next one waits.
+            jax.block_until_ready(arrays)
+        return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+    def _shard(self, source: Source, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        shard = np.zeros([part.stop - part.start for part in index], dtype)
+        self.most = max(self.most, shard.nbytes)
+
+        def read(numbers: tuple[int, ...]) -> int:
+            place, region = source.piece(index, numbers)
+            out = shard[place].transpose(source.order)
+            count = self.files.read_into(out, source.name(numbers), source.split, region)
+            if source.factor != 1.0 or source.stored.offset:
+                out[...] = source.factor * (out.astype(np.float32) + source.stored.offset)
+            return count
+
+        self.bytes += sum(self.pool.map(read, source.counts(index)))
+        return shard

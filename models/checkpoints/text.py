@@ -1,0 +1,169 @@
+"""Text to token ids and back, by a checkpoint's tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from .files import CheckpointError, read_json
+
+FILE = "tokenizer.json"
+
+
+class Tokenizer:
+    """A tokenizer of the library `tokenizers`, with the ids that end a text.
+
+    Attributes:
+        ends: ids of end-of-text tokens.
+        begin: id of the beginning-of-text token; None if none is named.
+        settings: tokenizer_config.json.
+
+    Args:
+        backend: the library's tokenizer.
+        ends: ids of end-of-text tokens.
+        begin: id of the beginning-of-text token.
+        settings: what tokenizer_config.json says.
+
+    Example:
+        >>> of_bytes = byte_tokenizer()
+        >>> of_bytes.encode("é!"), of_bytes.decode([195, 169, 33])
+        ([195, 169, 33], 'é!')
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        ends: Iterable[int] = (),
+        begin: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ):
+        self.backend, self.ends, self.begin, self.settings = backend, frozenset(ends), begin, dict(settings or {})
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Return the ids of a text.
+
+        Args:
+            text: any text.
+            special: whether to add what tokenizer.json adds around a text, such as a beginning-of-text token.
+        """
+        return self.backend.encode(text, add_special_tokens=special).ids
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of ids; bytes that are no UTF-8 become U+FFFD.
+
+        Args:
+            tokens: ids.
+            special: whether to show special tokens, such as that of the end of a text.
+        """
+        return self.backend.decode(list(tokens), skip_special_tokens=not special)
+
+    def stream(self) -> TextStream:
+        """Return what decodes ids one after another, for text that is shown while it is generated."""
+        return TextStream(self)
+
+    def __len__(self) -> int:
+        """Number of ids, with those of added tokens."""
+        return self.backend.get_vocab_size()
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Write tokenizer.json and tokenizer_config.json to a folder."""
+        self.backend.save(str(Path(directory) / FILE))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | self.settings
+        text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+        (Path(directory) / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+class TextStream:
+    """Ids to text, one at a time: the pieces joined are the text of all ids.
+
+    A character whose UTF-8 bytes are spread over several tokens comes with the last of them.
+
+    Example:
+        >>> stream = byte_tokenizer().stream()
+        >>> [stream.add(token) for token in "né".encode()], stream.end()
+        (['n', '', 'é'], '')
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._shown = ""
+        self._decoder = decoders.DecodeStream(skip_special_tokens=True)
+
+    def add(self, token: int) -> str:
+        """Return the text that another id completes; empty in the middle of a character."""
+        self._tokens.append(int(token))
+        piece = self._decoder.step(self._tokenizer.backend, int(token)) or ""
+        self._shown += piece
+        return piece
+
+    def end(self) -> str:
+        """Return what was held back: U+FFFD for bytes of a character that was not completed."""
+        return self._tokenizer.decode(self._tokens)[len(self._shown) :]
+
+
+def tokenizer(directory: str | os.PathLike) -> Tokenizer:
+    """Read a checkpoint's tokenizer.
+
+    The ids that end a text are those of generation_config.json, else of config.json, else the `eos_token` of
+    tokenizer_config.json; that of its beginning likewise. Whether a prompt begins with it is for tokenizer.json to say.
+
+    Args:
+        directory: the checkpoint's folder, with tokenizer.json.
+
+    Raises:
+        CheckpointError: a ValueError: tokenizer.json is missing or cannot be read.
+    """
+    folder = Path(directory)
+    doing = f"cannot read the tokenizer of checkpoint {str(folder)!r}:"
+    if not (folder / FILE).exists():
+        others = [name for name in ("tokenizer.model", "vocab.json", "vocab.bpe") if (folder / name).exists()]
+        remedy = (
+            f"there is {' and '.join(others)}; convert it: transformers' AutoTokenizer.from_pretrained(DIR)"
+            ".save_pretrained(DIR) writes tokenizer.json."
+            if others
+            else "take it from where the checkpoint comes from."
+        )
+        raise CheckpointError(doing, [f"{FILE} is missing; {remedy}"])
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(folder / FILE))
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(doing, [f"{FILE} cannot be read: {error}."]) from None
+    settings = _optional(folder / "tokenizer_config.json", doing)
+    ids = {}
+    for name in ("eos", "bos"):
+        found = None
+        for file in ("generation_config.json", "config.json"):
+            found = found if found is not None else _optional(folder / file, doing).get(f"{name}_token_id")
+        token = settings.get(f"{name}_token")
+        if found is None and token is not None:
+            found = backend.token_to_id(token["content"] if isinstance(token, dict) else token)
+        ids[name] = [] if found is None else found if isinstance(found, list) else [found]
+    return Tokenizer(backend, ids["eos"], ids["bos"][0] if ids["bos"] else None, settings)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Return the tokenizer of models on bytes: an id is a byte of the text's UTF-8.
+
+    Example:
+        >>> byte_tokenizer().encode("def f"), len(byte_tokenizer())
+        ([100, 101, 102, 32, 102], 256)
+    """
+    # The library writes bytes as characters: a printable one as itself, the others as those from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=letters, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend)
+
+
+def _optional(path: Path, doing: str) -> dict[str, Any]:
+    return read_json(path, doing) if path.exists() else {}
