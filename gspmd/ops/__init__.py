@@ -6,7 +6,6 @@
 from importlib import import_module
 from typing import Any
 
-<<<<<<< HEAD
 # Each is imported when it is asked for: an einsum needs none of them. Type checkers read __init__.pyi instead.
 _HOMES = {
     "add_bias": "_bias", "argmax": "_argmax", "attention": "_attention", "cached_attention": "_attention",
@@ -16,22 +15,6 @@ _HOMES = {
 }  # fmt: skip
 
 __all__ = [*_HOMES]
-=======
-if TYPE_CHECKING:
-    from gspmd.ops._argmax import argmax
-    from gspmd.ops._attention import attention
-    from gspmd.ops._cross_entropy import cross_entropy
-    from gspmd.ops._embedding import embed
-    from gspmd.ops._global_norm import global_norm
-    from gspmd.ops._norm import rms_norm
-    from gspmd.ops._sample import sample
-    from gspmd.ops._softmax import logsumexp, softmax
-
-__all__ = ["argmax", "attention", "cross_entropy", "embed", "global_norm", "logsumexp", "rms_norm", "sample", "softmax"]
-
-# Each is imported when it is asked for: an einsum needs none of them.
-_HOMES = {"embed": "_embedding", "logsumexp": "_softmax", "rms_norm": "_norm"}
->>>>>>> w-sample
 
 
 def __getattr__(name: str) -> Any:
