@@ -1,6 +1,4 @@
-"""Attention to a cache, and writing to it: any placement, any lengths, against plain numpy, one row and head at a time."""
-
-from math import prod
+"""Attention to a cache and writing to it, wherever it lies, against plain numpy: one row and head at a time."""
 
 import jax
 import jax.numpy as jnp
@@ -131,3 +129,155 @@ def test_random_placements(seed, make_mesh, place):
     case.check(
         make_mesh(mesh, ("explicit", "auto")[seed % 2]), place, ("blocking", "xla", "looped", "blocking")[seed % 4]
     )
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 40))])
+def test_writes_each_row_at_its_own_position(seed, make_mesh, place):
+    """Any placement of the cache and the new keys; what would stand beyond T is dropped; planned as compiled."""
+    mesh, case = random_case(seed)
+    layers, scales, mesh = 1 + seed % 2, seed % 3 == 2, make_mesh(mesh, ("explicit", "auto")[seed // 3 % 2])
+    new, cache = (np.stack([x] * layers) for x in (case.new[1], case.cache[0]))
+    specs = [gspmd.Spec.parse(spec) for spec in (case.held, case.key)]
+    if scales:
+        new, cache, specs = new[..., 0], cache[..., 0], [spec.without("D") for spec in specs]
+    stacked = [gspmd.Spec(("N", *spec.dims), ((), *spec.axes)) for spec in specs]
+    lowering = ("blocking", "looped", "xla")[seed % 3]
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        operands = [place(mesh, x, spec) for x, spec in zip((cache, new), stacked)]
+        write = jax.jit(lambda cache, new, lengths: write_cache(cache, new, *specs, lengths=lengths))
+        compiled = write.lower(*operands, case.lengths).compile()
+        planned = gspmd.trace(write, *operands, case.lengths)
+        got = compiled(*operands, case.lengths)
+    np.testing.assert_array_equal(got, written(cache, new, case.lengths))
+    assert got.sharding.is_equivalent_to(operands[0].sharding, got.ndim)
+    if lowering != "xla":
+        compared = gspmd.ledger(compiled, mesh).compare(planned)
+        assert not compared.differing, compared
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+def test_a_donated_cache_is_written_in_place(lowering, make_mesh):
+    """Temporary memory does not grow with the cache."""
+    mesh, temporary = make_mesh({"x": 2, "y": 2}), []
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        for length in (64, 4096):
+            spec = jax.P(None, "x", "y")
+            cache = jax.ShapeDtypeStruct((2, 4, length, 1, 8), "float32", sharding=jax.NamedSharding(mesh, spec))
+            new, lengths = jax.ShapeDtypeStruct((2, 4, 3, 1, 8), "float32"), jax.ShapeDtypeStruct((4,), "int32")
+
+            def write(cache, new, lengths):
+                return write_cache(cache, new, "B_xT_yKD", "BLKD", lengths=lengths)
+
+            stats = jax.jit(write, donate_argnums=0).lower(cache, new, lengths).compile().memory_analysis()
+            assert stats.alias_size_in_bytes >= 2 * 2 * length // 2 * 8 * 4
+            temporary.append(stats.temp_size_in_bytes)
+    assert temporary[0] == temporary[1]
+
+
+def test_int8_heads():
+    """Within half a step of every number, a step being the head's largest magnitude over 127; zeros stay zeros."""
+    x = np.random.default_rng(0).normal(size=(2, 5, 3, 16)).astype(np.float32)
+    x[0, 0] = 0
+    whole, scales = quantize_heads(x)
+    assert whole.dtype == jnp.int8
+    assert scales.dtype == jnp.float32
+    np.testing.assert_allclose(scales, np.abs(x).max(-1) / 127, rtol=1e-6)
+    assert (
+        np.abs(np.asarray(whole) * np.asarray(scales)[..., None] - x) <= 0.5001 * np.asarray(scales)[..., None]
+    ).all()
+    assert np.abs(whole).max() == 127
+
+
+# -- transformations --------------------------------------------------------------------------------------------------
+
+SIZES = {"B": 4, "L": 2, "T": 8, "H": 4, "K": 2, "D": 4}
+SPECS = ("B_xLH_yD", "B_xLK_yD", "BT_xK_yD")
+
+
+def test_scans_over_layers_and_batches(make_mesh, place):
+    """A scan over stacked layers, and jax.vmap over a dimension in front, give what each gives by itself."""
+    case, mesh = Case(np.random.default_rng(0), SIZES, SPECS), make_mesh({"x": 2, "y": 2})
+    one = plain(*case.new, *case.cache, case.lengths)
+    two = plain(*case.new, case.cache[0][::-1], case.cache[1], case.lengths)
+    with jax.set_mesh(mesh):
+        new = [place(mesh, x, spec) for x, spec in zip(case.new, case.specs)]
+        caches = [
+            jax.device_put(np.stack([x, x[::step]]), jax.NamedSharding(mesh, jax.P(None, None, "x", "y")))
+            for x, step in zip(case.cache, (-1, 1))
+        ]
+
+        def attend(cached_k, cached_v):
+            return cached_attention(*new, cached_k, cached_v, *SPECS, lengths=case.lengths)
+
+        scanned = jax.jit(lambda *caches: jax.lax.scan(lambda _, layer: (None, attend(*layer)), None, caches)[1])(
+            *caches
+        )
+        mapped = jax.jit(jax.vmap(attend))(*caches)
+    np.testing.assert_allclose(scanned, np.stack([one, two]), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(mapped, np.stack([one, two]), rtol=1e-5, atol=1e-5)
+
+
+def _operands(case):
+    return [jnp.asarray(x) for x in case.operands]
+
+
+def test_refuses_to_be_differentiated(make_mesh):
+    case = Case(np.random.default_rng(0), SIZES, ("BLHD", "BLKD", "BTKD"))
+    q, *rest = _operands(case)
+    with jax.set_mesh(make_mesh({"x": 2}, "auto")):
+        with pytest.raises(
+            gspmd.PlanError, match="cannot differentiate 'cached attention BLHD, BTKD': a cache is read"
+        ):
+            jax.grad(lambda q: cached_attention(q, *rest, "BLHD", "BLKD", "BTKD", lengths=case.lengths).sum())(q)
+        with pytest.raises(gspmd.PlanError, match="cannot differentiate 'cache NBTKD, NBLKD': a cache is written"):
+            jax.grad(lambda x: write_cache(x[None], rest[0][None], "BTKD", "BLKD", lengths=case.lengths).sum())(rest[2])
+
+
+def test_refuses_what_does_not_agree(make_mesh):
+    case = Case(np.random.default_rng(0), SIZES, SPECS)
+    q, k, v, cached_k, cached_v = _operands(case)
+
+    def message(*operands, specs=("BLHD", "BLKD", "BTKD"), lengths=case.lengths, kind=gspmd.SpecError, **more):
+        with jax.set_mesh(make_mesh({"x": 2}, "auto")), pytest.raises(kind) as error:
+            cached_attention(*operands, *specs, lengths=lengths, **more)
+        return str(error.value)
+
+    assert message(q, k[:, :1], v[:, :1], cached_k, cached_v).splitlines() == [
+        "cannot attend from 'BLHD' to the cache 'BTKD'",
+        "    BLKD",
+        "     ^",
+        "  there are 2 queries in a row, and 1 keys.",
+    ]
+    assert "2 key heads do not divide 3 heads." in message(q[:, :, :3], k, v, cached_k, cached_v)
+    assert "batch 4 has a cache of 2 rows." in message(q, k, v, cached_k[:2], cached_v[:2])
+    assert "cached heads are (1, 4), new (2, 4)." in message(q, k, v, cached_k[:, :, :1], cached_v[:, :, :1])
+    assert "lengths have shape (3,), and have to be one a row." in message(
+        q, k, v, cached_k, cached_v, lengths=case.lengths[:3]
+    )
+    assert "one is missing" in message(q, k, v, cached_k, cached_v, key_scales=cached_k[..., 0])
+    sharded = message(q, k, v, cached_k, cached_v, specs=("BLHD", "BLKD", "BTKD_x"), kind=gspmd.PlanError)
+    assert "the head size is sharded over x, and every device needs whole heads." in sharded
+    assert "Use 'BTKD', or shard another dimension." in sharded
+
+
+def test_refuses_to_write_what_does_not_agree(make_mesh):
+    cache, new = jnp.zeros((2, 4, 8, 2, 4)), jnp.zeros((2, 4, 3, 2, 4))
+
+    def message(cache, new, rows=4):
+        lengths = np.zeros(rows, np.int32)
+        with jax.set_mesh(make_mesh({"x": 2}, "auto")), pytest.raises(gspmd.SpecError) as error:
+            write_cache(cache, new, "BTKD", "BLKD", lengths=lengths)
+        return str(error.value)
+
+    assert message(cache, new[:, :, :, :1]).splitlines() == [
+        "cannot write 'BLKD' to the cache 'BTKD'",
+        "    NBLKD",
+        "      ^",
+        "  new heads are (1, 4), and cached (2, 4).",
+    ]
+    assert "1 new layers, and 2 cached." in message(cache, new[:1])
+    assert "new keys are float32, and the cache is int8: cast them." in message(cache.astype("int8"), new)
+    assert "lengths have shape (2,), and have to be one a row." in message(cache, new, rows=2)
