@@ -78,6 +78,9 @@ def quantize_heads(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     Returns:
         int8 [..., D] between -127 and 127, and float32 scales [...], the largest magnitude over 127.
 
+    Raises:
+        SpecError: `x` is a scalar, or no array.
+
     Example:
         >>> whole, scale = quantize_heads(jnp.array([[2.54, -1.27], [0.0, 0.0]]))
         >>> print(whole, scale)
@@ -85,7 +88,9 @@ def quantize_heads(x: jax.Array) -> tuple[jax.Array, jax.Array]:
          [  0   0]] [0.02 0.  ]
     """
     x = array("cannot quantize heads", "x", x, "real numbers").astype(jnp.float32)
-    scales = jnp.max(jnp.abs(x), axis=-1) / 127
+    if not x.ndim:
+        raise SpecError("cannot quantize heads: x is one number.\n  Its last dimension has to be the head size.")
+    scales = jnp.max(jnp.abs(x), axis=-1, initial=0.0) / 127
     steps = x / jnp.where(scales > 0, scales, 1)[..., None]
     return jnp.round(steps).astype(jnp.int8), scales
 
