@@ -19,7 +19,8 @@ from gspmd.ops._attention import attention
 from gspmd.ops._norm import rms_norm
 
 from .config import ModelConfig, RopeScaling
-from .vectors import biased, norm, optional
+from .parameters import padded_dimensions
+from .vectors import biased, masked, norm, optional
 
 
 class Past(Protocol):
@@ -45,6 +46,7 @@ class Attention(nnx.Module):
         self.b_q, self.b_k, self.b_v = (optional(weights, name) for name in ("b_q", "b_k", "b_v"))
         self.q_norm, self.k_norm = optional(weights, "q_norm"), optional(weights, "k_norm")
         self.w_o, self.b_o = nnx.Param(weights["w_o"]), optional(weights, "b_o")
+        self.padded = padded_dimensions(config, layout).get("H")
 
     def __call__(self, x: jax.Array, past: Past | None = None) -> jax.Array:
         """The output [B, L, E] that is added to the residual stream, placed as `attention.residual`."""
@@ -68,9 +70,11 @@ class Attention(nnx.Module):
         """
         (q, k, v), query, key = self.heads(q, k, v), self.specs.query, self.specs.key
         if past is None:
-            return attention(rotate(q, self.config), rotate(k, self.config), v, query, key, causal=True)
-        q, k = (rotate(x, self.config, past.positions(spec)) for x, spec in ((q, query), (k, key)))
-        return past.attend(q, k, v, query, key)
+            out = attention(rotate(q, self.config), rotate(k, self.config), v, query, key, causal=True)
+        else:
+            q, k = (rotate(x, self.config, past.positions(spec)) for x, spec in ((q, query), (k, key)))
+            out = past.attend(q, k, v, query, key)
+        return masked(out, self.padded, "H", query)
 
     def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Projected queries, keys and values with the biases and the norms of heads that the model has."""
