@@ -135,6 +135,9 @@ QWEN3 = Family(
     window=(4096, False),
 )
 
+#: Its first files say gelu, and mean the tanh form.
+GEMMA_GELU = {"gelu_pytorch_tanh": "geglu", "gelu": "geglu"}
+
 #: Gemma's norms scale by 1 + w, so that weight decay draws them to 1.
 _NORMS = ("attention.norm", "ffn.norm", "output.norm")
 
@@ -145,7 +148,7 @@ GEMMA = Family(
     options=OPTIONS
     | {
         "head_size": Option("head_dim", 256),
-        "activation": Option(("hidden_activation", "hidden_act"), "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "geglu"}),
+        "activation": Option(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh", GEMMA_GELU),
         "tied": Option("tie_word_embeddings", True),
         "qkv_bias": Option("attention_bias", False),
         "out_bias": Option("attention_bias", False),
