@@ -9,19 +9,13 @@ from .family import Family, Option, Stored
 
 LAYER = "model.layers.{N}"
 
-
-def head_size(json: Mapping[str, Any]) -> int:
-    """The width of a head where config.json does not say it."""
-    return json.get("hidden_size", 0) // max(1, json.get("num_attention_heads", 1))
-
-
 SIZES = {
     "vocabulary": Option("vocab_size"),
     "embed": Option("hidden_size"),
     "layers": Option("num_hidden_layers"),
     "heads": Option("num_attention_heads"),
-    "kv_heads": Option("num_key_value_heads", lambda json: json.get("num_attention_heads")),
-    "head_size": Option("head_dim", head_size),
+    "kv_heads": Option("num_key_value_heads", lambda fields: fields["heads"]),
+    "head_size": Option("head_dim", lambda fields: fields["embed"] // fields["heads"]),
     "feed_forward": Option("intermediate_size"),
 }
 
