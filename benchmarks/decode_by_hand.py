@@ -1,23 +1,23 @@
-"""PaLM's prefill and decode step in plain JAX and shard_map: what the same programs in notation are measured against.
+"""PaLM's prefill and decode step in plain JAX and shard_map: what the same in notation is measured against.
 
-    python benchmarks/decode_by_hand.py                # the four rows of Pope et al. 2022, table 2, compiled for 64 TPU v4
+    python benchmarks/decode_by_hand.py           # the four rows of Pope et al. 2022, table 2, compiled for 64 TPU v4
     python benchmarks/decode_by_hand.py --row decode-64-int8 --hlo decode.hlo
 
-Nothing here but the measuring at the end uses gspmd. A parallel block (one norm, one gather of its input, one reduction
-of its output), multiquery attention, SwiGLU, rotary positions, a scan over layers; weights in bfloat16, or in int8 with a
-float32 scale for each column of a result. In notation:
+Nothing here but the measuring at the end uses gspmd. A parallel block (one norm, one gather of its input, one
+reduction of its output), multiquery attention, SwiGLU, rotary positions, a scan over layers; weights in bfloat16, or
+in int8 with a float32 scale for each column of a result. In notation:
 
     decode                  weights E_xF_yz, H_yzDE_x; residual BE_xyz; attention and cache over the batch, B_xyz
     prefill, stationary     the same weights; attention over the heads, H_yzx; keys and values whole
     prefill, gathered       the same stored weights, each gathered whole before its product; everything else over B_xyz
 
-The cache [N, B, T, 1, D] is only read inside of the scan. Its layers return the new keys and values, and one write after
-the scan puts them in their places, so that nothing copies a cache.
+The cache [N, B, T, 1, D] is only read inside of the scan. Its layers return the new keys and values, and one write
+after the scan puts them in their places, so that nothing copies a cache.
 """
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def gather(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
 
 
 def scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Reduce-scatter along a dimension; with the pieces in front, for the TPU compiler makes an all-reduce of others."""
+    """Reduce-scatter along a dimension; its pieces stand in front, or the TPU compiler makes it an all-reduce."""
     x = jnp.moveaxis(x, dim, 0)
     pieces = x.reshape(lax.axis_size(axes), -1, *x.shape[1:])
     return jnp.moveaxis(lax.psum_scatter(pieces, axes, scatter_dimension=0), 0, dim)
@@ -246,10 +246,17 @@ def arguments(sizes: Sizes, mesh: Mesh) -> tuple[dict, tuple[jax.ShapeDtypeStruc
 def program(name: str, sizes: Sizes, mesh: Mesh) -> tuple[Callable, tuple, tuple[int, ...]]:
     """A program by its name in `ROWS`, its abstract arguments, and which of these it may overwrite."""
     weights, cache = arguments(sizes, mesh)
-    ints = lambda *shape, spec=P(): jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
+
+    def ints(*shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
+
     vocabulary, rows = P(None, XYZ), P(None, XYZ)
     if name == "decode":
-        fn, args, out = decode(sizes), (weights, *cache, ints(sizes.batch), ints(sizes.batch)), (vocabulary, rows, rows)
+        fn, args, out = (
+            decode(sizes),
+            (weights, *cache, ints(sizes.batch, spec=P()), ints(sizes.batch, spec=P())),
+            (vocabulary, rows, rows),
+        )
         donated = (1, 2)
     else:
         gathered = name == "gathered"

@@ -79,8 +79,8 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
     """Bytes that an instruction reads from main memory and writes to it.
 
     Arrays in on-chip memory (`S(1)`, ... in their layouts) do not count. Of a sliced array the slice counts, of one
-    updated in place, or scattered into, the update. An array in host memory (`S(5)`) counts as if in main memory, a lower bound: the link
-    to the host is slower.
+    updated in place, or scattered into, the update. An array in host memory (`S(5)`) counts as if in main memory, a
+    lower bound: the link to the host is slower.
 
     Source: memory spaces as openxla/xla numbers them, `Layout::kHostMemorySpace` (`layout.h`).
     """
