@@ -8,27 +8,33 @@ relative, so that it is whole under either name.
 """
 
 from .config import ModelConfig
-from .decoding import generate
+from .decoding import Cache, Generator, Sampling, abstract_cache, decode_step, empty_cache, prefill_step
 from .objective import batch_spec, loss
 from .parameters import gradient_specs, optimizer_specs, parameter_specs
 from .shapes import abstract, abstract_batch, abstract_key, abstract_tokens, activation_specs
 from .transformer import Transformer, arrays, build, with_arrays
 
 __all__ = [
+    "Cache",
+    "Generator",
     "ModelConfig",
+    "Sampling",
     "Transformer",
     "abstract",
     "abstract_batch",
+    "abstract_cache",
     "abstract_key",
     "abstract_tokens",
     "activation_specs",
     "arrays",
     "batch_spec",
     "build",
-    "generate",
+    "decode_step",
+    "empty_cache",
     "gradient_specs",
     "loss",
     "optimizer_specs",
     "parameter_specs",
+    "prefill_step",
     "with_arrays",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,16 @@ from .config import ModelConfig, RopeScaling
 from .vectors import biased, norm, optional
 
 
+class Past(Protocol):
+    """The cached keys and values of one layer, for an attention that reads on where they end."""
+
+    def positions(self, spec: Spec) -> jax.Array:
+        """The positions [B, L] of the tokens that are read, placed as B and L of `spec`."""
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec) -> jax.Array:
+        """Attention of rotated queries to the cache and to the keys and values given, which it keeps."""
+
+
 class Attention(nnx.Module):
     """Causal self-attention on the residual stream.
 
@@ -36,26 +46,31 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = optional(weights, "q_norm"), optional(weights, "k_norm")
         self.w_o, self.b_o = nnx.Param(weights["w_o"]), optional(weights, "b_o")
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, past: Past | None = None) -> jax.Array:
         """The output [B, L, E] that is added to the residual stream, placed as `attention.residual`."""
         at = self.specs
         y = norm(self.config, x, self.norm, self.norm_bias, at.residual, at.norm, at.norm_bias)
-        return self.attend(y, at.residual)
+        return self.attend(y, at.residual, past)
 
-    def attend(self, y: jax.Array, residual: Spec) -> jax.Array:
+    def attend(self, y: jax.Array, residual: Spec, past: Past | None = None) -> jax.Array:
         """Attention of a normed input [B, L, E]; input and output are placed as `residual`."""
         at = self.specs
         into = Equation.product(residual, (at.w_q, at.w_k, at.w_v), (at.query, at.key, at.key))
         q, k, v = gspmd.einsum(into, y, self.weights_in(), via=heads_in(at))
         out = Equation.product(at.query, at.w_o, residual)
-        added = gspmd.einsum(out, self.core(q, k, v), self.weight_out(), via=at.out_via)
+        added = gspmd.einsum(out, self.core(q, k, v, past), self.weight_out(), via=at.out_via)
         return biased(added, self.b_o, residual, at.b_o)
 
-    def core(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Softmax attention of projected queries [B, L, H, D] and keys [B, L, K, D], placed as the queries."""
-        q, k, v = self.heads(q, k, v)
-        q, k = rotate(q, self.config), rotate(k, self.config)
-        return attention(q, k, v, self.specs.query, self.specs.key, causal=True)
+    def core(self, q: jax.Array, k: jax.Array, v: jax.Array, past: Past | None = None) -> jax.Array:
+        """Softmax attention of projected queries [B, L, H, D] and keys [B, L, K, D], placed as the queries.
+
+        The sequences begin here, or go on after their `past`.
+        """
+        (q, k, v), query, key = self.heads(q, k, v), self.specs.query, self.specs.key
+        if past is None:
+            return attention(rotate(q, self.config), rotate(k, self.config), v, query, key, causal=True)
+        q, k = (rotate(x, self.config, past.positions(spec)) for x, spec in ((q, query), (k, key)))
+        return past.attend(q, k, v, query, key)
 
     def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Projected queries, keys and values with the biases and the norms of heads that the model has."""

@@ -14,7 +14,7 @@ from gspmd.annotate.equation import Equation, Via
 from gspmd.layouts.section import SectionSpecs
 from gspmd.layouts.vias import heads_in
 
-from .attention import Attention
+from .attention import Attention, Past
 from .config import ModelConfig
 from .experts import Experts, moved
 from .feed_forward import FeedForward
@@ -30,12 +30,18 @@ class Block(nnx.Module):
         _feed_forward(self, config, layout, weights, dtype)
 
     def __call__(
-        self, x: jax.Array, *, key: jax.Array | None, train: bool, mask: jax.Array | None = None
+        self,
+        x: jax.Array,
+        *,
+        key: jax.Array | None,
+        train: bool,
+        mask: jax.Array | None = None,
+        past: Past | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The residual stream after the block, and the figures of its experts, if it has any."""
         attention, ffn = self.residuals
         with part(self.layout, "attention"):
-            x = x + self.attention(x)
+            x = x + self.attention(x, past)
         x = moved(x, attention, ffn)
         with part(self.layout, "ffn" if self.moe is None else "moe"):
             y, figures = (self.ffn(x), {}) if self.moe is None else self.moe(x, key=key, train=train, mask=mask)
@@ -56,19 +62,25 @@ class ParallelBlock(nnx.Module):
         _feed_forward(self, config, layout, weights, dtype)
 
     def __call__(
-        self, x: jax.Array, *, key: jax.Array | None, train: bool, mask: jax.Array | None = None
+        self,
+        x: jax.Array,
+        *,
+        key: jax.Array | None,
+        train: bool,
+        mask: jax.Array | None = None,
+        past: Past | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The residual stream after the block, and the figures of its experts, if it has any."""
         with part(self.layout, "ffn" if self.moe is None else "moe"):
             ffn = self.specs
             y = norm(self.config, x, self.norm, self.norm_bias, ffn.residual, ffn.norm, ffn.norm_bias)
             if self.moe is None:
-                return x + self.both(y), {}
+                return x + self.both(y, past), {}
             added, figures = self.moe.mix(y, key=key, train=train, mask=mask)
         with part(self.layout, "attention"):
-            return x + self.attention.attend(y, self.specs.residual) + added, figures
+            return x + self.attention.attend(y, self.specs.residual, past) + added, figures
 
-    def both(self, y: jax.Array) -> jax.Array:
+    def both(self, y: jax.Array, past: Past | None = None) -> jax.Array:
         """Attention and feed-forward of one normed input [B, L, E], added before their partial sums are reduced."""
         at, ffn = self.attention.specs, self.specs
         weights, results = (at.w_q, at.w_k, at.w_v), (at.query, at.key, at.key)
@@ -82,7 +94,7 @@ class ParallelBlock(nnx.Module):
             Equation.sum_of([(ffn.hidden, ffn.w_out), (at.query, at.w_o)], ffn.residual),
             self.ffn.activate(*hidden),
             self.ffn.weight_out(),
-            self.attention.core(q, k, v),
+            self.attention.core(q, k, v, past),
             self.attention.weight_out(),
             via=_sum(ffn.out_via, at.out_via),
         )

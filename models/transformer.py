@@ -14,12 +14,10 @@ import gspmd
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
 from gspmd.layouts.section import SectionSpecs
-from gspmd.layouts.vias import whole_length
 from gspmd.ops._embedding import embed
 
 from .blocks import Block, ParallelBlock, part
 from .config import ModelConfig
-from .experts import moved, tokens_spec
 from .parameters import initialise, nested, parameters
 from .vectors import biased, norm, optional
 
@@ -54,7 +52,7 @@ class Transformer(nnx.Module):
         return self.logits(x), figures
 
     def hidden(
-        self, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = False, mask: jax.Array | None = None
+        self, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = False
     ) -> tuple[jax.Array, Figures]:
         """The residual stream [B, L, E] after the last block, before the last norm, and the experts' figures.
 
@@ -62,13 +60,9 @@ class Transformer(nnx.Module):
             tokens: [B, L] integers, placed as `embedding.tokens`.
             key: random key of the routers, for training.
             train: whether to use the routers' random draws and capacity of training.
-            mask: [B, L] bool, placed as the tokens, False for padding, which takes no slot of an expert; causal
-                attention needs no mask for padding after the text. None when every token is real.
         """
         with part(self.layout, "embedding"):
             x = self.embedding(tokens)
-        if mask is not None and self.config.moe:
-            mask = moved(mask, self.layout.spec("embedding.tokens"), tokens_spec(self.layout))
         definition, weights = nnx.split(self.blocks)
         repeats = self.config.layers // self.config.period
         keys = None if key is None else jax.random.split(key, repeats)
@@ -77,7 +71,7 @@ class Transformer(nnx.Module):
             weights, key = layer
             figures: Figures = {}
             for block in nnx.merge(definition, weights):
-                x, of_block = block(x, key=key, train=train, mask=mask)
+                x, of_block = block(x, key=key, train=train)
                 figures |= of_block
             return x, figures
 
@@ -85,16 +79,11 @@ class Transformer(nnx.Module):
         remat = self.config.remat and repeats > 1
         return jax.lax.scan(jax.checkpoint(step) if remat else step, x, (weights, keys))
 
-    def logits(self, x: jax.Array, *, short: bool = False) -> jax.Array:
-        """Logits of a residual stream, both placed by the layout; float32.
-
-        Args:
-            x: [B, L, E], placed as `stream`.
-            short: whether L is unsharded in every tensor, for a few positions that the mesh need not divide.
-        """
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Float32 logits [B, L, V] of a residual stream [B, L, E] that is placed as `stream`."""
         tied = self.embedding.table if self.config.tied else None
         with part(self.layout, "output"):
-            return self.output(x, tied, short)
+            return self.output(x, tied)
 
 
 class Embedding(nnx.Module):
@@ -122,15 +111,13 @@ class Output(nnx.Module):
         self.table, self.bias = optional(weights, "table"), optional(weights, "bias")
         self.vocabulary, self.rows = config.vocabulary, config.table_rows
 
-    def __call__(self, x: jax.Array, tied: nnx.Param | None, short: bool = False) -> jax.Array:
-        """Float32 logits [B, L, V] of x, whose length is unsharded if `short`."""
-        residual, logits, via = self.residual, self.specs.logits, self.specs.in_via
-        if short:
-            residual, logits, via = residual.with_axes("L", ()), logits.with_axes("L", ()), whole_length(via)
+    def __call__(self, x: jax.Array, tied: nnx.Param | None) -> jax.Array:
+        """Float32 logits [B, L, V] of x."""
+        residual, logits = self.residual, self.specs.logits
         table = (self.table if tied is None else tied)[...].astype(self.dtype)
         y = norm(self.config, x, self.norm, self.norm_bias, residual, self.specs.norm, self.specs.norm_bias)
         equation = Equation.product(residual, self.table_spec, logits)
-        product = gspmd.einsum(equation, y, table, via=via, preferred_element_type=jnp.float32)
+        product = gspmd.einsum(equation, y, table, via=self.specs.in_via, preferred_element_type=jnp.float32)
         product = biased(product, self.bias, logits, self.specs.bias)
         return product if self.rows == self.vocabulary else product + self._padding(logits)
 

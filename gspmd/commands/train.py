@@ -9,7 +9,7 @@ Figures, events, checkpoints and pictures go to --out.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -162,8 +162,6 @@ def in_short(settings: Settings, layout: Layout, mesh: Mesh) -> str:
 
 def sample(training: TrainingConfig, model: models.Transformer) -> str:
     """Text that the model continues the prompt with."""
-    if moe := model.config.moe:  # here every row is a group, since the groups were those of a training batch
-        model.config = replace(model.config, moe=replace(moe, groups=None))
-    prompt = training.prompt.encode()
-    tokens = models.generate(model, list(prompt), training.sample_bytes, key=jax.random.key(training.seed))
-    return (prompt + bytes(tokens[0].astype(np.uint8))).decode(errors="replace")
+    prompt, drawn = training.prompt.encode(), models.Sampling(temperature=0.8)
+    texts = models.Generator(model)([list(prompt)], training.sample_bytes, sampling=drawn, seed=training.seed).texts
+    return (prompt + bytes(texts[0])).decode(errors="replace")

@@ -15,6 +15,7 @@ from gspmd.layouts.rules.check import faults_of, mesh_faults
 from gspmd.layouts.rules.keys import OVERRIDES, PARTS, PHASES
 from gspmd.layouts.rules.table import LayoutTable
 from gspmd.layouts.section import Section, Table, look_up
+from gspmd.layouts.storage import position_specs, stored_specs
 from gspmd.lowerings.default import checked
 
 # Error messages propose numbers of devices that divide the sizes, up to this far from the requested one.
@@ -153,6 +154,29 @@ class Layout(LayoutTable):
         if not isinstance(name, str) or name not in PHASES:
             raise _unknown("phase", name, PHASES)
         return replace(self, table=_joined(self.table, self.overrides.get(name, {})))
+
+    def stored_as(self, other: "Layout") -> "Layout":
+        """Return this layout with the parameters and the cache where `other` has them.
+
+        So one set of stored weights serves both: this layout's equations move them to where they need them.
+
+        Raises:
+          LayoutError: the two are of different mesh axes.
+
+        >>> decode = Layout.load("weight-stationary-2d")
+        >>> prefill = Layout.load("weight-gathered-xyz").stored_as(decode)
+        >>> prefill["ffn.w_in"] == decode["ffn.w_in"], prefill["ffn.hidden"]
+        (True, 'B_xyzLF')
+        """
+        return self.override(stored_specs(self, other))
+
+    def one_position(self) -> "Layout":
+        """Return this layout for one position of every sequence: L, of size 1, is whole in every activation.
+
+        >>> Layout.load("megatron-1d").override({"ffn.residual": "B_xL_yzE"}).one_position()["ffn.residual"]
+        'B_xLE'
+        """
+        return self.override(position_specs(self.table))
 
     @property
     def lowering(self) -> str | None:

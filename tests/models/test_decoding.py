@@ -1,88 +1,91 @@
+"""Prefill and decode steps: the logits of a full forward pass at every position, whatever the layouts and chunks."""
+
+from dataclasses import dataclass
+
 import jax
 import numpy as np
 import pytest
 
+import gspmd
 import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
-from tests.models.conftest import put
+from gspmd_models.decoding import decode_step, for_serving, phases, prefill_step, served
+
+ROWS, LENGTH, ROOM = 8, 12, 16
+READ = np.array([1, 3, 8, 5, 8, 2, 7, 4])
+"""Tokens that the prefill reads of each row; the rest is decoded."""
 
 
-def continued(model, layout, mesh, **options):
-    with jax.set_mesh(mesh):
-        return models.generate(model, [3, 4, 5], 6, key=jax.random.key(2), window=8, **options)
+@dataclass(frozen=True)
+class Case:
+    """A model, the layouts in which it reads and decodes, and how."""
+
+    config: dict
+    decode: str
+    prefill: str | None = None
+    chunk: int = 4
+    lowering: str = "blocking"
+    devices: int = 8
+    mesh: dict | None = None
+    changes: dict | None = None
+
+    def __str__(self) -> str:
+        settings = ",".join(f"{name}={value}" for name, value in self.config.items() if name != "moe")
+        moe = "moe," * ("moe" in self.config)
+        return f"{moe}{settings}-{self.decode}-{self.prefill or 'same'}-{self.chunk}-{self.lowering}"
 
 
-def test_greedy_text_takes_the_largest_logit_each_time(config, one_device, make_mesh):
+def full_pass(settings, tokens, make_mesh):
+    """Logits of a whole forward pass on one device, [B, L, V], and the parameters by path."""
     layout = Layout.load("replicated")
-    model, mesh = one_device(config()), make_mesh(layout.mesh_for(1))
-    text = [3, 4, 5, *continued(model, layout, mesh, temperature=0)[0]]
+    mesh = make_mesh(layout.mesh_for(1))
     with jax.set_mesh(mesh):
-        read = jax.jit(lambda ids: model(ids)[0])
-        for at in range(3, 8):
-            window = np.zeros((1, 8), np.int32)
-            window[0, :at] = text[:at]
-            assert int(read(put(window, layout, mesh))[0, at - 1].argmax()) == text[at]
+        model = models.build(settings, layout, mesh, jax.random.key(0))
+        return np.asarray(jax.jit(lambda ids: model(ids)[0])(tokens))
 
 
-def test_a_row_is_the_same_on_every_mesh(config, one_device, placed, make_mesh):
-    model = one_device(config(moe=MoEConfig()))
-    rows = []
-    for name, devices, count in (("replicated", 1, 1), ("gshard", 8, 8), ("weight-stationary-2d", 8, 8)):
-        layout = Layout.load(name)
-        mesh = make_mesh(layout.mesh_for(devices))
-        found = continued(placed(model, layout, mesh), layout, mesh, temperature=1.0)
-        assert found.shape == (count, 6)
-        assert found.dtype == np.int32
-        rows.append(found[0])
-    assert rows[0].tolist() == rows[1].tolist() == rows[2].tolist()
+def read_and_decode(case, settings, tokens, make_mesh, axis_type="explicit", *, int8=False):
+    """Logits of the last token of every chunk of READ, by row and position, then of every decoded one."""
+    layout = Layout.load(case.decode).override(case.changes or {})
+    reading, writing = phases(layout, case.prefill and Layout.load(case.prefill))
+    mesh, found = make_mesh(case.mesh or layout.mesh_for(case.devices), axis_type), {}
+    with jax.set_mesh(mesh), gspmd.lowering(case.lowering):
+        model = models.build(settings, writing, mesh, jax.random.key(0))
+        weights, whole = models.arrays(model), jax.NamedSharding(mesh, jax.P())
+        prefill = jax.jit(prefill_step(served(model, reading)), donate_argnums=3)
+        decode = jax.jit(decode_step(model), donate_argnums=2)
+        cache = models.empty_cache(settings, writing, mesh, ROWS, ROOM, model.dtype, int8=int8)
+        where = models.abstract_tokens(reading, mesh, ROWS, case.chunk).sharding
+        for start in range(0, READ.max(), case.chunk):
+            counts = np.clip(READ - start, 0, case.chunk).astype(np.int32)
+            padded = np.pad(tokens, ((0, 0), (0, case.chunk)), constant_values=1)[:, start : start + case.chunk]
+            logits, cache = prefill(weights, jax.device_put(padded, where), jax.device_put(counts, whole), cache)
+            logits = np.asarray(logits)
+            found |= {(row, start + count - 1): logits[row] for row, count in enumerate(counts) if count}
+        for step in range(LENGTH - READ.max()):
+            at = READ + step
+            logits, cache = decode(weights, jax.device_put(tokens[np.arange(ROWS), at], whole), cache)
+            found |= {(row, at[row]): np.asarray(logits)[row] for row in range(ROWS)}
+    assert np.asarray(cache.lengths).tolist() == (READ + LENGTH - READ.max()).tolist()
+    return found
 
 
-@pytest.mark.parametrize("router", ["switch", "gshard"])
-def test_what_fills_the_window_takes_no_slot(config, one_device, make_mesh, router):
-    """Two slots for two first and two second choices: any slot that padding took would be missed."""
-    layout = Layout.load("replicated")
-    moe = MoEConfig(experts=2, router=router, evaluation_capacity_factor=2 * 2 / 8 / (1 + (router == "gshard")))
-    assert moe.evaluation().capacity(8) == 2
-    model, mesh = one_device(config(moe=moe)), make_mesh(layout.mesh_for(1))
-    with jax.set_mesh(mesh):
-        run = jax.jit(lambda ids, mask: model.hidden(ids, mask=mask)[0][:, :2])
-        mask = np.arange(8)[None] < 2
-        rows = [np.array([[7, 9, *[fill] * 6]], np.int32) for fill in (0, 7, 50)]
-        found = [run(put(row, layout, mesh), put(mask, layout, mesh)) for row in rows]
-    np.testing.assert_array_equal(found[0], found[1])
-    np.testing.assert_array_equal(found[0], found[2])
+def check(case, config, make_mesh, axis_type="explicit"):
+    settings = for_serving(config(**case.config))
+    tokens = np.random.default_rng(0).integers(0, settings.vocabulary, (ROWS, LENGTH)).astype(np.int32)
+    wanted = full_pass(settings, tokens, make_mesh)
+    for (row, at), logits in read_and_decode(case, settings, tokens, make_mesh, axis_type).items():
+        np.testing.assert_allclose(logits, wanted[row, at], rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
 
 
-def test_temperature_makes_rows_differ(config, make_mesh):
-    layout = Layout.load("data-parallel")
-    mesh = make_mesh(layout.mesh_for(2))
-    model = models.build(config(), layout, mesh, jax.random.key(0))
-    greedy, sampled = (continued(model, layout, mesh, temperature=t) for t in (0, 5.0))
-    assert greedy[0].tolist() == greedy[1].tolist()
-    assert sampled[0].tolist() != sampled[1].tolist()
+DIAGONAL = [
+    Case({"block": "parallel", "kv_heads": 1}, "weight-stationary-2d", "weight-gathered-xyz", chunk=3),
+    Case({"kv_heads": 4, "tied": False}, "megatron-1d", chunk=8, lowering="xla", mesh={"x": 2, "y": 4, "z": 1}),
+    Case({"moe": MoEConfig(router="gshard"), "layers": 2}, "gshard", lowering="looped"),
+]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "options", "message"),
-    [
-        ([], {}, "cannot continue an empty prompt; give at least one token"),
-        ([1], {"temperature": -1.0}, "temperature is -1.0; it must not be negative (0 takes the likeliest token)"),
-        ([1], {"window": 0}, "window is 0; it must be at least 1"),
-    ],
-)
-def test_what_cannot_be_continued_is_said(prompt, options, message):
-    with pytest.raises(ValueError) as error:
-        models.generate(None, prompt, 1, key=jax.random.key(0), **options)
-    assert str(error.value) == message
-
-
-def test_experts_that_choose_tokens_cannot_generate(config, one_device, make_mesh):
-    layout = Layout.load("replicated")
-    model = one_device(config(moe=MoEConfig(router="expert-choice")))
-    with pytest.raises(ValueError) as error:
-        continued(model, layout, make_mesh(layout.mesh_for(1)))
-    assert str(error.value) == (
-        "router expert-choice cannot generate text: its experts choose among all tokens of a group, so what it learned "
-        "depends on tokens that are not there yet. Train with another router to generate."
-    )
+@pytest.mark.parametrize("case", DIAGONAL, ids=str)
+def test_every_position_is_that_of_a_full_pass(case, config, make_mesh):
+    check(case, config, make_mesh)

@@ -1,0 +1,27 @@
+"""Text generation through a key/value cache.
+
+Reading order: cache, serving, steps, loop, prefix, batch, generator.
+"""
+
+from .cache import Cache, abstract_cache, cache_spec, empty_cache
+from .generator import Burst, Generated, Generator
+from .loop import Sampling, decode_loop
+from .serving import for_serving, phases, served
+from .steps import decode_step, prefill_step
+
+__all__ = [
+    "Burst",
+    "Cache",
+    "Generated",
+    "Generator",
+    "Sampling",
+    "abstract_cache",
+    "cache_spec",
+    "decode_loop",
+    "decode_step",
+    "empty_cache",
+    "for_serving",
+    "phases",
+    "prefill_step",
+    "served",
+]

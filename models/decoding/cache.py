@@ -1,0 +1,124 @@
+"""The key/value cache: what it holds, where it lies, and an empty one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from gspmd.annotate import Spec
+
+from ..config import ModelConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values of the tokens that a model has read, of all its layers: a pytree, donated from step to step.
+
+    Blocks repeat with a period, and there is one array for each place in it, with the N repeats stacked first; B rows
+    have room for T tokens each.
+
+    Attributes:
+        keys: rotated keys, one [N, B, T, K, D] for each place.
+        values: likewise.
+        key_scales: of an int8 cache, one float32 [N, B, T, K] for each place; None for any other.
+        value_scales: likewise.
+        lengths: [B] int32, the tokens of each row that are in the cache.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    key_scales: tuple[jax.Array, ...] | None
+    value_scales: tuple[jax.Array, ...] | None
+    lengths: jax.Array
+
+    @property
+    def layers(self) -> tuple[Any, ...]:
+        """All that has one entry for each layer, as arrays with N first: keys, values and their scales."""
+        return self.keys, self.values, self.key_scales, self.value_scales
+
+    @property
+    def room(self) -> int:
+        """T, the tokens that a row has room for."""
+        return self.keys[0].shape[2]
+
+
+def cache_spec(layout: Any) -> Spec:
+    """The spec [B, T, K, D] of the keys and values of one layer, as `Layout.cache` has it."""
+    return Spec.parse(layout.cache())
+
+
+def stacked(spec: Spec) -> Spec:
+    """The spec of all layers: `spec` with the layers N, which are whole on every device, before it."""
+    return Spec(("N", *spec.dims), ((), *spec.axes))
+
+
+def abstract_cache(
+    config: ModelConfig,
+    layout: Any,
+    mesh: jax.sharding.Mesh,
+    batch: int,
+    length: int,
+    dtype: Any,
+    *,
+    int8: bool = False,
+) -> Cache:
+    """Return the shapes, dtypes and shardings of an `empty_cache`; nothing is allocated.
+
+    Args:
+        config: of the model.
+        layout: whose `cache` says where keys and values lie.
+        mesh: devices with the layout's axes.
+        batch: rows B.
+        length: tokens T that a row has room for.
+        dtype: of keys and values.
+        int8: keep them as int8 instead, with a float32 scale for each token and head.
+
+    Raises:
+        SpecError: the mesh axes of B, T or K do not divide their sizes.
+
+    Example:
+        >>> from gspmd.layouts import Layout
+        >>> mesh, layout = jax.make_mesh((1, 1, 1), ("x", "y", "z")), Layout.load("weight-stationary-2d")
+        >>> cache = abstract_cache(ModelConfig(layers=2), layout, mesh, batch=4, length=32, dtype="bfloat16")
+        >>> cache.keys[0].shape, cache.keys[0].sharding.spec[1]
+        ((2, 4, 32, 8, 16), ('x', 'y', 'z'))
+    """
+    spec = cache_spec(layout)
+    shape = batch, length, config.kv_heads, config.head_size
+    spec.check(shape, dict(mesh.shape))
+    repeats, scales = config.layers // config.period, spec.without("D")
+
+    def tensors(spec: Spec, shape: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
+        where = NamedSharding(mesh, stacked(spec).partition_spec())
+        return (jax.ShapeDtypeStruct((repeats, *shape), dtype, sharding=where),) * config.period
+
+    held = tensors(spec, shape, jnp.int8 if int8 else jnp.dtype(dtype))
+    scaled = tensors(scales, shape[:3], jnp.float32) if int8 else None
+    return Cache(held, held, scaled, scaled, abstract_whole(mesh, (batch,), jnp.int32))
+
+
+def empty_cache(
+    config: ModelConfig,
+    layout: Any,
+    mesh: jax.sharding.Mesh,
+    batch: int,
+    length: int,
+    dtype: Any,
+    *,
+    int8: bool = False,
+) -> Cache:
+    """Return a cache without a token, each device with its own part; arguments and errors as of `abstract_cache`."""
+    shapes = abstract_cache(config, layout, mesh, batch, length, dtype, int8=int8)
+    with jax.set_mesh(mesh):
+        zeros = lambda leaf: jax.lax.full(leaf.shape, 0, leaf.dtype, sharding=leaf.sharding)  # noqa: E731
+        return jax.tree.map(zeros, shapes)
+
+
+def abstract_whole(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """An array that every device has whole, abstract."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, jax.P()))

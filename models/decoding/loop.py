@@ -1,0 +1,138 @@
+"""The decode loop on the devices: read a token of every row, sample the next one, until all rows have ended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from gspmd import ops
+from gspmd.annotate import Spec
+
+from ..blocks import part
+from ..experts import moved
+from ..transformer import Transformer
+from .cache import Cache
+from .steps import decode_step
+
+NOTHING = -1
+"""Stands in the output where a row has no token: it has ended."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn from the logits.
+
+    The filters apply in the order temperature, top-k, top-p (of what top-k left), min-p, as in `transformers`.
+
+    Example:
+        >>> Sampling(temperature=0.7, top_p=0.9).greedy
+        False
+
+    Raises:
+        ValueError: listing every setting out of its range.
+    """
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: int = 0
+    """Draw among the k likeliest tokens; 0 for all."""
+    top_p: float = 1.0
+    """Draw among the likeliest tokens whose probabilities add up to p."""
+    min_p: float = 0.0
+    """Draw among tokens at least min_p times as likely as the likeliest."""
+
+    def __post_init__(self) -> None:
+        faults = []
+        if not 0 <= self.temperature < math.inf:
+            faults.append(f"temperature is {self.temperature}; it must not be negative (0 takes the likeliest token)")
+        if self.top_k < 0:
+            faults.append(f"top_k is {self.top_k}; it must not be negative (0 keeps all tokens)")
+        if not 0 < self.top_p <= 1:
+            faults.append(f"top_p is {self.top_p}; it must be greater than 0, and at most 1 (1 keeps all tokens)")
+        if not 0 <= self.min_p <= 1:
+            faults.append(f"min_p is {self.min_p}; it must be between 0 (all tokens) and 1")
+        if faults:
+            raise ValueError("cannot sample:\n" + "\n".join(f"  {fault}" for fault in faults))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken, and nothing is drawn."""
+        return self.temperature == 0
+
+
+PLAIN = Sampling()
+"""Tokens as the model's probabilities have them."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """The texts that are being written, one in each row: what the loop carries, and is donated.
+
+    Attributes:
+        cache: of the tokens that are read.
+        tokens: [B] int32, each row's last token, which is not read yet.
+        left: [B] int32, how many tokens a row may still add; 0 for one that has ended.
+    """
+
+    cache: Cache
+    tokens: jax.Array
+    left: jax.Array
+
+
+Loop = Callable[[Mapping[str, jax.Array], Rows, jax.Array, jax.Array, jax.Array], tuple[Rows, jax.Array]]
+
+
+def decode_loop(model: Transformer, sampling: Sampling, stop: Sequence[int], steps: int) -> Loop:
+    """Build the loop: (weights, rows, seeds, alive, limit) -> (rows, tokens).
+
+    A row's random numbers are those of its seed and of the position in its text, so that a text does not depend on the
+    rows beside it, on the layout, or on where a burst of steps ends.
+
+    Args:
+        model: as for `decode_step`.
+        sampling: how tokens are drawn.
+        stop: tokens that end a row; they are not part of its text.
+        steps: at most so many in one call: a burst, whose tokens come to the host together.
+
+    Returns:
+        A pure function, to be compiled with the rows donated, of the weights, the rows, seeds [B] uint32, alive [B]
+        bool (False ends a row), and limit, an int32 scalar, how many of the steps to take. It returns the rows
+        and tokens [B, steps] int32, `NOTHING` after a row's end. Everything but the cache is whole on every device.
+    """
+    decode = decode_step(model)
+    spec = model.layout.one_position().spec("output.logits").without("L")
+    rows_spec, whole = spec.without("V"), Spec(("B",), ((),))
+
+    def drawn(logits: jax.Array, seeds: jax.Array, positions: jax.Array) -> jax.Array:
+        with part(model.layout, "output"), jax.named_scope("sample"):
+            options = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
+            found = ops.sample(logits, spec, "V", seeds=seeds, positions=positions, top_k=sampling.top_k, **options)
+            return moved(found, rows_spec, whole)
+
+    def loop(weights, rows: Rows, seeds, alive, limit) -> tuple[Rows, jax.Array]:
+        def unfinished(carry) -> jax.Array:
+            step, rows, _ = carry
+            return (step < limit) & jnp.any(rows.left > 0)
+
+        def one_step(carry):
+            step, rows, written = carry
+            logits, cache = decode(weights, rows.tokens, rows.cache)
+            active, tokens = rows.left > 0, drawn(logits, seeds, cache.lengths)
+            ends = jnp.isin(tokens, jnp.asarray(stop, jnp.int32)) if stop else jnp.zeros_like(active)
+            shown = jnp.where(active & ~ends, tokens, NOTHING)
+            written = jax.lax.dynamic_update_slice_in_dim(written, shown[:, None], step, axis=1)
+            cache = replace(cache, lengths=jnp.where(active, cache.lengths, rows.cache.lengths))
+            left = jnp.where(active & ~ends, rows.left - 1, 0)
+            return step + 1, Rows(cache, jnp.where(active, tokens, rows.tokens), left), written
+
+        rows = replace(rows, left=jnp.where(alive, rows.left, 0))
+        nothing = jnp.full((rows.tokens.shape[0], steps), NOTHING, jnp.int32)
+        _, rows, written = jax.lax.while_loop(unfinished, one_step, (jnp.int32(0), rows, nothing))
+        return rows, written
+
+    return loop

@@ -1,0 +1,100 @@
+"""Models as they are served: experts that drop nothing, and a layout for each phase over one set of stored weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from gspmd.annotate import Spec
+
+from ..config import ModelConfig
+from ..parameters import nested, parameter_specs
+from ..transformer import Transformer, arrays
+from .cache import cache_spec
+
+
+def phases(layout: Any, prefill: Any = None) -> tuple[Any, Any]:
+    """Return the layouts for reading prompts and for decoding, which store weights and cache alike.
+
+    Args:
+        layout: a `gspmd.Layout`; its phase `decode` is the one for decoding, and says how both store.
+        prefill: another one for reading prompts, of which the phase `prefill` is taken; `layout` when None.
+
+    Raises:
+        LayoutError: they are of different mesh axes.
+
+    Example:
+        >>> from gspmd.layouts import Layout
+        >>> stationary, gathered = Layout.load("weight-stationary-2d"), Layout.load("weight-gathered-xyz")
+        >>> prefill, decode = phases(stationary, gathered)
+        >>> prefill["ffn.w_in"], prefill["ffn.hidden"], decode["ffn.hidden"]
+        ('E_xF_yz', 'B_xyzLF', 'BLF_yzx')
+
+    Source: Pope et al. 2022 (arXiv 2211.05102), section 3.2.3: weights gathered for prefill, stationary for decoding.
+    """
+    decode = layout.phase("decode")
+    return (layout if prefill is None else prefill).phase("prefill").stored_as(decode), decode
+
+
+def for_serving(config: ModelConfig) -> ModelConfig:
+    """Return the config with which a model reads prompts and decodes: every token gets all the experts it asks for.
+
+    Experts with a capacity serve the tokens of a group in some order until their slots are taken, so what a token gets
+    depends on the other tokens of the group: on later ones too where a later token's first choice comes before its
+    second (gshard, st-moe) or where confident ones come first, and always on how many are read at a time. Text that
+    is read in chunks or token by token has no such group. So nothing is dropped here (`dispatch` "dropless"), and each
+    row is a group. The logits are those of a full forward pass wherever that one drops nothing.
+
+    Raises:
+        ValueError: the router lets experts choose among all tokens of a group.
+    """
+    moe = config.moe
+    if moe is None:
+        return config
+    if not moe.causal:
+        raise ValueError(
+            f"router {moe.router} cannot generate text: its experts choose among all tokens of a group, "
+            "so what it learned depends on tokens that are not there yet. Train with another router to generate."
+        )
+    return replace(config, moe=replace(moe, dispatch="dropless", groups=None))
+
+
+def served(model: Transformer, layout: Any) -> Transformer:
+    """Return the model as it is served in another layout; parameters that this one stores elsewhere are moved once."""
+    config, values = for_serving(model.config), arrays(model)
+    mesh = jax.sharding.get_mesh()
+    for path, (spec, _) in parameter_specs(config, layout).items():
+        where = jax.sharding.NamedSharding(mesh, spec.partition_spec())
+        if isinstance(values[path], jax.Array) and not isinstance(values[path], jax.core.Tracer):
+            values[path] = jax.device_put(values[path], where)
+    return Transformer(config, layout, nested(values), model.dtype)
+
+
+def one_position(model: Transformer) -> Transformer:
+    """Return the model in its layout for one position of every sequence, with L whole in every activation."""
+    return Transformer(model.config, model.layout.one_position(), nested(arrays(model)), model.dtype)
+
+
+def least_rows(config: ModelConfig, layout: Any, mesh: jax.sharding.Mesh) -> int:
+    """The smallest number of rows that the mesh axes of B divide in every activation and in the cache."""
+    batch = [spec.axes_of("B") for spec in (*_activations(layout), cache_spec(layout))]
+    if config.moe:
+        batch.append(layout.spec("moe.groups").axes_of("G"))
+    return _least(mesh, batch)
+
+
+def least_length(layout: Any, mesh: jax.sharding.Mesh) -> int:
+    """The smallest number of positions that the mesh axes of L divide in every activation."""
+    return _least(mesh, [spec.axes_of("L") for spec in _activations(layout)])
+
+
+def _activations(layout: Any) -> list[Spec]:
+    keys = ("attention.residual", "attention.query", "attention.key", "ffn.residual", "ffn.hidden")
+    return [layout.spec(key) for key in ("embedding.tokens", *keys, "output.logits")]
+
+
+def _least(mesh: jax.sharding.Mesh, held: list[tuple[str, ...]]) -> int:
+    return math.lcm(*(math.prod(mesh.shape[axis] for axis in axes) for axes in held))

@@ -1,0 +1,176 @@
+"""One step of reading: a chunk of prompts (prefill), or one token of every row (decode), through a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import gspmd
+from gspmd import ops
+from gspmd.annotate import Spec
+from gspmd.annotate.equation import Equation
+
+from ..blocks import part
+from ..experts import moved, tokens_spec
+from ..transformer import Transformer, stream, with_arrays
+from .cache import Cache, cache_spec
+from .serving import one_position
+
+Weights = Mapping[str, jax.Array]
+
+
+def prefill_step(model: Transformer) -> Callable[[Weights, jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]:
+    """Build the reading of one chunk of prompts: (weights, tokens, counts, cache) -> (logits, cache).
+
+    Chunk after chunk goes through the same program, the cache saying where each row goes on.
+
+    Args:
+        model: of `for_serving`, possibly abstract; its layout says where weights, activations and the cache lie.
+
+    Returns:
+        A pure function, to be compiled with the cache donated, of the weights (`arrays`), tokens [B, L] placed as
+        `embedding.tokens`, counts [B] int32, how many of a row's tokens are real (the rest is padding on the right),
+        and the cache. It returns float32 logits [B, V] after the last real token of each row, placed as
+        `output.logits` without L (meaningless for a row without one), and the cache with the tokens in it.
+    """
+
+    def prefill(weights: Weights, tokens: jax.Array, counts: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        placed = with_arrays(model, weights)
+        x, cache = _read(placed, tokens, counts, cache)
+        residual = stream(model.config, model.layout)
+        # The last real token by a product with ones and zeros, so that L may be sharded: it adds zeros to one number.
+        position = Spec(("B", "L"), (residual.axes_of("B"), residual.axes_of("L")))
+        chosen = jnp.arange(tokens.shape[1])[None] == counts[:, None] - 1
+        chosen = moved(chosen.astype(x.dtype), Spec(("B", "L"), ((), ())), position)
+        pick = Equation.product(residual, position, residual.without("L"))
+        last = gspmd.einsum(pick, x, chosen, precision=jax.lax.Precision.HIGHEST)
+        return _logits(with_arrays(one_position(model), weights), last[:, None]), cache
+
+    return prefill
+
+
+def decode_step(model: Transformer) -> Callable[[Weights, jax.Array, Cache], tuple[jax.Array, Cache]]:
+    """Build the reading of one token of every row: (weights, tokens, cache) -> (logits, cache).
+
+    Args:
+        model: as for `prefill_step`. One position cannot be sharded: whatever the layout says of L, it is whole here.
+
+    Returns:
+        A pure function, to be compiled with the cache donated, of the weights, tokens [B], whole on every device, and
+        the cache. It returns float32 logits [B, V], placed as `output.logits` without L, and the cache with the tokens.
+    """
+    short = one_position(model)
+
+    def decode(weights: Weights, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        placed = with_arrays(short, weights)
+        ids = moved(tokens[:, None], Spec(("B", "L"), ((), ())), short.layout.spec("embedding.tokens"))
+        x, cache = _read(placed, ids, None, cache)
+        return _logits(placed, x), cache
+
+    return decode
+
+
+def _logits(model: Transformer, x: jax.Array) -> jax.Array:
+    """Logits [B, V] of the residual stream [B, 1, E] of one position."""
+    return model.logits(x)[:, 0]
+
+
+def _read(model: Transformer, tokens: jax.Array, counts: jax.Array | None, cache: Cache) -> tuple[jax.Array, Cache]:
+    """The residual stream [B, L, E] after the last block, and the cache with `counts` (None: all L) more tokens.
+
+    Layers are scanned with the cache as something to read, and only their new keys and values come out; all of them
+    are written at once after the scan. So no loop over layers carries the cache, and none can copy it.
+    """
+    layout, length = model.layout, tokens.shape[1]
+    with part(layout, "embedding"):
+        x = model.embedding(tokens)
+    mask = None
+    if counts is not None and model.config.moe:
+        real = jnp.arange(length)[None] < counts[:, None]
+        mask = moved(real, Spec(("B", "L"), ((), ())), tokens_spec(layout))
+    chunk = Chunk.at(cache.lengths, length, layout)
+    definition, weights = nnx.split(model.blocks)
+
+    def layer(x: jax.Array, of_layer: tuple[Any, Any]) -> tuple[jax.Array, list[Any]]:
+        weights, held = of_layer
+        pasts = [LayerCache(chunk, *(each and each[place] for each in held)) for place in range(len(cache.keys))]
+        for block, past in zip(nnx.merge(definition, weights), pasts):
+            x, _ = block(x, key=None, train=False, mask=mask, past=past)
+        return x, [past.new for past in pasts]
+
+    x, new = jax.lax.scan(layer, x, (weights, cache.layers))
+    key, added = layout.spec("attention.key"), length if counts is None else counts
+    with jax.named_scope("cache"):
+        written = [
+            held and tuple(_written(array, each[which], chunk, key) for array, each in zip(held, new))
+            for which, held in enumerate(cache.layers)
+        ]
+    return x, Cache(*written, lengths=cache.lengths + added)
+
+
+def _written(array: jax.Array, new: jax.Array, chunk: Chunk, key: Spec) -> jax.Array:
+    """Keys, values or scales of all layers, with the new ones behind those of each row."""
+    narrow = array.ndim == 4  # scales, which have no D
+    specs = (spec.without(spec.dims[3]) if narrow else spec for spec in (chunk.spec, key))
+    return ops.write_cache(array, new, *specs, lengths=chunk.lengths)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What the layers of one step share.
+
+    Attributes:
+        lengths: [B] int32, the tokens of each row that are in the cache already.
+        spec: where the cache of one layer lies.
+        positions: the positions [B, L] of the chunk's tokens, by the mesh axes of B and L with which they are placed.
+    """
+
+    lengths: jax.Array
+    spec: Spec
+    positions: Mapping[tuple[tuple[str, ...], ...], jax.Array]
+
+    @classmethod
+    def at(cls, lengths: jax.Array, length: int, layout: Any) -> Chunk:
+        """The next `length` tokens of rows with `lengths`; positions are placed here once, and not in every layer."""
+        positions = lengths[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+        whole, placed = Spec(("B", "L"), ((), ())), {}
+        for key in ("attention.query", "attention.key"):
+            axes = layout.spec(key).axes[:2]
+            placed[axes] = moved(positions, whole, Spec(("B", "L"), axes))
+        return cls(lengths, cache_spec(layout), placed)
+
+
+class LayerCache:
+    """The cached keys and values of one layer, which an attention reads, and the `new` ones that it leaves.
+
+    `new` holds keys, values and their scales (None where the cache is not int8), as `Cache.layers` does. Those of an
+    narrower cache are rounded before the chunk attends to itself, so that results do not depend on where chunks end.
+    """
+
+    def __init__(self, chunk: Chunk, keys: Any, values: Any, key_scales: Any, value_scales: Any):
+        self.chunk, self.held, self.scales = chunk, (keys, values), (key_scales, value_scales)
+        self.new: tuple[Any, ...] = ()
+
+    def positions(self, spec: Spec) -> jax.Array:
+        """The positions [B, L] of the tokens that are read, placed as B and L of `spec`."""
+        return self.chunk.positions[spec.axes[:2]]
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec) -> jax.Array:
+        """Attention of rotated queries to the cache and, causally, to the chunk's own keys and values."""
+        options: dict[str, Any] = {}
+        if self.scales[0] is None:
+            self.new = k.astype(self.held[0].dtype), v.astype(self.held[1].dtype), None, None
+            k, v = self.new[0].astype(k.dtype), self.new[1].astype(v.dtype)
+        else:
+            (keys, key_scales), (values, value_scales) = ops.quantize_heads(k), ops.quantize_heads(v)
+            self.new = keys, values, key_scales, value_scales
+            k = (keys * key_scales[..., None]).astype(k.dtype)
+            v = (values * value_scales[..., None]).astype(v.dtype)
+            options = {"key_scales": self.scales[0], "value_scales": self.scales[1]}
+        specs = query_spec, key_spec, self.chunk.spec
+        return ops.cached_attention(q, k, v, *self.held, *specs, lengths=self.chunk.lengths, **options)
