@@ -39,7 +39,7 @@ WRONG = {
 def _calls():
     """Every public function with arguments that it takes."""
     x, w = np.ones((8, 16), np.float32), np.ones((16, 16), np.float32)
-    q, k = jnp.ones((2, 4, 4, 2)), jnp.ones((2, 4, 2, 2))
+    q, k, cache = jnp.ones((2, 4, 4, 2)), jnp.ones((2, 4, 2, 2)), jnp.ones((1, 2, 8, 2, 2))
     spec, layout, numbers = Spec.parse("B_xE_y"), gspmd.Layout.load("megatron-1d"), np.arange(8)
     config = moe.MoEConfig(experts=4, router="switch")
     routing = moe.route(jnp.ones((2, 4, 4)), config)
@@ -102,6 +102,13 @@ def _calls():
         (ops.rms_norm, [x, jnp.ones(16), "BE", "E"], {"epsilon": 1e-6}),
         (ops.embed, [ids, w, "B, VE -> BE"], {}),
         (ops.attention, [q, k, k, "BLHD", "BTKD"], {"causal": True, "mask": None, "scale": 1.0, "offset": 0}),
+        (
+            ops.cached_attention,
+            [q, k, k, cache[0], cache[0], "BLHD", "BLKD", "BTKD"],
+            {"lengths": ids[:2], "scale": 1.0, "key_scales": cache[0, ..., 0], "value_scales": cache[0, ..., 0]},
+        ),
+        (ops.write_cache, [cache, k[None], "BTKD", "BLKD"], {"lengths": ids[:2]}),
+        (ops.quantize_heads, [k], {}),
         (ops.cross_entropy, [x, ids, "BV"], {"mask": None, "z_loss": 0.0}),
         (ops.global_norm, [{"a": x}, {"a": "BE"}], {}),
         (config.capacity, [16], {}),

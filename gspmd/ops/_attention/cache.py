@@ -54,8 +54,8 @@ def write_cache(
     lengths = array(doing, "lengths", lengths, "integers").astype(jnp.int32)
     form = _Form(*(_stacked(doing, spec, x, ctx) for spec, x in ((cache_spec, cache), (key_spec, new))))
     checks = (
-        (0, new.shape[:1] != cache.shape[:1], f"{new.shape[:1]} new layers, and {cache.shape[:1]} cached."),
-        (1, new.shape[1:2] != cache.shape[1:2], f"{new.shape[1:2]} new rows, and {cache.shape[1:2]} cached."),
+        (0, new.shape[:1] != cache.shape[:1], f"{len(new)} new layers, and {len(cache)} cached."),
+        (1, new.shape[1:2] != cache.shape[1:2], f"{new.shape[1]} new rows, and {cache.shape[1]} cached."),
         (2, new.shape[3:] != cache.shape[3:], f"new heads are {new.shape[3:]}, and cached {cache.shape[3:]}."),
         (2, new.dtype != cache.dtype, f"the new keys are {new.dtype}, and the cache is {cache.dtype}: cast them."),
         (1, lengths.shape != cache.shape[1:2], f"lengths have shape {lengths.shape}, and have to be one a row."),
@@ -65,7 +65,7 @@ def write_cache(
         raise report(SpecError, doing, faults) from None
     if ctx.lowering == "xla":
         ins = (form.cache, form.new, Spec(("B",), ((),)))
-        return compiler_chooses(ctx, _written, ins, form.cache, cache, new, lengths, name=form.name)
+        return compiler_chooses(ctx, _scattered, ins, form.cache, cache, new, lengths, name=form.name)
     return _planned(form, ctx, cache, new, lengths)
 
 
@@ -78,6 +78,9 @@ def quantize_heads(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     Returns:
         int8 [..., D] between -127 and 127, and float32 scales [...], the largest magnitude over 127.
 
+    Raises:
+        SpecError: `x` is a scalar, or no array.
+
     Example:
         >>> whole, scale = quantize_heads(jnp.array([[2.54, -1.27], [0.0, 0.0]]))
         >>> print(whole, scale)
@@ -85,7 +88,9 @@ def quantize_heads(x: jax.Array) -> tuple[jax.Array, jax.Array]:
          [  0   0]] [0.02 0.  ]
     """
     x = array("cannot quantize heads", "x", x, "real numbers").astype(jnp.float32)
-    scales = jnp.max(jnp.abs(x), axis=-1) / 127
+    if not x.ndim:
+        raise SpecError("cannot quantize heads: x is one number.\n  Its last dimension has to be the head size.")
+    scales = jnp.max(jnp.abs(x), axis=-1, initial=0.0) / 127
     steps = x / jnp.where(scales > 0, scales, 1)[..., None]
     return jnp.round(steps).astype(jnp.int8), scales
 
@@ -160,3 +165,9 @@ def _written(cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
         )
 
     return jax.lax.fori_loop(0, cache.shape[1], write, cache)
+
+
+def _scattered(cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Plain code for the compiler to partition, which gathers a cache that is indexed row by row, but no scatter's."""
+    layers, rows, length = (jax.lax.broadcasted_iota(jnp.int32, new.shape[:3], at) for at in range(3))
+    return cache.at[layers, rows, lengths[None, :, None] + length].set(new, mode="drop")

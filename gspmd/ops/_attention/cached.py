@@ -296,8 +296,10 @@ def _positions(shape: tuple[int, int], along: int) -> jax.Array:
 
 def _whole(scale: float | None, at: _Placement, q, k, v, *rest) -> jax.Array:
     """Plain code on whole arrays, for the compiler to partition, which is told to bring the queries to the cache."""
-    q, k, v = (
-        jax.lax.with_sharding_constraint(x, spec.partition_spec())
-        for x, spec in ((q, at.query), (k, at.key), (v, at.key))
-    )
-    return _attended(scale, q, k, v, rest[:-1], rest[-1]).output(q.dtype)
+
+    def placed(x: jax.Array, spec: Spec) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, spec.partition_spec())
+
+    q, k, v = placed(q, at.query), placed(k, at.key), placed(v, at.key)
+    # said of the result too: jax 0.10.2 miscompiles it where it goes to other places right behind the product
+    return placed(_attended(scale, q, k, v, rest[:-1], rest[-1]).output(q.dtype), at.query)
