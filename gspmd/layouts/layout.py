@@ -1,6 +1,6 @@
 """The layout: a table of specs for a whole model, and the mesh for a number of devices."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
@@ -9,17 +9,17 @@ from gspmd.annotate import LayoutError, Spec, report
 from gspmd.annotate.errors import shown, suggestion
 from gspmd.display.plain import printable
 from gspmd.layouts import printed, read
-from gspmd.layouts.mesh import complete, factorise, nearest, read_sizes
+from gspmd.layouts.fitting import circumstances, fitting_mesh
+from gspmd.layouts.mesh import complete, read_sizes
+from gspmd.layouts.overriding import overridden
 from gspmd.layouts.rules import own
-from gspmd.layouts.rules.check import faults_of, mesh_faults
-from gspmd.layouts.rules.keys import OVERRIDES, PARTS, PHASES
+from gspmd.layouts.rules.check import faults_of, mesh_faults, resolved
+from gspmd.layouts.rules.keys import PARTS, PHASES
+from gspmd.layouts.rules.padding import origins, padded
 from gspmd.layouts.rules.table import LayoutTable
-from gspmd.layouts.section import Section, Table, look_up
+from gspmd.layouts.section import Section, look_up, one_spec
 from gspmd.layouts.storage import position_specs, stored_specs
 from gspmd.lowerings.default import checked
-
-# Error messages propose numbers of devices that divide the sizes, up to this far from the requested one.
-_NEAR = 33
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,13 @@ class Layout(LayoutTable):
       name: the preset's name, or the path of the file.
       axes: the mesh axes that it uses.
       factor: the mesh axes over which devices are factored (see `mesh_for`).
-      table: key to spec, `"ffn.w_in"` to `"E_xF_yz"`, as in the file.
+      table: key to spec, `"ffn.w_in"` to `"E_xF_yz"`, as in the file, or to alternatives, a tuple of specs.
       overrides: section (`gradients`, `optimizer`, `cache`, `prefill`, `decode`) to such a table.
       lowerings: part of the model, or `default`, to its lowering.
       dimensions: user-defined letters, to their meaning.
       own: keys of user-defined sections, to the dimensions of their specs; None reads them off the table.
+      padding: dimensions to the multiples that they are padded to.
+      chosen: which alternatives `resolved` took, a line for each section that has some.
 
     Example:
       >>> layout = Layout.load("weight-stationary-2d").override({"ffn.w_in": "E_xF_y"})
@@ -90,7 +92,11 @@ class Layout(LayoutTable):
     # -- what it says -------------------------------------------------------------------------------------------------
 
     def __getitem__(self, key: str) -> str:
-        """Return the spec of a tensor. Raises LayoutError for an unknown key, or an optional one that is absent."""
+        """Return the spec of a tensor.
+
+        Raises:
+          LayoutError: an unknown key, an optional one that is absent, or one with alternatives (see `resolved`).
+        """
         spec = look_up(self.table, key)
         if spec is None:
             raise LayoutError(
@@ -141,7 +147,8 @@ class Layout(LayoutTable):
         return self._overridden("cache", key) or str(Spec.parse(self[key]).rename({"L": "T"}))
 
     def _overridden(self, section: str, key: str) -> str | None:
-        return self.overrides.get(section, {}).get(key) if isinstance(key, str) else None
+        text = self.overrides.get(section, {}).get(key) if isinstance(key, str) else None
+        return None if text is None else one_spec(text, f"[{section}] {key}")
 
     def phase(self, name: str) -> "Layout":
         """Return the layout of a phase: reading a prompt (`"prefill"`) or generating tokens (`"decode"`).
@@ -153,7 +160,7 @@ class Layout(LayoutTable):
         """
         if not isinstance(name, str) or name not in PHASES:
             raise _unknown("phase", name, PHASES)
-        return replace(self, table=_joined(self.table, self.overrides.get(name, {})))
+        return replace(self, table={**self.table, **self.overrides.get(name, {})})
 
     def stored_as(self, other: "Layout") -> "Layout":
         """Return this layout with the parameters and the cache where `other` has them.
@@ -213,31 +220,7 @@ class Layout(LayoutTable):
           >>> Layout.load("weight-stationary-2d").mesh_for(12)
           {'x': 3, 'y': 2, 'z': 2}
         """
-        first = factorise(devices, self.axes, self.factor)
-        if sizes is None:
-            return first
-        mesh = self._dividing(devices, sizes)
-        if mesh is not None:
-            return mesh
-        try:
-            self.check(sizes, first)
-        except LayoutError as error:
-            raise LayoutError(f"{error}{self._devices_that_do(devices, sizes)}", error.faults) from None
-        raise AssertionError("a mesh that was refused has faults")
-
-    def _dividing(self, devices: int, sizes: Mapping[str, int]) -> dict[str, int] | None:
-        """The mesh of so many devices that divides the sizes, most similar to the default one; None if none does."""
-        for mesh in nearest(factorise(devices, self.axes, self.factor), self.factor):
-            if not faults_of(self, read_sizes(sizes), mesh):
-                return mesh
-        return None
-
-    def _devices_that_do(self, devices: int, sizes: Mapping[str, int]) -> str:
-        """A sentence with the nearest numbers below and above that divide the sizes; empty if none is near."""
-        below, above = range(devices - 1, max(0, devices - _NEAR), -1), range(devices + 1, devices + _NEAR)
-        nearest_of = (next((n for n in side if self._dividing(n, sizes)), 0) for side in (below, above))
-        numbers = [str(n) for n in nearest_of if n]
-        return f"\n  With {' or '.join(numbers)} device{'s' * (numbers != ['1'])} they divide." if numbers else ""
+        return fitting_mesh(self, devices, None if sizes is None else read_sizes(sizes))
 
     def complete_mesh(self, mesh: Any) -> dict[str, int]:
         """Return the sizes of a mesh (by name, or a `jax.sharding.Mesh`), with size 1 for every declared axis it lacks.
@@ -254,33 +237,61 @@ class Layout(LayoutTable):
             raise report(LayoutError, f"cannot use layout '{self.name}' on this mesh", faults)
         return complete(mesh, self.axes)
 
+    def resolved(self, sizes: Mapping[str, int] | None = None, mesh: Any = None) -> "Layout":
+        """Return this layout with one spec for every key: of alternatives, the first that divide the sizes.
+
+        The lists of one section are chosen together. A layout without alternatives is returned as it is.
+
+        Args:
+          sizes: as for `check`; dimensions without a size are assumed to divide.
+          mesh: mesh axis sizes by name, or a `jax.sharding.Mesh`; None for one device.
+
+        Raises:
+          LayoutError: in some section no alternative divides, and why; or its lists are not of one length.
+
+        Example:
+          >>> layout = Layout.load("replicated").override({"attention.query": ("B_xyLHD", "B_yLH_xD", "BLH_xyD")})
+          >>> layout.resolved({"B": 2, "H": 8}, {"x": 4, "y": 2}).chosen
+          ('[attention] 2 of 3: query B_yLH_xD',)
+
+        Source: Pope et al. 2022 (arXiv 2211.05102), section 3.3: the batch over as many axes as it fills.
+        """
+        single, faults = resolved(self, read_sizes(sizes), mesh)
+        if faults:
+            raise report(LayoutError, f"cannot use layout '{self.name}'{circumstances(sizes, mesh)}", faults)
+        return single
+
+    def padded(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return the sizes that tensors have: with the dimensions of [padding] rounded up to their multiples.
+
+        >>> Layout.load("replicated").override({"padding.H": 64}).padded({"H": 48, "K": 1, "D": 256})
+        {'H': 64, 'K': 1, 'D': 256}
+        """
+        return padded(read_sizes(sizes), self.padding)
+
+    def origins(self, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """Return, of each dimension that padding makes larger, which real entry stands at each place; -1 for padding.
+
+        Args:
+          sizes: the real ones, of H and K together.
+
+        Example:
+          >>> Layout.load("replicated").override({"padding.H": 6}).origins({"H": 4, "K": 2})["H"].tolist()
+          [0, 1, -1, 2, 3, -1]
+        """
+        return origins(read_sizes(sizes), self.padding)
+
     # -- changing and checking ----------------------------------------------------------------------------------------
 
-    def override(self, specs: Mapping[str, str | Spec]) -> "Layout":
+    def override(self, specs: Mapping[str, str | Spec | Sequence[str] | int]) -> "Layout":
         """Return this layout with other specs for some keys.
 
         Args:
-          specs: `"ffn.w_in"` to a spec; also `"optimizer.ffn.w_in"`, `"decode.ffn.residual"`, `"lowering.ffn"`. They
-            are checked by `check`, all together.
+          specs: `"ffn.w_in"` to a spec, or to a tuple or list of alternatives; also `"optimizer.ffn.w_in"`,
+            `"decode.ffn.residual"`, `"lowering.ffn"`, and `"padding.H"` to a multiple. They are checked by `check`, all
+            together.
         """
-        if not isinstance(specs, Mapping):
-            raise LayoutError(f'cannot override with {shown(specs)}.\n  Write {{"ffn.w_in": "E_xF_y"}}, keys to specs.')
-        layout = self
-        for key, spec in specs.items():
-            if not (isinstance(key, str) and isinstance(spec, str | Spec)):
-                doing = f"cannot override {shown(key)} with {shown(spec)}"
-                raise LayoutError(f"{doing}.\n  A key and its spec are strings.")
-            layout = layout._with(key, str(spec))
-        return layout
-
-    def _with(self, key: str, spec: str) -> "Layout":
-        section, _, rest = key.partition(".")
-        if section == "lowering":
-            return replace(self, lowerings=_joined(self.lowerings, {rest: spec}))
-        if section in OVERRIDES:
-            table = _joined(self.overrides.get(section, {}), {rest: spec})
-            return replace(self, overrides={**self.overrides, section: table})
-        return replace(self, table=_joined(self.table, {key: spec}))
+        return overridden(self, specs)
 
     def check(self, sizes: Mapping[str, int] | None = None, mesh: Any = None) -> "Layout":
         """Check the whole table for these sizes on this mesh, and return the layout.
@@ -300,7 +311,7 @@ class Layout(LayoutTable):
         """
         faults = faults_of(self, read_sizes(sizes), mesh)
         if faults:
-            raise report(LayoutError, f"cannot use layout '{self.name}'{_circumstances(sizes, mesh)}", faults)
+            raise report(LayoutError, f"cannot use layout '{self.name}'{circumstances(sizes, mesh)}", faults)
         return self
 
 
@@ -313,13 +324,3 @@ def _unknown(what: str, name: Any, known: tuple[str, ...]) -> LayoutError:
     near = suggestion(name, known) if isinstance(name, str) else ""
     known = f"{what.capitalize()}s: {', '.join(known)}."
     return LayoutError(f"no {what} of a layout is called {shown(name)}.\n  {near}{known}")
-
-
-def _joined(below: Table, above: Table) -> Table:
-    return {**below, **above}
-
-
-def _circumstances(sizes: Mapping[str, int] | None, mesh: Any) -> str:
-    given = f" for the sizes {', '.join(f'{d}={n}' for d, n in sizes.items())}" if sizes else ""
-    shape = mesh if mesh is None or isinstance(mesh, Mapping) else mesh.shape
-    return given + (f" on the mesh {','.join(f'{a}={n}' for a, n in shape.items())}" if shape else "")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
+from typing import Any
 
 from gspmd.annotate.errors import listed
 from gspmd.layouts.rules.table import LayoutTable
@@ -43,11 +44,17 @@ def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> st
 
 def _sections(layout: LayoutTable) -> Iterator[tuple[str, list[Line]]]:
     yield "mesh", [("axes", ", ".join(layout.axes)), ("factor", ", ".join(layout.factor))]
-    parts = [(*name.partition(".")[::2], str(spec)) for name, spec in layout.table.items()]
+    parts = [(*name.partition(".")[::2], _text(spec)) for name, spec in layout.table.items()]
     for section, lines in groupby(sorted(parts, key=lambda line: _order(parts, line)), key=lambda line: line[0]):
         yield section, [(key, spec) for _, key, spec in lines]
-    more = {**layout.overrides, "lowering": layout.lowerings, "dimensions": layout.dimensions}
-    yield from ((name, [(key, str(text)) for key, text in lines.items()]) for name, lines in more.items() if lines)
+    more = {
+        **layout.overrides, "lowering": layout.lowerings, "dimensions": layout.dimensions, "padding": layout.padding
+    }  # fmt: skip
+    yield from ((name, [(key, _text(text)) for key, text in lines.items()]) for name, lines in more.items() if lines)
+
+
+def _text(text: Any) -> str:
+    return " | ".join(text) if isinstance(text, tuple) else str(text)
 
 
 def _order(parts: Sequence[tuple[str, str, str]], line: tuple[str, str, str]) -> int:

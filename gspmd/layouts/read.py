@@ -111,7 +111,7 @@ def _merged(inherited: dict[str, Any], document: dict[str, Any]) -> dict[str, An
     for section, entries in document.items():
         if not isinstance(entries, dict):
             inherited["table"][section] = entries
-        elif section in ("lowering", "dimensions"):
+        elif section in ("lowering", "dimensions", "padding"):
             inherited[{"lowering": "lowerings"}.get(section, section)].update(entries)
         elif section in OVERRIDES:
             inherited["overrides"].setdefault(section, {}).update(_flat(entries))
@@ -122,9 +122,11 @@ def _merged(inherited: dict[str, Any], document: dict[str, Any]) -> dict[str, An
 
 
 def _flat(entries: dict[str, Any]) -> dict[str, Any]:
-    """Flatten nested tables, as which TOML reads `ffn.w_in` without quotes, into quoted keys."""
+    """Flatten nested tables, as which TOML reads `ffn.w_in` without quotes, into quoted keys; lists become tuples."""
     flat = {}
     for key, value in entries.items():
+        alternatives = isinstance(value, list) and value and all(isinstance(text, str) for text in value)
+        value = tuple(value) if alternatives else value
         inner = {f"{key}.{k}": v for k, v in _flat(value).items()} if isinstance(value, dict) else {key: value}
         flat.update(inner)
     return flat
@@ -135,4 +137,4 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _empty() -> dict[str, Any]:
-    return {"table": {}, "overrides": {}, "lowerings": {}, "dimensions": {}, "own": {}}
+    return {"table": {}, "overrides": {}, "lowerings": {}, "dimensions": {}, "own": {}, "padding": {}}

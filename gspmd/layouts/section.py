@@ -8,8 +8,9 @@ from gspmd.annotate import LayoutError, Spec
 from gspmd.annotate.equation import parse_via
 from gspmd.annotate.errors import shown, suggestion
 from gspmd.layouts.rules.keys import KEYS
+from gspmd.layouts.rules.table import Text
 
-Table = Mapping[str, str]
+Table = Mapping[str, Text]
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Section:
             raise AttributeError(key)
         try:
             return look_up(self._specs, f"{self._part}.{key}")
+        except UnresolvedError:
+            raise
         except LayoutError as error:
             raise AttributeError(str(error)) from None
 
@@ -64,16 +67,30 @@ class SectionSpecs:
         return parse_via(text) if key.endswith("via") else Spec.parse(text)  # both remember what they have parsed
 
 
+class UnresolvedError(LayoutError):
+    """A key has alternatives, and none has been chosen yet."""
+
+
+def one_spec(text: Text, key: str) -> str:
+    """The text of a key that has one spec; raises UnresolvedError where it has alternatives."""
+    if isinstance(text, tuple):
+        raise UnresolvedError(
+            f"{key} has {len(text)} alternatives ({', '.join(text)}), and sizes and mesh decide which is taken.\n"
+            "  Call layout.resolved(sizes, mesh) first, with the sizes as for layout.check."
+        )
+    return text
+
+
 def look_up(table: Table, key: str) -> str | None:
     """The text of a key, or of the key that stands in for it (the key's own dimensions); None if absent and optional.
 
     Raises:
-      LayoutError: no layout has such a key, or the table lacks it and nothing stands in for it.
+      LayoutError: no layout has such a key, the table lacks it and nothing stands in for it, or it has alternatives.
     """
     if not isinstance(key, str):
         raise LayoutError(f"no layout has a key {shown(key)}.\n  A key is a string, such as 'ffn.w_in'.")
     if key in table:
-        return table[key]
+        return one_spec(table[key], key)
     known = KEYS.get(key)
     if known is None:
         near = suggestion(key, (*KEYS, *table))

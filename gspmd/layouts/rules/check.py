@@ -2,32 +2,56 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from gspmd.annotate import Fault, Spec, SpecError, mesh_sizes, parse_via
 from gspmd.annotate.errors import listed, shown, suggestion
-from gspmd.layouts.mesh import complete
 from gspmd.layouts.rules import own
+from gspmd.layouts.rules.alternatives import each, resolve
 from gspmd.layouts.rules.causes import one_for_each_cause
+from gspmd.layouts.rules.given import GivenSizes, given_sizes
 from gspmd.layouts.rules.keys import ALIKE, KEYS, PARTS, PHASES, Key, keys_of_override
 from gspmd.layouts.rules.line import Line
+from gspmd.layouts.rules.padding import padding_faults
 from gspmd.layouts.rules.table import LayoutTable
 from gspmd.lowerings.default import LOWERINGS
 
 Specs = Mapping[str, Spec]
 
+OfTable = TypeVar("OfTable", bound=LayoutTable)
+
 
 def faults_of(layout: LayoutTable, sizes: Mapping[str, int], mesh: Any) -> list[Fault]:
     """Return a layout's faults for these sizes on this mesh (None: all axes have size 1), one for every cause."""
     faults = [*_declaration_faults(layout), *(mesh_faults(mesh, layout.axes) if mesh is not None else ())]
-    given = _Sizes(sizes, {a: n for a, n in complete(mesh or {}, layout.axes).items() if a in layout.axes})
+    single, of_lists = resolved(layout, sizes, mesh)
+    given = given_sizes(layout, {} if of_lists else sizes, mesh)
+    faults += [*padding_faults(layout.padding), *of_lists]
+    if single is not layout:  # what has to agree, agrees in every alternative
+        for other in each(layout):
+            faults += _disagreements("", other.table, _read("", other.table, KEYS, GivenSizes({}, given.mesh))[0])
+    return one_for_each_cause(dict.fromkeys([*faults, *_faults(single, given)]))
+
+
+def resolved(layout: OfTable, sizes: Mapping[str, int], mesh: Any) -> tuple[OfTable, list[Fault]]:
+    """Return the layout with the alternatives that divide these sizes on this mesh, and the faults of its lists."""
+    given, more = given_sizes(layout, sizes, mesh), own.keys(layout.own)
+
+    def of_line(section: str, key: str, text: str) -> list[Fault]:
+        return _read(section, {key: text}, (keys_of_override(section) if section else KEYS) | more, given)[1]
+
+    return resolve(layout, of_line)
+
+
+def _faults(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
+    """Faults of a layout without alternatives."""
     more = own.keys(layout.own)
     specs, wrong = _read("", layout.table, KEYS | more, given)
-    faults += [*wrong, *_missing(layout, sizes), *_disagreements("", layout.table, specs), *_key_via(layout.table)]
-    faults += own.dimension_faults(layout.own, layout.dimensions, sizes)
+    yield from (*wrong, *_missing(layout, given.sizes), *_disagreements("", layout.table, specs))
+    yield from (*_key_via(layout.table), *own.dimension_faults(layout.own, layout.dimensions, given.sizes))
     for section, table in layout.overrides.items():
-        faults += _override_faults(section, {**layout.table, **table}, table, specs, given, more)
-    return one_for_each_cause([*faults, *_lowering_faults(layout.lowerings, own.sections(layout.own))])
+        yield from _override_faults(section, {**layout.table, **table}, table, specs, given, more)
+    yield from _lowering_faults(layout.lowerings, own.sections(layout.own))
 
 
 def mesh_faults(mesh: Any, axes: Sequence[str]) -> list[Fault]:
@@ -46,27 +70,12 @@ def _undeclared(text: str, at: int, piece: str, axis: str, axes: Sequence[str]) 
     return Fault(text, at, at + len(piece), f"the layout has no mesh axis {axis}.", remedy)
 
 
-class _Sizes:
-    """Sizes and mesh to check specs against; dimensions without a size are assumed to divide."""
-
-    def __init__(self, sizes: Mapping[str, int], mesh: Mapping[str, int]):
-        # G is B by default, and is checked only if there are experts.
-        self.sizes = {**({"G": sizes["B"]} if {"B", "X"} <= set(sizes) else {}), **sizes}
-        self.mesh = dict(mesh)
-
-    def faults(self, spec: Spec) -> list[Fault]:
-        wrong = spec.faults({**dict.fromkeys(spec.dims, 0), **self.sizes}, self.mesh)
-        return [replace(fault, cause=self._cause(*fault.cause)) if fault.cause else fault for fault in wrong]
-
-    def _cause(self, dim: str, size: int, parts: int) -> tuple:
-        """The cause of a size that does not divide; G and B of one size count as one cause."""
-        return "B" if dim == "G" and size == self.sizes.get("B") else dim, size, parts
-
-
 # -- line by line -----------------------------------------------------------------------------------------------------
 
 
-def _read(section: str, table: Mapping[str, Any], keys: Mapping[str, Key], sizes: _Sizes) -> tuple[Specs, list[Fault]]:
+def _read(
+    section: str, table: Mapping[str, Any], keys: Mapping[str, Key], sizes: GivenSizes
+) -> tuple[Specs, list[Fault]]:
     """Return the specs that can be read and have their key's dimensions, and the faults of every line."""
     specs, faults = {}, []
     for name, text in table.items():
@@ -74,7 +83,8 @@ def _read(section: str, table: Mapping[str, Any], keys: Mapping[str, Key], sizes
         if name not in keys:
             faults.append(_unknown_key(line, keys))
         elif not isinstance(text, str):
-            faults.append(line.at_text(f"{name} must be a string, and is {shown(text)}."))
+            kind = "a string or a list of strings" if isinstance(text, list) else "a string"
+            faults.append(line.at_text(f"{name} must be {kind}, and is {shown(text)}."))
         elif keys[name].kind == "via":
             faults += _via_faults(line, keys[name], sizes)
         else:
@@ -84,7 +94,7 @@ def _read(section: str, table: Mapping[str, Any], keys: Mapping[str, Key], sizes
     return specs, faults
 
 
-def _read_spec(line: Line, key: Key, sizes: _Sizes) -> tuple[Spec | None, list[Fault]]:
+def _read_spec(line: Line, key: Key, sizes: GivenSizes) -> tuple[Spec | None, list[Fault]]:
     try:
         spec = Spec.parse(line.text)
     except SpecError as error:
@@ -127,7 +137,7 @@ def _unknown_key(line: Line, keys: Mapping[str, Key]) -> Fault:
     return line.at_key(f"no layout has a key {line.name!r}.", f"{near}docs/layouts.md lists every key.")
 
 
-def _via_faults(line: Line, key: Key, sizes: _Sizes) -> Iterator[Fault]:
+def _via_faults(line: Line, key: Key, sizes: GivenSizes) -> Iterator[Fault]:
     """A via has two specs, with the dimensions of the key's operands, that can be multiplied locally."""
     try:
         via = parse_via(line.text)
@@ -226,7 +236,7 @@ def _unlike(line: Line, first: str, model: Spec, spec: Spec, dims: str) -> Itera
 
 
 def _override_faults(
-    section: str, whole: Mapping, table: Mapping, base: Specs, sizes: _Sizes, more: Mapping[str, Key]
+    section: str, whole: Mapping, table: Mapping, base: Specs, sizes: GivenSizes, more: Mapping[str, Key]
 ) -> list[Fault]:
     # Whether user-defined tensors are parameters is up to the model: any section may override them.
     specs, faults = _read(section, table, {**keys_of_override(section), **more}, sizes)

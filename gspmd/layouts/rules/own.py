@@ -10,7 +10,7 @@ from gspmd.layouts.rules.keys import DIMENSIONS, OVERRIDES, PARTS, Key, keys_of_
 from gspmd.layouts.rules.line import Line
 
 #: Sections with a fixed meaning; every other section is user-defined.
-KNOWN = (*PARTS, *OVERRIDES, "mesh", "lowering", "dimensions")
+KNOWN = (*PARTS, *OVERRIDES, "mesh", "lowering", "dimensions", "padding")
 
 _VIA = "_via"
 
@@ -84,7 +84,11 @@ def _key(name: str, dims: Dims) -> Key:
 
 
 def _dims(text: Any, *, via: bool) -> Dims:
-    """The dimensions of a spec, or of the first spec of each operand of a via; empty where the text cannot be read."""
+    """The dimensions of a spec, or of the first spec of each operand of a via; empty where the text cannot be read.
+
+    Alternatives have those of the first.
+    """
+    text = text[0] if isinstance(text, tuple) else text
     try:
         if via:
             return tuple("".join(operand.specs[0].dims) for operand in parse_via(text)[0].operands)

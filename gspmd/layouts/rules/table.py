@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 
 from gspmd.layouts.rules.own import Dims, declared
 
+Text = str | tuple[str, ...]
+"""A spec, or alternatives of which sizes and mesh choose one."""
+
 
 @dataclass(frozen=True)
 class LayoutTable:
@@ -13,11 +16,13 @@ class LayoutTable:
     name: str
     axes: tuple[str, ...] = ()
     factor: tuple[str, ...] = ()
-    table: Mapping[str, str] = field(default_factory=dict)
-    overrides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    table: Mapping[str, Text] = field(default_factory=dict)
+    overrides: Mapping[str, Mapping[str, Text]] = field(default_factory=dict)
     lowerings: Mapping[str, str] = field(default_factory=dict)
     dimensions: Mapping[str, str] = field(default_factory=dict)
     own: Mapping[str, Dims] | None = None
+    padding: Mapping[str, int] = field(default_factory=dict)
+    chosen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.own is None:

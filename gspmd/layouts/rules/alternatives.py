@@ -1,0 +1,97 @@
+"""Keys with a list of specs, of which the sizes and the mesh choose one: the batch over as many axes as it fills."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from gspmd.annotate import Fault
+from gspmd.annotate.errors import listed
+from gspmd.layouts.rules.line import Line
+from gspmd.layouts.rules.table import LayoutTable
+
+Lists = Mapping[str, tuple[str, ...]]
+OfTable = TypeVar("OfTable", bound=LayoutTable)
+
+
+def has_alternatives(layout: LayoutTable) -> bool:
+    """Whether any key of the layout has a list of specs."""
+    return any(isinstance(text, tuple) for table in _tables(layout).values() for text in table.values())
+
+
+def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) -> tuple[OfTable, list[Fault]]:
+    """Return the layout with one spec for every key, and the faults of its lists.
+
+    The lists of one section have one length, and the first place at which all of them divide is chosen; of an
+    overriding section, the keys of each part are a section of their own.
+
+    Args:
+      layout: with lists or without.
+      faults_of: from overriding section (empty for none), key and spec to the faults of that line. Those with a `cause`
+        are sizes that do not divide; any other is a fault of the notation, whatever is chosen.
+
+    Returns:
+      The layout, with `chosen` saying what was taken; where nothing divides, the first spec of each list.
+    """
+    if not has_alternatives(layout):
+        return layout, []
+    faults, chosen, single = [], [], {}
+    for section, table in _tables(layout).items():
+        single[section] = dict(table)
+        for part, lists in _sections(table):
+            name = f"{section}.{part}" if section else part
+            at, wrong = _choose(section, name, lists, faults_of)
+            faults += wrong
+            single[section] |= {key: texts[at] for key, texts in lists.items()}
+            texts = ", ".join(f"{key.partition('.')[2]} {texts[at]}" for key, texts in lists.items())
+            chosen.append(f"[{name}] {at + 1} of {max(map(len, lists.values()))}: {texts}")
+    return replace(layout, table=single.pop(""), overrides=single, chosen=tuple(chosen)), faults
+
+
+def each(layout: OfTable) -> Iterator[OfTable]:
+    """Yield the layout with the first spec of every list, with the second of every list, and so on."""
+    tables = _tables(layout)
+    count = max(
+        (len(text) for table in tables.values() for text in table.values() if isinstance(text, tuple)), default=1
+    )
+    for at in range(count):
+        pick = {section: {key: _at(text, at) for key, text in table.items()} for section, table in tables.items()}
+        yield replace(layout, table=pick.pop(""), overrides=pick)
+
+
+def _at(text: Any, at: int) -> Any:
+    return text[min(at, len(text) - 1)] if isinstance(text, tuple) else text
+
+
+def _tables(layout: LayoutTable) -> dict[str, Mapping[str, Any]]:
+    return {"": layout.table, **layout.overrides}
+
+
+def _sections(table: Mapping[str, Any]) -> Iterator[tuple[str, Lists]]:
+    lists = {key: text for key, text in table.items() if isinstance(text, tuple)}
+    for part in dict.fromkeys(key.partition(".")[0] for key in lists):
+        yield part, {key: texts for key, texts in lists.items() if key.partition(".")[0] == part}
+
+
+def _choose(section: str, name: str, lists: Lists, faults_of: Callable) -> tuple[int, list[Fault]]:
+    """The first place at which all lists divide, and the faults: of notation, or that there is no such place."""
+    first, *others = lists
+    unequal = [key for key in others if len(lists[key]) != len(lists[first])]
+    if unequal:
+        key = unequal[0]
+        fact = (
+            f"{key} has {len(lists[key])} alternatives, and {first} has {len(lists[first])}; they are chosen together."
+        )
+        line = Line(key, " | ".join(lists[key]), section)
+        return 0, [line.at_text(fact, "Write lists of one length in a section, repeating a spec where need be.")]
+    places = range(len(lists[first]))
+    faults = [[fault for key in lists for fault in faults_of(section, key, lists[key][at])] for at in places]
+    wrong = [fault for of_place in faults for fault in of_place if not fault.cause]
+    fitting = next((at for at in places if not faults[at]), None)
+    if wrong or fitting is not None:
+        return fitting or 0, wrong
+    line = Line(first, " | ".join(lists[first]), section)
+    causes = [of_place[0].cause for of_place in faults]
+    why = "; ".join(f"{at + 1}. {dim} is {size}, over {parts} shards" for at, (dim, size, parts) in enumerate(causes))
+    dims = listed(sorted({str(dim) for dim, *_ in causes}))
+    fact = f"none of the {len(faults)} alternatives of [{name}] divides: {why}."
+    return 0, [line.at_text(fact, f"Add one that leaves {dims} whole, or over fewer mesh axes.")]
