@@ -11,6 +11,7 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 _OTHER = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "collective-permute"}
 _OPCODE = re.compile(rf"({'|'.join([*_OTHER, *KINDS])})(?:-(start|done))?")
 _SENT = re.compile(r'_xla_send_recv_source_target_pairs="?(\{(?:\{\d+,\s*\d+\}[,\s]*)*\})')
+_CORES = re.compile(r"\bcores:\{([\d ]+)\}")
 _SLICES = ("dynamic-slice", "slice")
 _ASYNCHRONOUS = {"AsyncCollectiveStart": "start", "AsyncCollectiveDone": "done"}
 
@@ -26,6 +27,7 @@ class Collective:
         arrays: those of the larger side on one device: after a gather, before a scatter.
         group: devices that communicate with each other; of a permute 2, or 1 if nothing moves.
         fused: whether the instruction is part of a fusion, and only the fusion is scheduled.
+        rings: sizes of the torus rings that the algorithm runs along, as the TPU compiler says; empty if it does not.
     """
 
     kind: str
@@ -34,6 +36,7 @@ class Collective:
     arrays: tuple[Array, ...]
     group: int
     fused: bool = False
+    rings: tuple[int, ...] = ()
 
     @property
     def buffer(self) -> int:
@@ -113,7 +116,7 @@ def _fused(module: Module, fusion: Instruction, devices: int) -> Collective | No
             made = _make(_OTHER.get(opcode[1], opcode[1]), "sync", each, devices)
             sliced = any(other.opcode in _SLICES for other in inner.instructions)
             kind = "reduce-scatter" if made.kind == "all-reduce" and sliced else made.kind
-            return replace(made, kind=kind, phase=phase, fused=True)
+            return replace(made, kind=kind, phase=phase, fused=True, rings=_rings(fusion, made.group))
     return None
 
 
@@ -123,7 +126,15 @@ def _make(kind: str, phase: str, instruction: Instruction, devices: int) -> Coll
         arrays = tuple(Array(array.dtype, (group, *array.shape)) for array in arrays)
     elif kind == "all-to-all":  # a tuple holds the parts of one array
         arrays = (Array(arrays[0].dtype, (sum(array.size for array in arrays),)),)
-    return Collective(kind, phase, instruction, arrays, group)
+    return Collective(kind, phase, instruction, arrays, group, rings=_rings(instruction, group))
+
+
+def _rings(scheduled: Instruction, group: int) -> tuple[int, ...]:
+    """The rings of a collective's algorithm: `cores:{4 4 4}` of its strategy, or of a gather one (`1DAllGather...`)."""
+    algorithm = scheduled.config.get("collective_algorithm_config", {})
+    if cores := _CORES.search(algorithm.get("debug", "")):
+        return tuple(map(int, cores[1].split()))
+    return (group,) if algorithm.get("emitter", "").startswith("1D") else ()
 
 
 def _group(instruction: Instruction, devices: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.experimental.layout import Format, Layout
 
 from gspmd.annotate.errors import PlanError, shown
 from gspmd.audit.arguments import operations
@@ -33,6 +34,7 @@ def compile_offline(
     topology: "Topology | str",
     mesh: Any = None,
     donate_argnums: Sequence[int] = (),
+    auto_layout_argnums: Sequence[int] = (),
     flops: float = 0,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Report:
@@ -44,6 +46,9 @@ def compile_offline(
         topology: such as `"tpu-v4:4x4x4"`, or `gspmd.audit.topology(...)`.
         mesh: the mesh, if no argument has one: a `Mesh`, or sizes of its axes.
         donate_argnums: arguments whose memory the results may reuse, such as a training state.
+        auto_layout_argnums: arguments whose order of dimensions in memory the compiler may choose, such as the weights
+            of a decode step, which are stored once and read in every step. In JAX's default order a TPU may have to
+            reorder a weight before its product.
         flops: model FLOPs of one execution over all devices, for the MFU; by default those of the matrix products.
         progress: called with what starts: "planning", "lowering", "compiling", "reading".
 
@@ -70,7 +75,8 @@ def compile_offline(
         compiled, reason = None, _overfull(held, target)
         if not reason:
             progress("lowering")
-            lowered = jax.jit(fn, donate_argnums=tuple(donate_argnums)).lower(*abstract_args)
+            jitted = jax.jit(fn, donate_argnums=tuple(donate_argnums), **_formats(abstract_args, auto_layout_argnums))
+            lowered = jitted.lower(*abstract_args)
             progress("compiling")
             compiled, reason = _compile(lowered)
     seconds = time.perf_counter() - began
@@ -99,6 +105,18 @@ def _topology(given: Topology | str) -> Topology:
             "  Give a name, such as 'tpu-v4:4x4x4', or gspmd.audit.topology('tpu-v4:4x4x4')."
         )
     return topology(given)
+
+
+def _formats(args: Sequence[Any], chosen: Sequence[int]) -> dict[str, Any]:
+    """The formats of arguments for `jax.jit`: those of the arguments `chosen` are the compiler's choice."""
+    if not chosen:
+        return {}
+
+    def of(leaf: Any, auto: bool) -> Any:
+        return Format(Layout.AUTO, leaf.sharding) if auto and _is_placed(leaf) else getattr(leaf, "sharding", None)
+
+    shown = [jax.tree.map(lambda leaf, auto=number in chosen: of(leaf, auto), arg) for number, arg in enumerate(args)]
+    return {"in_shardings": tuple(shown)}
 
 
 def _mesh(given: Any, target: Topology, args: Any) -> jax.sharding.Mesh:

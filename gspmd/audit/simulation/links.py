@@ -43,8 +43,10 @@ def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus
 
     - A permute by the same number of places along one mesh axis (a step of a ring) uses one direction of that axis;
       without wrap-around links, what would close the ring goes back the other way.
-    - Any other collective takes the seconds of `gspmd.hardware.links.occupancy` in both directions of its axes. Groups
-      that cover part of an axis use some of its torus rings, or count as one ring of their own.
+    - Any other collective takes the seconds of `gspmd.hardware.links.occupancy` in both directions of its axes, along
+      the rings that the compiler says its algorithm uses: libtpu gathers and scatters over several torus axes round one
+      ring through all devices, with the bandwidth of one axis. Where the compiler does not say, along all torus rings;
+      groups that cover part of an axis use some of its rings, or count as one ring of their own.
     - On a switch all collectives share the bandwidth of a chip; between nodes they share the network.
 
     Args:
@@ -60,7 +62,8 @@ def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus
     rings = _rings(axes, {**mesh, UNNAMED[0]: sent.group}, torus)
     if prod(rings.values()) != sent.group and not pairs(sent.instruction):
         rings = _part(list(rings.values()), sent.group)
-    sizes = [size for size in rings.values() if size > 1]
+    named = sent.rings if prod(sent.rings) == sent.group else ()
+    sizes = [size for size in named or rings.values() if size > 1]
     if not sizes:
         return Transfer(0.0, 0.0, frozenset())
     takes = occupancy(sent.kind, sizes, prod(sizes), near or prod(sizes), sent.buffer, chip)

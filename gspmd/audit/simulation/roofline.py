@@ -18,6 +18,7 @@ FREE = (
 _PLACED = re.compile(r"\b[a-z]\w*\[[\d,<=]*\](\{[^}]*\})?")
 _CHIP = re.compile(r"S\((?!0\)|5\))\d+\)")  # 0 is main memory, 5 the host's
 _PARTS = ("dynamic-slice", "slice", "gather")
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place: which operand is written into the first
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
     """Bytes that an instruction reads from main memory and writes to it.
 
     Arrays in on-chip memory (`S(1)`, ... in their layouts) do not count. Of a sliced array the slice counts, of one
-    updated in place the update. An array in host memory (`S(5)`) counts as if in main memory, a lower bound: the link
-    to the host is slower.
+    updated in place, or scattered into, the update. An array in host memory (`S(5)`) counts as if in main memory, a
+    lower bound: the link to the host is slower.
 
     Source: memory spaces as openxla/xla numbers them, `Layout::kHostMemorySpace` (`layout.h`).
     """
@@ -107,13 +108,13 @@ def _taken(user: Instruction, source: Instruction) -> int:
     first = user.operands[0] == source.name
     if first and user.opcode in _PARTS:
         return user.bytes
-    return 0 if first and user.opcode == "dynamic-update-slice" else source.bytes
+    return 0 if first and user.opcode in _UPDATES else source.bytes
 
 
 def _made(computation: Computation, instruction: Instruction) -> int:
     """Bytes that an instruction writes."""
-    if instruction.opcode == "dynamic-update-slice":
-        return computation.by_name[instruction.operands[1]].bytes
+    if instruction.opcode in _UPDATES:
+        return computation.by_name[instruction.operands[_UPDATES[instruction.opcode]]].bytes
     return instruction.bytes
 
 
@@ -128,7 +129,9 @@ def _used(module: Module, inner: Computation, value: Instruction) -> int:
     for user in inner.instructions:
         if value.name not in user.operands:
             continue
-        if user.opcode == "bitcast":
+        if user.opcode == "bitcast" or user.attribute(
+            "output_to_operand_aliasing"
+        ):  # the same bytes under another type
             total += _used(module, inner, user)
         elif user.opcode == "fusion":
             nested = module.computations[user.called[0]]

@@ -91,6 +91,22 @@ def test_an_axis_over_two_torus_axes_is_two_rings():
     assert micro(timeline(module, "tpu-v4", {"x": 16}, torus={"x": (4, 4)}).step_seconds) == (11.5,)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "seconds"),
+    [
+        ('"emitter":"1DAllGatherNonMajorDim"', 23),  # one ring of 16, as in the test before
+        ('"emitter":"Any","debug":"\\nStrategyRing{colors:1 phases:1 cores:{16} nophase0:0}"', 23),
+        ('"emitter":"Any","debug":"\\nUniDirectionNDRingStrategy{colors:4 phases:2 cores:{4 4},{4 4}}"', 11.5),
+        ('"emitter":"2DAllGather"', 11.5),
+        ('"emitter":"Any","debug":"cores:{8}"', 11.5),  # not of this group
+    ],
+)
+def test_the_rings_are_those_of_the_algorithm_that_the_compiler_names(algorithm, seconds):
+    config = f'backend_config={{"collective_algorithm_config":{{{algorithm}}}}}'
+    gather = f"%g = u8[1440000]{{0}} all-gather(%p), replica_groups=[1,16]<=[16], dimensions={{0}}, {config}"
+    assert micro(timeline(program(gather), "tpu-v4", {"x": 16}, torus={"x": (4, 4)}).step_seconds) == (seconds,)
+
+
 @pytest.mark.parametrize(("each", "step_time", "hidden", "exposed"), [(5, 21, 9, 0), (2, 12, 6, 3)])
 def test_an_overlapped_ring_takes_the_longer_of_the_two_after_its_prologue(each, step_time, hidden, exposed):
     # 90 000 bytes: 2 µs on one link and one hop: 3 µs, three times, beside products of 5 µs or of 2 µs;
@@ -321,6 +337,25 @@ def test_without_an_estimate_the_roofline():
     assert found.flops == 2 * 1024 * 2048 * 1024
     assert found.mfu == pytest.approx(product / (product + memory))
     assert [span.category for span in found.spans] == ["einsum", "other", "other"]
+
+
+def test_of_what_is_scattered_into_in_place_only_the_updates_are_written():
+    computations = """%fused (q: u8[4,1200000], n: s32[1,1], u: u8[1,1200000]) -> u8[4,1200000] {
+  %q = u8[4,1200000]{1,0} parameter(0)
+  %n = s32[1,1]{1,0} parameter(1)
+  %u = u8[1,1200000]{1,0} parameter(2)
+  ROOT %out = u8[4,1200000]{1,0} scatter(%q, %n, %u), update_window_dims={1}
+}
+"""
+    lines = (
+        "%q = u8[4,1200000]{1,0} parameter(1)",
+        "%n = s32[1,1]{1,0:S(1)} parameter(2)",
+        "%u = u8[1,1200000]{1,0} parameter(3)",
+        "%f = u8[4,1200000]{1,0} fusion(%q, %n, %u), kind=kCustom, calls=%fused",
+    )
+    signature = "(p: u8[90000], q: u8[4,1200000], n: s32[1,1], u: u8[1,1200000]) -> u8[4,1200000]"
+    found = run(*lines, signature=signature, computations=computations)
+    assert micro(found.step_seconds)[0] == pytest.approx(2, abs=1e-4)  # 1.2 MB read, 1.2 MB written
 
 
 def test_of_a_stack_that_a_fusion_slices_only_the_slice_is_read():
