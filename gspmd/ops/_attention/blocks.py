@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
+from math import ceil, isqrt
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,11 @@ from gspmd.ops._attention.online import LOW, Attended, attend
 
 LARGEST = 2**25
 """Logits of one device, beyond which attention runs in blocks: 128 MiB of float32."""
-_BLOCK = 2**23
-"""Logits of one block: few enough for a TPU to keep them on the chip."""
-_QUERIES, _KEYS = 512, 512
+_BLOCK = 2**24
+"""Logits of one block: few enough for a TPU v4 to keep them on the chip."""
+_LENGTHS = 512, 2048
+"""Fewest keys, and most queries and keys of a block: of few keys, what is done to the values counts for more."""
+_MULTIPLES = 16, 128
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,12 @@ class Blocks:
         """Blocks of about `_BLOCK` logits for one device; None where all are few enough for one."""
         if rows * heads * queries * keys <= LARGEST:
             return None
-        key_block = _even(keys, _KEYS, 128)
+        least, most = _LENGTHS
+        key_block = _even(keys, min(max(isqrt(_BLOCK // heads), least), most), _MULTIPLES[1])
         fitting = max(_BLOCK // (heads * key_block), 1)
-        query_block = _even(queries, min(_QUERIES, max(fitting, 64)), 16)
-        most = min(max(fitting // query_block, 1), rows)
-        return cls(max(n for n in range(1, most + 1) if rows % n == 0), query_block, key_block)
+        query_block = _even(queries, min(fitting, most), _MULTIPLES[0])
+        fitting = min(max(fitting // query_block, 1), rows)
+        return cls(max(n for n in range(1, fitting + 1) if rows % n == 0), query_block, key_block)
 
     def starts(self, rows: int, queries: int, keys: int, causal: bool) -> np.ndarray:
         """[n, 4] where blocks begin: row, query, key, and the first key that no block before has.
