@@ -12,7 +12,7 @@ import numpy as np
 from ..transformer import Transformer
 from .cache import cache_spec
 from .prefix import Shares, shares
-from .serving import least_length, least_rows
+from .serving import GenerationError, least_length, least_rows
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ def make_batch(
     """Lay out prompts and texts for a model in its decode layout, and for the same `reader` in its prefill layout.
 
     Raises:
-        ValueError: nothing to continue, a token that the model does not have, or a text longer than the cache.
+        GenerationError: nothing to continue, a token that the model does not have, or a text longer than the cache.
         LayoutError: the mesh does not divide the model's sizes, the rows, the chunk or the cache.
     """
     held, longest = _checked(model, prompts, tokens, samples), max(map(len, prompts))
     # The last token of a text is never read.
     needed = longest + tokens - 1
     if cache_length is not None and needed > cache_length:
-        raise ValueError(
+        raise GenerationError(
             f"a prompt of {longest} tokens and {tokens} more need a cache of {needed} tokens, and it has room for "
             f"{cache_length}; shorten them, or give the cache more"
         )
@@ -110,18 +110,18 @@ def make_batch(
 def _checked(model: Transformer, prompts: Sequence[Sequence[int]], tokens: int, samples: int) -> tuple[np.ndarray, ...]:
     """The prompts as arrays, once everything about them holds."""
     if not len(prompts):
-        raise ValueError("there is no prompt to continue; give at least one")
+        raise GenerationError("there is no prompt to continue; give at least one")
     for name, value in (("tokens", tokens), ("samples", samples)):
         if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
+            raise GenerationError(f"{name} is {value}; it must be at least 1")
     vocabulary, held = model.config.vocabulary, tuple(np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts)
     for number, ids in enumerate(held):
         if not ids.size:
             which = f" (prompt {number + 1} of {len(held)})" if len(held) > 1 else ""
-            raise ValueError(f"cannot continue an empty prompt{which}; give at least one token")
+            raise GenerationError(f"cannot continue an empty prompt{which}; give at least one token")
         wrong = ids[(ids < 0) | (ids >= vocabulary)]
         if wrong.size:
-            raise ValueError(f"token {wrong[0]} is none of the model's, which are 0 to {vocabulary - 1}")
+            raise GenerationError(f"token {wrong[0]} is none of the model's, which are 0 to {vocabulary - 1}")
     return held
 
 

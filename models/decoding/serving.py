@@ -16,6 +16,10 @@ from ..transformer import Transformer, arrays
 from .cache import cache_spec
 
 
+class GenerationError(ValueError):
+    """What cannot be generated, and why."""
+
+
 def phases(layout: Any, prefill: Any = None) -> tuple[Any, Any]:
     """Return the layouts for reading prompts and for decoding, which store weights and cache alike.
 
@@ -49,13 +53,13 @@ def for_serving(config: ModelConfig) -> ModelConfig:
     row is a group. The logits are those of a full forward pass wherever that one drops nothing.
 
     Raises:
-        ValueError: the router lets experts choose among all tokens of a group.
+        GenerationError: the router lets experts choose among all tokens of a group.
     """
     moe = config.moe
     if moe is None:
         return config
     if not moe.causal:
-        raise ValueError(
+        raise GenerationError(
             f"router {moe.router} cannot generate text: its experts choose among all tokens of a group, "
             "so what it learned depends on tokens that are not there yet. Train with another router to generate."
         )
