@@ -158,28 +158,28 @@ def generate(settings: Settings) -> int:
         raise ConfigError(_DOING, ["--checkpoint names the folder of the model; it is missing."])
     source, console = Source.at(Path(settings.checkpoint)), printing.console(120, stderr=True)
     sharding = settings.sharding
-    decode = source.layout(settings.decode_layout or sharding.layout, sharding)
-    prefill, decode = decoding.phases(decode, source.layout(settings.prefill_layout or sharding.layout, sharding))
+    layout = source.layout(settings.decode_layout or sharding.layout, sharding)
+    prefill = source.layout(settings.prefill_layout or sharding.layout, sharding)
     config = decoding.for_serving(source.config)
     sizes = {dim: size for dim, size in config.sizes(batch=1, length=1).items() if dim not in "BLTG"}
-    mesh = command.make_mesh(sharding, decode, sizes, host_devices=1)
+    mesh = command.make_mesh(sharding, layout, sizes, host_devices=1)
     dtype = settings.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
     ids = [source.tokenizer.encode(prompt) for prompt in prompts]
-    with jax.set_mesh(mesh), gspmd.lowering(decode.lowering or "auto"):
-        shapes = models.abstract(config, decode, mesh, dtype, stored=dtype)
-        options = {"chunk": settings.chunk, "burst": settings.burst, "int8": settings.cache == "int8"}
-        planned = models.Generator(shapes, prefill, **options)
-        job = {"samples": settings.samples, "cache_length": settings.cache_length}
-        batch = planned.batch(ids, settings.tokens, **job)
+    job = {"samples": settings.samples, "cache_length": settings.cache_length}
+    options = {"chunk": settings.chunk, "burst": settings.burst, "int8": settings.cache == "int8"}
+    with jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"):
+        batch = decoding.make_batch(config, layout, prefill, mesh, ids, settings.tokens, chunk=settings.chunk, **job)
+        decode = batch.sizes.decode
         if settings.explain:
-            explain(printing.console(120), planned, batch)
+            shapes = models.abstract(config, decode, mesh, dtype, stored=dtype)
+            explain(printing.console(120), models.Generator(shapes, layout, prefill, **options), batch.sizes)
             return 0
-        report.header(console, facts(source, prefill, decode, mesh, dtype))
+        report.header(console, facts(source, batch.sizes, mesh, dtype))
         with console.status("Loading the model …"):
             model, taken = source.load(decode, mesh, dtype)
         console.print(f"Loaded: {taken}.", soft_wrap=True, markup=False)
         ended: set[int] = set()
-        bursts = models.Generator(model, prefill, **options).stream(
+        bursts = models.Generator(model, layout, prefill, **options).stream(
             ids, settings.tokens, sampling=sampling, seed=settings.seed, stop=sorted(source.tokenizer.ends),
             ended=ended, **job,
         )  # fmt: skip
@@ -247,9 +247,10 @@ def write(
     console.print(f"{count} tokens: the first after {amount_of_seconds(first)}{speed}.", highlight=False)
 
 
-def facts(source: Source, prefill: Layout, decode: Layout, mesh: Mesh, dtype: str) -> dict[str, str]:
+def facts(source: Source, sizes: decoding.Sizes, mesh: Mesh, dtype: str) -> dict[str, str]:
     """What is run, and on what, in a few lines."""
-    config = source.config
+    config, prefill, decode = source.config, sizes.prefill, sizes.decode
+    chosen = {"chosen": "; ".join(dict.fromkeys((*prefill.chosen, *decode.chosen)))}
     layouts = prefill.name if prefill.name == decode.name else f"{prefill.name} to read, {decode.name} to decode"
     active = f", {config.num_active_parameters:,} of them active per token" if config.moe else ""
     return {
@@ -257,21 +258,23 @@ def facts(source: Source, prefill: Layout, decode: Layout, mesh: Mesh, dtype: st
         "mesh": ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
         "layout": f"{layouts}, lowering {decode.lowering or 'auto'}",
         "model": f"{config.num_parameters:,} parameters{active}, in {dtype}",
+        **{name: lines for name, lines in chosen.items() if lines},
     }
 
 
-def explain(console: Console, generator: models.Generator, batch: decoding.Batch) -> None:
+def explain(console: Console, generator: models.Generator, sizes: decoding.Sizes) -> None:
     """Print the plans of both programs, and what a device holds between them."""
-    sizes, model = batch.sizes, generator.model
+    for line in dict.fromkeys((*sizes.prefill.chosen, *sizes.decode.chosen)):
+        console.print(line, markup=False)
+    reads = {"prefill": f"{sizes.prefill_rows} × {sizes.chunk} tokens", "decode": f"{sizes.rows} × 1 token"}
     for name, (program, given) in generator.programs(sizes).items():
         plan = gspmd.trace(program, *given)
         work = f"{amount_of_bytes(plan.wire_bytes)} sent, {amount_of_seconds(plan.seconds)} planned"
-        rows = f"{sizes.prefill_rows} × {sizes.chunk} tokens" if name == "prefill" else f"{sizes.rows} × 1 token"
-        console.print(f"[bold]{name}[/]: {rows}, {work}")
+        console.print(f"[bold]{name}[/]: {reads[name]}, {work}")
         console.print(plan.table())
-    cache = generator.abstract_cache(sizes.rows, sizes.room)
-    for name, held in (("weights", models.arrays(model)), ("cache", cache)):
-        console.print(f"{name}: {amount_of_bytes(device_bytes(held))} on each device", highlight=False)
+    held = {"weights": models.arrays(generator.model), "cache": generator.abstract_cache(sizes, sizes.rows)}
+    for name, tree in held.items():
+        console.print(f"{name}: {amount_of_bytes(device_bytes(tree))} on each device", highlight=False)
 
 
 def device_bytes(held: Any) -> int:

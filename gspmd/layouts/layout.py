@@ -163,7 +163,7 @@ class Layout(LayoutTable):
         return replace(self, table={**self.table, **self.overrides.get(name, {})})
 
     def stored_as(self, other: "Layout") -> "Layout":
-        """Return this layout with the parameters and the cache where `other` has them.
+        """Return this layout with the parameters and the cache where `other` has them, and padded as there.
 
         So one set of stored weights serves both: this layout's equations move them to where they need them.
 
@@ -175,7 +175,7 @@ class Layout(LayoutTable):
         >>> prefill["ffn.w_in"] == decode["ffn.w_in"], prefill["ffn.hidden"]
         (True, 'B_xyzLF')
         """
-        return self.override(stored_specs(self, other))
+        return replace(self.override(stored_specs(self, other)), padding=other.padding)
 
     def one_position(self) -> "Layout":
         """Return this layout for one position of every sequence: L, of size 1, is whole in every activation.

@@ -3,7 +3,7 @@
 Reading order: cache, serving, steps, loop, prefix, batch, generator, text.
 """
 
-from .batch import Batch, Sizes
+from .batch import Batch, Sizes, make_batch
 from .cache import Cache, abstract_cache, cache_spec, empty_cache
 from .generator import Burst, Generated, Generator
 from .loop import Sampling, decode_loop
@@ -27,6 +27,7 @@ __all__ = [
     "decode_step",
     "empty_cache",
     "for_serving",
+    "make_batch",
     "phases",
     "prefill_step",
     "served",

@@ -21,7 +21,7 @@ from .batch import Batch, Sizes, make_batch
 from .cache import Cache, abstract_cache, abstract_whole, cache_spec, empty_cache
 from .loop import NOTHING, PLAIN, Rows, Sampling, decode_loop
 from .prefix import copy_rows
-from .serving import GenerationError, for_serving, phases, served
+from .serving import GenerationError, for_serving, served
 from .steps import decode_step, prefill_step
 
 
@@ -69,17 +69,16 @@ class Generator:
     its seed and the settings alone: neither on the other texts, nor on chunks, bursts or layouts, but for rounding.
 
     Args:
-        model: a placed model. Its layout's phases `prefill` and `decode` are used; experts drop no token
-            (see `for_serving`).
-        prefill: another `gspmd.Layout` for reading prompts, of the same mesh axes. Weights and cache stay where the
-            model's own has them.
+        model: a placed model; experts drop no token (see `for_serving`).
+        layout: a `gspmd.Layout`, the model's own when None: its phase `prefill` for reading prompts and its phase
+            `decode` for decoding, which says where weights and cache lie. The rows of a batch choose its alternatives.
+        prefill: another one for reading prompts, of the same mesh axes.
         chunk: the most tokens of a prompt that are read in one step.
         burst: tokens of a text that come to the host together.
         int8: whether keys and values are kept as int8, with a float32 scale for each token and head.
 
     Raises:
-        GenerationError: a chunk or burst under 1, or a router that reads later tokens.
-        LayoutError: the layouts are of different mesh axes.
+        GenerationError: a burst under 1, or a router that reads later tokens.
 
     Example:
         >>> import gspmd_models as models
@@ -97,15 +96,21 @@ class Generator:
     """
 
     def __init__(
-        self, model: Transformer, prefill: Any = None, *, chunk: int = 128, burst: int = 16, int8: bool = False
+        self,
+        model: Transformer,
+        layout: Any = None,
+        prefill: Any = None,
+        *,
+        chunk: int = 128,
+        burst: int = 8,
+        int8: bool = False,
     ):
-        for name, value in (("chunk", chunk), ("burst", burst)):
-            if value < 1:
-                raise GenerationError(f"{name} is {value}; it must be at least 1")
+        if burst < 1:
+            raise GenerationError(f"burst is {burst}; it must be at least 1")
         for_serving(model.config)
-        reading, writing = phases(model.layout, prefill)
-        self.model, self.reader = served(model, writing), served(model, reading)
+        self.model, self.layout, self.prefill = model, model.layout if layout is None else layout, prefill
         self.chunk, self.burst, self.int8 = chunk, burst, int8
+        self._models: dict[Any, Transformer] = {}
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, prompts: Sequence[Sequence[int]], tokens: int, **options: Any) -> Generated:
@@ -151,26 +156,27 @@ class Generator:
     def batch(
         self, prompts: Sequence[Sequence[int]], tokens: int, *, samples: int = 1, cache_length: int | None = None
     ) -> Batch:
-        """Return how prompts would be laid out in rows and chunks; arguments and errors as of `stream`."""
+        """Return how prompts are laid out in rows and chunks; arguments and errors as of `stream`."""
         mesh, options = jax.sharding.get_mesh(), {"samples": samples, "cache_length": cache_length}
-        return make_batch(self.model, self.reader, mesh, prompts, tokens, chunk=self.chunk, **options)
+        config = self.model.config
+        return make_batch(config, self.layout, self.prefill, mesh, prompts, tokens, chunk=self.chunk, **options)
 
     def _bursts(
         self, batch: Batch, tokens: int, sampling: Sampling, seed: int, stop: tuple[int, ...], ended: Collection[int]
     ) -> Iterator[Burst]:
-        sizes, weights, whole = batch.sizes, arrays(self.model), NamedSharding(jax.sharding.get_mesh(), jax.P())
+        sizes, whole = batch.sizes, NamedSharding(jax.sharding.get_mesh(), jax.P())
         put = lambda values, dtype=np.int32: jax.device_put(np.asarray(values, dtype), whole)  # noqa: E731
         prefill, share, loop = self._programs(batch, sampling, stop)
-        tokens_at = self.programs(sizes)["prefill"][1][1].sharding
+        weights, (_, ids_like, *_) = arrays(self._served(sizes.decode)), self.programs(sizes)["prefill"][1]
         numbers = np.arange(sizes.rows)
         seeds = put((seed + numbers) % 2**32, np.uint32)
-        cache = empty_cache(*self._cache(sizes.prefill_rows, sizes.room), int8=self.int8)
+        cache = empty_cache(*self._cache(sizes, sizes.prefill_rows), int8=self.int8)
         began = time.perf_counter()
         for ids, counts in batch.chunks():
-            cache = prefill(weights, jax.device_put(ids, tokens_at), put(counts), cache)
+            cache = prefill(weights, jax.device_put(ids, ids_like.sharding), put(counts), cache)
         last, before = batch.last()
         if share is not None:
-            cache = share(cache, jax.device_put(batch.shares.sources, self._sources(sizes).sharding), put(before))
+            cache = share(cache, jax.device_put(batch.shares.sources, _sources(sizes).sharding), put(before))
         rows = Rows(cache, put(last), put(np.where(numbers < batch.texts, tokens, 0)))
 
         def launch(limit: int) -> jax.Array:
@@ -195,13 +201,13 @@ class Generator:
 
     def programs(self, sizes: Sizes) -> dict[str, tuple[Callable, tuple[Any, ...]]]:
         """Return the steps `prefill` and `decode`, as of `prefill_step` and `decode_step`, with abstract arguments."""
-        weights, mesh = arrays(self.model), jax.sharding.get_mesh()
-        small, large = (self.abstract_cache(rows, sizes.room) for rows in (sizes.prefill_rows, sizes.rows))
-        tokens = abstract_tokens(self.reader.layout, mesh, sizes.prefill_rows, sizes.chunk)
+        mesh, reader, writer = jax.sharding.get_mesh(), self._served(sizes.prefill), self._served(sizes.decode)
+        small, large = (self.abstract_cache(sizes, rows) for rows in (sizes.prefill_rows, sizes.rows))
+        tokens = abstract_tokens(sizes.prefill, mesh, sizes.prefill_rows, sizes.chunk)
         each, one = (abstract_whole(mesh, (rows,), jnp.int32) for rows in (sizes.prefill_rows, sizes.rows))
         return {
-            "prefill": (prefill_step(self.reader), (weights, tokens, each, small)),
-            "decode": (decode_step(self.model), (weights, one, large)),
+            "prefill": (prefill_step(reader), (arrays(reader), tokens, each, small)),
+            "decode": (decode_step(writer), (arrays(writer), one, large)),
         }
 
     def _programs(self, batch: Batch, sampling: Sampling, stop: tuple[int, ...]) -> tuple[Any, Any, Any]:
@@ -211,15 +217,21 @@ class Generator:
         prefill = self._program(("prefill", sizes), lambda *given: read(*given)[1], chunk, 3)
         share = None
         if batch.shares.sources is not None:
-            copied = partial(copy_rows, layout=self.model.layout)
-            share = self._program(("share", sizes), copied, (chunk[3], self._sources(sizes), each))
+            copied = partial(copy_rows, layout=sizes.decode)
+            share = self._program(("share", sizes), copied, (chunk[3], _sources(sizes), each))
         seeds, alive, limit = (
             abstract_whole(mesh, shape, dtype)
             for shape, dtype in (((sizes.rows,), jnp.uint32), ((sizes.rows,), jnp.bool_), ((), jnp.int32))
         )
-        loop = decode_loop(self.model, sampling, stop, self.burst)
+        loop = decode_loop(self._served(sizes.decode), sampling, stop, self.burst)
         given = weights, Rows(large, each, each), seeds, alive, limit
         return prefill, share, self._program(("loop", sizes, sampling, stop), loop, given, 1)
+
+    def _served(self, layout: Any) -> Transformer:
+        key = layout, jax.sharding.get_mesh()
+        if key not in self._models:
+            self._models[key] = served(self.model, layout)
+        return self._models[key]
 
     def _program(self, name: Any, function: Any, abstract: tuple[Any, ...], donated: int | tuple = ()) -> Any:
         key = name, jax.sharding.get_mesh(), current_lowering()
@@ -227,13 +239,14 @@ class Generator:
             self._compiled[key] = jax.jit(function, donate_argnums=donated).lower(*abstract).compile()
         return self._compiled[key]
 
-    def abstract_cache(self, rows: int, room: int) -> Cache:
-        """Return the shapes of the cache of so many rows, each with room for so many tokens."""
-        return abstract_cache(*self._cache(rows, room), int8=self.int8)
+    def abstract_cache(self, sizes: Sizes, rows: int) -> Cache:
+        """Return the shapes of a cache of so many rows."""
+        return abstract_cache(*self._cache(sizes, rows), int8=self.int8)
 
-    def _cache(self, rows: int, room: int) -> tuple[Any, ...]:
-        return self.model.config, self.model.layout, jax.sharding.get_mesh(), rows, room, self.model.dtype
+    def _cache(self, sizes: Sizes, rows: int) -> tuple[Any, ...]:
+        return self.model.config, sizes.decode, jax.sharding.get_mesh(), rows, sizes.room, self.model.dtype
 
-    def _sources(self, sizes: Sizes) -> jax.ShapeDtypeStruct:
-        where = NamedSharding(jax.sharding.get_mesh(), jax.P(cache_spec(self.model.layout).axes_of("B") or None))
-        return jax.ShapeDtypeStruct((sizes.rows,), jnp.int32, sharding=where)
+
+def _sources(sizes: Sizes) -> jax.ShapeDtypeStruct:
+    where = NamedSharding(jax.sharding.get_mesh(), jax.P(cache_spec(sizes.decode).axes_of("B") or None))
+    return jax.ShapeDtypeStruct((sizes.rows,), jnp.int32, sharding=where)
