@@ -144,10 +144,9 @@ def test_settings_of_sampling_are_checked_together():
 
 
 def test_experts_that_choose_tokens_cannot_generate():
+    config = replace(CONFIG, moe=MoEConfig(router="expert-choice"))
     with pytest.raises(GenerationError) as error:
-        Machine(
-            "replicated", 1, config=models.ModelConfig(**{**vars(CONFIG), "moe": MoEConfig(router="expert-choice")})
-        )
+        for_serving(config)
     assert str(error.value) == (
         "router expert-choice cannot generate text: its experts choose among all tokens of a group, so what it learned "
         "depends on tokens that are not there yet. Train with another router to generate."
