@@ -45,7 +45,7 @@ def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) 
     return replace(layout, table=single.pop(""), overrides=single, chosen=tuple(chosen)), faults
 
 
-def each(layout: OfTable) -> Iterator[OfTable]:
+def singles(layout: OfTable) -> Iterator[OfTable]:
     """Yield the layout with the first spec of every list, with the second of every list, and so on."""
     tables = _tables(layout)
     count = max(
