@@ -29,11 +29,10 @@ def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) 
     Returns:
       The layout, with `chosen` saying what was taken; where nothing divides, the first spec of each list.
     """
-    faults, chosen, single = [], [], dict(_tables(layout))
+    faults, chosen, single = [], [], {section: dict(table) for section, table in _tables(layout).items()}
     for section, table in _tables(layout).items():
-        if section in PHASES or not any(isinstance(text, tuple) for text in table.values()):
+        if section in PHASES:
             continue
-        single[section] = dict(table)
         for part, lists in _sections(table):
             at, wrong = _choose(section, f"[{section or part}]", lists, faults_of)
             faults += wrong
