@@ -144,8 +144,7 @@ def _tensor(source: Source, numbers: tuple[int, ...], shards: list[Any], dtype: 
     """One tensor of the checkpoint on the host, put together of the shards that have a part of it."""
     out = np.empty(source.split, dtype)
     for shard in shards:
-        if numbers in source.counts(shard.index):
-            place, region = source.piece(shard.index, numbers)
+        for place, region in source.pieces(shard.index, numbers) if numbers in source.counts(shard.index) else ():
             part = np.asarray(shard.data[place]).transpose(source.order)
             if source.factor != 1.0 or source.stored.offset:
                 part = part.astype(np.float32) / source.factor - source.stored.offset
