@@ -78,3 +78,6 @@ LAYOUTS = {
     "zero-3": {},
     "megatron-1d": {"V": 4, "K": 4},
 }
+
+#: Those that text is also decoded in, with a cache.
+DECODED = ("replicated", "weight-stationary-2d")

@@ -109,8 +109,8 @@ def test_config_json_promises_the_length_and_the_dtype_and_has_the_tokenizer_bes
 
 
 def test_a_model_without_a_family_leaves_nothing(trained, tmp_path):
-    with pytest.raises(CheckpointError, match=r"Mixtral: moe\.router is 'switch', not 'top-k'"):
-        save(trained(moe=MoEConfig(experts=5, every=1)), tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"Mixtral: moe\.router is 'noisy-top-k', not 'top-k'"):
+        save(trained(moe=MoEConfig(experts=5, every=1, router="noisy-top-k")), tmp_path / "out")
     assert not any(tmp_path.iterdir())
 
 

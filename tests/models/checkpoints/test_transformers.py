@@ -1,12 +1,15 @@
 """Checkpoints of transformers give its logits in any layout, its greedy text, and come back to it."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 
 import gspmd_models as models
+from gspmd.moe.config import MoEConfig
 from gspmd_models.checkpoints import load, save
-from tests.models.checkpoints.cases import CASES, FIRST, LAYOUTS
+from tests.models.checkpoints.cases import CASES, DECODED, FIRST, LAYOUTS, LENGTH
 from tests.models.checkpoints.conftest import close, logits_of
 
 
@@ -45,3 +48,43 @@ def test_logits_and_greedy_text_are_those_of_transformers_in_any_layout(name, re
         got = logits(model, mesh, wanted.tokens)
         close(got, wanted.logits)
         np.testing.assert_array_equal(got.argmax(-1)[:, wanted.prompt - 1 : -1], wanted.tokens[:, wanted.prompt :])
+        if preset in DECODED:
+            with jax.set_mesh(mesh):
+                generate, greedy = models.Generator(model), models.Sampling(temperature=0)
+                texts = generate(wanted.tokens[:, : wanted.prompt].tolist(), 64, sampling=greedy).texts
+            assert texts == wanted.tokens[:, wanted.prompt :].tolist()
+
+
+def own(placing, **changes) -> tuple[models.Transformer, jax.sharding.Mesh]:
+    """A fresh model of our own."""
+    sizes = {"embed": 24, "layers": 2, "heads": 12, "kv_heads": 3, "head_size": 8, "feed_forward": 40, "vocabulary": 50}
+    layout, mesh = placing("weight-stationary-2d", LAYOUTS["weight-stationary-2d"])
+    return models.build(models.ModelConfig(**(sizes | changes)), layout, mesh, jax.random.key(0)), mesh
+
+
+DROPLESS = MoEConfig(experts=5, every=1, router="top-k", k=3, dispatch="dropless")
+SWITCH = MoEConfig(experts=5, every=1, router="switch", dispatch="dropless")
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        pytest.param({}, "Llama", id="the default"),
+        pytest.param({"tied": False, "qkv_bias": True}, "Qwen2", id="untied", marks=SLOW),
+        pytest.param({"moe": DROPLESS}, "Mixtral", id="experts", marks=SLOW),
+        pytest.param({"moe": replace(DROPLESS, router="gshard", k=None)}, "Mixtral", id="gshard", marks=SLOW),
+        pytest.param({"moe": SWITCH, "qk_norm": True}, "Qwen3Moe", id="switch", marks=SLOW),
+        pytest.param({"activation": "geglu", "scale_embedding": False}, "Gemma", id="geglu", marks=SLOW),
+        pytest.param(
+            {"block": "parallel", "norm": "layer", "rotary_pairs": "neighbours"}, "Cohere", id="parallel", marks=SLOW
+        ),
+    ],
+)
+def test_a_model_of_our_own_is_one_of_transformers(changes, kind, placing, from_folder, tmp_path):
+    model, mesh = own(placing, **changes)
+    save(model, tmp_path / "out")
+    theirs = from_folder(tmp_path / "out")
+    assert type(theirs).__name__ == f"{kind}ForCausalLM"
+    tokens = np.random.default_rng(0).integers(0, 50, (8, LENGTH))
+    close(logits_of(theirs, tokens), logits(model, mesh, tokens))
