@@ -19,7 +19,8 @@ from gspmd.ops._attention import attention
 from gspmd.ops._norm import rms_norm
 
 from .config import ModelConfig, RopeScaling
-from .vectors import biased, norm, optional
+from .parameters import padded_dimensions
+from .vectors import biased, masked, norm, optional
 
 
 class Past(Protocol):
@@ -45,6 +46,7 @@ class Attention(nnx.Module):
         self.b_q, self.b_k, self.b_v = (optional(weights, name) for name in ("b_q", "b_k", "b_v"))
         self.q_norm, self.k_norm = optional(weights, "q_norm"), optional(weights, "k_norm")
         self.w_o, self.b_o = nnx.Param(weights["w_o"]), optional(weights, "b_o")
+        self.padded = padded_dimensions(config, layout).get("H")
 
     def __call__(self, x: jax.Array, past: Past | None = None) -> jax.Array:
         """The output [B, L, E] that is added to the residual stream, placed as `attention.residual`."""
@@ -61,6 +63,7 @@ class Attention(nnx.Module):
         added = gspmd.einsum(out, self.core(q, k, v, past), self.weight_out(), via=at.out_via)
         return biased(added, self.b_o, residual, at.b_o)
 
+<<<<<<< HEAD
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array, past: Past | None = None) -> jax.Array:
         """Softmax attention of projected queries [B, L, H, D] and keys [B, L, K, D], placed as the queries.
 
@@ -71,6 +74,14 @@ class Attention(nnx.Module):
             return attention(rotate(q, self.config), rotate(k, self.config), v, query, key, causal=True)
         q, k = (rotate(x, self.config, past.positions(spec)) for x, spec in ((q, query), (k, key)))
         return past.attend(q, k, v, query, key)
+=======
+    def core(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Softmax attention of projected queries [B, L, H, D] and keys [B, L, K, D], placed as the queries."""
+        q, k, v = self.heads(q, k, v)
+        q, k = rotate(q, self.config), rotate(k, self.config)
+        out = attention(q, k, v, self.specs.query, self.specs.key, causal=True)
+        return masked(out, self.padded, "H", self.specs.query)
+>>>>>>> w-family
 
     def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Projected queries, keys and values with the biases and the norms of heads that the model has."""

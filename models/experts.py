@@ -18,7 +18,8 @@ from gspmd.moe import expert_layer
 
 from .config import ModelConfig
 from .feed_forward import FeedForward
-from .vectors import norm, optional
+from .parameters import padded_dimensions
+from .vectors import masked, norm, optional
 
 
 class Experts(nnx.Module):
@@ -32,7 +33,7 @@ class Experts(nnx.Module):
         self.router_noise = nnx.Param(weights["router_noise"]) if config.moe.noisy else None
         self.w_in = nnx.Param(weights["w_in"])
         self.w_gate = nnx.Param(weights["w_gate"]) if config.gated else None
-        self.w_out = nnx.Param(weights["w_out"])
+        self.w_out, self.padded = nnx.Param(weights["w_out"]), padded_dimensions(config, layout).get("F")
         shared = weights.get("shared")
         self.shared = None if shared is None else FeedForward(config, layout, shared, dtype, shared_specs(layout))
 
@@ -80,6 +81,8 @@ class Experts(nnx.Module):
         routers = {"router": self.router, "router_noise": self.router_noise}
         named = {"w_in": self.w_in, "w_gate": self.w_gate, "w_out": self.w_out}
         cast = {name: w[...].astype(self.dtype) for name, w in named.items() if w is not None}
+        # rows of 0 take no part of the hidden layer, and send no gradient into it
+        cast["w_out"] = masked(cast["w_out"], self.padded, "F", self.moe.w_out)
         return {name: w[...] for name, w in routers.items() if w is not None} | cast
 
 

@@ -15,7 +15,8 @@ from gspmd.layouts.section import SectionSpecs
 from gspmd.moe.experts.activation import PLAIN
 
 from .config import ModelConfig
-from .vectors import biased, norm, optional
+from .parameters import padded_dimensions
+from .vectors import biased, masked, norm, optional
 
 
 class FeedForward(nnx.Module):
@@ -32,6 +33,7 @@ class FeedForward(nnx.Module):
         self.w_in, self.w_gate = nnx.Param(weights["w_in"]), optional(weights, "w_gate")
         self.b_in, self.b_gate = optional(weights, "b_in"), optional(weights, "b_gate")
         self.w_out, self.b_out = nnx.Param(weights["w_out"]), optional(weights, "b_out")
+        self.padded = padded_dimensions(config, layout, shared=specs is not None).get("F")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The output [B, L, E] that is added to the residual stream, placed as `ffn.residual`."""
@@ -49,12 +51,11 @@ class FeedForward(nnx.Module):
         return biased(added, self.b_out, ffn.residual, ffn.b_out)
 
     def activate(self, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
-        """The activation function of the hidden layer, after its biases, elementwise."""
-        ffn = self.specs
-        value = biased(value, self.b_in, ffn.hidden, ffn.b_in)
-        if gate is None:
-            return PLAIN[self.config.activation](value)
-        return PLAIN[self.config.activation](biased(gate, self.b_gate, ffn.hidden, ffn.b_gate), value)
+        """The activation function of the hidden layer, after its biases, elementwise; 0 where F is padding."""
+        ffn, hidden = self.specs, [biased(value, self.b_in, self.specs.hidden, self.specs.b_in)]
+        if gate is not None:
+            hidden.insert(0, biased(gate, self.b_gate, ffn.hidden, ffn.b_gate))
+        return masked(PLAIN[self.config.activation](*hidden), self.padded, "F", ffn.hidden)
 
     def specs_in(self) -> tuple[Spec, ...]:
         """Specs of the input weights, the gate's last."""

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.annotate import Spec
+from gspmd.layouts import Layout
+from gspmd.layouts.rules.padding import Padded, paddings
 
 from .config import ModelConfig
 
@@ -26,14 +28,21 @@ class Parameter:
     Attributes:
         key: the layout's key, `ffn.w_in`, the same for every layer.
         spec: its spec; layers of a scan are stacked in a leading, unsharded N.
-        shape: its shape, N first if layers are stacked.
+        shape: its shape, N first if layers are stacked, with the padding that the layout asks for.
         initialise: from a random key and the shape to float32 values, the same on every mesh.
+        padding: what is real in each dimension; None where all is.
     """
 
     key: str
     spec: Spec
     shape: tuple[int, ...]
     initialise: Initialiser
+    padding: tuple[Padded | None, ...]
+
+    @property
+    def real_shape(self) -> tuple[int, ...]:
+        """Its shape without padding."""
+        return tuple(each.real if each else size for each, size in zip(self.padding, self.shape))
 
 
 def parameters(config: ModelConfig, layout: Any) -> dict[str, Parameter]:
@@ -49,7 +58,7 @@ def parameters(config: ModelConfig, layout: Any) -> dict[str, Parameter]:
     Raises:
         ValueError: a spec of the layout has other dimensions than the model's tensor.
     """
-    return dict(_rows(config, lambda key: layout[key]))
+    return dict(_rows(config, layout, lambda key: layout[key]))
 
 
 def parameter_specs(config: ModelConfig, layout: Any) -> dict[str, tuple[Spec, tuple[int, ...]]]:
@@ -59,12 +68,12 @@ def parameter_specs(config: ModelConfig, layout: Any) -> dict[str, tuple[Spec, t
 
 def optimizer_specs(config: ModelConfig, layout: Any) -> dict[str, Spec]:
     """Return path to the spec of a parameter's optimizer state: its own unless the layout overrides it."""
-    return {path: row.spec for path, row in _rows(config, layout.optimizer)}
+    return {path: row.spec for path, row in _rows(config, layout, layout.optimizer)}
 
 
 def gradient_specs(config: ModelConfig, layout: Any) -> dict[str, Spec]:
     """Return path to the spec of a parameter's gradient: its own unless the layout overrides it."""
-    return {path: row.spec for path, row in _rows(config, layout.gradient)}
+    return {path: row.spec for path, row in _rows(config, layout, layout.gradient)}
 
 
 def initialise(rows: Mapping[str, Parameter], mesh: jax.sharding.Mesh, key: jax.Array) -> dict[str, jax.Array]:
@@ -76,7 +85,7 @@ def initialise(rows: Mapping[str, Parameter], mesh: jax.sharding.Mesh, key: jax.
         key: one random key; each parameter's own is folded from it with its path.
 
     Returns:
-        Path to array. The values do not depend on the layout.
+        Path to array. The real values do not depend on the layout, and its padding is 0.
     """
     with jax.set_mesh(mesh):
         return {path: _drawer(row)(_folded(key, path)) for path, row in rows.items()}
@@ -99,34 +108,72 @@ def _folded(key: jax.Array, path: str) -> jax.Array:
 
 
 def _drawer(row: Parameter) -> Callable[[jax.Array], jax.Array]:
-    return _compiled(row.initialise, row.shape, row.spec.partition_spec(), row.spec.dims[0] == "N")
+    return _compiled(row.initialise, row.real_shape, row.spec.partition_spec(), row.spec.dims[0] == "N", row.padding)
 
 
 @lru_cache(maxsize=256)
 def _compiled(
-    begin: Initialiser, shape: tuple[int, ...], placed: jax.P, stacked: bool
+    begin: Initialiser,
+    shape: tuple[int, ...],
+    placed: jax.P,
+    stacked: bool,
+    padding: tuple[Padded | None, ...] = (),
 ) -> Callable[[jax.Array], jax.Array]:
     """Compile key -> initial array; parameters of equal distribution, shape and sharding share the program."""
 
     def draw(key: jax.Array) -> jax.Array:
         if not stacked:
-            return begin(key, shape)
+            return pad(begin(key, shape), padding)
         # A loop over layers compiles faster than one draw of the whole stack.
-        return jax.lax.map(lambda key: begin(key, shape[1:]), jax.random.split(key, shape[0]))
+        one = lambda key: pad(begin(key, shape[1:]), padding[1:])  # noqa: E731
+        return jax.lax.map(one, jax.random.split(key, shape[0]))
 
     # Under Explicit axes a drawn array would be typed as replicated, and so held whole by every device.
     return jax.jit(lambda key: jax.sharding.auto_axes(draw, out_sharding=placed)(key), out_shardings=placed)
 
 
-def _rows(config: ModelConfig, spec_of: Callable[[str], str]) -> Iterator[tuple[str, Parameter]]:
-    sizes = config.sizes(batch=1, length=1)
+def pad(values: jax.Array, padding: tuple[Padded | None, ...]) -> jax.Array:
+    """Put real values where they stand among the padding, which is 0."""
+    for at, each in enumerate(padding):
+        if each:
+            before, after = values.shape[:at], values.shape[at + 1 :]
+            runs = values.reshape(*before, each.runs, each.length, *after)
+            more = [(0, each.wide_runs - each.runs), (0, each.wide_length - each.length)]
+            wide = jnp.pad(runs, [*[(0, 0)] * at, *more, *[(0, 0)] * len(after)])
+            values = wide.reshape(*before, each.size, *after)
+    return values
+
+
+def wide_sizes(config: ModelConfig, layout: Any, batch: int = 1, length: int = 1) -> dict[str, int]:
+    """Return the sizes that tensors have under a layout: the model's, padded as the layout asks."""
+    sizes = config.sizes(batch, length)
+    return layout.padded(sizes) if isinstance(layout, Layout) else sizes
+
+
+def padded_dimensions(config: ModelConfig, layout: Any, *, shared: bool = False) -> dict[str, Padded]:
+    """Return the dimensions of parameters that are padded, by the layout or by `vocabulary_multiple`.
+
+    Args:
+        config: the model.
+        layout: a `gspmd.Layout`, or any mapping from its keys to specs.
+        shared: whether for the shared experts, whose F is their own.
+    """
+    sizes, wide = config.sizes(1, 1) | {"V": config.vocabulary}, wide_sizes(config, layout)
+    if shared:
+        sizes, wide = shared_sizes(config, sizes), shared_sizes(config, wide)
+    return paddings({dim: sizes[dim] for dim in "VHKF"}, wide)
+
+
+def _rows(config: ModelConfig, layout: Any, spec_of: Callable[[str], str]) -> Iterator[tuple[str, Parameter]]:
+    sizes, wide = config.sizes(batch=1, length=1), wide_sizes(config, layout)
 
     def row(path: str, key: str, dims: str, begin: Initialiser, stack: int = 0) -> tuple[str, Parameter]:
-        of = shared_sizes(config, sizes) if key in SHARED else sizes
-        spec, shape = _spec(spec_of, key, dims), tuple(of[d] for d in dims)
+        shared = key in SHARED
+        of, padded = shared_sizes(config, wide) if shared else wide, padded_dimensions(config, layout, shared=shared)
+        spec, shape, padding = _spec(spec_of, key, dims), tuple(of[d] for d in dims), tuple(map(padded.get, dims))
         if stack:
-            spec, shape = Spec(("N", *spec.dims), ((), *spec.axes)), (stack, *shape)
-        return path, Parameter(key, spec, shape, begin)
+            spec, shape, padding = Spec(("N", *spec.dims), ((), *spec.axes)), (stack, *shape), (None, *padding)
+        return path, Parameter(key, spec, shape, begin, padding)
 
     # Rows of unit length; the look-up multiplies by √E (Vaswani et al. 2017, section 3.4).
     yield row("embedding.table", "embedding.table", "VE", scaled("E", sizes))

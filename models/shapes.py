@@ -13,7 +13,7 @@ from gspmd.annotate import Spec
 
 from .config import ModelConfig
 from .objective import batch_spec
-from .parameters import SHARED, Parameter, nested, parameters, shared_sizes
+from .parameters import SHARED, Parameter, nested, parameters, shared_sizes, wide_sizes
 from .transformer import Transformer
 
 WIDE = (
@@ -93,7 +93,7 @@ def activation_specs(
         >>> str(spec), shape
         ('B_xLF', (8, 64, 256))
     """
-    sizes = config.sizes(batch, length)
+    sizes = wide_sizes(config, layout, batch, length)
     if config.moe:
         tokens = batch * length // sizes["G"]
         sizes |= {"C": config.moe.capacity(tokens)}

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import gspmd
@@ -18,8 +19,8 @@ from gspmd.ops._embedding import embed
 
 from .blocks import Block, ParallelBlock, part
 from .config import ModelConfig
-from .parameters import initialise, nested, parameters
-from .vectors import biased, norm, optional
+from .parameters import initialise, nested, padded_dimensions, parameters
+from .vectors import along, biased, norm, optional
 
 Figures = dict[str, jax.Array]
 
@@ -109,7 +110,7 @@ class Output(nnx.Module):
         self.table_spec = layout.spec("embedding.table" if config.tied else "output.table")
         self.norm, self.norm_bias = nnx.Param(weights["norm"]), optional(weights, "norm_bias")
         self.table, self.bias = optional(weights, "table"), optional(weights, "bias")
-        self.vocabulary, self.rows = config.vocabulary, config.table_rows
+        self.padded = padded_dimensions(config, layout).get("V")
 
     def __call__(self, x: jax.Array, tied: nnx.Param | None) -> jax.Array:
         """Float32 logits [B, L, V] of x."""
@@ -119,13 +120,10 @@ class Output(nnx.Module):
         equation = Equation.product(residual, self.table_spec, logits)
         product = gspmd.einsum(equation, y, table, via=self.specs.in_via, preferred_element_type=jnp.float32)
         product = biased(product, self.bias, logits, self.specs.bias)
-        return product if self.rows == self.vocabulary else product + self._padding(logits)
-
-    def _padding(self, logits: Spec) -> jax.Array:
-        """A bias [1, 1, V]: 0 for tokens, -1e30 for padding of the table, which is finite so that 0 · bias is 0."""
-        bias = jnp.where(jnp.arange(self.rows) < self.vocabulary, 0.0, -1e30).astype(jnp.float32)
-        whole = Spec(("V",), ((),))
-        return gspmd.reshard(bias, Equation.move(whole, whole.with_axes("V", logits.axes_of("V"))))[None, None]
+        if self.padded is None:
+            return product
+        # no token is padding; finite, so that 0 times it is 0
+        return product + along(np.where(self.padded.origins < 0, -1e30, 0.0), "V", logits)
 
 
 def stream(config: ModelConfig, layout: Any) -> Spec:

@@ -1,13 +1,18 @@
-"""What a layer does with its vectors: the norm before it and the biases after its products, by the configuration."""
+"""What a layer does with its vectors: the norm before it, the biases after its products, and what is padding."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+import gspmd
 from gspmd.annotate import Spec
+from gspmd.annotate.equation import Equation
+from gspmd.layouts.rules.padding import Padded
 from gspmd.ops._bias import add_bias
 from gspmd.ops._layer_norm import layer_norm
 from gspmd.ops._norm import rms_norm
@@ -39,3 +44,16 @@ def norm(
 def biased(x: jax.Array, bias: nnx.Param | None, spec: Spec, bias_spec: Spec) -> jax.Array:
     """Add a bias over the last dimensions of x, which lies at `spec`; without one, x as it is."""
     return x if bias is None else add_bias(x, bias[...], spec, bias_spec)
+
+
+def masked(x: jax.Array, padded: Padded | None, dim: str, spec: Spec) -> jax.Array:
+    """Set x to 0 where a dimension is padding, so that neither values nor gradients pass; None: nothing is padding."""
+    return x if padded is None else x * along(padded.origins >= 0, dim, spec).astype(x.dtype)
+
+
+def along(values: np.ndarray, dim: str, spec: Spec) -> jax.Array:
+    """Float32 constants along one dimension of a tensor that lies at `spec`, with size 1 in the others."""
+    whole = Spec((dim,), ((),))
+    placed = Equation.move(whole, whole.with_axes(dim, spec.axes_of(dim)))
+    others = [at for at, letter in enumerate(spec.dims) if letter != dim]
+    return jnp.expand_dims(gspmd.reshard(jnp.asarray(values, jnp.float32), placed), others)

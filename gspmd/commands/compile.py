@@ -150,6 +150,8 @@ def compiled(settings: Settings, target: Topology) -> Report:
         layout.check(sizes, mesh)
     else:
         mesh = target.mesh(layout.mesh_for(target.num_devices, sizes), sharding.axis_types)
+    layout = layout.resolved(sizes, mesh)
+    print(*layout.chosen, sep="\n", end="\n" * bool(layout.chosen), file=sys.stderr)
     program, args, donated = program_of(settings, layout, mesh)
     flops = settings.batch * settings.length * config.flops_per_token(settings.length)
     flops /= 1 if settings.phase == "train" else 3  # a backward pass is two forward passes

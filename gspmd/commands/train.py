@@ -69,6 +69,7 @@ def main(argv: Sequence[str], script: str = "") -> None:
     sizes = settings.model.sizes(training.batch, training.length)
     layout.check(sizes)
     mesh = command.make_mesh(sharding, layout, sizes)
+    layout = layout.resolved(sizes, mesh)
     console = printing.console(120)
     show_run(console, settings, layout, mesh)
     if settings.explain:
@@ -141,6 +142,12 @@ def show_run(console: Console, settings: Settings, layout: Layout, mesh: Mesh) -
         "model": f"{model.num_parameters:,} parameters, {model.num_active_parameters:,} of them active per token",
         "step": f"{training.batch} × {training.length} tokens, {amount_of_flops(flops)} in {training.dtype}",
     }
+    if layout.chosen:
+        lines["alternatives"] = "; ".join(layout.chosen)
+    if layout.padding:
+        sizes = model.sizes(training.batch, training.length)
+        wide = {dim: size for dim, size in layout.padded(sizes).items() if size != sizes[dim]}
+        lines["padding"] = ", ".join(f"{dim} from {sizes[dim]} to {size}" for dim, size in wide.items()) or "none"
     if moe := model.moe:
         lines["experts"] = f"{moe.experts}, router {moe.router}, dispatch {moe.dispatch}"
     report.header(console, lines)

@@ -15,7 +15,7 @@ from gspmd.layouts.overriding import overridden
 from gspmd.layouts.rules import own
 from gspmd.layouts.rules.check import faults_of, mesh_faults, resolved
 from gspmd.layouts.rules.keys import PARTS, PHASES
-from gspmd.layouts.rules.padding import origins, padded
+from gspmd.layouts.rules.padding import padded, padding_faults
 from gspmd.layouts.rules.table import LayoutTable
 from gspmd.layouts.section import Section, look_up, one_spec
 from gspmd.layouts.storage import position_specs, stored_specs
@@ -267,19 +267,10 @@ class Layout(LayoutTable):
         >>> Layout.load("replicated").override({"padding.H": 64}).padded({"H": 48, "K": 1, "D": 256})
         {'H': 64, 'K': 1, 'D': 256}
         """
+        faults = [*padding_faults(self.padding)]
+        if faults:
+            raise report(LayoutError, f"cannot pad dimensions as layout '{self.name}' asks", faults)
         return padded(read_sizes(sizes), self.padding)
-
-    def origins(self, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """Return, of each dimension that padding makes larger, which real entry stands at each place; -1 for padding.
-
-        Args:
-          sizes: the real ones, of H and K together.
-
-        Example:
-          >>> Layout.load("replicated").override({"padding.H": 6}).origins({"H": 4, "K": 2})["H"].tolist()
-          [0, 1, -1, 2, 3, -1]
-        """
-        return origins(read_sizes(sizes), self.padding)
 
     # -- changing and checking ----------------------------------------------------------------------------------------
 
@@ -287,9 +278,9 @@ class Layout(LayoutTable):
         """Return this layout with other specs for some keys.
 
         Args:
-          specs: `"ffn.w_in"` to a spec, or to a tuple or list of alternatives; also `"optimizer.ffn.w_in"`,
-            `"decode.ffn.residual"`, `"lowering.ffn"`, and `"padding.H"` to a multiple. They are checked by `check`, all
-            together.
+          specs: `"ffn.w_in"` to a spec, or to alternatives, a list of specs or one text with `|` between them; also
+            `"optimizer.ffn.w_in"`, `"decode.ffn.residual"`, `"lowering.ffn"`, and `"padding.H"` to a multiple. They are
+            checked by `check`, all together.
         """
         return overridden(self, specs)
 

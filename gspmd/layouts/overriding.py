@@ -42,6 +42,8 @@ def overridden(layout: OfTable, specs: Any) -> OfTable:
 
 def _text(value: Any) -> Text | None:
     """A spec, or alternatives, as text; None for anything else."""
+    if isinstance(value, str) and "|" in value:
+        return tuple(each.strip() for each in value.split("|"))
     if isinstance(value, str | Spec):
         return str(value)
     alternatives = isinstance(value, list | tuple) and value and all(isinstance(each, str | Spec) for each in value)

@@ -172,8 +172,9 @@ def _title(sizes: Mapping[str, int], mesh: Any, chip: Chip, objective: str, dtyp
 def _measure(layout: Layout, sizes: Mapping[str, int], mesh: Any, chip: Chip, gated: bool, dtype: str) -> Ranked:
     mesh = layout.complete_mesh(mesh)
     try:
-        pairs = equations(layout, gated)
-        plans = tuple(plan(equation, sizes, mesh, dtype, chip, via=via and via.text) for equation, via in pairs)
-    except (SpecError, PlanError) as error:
+        pairs = equations(layout.resolved(sizes, mesh), gated)
+        wide = layout.padded(sizes)
+        plans = tuple(plan(equation, wide, mesh, dtype, chip, via=via and via.text) for equation, via in pairs)
+    except (SpecError, PlanError, LayoutError) as error:
         return Ranked(layout.name, inf, inf, reason=error.faults[0].fact if error.faults else str(error))
     return Ranked(layout.name, sum(p.seconds for p in plans), sum(p.wire_bytes for p in plans), plans)

@@ -1,6 +1,7 @@
 """Dimensions that a layout pads to a multiple, where sizes do not divide: which, to what, and what is real in them."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
@@ -50,23 +51,54 @@ def padded(sizes: Mapping[str, int], padding: Mapping[str, int]) -> dict[str, in
     return result
 
 
-def origins(sizes: Mapping[str, int], padding: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """Return, of each dimension that becomes larger, which real entry stands at each place; -1 for padding.
+@dataclass(frozen=True)
+class Padded:
+    """A dimension that is longer than what is real in it: runs of real entries, each at the start of a longer run.
 
-    Query heads stay with their key/value head: H is K blocks, each of them padded at its end.
+    Attributes:
+      runs: of real entries; one for each key/value head in H, one in every other dimension.
+      length: real entries in each.
+      wide_runs, wide_length: with the padding.
 
-    >>> {dim: places.tolist() for dim, places in origins({"H": 4, "K": 2, "V": 3}, {"H": 6, "V": 4}).items()}
-    {'H': [0, 1, -1, 2, 3, -1], 'V': [0, 1, 2, -1]}
+    Example:
+      >>> Padded(2, 2, 2, 3).origins.tolist()
+      [0, 1, -1, 2, 3, -1]
     """
-    wide = padded(sizes, padding)
-    return {dim: _origin(dim, sizes, wide) for dim in sizes if wide[dim] != sizes[dim]}
+
+    runs: int
+    length: int
+    wide_runs: int
+    wide_length: int
+
+    @property
+    def size(self) -> int:
+        """Number of entries, padding and all."""
+        return self.wide_runs * self.wide_length
+
+    @property
+    def real(self) -> int:
+        """Number of real entries."""
+        return self.runs * self.length
+
+    @property
+    def origins(self) -> np.ndarray:
+        """Which real entry stands at each place; -1 for padding."""
+        places = np.full((self.wide_runs, self.wide_length), -1)
+        places[: self.runs, : self.length] = np.arange(self.real).reshape(self.runs, self.length)
+        return places.reshape(-1)
 
 
-def _origin(dim: str, sizes: Mapping[str, int], wide: Mapping[str, int]) -> np.ndarray:
-    blocks, groups = (sizes.get("K", 1), wide.get("K", 1)) if dim == "H" else (1, 1)
-    result = np.full((groups, wide[dim] // groups), -1)
-    result[:blocks, : sizes[dim] // blocks] = np.arange(sizes[dim]).reshape(blocks, -1)
-    return result.reshape(-1)
+def paddings(sizes: Mapping[str, int], wide: Mapping[str, int]) -> dict[str, Padded]:
+    """Return every dimension that is longer in `wide`; query heads stay with their key/value head.
+
+    >>> paddings({"H": 4, "K": 2, "V": 3}, {"H": 6, "K": 2, "V": 3})
+    {'H': Padded(runs=2, length=2, wide_runs=2, wide_length=3)}
+    """
+    result = {}
+    for dim in (dim for dim in sizes if wide[dim] != sizes[dim]):
+        runs, wide_runs = (sizes["K"], wide["K"]) if dim == "H" and "K" in sizes else (1, 1)
+        result[dim] = Padded(runs, sizes[dim] // runs, wide_runs, wide[dim] // wide_runs)
+    return result
 
 
 def padding_faults(padding: Mapping[str, Any]) -> Iterator[Fault]:
