@@ -14,7 +14,7 @@ from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops._argmax import first_maximum
-from gspmd.ops._threshold import CANDIDATES, ROUNDS, WORDS, mass, ordered, threshold, words
+from gspmd.ops._threshold import CANDIDATES, WORDS, mass, ordered, threshold, words
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.planned_op import Chains, dimension, float32, read, settle, shard_index, sizes_of
 from gspmd.planner.steps import Step
@@ -40,8 +40,8 @@ def sample(
     It is argmax(logits / temperature + Gumbel noise), and the noise a function of seed, position and token alone: a
     sample depends on its row's logits and settings, not on other rows, the layout, the mesh or the lowering.
 
-    Over the mesh axes of the dimension: two all-reduces of [B] for the argmax, one for the maximum, eight of [B, 16]
-    int32 for top-k, and eight of [B, 16, 3] int32 for top-p. A number that turns a filter off leaves its steps out.
+    Over the mesh axes of the dimension: two all-reduces of [B] for the argmax, one for the maximum, eleven of [B, 8]
+    int32 for top-k, and eleven of [B, 8, 3] int32 for top-p. A number that turns a filter off leaves its steps out.
 
     Args:
         logits: [B, V], or [B, L, V] for several positions of each row.
@@ -118,7 +118,9 @@ class _Setting:
 
 
 _SETTINGS = {
-    "temperature": _Setting("float32", 0, np.finfo("float32").max, 0, "It is 0, which takes the likeliest, or more."),
+    "temperature": _Setting(
+        "float32", 0, float(np.finfo("float32").max), 0, "It is 0, which takes the likeliest, or more."
+    ),
     "top_k": _Setting("int32", 0, np.iinfo("int32").max, 0, "It is a number of tokens, or 0 to keep all."),
     "top_p": _Setting("float32", 0, 1, 1, "It is more than 0, and 1 to keep all tokens."),
     "min_p": _Setting("float32", 0, 1, 0, "It lies between 0, which keeps all tokens, and 1."),
@@ -168,13 +170,14 @@ def _value(form: _Sampling, shape: tuple[int, ...], ctx: Context):
     more = tuple(letter for letter in "SUWZ" if letter not in spec.dims)[:2]  # a candidate, a word of its total
     totals = Spec(rows.dims + more, (*rows.axes, (), ()))
 
-    def reduced(name: str, spec: Spec = rows, size: int = 0, reduce: str = "max") -> tuple[Step, ...]:
-        return settle(spec, axes, sizes_of(totals, (*wholes, CANDIDATES, size)), ctx, 4, name, reduce)
+    def reduced(name: str, spec: Spec = rows, *more: int, reduce: str = "max") -> tuple[Step, ...]:
+        return settle(spec, axes, sizes_of(totals, (*wholes, *more)), ctx, 4, name, reduce)
 
     wholes = [size for d, size in enumerate(shape) if d != at]
     planned = {"top": reduced("maximum")} if form.temperature else {}
     for name, on, size in (("count", form.top_k, 1), ("mass", form.top_p, WORDS)):
-        planned |= {f"{name}{n}": reduced(name, totals, size, "sum") for n in range(ROUNDS * on)}
+        rounds = enumerate(CANDIDATES if on else ())
+        planned |= {f"{name}{n}": reduced(name, totals, count, size, reduce="sum") for n, count in rounds}
     chains = Chains(ctx.mesh, **planned, biggest=reduced("score"), lowest=reduced("token"))
 
     def body(logits, seeds, positions, temperature, top_k, top_p, min_p):
