@@ -63,7 +63,6 @@ class Attention(nnx.Module):
         added = gspmd.einsum(out, self.core(q, k, v, past), self.weight_out(), via=at.out_via)
         return biased(added, self.b_o, residual, at.b_o)
 
-<<<<<<< HEAD
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array, past: Past | None = None) -> jax.Array:
         """Softmax attention of projected queries [B, L, H, D] and keys [B, L, K, D], placed as the queries.
 
@@ -71,17 +70,11 @@ class Attention(nnx.Module):
         """
         (q, k, v), query, key = self.heads(q, k, v), self.specs.query, self.specs.key
         if past is None:
-            return attention(rotate(q, self.config), rotate(k, self.config), v, query, key, causal=True)
-        q, k = (rotate(x, self.config, past.positions(spec)) for x, spec in ((q, query), (k, key)))
-        return past.attend(q, k, v, query, key)
-=======
-    def core(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Softmax attention of projected queries [B, L, H, D] and keys [B, L, K, D], placed as the queries."""
-        q, k, v = self.heads(q, k, v)
-        q, k = rotate(q, self.config), rotate(k, self.config)
-        out = attention(q, k, v, self.specs.query, self.specs.key, causal=True)
-        return masked(out, self.padded, "H", self.specs.query)
->>>>>>> w-family
+            out = attention(rotate(q, self.config), rotate(k, self.config), v, query, key, causal=True)
+        else:
+            q, k = (rotate(x, self.config, past.positions(spec)) for x, spec in ((q, query), (k, key)))
+            out = past.attend(q, k, v, query, key)
+        return masked(out, self.padded, "H", query)
 
     def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Projected queries, keys and values with the biases and the norms of heads that the model has."""

@@ -10,8 +10,8 @@ Found by compiling for v4 to v6e with jax 0.10.2 (libtpu 0.0.42); `python benchm
   lanes instead;
 - one along the first dimension is padded, and permutes carry what lies across the borders of the pieces. With the
   pieces along a dimension of their own it stays, at no cost;
-- dimensions of size 1 (`L` of `[B, 1, E]`) keep the compiler from any of this, and make it reorder what was gathered, so
-  they are dropped on the way.
+- dimensions of size 1 (`L` of `[B, 1, E]`) keep the compiler from any of this, so they are dropped on the way; of a gather
+  along the last dimension, pieces that are no multiples of 128 come along a dimension of their own.
 """
 
 from collections.abc import Mapping
