@@ -65,16 +65,21 @@ def described(directory: str | os.PathLike) -> Described:
     faults = list(_inactive_faults(family, json))
     values: dict[str, Any] = dict(family.fixed)
     for name, option in family.options.items():
-        value = option.of(json)
+        key, value = option.of(json)
         if value is REQUIRED:
-            faults.append(f"{option.keys[0]} is missing.")
-        elif option.names is not None and value not in option.names:
+            faults.append(f"{key} is missing.")
+        elif option.names is None and not callable(value) and not _fits(name, value):
+            faults.append(f"{key} is {value!r}, which is no {_KINDS[_kind(name)]}.")
+        elif option.names is not None and value not in [*option.names]:
             known = ", ".join(map(repr, option.names))
-            faults.append(f"{option.keys[0]} is {value!r}, which is not supported; supported: {known}.")
+            faults.append(f"{key} is {value!r}, which is not supported; supported: {known}.")
         else:
             values[name] = option.names[value] if option.names else value
+    if not faults and not values.get("heads"):
+        faults.append("its attention has no heads.")
     if faults:
         raise CheckpointError(doing, faults)
+    values |= {name: value(values) for name, value in values.items() if callable(value)}
     values |= {name: function(values) for name, function in family.derived.items()}
     values |= read_rope(family, json, values["head_size"], faults)
     moe = {name.removeprefix("moe."): values.pop(name) for name in [*values] if name.startswith("moe.")}
@@ -140,6 +145,21 @@ def _family(json: Mapping[str, Any], doing: str) -> Family:
     raise CheckpointError(doing, [f"its architecture is {name!r}, which is not known. {near}Known: {known}."])
 
 
+_KINDS = {int: "whole number", float: "number", bool: "true or false"}
+
+
+def _kind(name: str) -> type:
+    """The type of a field's values."""
+    config, _, field = name.rpartition(".")
+    default = getattr(MoEConfig if config else ModelConfig, field)
+    return int if default is None else type(default)
+
+
+def _fits(name: str, value: Any) -> bool:
+    kind = _kind(name)
+    return isinstance(value, bool) == (kind is bool) and isinstance(value, (int, float) if kind is float else kind)
+
+
 def _inactive_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
     """What config.json asks for, and models here do not have."""
     if json.get("quantization_config"):
@@ -161,12 +181,12 @@ def _inactive_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
 
 
 #: Fields that change nothing that a checkpoint holds. √E is folded into the tables.
-_FREE = ("vocabulary_multiple", "remat", "scale_embedding")
+FREE = ("vocabulary_multiple", "remat", "scale_embedding")
 
 
 def _reasons(family: Family, config: ModelConfig) -> list[str]:
     """Why a model does not belong to a family; nothing if it does."""
-    names = [each.name for each in fields(config) if each.name not in (*_FREE, "moe")]
+    names = [each.name for each in fields(config) if each.name not in (*FREE, "moe")]
     names += [f"moe.{each.name}" for each in fields(MoEConfig)] if config.moe else []
     values = {name: _value(config, name) for name in names}
     found = [

@@ -15,7 +15,7 @@ class Option:
 
     Attributes:
         key: its name, or names of which the first is written.
-        default: its value where it is absent or null; a function of the other entries; or REQUIRED.
+        default: its value where it is absent or null; a function of the fields of other entries; or REQUIRED.
         names: value in the file to value here, where they are called otherwise; None if they are the same.
     """
 
@@ -28,12 +28,9 @@ class Option:
         """All its names."""
         return (self.key,) if isinstance(self.key, str) else self.key
 
-    def of(self, json: Mapping[str, Any]) -> Any:
-        """Its value in a file, as the file has it; REQUIRED if it has none."""
-        for key in self.keys:
-            if json.get(key) is not None:
-                return json[key]
-        return self.default(json) if callable(self.default) else self.default
+    def of(self, json: Mapping[str, Any]) -> tuple[str, Any]:
+        """Its name and value in a file, as the file has them; its default if it has none."""
+        return next(((key, json[key]) for key in self.keys if json.get(key) is not None), (self.keys[0], self.default))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ GPTJ = Family(
         "embed": Option("n_embd"),
         "layers": Option("n_layer"),
         "heads": Option("n_head"),
-        "feed_forward": Option("n_inner", lambda json: 4 * json.get("n_embd", 0)),
+        "feed_forward": Option("n_inner", lambda fields: 4 * fields["embed"]),
         "rotary_size": Option("rotary_dim", 64),
         "activation": Option("activation_function", "gelu_new", GELU),
         "norm_epsilon": Option("layer_norm_epsilon", 1e-5),

@@ -9,19 +9,13 @@ from .family import Family, Option, Stored
 
 LAYER = "model.layers.{N}"
 
-
-def head_size(json: Mapping[str, Any]) -> int:
-    """The width of a head where config.json does not say it."""
-    return json.get("hidden_size", 0) // max(1, json.get("num_attention_heads", 1))
-
-
 SIZES = {
     "vocabulary": Option("vocab_size"),
     "embed": Option("hidden_size"),
     "layers": Option("num_hidden_layers"),
     "heads": Option("num_attention_heads"),
-    "kv_heads": Option("num_key_value_heads", lambda json: json.get("num_attention_heads")),
-    "head_size": Option("head_dim", head_size),
+    "kv_heads": Option("num_key_value_heads", lambda fields: fields["heads"]),
+    "head_size": Option("head_dim", lambda fields: fields["embed"] // fields["heads"]),
     "feed_forward": Option("intermediate_size"),
 }
 
@@ -135,6 +129,9 @@ QWEN3 = Family(
     window=(4096, False),
 )
 
+#: Its first files say gelu, and mean the tanh form.
+GEMMA_GELU = {"gelu_pytorch_tanh": "geglu", "gelu": "geglu"}
+
 #: Gemma's norms scale by 1 + w, so that weight decay draws them to 1.
 _NORMS = ("attention.norm", "ffn.norm", "output.norm")
 
@@ -145,7 +142,7 @@ GEMMA = Family(
     options=OPTIONS
     | {
         "head_size": Option("head_dim", 256),
-        "activation": Option(("hidden_activation", "hidden_act"), "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "geglu"}),
+        "activation": Option(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh", GEMMA_GELU),
         "tied": Option("tie_word_embeddings", True),
         "qkv_bias": Option("attention_bias", False),
         "out_bias": Option("attention_bias", False),

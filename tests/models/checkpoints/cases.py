@@ -1,0 +1,74 @@
+"""The models of the tests: small, of odd shapes, every option of a family in some of them."""
+
+LENGTH = 7  # of a prompt
+
+_SIZES = {
+    "vocab_size": 56,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_HEADS = _SIZES | {"head_dim": 8}  # a head is not as wide as 24/12
+_WIDE = _SIZES | {"hidden_size": 48}  # where the width of a head cannot be set
+_SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_GPTJ = {
+    "vocab_size": 56,
+    "n_embd": 48,
+    "n_layer": 2,
+    "n_head": 12,
+    "n_inner": 40,
+    "rotary_dim": 2,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+#: Name to the prefix of its classes in transformers, and the arguments of its config.
+CASES = {
+    "llama": ("Llama", _HEADS),
+    "llama-tied-scaled": ("Llama", _HEADS | {"tie_word_embeddings": True, "rope_parameters": _SCALED}),
+    "llama-biases": ("Llama", _HEADS | {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", _HEADS | {"sliding_window": None}),
+    "qwen2": ("Qwen2", _HEADS),
+    "qwen2-tied": ("Qwen2", _HEADS | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", _HEADS | {"tie_word_embeddings": True}),
+    "qwen3-biases": ("Qwen3", _HEADS | {"attention_bias": True}),
+    "gemma": ("Gemma", _HEADS | {"num_key_value_heads": 1}),
+    "mixtral": ("Mixtral", _HEADS | {"num_local_experts": 5}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        _HEADS | {"moe_intermediate_size": 16, "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": False},
+    ),
+    "gptj": ("GPTJ", _GPTJ),
+    "gptj-tied": ("GPTJ", _GPTJ | {"tie_word_embeddings": True, "n_inner": None, "activation_function": "gelu"}),
+    "phi": ("Phi", _WIDE),
+    "cohere": ("Cohere", _WIDE | {"logit_scale": 0.3}),
+    "cohere-untied-biases": ("Cohere", _WIDE | {"tie_word_embeddings": False, "attention_bias": True}),
+}
+
+#: One of each family, with the layout of its test in the fast suite.
+FIRST = {
+    "llama-tied-scaled": "replicated",
+    "mistral": "replicated",
+    "qwen2": "weight-stationary-2d",
+    "qwen3": "replicated",
+    "gemma": "replicated",
+    "mixtral": "replicated",
+    "qwen3-moe": "replicated",
+    "gptj": "weight-stationary-2d",
+    "phi": "replicated",
+    "cohere": "replicated",
+}
+
+LAYOUTS = ("weight-stationary-2d", "weight-gathered-xy", "zero-3")

@@ -1,0 +1,117 @@
+"""Small random models of every family by transformers, as checkpoints in a folder, and their logits."""
+
+import functools
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from gspmd.layouts import Layout
+from tests.models.checkpoints.cases import CASES, LENGTH
+
+
+@pytest.fixture(scope="session")
+def transformers() -> ModuleType:
+    """The library transformers, quiet and on one thread: JAX's devices need the others."""
+    reason = "needs transformers and torch: pip install -e '.[interop]'"
+    torch = pytest.importorskip("torch", reason=reason)
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of libraries that it imports
+        library = pytest.importorskip("transformers", reason=reason)
+    library.utils.logging.set_verbosity_error()
+    library.utils.logging.disable_progress_bar()
+    return library
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A checkpoint that transformers has written, and what its own model makes of a prompt.
+
+    Attributes:
+        directory: the checkpoint.
+        tokens: [B, L] prompts, continued greedily.
+        prompt: length of the prompts in `tokens`.
+        logits: [B, L, V] for the tokens.
+    """
+
+    directory: Path
+    tokens: np.ndarray
+    prompt: int
+    logits: np.ndarray
+
+
+@pytest.fixture(scope="session")
+def reference(transformers, tmp_path_factory):
+    """A function (name of a case, tokens to generate) -> its Reference."""
+
+    @functools.cache
+    def make(name: str, generated: int = 0) -> Reference:
+        import torch
+
+        kind, entries = CASES[name]
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**entries)).eval()
+        with torch.no_grad():
+            for path, value in model.named_parameters():
+                one = 1.0 if kind != "Gemma" and path.endswith(("norm.weight", "ln_1.weight", "ln_f.weight")) else 0.0
+                value.copy_(one + 0.25 * torch.randn_like(value))
+        directory = tmp_path_factory.mktemp(name)
+        model.save_pretrained(directory)
+        prompts = np.random.default_rng(0).integers(0, entries["vocab_size"], (8, LENGTH))
+        tokens = continued(model, prompts, generated)
+        return Reference(directory, tokens, LENGTH, logits_of(model, tokens))
+
+    return make
+
+
+def continued(model: Any, tokens: np.ndarray, count: int) -> np.ndarray:
+    """Prompts [B, L] with their greedy continuation by transformers, which does not stop: [B, L + count]."""
+    import torch
+
+    if not count:
+        return tokens
+    ids, kept = torch.tensor(tokens), None
+    with torch.no_grad():
+        for _ in range(count):
+            out = model(ids if kept is None else ids[:, -1:], past_key_values=kept, use_cache=True)
+            kept, ids = out.past_key_values, torch.cat([ids, out.logits[:, -1:].argmax(-1)], dim=1)
+    return ids.numpy()
+
+
+def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """Logits [B, L, V] of a model of transformers."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor(tokens)).logits.float().numpy()
+
+
+@pytest.fixture
+def from_folder(transformers):
+    """A function (directory) -> transformers' own model of a checkpoint, in float32."""
+    return lambda directory: transformers.AutoModelForCausalLM.from_pretrained(directory).float().eval()
+
+
+@pytest.fixture
+def placing(make_mesh):
+    """A function (name of a preset) -> (layout, mesh): "replicated" on one device, any other on eight."""
+
+    def make(name: str) -> tuple[Layout, jax.sharding.Mesh]:
+        layout = Layout.load(name)
+        return layout, make_mesh(layout.mesh_for(1 if name == "replicated" else 8))
+
+    return make
+
+
+def close(got: np.ndarray, wanted: np.ndarray) -> None:
+    """Assert that logits are equal to 1e-4, and the distributions to a divergence of 1e-4 nats."""
+    np.testing.assert_allclose(got, wanted, atol=1e-4, rtol=0)
+    ours, theirs = (x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) for x in (got, wanted))
+    ours, theirs = ours - got.max(-1, keepdims=True), theirs - wanted.max(-1, keepdims=True)
+    assert np.max((np.exp(theirs) * (theirs - ours)).sum(-1)) <= 1e-4

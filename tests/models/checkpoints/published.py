@@ -1,0 +1,79 @@
+"""The sizes in config.json of published models, and the numbers of parameters that their pages state."""
+
+
+def _of(architecture: str, embed: int, hidden: int, layers: int, heads: int, shared: int, vocabulary: int, **more):
+    return {
+        "architectures": [f"{architecture}ForCausalLM"],
+        "hidden_size": embed,
+        "intermediate_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": shared,
+        "vocab_size": vocabulary,
+        **more,
+    }
+
+
+_SCALED = {
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
+
+#: Name to the entries of config.json, and the number of parameters.
+PUBLISHED = {
+    "Llama-2-7b": (_of("Llama", 4096, 11008, 32, 32, 32, 32000, rms_norm_eps=1e-5), 6_738_415_616),
+    "Llama-3.1-8B": (_of("Llama", 4096, 14336, 32, 32, 8, 128256, **_SCALED), 8_030_261_248),
+    "Llama-3.2-1B": (
+        _of("Llama", 2048, 8192, 16, 32, 8, 128256, head_dim=64, tie_word_embeddings=True, **_SCALED),
+        1_235_814_400,
+    ),
+    "Mistral-7B": (_of("Mistral", 4096, 14336, 32, 32, 8, 32000, sliding_window=None), 7_241_732_096),
+    "Mixtral-8x7B": (
+        _of("Mixtral", 4096, 14336, 32, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2),
+        46_702_792_704,
+    ),
+    "Qwen2.5-0.5B": (
+        _of("Qwen2", 896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True, sliding_window=32768),
+        494_032_768,
+    ),
+    "Qwen2.5-7B": (_of("Qwen2", 3584, 18944, 28, 28, 4, 152064, rope_theta=1000000.0), 7_615_616_512),
+    "Qwen3-0.6B": (_of("Qwen3", 1024, 3072, 28, 16, 8, 151936, tie_word_embeddings=True), 596_049_920),
+    "Qwen3-30B-A3B": (
+        _of(
+            "Qwen3Moe",
+            2048,
+            6144,
+            48,
+            32,
+            4,
+            151936,
+            head_dim=128,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+        ),
+        30_532_122_624,
+    ),
+    "Gemma-2b": (_of("Gemma", 2048, 16384, 18, 8, 1, 256000, hidden_act="gelu"), 2_506_172_416),
+    "Command-R": (_of("Cohere", 8192, 22528, 40, 64, 64, 256000, rope_theta=8000000.0), 34_980_831_232),
+    "Phi-2": (_of("Phi", 2560, 10240, 32, 32, 32, 51200, partial_rotary_factor=0.4), 2_779_683_840),
+    "GPT-J-6B": (
+        {
+            "architectures": ["GPTJForCausalLM"],
+            "n_embd": 4096,
+            "n_layer": 28,
+            "n_head": 16,
+            "n_inner": None,
+            "rotary_dim": 64,
+            "vocab_size": 50400,
+        },
+        6_050_882_784,
+    ),
+}

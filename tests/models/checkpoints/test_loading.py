@@ -1,0 +1,171 @@
+"""Loading: every parameter, byte and fault."""
+
+import re
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gspmd_models as models
+from gspmd import LayoutError
+from gspmd_models.checkpoints import CheckpointError, load
+from tests.models.checkpoints.small import tensors, write
+
+
+def expected(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The parameters that the tensors of `small` make."""
+    stack = lambda name: np.stack([values[f"model.layers.{n}.{name}.weight"] for n in range(2)])  # noqa: E731
+    q, k, v = (stack(f"self_attn.{each}_proj").swapaxes(1, 2).reshape(2, 16, -1, 4) for each in "qkv")
+    return {
+        "embedding.table": values["model.embed_tokens.weight"],
+        "blocks.0.attention.norm": stack("input_layernorm"),
+        "blocks.0.attention.w_q": q,
+        "blocks.0.attention.w_k": k,
+        "blocks.0.attention.w_v": v,
+        "blocks.0.attention.w_o": stack("self_attn.o_proj").swapaxes(1, 2).reshape(2, 8, 4, 16),
+        "blocks.0.ffn.norm": stack("post_attention_layernorm"),
+        "blocks.0.ffn.w_in": stack("mlp.up_proj").swapaxes(1, 2),
+        "blocks.0.ffn.w_gate": stack("mlp.gate_proj").swapaxes(1, 2),
+        "blocks.0.ffn.w_out": stack("mlp.down_proj").swapaxes(1, 2),
+        "output.norm": values["model.norm.weight"],
+        "output.table": values["lm_head.weight"],
+    }
+
+
+PRESETS = ("replicated", "weight-stationary-2d", "zero-3", "weight-gathered-xyz", "gshard")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_parameter_is_its_tensors_and_the_file_is_read_once(preset, placing, tmp_path):
+    values = tensors("float16")
+    layout, mesh = placing(preset)
+    model, report = load(write(tmp_path, values, files=1 + PRESETS.index(preset) % 3), layout, mesh, "float32")
+    arrays, wanted = models.arrays(model), expected(values)
+    assert arrays.keys() == wanted.keys()
+    specs = models.parameter_specs(model.config, layout)
+    for path, value in arrays.items():
+        np.testing.assert_array_equal(np.asarray(value), wanted[path].astype(np.float32), err_msg=path)
+        assert value.sharding == jax.sharding.NamedSharding(mesh, specs[path][0].partition_spec())
+    assert report.bytes_read == sum(value.nbytes for value in values.values())
+    assert report.file_bytes == sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert report.tensors == len(values)
+    assert report.host_bytes == max(shard.data.nbytes for x in arrays.values() for shard in x.addressable_shards)
+    assert re.fullmatch(
+        r"21 tensors, [\d.]+ kB of [\d.]+ kB read in .*; .* of host memory beside the arrays", str(report)
+    )
+
+
+def test_matrices_have_the_dtype_that_is_asked_for_and_norms_are_float32(placing, tmp_path):
+    model, _ = load(write(tmp_path, tensors()), *placing("replicated"), "bfloat16")
+    dtypes = {path: str(value.dtype) for path, value in models.arrays(model).items()}
+    assert {path for path, dtype in dtypes.items() if dtype == "float32"} == {p for p in dtypes if p.endswith("norm")}
+    np.testing.assert_array_equal(
+        np.asarray(models.arrays(model)["blocks.0.ffn.w_in"]),
+        expected(tensors())["blocks.0.ffn.w_in"].astype(ml_dtypes.bfloat16),
+    )
+
+
+def test_host_memory_beside_the_arrays_is_what_the_report_says(placing, tmp_path):
+    sizes = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 1024}
+    folder = write(tmp_path, tensors(**sizes), **sizes)
+    layout, mesh = placing("zero-3")
+    load(folder, layout, mesh, "float32")  # what is imported and planned once
+    tracemalloc.start()
+    try:
+        model, report = load(folder, layout, mesh, "float32")
+        now, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert report.host_bytes == 2048 * 256 * 4 // 8
+    assert most - now <= report.host_bytes + 200_000  # headers and names
+    del model
+
+
+_MEASURED = """
+import sys
+from pathlib import Path
+from gspmd import host
+host.use_host_devices(8)
+import jax, numpy as np
+jax.config.update("jax_platforms", "cpu")
+import gspmd_models as models
+from gspmd.layouts import Layout
+from gspmd_models.checkpoints import load
+layout = Layout.load("zero-3")
+mesh = jax.make_mesh(tuple(layout.mesh_for(8).values()), ("x", "y", "z"))
+for device in jax.devices():
+    jax.device_put(np.zeros(9), device).block_until_ready()
+def most():
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(lines["VmHWM"].split()[0]), 1024 * int(lines["VmRSS"].split()[0])
+_, before = most()
+model, report = load(sys.argv[1], layout, mesh, "bfloat16")
+arrays = sum(shard.data.nbytes for x in models.arrays(model).values() for shard in x.addressable_shards)
+print(most()[0] - before - arrays, report.host_bytes, arrays)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of a process from /proc")
+def test_the_process_grows_by_the_arrays_and_little_else(tmp_path):
+    sizes = {"vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
+    heads = {"head_dim": 128, "num_key_value_heads": 8}
+    folder = write(tmp_path, tensors("float16", **sizes, **heads), **sizes, **heads)
+    command = [sys.executable, "-c", _MEASURED, str(folder)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    more, host, arrays = map(int, shown.stdout.split())
+    assert arrays > 400_000_000
+    assert host <= 16_000_000  # an eighth of 12 layers of one matrix
+    assert more < host + 60_000_000  # a few tensors' pages, threads, and what the allocator keeps
+
+
+def broken(folder, change) -> CheckpointError:
+    """The error of loading the small checkpoint with some tensors changed."""
+    values = tensors()
+    change(values)
+    with pytest.raises(CheckpointError) as error:
+        load(write(folder, values), *change.placing, "float32")
+    return error.value
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_all_named(placing, tmp_path, monkeypatch):
+    def change(values):
+        del values["model.norm.weight"], values["model.layers.1.mlp.up_proj.weight"]
+        values["model.layers.2.mlp.up_proj.weight"] = np.zeros((32, 16))
+        values["lm_head.weight"] = np.zeros((47, 16), np.float32)
+        values["model.layers.0.self_attn.q_proj.weight"] = np.zeros((32, 16), np.int32)
+        values["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(2)  # old files have it
+
+    change.placing = placing("replicated")
+    monkeypatch.setattr("gspmd_models.checkpoints.files.Files.read_into", None)  # nothing is read
+    assert broken(tmp_path, change).faults == (
+        "model.layers.0.self_attn.q_proj.weight is of dtype I32, which is not read; F32, F16, BF16 are.",
+        "model.layers.1.mlp.up_proj.weight is missing; the model needs it, of shape (32, 16).",
+        "model.norm.weight is missing; the model needs it, of shape (16,).",
+        "lm_head.weight has shape (47, 16) in the checkpoint, and the model needs (48, 16).",
+        "model.layers.2.mlp.up_proj.weight is in the checkpoint, and the model has no such tensor.",
+    )
+
+
+def test_a_tied_model_may_have_its_table_twice_in_the_file(placing, tmp_path):
+    folder = write(tmp_path, tensors(), tie_word_embeddings=True)
+    model, report = load(folder, *placing("replicated"), "float32")
+    assert "output.table" not in models.arrays(model)
+    assert report.bytes_read == sum(x.nbytes for name, x in tensors().items() if name != "lm_head.weight")
+
+
+def test_a_layout_that_the_model_does_not_divide_by_is_refused_before_anything_is_read(placing, tmp_path, monkeypatch):
+    monkeypatch.setattr("gspmd_models.checkpoints.files.Files.read_into", None)
+    folder = write(tmp_path, tensors())
+    with pytest.raises(LayoutError, match="dimension K has size 2, which mesh axes y and z"):
+        load(folder, *placing("megatron-1d"), "float32")
+
+
+def test_a_dtype_that_models_do_not_compute_in_is_refused(placing, tmp_path):
+    with pytest.raises(CheckpointError, match="int8"):
+        load(write(tmp_path, tensors()), *placing("replicated"), "int8")
