@@ -27,9 +27,9 @@ def faults_of(layout: LayoutTable, sizes: Mapping[str, int], mesh: Any) -> list[
     single, of_lists = resolved(layout, sizes, mesh)
     given = given_sizes(layout, {} if of_lists else sizes, mesh)
     faults += [*padding_faults(layout.padding), *of_lists]
-    several = [*each(layout)]
-    for other in several if len(several) > 1 else ():  # every alternative can be read, and what has to agree agrees
-        faults += [fault for fault in _faults(other, GivenSizes({}, given.mesh)) if not fault.cause]
+    if single is not layout:  # what has to agree, agrees in every alternative
+        for other in each(layout):
+            faults += _disagreements("", other.table, _read("", other.table, KEYS, GivenSizes({}, given.mesh))[0])
     return one_for_each_cause(dict.fromkeys([*faults, *_faults(single, given)]))
 
 
@@ -49,8 +49,7 @@ def _faults(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
     specs, wrong = _read("", layout.table, KEYS | more, given)
     yield from (*wrong, *_missing(layout, given.sizes), *_disagreements("", layout.table, specs))
     yield from (*_key_via(layout.table), *own.dimension_faults(layout.own, layout.dimensions, given.sizes))
-    for section, lines in layout.overrides.items():
-        table = {key: text for key, text in lines.items() if not isinstance(text, tuple)}  # those left to a phase
+    for section, table in layout.overrides.items():
         yield from _override_faults(section, {**layout.table, **table}, table, specs, given, more)
     yield from _lowering_faults(layout.lowerings, own.sections(layout.own))
 
