@@ -11,6 +11,7 @@ from .config import ModelConfig
 from .decoding import Cache, Generator, Sampling, abstract_cache, decode_step, empty_cache, prefill_step
 from .objective import batch_spec, loss
 from .parameters import gradient_specs, optimizer_specs, parameter_specs
+from .quantization import quantize
 from .shapes import abstract, abstract_batch, abstract_key, abstract_tokens, activation_specs
 from .transformer import Transformer, arrays, build, with_arrays
 
@@ -36,5 +37,6 @@ __all__ = [
     "optimizer_specs",
     "parameter_specs",
     "prefill_step",
+    "quantize",
     "with_arrays",
 ]

@@ -20,7 +20,7 @@ from gspmd.ops._norm import rms_norm
 
 from .config import ModelConfig, RopeScaling
 from .parameters import padded_dimensions
-from .vectors import biased, masked, norm, optional
+from .vectors import biased, masked, matrix, norm, optional, scaled
 
 
 class Past(Protocol):
@@ -43,9 +43,10 @@ class Attention(nnx.Module):
         self.config, self.specs, self.dtype = config, SectionSpecs(layout.section("attention")), dtype
         self.norm, self.norm_bias = optional(weights, "norm"), optional(weights, "norm_bias")
         self.w_q, self.w_k, self.w_v = (nnx.Param(weights[name]) for name in ("w_q", "w_k", "w_v"))
+        self.s_q, self.s_k, self.s_v = (optional(weights, name) for name in ("s_q", "s_k", "s_v"))
         self.b_q, self.b_k, self.b_v = (optional(weights, name) for name in ("b_q", "b_k", "b_v"))
         self.q_norm, self.k_norm = optional(weights, "q_norm"), optional(weights, "k_norm")
-        self.w_o, self.b_o = nnx.Param(weights["w_o"]), optional(weights, "b_o")
+        self.w_o, self.s_o, self.b_o = nnx.Param(weights["w_o"]), optional(weights, "s_o"), optional(weights, "b_o")
         self.padded = padded_dimensions(config, layout).get("H")
 
     def __call__(self, x: jax.Array, past: Past | None = None) -> jax.Array:
@@ -61,7 +62,7 @@ class Attention(nnx.Module):
         q, k, v = gspmd.einsum(into, y, self.weights_in(), via=heads_in(at))
         out = Equation.product(at.query, at.w_o, residual)
         added = gspmd.einsum(out, self.core(q, k, v, past), self.weight_out(), via=at.out_via)
-        return biased(added, self.b_o, residual, at.b_o)
+        return biased(scaled(added, self.s_o, residual, at.b_o), self.b_o, residual, at.b_o)
 
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array, past: Past | None = None) -> jax.Array:
         """Softmax attention of projected queries [B, L, H, D] and keys [B, L, K, D], placed as the queries.
@@ -77,8 +78,10 @@ class Attention(nnx.Module):
         return masked(out, self.padded, "H", query)
 
     def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Projected queries, keys and values with the biases and the norms of heads that the model has."""
+        """Projected queries, keys and values with the scales, biases and norms of heads that the model has."""
         at, epsilon = self.specs, self.config.norm_epsilon
+        q = scaled(q, self.s_q, at.query, at.b_q)
+        k, v = scaled(k, self.s_k, at.key, at.b_k), scaled(v, self.s_v, at.key, at.b_v)
         q = biased(q, self.b_q, at.query, at.b_q)
         k, v = biased(k, self.b_k, at.key, at.b_k), biased(v, self.b_v, at.key, at.b_v)
         if self.config.qk_norm:
@@ -87,12 +90,12 @@ class Attention(nnx.Module):
         return q, k, v
 
     def weights_in(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The query, key and value projections in the compute dtype."""
-        return tuple(w[...].astype(self.dtype) for w in (self.w_q, self.w_k, self.w_v))
+        """The query, key and value projections in the compute dtype, or int8."""
+        return tuple(matrix(w, self.dtype) for w in (self.w_q, self.w_k, self.w_v))
 
     def weight_out(self) -> jax.Array:
-        """The output projection in the compute dtype."""
-        return self.w_o[...].astype(self.dtype)
+        """The output projection in the compute dtype, or int8."""
+        return matrix(self.w_o, self.dtype)
 
 
 def rotate(x: jax.Array, config: ModelConfig, positions: jax.Array | None = None) -> jax.Array:

@@ -18,7 +18,7 @@ from .attention import Attention, Past
 from .config import ModelConfig
 from .experts import Experts, moved
 from .feed_forward import FeedForward
-from .vectors import biased, norm, optional
+from .vectors import biased, norm, optional, scaled
 
 
 class Block(nnx.Module):
@@ -98,6 +98,7 @@ class ParallelBlock(nnx.Module):
             self.attention.weight_out(),
             via=_sum(ffn.out_via, at.out_via),
         )
+        added = scaled(added, self.ffn.s_out, ffn.residual, self.ffn.specs.b_out)  # that of both weights
         added = biased(added, self.attention.b_o, ffn.residual, at.b_o)
         return biased(added, self.ffn.b_out, ffn.residual, self.ffn.specs.b_out)
 

@@ -103,6 +103,8 @@ class ModelConfig:
     """Added to the mean square, or the variance, in every norm."""
     remat: bool = True
     """Whether the backward pass recomputes each block instead of keeping its activations."""
+    int8: bool = False
+    """Whether matrices are int8, with a float32 scale for every channel of their products (`quantize`): to serve."""
     moe: MoEConfig | None = None
     """Experts in place of the feed-forward layer of every nth block; None for none."""
 

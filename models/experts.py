@@ -97,9 +97,9 @@ class SharedSpecs:
     w_out: str
     in_via: str | None
     out_via: str | None
-    b_in: None = None
-    b_gate: None = None
-    b_out: None = None
+    b_in: str
+    b_gate: str
+    b_out: str
 
 
 def shared_specs(layout: Any) -> SharedSpecs:
@@ -110,7 +110,15 @@ def shared_specs(layout: Any) -> SharedSpecs:
     """
     moe = layout.section("moe")
     named = {name: getattr(moe, f"shared_{name.removeprefix('w_')}") for name in ("w_in", "w_gate", "w_out", "hidden")}
-    return SharedSpecs(residual=layout["ffn.residual"], in_via=moe.shared_in_via, out_via=moe.shared_out_via, **named)
+    return SharedSpecs(
+        residual=layout["ffn.residual"],
+        in_via=moe.shared_in_via,
+        out_via=moe.shared_out_via,
+        b_in=moe.shared_scale,
+        b_gate=moe.shared_scale,
+        b_out=layout["ffn.b_out"],
+        **named,
+    )
 
 
 def tokens_spec(layout: Any) -> Spec:

@@ -16,7 +16,7 @@ from gspmd.moe.experts.activation import PLAIN
 
 from .config import ModelConfig
 from .parameters import padded_dimensions
-from .vectors import biased, masked, norm, optional
+from .vectors import biased, masked, matrix, norm, optional, scaled
 
 
 class FeedForward(nnx.Module):
@@ -31,6 +31,7 @@ class FeedForward(nnx.Module):
         self.config, self.specs, self.dtype = config, SectionSpecs(specs or layout.section("ffn")), dtype
         self.norm, self.norm_bias = optional(weights, "norm"), optional(weights, "norm_bias")
         self.w_in, self.w_gate = nnx.Param(weights["w_in"]), optional(weights, "w_gate")
+        self.s_in, self.s_gate, self.s_out = (optional(weights, name) for name in ("s_in", "s_gate", "s_out"))
         self.b_in, self.b_gate = optional(weights, "b_in"), optional(weights, "b_gate")
         self.w_out, self.b_out = nnx.Param(weights["w_out"]), optional(weights, "b_out")
         self.padded = padded_dimensions(config, layout, shared=specs is not None).get("F")
@@ -48,12 +49,15 @@ class FeedForward(nnx.Module):
         hidden = gspmd.einsum(into, y, self.weights_in(), via=self.in_via())
         out = Equation.product(ffn.hidden, ffn.w_out, ffn.residual)
         added = gspmd.einsum(out, self.activate(*hidden), self.weight_out(), via=ffn.out_via)
-        return biased(added, self.b_out, ffn.residual, ffn.b_out)
+        return biased(scaled(added, self.s_out, ffn.residual, ffn.b_out), self.b_out, ffn.residual, ffn.b_out)
 
     def activate(self, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
-        """The activation function of the hidden layer, after its biases, elementwise; 0 where F is padding."""
-        ffn, hidden = self.specs, [biased(value, self.b_in, self.specs.hidden, self.specs.b_in)]
+        """The activation function of the hidden layer, scaled and biased, elementwise; 0 where F is padding."""
+        ffn = self.specs
+        value = biased(scaled(value, self.s_in, ffn.hidden, ffn.b_in), self.b_in, ffn.hidden, ffn.b_in)
+        hidden = [value]
         if gate is not None:
+            gate = scaled(gate, self.s_gate, ffn.hidden, ffn.b_gate)
             hidden.insert(0, biased(gate, self.b_gate, ffn.hidden, ffn.b_gate))
         return masked(PLAIN[self.config.activation](*hidden), self.padded, "F", ffn.hidden)
 
@@ -73,9 +77,9 @@ class FeedForward(nnx.Module):
         return Via.of(residual, (weight,) * (1 + self.config.gated))
 
     def weights_in(self) -> tuple[jax.Array, ...]:
-        """The input weights in the compute dtype."""
-        return tuple(w[...].astype(self.dtype) for w in (self.w_in, self.w_gate) if w is not None)
+        """The input weights in the compute dtype, or int8."""
+        return tuple(matrix(w, self.dtype) for w in (self.w_in, self.w_gate) if w is not None)
 
     def weight_out(self) -> jax.Array:
-        """The output weight in the compute dtype."""
-        return self.w_out[...].astype(self.dtype)
+        """The output weight in the compute dtype, or int8."""
+        return matrix(self.w_out, self.dtype)

@@ -17,6 +17,7 @@ from gspmd.layouts import Layout
 from gspmd.layouts.rules.padding import Padded, paddings
 
 from .config import ModelConfig
+from .vectors import SCALES
 
 Initialiser = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
@@ -175,11 +176,17 @@ def _rows(config: ModelConfig, layout: Any, spec_of: Callable[[str], str]) -> It
             spec, shape, padding = Spec(("N", *spec.dims), ((), *spec.axes)), (stack, *shape), (None, *padding)
         return path, Parameter(key, spec, shape, begin, padding)
 
+    def matrix(path: str, key: str, dims: str, begin: Initialiser, stack: int = 0) -> Iterator[tuple[str, Parameter]]:
+        yield row(path, key, dims, begin, stack)
+        if config.int8 and key in SCALES and not shares_scale(config, path):
+            name, at, of = SCALES[key]
+            yield row(f"{path.rpartition('.')[0]}.{name}", at, of, ones, stack)
+
     # Rows of unit length; the look-up multiplies by √E (Vaswani et al. 2017, section 3.4).
-    yield row("embedding.table", "embedding.table", "VE", scaled("E", sizes))
+    yield from matrix("embedding.table", "embedding.table", "VE", scaled("E", sizes))
     for place in range(config.period):
         for path, key, dims, begin in _block(config, place, sizes):
-            yield row(f"blocks.{place}.{path}", key, dims, begin, stack=config.layers // config.period)
+            yield from matrix(f"blocks.{place}.{path}", key, dims, begin, config.layers // config.period)
     # With a tied table, the token's own row in the residual stream would give a logit of √E. Chowdhery et al. 2022,
     # section 5, scale tied logits by 1/√E; here the last norm starts at 1/√E and may grow, which learns faster, and the
     # initial loss is that of a uniform guess.
@@ -187,7 +194,7 @@ def _rows(config: ModelConfig, layout: Any, spec_of: Callable[[str], str]) -> It
     if config.norm_bias:
         yield row("output.norm_bias", "output.norm_bias", "E", zeros)
     if not config.tied:
-        yield row("output.table", "output.table", "VE", scaled("E", sizes))
+        yield from matrix("output.table", "output.table", "VE", scaled("E", sizes))
     if config.output_bias:
         yield row("output.bias", "output.bias", "V", zeros)
 
@@ -234,7 +241,12 @@ def _norm(config: ModelConfig, path: str, section: str) -> Iterator[tuple[str, s
         yield f"{path}norm_bias", f"{section}.norm_bias", "E", zeros
 
 
-SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_out")
+def shares_scale(config: ModelConfig, path: str) -> bool:
+    """Whether a matrix has the scales of its block's `ffn.w_out`: their products are summed before they are scaled."""
+    return config.block == "parallel" and config.moe is None and path.endswith("attention.w_o")
+
+
+SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_scale", "moe.shared_out")
 """The layout's keys of shared experts, whose F is that of all of them together."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,8 +19,9 @@ from .transformer import Transformer
 
 WIDE = (
     "norm", "norm_bias", "q_norm", "k_norm", "b_q", "b_k", "b_v", "b_o", "b_in", "b_gate", "b_out", "bias", "router",
+    "router_noise", "scale_in", "scale_out", "shared_scale",
 )  # fmt: skip
-"""Names of the parameters that are always float32: norms, biases and routers."""
+"""Names of the parameters that are always float32: norms, biases, scales and routers."""
 
 
 def abstract(
@@ -37,7 +39,8 @@ def abstract(
         layout: a `gspmd.Layout`.
         mesh: devices with the layout's axes, possibly of an offline topology.
         dtype: compute dtype.
-        stored: dtype of its matrices, float32 for training; norms, biases and routers are always float32.
+        stored: dtype of its matrices, float32 for training; norms, biases and routers are always float32. With int8 the
+            model has the scales of `quantize` too.
 
     Returns:
         A model whose `arrays` are arguments to lower a program with; `with_arrays` replaces them inside of it.
@@ -53,6 +56,7 @@ def abstract(
         >>> arrays(model)["blocks.0.ffn.w_in"].shape, arrays(model)["output.norm"].dtype
         ((4, 128, 256), dtype('float32'))
     """
+    config = replace(config, int8=jnp.dtype(stored) == jnp.int8)
     rows = parameters(config, layout)
     values = {path: _placed(row.spec, row.shape, stored_dtype(row, stored), mesh) for path, row in rows.items()}
     return Transformer(config, layout, nested(values), jnp.dtype(dtype))

@@ -20,7 +20,7 @@ from gspmd.ops._embedding import embed
 from .blocks import Block, ParallelBlock, part
 from .config import ModelConfig
 from .parameters import initialise, nested, padded_dimensions, parameters
-from .vectors import along, biased, norm, optional
+from .vectors import along, biased, matrix, norm, optional, scaled
 
 Figures = dict[str, jax.Array]
 
@@ -82,7 +82,7 @@ class Transformer(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Float32 logits [B, L, V] of a residual stream [B, L, E] that is placed as `stream`."""
-        tied = self.embedding.table if self.config.tied else None
+        tied = (self.embedding.table, self.embedding.scale) if self.config.tied else None
         with part(self.layout, "output"):
             return self.output(x, tied)
 
@@ -94,11 +94,20 @@ class Embedding(nnx.Module):
         self.dtype, self.factor = dtype, math.sqrt(config.embed) if config.scale_embedding else 1.0
         at = SectionSpecs(layout.section("embedding"))
         self.equation = Equation.product(at.tokens, at.table, stream(config, layout))
-        self.table = nnx.Param(weights["table"])
+        self.of_scales = Equation.product(
+            at.tokens,
+            Spec(("V", "E"), (layout.spec("output.bias").axes[0], ())),
+            stream(config, layout).with_axes("E", ()),
+        )
+        self.table, self.scale = nnx.Param(weights["table"]), optional(weights, "scale")
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Rows of the table, times √E if the configuration scales them, placed as the residual stream."""
-        return embed(tokens, self.table[...].astype(self.dtype), self.equation) * self.factor
+        rows = embed(tokens, matrix(self.table, self.dtype), self.equation)
+        if self.scale is None:
+            return rows * self.factor
+        scales = embed(tokens, self.scale[...][:, None], self.of_scales)
+        return (rows.astype(jnp.float32) * (scales * self.factor)).astype(self.dtype)
 
 
 class Output(nnx.Module):
@@ -109,17 +118,19 @@ class Output(nnx.Module):
         self.residual, self.specs = stream(config, layout), SectionSpecs(layout.section("output"))
         self.table_spec = layout.spec("embedding.table" if config.tied else "output.table")
         self.norm, self.norm_bias = nnx.Param(weights["norm"]), optional(weights, "norm_bias")
-        self.table, self.bias = optional(weights, "table"), optional(weights, "bias")
+        self.table, self.scale = optional(weights, "table"), optional(weights, "scale")
+        self.bias = optional(weights, "bias")
         self.padded = padded_dimensions(config, layout).get("V")
 
-    def __call__(self, x: jax.Array, tied: nnx.Param | None) -> jax.Array:
-        """Float32 logits [B, L, V] of x."""
+    def __call__(self, x: jax.Array, tied: tuple[nnx.Param, nnx.Param | None] | None) -> jax.Array:
+        """Float32 logits [B, L, V] of x, by the tied table and its scales, or by an own one."""
         residual, logits = self.residual, self.specs.logits
-        table = (self.table if tied is None else tied)[...].astype(self.dtype)
+        table, scale = (self.table, self.scale) if tied is None else tied
         y = norm(self.config, x, self.norm, self.norm_bias, residual, self.specs.norm, self.specs.norm_bias)
         equation = Equation.product(residual, self.table_spec, logits)
-        product = gspmd.einsum(equation, y, table, via=self.specs.in_via, preferred_element_type=jnp.float32)
-        product = biased(product, self.bias, logits, self.specs.bias)
+        weight = matrix(table, self.dtype)
+        product = gspmd.einsum(equation, y, weight, via=self.specs.in_via, preferred_element_type=jnp.float32)
+        product = biased(scaled(product, scale, logits, self.specs.bias), self.bias, logits, self.specs.bias)
         if self.padded is None:
             return product
         # no token is padding; finite, so that 0 times it is 0
@@ -147,8 +158,10 @@ def build(
         A Flax NNX module. Call it under `jax.set_mesh(mesh)`.
 
     Raises:
-        ValueError: a spec does not fit the model or the mesh.
+        ValueError: a spec does not fit the model or the mesh, or the config asks for int8.
     """
+    if config.int8:
+        raise ValueError("a model of int8 weights cannot be built from a key. Build it with int8 off, and quantize it.")
     rows = parameters(config, layout)
     return Transformer(config, layout, nested(initialise(rows, mesh, key)), jnp.dtype(dtype))
 

@@ -1,8 +1,9 @@
-"""What a layer does with its vectors: the norm before it, the biases after its products, and what is padding."""
+"""What a layer does with its vectors: the norm before it, scales and biases after its products, and what is padding."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,43 @@ def norm(
 def biased(x: jax.Array, bias: nnx.Param | None, spec: Spec, bias_spec: Spec) -> jax.Array:
     """Add a bias over the last dimensions of x, which lies at `spec`; without one, x as it is."""
     return x if bias is None else add_bias(x, bias[...], spec, bias_spec)
+
+
+SCALES = {
+    "embedding.table": ("scale", "output.bias", "V"),
+    "attention.w_q": ("s_q", "attention.b_q", "HD"),
+    "attention.w_k": ("s_k", "attention.b_k", "KD"),
+    "attention.w_v": ("s_v", "attention.b_v", "KD"),
+    "attention.w_o": ("s_o", "attention.b_o", "E"),
+    "ffn.w_in": ("s_in", "ffn.b_in", "F"),
+    "ffn.w_gate": ("s_gate", "ffn.b_gate", "F"),
+    "ffn.w_out": ("s_out", "ffn.b_out", "E"),
+    "moe.w_in": ("s_in", "moe.scale_in", "XF"),
+    "moe.w_gate": ("s_gate", "moe.scale_in", "XF"),
+    "moe.w_out": ("s_out", "moe.scale_out", "XE"),
+    "moe.shared_in": ("s_in", "moe.shared_scale", "F"),
+    "moe.shared_gate": ("s_gate", "moe.shared_scale", "F"),
+    "moe.shared_out": ("s_out", "ffn.b_out", "E"),
+    "output.table": ("scale", "output.bias", "V"),
+}
+"""For the layout's key of every matrix: of its scales, where it is int8, name, key and dimensions."""
+
+
+def matrix(weight: nnx.Param, dtype: Any) -> jax.Array:
+    """A weight as products take it: in the compute dtype, or the int8 that is stored, which they cast by themselves."""
+    return weight[...] if weight[...].dtype == jnp.int8 else weight[...].astype(dtype)
+
+
+def scaled(x: jax.Array, scale: nnx.Param | None, spec: Spec, scale_spec: Spec) -> jax.Array:
+    """Multiply the product of an int8 weight, which lies at `spec`, by the scales of its last dimensions, in float32.
+
+    They are brought to where x has those dimensions, if they lie elsewhere. Without scales, x as it is.
+    """
+    if scale is None:
+        return x
+    used = Spec(scale_spec.dims, spec.axes[-len(scale_spec.dims) :])
+    factor = scale[...] if used == scale_spec else gspmd.reshard(scale[...], Equation.move(scale_spec, used))
+    return (x.astype(jnp.float32) * jnp.expand_dims(factor, range(x.ndim - factor.ndim))).astype(x.dtype)
 
 
 def masked(x: jax.Array, padded: Padded | None, dim: str, spec: Spec) -> jax.Array:

@@ -16,6 +16,9 @@ def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into
             in float32 either way, and what the compiler sums over devices has this dtype.
     """
     wide = accumulator(*(x.dtype for x in operands))
+    floating = [x.dtype for x in operands if jnp.issubdtype(x.dtype, jnp.floating)]
+    if len(floating) == 1:  # what has 8 bits beside it, such as a quantized weight, is exact in that dtype
+        operands = tuple(x.astype(floating[0]) if x.dtype.itemsize == 1 else x for x in operands)
     mesh = jax.sharding.get_abstract_mesh()
     on_cpu = mesh.abstract_device is not None and mesh.abstract_device.device_kind == "cpu"
     if len(operands) == 1 or on_cpu or len({x.dtype for x in operands}) > 1:

@@ -95,13 +95,15 @@ _ALL = (
     _parameter("attention.w_v", "EKD", "Value projection.", default="attention.w_k"),
     _activation("attention.query", "BLHD", "Queries as the attention core takes them, and its result.", local="LD"),
     _activation("attention.key", "BLKD", "Keys and values as the attention core takes them.", local="LD"),
-    _parameter("attention.b_q", "HD", "Bias of the queries.", default="attention.query"),
-    _parameter("attention.b_k", "KD", "Bias of the keys.", default="attention.key"),
-    _parameter("attention.b_v", "KD", "Bias of the values.", default="attention.key"),
+    _parameter("attention.b_q", "HD", "Bias of the queries; scales of an int8 w_q.", default="attention.query"),
+    _parameter("attention.b_k", "KD", "Bias of the keys; scales of an int8 w_k.", default="attention.key"),
+    _parameter("attention.b_v", "KD", "Bias of the values; scales of an int8 w_v.", default="attention.key"),
     _parameter("attention.q_norm", "D", "Scale of the norm of every head's queries.", default="attention.query"),
     _parameter("attention.k_norm", "D", "Scale of the norm of every head's keys.", default="attention.key"),
     _parameter("attention.w_o", "HDE", "Output projection."),
-    _parameter("attention.b_o", "E", "Bias of attention's output.", default="attention.residual"),
+    _parameter(
+        "attention.b_o", "E", "Bias of attention's output; scales of an int8 w_o.", default="attention.residual"
+    ),
     _via("attention.in_via", "attention.residual", "attention.w_q", "Where residual and w_q meet."),
     _via(
         "attention.key_via",
@@ -117,10 +119,14 @@ _ALL = (
     _parameter("ffn.w_in", "EF", "First matrix."),
     _parameter("ffn.w_gate", "EF", "The gate of a gated activation.", default="ffn.w_in"),
     _activation("ffn.hidden", "BLF", "What the activation function is applied to."),
-    _parameter("ffn.b_in", "F", "Bias of the product with w_in.", default="ffn.hidden"),
-    _parameter("ffn.b_gate", "F", "Bias of the product with w_gate.", default="ffn.hidden"),
+    _parameter("ffn.b_in", "F", "Bias of the product with w_in, and its scales if w_in is int8.", default="ffn.hidden"),
+    _parameter(
+        "ffn.b_gate", "F", "Bias of the product with w_gate, and its scales if w_gate is int8.", default="ffn.hidden"
+    ),
     _parameter("ffn.w_out", "FE", "Second matrix."),
-    _parameter("ffn.b_out", "E", "Bias of the feed-forward block's output.", default="ffn.residual"),
+    _parameter(
+        "ffn.b_out", "E", "Bias of the feed-forward block's output; scales of an int8 w_out.", default="ffn.residual"
+    ),
     _via("ffn.in_via", "ffn.residual", "ffn.w_in", "Where residual and w_in (and w_gate) meet."),
     _via("ffn.out_via", "ffn.hidden", "ffn.w_out", "Where hidden and w_out meet."),
     _parameter("moe.router", "EX", "The router's matrix."),
@@ -133,7 +139,9 @@ _ALL = (
     _parameter("moe.w_in", "XEF", "First matrix of every expert."),
     _parameter("moe.w_gate", "XEF", "The gate of every expert.", default="moe.w_in"),
     _activation("moe.hidden", "GXCF", "What the experts' activation function is applied to."),
+    _parameter("moe.scale_in", "XF", "Scales of w_in and of w_gate, where they are int8.", default="moe.hidden"),
     _parameter("moe.w_out", "XFE", "Second matrix of every expert."),
+    _parameter("moe.scale_out", "XE", "Scales of w_out, where it is int8.", default="moe.expert_input"),
     _via("moe.in_via", "moe.expert_input", "moe.w_in", "Where expert_input and w_in (and w_gate) meet."),
     _via("moe.out_via", "moe.hidden", "moe.w_out", "Where hidden and w_out meet."),
     _parameter(
@@ -145,6 +153,9 @@ _ALL = (
     _parameter("moe.shared_gate", "EF", "The gate of the shared experts.", default="moe.shared_in"),
     _activation(
         "moe.shared_hidden", "BLF", "What the shared experts' activation function is applied to.", default="ffn.hidden"
+    ),
+    _parameter(
+        "moe.shared_scale", "F", "Scales of shared_in and shared_gate, where int8.", default="moe.shared_hidden"
     ),
     _parameter("moe.shared_out", "FE", "Second matrix of the shared experts.", default="ffn.w_out"),
     _via(
@@ -165,7 +176,9 @@ _ALL = (
     _parameter("output.norm_bias", "E", "Bias of the last norm.", default="output.norm"),
     _parameter("output.table", "VE", "The unembedding table, where it is not tied.", default="embedding.table"),
     _activation("output.logits", "BLV", "Logits; the loss is taken without gathering the vocabulary."),
-    _parameter("output.bias", "V", "Bias of the logits.", default="output.logits"),
+    _parameter(
+        "output.bias", "V", "Bias of the logits; scales of int8 tables, one for each row.", default="output.logits"
+    ),
     _via("output.in_via", "ffn.residual", "output.table", "Where residual and table meet."),
 )
 

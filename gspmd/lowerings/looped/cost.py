@@ -174,12 +174,13 @@ class Costs:
         amount = lambda dims: prod(sizes[dim] for dim in dims)  # noqa: E731
         free = amount((set(left.dims) & set(after.dims)) - both), amount(set(after.dims) - set(left.dims))
         batch, contracted = amount(both & set(after.dims)), amount(set(sizes) - set(after.dims))
-        return self._seconds(batch, free[0], contracted, free[1], adds)
+        dtypes = [self.inputs[self.routine.moves[n].source].dtype for n in (found.left, found.right) if n is not None]
+        return self._seconds(batch, free[0], contracted, free[1], dtypes, adds)
 
-    def _seconds(self, batch: int, left: int, contracted: int, right: int, adds: bool) -> float:
+    def _seconds(self, batch: int, left: int, contracted: int, right: int, dtypes: Sequence[str], adds: bool) -> float:
         """Operands are read while other work goes on, at main memory's rate; sums that are small stay on the chip."""
-        dtype, accumulator = self.inputs[0].dtype, 2 * itemsize("float32") * batch * left * right
-        read = batch * contracted * (left + right) * itemsize(dtype)
+        dtype, accumulator = max(dtypes, key=itemsize), 2 * itemsize("float32") * batch * left * right
+        read = batch * contracted * (left * itemsize(dtypes[0]) + right * itemsize(dtypes[-1]))
         multiplying = product_seconds(
             left,
             contracted,
