@@ -64,6 +64,8 @@ class Settings:
     """Another layout for --phase prefill, which reads the weights where --layout stores them: preset or TOML file."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """What the model computes in."""
+    weights: Literal["dtype", "int8"] = "dtype"
+    """How prefill and decode store matrices: in --dtype, or int8; int8 ones have a float32 scale for every channel."""
     smallest: bool = False
     """Look for the smallest slice of the chip that the model fits on, from the least that could hold its arguments."""
     json: str = ""
@@ -117,8 +119,11 @@ def parse(argv: Sequence[str], script: str = "") -> Settings:
     positive(faults, batch=settings.batch, length=settings.length)
     if settings.room < 0 or 0 < settings.room < settings.length:
         faults.append(f"--room has to be 0, or at least --length {settings.length}, not {settings.room}.")
-    if settings.phase not in ("prefill", "decode") and (settings.room or settings.prefill_layout):
-        faults.append(f"--phase {settings.phase} has no cache; leave --room and --prefill-layout out.")
+    if settings.phase not in ("prefill", "decode"):
+        if settings.room or settings.prefill_layout:
+            faults.append(f"--phase {settings.phase} has no cache; leave --room and --prefill-layout out.")
+        if settings.weights == "int8":
+            faults.append(f"--weights int8 is for --phase prefill and decode, not {settings.phase}.")
     if settings.sharding.platform or settings.sharding.devices:
         faults.append("--topology says which devices there are; leave --platform and --devices out.")
     if settings.smallest and settings.sharding.mesh:
@@ -178,6 +183,7 @@ def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tupl
         program = serving_program(
             config, layout, mesh, settings.phase, batch=settings.batch, length=settings.length, room=room,
             prefill=Layout.load(prefill) if prefill else None, dtype=settings.dtype,
+            weights="int8" if settings.weights == "int8" else None,
         )  # fmt: skip
         say_chosen(program.layout)
         options = {"donate_argnums": (program.donated,), "auto_layout_argnums": (program.stored,)}

@@ -49,6 +49,7 @@ def serving_program(
     length: int = 1,
     prefill: Any = None,
     dtype: Any = "bfloat16",
+    weights: Any = None,
 ) -> Program:
     """Build the program that `gspmd generate` runs in a phase, with abstract arguments.
 
@@ -61,7 +62,8 @@ def serving_program(
         room: tokens that a row of the cache has room for.
         length: tokens that a prefill reads of each row.
         prefill: another layout for the phase `prefill`, as for `phases`.
-        dtype: of activations, stored weights and the cache.
+        dtype: of activations and the cache.
+        weights: dtype in which matrices are stored, such as `"int8"`; None for `dtype`.
 
     Raises:
         LayoutError, ValueError: the layout does not fit the model, the mesh or the sizes.
@@ -78,7 +80,7 @@ def serving_program(
     used, stored = (each.resolved(sizes, mesh) for each in phases(layout, prefill))
     used = used if reading else stored
     used.check(sizes, mesh)
-    model = abstract(config, used, mesh, dtype, stored=dtype)
+    model = abstract(config, used, mesh, dtype, stored=weights or dtype)
     cache = abstract_cache(config, stored, mesh, batch, room, dtype)
     rows = abstract_whole(mesh, (batch,), jnp.int32)
     if reading:

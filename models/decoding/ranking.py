@@ -76,6 +76,7 @@ def rank_serving(
     chip: str | Chip = "tpu-v4",
     lowerings: Sequence[str] = ("blocking", "looped"),
     dtype: Any = "bfloat16",
+    weights: Any = None,
 ) -> list[Served]:
     """Rank whole-model layouts for a phase by the planned seconds of its step, fastest first.
 
@@ -89,7 +90,7 @@ def rank_serving(
     takes the time of reading its weights, and one of many rows with a long context that of reading its cache.
 
     Args:
-        config, mesh, phase, batch, room, length, dtype: as for `serving_program`.
+        config, mesh, phase, batch, room, length, dtype, weights: as for `serving_program`.
         layouts: for example those of `serving_layouts`.
         chip: the hardware.
         lowerings: of equations, each of which is tried with every layout.
@@ -112,7 +113,7 @@ def rank_serving(
     for layout in layouts:
         try:
             program = serving_program(
-                config, layout, mesh, phase, batch=batch, room=room, length=length, prefill=layout, dtype=dtype
+                config, layout, mesh, phase, batch=batch, room=room, length=length, dtype=dtype, weights=weights
             )
         except (LayoutError, SpecError, ValueError) as error:
             ranked.append(Served(layout.name, lowerings[0], inf, reason=str(error)))
