@@ -1,7 +1,7 @@
 """Will it fit, and what will it cost? The real TPU compiler's answer for a slice that is not there.
 
     gspmd compile --config palm-540b --layout weight-stationary-2d \
-        --topology tpu-v4:4x4x4 --phase forward --batch 512 --length 1
+        --topology tpu-v4:4x4x4 --phase decode --batch 512 --length 2048
 
 Nothing is allocated and nothing runs; all times are simulated. Exit code 1 if the model does not fit.
 """
@@ -28,6 +28,7 @@ from gspmd.training import OptimizerConfig, ShardingConfig, TrainingConfig, comm
 from gspmd.training.config import ConfigError, load_toml, parse_mesh
 from gspmd.training.toml import positive
 from gspmd_models import ModelConfig, step
+from gspmd_models.decoding import serving_program
 
 DEFAULT = configs.find("palm-8b")
 
@@ -50,14 +51,21 @@ class Settings:
     """TOML file with a table [model], and perhaps [training], [optimizer] and [sharding]."""
     topology: str = "tpu-v4:4x4x4"
     """Chip and torus, such as tpu-v4:4x4x4, tpu-v5p:8x8x16 or tpu-v6e:16x16."""
-    phase: Literal["forward", "train"] = "forward"
-    """forward: tokens to logits, weights in --dtype. train: a whole update, weights and optimizer state in float32."""
+    phase: Literal["forward", "train", "prefill", "decode"] = "forward"
+    """forward: tokens to logits, weights in --dtype. train: a whole update, weights and optimizer state in float32.
+    prefill, decode: what `gspmd generate` runs, --length tokens of every row into a cache, or one behind a full one."""
     batch: int = 32
     """Sequences, over all devices."""
     length: int = 256
-    """Tokens of a sequence."""
+    """Tokens of a sequence; of a prefill, those that it reads at once."""
+    room: int = 0
+    """Tokens that a row of the cache has room for; 0 for --length."""
+    prefill_layout: str = ""
+    """Another layout for --phase prefill, which reads the weights where --layout stores them: preset or TOML file."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """What the model computes in."""
+    weights: Literal["dtype", "int8"] = "dtype"
+    """How prefill and decode store matrices: in --dtype, or int8; int8 ones have a float32 scale for every channel."""
     smallest: bool = False
     """Look for the smallest slice of the chip that the model fits on, from the least that could hold its arguments."""
     json: str = ""
@@ -109,6 +117,13 @@ def parse(argv: Sequence[str], script: str = "") -> Settings:
     settings = command.parse_flags(Settings, argv, default, description, prog)
     faults: list[str] = []
     positive(faults, batch=settings.batch, length=settings.length)
+    if settings.room < 0 or 0 < settings.room < settings.length:
+        faults.append(f"--room has to be 0, or at least --length {settings.length}, not {settings.room}.")
+    if settings.phase not in ("prefill", "decode"):
+        if settings.room or settings.prefill_layout:
+            faults.append(f"--phase {settings.phase} has no cache; leave --room and --prefill-layout out.")
+        if settings.weights == "int8":
+            faults.append(f"--weights int8 is for --phase prefill and decode, not {settings.phase}.")
     if settings.sharding.platform or settings.sharding.devices:
         faults.append("--topology says which devices there are; leave --platform and --devices out.")
     if settings.smallest and settings.sharding.mesh:
@@ -150,29 +165,45 @@ def compiled(settings: Settings, target: Topology) -> Report:
         layout.check(sizes, mesh)
     else:
         mesh = target.mesh(layout.mesh_for(target.num_devices, sizes), sharding.axis_types)
-    layout = layout.resolved(sizes, mesh)
-    print(*layout.chosen, sep="\n", end="\n" * bool(layout.chosen), file=sys.stderr)
-    program, args, donated = program_of(settings, layout, mesh)
+    program, args, options = program_of(settings, layout, mesh)
     flops = settings.batch * settings.length * config.flops_per_token(settings.length)
     flops /= 1 if settings.phase == "train" else 3  # a backward pass is two forward passes
+    if settings.phase == "decode":
+        flops /= settings.length
     named = f"{config.num_parameters:,} parameters, {layout.name}, {target.name}"
     with gspmd.lowering(layout.lowering or "auto"), progress(named) as tell:
-        return compile_offline(
-            program, *args, topology=target, mesh=mesh, donate_argnums=donated, flops=flops, progress=tell
-        )
+        return compile_offline(program, *args, topology=target, mesh=mesh, flops=flops, progress=tell, **options)
 
 
-def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tuple, tuple[int, ...]]:
-    """What is compiled, its abstract arguments, and which of them give their memory to the results."""
-    train = settings.phase == "train"
+def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tuple, dict[str, tuple[int, ...]]]:
+    """What is compiled, its abstract arguments, and which of them it overwrites or may order as it likes."""
+    train, config = settings.phase == "train", settings.model
+    if settings.phase in ("prefill", "decode"):
+        room, prefill = settings.room or settings.length, settings.prefill_layout
+        program = serving_program(
+            config, layout, mesh, settings.phase, batch=settings.batch, length=settings.length, room=room,
+            prefill=Layout.load(prefill) if prefill else None, dtype=settings.dtype,
+            weights="int8" if settings.weights == "int8" else None,
+        )  # fmt: skip
+        say_chosen(program.layout)
+        options = {"donate_argnums": (program.donated,), "auto_layout_argnums": (program.stored,)}
+        return program.step, program.arguments, options
+    layout = layout.resolved(config.sizes(settings.batch, settings.length), mesh)
+    say_chosen(layout)
     stored = "float32" if train else settings.dtype
-    model = models.abstract(settings.model, layout, mesh, settings.dtype, stored=stored)
+    model = models.abstract(config, layout, mesh, settings.dtype, stored=stored)
     if not train:
         tokens = models.abstract_tokens(layout, mesh, settings.batch, settings.length)
-        return step.forward_step(model), (models.arrays(model), tokens), ()
+        return step.forward_step(model), (models.arrays(model), tokens), {}
     state = step.abstract_state(model, settings.optimizer, 1000, mesh)
     batch = models.abstract_batch(layout, mesh, settings.batch, settings.length)
-    return step.training_step(model, settings.optimizer, 1000), (state, batch, models.abstract_key(mesh)), (0,)
+    update = step.training_step(model, settings.optimizer, 1000)
+    return update, (state, batch, models.abstract_key(mesh)), {"donate_argnums": (0,)}
+
+
+def say_chosen(layout: Layout) -> None:
+    """Say on stderr which of a layout's alternatives were taken."""
+    print(*layout.chosen, sep="\n", end="\n" * bool(layout.chosen), file=sys.stderr)
 
 
 @contextmanager

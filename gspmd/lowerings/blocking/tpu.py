@@ -10,7 +10,9 @@ Found by compiling for v4 to v6e with jax 0.10.2 (libtpu 0.0.42); `python benchm
   lanes instead;
 - one along the first dimension is padded, and permutes carry what lies across the borders of the pieces. With the
   pieces along a dimension of their own it stays, at no cost;
-- dimensions of size 1 (`L` of `[B, 1, E]`) keep the compiler from any of this, so they are dropped on the way.
+- dimensions of size 1 (`L` of `[B, 1, E]`) keep the compiler from any of this, so they are dropped on the way;
+- what is gathered along the last dimension in pieces that are no multiples of 128 is reordered behind the gather, which
+  costs less where the pieces come along a dimension of their own, unless another dimension fills the lanes.
 """
 
 from collections.abc import Mapping
@@ -48,9 +50,17 @@ def zero_after(x: jax.Array) -> jax.Array | int:
 
 def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
     """A tiled gather over mesh axes, major first: where it is in parts, over the minor one and then over the major."""
+    shape = list(x.shape)
+    wide = [place for place, size in enumerate(shape) if size > 1 or place == dimension]
+    x, at = x.reshape([shape[place] for place in wide]), wide.index(dimension)
     for names, _, groups in reversed(_parts(axes, mesh, _WHOLE["gather"])):
-        x = lax.all_gather(x, names, axis=dimension, tiled=True, axis_index_groups=groups)
-    return x
+        if at == x.ndim - 1 and x.shape[at] % LANES and max(x.shape[:-1], default=LANES) < LANES:
+            pieces = lax.all_gather(x, names, axis=0, tiled=False, axis_index_groups=groups)
+            x = jnp.moveaxis(pieces, 0, -2).reshape(*x.shape[:-1], -1)
+        else:
+            x = lax.all_gather(x, names, axis=at, tiled=True, axis_index_groups=groups)
+    shape[dimension] = x.shape[at]
+    return x.reshape(shape)
 
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:

@@ -1,0 +1,89 @@
+"""The programs of a phase as they are compiled for devices that need not be there: step, abstract arguments, sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..config import ModelConfig
+from ..shapes import abstract, abstract_tokens
+from ..transformer import arrays
+from .cache import abstract_cache, abstract_whole
+from .serving import for_serving, phases
+from .steps import decode_step, prefill_step
+
+
+@dataclass(frozen=True)
+class Program:
+    """A step of `prefill_step` or `decode_step`, and what `jax.jit` or `gspmd.audit.compile_offline` needs for it.
+
+    Attributes:
+        layout: of the phase, with one spec for every key.
+        step: the pure function.
+        arguments: abstract ones: weights, tokens (with their counts in a prefill), cache.
+        donated: number of the argument that the step overwrites: the cache.
+        stored: number of the argument that is stored once and read in every step: the weights.
+        tokens: how many one execution reads, over all rows.
+    """
+
+    layout: Any
+    step: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    donated: int
+    stored: int
+    tokens: int
+
+
+def serving_program(
+    config: ModelConfig,
+    layout: Any,
+    mesh: jax.sharding.Mesh,
+    phase: str,
+    *,
+    batch: int,
+    room: int,
+    length: int = 1,
+    prefill: Any = None,
+    dtype: Any = "bfloat16",
+    weights: Any = None,
+) -> Program:
+    """Build the program that `gspmd generate` runs in a phase, with abstract arguments.
+
+    Args:
+        config: of the model; experts drop nothing (`for_serving`).
+        layout: a `gspmd.Layout`; its phase `decode` says where weights and cache are stored.
+        mesh: devices, possibly of an offline topology.
+        phase: `"prefill"` or `"decode"`.
+        batch: rows.
+        room: tokens that a row of the cache has room for.
+        length: tokens that a prefill reads of each row.
+        prefill: another layout for the phase `prefill`, as for `phases`.
+        dtype: of activations and the cache.
+        weights: dtype in which matrices are stored, such as `"int8"`; None for `dtype`.
+
+    Raises:
+        LayoutError, ValueError: the layout does not fit the model, the mesh or the sizes.
+
+    Example:
+        >>> from gspmd.layouts import Layout
+        >>> mesh, layout = jax.make_mesh((1, 1, 1), ("x", "y", "z")), Layout.load("weight-stationary-2d")
+        >>> program = serving_program(ModelConfig(layers=2), layout, mesh, "decode", batch=4, room=32)
+        >>> program.tokens, program.arguments[program.donated].room
+        (4, 32)
+    """
+    config, reading = for_serving(config), phase == "prefill"
+    sizes = config.sizes(batch, length if reading else 1) | {"T": room}
+    used, stored = (each.resolved(sizes, mesh) for each in phases(layout, prefill))
+    used = used if reading else stored
+    used.check(sizes, mesh)
+    model = abstract(config, used, mesh, dtype, stored=weights or dtype)
+    cache = abstract_cache(config, stored, mesh, batch, room, dtype)
+    rows = abstract_whole(mesh, (batch,), jnp.int32)
+    if reading:
+        tokens = abstract_tokens(used, mesh, batch, length)
+        return Program(used, prefill_step(model), (arrays(model), tokens, rows, cache), 3, 0, batch * length)
+    return Program(used, decode_step(model), (arrays(model), rows, cache), 2, 0, batch)

@@ -1,0 +1,198 @@
+"""Which layout serves a model best: whole-model layouts ranked by the planned seconds of the actual step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, prod
+from typing import Any
+
+import jax
+
+import gspmd
+from gspmd.annotate import LayoutError, Spec, SpecError
+from gspmd.display.plain import printable
+from gspmd.display.units import amount_of_bytes, amount_of_seconds
+from gspmd.hardware.chips import Chip
+from gspmd.hardware.chips import chip as chip_named
+from gspmd.layouts import Layout
+
+from ..config import ModelConfig
+from .cache import cache_spec
+from .programs import Program, serving_program
+
+FEED_FORWARD = (
+    "weight-stationary-2d", "weight-stationary-1d", "weight-gathered-x", "weight-gathered-xy", "weight-gathered-xyz"
+)  # fmt: skip
+"""The presets whose feed-forward layers are tried."""
+
+
+@dataclass(frozen=True, repr=False)
+class Served:
+    """The planned cost of one step under one layout and lowering, per device; infinite where the layout does not fit.
+
+    Attributes:
+        name: of the layout.
+        lowering: of its equations.
+        seconds: of the step: `collectives` + `products` + `attention`, nothing overlapped but what a loop overlaps.
+        collectives: seconds of the planned collectives.
+        products: of the planned matrix products, each the longer of its operations and its operands' bytes.
+        attention: of the attention to cached and new tokens, likewise: a decode step reads its whole cache.
+        wire_bytes: sent by one device.
+        held_bytes: weights and cache.
+        reason: why the layout does not fit; empty if it does.
+    """
+
+    name: str
+    lowering: str
+    seconds: float
+    collectives: float = 0.0
+    products: float = 0.0
+    attention: float = 0.0
+    wire_bytes: int = 0
+    held_bytes: int = 0
+    reason: str = ""
+
+    def __str__(self) -> str:
+        figures = self.collectives, self.products, self.attention
+        parts = " + ".join(amount_of_seconds(part) for part in figures)
+        cost = f"{amount_of_seconds(self.seconds)} = {parts}; {amount_of_bytes(self.wire_bytes)} sent"
+        says = f"does not fit: {self.reason.splitlines()[0]}" if self.reason else cost
+        return printable(f"{self.name}, {self.lowering}: {says}")
+
+    def __repr__(self) -> str:
+        return f"<Served {self}>"
+
+
+def rank_serving(
+    config: ModelConfig,
+    layouts: Iterable[Layout],
+    mesh: jax.sharding.Mesh,
+    phase: str,
+    *,
+    batch: int,
+    room: int,
+    length: int = 1,
+    chip: str | Chip = "tpu-v4",
+    lowerings: Sequence[str] = ("blocking", "looped"),
+    dtype: Any = "bfloat16",
+    weights: Any = None,
+) -> list[Served]:
+    """Rank whole-model layouts for a phase by the planned seconds of its step, fastest first.
+
+    The step is the one that is run, traced by `gspmd.trace`:
+
+        seconds = collectives + sum over products of max(operations / peak, bytes / bandwidth)
+                  + layers · max(4 b l h (t + l) D / peak, 2 b t k D · itemsize / bandwidth)
+
+    with what one device has of rows b, new tokens l, query heads h, cached tokens t and key/value heads k. Bandwidth is
+    that of main memory; the bytes of a product are its weights and activations, so that a decode step of few rows
+    takes the time of reading its weights, and one of many rows with a long context that of reading its cache.
+
+    Args:
+        config, mesh, phase, batch, room, length, dtype, weights: as for `serving_program`.
+        layouts: for example those of `serving_layouts`.
+        chip: the hardware.
+        lowerings: of equations, each of which is tried with every layout.
+
+    Returns:
+        One `Served` for each layout and lowering. Those that do not fit come last, with the reason.
+
+    Example:
+        >>> mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"))
+        >>> ranked = rank_serving(
+        ...     ModelConfig(layers=2), serving_layouts(), mesh, "decode", batch=4, room=32, lowerings=["blocking"])
+        >>> ranked[0].seconds > 0, ranked[0].wire_bytes
+        (True, 0)
+
+    Leaves out: what stands between products (norms, activations, softmax), overlap that the compiler finds by itself.
+
+    Source: Pope et al. 2022 (arXiv 2211.05102), sections 2 and 3: compute time, memory time, communication time.
+    """
+    chip, ranked = chip_named(chip), []
+    for layout in layouts:
+        try:
+            program = serving_program(
+                config, layout, mesh, phase, batch=batch, room=room, length=length, dtype=dtype, weights=weights
+            )
+        except (LayoutError, SpecError, ValueError) as error:
+            ranked.append(Served(layout.name, lowerings[0], inf, reason=str(error)))
+            continue
+        held = _held(program)
+        if held > chip.hbm_bytes:
+            reason = f"weights and cache take {amount_of_bytes(held)} of {amount_of_bytes(chip.hbm_bytes)}."
+            ranked.append(Served(layout.name, lowerings[0], inf, held_bytes=held, reason=reason))
+            continue
+        attention = _attention(config, program.layout, dict(mesh.shape), batch, length, room, chip, dtype)
+        ranked += [_planned(layout.name, name, program, mesh, held, attention) for name in lowerings]
+    return sorted(ranked, key=lambda served: served.seconds)
+
+
+def _planned(name: str, lowering: str, program: Program, mesh: Any, held: int, attention: float) -> Served:
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        try:
+            plan = gspmd.trace(program.step, *program.arguments)
+        except (LayoutError, SpecError, ValueError) as error:
+            return Served(name, lowering, inf, held_bytes=held, reason=str(error))
+    products = sum(entry.step.seconds * entry.trips for entry in plan.entries if entry.step.kind == "einsum")
+    seconds = plan.seconds + attention
+    return Served(name, lowering, seconds, plan.seconds - products, products, attention, plan.wire_bytes, held)
+
+
+def _held(program: Program) -> int:
+    """Bytes of weights and cache on one device."""
+    leaves = jax.tree.leaves((program.arguments[program.stored], program.arguments[program.donated]))
+    return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _attention(
+    config: ModelConfig, layout: Layout, mesh: Mapping[str, int], batch: int, length: int, room: int, chip: Chip, dtype
+) -> float:
+    """Seconds of the attention of all layers on one device: it runs where the cache lies, with the rest of the heads."""
+    query, cache = layout.spec("attention.query"), cache_spec(layout)
+    over = lambda axes: prod(mesh[axis] for axis in axes)  # noqa: E731
+    apart = {*cache.axes_of("B"), *cache.axes_of("T")}
+    sizes = layout.padded(config.sizes(batch, length) | {"T": room})
+    heads = sizes["H"] / over(axis for axis in query.axes_of("H") if axis not in apart)
+    rows, cached = batch / over(cache.axes_of("B")), sizes["T"] / over(cache.axes_of("T"))
+    kept = sizes["K"] / over(cache.axes_of("K"))
+    operations = 4 * rows * length * heads * (cached + length) * config.head_size
+    moved = 2 * rows * cached * kept * config.head_size * jax.numpy.dtype(dtype).itemsize
+    return config.layers * max(operations / chip.flops(str(dtype)), moved / chip.hbm_bandwidth)
+
+
+def serving_layouts(presets: Sequence[str] = FEED_FORWARD, several_keys: bool = False) -> Iterator[Layout]:
+    """Yield whole-model layouts for serving: every feed-forward preset with every attention that goes with it.
+
+    Attention is over the heads, over the batch on one, two or all axes and the heads on the others, and with the cache
+    over the length of the context. A name says the preset, the queries' spec and the cache's.
+
+    Args:
+        presets: names of layouts over x, y and z.
+        several_keys: whether key/value heads are sharded as query heads are (multi-head), or whole (multiquery).
+
+    Example:
+        >>> [layout.name for layout in serving_layouts(["weight-gathered-xy"])]
+        ['weight-gathered-xy B_xyLH_zD B_xyTKD', 'weight-gathered-xy B_xyzLHD B_xyzTKD']
+    """
+    for preset in presets:
+        base, seen = Layout.load(preset), set()
+        projection, residual = base.spec("attention.w_q"), base.spec("attention.residual")
+        split = residual.axes_of("B")
+        heads = [*projection.axes_of("H"), *(axis for axis in projection.axes_of("E") if axis not in split)]
+        for rows in ((), ("z",), ("y", "z"), ("x", "y"), ("x", "y", "z"), ("x",)):
+            if rows[: len(split)] != split:
+                continue
+            free = [axis for axis in heads if axis not in rows]
+            for kept in (free, [axis for axis in free if axis in projection.axes_of("H")]):
+                for context in ((), tuple(axis for axis in "xyz" if axis not in rows)):
+                    query = Spec(("B", "L", "H", "D"), (rows, (), tuple(kept), ()))
+                    keys = () if not several_keys or context else tuple(kept)
+                    key = Spec(("B", "L", "K", "D"), (rows, (), keys, ()))
+                    cache = Spec(("B", "T", "K", "D"), (rows, context, keys, ()))
+                    name = f"{preset} {query} {cache}"
+                    if name in seen:
+                        continue
+                    seen.add(name)
+                    specs = {"attention.query": query, "attention.key": key, "cache.attention.key": cache}
+                    yield replace(base.override(specs), name=name)
