@@ -13,7 +13,8 @@ from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops._attention.heads import Share, share
-from gspmd.ops._attention.online import Attended, attend
+from gspmd.ops._attention.local import ALONE, Shards, local_attended
+from gspmd.ops._attention.online import Attended
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import number
 from gspmd.ops.interface.planned_op import Chains, fault, float32, planned_op, read, settle, shard_index, sizes_of
@@ -92,7 +93,7 @@ def cached_attention(
     _check(doing, form, q, k, v, *cache, lengths=lengths)
     operands = q, k, v, *cache, lengths
     if ctx.lowering == "xla":
-        f = partial(_whole, form.scale, _placement(form, q.shape, k.shape[2], ctx.mesh))
+        f = partial(_whole, form.scale, _placement(form, q.shape, k.shape[2], ctx.mesh), ctx.mesh)
         return compiler_chooses(ctx, f, form.inputs, form.query, *operands, name=form.name)
     return _planned(form, ctx, *operands)
 
@@ -254,11 +255,13 @@ def _value(form: _Form, shapes: tuple[tuple[tuple[int, ...], int], ...], ctx: Co
         q, k, v = chains.send("query", q), chains.send("key", k), chains.send("value", v)
         *cache, lengths = (chains.send(name, x) for name, x in zip((*cache_chains, "lengths"), rest))
         k, v, *cache = at.share.pick(k, v, *cache)
-        part, ahead, counted = shard_index(parts), shard_index(at.query.axes[1]) * q.shape[1], True
+        part = shard_index(parts)
+        first = shard_index(at.query.axes[1]) * q.shape[1] if at.query.axes[1] else None
+        ahead, counted = first, None
         if at.key.axes[1]:
-            ahead -= part * k.shape[1]
+            ahead = (0 if first is None else first) - part * k.shape[1]
         elif parts:
-            counted = part == 0  # whole on every part, each new key counts once
+            counted = jnp.broadcast_to(part == 0, k.shape[:2])  # whole on every part, each new key counts once
         found = _attended(form.scale, q, k, v, cache, lengths - part * cache[0].shape[1], ahead, counted)
         if not parts:
             return chains.send("result", found.output(q.dtype))
@@ -269,37 +272,37 @@ def _value(form: _Form, shapes: tuple[tuple[tuple[int, ...], int], ...], ctx: Co
     return chains.steps, body
 
 
-def _attended(scale: float | None, q, k, v, cache, lengths, ahead=0, counted=True) -> Attended:
-    """What one device's queries [B, L, H, D] attend to: [B, L, H] and [B, L, H, D].
+def _attended(
+    scale: float | None, q, k, v, cache, lengths, ahead=None, counted=None, shards=(ALONE, ALONE)
+) -> Attended:
+    """What queries [B, L, H, D] attend to: [B, L, H] and [B, L, H, D].
 
     Args:
         scale, q, k, v: as in `cached_attention`; the keys may be some of the new tokens'.
         cache: keys and values [B, T, K, D], and their scales if there are any.
         lengths: [B], how many of these cached keys are seen; of any sign and size.
-        ahead: how far the position of the first query is past that of the first new key.
-        counted: whether the new keys count.
+        ahead: how far the position of the first query is past that of the first new key; None for 0.
+        counted: [B, L] whether a new key counts; None if all do.
+        shards: of whole arrays, for the cached and for the new keys.
     """
     cached_k, cached_v, *scales = cache
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    rows, length = q.shape[:2]
-    held = _positions((rows, cached_k.shape[1]), 1) < lengths[:, None]
-    new = length, k.shape[1]
-    causal = _positions(new, 0) + ahead >= _positions(new, 1)
-    found = attend(grouped, cached_k, cached_v, held[:, None, None, None, :], scale, *scales)
-    return found.merge(attend(grouped, k, v, (causal & counted)[None, None, None], scale)).by_query()
+    held = jax.lax.broadcasted_iota(jnp.int32, cached_k.shape[:2], 1) < lengths[:, None]
+    found = local_attended(q, cached_k, cached_v, held, None, False, scale, *scales, shards=shards[0])
+    return found.merge(local_attended(q, k, v, counted, ahead, True, scale, shards=shards[1]))
 
 
-def _positions(shape: tuple[int, int], along: int) -> jax.Array:
-    return jax.lax.broadcasted_iota(jnp.int32, shape, along)
-
-
-def _whole(scale: float | None, at: _Placement, q, k, v, *rest) -> jax.Array:
+def _whole(scale: float | None, at: _Placement, mesh: Mapping[str, int], q, k, v, *rest) -> jax.Array:
     """Plain code on whole arrays, for the compiler to partition, which is told to bring the queries to the cache."""
+
+    def shards(key: Spec) -> Shards:
+        rows, length, heads, _ = (prod(mesh[axis] for axis in axes) for axes in at.query.axes)
+        return rows, heads, length, prod(mesh[axis] for axis in key.axes[1])
 
     def placed(x: jax.Array, spec: Spec) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, spec.partition_spec())
 
     q, k, v = placed(q, at.query), placed(k, at.key), placed(v, at.key)
     # said of the result too: jax 0.10.2 miscompiles it where it goes to other places right behind the product
-    return placed(_attended(scale, q, k, v, rest[:-1], rest[-1]).output(q.dtype), at.query)
+    found = _attended(scale, q, k, v, rest[:-1], rest[-1], shards=(shards(at.cache), shards(at.key)))
+    return placed(found.output(q.dtype), at.query)

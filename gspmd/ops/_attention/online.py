@@ -5,12 +5,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+LOW = -0.7 * float(jnp.finfo(jnp.float32).max)
+"""The logit of a key that is not seen: finite, so that a query that sees nothing has a mean of values, and no NaN."""
+
 
 class Attended(NamedTuple):
     """What queries have attended to so far, in float32: their output is values / total."""
 
     top: jax.Array
-    """[B, K, Q, L] largest logit; -inf where there was no key."""
+    """[B, K, Q, L] largest logit; -inf before there was any."""
     total: jax.Array
     """[B, K, Q, L] Σ exp(logit - top)."""
     values: jax.Array
@@ -18,19 +21,18 @@ class Attended(NamedTuple):
 
     def relative_to(self, top: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Denominator and weighted values as they are for a larger maximum."""
-        factor = jnp.exp(self.top - finite(top))
+        factor = jnp.exp(self.top - top)
         return self.total * factor, self.values * factor[..., None]
 
     def merge(self, other: "Attended") -> "Attended":
-        """What queries have attended to after two parts of their keys."""
+        """What queries have attended to after two parts of their keys, of which `other` has some."""
         top = jnp.maximum(self.top, other.top)
         mine, theirs = self.relative_to(top), other.relative_to(top)
         return Attended(top, mine[0] + theirs[0], mine[1] + theirs[1])
 
     def by_query(self) -> "Attended":
         """The same as [B, L, H] and [B, L, H, D]."""
-        top, total, values = (jnp.moveaxis(x, 3, 1) for x in self)
-        return Attended(*(x.reshape(*x.shape[:2], -1, *x.shape[4:]) for x in (top, total, values)))
+        return Attended(*(ungroup(x) for x in self))
 
     def output(self, dtype: jax.typing.DTypeLike) -> jax.Array:
         """The weighted mean of the values."""
@@ -45,24 +47,28 @@ def attend(
     scale: float,
     key_scales: jax.Array | None = None,
     value_scales: jax.Array | None = None,
+    again: jax.Array | None = None,
 ) -> Attended:
     """Attend to one part of the keys.
 
     Args:
-        q: [B, L, K, Q, D], query heads in groups that share a key head.
+        q: [B, K, Q, L, D], query heads in groups that share a key head.
         k, v: [B, T, K, D] of any dtype, which is cast to that of `q` inside the products.
         seen: booleans that broadcast to [B, K, Q, L, T]: which key a query attends to; None for all.
         scale: of the logits.
         key_scales, value_scales: [B, T, K] float32 of quantized keys and values: they scale logits and probabilities,
             which are fewer than the keys.
+        again: booleans, as `seen`: keys that another part has already counted, some but not all.
     """
-    logits = jnp.einsum("blkqd,btkd->bkqlt", q, k.astype(q.dtype), preferred_element_type=jnp.float32) * scale
+    logits = jnp.einsum("bkqld,btkd->bkqlt", q, k.astype(q.dtype), preferred_element_type=jnp.float32) * scale
     if key_scales is not None:
         logits *= _along_keys(key_scales)
     if seen is not None:
-        logits = jnp.where(seen, logits, -jnp.inf)
-    top = jnp.max(logits, axis=-1, initial=-jnp.inf)
-    weights = jnp.exp(logits - finite(top)[..., None])
+        logits = jnp.where(seen, logits, LOW)
+    if again is not None:
+        logits = jnp.where(again, -jnp.inf, logits)
+    top = jnp.max(logits, axis=-1, initial=LOW)
+    weights = jnp.exp(logits - top[..., None])
     total = jnp.sum(weights, axis=-1)
     if value_scales is not None:
         weights *= _along_keys(value_scales)
@@ -70,9 +76,15 @@ def attend(
     return Attended(top, total, jnp.einsum("bkqlt,btkd->bkqld", weights, v, preferred_element_type=jnp.float32))
 
 
-def finite(top: jax.Array) -> jax.Array:
-    """A maximum to subtract; 0 where there was no key, so that exp(-inf - 0) is 0 and not NaN."""
-    return jnp.where(top == -jnp.inf, 0.0, top)
+def group(q: jax.Array, key_heads: int) -> jax.Array:
+    """[B, L, H, ...] as [B, K, Q, L, ...]: query heads in groups that share a key head."""
+    return jnp.moveaxis(q.reshape(*q.shape[:2], key_heads, -1, *q.shape[3:]), 1, 3)
+
+
+def ungroup(x: jax.Array) -> jax.Array:
+    """[B, K, Q, L, ...] as [B, L, H, ...]."""
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
 def _along_keys(scales: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops._attention.heads import Share, share
+from gspmd.ops._attention.local import ALONE, Shards, local_attention
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import flag, number
 from gspmd.ops.interface.planned_op import Chains, fault, planned_op, read, shard_index, sizes_of
@@ -79,7 +80,8 @@ def attention(
     extras = _Extras(mask is not None, not (isinstance(offset, int) and offset == 0))
     more = (mask,) * extras.masked + (_position(doing, offset),) * extras.shifted
     if ctx.lowering == "xla":
-        f = partial(_plain, extras, causal, scale)
+        rows, length, heads, _ = (prod(ctx.mesh.get(axis, 1) for axis in axes) for axes in query.axes)
+        f = partial(_attend, extras, causal, scale, (rows, heads, length, 1))
         ins, name = (query, key, key, *extras.specs(key)), f"attention {query}, {key}"
         return compiler_chooses(ctx, f, ins, query, q, k, v, *more, name=name)
     core = _Core(query, key, causal, scale, extras, *_placed(doing, query, key, q.shape[2], k.shape[2], ctx.mesh))
@@ -131,21 +133,16 @@ class _Core:
         """Attention of one device's heads, inside a shard_map, without a collective."""
         k, v = self.share.pick(k, v)
         first = shard_index(self.spread) * q.shape[1] if self.spread else None
-        return _plain(self.extras, self.causal, self.scale, q, k, v, *more, first=first)
+        return _attend(self.extras, self.causal, self.scale, ALONE, q, k, v, *more, first=first)
 
 
-def _plain(extras: _Extras, causal: bool, scale: float | None, q, k, v, *more, first=None) -> jax.Array:
+def _attend(
+    extras: _Extras, causal: bool, scale: float | None, shards: Shards, q, k, v, *more, first=None
+) -> jax.Array:
     """Attention of whole arrays, or of a device's part whose queries begin at `first`."""
-    padding = more[0] if extras.masked else None
-    offset = more[-1] if extras.shifted else None
-    mask = None if padding is None else padding[:, None, None, :].astype(bool)
-    if causal and (first is not None or offset is not None):
-        # positions in the whole sequence, which is_causal does not know
-        start = sum(part for part in (first, offset) if part is not None)
-        rows = start + jax.lax.broadcasted_iota(jnp.int32, (1, 1, q.shape[1], k.shape[1]), 2)
-        seen = rows >= jax.lax.broadcasted_iota(jnp.int32, rows.shape, 3)
-        mask, causal = seen if mask is None else mask & seen, False
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=causal)
+    seen = more[0].astype(bool) if extras.masked else None
+    starts = [start for start in (first, more[-1] if extras.shifted else None) if start is not None]
+    return local_attention(q, k, v, seen, sum(starts) if starts else None, causal, scale, shards)
 
 
 def _check_shapes(doing: str, query: Spec, key: Spec, q, k, v, mask) -> None:

@@ -1,0 +1,192 @@
+"""Attention in blocks of rows, queries and keys, for logits that are too many to be in memory at once."""
+
+from dataclasses import dataclass
+from functools import partial
+from math import ceil, isqrt
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspmd.ops._attention.online import LOW, Attended, attend
+
+LARGEST = 2**25
+"""Logits of one device, beyond which attention runs in blocks: 128 MiB of float32."""
+_BLOCK = 2**24
+"""Logits of one block: few enough for a TPU v4 to keep them on the chip."""
+_LENGTHS = 512, 2048
+"""Fewest keys, and most queries and keys of a block: of few keys, what is done to the values counts for more."""
+_MULTIPLES = 16, 128
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How many rows, queries and keys a block has. Blocks of keys may overlap; rows and queries are whole numbers."""
+
+    rows: int
+    queries: int
+    keys: int
+
+    @classmethod
+    def of(cls, rows: int, heads: int, queries: int, keys: int) -> "Blocks | None":
+        """Blocks of about `_BLOCK` logits for one device; None where all are few enough for one."""
+        if rows * heads * queries * keys <= LARGEST:
+            return None
+        least, most = _LENGTHS
+        key_block = _even(keys, min(max(isqrt(_BLOCK // heads), least), most), _MULTIPLES[1])
+        fitting = max(_BLOCK // (heads * key_block), 1)
+        query_block = _even(queries, min(fitting, most), _MULTIPLES[0])
+        fitting = min(max(fitting // query_block, 1), rows)
+        return cls(max(n for n in range(1, fitting + 1) if rows % n == 0), query_block, key_block)
+
+    def starts(self, rows: int, queries: int, keys: int, causal: bool) -> np.ndarray:
+        """[n, 4] where blocks begin: row, query, key, and the first key that no block before has.
+
+        Keys come innermost. `causal` leaves out blocks whose keys all come after their queries.
+        """
+        return np.array(
+            [
+                (row, query, min(key, keys - self.keys), key)
+                for row in range(0, rows, self.rows)
+                for query in range(0, queries, self.queries)
+                for key in range(0, keys, self.keys)
+                if not (causal and key >= query + self.queries)
+            ],
+            np.int32,
+        )
+
+
+def _even(size: int, most: int, multiple: int) -> int:
+    """The length of equal blocks of at most about `most`, a multiple of `multiple` unless there is one block."""
+    count = ceil(size / most)
+    return size if count == 1 else ceil(size / count / multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Form:
+    """What blocked attention depends on besides arrays."""
+
+    blocks: Blocks
+    scale: float
+    causal: bool
+
+
+def attended(form: Form, q, k, v, seen, ahead, dtype, scales=()) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Output [B, K, Q, L, D], largest logit and denominator [B, K, Q, L] of queries, block by block.
+
+    Args:
+        form: sizes of blocks, scale of the logits, and whether query i attends to keys j ≤ i + ahead alone.
+        q: [B, K, Q, L, D], L a multiple of the blocks'.
+        k, v: [B, T, K, D] of any dtype.
+        seen: [B, T] booleans, or None.
+        ahead: an int32 scalar, or None for 0.
+        dtype: of the output.
+        scales: none, or those of keys and of values, [B, T, K].
+    """
+    blocks, shape = form.blocks, q.shape
+    part = (blocks.rows, *shape[1:3], blocks.queries)
+
+    def step(carry, at):
+        state, out, top, total = carry
+        first = at[2] == 0
+        state = state._replace(top=jnp.where(first, -jnp.inf, state.top))  # of which nothing is left when merged
+        q_block, k_block, v_block, *more = _cut(form, at, q, k, v, *scales)
+        visible, again = _seen(form, at, seen, ahead), _again(form, at, k.shape[1])
+        state = state.merge(attend(q_block, k_block, v_block, visible, form.scale, *more, again=again))
+        begin = (at[0], 0, 0, at[1])
+        out = jax.lax.dynamic_update_slice(out, state.output(dtype), (*begin, 0))
+        top, total = (jax.lax.dynamic_update_slice(x, y, begin) for x, y in ((top, state.top), (total, state.total)))
+        return (state, out, top, total), None
+
+    nothing = Attended(jnp.full(part, -jnp.inf), jnp.zeros(part), jnp.zeros((*part, shape[4])))
+    results = jnp.zeros(shape, dtype), jnp.zeros(shape[:4]), jnp.zeros(shape[:4])
+    starts = blocks.starts(shape[0], shape[3], k.shape[1], form.causal and ahead is None)
+    return jax.lax.scan(step, (nothing, *results), starts)[0][1:]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attention_in_blocks(form: Form, q, k, v, seen, ahead) -> jax.Array:
+    """Softmax attention [B, K, Q, L, D] whose logits are never in memory at once, neither here nor in its gradient."""
+    return attended(form, q, k, v, seen, ahead, q.dtype)[0]
+
+
+def _forward(form: Form, q, k, v, seen, ahead):
+    out, top, total = attended(form, q, k, v, seen, ahead, q.dtype)
+    return out, (q, k, v, seen, ahead, out, top, total)
+
+
+def _backward(form: Form, kept, g):
+    """The gradients, the probabilities of each block computed again from its logits."""
+    q, k, v, seen, ahead, out, top, total = kept
+    mean = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def step(sums, at):
+        d_q, d_k, d_v = sums
+        q_block, k_block, v_block = _cut(form, at, q, k, v)
+        g_block, top_block, total_block, mean_block = (_queries(form, at, x) for x in (g, top, total, mean))
+        logits = product("bkqld,btkd->bkqlt", q_block, k_block) * form.scale
+        visible, again = _seen(form, at, seen, ahead), _again(form, at, k.shape[1])
+        if visible is not None:
+            logits = jnp.where(visible, logits, LOW)
+        weights = jnp.exp(logits - top_block[..., None]) / total_block[..., None]
+        if again is not None:
+            weights = jnp.where(again, 0.0, weights)
+        slope = weights * (product("bkqld,btkd->bkqlt", g_block, v_block) - mean_block[..., None]) * form.scale
+        if visible is not None:
+            slope = jnp.where(visible, slope, 0.0)
+        weights, slope = weights.astype(g.dtype), slope.astype(q.dtype)
+        d_q = _add(d_q, product("bkqlt,btkd->bkqld", slope, k_block), (at[0], 0, 0, at[1], 0))
+        d_k = _add(d_k, product("bkqlt,bkqld->btkd", slope, q_block), (at[0], at[2], 0, 0))
+        d_v = _add(d_v, product("bkqlt,bkqld->btkd", weights, g_block), (at[0], at[2], 0, 0))
+        return (d_q, d_k, d_v), None
+
+    starts = form.blocks.starts(q.shape[0], q.shape[3], k.shape[1], form.causal and ahead is None)
+    sums, _ = jax.lax.scan(step, tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)), starts)
+    return (*(total.astype(x.dtype) for total, x in zip(sums, (q, k, v))), None, None)
+
+
+attention_in_blocks.defvjp(_forward, _backward)
+
+
+def _cut(form: Form, at, q, *keys):
+    """The block of the queries [B, K, Q, L, D], and that of keys [B, T, K, ...]."""
+    sizes = form.blocks.rows, form.blocks.keys
+    begins = ((at[0], at[2], *(0,) * (x.ndim - 2)) for x in keys)
+    return (
+        _queries(form, at, q),
+        *(jax.lax.dynamic_slice(x, begin, (*sizes, *x.shape[2:])) for x, begin in zip(keys, begins)),
+    )
+
+
+def _queries(form: Form, at, x):
+    """The block of [B, K, Q, L, ...]."""
+    rest = (0,) * (x.ndim - 4)
+    size = (form.blocks.rows, *x.shape[1:3], form.blocks.queries, *x.shape[4:])
+    return jax.lax.dynamic_slice(x, (at[0], 0, 0, at[1], *rest), size)
+
+
+def _add(whole, part, begin):
+    old = jax.lax.dynamic_slice(whole, begin, part.shape)
+    return jax.lax.dynamic_update_slice(whole, old + part, begin)
+
+
+def _seen(form: Form, at, seen, ahead):
+    """Which keys of the block its queries attend to, as it broadcasts to [B, K, Q, L, T]; None for all."""
+    blocks, visible = form.blocks, None
+    if seen is not None:
+        visible = jax.lax.dynamic_slice(seen, (at[0], at[2]), (blocks.rows, blocks.keys))[:, None, None, None, :]
+    if form.causal:
+        shape = (1, 1, 1, blocks.queries, blocks.keys)
+        row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (3, 4))
+        past = row + at[1] + (0 if ahead is None else ahead) >= column + at[2]
+        visible = past if visible is None else visible & past
+    return visible
+
+
+def _again(form: Form, at, keys: int):
+    """Which keys of the block were in the block before; None for none, where blocks divide the keys."""
+    if keys % form.blocks.keys == 0:
+        return None
+    shape = (1, 1, 1, 1, form.blocks.keys)
+    return jax.lax.broadcasted_iota(jnp.int32, shape, 4) + at[2] < at[3]

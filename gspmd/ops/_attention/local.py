@@ -1,0 +1,111 @@
+"""Attention where all keys are at hand: by JAX where the logits are few, else by a kernel or in blocks."""
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.lowerings import target
+from gspmd.ops._attention.blocks import Blocks, Form, attended, attention_in_blocks
+from gspmd.ops._attention.online import Attended, attend, group, ungroup
+
+Shards = tuple[int, int, int, int]
+"""Into how many parts the compiler cuts rows, heads, queries and cached keys; all 1 for one device's arrays."""
+ALONE: Shards = (1, 1, 1, 1)
+
+
+def local_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: jax.Array | None,
+    ahead: jax.Array | None,
+    causal: bool,
+    scale: float | None,
+    shards: Shards = ALONE,
+) -> jax.Array:
+    """Softmax attention of queries [B, L, H, D] to keys [B, T, K, D].
+
+    Where a device has more than 2**25 logits, they are never in memory at once. A GPU runs cuDNN's fused attention,
+    for what it takes: float16 or bfloat16, a head size that 8 divides, up to 128, nothing masked but by `causal`.
+    Everything else, and TPUs, attend in blocks.
+
+    Args:
+        q, k, v: of one device, or whole arrays for the compiler to partition.
+        seen: [B, T] booleans: keys that are no padding.
+        ahead: int32 scalar, how far the position of the first query is past that of the first key; None for 0.
+        causal: whether query i attends to keys j ≤ i + ahead alone.
+        scale: of the logits; 1/sqrt(D) when None.
+        shards: of whole arrays.
+    """
+    blocks = _blocks(q, k.shape[1], shards)
+    if blocks is None:
+        return _plain(q, k, v, seen, ahead, causal, scale)
+    if seen is None and not (causal and ahead is not None) and _fits_cudnn(q, k):
+        return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=causal, implementation="cudnn")
+    form = Form(blocks, q.shape[3] ** -0.5 if scale is None else scale, causal)
+    found = attention_in_blocks(form, _padded(group(q, k.shape[2]), blocks), k, v, seen, ahead)
+    return ungroup(found[:, :, :, : q.shape[1]])
+
+
+def _plain(q, k, v, seen, ahead, causal, scale) -> jax.Array:
+    mask = None if seen is None else seen[:, None, None, :]
+    if causal and ahead is not None:
+        # positions in the whole sequence, which is_causal does not know
+        rows = ahead + jax.lax.broadcasted_iota(jnp.int32, (1, 1, q.shape[1], k.shape[1]), 2)
+        past = rows >= jax.lax.broadcasted_iota(jnp.int32, rows.shape, 3)
+        mask, causal = past if mask is None else mask & past, False
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=causal)
+
+
+def local_attended(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: jax.Array | None,
+    ahead: jax.Array | None,
+    causal: bool,
+    scale: float,
+    *scales: jax.Array,
+    shards: Shards = ALONE,
+) -> Attended:
+    """What queries find among some of their keys, as [B, L, H]; in blocks where the logits are many.
+
+    Args:
+        q, k, v, seen, ahead, causal, scale: as in `local_attention`.
+        scales: none, or those of int8 keys and values, [B, T, K].
+        shards: of whole arrays.
+    """
+    blocks, grouped = _blocks(q, k.shape[1], shards), group(q, k.shape[2])
+    if blocks is None:
+        visible = None if seen is None else seen[:, None, None, None, :]
+        if causal:
+            rows, columns = (
+                jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, q.shape[1], k.shape[1]), at) for at in (3, 4)
+            )
+            past = rows + (0 if ahead is None else ahead) >= columns
+            visible = past if visible is None else visible & past
+        return attend(grouped, k, v, visible, scale, *scales).by_query()
+    form = Form(blocks, scale, causal)
+    found = attended(form, _padded(grouped, blocks), k, v, seen, ahead, jnp.float32, scales)
+    output, top, total = (x[:, :, :, : q.shape[1]] for x in found)
+    return Attended(top, total, output * total[..., None]).by_query()
+
+
+def _blocks(q: jax.Array, keys: int, shards: Shards) -> Blocks | None:
+    """Blocks for one device's share, which do not cut what the compiler cuts already."""
+    rows, queries, heads, _ = q.shape
+    blocks = Blocks.of(rows // shards[0], heads // shards[1], queries // shards[2], keys // shards[3])
+    if blocks is None or shards == ALONE:
+        return blocks
+    whole = zip((rows, queries, keys), (blocks.rows, blocks.queries, blocks.keys), (shards[0], *shards[2:]))
+    return Blocks(*(size if cut > 1 else block for size, block, cut in whole))
+
+
+def _padded(q: jax.Array, blocks: Blocks) -> jax.Array:
+    """Queries [B, K, Q, L, D] in a whole number of blocks; those added are dropped again."""
+    return jnp.pad(q, ((0, 0),) * 3 + ((0, -q.shape[3] % blocks.queries), (0, 0)))
+
+
+def _fits_cudnn(q: jax.Array, k: jax.Array) -> bool:
+    """Whether the devices are GPUs, and cuDNN's fused attention takes such queries and keys. Untested on a GPU."""
+    narrow = q.dtype == k.dtype and q.dtype in (jnp.float16, jnp.bfloat16)
+    return target.device_kind().startswith("NVIDIA") and narrow and q.shape[3] % 8 == 0 and q.shape[3] <= 128
