@@ -10,9 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = sorted(path.stem for path in (ROOT / "docs" / "api").glob("*.md"))
-PACKAGES = {"gspmd": "gspmd", "models": "gspmd_models"} | {
-    name: f"gspmd.{name}" for name in REFERENCE if name not in ("gspmd", "models")
-}
+OUTSIDE = {"gspmd": "gspmd", "models": "gspmd_models", "checkpoints": "gspmd_models.checkpoints"}
+PACKAGES = {name: f"gspmd.{name}" for name in REFERENCE} | OUTSIDE
 
 
 @pytest.fixture(scope="module")

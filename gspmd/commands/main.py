@@ -14,11 +14,13 @@ from gspmd.display.console import console
 COMMANDS = {
     "explain": "what an equation will do on a mesh, drawn as the papers draw it",
     "train": "train a Mixture-of-Experts language model on text, every tensor placed by a layout",
+    "generate": "continue prompts with a public checkpoint or a trained run, in a layout to read and one to decode",
     "compile": "ask the TPU compiler whether a model fits on a slice, and what it will cost",
 }
 _EXAMPLES = (
     'gspmd explain "BLE_xyz, E_xF_yz -> BLF_yzx" --mesh x=4,y=4,z=4 --sizes B=512,L=1,E=18432,F=73728',
     "gspmd train --config tiny",
+    'gspmd generate --checkpoint runs/001 --prompt "def "',
     "gspmd compile --config palm-8b --layout weight-stationary-2d --topology tpu-v4:4x4x4",
 )
 

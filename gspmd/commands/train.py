@@ -147,9 +147,7 @@ def show_run(console: Console, settings: Settings, layout: Layout, mesh: Mesh) -
     if layout.padding:
         sizes = model.sizes(training.batch, training.length)
         wide = {dim: size for dim, size in layout.padded(sizes).items() if size != sizes[dim]}
-        lines["padding"] = (
-            ", ".join(f"{dim} from {sizes[dim]} to {size}" for dim, size in wide.items()) or "none needed"
-        )
+        lines["padding"] = ", ".join(f"{dim} from {sizes[dim]} to {size}" for dim, size in wide.items()) or "none"
     if moe := model.moe:
         lines["experts"] = f"{moe.experts}, router {moe.router}, dispatch {moe.dispatch}"
     report.header(console, lines)

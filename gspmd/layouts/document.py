@@ -54,7 +54,8 @@ code between einsums works on them locally. Where a key has a default, it may be
 _AGREE = """
 These have to be sharded alike, because no equation stands between them: {pairs}.
 
-Key/value heads K lie as the query heads H do, or whole. Token groups G take the place of the batch B, one for each
+Key/value heads K lie over the mesh axes of the query heads H, over the first of these axes, or whole; in serving, where
+attention moves both to the cache, anywhere. Token groups G take the place of the batch B, one for each
 sequence unless the model says otherwise. Layers that are scanned share one spec; their stacked
 dimension is implicit and never sharded.
 

@@ -37,13 +37,14 @@ class Layout(LayoutTable):
       own: keys of user-defined sections, to the dimensions of their specs; None reads them off the table.
       padding: dimensions to the multiples that they are padded to.
       chosen: which alternatives `resolved` took, a line for each section that has some.
+      serves: the phase that this is the layout of (see `phase`); empty for training.
 
     Example:
       >>> layout = Layout.load("weight-stationary-2d").override({"ffn.w_in": "E_xF_y"})
       >>> layout["ffn.w_in"], layout.ffn.hidden
       ('E_xF_y', 'BLF_yzx')
       >>> layout
-      <Layout 'weight-stationary-2d': 35 specs over x, y and z>
+      <Layout 'weight-stationary-2d': 35 specs over x, y and z, 4 overridden>
 
     Source: the layouts of Pope et al. 2022 (arXiv 2211.05102), sections 3.2 and 3.3, are tables of this kind.
     """
@@ -160,10 +161,10 @@ class Layout(LayoutTable):
         """
         if not isinstance(name, str) or name not in PHASES:
             raise _unknown("phase", name, PHASES)
-        return replace(self, table={**self.table, **self.overrides.get(name, {})})
+        return replace(self, table={**self.table, **self.overrides.get(name, {})}, serves=name)
 
     def stored_as(self, other: "Layout") -> "Layout":
-        """Return this layout with the parameters and the cache where `other` has them.
+        """Return this layout with the parameters and the cache where `other` has them, and padded as there.
 
         So one set of stored weights serves both: this layout's equations move them to where they need them.
 
@@ -175,7 +176,7 @@ class Layout(LayoutTable):
         >>> prefill["ffn.w_in"] == decode["ffn.w_in"], prefill["ffn.hidden"]
         (True, 'B_xyzLF')
         """
-        return self.override(stored_specs(self, other))
+        return replace(self.override(stored_specs(self, other)), padding=other.padding)
 
     def one_position(self) -> "Layout":
         """Return this layout for one position of every sequence: L, of size 1, is whole in every activation.

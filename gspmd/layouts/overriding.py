@@ -31,7 +31,7 @@ def overridden(layout: OfTable, specs: Any) -> OfTable:
             doing = f"cannot override {shown(key)} with {shown(value)}"
             raise LayoutError(f"{doing}.\n  {remedy or 'A key and its spec are strings.'}")
         elif section == "lowering":
-            layout = replace(layout, lowerings={**layout.lowerings, rest: text})
+            layout = replace(layout, lowerings={**layout.lowerings, rest: str(value)})
         elif section in OVERRIDES:
             table = {**layout.overrides.get(section, {}), rest: text}
             layout = replace(layout, overrides={**layout.overrides, section: table})

@@ -21,8 +21,9 @@ def short(layout: LayoutTable) -> str:
 def plain(layout: LayoutTable) -> str:
     """The table as text, section by section as in its file."""
     width = max((len(key) for _, lines in _sections(layout) for key, _ in lines), default=0)
+    below = f"\n  {' ' * width}| "
     blocks = [
-        "\n".join([f"[{section}]", *(f"  {key.ljust(width)}  {text}" for key, text in lines)])
+        "\n".join([f"[{section}]", *(f"  {key.ljust(width)}  {text.replace(' | ', below)}" for key, text in lines)])
         for section, lines in _sections(layout)
     ]
     return "\n\n".join([layout.name, *blocks])

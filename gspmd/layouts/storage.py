@@ -35,7 +35,7 @@ def _parameters(layout: Any) -> Iterator[tuple[str, str]]:
             yield key.name, spec
 
 
-def position_specs(table: Mapping[str, str]) -> dict[str, str]:
+def position_specs(table: Mapping[str, Any]) -> dict[str, str]:
     """Return the specs of a table in which L is sharded, with L whole: one position cannot be divided.
 
     >>> position_specs({"ffn.residual": "B_xL_yE", "ffn.hidden": "B_xLF_y", "ffn.in_via": "B_xL_yE, EF"})

@@ -61,14 +61,15 @@ def layer_norm(
     ctx = context()
     doing = f"cannot normalise '{spec}' with a scale '{scale_spec}'"
     x, scale = array(doing, "x", x, "real numbers"), array(doing, "the scale", scale, "real numbers")
-    more = () if bias is None else (array(doing, "the bias", bias, "real numbers"),)
+    bias = None if bias is None else array(doing, "the bias", bias, "real numbers")
     rows = read(doing, spec, x, ctx)
     of_scale = read(doing, scale_spec, scale, ctx)
-    of_bias = read(doing, scale_spec if bias_spec is None else bias_spec, more[0], ctx) if more else None
+    of_bias = None if bias is None else read(doing, scale_spec if bias_spec is None else bias_spec, bias, ctx)
     form = _LayerNorm(rows, of_scale, of_bias, number(doing, "epsilon", epsilon))
     check_row(doing, rows, of_scale, x, scale, "scale")
-    if of_bias is not None:
-        check_row(doing, rows, of_bias, x, *more, "bias")
+    if bias is not None and of_bias is not None:
+        check_row(doing, rows, of_bias, x, bias, "bias")
+    more = () if bias is None else (bias,)
     if ctx.lowering == "xla":
         name = f"layer_norm {form.x}"
         return compiler_chooses(ctx, partial(_plain, form.epsilon), form.ins, form.x, x, scale, *more, name=name)

@@ -105,6 +105,34 @@ def newest(out: str | Path) -> int | None:
     return max(steps, default=None)
 
 
+def load_parameters(out: str | Path, like: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Return the parameters of a run's newest checkpoint, placed and cast as `like` is; of the rest nothing is read.
+
+    Args:
+        out: the run's folder, which is only read.
+        like: path to array or `jax.ShapeDtypeStruct` with its sharding.
+
+    Raises:
+        ConfigError: there is no checkpoint, it cannot be read, or it is of a model of other sizes.
+    """
+    step, doing = newest(out), "cannot load the parameters:"
+    if step is None:
+        raise ConfigError(doing, [f"there is no checkpoint under {str(out)!r}."])
+    folder = Path(out).resolve() / _FOLDER / str(step)
+    try:
+        run = json.loads((folder / "run" / "metadata").read_text(encoding="utf-8"))
+        faults = _mismatches(run["shapes"], {path: list(leaf.shape) for path, leaf in like.items()})
+        if not faults:
+            wanted = {"params": abstract(like)}
+            with ocp.PyTreeCheckpointer() as reader:
+                arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
+                options = ocp.args.PyTreeRestore(wanted, restore_args=arguments, partial_restore=True)
+                return reader.restore(folder / "state", args=options)["params"]
+    except Exception as error:  # damaged files raise errors of many types
+        faults = [f"{str(folder)!r} is damaged: {str(error).splitlines()[0][:200] or type(error).__name__}."]
+    raise ConfigError(doing, faults)
+
+
 def save_settings(out: str | Path, settings: Mapping[str, Any]) -> None:
     """Write the run's settings to `<out>/config.json`, for a resume by folder."""
     path = Path(out) / "config.json"

@@ -215,13 +215,16 @@ def choose_out(out: str, *, resume: bool) -> Path:
     return path
 
 
-def make_mesh(sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int]) -> jax.sharding.Mesh:
+def make_mesh(
+    sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int], *, host_devices: int = 8
+) -> jax.sharding.Mesh:
     """Start the backend and make the mesh, with every axis of the layout.
 
     Args:
         sharding: the requested mesh or number of devices; None for all devices.
         layout: factors devices into a mesh that divides the sizes, if no mesh is given.
         sizes: of the model's dimensions, as for `Layout.check`.
+        host_devices: how many fake devices a CPU has if neither a mesh nor their number is requested.
 
     Raises:
         ConfigError: mesh and number of devices contradict each other.
@@ -236,7 +239,7 @@ def make_mesh(sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int]
         layout.check(sizes, given)
     elif wanted:  # raises before the devices are started
         given = layout.mesh_for(wanted, sizes)
-    devices = host.start(wanted, sharding.platform)
+    devices = host.start(wanted, sharding.platform, host_devices=host_devices)
     shape = given or layout.mesh_for(len(devices), sizes)
     kind = jax.sharding.AxisType.Explicit if sharding.axis_types == "explicit" else jax.sharding.AxisType.Auto
     return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(kind,) * len(shape), devices=devices)

@@ -181,7 +181,7 @@ def _inactive_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
 
 
 #: Fields that change nothing that a checkpoint holds. √E is folded into the tables.
-FREE = ("vocabulary_multiple", "remat", "scale_embedding")
+FREE = ("vocabulary_multiple", "remat", "scale_embedding", "int8")
 
 
 def _reasons(family: Family, config: ModelConfig) -> list[str]:
@@ -216,12 +216,20 @@ def _reasons(family: Family, config: ModelConfig) -> list[str]:
     return [*found, *rope_reasons(family, config)]
 
 
+#: Routers that are top-k when they draw nothing, and whether their gates are divided by their sum.
+_TOP_K = {"gshard": True, "st-moe": True, "switch": False}
+
+
 def _value(config: ModelConfig, name: str) -> Any:
-    """The value of a field; of `rotary_size` and `moe.k`, what their defaults stand for."""
+    """The value of a field, or the one in whose stead it stands."""
     if name == "rotary_size":
         return config.rotary
     if name == "moe.k":
         return config.moe.choices
+    if name == "moe.router" and config.moe.router in _TOP_K:
+        return "top-k"
+    if name == "moe.renormalize" and config.moe.router in _TOP_K:
+        return _TOP_K[config.moe.router]
     value: Any = config
     for part in name.split("."):
         value = getattr(value, part)

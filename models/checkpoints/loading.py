@@ -134,29 +134,30 @@ class _Reader:
     def array(self, source: Source, dtype: np.dtype) -> jax.Array:
         """A whole parameter; each process makes the shards of its own devices."""
         shape, sharding = source.row.shape, NamedSharding(self.mesh, source.row.spec.partition_spec())
-        devices_of: dict[tuple, list[jax.Device]] = {}
+        devices_of: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
         for device, index in sharding.addressable_devices_indices_map(shape).items():
             bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape))
             devices_of.setdefault(bounds, []).append(device)
-        arrays = []
+        arrays: list[jax.Array] = []
         for bounds, devices in devices_of.items():
-            shard = self._shard(source, tuple(slice(*bound) for bound in bounds), dtype)
-            arrays += [jax.device_put(shard, device) for device in devices]
-            # Until it is on the devices, the host holds it; the next one waits.
-            jax.block_until_ready(arrays)
+            arrays += self._shard(source, tuple(slice(*bound) for bound in bounds), devices, dtype)
         return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
-    def _shard(self, source: Source, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+    def _shard(
+        self, source: Source, index: tuple[slice, ...], devices: list[jax.Device], dtype: np.dtype
+    ) -> list[jax.Array]:
+        """One shard, on every device that has it; the host has let go of it when this returns."""
         shard = np.zeros([part.stop - part.start for part in index], dtype)
         self.most = max(self.most, shard.nbytes)
 
         def read(numbers: tuple[int, ...]) -> int:
-            place, region = source.piece(index, numbers)
-            out = shard[place].transpose(source.order)
-            count = self.files.read_into(out, source.name(numbers), source.split, region)
-            if source.factor != 1.0 or source.stored.offset:
-                out[...] = source.factor * (out.astype(np.float32) + source.stored.offset)
+            count = 0
+            for place, region in source.pieces(index, numbers):
+                out = shard[place].transpose(source.order)
+                count += self.files.read_into(out, source.name(numbers), source.split, region)
+                if source.factor != 1.0 or source.stored.offset:
+                    out[...] = source.factor * (out.astype(np.float32) + source.stored.offset)
             return count
 
         self.bytes += sum(self.pool.map(read, source.counts(index)))
-        return shard
+        return jax.block_until_ready([jax.device_put(shard, device) for device in devices])

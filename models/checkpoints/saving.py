@@ -144,9 +144,14 @@ def _tensor(source: Source, numbers: tuple[int, ...], shards: list[Any], dtype: 
     """One tensor of the checkpoint on the host, put together of the shards that have a part of it."""
     out = np.empty(source.split, dtype)
     for shard in shards:
-        if numbers in source.counts(shard.index):
-            place, region = source.piece(shard.index, numbers)
-            part = np.asarray(shard.data[place]).transpose(source.order)
+        if numbers not in source.counts(shard.index):
+            continue
+        held = shard.data
+        for dim, number in zip(shard.index, numbers):  # layers and experts are the first dimensions
+            held = jax.lax.dynamic_index_in_dim(held, np.int32(number - (dim.start or 0)), keepdims=False)
+        values = np.asarray(held)
+        for place, region in source.pieces(shard.index, numbers):
+            part = values[place[len(numbers) :]].transpose(source.order)
             if source.factor != 1.0 or source.stored.offset:
                 part = part.astype(np.float32) / source.factor - source.stored.offset
             out[region] = part.astype(dtype)

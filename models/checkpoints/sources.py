@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import Any
 
+from gspmd.layouts.rules.padding import Padded
+
 from ..config import ModelConfig
 from ..parameters import Parameter, parameters
 from .config import Described
 from .families import Stored
+
+Place = tuple[int | slice, ...]
+Region = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,6 @@ class Source:
     Attributes:
         row: the parameter, whose shape may be padded.
         stored: how its tensors are called and shaped.
-        sizes: of the dimensions, without padding.
         first: number of the layer that is 0 of N.
         period: layers from one of N to the next.
         factor: the parameter is factor · (tensor + offset).
@@ -31,10 +35,14 @@ class Source:
 
     row: Parameter
     stored: Stored
-    sizes: Mapping[str, int]
     first: int
     period: int
     factor: float
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the parameter's dimensions, without padding."""
+        return dict(zip(self.row.spec.dims, self.row.real_shape))
 
     @cached_property
     def dims(self) -> tuple[str, ...]:
@@ -72,39 +80,43 @@ class Source:
 
     def counts(self, index: tuple[slice, ...] | None = None) -> list[tuple[int, ...]]:
         """The numbers of the tensors that a shard has parts of; of all tensors without one."""
-        if index is None:
-            return list(product(*(range(self.sizes[dim]) for dim in self.counted)))
-        slices = self._slices(index)
-        if any(part.start == part.stop for part in slices.values()):
-            return []  # all of it is padding
-        return list(product(*(range(slices[dim].start, slices[dim].stop) for dim in self.counted)))
+        parts = dict(zip(self.row.spec.dims, index or [slice(None)] * len(self.row.shape)))
+        return list(product(*(range(*parts[dim].indices(self.sizes[dim])) for dim in self.counted)))
 
-    def piece(
-        self, index: tuple[slice, ...], numbers: tuple[int, ...]
-    ) -> tuple[tuple[int | slice, ...], tuple[slice, ...]]:
-        """Return the part of a tensor that a shard has, without padding.
+    def pieces(self, index: tuple[slice, ...], numbers: tuple[int, ...]) -> Iterator[tuple[Place, Region]]:
+        """Cut the part of a tensor that a shard has into pieces: one, or several with padding between them.
 
         Args:
             index: the shard, one slice for each dimension of the parameter.
             numbers: of the tensor, one of `counts(index)`.
 
-        Returns:
-            Where it lies in the shard, in the order of the parameter's dimensions, with numbers for the counted ones;
-            and the region of the tensor, in the order of `dims`.
+        Yields:
+            Where a piece lies in the shard, in the order of the parameter's dimensions, with numbers for the counted
+            ones; and the region of the tensor, in the order of `dims`.
         """
-        slices, at = self._slices(index), dict(zip(self.counted, numbers))
-        place = tuple(
-            at[dim] - part.start if dim in at else slice(0, part.stop - part.start) for dim, part in slices.items()
-        )
-        return place, tuple(slices[dim] for dim in self.dims)
+        at = dict(zip(self.counted, numbers))
+        runs = []
+        for dim, part, padded, size in zip(self.row.spec.dims, index, self.row.padding, self.row.shape):
+            if dim in at:
+                runs.append([(at[dim] - part.indices(size)[0], slice(at[dim], at[dim] + 1))])
+            else:
+                runs.append(list(_runs(*part.indices(size)[:2], padded)))
+        for run in product(*runs):
+            regions = {dim: region for dim, (_, region) in zip(self.row.spec.dims, run)}
+            yield tuple(place for place, _ in run), tuple(regions[dim] for dim in self.dims)
 
-    def _slices(self, index: tuple[slice, ...]) -> dict[str, slice]:
-        """Dimension to the slice of a shard that is not padding."""
-        slices = {}
-        for dim, part, padded in zip(self.row.spec.dims, index, self.row.shape):
-            start, stop, _ = part.indices(padded)
-            slices[dim] = slice(start, max(start, min(stop, self.sizes[dim])))
-        return slices
+
+def _runs(start: int, stop: int, padded: Padded | None) -> Iterator[tuple[slice, slice]]:
+    """The runs of real entries from start to stop: where they lie after start, and which entries they are."""
+    if padded is None:
+        yield slice(0, stop - start), slice(start, stop)
+        return
+    for run in range(padded.runs):
+        shift = run * (padded.wide_length - padded.length)
+        first, last = run * padded.wide_length, run * padded.wide_length + padded.length
+        first, last = max(start, first), min(stop, last)
+        if first < last:
+            yield slice(first - start, last - start), slice(first - shift, last - shift)
 
 
 def sources(checkpoint: Described, config: ModelConfig, layout: Any) -> dict[str, Source]:
@@ -115,7 +127,6 @@ def sources(checkpoint: Described, config: ModelConfig, layout: Any) -> dict[str
         config: the model.
         layout: a `gspmd.Layout`.
     """
-    sizes = config.sizes(batch=1, length=1) | {"V": config.vocabulary, "N": config.layers // config.period}
     table = {}
     for path, row in parameters(config, layout).items():
         place, name = 0, path
@@ -123,5 +134,5 @@ def sources(checkpoint: Described, config: ModelConfig, layout: Any) -> dict[str
             _, number, name = path.split(".", 2)
             place = int(number)
         factor = checkpoint.factors.get(name, 1.0)
-        table[path] = Source(row, checkpoint.family.tensors[name], sizes, place, config.period, factor)
+        table[path] = Source(row, checkpoint.family.tensors[name], place, config.period, factor)
     return table

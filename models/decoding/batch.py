@@ -1,54 +1,60 @@
-"""What is generated together: texts in rows, their prompts in chunks, and the sizes of both programs."""
+"""What is generated together: texts in rows, their prompts in chunks, and the layouts for so many of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 
-from ..transformer import Transformer
+from gspmd.annotate import LayoutError
+
+from ..config import ModelConfig
 from .cache import cache_spec
-from .prefix import Shares, shares
-from .serving import least_length, least_rows
+from .prefix import Shares, most_prompts, shares
+from .serving import GenerationError, for_serving, least_length, least_rows, phases
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that the programs are compiled for.
+    """What programs are compiled for.
 
     Attributes:
         rows: of the decode loop, R.
         prefill_rows: of a prefill, P.
         chunk: tokens of a row that a prefill step reads.
         room: tokens of a row that the cache has room for, T.
+        prefill, decode: the layouts, as of `phases`, without alternatives.
     """
 
     rows: int
     prefill_rows: int
     chunk: int
     room: int
+    prefill: Any
+    decode: Any
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts and the rows they are read in.
+    """Prompts, and the rows in which they are read and continued.
 
     Attributes:
         prompts: token ids of each.
         texts: how many there are: samples of every prompt, side by side.
         sizes: of the programs.
-        shares: which prompt each row reads, and what the rows of texts copy.
         owners: for each row of text, the number of its prompt; None for a row without a text.
+        shares: which prompt each row of the prefill reads, and what the rows of text copy.
     """
 
     prompts: tuple[np.ndarray, ...]
     texts: int
     sizes: Sizes
-    shares: Shares
     owners: tuple[int | None, ...]
+    shares: Shares
 
     def last(self) -> tuple[np.ndarray, np.ndarray]:
         """The last token of every row's prompt, which the decode loop reads, and how many stand before it; [R] each."""
@@ -62,66 +68,116 @@ class Batch:
         steps = []
         for start in range(0, max(map(len, read)), size):
             parts = [ids[start : start + size] for ids in read]
-            padded = np.zeros((len(parts), size), np.int32)
-            for row, part in zip(padded, parts):
+            tokens = np.zeros((len(parts), size), np.int32)
+            for row, part in zip(tokens, parts):
                 row[: len(part)] = part
-            steps.append((padded, np.array([len(part) for part in parts], np.int32)))
+            steps.append((tokens, np.array([len(part) for part in parts], np.int32)))
         return steps
 
 
 def make_batch(
-    model: Transformer,
-    reader: Transformer,
+    config: ModelConfig,
+    layout: Any,
+    prefill: Any,
     mesh: jax.sharding.Mesh,
     prompts: Sequence[Sequence[int]],
     tokens: int,
     *,
-    samples: int,
-    chunk: int,
-    cache_length: int | None,
+    samples: int = 1,
+    chunk: int = 128,
+    cache_length: int | None = None,
 ) -> Batch:
-    """Lay out prompts and texts for a model in its decode layout, and for the same `reader` in its prefill layout.
+    """Lay out prompts and texts in rows and chunks: the fewest rows that the mesh divides.
+
+    Args:
+        config: of the model.
+        layout: for decoding, as of `phases`; its alternatives are chosen by the number of rows.
+        prefill: for reading prompts, likewise; None for the same layout.
+        mesh: devices with the layouts' axes.
+        prompts: token ids of each, at least one.
+        tokens: the most that a text adds to its prompt.
+        samples: texts of each prompt.
+        chunk: the most tokens of a row that are read in one step.
+        cache_length: tokens that a row's cache has room for; as many as are needed when None.
 
     Raises:
-        ValueError: nothing to continue, a token that the model does not have, or a text longer than the cache.
-        LayoutError: the mesh does not divide the model's sizes, the rows, the chunk or the cache.
+        GenerationError: nothing to continue, a token that the model does not have, or a text longer than the cache.
+        LayoutError: the mesh does not divide the model's sizes, the chunk or the cache.
     """
-    held, longest = _checked(model, prompts, tokens, samples), max(map(len, prompts))
+    config = for_serving(config)
+    held = _checked(config, prompts, tokens, samples, chunk)
+    longest = max(map(len, held))
     # The last token of a text is never read.
-    needed = longest + tokens - 1
+    needed, texts = longest + tokens - 1, samples * len(held)
     if cache_length is not None and needed > cache_length:
-        raise ValueError(
+        raise GenerationError(
             f"a prompt of {longest} tokens and {tokens} more need a cache of {needed} tokens, and it has room for "
             f"{cache_length}; shorten them, or give the cache more"
         )
-    each = least_rows(reader.config, reader.layout, mesh)
-    texts, multiple = samples * len(held), math.lcm(each, least_rows(model.config, model.layout, mesh))
-    rows = _rounded(texts, multiple)
+    rows, reading, decode = _fewest_rows(config, layout, prefill, mesh, texts, cache_length)
     owners = tuple(text // samples if text < texts else None for text in range(rows))
-    found = shares(owners, _parts(mesh, cache_spec(model.layout).axes_of("B")), each)
-    room = cache_length or _rounded(needed, _parts(mesh, cache_spec(model.layout).axes_of("T")))
-    whole = min(chunk, _rounded(max(longest - 1, 1), least_length(reader.layout, mesh)))
-    sizes = Sizes(rows, len(found.prompts), whole, room)
-    reader.layout.check(reader.config.sizes(sizes.prefill_rows, whole) | {"T": room}, mesh)
-    model.layout.one_position().check(model.config.sizes(rows, 1) | {"T": room}, mesh)
-    return Batch(held, texts, sizes, found, owners)
+    shards, found = _parts(mesh, cache_spec(decode).axes_of("B")), Shares(owners, None)
+    # A prompt that several texts begin with is read once on every device that has some of them.
+    for each in range(most_prompts(owners, shards), rows // shards):
+        fewer = _layouts(config, layout, prefill, mesh, rows, each * shards, cache_length)
+        if fewer:
+            (reading, decode), found = fewer, shares(owners, shards, each)
+            break
+    room = cache_length or _rounded(needed, _parts(mesh, cache_spec(decode).axes_of("T")))
+    length = min(chunk, _rounded(max(longest - 1, 1), least_length(reading, mesh)))
+    sizes = Sizes(rows, len(found.prompts), length, room, reading, decode)
+    reading.check(config.sizes(sizes.prefill_rows, length) | {"T": room}, mesh)
+    decode.one_position().check(config.sizes(rows, 1) | {"T": room}, mesh)
+    return Batch(held, texts, sizes, owners, found)
 
 
-def _checked(model: Transformer, prompts: Sequence[Sequence[int]], tokens: int, samples: int) -> tuple[np.ndarray, ...]:
+def _fewest_rows(
+    config: ModelConfig, layout: Any, prefill: Any, mesh: jax.sharding.Mesh, texts: int, cache_length: int | None
+) -> tuple[int, Any, Any]:
+    """The fewest rows for so many texts, and the layouts for them."""
+    faults = []
+    # Every product of mesh axes divides the number of devices, so that one of as many numbers of rows will do.
+    for rows in range(texts, texts + mesh.size):
+        try:
+            found = _layouts(config, layout, prefill, mesh, rows, rows, cache_length)
+        except LayoutError as error:
+            faults.append(error)
+            continue
+        if found:
+            return rows, *found
+    raise faults[0]
+
+
+def _layouts(
+    config: ModelConfig, layout: Any, prefill: Any, mesh: jax.sharding.Mesh, rows: int, prefill_rows: int,
+    cache_length: int | None,
+) -> tuple[Any, Any] | None:  # fmt: skip
+    """The layouts for reading and for decoding so many rows; None if the mesh does not divide the rows."""
+    given = {} if cache_length is None else {"T": cache_length}
+    # L, and T unless it is given, are chosen so that they divide.
+    wanted = [{d: n for d, n in config.sizes(batch, 1).items() if d not in "LT"} for batch in (prefill_rows, rows)]
+    reading, decode = phases(layout, prefill, sizes=(wanted[0] | given, wanted[1] | given), mesh=mesh)
+    fit = prefill_rows % least_rows(config, reading, mesh) == 0 == rows % least_rows(config, decode, mesh)
+    return (reading, decode) if fit else None
+
+
+def _checked(
+    config: ModelConfig, prompts: Sequence[Sequence[int]], tokens: int, samples: int, chunk: int
+) -> tuple[np.ndarray, ...]:
     """The prompts as arrays, once everything about them holds."""
     if not len(prompts):
-        raise ValueError("there is no prompt to continue; give at least one")
-    for name, value in (("tokens", tokens), ("samples", samples)):
+        raise GenerationError("there is no prompt to continue; give at least one")
+    for name, value in (("tokens", tokens), ("samples", samples), ("chunk", chunk)):
         if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
-    vocabulary, held = model.config.vocabulary, tuple(np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts)
+            raise GenerationError(f"{name} is {value}; it must be at least 1")
+    vocabulary, held = config.vocabulary, tuple(np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts)
     for number, ids in enumerate(held):
         if not ids.size:
             which = f" (prompt {number + 1} of {len(held)})" if len(held) > 1 else ""
-            raise ValueError(f"cannot continue an empty prompt{which}; give at least one token")
+            raise GenerationError(f"cannot continue an empty prompt{which}; give at least one token")
         wrong = ids[(ids < 0) | (ids >= vocabulary)]
         if wrong.size:
-            raise ValueError(f"token {wrong[0]} is none of the model's, which are 0 to {vocabulary - 1}")
+            raise GenerationError(f"token {wrong[0]} is none of the model's, which are 0 to {vocabulary - 1}")
     return held
 
 

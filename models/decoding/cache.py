@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from gspmd.annotate import Spec
 
 from ..config import ModelConfig
+from ..parameters import wide_sizes
 
 
 @jax.tree_util.register_dataclass
@@ -88,8 +89,8 @@ def abstract_cache(
         >>> cache.keys[0].shape, cache.keys[0].sharding.spec[1]
         ((2, 4, 32, 8, 16), ('x', 'y', 'z'))
     """
-    spec = cache_spec(layout)
-    shape = batch, length, config.kv_heads, config.head_size
+    spec, sizes = cache_spec(layout), wide_sizes(config, layout, batch, length)
+    shape = tuple(sizes[dim] for dim in spec.dims)
     spec.check(shape, dict(mesh.shape))
     repeats, scales = config.layers // config.period, spec.without("D")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +21,8 @@ from .batch import Batch, Sizes, make_batch
 from .cache import Cache, abstract_cache, abstract_whole, cache_spec, empty_cache
 from .loop import NOTHING, PLAIN, Rows, Sampling, decode_loop
 from .prefix import copy_rows
-from .serving import for_serving, phases, served
-from .steps import prefill_step
+from .serving import GenerationError, for_serving, served
+from .steps import decode_step, prefill_step
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,12 @@ class Burst:
 
     Attributes:
         tokens: of each text, in their order; none for one that has ended.
+        ended: whether each text is complete.
         seconds: since the prompts were given to the devices, compilation not counted.
     """
 
     tokens: list[list[int]]
+    ended: list[bool]
     seconds: float
 
 
@@ -67,17 +69,16 @@ class Generator:
     its seed and the settings alone: neither on the other texts, nor on chunks, bursts or layouts, but for rounding.
 
     Args:
-        model: a placed model. Its layout's phases `prefill` and `decode` are used; experts drop no token
-            (see `for_serving`).
-        prefill: another `gspmd.Layout` for reading prompts, of the same mesh axes. Weights and cache stay where the
-            model's own has them.
+        model: a placed model; experts drop no token (see `for_serving`).
+        layout: a `gspmd.Layout`, the model's own when None: its phase `prefill` for reading prompts and its phase
+            `decode` for decoding, which says where weights and cache lie. The rows of a batch choose its alternatives.
+        prefill: another one for reading prompts, of the same mesh axes.
         chunk: the most tokens of a prompt that are read in one step.
         burst: tokens of a text that come to the host together.
         int8: whether keys and values are kept as int8, with a float32 scale for each token and head.
 
     Raises:
-        ValueError: a chunk or burst under 1, or a router that reads later tokens.
-        LayoutError: the layouts are of different mesh axes.
+        GenerationError: a burst under 1, or a router that reads later tokens.
 
     Example:
         >>> import gspmd_models as models
@@ -95,15 +96,21 @@ class Generator:
     """
 
     def __init__(
-        self, model: Transformer, prefill: Any = None, *, chunk: int = 128, burst: int = 16, int8: bool = False
+        self,
+        model: Transformer,
+        layout: Any = None,
+        prefill: Any = None,
+        *,
+        chunk: int = 128,
+        burst: int = 8,
+        int8: bool = False,
     ):
-        for name, value in (("chunk", chunk), ("burst", burst)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if burst < 1:
+            raise GenerationError(f"burst is {burst}; it must be at least 1")
         for_serving(model.config)
-        reading, writing = phases(model.layout, prefill)
-        self.model, self.reader = served(model, writing), served(model, reading)
+        self.model, self.layout, self.prefill = model, model.layout if layout is None else layout, prefill
         self.chunk, self.burst, self.int8 = chunk, burst, int8
+        self._models: dict[Any, Transformer] = {}
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, prompts: Sequence[Sequence[int]], tokens: int, **options: Any) -> Generated:
@@ -140,7 +147,7 @@ class Generator:
             An iterator; the first burst is the first token of every text.
 
         Raises:
-            ValueError: nothing to continue, a token that the model does not have, or a text longer than the cache.
+            GenerationError: nothing to continue, a token that the model does not have, or a text longer than the cache.
             LayoutError: the mesh does not divide the model's sizes, the rows, the chunk or the cache.
         """
         batch = self.batch(prompts, tokens, samples=samples, cache_length=cache_length)
@@ -149,60 +156,82 @@ class Generator:
     def batch(
         self, prompts: Sequence[Sequence[int]], tokens: int, *, samples: int = 1, cache_length: int | None = None
     ) -> Batch:
-        """Return how prompts would be laid out in rows and chunks; arguments and errors as of `stream`."""
+        """Return how prompts are laid out in rows and chunks; arguments and errors as of `stream`."""
         mesh, options = jax.sharding.get_mesh(), {"samples": samples, "cache_length": cache_length}
-        return make_batch(self.model, self.reader, mesh, prompts, tokens, chunk=self.chunk, **options)
+        config = self.model.config
+        return make_batch(config, self.layout, self.prefill, mesh, prompts, tokens, chunk=self.chunk, **options)
 
     def _bursts(
         self, batch: Batch, tokens: int, sampling: Sampling, seed: int, stop: tuple[int, ...], ended: Collection[int]
     ) -> Iterator[Burst]:
-        sizes, weights, whole = batch.sizes, arrays(self.model), NamedSharding(jax.sharding.get_mesh(), jax.P())
+        sizes, whole = batch.sizes, NamedSharding(jax.sharding.get_mesh(), jax.P())
         put = lambda values, dtype=np.int32: jax.device_put(np.asarray(values, dtype), whole)  # noqa: E731
         prefill, share, loop = self._programs(batch, sampling, stop)
+        weights, (_, ids_like, *_) = arrays(self._served(sizes.decode)), self.programs(sizes)["prefill"][1]
         numbers = np.arange(sizes.rows)
         seeds = put((seed + numbers) % 2**32, np.uint32)
+        cache = empty_cache(*self._cache(sizes, sizes.prefill_rows), int8=self.int8)
         began = time.perf_counter()
-        cache = self._empty(sizes.prefill_rows, sizes.room)
         for ids, counts in batch.chunks():
-            cache = prefill(weights, jax.device_put(ids, self._tokens(sizes).sharding), put(counts), cache)
+            cache = prefill(weights, jax.device_put(ids, ids_like.sharding), put(counts), cache)
         last, before = batch.last()
         if share is not None:
-            cache = share(cache, jax.device_put(batch.shares.sources, self._sources(sizes).sharding), put(before))
+            cache = share(cache, jax.device_put(batch.shares.sources, _sources(sizes).sharding), put(before))
         rows = Rows(cache, put(last), put(np.where(numbers < batch.texts, tokens, 0)))
 
         def launch(limit: int) -> jax.Array:
             nonlocal rows
             alive = [number not in ended for number in numbers]
             rows, written = loop(weights, rows, seeds, put(alive, np.bool_), put(limit))
-            return written[:, :limit]
+            return written
 
         # The next burst is on its way to the devices before this one's tokens are looked at.
         limits = [1, *[self.burst] * -(-(tokens - 1) // self.burst)]
-        coming = launch(limits[0])
-        for limit in (*limits[1:], 0):
-            written, coming = coming, launch(limit) if limit else coming
-            found = np.asarray(written)[: batch.texts]
-            yield Burst([row[row != NOTHING].tolist() for row in found], time.perf_counter() - began)
-            if (found == NOTHING).any(axis=1).all():
+        coming, counts = launch(limits[0]), np.zeros(batch.texts, np.int32)
+        for steps, following in zip(limits, (*limits[1:], 0)):
+            written, coming = coming, launch(following) if following else coming
+            found = np.asarray(written)[: batch.texts, :steps]
+            counts += (found != NOTHING).sum(axis=1)
+            over = ((found == NOTHING).any(axis=1) | (counts == tokens)).tolist()
+            yield Burst([row[row != NOTHING].tolist() for row in found], over, time.perf_counter() - began)
+            if all(over):
                 return
 
     # -- programs, compiled once for their sizes ----------------------------------------------------------------------
 
+    def programs(self, sizes: Sizes) -> dict[str, tuple[Callable, tuple[Any, ...]]]:
+        """Return the steps `prefill` and `decode`, as of `prefill_step` and `decode_step`, with abstract arguments."""
+        mesh, reader, writer = jax.sharding.get_mesh(), self._served(sizes.prefill), self._served(sizes.decode)
+        small, large = (self.abstract_cache(sizes, rows) for rows in (sizes.prefill_rows, sizes.rows))
+        tokens = abstract_tokens(sizes.prefill, mesh, sizes.prefill_rows, sizes.chunk)
+        each, one = (abstract_whole(mesh, (rows,), jnp.int32) for rows in (sizes.prefill_rows, sizes.rows))
+        return {
+            "prefill": (prefill_step(reader), (arrays(reader), tokens, each, small)),
+            "decode": (decode_step(writer), (arrays(writer), one, large)),
+        }
+
     def _programs(self, batch: Batch, sampling: Sampling, stop: tuple[int, ...]) -> tuple[Any, Any, Any]:
-        sizes, mesh, weights = batch.sizes, jax.sharding.get_mesh(), arrays(self.model)
-        small, large = (self._cache(count, sizes.room) for count in (sizes.prefill_rows, sizes.rows))
-        whole = lambda shape, dtype=jnp.int32: abstract_whole(mesh, shape, dtype)  # noqa: E731
-        chunk, count = (weights, self._tokens(sizes), whole((sizes.prefill_rows,)), small), (sizes.rows,)
-        read = prefill_step(self.reader)
+        sizes, mesh = batch.sizes, jax.sharding.get_mesh()
+        steps = self.programs(sizes)
+        (read, chunk), (_, (weights, each, large)) = steps["prefill"], steps["decode"]
         prefill = self._program(("prefill", sizes), lambda *given: read(*given)[1], chunk, 3)
         share = None
         if batch.shares.sources is not None:
-            copied = partial(copy_rows, layout=self.model.layout)
-            share = self._program(("share", sizes), copied, (small, self._sources(sizes), whole(count)))
-        rows = weights, Rows(large, whole(count), whole(count)), whole(count, jnp.uint32), whole(count, jnp.bool_)
-        body = decode_loop(self.model, sampling, stop, self.burst)
-        loop = self._program(("loop", sizes, sampling, stop), body, (*rows, whole(())), 1)
-        return prefill, share, loop
+            copied = partial(copy_rows, layout=sizes.decode)
+            share = self._program(("share", sizes), copied, (chunk[3], _sources(sizes), each))
+        seeds, alive, limit = (
+            abstract_whole(mesh, shape, dtype)
+            for shape, dtype in (((sizes.rows,), jnp.uint32), ((sizes.rows,), jnp.bool_), ((), jnp.int32))
+        )
+        loop = decode_loop(self._served(sizes.decode), sampling, stop, self.burst)
+        given = weights, Rows(large, each, each), seeds, alive, limit
+        return prefill, share, self._program(("loop", sizes, sampling, stop), loop, given, 1)
+
+    def _served(self, layout: Any) -> Transformer:
+        key = layout, jax.sharding.get_mesh()
+        if key not in self._models:
+            self._models[key] = served(self.model, layout)
+        return self._models[key]
 
     def _program(self, name: Any, function: Any, abstract: tuple[Any, ...], donated: int | tuple = ()) -> Any:
         key = name, jax.sharding.get_mesh(), current_lowering()
@@ -210,17 +239,14 @@ class Generator:
             self._compiled[key] = jax.jit(function, donate_argnums=donated).lower(*abstract).compile()
         return self._compiled[key]
 
-    def _cache(self, rows: int, room: int) -> Cache:
-        mesh, config = jax.sharding.get_mesh(), self.model.config
-        return abstract_cache(config, self.model.layout, mesh, rows, room, self.model.dtype, int8=self.int8)
+    def abstract_cache(self, sizes: Sizes, rows: int) -> Cache:
+        """Return the shapes of a cache of so many rows."""
+        return abstract_cache(*self._cache(sizes, rows), int8=self.int8)
 
-    def _empty(self, rows: int, room: int) -> Cache:
-        mesh, config = jax.sharding.get_mesh(), self.model.config
-        return empty_cache(config, self.model.layout, mesh, rows, room, self.model.dtype, int8=self.int8)
+    def _cache(self, sizes: Sizes, rows: int) -> tuple[Any, ...]:
+        return self.model.config, sizes.decode, jax.sharding.get_mesh(), rows, sizes.room, self.model.dtype
 
-    def _tokens(self, sizes: Sizes) -> jax.ShapeDtypeStruct:
-        return abstract_tokens(self.reader.layout, jax.sharding.get_mesh(), sizes.prefill_rows, sizes.chunk)
 
-    def _sources(self, sizes: Sizes) -> jax.ShapeDtypeStruct:
-        where = NamedSharding(jax.sharding.get_mesh(), jax.P(cache_spec(self.model.layout).axes_of("B") or None))
-        return jax.ShapeDtypeStruct((sizes.rows,), jnp.int32, sharding=where)
+def _sources(sizes: Sizes) -> jax.ShapeDtypeStruct:
+    where = NamedSharding(jax.sharding.get_mesh(), jax.P(cache_spec(sizes.decode).axes_of("B") or None))
+    return jax.ShapeDtypeStruct((sizes.rows,), jnp.int32, sharding=where)

@@ -16,6 +16,7 @@ from ..blocks import part
 from ..experts import moved
 from ..transformer import Transformer
 from .cache import Cache
+from .serving import GenerationError
 from .steps import decode_step
 
 NOTHING = -1
@@ -33,7 +34,7 @@ class Sampling:
         False
 
     Raises:
-        ValueError: listing every setting out of its range.
+        GenerationError: listing every setting out of its range.
     """
 
     temperature: float = 1.0
@@ -56,7 +57,7 @@ class Sampling:
         if not 0 <= self.min_p <= 1:
             faults.append(f"min_p is {self.min_p}; it must be between 0 (all tokens) and 1")
         if faults:
-            raise ValueError("cannot sample:\n" + "\n".join(f"  {fault}" for fault in faults))
+            raise GenerationError("cannot sample:\n" + "\n".join(f"  {fault}" for fault in faults))
 
     @property
     def greedy(self) -> bool:

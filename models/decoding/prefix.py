@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,6 @@ from gspmd.annotate import Spec
 from gspmd.lowerings.program import context, run
 
 from .cache import Cache, cache_spec, stacked
-
-NO_PROMPT = -1
 
 
 @dataclass(frozen=True)
@@ -33,29 +30,38 @@ class Shares:
     sources: np.ndarray | None
 
 
-def shares(owners: Sequence[int | None], shards: int, multiple: int) -> Shares:
+def most_prompts(owners: Sequence[int | None], shards: int) -> int:
+    """The most prompts that the rows of one shard begin with, rows without a text counted as one more.
+
+    >>> most_prompts([0, 0, 0, 1, 1, 1], shards=2), most_prompts([0, 0, 0, 1, 1, 1], shards=3)
+    (1, 2)
+    """
+    return max(len(set(part)) for part in _parts(owners, shards))
+
+
+def shares(owners: Sequence[int | None], shards: int, each: int) -> Shares:
     """Choose the rows of a prefill so that every text finds its prompt on its own device, and no row has to be sent.
 
     Args:
         owners: for each row of text, the number of its prompt; None for a row without a text.
         shards: the number of parts that the batch of the cache is divided in, which divides the rows.
-        multiple: the rows of the prefill have to be a multiple of it.
+        each: rows of the prefill in each of these parts, at least `most_prompts`.
 
     Example:
-        >>> shares([0] * 8, shards=4, multiple=4)
-        Shares(prompts=(0, 0, 0, 0), sources=array([0, 0, 0, 0, 0, 0, 0, 0], dtype=int32))
-        >>> shares([0, 0, 1, 1], shards=2, multiple=2).prompts
-        (0, 1)
+        >>> shares([0, 0, 0, 1, 1, 1], shards=2, each=1)
+        Shares(prompts=(0, 1), sources=array([0, 0, 0, 0, 0, 0], dtype=int32))
     """
-    here = np.split(np.array([NO_PROMPT if owner is None else owner for owner in owners]), shards)
-    distinct = [list(dict.fromkeys(part.tolist())) for part in here]
-    step = multiple // math.gcd(multiple, shards)
-    each = -(-max(map(len, distinct)) // step) * step
-    if each * shards >= len(owners):
-        return Shares(tuple(owners), None)
-    rows = [number for part in distinct for number in part + [NO_PROMPT] * (each - len(part))]
-    sources = [part.index(number) for part, numbers in zip(distinct, here) for number in numbers.tolist()]
-    return Shares(tuple(None if row == NO_PROMPT else row for row in rows), np.array(sources, np.int32))
+    rows, sources = [], []
+    for part in _parts(owners, shards):
+        prompts = list(dict.fromkeys(part))
+        rows += [*prompts, *[None] * (each - len(prompts))]
+        sources += map(prompts.index, part)
+    return Shares(tuple(rows), np.array(sources, np.int32))
+
+
+def _parts(owners: Sequence[int | None], shards: int) -> list[Sequence[int | None]]:
+    size = len(owners) // shards
+    return [owners[start : start + size] for start in range(0, len(owners), size)]
 
 
 def copy_rows(cache: Cache, sources: jax.Array, lengths: jax.Array, layout: Any) -> Cache:

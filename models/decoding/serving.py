@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +17,27 @@ from ..transformer import Transformer, arrays
 from .cache import cache_spec
 
 
-def phases(layout: Any, prefill: Any = None) -> tuple[Any, Any]:
+class GenerationError(ValueError):
+    """What cannot be generated, and why."""
+
+
+def phases(
+    layout: Any,
+    prefill: Any = None,
+    *,
+    sizes: tuple[Mapping[str, int], Mapping[str, int]] | None = None,
+    mesh: Any = None,
+) -> tuple[Any, Any]:
     """Return the layouts for reading prompts and for decoding, which store weights and cache alike.
 
     Args:
         layout: a `gspmd.Layout`; its phase `decode` is the one for decoding, and says how both store.
         prefill: another one for reading prompts, of which the phase `prefill` is taken; `layout` when None.
+        sizes: of prefill and of decoding, as for `Layout.check`, where the layouts have alternatives.
+        mesh: for these.
 
     Raises:
-        LayoutError: they are of different mesh axes.
+        LayoutError: they are of different mesh axes, or none of a section's alternatives divides.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -35,8 +48,10 @@ def phases(layout: Any, prefill: Any = None) -> tuple[Any, Any]:
 
     Source: Pope et al. 2022 (arXiv 2211.05102), section 3.2.3: weights gathered for prefill, stationary for decoding.
     """
-    decode = layout.phase("decode")
-    return (layout if prefill is None else prefill).phase("prefill").stored_as(decode), decode
+    reading, decode = (layout if prefill is None else prefill).phase("prefill"), layout.phase("decode")
+    if sizes is not None:
+        reading, decode = (each.resolved(of, mesh) for each, of in zip((reading, decode), sizes))
+    return reading.stored_as(decode), decode
 
 
 def for_serving(config: ModelConfig) -> ModelConfig:
@@ -49,13 +64,13 @@ def for_serving(config: ModelConfig) -> ModelConfig:
     row is a group. The logits are those of a full forward pass wherever that one drops nothing.
 
     Raises:
-        ValueError: the router lets experts choose among all tokens of a group.
+        GenerationError: the router lets experts choose among all tokens of a group.
     """
     moe = config.moe
     if moe is None:
         return config
     if not moe.causal:
-        raise ValueError(
+        raise GenerationError(
             f"router {moe.router} cannot generate text: its experts choose among all tokens of a group, "
             "so what it learned depends on tokens that are not there yet. Train with another router to generate."
         )

@@ -59,8 +59,8 @@ def test_the_message_in_full():
         ),
         ({"attention__key": "BLK_yzD"}, "dimension B of attention.key is whole, and of attention.query"),
         (
-            {"attention__key": "B_xLK_yD"},
-            "key/value heads are sharded over y, and query heads ('B_xLH_yzD') sharded over",
+            {"attention__key": "B_xLK_zD"},
+            "key/value heads are sharded over z, and query heads ('B_xLH_yzD') sharded over",
         ),
         ({"moe__groups": "GLE"}, "dimension G of moe.dispatched is sharded over x, and of moe.groups ('GLE') whole"),
         ({"moe__groups": "G_xL_yE"}, "dimension L of moe.groups stays whole on every device, and is sharded over y."),

@@ -11,6 +11,7 @@ import pytest
 from gspmd.annotate import Spec
 from gspmd.layouts import Layout, Ranking, presets, rank
 from gspmd.layouts.ranking import equations
+from gspmd.layouts.rules.alternatives import singles
 from gspmd.layouts.section import SectionSpecs
 from gspmd.layouts.vias import heads_in
 from gspmd.ops._plan import plan
@@ -192,6 +193,17 @@ def test_no_plan_contains_a_permute(name, devices):
         planned = plan(equation, sizes=TINY, mesh=mesh, dtype="float32", via=via)
         for each in (planned, *planned.gradients):
             assert "collective-permute" not in kinds(each), str(each)
+
+
+@pytest.mark.parametrize("name", [name for name in presets() if len([*singles(Layout.load(name))]) > 1])
+def test_no_alternative_of_serving_needs_a_permute(name):
+    phases = [Layout.load(name).phase(phase) for phase in ("prefill", "decode")]
+    assert phases[0].table == phases[1].table
+    for layout in singles(phases[1]):
+        mesh = {"x": 2, "y": 2, "z": 2}
+        for equation, via in [*model_equations(layout)][:2]:
+            planned = plan(equation, sizes=TINY | {"L": 1}, mesh=mesh, dtype="float32", via=via)
+            assert "collective-permute" not in kinds(planned), str(planned)
 
 
 @pytest.mark.parametrize("length", [1, pytest.param(2048, marks=pytest.mark.slow)])

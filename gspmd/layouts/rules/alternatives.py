@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from gspmd.annotate import Fault
 from gspmd.annotate.errors import listed
+from gspmd.layouts.rules.keys import PHASES
 from gspmd.layouts.rules.line import Line
 from gspmd.layouts.rules.table import LayoutTable
 
@@ -13,16 +14,12 @@ Lists = Mapping[str, tuple[str, ...]]
 OfTable = TypeVar("OfTable", bound=LayoutTable)
 
 
-def has_alternatives(layout: LayoutTable) -> bool:
-    """Whether any key of the layout has a list of specs."""
-    return any(isinstance(text, tuple) for table in _tables(layout).values() for text in table.values())
-
-
 def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) -> tuple[OfTable, list[Fault]]:
     """Return the layout with one spec for every key, and the faults of its lists.
 
     The lists of one section have one length, and the first place at which all of them divide is chosen; of an
-    overriding section, the keys of each part are a section of their own.
+    overriding section, the keys of each part are a section of their own. Those of [prefill] and [decode] are left:
+    they are chosen in the layout of that phase, for the sizes of that phase.
 
     Args:
       layout: with lists or without.
@@ -32,22 +29,22 @@ def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) 
     Returns:
       The layout, with `chosen` saying what was taken; where nothing divides, the first spec of each list.
     """
-    if not has_alternatives(layout):
-        return layout, []
-    faults, chosen, single = [], [], {}
+    faults, chosen, single = [], [], {section: dict(table) for section, table in _tables(layout).items()}
     for section, table in _tables(layout).items():
-        single[section] = dict(table)
+        if section in PHASES:
+            continue
         for part, lists in _sections(table):
-            name = f"{section}.{part}" if section else part
-            at, wrong = _choose(section, name, lists, faults_of)
+            at, wrong = _choose(section, f"[{section or part}]", lists, faults_of)
             faults += wrong
             single[section] |= {key: texts[at] for key, texts in lists.items()}
-            texts = ", ".join(f"{key.partition('.')[2]} {texts[at]}" for key, texts in lists.items())
-            chosen.append(f"[{name}] {at + 1} of {max(map(len, lists.values()))}: {texts}")
+            texts = ", ".join(f"{key if section else key.partition('.')[2]} {lists[key][at]}" for key in lists)
+            chosen.append(f"[{section or part}] {at + 1} of {max(map(len, lists.values()))}: {texts}")
+    if not chosen:
+        return layout, faults
     return replace(layout, table=single.pop(""), overrides=single, chosen=tuple(chosen)), faults
 
 
-def each(layout: OfTable) -> Iterator[OfTable]:
+def singles(layout: OfTable) -> Iterator[OfTable]:
     """Yield the layout with the first spec of every list, with the second of every list, and so on."""
     tables = _tables(layout)
     count = max(
@@ -93,5 +90,5 @@ def _choose(section: str, name: str, lists: Lists, faults_of: Callable) -> tuple
     causes = [of_place[0].cause for of_place in faults]
     why = "; ".join(f"{at + 1}. {dim} is {size}, over {parts} shards" for at, (dim, size, parts) in enumerate(causes))
     dims = listed(sorted({str(dim) for dim, *_ in causes}))
-    fact = f"none of the {len(faults)} alternatives of [{name}] divides: {why}."
+    fact = f"none of the {len(faults)} alternatives of {name} divides: {why}."
     return 0, [line.at_text(fact, f"Add one that leaves {dims} whole, or over fewer mesh axes.")]

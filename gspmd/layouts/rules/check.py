@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from gspmd.annotate import Fault, Spec, SpecError, mesh_sizes, parse_via
 from gspmd.annotate.errors import listed, shown, suggestion
 from gspmd.layouts.rules import own
-from gspmd.layouts.rules.alternatives import each, resolve
+from gspmd.layouts.rules.alternatives import resolve, singles
 from gspmd.layouts.rules.causes import one_for_each_cause
 from gspmd.layouts.rules.given import GivenSizes, given_sizes
 from gspmd.layouts.rules.keys import ALIKE, KEYS, PARTS, PHASES, Key, keys_of_override
@@ -27,10 +28,16 @@ def faults_of(layout: LayoutTable, sizes: Mapping[str, int], mesh: Any) -> list[
     single, of_lists = resolved(layout, sizes, mesh)
     given = given_sizes(layout, {} if of_lists else sizes, mesh)
     faults += [*padding_faults(layout.padding), *of_lists]
-    if single is not layout:  # what has to agree, agrees in every alternative
-        for other in each(layout):
-            faults += _disagreements("", other.table, _read("", other.table, KEYS, GivenSizes({}, given.mesh))[0])
-    return one_for_each_cause(dict.fromkeys([*faults, *_faults(single, given)]))
+    faults += [*_faults(single, given), *_faults_of_alternatives(layout)]
+    return one_for_each_cause(dict.fromkeys(faults))
+
+
+@lru_cache(maxsize=256)
+def _faults_of_alternatives(layout: LayoutTable) -> tuple[Fault, ...]:
+    """Faults that an alternative has for any sizes: it cannot be read, or does not agree with those it goes with."""
+    several = [*singles(layout)]
+    anything = GivenSizes({}, dict.fromkeys(layout.axes, 1))
+    return tuple(fault for other in several if len(several) > 1 for fault in _faults_of_table(other, anything))
 
 
 def resolved(layout: OfTable, sizes: Mapping[str, int], mesh: Any) -> tuple[OfTable, list[Fault]]:
@@ -44,14 +51,20 @@ def resolved(layout: OfTable, sizes: Mapping[str, int], mesh: Any) -> tuple[OfTa
 
 
 def _faults(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
-    """Faults of a layout without alternatives."""
+    """Faults of a layout whose alternatives have been chosen, but for those of a phase."""
+    yield from (*_faults_of_table(layout, given), *_missing(layout, given.sizes))
+    yield from own.dimension_faults(layout.own, layout.dimensions, given.sizes)
+    yield from _lowering_faults(layout.lowerings, own.sections(layout.own))
+
+
+def _faults_of_table(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
+    """Faults of single lines, and of lines that have to agree."""
     more = own.keys(layout.own)
     specs, wrong = _read("", layout.table, KEYS | more, given)
-    yield from (*wrong, *_missing(layout, given.sizes), *_disagreements("", layout.table, specs))
-    yield from (*_key_via(layout.table), *own.dimension_faults(layout.own, layout.dimensions, given.sizes))
-    for section, table in layout.overrides.items():
+    yield from (*wrong, *_disagreements("", layout.table, specs, layout.serves), *_key_via(layout.table))
+    for section, lines in layout.overrides.items():
+        table = {key: text for key, text in lines.items() if not isinstance(text, tuple)}  # those left to a phase
         yield from _override_faults(section, {**layout.table, **table}, table, specs, given, more)
-    yield from _lowering_faults(layout.lowerings, own.sections(layout.own))
 
 
 def mesh_faults(mesh: Any, axes: Sequence[str]) -> list[Fault]:
@@ -186,16 +199,18 @@ def _missing(layout: LayoutTable, sizes: Mapping[str, int]) -> Iterator[Fault]:
             yield replace(fault, cause=("missing", key.section))
 
 
-def _disagreements(section: str, table: Mapping[str, Any], specs: Specs) -> Iterator[Fault]:
+def _disagreements(section: str, table: Mapping[str, Any], specs: Specs, serves: str) -> Iterator[Fault]:
     for first, second, dims in ALIKE:
-        if first in specs and second in specs:
+        if first in specs and second in specs and not (serves and second == "attention.key"):
             yield from _unlike(Line(second, table[second], section), first, specs[first], specs[second], dims)
     query, key = specs.get("attention.query"), specs.get("attention.key")
-    if query and key and key.axes_of("K") not in ((), query.axes_of("H")):
+    if serves or not (query and key):  # attention to a cache brings queries and keys to where the cache is
+        return
+    heads, held = query.axes_of("H"), key.axes_of("K")
+    if held != heads[: len(held)]:
         line = Line("attention.key", table["attention.key"], section)
-        heads = f"query heads ('{query}') {_over(query.axes_of('H'))}"
-        fact = f"key/value heads are {_over(key.axes_of('K'))}, and {heads}."
-        yield line.at_dim(key, "K", fact, "Shard both over the same mesh axes, or leave K whole.")
+        fact = f"key/value heads are {_over(held)}, and query heads ('{query}') {_over(heads)}."
+        yield line.at_dim(key, "K", fact, "Shard K over the same mesh axes, over the first of them, or leave it whole.")
 
 
 def _key_via(table: Mapping[str, Any]) -> Iterator[Fault]:
@@ -241,8 +256,8 @@ def _override_faults(
     # Whether user-defined tensors are parameters is up to the model: any section may override them.
     specs, faults = _read(section, table, {**keys_of_override(section), **more}, sizes)
     if section in PHASES:
-        before = {fault.fact for fault in _disagreements("", whole, base)}
-        after = _disagreements(section, whole, {**base, **specs})
+        before = {fault.fact for fault in _disagreements("", whole, base, section)}
+        after = _disagreements(section, whole, {**base, **specs}, section)
         faults += [fault for fault in after if fault.fact not in before]
     return faults
 

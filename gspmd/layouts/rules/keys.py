@@ -26,16 +26,15 @@ OVERRIDES = {
         "(`gspmd_models.gradient_specs`)."
     ),
     "prefill": (
-        'any tensor, while a prompt is read. Checked, and read by `Layout.phase("prefill")`; neither training nor '
-        "`gspmd_models.generate` asks for it."
+        'any tensor, while a prompt is read: `Layout.phase("prefill")`, in which `gspmd_models.Generator` reads. '
+        "Parameters and cache lie as [decode] has them. Training does not ask for it."
     ),
     "decode": (
-        'any tensor, while tokens are generated one by one. Checked, and read by `Layout.phase("decode")`; neither '
-        "training nor `gspmd_models.generate` asks for it."
+        'any tensor, while tokens are generated one by one: `Layout.phase("decode")`, which `gspmd_models.Generator` '
+        "stores parameters and cache in. Training does not ask for it."
     ),
     "cache": (
-        "the key/value cache. Checked, and read by `Layout.cache`; `gspmd_models.generate` keeps no cache, so it is "
-        "not used."
+        "the key/value cache: `Layout.cache`, over batch, length and heads in any mix, wherever queries and keys lie."
     ),
 }
 

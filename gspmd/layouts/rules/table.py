@@ -23,6 +23,7 @@ class LayoutTable:
     own: Mapping[str, Dims] | None = None
     padding: Mapping[str, int] = field(default_factory=dict)
     chosen: tuple[str, ...] = ()
+    serves: str = ""
 
     def __post_init__(self) -> None:
         if self.own is None:

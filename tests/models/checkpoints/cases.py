@@ -3,7 +3,7 @@
 LENGTH = 7  # of a prompt
 
 _SIZES = {
-    "vocab_size": 56,
+    "vocab_size": 50,
     "hidden_size": 24,
     "intermediate_size": 40,
     "num_hidden_layers": 2,
@@ -23,7 +23,7 @@ _SCALED = {
     "original_max_position_embeddings": 16,
 }
 _GPTJ = {
-    "vocab_size": 56,
+    "vocab_size": 50,
     "n_embd": 48,
     "n_layer": 2,
     "n_head": 12,
@@ -71,4 +71,13 @@ FIRST = {
     "cohere": "replicated",
 }
 
-LAYOUTS = ("weight-stationary-2d", "weight-gathered-xy", "zero-3")
+#: Presets on eight devices, and what they pad.
+LAYOUTS = {
+    "weight-stationary-2d": {"V": 8},
+    "weight-gathered-xy": {"V": 8},
+    "zero-3": {},
+    "megatron-1d": {"V": 4, "K": 4},
+}
+
+#: Those that text is also decoded in, with a cache.
+DECODED = ("replicated", "weight-stationary-2d")

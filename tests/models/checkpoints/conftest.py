@@ -100,10 +100,10 @@ def from_folder(transformers):
 
 @pytest.fixture
 def placing(make_mesh):
-    """A function (name of a preset) -> (layout, mesh): "replicated" on one device, any other on eight."""
+    """A function (name of a preset, padding) -> (layout, mesh): "replicated" on one device, any other on eight."""
 
-    def make(name: str) -> tuple[Layout, jax.sharding.Mesh]:
-        layout = Layout.load(name)
+    def make(name: str, padding: dict[str, int] | None = None) -> tuple[Layout, jax.sharding.Mesh]:
+        layout = Layout.load(name).override({f"padding.{dim}": multiple for dim, multiple in (padding or {}).items()})
         return layout, make_mesh(layout.mesh_for(1 if name == "replicated" else 8))
 
     return make

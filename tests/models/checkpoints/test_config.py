@@ -139,11 +139,11 @@ def test_a_folder_without_config_json_and_no_folder(tmp_path):
 
 
 def test_a_model_of_no_family_is_refused_with_all_reasons():
-    config = ModelConfig(activation="relu", moe=MoEConfig(experts=4, every=2, router="switch", shared=1))
+    config = ModelConfig(activation="relu", moe=MoEConfig(experts=4, every=2, router="expert-choice", shared=1))
     with pytest.raises(CheckpointError) as error:
         expressing(config)
     mixtral = next(fault for fault in error.value.faults if fault.startswith("Mixtral"))
-    for reason in ("activation is 'relu'", "moe.router is 'switch'", "moe.every is 2", "moe.shared is 1"):
+    for reason in ("activation is 'relu'", "moe.router is 'expert-choice'", "moe.every is 2", "moe.shared is 1"):
         assert reason in mixtral
     assert {fault.split(":")[0] for fault in error.value.faults} == {family.title for family in FAMILIES}
 
@@ -157,6 +157,8 @@ def test_a_model_takes_the_first_family_that_has_its_form():
         ({"activation": "geglu"}, "Gemma"),
         ({"moe": MoEConfig(router="top-k", every=1)}, "Mixtral"),
         ({"moe": MoEConfig(router="top-k", every=1), "qk_norm": True}, "Qwen3-MoE"),
+        ({"moe": MoEConfig(router="st-moe", every=1)}, "Mixtral"),
+        ({"moe": MoEConfig(router="switch", every=1), "qk_norm": True}, "Qwen3-MoE"),
         ({"block": "parallel", "norm": "layer", "rotary_pairs": "neighbours"}, "Cohere"),
     ):
         assert expressing(ModelConfig(**changes)).title == title

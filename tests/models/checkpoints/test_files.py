@@ -1,4 +1,4 @@
-"""Safetensors files: regions of tensors, as the library safetensors wrote them, and all that may be wrong with a file."""
+"""Safetensors files: any region of a tensor that the library safetensors wrote, and all that may be wrong."""
 
 import json
 

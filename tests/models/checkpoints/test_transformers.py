@@ -1,12 +1,15 @@
 """Checkpoints of transformers give its logits in any layout, its greedy text, and come back to it."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 
 import gspmd_models as models
+from gspmd.moe.config import MoEConfig
 from gspmd_models.checkpoints import load, save
-from tests.models.checkpoints.cases import CASES, FIRST, LAYOUTS
+from tests.models.checkpoints.cases import CASES, DECODED, FIRST, LAYOUTS, LENGTH
 from tests.models.checkpoints.conftest import close, logits_of
 
 
@@ -16,13 +19,13 @@ def logits(model: models.Transformer, mesh: jax.sharding.Mesh, tokens: np.ndarra
     ids = jax.device_put(tokens.astype(np.int32), jax.sharding.NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
         program = jax.jit(lambda weights, ids: models.with_arrays(model, weights)(ids)[0])
-        return np.asarray(program(models.arrays(model), ids))
+        return np.asarray(program(models.arrays(model), ids))[..., : model.config.vocabulary]
 
 
 @pytest.mark.parametrize(("name", "preset"), FIRST.items())
 def test_a_checkpoint_of_each_family_gives_the_logits_of_transformers(name, preset, reference, placing):
     wanted = reference(name)
-    layout, mesh = placing(preset)
+    layout, mesh = placing(preset, LAYOUTS.get(preset))
     model, _ = load(wanted.directory, layout, mesh, "float32")
     close(logits(model, mesh, wanted.tokens), wanted.logits)
 
@@ -30,7 +33,7 @@ def test_a_checkpoint_of_each_family_gives_the_logits_of_transformers(name, pres
 @pytest.mark.parametrize("name", FIRST)
 def test_an_exported_checkpoint_comes_back_with_the_same_logits(name, reference, placing, from_folder, tmp_path):
     wanted = reference(name)
-    layout, mesh = placing(LAYOUTS[0])
+    layout, mesh = placing("megatron-1d", LAYOUTS["megatron-1d"])
     save(load(wanted.directory, layout, mesh, "float32")[0], tmp_path / "out")
     close(logits_of(from_folder(tmp_path / "out"), wanted.tokens), wanted.logits)
 
@@ -39,9 +42,49 @@ def test_an_exported_checkpoint_comes_back_with_the_same_logits(name, reference,
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_greedy_text_are_those_of_transformers_in_any_layout(name, reference, placing):
     wanted = reference(name, 64)
-    for preset in ("replicated", *LAYOUTS):
-        layout, mesh = placing(preset)
+    for preset, padding in {"replicated": {}, **LAYOUTS}.items():
+        layout, mesh = placing(preset, padding)
         model, _ = load(wanted.directory, layout, mesh, "float32")
         got = logits(model, mesh, wanted.tokens)
         close(got, wanted.logits)
         np.testing.assert_array_equal(got.argmax(-1)[:, wanted.prompt - 1 : -1], wanted.tokens[:, wanted.prompt :])
+        if preset in DECODED:
+            with jax.set_mesh(mesh):
+                generate, greedy = models.Generator(model), models.Sampling(temperature=0)
+                texts = generate(wanted.tokens[:, : wanted.prompt].tolist(), 64, sampling=greedy).texts
+            assert texts == wanted.tokens[:, wanted.prompt :].tolist()
+
+
+def own(placing, **changes) -> tuple[models.Transformer, jax.sharding.Mesh]:
+    """A fresh model of our own."""
+    sizes = {"embed": 24, "layers": 2, "heads": 12, "kv_heads": 3, "head_size": 8, "feed_forward": 40, "vocabulary": 50}
+    layout, mesh = placing("weight-stationary-2d", LAYOUTS["weight-stationary-2d"])
+    return models.build(models.ModelConfig(**(sizes | changes)), layout, mesh, jax.random.key(0)), mesh
+
+
+DROPLESS = MoEConfig(experts=5, every=1, router="top-k", k=3, dispatch="dropless")
+SWITCH = MoEConfig(experts=5, every=1, router="switch", dispatch="dropless")
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        pytest.param({}, "Llama", id="the default"),
+        pytest.param({"tied": False, "qkv_bias": True}, "Qwen2", id="untied", marks=SLOW),
+        pytest.param({"moe": DROPLESS}, "Mixtral", id="experts", marks=SLOW),
+        pytest.param({"moe": replace(DROPLESS, router="gshard", k=None)}, "Mixtral", id="gshard", marks=SLOW),
+        pytest.param({"moe": SWITCH, "qk_norm": True}, "Qwen3Moe", id="switch", marks=SLOW),
+        pytest.param({"activation": "geglu", "scale_embedding": False}, "Gemma", id="geglu", marks=SLOW),
+        pytest.param(
+            {"block": "parallel", "norm": "layer", "rotary_pairs": "neighbours"}, "Cohere", id="parallel", marks=SLOW
+        ),
+    ],
+)
+def test_a_model_of_our_own_is_one_of_transformers(changes, kind, placing, from_folder, tmp_path):
+    model, mesh = own(placing, **changes)
+    save(model, tmp_path / "out")
+    theirs = from_folder(tmp_path / "out")
+    assert type(theirs).__name__ == f"{kind}ForCausalLM"
+    tokens = np.random.default_rng(0).integers(0, 50, (8, LENGTH))
+    close(logits_of(theirs, tokens), logits(model, mesh, tokens))

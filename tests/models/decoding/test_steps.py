@@ -1,6 +1,7 @@
 """Prefill and decode steps: the logits of a full forward pass at every position, whatever the layouts and chunks."""
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import gspmd
 import gspmd_models as models
 from gspmd.layouts import Layout
+from gspmd.layouts.layout import presets
 from gspmd.moe import MoEConfig
 from gspmd_models.decoding import decode_step, for_serving, phases, prefill_step, served
 
@@ -71,21 +73,84 @@ def read_and_decode(case, settings, tokens, make_mesh, axis_type="explicit", *, 
     return found
 
 
-def check(case, config, make_mesh, axis_type="explicit"):
+def check(case, config, make_mesh, axis_type="explicit", tolerance=1e-5, **options):
+    """That every logit is that of the full pass, up to `tolerance` times the largest of them."""
     settings = for_serving(config(**case.config))
     tokens = np.random.default_rng(0).integers(0, settings.vocabulary, (ROWS, LENGTH)).astype(np.int32)
     wanted = full_pass(settings, tokens, make_mesh)
-    for (row, at), logits in read_and_decode(case, settings, tokens, make_mesh, axis_type).items():
-        np.testing.assert_allclose(logits, wanted[row, at], rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+    for (row, at), logits in read_and_decode(case, settings, tokens, make_mesh, axis_type, **options).items():
+        np.testing.assert_allclose(logits, wanted[row, at], rtol=tolerance, atol=tolerance * np.abs(wanted).max())
 
 
 DIAGONAL = [
     Case({"block": "parallel", "kv_heads": 1}, "weight-stationary-2d", "weight-gathered-xyz", chunk=3),
-    Case({"kv_heads": 4, "tied": False}, "megatron-1d", chunk=8, lowering="xla", mesh={"x": 2, "y": 4, "z": 1}),
-    Case({"moe": MoEConfig(router="gshard"), "layers": 2}, "gshard", lowering="looped"),
-]
+    Case(
+        {"heads": 6, "kv_heads": 3, "tied": False},
+        "megatron-1d",
+        lowering="xla",
+        mesh={"x": 2, "y": 4, "z": 1},
+        changes={"padding.K": 4, "ffn.residual": "B_xL_yzE", "attention.residual": "B_xL_yzE"},
+    ),
+    Case(
+        {"moe": MoEConfig(router="gshard")}, "gshard", lowering="looped",
+        mesh={"x": 2, "y": 2, "z": 2}, changes={"cache.attention.key": "B_xyT_zKD"},
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", DIAGONAL, ids=str)
 def test_every_position_is_that_of_a_full_pass(case, config, make_mesh):
     check(case, config, make_mesh)
+
+
+HEADS = {"whole": 8, "grouped": 4, "multiquery": 1}
+ATTENTION = {
+    "heads": {"query": "BLH_xyzD", "key": "BLKD"},
+    "z": {"query": "B_zLH_xyD", "key": "B_zLKD"},
+    "yz": {"query": "B_yzLH_xD", "key": "B_yzLKD"},
+    "xyz": {"query": "B_xyzLHD", "key": "B_xyzLKD"},
+    "length": {"query": "B_xLH_yzD", "key": "B_xLKD", "cache": "B_xT_yzKD"},
+    "both": {"query": "B_zLH_xyD", "key": "B_zLKD", "cache": "B_yT_xKD"},
+}
+MESHES = ({"x": 8, "y": 1, "z": 1}, {"x": 2, "y": 2, "z": 2}, {"x": 4, "y": 2, "z": 1})
+LOWERINGS = ("xla", "blocking", "looped")
+
+
+def attention_layouts():
+    """Every layout of attention, block and kind of heads; lowering and mesh take turns, so that all pairs come up."""
+    kinds = itertools.product(ATTENTION, ("serial", "parallel"), HEADS)
+    for number, (name, block, heads) in enumerate(kinds):
+        at = ATTENTION[name]
+        changes = {f"attention.{name}": at[name] for name in ("query", "key")}
+        changes |= {"cache.attention.key": at["cache"]} if "cache" in at else {}
+        base = "weight-stationary-2d" if number % 2 else "weight-stationary-1d"
+        turn = number + number // 3
+        yield Case(
+            {"block": block, "kv_heads": HEADS[heads]}, base, chunk=3 + number % 3, changes=changes,
+            lowering=LOWERINGS[turn % 3], mesh=MESHES[(turn // 3) % 3],
+        )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*attention_layouts()], ids=str)
+def test_attention_lies_in_any_way(case, config, make_mesh):
+    check(case, config, make_mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", presets())
+def test_every_preset_reads_and_decodes(preset, config, make_mesh):
+    number = presets().index(preset)
+    settings = {"moe": MoEConfig(router=("switch", "gshard", "top-k")[number % 3])}
+    check(Case(settings, preset, lowering=LOWERINGS[number % 3]), config, make_mesh, ("explicit", "auto")[number % 2])
+
+
+@pytest.mark.slow
+def test_an_int8_cache_is_nearly_the_same_and_does_not_depend_on_chunks(config, make_mesh):
+    case = Case({"kv_heads": 4}, "weight-stationary-2d", chunk=3)
+    check(case, config, make_mesh, tolerance=0.02, int8=True)
+    settings = config(kv_heads=4)
+    tokens = np.random.default_rng(0).integers(0, settings.vocabulary, (ROWS, LENGTH)).astype(np.int32)
+    both = [read_and_decode(replace(case, chunk=chunk), settings, tokens, make_mesh, int8=True) for chunk in (2, 8)]
+    for at in both[0].keys() & both[1].keys():
+        np.testing.assert_allclose(both[0][at], both[1][at], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,283 @@
+"""Continues prompts with a public checkpoint or a trained run, in a layout to read them and one to decode.
+
+    gspmd generate --checkpoint DIR --prompt "def main():" --tokens 100
+    gspmd generate --checkpoint DIR --prompt "Once" --samples 4 --temperature 0.8 --top-p 0.95
+    gspmd generate --checkpoint DIR --prompt "Once" --devices 8 --layout megatron-1d --set cache.attention.key=BT_yzKD
+    gspmd generate --checkpoint DIR --prompt "Once" --explain  # what both programs would send, and no loading
+
+DIR holds config.json, safetensors and tokenizer.json, or a run of `gspmd train`. Text goes to standard output as it
+comes, everything else to standard error.
+"""
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import tyro
+from jax.sharding import Mesh
+from rich.console import Console
+
+import gspmd
+import gspmd_models as models
+from gspmd import host
+from gspmd.commands import configs, train
+from gspmd.display import console as printing
+from gspmd.display.units import amount_of_bytes, amount_of_seconds
+from gspmd.layouts import Layout
+from gspmd.training import ShardingConfig, checkpoint, command
+from gspmd.training.config import ConfigError
+from gspmd.training.reporting import report
+from gspmd.training.toml import from_mapping
+from gspmd_models import checkpoints, decoding
+
+_DOING = "cannot generate text:"
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """How the next token is drawn; the filters apply in this order."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: int = 0
+    """Draw among the k likeliest tokens; 0 for all."""
+    top_p: float = 1.0
+    """Draw among the likeliest tokens whose probabilities add up to p."""
+    min_p: float = 0.0
+    """Draw among tokens at least min_p times as likely as the likeliest."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is continued, with which model, and where it runs."""
+
+    checkpoint: str = ""
+    """Folder of a public checkpoint, or of a run of `gspmd train`."""
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Text to continue; repeatable."""
+    prompt_file: str = ""
+    """File whose text is one more prompt; - for standard input."""
+    samples: int = 1
+    """Texts for each prompt. A prompt is read once for all of them."""
+    tokens: int = 128
+    """The most tokens that a text adds to its prompt."""
+    seed: int = 0
+    """Seed of the first text; each of the others has the next one, so that it can be had again by itself."""
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A string that ends a text, and is not shown; repeatable. So does the model's own end of text."""
+    prefill_layout: str = ""
+    """Layout in which prompts are read, in place of --layout; weights stay where the decode layout has them."""
+    decode_layout: str = ""
+    """Layout in which tokens are decoded, in place of --layout."""
+    chunk: int = 128
+    """The most tokens of a prompt that are read in one step."""
+    burst: int = 8
+    """Tokens of a text that come to the host together."""
+    cache_length: int | None = None
+    """Tokens of a text that the cache has room for; as many as are needed if not given."""
+    cache: Literal["int8"] | None = None
+    """What keys and values are kept in; the compute type if not given."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """What the model is kept in and computes in; float32 on a CPU and bfloat16 elsewhere if not given."""
+    explain: bool = False
+    """Print what a chunk of the prefill and a step of decoding send, and what weights and cache take; load nothing."""
+    sampling: tyro.conf.OmitArgPrefixes[SamplingFlags] = field(default_factory=SamplingFlags)
+    sharding: tyro.conf.OmitArgPrefixes[ShardingConfig] = field(default_factory=lambda: ShardingConfig(layout=""))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the model comes from: a public checkpoint, or a run of ours (then with its settings)."""
+
+    folder: Path
+    config: models.ModelConfig
+    tokenizer: checkpoints.Tokenizer
+    run: train.Settings | None = None
+
+    @classmethod
+    def at(cls, folder: Path) -> "Source":
+        """The checkpoint or run in a folder. Raises CheckpointError or ConfigError if it holds neither."""
+        if checkpoint.newest(folder) is None:
+            return cls(folder, checkpoints.model_config(folder), checkpoints.tokenizer(folder))
+        run = from_mapping(train.Settings, checkpoint.load_settings(folder), source=str(folder / "config.json"))
+        return cls(folder, run.model, checkpoints.byte_tokenizer(), run)
+
+    def layout(self, name: str, sharding: ShardingConfig) -> Layout:
+        """A layout with the changes of `--set` and `--lowering`; without a name the run's own, or megatron-1d."""
+        own = Layout.load("megatron-1d")
+        if self.run is not None:
+            own = Layout.load(self.run.sharding.layout).override(self.run.sharding.overrides)
+        layout = (Layout.load(name) if name else own).override(sharding.overrides)
+        return layout.lowered(sharding.lowering) if sharding.lowering else layout
+
+    def load(self, layout: Layout, mesh: Mesh, dtype: str) -> tuple[models.Transformer, str]:
+        """The model, placed by a layout, and what loading it took."""
+        if self.run is None:
+            model, taken = checkpoints.load(self.folder, layout, mesh, dtype)
+            return model, str(taken)
+        like = models.abstract(self.config, layout, mesh, dtype, stored=dtype)
+        values = checkpoint.load_parameters(self.folder, models.arrays(like))
+        return models.with_arrays(like, values), f"step {checkpoint.newest(self.folder)} of the run"
+
+
+def run(argv: Sequence[str], script: str = "") -> int:
+    """Run `gspmd generate`; return its exit code: 2 for bad input, 130 for an interrupt.
+
+    Args:
+        argv: the flags.
+        script: the file in scripts/ that runs it instead, for the help.
+    """
+    return command.guarded(partial(main, script=script), argv, called="" if script else "gspmd generate")
+
+
+def main(argv: Sequence[str], script: str = "") -> int:
+    """Read the settings, load the model, and write the texts."""
+    prog, description = configs.called(__doc__, "gspmd generate", script)
+    settings = command.parse_flags(Settings, argv, Settings(), description, prog)
+    try:
+        return generate(settings)
+    except (checkpoints.CheckpointError, decoding.GenerationError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        return 130
+
+
+def generate(settings: Settings) -> int:
+    """Continue the prompts, or explain what that would take."""
+    prompts, sampling = prompts_of(settings), decoding.Sampling(**vars(settings.sampling))
+    if not 0 <= settings.seed < 2**32:
+        raise ConfigError(_DOING, [f"seed is {settings.seed}; it must be at least 0, and less than 2**32."])
+    if not settings.checkpoint:
+        raise ConfigError(_DOING, ["--checkpoint names the folder of the model; it is missing."])
+    source, console = Source.at(Path(settings.checkpoint)), printing.console(120, stderr=True)
+    sharding = settings.sharding
+    layout = source.layout(settings.decode_layout or sharding.layout, sharding)
+    prefill = source.layout(settings.prefill_layout or sharding.layout, sharding)
+    config = decoding.for_serving(source.config)
+    sizes = {dim: size for dim, size in config.sizes(batch=1, length=1).items() if dim not in "BLTG"}
+    mesh = command.make_mesh(sharding, layout, sizes, host_devices=1)
+    dtype = settings.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
+    ids = [source.tokenizer.encode(prompt) for prompt in prompts]
+    job = {"samples": settings.samples, "cache_length": settings.cache_length}
+    options = {"chunk": settings.chunk, "burst": settings.burst, "int8": settings.cache == "int8"}
+    with jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"):
+        batch = decoding.make_batch(config, layout, prefill, mesh, ids, settings.tokens, chunk=settings.chunk, **job)
+        decode = batch.sizes.decode
+        if settings.explain:
+            shapes = models.abstract(config, decode, mesh, dtype, stored=dtype)
+            explain(printing.console(120), models.Generator(shapes, layout, prefill, **options), batch.sizes)
+            return 0
+        report.header(console, facts(source, batch.sizes, mesh, dtype))
+        with console.status("Loading the model …"):
+            model, taken = source.load(decode, mesh, dtype)
+        console.print(f"Loaded: {taken}.", soft_wrap=True, markup=False)
+        ended: set[int] = set()
+        bursts = models.Generator(model, layout, prefill, **options).stream(
+            ids, settings.tokens, sampling=sampling, seed=settings.seed, stop=sorted(source.tokenizer.ends),
+            ended=ended, **job,
+        )  # fmt: skip
+        texts = [decoding.Text(source.tokenizer, of, settings.stop) for of in ids for _ in range(settings.samples)]
+        write(console, prompts, texts, bursts, ended)
+    return 0
+
+
+def prompts_of(settings: Settings) -> list[str]:
+    """The prompts: those of the flags, then that of the file."""
+    prompts, name = list(settings.prompt), settings.prompt_file
+    if name:
+        try:
+            prompts.append(sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8"
+            raise ConfigError(_DOING, [f"the prompt in {name!r} cannot be read: {reason}."]) from None
+    if not prompts:
+        raise ConfigError(_DOING, ["there is no prompt; give --prompt TEXT, or --prompt-file FILE (- for stdin)."])
+    return prompts
+
+
+def write(
+    console: Console,
+    prompts: Sequence[str],
+    texts: Sequence[decoding.Text],
+    bursts: Iterator[decoding.Burst],
+    ended: set[int],
+) -> None:
+    """Write texts as they come: the first one live, and each other one from when the one before it has ended.
+
+    Args:
+        console: for all that is not text.
+        prompts: what the texts begin with, each for as many of them.
+        texts: not begun.
+        bursts: their tokens.
+        ended: where to put the numbers of texts that end by a string.
+    """
+    samples, at, count, first, seconds = len(texts) // len(prompts), 0, 0, 0.0, 0.0
+    waiting = [prompts[number // samples] for number in range(len(texts))]
+    if len(texts) > 1:
+        waiting = [f"=== text {number + 1} of {len(texts)} ===\n{text}" for number, text in enumerate(waiting)]
+    with console.status("Compiling …") as status:
+        for burst in bursts:
+            status.stop()
+            count += sum(map(len, burst.tokens))
+            first, seconds = first or burst.seconds, burst.seconds
+            for number, (text, tokens) in enumerate(zip(texts, burst.tokens)):
+                waiting[number] += text.add(tokens)
+                if text.ended:
+                    ended.add(number)
+                elif burst.ended[number]:
+                    waiting[number] += text.end()
+            while at < len(texts):
+                over = texts[at].ended or burst.ended[at]
+                print(waiting[at], end="\n" if over else "", flush=True)
+                waiting[at] = ""
+                if not over:
+                    break
+                at += 1
+            if at == len(texts):
+                break
+    later = count - len(texts)
+    speed = f", then {later / (seconds - first):,.1f} tokens per second" if later > 0 else ""
+    console.print(f"{count} tokens: the first after {amount_of_seconds(first)}{speed}.", highlight=False)
+
+
+def facts(source: Source, sizes: decoding.Sizes, mesh: Mesh, dtype: str) -> dict[str, str]:
+    """What is run, and on what, in a few lines."""
+    config, prefill, decode = source.config, sizes.prefill, sizes.decode
+    chosen = {"chosen": "; ".join(dict.fromkeys((*prefill.chosen, *decode.chosen)))}
+    layouts = prefill.name if prefill.name == decode.name else f"{prefill.name} to read, {decode.name} to decode"
+    active = f", {config.num_active_parameters:,} of them active per token" if config.moe else ""
+    return {
+        "devices": host.describe(list(mesh.devices.flat)),
+        "mesh": ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+        "layout": f"{layouts}, lowering {decode.lowering or 'auto'}",
+        "model": f"{config.num_parameters:,} parameters{active}, in {dtype}",
+        **{name: lines for name, lines in chosen.items() if lines},
+    }
+
+
+def explain(console: Console, generator: models.Generator, sizes: decoding.Sizes) -> None:
+    """Print the plans of both programs, and what a device holds between them."""
+    for line in dict.fromkeys((*sizes.prefill.chosen, *sizes.decode.chosen)):
+        console.print(line, markup=False)
+    reads = {"prefill": f"{sizes.prefill_rows} × {sizes.chunk} tokens", "decode": f"{sizes.rows} × 1 token"}
+    for name, (program, given) in generator.programs(sizes).items():
+        plan = gspmd.trace(program, *given)
+        work = f"{amount_of_bytes(plan.wire_bytes)} sent, {amount_of_seconds(plan.seconds)} planned"
+        console.print(f"[bold]{name}[/]: {reads[name]}, {work}")
+        console.print(plan.table())
+    held = {"weights": models.arrays(generator.model), "cache": generator.abstract_cache(sizes, sizes.rows)}
+    for name, tree in held.items():
+        console.print(f"{name}: {amount_of_bytes(device_bytes(tree))} on each device", highlight=False)
+
+
+def device_bytes(held: Any) -> int:
+    """Bytes that one device holds of arrays, or of shapes with shardings."""
+    leaves = jax.tree.leaves(held)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)

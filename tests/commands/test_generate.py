@@ -1,0 +1,145 @@
+"""`gspmd generate`: public checkpoints and runs of ours, text on standard output, one message for bad input."""
+
+import sys
+from io import StringIO
+
+import jax
+import pytest
+
+import gspmd_models as models
+from gspmd import host
+from gspmd.commands import generate, main
+from gspmd.layouts import Layout
+from gspmd.training import OptimizerConfig, checkpoint
+from gspmd.training.toml import to_mapping
+from gspmd_models import checkpoints, step
+
+CONFIG = models.ModelConfig(
+    embed=32, layers=2, heads=4, kv_heads=2, head_size=8, feed_forward=64, tied=False, scale_embedding=False
+)
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch):
+    """Devices of this process, whose backend has started."""
+
+    def start(count=None, platform=None, *, host_devices=8):
+        return jax.devices()[: count or host_devices]
+
+    monkeypatch.setattr(host, "start", start)
+
+
+@pytest.fixture(scope="module")
+def model():
+    mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"), devices=jax.devices()[:1])
+    return models.build(CONFIG, Layout.load("replicated"), mesh, jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def public(model, tmp_path_factory):
+    """The folder of a public checkpoint."""
+    folder = tmp_path_factory.mktemp("public")
+    checkpoints.save(model, folder, tokenizer=checkpoints.byte_tokenizer())
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def trained(model, tmp_path_factory):
+    """The folder of a run of the same model."""
+    folder = tmp_path_factory.mktemp("run")
+    mesh = models.arrays(model)["output.norm"].sharding.mesh
+    with jax.set_mesh(mesh):
+        state = step.initial_state(model, OptimizerConfig(), 1, mesh)
+    with checkpoint.Checkpoints(folder) as saved:
+        saved.save(state, {})
+    checkpoint.save_settings(folder, {"model": to_mapping(CONFIG), "sharding": {"layout": "data-parallel"}})
+    return str(folder)
+
+
+def run(capsys, *flags):
+    """Exit code, standard output and standard error."""
+    code = main.main(["generate", *flags])
+    return code, *capsys.readouterr()
+
+
+def test_a_checkpoint_and_a_run_of_one_model_continue_alike(capsys, public, trained):
+    flags = ["--prompt", "def ", "--tokens", "12", "--temperature", "0"]
+    code, text, said = run(capsys, "--checkpoint", public, *flags)
+    assert code == 0
+    assert text.startswith("def ")
+    assert "12 tokens: the first after " in said
+    assert said.rstrip().endswith(" tokens per second.")
+    assert run(capsys, "--checkpoint", trained, *flags)[:2] == (0, text)
+    on_eight = ["--devices", "8", "--layout", "weight-stationary-2d", "--prefill-layout", "weight-gathered-xyz"]
+    assert run(capsys, "--checkpoint", public, *flags, *on_eight, "--chunk", "2", "--burst", "5")[:2] == (0, text)
+
+
+def test_several_texts_stand_one_after_another(capsys, public, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", StringIO("class "))
+    flags = ["--checkpoint", public, "--prompt", "def ", "--prompt-file", "-", "--samples", "2", "--tokens", "5"]
+    _, text, said = run(capsys, *flags, "--seed", "3")
+    parts = text.split("=== text ")
+    assert [part.split("===\n")[0] for part in parts[1:]] == [f"{number} of 4 " for number in (1, 2, 3, 4)]
+    assert [part.split("===\n")[1][:4] for part in parts[1:]] == ["def ", "def ", "clas", "clas"]
+    assert "20 tokens" in said
+    _, alone, _ = run(capsys, "--checkpoint", public, "--prompt", "class ", "--tokens", "5", "--seed", "6")
+    assert alone == parts[4].split("===\n")[1]
+
+
+def test_a_text_ends_before_a_stop_string(capsys, public):
+    flags = ["--checkpoint", public, "--prompt", "def ", "--tokens", "12", "--temperature", "0"]
+    _, text, _ = run(capsys, *flags)
+    stop = text[9:11]
+    assert run(capsys, *flags, "--stop", stop)[1] == text[: text.index(stop, 4)] + "\n"
+
+
+def test_explain_loads_nothing(capsys, public, monkeypatch):
+    monkeypatch.setattr(checkpoints, "load", None)
+    code, text, _ = run(capsys, "--checkpoint", public, "--prompt", "def main()", "--explain", "--devices", "8")
+    assert code == 0
+    assert "prefill: 4 × 9 tokens, " in text
+    assert "decode: 4 × 1 token, " in text
+    assert "weights: " in text
+    assert "cache: " in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "ConfigError: cannot generate text:\n  --checkpoint names the folder of the model; it is missing."),
+        (["--checkpoint", "nowhere"], "CheckpointError: cannot read the model of checkpoint 'nowhere':"),
+        (["--prompt", ""], "GenerationError: cannot continue an empty prompt (prompt 2 of 2); give at least one token"),
+        (["--temperature", "-1"], "GenerationError: cannot sample:\n  temperature is -1.0; it must not be negative"),
+        (
+            ["--cache-length", "9"],
+            "GenerationError: a prompt of 4 tokens and 128 more need a cache of 131 tokens, and it has room for 9; "
+            "shorten them, or give the cache more",
+        ),
+        (["--seed", "-1"], "ConfigError: cannot generate text:\n  seed is -1; it must be at least 0"),
+        (["--samples", "0"], "GenerationError: samples is 0; it must be at least 1"),
+        (["--chunk", "0"], "GenerationError: chunk is 0; it must be at least 1"),
+        (["--layout", "megatron-1d", "--mesh", "y=8"], "LayoutError: cannot use layout 'megatron-1d'"),
+        (["--prompt-file", "nowhere"], "ConfigError: cannot generate text:\n  the prompt in 'nowhere' cannot be read"),
+        (["--prefill-layout", "own.toml"], "LayoutError: layout 'own.toml' cannot use what layout 'megatron-1d'"),
+    ],
+    ids=lambda value: "-".join(value) or "no checkpoint" if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_message(capsys, public, flags, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.toml").write_text('base = "megatron-1d"\n[mesh]\naxes = ["x", "y", "z", "w"]\nfactor = ["y"]\n')
+    checkpoint_flags = [] if not flags or "--checkpoint" in flags else ["--checkpoint", public]
+    code, text, said = run(capsys, *checkpoint_flags, "--prompt", "def ", *flags)
+    assert code == 2
+    assert text == ""
+    assert said.startswith(message)
+    assert "Traceback" not in said
+
+
+def test_an_interrupt_is_no_traceback(capsys, public, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "write", interrupted)
+    code, _, said = run(capsys, "--checkpoint", public, "--prompt", "def ")
+    assert code == 130
+    assert said.endswith("\nInterrupted.\n")

@@ -1,0 +1,109 @@
+"""Tokenizers: the library's own results, streams that split characters, and what ends a text."""
+
+import json
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from gspmd_models.checkpoints import CheckpointError, Tokenizer, byte_tokenizer, tokenizer
+
+TEXTS = ["", "plain text", "naïve café", "日本語 and emoji 👩‍👩‍👧 end", " leading and trailing ", "a\n\tb\x00"]
+
+
+def fallback() -> tokenizers.Tokenizer:
+    """A tokenizer as Llama 2's: pieces with ▁ for spaces, bytes for other characters, a begin token before a text."""
+    pieces = ["<s>", "</s>", "▁", *(f"<0x{byte:02X}>" for byte in range(256)), *"abcdefghijklmnopqrstuvwxyz▁th▁"]
+    vocabulary = {piece: at for at, piece in enumerate(dict.fromkeys(pieces))}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    replace = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(replace)
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return backend
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text())
+def test_ids_of_the_byte_tokenizer_are_the_bytes(text):
+    of_bytes = byte_tokenizer()
+    assert of_bytes.encode(text) == list(text.encode())
+    assert of_bytes.decode(list(text.encode())) == text
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 255)))
+def test_a_stream_of_any_bytes_joins_to_their_text(tokens):
+    of_bytes = byte_tokenizer()
+    stream = of_bytes.stream()
+    assert "".join([*(stream.add(token) for token in tokens), stream.end()]) == of_bytes.decode(tokens)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("make", [byte_tokenizer, lambda: Tokenizer(fallback())], ids=["bytes", "pieces"])
+def test_a_stream_shows_whole_characters_as_soon_as_they_are_there(make, text):
+    made = make()
+    tokens = made.encode(text)
+    stream = made.stream()
+    pieces = [stream.add(token) for token in tokens]
+    assert "".join([*pieces, stream.end()]) == made.decode(tokens)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_bytes_of_a_character_that_never_comes_are_shown_at_the_end():
+    stream = byte_tokenizer().stream()
+    assert [stream.add(token) for token in "n→".encode()[:3]] == ["n", "", ""]
+    assert stream.end() == byte_tokenizer().decode(list("n→".encode()[:3]))[1:] != ""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with the tokenizer of `fallback`."""
+    fallback().save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_a_begin_token_is_added_where_tokenizer_json_adds_it(folder):
+    read = tokenizer(folder)
+    assert read.encode("the") == fallback().encode("the").ids
+    assert read.encode("the")[0] == 0
+    assert read.encode("the", special=False)[0] != 0
+    assert read.decode([*read.encode("the end"), 1]) == "the end"
+    assert read.decode([*read.encode("the"), 1], special=True).endswith("</s>")
+
+
+def test_end_tokens_are_those_of_the_first_file_that_names_some(folder):
+    write = lambda name, entries: (folder / name).write_text(json.dumps(entries))  # noqa: E731
+    assert tokenizer(folder).ends == frozenset()
+    write("tokenizer_config.json", {"eos_token": {"content": "</s>"}, "bos_token": "<s>"})
+    assert (tokenizer(folder).ends, tokenizer(folder).begin) == ({1}, 0)
+    write("config.json", {"eos_token_id": 7})
+    assert tokenizer(folder).ends == {7}
+    write("generation_config.json", {"eos_token_id": [7, 9], "bos_token_id": 3})
+    assert (tokenizer(folder).ends, tokenizer(folder).begin) == ({7, 9}, 3)
+
+
+def test_a_saved_tokenizer_is_read_as_the_same(folder, tmp_path):
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "</s>", "tokenizer_class": "LlamaTokenizer"})
+    )
+    (tmp_path / "out").mkdir()
+    tokenizer(folder).save(tmp_path / "out")
+    again = tokenizer(tmp_path / "out")
+    assert (again.ends, again.settings) == ({1}, tokenizer(folder).settings)
+    assert again.encode("the end") == tokenizer(folder).encode("the end")
+    assert len(again) == fallback().get_vocab_size()
+
+
+def test_a_missing_or_broken_tokenizer_is_one_message(tmp_path):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing; take it from"):
+        tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(CheckpointError, match=r"there is tokenizer\.model; convert it"):
+        tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        tokenizer(tmp_path)

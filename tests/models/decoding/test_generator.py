@@ -1,0 +1,170 @@
+"""Texts depend on their prompts, seeds and settings alone: not on the batch, chunks, bursts or layouts."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+import gspmd_models as models
+from gspmd.layouts import Layout
+from gspmd.moe import MoEConfig
+from gspmd_models.decoding import GenerationError, for_serving, make_batch
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9], [5, 4, 3, 2]]
+CONFIG = models.ModelConfig(embed=32, layers=2, heads=8, kv_heads=4, head_size=8, feed_forward=64, vocabulary=64)
+
+
+class Machine:
+    """A model of CONFIG, or of a changed one, in a layout on some devices, and its generator."""
+
+    def __init__(self, preset, devices, prefill=None, changes=None, config=CONFIG, **options):
+        layout = Layout.load(preset).override(changes or {})
+        shape = layout.mesh_for(devices)
+        self.mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), devices=jax.devices()[:devices])
+        self.model = models.build(config, layout.resolved({}, self.mesh), self.mesh, jax.random.key(0))
+        self.generator = models.Generator(self.model, layout, prefill and Layout.load(prefill), **options)
+
+    def texts(self, prompts, tokens=6, **options):
+        """The texts; a temperature is one of the options."""
+        sampling = models.Sampling(temperature=options.pop("temperature", 1.0))
+        with jax.set_mesh(self.mesh):
+            return self.generator(prompts, tokens, sampling=sampling, **options).texts
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """One device."""
+    return Machine("replicated", 1)
+
+
+@pytest.fixture(scope="module")
+def drawn(alone):
+    """Two samples of each prompt, each read by itself, with the seeds 3 to 8."""
+    return alone.texts([prompt for prompt in PROMPTS for _ in range(2)], seed=3)
+
+
+def test_a_text_is_the_same_in_another_batch_layout_and_chunk(drawn):
+    eight = Machine("weight-stationary-2d", 8, "weight-gathered-xyz", chunk=3, burst=2)
+    assert eight.texts(PROMPTS, samples=2, seed=3) == drawn
+    assert len({tuple(text) for text in drawn}) == len(drawn)
+
+
+def test_a_shared_prompt_is_read_once_and_copied(alone, drawn):
+    with jax.set_mesh(alone.mesh):
+        assert alone.generator.batch(PROMPTS, 6, samples=2).sizes.prefill_rows == 3
+    assert alone.texts(PROMPTS, samples=2, seed=3) == drawn
+
+
+def test_greedy_tokens_are_those_of_full_passes(alone):
+    text = PROMPTS[0] + alone.texts(PROMPTS[:1], tokens=5, temperature=0)[0]
+    with jax.set_mesh(alone.mesh):
+        logits = np.asarray(jax.jit(lambda ids: alone.model(ids)[0])(np.array([text], np.int32)))
+    assert logits[0, 6:-1].argmax(axis=-1).tolist() == text[7:]
+
+
+def test_a_stop_token_ends_a_text_and_so_does_the_caller(alone, drawn):
+    """The rows beside it go on; what the caller ends is noticed one burst later."""
+    stop, prompts = drawn[0][2], [prompt for prompt in PROMPTS for _ in range(2)]
+    cut = [text[: text.index(stop)] if stop in text else text for text in drawn]
+    alone.generator.burst = 2
+    ended, found = set(), [[] for _ in drawn]
+    with jax.set_mesh(alone.mesh):
+        bursts = alone.generator.stream(prompts, 6, seed=3, stop=[stop], ended=ended)
+        for burst in bursts:
+            ended |= {5}
+            found = [text + new for text, new in zip(found, burst.tokens)]
+            last = burst
+    assert found[:5] == cut[:5]
+    assert found[5] == drawn[5][: len(found[5])]
+    assert len(found[5]) < 6
+    assert all(last.ended)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "prefill", "changes"),
+    [
+        ("megatron-1d", None, {"ffn.residual": "B_xL_yzE", "attention.residual": "B_xL_yzE"}),
+        ("weight-stationary-2d", None, {"cache.attention.key": "B_xT_yzKD"}),
+        ("zero-3", "data-parallel", {}),
+        ("weight-stationary-1d", "weight-gathered-xy", {"attention.query": ("B_xyzLHD", "B_yzLH_xD", "BLH_xyzD"),
+                                                        "attention.key": ("B_xyzLKD", "B_yzLKD", "BLKD")}),
+    ],
+)  # fmt: skip
+def test_texts_are_the_same_in_every_layout(preset, prefill, changes, drawn):
+    assert Machine(preset, 8, prefill, changes, chunk=4, burst=5).texts(PROMPTS, samples=2, seed=3) == drawn
+
+
+@pytest.mark.slow
+def test_experts_drop_nothing_whatever_the_batch():
+    """Capacity for a quarter of the tokens in evaluation; decoded, a text is the same alone and in any batch."""
+    moe = MoEConfig(router="gshard", evaluation_capacity_factor=0.25, groups=2)
+    config = replace(CONFIG, moe=moe)
+    texts = Machine("gshard", 8, config=config, chunk=2).texts(PROMPTS, samples=2, seed=3)
+    alone = Machine("replicated", 1, config=config)
+    assert [alone.texts([prompt], seed=3 + 2 * at)[0] for at, prompt in enumerate(PROMPTS)] == texts[::2]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "there is no prompt to continue; give at least one"),
+        ([[]], {}, "cannot continue an empty prompt; give at least one token"),
+        ([[1], []], {}, "cannot continue an empty prompt (prompt 2 of 2); give at least one token"),
+        ([[1, 64]], {}, "token 64 is none of the model's, which are 0 to 63"),
+        ([[1]], {"tokens": 0}, "tokens is 0; it must be at least 1"),
+        ([[1]], {"samples": 0}, "samples is 0; it must be at least 1"),
+        ([[1]], {"chunk": 0}, "chunk is 0; it must be at least 1"),
+        (
+            [[1, 2, 3]],
+            {"cache_length": 2},
+            "a prompt of 3 tokens and 5 more need a cache of 7 tokens, and it has room for 2; shorten them, or give "
+            "the cache more",
+        ),
+    ],
+)
+def test_what_cannot_be_continued_is_said(prompts, options, message, alone):
+    given = {"tokens": 5} | options
+    with pytest.raises(GenerationError) as error:
+        make_batch(CONFIG, Layout.load("replicated"), None, alone.mesh, prompts, **given)
+    assert str(error.value) == message
+
+
+def test_settings_of_sampling_are_checked_together():
+    with pytest.raises(GenerationError) as error:
+        models.Sampling(temperature=-1, top_k=-1, top_p=0, min_p=2)
+    assert str(error.value) == (
+        "cannot sample:\n"
+        "  temperature is -1; it must not be negative (0 takes the likeliest token)\n"
+        "  top_k is -1; it must not be negative (0 keeps all tokens)\n"
+        "  top_p is 0; it must be greater than 0, and at most 1 (1 keeps all tokens)\n"
+        "  min_p is 2; it must be between 0 (all tokens) and 1"
+    )
+
+
+def test_experts_that_choose_tokens_cannot_generate():
+    config = replace(CONFIG, moe=MoEConfig(router="expert-choice"))
+    with pytest.raises(GenerationError) as error:
+        for_serving(config)
+    assert str(error.value) == (
+        "router expert-choice cannot generate text: its experts choose among all tokens of a group, so what it learned "
+        "depends on tokens that are not there yet. Train with another router to generate."
+    )
+
+
+def test_rows_are_the_fewest_that_the_mesh_divides(make_mesh):
+    mesh, stationary = make_mesh({"x": 2, "y": 2, "z": 2}), Layout.load("weight-stationary-2d")
+    sizes = lambda layout, prompts, **options: make_batch(CONFIG, layout, None, mesh, prompts, 4, **options).sizes  # noqa: E731
+    assert sizes(stationary, PROMPTS).rows == 8
+    assert sizes(stationary, PROMPTS, samples=3).rows == 16
+    several = stationary.override({
+        "attention.query": ("B_xyzLHD", "B_yzLH_xD", "BLH_xyzD"), "attention.key": ("B_xyzLKD", "B_yzLKD", "BLKD")
+    })  # fmt: skip
+    assert sizes(several, PROMPTS[:1]).rows == 1
+    assert sizes(several, PROMPTS).decode["attention.query"] == "BLH_xyzD"
+    assert sizes(several, PROMPTS, samples=4).decode["attention.query"] == "B_yzLH_xD"
+    shared = sizes(several, PROMPTS[:1], samples=8)
+    assert (shared.rows, shared.prefill_rows, shared.decode["attention.query"]) == (8, 8, "B_xyzLHD")
+    long = sizes(several.override({"cache.attention.key": "BT_xyzKD"}), PROMPTS)
+    assert (long.rows, long.room, long.chunk) == (3, 16, 6)

@@ -1,0 +1,96 @@
+"""What both programs send and hold: their plans to the byte, one gather and one reduction a block, no copied cache."""
+
+import jax
+import pytest
+
+import gspmd
+import gspmd_models as models
+from gspmd.layouts import Layout
+from gspmd.moe import MoEConfig
+from gspmd_models.decoding import Sampling, decode_loop, make_batch
+from gspmd_models.decoding.cache import abstract_whole
+from gspmd_models.decoding.loop import Rows
+
+
+def programs(config, make_mesh, preset, prefill=None, changes=None, *, room=32, lowering="blocking"):
+    """The mesh, and for prefill and decode the jitted step, which takes over the cache, with its abstract arguments."""
+    layout = Layout.load(preset).override(changes or {})
+    mesh = make_mesh(layout.mesh_for(8))
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        prompts = [[1] * 9] * 8
+        batch = make_batch(
+            config, layout, prefill and Layout.load(prefill), mesh, prompts, 2, chunk=8, cache_length=room
+        )
+        generator = models.Generator(models.abstract(config, batch.sizes.decode, mesh), layout)
+        steps = generator.programs(batch.sizes)
+    return mesh, batch.sizes, {
+        name: (jax.jit(step, donate_argnums=len(given) - 1), given) for name, (step, given) in steps.items()
+    }  # fmt: skip
+
+
+def check_ledgers(found, lowering="blocking"):
+    mesh, _, steps = found
+    for step, given in steps.values():
+        with jax.set_mesh(mesh), gspmd.lowering(lowering):
+            plan, ledger = gspmd.trace(step, *given), gspmd.ledger(step.lower(*given).compile(), mesh)
+        comparison = ledger.compare(plan)
+        assert ledger.wire_bytes == plan.wire_bytes > 0
+        assert comparison.agrees, comparison
+
+
+def test_what_is_planned_is_sent_and_a_parallel_block_gathers_and_reduces_once(config, make_mesh):
+    """The residual [8, 1, 32] of float32 is gathered over yz, and its sum reduced over yz, once in each of 2 blocks."""
+    settings = config(block="parallel", kv_heads=1)
+    found = programs(settings, make_mesh, "weight-stationary-2d", "weight-gathered-xyz")
+    check_ledgers(found)
+    mesh, _, steps = found
+    step, given = steps["decode"]
+    with jax.set_mesh(mesh), gspmd.lowering("blocking"):
+        plan = gspmd.trace(step, *given)
+    blocks = [entry for entry in plan.entries if entry.trips == 2 and entry.step.axes == ("y", "z")]
+    sent = {kind: [(entry.step.before, entry.step.after) for entry in blocks if entry.step.kind == kind]
+            for kind in ("all-gather", "reduce-scatter")}  # fmt: skip
+    assert [tuple(map(str, pair)) for pair in sent["all-gather"]] == [("BLE_xyz", "BLE_x")]
+    assert [tuple(map(str, pair)) for pair in sent["reduce-scatter"]] == [("BLE_x partialsum-yz", "BLE_xyz")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "prefill", "changes", "moe", "lowering"),
+    [
+        ("megatron-1d", None, {"cache.attention.key": "B_xT_yzKD"}, False, "blocking"),
+        ("weight-stationary-1d", "weight-gathered-xy", {}, False, "looped"),
+        ("weight-gathered-xyz", None, {}, False, "blocking"),
+        ("gshard", None, {}, True, "blocking"),
+        ("switch-expert-model", None, {}, True, "blocking"),
+    ],
+)
+def test_what_is_planned_is_sent_in_other_layouts(preset, prefill, changes, moe, lowering, config, make_mesh):
+    settings = config(moe=MoEConfig(router="gshard")) if moe else config()
+    check_ledgers(programs(settings, make_mesh, preset, prefill, changes, lowering=lowering), lowering)
+
+
+def temporary_bytes(config, make_mesh, room):
+    """Temporary bytes of both steps and of the loop on one device, and the bytes of the cache there."""
+    mesh, sizes, steps = programs(config, make_mesh, "weight-stationary-2d", room=room)
+    with jax.set_mesh(mesh), gspmd.lowering("blocking"):
+        found = [step.lower(*given).compile().memory_analysis() for step, given in steps.values()]
+        _, (weights, each, cache) = steps["decode"]
+        model = models.abstract(config, sizes.decode, mesh)
+        others = [
+            abstract_whole(mesh, shape, dtype) for shape, dtype in (((8,), "uint32"), ((8,), "bool"), ((), "int32"))
+        ]
+        loop = jax.jit(decode_loop(model, Sampling(temperature=0), (), 4), donate_argnums=1)
+        found.append(loop.lower(weights, Rows(cache, each, each), *others).compile().memory_analysis())
+    held = sum(leaf.dtype.itemsize * leaf.size // 8 for leaf in jax.tree.leaves(cache) if leaf.ndim > 1)
+    assert all(memory.alias_size_in_bytes >= held for memory in found)
+    return [memory.temp_size_in_bytes for memory in found], held
+
+
+@pytest.mark.slow
+def test_no_program_copies_the_cache(config, make_mesh):
+    """XLA:CPU copies the layer that a scan reads, one of 8; a copy of the cache would be all of it, or half of it."""
+    settings = config(layers=8, block="parallel", kv_heads=2)
+    (small, short), (large, long) = (temporary_bytes(settings, make_mesh, room) for room in (64, 1024))
+    for before, after in zip(small, large):
+        assert after - before < (long - short) / 4
