@@ -42,7 +42,8 @@ def phases(
     Example:
         >>> from gspmd.layouts import Layout
         >>> stationary, gathered = Layout.load("weight-stationary-2d"), Layout.load("weight-gathered-xyz")
-        >>> prefill, decode = phases(stationary, gathered)
+        >>> mesh, sizes = {"x": 2, "y": 2, "z": 2}, ModelConfig().sizes(batch=8, length=1)
+        >>> prefill, decode = phases(stationary, gathered, sizes=(sizes, sizes), mesh=mesh)
         >>> prefill["ffn.w_in"], prefill["ffn.hidden"], decode["ffn.hidden"]
         ('E_xF_yz', 'B_xyzLF', 'BLF_yzx')
 

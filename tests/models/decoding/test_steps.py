@@ -50,8 +50,9 @@ def full_pass(settings, tokens, make_mesh):
 def read_and_decode(case, settings, tokens, make_mesh, axis_type="explicit", *, int8=False):
     """Logits of the last token of every chunk of READ, by row and position, then of every decoded one."""
     layout = Layout.load(case.decode).override(case.changes or {})
-    reading, writing = phases(layout, case.prefill and Layout.load(case.prefill))
     mesh, found = make_mesh(case.mesh or layout.mesh_for(case.devices), axis_type), {}
+    sizes = [settings.sizes(ROWS, length) | {"T": ROOM} for length in (case.chunk, 1)]
+    reading, writing = phases(layout, case.prefill and Layout.load(case.prefill), sizes=tuple(sizes), mesh=mesh)
     with jax.set_mesh(mesh), gspmd.lowering(case.lowering):
         model = models.build(settings, writing, mesh, jax.random.key(0))
         weights, whole = models.arrays(model), jax.NamedSharding(mesh, jax.P())
