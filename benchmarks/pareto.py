@@ -1,12 +1,12 @@
 """Latency against cost per token of PaLM 8B, 62B and 540B on TPU v4, each point in the layout that the planner picks.
 
-    python benchmarks/pareto.py --json pareto.json                 # plan every point, and compile those on the frontiers
+    python benchmarks/pareto.py --json pareto.json            # plan every point, and compile those on the frontiers
     python benchmarks/pareto.py --from pareto.json --image docs/images/palm-pareto.png --write docs/palm.md
 
 As in figure 1 of Pope et al. 2022: one step of decoding with 2048 tokens of context in the cache, and reading a prompt
-of 2048 tokens, over batch sizes and numbers of chips. Cost is chip-seconds: chips · seconds / tokens. For each point all
-layouts of `serving_layouts` are ranked by the planned seconds of the actual step (`rank_serving`); a point on a frontier
-is compiled in its layout, and stands where its simulated seconds are. Needs the compiler for TPUs, and no TPU.
+of 2048 tokens, over batch sizes and numbers of chips. Cost is chip-seconds: chips · seconds / tokens. For each point
+all layouts of `serving_layouts` are ranked by the planned seconds of the actual step (`rank_serving`); a point on a
+frontier is compiled in its layout, and stands where its simulated seconds are. Needs the compiler for TPUs, and no TPU.
 """
 
 import argparse
@@ -15,6 +15,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from page import write_between
+from palm import File, compiled
+
 import gspmd_models as models
 from gspmd import host
 from gspmd.audit import topology
@@ -22,8 +25,6 @@ from gspmd.commands import configs
 from gspmd.display.units import amount_of_seconds
 from gspmd.training.toml import load_toml
 from gspmd_models.decoding import rank_serving, serving_layouts
-from page import write_between
-from palm import File, compiled
 
 CHIPS = {"palm-8b": (8, 16, 32, 64), "palm-62b": (8, 16, 32, 64), "palm-540b": (64, 128, 256)}
 SLICES = {8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
@@ -100,7 +101,12 @@ def measure(options: argparse.Namespace) -> list[Point]:
     points: list[Point] = []
     for model in [options.model] if options.model else CHIPS:
         for phase in [options.phase] if options.phase else BATCHES:
-            found = [point for chips in CHIPS[model] for batch in BATCHES[phase] for point in plan(model, phase, chips, batch)]
+            found = [
+                point
+                for chips in CHIPS[model]
+                for batch in BATCHES[phase]
+                for point in plan(model, phase, chips, batch)
+            ]
             while not options.no_compile:
                 new = [point for point in frontier(found) if not point.compiled]
                 if not new:
@@ -140,7 +146,9 @@ def measured(point: Point) -> Point:
     length = CONTEXT if point.phase == "prefill" else 1
     report = compiled(config, layout, machine, mesh, point.phase, point.batch, CONTEXT, length, point.weights)
     seconds = report.timeline.step_seconds if report.timeline else float("inf")
-    print(f"  compiled: {point.model} {point.chips} chips, {point.batch} rows: {amount_of_seconds(seconds)}", flush=True)
+    print(
+        f"  compiled: {point.model} {point.chips} chips, {point.batch} rows: {amount_of_seconds(seconds)}", flush=True
+    )
     return replace(point, compiled=seconds)
 
 
@@ -159,7 +167,10 @@ def layouts(config: models.ModelConfig, phase: str, mesh) -> list:
     """The layouts that are tried: heads that so many devices do not divide are padded."""
     share = mesh.devices.size
     padded = -(-config.heads // share) * share
-    return [each.override({"padding.H": padded}) if padded < 2 * config.heads else each for each in serving_layouts(PRESETS[phase])]
+    return [
+        each.override({"padding.H": padded}) if padded < 2 * config.heads else each
+        for each in serving_layouts(PRESETS[phase])
+    ]
 
 
 def frontier(points: Iterable[Point]) -> list[Point]:
@@ -180,7 +191,9 @@ def table(points: list[Point]) -> list[str]:
             if not of_model:
                 continue
             lines += ["", f"**{NAMES[model]}, {phase}** ({len(of_model)} points planned)", ""]
-            lines += ["| chips | rows | weights | layout, queries, cache | a step, planned | compiled | chip-ms per token |"]
+            lines += [
+                "| chips | rows | weights | layout, queries, cache | a step, planned | compiled | chip-ms per token |"
+            ]
             lines += ["|--:|--:|---|---|--:|--:|--:|"]
             lines += [
                 f"| {p.chips} | {p.batch} | {p.weights} | `{p.layout}` | {amount_of_seconds(p.seconds)} | "
