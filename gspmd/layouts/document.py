@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from gspmd.annotate.errors import listed
 from gspmd.layouts.read import preset_names, text_of
 from gspmd.layouts.rules.keys import ALIKE, DIMENSIONS, KEYS, OVERRIDES, PARTS, Key, of_part
+from gspmd.layouts.rules.padding import PADDED
 from gspmd.lowerings.default import LOWERINGS
 
 _INTRODUCTION = """\
@@ -68,6 +69,77 @@ Their keys are quoted keys of the parts above, as in `[optimizer]` `"ffn.w_in" =
 The cache has one key, `"attention.key"`, with dimensions BTKD. `[lowering]` names the lowering of a part, or of
 all of them as `default`: {lowerings}. It goes before the default of whoever calls.
 
+## Alternatives by size
+
+A key may hold a list of specs, of which sizes and mesh choose one: a small batch fills fewer mesh axes than a large
+one, and the heads take the others.
+
+```toml
+[attention]
+query = ["B_xyzLHD", "B_yzLH_xD", "B_zLH_yxD", "BLH_yzxD"]
+key = ["B_xyzLKD", "B_yzLKD", "B_zLKD", "BLKD"]
+```
+
+The lists of a section have one length and are chosen together: the first place at which all of them divide. If none
+does, the error says why not, place by place. `Layout.resolved` returns the layout with the specs that it chose, and
+tells which; training, `gspmd compile`, `gspmd generate` and `rank` resolve what they are given, and to read a list
+before is an error. Lists in `[prefill]` and `[decode]` are chosen in the layout of that phase, for the sizes of that
+phase. On a command line `|` stands between alternatives: `--set "ffn.hidden=B_xLF_yz|BLF_yz"`.
+
+```python
+import gspmd
+
+decode = gspmd.Layout.load("weight-stationary-2d").phase("decode")
+for batch in (64, 8, 1):
+    print(*decode.resolved({{"B": batch, "H": 64, "K": 8}}, {{"x": 4, "y": 4, "z": 4}}).chosen)
+```
+
+```
+[attention] 1 of 13: query B_xyzLHD, key B_xyzLKD
+[attention] 5 of 13: query B_zLH_yxD, key B_zLK_yD
+[attention] 9 of 13: query BLH_yzxD, key BLK_yD
+```
+
+## Padding
+
+Where a size does not divide, `[padding]` rounds a dimension up to a multiple, in every tensor that has it:
+
+```toml
+[padding]
+H = 64 # PaLM 540B has 48 heads, and serves on 64 chips
+V = 128
+```
+
+Padding has no effect on any value or gradient. It begins at 0, and whatever it holds is masked:
+
+{padded}
+
+Without `[padding]` nothing is padded. `Layout.padded` gives the sizes that tensors have. Real entries begin with the
+values that they have without padding. Where a dimension cannot be padded, `check` says why.
+
+## Attention for serving
+
+Attention to a cache stays where the cache is; queries, and the result, travel there and back. The cache lies as
+`attention.key` of the decoding layout unless `[cache]` says otherwise, over batch, heads, length or any mix of them:
+
+```python
+import gspmd
+
+layout = gspmd.Layout.load("weight-stationary-2d")
+by_heads = layout.override({{"decode.attention.query": "BLH_yzxD", "decode.attention.key": "BLK_yzxD"}})
+by_batch = layout.override({{"decode.attention.query": "B_zLH_yxD", "decode.attention.key": "B_zLKD"}})
+by_length = by_heads.override({{"decode.attention.key": "BLKD", "cache.attention.key": "BT_yzxKD"}})
+print([each.phase("decode").cache() for each in (by_heads, by_batch, by_length)])
+```
+
+```
+['BTK_yzxD', 'B_zTKD', 'BT_yzxKD']
+```
+
+Heads suit few sequences with many key/value heads; the batch, over z, yz or xyz, suits many sequences with few of them
+(Pope et al. 2022, section 3.3); the length suits contexts that one device cannot hold. The presets' own `[prefill]` and
+`[decode]` go from the batch over all axes to heads alone.
+
 ## Sections of one's own
 
 A model with other parts gives them sections of their own, beside those above:
@@ -114,7 +186,8 @@ def _lines() -> Iterator[str]:
         yield ""
     pairs = ", ".join(f"{listed(dims)} of `{first}` and `{second}`" for first, second, dims in ALIKE)
     overrides = "\n".join(f"- `[{section}]`: {meaning}" for section, meaning in OVERRIDES.items())
-    yield _AGREE.format(pairs=pairs, overrides=overrides, lowerings=", ".join(LOWERINGS)).lstrip()
+    padded = "\n".join(f"- {dim}: {how}." for dim, how in PADDED.items())
+    yield _AGREE.format(pairs=pairs, overrides=overrides, lowerings=", ".join(LOWERINGS), padded=padded).lstrip()
     for name in preset_names():
         yield f"### {name}\n\n```toml\n{text_of(name).rstrip()}\n```\n"
 

@@ -76,10 +76,9 @@ def serving_program(
         (4, 32)
     """
     config, reading = for_serving(config), phase == "prefill"
-    sizes = config.sizes(batch, length if reading else 1) | {"T": room}
-    used, stored = (each.resolved(sizes, mesh) for each in phases(layout, prefill))
-    used = used if reading else stored
-    used.check(sizes, mesh)
+    read, written = (config.sizes(batch, tokens) | {"T": room} for tokens in (length, 1))
+    used, stored = phases(layout, prefill, sizes=(read, written), mesh=mesh)
+    used = used.check(read, mesh) if reading else stored.check(written, mesh)
     model = abstract(config, used, mesh, dtype, stored=weights or dtype)
     cache = abstract_cache(config, stored, mesh, batch, room, dtype)
     rows = abstract_whole(mesh, (batch,), jnp.int32)

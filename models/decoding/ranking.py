@@ -16,6 +16,7 @@ from gspmd.display.units import amount_of_bytes, amount_of_seconds
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.chips import chip as chip_named
 from gspmd.layouts import Layout
+from gspmd.layouts.rules.keys import PHASES
 
 from ..config import ModelConfig
 from .cache import cache_spec
@@ -194,5 +195,6 @@ def serving_layouts(presets: Sequence[str] = FEED_FORWARD, several_keys: bool = 
                     if name in seen:
                         continue
                     seen.add(name)
-                    specs = {"attention.query": query, "attention.key": key, "cache.attention.key": cache}
-                    yield replace(base.override(specs), name=name)
+                    specs = {"attention.query": query, "attention.key": key}
+                    specs |= {f"{phase}.{key}": spec for phase in PHASES for key, spec in specs.items()}
+                    yield replace(base.override(specs | {"cache.attention.key": cache}), name=name)

@@ -8,6 +8,7 @@ import pytest
 import gspmd
 import gspmd_models as models
 from gspmd.layouts import Layout
+from gspmd.layouts.rules.alternatives import singles
 from gspmd.moe import MoEConfig
 from gspmd_models.attention import rotate
 from gspmd_models.config import RopeScaling
@@ -113,3 +114,36 @@ def test_what_does_not_fit_a_family_is_refused():
         models.ModelConfig(norm_bias=True)
     with pytest.raises(ValueError, match=r"cannot scale .*low_frequency positive and below high"):
         RopeScaling(low_frequency=4.0, high_frequency=1.0)
+
+
+def test_biases_and_masks_of_padding_send_nothing(config, make_mesh):
+    """The parallel block with every bias, and 6 heads of 8, has the same planned steps as without."""
+    biases = {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "norm_bias": True}
+    sizes = {"block": "parallel", "norm": "layer", "kv_heads": 1, "layers": 1}
+    layout, found = Layout.load("weight-stationary-2d"), []
+    for changes, padding in (({"heads": 8}, {}), ({"heads": 6, "feed_forward": 60, **biases}, {"H": 8, "F": 8})):
+        settings = config(**sizes, **changes)
+        padded = layout.override({f"padding.{dim}": multiple for dim, multiple in padding.items()})
+        mesh = make_mesh(padded.mesh_for(8, settings.sizes(8, 16)))
+        with jax.set_mesh(mesh), gspmd.lowering("blocking"):
+            model = models.abstract(settings, padded, mesh)
+            ids = models.abstract_tokens(padded, mesh, 8, 16)
+            forward = lambda values, ids, m=model: models.with_arrays(m, values)(ids)[0]  # noqa: E731
+            plan = gspmd.trace(forward, models.arrays(model), ids)
+        found.append([(step.kind, step.axes, step.wire_bytes) for step in plan.steps if step.wire_bytes])
+    assert found[0] == found[1]
+    around = [(kind, axes) for kind, axes, _ in found[0]]
+    assert around.count(("all-gather", ("y", "z"))) == around.count(("reduce-scatter", ("y", "z"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["weight-stationary-1d", "weight-stationary-2d", "weight-gathered-x", "megatron-1d"])
+def test_every_alternative_of_serving_gives_the_same_loss(config, make_mesh, tokens, name):
+    settings, found = config(layers=1, kv_heads=8, block="parallel"), []
+    layouts = list(singles(Layout.load(name).phase("decode")))
+    for layout in [Layout.load("replicated"), *layouts]:
+        mesh = make_mesh(layout.mesh_for(8 if layout in layouts else 1))
+        with jax.set_mesh(mesh), gspmd.lowering("blocking"):
+            model = models.build(settings, layout, mesh, jax.random.key(0))
+            found.append(float(jax.jit(lambda ids, m=model: models.loss(m, ids)[0])(put(tokens, layout, mesh))))
+    np.testing.assert_allclose(found, found[0], rtol=1e-5)

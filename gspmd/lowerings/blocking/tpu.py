@@ -4,6 +4,8 @@ Found by compiling for v4 to v6e with jax 0.10.2 (libtpu 0.0.42); `python benchm
 
 - a gather or a reduce-scatter over all devices of a slice, more than 16 or 4 of them, becomes an all-reduce, with twice
   the bytes. Over a part of them and then over the rest it sends what was planned, and is compiled as written;
+- one over several torus axes goes round a single ring through all their devices. Axis by axis it sends as many bytes
+  over fewer hops, which is sooner where the bytes are few; of many, putting the parts in order costs more;
 - a reduce-scatter of two-byte numbers along the last dimension stays where its pieces are multiples of 256, two rows of
   lanes. Other multiples of 128 become an all-reduce; with the scattered dimension in front, and the others flattened,
   they stay, and the transpose costs about what the bytes would. Narrower pieces stay where another dimension fills the
@@ -29,6 +31,7 @@ from gspmd.lowerings import target
 LANES = 128
 _TILE = 8  # rows; pieces that are no whole number of tiles are rewritten again
 _PACKED = 16  # rows of two-byte numbers in a tile
+SMALL = 2**20  # bytes that take two links of a v4 about as long as 12 hops
 _WHOLE = {"gather": WHOLE_GATHER, "scatter": 4}  # devices of a slice up to which one over all of them stays one
 
 Part = tuple[tuple[str, ...], int, list[list[int]] | None]
@@ -53,7 +56,8 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mappin
     shape = list(x.shape)
     wide = [place for place, size in enumerate(shape) if size > 1 or place == dimension]
     x, at = x.reshape([shape[place] for place in wide]), wide.index(dimension)
-    for names, _, groups in reversed(_parts(axes, mesh, _WHOLE["gather"])):
+    gathered = x.nbytes * prod(mesh[axis] for axis in axes)
+    for names, _, groups in reversed(_parts(axes, mesh, _WHOLE["gather"], gathered)):
         if at == x.ndim - 1 and x.shape[at] % LANES and max(x.shape[:-1], default=LANES) < LANES:
             pieces = lax.all_gather(x, names, axis=0, tiled=False, axis_index_groups=groups)
             x = jnp.moveaxis(pieces, 0, -2).reshape(*x.shape[:-1], -1)
@@ -65,15 +69,17 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mappin
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
     """A tiled reduce-scatter over mesh axes, major first: where it is in parts, over the major one first."""
-    for number, part in enumerate(_parts(axes, mesh, _WHOLE["scatter"])):
+    for number, part in enumerate(_parts(axes, mesh, _WHOLE["scatter"], x.nbytes)):
         x = _scatter(x, part, dimension, number)
     return x
 
 
-def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int) -> list[Part]:
-    """The major and the minor part of a collective over all devices, or the collective as it is."""
+def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, size: int) -> list[Part]:
+    """The parts of a collective, major first: axis by axis if small, two if over all devices, or else one."""
     wide = [axis for axis in axes if mesh[axis] > 1]
     group = prod(mesh[axis] for axis in wide)
+    if group < prod(mesh.values()) and len(wide) > 1 and size < SMALL:
+        return [((axis,), mesh[axis], None) for axis in wide]
     if group <= limit or group < prod(mesh.values()):
         return [(axes, group, None)]
     if len(wide) > 1:

@@ -1,0 +1,207 @@
+"""Latency against cost per token of PaLM 8B, 62B and 540B on TPU v4, each point in the layout that the planner picks.
+
+    python benchmarks/pareto.py --json pareto.json            # plan every point, and compile those on the frontiers
+    python benchmarks/pareto.py --from pareto.json --image docs/images/palm-pareto.png --write docs/palm.md
+
+As in figure 1 of Pope et al. 2022: one step of decoding with 2048 tokens of context in the cache, and reading a prompt
+of 2048 tokens, over batch sizes and numbers of chips. Cost is chip-seconds: chips · seconds / tokens. For each point
+all layouts of `serving_layouts` are ranked by the planned seconds of the actual step (`rank_serving`); a point on a
+frontier is compiled in its layout, and stands where its simulated seconds are. Needs the compiler for TPUs, and no TPU.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from page import write_between
+from palm import File, compiled
+
+import gspmd_models as models
+from gspmd import host
+from gspmd.audit import topology
+from gspmd.commands import configs
+from gspmd.display.units import amount_of_seconds
+from gspmd.training.toml import load_toml
+from gspmd_models.decoding import rank_serving, serving_layouts
+
+CHIPS = {"palm-8b": (8, 16, 32, 64), "palm-62b": (8, 16, 32, 64), "palm-540b": (64, 128, 256)}
+SLICES = {8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
+BATCHES = {"decode": (1, 4, 16, 32, 64, 128, 256, 512, 1024), "prefill": (1, 4, 16, 64, 256, 512)}
+PRESETS = {
+    "decode": ("weight-stationary-2d", "weight-stationary-1d"),
+    "prefill": ("weight-stationary-2d", "weight-stationary-1d", "weight-gathered-x", "weight-gathered-xy",
+                "weight-gathered-xyz"),
+}  # fmt: skip
+CONTEXT = 2048
+FEW = 64
+"""Most rows that are served with int8 weights, as in the paper; larger batches are served in bfloat16."""
+MARKS = ("<!-- points: python benchmarks/pareto.py -->", "<!-- end of points -->")
+NAMES = {"palm-8b": "PaLM 8B", "palm-62b": "PaLM 62B", "palm-540b": "PaLM 540B"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One phase of one model on so many chips: the layout that the planner picks, and its seconds.
+
+    Attributes:
+        seconds: of a step, planned.
+        compiled: likewise as compiled and simulated; 0 where it was not compiled.
+    """
+
+    model: str
+    phase: str
+    chips: int
+    batch: int
+    weights: str
+    layout: str
+    seconds: float
+    compiled: float = 0.0
+
+    @property
+    def latency(self) -> float:
+        """Seconds of a step as compiled, or else as planned."""
+        return self.compiled or self.seconds
+
+    @property
+    def cost(self) -> float:
+        """Chip-seconds per token."""
+        return self.chips * self.latency / (self.batch * (CONTEXT if self.phase == "prefill" else 1))
+
+
+def main() -> None:
+    """Plan, compile, draw and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=CHIPS, help="only this one")
+    parser.add_argument("--phase", choices=BATCHES, help="only this one")
+    parser.add_argument("--json", type=Path, help="keep the points in this file, also while they come")
+    parser.add_argument("--from", dest="given", type=Path, nargs="+", help="take the points of these files")
+    parser.add_argument("--no-compile", action="store_true", help="plan only")
+    parser.add_argument("--image", type=Path, help="draw the points")
+    parser.add_argument("--write", type=Path, help="replace the table of the frontiers in a page")
+    options = parser.parse_args()
+    if options.given:
+        points = [Point(**each) for path in options.given for each in json.loads(path.read_text())]
+    else:
+        host.start(1, "cpu")  # for JAX itself: the slices' devices exist for the compiler only
+        points = measure(options)
+    if options.image:
+        from pareto_picture import draw
+
+        draw(points, options.image)
+    text = "\n".join(table(points))
+    print(text)
+    if options.write:
+        write_between(options.write, MARKS, text)
+
+
+def measure(options: argparse.Namespace) -> list[Point]:
+    """Plan every point; then compile the frontiers until they stand."""
+    points: list[Point] = []
+    for model in [options.model] if options.model else CHIPS:
+        for phase in [options.phase] if options.phase else BATCHES:
+            found = [
+                point
+                for chips in CHIPS[model]
+                for batch in BATCHES[phase]
+                for point in plan(model, phase, chips, batch)
+            ]
+            while not options.no_compile:
+                new = [point for point in frontier(found) if not point.compiled]
+                if not new:
+                    break
+                found = [measured(point) if point in new else point for point in found]
+                keep(options.json, points + found)
+            points += found
+            keep(options.json, points)
+    return points
+
+
+def keep(path: Path | None, points: Iterable[Point]) -> None:
+    """Write the points into a file."""
+    if path:
+        path.write_text(json.dumps([asdict(point) for point in points], indent=1))
+
+
+def plan(model: str, phase: str, chips: int, batch: int) -> list[Point]:
+    """The point in the fastest layout, if any fits."""
+    mesh, config, weights = slice_of(chips)[1], config_of(model), "int8" if batch <= FEW else "bfloat16"
+    length = CONTEXT if phase == "prefill" else 1
+    ranked = rank_serving(
+        config, layouts(config, phase, mesh), mesh, phase, batch=batch, room=CONTEXT, length=length, weights=weights,
+        lowerings=("blocking",),
+    )  # fmt: skip
+    if not ranked or ranked[0].reason:
+        return []
+    print(f"{model} {phase} {chips} chips, {batch} rows, {weights}: {ranked[0]}", flush=True)
+    return [Point(model, phase, chips, batch, weights, ranked[0].name, ranked[0].seconds)]
+
+
+def measured(point: Point) -> Point:
+    """The point as compiled; one whose program does not fit stays out of every frontier."""
+    machine, mesh = slice_of(point.chips)
+    config = config_of(point.model)
+    layout = next(each for each in layouts(config, point.phase, mesh) if each.name == point.layout)
+    length = CONTEXT if point.phase == "prefill" else 1
+    report = compiled(config, layout, machine, mesh, point.phase, point.batch, CONTEXT, length, point.weights)
+    seconds = report.timeline.step_seconds if report.timeline else float("inf")
+    print(
+        f"  compiled: {point.model} {point.chips} chips, {point.batch} rows: {amount_of_seconds(seconds)}", flush=True
+    )
+    return replace(point, compiled=seconds)
+
+
+def slice_of(chips: int):
+    """The slice, and a mesh along its torus axes."""
+    machine = topology(f"tpu-v4:{SLICES[chips]}")
+    return machine, machine.mesh(dict(zip("xyz", machine.shape)))
+
+
+def config_of(model: str) -> models.ModelConfig:
+    """The configuration of a model."""
+    return load_toml(File, configs.find(model)).model
+
+
+def layouts(config: models.ModelConfig, phase: str, mesh) -> list:
+    """The layouts that are tried: heads that so many devices do not divide are padded."""
+    share = mesh.devices.size
+    padded = -(-config.heads // share) * share
+    return [
+        each.override({"padding.H": padded}) if padded < 2 * config.heads else each
+        for each in serving_layouts(PRESETS[phase])
+    ]
+
+
+def frontier(points: Iterable[Point]) -> list[Point]:
+    """The points that no other of the same model and phase beats in both latency and cost, fastest first."""
+    points, best = sorted(points, key=lambda point: (point.latency, point.cost)), []
+    for point in points:
+        if point.latency < float("inf") and all(point.cost < other.cost for other in best):
+            best.append(point)
+    return best
+
+
+def table(points: list[Point]) -> list[str]:
+    """The frontiers as Markdown."""
+    lines = []
+    for phase in BATCHES:
+        for model in CHIPS:
+            of_model = [point for point in points if (point.model, point.phase) == (model, phase)]
+            if not of_model:
+                continue
+            lines += ["", f"**{NAMES[model]}, {phase}** ({len(of_model)} points planned)", ""]
+            lines += [
+                "| chips | rows | weights | layout, queries, cache | a step, planned | compiled | chip-ms per token |"
+            ]
+            lines += ["|--:|--:|---|---|--:|--:|--:|"]
+            lines += [
+                f"| {p.chips} | {p.batch} | {p.weights} | `{p.layout}` | {amount_of_seconds(p.seconds)} | "
+                f"{amount_of_seconds(p.compiled) if p.compiled else ''} | {1e3 * p.cost:.3g} |"
+                for p in frontier(of_model)
+            ]
+    return lines[1:]
+
+
+if __name__ == "__main__":
+    main()
