@@ -18,8 +18,7 @@ from gspmd.moe import expert_layer
 
 from .config import ModelConfig
 from .feed_forward import FeedForward
-from .parameters import padded_dimensions
-from .vectors import masked, norm, optional
+from .vectors import masked, norm, optional, padded_dimensions
 
 
 class Experts(nnx.Module):

@@ -19,8 +19,8 @@ from gspmd.ops._embedding import embed
 
 from .blocks import Block, ParallelBlock, part
 from .config import ModelConfig
-from .parameters import initialise, nested, padded_dimensions, parameters
-from .vectors import along, biased, matrix, norm, optional, scaled
+from .parameters import initialise, nested, parameters
+from .vectors import along, biased, matrix, norm, optional, padded_dimensions, scaled
 
 Figures = dict[str, jax.Array]
 
