@@ -71,6 +71,10 @@ class Source:
         """The name of the tensor at these numbers of the counted dimensions."""
         return self.stored.name.format(**dict(zip(self.counted, numbers)))
 
+    def names(self) -> Iterator[str]:
+        """The names of all its tensors."""
+        yield from map(self.name, self.counts())
+
     def counts(self, index: tuple[slice, ...] | None = None) -> list[tuple[int, ...]]:
         """The numbers of the tensors that a shard has parts of; of all tensors without one."""
         parts = dict(zip(self.row.spec.dims, index or [slice(None)] * len(self.row.shape)))

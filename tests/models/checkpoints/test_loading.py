@@ -181,6 +181,20 @@ def test_a_layout_that_the_model_does_not_divide_by_is_refused_before_anything_i
         load(folder, *placing("megatron-1d"), "float32")
 
 
+@pytest.mark.parametrize("preset", ["replicated", "weight-stationary-2d"])
+def test_int8_weights_are_those_of_the_model_quantized_after_loading(preset, placing, tmp_path):
+    folder = write(tmp_path, tensors("float16"))
+    layout, mesh = placing(preset)
+    model, report = load(folder, layout, mesh, "bfloat16", int8=True)
+    with jax.set_mesh(mesh):
+        wanted = models.quantize(load(folder, layout, mesh, "float32")[0])
+    assert model.config == wanted.config
+    for path, value in models.arrays(wanted).items():
+        np.testing.assert_array_equal(np.asarray(models.arrays(model)[path]), np.asarray(value), err_msg=path)
+        assert models.arrays(model)[path].sharding == value.sharding, path
+    assert report.bytes_read == sum(value.nbytes for value in tensors("float16").values())
+
+
 def test_a_dtype_that_models_do_not_compute_in_is_refused(placing, tmp_path):
     with pytest.raises(CheckpointError, match="int8"):
         load(write(tmp_path, tensors()), *placing("replicated"), "int8")
