@@ -210,7 +210,9 @@ def _norm(config: ModelConfig, path: str, section: str) -> Iterator[tuple[str, s
 
 def shares_scale(config: ModelConfig, path: str) -> bool:
     """Whether a matrix has the scales of its block's `ffn.w_out`: their products are summed before they are scaled."""
-    return config.block == "parallel" and config.moe is None and path.endswith("attention.w_o")
+    if config.block != "parallel" or not path.endswith("attention.w_o"):
+        return False
+    return config.moe is None or int(path.split(".")[1]) != config.period - 1  # experts reduce their sum separately
 
 
 def _shared(config: ModelConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, str, str, Initialiser]]:
