@@ -20,15 +20,16 @@ from palm import File, compiled
 
 import gspmd_models as models
 from gspmd import host
+from gspmd.annotate import Spec
 from gspmd.audit import topology
 from gspmd.commands import configs
 from gspmd.display.units import amount_of_seconds
 from gspmd.training.toml import load_toml
 from gspmd_models.decoding import rank_serving, serving_layouts
 
-CHIPS = {"palm-8b": (8, 16, 32, 64), "palm-62b": (8, 16, 32, 64), "palm-540b": (64, 128, 256)}
+CHIPS = {"palm-8b": (8, 16, 32, 64), "palm-62b": (8, 16, 32, 64), "palm-540b": (64, 128)}
 SLICES = {8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
-BATCHES = {"decode": (1, 4, 16, 32, 64, 128, 256, 512, 1024), "prefill": (1, 4, 16, 64, 256, 512)}
+BATCHES = {"decode": (1, 4, 16, 64, 128, 256, 512, 1024), "prefill": (1, 4, 16, 64, 256, 512)}
 PRESETS = {
     "decode": ("weight-stationary-2d", "weight-stationary-1d"),
     "prefill": ("weight-stationary-2d", "weight-stationary-1d", "weight-gathered-x", "weight-gathered-xy",
@@ -87,8 +88,6 @@ def main() -> None:
         host.start(1, "cpu")  # for JAX itself: the slices' devices exist for the compiler only
         points = measure(options)
     if options.image:
-        from pareto_picture import draw
-
         draw(points, options.image)
     text = "\n".join(table(points))
     print(text)
@@ -169,7 +168,7 @@ def layouts(config: models.ModelConfig, phase: str, mesh) -> list:
     padded = -(-config.heads // share) * share
     return [
         each.override({"padding.H": padded}) if padded < 2 * config.heads else each
-        for each in serving_layouts(PRESETS[phase])
+        for each in serving_layouts(PRESETS[phase], long=False)
     ]
 
 
@@ -201,6 +200,75 @@ def table(points: list[Point]) -> list[str]:
                 for p in frontier(of_model)
             ]
     return lines[1:]
+
+
+COLORS = {"palm-8b": "#009e73", "palm-62b": "#0072b2", "palm-540b": "#d55e00"}
+INK, FAINT = "#27313d", "#8b96a3"
+SHORT = {"weight-stationary-2d": "2D", "weight-stationary-1d": "1D", "weight-gathered-x": "WG x",
+         "weight-gathered-xy": "WG xy", "weight-gathered-xyz": "WG xyz"}  # fmt: skip
+TITLES = {
+    "decode": ("Decoding, 2048 tokens of context", "milliseconds per step"),
+    "prefill": ("Reading a prompt of 2048 tokens", "seconds"),
+}
+
+
+def draw(points: list[Point], path: Path) -> None:
+    """Draw latency against cost, a panel for each phase; frontiers in full color, each point with its layout."""
+    from matplotlib.figure import Figure
+
+    style = {"font.family": "DejaVu Sans", "font.size": 10}
+    import matplotlib
+
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(15, 7.6), dpi=160, layout="constrained")
+        for axes, phase in zip(figure.subplots(1, 2), BATCHES):
+            panel(axes, [point for point in points if point.phase == phase], phase)
+        figure.suptitle(
+            "Serving PaLM on TPU v4: latency against cost, in the layout that the planner picks", fontsize=15,
+            color=INK, weight="bold", x=0.012, ha="left",
+        )  # fmt: skip
+        figure.savefig(path)
+
+
+def panel(axes, points: list[Point], phase: str) -> None:
+    """One phase."""
+    scale = 1e3 if phase == "decode" else 1.0
+    for model, color in COLORS.items():
+        of_model = [point for point in points if point.model == model and point.latency < float("inf")]
+        best = frontier(of_model)
+        rest = [point for point in of_model if point not in best]
+        spot = lambda group: ([p.latency * scale for p in group], [1e3 * p.cost for p in group])  # noqa: E731
+        axes.scatter(*spot(rest), s=16, color=color, alpha=0.22, linewidths=0, zorder=2)
+        axes.plot(*spot(best), color=color, linewidth=1.8, alpha=0.85, zorder=3)
+        for weights, face in (("int8", "white"), ("bfloat16", color)):
+            group = [point for point in best if point.weights == weights]
+            axes.scatter(*spot(group), s=46, facecolor=face, edgecolor=color, linewidth=1.6, zorder=4)
+        for point in best:
+            axes.annotate(
+                said(point), (point.latency * scale, 1e3 * point.cost), xytext=(7, 5), textcoords="offset points",
+                fontsize=7.2, color=INK, zorder=5,
+            )  # fmt: skip
+        if best:
+            end = best[-1]
+            axes.annotate(
+                NAMES[model], (end.latency * scale, 1e3 * end.cost), xytext=(10, -16), textcoords="offset points",
+                fontsize=12, weight="bold", color=color,
+            )  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel=TITLES[phase][1], ylabel="chip-milliseconds per token")
+    axes.set_title(TITLES[phase][0], loc="left", color=INK, fontsize=12)
+    axes.grid(True, which="major", color="#e3e7ec", linewidth=0.8, zorder=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK, which="both", length=3)
+    axes.margins(x=0.16, y=0.09)
+    note = "open: int8 weights, filled: bfloat16; label: rows, chips, weights' layout, batch of the attention"
+    axes.text(0.0, -0.115, note if phase == "decode" else "", transform=axes.transAxes, fontsize=8.5, color=FAINT)
+
+
+def said(point: Point) -> str:
+    """Rows, chips, and the layout in short: of the weights, and over which axes the attention has the batch."""
+    preset, query, _ = point.layout.split()
+    rows = "".join(Spec.parse(query).axes_of("B"))
+    return f"{point.batch} rows, {point.chips} chips\n{SHORT[preset]}, attention {'B_' + rows if rows else 'by heads'}"
 
 
 if __name__ == "__main__":

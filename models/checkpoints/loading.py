@@ -81,9 +81,9 @@ def load(
     began = time.perf_counter()
     checkpoint = described(directory)
     config, dtype = checkpoint.config, jnp.dtype(dtype)
-    if dtype not in DTYPES.values():
-        known = ", ".join(map(str, DTYPES.values()))
-        raise CheckpointError(f"cannot load {str(directory)!r}:", [f"models compute in {known}, and not in {dtype}."])
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        fault = f"models compute in float32 or bfloat16, and not in {dtype}."
+        raise CheckpointError(f"cannot load the checkpoint {str(directory)!r}:", [fault])
     with Files(directory) as files, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         sizes = config.sizes(batch=1, length=1)
         layout.check({dim: size for dim, size in sizes.items() if dim not in "BLTG"}, mesh)

@@ -149,7 +149,7 @@ def _held(program: Program) -> int:
 def _attention(
     config: ModelConfig, layout: Layout, mesh: Mapping[str, int], batch: int, length: int, room: int, chip: Chip, dtype
 ) -> float:
-    """Seconds of the attention of all layers on one device: it runs where the cache lies, with the rest of the heads."""
+    """Seconds of all layers' attention on one device: it runs where the cache lies, with the rest of the heads."""
     query, cache = layout.spec("attention.query"), cache_spec(layout)
     over = lambda axes: prod(mesh[axis] for axis in axes)  # noqa: E731
     apart = {*cache.axes_of("B"), *cache.axes_of("T")}
@@ -162,7 +162,9 @@ def _attention(
     return config.layers * max(operations / chip.flops(str(dtype)), moved / chip.hbm_bandwidth)
 
 
-def serving_layouts(presets: Sequence[str] = FEED_FORWARD, several_keys: bool = False) -> Iterator[Layout]:
+def serving_layouts(
+    presets: Sequence[str] = FEED_FORWARD, *, several_keys: bool = False, long: bool = True
+) -> Iterator[Layout]:
     """Yield whole-model layouts for serving: every feed-forward preset with every attention that goes with it.
 
     Attention is over the heads, over the batch on one, two or all axes and the heads on the others, and with the cache
@@ -171,6 +173,7 @@ def serving_layouts(presets: Sequence[str] = FEED_FORWARD, several_keys: bool = 
     Args:
         presets: names of layouts over x, y and z.
         several_keys: whether key/value heads are sharded as query heads are (multi-head), or whole (multiquery).
+        long: whether to try caches over the length too, for contexts that are too long for one device.
 
     Example:
         >>> [layout.name for layout in serving_layouts(["weight-gathered-xy"])]
@@ -186,7 +189,7 @@ def serving_layouts(presets: Sequence[str] = FEED_FORWARD, several_keys: bool = 
                 continue
             free = [axis for axis in heads if axis not in rows]
             for kept in (free, [axis for axis in free if axis in projection.axes_of("H")]):
-                for context in ((), tuple(axis for axis in "xyz" if axis not in rows)):
+                for context in ((), tuple(axis for axis in "xyz" if axis not in rows))[: 1 + long]:
                     query = Spec(("B", "L", "H", "D"), (rows, (), tuple(kept), ()))
                     keys = () if not several_keys or context else tuple(kept)
                     key = Spec(("B", "L", "K", "D"), (rows, (), keys, ()))
