@@ -117,7 +117,7 @@ class Source:
         layout = (Layout.load(name) if name else own).override(sharding.overrides)
         return layout.lowered(sharding.lowering) if sharding.lowering else layout
 
-    def load(self, layout: Layout, mesh: Mesh, dtype: str, *, int8: bool) -> tuple[models.Transformer, str]:
+    def load(self, layout: Layout, mesh: Mesh, dtype: str, *, int8: bool = False) -> tuple[models.Transformer, str]:
         """The model, placed by a layout, and what loading it took."""
         if self.run is None:
             model, taken = checkpoints.load(self.folder, layout, mesh, dtype, int8=int8)
