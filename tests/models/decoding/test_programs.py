@@ -8,7 +8,7 @@ import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd_models.decoding import Sampling, decode_loop, make_batch
-from gspmd_models.decoding.cache import abstract_whole
+from gspmd_models.decoding.cache import abstract_cache, abstract_whole, formats, heads_first
 from gspmd_models.decoding.loop import Rows
 
 
@@ -85,6 +85,17 @@ def temporary_bytes(config, make_mesh, room):
     held = sum(leaf.dtype.itemsize * leaf.size // 8 for leaf in jax.tree.leaves(cache) if leaf.ndim > 1)
     assert all(memory.alias_size_in_bytes >= held for memory in found)
     return [memory.temp_size_in_bytes for memory in found], held
+
+
+def test_on_tpus_heads_stand_first_in_memory_where_a_device_has_several(config, make_mesh):
+    layout, mesh = Layout.load("megatron-1d"), make_mesh({"x": 1, "y": 4, "z": 1})
+    for kv_heads, order in ((8, (0, 1, 3, 2, 4)), (4, None)):
+        cache = abstract_cache(config(kv_heads=kv_heads), layout, mesh, 2, 16, "float32", int8=True)
+        placed = heads_first(cache)
+        assert [leaf.shape for leaf in jax.tree.leaves(placed)] == [leaf.shape for leaf in jax.tree.leaves(cache)]
+        found = formats(placed).keys[0].layout
+        assert (found and found.major_to_minor) == order
+        assert formats(placed).key_scales[0].layout is None
 
 
 @pytest.mark.slow
