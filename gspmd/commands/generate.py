@@ -117,7 +117,7 @@ class Source:
         layout = (Layout.load(name) if name else own).override(sharding.overrides)
         return layout.lowered(sharding.lowering) if sharding.lowering else layout
 
-    def load(self, layout: Layout, mesh: Mesh, dtype: str, *, int8: bool) -> tuple[models.Transformer, str]:
+    def load(self, layout: Layout, mesh: Mesh, dtype: str, *, int8: bool = False) -> tuple[models.Transformer, str]:
         """The model, placed by a layout, and what loading it took."""
         if self.run is None:
             model, taken = checkpoints.load(self.folder, layout, mesh, dtype, int8=int8)
@@ -167,8 +167,8 @@ def generate(settings: Settings) -> int:
     mesh = command.make_mesh(sharding, layout, sizes, host_devices=1)
     dtype = settings.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
     ids = [source.tokenizer.encode(prompt) for prompt in prompts]
-    job = {"samples": settings.samples, "cache_length": settings.cache_length}
-    options = {"chunk": settings.chunk, "burst": settings.burst, "int8": settings.cache == "int8"}
+    job: dict[str, Any] = {"samples": settings.samples, "cache_length": settings.cache_length}
+    options: dict[str, Any] = {"chunk": settings.chunk, "burst": settings.burst, "int8": settings.cache == "int8"}
     with jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"):
         batch = decoding.make_batch(config, layout, prefill, mesh, ids, settings.tokens, chunk=settings.chunk, **job)
         decode = batch.sizes.decode
