@@ -72,9 +72,7 @@ SWITCH = MoEConfig(experts=5, every=1, router="switch", dispatch="dropless")
         pytest.param({"moe": replace(DROPLESS, router="gshard", k=None)}, "Mixtral", id="gshard"),
         pytest.param({"moe": SWITCH, "qk_norm": True}, "Qwen3Moe", id="switch"),
         pytest.param({"activation": "geglu", "scale_embedding": False}, "Gemma", id="geglu"),
-        pytest.param(
-            {"block": "parallel", "norm": "layer", "rotary_pairs": "neighbours"}, "Cohere", id="parallel", marks=SLOW
-        ),
+        pytest.param({"block": "parallel", "norm": "layer", "rotary_pairs": "neighbours"}, "Cohere", id="parallel"),
     ],
 )
 def test_a_model_of_our_own_is_one_of_transformers(changes, kind, placing, from_folder, tmp_path):
