@@ -143,7 +143,10 @@ def test_a_prompt_is_read_and_continued_with_int8(cache, config, make_mesh):
     reading, writing = phases(stationary, gathered, sizes=sizes, mesh=mesh)
     model = models.quantize(models.build(settings, writing, mesh, jax.random.key(0)))
     with jax.set_mesh(mesh), gspmd.lowering("blocking"):
-        weights, held = models.arrays(model), models.empty_cache(settings, writing, mesh, ROWS, ROOM, "float32", int8=cache)
+        weights, held = (
+            models.arrays(model),
+            models.empty_cache(settings, writing, mesh, ROWS, ROOM, "float32", int8=cache),
+        )
         prompt = jax.device_put(TOKENS[:, :READ], models.abstract_tokens(reading, mesh, ROWS, READ).sharding)
         logits, held = jax.jit(prefill_step(served(model, reading)))(weights, prompt, np.full(ROWS, READ), held)
         found, decode = [logits], jax.jit(decode_step(model))
