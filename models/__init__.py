@@ -1,6 +1,6 @@
 """Decoder-only language models in Flax NNX, with every tensor sharded by a layout.
 
-Reading order: config, parameters, attention, feed_forward, experts, blocks, transformer, objective, decoding,
+Reading order: config, vectors, parameters, attention, feed_forward, experts, blocks, transformer, objective, decoding,
 shapes, step. `gspmd_models.step` has to be imported by name: it imports the libraries of training.
 
 This folder is installed as `gspmd_models`, since many projects have a `models` of their own. Imports within it are

@@ -19,8 +19,7 @@ from gspmd.ops._attention import attention
 from gspmd.ops._norm import rms_norm
 
 from .config import ModelConfig, RopeScaling
-from .parameters import padded_dimensions
-from .vectors import biased, masked, matrix, norm, optional, scaled
+from .vectors import biased, masked, matrix, norm, optional, padded_dimensions, scaled
 
 
 class Past(Protocol):

@@ -18,8 +18,7 @@ from gspmd.moe import expert_layer
 
 from .config import ModelConfig
 from .feed_forward import FeedForward
-from .parameters import padded_dimensions
-from .vectors import masked, norm, optional
+from .vectors import masked, matrix, norm, optional, padded_dimensions
 
 
 class Experts(nnx.Module):
@@ -34,6 +33,7 @@ class Experts(nnx.Module):
         self.w_in = nnx.Param(weights["w_in"])
         self.w_gate = nnx.Param(weights["w_gate"]) if config.gated else None
         self.w_out, self.padded = nnx.Param(weights["w_out"]), padded_dimensions(config, layout).get("F")
+        self.s_in, self.s_gate, self.s_out = (optional(weights, name) for name in ("s_in", "s_gate", "s_out"))
         shared = weights.get("shared")
         self.shared = None if shared is None else FeedForward(config, layout, shared, dtype, shared_specs(layout))
 
@@ -77,13 +77,14 @@ class Experts(nnx.Module):
         return answers if self.shared is None else answers + self.shared.answer(y), {"aux_loss": loss, **stats}
 
     def weights(self) -> dict[str, jax.Array]:
-        """The experts' weights in the compute dtype, and the router's in float32."""
-        routers = {"router": self.router, "router_noise": self.router_noise}
+        """The experts' weights in the compute dtype, or int8 and their scales; and the router's in float32."""
+        vectors = {"router": self.router, "router_noise": self.router_noise}
+        vectors |= {"s_in": self.s_in, "s_gate": self.s_gate, "s_out": self.s_out}
         named = {"w_in": self.w_in, "w_gate": self.w_gate, "w_out": self.w_out}
-        cast = {name: w[...].astype(self.dtype) for name, w in named.items() if w is not None}
+        cast = {name: matrix(w, self.dtype) for name, w in named.items() if w is not None}
         # rows of 0 take no part of the hidden layer, and send no gradient into it
         cast["w_out"] = masked(cast["w_out"], self.padded, "F", self.moe.w_out)
-        return {name: w[...] for name, w in routers.items() if w is not None} | cast
+        return {name: w[...] for name, w in vectors.items() if w is not None} | cast
 
 
 @dataclass(frozen=True)

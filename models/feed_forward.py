@@ -15,8 +15,7 @@ from gspmd.layouts.section import SectionSpecs
 from gspmd.moe.experts.activation import PLAIN
 
 from .config import ModelConfig
-from .parameters import padded_dimensions
-from .vectors import biased, masked, matrix, norm, optional, scaled
+from .vectors import biased, masked, matrix, norm, optional, padded_dimensions, scaled
 
 
 class FeedForward(nnx.Module):

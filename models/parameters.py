@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.annotate import Spec
-from gspmd.layouts import Layout
-from gspmd.layouts.rules.padding import Padded, paddings
+from gspmd.layouts.rules.padding import Padded
 
 from .config import ModelConfig
-from .vectors import SCALES
+from .vectors import SCALES, SHARED, pad, padded_dimensions, shared_sizes, wide_sizes
 
 Initialiser = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
@@ -133,38 +132,6 @@ def _compiled(
     return jax.jit(lambda key: jax.sharding.auto_axes(draw, out_sharding=placed)(key), out_shardings=placed)
 
 
-def pad(values: jax.Array, padding: tuple[Padded | None, ...]) -> jax.Array:
-    """Put real values where they stand among the padding, which is 0."""
-    for at, each in enumerate(padding):
-        if each:
-            before, after = values.shape[:at], values.shape[at + 1 :]
-            runs = values.reshape(*before, each.runs, each.length, *after)
-            more = [(0, each.wide_runs - each.runs), (0, each.wide_length - each.length)]
-            wide = jnp.pad(runs, [*[(0, 0)] * at, *more, *[(0, 0)] * len(after)])
-            values = wide.reshape(*before, each.size, *after)
-    return values
-
-
-def wide_sizes(config: ModelConfig, layout: Any, batch: int = 1, length: int = 1) -> dict[str, int]:
-    """Return the sizes that tensors have under a layout: the model's, padded as the layout asks."""
-    sizes = config.sizes(batch, length)
-    return layout.padded(sizes) if isinstance(layout, Layout) else sizes
-
-
-def padded_dimensions(config: ModelConfig, layout: Any, *, shared: bool = False) -> dict[str, Padded]:
-    """Return the dimensions of parameters that are padded, by the layout or by `vocabulary_multiple`.
-
-    Args:
-        config: the model.
-        layout: a `gspmd.Layout`, or any mapping from its keys to specs.
-        shared: whether for the shared experts, whose F is their own.
-    """
-    sizes, wide = config.sizes(1, 1) | {"V": config.vocabulary}, wide_sizes(config, layout)
-    if shared:
-        sizes, wide = shared_sizes(config, sizes), shared_sizes(config, wide)
-    return paddings({dim: sizes[dim] for dim in "VHKF"}, wide)
-
-
 def _rows(config: ModelConfig, layout: Any, spec_of: Callable[[str], str]) -> Iterator[tuple[str, Parameter]]:
     sizes, wide = config.sizes(batch=1, length=1), wide_sizes(config, layout)
 
@@ -243,16 +210,9 @@ def _norm(config: ModelConfig, path: str, section: str) -> Iterator[tuple[str, s
 
 def shares_scale(config: ModelConfig, path: str) -> bool:
     """Whether a matrix has the scales of its block's `ffn.w_out`: their products are summed before they are scaled."""
-    return config.block == "parallel" and config.moe is None and path.endswith("attention.w_o")
-
-
-SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_scale", "moe.shared_out")
-"""The layout's keys of shared experts, whose F is that of all of them together."""
-
-
-def shared_sizes(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of dimensions in the shared experts."""
-    return {**sizes, "F": config.moe.shared * sizes["F"]}
+    if config.block != "parallel" or not path.endswith("attention.w_o"):
+        return False
+    return config.moe is None or int(path.split(".")[1]) != config.period - 1  # experts reduce their sum separately
 
 
 def _shared(config: ModelConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, str, str, Initialiser]]:

@@ -27,7 +27,7 @@ def quantize(model: Transformer) -> Transformer:
     the activations' dtype, which holds it exactly, where it is multiplied.
 
     Args:
-        model: of `build` or `load`; call under `jax.set_mesh`. It is not changed.
+        model: of `build` or `load`, of arrays. It is not changed.
 
     Returns:
         The model of the config with `int8`, each weight and its scales placed by the layout.
@@ -79,7 +79,8 @@ def quantize_together(rows: dict[str, Parameter], weights: dict[str, jax.Array],
     of_scale, held = rows[scale].spec, [rows[path].spec for path in weights]
     summed = tuple(tuple(d for d, dim in enumerate(spec.dims) if dim not in of_scale.dims) for spec in held)
     placed = [spec.partition_spec() for spec in (*held, of_scale)]
-    made = _quantizer(summed, tuple(placed))(*weights.values())
+    with jax.set_mesh(next(iter(weights.values())).sharding.mesh):
+        made = _quantizer(summed, tuple(placed))(*weights.values())
     return dict(zip([*weights, scale], made))
 
 

@@ -14,8 +14,9 @@ from gspmd.annotate import Spec
 
 from .config import ModelConfig
 from .objective import batch_spec
-from .parameters import SHARED, Parameter, nested, parameters, shared_sizes, wide_sizes
+from .parameters import Parameter, nested, parameters
 from .transformer import Transformer
+from .vectors import SHARED, shared_sizes, wide_sizes
 
 WIDE = (
     "norm", "norm_bias", "q_norm", "k_norm", "b_q", "b_k", "b_v", "b_o", "b_in", "b_gate", "b_out", "bias", "router",

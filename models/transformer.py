@@ -19,8 +19,9 @@ from gspmd.ops._embedding import embed
 
 from .blocks import Block, ParallelBlock, part
 from .config import ModelConfig
-from .parameters import initialise, nested, padded_dimensions, parameters
-from .vectors import along, biased, matrix, norm, optional, scaled
+from .experts import moved
+from .parameters import initialise, nested, parameters
+from .vectors import along, biased, matrix, norm, optional, padded_dimensions, scaled
 
 Figures = dict[str, jax.Array]
 
@@ -94,20 +95,16 @@ class Embedding(nnx.Module):
         self.dtype, self.factor = dtype, math.sqrt(config.embed) if config.scale_embedding else 1.0
         at = SectionSpecs(layout.section("embedding"))
         self.equation = Equation.product(at.tokens, at.table, stream(config, layout))
-        self.of_scales = Equation.product(
-            at.tokens,
-            Spec(("V", "E"), (layout.spec("output.bias").axes[0], ())),
-            stream(config, layout).with_axes("E", ()),
-        )
+        self.spec, self.scale_spec = at.table, layout.spec("output.bias")
         self.table, self.scale = nnx.Param(weights["table"]), optional(weights, "scale")
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Rows of the table, times √E if the configuration scales them, placed as the residual stream."""
-        rows = embed(tokens, matrix(self.table, self.dtype), self.equation)
-        if self.scale is None:
-            return rows * self.factor
-        scales = embed(tokens, self.scale[...][:, None], self.of_scales)
-        return (rows.astype(jnp.float32) * (scales * self.factor)).astype(self.dtype)
+        table = matrix(self.table, self.dtype)
+        if self.scale is not None:  # each device its own rows, so that what it finds moves in the compute dtype
+            scale = moved(self.scale[...], self.scale_spec, self.spec.without("E"))
+            table = (table.astype(jnp.float32) * scale[:, None]).astype(self.dtype)
+        return embed(tokens, table, self.equation) * self.factor
 
 
 class Output(nnx.Module):

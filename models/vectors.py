@@ -13,7 +13,8 @@ from flax import nnx
 import gspmd
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
-from gspmd.layouts.rules.padding import Padded
+from gspmd.layouts import Layout
+from gspmd.layouts.rules.padding import Padded, paddings
 from gspmd.ops._bias import add_bias
 from gspmd.ops._layer_norm import layer_norm
 from gspmd.ops._norm import rms_norm
@@ -95,3 +96,44 @@ def along(values: np.ndarray, dim: str, spec: Spec) -> jax.Array:
     placed = Equation.move(whole, whole.with_axes(dim, spec.axes_of(dim)))
     others = [at for at, letter in enumerate(spec.dims) if letter != dim]
     return jnp.expand_dims(gspmd.reshard(jnp.asarray(values, jnp.float32), placed), others)
+
+
+SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_scale", "moe.shared_out")
+"""The layout's keys of shared experts, whose F is that of all of them together."""
+
+
+def shared_sizes(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes of dimensions in the shared experts."""
+    return {**sizes, "F": config.moe.shared * sizes["F"]}
+
+
+def pad(values: jax.Array, padding: tuple[Padded | None, ...]) -> jax.Array:
+    """Put real values where they stand among the padding, which is 0."""
+    for at, each in enumerate(padding):
+        if each:
+            before, after = values.shape[:at], values.shape[at + 1 :]
+            runs = values.reshape(*before, each.runs, each.length, *after)
+            more = [(0, each.wide_runs - each.runs), (0, each.wide_length - each.length)]
+            wide = jnp.pad(runs, [*[(0, 0)] * at, *more, *[(0, 0)] * len(after)])
+            values = wide.reshape(*before, each.size, *after)
+    return values
+
+
+def wide_sizes(config: ModelConfig, layout: Any, batch: int = 1, length: int = 1) -> dict[str, int]:
+    """Return the sizes that tensors have under a layout: the model's, padded as the layout asks."""
+    sizes = config.sizes(batch, length)
+    return layout.padded(sizes) if isinstance(layout, Layout) else sizes
+
+
+def padded_dimensions(config: ModelConfig, layout: Any, *, shared: bool = False) -> dict[str, Padded]:
+    """Return the dimensions of parameters that are padded, by the layout or by `vocabulary_multiple`.
+
+    Args:
+        config: the model.
+        layout: a `gspmd.Layout`, or any mapping from its keys to specs.
+        shared: whether for the shared experts, whose F is their own.
+    """
+    sizes, wide = config.sizes(1, 1) | {"V": config.vocabulary}, wide_sizes(config, layout)
+    if shared:
+        sizes, wide = shared_sizes(config, sizes), shared_sizes(config, wide)
+    return paddings({dim: sizes[dim] for dim in "VHKF"}, wide)

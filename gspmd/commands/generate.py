@@ -80,10 +80,12 @@ class Settings:
     """Tokens of a text that come to the host together."""
     cache_length: int | None = None
     """Tokens of a text that the cache has room for; as many as are needed if not given."""
+    weights: Literal["int8"] | None = None
+    """What matrices are kept in, with a scale for every channel; the compute type if not given."""
     cache: Literal["int8"] | None = None
-    """What keys and values are kept in; the compute type if not given."""
+    """What keys and values are kept in, with a scale for every token and head; the compute type if not given."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """What the model is kept in and computes in; float32 on a CPU and bfloat16 elsewhere if not given."""
+    """What the model computes in, and is kept in; float32 on a CPU and bfloat16 elsewhere if not given."""
     explain: bool = False
     """Print what a chunk of the prefill and a step of decoding send, and what weights and cache take; load nothing."""
     sampling: tyro.conf.OmitArgPrefixes[SamplingFlags] = field(default_factory=SamplingFlags)
@@ -115,14 +117,14 @@ class Source:
         layout = (Layout.load(name) if name else own).override(sharding.overrides)
         return layout.lowered(sharding.lowering) if sharding.lowering else layout
 
-    def load(self, layout: Layout, mesh: Mesh, dtype: str) -> tuple[models.Transformer, str]:
+    def load(self, layout: Layout, mesh: Mesh, dtype: str, *, int8: bool = False) -> tuple[models.Transformer, str]:
         """The model, placed by a layout, and what loading it took."""
         if self.run is None:
-            model, taken = checkpoints.load(self.folder, layout, mesh, dtype)
+            model, taken = checkpoints.load(self.folder, layout, mesh, dtype, int8=int8)
             return model, str(taken)
-        like = models.abstract(self.config, layout, mesh, dtype, stored=dtype)
-        values = checkpoint.load_parameters(self.folder, models.arrays(like))
-        return models.with_arrays(like, values), f"step {checkpoint.newest(self.folder)} of the run"
+        like = models.abstract(self.config, layout, mesh, dtype, stored="float32" if int8 else dtype)
+        model = models.with_arrays(like, checkpoint.load_parameters(self.folder, models.arrays(like)))
+        return models.quantize(model) if int8 else model, f"step {checkpoint.newest(self.folder)} of the run"
 
 
 def run(argv: Sequence[str], script: str = "") -> int:
@@ -165,18 +167,18 @@ def generate(settings: Settings) -> int:
     mesh = command.make_mesh(sharding, layout, sizes, host_devices=1)
     dtype = settings.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
     ids = [source.tokenizer.encode(prompt) for prompt in prompts]
-    job = {"samples": settings.samples, "cache_length": settings.cache_length}
-    options = {"chunk": settings.chunk, "burst": settings.burst, "int8": settings.cache == "int8"}
+    job: dict[str, Any] = {"samples": settings.samples, "cache_length": settings.cache_length}
+    options: dict[str, Any] = {"chunk": settings.chunk, "burst": settings.burst, "int8": settings.cache == "int8"}
     with jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"):
         batch = decoding.make_batch(config, layout, prefill, mesh, ids, settings.tokens, chunk=settings.chunk, **job)
         decode = batch.sizes.decode
         if settings.explain:
-            shapes = models.abstract(config, decode, mesh, dtype, stored=dtype)
+            shapes = models.abstract(config, decode, mesh, dtype, stored=settings.weights or dtype)
             explain(printing.console(120), models.Generator(shapes, layout, prefill, **options), batch.sizes)
             return 0
         report.header(console, facts(source, batch.sizes, mesh, dtype))
         with console.status("Loading the model …"):
-            model, taken = source.load(decode, mesh, dtype)
+            model, taken = source.load(decode, mesh, dtype, int8=settings.weights == "int8")
         console.print(f"Loaded: {taken}.", soft_wrap=True, markup=False)
         ended: set[int] = set()
         bursts = models.Generator(model, layout, prefill, **options).stream(

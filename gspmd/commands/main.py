@@ -14,7 +14,8 @@ from gspmd.display.console import console
 COMMANDS = {
     "explain": "what an equation will do on a mesh, drawn as the papers draw it",
     "train": "train a Mixture-of-Experts language model on text, every tensor placed by a layout",
-    "generate": "continue prompts with a public checkpoint or a trained run, in a layout to read and one to decode",
+    "generate": "continue prompts with a public checkpoint or a trained run, in any layout",
+    "export": "write a trained run as a public checkpoint, which transformers loads",
     "compile": "ask the TPU compiler whether a model fits on a slice, and what it will cost",
 }
 _EXAMPLES = (

@@ -6,24 +6,22 @@ from os import PathLike
 from typing import Any
 
 from gspmd.annotate import LayoutError, Spec, report
-from gspmd.annotate.errors import shown, suggestion
 from gspmd.display.plain import printable
 from gspmd.layouts import printed, read
 from gspmd.layouts.fitting import circumstances, fitting_mesh
+from gspmd.layouts.keyed import KeyedTable, unknown
 from gspmd.layouts.mesh import complete, read_sizes
 from gspmd.layouts.overriding import overridden
-from gspmd.layouts.rules import own
 from gspmd.layouts.rules.check import faults_of, mesh_faults, resolved
-from gspmd.layouts.rules.keys import PARTS, PHASES
+from gspmd.layouts.rules.keys import PHASES
 from gspmd.layouts.rules.padding import padded, padding_faults
-from gspmd.layouts.rules.table import LayoutTable
-from gspmd.layouts.section import Section, look_up, one_spec
+from gspmd.layouts.section import Section
 from gspmd.layouts.storage import position_specs, stored_specs
 from gspmd.lowerings.default import checked
 
 
 @dataclass(frozen=True)
-class Layout(LayoutTable):
+class Layout(KeyedTable):
     """The spec of every tensor of a model, by key: `layout["ffn.w_in"]` is `"E_xF_yz"`.
 
     Attributes:
@@ -90,66 +88,7 @@ class Layout(LayoutTable):
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._parts]
 
-    # -- what it says -------------------------------------------------------------------------------------------------
-
-    def __getitem__(self, key: str) -> str:
-        """Return the spec of a tensor.
-
-        Raises:
-          LayoutError: an unknown key, an optional one that is absent, or one with alternatives (see `resolved`).
-        """
-        spec = look_up(self.table, key)
-        if spec is None:
-            raise LayoutError(
-                f"layout '{self.name}' does not write {key}, which is optional.\n  Ask with get({key!r})."
-            )
-        return spec
-
-    def get(self, key: str, default: str | None = None) -> str | None:
-        """Return the spec of a tensor, or `default` if an optional key is absent."""
-        spec = look_up(self.table, key)
-        return default if spec is None else spec
-
-    def spec(self, key: str) -> Spec:
-        """Return the spec of a tensor, parsed. Raises as `layout[key]` does."""
-        return Spec.parse(self[key])
-
-    def section(self, part: str) -> Section:
-        """Return a part of the model (embedding, attention, ffn, moe, output, or user-defined), its keys as attributes.
-
-        `layout.ffn` is short for `layout.section("ffn")`.
-        """
-        if not isinstance(part, str) or part not in self._parts:
-            raise _unknown("part", part, self._parts)
-        return Section(part, self.table, self.lowering_of(part))
-
-    @property
-    def _parts(self) -> tuple[str, ...]:
-        return (*PARTS, *own.sections(self.own))
-
-    def gradient(self, key: str) -> str:
-        """Return the spec of a parameter's gradient: the parameter's own unless [gradients] overrides it."""
-        return self._overridden("gradients", key) or self[key]
-
-    def optimizer(self, key: str) -> str:
-        """Return the spec of a parameter's optimizer state: the parameter's own unless [optimizer] overrides it.
-
-        >>> Layout.load("data-parallel").override({"optimizer.ffn.w_in": "E_xyzF"}).optimizer("ffn.w_in")
-        'E_xyzF'
-        """
-        return self._overridden("optimizer", key) or self[key]
-
-    def cache(self, key: str = "attention.key") -> str:
-        """Return the spec of the key/value cache, with length T: as attention.key unless [cache] overrides it.
-
-        >>> Layout.load("weight-stationary-2d").cache()
-        'B_xyzTKD'
-        """
-        return self._overridden("cache", key) or str(Spec.parse(self[key]).rename({"L": "T"}))
-
-    def _overridden(self, section: str, key: str) -> str | None:
-        text = self.overrides.get(section, {}).get(key) if isinstance(key, str) else None
-        return None if text is None else one_spec(text, f"[{section}] {key}")
+    # -- phases, and other lowerings -----------------------------------------------------------------------------------
 
     def phase(self, name: str) -> "Layout":
         """Return the layout of a phase: reading a prompt (`"prefill"`) or generating tokens (`"decode"`).
@@ -160,7 +99,7 @@ class Layout(LayoutTable):
         'BLF'
         """
         if not isinstance(name, str) or name not in PHASES:
-            raise _unknown("phase", name, PHASES)
+            raise unknown("phase", name, PHASES)
         return replace(self, table={**self.table, **self.overrides.get(name, {})}, serves=name)
 
     def stored_as(self, other: "Layout") -> "Layout":
@@ -186,20 +125,9 @@ class Layout(LayoutTable):
         """
         return self.override(position_specs(self.table))
 
-    @property
-    def lowering(self) -> str | None:
-        """The default of [lowering]; None leaves it to the caller."""
-        return self.lowerings.get("default")
-
     def lowered(self, name: str) -> "Layout":
         """Return this layout with one lowering for all parts."""
         return replace(self, lowerings={"default": checked(name)})
-
-    def lowering_of(self, part: str) -> str | None:
-        """Return the lowering of a part of the model, by default that of the layout."""
-        if not isinstance(part, str):
-            raise _unknown("part", part, self._parts)
-        return self.lowerings.get(part, self.lowering)
 
     # -- on devices ---------------------------------------------------------------------------------------------------
 
@@ -310,9 +238,3 @@ class Layout(LayoutTable):
 def presets() -> tuple[str, ...]:
     """The names of the layouts that come with gspmd."""
     return read.preset_names()
-
-
-def _unknown(what: str, name: Any, known: tuple[str, ...]) -> LayoutError:
-    near = suggestion(name, known) if isinstance(name, str) else ""
-    known = f"{what.capitalize()}s: {', '.join(known)}."
-    return LayoutError(f"no {what} of a layout is called {shown(name)}.\n  {near}{known}")

@@ -52,7 +52,9 @@ def expert_layer(
         x: [G, L, E], placed as `layout.groups`: G groups of L tokens, each whole on its device. Tokens and the experts'
             weights are cast to their joint dtype, in which slots are sent as well.
         weights: "router" [E, X], float32; "w_in" [X, E, F], "w_out" [X, F, E], and "w_gate" [X, E, F] for a gated
-            activation; "router_noise" [E, X], float32, for noisy-top-k.
+            activation; "router_noise" [E, X], float32, for noisy-top-k. Those of experts may be int8, with the float32
+            scales of their products: "s_in" [X, F], "s_out" [X, E], and "s_gate" [X, F]. They move as int8, are cast to
+            the tokens' dtype where they are multiplied, and have no gradient.
         layout: the moe section of a layout: .router, .groups, .dispatched, .expert_input, .w_in, .w_gate, .hidden,
             .w_out, and optionally .router_noise, .in_via, .out_via.
         config: router, capacity, form of dispatch.
@@ -99,6 +101,7 @@ def expert_layer(
 
 
 _DIMS = {"router": "EX", "router_noise": "EX", "w_in": "XEF", "w_gate": "XEF", "w_out": "XFE"}
+_DIMS |= {"s_in": "XF", "s_gate": "XF", "s_out": "XE"}
 _KEYS = ("router", "groups", "dispatched", "expert_input", "w_in", "hidden", "w_out")
 _DOING = "run experts"
 
@@ -121,12 +124,21 @@ def _checked(x, weights, layout, config, key, mask, activation):
 
 def _weights(x: jax.Array, weights: Mapping[str, Any], config: MoEConfig, activation: str) -> dict[str, jax.Array]:
     """The weights that router and activation need, with their shapes checked."""
-    needed = ["router", *["router_noise"] * config.noisy, "w_in", *["w_gate"] * (activation in GATED), "w_out"]
+    matrices = ["w_in", *["w_gate"] * (activation in GATED), "w_out"]
+    quantized = isinstance(weights, Mapping) and getattr(weights.get("w_in"), "dtype", None) == jnp.int8
+    scales = [f"s_{name.removeprefix('w_')}" for name in matrices] if quantized else []
+    needed = ["router", *["router_noise"] * config.noisy, *matrices, *scales]
     missing = [name for name in needed if not isinstance(weights, Mapping) or name not in weights]
     if missing:
-        why = f"router {config.router} and activation {activation} need {', '.join(needed)}"
+        why = f"router {config.router} and activation {activation}{' in int8' * quantized} need {', '.join(needed)}"
         raise PlanError(f"cannot run experts: {why}; weights lack {', '.join(missing)}.")
-    arrays = {name: inputs.array(_DOING, name, weights[name], _DIMS[name], real=True) for name in needed}
+    held = {name: name in matrices and quantized for name in needed}
+    arrays = {name: inputs.array(_DOING, name, weights[name], _DIMS[name], real=not held[name]) for name in needed}
+    other = [name for name in matrices if arrays[name].dtype != jnp.int8]
+    if quantized and other:
+        raise SpecError(
+            f"cannot run experts: w_in is int8, and {', '.join(other)} not.\n  Quantize all of them, or none."
+        )
     sizes = {"E": x.shape[-1], "X": config.experts, "F": arrays["w_in"].shape[-1]}
     wanted = {name: tuple(sizes[dim] for dim in _DIMS[name]) for name in needed}
     faults = [
@@ -140,7 +152,12 @@ def _weights(x: jax.Array, weights: Mapping[str, Any], config: MoEConfig, activa
 
 
 def _of_one_dtype(x: jax.Array, weights: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Cast tokens and the experts' weights to their joint dtype, so that every lowering sends and multiplies in it."""
+    """Cast tokens and the experts' weights to their joint dtype, so that every lowering sends and multiplies in it.
+
+    Weights of int8, and their scales, stay what they are.
+    """
+    if weights["w_in"].dtype == jnp.int8:
+        return x, dict(weights)
     experts = [name for name in weights if not name.startswith("router")]
     joint = jnp.result_type(x, *(weights[name] for name in experts))
     return x.astype(joint), weights | {name: weights[name].astype(joint) for name in experts}

@@ -17,7 +17,7 @@ from gspmd.moe.experts.activation import ACTIVATIONS, GATED
 from gspmd.moe.experts.chunks import chunks_of
 from gspmd.moe.experts.dropout import Dropout, drop, key_words
 from gspmd.moe.experts.program import run_experts
-from gspmd.moe.experts.work import Buffers, Work
+from gspmd.moe.experts.work import Buffers, Work, scaled
 from gspmd.moe.local import run_local
 from gspmd.moe.places import Places
 from gspmd.moe.routers.routing import Routing
@@ -30,7 +30,7 @@ class Experts:
     """The experts of a layer.
 
     Attributes:
-        weights: "w_in", "w_out", and "w_gate" for a gated activation, of the tokens' dtype.
+        weights: "w_in", "w_out", and "w_gate" for a gated activation, of the tokens' dtype, or int8 with their scales.
         specs: of the moe section of a layout.
         config: of the layer.
         activation: "swiglu", "geglu", "gelu", "gelu_exact" or "relu".
@@ -70,8 +70,18 @@ class Experts:
             self.activation,
             tuple(sizes.items()),
             str(x.dtype),
+            str(self.weights["w_in"].dtype),
             dropout=dropout,
         )
+
+    def scales(self, work: Work) -> tuple[jax.Array, ...]:
+        """The scales of int8 weights, brought to where the products with the weights are; none of others."""
+        if not work.quantized:
+            return ()
+        given = {name: getattr(self.specs, f"scale_{name}") for name in ("in", "out")}
+        held = [(f"s_{name.removeprefix('w_')}", given["in"]) for name in self.names] + [("s_out", given["out"])]
+        moves = [Equation.move(spec, used) for (_, spec), used in zip(held, work.scales)]
+        return tuple(reshard(self.weights[name], each) for (name, _), each in zip(held, moves))
 
     @property
     def words(self) -> tuple[jax.Array, ...]:
@@ -80,7 +90,7 @@ class Experts:
 
     def run(self, work: Work, slots: jax.Array, *counts: jax.Array) -> jax.Array:
         """Send slots to the experts, compute, and send the answers back, in one planned program."""
-        return run_experts(context(), work, slots, self.flat, (*counts, *self.words))
+        return run_experts(context(), work, slots, self.flat, (*counts, *self.scales(work), *self.words))
 
 
 def by_slots(x: jax.Array, routing: Routing, experts: Experts, places: Places) -> jax.Array:
@@ -118,10 +128,11 @@ def _by_equations(ctx: Context, slots: jax.Array, experts: Experts, work: Work) 
     slots = reshard(slots, Equation.move(work.dispatched, there))
     (*w_in, w_out), activated = experts.flat, ACTIVATIONS[work.activation]
     h = einsum(work.equation_in, slots, tuple(w_in) if len(w_in) > 1 else w_in[0], via=work.in_via)
-    h = activated(*h) if len(w_in) > 1 else activated(h)
+    *s_in, s_out = experts.scales(work) or (None,) * (len(w_in) + 1)
+    h = activated(*map(scaled, h if len(w_in) > 1 else (h,), s_in))
     if work.dropout is not None:
         h = drop(ctx, h, hidden, *experts.words, work.dropout)
-    y = einsum(Equation.product(hidden, work.w_out, there), h, w_out, via=work.out_via)
+    y = scaled(einsum(Equation.product(hidden, work.w_out, there), h, w_out, via=work.out_via), s_out)
     return reshard(y, Equation.move(there, work.dispatched))
 
 

@@ -62,6 +62,13 @@ def described(directory: str | os.PathLike) -> Described:
         raise CheckpointError(doing, ["there is no such folder."])
     json = read_json(Path(directory) / "config.json", doing)
     family = _family(json, doing)
+    try:
+        return _described(family, json, doing)
+    except (TypeError, AttributeError) as error:  # the types of entries that few files have are not checked one by one
+        raise CheckpointError(doing, [f"config.json has an entry of a wrong type: {error}."]) from None
+
+
+def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described:
     faults = list(_inactive_faults(family, json))
     values: dict[str, Any] = dict(family.fixed)
     for name, option in family.options.items():
@@ -89,10 +96,10 @@ def described(directory: str | os.PathLike) -> Described:
         if moe:
             values["moe"] = MoEConfig(**moe, dispatch="dropless")
         config = ModelConfig(**values, scale_embedding=family.scale_embedding)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise CheckpointError(doing, str(error).splitlines()) from None
-    scale = None if family.logit_scale is None else float(json.get("logit_scale", family.logit_scale))
-    return Described(family, config, {} if scale is None else {"output.norm": scale})
+    scale = 1.0 if family.logit_scale is None else json.get("logit_scale", family.logit_scale) + 0.0
+    return Described(family, config, {"output.norm": scale})
 
 
 def expressing(config: ModelConfig) -> Family:

@@ -85,6 +85,10 @@ class Files:
     def __exit__(self, *_: object) -> None:
         self._maps.clear()  # a map is closed when nothing views it any more
 
+    def dtype(self, name: str) -> np.dtype:
+        """The dtype of a tensor."""
+        return DTYPES[self.tensors[name].dtype]
+
     def read_into(self, out: np.ndarray, name: str, sizes: Sequence[int], region: Sequence[slice]) -> int:
         """Read a region of a tensor, cast to the dtype of `out`.
 
@@ -98,7 +102,7 @@ class Files:
             The number of bytes read.
         """
         tensor = self.tensors[name]
-        dtype = DTYPES[tensor.dtype]
+        dtype = self.dtype(name)
         if not out.size:
             return 0
         if tensor.path not in self._maps:

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
 
 from ..config import ModelConfig
-from ..parameters import nested
+from ..parameters import nested, parameters
+from ..quantization import quantize_together, scale_groups
 from ..shapes import stored_dtype
 from ..transformer import Transformer
 from .config import Described, described
@@ -52,7 +53,7 @@ class LoadReport:
 
 
 def load(
-    directory: str | os.PathLike, layout: Any, mesh: Mesh, dtype: Any = jnp.bfloat16
+    directory: str | os.PathLike, layout: Any, mesh: Mesh, dtype: Any = jnp.bfloat16, *, int8: bool = False
 ) -> tuple[Transformer, LoadReport]:
     """Build the model of a public checkpoint, with every parameter placed by a layout.
 
@@ -64,6 +65,8 @@ def load(
         layout: a `gspmd.Layout`.
         mesh: devices with the layout's axes.
         dtype: of the computation and of the matrices; norms, biases and routers are float32.
+        int8: whether to quantize the matrices, one after the other as they are read, from the dtype of the files: the
+            model is then that of `quantize`, and never whole in another dtype.
 
     Returns:
         The model, as of `build`, and what loading took.
@@ -78,18 +81,27 @@ def load(
     began = time.perf_counter()
     checkpoint = described(directory)
     config, dtype = checkpoint.config, jnp.dtype(dtype)
-    if dtype not in DTYPES.values():
-        known = ", ".join(map(str, DTYPES.values()))
-        raise CheckpointError(f"cannot load {str(directory)!r}:", [f"models compute in {known}, and not in {dtype}."])
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        fault = f"models compute in float32 or bfloat16, and not in {dtype}."
+        raise CheckpointError(f"cannot load the checkpoint {str(directory)!r}:", [fault])
     with Files(directory) as files, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         sizes = config.sizes(batch=1, length=1)
         layout.check({dim: size for dim, size in sizes.items() if dim not in "BLTG"}, mesh)
         table = sources(checkpoint, config, layout)
         _check(checkpoint, config, table, files)
-        reader = _Reader(files, mesh, pool)
-        values = {path: reader.array(source, stored_dtype(source.row, dtype)) for path, source in table.items()}
+        reader, values = _Reader(files, mesh, pool), {}
+        if int8:
+            config = replace(config, int8=True)
+            rows = parameters(config, layout)
+            for paths, scale in scale_groups(config, rows):
+                weights = {path: reader.array(table[path], files.dtype(next(table[path].names()))) for path in paths}
+                with jax.set_mesh(mesh):
+                    values |= quantize_together(rows, weights, scale)
+        for path, source in table.items():
+            if path not in values:
+                values[path] = reader.array(source, stored_dtype(source.row, dtype))
         report = LoadReport(
-            tensors=sum(1 for source in table.values() for _ in source.counts()),
+            tensors=sum(1 for source in table.values() for _ in source.names()),
             bytes_read=reader.bytes,
             file_bytes=files.bytes,
             host_bytes=reader.most,
@@ -100,7 +112,7 @@ def load(
 
 def _check(checkpoint: Described, config: ModelConfig, table: dict[str, Source], files: Files) -> None:
     """Raise one error for all tensors that are not as the model needs them."""
-    wanted = {source.name(each): source.shape for source in table.values() for each in source.counts()}
+    wanted = {name: source.shape for source in table.values() for name in source.names()}
     faults = list(_tensor_faults(wanted, files))
     ignored = [*checkpoint.family.ignored, *([r"lm_head\.weight"] if config.tied else [])]
     faults += [

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ..config import ModelConfig
@@ -59,7 +58,7 @@ def save(
     config, target = model.config, Path(directory)
     doing = f"cannot save a checkpoint to {str(target)!r}:"
     values = arrays(model)
-    faults = [f"{path} is quantized; save the model before." for path, x in values.items() if x.dtype == jnp.int8]
+    faults = ["its weights are int8; save the model that was quantized."] if config.int8 else []
     faults += [
         f"{path} has shards in other processes; gather the model in this one."
         for path, value in values.items()

@@ -28,15 +28,11 @@ class Source:
     Attributes:
         row: the parameter, whose shape may be padded.
         stored: how its tensors are called and shaped.
-        first: number of the layer that is 0 of N.
-        period: layers from one of N to the next.
         factor: the parameter is factor · (tensor + offset).
     """
 
     row: Parameter
     stored: Stored
-    first: int
-    period: int
     factor: float
 
     @cached_property
@@ -73,10 +69,11 @@ class Source:
 
     def name(self, numbers: tuple[int, ...]) -> str:
         """The name of the tensor at these numbers of the counted dimensions."""
-        at = dict(zip(self.counted, numbers))
-        if "N" in at:
-            at["N"] = at["N"] * self.period + self.first
-        return self.stored.name.format(**at)
+        return self.stored.name.format(**dict(zip(self.counted, numbers)))
+
+    def names(self) -> Iterator[str]:
+        """The names of all its tensors."""
+        yield from map(self.name, self.counts())
 
     def counts(self, index: tuple[slice, ...] | None = None) -> list[tuple[int, ...]]:
         """The numbers of the tensors that a shard has parts of; of all tensors without one."""
@@ -129,10 +126,6 @@ def sources(checkpoint: Described, config: ModelConfig, layout: Any) -> dict[str
     """
     table = {}
     for path, row in parameters(config, layout).items():
-        place, name = 0, path
-        if path.startswith("blocks."):
-            _, number, name = path.split(".", 2)
-            place = int(number)
-        factor = checkpoint.factors.get(name, 1.0)
-        table[path] = Source(row, checkpoint.family.tensors[name], place, config.period, factor)
+        name = path.removeprefix("blocks.0.")  # no family has layers of several kinds
+        table[path] = Source(row, checkpoint.family.tensors[name], checkpoint.factors.get(name, 1.0))
     return table

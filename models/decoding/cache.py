@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from gspmd.annotate import Spec
 
 from ..config import ModelConfig
-from ..parameters import wide_sizes
+from ..vectors import wide_sizes
 
 
 @jax.tree_util.register_dataclass

@@ -91,3 +91,25 @@ def test_no_array_has_all_logits(make_mesh):
             found = list(sizes(program.jaxpr))
             assert blocks.Blocks.of(1, 2, 32768, 32768).queries == 2048
             assert 2**22 < max(found) <= blocks._BLOCK
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "expected"),
+    [("bfloat16", {}, "cudnn"), ("float32", {}, None), ("bfloat16", {"mask": np.ones((2, 16), bool)}, None)],
+)
+def test_a_gpu_runs_the_kernel_for_what_it_takes(dtype, options, expected, tiny_blocks, make_mesh, monkeypatch):
+    """No GPU is needed to see which implementation is asked for; blocks ask for none."""
+    asked, original = [], jax.nn.dot_product_attention
+
+    def record(*arrays, implementation=None, **rest):
+        asked.append(implementation)
+        return original(*arrays, **rest)
+
+    monkeypatch.setattr("gspmd.lowerings.target.device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", record)
+    q, k, v = (jnp.asarray(x, dtype) for x in _arrays(2, 16, 16, 4, 2, size=8))
+    with jax.set_mesh(make_mesh({"x": 1}, "auto")):
+        got = attention(q, k, v, "BLHD", "BTKD", **options)
+    assert asked == [expected] * (expected is not None)
+    exact = plain(*(x.astype("float32") for x in (q, k, v)))
+    np.testing.assert_allclose(got.astype("float32"), exact, atol=0.05 if dtype == "bfloat16" else 1e-5)

@@ -81,9 +81,9 @@ CASES = {
     "multiquery by heads": ("BLH_xyzD", "BLKD", "BTKD", 8, 1, {}),
     "multiquery by batch": ("BLH_xyzD", "BLKD", "B_xyzTKD", 8, 1, {(EXCHANGE, "xyz"): 2}),
     "multiquery by batch over one axis": ("BLH_yzxD", "BLKD", "B_xTKD", 8, 1, {(EXCHANGE, "x"): 2}),
-    "by length": ("BLH_xyzD", "BLKD", "BT_xyzKD", 8, 1, {(GATHER, "xyz"): 1, (SUM, "xyz"): 1, (SCATTER, "xyz"): 2}),
+    "by length": ("BLH_xyzD", "BLKD", "BT_xyzKD", 8, 1, {(GATHER, "xyz"): 1, (SUM, "xyz"): 2, (SCATTER, "xyz"): 1}),
     "by batch, heads and length": (
-        "B_xLH_yzD", "B_xLK_yD", "B_xT_zK_yD", 8, 2, {(GATHER, "z"): 1, (SUM, "z"): 1, (SCATTER, "z"): 2},
+        "B_xLH_yzD", "B_xLK_yD", "B_xT_zK_yD", 8, 2, {(GATHER, "z"): 1, (SUM, "z"): 2, (SCATTER, "z"): 1},
     ),
     "grouped, keys replicated": ("BLH_xyzD", "BLK_xD", "BTK_xD", 8, 2, {}),
     "grouped, cache whole": ("B_xLH_yzD", "B_xLK_yD", "BTKD", 8, 4, {}),
@@ -122,7 +122,7 @@ def random_case(seed):
     return mesh, Case(rng, sizes, specs, int8=seed % 5 == 4)
 
 
-@pytest.mark.parametrize("seed", [*range(9), *(pytest.param(n, marks=pytest.mark.slow) for n in range(9, 150))])
+@pytest.mark.parametrize("seed", [*range(9), *(pytest.param(n, marks=pytest.mark.slow) for n in range(9, 90))])
 def test_random_placements(seed, make_mesh, place):
     """Any placement of queries, keys and cache, ragged lengths with 0 and T among them, int8 in every fifth case."""
     mesh, case = random_case(seed)
@@ -131,18 +131,29 @@ def test_random_placements(seed, make_mesh, place):
     )
 
 
+def test_one_query_of_a_key_head_goes_with_a_second_on_a_tpu(make_mesh, place, monkeypatch):
+    """Which is dropped again, and nothing else changes."""
+    monkeypatch.setattr("gspmd.lowerings.target.device_kind", lambda: "TPU v4")
+    case = Case(np.random.default_rng(0), SIZES | {"L": 1, "K": 4}, ("BLH_xD", "BLK_xD", "BTK_xD"))
+    jax.clear_caches()
+    assert case.check(make_mesh({"x": 4}), place) == {}
+    jax.clear_caches()
+
+
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 40))])
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 30))])
 def test_writes_each_row_at_its_own_position(seed, make_mesh, place):
     """Any placement of the cache and the new keys; what would stand beyond T is dropped; planned as compiled."""
     mesh, case = random_case(seed)
-    layers, scales, mesh = 1 + seed % 2, seed % 3 == 2, make_mesh(mesh, ("explicit", "auto")[seed // 3 % 2])
+    layers, scales, mesh = 1 + seed % 2, seed % 4 == 2, make_mesh(mesh, ("explicit", "auto")[seed // 3 % 2])
     new, cache = (np.stack([x] * layers) for x in (case.new[1], case.cache[0]))
     specs = [gspmd.Spec.parse(spec) for spec in (case.held, case.key)]
     if scales:
         new, cache, specs = new[..., 0], cache[..., 0], [spec.without("D") for spec in specs]
+    if seed % 4 == 1:
+        new, cache = (np.rint(10 * x).astype(np.int8) for x in (new, cache))
     stacked = [gspmd.Spec(("N", *spec.dims), ((), *spec.axes)) for spec in specs]
     lowering = ("blocking", "looped", "xla")[seed % 3]
     with jax.set_mesh(mesh), gspmd.lowering(lowering):
@@ -222,6 +233,20 @@ def test_scans_over_layers_and_batches(make_mesh, place):
 
 def _operands(case):
     return [jnp.asarray(x) for x in case.operands]
+
+
+@pytest.mark.parametrize("empty", ["B", "L", "T"])
+def test_nothing_to_do(empty, make_mesh):
+    """No rows and no new tokens give nothing, and leave the cache as it is; an empty cache is not attended to."""
+    specs = "BLH_xD", "BLK_xD", "BTK_xD"
+    case = Case(np.random.default_rng(0), SIZES | {empty: 0}, specs)
+    with jax.set_mesh(make_mesh({"x": 2}, "auto")):
+        y = jax.jit(lambda *operands: cached_attention(*operands, *specs, lengths=case.lengths))(*_operands(case))
+        np.testing.assert_allclose(y, plain(*case.new, *case.cache, case.lengths), rtol=1e-5, atol=1e-5)
+        cache, new = jnp.asarray(case.cache[0])[None], jnp.asarray(case.new[1])[None]
+        np.testing.assert_array_equal(
+            write_cache(cache, new, "BTKD", "BLKD", lengths=case.lengths), written(cache, new, case.lengths)
+        )
 
 
 def test_refuses_to_be_differentiated(make_mesh):

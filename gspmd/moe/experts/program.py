@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 
 import jax
 
+from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.blocking.collectives import emit
 from gspmd.lowerings.program import Context, run
@@ -17,7 +18,7 @@ from gspmd.moe.experts.activation import ACTIVATIONS
 from gspmd.moe.experts.dropout import KEY
 from gspmd.moe.experts.exchange import Exchange
 from gspmd.moe.experts.stages import Stage
-from gspmd.moe.experts.work import Products, Work, products
+from gspmd.moe.experts.work import Products, Work, products, scaled
 from gspmd.planner.steps import NumberedSteps
 
 
@@ -55,6 +56,8 @@ def _forward(ctx: Context, work: Work, slots, weights, extras):
 
 
 def _backward(ctx: Context, work: Work, saved, cotangent):
+    if work.quantized:
+        raise PlanError("cannot differentiate experts of int8 weights.\n  Differentiate the model before `quantize`.")
     kept, moved, weights, extras = saved
     found = _program(work, ctx)
     held = found.held(weights, moved)
@@ -99,8 +102,9 @@ class _Program:
 
     @property
     def extras(self) -> tuple[Spec, ...]:
-        """The specs of the counts and of the key."""
-        return (self.work.counts[0],) * (self.work.rows is not None) + (KEY,) * (self.work.dropout is not None)
+        """The specs of the counts, of the scales and of the key."""
+        counts, key = (self.work.counts[0],) * (self.work.rows is not None), (KEY,) * (self.work.dropout is not None)
+        return counts + self.work.scales + key
 
     @property
     def kept_specs(self) -> tuple[tuple[Spec, ...], ...]:
@@ -145,14 +149,17 @@ class _Program:
         moved_in = into.weights(dict(enumerate(weights[:-1], 1)))
         moved_out = out.weights({1: weights[-1]})
         exchange, kept = self.exchange.start(slots), []
+        first = int(self.work.rows is not None)
+        scales = extras[first : first + len(self.work.scales)] or (None,) * len(self.work.weights)
         for number in range(len(self.work.chunks)):
             rows = self._rows(counts, number)
             x = self._sorted(rows, exchange.dispatch(number))
             h, _, arrived = into.chunk(number, {0: x}, moved_in, rows and rows.sizes)
-            hidden = tuple(h[n] for n in sorted(h))
+            expert = rows.origin()[1] if rows and self.work.quantized else None
+            hidden = tuple(scaled(h[n], scale, expert) for n, scale in zip(sorted(h), scales))
             h = self._activated(hidden, number, rows, extras)
             y, _, on = out.chunk(number, {0: h}, moved_out, rows and rows.sizes)
-            exchange.combine(number, self._unsorted(rows, y[0]))
+            exchange.combine(number, self._unsorted(rows, scaled(y[0], scales[-1], expert)))
             behind = _of_slots(self.out, on, always=False)
             kept.append((*_of_slots(self.into, arrived, always=True), *hidden, *behind, *_counts(rows)))
         moved = (*_of_weights(self.into, moved_in), *_of_weights(self.out, moved_out))

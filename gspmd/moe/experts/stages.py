@@ -143,6 +143,7 @@ def grouped_product(left, right, left_dims, right_dims, dims, *, sizes: jax.Arra
 
 def _times(rows, weights, dims, weight_dims, wanted, sizes: jax.Array) -> jax.Array:
     flat, (_, first, second) = _flat(rows, dims), weight_dims
+    weights = weights.astype(rows.dtype)  # of int8
     found = (grouped_matmul if first in dims else grouped_back)(flat, weights, sizes)
     feature = second if first in dims else first
     held = ("G", "X", "C", feature)

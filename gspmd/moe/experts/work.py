@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+import jax
+import jax.numpy as jnp
+
 from gspmd.annotate.equation import Equation, Via
 from gspmd.annotate.errors import Fault, LayoutError, report
 from gspmd.annotate.spec import Spec
@@ -40,7 +43,8 @@ class Work:
         in_via, out_via: as the layout pins them.
         activation: "swiglu", "geglu", "gelu", "gelu_exact" or "relu".
         sizes: of G, X, C, E, F; C is the capacity, or the rows of a buffer.
-        dtype: of slots and weights.
+        dtype: of slots.
+        weight_dtype: of the weights: that of slots, or int8.
         chunks: what C is cut into.
         rows: for dropless.
         dropout: in training, where there is any.
@@ -56,6 +60,7 @@ class Work:
     activation: str
     sizes: tuple[tuple[str, int], ...]
     dtype: str
+    weight_dtype: str
     chunks: tuple[int, ...] = ()
     rows: Buffers | None = None
     dropout: Dropout | None = None
@@ -69,6 +74,17 @@ class Work:
     def weights(self) -> tuple[Spec, ...]:
         """The specs of all the weights."""
         return (*self.w_in, self.w_out)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the weights are int8, and their products multiplied by scales."""
+        return self.weight_dtype == "int8"
+
+    @property
+    def scales(self) -> tuple[Spec, ...]:
+        """Where the scales of int8 weights are multiplied with, in the order of the weights; none of others."""
+        products = (*(self.hidden for _ in self.w_in), self.there) if self.quantized else ()
+        return tuple(product.without("G", "C") for product in products)
 
     @property
     def equation_in(self) -> Equation:
@@ -106,6 +122,18 @@ class Work:
     def crosses(self, ctx: Context) -> bool:
         """Whether slots leave their device."""
         return any(step.is_collective for step in self.there_and_back(ctx, self.capacity)[0])
+
+
+def scaled(x: jax.Array, scale: jax.Array | None, expert: jax.Array | None = None) -> jax.Array:
+    """Multiply products with int8 weights, [G, X, C, F], by their scales [X, F] in float32; None: x as it is.
+
+    Args:
+        expert: for rows sorted by expert, [G, 1, C, F] in x, the expert of each, one after the other.
+    """
+    if scale is None:
+        return x
+    factor = scale[None, :, None] if expert is None else scale[expert].reshape(x.shape)
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -157,7 +185,7 @@ def _planned(work: Work, ctx: Context, equation: Equation, via: Via | None) -> P
     sizes = dict(work.sizes)
     if work.rows:  # as many slots for each expert as it has rows when all have the same
         sizes["C"] = max(1, work.capacity * work.rows.shards // sizes["X"])
-    dtypes = (work.dtype,) * sum(len(operand.specs) for operand in equation.operands)
+    dtypes = (work.dtype, *[work.weight_dtype] * (sum(len(operand.specs) for operand in equation.operands) - 1))
     planned = lambda via: make_plan(  # noqa: E731
         equation, tuple(sizes.items()), ctx.axes, dtypes, ctx.chip, "blocking", via
     )

@@ -146,7 +146,13 @@ def _value(form: _Form, shape: tuple[int, ...], width: int, ctx: Context):
 
 
 def _written(cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Write each row's window [N, 1, W, ...] of the cache, in place; positions outside of it are others'."""
+    """Write the new keys that belong to this part of the cache, in place; the others belong to other parts."""
+    if not new.size:
+        return cache
+    if new.shape[2] == 1 and cache.dtype.itemsize == 1:
+        # libtpu 0.0.42 copies an int8 cache that it reads and writes at one position, but selects in place
+        here = jax.lax.broadcasted_iota(jnp.int32, cache.shape[:3], 2) == lengths[None, :, None]
+        return jnp.where(here.reshape(*here.shape, *(1,) * (cache.ndim - 3)), new, cache)
     length, window = new.shape[2], min(new.shape[2], cache.shape[2])
 
     def write(row, cache):

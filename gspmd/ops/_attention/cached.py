@@ -17,7 +17,7 @@ from gspmd.ops._attention.local import ALONE, Shards, local_attended
 from gspmd.ops._attention.online import Attended
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import number
-from gspmd.ops.interface.planned_op import Chains, fault, float32, planned_op, read, settle, shard_index, sizes_of
+from gspmd.ops.interface.planned_op import Chains, fault, planned_op, read, settle, shard_index, sizes_of
 from gspmd.planner.graph.resharding import move
 
 
@@ -40,10 +40,10 @@ def cached_attention(
 
     Query i of row b attends to cached t < lengths[b] and to new j ≤ i. The cache stays where it is, over any mix of
     batch, heads and length; the plan moves queries there, and the result back. Where T is sharded, each device
-    attends to its own part, and what they found is combined by the logarithm of the sum of exponentials: an
-    all-reduce of the maximum, then sums of the denominators and of the weighted values, scattered straight to where
-    the result is wanted when that is cheaper. Mesh axes that the cache does not use keep sharding the dimension of `q`
-    that they shard, when the sizes left over allow it; over others the queries are gathered.
+    attends to its own part, and what they found is combined by the logarithm of the sum of exponentials: two
+    all-reduces of [B, L, H] float32 (the maximum, then the denominator), and one sum of the weighted values in q's
+    dtype, scattered straight to where the result is wanted when that is cheaper. Mesh axes that the cache does not use
+    keep sharding the dimension of `q` that they shard, where sizes allow it; over others the queries are gathered.
 
     Args:
         q: [B, L, H, D] the new tokens' queries.
@@ -227,19 +227,13 @@ def _value(form: _Form, shapes: tuple[tuple[tuple[int, ...], int], ...], ctx: Co
 
     used = at.query.with_partial(parts)
     per_row, per_query = Spec(("B",), ((),)), at.query.without(at.query.dims[3])
-    names = "cached keys", "cached values", "key scales", "value scales"
     scales = at.cache.without(at.cache.dims[3])
+    there = {"cached keys": at.cache, "cached values": at.cache, "key scales": scales, "value scales": scales}
     cache_chains = {
         name: chain(src, dst, *shape, name)
-        for name, src, dst, shape in zip(names, form.inputs[3:-1], (at.cache, at.cache, scales, scales), shapes[3:])
+        for (name, dst), src, shape in zip(there.items(), form.inputs[3:-1], shapes[3:-1])
     }
-    statistics = {}
-    if parts:
-        sizes, wanted = sizes_of(per_query, shapes[0][0]), form.query.without(form.query.dims[3])
-        statistics = {
-            "maximum": settle(per_query, parts, sizes, ctx, name="maximum", reduce="max"),
-            "total": chain(per_query.with_partial(parts), wanted, shapes[0][0][:3], 4, "denominator"),
-        }
+    sizes = sizes_of(per_query, shapes[0][0])
     chains = Chains(
         ctx.mesh,
         query=chain(form.query, at.query, *shapes[0], "query"),
@@ -247,7 +241,8 @@ def _value(form: _Form, shapes: tuple[tuple[tuple[int, ...], int], ...], ctx: Co
         value=chain(form.key, at.key, *shapes[2], "new values"),
         **cache_chains,
         lengths=chain(per_row, Spec(("B",), (at.query.axes[0],)), shapes[0][0][:1], 4, "lengths"),
-        **statistics,
+        maximum=settle(per_query, parts, sizes, ctx, name="maximum", reduce="max"),
+        total=settle(per_query, parts, sizes, ctx, name="denominator"),
         result=chain(used, form.query, *shapes[0], "result"),
     )
 
@@ -263,11 +258,10 @@ def _value(form: _Form, shapes: tuple[tuple[tuple[int, ...], int], ...], ctx: Co
         elif parts:
             counted = jnp.broadcast_to(part == 0, k.shape[:2])  # whole on every part, each new key counts once
         found = _attended(form.scale, q, k, v, cache, lengths - part * cache[0].shape[1], ahead, counted)
-        if not parts:
-            return chains.send("result", found.output(q.dtype))
-        total, values = found.relative_to(chains.send("maximum", found.top, reduce="max"))
-        total, values = chains.send("total", total), chains.send("result", values.astype(q.dtype))
-        return (float32(values) / total[..., None]).astype(q.dtype)
+        if parts:
+            total, values = found.relative_to(chains.send("maximum", found.top, reduce="max"))
+            found = found._replace(total=chains.send("total", total), values=values)
+        return chains.send("result", found.output(q.dtype))
 
     return chains.steps, body
 

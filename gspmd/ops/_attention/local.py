@@ -74,6 +74,12 @@ def local_attended(
         scales: none, or those of int8 keys and values, [B, T, K].
         shards: of whole arrays.
     """
+    if q.shape[1] == 1 and q.shape[2] == k.shape[2] and target.is_tpu():
+        # The TPU compiler makes a product with one row by elementwise code, which takes twice as long as to read the
+        # cache: 232 µs a layer instead of 104 with two rows (libtpu 0.0.42, v4: 64 rows, 2048 keys, one head of 128).
+        two = jnp.pad(q, ((0, 0), (0, 1), (0, 0), (0, 0)))
+        found = local_attended(two, k, v, seen, ahead, causal, scale, *scales, shards=shards)
+        return Attended(*(x[:, :1] for x in found))
     blocks, grouped = _blocks(q, k.shape[1], shards), group(q, k.shape[2])
     if blocks is None:
         visible = None if seen is None else seen[:, None, None, None, :]

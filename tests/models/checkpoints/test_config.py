@@ -101,6 +101,11 @@ REFUSED = {
     ),
     "a missing size": ({"hidden_size": None}, "hidden_size is missing"),
     "sizes that do not fit": ({"num_key_value_heads": 4}, "heads is 6, which kv_heads (4) does not divide"),
+    "entries of wrong types": ({"rope_parameters": [1]}, "config.json has an entry of a wrong type"),
+    "a scale that is no number": (
+        {"architectures": ["CohereForCausalLM"], "logit_scale": "1"},
+        "config.json has an entry of a wrong type",
+    ),
     "a size that is no number": ({"hidden_size": "24"}, "hidden_size is '24', which is no whole number"),
 }
 

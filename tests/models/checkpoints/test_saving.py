@@ -141,6 +141,11 @@ def test_a_folder_that_holds_something_is_not_overwritten(trained, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
+def test_int8_weights_are_refused(trained, tmp_path):
+    with pytest.raises(CheckpointError, match="its weights are int8; save the model that was quantized"):
+        save(models.quantize(trained()), tmp_path / "out")
+
+
 def test_an_unknown_dtype_is_refused(trained, tmp_path):
     with pytest.raises(CheckpointError, match="the dtype int32 is not one of float32, float16, bfloat16"):
         save(trained(), tmp_path / "out", dtype="int32")

@@ -154,13 +154,14 @@ def test_experts_that_choose_tokens_cannot_generate():
 
 
 def test_rows_are_the_fewest_that_the_mesh_divides(make_mesh):
-    mesh, stationary = make_mesh({"x": 2, "y": 2, "z": 2}), Layout.load("weight-stationary-2d")
+    mesh, whole = make_mesh({"x": 2, "y": 2, "z": 2}), Layout.load("data-parallel")
     sizes = lambda layout, prompts, **options: make_batch(CONFIG, layout, None, mesh, prompts, 4, **options).sizes  # noqa: E731
-    assert sizes(stationary, PROMPTS).rows == 8
-    assert sizes(stationary, PROMPTS, samples=3).rows == 16
-    several = stationary.override({
-        "attention.query": ("B_xyzLHD", "B_yzLH_xD", "BLH_xyzD"), "attention.key": ("B_xyzLKD", "B_yzLKD", "BLKD")
-    })  # fmt: skip
+    assert sizes(whole, PROMPTS).rows == 8
+    assert sizes(whole, PROMPTS, samples=3).rows == 16
+    queries, keys = ("B_xyzLHD", "B_yzLH_xD", "BLH_xyzD"), ("B_xyzLKD", "B_yzLKD", "BLKD")
+    both = {"attention.query": queries, "attention.key": keys}
+    of_phases = {f"{phase}.{key}": specs for phase in ("prefill", "decode") for key, specs in both.items()}
+    several = Layout.load("weight-stationary-2d").override(of_phases)
     assert sizes(several, PROMPTS[:1]).rows == 1
     assert sizes(several, PROMPTS).decode["attention.query"] == "BLH_xyzD"
     assert sizes(several, PROMPTS, samples=4).decode["attention.query"] == "B_yzLH_xD"
@@ -168,3 +169,5 @@ def test_rows_are_the_fewest_that_the_mesh_divides(make_mesh):
     assert (shared.rows, shared.prefill_rows, shared.decode["attention.query"]) == (8, 8, "B_xyzLHD")
     long = sizes(several.override({"cache.attention.key": "BT_xyzKD"}), PROMPTS)
     assert (long.rows, long.room, long.chunk) == (3, 16, 6)
+    short = sizes(several.override({"cache.attention.key": "BT_xyzKD"}), PROMPTS, samples=4)
+    assert (short.rows, short.prefill_rows) == (12, 3)

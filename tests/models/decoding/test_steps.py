@@ -84,7 +84,9 @@ def check(case, config, make_mesh, axis_type="explicit", tolerance=1e-5, **optio
 
 
 DIAGONAL = [
-    Case({"block": "parallel", "kv_heads": 1}, "weight-stationary-2d", "weight-gathered-xyz", chunk=3),
+    Case(
+        {"block": "parallel", "kv_heads": 1}, "weight-stationary-2d", "weight-gathered-xyz", chunk=3, lowering="looped"
+    ),
     Case(
         {"heads": 6, "kv_heads": 3, "tied": False},
         "megatron-1d",
@@ -93,7 +95,7 @@ DIAGONAL = [
         changes={"padding.K": 4, "ffn.residual": "B_xL_yzE", "attention.residual": "B_xL_yzE"},
     ),
     Case(
-        {"moe": MoEConfig(router="gshard")}, "gshard", lowering="looped",
+        {"moe": MoEConfig(router="gshard")}, "gshard",
         mesh={"x": 2, "y": 2, "z": 2}, changes={"cache.attention.key": "B_xyT_zKD"},
     ),
 ]  # fmt: skip
@@ -122,7 +124,8 @@ def attention_layouts():
     kinds = itertools.product(ATTENTION, ("serial", "parallel"), HEADS)
     for number, (name, block, heads) in enumerate(kinds):
         at = ATTENTION[name]
-        changes = {f"attention.{name}": at[name] for name in ("query", "key")}
+        keys = itertools.product(("prefill", "decode"), ("query", "key"))
+        changes = {f"{phase}.attention.{key}": at[key] for phase, key in keys}
         changes |= {"cache.attention.key": at["cache"]} if "cache" in at else {}
         base = "weight-stationary-2d" if number % 2 else "weight-stationary-1d"
         turn = number + number // 3

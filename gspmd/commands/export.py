@@ -1,0 +1,75 @@
+"""Writes a trained run as a public checkpoint, which transformers and `gspmd generate` read.
+
+    gspmd export runs/001 exported
+    gspmd export runs/001 exported --dtype bfloat16
+
+OUT is a new folder with config.json, model.safetensors and tokenizer.json.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from gspmd.commands import configs
+from gspmd.commands.generate import Source
+from gspmd.display import console as printing
+from gspmd.training import ShardingConfig, checkpoint, command
+from gspmd.training.config import ConfigError
+from gspmd_models import checkpoints
+from gspmd_models.checkpoints.config import expressing
+
+_DOING = "cannot export:"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is written, where to, and how."""
+
+    folder: tyro.conf.Positional[str] = ""
+    """Folder of a run of `gspmd train`; its newest checkpoint is taken."""
+    out: tyro.conf.Positional[str] = ""
+    """New folder."""
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """What the tensors are kept in."""
+
+
+def run(argv: Sequence[str], script: str = "") -> int:
+    """Run `gspmd export`; return its exit code: 2 for bad input.
+
+    Args:
+        argv: the flags.
+        script: the file in scripts/ that runs it instead, for the help.
+    """
+    return command.guarded(partial(main, script=script), argv, called="" if script else "gspmd export")
+
+
+def main(argv: Sequence[str], script: str = "") -> int:
+    """Read the run's newest checkpoint on one device of this machine, and write it."""
+    prog, description = configs.called(__doc__, "gspmd export", script)
+    settings = command.parse_flags(Settings, argv, Settings(), description, prog)
+    folder = Path(settings.folder)
+    if not (settings.folder and settings.out):
+        raise ConfigError(_DOING, ["write the folder of a run, and a new folder: gspmd export runs/001 exported."])
+    if checkpoint.newest(folder) is None:
+        raise ConfigError(_DOING, [f"there is no checkpoint of a run under {settings.folder!r}."])
+    source = Source.at(folder)
+    try:
+        family = expressing(source.config)  # before anything large is read
+        here = ShardingConfig(layout="", platform="cpu", devices=1)
+        layout = source.layout("", here)
+        sizes = {dim: size for dim, size in source.config.sizes(batch=1, length=1).items() if dim not in "BLTG"}
+        model, taken = source.load(layout, command.make_mesh(here, layout, sizes), "float32")
+        length = source.run.training.length if source.run else 2048
+        checkpoints.save(model, settings.out, tokenizer=source.tokenizer, dtype=settings.dtype, length=length)
+    except checkpoints.CheckpointError as error:
+        print(f"CheckpointError: {error}", file=sys.stderr)
+        return 2
+    printing.console(120).print(
+        f"Wrote {taken} as {family.architecture} to {settings.out}.", soft_wrap=True, markup=False
+    )
+    return 0

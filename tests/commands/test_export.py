@@ -1,0 +1,65 @@
+"""`gspmd export`: a run as a public checkpoint, and one message for what cannot be exported."""
+
+import jax
+import numpy as np
+import pytest
+
+import gspmd_models as models
+from gspmd import host
+from gspmd.commands import main
+from gspmd.layouts import Layout
+from gspmd.training import checkpoint
+from gspmd.training.state import TrainState
+from gspmd.training.toml import to_mapping
+from gspmd_models import checkpoints
+
+CONFIG = models.ModelConfig(embed=16, layers=1, heads=2, kv_heads=1, head_size=8, feed_forward=24)
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch):
+    """Devices of this process, whose backend has started."""
+    monkeypatch.setattr(host, "start", lambda count, platform, host_devices: jax.devices()[:count])
+
+
+@pytest.fixture
+def trained(tmp_path, make_mesh):
+    """A function (config) -> the folder of a run of it, trained in a layout that pads heads, and its model."""
+
+    def make(config: models.ModelConfig) -> tuple[str, models.Transformer]:
+        layout = Layout.load("megatron-1d").override({"padding.K": 4})
+        model = models.build(config, layout, make_mesh(layout.mesh_for(1)), jax.random.key(0))
+        with checkpoint.Checkpoints(tmp_path / "run") as saved:
+            saved.save(TrainState(np.int32(3), models.arrays(model), {"count": np.int32(3)}), {})
+        sharding = {"layout": "megatron-1d", "set": ["padding.K=4"]}
+        settings = {"model": to_mapping(config), "sharding": sharding, "training": {"length": 96}}
+        checkpoint.save_settings(tmp_path / "run", settings)
+        return str(tmp_path / "run"), model
+
+    return make
+
+
+def test_a_run_is_written_as_a_checkpoint_of_the_same_parameters(trained, tmp_path, capsys):
+    folder, model = trained(CONFIG)
+    assert main.main(["export", folder, str(tmp_path / "out")]) == 0
+    assert "Wrote step 3 of the run as LlamaForCausalLM to" in capsys.readouterr().out
+    back, _ = checkpoints.load(
+        tmp_path / "out", model.layout, models.arrays(model)["output.norm"].sharding.mesh, "float32"
+    )
+    values, root = models.arrays(model), CONFIG.embed**0.5
+    scaled = {"embedding.table": values["embedding.table"] * root, "output.norm": values["output.norm"] / root}
+    for path, value in models.arrays(back).items():
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(scaled.get(path, values[path])), err_msg=path)
+    assert checkpoints.tokenizer(tmp_path / "out").encode("é") == [195, 169]
+    assert '"max_position_embeddings": 96' in (tmp_path / "out" / "config.json").read_text()
+
+
+def test_what_cannot_be_exported_is_one_message(trained, tmp_path, capsys):
+    for flags, words in (
+        ([], "write the folder of a run, and a new folder"),
+        ([str(tmp_path / "none"), "out"], "there is no checkpoint of a run under"),
+        ([trained(models.ModelConfig(activation="relu", layers=1))[0], str(tmp_path / "out")], "activation is 'relu'"),
+    ):
+        assert main.main(["export", *flags]) == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,159 @@
+"""int8 weights: plain numpy's, each scale where it belongs, logits of the weights they stand for, bytes as computed."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gspmd
+import gspmd_models as models
+from gspmd.layouts import Layout
+from gspmd.moe import MoEConfig
+from gspmd_models.decoding import decode_step, for_serving, phases, prefill_step, served
+from gspmd_models.parameters import nested, parameters
+
+ROWS, LENGTH, READ, ROOM = 8, 8, 6, 12
+SWITCH = MoEConfig(experts=8, router="top-k", k=2, shared=1, every=2)
+DROPLESS = replace(SWITCH, dispatch="dropless", every=1, shared=0)
+BIASES = {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "output_bias": True}
+TOKENS = np.random.default_rng(0).integers(0, 64, (ROWS, LENGTH)).astype(np.int32)
+
+
+def made(preset, settings, make_mesh, axis_type="explicit", changes=None):
+    layout = Layout.load(preset).override(changes or {})
+    mesh = make_mesh(layout.mesh_for(8), axis_type)
+    return models.build(settings, layout, mesh, jax.random.key(0)), layout, mesh
+
+
+def scaled_up(quantized):
+    """The float32 weights by path that int8 weights and scales stand for, in plain numpy."""
+    values = {path: np.asarray(x) for path, x in models.arrays(quantized).items()}
+    for path in [path for path, x in values.items() if x.dtype == np.int8]:
+        place, _, name = path.rpartition(".")
+        scale = f"{place}.{'scale' if name == 'table' else name.replace('w_', 's_')}"
+        if scale not in values:  # w_o of a parallel block has that of w_out
+            scale = path.replace("attention.w_o", "ffn.s_out")
+        over = {"w_q": 1, "w_k": 1, "w_v": 1, "w_o": (1, 2), "table": 1}.get(name, values[path].ndim - 2)
+        values[path] = values[path] * np.expand_dims(values[scale], over)
+    return {path: x for path, x in values.items() if path.rpartition(".")[2] not in (*SCALES, "scale")}
+
+
+SCALES = ("s_q", "s_k", "s_v", "s_o", "s_in", "s_gate", "s_out")
+
+
+def on_one_device(settings, values, make_mesh):
+    """Logits of a full pass of these weights in a layout without collectives."""
+    layout = Layout.load("replicated")
+    with jax.set_mesh(make_mesh(layout.mesh_for(1))):
+        model = models.Transformer(settings, layout, nested(jax.tree.map(np.asarray, values)), jnp.float32)
+        return np.asarray(jax.jit(lambda ids: model(ids)[0])(TOKENS))
+
+
+def off(a, b):
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("block", ["serial", "parallel"])
+def test_weights_are_those_of_plain_numpy(block, config, make_mesh):
+    settings = config(block=block, moe=SWITCH, tied=False)
+    model, layout, mesh = made("switch-expert-model", settings, make_mesh)
+    quantized = models.quantize(model)
+    rows, values = parameters(quantized.config, layout), models.arrays(quantized)
+    plain, stood_for = models.arrays(model), scaled_up(quantized)
+    assert list(values) == list(rows)
+    for path, x in values.items():
+        assert x.shape == rows[path].shape
+        assert x.sharding.is_equivalent_to(jax.NamedSharding(mesh, rows[path].spec.partition_spec()), x.ndim)
+    assert list(stood_for) == list(plain)
+    matrices = [path for path, x in values.items() if x.dtype == jnp.int8]
+    assert matrices == [path for path in plain if path.rpartition(".")[2].startswith(("w_", "table"))]
+    together = {"blocks.0.attention.w_o", "blocks.0.ffn.w_out"} if block == "parallel" else set()
+    for path in matrices:
+        name, w = path.rpartition(".")[2], np.asarray(plain[path])
+        over = {"w_q": 1, "w_k": 1, "w_v": 1, "w_o": (1, 2), "table": 1}.get(name, w.ndim - 2)
+        largest = np.abs(w).max(over, keepdims=True)
+        if path in together:
+            other = np.asarray(plain[(together - {path}).pop()])
+            largest = np.maximum(
+                largest, np.abs(other).max((1, 2)[: other.ndim - 2], keepdims=True).reshape(largest.shape)
+            )
+        # XLA multiplies by 1 / 127, so that one of many thousands is rounded the other way
+        apart = np.abs(np.round(w / (largest / np.float32(127))) - np.asarray(values[path]))
+        assert apart.max() <= 1
+        assert apart.mean() < 1e-3
+        assert np.all(np.abs(stood_for[path] - w) <= largest / 127 * 0.5001)
+    assert all(values[path].dtype == jnp.float32 for path in values if path not in matrices)
+    with pytest.raises(ValueError, match="are int8 already"):
+        models.quantize(quantized)
+    with pytest.raises(ValueError, match="Build it with int8 off, and quantize it"):
+        models.build(quantized.config, layout, mesh, jax.random.key(0))
+
+
+SLOW = pytest.mark.slow
+CASES = [
+    ("weight-stationary-2d", "blocking", {"block": "parallel", "tied": True, "kv_heads": 1}),
+    ("weight-gathered-xyz", "looped", {"block": "serial", "tied": False, **BIASES}),
+    ("gshard", "blocking", {"block": "serial", "moe": DROPLESS}),
+    pytest.param("gshard", "looped", {"block": "parallel", "moe": SWITCH}, marks=SLOW),
+    pytest.param("switch-expert-model", "blocking", {"block": "parallel", "moe": DROPLESS}, marks=SLOW),
+    pytest.param("switch-expert-model", "xla", {"block": "serial", "moe": SWITCH}, marks=SLOW),
+    pytest.param("weight-stationary-1d", "xla", {"block": "parallel", **BIASES}, marks=SLOW),
+    pytest.param("megatron-1d", "blocking", {"block": "serial", "activation": "gelu"}, marks=SLOW),
+    pytest.param("zero-3", "looped", {"block": "parallel"}, marks=SLOW),
+    pytest.param("weight-gathered-x", "auto", {"block": "parallel", "tied": False}, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("preset", "lowering", "changes"), CASES)
+def test_logits_are_those_of_the_weights_they_stand_for(preset, lowering, changes, config, make_mesh):
+    settings = config(**changes)
+    model, layout, mesh = made(preset, settings, make_mesh, "auto" if lowering == "xla" else "explicit")
+    quantized = models.quantize(model)
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        ids = gspmd.annotate(TOKENS, layout.spec("embedding.tokens"))
+        logits = np.asarray(jax.jit(lambda ids: quantized(ids)[0])(ids))
+    assert off(logits, on_one_device(settings, scaled_up(quantized), make_mesh)) < 1e-5
+    if settings.moe is None:  # a token that goes to another expert is another token
+        assert off(logits, on_one_device(settings, models.arrays(model), make_mesh)) < 0.02
+
+
+def test_weights_cross_the_wire_as_int8(config, make_mesh):
+    settings = config(layers=1, block="parallel")
+    model, layout, mesh = made("weight-gathered-xyz", settings, make_mesh)
+    with jax.set_mesh(mesh), gspmd.lowering("blocking"):
+        ids, sent = gspmd.annotate(TOKENS, layout.spec("embedding.tokens")), []
+        for each in (model, models.quantize(model)):
+            program = jax.jit(lambda weights, ids, each=each: models.with_arrays(each, weights).hidden(ids)[0])
+            plan = gspmd.trace(program, models.arrays(each), ids)
+            found = gspmd.ledger(program.lower(models.arrays(each), ids).compile(), mesh)
+            assert found.compare(plan).agrees
+            sent.append(sum(size for (kind, _), (_, size) in plan.by_kind_and_axes().items() if kind == "all-gather"))
+    gathered = sum(np.prod(x.shape) for path, x in models.arrays(model).items() if "w_" in path)
+    assert (
+        sent[0] - sent[1] == 3 * gathered * 7 / 8
+    )  # of every weight one byte in four; the table's rows move as floats
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_prompt_is_read_and_continued_with_int8(cache, config, make_mesh):
+    settings = for_serving(config(block="parallel", kv_heads=1))
+    stationary, gathered = Layout.load("weight-stationary-2d"), Layout.load("weight-gathered-xyz")
+    mesh = make_mesh(stationary.mesh_for(8))
+    sizes = tuple(settings.sizes(ROWS, length) | {"T": ROOM} for length in (READ, 1))
+    reading, writing = phases(stationary, gathered, sizes=sizes, mesh=mesh)
+    model = models.quantize(models.build(settings, writing, mesh, jax.random.key(0)))
+    with jax.set_mesh(mesh), gspmd.lowering("blocking"):
+        weights, held = (
+            models.arrays(model),
+            models.empty_cache(settings, writing, mesh, ROWS, ROOM, "float32", int8=cache),
+        )
+        prompt = jax.device_put(TOKENS[:, :READ], models.abstract_tokens(reading, mesh, ROWS, READ).sharding)
+        logits, held = jax.jit(prefill_step(served(model, reading)))(weights, prompt, np.full(ROWS, READ), held)
+        found, decode = [logits], jax.jit(decode_step(model))
+        for at in range(READ, LENGTH):
+            logits, held = decode(weights, TOKENS[:, at], held)
+            found.append(logits)
+    want = on_one_device(settings, scaled_up(model), make_mesh)[:, READ - 1 :]
+    assert off(np.stack(found, axis=1), want) < (0.02 if cache else 1e-5)
