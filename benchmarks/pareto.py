@@ -27,7 +27,7 @@ from gspmd.display.units import amount_of_seconds
 from gspmd.training.toml import load_toml
 from gspmd_models.decoding import rank_serving, serving_layouts
 
-CHIPS = {"palm-8b": (8, 16, 32, 64), "palm-62b": (8, 16, 32, 64), "palm-540b": (64, 128)}
+CHIPS = {"palm-8b": (8, 16, 32, 64), "palm-62b": (8, 16, 32, 64), "palm-540b": (64, 128, 256)}
 SLICES = {8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
 BATCHES = {"decode": (1, 4, 16, 64, 128, 256, 512, 1024), "prefill": (1, 4, 16, 64, 256, 512)}
 PRESETS = {
@@ -163,13 +163,12 @@ def config_of(model: str) -> models.ModelConfig:
 
 
 def layouts(config: models.ModelConfig, phase: str, mesh) -> list:
-    """The layouts that are tried: heads that so many devices do not divide are padded."""
-    share = mesh.devices.size
-    padded = -(-config.heads // share) * share
-    return [
-        each.override({"padding.H": padded}) if padded < 2 * config.heads else each
-        for each in serving_layouts(PRESETS[phase], long=False)
-    ]
+    """The layouts that are tried; heads are padded to the devices that they are split over: all, or those of y and z."""
+    alone = mesh.shape["y"] * mesh.shape["z"]
+    padded = [-(-config.heads // share) * share for share in (mesh.devices.size, alone)]
+    heads = next((size for size in padded if size < 2 * config.heads), config.heads)
+    found = serving_layouts(PRESETS[phase], long=False)
+    return [each.override({"padding.H": heads}) if heads > config.heads else each for each in found]
 
 
 def frontier(points: Iterable[Point]) -> list[Point]:

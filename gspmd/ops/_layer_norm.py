@@ -50,9 +50,9 @@ def layer_norm(
     Example:
         >>> import gspmd
         >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
-        ...     x = gspmd.annotate(jnp.arange(4.0).reshape(1, 1, 4), "BLE_x")
+        ...     x = gspmd.annotate(jnp.array([[[1.0, 3.0, 1.0, 3.0]]]), "BLE_x")
         ...     print(layer_norm(x, jnp.ones(4), jnp.ones(4), "BLE_x", "E")[0, 0].round(3))
-        [-0.342  0.553  1.447  2.342]
+        [0. 2. 0. 2.]
 
     Source: Ba et al. 2016, *Layer Normalization* (arXiv 1607.06450), equation 4.
     Differs: the variance is the mean square less the square of the mean, so that one all-reduce does; where the mean is

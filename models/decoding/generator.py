@@ -199,26 +199,33 @@ class Generator:
 
     # -- programs, compiled once for their sizes ----------------------------------------------------------------------
 
-    def programs(self, sizes: Sizes) -> dict[str, tuple[Callable, tuple[Any, ...]]]:
+    def programs(self, sizes: Sizes, *, fresh: bool = False) -> dict[str, tuple[Callable, tuple[Any, ...]]]:
         """Return the steps `prefill` and `decode`, as of `prefill_step` and `decode_step`, with abstract arguments."""
         mesh, reader, writer = jax.sharding.get_mesh(), self._served(sizes.prefill), self._served(sizes.decode)
         small, large = (self.abstract_cache(sizes, rows) for rows in (sizes.prefill_rows, sizes.rows))
         tokens = abstract_tokens(sizes.prefill, mesh, sizes.prefill_rows, sizes.chunk)
         each, one = (abstract_whole(mesh, (rows,), jnp.int32) for rows in (sizes.prefill_rows, sizes.rows))
         return {
-            "prefill": (prefill_step(reader), (arrays(reader), tokens, each, small)),
+            "prefill": (prefill_step(reader, fresh=fresh), (arrays(reader), tokens, each, small)),
             "decode": (decode_step(writer), (arrays(writer), one, large)),
         }
 
     def _programs(self, batch: Batch, sampling: Sampling, stop: tuple[int, ...]) -> tuple[Any, ...]:
         """What makes an empty cache, reads a chunk, copies shared prompts (None if there are none), and decodes."""
         sizes, mesh = batch.sizes, jax.sharding.get_mesh()
+<<<<<<< HEAD
         steps = self.programs(sizes)
         (read, (*chunk, small)), (_, (weights, each, large)) = steps["prefill"], steps["decode"]
         if mesh.devices.flat[0].platform == "tpu":
             small, large = heads_first(small), heads_first(large)
         empty = self._program(("empty", sizes), lambda: zeros(small), (), (), formats(small))
         prefill = self._program(("prefill", sizes), lambda *a: read(*a)[1], (*chunk, small), 3, formats(small))
+=======
+        fresh = len(batch.chunks()) == 1  # then prompts attend to nothing before them
+        steps = self.programs(sizes, fresh=fresh)
+        (read, chunk), (_, (weights, each, large)) = steps["prefill"], steps["decode"]
+        prefill = self._program(("prefill", sizes, fresh), lambda *given: read(*given)[1], chunk, 3)
+>>>>>>> main
         share = None
         if batch.shares.sources is not None:
             copied, given = partial(copy_rows, layout=sizes.decode), (small, _sources(sizes), each)

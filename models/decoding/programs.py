@@ -60,7 +60,7 @@ def serving_program(
         phase: `"prefill"` or `"decode"`.
         batch: rows.
         room: tokens that a row of the cache has room for.
-        length: tokens that a prefill reads of each row.
+        length: tokens that a prefill reads of each row, into an empty cache.
         prefill: another layout for the phase `prefill`, as for `phases`.
         dtype: of activations and the cache.
         weights: dtype in which matrices are stored, such as `"int8"`; None for `dtype`.
@@ -84,5 +84,5 @@ def serving_program(
     rows = abstract_whole(mesh, (batch,), jnp.int32)
     if reading:
         tokens = abstract_tokens(used, mesh, batch, length)
-        return Program(used, prefill_step(model), (arrays(model), tokens, rows, cache), 3, 0, batch * length)
+        return Program(used, prefill_step(model, fresh=True), (arrays(model), tokens, rows, cache), 3, 0, batch * length)
     return Program(used, decode_step(model), (arrays(model), rows, cache), 2, 0, batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,13 +24,16 @@ from .serving import one_position
 Weights = Mapping[str, jax.Array]
 
 
-def prefill_step(model: Transformer) -> Callable[[Weights, jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]:
+def prefill_step(
+    model: Transformer, *, fresh: bool = False
+) -> Callable[[Weights, jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]:
     """Build the reading of one chunk of prompts: (weights, tokens, counts, cache) -> (logits, cache).
 
     Chunk after chunk goes through the same program, the cache saying where each row goes on.
 
     Args:
         model: of `for_serving`, possibly abstract; its layout says where weights, activations and the cache lie.
+        fresh: the cache holds no token yet, as for the first chunk: its tokens attend to one another only.
 
     Returns:
         A pure function, to be compiled with the cache donated, of the weights (`arrays`), tokens [B, L] placed as
@@ -41,7 +44,7 @@ def prefill_step(model: Transformer) -> Callable[[Weights, jax.Array, jax.Array,
 
     def prefill(weights: Weights, tokens: jax.Array, counts: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         placed = with_arrays(model, weights)
-        x, cache = _read(placed, tokens, counts, cache)
+        x, cache = _read(placed, tokens, counts, cache, fresh)
         residual = stream(model.config, model.layout)
         # The last real token by a product with ones and zeros, so that L may be sharded: it adds zeros to one number.
         position = Spec(("B", "L"), (residual.axes_of("B"), residual.axes_of("L")))
@@ -80,7 +83,9 @@ def _logits(model: Transformer, x: jax.Array) -> jax.Array:
     return model.logits(x)[:, 0]
 
 
-def _read(model: Transformer, tokens: jax.Array, counts: jax.Array | None, cache: Cache) -> tuple[jax.Array, Cache]:
+def _read(
+    model: Transformer, tokens: jax.Array, counts: jax.Array | None, cache: Cache, fresh: bool = False
+) -> tuple[jax.Array, Cache]:
     """The residual stream [B, L, E] after the last block, and the cache with `counts` (None: all L) more tokens.
 
     Layers are scanned with the cache as something to read, and only their new keys and values come out; all of them
@@ -93,7 +98,7 @@ def _read(model: Transformer, tokens: jax.Array, counts: jax.Array | None, cache
     if counts is not None and model.config.moe:
         real = jnp.arange(length)[None] < counts[:, None]
         mask = moved(real, Spec(("B", "L"), ((), ())), tokens_spec(layout))
-    chunk = Chunk.at(cache.lengths, length, layout)
+    chunk = replace(Chunk.at(cache.lengths, length, layout), fresh=fresh)
     definition, weights = nnx.split(model.blocks)
 
     def layer(x: jax.Array, of_layer: tuple[Any, Any]) -> tuple[jax.Array, list[Any]]:
@@ -128,11 +133,13 @@ class Chunk:
         lengths: [B] int32, the tokens of each row that are in the cache already.
         spec: where the cache of one layer lies.
         positions: the positions [B, L] of the chunk's tokens, by the mesh axes of B and L with which they are placed.
+        fresh: whether no row has a token in the cache.
     """
 
     lengths: jax.Array
     spec: Spec
     positions: Mapping[tuple[tuple[str, ...], ...], jax.Array]
+    fresh: bool = False
 
     @classmethod
     def at(cls, lengths: jax.Array, length: int, layout: Any) -> Chunk:
@@ -172,5 +179,7 @@ class LayerCache:
             k = (keys * key_scales[..., None]).astype(k.dtype)
             v = (values * value_scales[..., None]).astype(v.dtype)
             options = {"key_scales": self.scales[0], "value_scales": self.scales[1]}
+        if self.chunk.fresh:
+            return ops.attention(q, k, v, query_spec, key_spec)
         specs = query_spec, key_spec, self.chunk.spec
         return ops.cached_attention(q, k, v, *self.held, *specs, lengths=self.chunk.lengths, **options)

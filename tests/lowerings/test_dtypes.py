@@ -1,5 +1,7 @@
 """Operands of every dtype: as jnp.einsum has it under each lowering, or one error; and what a wire may be."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 
 import gspmd
+from gspmd.lowerings.local_einsum import local_einsum
 from gspmd.planner.overlap import SCHEDULES
 
 pytestmark = pytest.mark.usefixtures("every_schedule")
@@ -99,6 +102,52 @@ def test_numbers_of_two_bits_are_one_error(make_mesh):
         pytest.raises(gspmd.PlanError, match="int2, of which XLA makes no product"),
     ):
         gspmd.einsum("BE -> B", jnp.ones((4, 8), "int2"))
+
+
+# -- int8 beside floating numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "looped", "xla"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_int8_moves_as_it_is_and_multiplies_exactly(name, lowering, make_mesh):
+    equation, via, mesh = "B_xE, EF_x -> B_xF", "B_xE, EF", make_mesh(MESH)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.integers(-8, 9, (8, 16)), name)
+    w = rng.integers(-127, 128, (16, 8)).astype(np.int8)
+    with jax.set_mesh(mesh):
+        compute = lambda x, w: gspmd.einsum(equation, x, w, via=via, lowering=lowering)  # noqa: E731
+        both = jax.jit(lambda x, w: (compute(x, w), jax.grad(lambda x: compute(x, w).astype("float32").sum())(x)))
+        placed = gspmd.annotate(x, "B_xE"), gspmd.annotate(w, "EF_x")
+        y, gradient = both(*placed)
+        program = jax.jit(compute)
+        plan, ledger = gspmd.trace(program, *placed), gspmd.ledger(program.lower(*placed).compile(), mesh)
+    assert y.dtype == gradient.dtype == x.dtype
+    np.testing.assert_array_equal(y, (np.asarray(x, np.float32) @ w.astype(np.float32)).astype(x.dtype))
+    sums = np.broadcast_to(w.astype(np.float32).sum(1), (8, 16))
+    np.testing.assert_array_equal(gradient, sums.astype(x.dtype))
+    planned = gspmd.plan(equation, {"B": 8, "E": 16, "F": 8}, MESH, dtype=(name, "int8"), via=via)
+    assert planned.wire_bytes == 16 * 8 * 3 // 4  # one byte for each number
+    if lowering != "xla":
+        assert plan.wire_bytes == planned.wire_bytes
+        assert ledger.compare(plan).agrees
+
+
+def test_accelerators_multiply_int8_in_the_dtype_beside_it():
+    """Of CPUs every product is one of float32; without a device JAX traces what an accelerator runs."""
+    x, w = jax.ShapeDtypeStruct((4, 8), "bfloat16"), jax.ShapeDtypeStruct((8, 4), "int8")
+    for letters, *operands in (("be,ef->bf", x, w), ("ef,be->bf", w, x)):
+        traced = jax.make_jaxpr(partial(local_einsum, letters))(*operands)
+        (product,) = [each for each in traced.eqns if each.primitive.name == "dot_general"]
+        assert {str(operand.aval.dtype) for operand in product.invars} == {"bfloat16"}
+        assert str(product.outvars[0].aval.dtype) == "float32"
+
+
+def test_a_product_with_int8_is_priced_as_its_chip_does_it():
+    """At the speed of bfloat16, reading one byte of every weight."""
+    small, large = ({"B": batch, "E": 8192, "F": 8192} for batch in (1, 8192))
+    cost = lambda sizes, *dtypes: gspmd.plan("BE, EF -> BF", sizes, {"x": 1}, dtypes).seconds  # noqa: E731
+    assert cost(large, "bfloat16", "int8") == cost(large, "bfloat16", "bfloat16")
+    assert cost(small, "bfloat16", "int8") < 0.51 * cost(small, "bfloat16", "bfloat16")
 
 
 # -- 64 bits ----------------------------------------------------------------------------------------------------------

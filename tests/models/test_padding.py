@@ -18,11 +18,14 @@ CASES = [
     ("megatron-1d", {"H": 4, "K": 4, "F": 8, "V": 8}, {"ffn_bias": True, "qkv_bias": True}, "blocking", "explicit"),
     # one key/value head, three query heads more; tables are padded too
     ("weight-stationary-2d", {"H": 8, "F": 8, "V": 8}, {"kv_heads": 1, "block": "parallel"}, "xla", "explicit"),
-    # every key/value head gets a third query head that is none
-    ("megatron-1d", {"H": 9, "F": 9, "V": 9}, {"tied": False, "activation": "gelu"}, "blocking", "auto"),
 ]
 EXPERTS = {"layers": 2, "moe": MoEConfig(experts=4, shared=1)}
-CASES += [pytest.param("megatron-1d", CASES[0][1], EXPERTS, "blocking", "auto", marks=pytest.mark.slow)]
+MORE = [
+    # every key/value head gets a third query head that is none
+    ("megatron-1d", {"H": 9, "F": 9, "V": 9}, {"tied": False, "activation": "gelu"}, "blocking", "auto"),
+    ("megatron-1d", CASES[0][1], EXPERTS, "blocking", "auto"),
+]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 MESH = {"megatron-1d": {"x": 2, "y": 4, "z": 1}, "weight-stationary-2d": {"x": 2, "y": 2, "z": 2}}
 
 

@@ -235,6 +235,20 @@ def _operands(case):
     return [jnp.asarray(x) for x in case.operands]
 
 
+@pytest.mark.parametrize("empty", ["B", "L", "T"])
+def test_nothing_to_do(empty, make_mesh):
+    """No rows and no new tokens give nothing, and leave the cache as it is; an empty cache is not attended to."""
+    specs = "BLH_xD", "BLK_xD", "BTK_xD"
+    case = Case(np.random.default_rng(0), SIZES | {empty: 0}, specs)
+    with jax.set_mesh(make_mesh({"x": 2}, "auto")):
+        y = jax.jit(lambda *operands: cached_attention(*operands, *specs, lengths=case.lengths))(*_operands(case))
+        np.testing.assert_allclose(y, plain(*case.new, *case.cache, case.lengths), rtol=1e-5, atol=1e-5)
+        cache, new = jnp.asarray(case.cache[0])[None], jnp.asarray(case.new[1])[None]
+        np.testing.assert_array_equal(
+            write_cache(cache, new, "BTKD", "BLKD", lengths=case.lengths), written(cache, new, case.lengths)
+        )
+
+
 def test_refuses_to_be_differentiated(make_mesh):
     case = Case(np.random.default_rng(0), SIZES, ("BLHD", "BLKD", "BTKD"))
     q, *rest = _operands(case)

@@ -147,6 +147,8 @@ def _value(form: _Form, shape: tuple[int, ...], width: int, ctx: Context):
 
 def _written(cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
     """Write the new keys that belong to this part of the cache, in place; the others belong to other parts."""
+    if not new.size:
+        return cache
     if new.shape[2] == 1 and cache.dtype.itemsize == 1:
         # libtpu 0.0.42 copies an int8 cache that it reads and writes at one position, but selects in place
         here = jax.lax.broadcasted_iota(jnp.int32, cache.shape[:3], 2) == lengths[None, :, None]

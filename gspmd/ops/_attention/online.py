@@ -78,13 +78,13 @@ def attend(
 
 def group(q: jax.Array, key_heads: int) -> jax.Array:
     """[B, L, H, ...] as [B, K, Q, L, ...]: query heads in groups that share a key head."""
-    return jnp.moveaxis(q.reshape(*q.shape[:2], key_heads, -1, *q.shape[3:]), 1, 3)
+    return jnp.moveaxis(q.reshape(*q.shape[:2], key_heads, q.shape[2] // max(key_heads, 1), *q.shape[3:]), 1, 3)
 
 
 def ungroup(x: jax.Array) -> jax.Array:
     """[B, K, Q, L, ...] as [B, L, H, ...]."""
     x = jnp.moveaxis(x, 3, 1)
-    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
 
 
 def _along_keys(scales: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """Small random models of every family by transformers, as checkpoints in a folder, and their logits."""
 
 import functools
+import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,12 @@ def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
 @pytest.fixture
 def from_folder(transformers):
     """A function (directory) -> transformers' own model of a checkpoint, in float32."""
-    return lambda directory: transformers.AutoModelForCausalLM.from_pretrained(directory).float().eval()
+
+    def make(directory: Path) -> Any:
+        (kind,) = json.loads((directory / "config.json").read_text())["architectures"]
+        return getattr(transformers, kind).from_pretrained(directory).float().eval()
+
+    return make
 
 
 @pytest.fixture

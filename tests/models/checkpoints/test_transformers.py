@@ -23,18 +23,14 @@ def logits(model: models.Transformer, mesh: jax.sharding.Mesh, tokens: np.ndarra
 
 
 @pytest.mark.parametrize(("name", "preset"), FIRST.items())
-def test_a_checkpoint_of_each_family_gives_the_logits_of_transformers(name, preset, reference, placing):
+def test_a_checkpoint_of_each_family_gives_the_logits_of_transformers_and_goes_back(
+    name, preset, reference, placing, from_folder, tmp_path
+):
     wanted = reference(name)
     layout, mesh = placing(preset, LAYOUTS.get(preset))
     model, _ = load(wanted.directory, layout, mesh, "float32")
     close(logits(model, mesh, wanted.tokens), wanted.logits)
-
-
-@pytest.mark.parametrize("name", FIRST)
-def test_an_exported_checkpoint_comes_back_with_the_same_logits(name, reference, placing, from_folder, tmp_path):
-    wanted = reference(name)
-    layout, mesh = placing("megatron-1d", LAYOUTS["megatron-1d"])
-    save(load(wanted.directory, layout, mesh, "float32")[0], tmp_path / "out")
+    save(model, tmp_path / "out")
     close(logits_of(from_folder(tmp_path / "out"), wanted.tokens), wanted.logits)
 
 
@@ -64,21 +60,19 @@ def own(placing, **changes) -> tuple[models.Transformer, jax.sharding.Mesh]:
 
 DROPLESS = MoEConfig(experts=5, every=1, router="top-k", k=3, dispatch="dropless")
 SWITCH = MoEConfig(experts=5, every=1, router="switch", dispatch="dropless")
-SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [
         pytest.param({}, "Llama", id="the default"),
-        pytest.param({"tied": False, "qkv_bias": True}, "Qwen2", id="untied", marks=SLOW),
-        pytest.param({"moe": DROPLESS}, "Mixtral", id="experts", marks=SLOW),
-        pytest.param({"moe": replace(DROPLESS, router="gshard", k=None)}, "Mixtral", id="gshard", marks=SLOW),
-        pytest.param({"moe": SWITCH, "qk_norm": True}, "Qwen3Moe", id="switch", marks=SLOW),
-        pytest.param({"activation": "geglu", "scale_embedding": False}, "Gemma", id="geglu", marks=SLOW),
-        pytest.param(
-            {"block": "parallel", "norm": "layer", "rotary_pairs": "neighbours"}, "Cohere", id="parallel", marks=SLOW
-        ),
+        pytest.param({"tied": False, "qkv_bias": True}, "Qwen2", id="untied"),
+        pytest.param({"moe": DROPLESS}, "Mixtral", id="experts"),
+        pytest.param({"moe": replace(DROPLESS, router="gshard", k=None)}, "Mixtral", id="gshard"),
+        pytest.param({"moe": SWITCH, "qk_norm": True}, "Qwen3Moe", id="switch"),
+        pytest.param({"activation": "geglu", "scale_embedding": False}, "Gemma", id="geglu"),
+        pytest.param({"block": "parallel", "norm": "layer", "rotary_pairs": "neighbours"}, "Cohere", id="parallel"),
     ],
 )
 def test_a_model_of_our_own_is_one_of_transformers(changes, kind, placing, from_folder, tmp_path):
