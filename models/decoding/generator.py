@@ -213,19 +213,15 @@ class Generator:
     def _programs(self, batch: Batch, sampling: Sampling, stop: tuple[int, ...]) -> tuple[Any, ...]:
         """What makes an empty cache, reads a chunk, copies shared prompts (None if there are none), and decodes."""
         sizes, mesh = batch.sizes, jax.sharding.get_mesh()
-<<<<<<< HEAD
-        steps = self.programs(sizes)
+        fresh = len(batch.chunks()) == 1  # then prompts attend to nothing before them
+        steps = self.programs(sizes, fresh=fresh)
         (read, (*chunk, small)), (_, (weights, each, large)) = steps["prefill"], steps["decode"]
         if mesh.devices.flat[0].platform == "tpu":
             small, large = heads_first(small), heads_first(large)
         empty = self._program(("empty", sizes), lambda: zeros(small), (), (), formats(small))
-        prefill = self._program(("prefill", sizes), lambda *a: read(*a)[1], (*chunk, small), 3, formats(small))
-=======
-        fresh = len(batch.chunks()) == 1  # then prompts attend to nothing before them
-        steps = self.programs(sizes, fresh=fresh)
-        (read, chunk), (_, (weights, each, large)) = steps["prefill"], steps["decode"]
-        prefill = self._program(("prefill", sizes, fresh), lambda *given: read(*given)[1], chunk, 3)
->>>>>>> main
+        prefill = self._program(
+            ("prefill", sizes, fresh), lambda *given: read(*given)[1], (*chunk, small), 3, formats(small)
+        )
         share = None
         if batch.shares.sources is not None:
             copied, given = partial(copy_rows, layout=sizes.decode), (small, _sources(sizes), each)
