@@ -180,6 +180,11 @@ class LayerCache:
             v = (values * value_scales[..., None]).astype(v.dtype)
             options = {"key_scales": self.scales[0], "value_scales": self.scales[1]}
         if self.chunk.fresh:
-            return ops.attention(q, k, v, query_spec, key_spec)
+            # Where a cache stands between them, keys may lie apart from the queries; here they come to these.
+            held, heads = key_spec.axes[2], query_spec.axes[2]
+            near = (query_spec.axes[0], (), held if held == heads[: len(held)] else (), ())
+            beside = Spec(key_spec.dims, near)
+            k, v = moved(k, key_spec, beside), moved(v, key_spec, beside)
+            return ops.attention(q, k, v, query_spec, beside)
         specs = query_spec, key_spec, self.chunk.spec
         return ops.cached_attention(q, k, v, *self.held, *specs, lengths=self.chunk.lengths, **options)

@@ -88,12 +88,17 @@ def test_a_stop_token_ends_a_text_and_so_does_the_caller(alone, drawn):
         ("megatron-1d", None, {"ffn.residual": "B_xL_yzE", "attention.residual": "B_xL_yzE"}),
         ("weight-stationary-2d", None, {"cache.attention.key": "B_xT_yzKD"}),
         ("zero-3", "data-parallel", {}),
+        ("zero-3", None, {"prefill.attention.key": "BLKD", "decode.attention.key": "BLKD",
+                          "cache.attention.key": "B_xyzTKD"}),
         ("weight-stationary-1d", "weight-gathered-xy", {"attention.query": ("B_xyzLHD", "B_yzLH_xD", "BLH_xyzD"),
                                                         "attention.key": ("B_xyzLKD", "B_yzLKD", "BLKD")}),
     ],
 )  # fmt: skip
 def test_texts_are_the_same_in_every_layout(preset, prefill, changes, drawn):
-    assert Machine(preset, 8, prefill, changes, chunk=4, burst=5).texts(PROMPTS, samples=2, seed=3) == drawn
+    machine = Machine(preset, 8, prefill, changes, chunk=4, burst=5)
+    assert machine.texts(PROMPTS, samples=2, seed=3) == drawn
+    machine.generator.chunk = 128  # a prompt of one chunk attends to itself alone
+    assert machine.texts(PROMPTS, samples=2, seed=3) == drawn
 
 
 @pytest.mark.slow
