@@ -70,8 +70,19 @@ def test_a_checkpoint_and_a_run_of_one_model_continue_alike(capsys, public, trai
     assert "12 tokens: the first after " in said
     assert said.rstrip().endswith(" tokens per second.")
     assert run(capsys, "--checkpoint", trained, *flags)[:2] == (0, text)
+
+
+@pytest.mark.slow
+def test_flags_of_layouts_chunks_and_int8_reach_the_programs(capsys, public):
+    flags = ["--checkpoint", public, "--prompt", "def ", "--tokens", "12", "--temperature", "0"]
+    _, text, _ = run(capsys, *flags)
     on_eight = ["--devices", "8", "--layout", "weight-stationary-2d", "--prefill-layout", "weight-gathered-xyz"]
-    assert run(capsys, "--checkpoint", public, *flags, *on_eight, "--chunk", "2", "--burst", "5")[:2] == (0, text)
+    code, same, said = run(capsys, *flags, *on_eight, "--chunk", "2", "--burst", "5")
+    assert (code, same) == (0, text)
+    assert "weight-gathered-xyz to read, weight-stationary-2d to decode" in said
+    code, near, said = run(capsys, *flags, "--weights", "int8", "--cache", "int8")
+    assert code == 0
+    assert near.startswith("def ")
 
 
 def test_several_texts_stand_one_after_another(capsys, public, monkeypatch):

@@ -94,10 +94,10 @@ DIAGONAL = [
         mesh={"x": 2, "y": 4, "z": 1},
         changes={"padding.K": 4, "ffn.residual": "B_xL_yzE", "attention.residual": "B_xL_yzE"},
     ),
-    Case(
+    pytest.param(Case(
         {"moe": MoEConfig(router="gshard")}, "gshard",
         mesh={"x": 2, "y": 2, "z": 2}, changes={"cache.attention.key": "B_xyT_zKD"},
-    ),
+    ), marks=pytest.mark.slow),
 ]  # fmt: skip
 
 
