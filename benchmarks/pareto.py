@@ -163,7 +163,7 @@ def config_of(model: str) -> models.ModelConfig:
 
 
 def layouts(config: models.ModelConfig, phase: str, mesh) -> list:
-    """The layouts that are tried; heads are padded to the devices that they are split over: all, or those of y and z."""
+    """The layouts that are tried, heads padded to the devices that they are split over: all, or those of y and z."""
     alone = mesh.shape["y"] * mesh.shape["z"]
     padded = [-(-config.heads // share) * share for share in (mesh.devices.size, alone)]
     heads = next((size for size in padded if size < 2 * config.heads), config.heads)

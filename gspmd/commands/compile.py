@@ -186,8 +186,8 @@ def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tupl
             weights="int8" if settings.weights == "int8" else None,
         )  # fmt: skip
         say_chosen(program.layout)
-        options = {"donate_argnums": (program.donated,), "auto_layout_argnums": (program.stored,)}
-        return program.step, program.arguments, options
+        numbers = {"donate_argnums": program.donated, "auto_layout_argnums": program.stored}
+        return program.step, program.arguments, {name: (number,) for name, number in numbers.items()}
     layout = layout.resolved(config.sizes(settings.batch, settings.length), mesh)
     say_chosen(layout)
     stored = "float32" if train else settings.dtype

@@ -84,7 +84,6 @@ def serving_program(
     rows = abstract_whole(mesh, (batch,), jnp.int32)
     if reading:
         tokens = abstract_tokens(used, mesh, batch, length)
-        return Program(
-            used, prefill_step(model, fresh=True), (arrays(model), tokens, rows, cache), 3, 0, batch * length
-        )
+        step, given = prefill_step(model, fresh=True), (arrays(model), tokens, rows, cache)
+        return Program(used, step, given, 3, 0, batch * length)
     return Program(used, decode_step(model), (arrays(model), rows, cache), 2, 0, batch)

@@ -86,7 +86,7 @@ def test_random_bits_are_those_of_the_paper():
     [
         ({"x": 2, "y": 2, "z": 2}, "BV_xyz", ROWS, 25),
         ({"x": 2, "y": 2, "z": 2}, "B_xV_zy", ROWS, 25),
-        ({"x": 4, "y": 2}, "V_yB_x", ROWS | {"temperature": 0.7, "top_p": 0.9}, 25),
+        pytest.param({"x": 4, "y": 2}, "V_yB_x", ROWS | {"temperature": 0.7, "top_p": 0.9}, 25, marks=pytest.mark.slow),
         pytest.param({"x": 3, "y": 2}, "B_yV_x", ROWS | {"top_k": 4}, 25, marks=pytest.mark.slow),
         pytest.param({"x": 8}, "B_xV", ROWS, 0, marks=pytest.mark.slow),
         ({"x": 8}, "BV_x", ROWS | {"temperature": 0}, 2),
