@@ -242,15 +242,19 @@ def panel(axes, points: list[Point], phase: str) -> None:
         for weights, face in (("int8", "white"), ("bfloat16", color)):
             group = [point for point in best if point.weights == weights]
             axes.scatter(*spot(group), s=46, facecolor=face, edgecolor=color, linewidth=1.6, zorder=4)
-        for point in best:
+        before = ""
+        for number, point in enumerate(best):
+            above = point.weights == "int8" or number % 2
+            text, at = said(point), {"xytext": (7, 4)} if above else {"xytext": (-6, -21)}
+            text, before = text if text[1] != before else text[:1], text[1]
             axes.annotate(
-                said(point), (point.latency * scale, 1e3 * point.cost), xytext=(7, 5), textcoords="offset points",
-                fontsize=7.2, color=INK, zorder=5,
+                "\n".join(text), (point.latency * scale, 1e3 * point.cost), textcoords="offset points",
+                fontsize=7.2, color=INK, zorder=5, **at,
             )  # fmt: skip
         if best:
             end = best[-1]
             axes.annotate(
-                NAMES[model], (end.latency * scale, 1e3 * end.cost), xytext=(10, -16), textcoords="offset points",
+                NAMES[model], (end.latency * scale, 1e3 * end.cost), xytext=(12, -4), textcoords="offset points",
                 fontsize=12, weight="bold", color=color,
             )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel=TITLES[phase][1], ylabel="chip-milliseconds per token")
@@ -259,15 +263,16 @@ def panel(axes, points: list[Point], phase: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK, which="both", length=3)
     axes.margins(x=0.16, y=0.09)
-    note = "open: int8 weights, filled: bfloat16; label: rows, chips, weights' layout, batch of the attention"
+    note = "open: int8 weights, filled: bfloat16; label: rows, chips, and where it changes the weights' layout and the attention's batch"
     axes.text(0.0, -0.115, note if phase == "decode" else "", transform=axes.transAxes, fontsize=8.5, color=FAINT)
 
 
-def said(point: Point) -> str:
-    """Rows, chips, and the layout in short: of the weights, and over which axes the attention has the batch."""
+def said(point: Point) -> tuple[str, str]:
+    """Rows and chips; and the layout in short: of the weights, and over which axes the attention has the batch."""
     preset, query, _ = point.layout.split()
     rows = "".join(Spec.parse(query).axes_of("B"))
-    return f"{point.batch} rows, {point.chips} chips\n{SHORT[preset]}, attention {'B_' + rows if rows else 'by heads'}"
+    size = f"{point.batch} row{'s' * (point.batch > 1)}, {point.chips} chips"
+    return size, f"{SHORT[preset]}, attention {'B_' + rows if rows else 'by heads'}"
 
 
 if __name__ == "__main__":
