@@ -27,9 +27,9 @@ from gspmd.display.units import amount_of_seconds
 from gspmd.training.toml import load_toml
 from gspmd_models.decoding import rank_serving, serving_layouts
 
-CHIPS = {"palm-8b": (8, 16, 32, 64), "palm-62b": (8, 16, 32, 64), "palm-540b": (64, 128, 256)}
+CHIPS = {"palm-8b": (8, 16, 32), "palm-62b": (16, 32, 64), "palm-540b": (64,)}
 SLICES = {8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
-BATCHES = {"decode": (1, 4, 16, 64, 128, 256, 512, 1024), "prefill": (1, 4, 16, 64, 256, 512)}
+BATCHES = {"decode": (1, 4, 16, 64, 256, 512), "prefill": (1, 16, 64, 512)}
 PRESETS = {
     "decode": ("weight-stationary-2d", "weight-stationary-1d"),
     "prefill": ("weight-stationary-2d", "weight-stationary-1d", "weight-gathered-x", "weight-gathered-xy",
@@ -243,18 +243,20 @@ def panel(axes, points: list[Point], phase: str) -> None:
             group = [point for point in best if point.weights == weights]
             axes.scatter(*spot(group), s=46, facecolor=face, edgecolor=color, linewidth=1.6, zorder=4)
         before = ""
-        for number, point in enumerate(best):
-            above = point.weights == "int8" or number % 2
-            text, at = said(point), {"xytext": (7, 4)} if above else {"xytext": (-6, -21)}
+        for point in best:
+            text = said(point)
+            # Labels of large batches, where frontiers are flat, are written upwards.
+            turned = {"rotation": 32, "xytext": (3, 6)} if point.weights != "int8" else {"xytext": (7, 4)}
             text, before = text if text[1] != before else text[:1], text[1]
             axes.annotate(
                 "\n".join(text), (point.latency * scale, 1e3 * point.cost), textcoords="offset points",
-                fontsize=7.2, color=INK, zorder=5, **at,
+                fontsize=7.2, color=INK, zorder=5, **turned,
             )  # fmt: skip
         if best:
             end = best[-1]
             axes.annotate(
-                NAMES[model], (end.latency * scale, 1e3 * end.cost), xytext=(12, -4), textcoords="offset points",
+                NAMES[model], (end.latency * scale, 1e3 * end.cost), xytext=(0, -24), ha="center",
+                textcoords="offset points",
                 fontsize=12, weight="bold", color=color,
             )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel=TITLES[phase][1], ylabel="chip-milliseconds per token")
