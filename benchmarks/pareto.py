@@ -265,7 +265,7 @@ def panel(axes, points: list[Point], phase: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK, which="both", length=3)
     axes.margins(x=0.16, y=0.09)
-    note = "open: int8 weights, filled: bfloat16; label: rows, chips, and where it changes the weights' layout and the attention's batch"
+    note = "open: int8 weights, filled: bfloat16; label: rows, chips, and where it changes the layout"
     axes.text(0.0, -0.115, note if phase == "decode" else "", transform=axes.transAxes, fontsize=8.5, color=FAINT)
 
 
