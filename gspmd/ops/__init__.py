@@ -6,21 +6,22 @@
 from importlib import import_module
 from typing import Any
 
+__all__ = [
+    "add_bias", "argmax", "attention", "cached_attention", "cross_entropy", "embed", "global_norm", "layer_norm",
+    "logsumexp", "quantize_heads", "rms_norm", "sample", "softmax", "write_cache",
+]  # fmt: skip
+
 # Each is imported when it is asked for: an einsum needs none of them. Type checkers read __init__.pyi instead.
 _HOMES = {
-    "add_bias": "_bias", "argmax": "_argmax", "attention": "_attention", "cached_attention": "_attention",
-    "cross_entropy": "_cross_entropy", "embed": "_embedding", "global_norm": "_global_norm",
-    "layer_norm": "_layer_norm", "logsumexp": "_softmax", "quantize_heads": "_attention", "rms_norm": "_norm",
-    "sample": "_sample", "softmax": "_softmax", "write_cache": "_attention",
+    "add_bias": "_bias", "cached_attention": "_attention", "embed": "_embedding", "logsumexp": "_softmax",
+    "quantize_heads": "_attention", "rms_norm": "_norm", "write_cache": "_attention",
 }  # fmt: skip
-
-__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'gspmd.ops' has no attribute {name!r}", name=name)
-    globals()[name] = found = getattr(import_module(f"gspmd.ops.{_HOMES[name]}"), name)
+    globals()[name] = found = getattr(import_module(f"gspmd.ops.{_HOMES.get(name, '_' + name)}"), name)
     return found
 
 

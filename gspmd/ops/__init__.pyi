@@ -1,3 +1,5 @@
+"""The functions of gspmd.ops, for type checkers."""
+
 from gspmd.ops._argmax import argmax as argmax
 from gspmd.ops._attention import attention as attention
 from gspmd.ops._attention import cached_attention as cached_attention

@@ -62,7 +62,7 @@ def words(weights: jax.Array, bits: int) -> list[jax.Array]:
 
 
 def mass(totals: jax.Array, bits: int) -> jax.Array:
-    """The number that sums of words [..., 3] stand for, rounded so that the larger one is never the smaller."""
+    """What sums of words [..., 3] stand for, in units of 2^-bits; rounded, but the larger is never the smaller."""
     high, middle, low = (totals[..., n] for n in range(WORDS))
     middle += low >> bits
     high += middle >> bits

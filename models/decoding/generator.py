@@ -18,7 +18,7 @@ from gspmd.lowerings.default import current as current_lowering
 from ..shapes import abstract_tokens
 from ..transformer import Transformer, arrays
 from .batch import Batch, Sizes, make_batch
-from .cache import Cache, abstract_cache, abstract_whole, cache_spec, empty_cache
+from .cache import Cache, abstract_cache, abstract_whole, cache_spec, formats, heads_first, zeros
 from .loop import NOTHING, PLAIN, Rows, Sampling, decode_loop
 from .prefix import copy_rows
 from .serving import GenerationError, for_serving, served
@@ -166,11 +166,11 @@ class Generator:
     ) -> Iterator[Burst]:
         sizes, whole = batch.sizes, NamedSharding(jax.sharding.get_mesh(), jax.P())
         put = lambda values, dtype=np.int32: jax.device_put(np.asarray(values, dtype), whole)  # noqa: E731
-        prefill, share, loop = self._programs(batch, sampling, stop)
+        empty, prefill, share, loop = self._programs(batch, sampling, stop)
         weights, (_, ids_like, *_) = arrays(self._served(sizes.decode)), self.programs(sizes)["prefill"][1]
         numbers = np.arange(sizes.rows)
         seeds = put((seed + numbers) % 2**32, np.uint32)
-        cache = empty_cache(*self._cache(sizes, sizes.prefill_rows), int8=self.int8)
+        cache = jax.block_until_ready(empty())
         began = time.perf_counter()
         for ids, counts in batch.chunks():
             cache = prefill(weights, jax.device_put(ids, ids_like.sharding), put(counts), cache)
@@ -210,23 +210,27 @@ class Generator:
             "decode": (decode_step(writer), (arrays(writer), one, large)),
         }
 
-    def _programs(self, batch: Batch, sampling: Sampling, stop: tuple[int, ...]) -> tuple[Any, Any, Any]:
+    def _programs(self, batch: Batch, sampling: Sampling, stop: tuple[int, ...]) -> tuple[Any, ...]:
+        """What makes an empty cache, reads a chunk, copies shared prompts (None if there are none), and decodes."""
         sizes, mesh = batch.sizes, jax.sharding.get_mesh()
         fresh = len(batch.chunks()) == 1  # then prompts attend to nothing before them
         steps = self.programs(sizes, fresh=fresh)
-        (read, chunk), (_, (weights, each, large)) = steps["prefill"], steps["decode"]
-        prefill = self._program(("prefill", sizes, fresh), lambda *given: read(*given)[1], chunk, 3)
+        (read, (*chunk, small)), (_, (weights, each, large)) = steps["prefill"], steps["decode"]
+        if mesh.devices.flat[0].platform == "tpu":
+            small, large = heads_first(small), heads_first(large)
+        empty = self._program(("empty", sizes), lambda: zeros(small), (), (), formats(small))
+        prefill = self._program(
+            ("prefill", sizes, fresh), lambda *given: read(*given)[1], (*chunk, small), 3, formats(small)
+        )
         share = None
         if batch.shares.sources is not None:
-            copied = partial(copy_rows, layout=sizes.decode)
-            share = self._program(("share", sizes), copied, (chunk[3], _sources(sizes), each))
-        seeds, alive, limit = (
-            abstract_whole(mesh, shape, dtype)
-            for shape, dtype in (((sizes.rows,), jnp.uint32), ((sizes.rows,), jnp.bool_), ((), jnp.int32))
-        )
+            copied, given = partial(copy_rows, layout=sizes.decode), (small, _sources(sizes), each)
+            share = self._program(("share", sizes), copied, given, (), formats(large))
+        shapes = ((sizes.rows,), jnp.uint32), ((sizes.rows,), jnp.bool_), ((), jnp.int32)
+        rows, others = Rows(large, each, each), [abstract_whole(mesh, *shape) for shape in shapes]
         loop = decode_loop(self._served(sizes.decode), sampling, stop, self.burst)
-        given = weights, Rows(large, each, each), seeds, alive, limit
-        return prefill, share, self._program(("loop", sizes, sampling, stop), loop, given, 1)
+        name, out = ("loop", sizes, sampling, stop, self.burst), (formats(rows), each.sharding)
+        return empty, prefill, share, self._program(name, loop, (weights, rows, *others), 1, out)
 
     def _served(self, layout: Any) -> Transformer:
         key = layout, jax.sharding.get_mesh()
@@ -234,18 +238,17 @@ class Generator:
             self._models[key] = served(self.model, layout)
         return self._models[key]
 
-    def _program(self, name: Any, function: Any, abstract: tuple[Any, ...], donated: int | tuple = ()) -> Any:
+    def _program(self, name: Any, function: Callable, given: Sequence[Any], donated: int | tuple, out: Any) -> Any:
         key = name, jax.sharding.get_mesh(), current_lowering()
         if key not in self._compiled:
-            self._compiled[key] = jax.jit(function, donate_argnums=donated).lower(*abstract).compile()
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=out)
+            self._compiled[key] = jitted.lower(*given).compile()
         return self._compiled[key]
 
     def abstract_cache(self, sizes: Sizes, rows: int) -> Cache:
         """Return the shapes of a cache of so many rows."""
-        return abstract_cache(*self._cache(sizes, rows), int8=self.int8)
-
-    def _cache(self, sizes: Sizes, rows: int) -> tuple[Any, ...]:
-        return self.model.config, sizes.decode, jax.sharding.get_mesh(), rows, sizes.room, self.model.dtype
+        mesh, model = jax.sharding.get_mesh(), self.model
+        return abstract_cache(model.config, sizes.decode, mesh, rows, sizes.room, model.dtype, int8=self.int8)
 
 
 def _sources(sizes: Sizes) -> jax.ShapeDtypeStruct:

@@ -50,7 +50,9 @@ def test_it_holds_every_module_and_table_and_nothing_else(wheel):
     wanted = {f"gspmd/configs/{path.name}" for path in (ROOT / "configs").glob("*.toml")}
     for room, name in (("gspmd", "gspmd"), ("models", "gspmd_models")):
         found = [
-            path for path in (ROOT / room).rglob("*") if path.suffix in (".py", ".toml") or path.name == "py.typed"
+            path
+            for path in (ROOT / room).rglob("*")
+            if path.suffix in (".py", ".pyi", ".toml") or path.name == "py.typed"
         ]
         wanted |= {f"{name}/{path.relative_to(ROOT / room).as_posix()}" for path in found}
     assert files == wanted

@@ -1,5 +1,7 @@
 """Operands of every dtype: as jnp.einsum has it under each lowering, or one error; and what a wire may be."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 
 import gspmd
+from gspmd.lowerings.local_einsum import local_einsum
 from gspmd.planner.overlap import SCHEDULES
 
 pytestmark = pytest.mark.usefixtures("every_schedule")
@@ -127,6 +130,16 @@ def test_int8_moves_as_it_is_and_multiplies_exactly(name, lowering, make_mesh):
     if lowering != "xla":
         assert plan.wire_bytes == planned.wire_bytes
         assert ledger.compare(plan).agrees
+
+
+def test_accelerators_multiply_int8_in_the_dtype_beside_it():
+    """Of CPUs every product is one of float32; without a device JAX traces what an accelerator runs."""
+    x, w = jax.ShapeDtypeStruct((4, 8), "bfloat16"), jax.ShapeDtypeStruct((8, 4), "int8")
+    for letters, *operands in (("be,ef->bf", x, w), ("ef,be->bf", w, x)):
+        traced = jax.make_jaxpr(partial(local_einsum, letters))(*operands)
+        (product,) = [each for each in traced.eqns if each.primitive.name == "dot_general"]
+        assert {str(operand.aval.dtype) for operand in product.invars} == {"bfloat16"}
+        assert str(product.outvars[0].aval.dtype) == "float32"
 
 
 def test_a_product_with_int8_is_priced_as_its_chip_does_it():

@@ -94,7 +94,7 @@ def test_weights_are_those_of_plain_numpy(block, config, make_mesh):
 SLOW = pytest.mark.slow
 CASES = [
     ("weight-stationary-2d", "blocking", {"block": "parallel", "tied": True, "kv_heads": 1}),
-    ("weight-gathered-xyz", "looped", {"block": "serial", "tied": False, **BIASES}),
+    pytest.param("weight-gathered-xyz", "looped", {"block": "serial", "tied": False, **BIASES}, marks=SLOW),
     ("gshard", "blocking", {"block": "serial", "moe": DROPLESS}),
     pytest.param("gshard", "looped", {"block": "parallel", "moe": SWITCH}, marks=SLOW),
     pytest.param("switch-expert-model", "blocking", {"block": "parallel", "moe": DROPLESS}, marks=SLOW),
@@ -136,7 +136,7 @@ def test_weights_cross_the_wire_as_int8(config, make_mesh):
     )  # of every weight one byte in four; the table's rows move as floats
 
 
-@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("cache", [False, pytest.param(True, marks=SLOW)])
 def test_a_prompt_is_read_and_continued_with_int8(cache, config, make_mesh):
     settings = for_serving(config(block="parallel", kv_heads=1))
     stationary, gathered = Layout.load("weight-stationary-2d"), Layout.load("weight-gathered-xyz")

@@ -88,8 +88,8 @@ def cached_attention(
     if key_scales is not None:
         scales = (("key_scales", key_scales), ("value_scales", value_scales))
         cache += [array(doing, name, x, "real numbers") for name, x in scales]
-    specs = (query_spec, q), (key_spec, k), (cache_spec, cache[0])
-    form = _Form(*(read(doing, spec, x, ctx) for spec, x in specs), scale, key_scales is not None)
+    query, key = read(doing, query_spec, q, ctx), read(doing, key_spec, k, ctx)
+    form = _Form(query, key, read(doing, cache_spec, cache[0], ctx), scale, key_scales is not None)
     _check(doing, form, q, k, v, *cache, lengths=lengths)
     operands = q, k, v, *cache, lengths
     if ctx.lowering == "xla":
@@ -225,7 +225,6 @@ def _value(form: _Form, shapes: tuple[tuple[tuple[int, ...], int], ...], ctx: Co
     def chain(src: Spec, dst: Spec, shape: tuple[int, ...], width: int, name: str):
         return move(src, dst, sizes_of(src, shape), ctx.mesh, width, ctx.chip, name)
 
-    used = at.query.with_partial(parts)
     per_row, per_query = Spec(("B",), ((),)), at.query.without(at.query.dims[3])
     scales = at.cache.without(at.cache.dims[3])
     there = {"cached keys": at.cache, "cached values": at.cache, "key scales": scales, "value scales": scales}
@@ -243,7 +242,7 @@ def _value(form: _Form, shapes: tuple[tuple[tuple[int, ...], int], ...], ctx: Co
         lengths=chain(per_row, Spec(("B",), (at.query.axes[0],)), shapes[0][0][:1], 4, "lengths"),
         maximum=settle(per_query, parts, sizes, ctx, name="maximum", reduce="max"),
         total=settle(per_query, parts, sizes, ctx, name="denominator"),
-        result=chain(used, form.query, *shapes[0], "result"),
+        result=chain(at.query.with_partial(parts), form.query, *shapes[0], "result"),
     )
 
     def body(q, k, v, *rest):
@@ -251,11 +250,10 @@ def _value(form: _Form, shapes: tuple[tuple[tuple[int, ...], int], ...], ctx: Co
         *cache, lengths = (chains.send(name, x) for name, x in zip((*cache_chains, "lengths"), rest))
         k, v, *cache = at.share.pick(k, v, *cache)
         part = shard_index(parts)
-        first = shard_index(at.query.axes[1]) * q.shape[1] if at.query.axes[1] else None
-        ahead, counted = first, None
-        if at.key.axes[1]:
-            ahead = (0 if first is None else first) - part * k.shape[1]
-        elif parts:
+        ahead, counted = None, None  # where neither queries nor new keys are cut, later keys can be left out
+        if at.query.axes[1] or at.key.axes[1]:
+            ahead = shard_index(at.query.axes[1]) * q.shape[1] - shard_index(at.key.axes[1]) * k.shape[1]
+        if parts and not at.key.axes[1]:
             counted = jnp.broadcast_to(part == 0, k.shape[:2])  # whole on every part, each new key counts once
         found = _attended(form.scale, q, k, v, cache, lengths - part * cache[0].shape[1], ahead, counted)
         if parts:

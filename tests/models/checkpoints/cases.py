@@ -75,7 +75,6 @@ FIRST = {
 LAYOUTS = {
     "weight-stationary-2d": {"V": 8},
     "weight-gathered-xy": {"V": 8},
-    "zero-3": {},
     "megatron-1d": {"V": 4, "K": 4},
 }
 

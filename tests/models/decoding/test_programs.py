@@ -8,7 +8,7 @@ import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd_models.decoding import Sampling, decode_loop, make_batch
-from gspmd_models.decoding.cache import abstract_whole
+from gspmd_models.decoding.cache import abstract_cache, abstract_whole, formats, heads_first
 from gspmd_models.decoding.loop import Rows
 
 
@@ -87,10 +87,24 @@ def temporary_bytes(config, make_mesh, room):
     return [memory.temp_size_in_bytes for memory in found], held
 
 
+def test_on_tpus_heads_stand_first_in_memory_where_a_device_has_several(config, make_mesh):
+    layout, mesh = Layout.load("megatron-1d"), make_mesh({"x": 1, "y": 4, "z": 1})
+    for kv_heads, order in ((8, (0, 1, 3, 2, 4)), (4, None)):
+        cache = abstract_cache(config(kv_heads=kv_heads), layout, mesh, 2, 16, "float32", int8=True)
+        placed = heads_first(cache)
+        assert [leaf.shape for leaf in jax.tree.leaves(placed)] == [leaf.shape for leaf in jax.tree.leaves(cache)]
+        found = formats(placed).keys[0].layout
+        assert (found and found.major_to_minor) == order
+        assert formats(placed).key_scales[0].layout is None
+
+
 @pytest.mark.slow
 def test_no_program_copies_the_cache(config, make_mesh):
-    """XLA:CPU copies the layer that a scan reads, one of 8; a copy of the cache would be all of it, or half of it."""
-    settings = config(layers=8, block="parallel", kv_heads=2)
+    """XLA:CPU copies the layer that a scan reads, one of 8; a copy of the cache would be all of it, or half of it.
+
+    Heads are wide, so that the scores of a chunk, which grow with the cache too, are small beside it.
+    """
+    settings = config(layers=8, block="parallel", kv_heads=2, head_size=64)
     (small, short), (large, long) = (temporary_bytes(settings, make_mesh, room) for room in (64, 1024))
     for before, after in zip(small, large):
         assert after - before < (long - short) / 4
