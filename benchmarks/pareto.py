@@ -27,9 +27,9 @@ from gspmd.display.units import amount_of_seconds
 from gspmd.training.toml import load_toml
 from gspmd_models.decoding import rank_serving, serving_layouts
 
-CHIPS = {"palm-8b": (8, 16, 32, 64), "palm-62b": (8, 16, 32, 64), "palm-540b": (64, 128, 256)}
+CHIPS = {"palm-8b": (8, 16, 32), "palm-62b": (16, 32, 64), "palm-540b": (64,)}
 SLICES = {8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
-BATCHES = {"decode": (1, 4, 16, 64, 128, 256, 512, 1024), "prefill": (1, 4, 16, 64, 256, 512)}
+BATCHES = {"decode": (1, 4, 16, 64, 256, 512), "prefill": (1, 16, 64, 512)}
 PRESETS = {
     "decode": ("weight-stationary-2d", "weight-stationary-1d"),
     "prefill": ("weight-stationary-2d", "weight-stationary-1d", "weight-gathered-x", "weight-gathered-xy",
@@ -242,15 +242,21 @@ def panel(axes, points: list[Point], phase: str) -> None:
         for weights, face in (("int8", "white"), ("bfloat16", color)):
             group = [point for point in best if point.weights == weights]
             axes.scatter(*spot(group), s=46, facecolor=face, edgecolor=color, linewidth=1.6, zorder=4)
+        before = ""
         for point in best:
+            text = said(point)
+            # Labels of large batches, where frontiers are flat, are written upwards.
+            turned = {"rotation": 32, "xytext": (3, 6)} if point.weights != "int8" else {"xytext": (7, 4)}
+            text, before = text if text[1] != before else text[:1], text[1]
             axes.annotate(
-                said(point), (point.latency * scale, 1e3 * point.cost), xytext=(7, 5), textcoords="offset points",
-                fontsize=7.2, color=INK, zorder=5,
+                "\n".join(text), (point.latency * scale, 1e3 * point.cost), textcoords="offset points",
+                fontsize=7.2, color=INK, zorder=5, **turned,
             )  # fmt: skip
         if best:
             end = best[-1]
             axes.annotate(
-                NAMES[model], (end.latency * scale, 1e3 * end.cost), xytext=(10, -16), textcoords="offset points",
+                NAMES[model], (end.latency * scale, 1e3 * end.cost), xytext=(0, -24), ha="center",
+                textcoords="offset points",
                 fontsize=12, weight="bold", color=color,
             )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel=TITLES[phase][1], ylabel="chip-milliseconds per token")
@@ -259,15 +265,16 @@ def panel(axes, points: list[Point], phase: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK, which="both", length=3)
     axes.margins(x=0.16, y=0.09)
-    note = "open: int8 weights, filled: bfloat16; label: rows, chips, weights' layout, batch of the attention"
+    note = "open: int8 weights, filled: bfloat16; label: rows, chips, and where it changes the layout"
     axes.text(0.0, -0.115, note if phase == "decode" else "", transform=axes.transAxes, fontsize=8.5, color=FAINT)
 
 
-def said(point: Point) -> str:
-    """Rows, chips, and the layout in short: of the weights, and over which axes the attention has the batch."""
+def said(point: Point) -> tuple[str, str]:
+    """Rows and chips; and the layout in short: of the weights, and over which axes the attention has the batch."""
     preset, query, _ = point.layout.split()
     rows = "".join(Spec.parse(query).axes_of("B"))
-    return f"{point.batch} rows, {point.chips} chips\n{SHORT[preset]}, attention {'B_' + rows if rows else 'by heads'}"
+    size = f"{point.batch} row{'s' * (point.batch > 1)}, {point.chips} chips"
+    return size, f"{SHORT[preset]}, attention {'B_' + rows if rows else 'by heads'}"
 
 
 if __name__ == "__main__":
