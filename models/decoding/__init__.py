@@ -1,6 +1,6 @@
 """Text generation through a key/value cache.
 
-Reading order: cache, serving, steps, loop, prefix, batch, generator, text; programs and ranking, for absent devices.
+Reading order: cache, memory, serving, steps, loop, prefix, batch, generator, text; programs and ranking, for absent devices.
 """
 
 from .batch import Batch, Sizes, make_batch

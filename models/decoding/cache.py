@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
 
 from gspmd.annotate import Spec
@@ -123,28 +122,6 @@ def empty_cache(
 def zeros(shapes: Any) -> Any:
     """Return a tree of zeros, each device with its own part."""
     return jax.tree.map(lambda leaf: jax.lax.full(leaf.shape, 0, leaf.dtype, sharding=leaf.sharding), shapes)
-
-
-def heads_first(cache: Cache) -> Cache:
-    """Return an abstract cache whose keys and values stand in memory by heads, then positions, as TPUs read them best.
-
-    With the positions first, the compiler for TPUs brings every layer into that order before it multiplies: three times
-    the seconds of a step with 8 key/value heads on a device (jaxlib 0.10.2, libtpu 0.0.42). One head needs nothing, and
-    neither shapes nor specs change. A program that takes such a cache has to return it so: `formats`.
-    """
-
-    def placed(leaf: Any) -> Any:
-        if leaf.ndim < 5 or leaf.sharding.shard_shape(leaf.shape)[3] == 1:
-            return leaf
-        where = Format(Layout((0, 1, 3, 2, 4)), leaf.sharding)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-
-    return jax.tree.map(placed, cache)
-
-
-def formats(tree: Any) -> Any:
-    """The placement and order in memory of every array of a tree of shapes, for `out_shardings`."""
-    return jax.tree.map(lambda leaf: leaf.format, tree)
 
 
 def abstract_whole(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -18,8 +18,9 @@ from gspmd.lowerings.default import current as current_lowering
 from ..shapes import abstract_tokens
 from ..transformer import Transformer, arrays
 from .batch import Batch, Sizes, make_batch
-from .cache import Cache, abstract_cache, abstract_whole, cache_spec, formats, heads_first, zeros
+from .cache import Cache, abstract_cache, abstract_whole, cache_spec, zeros
 from .loop import NOTHING, PLAIN, Rows, Sampling, decode_loop
+from .memory import formats, heads_first, in_best_order
 from .prefix import copy_rows
 from .serving import GenerationError, for_serving, served
 from .steps import decode_step, prefill_step
@@ -112,6 +113,7 @@ class Generator:
         self.chunk, self.burst, self.int8 = chunk, burst, int8
         self._models: dict[Any, Transformer] = {}
         self._compiled: dict[Any, Any] = {}
+        self._weights: dict[Any, dict[str, jax.Array]] = {}
 
     def __call__(self, prompts: Sequence[Sequence[int]], tokens: int, **options: Any) -> Generated:
         """Continue prompts, and return all texts at once; arguments and errors as of `stream`."""
@@ -167,7 +169,7 @@ class Generator:
         sizes, whole = batch.sizes, NamedSharding(jax.sharding.get_mesh(), jax.P())
         put = lambda values, dtype=np.int32: jax.device_put(np.asarray(values, dtype), whole)  # noqa: E731
         empty, prefill, share, loop = self._programs(batch, sampling, stop)
-        weights, (_, ids_like, *_) = arrays(self._served(sizes.decode)), self.programs(sizes)["prefill"][1]
+        weights, (_, ids_like, *_) = self._stored(sizes.decode), self.programs(sizes)["prefill"][1]
         numbers = np.arange(sizes.rows)
         seeds = put((seed + numbers) % 2**32, np.uint32)
         cache = jax.block_until_ready(empty())
@@ -216,21 +218,30 @@ class Generator:
         fresh = len(batch.chunks()) == 1  # then prompts attend to nothing before them
         steps = self.programs(sizes, fresh=fresh)
         (read, (*chunk, small)), (_, (weights, each, large)) = steps["prefill"], steps["decode"]
-        if mesh.devices.flat[0].platform == "tpu":
+        shapes = ((sizes.rows,), jnp.uint32), ((sizes.rows,), jnp.bool_), ((), jnp.int32)
+        others = [abstract_whole(mesh, *shape) for shape in shapes]
+        loop = decode_loop(self._served(sizes.decode), sampling, stop, self.burst)
+        if _orders_memory(mesh):
             small, large = heads_first(small), heads_first(large)
+            placed = _placements(weights)
+            if placed not in self._weights:
+                self._weights[placed] = in_best_order(weights, loop, 1, Rows(large, each, each), *others)
+            weights = self._weights[placed]
+        rows = Rows(large, each, each)
         empty = self._program(("empty", sizes), lambda: zeros(small), (), (), formats(small))
-        prefill = self._program(
-            ("prefill", sizes, fresh), lambda *given: read(*given)[1], (*chunk, small), 3, formats(small)
-        )
+        given = (weights, *chunk[1:], small)
+        prefill = self._program(("prefill", sizes, fresh), lambda *given: read(*given)[1], given, 3, formats(small))
         share = None
         if batch.shares.sources is not None:
             copied, given = partial(copy_rows, layout=sizes.decode), (small, _sources(sizes), each)
             share = self._program(("share", sizes), copied, given, (), formats(large))
-        shapes = ((sizes.rows,), jnp.uint32), ((sizes.rows,), jnp.bool_), ((), jnp.int32)
-        rows, others = Rows(large, each, each), [abstract_whole(mesh, *shape) for shape in shapes]
-        loop = decode_loop(self._served(sizes.decode), sampling, stop, self.burst)
         name, out = ("loop", sizes, sampling, stop, self.burst), (formats(rows), each.sharding)
         return empty, prefill, share, self._program(name, loop, (weights, rows, *others), 1, out)
+
+    def _stored(self, layout: Any) -> dict[str, jax.Array]:
+        """The weights that programs take: in the order of memory that the compiler chose, where it does."""
+        weights = arrays(self._served(layout))
+        return self._weights.get(_placements(weights), weights)
 
     def _served(self, layout: Any) -> Transformer:
         key = layout, jax.sharding.get_mesh()
@@ -249,6 +260,15 @@ class Generator:
         """Return the shapes of a cache of so many rows."""
         mesh, model = jax.sharding.get_mesh(), self.model
         return abstract_cache(model.config, sizes.decode, mesh, rows, sizes.room, model.dtype, int8=self.int8)
+
+
+def _orders_memory(mesh: jax.sharding.Mesh) -> bool:
+    """Whether the order of dimensions in memory matters: on TPUs a matrix in another is copied before it is used."""
+    return mesh.devices.flat[0].platform == "tpu"
+
+
+def _placements(weights: dict[str, jax.Array]) -> tuple[Any, ...]:
+    return tuple(x.sharding for x in weights.values())
 
 
 def _sources(sizes: Sizes) -> jax.ShapeDtypeStruct:

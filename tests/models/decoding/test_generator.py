@@ -5,11 +5,14 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from jax.experimental.layout import Format
+from jax.experimental.layout import Layout as Order
 
 import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd_models.decoding import GenerationError, for_serving, make_batch
+from gspmd_models.decoding.memory import in_best_order
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9], [5, 4, 3, 2]]
 CONFIG = models.ModelConfig(embed=32, layers=2, heads=8, kv_heads=4, head_size=8, feed_forward=64, vocabulary=64)
@@ -176,3 +179,31 @@ def test_rows_are_the_fewest_that_the_mesh_divides(make_mesh):
     assert (long.rows, long.room, long.chunk) == (3, 16, 6)
     short = sizes(several.override({"cache.attention.key": "BT_xyzKD"}), PROMPTS, samples=4)
     assert (short.rows, short.prefill_rows) == (12, 3)
+
+
+def test_the_order_of_dimensions_in_memory_changes_no_text(drawn, monkeypatch):
+    """What a Generator does on TPUs: the compiler orders weights in memory, and heads come first in the cache."""
+    monkeypatch.setattr("gspmd_models.decoding.generator._orders_memory", lambda mesh: True)
+    machine = Machine("megatron-1d", 2, chunk=3)
+    reordered = []
+
+    def turned(weights, *_):
+        """As though the compiler had chosen to have the query projections transposed."""
+        for path, x in weights.items():
+            order = Format(Order((0, 2, 1, 3)), x.sharding) if path.endswith("w_q") else x.format
+            reordered.append(order != x.format)
+            weights = weights | {path: jax.device_put(x, order)}
+        return weights
+
+    monkeypatch.setattr("gspmd_models.decoding.generator.in_best_order", turned)
+    assert machine.texts(PROMPTS, samples=2, seed=3) == drawn
+    assert sum(reordered) == 1
+
+
+def test_weights_that_the_compiler_leaves_in_order_are_not_copied():
+    mesh = jax.make_mesh((1,), ("x",))
+    weights = {"w": jax.device_put(np.ones((4, 8), np.float32), jax.NamedSharding(mesh, jax.P()))}
+    with jax.set_mesh(mesh):
+        x = jax.device_put(np.ones((2, 4), np.float32), jax.NamedSharding(mesh, jax.P()))
+        ordered = in_best_order(weights, lambda weights, x: x @ weights["w"], (), x)
+    assert ordered["w"] is weights["w"]

@@ -8,8 +8,9 @@ import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd_models.decoding import Sampling, decode_loop, make_batch
-from gspmd_models.decoding.cache import abstract_cache, abstract_whole, formats, heads_first
+from gspmd_models.decoding.cache import abstract_cache, abstract_whole
 from gspmd_models.decoding.loop import Rows
+from gspmd_models.decoding.memory import formats, heads_first
 
 
 def programs(config, make_mesh, preset, prefill=None, changes=None, *, room=32, lowering="blocking"):
