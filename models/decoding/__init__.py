@@ -1,6 +1,7 @@
 """Text generation through a key/value cache.
 
-Reading order: cache, memory, serving, steps, loop, prefix, batch, generator, text; programs and ranking, for absent devices.
+Reading order: cache, memory, serving, steps, loop, prefix, batch, generator, text; programs and ranking, for chips that
+are not here.
 """
 
 from .batch import Batch, Sizes, make_batch
