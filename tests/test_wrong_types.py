@@ -100,6 +100,8 @@ def _calls():
         (ops.softmax, [x, "BE", "E"], {}),
         (ops.logsumexp, [x, "BE", "E"], {}),
         (ops.rms_norm, [x, jnp.ones(16), "BE", "E"], {"epsilon": 1e-6}),
+        (ops.layer_norm, [x, jnp.ones(16), jnp.ones(16), "BE", "E"], {"epsilon": 1e-6}),
+        (ops.add_bias, [x, jnp.ones(16), "BE", "E"], {}),
         (ops.embed, [ids, w, "B, VE -> BE"], {}),
         (ops.attention, [q, k, k, "BLHD", "BTKD"], {"causal": True, "mask": None, "scale": 1.0, "offset": 0}),
         (

@@ -176,7 +176,7 @@ def serving_layouts(
         long: whether to try caches over the length too, for contexts that are too long for one device.
 
     Example:
-        >>> [layout.name for layout in serving_layouts(["weight-gathered-xy"])]
+        >>> [layout.name for layout in serving_layouts(["weight-gathered-xy"], long=False)]
         ['weight-gathered-xy B_xyLH_zD B_xyTKD', 'weight-gathered-xy B_xyzLHD B_xyzTKD']
     """
     for preset in presets:

@@ -27,7 +27,7 @@ def _work(capacity, *, groups=32, embed=2048, feed_forward=8192, **more):
     sizes = {"G": groups, "X": 32, "C": capacity, "E": embed, "F": feed_forward}
     work = Work(
         specs["dispatched"], specs["expert_input"], specs["hidden"], (specs["w_gate"], specs["w_in"]), specs["w_out"],
-        None, None, "swiglu", tuple(sizes.items()), "bfloat16",
+        None, None, "swiglu", tuple(sizes.items()), "bfloat16", "bfloat16",
     )  # fmt: skip
     return replace(work, **more)
 

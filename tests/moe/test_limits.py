@@ -113,7 +113,10 @@ def test_weights_that_are_missing_are_named():
     )
     with pytest.raises(ValueError) as error:
         layer(activation="tanh")
-    assert str(error.value) == "cannot run experts: activation is 'tanh'.\n  Choose from swiglu, gelu, relu."
+    assert (
+        str(error.value)
+        == "cannot run experts: activation is 'tanh'.\n  Choose from swiglu, geglu, gelu, gelu_exact, relu."
+    )
 
 
 def test_weights_of_other_experts_are_named():

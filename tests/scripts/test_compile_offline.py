@@ -142,7 +142,10 @@ BAD = {
     "picture": (["--gantt", "a.pdf"], "--gantt writes a PNG file, whose name ends in .png, not 'a.pdf'."),
     "folder": (["--json", "nowhere/a.json"], "--json nowhere/a.json: there is no folder 'nowhere'."),
     "two answers": (["--smallest", "--mesh", "x=4"], "--smallest tries slices of many sizes; leave --mesh out."),
-    "phase": (["--phase", "forwrd"], "it must be one of 'forward', 'train', but is 'forwrd'. Did you mean 'forward'?"),
+    "phase": (
+        ["--phase", "forwrd"],
+        "it must be one of 'forward', 'train', 'prefill', 'decode', but is 'forwrd'. Did you mean 'forward'?",
+    ),
 }
 
 

@@ -44,18 +44,22 @@ def test_what_fits_is_reported_with_its_ledger_and_its_timeline(report):
     assert report.argument_bytes == 2 * 512 * 16 + 2 * 256 * 256
     given = [buffer.bytes for buffer in report.buffers if buffer.kind == "argument"]
     assert sum(given) == report.argument_bytes
-    # gathered over yz: [512, 1, 256]; reduce-scattered over x from [512, 1, 256]
+    # gathered over yz: [512, 1, 256], which is so small that it goes over z and then over y; reduce-scattered over x
     assert report.ledger.by_kind_and_axes() == {
-        ("all-gather", ("y", "z")): (1, 2 * 512 * 256 * 15 // 16),
+        ("all-gather", ("z",)): (1, 2 * 512 * 64 * 3 // 4),
+        ("all-gather", ("y",)): (1, 2 * 512 * 256 * 3 // 4),
         ("reduce-scatter", ("x",)): (1, 2 * 512 * 256 * 3 // 4),
     }
     assert report.ledger.compare(report.plan).agrees
     assert report.flops == 2 * 512 * 256 * 256
     assert report.timeline.step_seconds == report.timeline.compute_seconds + report.timeline.exposed_seconds
-    # over yz round one ring of 16, as the compiler says: two links, and 8 hops; over x as planned
+    # each over a ring of 4: two links, and 2 hops
     scattered = next(step for step in report.plan.steps if step.kind == "reduce-scatter")
-    gathered = collective_seconds("all-gather", ("yz",), {"yz": 16}, 2 * 512 * 256, report.topology.chip)
-    assert report.timeline.exposed_seconds == pytest.approx(gathered + scattered.seconds)
+    over_z, over_y = (
+        collective_seconds("all-gather", (axis,), {axis: 4}, 2 * 512 * size, report.topology.chip)
+        for axis, size in (("z", 64), ("y", 256))
+    )
+    assert report.timeline.exposed_seconds == pytest.approx(over_z + over_y + scattered.seconds)
     assert hlo.parse(report.hlo).is_scheduled
 
 
