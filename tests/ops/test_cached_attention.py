@@ -283,6 +283,13 @@ def test_refuses_what_does_not_agree(make_mesh):
         q, k, v, cached_k, cached_v, lengths=case.lengths[:3]
     )
     assert "one is missing" in message(q, k, v, cached_k, cached_v, key_scales=cached_k[..., 0])
+    int8 = [x.astype(jnp.int8) for x in (cached_k, cached_v)]
+    scales = {"key_scales": cached_k[..., 0], "value_scales": cached_v[..., 0]}
+    assert "the cache is int8, and has no scales: give key_scales and value_scales" in message(q, k, v, *int8)
+    assert "the cache is int8, and has no scales" in message(q, k, v, cached_k, int8[1])
+    assert "the cache is float32, and scales are those of int8: give none." in message(
+        q, k, v, cached_k, cached_v, **scales
+    )
     sharded = message(q, k, v, cached_k, cached_v, specs=("BLHD", "BLKD", "BTKD_x"), kind=gspmd.PlanError)
     assert "the head size is sharded over x, and every device needs whole heads." in sharded
     assert "Use 'BTKD', or shard another dimension." in sharded
