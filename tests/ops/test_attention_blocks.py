@@ -67,6 +67,19 @@ def test_long_chunks_over_a_long_cache(seed, tiny_blocks, make_mesh, place):
     case.check(make_mesh({"x": 2, "y": 2}, axis_type), place, lowering)
 
 
+def test_a_row_with_nan_spoils_no_other(tiny_blocks, make_mesh):
+    q, k, v = _arrays(3, 13, 13, 2, 1)
+    want = plain(q, k, v)
+    q[0, 2], k[1, 9] = np.nan, np.nan
+    with jax.set_mesh(make_mesh({"x": 1}, "auto")):
+        y = np.array(attention(q, k, v, "BLHD", "BTKD"))
+    spoilt = np.isnan(y).all(axis=(2, 3))
+    np.testing.assert_array_equal(spoilt[0], np.arange(13) == 2)
+    assert spoilt[1, 9:].all()
+    assert not np.isnan(y[1, :6]).any()
+    np.testing.assert_allclose(y[2], want[2], rtol=1e-5, atol=1e-5)
+
+
 def test_no_array_has_all_logits(make_mesh):
     """Neither in the value nor in the gradients: of 2**31 logits of a device, a block has 2**24."""
     q, k = (jax.ShapeDtypeStruct((2, 32768, heads, 8), jnp.bfloat16) for heads in (2, 1))

@@ -89,7 +89,7 @@ def attended(form: Form, q, k, v, seen, ahead, dtype, scales=()) -> tuple[jax.Ar
     def step(carry, at):
         state, out, top, total = carry
         first = at[2] == 0
-        state = state._replace(top=jnp.where(first, -jnp.inf, state.top))  # of which nothing is left when merged
+        state = Attended(*(jnp.where(first, start, x) for start, x in zip(nothing, state)))
         q_block, k_block, v_block, *more = _cut(form, at, q, k, v, *scales)
         visible, again = _seen(form, at, seen, ahead), _again(form, at, k.shape[1])
         state = state.merge(attend(q_block, k_block, v_block, visible, form.scale, *more, again=again))
