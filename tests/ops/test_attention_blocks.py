@@ -35,6 +35,18 @@ CASES = {
     "all keys": (2, 9, 14, 4, 1, {"x": 2}, "BLH_xD", "BTKD", {"causal": False}),
     "offset": (2, 6, 15, 4, 4, {"x": 2, "y": 2}, "B_yLH_xD", "B_yTK_xD", {"offset": 9}),
     "queries split along the sequence": (2, 16, 16, 4, 2, CUBE, "B_xL_yH_zD", "B_xTK_zD", {}),
+    "nothing seen": (2, 6, 15, 4, 4, {"x": 2, "y": 2}, "B_yLH_xD", "B_yTK_xD", {"offset": -3}),
+    "padding on the left": (
+        4,
+        14,
+        14,
+        4,
+        2,
+        {"x": 2},
+        "B_xLHD",
+        "B_xTKD",
+        {"mask": np.arange(14)[None] >= [[0], [7], [3], [14]]},
+    ),
     "padding": (4, 10, 10, 4, 2, {"x": 2}, "B_xLHD", "B_xTKD", {"mask": np.arange(10)[None] < [[10], [7], [3], [1]]}),
 }
 
