@@ -28,7 +28,7 @@ def written(cache, new, lengths):
     """Every new key at its own position of its row, one by one."""
     cache = np.array(cache)
     for n, b, i in np.ndindex(*new.shape[:3]):
-        if lengths[b] + i < cache.shape[2]:
+        if 0 <= lengths[b] + i < cache.shape[2]:
             cache[n, b, lengths[b] + i] = new[n, b, i]
     return cache
 
@@ -188,6 +188,20 @@ def test_a_donated_cache_is_written_in_place(lowering, make_mesh):
     assert temporary[0] == temporary[1]
 
 
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+@pytest.mark.parametrize(("length", "dtype"), [(1, "int8"), (1, "float32"), (3, "float32")])
+def test_positions_outside_of_the_cache_are_dropped(length, dtype, lowering, make_mesh):
+    """Those below 0 too; and N may be a dimension of the specs."""
+    lengths = np.array([-4, -1, 0, 7, 8, 9], np.int32)
+    cache, new = (
+        np.zeros((2, 6, 8, 1, 2), dtype),
+        np.arange(1, 24 * length + 1).reshape(2, 6, length, 1, 2).astype(dtype),
+    )
+    with jax.set_mesh(make_mesh({"x": 2, "y": 2}, "auto")), gspmd.lowering(lowering):
+        got = jax.jit(lambda *a: write_cache(*a, "N_xT_yKD", "N_xLKD", lengths=lengths))(cache, new)
+    np.testing.assert_array_equal(got, written(cache, new, lengths))
+
+
 def test_int8_heads():
     """Within half a step of every number, a step being the head's largest magnitude over 127; zeros stay zeros."""
     x = np.random.default_rng(0).normal(size=(2, 5, 3, 16)).astype(np.float32)
@@ -304,10 +318,15 @@ def test_refuses_to_write_what_does_not_agree(make_mesh):
             write_cache(cache, new, "BTKD", "BLKD", lengths=lengths)
         return str(error.value)
 
+    assert message(cache[0], new[0]).splitlines() == [
+        "cannot write 'BLKD' to the cache 'BTKD': cache has shape (4, 8, 2, 4).",
+        "  Pass all layers, [N, B, T, K, D], or scales [N, B, T, K]; the spec leaves out N.",
+    ]
+    assert "cache has shape (2, 4)." in message(cache[:, :, 0, 0, 0], new)
     assert message(cache, new[:, :, :, :1]).splitlines() == [
         "cannot write 'BLKD' to the cache 'BTKD'",
-        "    NBLKD",
-        "      ^",
+        "    BLKD",
+        "     ^",
         "  new heads are (1, 4), and cached (2, 4).",
     ]
     assert "1 new layers, and 2 cached." in message(cache, new[:1])
