@@ -98,6 +98,18 @@ def test_value_and_plan(case, make_mesh, place):
     assert planned == expected
 
 
+OPEN = [("B_?LH_?D", "B_?LK_?D", "BTKD"), ("BL_?H_xD", "BL_?KD", "B_?T_yKD"), ("B_xLH_?D", "BLKD", "B_xT_?K_?D")]
+
+
+@pytest.mark.parametrize("specs", OPEN)
+def test_the_compiler_places_what_is_left_open(specs, make_mesh):
+    case, mesh = Case(np.random.default_rng(0), SIZES, specs), make_mesh({"x": 2, "y": 2}, "auto")
+    with jax.set_mesh(mesh), gspmd.lowering("xla"):
+        attend = jax.jit(lambda *a: cached_attention(*a, *specs, lengths=case.lengths))
+        got = attend(*(gspmd.annotate(jnp.asarray(x), spec) for x, spec in zip(case.operands, case.specs)))
+    np.testing.assert_allclose(got, plain(*case.new, *case.cache, case.lengths), rtol=1e-5, atol=1e-5)
+
+
 def random_spec(rng, dims, sizes, mesh):
     """Each mesh axis, in a random order, shards a random dimension that it divides, or none."""
     axes, left = {dim: [] for dim in dims}, dict(sizes)

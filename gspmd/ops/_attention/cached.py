@@ -255,7 +255,7 @@ def _whole(scale: float | None, at: Placement, mesh: Mapping[str, int], q, k, v,
     """Plain code on whole arrays, for the compiler to partition, which is told to bring the queries to the cache."""
 
     def shards(key: Spec) -> Shards:
-        rows, length, heads, _ = (prod(mesh[axis] for axis in axes) for axes in at.query.axes)
+        rows, length, heads, _ = (prod(mesh.get(axis, 1) for axis in axes) for axes in at.query.axes)
         return rows, heads, length, prod(mesh[axis] for axis in key.axes[1])
 
     def placed(x: jax.Array, spec: Spec) -> jax.Array:

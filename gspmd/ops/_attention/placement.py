@@ -7,6 +7,9 @@ from math import prod
 from gspmd.annotate.spec import Spec
 from gspmd.ops._attention.heads import Share, share
 
+_OPEN = ("?",)
+"""The axes of a dimension that is left to the compiler, and stays so where the cache does not say where it goes."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -31,8 +34,9 @@ def placement(
     """
     rows, length, heads, _ = shape
     query, cache = query.without_trivial(mesh), cache.without_trivial(mesh)
-    batch, parts, held, _ = cache.axes
-    free = [tuple(axis for axis in axes if axis not in cache.used) for axes in query.axes]
+    batch, parts, held, _ = (() if axes == _OPEN else axes for axes in cache.axes)
+    free = [() if axes == _OPEN else tuple(a for a in axes if a not in cache.used) for axes in query.axes]
+    left = [axes if axes == _OPEN else () for axes in query.axes]
 
     def many(*axes: str) -> int:
         return prod(mesh[axis] for axis in axes)
@@ -48,7 +52,7 @@ def placement(
     new = parts if length % many(*parts) == 0 else ()
     picked = (*held, *shared.sliced)
     return Placement(
-        Spec(query.dims, (batch, free[1], (*held, *finer), ())),
+        Spec(query.dims, (batch or left[0], free[1] or left[1], (*held, *finer) or left[2], ())),
         Spec(key.dims, (batch, new, picked, ())),
         Spec(cache.dims, (batch, parts, picked, ())),
         shared,
