@@ -17,7 +17,7 @@ def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into
     """
     wide = accumulator(*(x.dtype for x in operands))
     floating = [x.dtype for x in operands if jnp.issubdtype(x.dtype, jnp.floating)]
-    if len(floating) == 1:  # what has 8 bits beside it, such as a quantized weight, is exact in that dtype
+    if len(floating) == 1 and floating[0].itemsize > 1:  # what has 8 bits beside it, as quantized weights, is exact
         operands = tuple(x.astype(floating[0]) if x.dtype.itemsize == 1 else x for x in operands)
     mesh = jax.sharding.get_abstract_mesh()
     on_cpu = mesh.abstract_device is not None and mesh.abstract_device.device_kind == "cpu"

@@ -132,6 +132,19 @@ def test_int8_moves_as_it_is_and_multiplies_exactly(name, lowering, make_mesh):
         assert ledger.compare(plan).agrees
 
 
+@pytest.mark.parametrize("lowering", ["blocking", "looped", "xla"])
+def test_int8_is_not_rounded_to_the_float8_beside_it(lowering, make_mesh):
+    """In which 100 is 96, and 17 is 16."""
+    x = jnp.asarray([[1, 1], [0, 0.5]], jnp.float8_e4m3fn)
+    w = np.array([[100, 17], [-100, 17]], np.int8)
+    with jax.set_mesh(make_mesh({"x": 2})):
+        placed = gspmd.annotate(x, "BE_x"), gspmd.annotate(w, "E_xF")
+        y = jax.jit(
+            lambda x, w: gspmd.einsum("BE_x, E_xF -> BF", x, w, lowering=lowering, preferred_element_type="float32")
+        )(*placed)
+    np.testing.assert_array_equal(y, [[0, 34], [-50, 8.5]])
+
+
 def test_accelerators_multiply_int8_in_the_dtype_beside_it():
     """Of CPUs every product is one of float32; without a device JAX traces what an accelerator runs."""
     x, w = jax.ShapeDtypeStruct((4, 8), "bfloat16"), jax.ShapeDtypeStruct((8, 4), "int8")

@@ -27,7 +27,8 @@ def plain(q, k, v, mask=None, causal=True, offset=0):
     if causal:
         seen = offset + np.arange(seen.shape[2])[None, None, :, None] >= np.arange(seen.shape[3])[None, None, None, :]
     seen = seen if mask is None else seen & mask[:, None, None, :]
-    return jnp.einsum("bhlt,bthd->blhd", jax.nn.softmax(jnp.where(seen, logits, -1e30), axis=-1), v)
+    weights = jnp.where(seen, jax.nn.softmax(jnp.where(seen, logits, -1e30), axis=-1), 0)
+    return jnp.einsum("bhlt,bthd->blhd", weights, v)
 
 
 SUM = "all-reduce"
@@ -60,13 +61,16 @@ def test_value_gradients_and_collectives(case, axis_type, check_form):
 
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])
 @pytest.mark.parametrize("case", ["grouped, keys replicated", "queries split along the sequence"])
-def test_padding_and_offset(case, lowering, axis_type, check_form):
+@pytest.mark.parametrize(("side", "offset"), [("right", 2), ("left", -1)])
+def test_padding_and_offset(side, offset, case, lowering, axis_type, check_form):
+    """Queries that see nothing, of padding on the left or before the first key, get 0, and add nothing to gradients."""
     heads, key_heads, mesh, query, key, _ = CASES[case]
     q, k, v = _arrays(heads, key_heads)
     mask = np.arange(6)[None, :] < np.array([[6], [5], [3], [1]])
+    mask = mask[:, ::-1] if side == "left" else mask
     check_form(
-        lambda q, k, v, mask: attention(q, k, v, query, key, mask=mask, offset=jnp.int32(2)),
-        lambda q, k, v, mask: plain(q, k, v, mask, offset=2),
+        lambda q, k, v, mask: attention(q, k, v, query, key, mask=mask, offset=jnp.int32(offset)),
+        lambda q, k, v, mask: plain(q, k, v, mask, offset=offset),
         (q[:, :4], k, v, mask), (query, key, key, "B_xT"), query,
         mesh=mesh, axis_type=axis_type, lowering=lowering, wrt=(0, 1, 2),
     )  # fmt: skip

@@ -35,6 +35,18 @@ CASES = {
     "all keys": (2, 9, 14, 4, 1, {"x": 2}, "BLH_xD", "BTKD", {"causal": False}),
     "offset": (2, 6, 15, 4, 4, {"x": 2, "y": 2}, "B_yLH_xD", "B_yTK_xD", {"offset": 9}),
     "queries split along the sequence": (2, 16, 16, 4, 2, CUBE, "B_xL_yH_zD", "B_xTK_zD", {}),
+    "nothing seen": (2, 6, 15, 4, 4, {"x": 2, "y": 2}, "B_yLH_xD", "B_yTK_xD", {"offset": -3}),
+    "padding on the left": (
+        4,
+        14,
+        14,
+        4,
+        2,
+        {"x": 2},
+        "B_xLHD",
+        "B_xTKD",
+        {"mask": np.arange(14)[None] >= [[0], [7], [3], [14]]},
+    ),
     "padding": (4, 10, 10, 4, 2, {"x": 2}, "B_xLHD", "B_xTKD", {"mask": np.arange(10)[None] < [[10], [7], [3], [1]]}),
 }
 
@@ -65,6 +77,19 @@ def test_long_chunks_over_a_long_cache(seed, tiny_blocks, make_mesh, place):
     case = Case(np.random.default_rng(seed), sizes, specs, int8=seed % 2 == 1)
     lowering, axis_type = ("blocking", "xla")[seed // 2 % 2], ("auto", "explicit")[seed // 3 % 2]
     case.check(make_mesh({"x": 2, "y": 2}, axis_type), place, lowering)
+
+
+def test_a_row_with_nan_spoils_no_other(tiny_blocks, make_mesh):
+    q, k, v = _arrays(3, 13, 13, 2, 1)
+    want = plain(q, k, v)
+    q[0, 2], k[1, 9] = np.nan, np.nan
+    with jax.set_mesh(make_mesh({"x": 1}, "auto")):
+        y = np.array(attention(q, k, v, "BLHD", "BTKD"))
+    spoilt = np.isnan(y).all(axis=(2, 3))
+    np.testing.assert_array_equal(spoilt[0], np.arange(13) == 2)
+    assert spoilt[1, 9:].all()
+    assert not np.isnan(y[1, :6]).any()
+    np.testing.assert_allclose(y[2], want[2], rtol=1e-5, atol=1e-5)
 
 
 def test_no_array_has_all_logits(make_mesh):

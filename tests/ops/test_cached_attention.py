@@ -7,6 +7,7 @@ import pytest
 
 import gspmd
 from gspmd.ops import cached_attention, quantize_heads, write_cache
+from gspmd.ops._attention import local
 
 MESHES = ({"x": 8, "y": 1, "z": 1}, {"x": 2, "y": 2, "z": 2}, {"x": 4, "y": 2, "z": 1})
 
@@ -28,7 +29,7 @@ def written(cache, new, lengths):
     """Every new key at its own position of its row, one by one."""
     cache = np.array(cache)
     for n, b, i in np.ndindex(*new.shape[:3]):
-        if lengths[b] + i < cache.shape[2]:
+        if 0 <= lengths[b] + i < cache.shape[2]:
             cache[n, b, lengths[b] + i] = new[n, b, i]
     return cache
 
@@ -98,6 +99,18 @@ def test_value_and_plan(case, make_mesh, place):
     assert planned == expected
 
 
+OPEN = [("B_?LH_?D", "B_?LK_?D", "BTKD"), ("BL_?H_xD", "BL_?KD", "B_?T_yKD"), ("B_xLH_?D", "BLKD", "B_xT_?K_?D")]
+
+
+@pytest.mark.parametrize("specs", OPEN)
+def test_the_compiler_places_what_is_left_open(specs, make_mesh):
+    case, mesh = Case(np.random.default_rng(0), SIZES, specs), make_mesh({"x": 2, "y": 2}, "auto")
+    with jax.set_mesh(mesh), gspmd.lowering("xla"):
+        attend = jax.jit(lambda *a: cached_attention(*a, *specs, lengths=case.lengths))
+        got = attend(*(gspmd.annotate(jnp.asarray(x), spec) for x, spec in zip(case.operands, case.specs)))
+    np.testing.assert_allclose(got, plain(*case.new, *case.cache, case.lengths), rtol=1e-5, atol=1e-5)
+
+
 def random_spec(rng, dims, sizes, mesh):
     """Each mesh axis, in a random order, shards a random dimension that it divides, or none."""
     axes, left = {dim: [] for dim in dims}, dict(sizes)
@@ -126,17 +139,24 @@ def random_case(seed):
 def test_random_placements(seed, make_mesh, place):
     """Any placement of queries, keys and cache, ragged lengths with 0 and T among them, int8 in every fifth case."""
     mesh, case = random_case(seed)
-    case.check(
-        make_mesh(mesh, ("explicit", "auto")[seed % 2]), place, ("blocking", "xla", "looped", "blocking")[seed % 4]
-    )
+    mesh = make_mesh(mesh, ("explicit", "auto")[seed // 4 % 2])  # each lowering meets both types of axes
+    case.check(mesh, place, ("blocking", "xla", "looped", "blocking")[seed % 4])
 
 
 def test_one_query_of_a_key_head_goes_with_a_second_on_a_tpu(make_mesh, place, monkeypatch):
     """Which is dropped again, and nothing else changes."""
+    lengths, original = set(), local.attend
+
+    def record(q, *rest, **more):
+        lengths.add(q.shape[3])
+        return original(q, *rest, **more)
+
+    monkeypatch.setattr(local, "attend", record)
     monkeypatch.setattr("gspmd.lowerings.target.device_kind", lambda: "TPU v4")
     case = Case(np.random.default_rng(0), SIZES | {"L": 1, "K": 4}, ("BLH_xD", "BLK_xD", "BTK_xD"))
     jax.clear_caches()
     assert case.check(make_mesh({"x": 4}), place) == {}
+    assert lengths == {2}
     jax.clear_caches()
 
 
@@ -155,7 +175,7 @@ def test_writes_each_row_at_its_own_position(seed, make_mesh, place):
     if seed % 4 == 1:
         new, cache = (np.rint(10 * x).astype(np.int8) for x in (new, cache))
     stacked = [gspmd.Spec(("N", *spec.dims), ((), *spec.axes)) for spec in specs]
-    lowering = ("blocking", "looped", "xla")[seed % 3]
+    lowering = ("blocking", "looped", "xla")[(seed + seed // 3) % 3]  # each meets every mesh
     with jax.set_mesh(mesh), gspmd.lowering(lowering):
         operands = [place(mesh, x, spec) for x, spec in zip((cache, new), stacked)]
         write = jax.jit(lambda cache, new, lengths: write_cache(cache, new, *specs, lengths=lengths))
@@ -186,6 +206,20 @@ def test_a_donated_cache_is_written_in_place(lowering, make_mesh):
             assert stats.alias_size_in_bytes >= 2 * 2 * length // 2 * 8 * 4
             temporary.append(stats.temp_size_in_bytes)
     assert temporary[0] == temporary[1]
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+@pytest.mark.parametrize(("length", "dtype"), [(1, "int8"), (1, "float32"), (3, "float32")])
+def test_positions_outside_of_the_cache_are_dropped(length, dtype, lowering, make_mesh):
+    """Those below 0 too; and N may be a dimension of the specs."""
+    lengths = np.array([-4, -1, 0, 7, 8, 9], np.int32)
+    cache, new = (
+        np.zeros((2, 6, 8, 1, 2), dtype),
+        np.arange(1, 24 * length + 1).reshape(2, 6, length, 1, 2).astype(dtype),
+    )
+    with jax.set_mesh(make_mesh({"x": 2, "y": 2}, "auto")), gspmd.lowering(lowering):
+        got = jax.jit(lambda *a: write_cache(*a, "N_xT_yKD", "N_xLKD", lengths=lengths))(cache, new)
+    np.testing.assert_array_equal(got, written(cache, new, lengths))
 
 
 def test_int8_heads():
@@ -283,6 +317,13 @@ def test_refuses_what_does_not_agree(make_mesh):
         q, k, v, cached_k, cached_v, lengths=case.lengths[:3]
     )
     assert "one is missing" in message(q, k, v, cached_k, cached_v, key_scales=cached_k[..., 0])
+    int8 = [x.astype(jnp.int8) for x in (cached_k, cached_v)]
+    scales = {"key_scales": cached_k[..., 0], "value_scales": cached_v[..., 0]}
+    assert "the cache is int8, and has no scales: give key_scales and value_scales" in message(q, k, v, *int8)
+    assert "the cache is int8, and has no scales" in message(q, k, v, cached_k, int8[1])
+    assert "the cache is float32, and scales are those of int8: give none." in message(
+        q, k, v, cached_k, cached_v, **scales
+    )
     sharded = message(q, k, v, cached_k, cached_v, specs=("BLHD", "BLKD", "BTKD_x"), kind=gspmd.PlanError)
     assert "the head size is sharded over x, and every device needs whole heads." in sharded
     assert "Use 'BTKD', or shard another dimension." in sharded
@@ -297,10 +338,15 @@ def test_refuses_to_write_what_does_not_agree(make_mesh):
             write_cache(cache, new, "BTKD", "BLKD", lengths=lengths)
         return str(error.value)
 
+    assert message(cache[0], new[0]).splitlines() == [
+        "cannot write 'BLKD' to the cache 'BTKD': cache has shape (4, 8, 2, 4).",
+        "  Pass all layers, [N, B, T, K, D], or scales [N, B, T, K]; the spec leaves out N.",
+    ]
+    assert "cache has shape (2, 4)." in message(cache[:, :, 0, 0, 0], new)
     assert message(cache, new[:, :, :, :1]).splitlines() == [
         "cannot write 'BLKD' to the cache 'BTKD'",
-        "    NBLKD",
-        "      ^",
+        "    BLKD",
+        "     ^",
         "  new heads are (1, 4), and cached (2, 4).",
     ]
     assert "1 new layers, and 2 cached." in message(cache, new[:1])

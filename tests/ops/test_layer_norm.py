@@ -61,6 +61,18 @@ def test_bfloat16_rows_have_float32_statistics(make_mesh):
     np.testing.assert_allclose(y.astype(jnp.float32), exact, rtol=2**-8, atol=2**-8)
 
 
+def test_a_mean_far_from_zero(make_mesh):
+    """Three thousand deviations off, where rows are whole; a hundred where they are sharded and one all-reduce does."""
+    noise = RNG.normal(size=(4, 6, 64)).astype(np.float32)
+    with jax.set_mesh(make_mesh({"x": 4, "y": 1}, "auto")):
+        for mean, spec, tolerance in ((3000, "B_xLE", 1e-3), (3000, "B_xLE_y", 1e-3), (100, "BLE_x", 1e-2)):
+            x = noise + np.float32(mean)
+            exact = x.astype(np.float64)
+            exact = (exact - exact.mean(-1, keepdims=True)) / exact.std(-1, keepdims=True)
+            y = jax.jit(lambda x, s=spec: layer_norm(x, np.ones(64, "float32"), None, s, "E"))(x)
+            np.testing.assert_allclose(y, exact, atol=tolerance)
+
+
 def test_refuses_a_bias_of_another_size(make_mesh):
     with jax.set_mesh(make_mesh({"x": 2})), pytest.raises(gspmd.SpecError) as error:
         layer_norm(jnp.ones((2, 1, 4)), jnp.ones(4), jnp.ones(3), "BLE", "E")

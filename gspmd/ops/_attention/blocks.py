@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd.ops._attention.online import LOW, Attended, attend
+from gspmd.ops._attention.online import Attended, attend
 
 LARGEST = 2**25
 """Logits of one device, beyond which attention runs in blocks: 128 MiB of float32."""
@@ -89,7 +89,7 @@ def attended(form: Form, q, k, v, seen, ahead, dtype, scales=()) -> tuple[jax.Ar
     def step(carry, at):
         state, out, top, total = carry
         first = at[2] == 0
-        state = state._replace(top=jnp.where(first, -jnp.inf, state.top))  # of which nothing is left when merged
+        state = Attended(*(jnp.where(first, start, x) for start, x in zip(nothing, state)))
         q_block, k_block, v_block, *more = _cut(form, at, q, k, v, *scales)
         visible, again = _seen(form, at, seen, ahead), _again(form, at, k.shape[1])
         state = state.merge(attend(q_block, k_block, v_block, visible, form.scale, *more, again=again))
@@ -127,14 +127,12 @@ def _backward(form: Form, kept, g):
         g_block, top_block, total_block, mean_block = (_queries(form, at, x) for x in (g, top, total, mean))
         logits = product("bkqld,btkd->bkqlt", q_block, k_block) * form.scale
         visible, again = _seen(form, at, seen, ahead), _again(form, at, k.shape[1])
-        if visible is not None:
-            logits = jnp.where(visible, logits, LOW)
         weights = jnp.exp(logits - top_block[..., None]) / total_block[..., None]
+        if visible is not None:
+            weights = jnp.where(visible, weights, 0.0)
         if again is not None:
             weights = jnp.where(again, 0.0, weights)
         slope = weights * (product("bkqld,btkd->bkqlt", g_block, v_block) - mean_block[..., None]) * form.scale
-        if visible is not None:
-            slope = jnp.where(visible, slope, 0.0)
         weights, slope = weights.astype(g.dtype), slope.astype(q.dtype)
         d_q = _add(d_q, product("bkqlt,btkd->bkqld", slope, k_block), (at[0], 0, 0, at[1], 0))
         d_k = _add(d_k, product("bkqlt,bkqld->btkd", slope, q_block), (at[0], at[2], 0, 0))

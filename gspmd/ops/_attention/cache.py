@@ -14,17 +14,14 @@ from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.planned_op import Chains, fault, planned_op, read, shard_index, sizes_of
 from gspmd.planner.graph.resharding import move
 
-_LAYERS = "N"
-"""The dimension of stacked layers, which specs leave out: it is whole."""
-
 
 def write_cache(
     cache: jax.Array, new: jax.Array, cache_spec: str | Spec, key_spec: str | Spec, *, lengths: jax.Array
 ) -> jax.Array:
     """Write the keys or values of new tokens into a cache, of all layers at once, each row at its own position.
 
-    Row b gets `new` at positions lengths[b] ... lengths[b] + L - 1; positions from T on are dropped. The new keys are
-    brought to where the cache lies, and the cache stays. It is written in place if its memory is donated.
+    Row b gets `new` at positions lengths[b] ... lengths[b] + L - 1; positions below 0 and from T on are dropped. The
+    new keys are brought to where the cache lies, and the cache stays. It is written in place if its memory is donated.
 
     Args:
         cache: [N, B, T, K, D] of N layers; or scales [N, B, T, K].
@@ -52,17 +49,25 @@ def write_cache(
     doing = f"cannot write '{key_spec}' to the cache '{cache_spec}'"
     cache, new = array(doing, "cache", cache, "real numbers"), array(doing, "new", new, "real numbers")
     lengths = array(doing, "lengths", lengths, "integers").astype(jnp.int32)
-    form = _Form(*(_stacked(doing, spec, x, ctx) for spec, x in ((cache_spec, cache), (key_spec, new))))
+    specs = []
+    for name, spec, x in (("cache", Spec.parse(cache_spec), cache), ("new", Spec.parse(key_spec), new)):
+        if x.ndim < 3 or x.ndim != 1 + len(spec.dims):
+            remedy = "Pass all layers, [N, B, T, K, D], or scales [N, B, T, K]; the spec leaves out N."
+            raise SpecError(f"{doing}: {name} has shape {x.shape}.\n  {remedy}")
+        specs.append(read(doing, spec, jax.ShapeDtypeStruct(x.shape[1:], x.dtype), ctx))
+    held, key = specs
     checks = (
         (0, new.shape[:1] != cache.shape[:1], f"{len(new)} new layers, and {len(cache)} cached."),
-        (1, new.shape[1:2] != cache.shape[1:2], f"{new.shape[1]} new rows, and {cache.shape[1]} cached."),
-        (2, new.shape[3:] != cache.shape[3:], f"new heads are {new.shape[3:]}, and cached {cache.shape[3:]}."),
-        (2, new.dtype != cache.dtype, f"the new keys are {new.dtype}, and the cache is {cache.dtype}: cast them."),
-        (1, lengths.shape != cache.shape[1:2], f"lengths have shape {lengths.shape}, and have to be one a row."),
+        (0, new.shape[1] != cache.shape[1], f"{new.shape[1]} new rows, and {cache.shape[1]} cached."),
+        (1, new.shape[3:] != cache.shape[3:], f"new heads are {new.shape[3:]}, and cached {cache.shape[3:]}."),
+        (1, new.dtype != cache.dtype, f"the new keys are {new.dtype}, and the cache is {cache.dtype}: cast them."),
+        (0, lengths.shape != cache.shape[1:2], f"lengths have shape {lengths.shape}, and have to be one a row."),
     )
-    faults = [fault(form.new, form.new.dims[at], fact) for at, wrong, fact in checks if wrong]
+    faults = [fault(key, key.dims[at], fact) for at, wrong, fact in checks if wrong]
     if faults:
         raise report(SpecError, doing, faults) from None
+    layers = next(letter for letter in "NSPQUWZ" if letter not in held.dims + key.dims)
+    form = _Form(*(Spec((layers, *spec.dims), ((), *spec.axes)) for spec in (held, key)))
     if ctx.lowering == "xla":
         ins = (form.cache, form.new, Spec(("B",), ((),)))
         return compiler_chooses(ctx, _scattered, ins, form.cache, cache, new, lengths, name=form.name)
@@ -103,11 +108,6 @@ class _Form:
     @property
     def name(self) -> str:
         return f"cache {self.cache}, {self.new}"
-
-
-def _stacked(doing: str, spec: str | Spec, x: jax.Array, ctx: Context) -> Spec:
-    spec = Spec.parse(spec)
-    return read(doing, Spec((_LAYERS, *spec.dims), ((), *spec.axes), spec.partial), x, ctx)
 
 
 def _forward(form: _Form, ctx: Context, cache: jax.Array, new: jax.Array, lengths: jax.Array):
@@ -176,4 +176,6 @@ def _written(cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
 def _scattered(cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
     """Plain code for the compiler to partition, which gathers a cache that is indexed row by row, but no scatter's."""
     layers, rows, length = (jax.lax.broadcasted_iota(jnp.int32, new.shape[:3], at) for at in range(3))
-    return cache.at[layers, rows, lengths[None, :, None] + length].set(new, mode="drop")
+    at = lengths[None, :, None] + length
+    at = jnp.where(at < 0, cache.shape[2], at)  # which would count from the end
+    return cache.at[layers, rows, at].set(new, mode="drop")

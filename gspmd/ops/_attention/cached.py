@@ -12,9 +12,9 @@ from gspmd.annotate.errors import Fault, PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
-from gspmd.ops._attention.heads import Share, share
 from gspmd.ops._attention.local import ALONE, Shards, local_attended
 from gspmd.ops._attention.online import Attended
+from gspmd.ops._attention.placement import Placement, placement
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import number
 from gspmd.ops.interface.planned_op import Chains, fault, planned_op, read, settle, shard_index, sizes_of
@@ -93,7 +93,8 @@ def cached_attention(
     _check(doing, form, q, k, v, *cache, lengths=lengths)
     operands = q, k, v, *cache, lengths
     if ctx.lowering == "xla":
-        f = partial(_whole, form.scale, _placement(form, q.shape, k.shape[2], ctx.mesh), ctx.mesh)
+        at = placement(form.query, form.key, form.cache, q.shape, k.shape[2], ctx.mesh)
+        f = partial(_whole, form.scale, at, ctx.mesh)
         return compiler_chooses(ctx, f, form.inputs, form.query, *operands, name=form.name)
     return _planned(form, ctx, *operands)
 
@@ -120,6 +121,14 @@ class _Form:
         return (self.query, self.key, self.key, *cache, Spec(("B",), ((),)))
 
 
+_SCALED = "the cache is {}, and scales are those of int8: give none."
+_UNSCALED = "the cache is {}, and has no scales: give key_scales and value_scales, or floating numbers."
+
+
+def _is_int(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.integer)
+
+
 def _check(doing: str, form: _Form, q, k, v, *cache, lengths) -> None:
     faults = [
         Fault(str(spec), 0, len(str(spec)), f"the {name} have four dimensions: batch, length, heads, head size.")
@@ -128,6 +137,7 @@ def _check(doing: str, form: _Form, q, k, v, *cache, lengths) -> None:
     ]
     if not faults:
         query, key, held, (cached_k, cached_v, *scales) = form.query, form.key, form.cache, cache
+        there, fact = cached_k.shape[:3], _SCALED if form.quantized else _UNSCALED
         checks = (
             (key, 0, k.shape[0] != q.shape[0], f"the queries' batch has size {q.shape[0]}, the keys' {k.shape[0]}."),
             (key, 1, k.shape[1] != q.shape[1], f"there are {q.shape[1]} queries in a row, and {k.shape[1]} keys."),
@@ -137,10 +147,8 @@ def _check(doing: str, form: _Form, q, k, v, *cache, lengths) -> None:
             (held, 0, cached_k.shape[0] != q.shape[0], f"batch {q.shape[0]} has a cache of {cached_k.shape[0]} rows."),
             (held, 2, cached_k.shape[2:] != k.shape[2:], f"cached heads are {cached_k.shape[2:]}, new {k.shape[2:]}."),
             (held, 1, cached_v.shape != cached_k.shape, f"values have shape {cached_v.shape}, keys {cached_k.shape}."),
-            *(
-                (held, 1, x.shape != cached_k.shape[:3], f"scales have shape {x.shape}, not {cached_k.shape[:3]}.")
-                for x in scales
-            ),
+            *((held, 1, x.shape != there, f"scales have shape {x.shape}, not {there}.") for x in scales),
+            *((held, 3, _is_int(x) != form.quantized, fact.format(x.dtype)) for x in (cached_k, cached_v)),
             (held, 0, lengths.shape != q.shape[:1], f"lengths have shape {lengths.shape}, and have to be one a row."),
         )
         faults = [fault(spec, spec.dims[at], fact) for spec, at, wrong, fact in checks if wrong]
@@ -158,47 +166,6 @@ def _check(doing: str, form: _Form, q, k, v, *cache, lengths) -> None:
     ]
     if faults:
         raise report(PlanError, doing, faults) from None
-
-
-# -- where it is computed ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Placement:
-    """Where everything lies while a device attends to its part of the cache."""
-
-    query: Spec
-    key: Spec
-    cache: Spec
-    share: Share
-
-
-def _placement(form: _Form, shape: tuple[int, ...], key_heads: int, mesh: Mapping[str, int]) -> _Placement:
-    """Bring the queries to the cache, and leave alone the mesh axes that the cache does not use, where that works."""
-    rows, length, heads, _ = shape
-    query, cache = form.query.without_trivial(mesh), form.cache.without_trivial(mesh)
-    batch, parts, held, _ = cache.axes
-    free = [tuple(axis for axis in axes if axis not in cache.used) for axes in query.axes]
-
-    def many(*axes: str) -> int:
-        return prod(mesh[axis] for axis in axes)
-
-    for axis in free[0]:
-        if rows % many(*batch, axis) == 0:
-            batch += (axis,)
-    finer: tuple[str, ...] = ()
-    for axis in free[2]:
-        if heads % many(*held, *finer, axis) == 0 and share((*finer, axis), key_heads // many(*held), mesh):
-            finer += (axis,)
-    shared = share(finer, key_heads // many(*held), mesh)
-    new = parts if length % many(*parts) == 0 else ()
-    picked = (*held, *shared.sliced)
-    return _Placement(
-        Spec(query.dims, (batch, free[1], (*held, *finer), ())),
-        Spec(form.key.dims, (batch, new, picked, ())),
-        Spec(cache.dims, (batch, parts, picked, ())),
-        shared,
-    )
 
 
 def _forward(form: _Form, ctx: Context, *operands: jax.Array):
@@ -219,7 +186,7 @@ _planned = planned_op(_forward, _refuse, lambda form: form.name)
 
 @lru_cache(maxsize=1024)
 def _value(form: _Form, shapes: tuple[tuple[tuple[int, ...], int], ...], ctx: Context):
-    at = _placement(form, shapes[0][0], shapes[1][0][2], ctx.mesh)
+    at = placement(form.query, form.key, form.cache, shapes[0][0], shapes[1][0][2], ctx.mesh)
     parts = at.cache.axes[1]
 
     def chain(src: Spec, dst: Spec, shape: tuple[int, ...], width: int, name: str):
@@ -284,11 +251,11 @@ def _attended(
     return found.merge(local_attended(q, k, v, counted, ahead, True, scale, shards=shards[1]))
 
 
-def _whole(scale: float | None, at: _Placement, mesh: Mapping[str, int], q, k, v, *rest) -> jax.Array:
+def _whole(scale: float | None, at: Placement, mesh: Mapping[str, int], q, k, v, *rest) -> jax.Array:
     """Plain code on whole arrays, for the compiler to partition, which is told to bring the queries to the cache."""
 
     def shards(key: Spec) -> Shards:
-        rows, length, heads, _ = (prod(mesh[axis] for axis in axes) for axes in at.query.axes)
+        rows, length, heads, _ = (prod(mesh.get(axis, 1) for axis in axes) for axes in at.query.axes)
         return rows, heads, length, prod(mesh[axis] for axis in key.axes[1])
 
     def placed(x: jax.Array, spec: Spec) -> jax.Array:

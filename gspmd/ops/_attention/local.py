@@ -48,12 +48,15 @@ def local_attention(
 
 def _plain(q, k, v, seen, ahead, causal, scale) -> jax.Array:
     mask = None if seen is None else seen[:, None, None, :]
-    if causal and ahead is not None:
+    if causal and (seen is not None or ahead is not None):
         # positions in the whole sequence, which is_causal does not know
-        rows = ahead + jax.lax.broadcasted_iota(jnp.int32, (1, 1, q.shape[1], k.shape[1]), 2)
+        rows = (0 if ahead is None else ahead) + jax.lax.broadcasted_iota(jnp.int32, (1, 1, q.shape[1], k.shape[1]), 2)
         past = rows >= jax.lax.broadcasted_iota(jnp.int32, rows.shape, 3)
         mask, causal = past if mask is None else mask & past, False
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=causal)
+    found = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=causal)
+    if mask is None:
+        return found
+    return jnp.where(jnp.any(mask, axis=3)[:, 0, :, None, None], found, 0)  # of a query that sees nothing: JAX's mean
 
 
 def local_attended(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 LOW = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""The logit of a key that is not seen: finite, so that a query that sees nothing has a mean of values, and no NaN."""
+"""The logit of a key that is not seen: finite, so that the difference of two is no NaN."""
 
 
 class Attended(NamedTuple):
@@ -35,8 +35,9 @@ class Attended(NamedTuple):
         return Attended(*(ungroup(x) for x in self))
 
     def output(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """The weighted mean of the values."""
-        return (self.values / self.total[..., None]).astype(dtype)
+        """The weighted mean of the values; 0 for a query that has seen nothing."""
+        mean = self.values / self.total[..., None]
+        return jnp.where(self.top[..., None] == LOW, 0.0, mean).astype(dtype)
 
 
 def attend(

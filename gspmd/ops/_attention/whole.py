@@ -52,8 +52,8 @@ def attention(
         offset: position of the first query among the keys: an int, or an int32 scalar.
 
     Returns:
-        [B, L, H, D] in q's dtype; logits and softmax are float32. A query that may attend to nothing gets the mean
-        of `v`.
+        [B, L, H, D] in q's dtype; logits and softmax are float32. A query that may attend to nothing,
+        such as one of padding on the left, gets 0.
 
     Raises:
         SpecError: a spec does not fit its array or the mesh, or the shapes do not agree.

@@ -1,0 +1,59 @@
+"""Where attention to a cache is computed: the cache stays, and the queries come to it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from gspmd.annotate.spec import Spec
+from gspmd.ops._attention.heads import Share, share
+
+_OPEN = ("?",)
+"""The axes of a dimension that is left to the compiler, and stays so where the cache does not say where it goes."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where everything lies while a device attends to its part of the cache."""
+
+    query: Spec
+    key: Spec
+    cache: Spec
+    share: Share
+
+
+def placement(
+    query: Spec, key: Spec, cache: Spec, shape: tuple[int, ...], key_heads: int, mesh: Mapping[str, int]
+) -> Placement:
+    """Bring the queries to the cache, and leave alone the mesh axes that the cache does not use, where that works.
+
+    Args:
+        query, key, cache: where they lie.
+        shape: of the queries.
+        key_heads: how many heads keys and cache have.
+        mesh: sizes of its axes.
+    """
+    rows, length, heads, _ = shape
+    query, cache = query.without_trivial(mesh), cache.without_trivial(mesh)
+    batch, parts, held, _ = (() if axes == _OPEN else axes for axes in cache.axes)
+    free = [() if axes == _OPEN else tuple(a for a in axes if a not in cache.used) for axes in query.axes]
+    left = [axes if axes == _OPEN else () for axes in query.axes]
+
+    def many(*axes: str) -> int:
+        return prod(mesh[axis] for axis in axes)
+
+    for axis in free[0]:
+        if rows % many(*batch, axis) == 0:
+            batch += (axis,)
+    finer: tuple[str, ...] = ()
+    for axis in free[2]:
+        if heads % many(*held, *finer, axis) == 0 and share((*finer, axis), key_heads // many(*held), mesh):
+            finer += (axis,)
+    shared = share(finer, key_heads // many(*held), mesh)
+    new = parts if length % many(*parts) == 0 else ()
+    picked = (*held, *shared.sliced)
+    return Placement(
+        Spec(query.dims, (batch or left[0], free[1] or left[1], (*held, *finer) or left[2], ())),
+        Spec(key.dims, (batch, new, picked, ())),
+        Spec(cache.dims, (batch, parts, picked, ())),
+        shared,
+    )
