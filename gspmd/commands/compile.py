@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
@@ -175,7 +175,7 @@ def compiled(settings: Settings, target: Topology) -> Report:
         return compile_offline(program, *args, topology=target, mesh=mesh, flops=flops, progress=tell, **options)
 
 
-def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tuple, dict[str, tuple[int, ...]]]:
+def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tuple, dict[str, Any]]:
     """What is compiled, its abstract arguments, and which of them it overwrites or may order as it likes."""
     train, config = settings.phase == "train", settings.model
     if settings.phase in ("prefill", "decode"):
@@ -187,7 +187,8 @@ def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tupl
         )  # fmt: skip
         say_chosen(program.layout)
         numbers = {"donate_argnums": program.donated, "auto_layout_argnums": program.stored}
-        return program.step, program.arguments, {name: (number,) for name, number in numbers.items()}
+        options: dict[str, Any] = {name: (number,) for name, number in numbers.items()}
+        return program.step, program.arguments, options | {"out_shardings": program.results}
     layout = layout.resolved(config.sizes(settings.batch, settings.length), mesh)
     say_chosen(layout)
     stored = "float32" if train else settings.dtype

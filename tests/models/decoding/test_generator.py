@@ -183,7 +183,7 @@ def test_rows_are_the_fewest_that_the_mesh_divides(make_mesh):
 
 def test_the_order_of_dimensions_in_memory_changes_no_text(drawn, monkeypatch):
     """What a Generator does on TPUs: the compiler orders weights in memory, and heads come first in the cache."""
-    monkeypatch.setattr("gspmd_models.decoding.generator._orders_memory", lambda mesh: True)
+    monkeypatch.setattr("gspmd_models.decoding.generator.orders_memory", lambda mesh: True)
     machine = Machine("megatron-1d", 2, chunk=3)
     reordered = []
 
