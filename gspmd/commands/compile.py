@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import jax
 import tyro
 
 import gspmd
@@ -142,11 +143,13 @@ def parse(argv: Sequence[str], script: str = "") -> Settings:
 def smallest(settings: Settings, asked: Topology) -> Report:
     """The report for the smallest slice that the model fits on, or for the largest that there is."""
     report = None
+    phase_layout(settings)  # what is wrong with the layout itself is wrong on every slice
     for target in slices(asked.chip):
         try:
-            report = compiled(settings, target)
+            mesh_of(settings, target)
         except gspmd.LayoutError:  # no mesh of so many devices divides the sizes
             continue
+        report = compiled(settings, target)
         if report.fits:
             return report
     if report is None:
@@ -154,28 +157,50 @@ def smallest(settings: Settings, asked: Topology) -> Report:
     return report
 
 
+def layout_of(settings: Settings) -> Layout:
+    """The layout that the flags name, with their changes."""
+    sharding = settings.sharding
+    layout = Layout.load(sharding.layout).override(sharding.overrides)
+    return layout.lowered(sharding.lowering) if sharding.lowering else layout
+
+
+def phase_layout(settings: Settings) -> Layout:
+    """The layout as the phase that is compiled has it."""
+    if settings.phase not in ("prefill", "decode"):
+        return layout_of(settings)
+    layout = Layout.load(settings.prefill_layout) if settings.prefill_layout else layout_of(settings)
+    return layout.phase(settings.phase)
+
+
+def mesh_of(settings: Settings, target: Topology) -> jax.sharding.Mesh:
+    """The mesh of a slice, which divides the sizes in the layout of the phase that is compiled."""
+    sharding, layout, config = settings.sharding, phase_layout(settings), settings.model
+    served = {"T": settings.room or settings.length} if settings.phase in ("prefill", "decode") else {}
+    sizes = config.sizes(settings.batch, 1 if settings.phase == "decode" else settings.length) | served
+    if sharding.mesh:
+        shape = layout.complete_mesh(parse_mesh(sharding.mesh))
+        layout.check(sizes, shape)
+    else:
+        shape = layout.mesh_for(target.num_devices, sizes)
+    if settings.phase == "prefill":  # weights and cache are stored as for decoding
+        layout_of(settings).phase("decode").check(config.sizes(settings.batch, 1) | served, shape)
+    return target.mesh(shape, sharding.axis_types)
+
+
 def compiled(settings: Settings, target: Topology) -> Report:
     """The report for one slice."""
-    sharding, config = settings.sharding, settings.model
-    layout = Layout.load(sharding.layout).override(sharding.overrides)
-    layout = layout.lowered(sharding.lowering) if sharding.lowering else layout
-    sizes = config.sizes(settings.batch, settings.length)
-    if sharding.mesh:
-        mesh = target.mesh(layout.complete_mesh(parse_mesh(sharding.mesh)), sharding.axis_types)
-        layout.check(sizes, mesh)
-    else:
-        mesh = target.mesh(layout.mesh_for(target.num_devices, sizes), sharding.axis_types)
+    config, layout, mesh = settings.model, layout_of(settings), mesh_of(settings, target)
     program, args, options = program_of(settings, layout, mesh)
-    flops = settings.batch * settings.length * config.flops_per_token(settings.length)
+    # one token of every row, which reads all that the cache has room for, or all tokens, which read one another
+    read, seen = (1, settings.room or settings.length) if settings.phase == "decode" else (settings.length,) * 2
+    flops = settings.batch * read * config.flops_per_token(seen)
     flops /= 1 if settings.phase == "train" else 3  # a backward pass is two forward passes
-    if settings.phase == "decode":
-        flops /= settings.length
     named = f"{config.num_parameters:,} parameters, {layout.name}, {target.name}"
     with gspmd.lowering(layout.lowering or "auto"), progress(named) as tell:
         return compile_offline(program, *args, topology=target, mesh=mesh, flops=flops, progress=tell, **options)
 
 
-def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tuple, dict[str, tuple[int, ...]]]:
+def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tuple, dict[str, Any]]:
     """What is compiled, its abstract arguments, and which of them it overwrites or may order as it likes."""
     train, config = settings.phase == "train", settings.model
     if settings.phase in ("prefill", "decode"):
@@ -187,7 +212,8 @@ def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tupl
         )  # fmt: skip
         say_chosen(program.layout)
         numbers = {"donate_argnums": program.donated, "auto_layout_argnums": program.stored}
-        return program.step, program.arguments, {name: (number,) for name, number in numbers.items()}
+        options: dict[str, Any] = {name: (number,) for name, number in numbers.items()}
+        return program.step, program.arguments, options | {"out_shardings": program.results}
     layout = layout.resolved(config.sizes(settings.batch, settings.length), mesh)
     say_chosen(layout)
     stored = "float32" if train else settings.dtype

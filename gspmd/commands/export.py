@@ -63,7 +63,8 @@ def main(argv: Sequence[str], script: str = "") -> int:
         here = ShardingConfig(layout="", platform="cpu", devices=1)
         layout = source.layout("", here)
         sizes = {dim: size for dim, size in source.config.sizes(batch=1, length=1).items() if dim not in "BLTG"}
-        model, taken = source.load(layout, command.make_mesh(here, layout, sizes), "float32")
+        mesh = command.make_mesh(here, layout, sizes)
+        model, taken = source.load(layout.resolved(sizes, mesh), mesh, "float32")
         length = source.run.training.length if source.run else 2048
         checkpoints.save(model, settings.out, tokenizer=source.tokenizer, dtype=settings.dtype, length=length)
     except checkpoints.CheckpointError as error:

@@ -164,7 +164,7 @@ def generate(settings: Settings) -> int:
     prefill = source.layout(settings.prefill_layout or sharding.layout, sharding)
     config = decoding.for_serving(source.config)
     sizes = {dim: size for dim, size in config.sizes(batch=1, length=1).items() if dim not in "BLTG"}
-    mesh = command.make_mesh(sharding, layout, sizes, host_devices=1)
+    mesh = command.make_mesh(sharding, layout.phase("decode"), sizes, host_devices=1)
     dtype = settings.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
     ids = [source.tokenizer.encode(prompt) for prompt in prompts]
     job: dict[str, Any] = {"samples": settings.samples, "cache_length": settings.cache_length}

@@ -119,7 +119,10 @@ def make_batch(
     shards, found = _parts(mesh, cache_spec(decode).axes_of("B")), Shares(owners, None)
     # A prompt that several texts begin with is read once on every device that has some of them.
     for each in range(most_prompts(owners, shards), rows // shards):
-        fewer = _layouts(config, layout, prefill, mesh, rows, each * shards, cache_length)
+        try:
+            fewer = _layouts(config, layout, prefill, mesh, rows, each * shards, cache_length)
+        except LayoutError:  # the mesh does not divide so few rows
+            continue
         if fewer:
             (reading, decode), found = fewer, shares(owners, shards, each)
             break

@@ -20,7 +20,7 @@ from ..transformer import Transformer, arrays
 from .batch import Batch, Sizes, make_batch
 from .cache import Cache, abstract_cache, abstract_whole, cache_spec, zeros
 from .loop import NOTHING, PLAIN, Rows, Sampling, decode_loop
-from .memory import formats, heads_first, in_best_order
+from .memory import formats, heads_first, in_best_order, orders_memory
 from .prefix import copy_rows
 from .serving import GenerationError, for_serving, served
 from .steps import decode_step, prefill_step
@@ -221,7 +221,7 @@ class Generator:
         shapes = ((sizes.rows,), jnp.uint32), ((sizes.rows,), jnp.bool_), ((), jnp.int32)
         others = [abstract_whole(mesh, *shape) for shape in shapes]
         loop = decode_loop(self._served(sizes.decode), sampling, stop, self.burst)
-        if _orders_memory(mesh):
+        if orders_memory(mesh):
             small, large = heads_first(small), heads_first(large)
             placed = _placements(weights)
             if placed not in self._weights:
@@ -260,11 +260,6 @@ class Generator:
         """Return the shapes of a cache of so many rows."""
         mesh, model = jax.sharding.get_mesh(), self.model
         return abstract_cache(model.config, sizes.decode, mesh, rows, sizes.room, model.dtype, int8=self.int8)
-
-
-def _orders_memory(mesh: jax.sharding.Mesh) -> bool:
-    """Whether the order of dimensions in memory matters: on TPUs a matrix in another is copied before it is used."""
-    return mesh.devices.flat[0].platform == "tpu"
 
 
 def _placements(weights: dict[str, jax.Array]) -> tuple[Any, ...]:

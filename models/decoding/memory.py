@@ -11,6 +11,11 @@ from jax.experimental.layout import Format, Layout
 from .cache import Cache
 
 
+def orders_memory(mesh: jax.sharding.Mesh) -> bool:
+    """Whether the order of dimensions in memory matters: on TPUs a matrix in another is copied before it is used."""
+    return mesh.devices.flat[0].platform == "tpu"
+
+
 def heads_first(cache: Cache) -> Cache:
     """Return an abstract cache whose keys and values stand in memory by heads, then positions, as TPUs read them best.
 

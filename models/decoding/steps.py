@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +34,8 @@ def prefill_step(
 
     Args:
         model: of `for_serving`, possibly abstract; its layout says where weights, activations and the cache lie.
-        fresh: the cache holds no token yet, as for the first chunk: its tokens attend to one another only.
+        fresh: the cache holds no token yet, as for the first chunk: its tokens attend to one another only. The cache
+            is then not read, unless query heads are split so that a device has parts of two groups.
 
     Returns:
         A pure function, to be compiled with the cache donated, of the weights (`arrays`), tokens [B, L] placed as
@@ -179,9 +181,11 @@ class LayerCache:
             k = (keys * key_scales[..., None]).astype(k.dtype)
             v = (values * value_scales[..., None]).astype(v.dtype)
             options = {"key_scales": self.scales[0], "value_scales": self.scales[1]}
-        if self.chunk.fresh:
+        heads, shared = query_spec.axes[2], k.shape[2]
+        devices = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in heads)
+        if self.chunk.fresh and (shared % devices == 0 or devices % shared == 0):  # no device has parts of two groups
             # Where a cache stands between them, keys may lie apart from the queries; here they come to these.
-            held, heads = key_spec.axes[2], query_spec.axes[2]
+            held = key_spec.axes[2]
             near = (query_spec.axes[0], (), held if held == heads[: len(held)] else (), ())
             beside = Spec(key_spec.dims, near)
             k, v = moved(k, key_spec, beside), moved(v, key_spec, beside)

@@ -15,7 +15,7 @@ class Text:
         stop: strings that end it; they are not shown.
 
     Attributes:
-        ended: whether a stop string has come.
+        ended: whether a stop string has come, or `end` was called.
 
     Example:
         >>> from gspmd_models.checkpoints import byte_tokenizer
@@ -39,7 +39,8 @@ class Text:
         if self.ended:
             return ""
         rest = self._shown(self._stream.end())
-        return rest if self.ended else rest + self._held
+        rest, self.ended, self._held = rest + self._held, True, ""
+        return rest
 
     def _shown(self, new: str) -> str:
         whole = self._held + new

@@ -1,5 +1,7 @@
 """`gspmd export`: a run as a public checkpoint, and one message for what cannot be exported."""
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 import pytest
@@ -26,12 +28,12 @@ def devices(monkeypatch):
 def trained(tmp_path, make_mesh):
     """A function (config) -> the folder of a run of it, trained in a layout that pads heads, and its model."""
 
-    def make(config: models.ModelConfig) -> tuple[str, models.Transformer]:
+    def make(config: models.ModelConfig, changes: Sequence[str] = ()) -> tuple[str, models.Transformer]:
         layout = Layout.load("megatron-1d").override({"padding.K": 4})
         model = models.build(config, layout, make_mesh(layout.mesh_for(1)), jax.random.key(0))
         with checkpoint.Checkpoints(tmp_path / "run") as saved:
             saved.save(TrainState(np.int32(3), models.arrays(model), {"count": np.int32(3)}), {})
-        sharding = {"layout": "megatron-1d", "set": ["padding.K=4"]}
+        sharding = {"layout": "megatron-1d", "set": ["padding.K=4", *changes]}
         settings = {"model": to_mapping(config), "sharding": sharding, "training": {"length": 96}}
         checkpoint.save_settings(tmp_path / "run", settings)
         return str(tmp_path / "run"), model
@@ -52,6 +54,12 @@ def test_a_run_is_written_as_a_checkpoint_of_the_same_parameters(trained, tmp_pa
         np.testing.assert_array_equal(np.asarray(value), np.asarray(scaled.get(path, values[path])), err_msg=path)
     assert checkpoints.tokenizer(tmp_path / "out").encode("é") == [195, 169]
     assert '"max_position_embeddings": 96' in (tmp_path / "out" / "config.json").read_text()
+
+
+def test_a_run_whose_layout_has_alternatives_is_written(trained, tmp_path, capsys):
+    folder, _ = trained(CONFIG, ["ffn.w_in=EF_yz|EF_y"])
+    assert main.main(["export", folder, str(tmp_path / "out")]) == 0
+    assert "as LlamaForCausalLM" in capsys.readouterr().out
 
 
 def test_what_cannot_be_exported_is_one_message(trained, tmp_path, capsys):

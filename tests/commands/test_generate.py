@@ -9,10 +9,11 @@ import pytest
 import gspmd_models as models
 from gspmd import host
 from gspmd.commands import generate, main
+from gspmd.display import console as printing
 from gspmd.layouts import Layout
 from gspmd.training import OptimizerConfig, checkpoint
 from gspmd.training.toml import to_mapping
-from gspmd_models import checkpoints, step
+from gspmd_models import checkpoints, decoding, step
 
 CONFIG = models.ModelConfig(
     embed=32, layers=2, heads=4, kv_heads=2, head_size=8, feed_forward=64, tied=False, scale_embedding=False
@@ -104,12 +105,23 @@ def test_a_text_ends_before_a_stop_string(capsys, public):
     assert run(capsys, *flags, "--stop", stop)[1] == text[: text.index(stop, 4)] + "\n"
 
 
+def test_a_text_that_ends_before_an_earlier_one_is_written_once(capsys):
+    """Text 2 ends while "a", which may begin a stop string, is held back, and text 1 goes on."""
+    texts = [decoding.Text(checkpoints.byte_tokenizer(), b"p", ("ab",)) for _ in range(2)]
+    each = ((b"x", b"y", False, False), (b"x", b"a", False, True), (b"x", b"", False, True), (b"x", b"", True, True))
+    bursts = (
+        decoding.Burst([list(one), list(two)], [*ended], 0.1 * number) for number, (one, two, *ended) in enumerate(each)
+    )
+    generate.write(printing.console(stderr=True), ["p"], texts, bursts, set())
+    assert capsys.readouterr().out == "=== text 1 of 2 ===\npxxxx\n=== text 2 of 2 ===\npya\n"
+
+
 def test_explain_loads_nothing(capsys, public, monkeypatch):
     monkeypatch.setattr(checkpoints, "load", None)
     code, text, _ = run(capsys, "--checkpoint", public, "--prompt", "def main()", "--explain", "--devices", "8")
     assert code == 0
-    assert "prefill: 4 × 9 tokens, " in text
-    assert "decode: 4 × 1 token, " in text
+    assert "prefill: 2 × 9 tokens, " in text
+    assert "decode: 2 × 1 token, " in text
     assert "weights: " in text
     assert "cache: " in text
 

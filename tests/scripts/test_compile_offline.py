@@ -82,15 +82,41 @@ def test_a_model_that_does_not_fit_ends_with_1_and_the_largest_buffers(run, tmp_
 def test_slices_are_tried_from_the_smallest_on(script, monkeypatch):
     tried = []
 
-    def compiled(settings, target):
-        tried.append(target.num_devices)
+    def mesh_of(settings, target):
         if target.num_devices == 8:
             raise gspmd.LayoutError("8 does not divide")
+
+    def compiled(settings, target):
+        tried.append(target.num_devices)
         return SimpleNamespace(fits=target.num_devices >= 32, on=target.name)
 
+    monkeypatch.setattr(script, "mesh_of", mesh_of)
     monkeypatch.setattr(script, "compiled", compiled)
-    assert script.smallest(None, topology("tpu-v4:4x4x4")).on == "tpu-v4:2x4x4"
-    assert tried == [4, 8, 16, 32]
+    assert script.smallest(script.parse(TINY), topology("tpu-v4:4x4x4")).on == "tpu-v4:2x4x4"
+    assert tried == [4, 16, 32]
+
+
+@needs_libtpu
+@pytest.mark.parametrize("mesh", ["x=4,y=4,z=4", None])
+def test_a_mesh_has_to_divide_the_sizes_of_its_phase(script, mesh):
+    """The one key/value head of a decode layout is whole where that of training is sharded."""
+    flags = ["--config", "palm-540b", "--layout", "megatron-1d", "--phase", "decode", "--batch", "512"]
+    settings = script.parse([*flags, *(["--mesh", mesh] if mesh else [])])
+    with pytest.raises(gspmd.LayoutError, match="K has size 1"):
+        script.layout_of(settings).check(settings.model.sizes(512, 1), {"x": 4, "y": 4, "z": 4})
+    shape = script.mesh_of(settings, topology("tpu-v4:4x4x4")).shape
+    assert shape["y"] * shape["z"] > 1
+
+
+@needs_libtpu
+def test_a_decoded_token_reads_all_that_the_cache_has_room_for(script, monkeypatch):
+    found = []
+    monkeypatch.setattr(script, "compile_offline", lambda *_, flops, **__: found.append(flops))
+    for length in ("16", "64"):
+        flags = [*TINY, *V4, "--phase", "decode", "--batch", "8", "--room", "64"]
+        settings = script.parse([*flags, "--length", length])
+        script.compiled(settings, topology(settings.topology))
+    assert found == [8 * settings.model.flops_per_token(64) / 3] * 2
 
 
 @needs_libtpu
@@ -137,6 +163,10 @@ BAD = {
     "length": (["--length", "-1"], "length must be positive, but is -1."),
     "config": (["--config", "nope.toml"], "cannot read config 'nope.toml': there is no such file."),
     "layout": (["--layout", "nope"], "no layout is called 'nope'."),
+    "layout on no slice": (
+        ["--smallest", "--phase", "prefill", "--prefill-layout", "nope"],
+        "no layout is called 'nope'.",
+    ),
     "uneven": ([*V4, "--batch", "3"], "dimension B has size 3, which"),
     "devices": (["--devices", "8"], "--topology says which devices there are; leave --platform and --devices out."),
     "picture": (["--gantt", "a.pdf"], "--gantt writes a PNG file, whose name ends in .png, not 'a.pdf'."),

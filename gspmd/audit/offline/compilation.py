@@ -35,6 +35,7 @@ def compile_offline(
     mesh: Any = None,
     donate_argnums: Sequence[int] = (),
     auto_layout_argnums: Sequence[int] = (),
+    out_shardings: Any = None,
     flops: float = 0,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Report:
@@ -48,7 +49,8 @@ def compile_offline(
         donate_argnums: arguments whose memory the results may reuse, such as a training state.
         auto_layout_argnums: arguments whose order of dimensions in memory the compiler may choose, such as the weights
             of a decode step, which are stored once and read in every step. In JAX's default order a TPU may have to
-            reorder a weight before its product.
+            reorder a weight before its product. Other arguments keep the order that their formats state.
+        out_shardings: of the results, as for `jax.jit`: a donated argument of an order of its own has to leave in it.
         flops: model FLOPs of one execution over all devices, for the MFU; by default those of the matrix products.
         progress: called with what starts: "planning", "lowering", "compiling", "reading".
 
@@ -75,7 +77,10 @@ def compile_offline(
         compiled, reason = None, _overfull(held, target)
         if not reason:
             progress("lowering")
-            jitted = jax.jit(fn, donate_argnums=tuple(donate_argnums), **_formats(abstract_args, auto_layout_argnums))
+            options = _formats(abstract_args, auto_layout_argnums)
+            if out_shardings is not None:
+                options["out_shardings"] = out_shardings
+            jitted = jax.jit(fn, donate_argnums=tuple(donate_argnums), **options)
             lowered = jitted.lower(*abstract_args)
             progress("compiling")
             compiled, reason = _compile(lowered)
@@ -113,7 +118,7 @@ def _formats(args: Sequence[Any], chosen: Sequence[int]) -> dict[str, Any]:
         return {}
 
     def of(leaf: Any, auto: bool) -> Any:
-        return Format(Layout.AUTO, leaf.sharding) if auto and _is_placed(leaf) else getattr(leaf, "sharding", None)
+        return Format(Layout.AUTO, leaf.sharding) if auto and _is_placed(leaf) else getattr(leaf, "format", None)
 
     shown = [jax.tree.map(lambda leaf, auto=number in chosen: of(leaf, auto), arg) for number, arg in enumerate(args)]
     return {"in_shardings": tuple(shown)}

@@ -181,9 +181,18 @@ def test_rows_are_the_fewest_that_the_mesh_divides(make_mesh):
     assert (short.rows, short.prefill_rows) == (12, 3)
 
 
+def test_a_shared_prompt_takes_as_many_rows_as_the_mesh_divides(make_mesh):
+    """One row for each part of the cache would be 4, which 8 devices do not divide in the prefill."""
+    mesh = make_mesh({"x": 4, "y": 1, "z": 2})
+    layouts = Layout.load("weight-stationary-2d"), Layout.load("weight-gathered-x")
+    batch = make_batch(CONFIG, *layouts, mesh, [[1, 2, 3]], 4, samples=12)
+    assert batch.sizes.rows >= 12
+    assert batch.sizes.rows >= batch.sizes.prefill_rows
+
+
 def test_the_order_of_dimensions_in_memory_changes_no_text(drawn, monkeypatch):
     """What a Generator does on TPUs: the compiler orders weights in memory, and heads come first in the cache."""
-    monkeypatch.setattr("gspmd_models.decoding.generator._orders_memory", lambda mesh: True)
+    monkeypatch.setattr("gspmd_models.decoding.generator.orders_memory", lambda mesh: True)
     machine = Machine("megatron-1d", 2, chunk=3)
     reordered = []
 

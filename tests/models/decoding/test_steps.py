@@ -56,7 +56,8 @@ def read_and_decode(case, settings, tokens, make_mesh, axis_type="explicit", *, 
     with jax.set_mesh(mesh), gspmd.lowering(case.lowering):
         model = models.build(settings, writing, mesh, jax.random.key(0))
         weights, whole = models.arrays(model), jax.NamedSharding(mesh, jax.P())
-        prefill = jax.jit(prefill_step(served(model, reading)), donate_argnums=3)
+        fresh = case.chunk >= READ.max()  # as the Generator reads prompts of one chunk
+        prefill = jax.jit(prefill_step(served(model, reading), fresh=fresh), donate_argnums=3)
         decode = jax.jit(decode_step(model), donate_argnums=2)
         cache = models.empty_cache(settings, writing, mesh, ROWS, ROOM, model.dtype, int8=int8)
         where = models.abstract_tokens(reading, mesh, ROWS, case.chunk).sharding
@@ -94,6 +95,7 @@ DIAGONAL = [
         mesh={"x": 2, "y": 4, "z": 1},
         changes={"padding.K": 4, "ffn.residual": "B_xL_yzE", "attention.residual": "B_xL_yzE"},
     ),
+    Case({"heads": 6, "kv_heads": 3, "layers": 1}, "megatron-1d", chunk=8, mesh={"x": 2, "y": 2, "z": 1}),
     pytest.param(Case(
         {"moe": MoEConfig(router="gshard")}, "gshard",
         mesh={"x": 2, "y": 2, "z": 2}, changes={"cache.attention.key": "B_xyT_zKD"},
@@ -136,9 +138,10 @@ def attention_layouts():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True], ids=["chunks", "whole"])
 @pytest.mark.parametrize("case", [*attention_layouts()], ids=str)
-def test_attention_lies_in_any_way(case, config, make_mesh):
-    check(case, config, make_mesh)
+def test_attention_lies_in_any_way(case, whole, config, make_mesh):
+    check(replace(case, chunk=8) if whole else case, config, make_mesh)
 
 
 @pytest.mark.slow
