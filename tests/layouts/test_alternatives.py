@@ -97,6 +97,32 @@ def test_faults_of_alternatives_that_are_not_taken_are_found_too(specs, message)
     assert message in str(error.value)
 
 
+RESIDUALS = {"attention.residual": ["B_xyzLE"] * 2 + ["B_xLE"] * 2, "ffn.residual": ["B_xyzLE", "B_xLE"]}
+
+
+def test_lists_of_two_sections_meet_as_the_sizes_choose_them():
+    layout = Layout.load("replicated").override(RESIDUALS)
+    assert layout.check() is layout
+    for batch, residual in ((8, "B_xyzLE"), (2, "B_xLE")):
+        single = layout.check(SIZES | {"B": batch}, MESH).resolved(SIZES | {"B": batch}, MESH)
+        assert {single["attention.residual"], single["ffn.residual"]} == {residual}
+    lone = layout.override({"ffn.residual": ["B_xyzLE", "B_xLE", "B_yLE"]})
+    with pytest.raises(
+        LayoutError, match=r"dimension B of ffn\.residual is sharded over y, and of attention\.residual"
+    ):
+        lone.check(SIZES, MESH)
+    with pytest.raises(LayoutError, match=r"sharded over x, y and z, and of attention\.residual"):
+        layout.override({"attention.residual": ["B_xLE", "B_xyzLE"]}).check(SIZES, MESH)
+
+
+def test_lists_of_two_sections_of_a_phase_meet_as_the_sizes_choose_them():
+    layout = Layout.load("replicated").override({f"decode.{key}": texts for key, texts in RESIDUALS.items()})
+    assert layout.check(SIZES, MESH) is layout
+    assert layout.phase("decode").check(SIZES, MESH).resolved(SIZES, MESH)["ffn.residual"] == "B_xyzLE"
+    alike = {"decode.attention.residual": ["B_yLE"] * 2, "decode.ffn.residual": "B_yLE"}
+    assert layout.override(alike).check(SIZES, MESH).phase("decode")["ffn.residual"] == "B_yLE"
+
+
 def test_lists_of_a_phase_are_chosen_for_its_sizes():
     layout = Layout.load("weight-gathered-x").override({"cache.attention.key": "B_xT_yzKD | BTKD"})
     assert layout.resolved(SIZES, MESH)["attention.query"] == "B_xyzLHD"
