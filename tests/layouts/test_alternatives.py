@@ -54,6 +54,25 @@ def test_smaller_batches_take_fewer_axes_and_the_choice_is_told():
     assert plain.resolved(SIZES, MESH) is plain
 
 
+def test_what_was_overridden_since_is_no_longer_told_as_chosen():
+    chosen = LAYOUT.resolved(SIZES | {"B": 4}, MESH)
+    assert chosen.override({"attention.key": "B_zLKD"}).chosen == ("[attention] 2 of 4: query B_yzLH_xD",)
+    assert chosen.override({"ffn.w_in": "EF"}).chosen == chosen.chosen
+    assert chosen.override({"attention.key": KEY, "attention.query": "BLHD"}).chosen == ()
+    assert LAYOUT.resolved(SIZES, MESH).phase("decode").chosen == ()  # it has lists of its own, and none is chosen yet
+
+
+def test_one_position_of_lists_is_a_list():
+    lists = {"ffn.hidden": ["B_xL_yF_z", "BL_yF_z"], "ffn.in_via": ["B_xL_yE, EF_z", "BLE, EF_z"]}
+    layout = Layout.load("replicated").override(lists)
+    short = layout.one_position()
+    assert short.table["ffn.hidden"] == ("B_xLF_z", "BLF_z")
+    assert short.table["ffn.in_via"] == ("B_xLE, EF_z", "BLE, EF_z")
+    sizes = {"B": 1, "L": 2, "F": 8}
+    assert short.resolved(sizes, MESH).table == layout.resolved(sizes, MESH).one_position().table
+    assert short.resolved(sizes, MESH)["ffn.hidden"] == "BLF_z"
+
+
 @pytest.mark.parametrize(
     "ask",
     [lambda: LAYOUT["attention.query"], lambda: LAYOUT.attention.query, lambda: LAYOUT.get("attention.query")],

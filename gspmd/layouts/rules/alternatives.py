@@ -8,7 +8,7 @@ from gspmd.annotate import Fault
 from gspmd.annotate.errors import listed
 from gspmd.layouts.rules.keys import ALIKE, PHASES
 from gspmd.layouts.rules.line import Line
-from gspmd.layouts.rules.table import LayoutTable
+from gspmd.layouts.rules.table import Choice, LayoutTable
 
 Lists = Mapping[str, tuple[str, ...]]
 OfTable = TypeVar("OfTable", bound=LayoutTable)
@@ -29,19 +29,19 @@ def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) 
     Returns:
       The layout, with `chosen` saying what was taken; where nothing divides, the first spec of each list.
     """
-    faults, chosen, single = [], [], {section: dict(table) for section, table in _tables(layout).items()}
+    faults, choices, single = [], [], {section: dict(table) for section, table in _tables(layout).items()}
     for section, table in _tables(layout).items():
         if section in PHASES:
             continue
         for part, lists in _sections(table):
             at, wrong = _choose(section, f"[{section or part}]", lists, faults_of)
             faults += wrong
-            single[section] |= {key: texts[at] for key, texts in lists.items()}
-            texts = ", ".join(f"{key if section else key.partition('.')[2]} {lists[key][at]}" for key in lists)
-            chosen.append(f"[{section or part}] {at + 1} of {max(map(len, lists.values()))}: {texts}")
-    if not chosen:
+            taken = {key: texts[at] for key, texts in lists.items()}
+            single[section] |= taken
+            choices.append(Choice(section, section or part, at, max(map(len, lists.values())), taken))
+    if not choices:
         return layout, faults
-    return replace(layout, table=single.pop(""), overrides=single, chosen=tuple(chosen)), faults
+    return replace(layout, table=single.pop(""), overrides=single, choices=tuple(choices)), faults
 
 
 def singles(layout: OfTable) -> Iterator[OfTable]:
