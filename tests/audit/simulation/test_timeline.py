@@ -358,6 +358,37 @@ def test_of_what_is_scattered_into_in_place_only_the_updates_are_written():
     assert micro(found.step_seconds)[0] == pytest.approx(2, abs=1e-4)  # 1.2 MB read, 1.2 MB written
 
 
+def test_a_scatter_into_several_arrays_writes_the_updates_of_each():
+    lines = (
+        *(f"%{name} = u8[4,1200000]{{1,0}} parameter({number})" for number, name in enumerate("qr", 1)),
+        "%n = s32[1,1]{1,0:S(1)} parameter(3)",
+        "%u = u8[1,1200000]{1,0} parameter(4)",
+        "%v = u8[2,1200000]{1,0} parameter(5)",
+        "%s = (u8[4,1200000]{1,0}, u8[4,1200000]{1,0}) scatter(%q, %r, %n, %u, %v), update_window_dims={1}",
+    )
+    found = run(*lines)
+    assert micro(found.step_seconds)[0] == pytest.approx(6, abs=1e-4)  # 3.6 MB of updates read, and written
+
+
+@pytest.mark.parametrize(("aliased", "read"), [(0, 1.2), (1, 4.8)])
+def test_of_what_a_call_renames_only_the_operand_that_it_names_is_not_read(aliased, read):
+    # 4.8 MB get another name, under which 1.2 MB are read; or all are read, and what lies on the chip gets that name
+    computations = f"""%fused (q: u8[4,1200000], o: u8[4,1200000]) -> u8[1,1200000] {{
+  %q = u8[4,1200000]{{1,0}} parameter(0)
+  %o = u8[4,1200000]{{1,0:S(1)}} parameter(1)
+  %c = u8[4,1200000]{{1,0}} custom-call(%q, %o), output_to_operand_aliasing={{{{}}: ({aliased}, {{}})}}
+  ROOT %out = u8[1,1200000]{{1,0}} slice(%c), slice={{[0:1], [0:1200000]}}
+}}
+"""
+    lines = (
+        "%q = u8[4,1200000]{1,0} parameter(1)",
+        "%o = u8[4,1200000]{1,0:S(1)} parameter(2)",
+        "%f = u8[1,1200000]{1,0} fusion(%q, %o), kind=kLoop, calls=%fused",
+    )
+    found = run(*lines, computations=computations)
+    assert micro(found.step_seconds)[0] == pytest.approx((read + 1.2) / 1.2, abs=1e-4)  # and 1.2 MB written
+
+
 def test_of_a_stack_that_a_fusion_slices_only_the_slice_is_read():
     computations = """%fused (q: u8[10,1200000], n: s32[]) -> u8[1,1200000] {
   %q = u8[10,1200000]{1,0} parameter(0)
