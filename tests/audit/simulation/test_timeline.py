@@ -3,6 +3,8 @@
 TPU v4: 1050 cycles are 1 µs; a link takes 45 000 bytes per µs one way, main memory 1 200 000; a hop is 1 µs.
 """
 
+from math import prod
+
 import pytest
 
 from gspmd.annotate.errors import PlanError
@@ -105,6 +107,33 @@ def test_the_rings_are_those_of_the_algorithm_that_the_compiler_names(algorithm,
     config = f'backend_config={{"collective_algorithm_config":{{{algorithm}}}}}'
     gather = f"%g = u8[1440000]{{0}} all-gather(%p), replica_groups=[1,16]<=[16], dimensions={{0}}, {config}"
     assert micro(timeline(program(gather), "tpu-v4", {"x": 16}, torus={"x": (4, 4)}).step_seconds) == (seconds,)
+
+
+@pytest.mark.parametrize(
+    ("chip", "rings", "link_seconds", "hops"),
+    [
+        (
+            "tpu-v5e",
+            (2, 4),
+            1,
+            4,
+        ),  # there along four rows of two, and back: a cycle of neighbours, two links of each chip
+        ("tpu-v5e", (8,), 2, 7),  # a line: one link, to the far end
+        ("tpu-v5e", (3, 3), 2, 8),  # no cycle through nine places
+        ("tpu-v4", (2, 3), 1, 3),
+    ],
+)
+def test_one_ring_over_several_torus_axes_closes_where_a_side_is_even(chip, rings, link_seconds, hops):
+    count = prod(rings)
+    config = 'backend_config={"collective_algorithm_config":{"emitter":"1DAllGather"}}'
+    gather = (
+        f"%g = u8[{count}00000]{{0}} all-gather(%p), replica_groups=[1,{count}]<=[{count}], dimensions={{0}}, {config}"
+    )
+    found = timeline(program(gather), chip, {"x": count}, torus={"x": rings})
+    link = (count - 1) * 100_000 / 2 / found.chip.link_bandwidth  # over two links
+    assert found.step_seconds == pytest.approx(
+        link_seconds * link + found.chip.start_seconds + hops * found.chip.hop_seconds
+    )
 
 
 @pytest.mark.parametrize(("each", "step_time", "hidden", "exposed"), [(5, 21, 9, 0), (2, 12, 6, 3)])
