@@ -84,7 +84,9 @@ The lists of a section have one length and are chosen together: the first place 
 does, the error says why not, place by place. `Layout.resolved` returns the layout with the specs that it chose, and
 tells which; training, `gspmd compile`, `gspmd generate` and `rank` resolve what they are given, and to read a list
 before is an error. Lists in `[prefill]` and `[decode]` are chosen in the layout of that phase, for the sizes of that
-phase. On a command line `|` stands between alternatives: `--set "ffn.hidden=B_xLF_yz|BLF_yz"`.
+phase. Each section chooses for itself: `attention.residual` and `ffn.residual` have to agree in what the sizes choose,
+and an alternative of one that agrees with none of the other's is an error for any sizes. On a command line `|` stands
+between alternatives: `--set "ffn.hidden=B_xLF_yz|BLF_yz"`.
 
 ```python
 import gspmd

@@ -34,7 +34,7 @@ class Layout(KeyedTable):
       dimensions: user-defined letters, to their meaning.
       own: keys of user-defined sections, to the dimensions of their specs; None reads them off the table.
       padding: dimensions to the multiples that they are padded to.
-      chosen: which alternatives `resolved` took, a line for each section that has some.
+      choices: which alternatives `resolved` took; `chosen` says so, a line for each section that has some.
       serves: the phase that this is the layout of (see `phase`); empty for training.
 
     Example:

@@ -5,6 +5,7 @@ from typing import Any
 
 from gspmd.annotate import LayoutError, Spec, parse_via
 from gspmd.layouts.rules.keys import KEYS
+from gspmd.layouts.rules.table import Text
 from gspmd.layouts.vias import whole_length
 
 
@@ -35,19 +36,28 @@ def _parameters(layout: Any) -> Iterator[tuple[str, str]]:
             yield key.name, spec
 
 
-def position_specs(table: Mapping[str, Any]) -> dict[str, str]:
+def position_specs(table: Mapping[str, Text]) -> dict[str, Text]:
     """Return the specs of a table in which L is sharded, with L whole: one position cannot be divided.
 
     >>> position_specs({"ffn.residual": "B_xL_yE", "ffn.hidden": "B_xLF_y", "ffn.in_via": "B_xL_yE, EF"})
     {'ffn.residual': 'B_xLE', 'ffn.in_via': 'B_xLE, EF'}
+    >>> position_specs({"ffn.residual": ("B_xL_yE", "B_xyLE")})
+    {'ffn.residual': ('B_xLE', 'B_xyLE')}
     """
-    changed = {}
-    for name, text in table.items():
-        kind = KEYS[name].kind if name in KEYS else "parameter"
-        if kind == "via":
-            via = parse_via(text)
-            whole = "L" in via.specs[0].dims and via.specs[0].axes_of("L") and whole_length(via)
-            changed |= {name: ", ".join(map(str, whole.specs))} if whole else {}
-        elif kind == "activation" and "L" in (spec := Spec.parse(text)).dims and spec.axes_of("L"):
-            changed[name] = str(spec.with_axes("L", ()))
-    return changed
+    kinds = {name: KEYS[name].kind for name in table if name in KEYS}
+    changed: dict[str, Text] = {}
+    for name in (name for name, kind in kinds.items() if kind in ("via", "activation")):
+        text = table[name]
+        short = tuple(_one_position(each, kinds[name]) for each in (text if isinstance(text, tuple) else (text,)))
+        changed[name] = short if isinstance(text, tuple) else short[0]
+    return {name: text for name, text in changed.items() if text != table[name]}
+
+
+def _one_position(text: str, kind: str) -> str:
+    """A spec or a via with L whole; the text as it stands where L is whole already."""
+    if kind == "via":
+        via = parse_via(text)
+        sharded = "L" in via.specs[0].dims and via.specs[0].axes_of("L")
+        return ", ".join(map(str, whole_length(via).specs)) if sharded else text
+    spec = Spec.parse(text)
+    return str(spec.with_axes("L", ())) if "L" in spec.dims and spec.axes_of("L") else text

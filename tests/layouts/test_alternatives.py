@@ -54,6 +54,25 @@ def test_smaller_batches_take_fewer_axes_and_the_choice_is_told():
     assert plain.resolved(SIZES, MESH) is plain
 
 
+def test_what_was_overridden_since_is_no_longer_told_as_chosen():
+    chosen = LAYOUT.resolved(SIZES | {"B": 4}, MESH)
+    assert chosen.override({"attention.key": "B_zLKD"}).chosen == ("[attention] 2 of 4: query B_yzLH_xD",)
+    assert chosen.override({"ffn.w_in": "EF"}).chosen == chosen.chosen
+    assert chosen.override({"attention.key": KEY, "attention.query": "BLHD"}).chosen == ()
+    assert LAYOUT.resolved(SIZES, MESH).phase("decode").chosen == ()  # it has lists of its own, and none is chosen yet
+
+
+def test_one_position_of_lists_is_a_list():
+    lists = {"ffn.hidden": ["B_xL_yF_z", "BL_yF_z"], "ffn.in_via": ["B_xL_yE, EF_z", "BLE, EF_z"]}
+    layout = Layout.load("replicated").override(lists)
+    short = layout.one_position()
+    assert short.table["ffn.hidden"] == ("B_xLF_z", "BLF_z")
+    assert short.table["ffn.in_via"] == ("B_xLE, EF_z", "BLE, EF_z")
+    sizes = {"B": 1, "L": 2, "F": 8}
+    assert short.resolved(sizes, MESH).table == layout.resolved(sizes, MESH).one_position().table
+    assert short.resolved(sizes, MESH)["ffn.hidden"] == "BLF_z"
+
+
 @pytest.mark.parametrize(
     "ask",
     [lambda: LAYOUT["attention.query"], lambda: LAYOUT.attention.query, lambda: LAYOUT.get("attention.query")],
@@ -95,6 +114,32 @@ def test_faults_of_alternatives_that_are_not_taken_are_found_too(specs, message)
     with pytest.raises(LayoutError) as error:
         LAYOUT.override(specs).check(SIZES, MESH)
     assert message in str(error.value)
+
+
+RESIDUALS = {"attention.residual": ["B_xyzLE"] * 2 + ["B_xLE"] * 2, "ffn.residual": ["B_xyzLE", "B_xLE"]}
+
+
+def test_lists_of_two_sections_meet_as_the_sizes_choose_them():
+    layout = Layout.load("replicated").override(RESIDUALS)
+    assert layout.check() is layout
+    for batch, residual in ((8, "B_xyzLE"), (2, "B_xLE")):
+        single = layout.check(SIZES | {"B": batch}, MESH).resolved(SIZES | {"B": batch}, MESH)
+        assert {single["attention.residual"], single["ffn.residual"]} == {residual}
+    lone = layout.override({"ffn.residual": ["B_xyzLE", "B_xLE", "B_yLE"]})
+    with pytest.raises(
+        LayoutError, match=r"dimension B of ffn\.residual is sharded over y, and of attention\.residual"
+    ):
+        lone.check(SIZES, MESH)
+    with pytest.raises(LayoutError, match=r"sharded over x, y and z, and of attention\.residual"):
+        layout.override({"attention.residual": ["B_xLE", "B_xyzLE"]}).check(SIZES, MESH)
+
+
+def test_lists_of_two_sections_of_a_phase_meet_as_the_sizes_choose_them():
+    layout = Layout.load("replicated").override({f"decode.{key}": texts for key, texts in RESIDUALS.items()})
+    assert layout.check(SIZES, MESH) is layout
+    assert layout.phase("decode").check(SIZES, MESH).resolved(SIZES, MESH)["ffn.residual"] == "B_xyzLE"
+    alike = {"decode.attention.residual": ["B_yLE"] * 2, "decode.ffn.residual": "B_yLE"}
+    assert layout.override(alike).check(SIZES, MESH).phase("decode")["ffn.residual"] == "B_yLE"
 
 
 def test_lists_of_a_phase_are_chosen_for_its_sizes():

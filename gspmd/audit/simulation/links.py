@@ -1,7 +1,7 @@
 """Which links a compiled collective uses, and for how long if nothing else uses them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -45,8 +45,9 @@ def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus
       without wrap-around links, what would close the ring goes back the other way.
     - Any other collective takes the seconds of `gspmd.hardware.links.occupancy` in both directions of its axes, along
       the rings that the compiler says its algorithm uses: libtpu gathers and scatters over several torus axes round one
-      ring through all devices, with the bandwidth of one axis. Where the compiler does not say, along all torus rings;
-      groups that cover part of an axis use some of its rings, or count as one ring of their own.
+      ring through all devices, with the bandwidth of one axis. With an even number of them it closes over neighbours,
+      there and back, whether or not the torus has wrap-around links. Where the compiler does not say, along all torus
+      rings; groups that cover part of an axis use some of its rings, or count as one ring of their own.
     - On a switch all collectives share the bandwidth of a chip; between nodes they share the network.
 
     Args:
@@ -66,7 +67,12 @@ def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus
     sizes = [size for size in named or rings.values() if size > 1]
     if not sizes:
         return Transfer(0.0, 0.0, frozenset())
-    takes = occupancy(sent.kind, sizes, prod(sizes), near or prod(sizes), sent.buffer, chip)
+    several = len([size for size in rings.values() if size > 1]) > 1
+    closes = (
+        len(sizes) == 1 and several and sizes[0] % 2 == 0
+    )  # a grid with an even side has a cycle through all places
+    used = replace(chip, wrap_multiple=1) if closes else chip
+    takes = occupancy(sent.kind, sizes, prod(sizes), near or prod(sizes), sent.buffer, used)
     if takes.network > takes.links:
         links = {NETWORK}
     else:

@@ -18,7 +18,7 @@ FREE = (
 _PLACED = re.compile(r"\b[a-z]\w*\[[\d,<=]*\](\{[^}]*\})?")
 _CHIP = re.compile(r"S\((?!0\)|5\))\d+\)")  # 0 is main memory, 5 the host's
 _PARTS = ("dynamic-slice", "slice", "gather")
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place: which operand is written into the first
+_ALIASED = re.compile(r": \((\d+),")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
     for number, name in enumerate(instruction.operands):
         source = computation.by_name[name]
         if all(_in_memory(source)):
-            total += _read(module, inner, number) if inner else _taken(instruction, source)
+            total += _read(module, inner, number) if inner else _taken(instruction, number, source)
     written = list(_written(inner, inner.root)) if inner else [_made(computation, instruction)]
     placed = list(_in_memory(instruction))
     if len(written) != len(placed):
@@ -103,19 +103,25 @@ def _in_memory(instruction: Instruction) -> Iterator[bool]:
         yield not _CHIP.search(layout[1] or "")
 
 
-def _taken(user: Instruction, source: Instruction) -> int:
+def _updates(instruction: Instruction) -> slice:
+    """The operands that an instruction writes into as many others, its first, in place; the others stay as they are."""
+    if instruction.opcode == "dynamic-update-slice":
+        return slice(1, 2)
+    arrays = len(instruction.operands) // 2 if instruction.opcode == "scatter" else 0
+    return slice(arrays + 1, 2 * arrays + 1)  # arrays, one operand of indices, and as many updates
+
+
+def _taken(user: Instruction, number: int, source: Instruction) -> int:
     """Bytes of an operand that an instruction reads."""
-    first = user.operands[0] == source.name
-    if first and user.opcode in _PARTS:
+    if number == 0 and user.opcode in _PARTS:
         return user.bytes
-    return 0 if first and user.opcode in _UPDATES else source.bytes
+    return 0 if number < len(user.operands[_updates(user)]) else source.bytes
 
 
 def _made(computation: Computation, instruction: Instruction) -> int:
     """Bytes that an instruction writes."""
-    if instruction.opcode in _UPDATES:
-        return computation.by_name[instruction.operands[_UPDATES[instruction.opcode]]].bytes
-    return instruction.bytes
+    updates = instruction.operands[_updates(instruction)]
+    return sum(computation.by_name[name].bytes for name in updates) if updates else instruction.bytes
 
 
 def _read(module: Module, inner: Computation, number: int) -> int:
@@ -127,18 +133,24 @@ def _read(module: Module, inner: Computation, number: int) -> int:
 def _used(module: Module, inner: Computation, value: Instruction) -> int:
     total = 0
     for user in inner.instructions:
-        if value.name not in user.operands:
-            continue
-        if user.opcode == "bitcast" or user.attribute(
-            "output_to_operand_aliasing"
-        ):  # the same bytes under another type
+        renamed, read = [], []
+        for number, name in enumerate(user.operands):
+            if name == value.name:
+                (renamed if number in _aliased(user) else read).append(number)
+        if renamed:
             total += _used(module, inner, user)
-        elif user.opcode == "fusion":
-            nested = module.computations[user.called[0]]
-            total += sum(_read(module, nested, n) for n, name in enumerate(user.operands) if name == value.name)
-        else:
-            total += _taken(user, value)
+        if read and user.opcode == "fusion":
+            total += sum(_read(module, module.computations[user.called[0]], number) for number in read)
+        elif read:
+            total += max(_taken(user, number, value) for number in read)
     return total
+
+
+def _aliased(instruction: Instruction) -> set[int]:
+    """The operands whose bytes the result is, under another type or another name."""
+    if instruction.opcode == "bitcast":
+        return {0}
+    return {int(number) for number in _ALIASED.findall(instruction.attribute("output_to_operand_aliasing"))}
 
 
 def _written(inner: Computation, root: Instruction) -> Iterator[int]:

@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 from gspmd.annotate import Fault
 from gspmd.annotate.errors import listed
-from gspmd.layouts.rules.keys import PHASES
+from gspmd.layouts.rules.keys import ALIKE, PHASES
 from gspmd.layouts.rules.line import Line
-from gspmd.layouts.rules.table import LayoutTable
+from gspmd.layouts.rules.table import Choice, LayoutTable
 
 Lists = Mapping[str, tuple[str, ...]]
 OfTable = TypeVar("OfTable", bound=LayoutTable)
@@ -29,34 +29,56 @@ def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) 
     Returns:
       The layout, with `chosen` saying what was taken; where nothing divides, the first spec of each list.
     """
-    faults, chosen, single = [], [], {section: dict(table) for section, table in _tables(layout).items()}
+    faults, choices, single = [], [], {section: dict(table) for section, table in _tables(layout).items()}
     for section, table in _tables(layout).items():
         if section in PHASES:
             continue
         for part, lists in _sections(table):
             at, wrong = _choose(section, f"[{section or part}]", lists, faults_of)
             faults += wrong
-            single[section] |= {key: texts[at] for key, texts in lists.items()}
-            texts = ", ".join(f"{key if section else key.partition('.')[2]} {lists[key][at]}" for key in lists)
-            chosen.append(f"[{section or part}] {at + 1} of {max(map(len, lists.values()))}: {texts}")
-    if not chosen:
+            taken = {key: texts[at] for key, texts in lists.items()}
+            single[section] |= taken
+            choices.append(Choice(section, section or part, at, max(map(len, lists.values())), taken))
+    if not choices:
         return layout, faults
-    return replace(layout, table=single.pop(""), overrides=single, chosen=tuple(chosen)), faults
+    return replace(layout, table=single.pop(""), overrides=single, choices=tuple(choices)), faults
 
 
 def singles(layout: OfTable) -> Iterator[OfTable]:
-    """Yield the layout with the first spec of every list, with the second of every list, and so on."""
+    """Yield the layout with the first spec of every list of a section, with the second, and so on, for every section.
+
+    Which alternatives of two sections meet is up to the sizes, so the lists of all other sections are left out, or, in
+    an overriding section, left as they are.
+    """
     tables = _tables(layout)
-    count = max(
-        (len(text) for table in tables.values() for text in table.values() if isinstance(text, tuple)), default=1
-    )
-    for at in range(count):
-        pick = {section: {key: _at(text, at) for key, text in table.items()} for section, table in tables.items()}
-        yield replace(layout, table=pick.pop(""), overrides=pick)
+    parts = dict.fromkeys(part for table in tables.values() for part, _ in _sections(table))
+    for part in parts:
+        lists = [lists for table in tables.values() for name, lists in _sections(table) if name == part]
+        for at in range(max(len(texts) for each in lists for texts in each.values())):
+            pick = {
+                name: {key: _at(key, text, part, at) for key, text in table.items()} for name, table in tables.items()
+            }
+            base = {key: text for key, text in pick.pop("").items() if not isinstance(text, tuple)}
+            yield replace(layout, table=base, overrides=pick)
 
 
-def _at(text: Any, at: int) -> Any:
-    return text[min(at, len(text) - 1)] if isinstance(text, tuple) else text
+def without_partner(layout: LayoutTable, faults_of: Callable[[Mapping[str, str]], list[Fault]]) -> Iterator[Fault]:
+    """Yield the faults of alternatives that agree with none of those that they can meet in another section.
+
+    Args:
+      layout: with lists or without.
+      faults_of: from the specs of two keys to their faults.
+    """
+    for first, second, _ in ALIKE:
+        ours, theirs = layout.table.get(first), layout.table.get(second)
+        if isinstance(ours, tuple) and isinstance(theirs, tuple) and first.split(".")[0] != second.split(".")[0]:
+            met = [[faults_of({first: one, second: other}) for other in theirs] for one in ours]
+            yield from (fault for line in (*met, *zip(*met)) if all(line) for fault in line[0])
+
+
+def _at(key: str, text: Any, part: str, at: int) -> Any:
+    chosen = isinstance(text, tuple) and key.partition(".")[0] == part
+    return text[min(at, len(text) - 1)] if chosen else text
 
 
 def _tables(layout: LayoutTable) -> dict[str, Mapping[str, Any]]:

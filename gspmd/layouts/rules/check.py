@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from gspmd.annotate import Fault, Spec, SpecError, mesh_sizes, parse_via
 from gspmd.annotate.errors import listed, shown, suggestion
 from gspmd.layouts.rules import own
-from gspmd.layouts.rules.alternatives import resolve, singles
+from gspmd.layouts.rules.alternatives import resolve, singles, without_partner
 from gspmd.layouts.rules.causes import one_for_each_cause
 from gspmd.layouts.rules.given import GivenSizes, given_sizes
 from gspmd.layouts.rules.keys import ALIKE, KEYS, PARTS, PHASES, Key, keys_of_override
@@ -35,9 +35,13 @@ def faults_of(layout: LayoutTable, sizes: Mapping[str, int], mesh: Any) -> list[
 @lru_cache(maxsize=256)
 def _faults_of_alternatives(layout: LayoutTable) -> tuple[Fault, ...]:
     """Faults that an alternative has for any sizes: it cannot be read, or does not agree with those it goes with."""
-    several = [*singles(layout)]
     anything = GivenSizes({}, dict.fromkeys(layout.axes, 1))
-    return tuple(fault for other in several if len(several) > 1 for fault in _faults_of_table(other, anything))
+    faults = [fault for single in singles(layout) for fault in _faults_of_table(single, anything)]
+
+    def of_pair(pair: Mapping[str, str]) -> list[Fault]:
+        return [*_disagreements("", pair, _read("", pair, KEYS, anything)[0], layout.serves)]
+
+    return (*faults, *without_partner(layout, of_pair))
 
 
 def resolved(layout: OfTable, sizes: Mapping[str, int], mesh: Any) -> tuple[OfTable, list[Fault]]:
@@ -64,7 +68,8 @@ def _faults_of_table(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
     yield from (*wrong, *_disagreements("", layout.table, specs, layout.serves), *_key_via(layout.table))
     for section, lines in layout.overrides.items():
         table = {key: text for key, text in lines.items() if not isinstance(text, tuple)}  # those left to a phase
-        yield from _override_faults(section, {**layout.table, **table}, table, specs, given, more)
+        base = {key: spec for key, spec in specs.items() if key in table or key not in lines}
+        yield from _override_faults(section, {**layout.table, **table}, table, base, given, more)
 
 
 def mesh_faults(mesh: Any, axes: Sequence[str]) -> list[Fault]:

@@ -10,6 +10,24 @@ Text = str | tuple[str, ...]
 
 
 @dataclass(frozen=True)
+class Choice:
+    """The alternatives that were taken in one section.
+
+    Attributes:
+      section: the overriding section, or empty.
+      name: as it is printed: the section, or the part of the model.
+      place, count: which of how many.
+      specs: key to what was taken.
+    """
+
+    section: str
+    name: str
+    place: int
+    count: int
+    specs: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class LayoutTable:
     """What a layout says; `gspmd.layouts.Layout` describes its fields."""
 
@@ -22,9 +40,20 @@ class LayoutTable:
     dimensions: Mapping[str, str] = field(default_factory=dict)
     own: Mapping[str, Dims] | None = None
     padding: Mapping[str, int] = field(default_factory=dict)
-    chosen: tuple[str, ...] = ()
+    choices: tuple[Choice, ...] = ()
     serves: str = ""
 
     def __post_init__(self) -> None:
         if self.own is None:
             object.__setattr__(self, "own", declared(self.table))
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """Which alternatives `resolved` took, a line for each section that has some; not what was overridden since."""
+        lines = []
+        for choice in self.choices:
+            table = self.overrides.get(choice.section, {}) if choice.section else self.table
+            kept = {key: text for key, text in choice.specs.items() if table.get(key) == text}
+            texts = ", ".join(f"{key if choice.section else key.partition('.')[2]} {kept[key]}" for key in kept)
+            lines += [f"[{choice.name}] {choice.place + 1} of {choice.count}: {texts}"] if kept else []
+        return tuple(lines)

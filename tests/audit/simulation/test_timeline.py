@@ -3,6 +3,8 @@
 TPU v4: 1050 cycles are 1 µs; a link takes 45 000 bytes per µs one way, main memory 1 200 000; a hop is 1 µs.
 """
 
+from math import prod
+
 import pytest
 
 from gspmd.annotate.errors import PlanError
@@ -105,6 +107,33 @@ def test_the_rings_are_those_of_the_algorithm_that_the_compiler_names(algorithm,
     config = f'backend_config={{"collective_algorithm_config":{{{algorithm}}}}}'
     gather = f"%g = u8[1440000]{{0}} all-gather(%p), replica_groups=[1,16]<=[16], dimensions={{0}}, {config}"
     assert micro(timeline(program(gather), "tpu-v4", {"x": 16}, torus={"x": (4, 4)}).step_seconds) == (seconds,)
+
+
+@pytest.mark.parametrize(
+    ("chip", "rings", "link_seconds", "hops"),
+    [
+        (
+            "tpu-v5e",
+            (2, 4),
+            1,
+            4,
+        ),  # there along four rows of two, and back: a cycle of neighbours, two links of each chip
+        ("tpu-v5e", (8,), 2, 7),  # a line: one link, to the far end
+        ("tpu-v5e", (3, 3), 2, 8),  # no cycle through nine places
+        ("tpu-v4", (2, 3), 1, 3),
+    ],
+)
+def test_one_ring_over_several_torus_axes_closes_where_a_side_is_even(chip, rings, link_seconds, hops):
+    count = prod(rings)
+    config = 'backend_config={"collective_algorithm_config":{"emitter":"1DAllGather"}}'
+    gather = (
+        f"%g = u8[{count}00000]{{0}} all-gather(%p), replica_groups=[1,{count}]<=[{count}], dimensions={{0}}, {config}"
+    )
+    found = timeline(program(gather), chip, {"x": count}, torus={"x": rings})
+    link = (count - 1) * 100_000 / 2 / found.chip.link_bandwidth  # over two links
+    assert found.step_seconds == pytest.approx(
+        link_seconds * link + found.chip.start_seconds + hops * found.chip.hop_seconds
+    )
 
 
 @pytest.mark.parametrize(("each", "step_time", "hidden", "exposed"), [(5, 21, 9, 0), (2, 12, 6, 3)])
@@ -356,6 +385,37 @@ def test_of_what_is_scattered_into_in_place_only_the_updates_are_written():
     signature = "(p: u8[90000], q: u8[4,1200000], n: s32[1,1], u: u8[1,1200000]) -> u8[4,1200000]"
     found = run(*lines, signature=signature, computations=computations)
     assert micro(found.step_seconds)[0] == pytest.approx(2, abs=1e-4)  # 1.2 MB read, 1.2 MB written
+
+
+def test_a_scatter_into_several_arrays_writes_the_updates_of_each():
+    lines = (
+        *(f"%{name} = u8[4,1200000]{{1,0}} parameter({number})" for number, name in enumerate("qr", 1)),
+        "%n = s32[1,1]{1,0:S(1)} parameter(3)",
+        "%u = u8[1,1200000]{1,0} parameter(4)",
+        "%v = u8[2,1200000]{1,0} parameter(5)",
+        "%s = (u8[4,1200000]{1,0}, u8[4,1200000]{1,0}) scatter(%q, %r, %n, %u, %v), update_window_dims={1}",
+    )
+    found = run(*lines)
+    assert micro(found.step_seconds)[0] == pytest.approx(6, abs=1e-4)  # 3.6 MB of updates read, and written
+
+
+@pytest.mark.parametrize(("aliased", "read"), [(0, 1.2), (1, 4.8)])
+def test_of_what_a_call_renames_only_the_operand_that_it_names_is_not_read(aliased, read):
+    # 4.8 MB get another name, under which 1.2 MB are read; or all are read, and what lies on the chip gets that name
+    computations = f"""%fused (q: u8[4,1200000], o: u8[4,1200000]) -> u8[1,1200000] {{
+  %q = u8[4,1200000]{{1,0}} parameter(0)
+  %o = u8[4,1200000]{{1,0:S(1)}} parameter(1)
+  %c = u8[4,1200000]{{1,0}} custom-call(%q, %o), output_to_operand_aliasing={{{{}}: ({aliased}, {{}})}}
+  ROOT %out = u8[1,1200000]{{1,0}} slice(%c), slice={{[0:1], [0:1200000]}}
+}}
+"""
+    lines = (
+        "%q = u8[4,1200000]{1,0} parameter(1)",
+        "%o = u8[4,1200000]{1,0:S(1)} parameter(2)",
+        "%f = u8[1,1200000]{1,0} fusion(%q, %o), kind=kLoop, calls=%fused",
+    )
+    found = run(*lines, computations=computations)
+    assert micro(found.step_seconds)[0] == pytest.approx((read + 1.2) / 1.2, abs=1e-4)  # and 1.2 MB written
 
 
 def test_of_a_stack_that_a_fusion_slices_only_the_slice_is_read():
