@@ -31,7 +31,8 @@ def add_bias(x: jax.Array, bias: jax.Array, spec: str | Spec, bias_spec: str | S
         [B, L, F] in x's dtype, in which the sum is taken.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, or the bias is not over x's last dimensions.
+        SpecError: a spec does not fit its array or the mesh, or the bias is not over x's last dimensions, or is of
+            floating numbers and x of integers.
         PlanError: an operand is a partial sum.
 
     Example:
@@ -44,6 +45,8 @@ def add_bias(x: jax.Array, bias: jax.Array, spec: str | Spec, bias_spec: str | S
     ctx = context()
     doing = f"cannot add a bias '{bias_spec}' to '{spec}'"
     x, bias = array(doing, "x", x, "real numbers"), array(doing, "the bias", bias, "real numbers")
+    if jnp.issubdtype(bias.dtype, jnp.floating) > jnp.issubdtype(x.dtype, jnp.floating):
+        raise SpecError(f"{doing}: x is {x.dtype}, and the bias {bias.dtype}.\n  Cast x: the sum has its dtype.")
     form = _Bias(read(doing, spec, x, ctx), read(doing, bias_spec, bias, ctx))
     last = form.x.dims[len(form.x.dims) - bias.ndim :]
     if not last or form.bias.dims != last or bias.shape != x.shape[-bias.ndim :]:

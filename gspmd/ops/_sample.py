@@ -40,8 +40,9 @@ def sample(
     It is argmax(logits / temperature + Gumbel noise), and the noise a function of seed, position and token alone: a
     sample depends on its row's logits and settings, not on other rows, the layout, the mesh or the lowering.
 
-    Over the mesh axes of the dimension: two all-reduces of [B] for the argmax, one for the maximum, eleven of [B, 8]
-    int32 for top-k, and eleven of [B, 8, 3] int32 for top-p. A number that turns a filter off leaves its steps out.
+    Over the mesh axes of the dimension: two all-reduces of [B] for the argmax, one for the maximum, eleven of int32 for
+    top-k, [B, 8], nine times [B, 7] and [B, 3], and eleven for top-p, of three times as many. A number that turns a
+    filter off leaves its steps out.
 
     Args:
         logits: [B, V], or [B, L, V] for several positions of each row.

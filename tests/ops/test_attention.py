@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gspmd
-from gspmd.ops._attention import attention
+from gspmd.ops._attention import attention, cached_attention
 
 RNG = np.random.default_rng(0)
 CUBE, FLAT, ODD = {"x": 2, "y": 2, "z": 2}, {"x": 4, "y": 2}, {"x": 3, "y": 2, "z": 1}
@@ -143,6 +143,17 @@ def test_refuses_keys_in_another_place(make_mesh):
         "  dimension B is unsharded, and has to be over x: the keys of a sequence have to be where its queries are.",
         "  Move it before: gspmd.reshard(x, 'BT_xK_yD -> B_xTK_yD').",
     ]
+
+
+@pytest.mark.parametrize(("heads", "size", "dim"), [(0, 4, "K"), (2, 0, "D")])
+def test_refuses_keys_without_heads_or_numbers(heads, size, dim, make_mesh):
+    q, k, cache = (jnp.ones((2, length, n, size)) for length, n in ((3, 4), (3, heads), (8, heads)))
+    fact = f"{dim} has size 0: there is nothing to attend to."
+    with jax.set_mesh(make_mesh({"x": 1}, "auto")):
+        with pytest.raises(gspmd.SpecError, match=fact):
+            attention(q, k, k, "BLHD", "BTKD")
+        with pytest.raises(gspmd.SpecError, match=fact):
+            cached_attention(q, k, k, cache, cache, "BLHD", "BLKD", "BTKD", lengths=jnp.ones(2, int))
 
 
 def test_refuses_sizes_that_do_not_agree(make_mesh):

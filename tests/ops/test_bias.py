@@ -43,6 +43,13 @@ def test_compiler_chooses(axis_type, check_form):
     )  # fmt: skip
 
 
+def test_refuses_to_truncate_a_bias(make_mesh):
+    with jax.set_mesh(make_mesh({"x": 2}, "auto")):
+        with pytest.raises(gspmd.SpecError, match="x is int32, and the bias float32"):
+            add_bias(jnp.ones((2, 4), "int32"), jnp.full(4, 0.5), "BF", "F")
+        np.testing.assert_array_equal(add_bias(jnp.ones((2, 4), "int32"), jnp.ones(4, "int32"), "BF", "F"), 2)
+
+
 def test_refuses_a_bias_of_other_dimensions(make_mesh):
     with jax.set_mesh(make_mesh({"x": 2})), pytest.raises(gspmd.SpecError) as error:
         add_bias(jnp.ones((2, 4)), jnp.ones(2), "BF", "B")

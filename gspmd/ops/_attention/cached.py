@@ -139,6 +139,10 @@ def _check(doing: str, form: _Form, q, k, v, *cache, lengths) -> None:
         query, key, held, (cached_k, cached_v, *scales) = form.query, form.key, form.cache, cache
         there, fact = cached_k.shape[:3], _SCALED if form.quantized else _UNSCALED
         checks = (
+            *(
+                (key, at, not k.shape[at], f"{key.dims[at]} has size 0: there is nothing to attend to.")
+                for at in (2, 3)
+            ),
             (key, 0, k.shape[0] != q.shape[0], f"the queries' batch has size {q.shape[0]}, the keys' {k.shape[0]}."),
             (key, 1, k.shape[1] != q.shape[1], f"there are {q.shape[1]} queries in a row, and {k.shape[1]} keys."),
             (key, 3, k.shape[3] != q.shape[3], f"the queries' head size is {q.shape[3]}, the keys' {k.shape[3]}."),

@@ -155,7 +155,12 @@ def _check_shapes(doing: str, query: Spec, key: Spec, q, k, v, mask) -> None:
         checks = (
             (0, q.shape[0] != k.shape[0], f"the queries' batch has size {q.shape[0]}, the keys' {k.shape[0]}."),
             (3, q.shape[3] != k.shape[3], f"the queries' head size is {q.shape[3]}, the keys' {k.shape[3]}."),
-            (2, q.shape[2] % k.shape[2] != 0, f"{k.shape[2]} key heads do not divide {q.shape[2]} query heads."),
+            *((at, not k.shape[at], f"{key.dims[at]} has size 0: there is nothing to attend to.") for at in (2, 3)),
+            (
+                2,
+                q.shape[2] % max(k.shape[2], 1) != 0,
+                f"{k.shape[2]} key heads do not divide {q.shape[2]} query heads.",
+            ),
             (1, v.shape != k.shape, f"values have shape {v.shape}, keys {k.shape}."),
             (1, mask is not None and mask.shape != k.shape[:2], f"the mask has to have shape {k.shape[:2]}."),
         )
