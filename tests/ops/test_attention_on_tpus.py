@@ -17,6 +17,38 @@ pytestmark = [
 LAYERS, ROWS, LENGTH, HEADS, SIZE = 4, 64, 8192, 64, 256
 
 
+def test_a_step_over_an_int8_cache_takes_no_longer_than_over_bfloat16():
+    """Attention of all layers and the writes of keys and values, of which only the loops' first rounds are counted."""
+    target = topology("tpu-v4:2x2x1")
+    mesh = target.mesh({"x": 4})
+    query, key, held = "B_xLHD", "B_xLKD", "B_xTKD"
+
+    def abstract(dtype, *shape, layers=()):
+        sharding = jax.NamedSharding(mesh, jax.P(*[None] * len(layers), "x"))
+        return jax.ShapeDtypeStruct((*layers, *shape), dtype, sharding=sharding)
+
+    def seconds(int8):
+        cache = abstract(jnp.int8 if int8 else jnp.bfloat16, ROWS, LENGTH, 1, SIZE, layers=(LAYERS,))
+        scales = [abstract(jnp.float32, ROWS, LENGTH, 1, layers=(LAYERS,))] * 2 * int8
+
+        def step(q, k, lengths, keys, values, *scales):
+            def layer(q, cache):
+                names = dict(zip(("key_scales", "value_scales"), cache[2:]))
+                y = cached_attention(q, k, k, *cache[:2], query, key, held, lengths=lengths, **names)
+                return y, quantize_heads(y[:, :, :1])[0] if int8 else y[:, :, :1]
+
+            y, new = jax.lax.scan(layer, q, (keys, values, *scales))
+            return y, *(write_cache(old, new, held, key, lengths=lengths) for old in (keys, values))
+
+        q, k = (abstract(jnp.bfloat16, ROWS, 1, heads, SIZE) for heads in (16, 1))
+        lengths = jax.ShapeDtypeStruct((ROWS,), "int32", sharding=jax.NamedSharding(mesh, jax.P()))
+        with gspmd.lowering("blocking"):
+            report = compile_offline(step, q, k, lengths, cache, cache, *scales, topology=target, donate_argnums=(3, 4))
+        return report.timeline.step_seconds
+
+    assert seconds(int8=True) < seconds(int8=False)
+
+
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("cache", ["B_xyzTKD", "BT_xyzKD", "B_xT_yzKD", "B_zTKD"])
 def test_a_step_copies_no_cache_and_sends_what_is_planned(cache, int8):

@@ -150,9 +150,15 @@ def _written(cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
     if not new.size:
         return cache
     if new.shape[2] == 1 and cache.dtype.itemsize == 1:
-        # libtpu 0.0.42 copies an int8 cache that it reads and writes at one position, but selects in place
-        here = jax.lax.broadcasted_iota(jnp.int32, cache.shape[:3], 2) == lengths[None, :, None]
-        return jnp.where(here.reshape(*here.shape, *(1,) * (cache.ndim - 3)), new, cache)
+        # libtpu 0.0.42 copies an int8 cache that it reads where it writes: so rows of other parts are left out
+        inside = (lengths >= 0) & (lengths < cache.shape[2])
+        rows = jnp.argsort(~inside).astype(jnp.int32)
+
+        def put(n, cache):
+            mine = jax.lax.dynamic_slice_in_dim(new, rows[n], 1, axis=1)
+            return jax.lax.dynamic_update_slice(cache, mine, (0, rows[n], lengths[rows[n]], *(0,) * (cache.ndim - 3)))
+
+        return jax.lax.fori_loop(0, jnp.sum(inside, dtype=jnp.int32), put, cache)
     length, window = new.shape[2], min(new.shape[2], cache.shape[2])
 
     def write(row, cache):
