@@ -89,6 +89,20 @@ class Files:
         """The dtype of a tensor."""
         return DTYPES[self.tensors[name].dtype]
 
+    def equal(self, first: str, second: str) -> bool:
+        """Whether two tensors are the same in shape, dtype and every bit; a piece of each is in memory at a time."""
+        one, two = self.tensors[first], self.tensors[second]
+        if (one.shape, one.dtype) != (two.shape, two.dtype):
+            return False
+        left, piece = math.prod(one.shape) * DTYPES[one.dtype].itemsize, 2**24
+        with one.path.open("rb") as here, two.path.open("rb") as there:
+            here.seek(one.start)
+            there.seek(two.start)
+            return all(
+                here.read(size) == there.read(size)
+                for size in (min(piece, left - done) for done in range(0, left, piece))
+            )
+
     def read_into(self, out: np.ndarray, name: str, sizes: Sequence[int], region: Sequence[slice]) -> int:
         """Read a region of a tensor, cast to the dtype of `out`.
 
