@@ -12,6 +12,7 @@ import numpy as np
 
 from gspmd.annotate import LayoutError
 
+from ..attention import LONGEST
 from ..config import ModelConfig
 from .cache import cache_spec
 from .prefix import Shares, most_prompts, shares
@@ -113,6 +114,11 @@ def make_batch(
         raise GenerationError(
             f"a prompt of {longest} tokens and {tokens} more need a cache of {needed} tokens, and it has room for "
             f"{cache_length}; shorten them, or give the cache more"
+        )
+    if needed > LONGEST:
+        raise GenerationError(
+            f"a prompt of {longest} tokens and {tokens} more have {needed} positions, and there are {LONGEST}; "
+            "shorten them"
         )
     rows, reading, decode = _fewest_rows(config, layout, prefill, mesh, texts, cache_length)
     owners = tuple(text // samples if text < texts else None for text in range(rows))
