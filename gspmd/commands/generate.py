@@ -81,7 +81,7 @@ class Settings:
     burst: int = 8
     """Tokens of a text that come to the host together."""
     cache_length: int | None = None
-    """Tokens of a text that the cache has room for; as many as are needed if not given."""
+    """Tokens of a text that the cache has room for; as many as are needed, or a few more, if not given."""
     weights: Literal["int8"] | None = None
     """What matrices are kept in, with a scale for every channel; the compute type if not given."""
     cache: Literal["int8"] | None = None

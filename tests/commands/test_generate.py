@@ -123,7 +123,7 @@ def test_explain_loads_nothing(capsys, public, monkeypatch):
     monkeypatch.setattr(checkpoints, "load", None)
     code, text, _ = run(capsys, "--checkpoint", public, "--prompt", "def main()", "--explain", "--devices", "8")
     assert code == 0
-    assert "prefill: 2 × 9 tokens, " in text
+    assert "prefill: 2 × 16 tokens, " in text
     assert "decode: 2 × 1 token, " in text
     assert "weights: " in text
     assert "cache: " in text

@@ -182,7 +182,7 @@ def test_rows_are_the_fewest_that_the_mesh_divides(make_mesh):
     shared = sizes(several, PROMPTS[:1], samples=8)
     assert (shared.rows, shared.prefill_rows, shared.decode["attention.query"]) == (8, 8, "B_xyzLHD")
     long = sizes(several.override({"cache.attention.key": "BT_xyzKD"}), PROMPTS)
-    assert (long.rows, long.room, long.chunk) == (3, 16, 6)
+    assert (long.rows, long.room, long.chunk) == (3, 16, 16)
     short = sizes(several.override({"cache.attention.key": "BT_xyzKD"}), PROMPTS, samples=4)
     assert (short.rows, short.prefill_rows) == (12, 3)
 
@@ -194,6 +194,14 @@ def test_a_shared_prompt_takes_as_many_rows_as_the_mesh_divides(make_mesh):
     batch = make_batch(CONFIG, *layouts, mesh, [[1, 2, 3]], 4, samples=12)
     assert batch.sizes.rows >= 12
     assert batch.sizes.rows >= batch.sizes.prefill_rows
+
+
+def test_few_programs_serve_all_lengths(alone):
+    with jax.set_mesh(alone.mesh):
+        found = {size: alone.generator.batch([[1] * size], 5).sizes for size in (4, 5, 6, 16, 33, 40)}
+    assert {size: (sizes.chunk, sizes.room) for size, sizes in found.items()} == {
+        4: (16, 16), 5: (16, 16), 6: (16, 16), 16: (16, 20), 33: (32, 40), 40: (40, 48),
+    }  # fmt: skip
 
 
 def test_a_layout_that_pads_otherwise_is_refused(alone):
