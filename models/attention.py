@@ -21,6 +21,9 @@ from gspmd.ops._norm import rms_norm
 from .config import ModelConfig, RopeScaling
 from .vectors import biased, masked, matrix, norm, optional, padded_dimensions, scaled
 
+LONGEST = 2**20
+"""Positions from which on `rotate` is not exact."""
+
 
 class Past(Protocol):
     """The cached keys and values of one layer, for an attention that reads on where they end."""
@@ -106,7 +109,7 @@ def rotate(x: jax.Array, config: ModelConfig, positions: jax.Array | None = None
     Args:
         x: [B, L, H, D].
         config: `rotary`, `rotary_pairs`, `rope_base` and `rope_scaling`.
-        positions: int32 [B, L], each below 2^20, placed as B and L of x; None for 0 to L - 1.
+        positions: int32 [B, L], each below `LONGEST`, 2^20, placed as B and L of x; None for 0 to L - 1.
 
     Returns:
         [B, L, H, D] in x's dtype; computed in float32.

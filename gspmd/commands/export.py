@@ -16,7 +16,7 @@ from typing import Literal
 import tyro
 
 from gspmd.commands import configs
-from gspmd.commands.generate import Source
+from gspmd.commands.source import Source
 from gspmd.display import console as printing
 from gspmd.training import ShardingConfig, checkpoint, command
 from gspmd.training.config import ConfigError

@@ -9,7 +9,9 @@ DIR holds config.json, safetensors and tokenizer.json, or a run of `gspmd train`
 comes, everything else to standard error.
 """
 
+import errno
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,14 +27,14 @@ from rich.console import Console
 import gspmd
 import gspmd_models as models
 from gspmd import host
-from gspmd.commands import configs, train
+from gspmd.commands import configs
+from gspmd.commands.source import Source
 from gspmd.display import console as printing
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
-from gspmd.layouts import Layout
-from gspmd.training import ShardingConfig, checkpoint, command
+from gspmd.training import ShardingConfig, command
 from gspmd.training.config import ConfigError
+from gspmd.training.loop import Stop
 from gspmd.training.reporting import report
-from gspmd.training.toml import from_mapping
 from gspmd_models import checkpoints, decoding
 
 _DOING = "cannot generate text:"
@@ -79,7 +81,7 @@ class Settings:
     burst: int = 8
     """Tokens of a text that come to the host together."""
     cache_length: int | None = None
-    """Tokens of a text that the cache has room for; as many as are needed if not given."""
+    """Tokens of a text that the cache has room for; as many as are needed, or a few more, if not given."""
     weights: Literal["int8"] | None = None
     """What matrices are kept in, with a scale for every channel; the compute type if not given."""
     cache: Literal["int8"] | None = None
@@ -90,41 +92,6 @@ class Settings:
     """Print what a chunk of the prefill and a step of decoding send, and what weights and cache take; load nothing."""
     sampling: tyro.conf.OmitArgPrefixes[SamplingFlags] = field(default_factory=SamplingFlags)
     sharding: tyro.conf.OmitArgPrefixes[ShardingConfig] = field(default_factory=lambda: ShardingConfig(layout=""))
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the model comes from: a public checkpoint, or a run of ours (then with its settings)."""
-
-    folder: Path
-    config: models.ModelConfig
-    tokenizer: checkpoints.Tokenizer
-    run: train.Settings | None = None
-
-    @classmethod
-    def at(cls, folder: Path) -> "Source":
-        """The checkpoint or run in a folder. Raises CheckpointError or ConfigError if it holds neither."""
-        if checkpoint.newest(folder) is None:
-            return cls(folder, checkpoints.model_config(folder), checkpoints.tokenizer(folder))
-        run = from_mapping(train.Settings, checkpoint.load_settings(folder), source=str(folder / "config.json"))
-        return cls(folder, run.model, checkpoints.byte_tokenizer(), run)
-
-    def layout(self, name: str, sharding: ShardingConfig) -> Layout:
-        """A layout with the changes of `--set` and `--lowering`; without a name the run's own, or megatron-1d."""
-        own = Layout.load("megatron-1d")
-        if self.run is not None:
-            own = Layout.load(self.run.sharding.layout).override(self.run.sharding.overrides)
-        layout = (Layout.load(name) if name else own).override(sharding.overrides)
-        return layout.lowered(sharding.lowering) if sharding.lowering else layout
-
-    def load(self, layout: Layout, mesh: Mesh, dtype: str, *, int8: bool = False) -> tuple[models.Transformer, str]:
-        """The model, placed by a layout, and what loading it took."""
-        if self.run is None:
-            model, taken = checkpoints.load(self.folder, layout, mesh, dtype, int8=int8)
-            return model, str(taken)
-        like = models.abstract(self.config, layout, mesh, dtype, stored="float32" if int8 else dtype)
-        model = models.with_arrays(like, checkpoint.load_parameters(self.folder, models.arrays(like)))
-        return models.quantize(model) if int8 else model, f"step {checkpoint.newest(self.folder)} of the run"
 
 
 def run(argv: Sequence[str], script: str = "") -> int:
@@ -149,6 +116,13 @@ def main(argv: Sequence[str], script: str = "") -> int:
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return 130
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered would fail once more at the end
+        if error.errno == errno.ENOSPC:
+            print(f"The text cannot be written: {error.strerror}.", file=sys.stderr)
+        return 1
 
 
 def generate(settings: Settings) -> int:
@@ -158,6 +132,8 @@ def generate(settings: Settings) -> int:
         raise ConfigError(_DOING, [f"seed is {settings.seed}; it must be at least 0, and less than 2**32."])
     if not settings.checkpoint:
         raise ConfigError(_DOING, ["--checkpoint names the folder of the model; it is missing."])
+    if "" in settings.stop:
+        raise ConfigError(_DOING, ["--stop is empty, which every text would end with; give at least one character."])
     source, console = Source.at(Path(settings.checkpoint)), printing.console(120, stderr=True)
     sharding = settings.sharding
     layout = source.layout(settings.decode_layout or sharding.layout, sharding)
@@ -169,12 +145,13 @@ def generate(settings: Settings) -> int:
     ids = [source.tokenizer.encode(prompt) for prompt in prompts]
     job: dict[str, Any] = {"samples": settings.samples, "cache_length": settings.cache_length}
     options: dict[str, Any] = {"chunk": settings.chunk, "burst": settings.burst, "int8": settings.cache == "int8"}
-    with jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"):
+    with jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"), Stop() as stop:
         batch = decoding.make_batch(config, layout, prefill, mesh, ids, settings.tokens, chunk=settings.chunk, **job)
         decode = batch.sizes.decode
+        shapes = models.abstract(config, decode, mesh, dtype, stored=settings.weights or dtype)
+        planned = models.Generator(shapes, layout, prefill, **options)  # with the faults of its settings
         if settings.explain:
-            shapes = models.abstract(config, decode, mesh, dtype, stored=settings.weights or dtype)
-            explain(printing.console(120), models.Generator(shapes, layout, prefill, **options), batch.sizes)
+            explain(printing.console(120), planned, batch.sizes)
             return 0
         report.header(console, facts(source, batch.sizes, mesh, dtype))
         with console.status("Loading the model …"):
@@ -186,8 +163,18 @@ def generate(settings: Settings) -> int:
             ended=ended, **job,
         )  # fmt: skip
         texts = [decoding.Text(source.tokenizer, of, settings.stop) for of in ids for _ in range(settings.samples)]
-        write(console, prompts, texts, bursts, ended)
+        write(console, prompts, texts, unless_stopped(bursts, stop), ended)
     return 0
+
+
+def unless_stopped(bursts: Iterator[decoding.Burst], stop: Stop) -> Iterator[decoding.Burst]:
+    """The bursts, until an interrupt; one that came while JAX was at work would be lost as an exception."""
+    while not stop.asked:
+        burst = next(bursts, None)
+        if burst is None:
+            return
+        yield burst
+    raise KeyboardInterrupt
 
 
 def prompts_of(settings: Settings) -> list[str]:
@@ -199,6 +186,8 @@ def prompts_of(settings: Settings) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8"
             raise ConfigError(_DOING, [f"the prompt in {name!r} cannot be read: {reason}."]) from None
+    if any("\ud800" <= letter <= "\udfff" for prompt in prompts for letter in prompt):  # bytes that Python escaped
+        raise ConfigError(_DOING, ["a prompt is not UTF-8."])
     if not prompts:
         raise ConfigError(_DOING, ["there is no prompt; give --prompt TEXT, or --prompt-file FILE (- for stdin)."])
     return prompts

@@ -114,7 +114,7 @@ def fit(
             resumed_at = int(state.step)
             console.print(f"Resumed from step {resumed_at}.")
         save_settings(out, settings or {})
-        with Metrics(out, resumed_at=resumed_at) as metrics, _Stop() as stop:
+        with Metrics(out, resumed_at=resumed_at) as metrics, Stop() as stop:
             run = _Run(config, program, corpus, stream, out, console, checkpoints, metrics, stop)
             state = run.train(state, batches)
             run.finish(state)
@@ -131,7 +131,7 @@ class _Run:
     console: Console
     checkpoints: Checkpoints
     metrics: Metrics
-    stop: "_Stop"
+    stop: "Stop"
 
     def train(self, state: TrainState, batches: grain.DatasetIterator) -> TrainState:
         begin = int(state.step)
@@ -212,12 +212,12 @@ class _Run:
         return row | {"bits_per_byte": row.get("cross_entropy", row["loss"]) / math.log(2)}
 
 
-class _Stop:
+class Stop:
     """Defer SIGINT and SIGTERM until the end of a step; a second signal interrupts at once."""
 
     asked = False
 
-    def __enter__(self) -> "_Stop":
+    def __enter__(self) -> "Stop":
         self._before = {}
         for number in (signal.SIGINT, signal.SIGTERM):
             try:

@@ -88,7 +88,10 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
         raise CheckpointError(doing, faults)
     values |= {name: value(values) for name, value in values.items() if callable(value)}
     values |= {name: function(values) for name, function in family.derived.items()}
-    values |= read_rope(family, json, values["head_size"], faults)
+    try:
+        values |= read_rope(family, json, values["head_size"], faults)
+    except ValueError as error:
+        faults.append(f"its rotary embedding cannot be read: {error}.")
     moe = {name.removeprefix("moe."): values.pop(name) for name in [*values] if name.startswith("moe.")}
     if faults:
         raise CheckpointError(doing, faults)

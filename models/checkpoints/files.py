@@ -6,7 +6,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,19 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": np.dtype("float32"), "F16": np.dtype("float16"), "BF16": np.dtype(jnp.bfloat16)}
 
 
+_SHOWN = 100
+"""Faults that a message lists."""
+
+
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written; `.faults` holds every fault that the message lists."""
+    """A checkpoint that cannot be read or written; `.faults` holds every fault, of which the message lists
+    the first hundred."""
 
     def __init__(self, doing: str, faults: Sequence[str]):
         self.faults = tuple(faults)
-        super().__init__("\n".join([doing, *(f"  {fault}" for fault in self.faults)]))
+        shown = [f"  {fault}" for fault in self.faults[:_SHOWN]]
+        more = len(self.faults) - len(shown)
+        super().__init__("\n".join([doing, *shown, *([f"  ... and {more:,} more."] if more else [])]))
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,20 @@ class Files:
     def dtype(self, name: str) -> np.dtype:
         """The dtype of a tensor."""
         return DTYPES[self.tensors[name].dtype]
+
+    def equal(self, first: str, second: str) -> bool:
+        """Whether two tensors are the same in shape, dtype and every bit; a piece of each is in memory at a time."""
+        one, two = self.tensors[first], self.tensors[second]
+        if (one.shape, one.dtype) != (two.shape, two.dtype):
+            return False
+        left, piece = math.prod(one.shape) * DTYPES[one.dtype].itemsize, 2**24
+        with one.path.open("rb") as here, two.path.open("rb") as there:
+            here.seek(one.start)
+            there.seek(two.start)
+            return all(
+                here.read(size) == there.read(size)
+                for size in (min(piece, left - done) for done in range(0, left, piece))
+            )
 
     def read_into(self, out: np.ndarray, name: str, sizes: Sequence[int], region: Sequence[slice]) -> int:
         """Read a region of a tensor, cast to the dtype of `out`.
@@ -166,7 +187,12 @@ _LONGEST = 100_000_000
 
 def _header(path: Path, faults: list[str]) -> tuple[int, dict[str, StoredTensor]]:
     """The size of a file, and its tensors; adds to the faults what is wrong with it."""
-    with path.open("rb") as file:
+    try:
+        opened = path.open("rb")
+    except OSError as error:
+        faults.append(f"{path.name} cannot be read: {error.strerror}.")
+        return 0, {}
+    with opened as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or 8 + length > size:
@@ -179,8 +205,8 @@ def _header(path: Path, faults: list[str]) -> tuple[int, dict[str, StoredTensor]
         try:
             entries = json.loads(file.read(length).decode())
             tensors = dict(_tensors(path, entries, 8 + length))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            faults.append(f"{path.name} has a header that cannot be read: {type(error).__name__}: {error}.")
+        except ValueError as error:
+            faults.append(f"{path.name} has a header that cannot be read: {error}.")
             return size, {}
     ends = {name: entry["data_offsets"][1] for name, entry in entries.items() if name in tensors}
     needed = 8 + length + max(ends.values(), default=0)
@@ -189,11 +215,17 @@ def _header(path: Path, faults: list[str]) -> tuple[int, dict[str, StoredTensor]
     return size, tensors
 
 
-def _tensors(path: Path, entries: Mapping[str, Any], begin: int) -> Iterator[tuple[str, StoredTensor]]:
+def _tensors(path: Path, entries: Any, begin: int) -> Iterator[tuple[str, StoredTensor]]:
+    if not isinstance(entries, dict):
+        raise ValueError("it is no JSON object")
     for name, entry in entries.items():
         if name == "__metadata__":
             continue
-        shape, dtype, (start, end) = tuple(entry["shape"]), entry["dtype"], entry["data_offsets"]
+        match entry:
+            case {"shape": [*sizes], "dtype": str(dtype), "data_offsets": [start, end]}:
+                shape = tuple(sizes)
+            case _:
+                raise ValueError(f"{name} lacks a shape, a dtype or two data_offsets")
         if not all(isinstance(number, int) and number >= 0 for number in (*shape, start, end)):
             raise ValueError(f"{name} has the shape {shape} from {start} to {end}")
         if dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != end - start:

@@ -120,6 +120,12 @@ def _check(checkpoint: Described, config: ModelConfig, table: dict[str, Source],
         for name in files.tensors
         if name not in wanted and not re.fullmatch("|".join(ignored), name)
     ]
+    own = next(table["embedding.table"].names())
+    if not faults and config.tied and "lm_head.weight" in files.tensors and not files.equal(own, "lm_head.weight"):
+        faults.append(
+            f"lm_head.weight differs from {own}, and config.json says that they are one (tie_word_embeddings). "
+            "If both are meant, set it to false."
+        )
     if faults:
         raise CheckpointError(f"cannot load {checkpoint.family.architecture} from {str(files.directory)!r}:", faults)
 

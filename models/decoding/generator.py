@@ -142,7 +142,7 @@ class Generator:
             sampling: how tokens are drawn.
             seed: of the first text, from 0 to 2³² - 1.
             stop: tokens that end a text; they are not part of it.
-            cache_length: tokens that the cache has room for in a row; as many as are needed when None.
+            cache_length: tokens that the cache has room for in a row; when None as many as are needed, or a few more.
             ended: numbers of texts that shall end; the caller may add to it between two bursts.
 
         Returns:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from gspmd.annotate import Spec
+from gspmd.annotate import LayoutError, Spec
 
 from ..config import ModelConfig
 from ..parameters import nested, parameter_specs
@@ -79,10 +79,22 @@ def for_serving(config: ModelConfig) -> ModelConfig:
 
 
 def served(model: Transformer, layout: Any) -> Transformer:
-    """Return the model as it is served in another layout; parameters that this one stores elsewhere are moved once."""
+    """Return the model as it is served in another layout; parameters that this one stores elsewhere are moved once.
+
+    Raises:
+        LayoutError: that layout pads the model's dimensions to other sizes.
+    """
     config, values = for_serving(model.config), arrays(model)
-    mesh = jax.sharding.get_mesh()
-    for path, (spec, _) in parameter_specs(config, layout).items():
+    mesh, wanted = jax.sharding.get_mesh(), parameter_specs(config, layout)
+    wrong = [(path, shape) for path, (_, shape) in wanted.items() if values[path].shape != shape]
+    if wrong:
+        path, shape = wrong[0]
+        raise LayoutError(
+            f"cannot serve the model in layout '{layout.name}': {len(wrong)} parameters would have other shapes, "
+            f"such as {path}: {values[path].shape} in the model, {shape} in the layout.\n"
+            "  Build or load the model in this layout, or give this one the [padding] of the model's own."
+        )
+    for path, (spec, _) in wanted.items():
         where = jax.sharding.NamedSharding(mesh, spec.partition_spec())
         if isinstance(values[path], jax.Array) and not isinstance(values[path], jax.core.Tracer):
             values[path] = jax.device_put(values[path], where)

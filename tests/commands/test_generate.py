@@ -1,5 +1,8 @@
 """`gspmd generate`: public checkpoints and runs of ours, text on standard output, one message for bad input."""
 
+import errno
+import os
+import signal
 import sys
 from io import StringIO
 
@@ -120,7 +123,7 @@ def test_explain_loads_nothing(capsys, public, monkeypatch):
     monkeypatch.setattr(checkpoints, "load", None)
     code, text, _ = run(capsys, "--checkpoint", public, "--prompt", "def main()", "--explain", "--devices", "8")
     assert code == 0
-    assert "prefill: 2 × 9 tokens, " in text
+    assert "prefill: 2 × 16 tokens, " in text
     assert "decode: 2 × 1 token, " in text
     assert "weights: " in text
     assert "cache: " in text
@@ -140,6 +143,9 @@ def test_explain_loads_nothing(capsys, public, monkeypatch):
         ),
         (["--seed", "-1"], "ConfigError: cannot generate text:\n  seed is -1; it must be at least 0"),
         (["--samples", "0"], "GenerationError: samples is 0; it must be at least 1"),
+        (["--burst", "0"], "GenerationError: burst is 0; it must be at least 1"),
+        (["--stop", ""], "ConfigError: cannot generate text:\n  --stop is empty"),
+        (["--prompt", "a\udcff"], "ConfigError: cannot generate text:\n  a prompt is not UTF-8."),
         (["--chunk", "0"], "GenerationError: chunk is 0; it must be at least 1"),
         (["--layout", "megatron-1d", "--mesh", "y=8"], "LayoutError: cannot use layout 'megatron-1d'"),
         (["--prompt-file", "nowhere"], "ConfigError: cannot generate text:\n  the prompt in 'nowhere' cannot be read"),
@@ -150,6 +156,7 @@ def test_explain_loads_nothing(capsys, public, monkeypatch):
 def test_bad_input_is_one_message(capsys, public, flags, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.toml").write_text('base = "megatron-1d"\n[mesh]\naxes = ["x", "y", "z", "w"]\nfactor = ["y"]\n')
+    monkeypatch.setattr(checkpoints, "load", None)
     checkpoint_flags = [] if not flags or "--checkpoint" in flags else ["--checkpoint", public]
     code, text, said = run(capsys, *checkpoint_flags, "--prompt", "def ", *flags)
     assert code == 2
@@ -166,3 +173,35 @@ def test_an_interrupt_is_no_traceback(capsys, public, monkeypatch):
     code, _, said = run(capsys, "--checkpoint", public, "--prompt", "def ")
     assert code == 130
     assert said.endswith("\nInterrupted.\n")
+
+
+def test_an_interrupt_between_two_bursts_ends_the_text(capsys, public, monkeypatch):
+    """The signal only leaves a mark: an exception may come where JAX would ignore it."""
+    write = decoding.Text.add
+
+    def add(text, tokens):
+        signal.raise_signal(signal.SIGINT)
+        return write(text, tokens)
+
+    monkeypatch.setattr(decoding.Text, "add", add)
+    code, text, said = run(capsys, "--checkpoint", public, "--prompt", "def ", "--burst", "1", "--temperature", "0")
+    assert code == 130
+    assert text.startswith("def ")
+    assert said.endswith("\nInterrupted.\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(errno.EPIPE, ""), (errno.ENOSPC, "The text cannot be written: No space left on device.\n")],
+    ids=["closed", "full"],
+)
+def test_an_output_that_takes_no_more_is_no_traceback(capsys, public, monkeypatch, number, said):
+    def failing(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(generate, "write", failing)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    code, _, err = run(capsys, "--checkpoint", public, "--prompt", "def ")
+    assert code == 1
+    assert err.split("the run.\n")[-1].endswith(said)
+    assert "Traceback" not in err

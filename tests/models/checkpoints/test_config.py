@@ -92,6 +92,13 @@ REFUSED = {
     "an activation": ({"hidden_act": "relu2"}, "hidden_act is 'relu2', which is not supported; supported: 'silu'"),
     "a rope type": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "the rope type is 'yarn'"),
     "half a scaling": ({"rope_scaling": {"rope_type": "llama3"}}, "low_freq_factor of the llama3 rope scaling"),
+    "a scaling upside down": (
+        {"rope_scaling": {"rope_type": "llama3", **SCALING, "low_freq_factor": 8.0}},
+        "its rotary embedding cannot be read: ",
+    ),
+    "a base that is no number": ({"rope_theta": "x"}, "its rotary embedding cannot be read: could not convert string"),
+    "a scaling that is text": ({"rope_scaling": "abc"}, "its rotary embedding cannot be read: "),
+    "rope parameters that are text": ({"rope_parameters": "x"}, "its rotary embedding cannot be read: "),
     "part of a head": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, which Llama models do not have"),
     "quantized weights": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     "norms of heads": ({"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, "use_qk_norm is True"),

@@ -59,7 +59,7 @@ BROKEN = {
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_malformed_header_is_one_message(what, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(BROKEN[what])
-    with pytest.raises(CheckpointError, match="header that cannot be read"):
+    with pytest.raises(CheckpointError, match=r"header that cannot be read: (?!\w+Error)"):
         Files(tmp_path)
 
 
@@ -104,3 +104,15 @@ def test_a_folder_without_safetensors_says_what_it_holds(tmp_path):
         Files(tmp_path)
     with pytest.raises(CheckpointError, match="there is no such folder"):
         Files(tmp_path / "none")
+
+
+def test_a_folder_in_the_place_of_a_file_is_one_message(tmp_path):
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: Is a directory"):
+        Files(tmp_path)
+
+
+def test_a_message_lists_the_first_hundred_faults():
+    error = CheckpointError("cannot read it:", [f"fault {number}" for number in range(1234)])
+    assert str(error).splitlines()[-2:] == ["  fault 99", "  ... and 1,134 more."]
+    assert len(error.faults) == 1234

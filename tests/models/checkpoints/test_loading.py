@@ -168,10 +168,20 @@ def test_missing_unexpected_and_misshapen_tensors_are_all_named(placing, tmp_pat
 
 
 def test_a_tied_model_may_have_its_table_twice_in_the_file(placing, tmp_path):
-    folder = write(tmp_path, tensors(), tie_word_embeddings=True)
+    values = tensors()
+    values["lm_head.weight"] = values["model.embed_tokens.weight"]
+    folder = write(tmp_path, values, files=2, tie_word_embeddings=True)
     model, report = load(folder, *placing("replicated"), "float32")
     assert "output.table" not in models.arrays(model)
     assert report.bytes_read == sum(x.nbytes for name, x in tensors().items() if name != "lm_head.weight")
+
+
+def test_a_tied_model_with_two_different_tables_is_refused(placing, tmp_path):
+    values = tensors()
+    values["lm_head.weight"] = values["model.embed_tokens.weight"].copy()
+    values["lm_head.weight"][-1, -1] += 1
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        load(write(tmp_path, values, tie_word_embeddings=True), *placing("replicated"), "float32")
 
 
 def test_a_layout_that_the_model_does_not_divide_by_is_refused_before_anything_is_read(placing, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from jax.experimental.layout import Format
 from jax.experimental.layout import Layout as Order
 
 import gspmd_models as models
+from gspmd import LayoutError
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd_models.decoding import GenerationError, for_serving, make_batch
@@ -122,6 +123,11 @@ def test_experts_drop_nothing_whatever_the_batch():
         ([[1], []], {}, "cannot continue an empty prompt (prompt 2 of 2); give at least one token"),
         ([[1, 64]], {}, "token 64 is none of the model's, which are 0 to 63"),
         ([[1]], {"tokens": 0}, "tokens is 0; it must be at least 1"),
+        (
+            [[1, 2]],
+            {"tokens": 2**20},
+            "a prompt of 2 tokens and 1048576 more have 1048577 positions, and there are 1048576; shorten them",
+        ),
         ([[1]], {"samples": 0}, "samples is 0; it must be at least 1"),
         ([[1]], {"chunk": 0}, "chunk is 0; it must be at least 1"),
         (
@@ -176,7 +182,7 @@ def test_rows_are_the_fewest_that_the_mesh_divides(make_mesh):
     shared = sizes(several, PROMPTS[:1], samples=8)
     assert (shared.rows, shared.prefill_rows, shared.decode["attention.query"]) == (8, 8, "B_xyzLHD")
     long = sizes(several.override({"cache.attention.key": "BT_xyzKD"}), PROMPTS)
-    assert (long.rows, long.room, long.chunk) == (3, 16, 6)
+    assert (long.rows, long.room, long.chunk) == (3, 16, 16)
     short = sizes(several.override({"cache.attention.key": "BT_xyzKD"}), PROMPTS, samples=4)
     assert (short.rows, short.prefill_rows) == (12, 3)
 
@@ -188,6 +194,20 @@ def test_a_shared_prompt_takes_as_many_rows_as_the_mesh_divides(make_mesh):
     batch = make_batch(CONFIG, *layouts, mesh, [[1, 2, 3]], 4, samples=12)
     assert batch.sizes.rows >= 12
     assert batch.sizes.rows >= batch.sizes.prefill_rows
+
+
+def test_few_programs_serve_all_lengths(alone):
+    with jax.set_mesh(alone.mesh):
+        found = {size: alone.generator.batch([[1] * size], 5).sizes for size in (4, 5, 6, 16, 33, 40)}
+    assert {size: (sizes.chunk, sizes.room) for size, sizes in found.items()} == {
+        4: (16, 16), 5: (16, 16), 6: (16, 16), 16: (16, 20), 33: (32, 40), 40: (40, 48),
+    }  # fmt: skip
+
+
+def test_a_layout_that_pads_otherwise_is_refused(alone):
+    layout = alone.model.layout.override({"padding.F": 96})
+    with jax.set_mesh(alone.mesh), pytest.raises(LayoutError, match="would have other shapes"):
+        models.Generator(alone.model, layout)([[1, 2]], 2)
 
 
 def test_the_order_of_dimensions_in_memory_changes_no_text(drawn, monkeypatch):

@@ -1,0 +1,48 @@
+"""Where a model that is served comes from: a public checkpoint, or a run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+import gspmd_models as models
+from gspmd.commands import train
+from gspmd.layouts import Layout
+from gspmd.training import ShardingConfig, checkpoint
+from gspmd.training.toml import from_mapping
+from gspmd_models import checkpoints
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the model comes from: a public checkpoint, or a run of ours (then with its settings)."""
+
+    folder: Path
+    config: models.ModelConfig
+    tokenizer: checkpoints.Tokenizer
+    run: train.Settings | None = None
+
+    @classmethod
+    def at(cls, folder: Path) -> "Source":
+        """The checkpoint or run in a folder. Raises CheckpointError or ConfigError if it holds neither."""
+        if checkpoint.newest(folder) is None:
+            return cls(folder, checkpoints.model_config(folder), checkpoints.tokenizer(folder))
+        run = from_mapping(train.Settings, checkpoint.load_settings(folder), source=str(folder / "config.json"))
+        return cls(folder, run.model, checkpoints.byte_tokenizer(), run)
+
+    def layout(self, name: str, sharding: ShardingConfig) -> Layout:
+        """A layout with the changes of `--set` and `--lowering`; without a name the run's own, or megatron-1d."""
+        own = Layout.load("megatron-1d")
+        if self.run is not None:
+            own = Layout.load(self.run.sharding.layout).override(self.run.sharding.overrides)
+        layout = (Layout.load(name) if name else own).override(sharding.overrides)
+        return layout.lowered(sharding.lowering) if sharding.lowering else layout
+
+    def load(self, layout: Layout, mesh: Mesh, dtype: str, *, int8: bool = False) -> tuple[models.Transformer, str]:
+        """The model, placed by a layout, and what loading it took."""
+        if self.run is None:
+            model, taken = checkpoints.load(self.folder, layout, mesh, dtype, int8=int8)
+            return model, str(taken)
+        like = models.abstract(self.config, layout, mesh, dtype, stored="float32" if int8 else dtype)
+        model = models.with_arrays(like, checkpoint.load_parameters(self.folder, models.arrays(like)))
+        return models.quantize(model) if int8 else model, f"step {checkpoint.newest(self.folder)} of the run"
