@@ -7,6 +7,7 @@ from math import prod
 
 import pytest
 
+import gspmd
 from gspmd.annotate.errors import PlanError
 from gspmd.audit import hlo, timeline
 from gspmd.hardware.chips import CHIPS
@@ -107,6 +108,17 @@ def test_the_rings_are_those_of_the_algorithm_that_the_compiler_names(algorithm,
     config = f'backend_config={{"collective_algorithm_config":{{{algorithm}}}}}'
     gather = f"%g = u8[1440000]{{0}} all-gather(%p), replica_groups=[1,16]<=[16], dimensions={{0}}, {config}"
     assert micro(timeline(program(gather), "tpu-v4", {"x": 16}, torus={"x": (4, 4)}).step_seconds) == (seconds,)
+
+
+def test_a_gather_over_two_axes_is_planned_in_half_of_what_the_compilers_one_ring_takes():
+    # docs/plans.md, docs/audit.md: the planner counts on the links of both axes
+    sizes, mesh = {"B": 512, "L": 1, "E": 18432, "F": 73728}, {"x": 4, "y": 4, "z": 4}
+    gathered = gspmd.plan("BLE_xyz, E_xF_yz -> BLF_yzx", sizes, mesh).steps[0]
+    config = 'backend_config={"collective_algorithm_config":{"emitter":"1DAllGather"}}'
+    gather = f"%g = bf16[512,4608]{{1,0}} all-gather(%p), replica_groups=[4,16]<=[64], dimensions={{1}}, {config}"
+    found = timeline(program(gather), "tpu-v4", mesh)
+    assert (gathered.kind, gathered.axes, *micro(gathered.seconds)) == ("all-gather", ("y", "z"), 28.576)
+    assert micro(found.step_seconds) == (57.152,)
 
 
 @pytest.mark.parametrize(
