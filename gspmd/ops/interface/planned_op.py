@@ -23,7 +23,7 @@ FLOAT32 = 4
 """Bytes of a statistic on the wire: norms, softmax and losses are float32 whatever the operands are."""
 
 
-def read(doing: str, text: str | Spec, x: jax.Array, ctx: Context) -> Spec:
+def read(doing: str, text: str | Spec, x: jax.Array | jax.ShapeDtypeStruct, ctx: Context) -> Spec:
     """The spec of an operand, which has to fit the array, be no partial sum, and be open only to the compiler.
 
     Raises:
