@@ -5,6 +5,7 @@ import sys
 from importlib import util
 from pathlib import Path
 
+import jax
 import pytest
 
 import gspmd
@@ -52,7 +53,8 @@ def test_notation_costs_nothing(by_hand, int8):
         ours = compile_offline(program.step, *program.arguments, topology=slice8, donate_argnums=(2,))
     sizes = by_hand.Sizes(**SIZES, vocabulary=VOCABULARY, batch=BATCH, cache=ROOM, int8=int8)
     fn, args, donated = by_hand.program("decode", sizes, mesh)
-    theirs = compile_offline(fn, *args, topology=slice8, donate_argnums=donated)
+    with jax.numpy_rank_promotion("allow"):  # plain JAX, as its users write it
+        theirs = compile_offline(fn, *args, topology=slice8, donate_argnums=donated)
     assert ours.flops == pytest.approx(theirs.flops, rel=1e-3)
     assert ours.wire_bytes == pytest.approx(theirs.wire_bytes, rel=1e-3)
     assert ours.timeline.step_seconds < 1.05 * theirs.timeline.step_seconds
