@@ -39,6 +39,7 @@ _MARK = re.compile(
     r"<!-- run (?P<when>never|slow)(?P<tpu>, needs libtpu)?(?:, with (?P<flags>[^:]+))?: (?P<reason>[^\n]+) -->\n$"
 )
 _ALONE = "import sys; exec(compile(sys.stdin.read(), sys.argv[1], 'exec'), {'__name__': '__main__'})"
+_DIFFERS = "it shows"
 _SESSION = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -145,7 +146,7 @@ def _difference(block: Block, printed: str) -> str:
     shown, printed = block.shown or "", _tidy(printed)
     if doctest.OutputChecker().check_output(shown, printed, doctest.ELLIPSIS):
         return ""
-    return f"it shows\n{shown}and prints\n{printed}"
+    return f"{_DIFFERS}\n{shown}and prints\n{printed}"
 
 
 def _tidy(printed: str) -> str:
@@ -170,7 +171,10 @@ def run_page(path: Path, *, slow: bool, write: bool) -> int:
                 print(f"{where}: not run, {why}")
                 continue
             printed, fault = page.run(block)
-            outputs.append((block, printed))
+            if not fault or fault.startswith(
+                _DIFFERS
+            ):  # what a block printed before it failed is not what a page shows
+                outputs.append((block, printed))
             wrong += bool(fault)
             print(f"{where}: {fault or 'runs'}", flush=True)
         os.chdir(ROOT)

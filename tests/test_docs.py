@@ -113,3 +113,14 @@ def test_read_only_languages_are_not_run():
     assert len(blocks) == len(READ_ONLY)
     assert not faults
     assert not any(block.is_run for block in blocks)
+
+
+def test_write_keeps_what_a_block_that_fails_should_have_printed(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        PAGE.format(shown="2", between="", fence="```text") + "```python\nprint(1); boom\n```\n```\n3\n```\n"
+    )
+    with pytest.raises(AssertionError, match="NameError"):
+        _run(page, "--write")
+    assert "```\n1\n```" in page.read_text()
+    assert "boom\n```\n```\n3\n```" in page.read_text()
