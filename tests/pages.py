@@ -171,9 +171,7 @@ def run_page(path: Path, *, slow: bool, write: bool) -> int:
                 print(f"{where}: not run, {why}")
                 continue
             printed, fault = page.run(block)
-            if not fault or fault.startswith(
-                _DIFFERS
-            ):  # what a block printed before it failed is not what a page shows
+            if not fault or fault.startswith(_DIFFERS):  # a page never shows half the output of a block that failed
                 outputs.append((block, printed))
             wrong += bool(fault)
             print(f"{where}: {fault or 'runs'}", flush=True)
