@@ -6,13 +6,19 @@ import jax.numpy as jnp
 
 def logits(config, values, tokens):
     """Logits [B, L, V] from the parameters by path."""
+    return forward(config, values, tokens)[0]
+
+
+def forward(config, values, tokens):
+    """Logits [B, L, V], and the rotated keys and the values of all layers, [N, B, L, K, D] each."""
     x = values["embedding.table"][tokens] * (config.embed**0.5 if config.scale_embedding else 1.0)
+    heads = []
     for layer in range(config.layers):
-        x = _block(
-            config, {k.removeprefix("blocks.0."): v[layer] for k, v in values.items() if k.startswith("blocks.0.")}, x
-        )
+        weights = {k.removeprefix("blocks.0."): v[layer] for k, v in values.items() if k.startswith("blocks.0.")}
+        x = _block(config, weights, x, heads)
+    keys, held = map(jnp.stack, zip(*heads))
     table = values["embedding.table" if config.tied else "output.table"]
-    return _norm(config, x, values, "output.norm") @ table.T + _bias(values, "output.bias")
+    return _norm(config, x, values, "output.norm") @ table.T + _bias(values, "output.bias"), keys, held
 
 
 def loss(config, values, tokens):
@@ -21,11 +27,11 @@ def loss(config, values, tokens):
     return -jnp.mean(jnp.take_along_axis(chosen, tokens[:, 1:, None], axis=-1))
 
 
-def _block(config, w, x):
+def _block(config, w, x, heads):
     if config.block == "parallel":
         y = _norm(config, x, w, "norm")
-        return x + _attention(config, w, y) + _feed_forward(config, w, y)
-    x = x + _attention(config, w, _norm(config, x, w, "attention.norm"))
+        return x + _attention(config, w, y, heads) + _feed_forward(config, w, y)
+    x = x + _attention(config, w, _norm(config, x, w, "attention.norm"), heads)
     return x + _feed_forward(config, w, _norm(config, x, w, "ffn.norm"))
 
 
@@ -43,13 +49,14 @@ def _unit(config, x):
     return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + config.norm_epsilon)
 
 
-def _attention(config, w, y):
+def _attention(config, w, y, heads):
     q, k, v = (
         jnp.einsum("BLE,EHD->BLHD", y, w[f"attention.w_{name}"]) + _bias(w, f"attention.b_{name}") for name in "qkv"
     )
     if config.qk_norm:
         q, k = (_unit(config, t) * w[f"attention.{name}_norm"][None, None, None] for t, name in ((q, "q"), (k, "k")))
     q, k = _rotate(config, q), _rotate(config, k)
+    heads.append((k, v))
     k, v = (jnp.repeat(t, config.heads // config.kv_heads, axis=2) for t in (k, v))
     scores = jnp.einsum("BLHD,BTHD->BHLT", q, k) / config.head_size**0.5
     scores = jnp.where(jnp.tri(q.shape[1], dtype=bool)[None, None], scores, -jnp.inf)
