@@ -223,7 +223,7 @@ def product():
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), [*product()])
 def test_attention_lies_in_any_way(name, case, config, make_mesh):
-    """And the cache lies on every device as the layout says; without alternatives, heads that are too few are refused."""
+    """The cache lies on every device as the layout says; too few heads are refused where it has no alternatives."""
     settings, mesh = config(**case.config), make_mesh(case.mesh)
     sizes = settings.sizes(ROWS, 1) | {"T": ROOM}
     only = Layout.load(case.decode).override(placed(name, first=True)).phase("decode")
