@@ -55,7 +55,7 @@ def layer_norm(
         ...     print(layer_norm(x, jnp.ones(4), jnp.ones(4), "BLE_x", "E")[0, 0].round(3))
         [0. 2. 0. 2.]
 
-    Source: Ba et al. 2016, *Layer Normalization* (arXiv 1607.06450), equation 4.    """
+    Source: Ba et al. 2016, *Layer Normalization* (arXiv 1607.06450), equation 4."""
     ctx = context()
     doing = f"cannot normalise '{spec}' with a scale '{scale_spec}'"
     x, scale = array(doing, "x", x, "real numbers"), array(doing, "the scale", scale, "real numbers")
@@ -142,8 +142,9 @@ def _value(form: _LayerNorm, shape: tuple[int, ...], widths: tuple[int, ...], ct
     sizes = sizes_of(form.x, shape)
     rows = dict(zip(("scale", "bias"), zip(form.ins[1:], widths)))
     moves = {n: move(src, form.used, sizes, ctx.mesh, width, ctx.chip, n) for n, (src, width) in rows.items()}
-    # One all-reduce of sum and sum of squares has the same bytes, but their difference has no digits left where the mean
-    # is some thousand deviations from zero; to gather each device's mean and variance sends more from three devices on.
+    # One all-reduce of sum and sum of squares has the same bytes, but no digits are left of their difference where the
+    # mean is some thousand deviations from zero; gathering the mean and variance of each device's part sends more bytes
+    # from three devices on.
     mean, squares = (settle(form.statistic, form.x.axes[-1], sizes, ctx, name=name) for name in ("mean", "variance"))
     chains = Chains(ctx.mesh, **moves, mean=mean, variance=squares)
 
