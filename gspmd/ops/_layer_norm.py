@@ -28,8 +28,9 @@ def layer_norm(
 ) -> jax.Array:
     """Standardise over the last dimension, times a scale, plus a bias: (x - mean) / sqrt(variance + ε) · scale + bias.
 
-    Mean and mean square, [2, B, L] float32, are summed over the mesh axes of E by one all-reduce; another one in the
-    gradient of `x`. The gradients of `scale` and `bias` are summed over the axes of B and L.
+    Two all-reduces of [B, L] float32 over the mesh axes of E (the mean, then the mean square of what is left without
+    it), and one of [2, B, L] in the gradient of `x`. The gradients of `scale` and `bias` are summed over the axes of B
+    and L.
 
     Args:
         x: [B, L, E]; any number of leading dimensions.
@@ -54,11 +55,7 @@ def layer_norm(
         ...     print(layer_norm(x, jnp.ones(4), jnp.ones(4), "BLE_x", "E")[0, 0].round(3))
         [0. 2. 0. 2.]
 
-    Source: Ba et al. 2016, *Layer Normalization* (arXiv 1607.06450), equation 4.
-    Differs: where the last dimension is sharded, and lowering "xla" does not leave it to the compiler, the variance is
-        the mean square less the square of the mean, so that one all-reduce does: it has three digits where the mean is
-        a hundred standard deviations from zero, and none where it is some thousands.
-    """
+    Source: Ba et al. 2016, *Layer Normalization* (arXiv 1607.06450), equation 4."""
     ctx = context()
     doing = f"cannot normalise '{spec}' with a scale '{scale_spec}'"
     x, scale = array(doing, "x", x, "real numbers"), array(doing, "the scale", scale, "real numbers")
@@ -110,11 +107,6 @@ class _LayerNorm:
         """The gradient of scale or bias as each device computes it."""
         return self.used.with_partial(tuple(axis for axes in self.x.axes[:-1] for axis in axes))
 
-    def settle(self, shape: tuple[int, ...], ctx: Context, name: str):
-        """The steps that sum two numbers per row over the axes of the row."""
-        pair = self.pair
-        return settle(pair, self.x.axes[-1], sizes_of(pair, (2, *shape[:-1])), ctx, name=name)
-
 
 def _plain(epsilon: float, x: jax.Array, scale: jax.Array, *bias: jax.Array) -> jax.Array:
     wide = float32(x)
@@ -150,21 +142,19 @@ def _value(form: _LayerNorm, shape: tuple[int, ...], widths: tuple[int, ...], ct
     sizes = sizes_of(form.x, shape)
     rows = dict(zip(("scale", "bias"), zip(form.ins[1:], widths)))
     moves = {n: move(src, form.used, sizes, ctx.mesh, width, ctx.chip, n) for n, (src, width) in rows.items()}
-    chains = Chains(ctx.mesh, **moves, moments=form.settle(shape, ctx, "mean and mean square"))
-
-    split = form.x.without_trivial(ctx.mesh).axes[-1]
+    # One all-reduce of sum and sum of squares has the same bytes, but no digits are left of their difference where the
+    # mean is some thousand deviations from zero; gathering the mean and variance of each device's part sends more bytes
+    # from three devices on.
+    mean, squares = (settle(form.statistic, form.x.axes[-1], sizes, ctx, name=name) for name in ("mean", "variance"))
+    chains = Chains(ctx.mesh, **moves, mean=mean, variance=squares)
 
     def body(x, *given):
         wide, (scale, *bias) = float32(x), (chains.send(name, row) for name, row in zip(rows, given))
-        if split:
-            sums = jnp.stack([jnp.sum(wide, axis=-1), jnp.sum(wide * wide, axis=-1)])
-            mean, square = chains.send("moments", sums) / shape[-1]
-            variance = jnp.maximum(square - mean * mean, 0.0)
-        else:
-            mean, variance = jnp.mean(wide, axis=-1), jnp.var(wide, axis=-1)
+        mean = chains.send("mean", jnp.sum(wide, axis=-1)) / shape[-1]
+        wide = wide - mean[..., None]
+        variance = chains.send("variance", jnp.sum(wide * wide, axis=-1)) / shape[-1]
         inverse = jax.lax.rsqrt(variance + form.epsilon)
-        unit = (wide - mean[..., None]) * inverse[..., None]
-        return _scaled(unit, scale, tuple(bias)).astype(x.dtype), mean, inverse, scale
+        return _scaled(wide * inverse[..., None], scale, tuple(bias)).astype(x.dtype), mean, inverse, scale
 
     return chains.steps, body
 
@@ -177,7 +167,9 @@ def _gradient(form: _LayerNorm, shape: tuple[int, ...], dtypes: tuple, ctx: Cont
         name: move(form.partial_row, row, sizes, ctx.mesh, FLOAT32, ctx.chip, f"gradient of {name}")
         for name, row in rows.items()
     }
-    chains = Chains(ctx.mesh, along=form.settle(shape, ctx, "mean and projection"), **home)
+    sizes = sizes_of(form.pair, (2, *shape[:-1]))
+    along = settle(form.pair, form.x.axes[-1], sizes, ctx, name="mean and projection")
+    chains = Chains(ctx.mesh, along=along, **home)
 
     def body(x, mean, inverse, scale, g):
         unit, g = (float32(x) - mean[..., None]) * inverse[..., None], float32(g)

@@ -291,6 +291,7 @@ FORWARD = {
     "jit of jacfwd": lambda f, x: jax.jit(jax.jacfwd(f))(x),
     "jvp of vmap": lambda f, x: jax.jvp(jax.vmap(f), (x[None],), (x[None],)),
     "jvp of scan": lambda f, x: jax.jvp(lambda x: jax.lax.scan(lambda c, _: (c, f(x)), 0, length=2)[1], (x,), (x,)),
+    "jit of grad of jvp": lambda f, x: jax.jit(jax.grad(lambda x: jnp.sum(jax.jvp(f, (x,), (x,))[1])))(x),
 }
 
 

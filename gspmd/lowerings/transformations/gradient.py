@@ -55,8 +55,8 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
     def checked(form, *arrays):
         try:
             return program(form, *_reverse_only_all(title(form), arrays))
-        except TypeError as error:  # a tangent that vmap batches under jit: JAX's own operation refuses it here
-            if "forward-mode" not in str(error):
+        except (TypeError, NotImplementedError) as error:  # a tangent that vmap batches under jit, or one of a tangent
+            if "forward-mode" not in str(error) and "custom_lin" not in str(error):  # in JAX's own operation
                 raise
             raise PlanError(_forward(title(form))) from None
 

@@ -27,7 +27,7 @@ def compiler_chooses(
     with jax.named_scope(program_scope(name)) if name else nullcontext(), own_promotion():
         if ctx.explicit:
             for number, (spec, x) in enumerate(zip(in_specs, arrays, strict=True)):
-                input_partition(ctx, spec, x, number, getattr(f, "__name__", "f"))
+                input_partition(ctx, spec, x, number, name or getattr(f, "__name__", "f"))
             return jax.sharding.auto_axes(f, out_sharding=outs)(*arrays)
         constrain = jax.lax.with_sharding_constraint
         placed = [constrain(x, spec.partition_spec()) for x, spec in zip(arrays, in_specs, strict=True)]

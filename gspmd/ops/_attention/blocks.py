@@ -7,6 +7,8 @@ from math import ceil, isqrt
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from gspmd.ops._attention.online import Attended, attend
 
@@ -104,47 +106,126 @@ def attended(form: Form, q, k, v, seen, ahead, dtype, scales=()) -> tuple[jax.Ar
     return jax.lax.scan(step, (nothing, *results), starts)[0][1:]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def attention_in_blocks(form: Form, q, k, v, seen, ahead) -> jax.Array:
     """Softmax attention [B, K, Q, L, D] whose logits are never in memory at once, neither here nor in its gradient."""
     return attended(form, q, k, v, seen, ahead, q.dtype)[0]
 
 
-def _forward(form: Form, q, k, v, seen, ahead):
+@attention_in_blocks.defjvp
+def _linearised(form: Form, primals, tangents):
+    q, k, v, seen, ahead = primals
     out, top, total = attended(form, q, k, v, seen, ahead, q.dtype)
-    return out, (q, k, v, seen, ahead, out, top, total)
+    kept, tree = jax.tree.flatten((q, k, v, seen, ahead, out, top, total))
+    return out, _tangent.bind(*kept, *tangents[:3], form=form, tree=tree, batches=())
+
+
+def _forward(form: Form, kept, d_q, d_k, d_v):
+    """The tangent of the output, the probabilities of each block computed again from its logits."""
+    q, k, v, seen, ahead, out, top, total = kept
+
+    def step(sums, at):
+        d_out, mean = sums
+        q_block, k_block, v_block, d_k_block, d_v_block = _cut(form, at, q, k, v, d_k, d_v)
+        weights = _weights(form, at, q_block, k_block, k.shape[1], seen, ahead, top, total)
+        slope = _product("bkqld,btkd->bkqlt", _queries(form, at, d_q), k_block)
+        slope = weights * (slope + _product("bkqld,btkd->bkqlt", q_block, d_k_block)) * form.scale
+        part = _product("bkqlt,btkd->bkqld", slope.astype(q.dtype), v_block)
+        part += _product("bkqlt,btkd->bkqld", weights.astype(q.dtype), d_v_block)
+        begin = (at[0], 0, 0, at[1])
+        return (_add(d_out, part, (*begin, 0)), _add(mean, jnp.sum(slope, axis=-1), begin)), None
+
+    starts = form.blocks.starts(q.shape[0], q.shape[3], k.shape[1], form.causal and ahead is None)
+    (d_out, mean), _ = jax.lax.scan(step, (jnp.zeros(q.shape, jnp.float32), jnp.zeros(q.shape[:4])), starts)
+    return (d_out - mean[..., None] * out.astype(jnp.float32)).astype(q.dtype)
 
 
 def _backward(form: Form, kept, g):
     """The gradients, the probabilities of each block computed again from its logits."""
     q, k, v, seen, ahead, out, top, total = kept
     mean = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def step(sums, at):
         d_q, d_k, d_v = sums
         q_block, k_block, v_block = _cut(form, at, q, k, v)
-        g_block, top_block, total_block, mean_block = (_queries(form, at, x) for x in (g, top, total, mean))
-        logits = product("bkqld,btkd->bkqlt", q_block, k_block) * form.scale
-        visible, again = _seen(form, at, seen, ahead), _again(form, at, k.shape[1])
-        weights = jnp.exp(logits - top_block[..., None]) / total_block[..., None]
-        if visible is not None:
-            weights = jnp.where(visible, weights, 0.0)
-        if again is not None:
-            weights = jnp.where(again, 0.0, weights)
-        slope = weights * (product("bkqld,btkd->bkqlt", g_block, v_block) - mean_block[..., None]) * form.scale
+        g_block, mean_block = (_queries(form, at, x) for x in (g, mean))
+        weights = _weights(form, at, q_block, k_block, k.shape[1], seen, ahead, top, total)
+        slope = weights * (_product("bkqld,btkd->bkqlt", g_block, v_block) - mean_block[..., None]) * form.scale
         weights, slope = weights.astype(g.dtype), slope.astype(q.dtype)
-        d_q = _add(d_q, product("bkqlt,btkd->bkqld", slope, k_block), (at[0], 0, 0, at[1], 0))
-        d_k = _add(d_k, product("bkqlt,bkqld->btkd", slope, q_block), (at[0], at[2], 0, 0))
-        d_v = _add(d_v, product("bkqlt,bkqld->btkd", weights, g_block), (at[0], at[2], 0, 0))
+        d_q = _add(d_q, _product("bkqlt,btkd->bkqld", slope, k_block), (at[0], 0, 0, at[1], 0))
+        d_k = _add(d_k, _product("bkqlt,bkqld->btkd", slope, q_block), (at[0], at[2], 0, 0))
+        d_v = _add(d_v, _product("bkqlt,bkqld->btkd", weights, g_block), (at[0], at[2], 0, 0))
         return (d_q, d_k, d_v), None
 
     starts = form.blocks.starts(q.shape[0], q.shape[3], k.shape[1], form.causal and ahead is None)
     sums, _ = jax.lax.scan(step, tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)), starts)
-    return (*(total.astype(x.dtype) for total, x in zip(sums, (q, k, v))), None, None)
+    return tuple(total.astype(x.dtype) for total, x in zip(sums, (q, k, v)))
 
 
-attention_in_blocks.defvjp(_forward, _backward)
+# JAX would transpose `_forward` with the probabilities of all blocks in memory, so it is an operation whose transpose
+# is `_backward`. `batches` has, for each vmap around it from the innermost, its operands' batch dimensions, or None.
+_tangent = Primitive("gspmd_attention_tangent")
+
+
+def _evaluate(*operands, form: Form, tree, batches):
+    def tangent(*operands):
+        return _forward(form, jax.tree.unflatten(tree, operands[:-3]), *operands[-3:])
+
+    for dims in batches:
+        tangent = jax.vmap(tangent, in_axes=dims)
+    return tangent(*operands)
+
+
+def _transpose(g, *operands, form: Form, tree, batches):
+    def gradients(g, *kept):
+        return _backward(form, jax.tree.unflatten(tree, kept), g)
+
+    for dims in batches:
+        gradients = jax.vmap(gradients, in_axes=(0, *dims[:-3]))
+    found = gradients(ad.instantiate_zeros(g), *operands[:-3])
+    wanted = (d if ad.is_undefined_primal(x) else None for d, x in zip(found, operands[-3:]))
+    return [*(None for _ in operands[:-3]), *wanted]
+
+
+def _differentiate(operands, tangents, **form):
+    moving = [n for n, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def of(*some):
+        at = dict(zip(moving, some))
+        return _evaluate(*(at.get(n, x) for n, x in enumerate(operands)), **form)
+
+    return jax.jvp(of, [operands[n] for n in moving], [tangents[n] for n in moving])
+
+
+def _batch(operands, dims, *, batches, **form):
+    size = next(x.shape[dim] for x, dim in zip(operands, dims) if dim is not None)
+    # All tangents get the batch dimension, so that JAX adds up the gradients of those that had none.
+    tangents = [batching.bdim_at_front(x, dim, size) for x, dim in zip(operands[-3:], dims[-3:])]
+    dims = (*dims[:-3], 0, 0, 0)
+    return _tangent.bind(*operands[:-3], *tangents, batches=(*batches, dims), **form), 0
+
+
+_tangent.def_impl(_evaluate)
+_tangent.def_abstract_eval(lambda *operands, batches, **_: operands[-3])
+mlir.register_lowering(_tangent, mlir.lower_fun(_evaluate, multiple_results=False))
+ad.primitive_transposes[_tangent] = _transpose
+ad.primitive_jvps[_tangent] = _differentiate
+batching.primitive_batchers[_tangent] = _batch
+
+
+def _weights(form: Form, at, q_block, k_block, keys: int, seen, ahead, top, total) -> jax.Array:
+    """The probabilities of a block, again; keys that are not seen drop out before exp, which is infinite for some."""
+    logits = _product("bkqld,btkd->bkqlt", q_block, k_block) * form.scale
+    visible, again = _seen(form, at, seen, ahead), _again(form, at, keys)
+    if visible is not None:
+        logits = jnp.where(visible, logits, -jnp.inf)
+    if again is not None:
+        logits = jnp.where(again, -jnp.inf, logits)
+    top, total = (_queries(form, at, x)[..., None] for x in (top, total))
+    return jnp.exp(logits - top) / total
+
+
+_product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def _cut(form: Form, at, q, *keys):

@@ -69,8 +69,7 @@ def attention(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1; Shazeer 2019 (arXiv 1911.02150) and Ainslie et al.
         2023 (arXiv 2305.13245) for shared key heads; Pope et al. 2022 (arXiv 2211.05102), section 3.3, for the layouts.
-    Differs: forward-mode differentiation works under lowering "xla" only, and up to 2**25 logits of a device, beyond
-        which attention runs in blocks.
+    Differs: forward-mode differentiation works under lowering "xla" only.
     """
     ctx = context()
     doing = f"cannot attend from '{query_spec}' to '{key_spec}'"
