@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from threading import current_thread, main_thread
 from types import FrameType
@@ -38,11 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the command and its flags; those of this process if not given, and then the process is to end with this.
     """
     name, *flags = (sys.argv[1:] if argv is None else argv) or [""]
-    try:
-        return _run(name, flags)
-    finally:
-        if argv is None:
-            _finish()
+    return _run(name, flags) if argv is not None else _process(name, flags)
 
 
 def script(name: str, file: str) -> int:
@@ -52,10 +48,22 @@ def script(name: str, file: str) -> int:
         name: the command.
         file: the script's name.
     """
+    return _process(name, sys.argv[1:], file)
+
+
+def _process(name: str, flags: Sequence[str], file: str = "") -> int:
+    """Run a command, with which the process ends."""
     try:
-        return _run(name, sys.argv[1:], file)
+        code = _run(name, flags, file)
     finally:
-        _finish()
+        if _raises():  # the command has ended, and libraries tidy up
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if code == 130:  # XLA may still be compiling in threads of its own, which crash when they are taken down
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+    return code
 
 
 def _run(name: str, flags: Sequence[str], file: str = "") -> int:
@@ -101,12 +109,6 @@ def _raises() -> bool:
 def _end(number: int, frame: FrameType | None) -> None:
     os.write(2, b"\nInterrupted.\n")
     os._exit(130)
-
-
-def _finish() -> None:
-    """Keep interrupts from what is left of the process once the command has ended: libraries tidy up."""
-    if _raises():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _without_command(name: str) -> int:

@@ -59,18 +59,33 @@ def test_where_interrupts_are_ignored_they_stay_so():
     assert "taken for something else" in done.stderr
 
 
+def test_threads_that_work_on_are_left_alone():
+    """XLA compiles in threads, which are in the middle of something when the interpreter takes itself down."""
+    program = """
+import sys, threading, time, types
+def run(flags, script):
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    print("printed", flags)
+    raise KeyboardInterrupt
+sys.modules["gspmd.commands.explain"] = types.SimpleNamespace(run=run)
+from gspmd.commands.main import main
+sys.exit(main())
+"""
+    given = [sys.executable, "-c", program, "explain"]
+    done = subprocess.run(given, capture_output=True, text=True, cwd=ROOT, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "printed []\n", SAID)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
         ["-m", "gspmd", "explain", *EXPLAIN],
         ["scripts/generate.py", "--checkpoint", "nowhere", "--prompt", "x"],
-        ["-m", "gspmd", "export", "nowhere", "out"],
-        ["-m", "gspmd", "train", "--config", "tiny", "--explain"],
     ],
-    ids=["explain", "generate", "export", "train"],
+    ids=["explain", "generate"],
 )
-def test_at_any_moment(flags, tmp_path):
+def test_at_any_moment(flags):
     """The interpreter itself takes the first tenth of a second; a command that has ended keeps its own exit code."""
     began = time.perf_counter()
     whole = subprocess.run([sys.executable, *flags], capture_output=True, text=True, cwd=ROOT, timeout=300)
