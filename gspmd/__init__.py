@@ -5,16 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 from gspmd import host
 
-# This binds the package gspmd.annotate too, which can be called as its function.
-from gspmd.annotate import LayoutError, PlanError, Spec, SpecError
-
 if TYPE_CHECKING:
     from gspmd import audit as audit
     from gspmd import layouts as layouts
     from gspmd import moe as moe
     from gspmd import ops as ops
     from gspmd import training as training
-    from gspmd.annotate import annotate
+    from gspmd.annotate import LayoutError, PlanError, Spec, SpecError, annotate
     from gspmd.audit import Ledger, ledger
     from gspmd.layouts import Layout
     from gspmd.lowerings.default import lowering
@@ -23,12 +20,17 @@ if TYPE_CHECKING:
     from gspmd.planner.plan import Plan
     from gspmd.tracing.trace import ProgramPlan, trace
 
-# The rest is imported when it is asked for, so that `import gspmd` takes little longer than `import jax`.
+# All is imported when it is asked for, so that `import gspmd` takes no time: a command begins with it, and can be
+# interrupted in one line only from then on.
 _HOMES = {
     "Layout": "gspmd.layouts",
+    "LayoutError": "gspmd.annotate",
     "Ledger": "gspmd.audit",
     "Plan": "gspmd.planner.plan",
+    "PlanError": "gspmd.annotate",
     "ProgramPlan": "gspmd.tracing.trace",
+    "Spec": "gspmd.annotate",
+    "SpecError": "gspmd.annotate",
     "einsum": "gspmd.ops._einsum",
     "ledger": "gspmd.audit",
     "lowering": "gspmd.lowerings.default",
@@ -61,7 +63,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS or name == "collectives":  # the name that ops had
+    # The package gspmd.annotate can be called as its function; collectives is the name that ops had.
+    if name in _ROOMS or name in ("annotate", "collectives"):
         return import_module(f"gspmd.{name}")
     if name in _HOMES:
         found = getattr(import_module(_HOMES[name]), name)

@@ -1,13 +1,18 @@
 """Devices: fake ones on this host's cores, or what an accelerator offers.
 
-Everything that must happen before JAX starts a backend happens here, and nowhere else.
+Everything that must happen before JAX starts a backend happens here, and nowhere else. So does what must happen before
+JAX is imported: `import gspmd` comes here, and a command has to be able to end before that takes its second.
 """
+
+from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from glob import glob
+from typing import TYPE_CHECKING
 
-import jax
+if TYPE_CHECKING:
+    import jax
 
 # XLA:CPU serves all fake devices from one pool with a thread per core. Collectives that wait for each other hold
 # their threads, so with more devices than cores a step with several independent collectives can deadlock. NPROC sets
@@ -42,6 +47,8 @@ def use_host_devices(count: int) -> None:
     Raises:
         HostError: `count` is not positive, or a backend has already started with another number of CPU devices.
     """
+    import jax
+
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count < 2**31:
         said = repr(count) if isinstance(count, int | float | str | None) else f"{type(count).__name__!r}"
         raise HostError(f"cannot make {said:.40} host devices: their number must be a whole one, and at least 1.")
@@ -75,6 +82,8 @@ def start(devices: int | None = None, platform: str | None = None, *, host_devic
     Raises:
         HostError: the platform is unknown or absent, there are fewer devices than asked for, or it is too late.
     """
+    import jax
+
     use_host_devices(host_devices if devices is None else devices)
     # "gpu" is CUDA or ROCm, and JAX starts every platform that it is told of or fails: it has to find this one itself.
     if platform not in (None, "gpu"):
@@ -115,6 +124,8 @@ def quiet_libtpu() -> None:
 
 
 def _no_gpu(found: str) -> str:
+    import jax
+
     named = jax.config.jax_platforms  # type: ignore[attr-defined]
     why = f"JAX_PLATFORMS is {named!r}; unset it." if named else "Install JAX for CUDA or ROCm, or drop --platform."
     return f"cannot start platform 'gpu': the best that JAX finds here is {found!r}.\n  {why}"

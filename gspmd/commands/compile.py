@@ -67,6 +67,8 @@ class Settings:
     """What the model computes in."""
     weights: Literal["dtype", "int8"] = "dtype"
     """How prefill and decode store matrices: in --dtype, or int8; int8 ones have a float32 scale for every channel."""
+    cache: Literal["dtype", "int8"] = "dtype"
+    """How prefill and decode keep keys and values: in --dtype, or int8 with a float32 scale for each token and head."""
     smallest: bool = False
     """Look for the smallest slice of the chip that the model fits on, from the least that could hold its arguments."""
     json: str = ""
@@ -123,8 +125,10 @@ def parse(argv: Sequence[str], script: str = "") -> Settings:
     if settings.phase not in ("prefill", "decode"):
         if settings.room or settings.prefill_layout:
             faults.append(f"--phase {settings.phase} has no cache; leave --room and --prefill-layout out.")
-        if settings.weights == "int8":
-            faults.append(f"--weights int8 is for --phase prefill and decode, not {settings.phase}.")
+        faults += [
+            f"--{name} int8 is for --phase prefill and decode, not {settings.phase}."
+            for name in ("weights", "cache") if getattr(settings, name) == "int8"
+        ]  # fmt: skip
     if settings.sharding.platform or settings.sharding.devices:
         faults.append("--topology says which devices there are; leave --platform and --devices out.")
     if settings.smallest and settings.sharding.mesh:
@@ -208,7 +212,7 @@ def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tupl
         program = serving_program(
             config, layout, mesh, settings.phase, batch=settings.batch, length=settings.length, room=room,
             prefill=Layout.load(prefill) if prefill else None, dtype=settings.dtype,
-            weights="int8" if settings.weights == "int8" else None,
+            **{name: "int8" for name in ("weights", "cache") if getattr(settings, name) == "int8"},
         )  # fmt: skip
         say_chosen(program.layout)
         numbers = {"donate_argnums": program.donated, "auto_layout_argnums": program.stored}

@@ -1,14 +1,19 @@
-"""`gspmd COMMAND ...`: which commands there are, and how one is started."""
+"""`gspmd COMMAND ...`: which commands there are, and how one is started.
 
-import difflib
+This is imported before anything can be done about an interrupt, so it imports nothing that takes time.
+"""
+
+import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
-
-from rich.text import Text
+from threading import current_thread, main_thread
+from types import FrameType
+from typing import Any
 
 import gspmd
-from gspmd.display.console import console
 
 #: Command -> what it does. Each is a module of this package with `run(argv, script) -> exit code`.
 COMMANDS = {
@@ -27,14 +32,91 @@ _EXAMPLES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, or list them; return the exit code: 2 for a command that there is not.
+    """Run a command, or list them; return the exit code: 2 for a command that there is not, 130 for an interrupt.
 
     Args:
-        argv: the command and its flags; those of this process if not given.
+        argv: the command and its flags; those of this process if not given, and then the process is to end with this.
     """
     name, *flags = (sys.argv[1:] if argv is None else argv) or [""]
-    if name in COMMANDS:
-        return _run(name, flags)
+    return _run(name, flags) if argv is not None else _process(name, flags)
+
+
+def script(name: str, file: str) -> int:
+    """Run a command for the file in scripts/ that stands for it, with the flags of this process, which ends with this.
+
+    Args:
+        name: the command.
+        file: the script's name.
+    """
+    return _process(name, sys.argv[1:], file)
+
+
+def _process(name: str, flags: Sequence[str], file: str = "") -> int:
+    """Run a command, with which the process ends."""
+    try:
+        code = _run(name, flags, file)
+    finally:
+        if _raises():  # the command has ended, and libraries tidy up
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if code == 130:  # XLA may still be compiling in threads of its own, which crash when they are taken down
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+    return code
+
+
+def _run(name: str, flags: Sequence[str], file: str = "") -> int:
+    with _ending_at_once():
+        if name not in COMMANDS:
+            return _without_command(name)
+        try:
+            command = import_module(f"gspmd.commands.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != "gspmd_models":  # installed with gspmd; a checkout alone does not have it by that name
+                raise
+            print(f"{error}. Install gspmd first; in a checkout: pip install -e .", file=sys.stderr)
+            return 2
+    try:
+        return command.run(flags, file)
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        return 130
+
+
+@contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """Let an interrupt end the process, in one line, where there is nothing to save: while libraries are imported.
+
+    As an exception it may come up anywhere in them, and some print it, or take it for a module that is not there.
+    """
+    ours = _raises()
+    if ours:
+        signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _raises() -> bool:
+    """Whether an interrupt raises KeyboardInterrupt here, rather than being ignored, or the concern of the caller."""
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return usual and current_thread() is main_thread()
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"\nInterrupted.\n")
+    os._exit(130)
+
+
+def _without_command(name: str) -> int:
+    """Answer what is no command: the list of commands, the version, or the name of one that may be meant."""
+    import difflib
+
+    from gspmd.display.console import console
+
     if name in ("", "-h", "--help"):
         console().print(_overview(), soft_wrap=True)
         return 0
@@ -47,28 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
 
 
-def script(name: str, file: str) -> int:
-    """Run a command for the file in scripts/ that stands for it, with the flags of this process.
+def _overview() -> Any:
+    from rich.text import Text
 
-    Args:
-        name: the command.
-        file: the script's name.
-    """
-    return _run(name, sys.argv[1:], file)
-
-
-def _run(name: str, flags: Sequence[str], file: str = "") -> int:
-    try:
-        command = import_module(f"gspmd.commands.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != "gspmd_models":  # it is installed with gspmd; a checkout alone does not have it by that name
-            raise
-        print(f"{error}. Install gspmd first; in a checkout: pip install -e .", file=sys.stderr)
-        return 2
-    return command.run(flags, file)
-
-
-def _overview() -> Text:
     width = max(map(len, COMMANDS))
     rows = [Text.assemble("  gspmd ", (name.ljust(width), "bold cyan"), f"  {does}") for name, does in COMMANDS.items()]
     title = Text.assemble(("gspmd", "bold"), f" {gspmd.__version__}: {gspmd.__doc__[0].lower()}{gspmd.__doc__[1:]}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..config import ModelConfig
 from .families import FAMILIES, Family
 from .families.family import REQUIRED
 from .families.rope import read_rope, rope_reasons, write_rope
-from .files import CheckpointError, read_json
+from .files import DTYPES, INDEX, WHOLE, CheckpointError, Files, read_json
 
 
 def model_config(directory: str | os.PathLike) -> ModelConfig:
@@ -48,24 +48,39 @@ class Described:
         family: whose tensors it has.
         config: the model.
         factors: path of a parameter, without "blocks.0.", to the factor by which it is its tensor.
+        remark: where the tensors say otherwise than config.json, what; else empty.
     """
 
     family: Family
     config: ModelConfig
     factors: Mapping[str, float]
+    remark: str = ""
 
 
 def described(directory: str | os.PathLike) -> Described:
-    """Read config.json. Raises CheckpointError as `model_config` does."""
+    """Read config.json, and the tables of a model that it calls tied; raises CheckpointError as `model_config` does.
+
+    Tables that differ are two, whatever config.json says, as transformers has it.
+    """
     doing = f"cannot read the model of checkpoint {str(directory)!r}:"
     if not Path(directory).is_dir():
         raise CheckpointError(doing, ["there is no such folder."])
     json = read_json(Path(directory) / "config.json", doing)
     family = _family(json, doing)
     try:
-        return _described(family, json, doing)
+        found = _described(family, json, doing)
     except (TypeError, AttributeError) as error:  # the types of entries that few files have are not checked one by one
         raise CheckpointError(doing, [f"config.json has an entry of a wrong type: {error}."]) from None
+    if not found.config.tied or not any((Path(directory) / name).exists() for name in (WHOLE, INDEX)):
+        return found
+    first, second = (family.tensors[path].name for path in ("embedding.table", "output.table"))
+    with Files(directory) as files:
+        if not {first, second} <= files.tensors.keys() or files.tensors[first].dtype not in DTYPES:
+            return found
+        if files.equal(first, second):
+            return found
+    remark = f"{second} is not {first}, so the model is not tied, though config.json says it is (tie_word_embeddings)"
+    return replace(found, config=replace(found.config, tied=False), remark=remark)
 
 
 def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described:
@@ -76,7 +91,9 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
         if value is REQUIRED:
             faults.append(f"{key} is missing.")
         elif option.names is None and not callable(value) and not _fits(name, value):
-            faults.append(f"{key} is {value!r}, which is no {_KINDS[_kind(name)]}.")
+            faults.append(f"{key} is {'null' if value is None else repr(value)}, which is no {_KINDS[_kind(name)]}.")
+        elif name == "rotary_size" and value == 0:  # here it would stand for the whole head
+            faults.append(f"{key} is 0: models that do not rotate by position are not supported.")
         elif option.names is not None and value not in [*option.names]:
             known = ", ".join(map(repr, option.names))
             faults.append(f"{key} is {value!r}, which is not supported; supported: {known}.")

@@ -37,6 +37,7 @@ class LoadReport:
         file_bytes: size of the checkpoint's files.
         host_bytes: most bytes of host memory held at once beside the arrays: the shard that was being read.
         seconds: time from the first header to the last array.
+        remark: where the tensors say otherwise than config.json, what; else empty.
     """
 
     tensors: int
@@ -44,11 +45,13 @@ class LoadReport:
     file_bytes: int
     host_bytes: int
     seconds: float
+    remark: str = ""
 
     def __str__(self) -> str:
         return (
             f"{self.tensors} tensors, {amount_of_bytes(self.bytes_read)} of {amount_of_bytes(self.file_bytes)} read in "
             f"{amount_of_seconds(self.seconds)}; {amount_of_bytes(self.host_bytes)} of host memory beside the arrays"
+            f"{self.remark and '; '}{self.remark}"
         )
 
 
@@ -106,6 +109,7 @@ def load(
             file_bytes=files.bytes,
             host_bytes=reader.most,
             seconds=time.perf_counter() - began,
+            remark=checkpoint.remark,
         )
     return Transformer(config, layout, nested(values), dtype), report
 
@@ -120,12 +124,6 @@ def _check(checkpoint: Described, config: ModelConfig, table: dict[str, Source],
         for name in files.tensors
         if name not in wanted and not re.fullmatch("|".join(ignored), name)
     ]
-    own = next(table["embedding.table"].names())
-    if not faults and config.tied and "lm_head.weight" in files.tensors and not files.equal(own, "lm_head.weight"):
-        faults.append(
-            f"lm_head.weight differs from {own}, and config.json says that they are one (tie_word_embeddings). "
-            "If both are meant, set it to false."
-        )
     if faults:
         raise CheckpointError(f"cannot load {checkpoint.family.architecture} from {str(files.directory)!r}:", faults)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..config import ModelConfig
@@ -48,8 +49,8 @@ def save(
         file_bytes: largest size of a file, unless a single tensor is larger.
 
     Raises:
-        CheckpointError: a ValueError: no family has the model's form (it gives all reasons), the folder exists, or it
-            cannot be written.
+        CheckpointError: a ValueError: no family has the model's form (it gives all reasons), the folder exists, it
+            cannot be written, or tensors have values that the dtype cannot hold (all of them named).
 
     Differs: where the model scales embedded tokens by √E and the family does not, √E is multiplied into the table, and
         divided out of the last norm if the table is tied: the same function. Experts are dropless in a checkpoint: a
@@ -81,7 +82,9 @@ def save(
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
-            _write_tensors(beside, table, values, dtype, names[dtype], file_bytes)
+            beyond = _write_tensors(beside, table, values, dtype, names[dtype], file_bytes)
+            if beyond:
+                raise CheckpointError(doing, beyond)
             (beside / "config.json").write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
             if tokenizer is not None:
                 tokenizer.save(beside)
@@ -103,8 +106,8 @@ def _factors(family: Family, config: ModelConfig) -> dict[str, float]:
 
 def _write_tensors(
     folder: Path, table: Mapping[str, Source], values: Mapping[str, jax.Array], dtype: np.dtype, kind: str, most: int
-) -> None:
-    """Write the files and, if there are several, their index."""
+) -> list[str]:
+    """Write the files and, if there are several, their index; return the tensors that the dtype cannot hold."""
     files: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     size = total = 0
     for path, source in table.items():
@@ -116,6 +119,7 @@ def _write_tensors(
             files[-1].append((path, numbers))
             size, total = size + count, total + count
     places: dict[str, str] = {}
+    beyond: list[str] = []
     for number, tensors in enumerate(files, 1):
         file = WHOLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -130,18 +134,25 @@ def _write_tensors(
         with (folder / file).open("wb") as out:
             out.write(len(text).to_bytes(8, "little") + text)
             for path, numbers in tensors:
-                tensor = _tensor(table[path], numbers, _distinct(values[path]), dtype)
+                tensor, largest = _tensor(table[path], numbers, _distinct(values[path]), dtype)
                 out.write(tensor.view(np.uint8).data)
+                if largest:
+                    name, limit = table[path].name(numbers), float(jnp.finfo(dtype).max)
+                    beyond.append(f"{name} has {largest:.6g}, and {dtype} ends at {limit:.6g}; take another dtype.")
             out.flush()
             os.fsync(out.fileno())
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return beyond
 
 
-def _tensor(source: Source, numbers: tuple[int, ...], shards: list[Any], dtype: np.dtype) -> np.ndarray:
-    """One tensor of the checkpoint on the host, put together of the shards that have a part of it."""
-    out = np.empty(source.split, dtype)
+def _tensor(source: Source, numbers: tuple[int, ...], shards: list[Any], dtype: np.dtype) -> tuple[np.ndarray, float]:
+    """One tensor of the checkpoint on the host, put together of the shards that have a part of it.
+
+    Beside it the largest magnitude that became infinite in its dtype; 0 if none did.
+    """
+    out, beyond = np.empty(source.split, dtype), 0.0
     for shard in shards:
         if numbers not in source.counts(shard.index):
             continue
@@ -153,8 +164,11 @@ def _tensor(source: Source, numbers: tuple[int, ...], shards: list[Any], dtype: 
             part = values[place[len(numbers) :]].transpose(source.order)
             if source.factor != 1.0 or source.stored.offset:
                 part = part.astype(np.float32) / source.factor - source.stored.offset
-            out[region] = part.astype(dtype)
-    return out
+            with np.errstate(over="ignore"):
+                out[region] = part.astype(dtype)
+            lost = np.isinf(out[region]) & np.isfinite(part)
+            beyond = max(beyond, float(np.abs(part[lost]).max())) if lost.any() else beyond
+    return out, beyond
 
 
 def _distinct(value: jax.Array) -> list[Any]:

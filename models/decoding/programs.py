@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gspmd.layouts.rules.keys import PHASES
+
 from ..config import ModelConfig
 from ..shapes import abstract, abstract_tokens
 from ..transformer import arrays
 from .cache import abstract_cache, abstract_whole
 from .memory import formats, heads_first, orders_memory
-from .serving import for_serving, phases
+from .serving import GenerationError, for_serving, phases
 from .steps import decode_step, prefill_step
 
 
@@ -53,6 +55,7 @@ def serving_program(
     prefill: Any = None,
     dtype: Any = "bfloat16",
     weights: Any = None,
+    cache: Any = None,
 ) -> Program:
     """Build the program that `gspmd generate` runs in a phase, with abstract arguments.
 
@@ -65,11 +68,14 @@ def serving_program(
         room: tokens that a row of the cache has room for.
         length: tokens that a prefill reads of each row, into an empty cache.
         prefill: another layout for the phase `prefill`, as for `phases`.
-        dtype: of activations and the cache.
+        dtype: of activations.
         weights: dtype in which matrices are stored, such as `"int8"`; None for `dtype`.
+        cache: dtype in which keys and values are kept, such as `"int8"`, then with a float32 scale for each token and
+            head; None for `dtype`.
 
     Raises:
-        LayoutError, ValueError: the layout does not fit the model, the mesh or the sizes.
+        LayoutError, SpecError: the layout does not fit the model, the mesh or the sizes.
+        GenerationError: there is no such phase, a size is under 1, or a prefill is longer than the room.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -78,18 +84,30 @@ def serving_program(
         >>> program.tokens, program.arguments[program.donated].room
         (4, 32)
     """
+    faults = [
+        f"{name} is {n}; it must be at least 1"
+        for name, n in {"batch": batch, "room": room, "length": length}.items()
+        if n < 1
+    ]
+    if phase not in PHASES:
+        faults.append(f"phase is {phase!r}; it must be {' or '.join(PHASES)}")
+    if phase == "prefill" and 0 < room < length:
+        faults.append(f"a prefill of {length} tokens needs room for as many, and there is room for {room}")
+    if faults:
+        raise GenerationError("cannot build this program:\n" + "\n".join(f"  {fault}" for fault in faults))
     config, reading = for_serving(config), phase == "prefill"
     read, written = (config.sizes(batch, tokens) | {"T": room} for tokens in (length, 1))
     used, stored = phases(layout, prefill, sizes=(read, written), mesh=mesh)
     used = used.check(read, mesh) if reading else stored.check(written, mesh)
     model = abstract(config, used, mesh, dtype, stored=weights or dtype)
-    cache = abstract_cache(config, stored, mesh, batch, room, dtype)
+    kept = jnp.dtype(cache or dtype)
+    held = abstract_cache(config, stored, mesh, batch, room, kept, int8=kept == jnp.int8)
     rows, results = abstract_whole(mesh, (batch,), jnp.int32), None
     if orders_memory(mesh):
-        cache = heads_first(cache)
-        results = None, formats(cache)
+        held = heads_first(held)
+        results = None, formats(held)
     if reading:
         tokens = abstract_tokens(used, mesh, batch, length)
-        step, given = prefill_step(model, fresh=True), (arrays(model), tokens, rows, cache)
+        step, given = prefill_step(model, fresh=True), (arrays(model), tokens, rows, held)
         return Program(used, step, given, 3, 0, batch * length, results)
-    return Program(used, decode_step(model), (arrays(model), rows, cache), 2, 0, batch, results)
+    return Program(used, decode_step(model), (arrays(model), rows, held), 2, 0, batch, results)

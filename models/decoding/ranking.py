@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 import gspmd
-from gspmd.annotate import LayoutError, Spec, SpecError
+from gspmd.annotate import LayoutError, PlanError, Spec, SpecError
 from gspmd.display.plain import printable
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
 from gspmd.hardware.chips import Chip
@@ -26,6 +26,9 @@ FEED_FORWARD = (
     "weight-stationary-2d", "weight-stationary-1d", "weight-gathered-x", "weight-gathered-xy", "weight-gathered-xyz"
 )  # fmt: skip
 """The presets whose feed-forward layers are tried."""
+
+_REFUSALS = LayoutError, SpecError, PlanError
+"""What says of sizes and a mesh that a layout does not fit them; anything else is a fault of another kind."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,26 +81,32 @@ def rank_serving(
     lowerings: Sequence[str] = ("blocking", "looped"),
     dtype: Any = "bfloat16",
     weights: Any = None,
+    cache: Any = None,
 ) -> list[Served]:
     """Rank whole-model layouts for a phase by the planned seconds of its step, fastest first.
 
     The step is the one that is run, traced by `gspmd.trace`:
 
         seconds = collectives + sum over products of max(operations / peak, bytes / bandwidth)
-                  + layers · max(4 b l h (t + l) D / peak, 2 b t k D · itemsize / bandwidth)
+                  + layers · max(4 b l h (t + l) D / peak, 2 b t k (D · itemsize + s) / bandwidth)
 
-    with what one device has of rows b, new tokens l, query heads h, cached tokens t and key/value heads k. Bandwidth is
-    that of main memory; the bytes of a product are its weights and activations, so that a decode step of few rows
-    takes the time of reading its weights, and one of many rows with a long context that of reading its cache.
+    with what one device has of rows b, new tokens l, query heads h, cached tokens t and key/value heads k, and s = 4
+    bytes for the scale that an int8 cache has for each token and head. Bandwidth is that of main memory; the bytes of a
+    product are its weights and activations, so that a decode step of few rows takes the time of reading its weights,
+    and one of many rows with a long context that of reading its cache.
 
     Args:
-        config, mesh, phase, batch, room, length, dtype, weights: as for `serving_program`.
+        config, mesh, phase, batch, room, length, dtype, weights, cache: as for `serving_program`.
         layouts: for example those of `serving_layouts`.
         chip: the hardware.
         lowerings: of equations, each of which is tried with every layout.
 
     Returns:
         One `Served` for each layout and lowering. Those that do not fit come last, with the reason.
+
+    Raises:
+        LayoutError: a layout is wrong for any model and mesh.
+        GenerationError: as `serving_program`; or a router that reads later tokens.
 
     Example:
         >>> mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"))
@@ -111,12 +120,12 @@ def rank_serving(
     Source: Pope et al. 2022 (arXiv 2211.05102), sections 2 and 3: compute time, memory time, communication time.
     """
     chip, ranked = chip_named(chip), []
+    stored: dict[str, Any] = {"dtype": dtype, "weights": weights, "cache": cache}
     for layout in layouts:
+        layout.check()
         try:
-            program = serving_program(
-                config, layout, mesh, phase, batch=batch, room=room, length=length, dtype=dtype, weights=weights
-            )
-        except (LayoutError, SpecError, ValueError) as error:
+            program = serving_program(config, layout, mesh, phase, batch=batch, room=room, length=length, **stored)
+        except _REFUSALS as error:
             ranked.append(Served(layout.name, lowerings[0], inf, reason=str(error)))
             continue
         held = _held(program)
@@ -124,7 +133,9 @@ def rank_serving(
             reason = f"weights and cache take {amount_of_bytes(held)} of {amount_of_bytes(chip.hbm_bytes)}."
             ranked.append(Served(layout.name, lowerings[0], inf, held_bytes=held, reason=reason))
             continue
-        attention = _attention(config, program.layout, dict(mesh.shape), batch, length, room, chip, dtype)
+        attention = _attention(
+            config, program.layout, dict(mesh.shape), batch, length, room, chip, dtype, cache or dtype
+        )
         ranked += [_planned(layout.name, name, program, mesh, held, attention) for name in lowerings]
     return sorted(ranked, key=lambda served: served.seconds)
 
@@ -133,7 +144,7 @@ def _planned(name: str, lowering: str, program: Program, mesh: Any, held: int, a
     with jax.set_mesh(mesh), gspmd.lowering(lowering):
         try:
             plan = gspmd.trace(program.step, *program.arguments)
-        except (LayoutError, SpecError, ValueError) as error:
+        except _REFUSALS as error:
             return Served(name, lowering, inf, held_bytes=held, reason=str(error))
     products = sum(entry.step.seconds * entry.trips for entry in plan.entries if entry.step.kind == "einsum")
     seconds = plan.seconds + attention
@@ -147,8 +158,9 @@ def _held(program: Program) -> int:
 
 
 def _attention(
-    config: ModelConfig, layout: Layout, mesh: Mapping[str, int], batch: int, length: int, room: int, chip: Chip, dtype
-) -> float:
+    config: ModelConfig, layout: Layout, mesh: Mapping[str, int], batch: int, length: int, room: int, chip: Chip,
+    dtype: Any, kept_as: Any,
+) -> float:  # fmt: skip
     """Seconds of all layers' attention on one device: it runs where the cache lies, with the rest of the heads."""
     query, cache = layout.spec("attention.query"), cache_spec(layout)
     over = lambda axes: prod(mesh[axis] for axis in axes)  # noqa: E731
@@ -158,7 +170,8 @@ def _attention(
     rows, cached = batch / over(cache.axes_of("B")), sizes["T"] / over(cache.axes_of("T"))
     kept = sizes["K"] / over(cache.axes_of("K"))
     operations = 4 * rows * length * heads * (cached + length) * config.head_size
-    moved = 2 * rows * cached * kept * config.head_size * jax.numpy.dtype(dtype).itemsize
+    kind = jax.numpy.dtype(kept_as)
+    moved = 2 * rows * cached * kept * (config.head_size * kind.itemsize + 4 * (kind == jax.numpy.int8))
     return config.layers * max(operations / chip.flops(str(dtype)), moved / chip.hbm_bandwidth)
 
 

@@ -1,5 +1,6 @@
 """`gspmd`: the list of commands, one message for a command that there is not, and configurations by name."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,14 @@ from gspmd.training import ConfigError, command
 
 ROOT = Path(__file__).parents[2]
 EXPLAIN = ["BLE_xyz, E_xF_yz -> BLF_yzx", "--mesh", "x=4,y=4,z=4", "--sizes", "B=512,L=1,E=18432,F=73728"]
+
+
+@pytest.fixture(autouse=True)
+def interrupts():
+    """A script ends its process, and lets no interrupt disturb that; the tests' own goes on."""
+    usual = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, usual)
 
 
 @pytest.mark.parametrize("flags", [[], ["--help"], ["-h"]], ids=["nothing", "--help", "-h"])

@@ -11,7 +11,7 @@ import pytest
 
 import gspmd
 from gspmd.audit import topology
-from gspmd.training import command
+from gspmd.training import ConfigError, command
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--config", str(ROOT / "configs" / "tiny.toml"), "--layout", "weight-stationary-2d", "--length", "16"]
@@ -117,6 +117,18 @@ def test_a_decoded_token_reads_all_that_the_cache_has_room_for(script, monkeypat
         settings = script.parse([*flags, "--length", length])
         script.compiled(settings, topology(settings.topology))
     assert found == [8 * settings.model.flops_per_token(64) / 3] * 2
+
+
+@needs_libtpu
+def test_weights_and_cache_are_compiled_as_int8(script):
+    flags = [*TINY, *V4, "--phase", "decode", "--batch", "8"]
+    settings = script.parse([*flags, "--weights", "int8", "--cache", "int8"])
+    mesh = script.mesh_of(settings, topology(settings.topology))
+    _, (weights, _, cache), options = script.program_of(settings, script.layout_of(settings), mesh)
+    assert weights["blocks.0.attention.w_q"].dtype == cache.keys[0].dtype == cache.values[0].dtype == "int8"
+    assert options["donate_argnums"] == (2,)
+    with pytest.raises(ConfigError, match="--cache int8 is for --phase prefill and decode, not forward"):
+        script.parse([*TINY, *V4, "--cache", "int8"])
 
 
 @needs_libtpu

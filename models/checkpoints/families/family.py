@@ -17,11 +17,13 @@ class Option:
         key: its name, or names of which the first is written.
         default: its value where it is absent or null; a function of the fields of other entries; or REQUIRED.
         names: value in the file to value here, where they are called otherwise; None if they are the same.
+        absent: values that stand for none.
     """
 
     key: str | tuple[str, ...]
     default: Any = REQUIRED
     names: Mapping[Any, Any] | None = None
+    absent: tuple[Any, ...] = (None,)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -30,7 +32,10 @@ class Option:
 
     def of(self, json: Mapping[str, Any]) -> tuple[str, Any]:
         """Its name and value in a file, as the file has them; its default if it has none."""
-        return next(((key, json[key]) for key in self.keys if json.get(key) is not None), (self.keys[0], self.default))
+        return next(
+            ((key, json[key]) for key in self.keys if key in json and json[key] not in self.absent),
+            (self.keys[0], self.default),
+        )
 
 
 @dataclass(frozen=True)

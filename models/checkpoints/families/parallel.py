@@ -31,7 +31,7 @@ GPTJ = Family(
         "layers": Option("n_layer"),
         "heads": Option("n_head"),
         "feed_forward": Option("n_inner", lambda fields: 4 * fields["embed"]),
-        "rotary_size": Option("rotary_dim", 64),
+        "rotary_size": Option("rotary_dim", 64, absent=()),  # null is not 64, nor does transformers take it
         "activation": Option("activation_function", "gelu_new", GELU),
         "norm_epsilon": Option("layer_norm_epsilon", 1e-5),
         "tied": Option("tie_word_embeddings", False),

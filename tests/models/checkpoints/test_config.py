@@ -113,6 +113,11 @@ REFUSED = {
         {"architectures": ["CohereForCausalLM"], "logit_scale": "1"},
         "config.json has an entry of a wrong type",
     ),
+    "no rotated elements": ({"architectures": ["GPTJForCausalLM"], "rotary_dim": 0}, "rotary_dim is 0: models that"),
+    "elements that are null": (
+        {"architectures": ["GPTJForCausalLM"], "rotary_dim": None},
+        "rotary_dim is null, which is no whole number",
+    ),
     "a size that is no number": ({"hidden_size": "24"}, "hidden_size is '24', which is no whole number"),
 }
 

@@ -13,7 +13,7 @@ import pytest
 
 import gspmd_models as models
 from gspmd import LayoutError
-from gspmd_models.checkpoints import CheckpointError, load
+from gspmd_models.checkpoints import CheckpointError, load, model_config
 from gspmd_models.parameters import pad, parameters
 from tests.models.checkpoints.small import tensors, write
 
@@ -176,12 +176,17 @@ def test_a_tied_model_may_have_its_table_twice_in_the_file(placing, tmp_path):
     assert report.bytes_read == sum(x.nbytes for name, x in tensors().items() if name != "lm_head.weight")
 
 
-def test_a_tied_model_with_two_different_tables_is_refused(placing, tmp_path):
+def test_a_tied_model_with_two_different_tables_is_not_tied_and_says_so(placing, tmp_path):
     values = tensors()
-    values["lm_head.weight"] = values["model.embed_tokens.weight"].copy()
-    values["lm_head.weight"][-1, -1] += 1
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
-        load(write(tmp_path, values, tie_word_embeddings=True), *placing("replicated"), "float32")
+    folder = write(tmp_path, values, tie_word_embeddings=True)
+    assert not model_config(folder).tied
+    model, report = load(folder, *placing("replicated"), "float32")
+    np.testing.assert_array_equal(models.arrays(model)["output.table"], values["lm_head.weight"])
+    np.testing.assert_array_equal(models.arrays(model)["embedding.table"], values["model.embed_tokens.weight"])
+    assert str(report).endswith(
+        "; lm_head.weight is not model.embed_tokens.weight, so the model is not tied, though config.json says it is "
+        "(tie_word_embeddings)"
+    )
 
 
 def test_a_layout_that_the_model_does_not_divide_by_is_refused_before_anything_is_read(placing, tmp_path, monkeypatch):

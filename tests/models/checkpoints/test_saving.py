@@ -114,6 +114,23 @@ def test_a_model_without_a_family_leaves_nothing(trained, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_values_beyond_the_dtype_are_all_named_and_nothing_is_written(placing, tmp_path):
+    values = tensors()
+    values["lm_head.weight"][3, 2], values["lm_head.weight"][0, 0] = -70000.0, np.inf  # that one was there before
+    values["model.layers.1.mlp.up_proj.weight"][0, 0] = 65520.0  # half-way from the largest, which rounds up
+    values["model.norm.weight"][:] = 65504.0
+    (tmp_path / "in").mkdir()
+    model, _ = load(write(tmp_path / "in", values), *placing("replicated"), "float32")
+    with pytest.raises(CheckpointError) as caught:
+        save(model, tmp_path / "out", dtype="float16")
+    assert caught.value.faults == (
+        "model.layers.1.mlp.up_proj.weight has 65520, and float16 ends at 65504; take another dtype.",
+        "lm_head.weight has 70000, and float16 ends at 65504; take another dtype.",
+    )
+    assert [each.name for each in tmp_path.iterdir()] == ["in"]
+    save(model, tmp_path / "out", dtype="bfloat16")
+
+
 def test_a_full_disk_leaves_nothing_and_says_so(trained, tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")

@@ -11,6 +11,7 @@ from gspmd.moe.config import MoEConfig
 from gspmd_models.checkpoints import load, save
 from tests.models.checkpoints.cases import CASES, DECODED, FIRST, LAYOUTS, LENGTH
 from tests.models.checkpoints.conftest import close, logits_of
+from tests.models.checkpoints.small import tensors, write
 
 
 def logits(model: models.Transformer, mesh: jax.sharding.Mesh, tokens: np.ndarray) -> np.ndarray:
@@ -32,6 +33,13 @@ def test_a_checkpoint_of_each_family_gives_the_logits_of_transformers_and_goes_b
     close(logits(model, mesh, wanted.tokens), wanted.logits)
     save(model, tmp_path / "out")
     close(logits_of(from_folder(tmp_path / "out"), wanted.tokens), wanted.logits)
+
+
+@pytest.mark.slow
+def test_two_tables_that_config_json_calls_one_are_two_for_transformers_as_well(placing, from_folder, tmp_path):
+    folder, (layout, mesh) = write(tmp_path, tensors(), tie_word_embeddings=True), placing("replicated")
+    ids = np.random.default_rng(1).integers(0, 48, (2, 9))
+    close(logits(load(folder, layout, mesh, "float32")[0], mesh, ids), logits_of(from_folder(folder), ids))
 
 
 @pytest.mark.slow

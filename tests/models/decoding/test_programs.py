@@ -58,6 +58,24 @@ def test_what_is_planned_is_sent_and_a_parallel_block_gathers_and_reduces_once(c
     assert [tuple(map(str, pair)) for pair in sent["reduce-scatter"]] == [("BLE_x partialsum-yz", "BLE_xyz")]
 
 
+@pytest.mark.parametrize("phase", [pytest.param("prefill", marks=pytest.mark.slow), "decode"])
+def test_int8_weights_and_cache_are_sent_as_planned(phase, config, make_mesh):
+    """Keys go to a cache over batch and length as int8, with their scales: a quarter of the bytes, and not one more."""
+    changes = {f"{phase}.attention.query": "B_zLH_yxD", f"{phase}.attention.key": "B_zLKD"}
+    layout = Layout.load("weight-stationary-2d").override(
+        changes | {"decode.attention.key": "B_zLKD", "cache.attention.key": "B_zT_xyKD"}
+    )
+    mesh = make_mesh({"x": 2, "y": 2, "z": 2})
+    program = serving_program(
+        config(kv_heads=1), layout, mesh, phase, batch=8, room=16, length=8, dtype="float32", weights="int8",
+        cache="int8",
+    )  # fmt: skip
+    weights, cache = program.arguments[program.stored], program.arguments[program.donated]
+    assert {str(leaf.dtype) for leaf in (*cache.keys, *cache.values, weights["blocks.0.ffn.w_in"])} == {"int8"}
+    assert {str(leaf.dtype) for leaf in (*cache.key_scales, *cache.value_scales)} == {"float32"}
+    check_ledgers((mesh, None, {phase: (jax.jit(program.step, donate_argnums=program.donated), program.arguments)}))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "prefill", "changes", "moe", "lowering"),

@@ -4,9 +4,10 @@ import jax
 import pytest
 
 import gspmd
+from gspmd.annotate import LayoutError
 from gspmd.hardware.chips import chip
 from gspmd.layouts import Layout
-from gspmd_models.decoding import rank_serving, serving_layouts, serving_program
+from gspmd_models.decoding import GenerationError, rank_serving, serving_layouts, serving_program
 
 SIZES = {"batch": 8, "room": 32}
 
@@ -49,14 +50,41 @@ def test_the_fastest_comes_first_and_what_does_not_fit_last_with_the_reason(conf
 
 
 def test_int8_weights_are_held_in_a_byte_each(config, mesh):
-    layouts = list(serving_layouts(["weight-stationary-2d"]))
-    wide, narrow = (
-        next(
-            s for s in ranked(config(kv_heads=1), layouts, mesh, weights=dtype) if s.name.endswith("B_xyzLHD B_xyzTKD")
-        )
-        for dtype in ("float32", "int8")
-    )
+    layout = next(each for each in serving_layouts(["weight-stationary-2d"]) if "B_xyzLHD B_xyzTKD" in each.name)
+    wide, narrow = (ranked(config(kv_heads=1), [layout], mesh, weights=dtype)[0] for dtype in ("float32", "int8"))
     assert wide.held_bytes > 2 * narrow.held_bytes  # the cache, float32 scales and norms are as large
+
+
+def test_an_int8_cache_is_held_and_read_as_a_byte_and_a_share_of_its_scale(config, mesh):
+    """Two layers of one head: keys and values of 8 rows by 32 positions, with batch and length over 8 devices."""
+    settings, v4 = config(kv_heads=1), chip("tpu-v4")
+    layout = next(each for each in serving_layouts(["weight-stationary-2d"]) if "B_zLH_yxD B_zT_xyKD" in each.name)
+    options = {"room": 2**14, "dtype": "bfloat16"}
+    wide, narrow = (ranked(settings, [layout], mesh, cache=cache, **options)[0] for cache in (None, "int8"))
+    entries, size = 2 * 2 * 8 * 2**14 // 8, settings.head_size
+    assert wide.held_bytes - narrow.held_bytes == entries * (2 * size - (size + 4))
+    assert narrow.attention == pytest.approx(entries * (size + 4) / v4.hbm_bandwidth)
+
+
+def test_only_a_refusal_of_the_sizes_counts_as_not_fitting(config, mesh, monkeypatch):
+    layout = Layout.load("weight-stationary-2d")
+    with pytest.raises(LayoutError, match="E_xF_yq"):
+        ranked(config(), [layout.override({"ffn.w_in": "E_xF_yq"})], mesh)
+    with pytest.raises(GenerationError, match="phase is 'decoding'; it must be prefill or decode"):
+        ranked(config(), [layout], mesh, phase="decoding")
+    with pytest.raises(GenerationError, match="needs room for as many, and there is room for 32"):
+        ranked(config(), [layout], mesh, phase="prefill", length=64)
+
+    def broken(*given, **options):
+        raise ValueError("a fault of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gspmd_models.decoding.ranking.serving_program", broken)
+        with pytest.raises(ValueError, match="a fault of ours"):
+            ranked(config(), [layout], mesh)
+    monkeypatch.setattr(gspmd, "trace", broken)
+    with pytest.raises(ValueError, match="a fault of ours"):
+        ranked(config(), [layout], mesh)
 
 
 def test_a_prefill_may_gather_what_a_decode_step_keeps_in_its_place(config, mesh):

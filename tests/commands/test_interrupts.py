@@ -1,0 +1,102 @@
+"""An interrupt ends every command in one line, with exit code 130, from the first import on."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXPLAIN = ["BLE_xyz, E_xF_yz -> BLF_yzx", "--mesh", "x=4,y=4,z=4", "--sizes", "B=512,L=1,E=18432,F=73728"]
+SAID = "\nInterrupted.\n"
+
+_AT = """
+import os, runpy, signal, sys
+class At:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+            raise ImportError("the interrupt came, and was taken for something else")
+sys.meta_path.insert(0, At())
+sys.argv[1:] = {flags!r}
+runpy.{run}
+"""
+PACKAGE, SCRIPT = "run_module('gspmd', run_name='__main__')", "run_path({!r}, run_name='__main__')"
+
+
+@pytest.mark.parametrize(
+    ("module", "run", "flags"),
+    [
+        ("gspmd.commands.explain", PACKAGE, ["explain", *EXPLAIN]),
+        ("rich.console", PACKAGE, ["--help"]),
+        ("numpy", PACKAGE, ["train"]),
+        ("jax", SCRIPT.format(str(ROOT / "scripts" / "generate.py")), []),
+    ],
+    ids=["explain", "help", "train", "script"],
+)
+def test_while_libraries_are_imported(module, run, flags):
+    program = _AT.format(module=module, run=run, flags=flags)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", SAID)
+
+
+def test_a_command_begins_without_a_library():
+    """Before a command's first line nothing can be done about an interrupt."""
+    program = "import sys; before = set(sys.modules); import gspmd.commands.main; print(*set(sys.modules) - before)"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    libraries = {name.partition(".")[0] for name in shown.split()} - sys.stdlib_module_names
+    assert libraries == {"gspmd"}
+
+
+def test_where_interrupts_are_ignored_they_stay_so():
+    program = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)" + _AT.format(
+        module="gspmd.commands.explain", run=PACKAGE, flags=["explain"]
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 1
+    assert "taken for something else" in done.stderr
+
+
+def test_threads_that_work_on_are_left_alone():
+    """XLA compiles in threads, which are in the middle of something when the interpreter takes itself down."""
+    program = """
+import sys, threading, time, types
+def run(flags, script):
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    print("printed", flags)
+    raise KeyboardInterrupt
+sys.modules["gspmd.commands.explain"] = types.SimpleNamespace(run=run)
+from gspmd.commands.main import main
+sys.exit(main())
+"""
+    given = [sys.executable, "-c", program, "explain"]
+    done = subprocess.run(given, capture_output=True, text=True, cwd=ROOT, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "printed []\n", SAID)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["-m", "gspmd", "explain", *EXPLAIN],
+        ["scripts/generate.py", "--checkpoint", "nowhere", "--prompt", "x"],
+    ],
+    ids=["explain", "generate"],
+)
+def test_at_any_moment(flags):
+    """The interpreter itself takes the first tenth of a second; a command that has ended keeps its own exit code."""
+    began = time.perf_counter()
+    whole = subprocess.run([sys.executable, *flags], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    seconds = time.perf_counter() - began
+    for share in (0.15, 0.4, 0.7, 0.9):
+        with subprocess.Popen(
+            [sys.executable, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        ) as process:
+            time.sleep(max(0.15, share * seconds))
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=300)
+        assert process.returncode in (130, whole.returncode), err
+        assert "Traceback" not in err
+        assert process.returncode != 130 or "Interrupted" in err.splitlines()[-1]
