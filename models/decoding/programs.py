@@ -13,7 +13,6 @@ from ..config import ModelConfig
 from ..shapes import abstract, abstract_tokens
 from ..transformer import arrays
 from .cache import abstract_cache, abstract_whole
-from .memory import formats, heads_first, orders_memory
 from .serving import for_serving, phases
 from .steps import decode_step, prefill_step
 
@@ -29,7 +28,6 @@ class Program:
         donated: number of the argument that the step overwrites: the cache.
         stored: number of the argument that is stored once and read in every step: the weights.
         tokens: how many one execution reads, over all rows.
-        results: for `out_shardings`: on TPUs the cache leaves in the order of memory in which it came; else None.
     """
 
     layout: Any
@@ -38,7 +36,6 @@ class Program:
     donated: int
     stored: int
     tokens: int
-    results: Any = None
 
 
 def serving_program(
@@ -84,12 +81,9 @@ def serving_program(
     used = used.check(read, mesh) if reading else stored.check(written, mesh)
     model = abstract(config, used, mesh, dtype, stored=weights or dtype)
     cache = abstract_cache(config, stored, mesh, batch, room, dtype)
-    rows, results = abstract_whole(mesh, (batch,), jnp.int32), None
-    if orders_memory(mesh):
-        cache = heads_first(cache)
-        results = None, formats(cache)
+    rows = abstract_whole(mesh, (batch,), jnp.int32)
     if reading:
         tokens = abstract_tokens(used, mesh, batch, length)
         step, given = prefill_step(model, fresh=True), (arrays(model), tokens, rows, cache)
-        return Program(used, step, given, 3, 0, batch * length, results)
-    return Program(used, decode_step(model), (arrays(model), rows, cache), 2, 0, batch, results)
+        return Program(used, step, given, 3, 0, batch * length)
+    return Program(used, decode_step(model), (arrays(model), rows, cache), 2, 0, batch)
