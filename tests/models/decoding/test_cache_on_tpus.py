@@ -1,4 +1,4 @@
-"""What the compiler for TPUs makes of programs that read and write a cache: it copies none, whatever a chip has of it."""
+"""What the compiler for TPUs makes of programs that read and write a cache: it copies none of it."""
 
 from importlib.util import find_spec
 from math import prod
@@ -68,7 +68,7 @@ def temporaries(program, machine, cache_spec, kv_heads, room, *, int8=False, lay
     ],
 )
 def test_the_decode_loop_copies_nothing_of_the_cache(machine, cache, kv_heads, room, int8):
-    """With positions before heads in memory, it would copy all of it for 2 heads, or half, and be three times as slow."""
+    """With tokens before heads, [N, B, T, K, D], it would copy the whole cache where a chip has 2 heads."""
     taken, layer = temporaries("loop", machine, cache, kv_heads, room, int8=int8)
     assert taken < layer / 16
 
