@@ -187,7 +187,6 @@ def compiled(config, layout, machine, mesh, phase, batch, room, length=1, weight
         return compile_offline(
             program.step, *program.arguments, topology=machine, mesh=mesh,
             donate_argnums=(program.donated,), auto_layout_argnums=(program.stored,),
-            out_shardings=program.results,
         )  # fmt: skip
 
 

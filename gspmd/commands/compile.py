@@ -217,7 +217,7 @@ def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tupl
         say_chosen(program.layout)
         numbers = {"donate_argnums": program.donated, "auto_layout_argnums": program.stored}
         options: dict[str, Any] = {name: (number,) for name, number in numbers.items()}
-        return program.step, program.arguments, options | {"out_shardings": program.results}
+        return program.step, program.arguments, options
     layout = layout.resolved(config.sizes(settings.batch, settings.length), mesh)
     say_chosen(layout)
     stored = "float32" if train else settings.dtype

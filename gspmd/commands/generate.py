@@ -158,7 +158,9 @@ def generate(settings: Settings) -> int:
             model, taken = source.load(decode, mesh, dtype, int8=settings.weights == "int8")
         console.print(f"Loaded: {taken}.", soft_wrap=True, markup=False)
         ended: set[int] = set()
-        bursts = models.Generator(model, layout, prefill, **options).stream(
+        generator = models.Generator(model, layout, prefill, **options)
+        del model  # whose weights the generator may move to another order of memory
+        bursts = generator.stream(
             ids, settings.tokens, sampling=sampling, seed=settings.seed, stop=sorted(source.tokenizer.ends),
             ended=ended, **job,
         )  # fmt: skip

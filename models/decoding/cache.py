@@ -21,12 +21,13 @@ class Cache:
     """Keys and values of the tokens that a model has read, of all its layers: a pytree, donated from step to step.
 
     Blocks repeat with a period, and there is one array for each place in it, with the N repeats stacked first; B rows
-    have room for T tokens each.
+    have room for T tokens each. Heads stand before tokens: in the other order the compiler for TPUs copies every layer
+    before it multiplies, where a device has several heads.
 
     Attributes:
-        keys: rotated keys, one [N, B, T, K, D] for each place.
+        keys: rotated keys, one [N, B, K, T, D] for each place.
         values: likewise.
-        key_scales: of an int8 cache, one float32 [N, B, T, K] for each place; None for any other.
+        key_scales: of an int8 cache, one float32 [N, B, K, T] for each place; None for any other.
         value_scales: likewise.
         lengths: [B] int32, the tokens of each row that are in the cache.
     """
@@ -45,12 +46,13 @@ class Cache:
     @property
     def room(self) -> int:
         """T, the tokens that a row has room for."""
-        return self.keys[0].shape[2]
+        return self.keys[0].shape[3]
 
 
 def cache_spec(layout: Any) -> Spec:
-    """The spec [B, T, K, D] of the keys and values of one layer, as `Layout.cache` has it."""
-    return Spec.parse(layout.cache())
+    """The spec of the keys and values of one layer, [B, K, T, D] in memory: `Layout.cache`, whose letters are BTKD."""
+    held, dims = Spec.parse(layout.cache()), ("B", "K", "T", "D")
+    return Spec(dims, tuple(map(held.axes_of, dims)))
 
 
 def stacked(spec: Spec) -> Spec:
@@ -87,7 +89,7 @@ def abstract_cache(
         >>> mesh, layout = jax.make_mesh((1, 1, 1), ("x", "y", "z")), Layout.load("weight-stationary-2d")
         >>> cache = abstract_cache(ModelConfig(layers=2), layout, mesh, batch=4, length=32, dtype="bfloat16")
         >>> cache.keys[0].shape, cache.keys[0].sharding.spec[1]
-        ((2, 4, 32, 8, 16), ('x', 'y', 'z'))
+        ((2, 4, 8, 32, 16), ('x', 'y', 'z'))
     """
     spec, sizes = cache_spec(layout), wide_sizes(config, layout, batch, length)
     shape = tuple(sizes[dim] for dim in spec.dims)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,11 @@ from jax.sharding import NamedSharding
 from gspmd.lowerings.default import current as current_lowering
 
 from ..shapes import abstract_tokens
-from ..transformer import Transformer, arrays
+from ..transformer import Transformer, arrays, with_arrays
 from .batch import Batch, Sizes, make_batch
 from .cache import Cache, abstract_cache, abstract_whole, cache_spec, zeros
 from .loop import NOTHING, PLAIN, Rows, Sampling, decode_loop
-from .memory import formats, heads_first, in_best_order, orders_memory
+from .memory import Formats, any_order, put, shapes
 from .prefix import copy_rows
 from .serving import GenerationError, for_serving, served
 from .steps import decode_step, prefill_step
@@ -69,6 +70,9 @@ class Generator:
     for a burst of steps. A prompt that several texts begin with is read once. What a text is depends on its prompt,
     its seed and the settings alone: neither on the other texts, nor on chunks, bursts or layouts, but for rounding.
 
+    The devices hold the weights once: where the layout stores them, in the order of dimensions that the compiler chose
+    for the decode loop. `model` is that model; one that the caller keeps as well may hold what was moved once more.
+
     Args:
         model: a placed model; experts drop no token (see `for_serving`).
         layout: a `gspmd.Layout`, the model's own when None: its phase `prefill` for reading prompts and its phase
@@ -111,9 +115,9 @@ class Generator:
         for_serving(model.config)
         self.model, self.layout, self.prefill = model, model.layout if layout is None else layout, prefill
         self.chunk, self.burst, self.int8 = chunk, burst, int8
-        self._models: dict[Any, Transformer] = {}
+        self._models: dict[Any, Transformer] = {}  # of shapes
         self._compiled: dict[Any, Any] = {}
-        self._weights: dict[Any, dict[str, jax.Array]] = {}
+        self._formats: dict[Any, Formats] = {}  # in which each placement of the weights is stored
 
     def __call__(self, prompts: Sequence[Sequence[int]], tokens: int, **options: Any) -> Generated:
         """Continue prompts, and return all texts at once; arguments and errors as of `stream`."""
@@ -217,42 +221,59 @@ class Generator:
         sizes, mesh = batch.sizes, jax.sharding.get_mesh()
         fresh = len(batch.chunks()) == 1  # then prompts attend to nothing before them
         steps = self.programs(sizes, fresh=fresh)
-        (read, (*chunk, small)), (_, (weights, each, large)) = steps["prefill"], steps["decode"]
-        shapes = ((sizes.rows,), jnp.uint32), ((sizes.rows,), jnp.bool_), ((), jnp.int32)
-        others = [abstract_whole(mesh, *shape) for shape in shapes]
-        loop = decode_loop(self._served(sizes.decode), sampling, stop, self.burst)
-        if orders_memory(mesh):
-            small, large = heads_first(small), heads_first(large)
-            placed = _placements(weights)
-            if placed not in self._weights:
-                self._weights[placed] = in_best_order(weights, loop, 1, Rows(large, each, each), *others)
-            weights = self._weights[placed]
-        rows = Rows(large, each, each)
-        empty = self._program(("empty", sizes), lambda: zeros(small), (), (), formats(small))
-        given = (weights, *chunk[1:], small)
-        prefill = self._program(("prefill", sizes, fresh), lambda *given: read(*given)[1], given, 3, formats(small))
+        (read, given), (_, (weights, each, large)) = steps["prefill"], steps["decode"]
+        small, rows = given[-1], Rows(large, each, each)
+        inputs = ((sizes.rows,), jnp.uint32), ((sizes.rows,), jnp.bool_), ((), jnp.int32)
+        others = [abstract_whole(mesh, *shape) for shape in inputs]
+        # The first loop over weights that lie so may have them in any order of memory; its choice is all programs'.
+        formats = self._formats.get(_placements(weights)) or any_order(weights)
+        name, out = ("loop", sizes, sampling, stop, self.burst), (_places(rows), each.sharding)
+        function = decode_loop(self._served(sizes.decode), sampling, stop, self.burst)
+        loop = self._program(name, function, (weights, rows, *others), 1, out, formats)
+        formats = self._formats.setdefault(_placements(weights), loop.input_formats[0][0])
+        empty = self._program(("empty", sizes), lambda: zeros(small), (), (), _places(small))
+        name, out = ("prefill", sizes, fresh), _places(small)
+        prefill = self._program(name, lambda *given: read(*given)[1], given, 3, out, formats)
         share = None
         if batch.shares.sources is not None:
             copied, given = partial(copy_rows, layout=sizes.decode), (small, _sources(sizes), each)
-            share = self._program(("share", sizes), copied, given, (), formats(large))
-        name, out = ("loop", sizes, sampling, stop, self.burst), (formats(rows), each.sharding)
-        return empty, prefill, share, self._program(name, loop, (weights, rows, *others), 1, out)
+            share = self._program(("share", sizes), copied, given, (), _places(large))
+        return empty, prefill, share, loop
 
     def _stored(self, layout: Any) -> dict[str, jax.Array]:
-        """The weights that programs take: in the order of memory that the compiler chose, where it does."""
-        weights = arrays(self._served(layout))
-        return self._weights.get(_placements(weights), weights)
+        """The weights as the programs of a layout take them; those that are not so are moved, and `model` with them."""
+        model, weights = self._served(layout), arrays(self.model)
+        formats = self._formats[_placements(arrays(model))]
+        if any(x.format != formats[path] for path, x in weights.items()):
+            self.model = model  # which lets go of the weights, so that each can leave its old place
+            gc.collect()  # modules of Flax refer to themselves
+            try:
+                put(weights, formats)
+            finally:
+                self.model = with_arrays(model, weights)
+        return weights
 
     def _served(self, layout: Any) -> Transformer:
+        """The model in a layout, with shapes in place of weights."""
         key = layout, jax.sharding.get_mesh()
         if key not in self._models:
-            self._models[key] = served(self.model, layout)
+            self._models[key] = served(with_arrays(self.model, shapes(arrays(self.model))), layout)
         return self._models[key]
 
-    def _program(self, name: Any, function: Callable, given: Sequence[Any], donated: int | tuple, out: Any) -> Any:
+    def _program(
+        self,
+        name: Any,
+        function: Callable,
+        given: Sequence[Any],
+        donated: int | tuple,
+        out: Any,
+        weights: Formats | None = None,
+    ) -> Any:
+        """Compile a function once; `weights` are the formats of its first argument."""
         key = name, jax.sharding.get_mesh(), current_lowering()
         if key not in self._compiled:
-            jitted = jax.jit(function, donate_argnums=donated, out_shardings=out)
+            placed = {} if weights is None else {"in_shardings": (weights, *map(_places, given[1:]))}
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=out, **placed)
             self._compiled[key] = jitted.lower(*given).compile()
         return self._compiled[key]
 
@@ -262,8 +283,12 @@ class Generator:
         return abstract_cache(model.config, sizes.decode, mesh, rows, sizes.room, model.dtype, int8=self.int8)
 
 
-def _placements(weights: dict[str, jax.Array]) -> tuple[Any, ...]:
+def _placements(weights: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(x.sharding for x in weights.values())
+
+
+def _places(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
 def _sources(sizes: Sizes) -> jax.ShapeDtypeStruct:

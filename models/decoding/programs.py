@@ -15,7 +15,6 @@ from ..config import ModelConfig
 from ..shapes import abstract, abstract_tokens
 from ..transformer import arrays
 from .cache import abstract_cache, abstract_whole
-from .memory import formats, heads_first, orders_memory
 from .serving import GenerationError, for_serving, phases
 from .steps import decode_step, prefill_step
 
@@ -31,7 +30,6 @@ class Program:
         donated: number of the argument that the step overwrites: the cache.
         stored: number of the argument that is stored once and read in every step: the weights.
         tokens: how many one execution reads, over all rows.
-        results: for `out_shardings`: on TPUs the cache leaves in the order of memory in which it came; else None.
     """
 
     layout: Any
@@ -40,7 +38,6 @@ class Program:
     donated: int
     stored: int
     tokens: int
-    results: Any = None
 
 
 def serving_program(
@@ -102,12 +99,9 @@ def serving_program(
     model = abstract(config, used, mesh, dtype, stored=weights or dtype)
     kept = jnp.dtype(cache or dtype)
     held = abstract_cache(config, stored, mesh, batch, room, kept, int8=kept == jnp.int8)
-    rows, results = abstract_whole(mesh, (batch,), jnp.int32), None
-    if orders_memory(mesh):
-        held = heads_first(held)
-        results = None, formats(held)
+    rows = abstract_whole(mesh, (batch,), jnp.int32)
     if reading:
         tokens = abstract_tokens(used, mesh, batch, length)
         step, given = prefill_step(model, fresh=True), (arrays(model), tokens, rows, held)
-        return Program(used, step, given, 3, 0, batch * length, results)
-    return Program(used, decode_step(model), (arrays(model), rows, held), 2, 0, batch, results)
+        return Program(used, step, given, 3, 0, batch * length)
+    return Program(used, decode_step(model), (arrays(model), rows, held), 2, 0, batch)

@@ -95,9 +95,11 @@ def served(model: Transformer, layout: Any) -> Transformer:
             "  Build or load the model in this layout, or give this one the [padding] of the model's own."
         )
     for path, (spec, _) in wanted.items():
-        where = jax.sharding.NamedSharding(mesh, spec.partition_spec())
-        if isinstance(values[path], jax.Array) and not isinstance(values[path], jax.core.Tracer):
-            values[path] = jax.device_put(values[path], where)
+        where, x = jax.sharding.NamedSharding(mesh, spec.partition_spec()), values[path]
+        if isinstance(x, jax.ShapeDtypeStruct):
+            values[path] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+        elif isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+            values[path] = jax.device_put(x, where)
     return Transformer(config, layout, nested(values), model.dtype)
 
 

@@ -1,15 +1,17 @@
 """What stands in a key/value cache: writing new keys at each row's own position, and keys as int8 with scales."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gspmd.annotate.errors import PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.ops._attention.placement import by_position
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.planned_op import Chains, fault, planned_op, read, shard_index, sizes_of
 from gspmd.planner.graph.resharding import move
@@ -24,10 +26,11 @@ def write_cache(
     new keys are brought to where the cache lies, and the cache stays. It is written in place if its memory is donated.
 
     Args:
-        cache: [N, B, T, K, D] of N layers; or scales [N, B, T, K].
-        new: [N, B, L, K, D] in the cache's dtype.
-        cache_spec: where the cache lies, without N, which is whole: `"B_xT_yKD"`, or `"B_xT_yK"` of scales.
-        key_spec: where `new` lies, without N: `"BLK_xD"`.
+        cache: [N, B, K, T, D] of N layers, or scales [N, B, K, T]; any order of the dimensions behind N.
+        new: [N, B, L, K, D] in the cache's dtype, or [N, B, L, K].
+        cache_spec: order and place of the cache without N, which is whole: `"B_xKT_yD"`, or `"B_xKT_y"` of scales. The
+            letters of batch, heads and head size are those of `key_spec`.
+        key_spec: where `new` lies, without N: `"BLK_xD"`, in the order batch, length, heads, head size.
         lengths: [B] integers, whole on every device: how many tokens of each row are cached before.
 
     Returns:
@@ -40,8 +43,8 @@ def write_cache(
     Example:
         >>> import gspmd
         >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
-        ...     cache, new = jnp.zeros((1, 2, 4, 1, 1)), jnp.ones((1, 2, 2, 1, 1))
-        ...     print(write_cache(cache, new, "BTKD", "BLKD", lengths=jnp.array([1, 3]))[0, :, :, 0, 0])
+        ...     cache, new = jnp.zeros((1, 2, 1, 4, 1)), jnp.ones((1, 2, 2, 1, 1))
+        ...     print(write_cache(cache, new, "BKTD", "BLKD", lengths=jnp.array([1, 3]))[0, :, 0, :, 0])
         [[0. 1. 1. 0.]
          [0. 0. 0. 1.]]
     """
@@ -52,25 +55,30 @@ def write_cache(
     specs = []
     for name, spec, x in (("cache", Spec.parse(cache_spec), cache), ("new", Spec.parse(key_spec), new)):
         if x.ndim < 3 or x.ndim != 1 + len(spec.dims):
-            remedy = "Pass all layers, [N, B, T, K, D], or scales [N, B, T, K]; the spec leaves out N."
+            remedy = "Pass all layers, [N, B, K, T, D], or scales [N, B, K, T]; the spec leaves out N."
             raise SpecError(f"{doing}: {name} has shape {x.shape}.\n  {remedy}")
         specs.append(read(doing, spec, jax.ShapeDtypeStruct(x.shape[1:], x.dtype), ctx))
     held, key = specs
+    order = by_position(doing, held, key)
+    rows, _, *heads = (cache.shape[1 + at] for at in order)
+    heads = tuple(heads)
     checks = (
         (0, new.shape[:1] != cache.shape[:1], f"{len(new)} new layers, and {len(cache)} cached."),
-        (0, new.shape[1] != cache.shape[1], f"{new.shape[1]} new rows, and {cache.shape[1]} cached."),
-        (1, new.shape[3:] != cache.shape[3:], f"new heads are {new.shape[3:]}, and cached {cache.shape[3:]}."),
+        (0, new.shape[1] != rows, f"{new.shape[1]} new rows, and {rows} cached."),
+        (1, new.shape[3:] != heads, f"new heads are {new.shape[3:]}, and cached {heads}."),
         (1, new.dtype != cache.dtype, f"the new keys are {new.dtype}, and the cache is {cache.dtype}: cast them."),
-        (0, lengths.shape != cache.shape[1:2], f"lengths have shape {lengths.shape}, and have to be one a row."),
+        (0, lengths.shape != (rows,), f"lengths have shape {lengths.shape}, and have to be one a row."),
     )
     faults = [fault(key, key.dims[at], fact) for at, wrong, fact in checks if wrong]
     if faults:
         raise report(SpecError, doing, faults) from None
     layers = next(letter for letter in "NSPQUWZ" if letter not in held.dims + key.dims)
-    form = _Form(*(Spec((layers, *spec.dims), ((), *spec.axes)) for spec in (held, key)))
+    specs = (Spec((layers, *spec.dims), ((), *spec.axes)) for spec in (held, key))
+    form = _Form(*specs, (0, *(1 + at for at in order)))
     if ctx.lowering == "xla":
         ins = (form.cache, form.new, Spec(("B",), ((),)))
-        return compiler_chooses(ctx, _scattered, ins, form.cache, cache, new, lengths, name=form.name)
+        f = partial(_scattered, form.order)
+        return compiler_chooses(ctx, f, ins, form.cache, cache, new, lengths, name=form.name)
     return _planned(form, ctx, cache, new, lengths)
 
 
@@ -104,6 +112,8 @@ def quantize_heads(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 class _Form:
     cache: Spec
     new: Spec
+    order: tuple[int, ...]
+    """Where the cache has layers, batch, length, heads and head size."""
 
     @property
     def name(self) -> str:
@@ -128,8 +138,8 @@ _planned = planned_op(_forward, _refuse, lambda form: form.name)
 
 @lru_cache(maxsize=1024)
 def _value(form: _Form, shape: tuple[int, ...], width: int, ctx: Context):
-    held = form.cache.without_trivial(ctx.mesh)
-    layers, batch, parts, *rest = held.axes
+    held, order = form.cache.without_trivial(ctx.mesh), form.order
+    layers, batch, parts, *rest = (held.axes[at] for at in order)
     rows = Spec(("B",), ((),))
     there = Spec(form.new.dims, (layers, batch, (), *rest))
     chains = Chains(
@@ -140,48 +150,61 @@ def _value(form: _Form, shape: tuple[int, ...], width: int, ctx: Context):
 
     def body(cache, new, lengths):
         new, lengths = chains.send("new", new), chains.send("lengths", lengths)
-        return _written(cache, new, lengths - shard_index(parts) * cache.shape[2])
+        new = new.transpose(np.argsort(order))
+        return _written(cache, new, lengths - shard_index(parts) * cache.shape[order[2]], *order[1:3])
 
     return chains.steps, body
 
 
-def _written(cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Write the new keys that belong to this part of the cache, in place; the others belong to other parts."""
+def _written(cache: jax.Array, new: jax.Array, lengths: jax.Array, batch: int, along: int) -> jax.Array:
+    """Write the new keys that belong to this part of the cache, in place; the others belong to other parts.
+
+    Args:
+        cache, new: of the same dimensions, in the same order.
+        lengths: [B], where each row goes on in this part; of any sign and size.
+        batch, along: which dimensions are the rows, and the length.
+    """
+    room, length = cache.shape[along], new.shape[along]
     if not new.size:
         return cache
-    if new.shape[2] == 1 and cache.dtype.itemsize == 1:
+
+    def begin(row, position):
+        return tuple({batch: row, along: position}.get(at, 0) for at in range(cache.ndim))
+
+    if length == 1 and cache.dtype.itemsize == 1:
         # libtpu 0.0.42 copies an int8 cache that it reads where it writes: so rows of other parts are left out
-        inside = (lengths >= 0) & (lengths < cache.shape[2])
+        inside = (lengths >= 0) & (lengths < room)
         rows = jnp.argsort(~inside).astype(jnp.int32)
 
         def put(n, cache):
-            mine = jax.lax.dynamic_slice_in_dim(new, rows[n], 1, axis=1)
-            return jax.lax.dynamic_update_slice(cache, mine, (0, rows[n], lengths[rows[n]], *(0,) * (cache.ndim - 3)))
+            mine = jax.lax.dynamic_slice_in_dim(new, rows[n], 1, axis=batch)
+            return jax.lax.dynamic_update_slice(cache, mine, begin(rows[n], lengths[rows[n]]))
 
         return jax.lax.fori_loop(0, jnp.sum(inside, dtype=jnp.int32), put, cache)
-    length, window = new.shape[2], min(new.shape[2], cache.shape[2])
+    window = min(length, room)
+    size = tuple({batch: 1, along: window}.get(at, n) for at, n in enumerate(cache.shape))
 
     def write(row, cache):
         first = lengths[row]
-        start = jnp.clip(first, 0, cache.shape[2] - window)
+        start = jnp.clip(first, 0, room - window)
         # the window may have to begin earlier or later than the new keys: what it has beyond them stays
         at = start - first + jnp.arange(window)
-        old = jax.lax.dynamic_slice(
-            cache, (0, row, start, *(0,) * (cache.ndim - 3)), (len(cache), 1, window, *cache.shape[3:])
-        )
-        mine = jax.lax.dynamic_slice_in_dim(new, row, 1, axis=1)
-        mine = jnp.take(mine, jnp.clip(at, 0, length - 1), axis=2)
-        inside = ((at >= 0) & (at < length)).reshape(-1, *(1,) * (cache.ndim - 3))
-        return jax.lax.dynamic_update_slice(
-            cache, jnp.where(inside, mine, old), (0, row, start, *(0,) * (cache.ndim - 3))
-        )
+        old = jax.lax.dynamic_slice(cache, begin(row, start), size)
+        mine = jax.lax.dynamic_slice_in_dim(new, row, 1, axis=batch)
+        mine = jnp.take(mine, jnp.clip(at, 0, length - 1), axis=along)
+        inside = ((at >= 0) & (at < length)).reshape(-1, *(1,) * (cache.ndim - 1 - along))
+        return jax.lax.dynamic_update_slice(cache, jnp.where(inside, mine, old), begin(row, start))
 
-    return jax.lax.fori_loop(0, cache.shape[1], write, cache)
+    return jax.lax.fori_loop(0, cache.shape[batch], write, cache)
 
 
-def _scattered(cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
+def _scattered(order: tuple[int, ...], cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
     """Plain code for the compiler to partition, which gathers a cache that is indexed row by row, but no scatter's."""
     layers, rows, length = (jax.lax.broadcasted_iota(jnp.int32, new.shape[:3], at) for at in range(3))
     at = lengths[None, :, None] + length
-    at = jnp.where(at < 0, cache.shape[2], at)  # which would count from the end
-    return cache.at[layers, rows, at].set(new, mode="drop")
+    at = jnp.where(at < 0, cache.shape[order[2]], at)  # which would count from the end
+    indices = dict(zip(order, (layers, rows, at)))
+    where = tuple(indices.get(dim, slice(None)) for dim in range(cache.ndim))
+    # indexed dimensions come first, then the others as the cache has them
+    new = new.transpose(0, 1, 2, *(3 + at for at in np.argsort(order[3:])))
+    return cache.at[where].set(new, mode="drop")

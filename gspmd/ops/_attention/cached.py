@@ -14,7 +14,7 @@ from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops._attention.local import ALONE, Shards, local_attended
 from gspmd.ops._attention.online import Attended
-from gspmd.ops._attention.placement import Placement, placement
+from gspmd.ops._attention.placement import Placement, by_position, placement
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import number
 from gspmd.ops.interface.planned_op import Chains, fault, planned_op, read, settle, shard_index, sizes_of
@@ -49,14 +49,16 @@ def cached_attention(
         q: [B, L, H, D] the new tokens' queries.
         k, v: [B, L, K, D] the new tokens' own keys and values; K divides H, and query head h attends to key head
             h // (H/K).
-        cached_k, cached_v: [B, T, K, D] finite numbers; int8 if scales are given.
+        cached_k, cached_v: [B, K, T, D] finite numbers, in any order of dimensions; int8 if scales are given.
         query_spec: where `q` lies, `"BLH_xyzD"`; the result lies there too.
         key_spec: where `k` and `v` lie, `"BLKD"`, in the order of `k`. D is unsharded in all three specs.
-        cache_spec: where the cache lies, `"B_xT_yzKD"`.
+        cache_spec: order and place of the cache, `"B_xKT_yzD"`: with the letters of batch, heads and head size of
+            `key_spec`, and one for the cached length. The order decides nothing but how memory is read: TPUs read
+            heads before length best.
         lengths: [B] integers, how many tokens of each row are cached, whole on every device.
         scale: of the logits; 1/sqrt(D) when None.
-        key_scales, value_scales: [B, T, K] float32 of an int8 cache, placed as the cache; they scale logits and
-            probabilities, and the cache is never widened in memory.
+        key_scales, value_scales: [B, K, T] float32 of an int8 cache, ordered and placed as the cache; they scale
+            logits and probabilities, and the cache is never widened in memory.
 
     Returns:
         [B, L, H, D] in q's dtype; logits and softmax are float32.
@@ -68,9 +70,9 @@ def cached_attention(
     Example:
         >>> import gspmd
         >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
-        ...     one, cache = jnp.ones((1, 1, 1, 2)), jnp.ones((1, 4, 1, 2))
+        ...     one, cache = jnp.ones((1, 1, 1, 2)), jnp.ones((1, 1, 4, 2))
         ...     y = cached_attention(
-        ...         one, one, 5 * one, cache, 2 * cache, "BLHD", "BLKD", "BTKD", lengths=jnp.array([2]))
+        ...         one, one, 5 * one, cache, 2 * cache, "BLHD", "BLKD", "BKTD", lengths=jnp.array([2]))
         ...     print(y[0, 0, 0])
         [3. 3.]
 
@@ -89,8 +91,13 @@ def cached_attention(
         scales = (("key_scales", key_scales), ("value_scales", value_scales))
         cache += [array(doing, name, x, "real numbers") for name, x in scales]
     query, key = read(doing, query_spec, q, ctx), read(doing, key_spec, k, ctx)
-    form = _Form(query, key, read(doing, cache_spec, cache[0], ctx), scale, key_scales is not None)
-    _check(doing, form, q, k, v, *cache, lengths=lengths)
+    held, quantized = read(doing, cache_spec, cache[0], ctx), key_scales is not None
+    order = _check(doing, (query, key, held), quantized, q, k, v, *cache, lengths=lengths)
+    scales_order = [held.without(held.dims[order[3]]).dims.index(held.dims[at]) for at in order[:3]]
+    # Nothing moves in memory: products read their operands in any order.
+    cache = [x.transpose(order if x.ndim == 4 else scales_order) for x in cache]
+    ordered = Spec(tuple(held.dims[at] for at in order), tuple(held.axes[at] for at in order))
+    form = _Form(query, key, ordered, scale, quantized, f"cached attention {query}, {held}")
     operands = q, k, v, *cache, lengths
     if ctx.lowering == "xla":
         at = placement(form.query, form.key, form.cache, q.shape, k.shape[2], ctx.mesh)
@@ -106,10 +113,7 @@ class _Form:
     cache: Spec
     scale: float | None
     quantized: bool
-
-    @property
-    def name(self) -> str:
-        return f"cached attention {self.query}, {self.cache}"
+    name: str
 
     @property
     def scales(self) -> Spec:
@@ -129,47 +133,48 @@ def _is_int(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.integer)
 
 
-def _check(doing: str, form: _Form, q, k, v, *cache, lengths) -> None:
+def _check(doing: str, specs: tuple[Spec, ...], quantized: bool, q, k, v, *cache, lengths) -> tuple[int, ...]:
+    """Check that specs and shapes agree; returns where the cache has batch, length, heads and head size."""
     faults = [
         Fault(str(spec), 0, len(str(spec)), f"the {name} have four dimensions: batch, length, heads, head size.")
-        for name, spec in (("queries", form.query), ("keys", form.key), ("cached keys", form.cache))
+        for name, spec in zip(("queries", "keys", "cached keys"), specs)
         if len(spec.dims) != 4
     ]
-    if not faults:
-        query, key, held, (cached_k, cached_v, *scales) = form.query, form.key, form.cache, cache
-        there, fact = cached_k.shape[:3], _SCALED if form.quantized else _UNSCALED
-        checks = (
-            *(
-                (key, at, not k.shape[at], f"{key.dims[at]} has size 0: there is nothing to attend to.")
-                for at in (2, 3)
-            ),
-            (key, 0, k.shape[0] != q.shape[0], f"the queries' batch has size {q.shape[0]}, the keys' {k.shape[0]}."),
-            (key, 1, k.shape[1] != q.shape[1], f"there are {q.shape[1]} queries in a row, and {k.shape[1]} keys."),
-            (key, 3, k.shape[3] != q.shape[3], f"the queries' head size is {q.shape[3]}, the keys' {k.shape[3]}."),
-            (query, 2, q.shape[2] % max(k.shape[2], 1), f"{k.shape[2]} key heads do not divide {q.shape[2]} heads."),
-            (key, 1, v.shape != k.shape, f"values have shape {v.shape}, keys {k.shape}."),
-            (held, 0, cached_k.shape[0] != q.shape[0], f"batch {q.shape[0]} has a cache of {cached_k.shape[0]} rows."),
-            (held, 2, cached_k.shape[2:] != k.shape[2:], f"cached heads are {cached_k.shape[2:]}, new {k.shape[2:]}."),
-            (held, 1, cached_v.shape != cached_k.shape, f"values have shape {cached_v.shape}, keys {cached_k.shape}."),
-            *((held, 1, x.shape != there, f"scales have shape {x.shape}, not {there}.") for x in scales),
-            *((held, 3, _is_int(x) != form.quantized, fact.format(x.dtype)) for x in (cached_k, cached_v)),
-            (held, 0, lengths.shape != q.shape[:1], f"lengths have shape {lengths.shape}, and have to be one a row."),
-        )
-        faults = [fault(spec, spec.dims[at], fact) for spec, at, wrong, fact in checks if wrong]
     if faults:
+        raise report(SpecError, doing, faults) from None
+    (query, key, held), (cached_k, cached_v, *scales), fact = specs, cache, _SCALED if quantized else _UNSCALED
+    batch, along, heads, size = order = by_position(doing, held, key)
+    cached_heads = cached_k.shape[heads], cached_k.shape[size]
+    there = (*cached_k.shape[:size], *cached_k.shape[size + 1 :])
+    checks = (
+        *((key, at, not k.shape[at], f"{key.dims[at]} has size 0: there is nothing to attend to.") for at in (2, 3)),
+        (key, 0, k.shape[0] != q.shape[0], f"the queries' batch has size {q.shape[0]}, the keys' {k.shape[0]}."),
+        (key, 1, k.shape[1] != q.shape[1], f"there are {q.shape[1]} queries in a row, and {k.shape[1]} keys."),
+        (key, 3, k.shape[3] != q.shape[3], f"the queries' head size is {q.shape[3]}, the keys' {k.shape[3]}."),
+        (query, 2, q.shape[2] % max(k.shape[2], 1), f"{k.shape[2]} key heads do not divide {q.shape[2]} heads."),
+        (key, 1, v.shape != k.shape, f"values have shape {v.shape}, keys {k.shape}."),
+        (held, batch, (rows := cached_k.shape[batch]) != q.shape[0], f"batch {q.shape[0]} has a cache of {rows} rows."),
+        (held, heads, cached_heads != k.shape[2:], f"cached heads are {cached_heads}, new {k.shape[2:]}."),
+        (held, along, cached_v.shape != cached_k.shape, f"values have shape {cached_v.shape}, keys {cached_k.shape}."),
+        *((held, along, x.shape != there, f"scales have shape {x.shape}, not {there}.") for x in scales),
+        *((held, size, _is_int(x) != quantized, fact.format(x.dtype)) for x in (cached_k, cached_v)),
+        (held, batch, lengths.shape != q.shape[:1], f"lengths have shape {lengths.shape}, and have to be one a row."),
+    )
+    if faults := [fault(spec, spec.dims[at], fact) for spec, at, wrong, fact in checks if wrong]:
         raise report(SpecError, doing, faults) from None
     faults = [
         fault(
             spec,
-            spec.dims[3],
-            f"the head size is sharded over {', '.join(spec.axes[3])}, and every device needs whole heads.",
-            f"Use '{spec.with_axes(spec.dims[3], ())}', or shard another dimension.",
+            spec.dims[at],
+            f"the head size is sharded over {', '.join(spec.axes[at])}, and every device needs whole heads.",
+            f"Use '{spec.with_axes(spec.dims[at], ())}', or shard another dimension.",
         )
-        for spec in (form.query, form.key, form.cache)
-        if spec.axes[3]
+        for spec, at in ((query, 3), (key, 3), (held, size))
+        if spec.axes[at]
     ]
     if faults:
         raise report(PlanError, doing, faults) from None
+    return order
 
 
 def _forward(form: _Form, ctx: Context, *operands: jax.Array):

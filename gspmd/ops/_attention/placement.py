@@ -4,11 +4,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from gspmd.annotate.errors import Fault, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.ops._attention.heads import Share, share
 
 _OPEN = ("?",)
 """The axes of a dimension that is left to the compiler, and stays so where the cache does not say where it goes."""
+
+
+def by_position(doing: str, cache: Spec, key: Spec) -> tuple[int, ...]:
+    """Find the dimensions of a cache, which may stand in any order, by the letters of the keys that are added to it.
+
+    Args:
+        doing: the first line of an error.
+        cache: with batch, heads and head size of `key`, and the cached length, whose letter is its own.
+        key: batch, length, heads and, but for scales, head size, in this order.
+
+    Returns:
+        Where the cache has batch, length, heads and head size.
+
+    Raises:
+        SpecError: the cache lacks one of them.
+    """
+    batch, _, *heads = key.dims
+    own = [dim for dim in cache.dims if dim not in (batch, *heads)]
+    if len(own) != 1 or len(cache.dims) != len(key.dims):
+        wanted = ", ".join((batch, *heads))
+        fact = f"the cache needs {wanted} of the keys '{key}', in any order, and a length of its own."
+        raise report(SpecError, doing, [Fault(str(cache), 0, len(str(cache)), fact)])
+    return tuple(cache.dims.index(dim) for dim in (batch, *own, *heads))
 
 
 @dataclass(frozen=True)

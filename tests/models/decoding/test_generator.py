@@ -1,5 +1,6 @@
 """Texts depend on their prompts, seeds and settings alone: not on the batch, chunks, bursts or layouts."""
 
+import weakref
 from dataclasses import replace
 
 import jax
@@ -13,7 +14,6 @@ from gspmd import LayoutError
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd_models.decoding import GenerationError, for_serving, make_batch
-from gspmd_models.decoding.memory import in_best_order
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9], [5, 4, 3, 2]]
 CONFIG = models.ModelConfig(embed=32, layers=2, heads=8, kv_heads=4, head_size=8, feed_forward=64, vocabulary=64)
@@ -210,29 +210,30 @@ def test_a_layout_that_pads_otherwise_is_refused(alone):
         models.Generator(alone.model, layout)([[1, 2]], 2)
 
 
-def test_the_order_of_dimensions_in_memory_changes_no_text(drawn, monkeypatch):
-    """What a Generator does on TPUs: the compiler orders weights in memory, and heads come first in the cache."""
-    monkeypatch.setattr("gspmd_models.decoding.generator.orders_memory", lambda mesh: True)
+def test_weights_are_held_once_in_the_order_that_the_compiler_chose(drawn, monkeypatch):
+    """As though it had chosen to have the query projections transposed: no text changes, and no weight is left behind.
+
+    Every program is compiled once, and a second batch moves nothing.
+    """
+    compiled, original = [], jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *args: compiled.append(args) or original(*args))
+
+    def turned(weights):
+        orders = {path: Order((0, 2, 1, 3)) if path.endswith("w_q") else Order.AUTO for path in weights}
+        return {path: Format(orders[path], x.sharding) for path, x in weights.items()}
+
+    monkeypatch.setattr("gspmd_models.decoding.generator.any_order", turned)
     machine = Machine("megatron-1d", 2, chunk=3)
-    reordered = []
-
-    def turned(weights, *_):
-        """As though the compiler had chosen to have the query projections transposed."""
-        for path, x in weights.items():
-            order = Format(Order((0, 2, 1, 3)), x.sharding) if path.endswith("w_q") else x.format
-            reordered.append(order != x.format)
-            weights = weights | {path: jax.device_put(x, order)}
-        return weights
-
-    monkeypatch.setattr("gspmd_models.decoding.generator.in_best_order", turned)
+    before = {path: weakref.ref(x) for path, x in models.arrays(machine.model).items()}
+    machine.model = None
     assert machine.texts(PROMPTS, samples=2, seed=3) == drawn
-    assert sum(reordered) == 1
-
-
-def test_weights_that_the_compiler_leaves_in_order_are_not_copied():
-    mesh = jax.make_mesh((1,), ("x",))
-    weights = {"w": jax.device_put(np.ones((4, 8), np.float32), jax.NamedSharding(mesh, jax.P()))}
-    with jax.set_mesh(mesh):
-        x = jax.device_put(np.ones((2, 4), np.float32), jax.NamedSharding(mesh, jax.P()))
-        ordered = in_best_order(weights, lambda weights, x: x @ weights["w"], (), x)
-    assert ordered["w"] is weights["w"]
+    after = models.arrays(machine.generator.model)
+    kept = {path: before[path]() is x for path, x in after.items()}
+    assert [path for path in kept if not kept[path]] == ["blocks.0.attention.w_q"]
+    assert before["blocks.0.attention.w_q"]() is None
+    weight = after["blocks.0.attention.w_q"]
+    assert weight.format.layout.major_to_minor == (0, 2, 1, 3)
+    assert len(compiled) == 4  # an empty cache, a chunk, the copy of shared prompts, the loop
+    machine.texts(PROMPTS, samples=2, seed=4)
+    assert len(compiled) == 4
+    assert models.arrays(machine.generator.model)["blocks.0.attention.w_q"] is weight

@@ -1,19 +1,15 @@
 """What both programs send and hold: their plans to the byte, one gather and one reduction a block, no copied cache."""
 
-from importlib.util import find_spec
-
 import jax
 import pytest
 
 import gspmd
 import gspmd_models as models
-from gspmd.audit import compile_offline, topology
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
-from gspmd_models.decoding import Sampling, decode_loop, make_batch, serving_program
-from gspmd_models.decoding.cache import abstract_cache, abstract_whole
+from gspmd_models.decoding import Sampling, decode_loop, make_batch
+from gspmd_models.decoding.cache import abstract_whole
 from gspmd_models.decoding.loop import Rows
-from gspmd_models.decoding.memory import formats, heads_first
 
 
 def programs(config, make_mesh, preset, prefill=None, changes=None, *, room=32, lowering="blocking"):
@@ -107,48 +103,6 @@ def temporary_bytes(config, make_mesh, room):
     held = sum(leaf.dtype.itemsize * leaf.size // 8 for leaf in jax.tree.leaves(cache) if leaf.ndim > 1)
     assert all(memory.alias_size_in_bytes >= held for memory in found)
     return [memory.temp_size_in_bytes for memory in found], held
-
-
-def test_on_tpus_heads_stand_first_in_memory_where_a_device_has_several(config, make_mesh):
-    layout, mesh = Layout.load("megatron-1d"), make_mesh({"x": 1, "y": 4, "z": 1})
-    for kv_heads, order in ((8, (0, 1, 3, 2, 4)), (4, None)):
-        cache = abstract_cache(config(kv_heads=kv_heads), layout, mesh, 2, 16, "float32", int8=True)
-        placed = heads_first(cache)
-        assert [leaf.shape for leaf in jax.tree.leaves(placed)] == [leaf.shape for leaf in jax.tree.leaves(cache)]
-        found = formats(placed).keys[0].layout
-        assert (found and found.major_to_minor) == order
-        assert formats(placed).key_scales[0].layout is None
-
-
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_programs_for_tpus_take_and_return_the_cache_as_the_generator_stores_it(phase, config, make_mesh, monkeypatch):
-    monkeypatch.setattr("gspmd_models.decoding.programs.orders_memory", lambda mesh: True)
-    layout, mesh = Layout.load("megatron-1d"), make_mesh({"x": 1, "y": 4, "z": 1})
-    program = serving_program(config(kv_heads=8), layout, mesh, phase, batch=2, room=16, length=4)
-    placed = formats(program.arguments[program.donated])
-    assert placed.keys[0].layout.major_to_minor == (0, 1, 3, 2, 4)
-    assert program.results == (None, placed)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
-def test_a_step_for_tpus_does_not_reorder_the_cache(config):
-    """In JAX's own order of memory, it takes more than twice as long."""
-    target = topology("tpu-v4:2x2x1")
-    mesh = target.mesh({"x": 1, "y": 4, "z": 1})
-    settings = config(embed=512, heads=16, kv_heads=16, head_size=128)
-    program = serving_program(settings, Layout.load("megatron-1d"), mesh, "decode", batch=8, room=1024)
-    plain = abstract_cache(settings, program.layout, mesh, 8, 1024, "bfloat16")
-    given = program.arguments[: program.donated]
-    seconds = []
-    for cache, results in ((program.arguments[program.donated], program.results), (plain, None)):
-        with gspmd.lowering("blocking"):
-            report = compile_offline(
-                program.step, *given, cache, topology=target, donate_argnums=(program.donated,),
-                auto_layout_argnums=(program.stored,), out_shardings=results,
-            )  # fmt: skip
-        seconds.append(report.timeline.step_seconds)
-    assert seconds[0] < seconds[1] / 1.5
 
 
 @pytest.mark.slow

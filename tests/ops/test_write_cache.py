@@ -1,0 +1,114 @@
+"""Writing to a cache, wherever and in whatever order it lies, against plain numpy, and keys as int8 with scales."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gspmd
+from gspmd.ops import quantize_heads, write_cache
+from tests.references.caches import random_case, stored, written
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 30))])
+def test_writes_each_row_at_its_own_position(seed, make_mesh, place):
+    """Any placement of the cache and the new keys; what would stand beyond T is dropped; planned as compiled."""
+    mesh, case = random_case(seed)
+    layers, scales, mesh = 1 + seed % 2, seed % 4 == 2, make_mesh(mesh, ("explicit", "auto")[seed // 3 % 2])
+    new, cache = (np.stack([x] * layers) for x in (case.new[1], case.cache[0]))
+    specs = [gspmd.Spec.parse(spec) for spec in (case.held, case.key)]
+    if scales:
+        new, cache, specs = new[..., 0], cache[..., 0], [spec.without("D") for spec in specs]
+    if seed % 4 == 1:
+        new, cache = (np.rint(10 * x).astype(np.int8) for x in (new, cache))
+    stacked = [gspmd.Spec(("N", *spec.dims), ((), *spec.axes)) for spec in specs]
+    lowering = ("blocking", "looped", "xla")[(seed + seed // 3) % 3]  # each meets every mesh
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        operands = [place(mesh, x, spec) for x, spec in zip((stored(cache, specs[0]), new), stacked)]
+        write = jax.jit(lambda cache, new, lengths: write_cache(cache, new, *specs, lengths=lengths))
+        compiled = write.lower(*operands, case.lengths).compile()
+        planned = gspmd.trace(write, *operands, case.lengths)
+        got = compiled(*operands, case.lengths)
+    np.testing.assert_array_equal(got, stored(written(cache, new, case.lengths), specs[0]))
+    assert got.sharding.is_equivalent_to(operands[0].sharding, got.ndim)
+    if lowering != "xla":
+        compared = gspmd.ledger(compiled, mesh).compare(planned)
+        assert not compared.differing, compared
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+def test_a_donated_cache_is_written_in_place(lowering, make_mesh):
+    """Temporary memory does not grow with the cache."""
+    mesh, temporary = make_mesh({"x": 2, "y": 2}), []
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        for length in (64, 4096):
+            spec = jax.P(None, "x", None, "y")
+            cache = jax.ShapeDtypeStruct((2, 4, 3, length, 8), "float32", sharding=jax.NamedSharding(mesh, spec))
+            new, lengths = jax.ShapeDtypeStruct((2, 4, 3, 3, 8), "float32"), jax.ShapeDtypeStruct((4,), "int32")
+
+            def write(cache, new, lengths):
+                return write_cache(cache, new, "B_xKT_yD", "BLKD", lengths=lengths)
+
+            stats = jax.jit(write, donate_argnums=0).lower(cache, new, lengths).compile().memory_analysis()
+            assert stats.alias_size_in_bytes >= 2 * 2 * 3 * length // 2 * 8 * 4
+            temporary.append(stats.temp_size_in_bytes)
+    assert temporary[0] == temporary[1]
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+@pytest.mark.parametrize(("length", "dtype"), [(1, "int8"), (1, "float32"), (3, "float32")])
+def test_positions_outside_of_the_cache_are_dropped(length, dtype, lowering, make_mesh):
+    """Those below 0 too; and N may be a dimension of the specs."""
+    lengths = np.array([-4, -1, 0, 7, 8, 9], np.int32)
+    cache, new = (
+        np.zeros((2, 6, 8, 1, 2), dtype),
+        np.arange(1, 24 * length + 1).reshape(2, 6, length, 1, 2).astype(dtype),
+    )
+    with jax.set_mesh(make_mesh({"x": 2, "y": 2}, "auto")), gspmd.lowering(lowering):
+        got = jax.jit(lambda *a: write_cache(*a, "N_xT_yKD", "N_xLKD", lengths=lengths))(cache, new)
+    np.testing.assert_array_equal(got, written(cache, new, lengths))
+
+
+def test_int8_heads():
+    """Within half a step of every number, a step being the head's largest magnitude over 127; zeros stay zeros."""
+    x = np.random.default_rng(0).normal(size=(2, 5, 3, 16)).astype(np.float32)
+    x[0, 0] = 0
+    whole, scales = quantize_heads(x)
+    assert whole.dtype == jnp.int8
+    assert scales.dtype == jnp.float32
+    np.testing.assert_allclose(scales, np.abs(x).max(-1) / 127, rtol=1e-6)
+    assert (
+        np.abs(np.asarray(whole) * np.asarray(scales)[..., None] - x) <= 0.5001 * np.asarray(scales)[..., None]
+    ).all()
+    assert np.abs(whole).max() == 127
+
+
+def test_refuses_to_write_what_does_not_agree(make_mesh):
+    cache, new = jnp.zeros((2, 4, 8, 2, 4)), jnp.zeros((2, 4, 3, 2, 4))
+
+    def message(cache, new, rows=4, cache_spec="BTKD"):
+        lengths = np.zeros(rows, np.int32)
+        with jax.set_mesh(make_mesh({"x": 2}, "auto")), pytest.raises(gspmd.SpecError) as error:
+            write_cache(cache, new, cache_spec, "BLKD", lengths=lengths)
+        return str(error.value)
+
+    assert message(cache[0], new[0]).splitlines() == [
+        "cannot write 'BLKD' to the cache 'BTKD': cache has shape (4, 8, 2, 4).",
+        "  Pass all layers, [N, B, K, T, D], or scales [N, B, K, T]; the spec leaves out N.",
+    ]
+    assert "cache has shape (2, 4)." in message(cache[:, :, 0, 0, 0], new)
+    assert message(cache, new[:, :, :, :1]).splitlines() == [
+        "cannot write 'BLKD' to the cache 'BTKD'",
+        "    BLKD",
+        "     ^",
+        "  new heads are (1, 4), and cached (2, 4).",
+    ]
+    assert message(cache, new, cache_spec="BTHD").splitlines() == [
+        "cannot write 'BLKD' to the cache 'BTHD'",
+        "    BTHD",
+        "    ^^^^",
+        "  the cache needs B, K, D of the keys 'BLKD', in any order, and a length of its own.",
+    ]
+    assert "1 new layers, and 2 cached." in message(cache, new[:1])
+    assert "new keys are float32, and the cache is int8: cast them." in message(cache.astype("int8"), new)
+    assert "lengths have shape (2,), and have to be one a row." in message(cache, new, rows=2)
