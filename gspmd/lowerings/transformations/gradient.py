@@ -59,7 +59,7 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
         except TypeError as error:  # a tangent that vmap batches under jit: JAX's own operation refuses it here
             if "forward-mode" not in str(error):
                 raise
-            raise PlanError(_forward(title(form))) from None
+            _refuse(title=title(form))
 
     return checked
 
@@ -109,6 +109,9 @@ partial_eval.dce_rules[_together] = _without_unused
 # -- forward mode -----------------------------------------------------------------------------------------------------
 
 
+_tangent = Primitive("gspmd_tangent")
+"""A tangent that can be batched and transposed, and nothing else; reverse mode has transposed it before it runs."""
+
 ENTERING = "gspmd_entering"
 _entering = _passing(ENTERING)  # all arrays of a program at once, since JAX takes long for one primitive each
 ad.primitive_jvps[_entering] = lambda arrays, tangents, *, title: (
@@ -117,19 +120,12 @@ ad.primitive_jvps[_entering] = lambda arrays, tangents, *, title: (
 )
 batching.primitive_batchers[_entering] = lambda arrays, dims, *, title: (_entering.bind(*arrays, title=title), dims)
 
-_tangent = Primitive("gspmd_tangent")
-"""A tangent that can be batched and transposed, and nothing else; reverse mode has transposed it before it runs."""
-
-
-def _forward(title: str) -> str:
-    return (
-        f"cannot differentiate '{title}' forward: its lowering plans reverse mode only.\n"
-        "  Use lowering='xla', or jax.vjp and jax.jacrev."
-    )
-
 
 def _refuse(*_: Any, title: str, **__: Any):
-    raise PlanError(_forward(title))
+    raise PlanError(
+        f"cannot differentiate '{title}' forward: its lowering plans reverse mode only.\n"
+        "  Use lowering='xla', or jax.vjp and jax.jacrev."
+    ) from None
 
 
 _tangent.def_abstract_eval(lambda tangent, *, title: tangent)
