@@ -92,10 +92,10 @@ def masked(x: jax.Array, padded: Padded | None, dim: str, spec: Spec) -> jax.Arr
 
 def along(values: np.ndarray, dim: str, spec: Spec) -> jax.Array:
     """Float32 constants along one dimension of a tensor that lies at `spec`, with size 1 in the others."""
-    whole = Spec((dim,), ((),))
-    placed = Equation.move(whole, whole.with_axes(dim, spec.axes_of(dim)))
-    others = [at for at, letter in enumerate(spec.dims) if letter != dim]
-    return jnp.expand_dims(gspmd.reshard(jnp.asarray(values, jnp.float32), placed), others)
+    whole, x = Spec((dim,), ((),)), jnp.asarray(values, jnp.float32)
+    if axes := spec.axes_of(dim):
+        x = gspmd.reshard(x, Equation.move(whole, whole.with_axes(dim, axes)))
+    return jnp.expand_dims(x, [at for at, letter in enumerate(spec.dims) if letter != dim])
 
 
 SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_scale", "moe.shared_out")

@@ -97,6 +97,7 @@ class Equation:
 
         return spans(self.text) if self.text else ()
 
+    @lru_cache(maxsize=4096)  # noqa: B019 - as that of a spec
     def __str__(self) -> str:
         return f"{_sum_text(self.terms)} -> {Operand(self.outputs, self.group)}".strip()
 

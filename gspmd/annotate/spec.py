@@ -95,6 +95,7 @@ class Spec:
         """Whether some dimension is left to the compiler."""
         return (OPEN,) in self.axes
 
+    @lru_cache(maxsize=4096)  # noqa: B019 - specs are small, and the words of an error ask for theirs again and again
     def __str__(self) -> str:
         dims = "".join(dim_text(d, axes) for d, axes in zip(self.dims, self.axes))
         partial = f"partialsum-{axes_suffix(self.partial)}" if self.partial else ""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, Literal
 
+from gspmd.lowerings.transformations.gradient import ENTERING
 from gspmd.lowerings.transformations.hoisting import NEVER_HOISTED
 from gspmd.tracing.jaxprs import expression, has_effects, inner_jaxprs, is_carried_unchanged, is_stacked, runs_once
 from gspmd.tracing.value_numbering import Numbering, StepKey
@@ -194,7 +195,7 @@ class Region:
     def visit(self, equation: Any, step: StepKey = ("", 0)) -> Placement:
         """Number the results of an operation that belongs to a step; say where it runs, and what has computed it."""
         operands, name = [self._value(var) for var in equation.invars], equation.primitive.name
-        if name in (_BARRIER, NEVER_HOISTED):  # to a compiler the second is nothing
+        if name in (_BARRIER, NEVER_HOISTED, ENTERING):  # to a compiler all but the first are nothing
             self._bind(equation.outvars, self._behind_barrier(operands) if name == _BARRIER else operands)
             return Placement(self)
         if has_effects(equation) or any(True for _ in inner_jaxprs(equation)):

@@ -11,7 +11,9 @@ Found by compiling for v4 to v6e with jax 0.10.2 (libtpu 0.0.42); `python benchm
   they stay, and the transpose costs about what the bytes would. Narrower pieces stay where another dimension fills the
   lanes instead;
 - one along the first dimension is padded, and permutes carry what lies across the borders of the pieces. With the
-  pieces along a dimension of their own it stays, at no cost;
+  pieces along a dimension of their own it stays, at no cost. But a product whose rows are split so is rewritten with
+  them, and where rows fill the lanes and columns do not (16 columns of keys), its other operand, whatever its size, is
+  put in another order first; a barrier between the product and its pieces prevents that;
 - dimensions of size 1 (`L` of `[B, 1, E]`) keep the compiler from any of this, so they are dropped on the way;
 - what is gathered along the last dimension in pieces that are no multiples of 128 is reordered behind the gather, which
   costs less where the pieces come along a dimension of their own, unless another dimension fills the lanes.
@@ -122,6 +124,7 @@ def _in_front(x: jax.Array, part: Part) -> jax.Array:
     axes, parts, groups = part
     size, *rest = x.shape[0] // parts, *x.shape[1:]
     in_tiles = size % _TILE == 0 or size * prod(rest) % (_TILE * LANES)
+    x = lax.optimization_barrier(x) if x.shape[-1] < LANES <= x.shape[0] else x
     pieces = x.reshape(parts, size, *rest) if in_tiles else x.reshape(parts, -1, LANES)
     piece = lax.psum_scatter(pieces, axes, scatter_dimension=0, tiled=False, axis_index_groups=groups)
     return piece.reshape(size, *rest)

@@ -53,14 +53,25 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
     program.defvjp(residual_forward, backward)
 
     def checked(form, *arrays):
+        leaves, tree = jax.tree.flatten(arrays)  # without those that are None
         try:
-            return program(form, *_reverse_only_all(title(form), arrays))
+            return program(form, *jax.tree.unflatten(tree, _entering.bind(*leaves, title=title(form))))
         except (TypeError, NotImplementedError) as error:  # a tangent that vmap batches under jit, or one of a tangent
             if "forward-mode" not in str(error) and "custom_lin" not in str(error):  # in JAX's own operation
                 raise
-            raise PlanError(_forward(title(form))) from None
+            _refuse(title=title(form))
 
     return checked
+
+
+def _passing(name: str) -> Primitive:
+    """An operation whose results are its operands."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *arrays, **_: list(arrays))
+    primitive.def_abstract_eval(lambda *arrays, **_: arrays)
+    mlir.register_lowering(primitive, lambda _, *arrays, **__: arrays)
+    return primitive
 
 
 # -- several results under vmap ---------------------------------------------------------------------------------------
@@ -71,21 +82,15 @@ def batched_together(results: Any) -> Any:
     return tuple(_together.bind(*results)) if isinstance(results, tuple) and len(results) > 1 else results
 
 
-_together = Primitive("gspmd_together")
-_together.multiple_results = True
-
-
 def _batch_of_all(axis: Any, results: Sequence[jax.Array], dims: Sequence[int | None]):
     if all(dim is None for dim in dims):
         return _together.bind(*results), dims
-    mesh_axis = axis.explicit_mesh_axis  # under Explicit axes a batch may be sharded
-    whole = [batching.bdim_at_front(x, dim, axis.size, mesh_axis) for x, dim in zip(results, dims)]
+    # under Explicit axes a batch may be sharded
+    whole = [batching.bdim_at_front(x, dim, axis.size, axis.explicit_mesh_axis) for x, dim in zip(results, dims)]
     return _together.bind(*whole), [0] * len(whole)
 
 
-_together.def_impl(lambda *results: list(results))
-_together.def_abstract_eval(lambda *results: results)
-mlir.register_lowering(_together, lambda _, *results: results)
+_together = _passing("gspmd_together")
 ad.primitive_jvps[_together] = lambda results, tangents: (_together.bind(*results), tangents)
 batching.fancy_primitive_batchers[_together] = _batch_of_all
 
@@ -104,34 +109,23 @@ partial_eval.dce_rules[_together] = _without_unused
 # -- forward mode -----------------------------------------------------------------------------------------------------
 
 
-def _reverse_only_all(title: str, arrays: Sequence[Any]) -> list[Any]:
-    """The same arrays; whoever evaluates a tangent of one, rather than transposes it, is told what to do instead."""
-    return [x if x is None else _reverse_only(title, x) for x in arrays]
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _reverse_only(title: str, x: jax.Array) -> jax.Array:
-    return x
-
-
-@_reverse_only.defjvp
-def _tangent_waits(title: str, primals, tangents):
-    return primals[0], _tangent.bind(tangents[0], title=title)
-
-
 _tangent = Primitive("gspmd_tangent")
 """A tangent that can be batched and transposed, and nothing else; reverse mode has transposed it before it runs."""
 
-
-def _forward(title: str) -> str:
-    return (
-        f"cannot differentiate '{title}' forward: its lowering plans reverse mode only.\n"
-        "  Use lowering='xla', or jax.vjp and jax.jacrev."
-    )
+ENTERING = "gspmd_entering"
+_entering = _passing(ENTERING)  # all arrays of a program at once, since JAX takes long for one primitive each
+ad.primitive_jvps[_entering] = lambda arrays, tangents, *, title: (
+    list(arrays),  # not entering again: a derivative of the derivative may be forward
+    [t if isinstance(t, ad.Zero) else _tangent.bind(t, title=title) for t in tangents],
+)
+batching.primitive_batchers[_entering] = lambda arrays, dims, *, title: (_entering.bind(*arrays, title=title), dims)
 
 
 def _refuse(*_: Any, title: str, **__: Any):
-    raise PlanError(_forward(title))
+    raise PlanError(
+        f"cannot differentiate '{title}' forward: its lowering plans reverse mode only.\n"
+        "  Use lowering='xla', or jax.vjp and jax.jacrev."
+    ) from None
 
 
 _tangent.def_abstract_eval(lambda tangent, *, title: tangent)
@@ -139,7 +133,4 @@ _tangent.def_impl(_refuse)
 mlir.register_lowering(_tangent, _refuse)
 ad.primitive_jvps[_tangent] = _refuse
 ad.primitive_transposes[_tangent] = lambda cotangent, _, *, title: [cotangent]
-batching.primitive_batchers[_tangent] = lambda tangents, dims, *, title: (
-    _tangent.bind(tangents[0], title=title),
-    dims[0],
-)
+batching.primitive_batchers[_tangent] = lambda xs, dims, *, title: (_tangent.bind(*xs, title=title), dims[0])
