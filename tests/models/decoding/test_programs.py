@@ -7,7 +7,7 @@ import gspmd
 import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
-from gspmd_models.decoding import Sampling, decode_loop, make_batch
+from gspmd_models.decoding import Sampling, decode_loop, make_batch, serving_program
 from gspmd_models.decoding.cache import abstract_whole
 from gspmd_models.decoding.loop import Rows
 
