@@ -111,7 +111,7 @@ class Normaliser:
 
     def local(self, x: jax.Array, chains: Chains) -> jax.Array:
         """log Σ exp of a float32 shard, inside a shard_map."""
-        top = chains.send("biggest", jnp.max(x, axis=self.at), reduce="max")
+        top = chains.send("biggest", jnp.max(x, axis=self.at, initial=-jnp.inf), reduce="max")
         top = jnp.where(jnp.isfinite(top), top, 0.0)  # a row of -inf has the logsumexp -inf, not a NaN
         return top + jnp.log(chains.send("total", jnp.sum(jnp.exp(x - self.along(top)), axis=self.at)))
 
