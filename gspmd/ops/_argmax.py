@@ -5,12 +5,12 @@ from functools import lru_cache, partial
 import jax
 import jax.numpy as jnp
 
-from gspmd.annotate.errors import shown
+from gspmd.annotate.errors import SpecError, report, shown
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops.interface.operands import array
-from gspmd.ops.interface.planned_op import Chains, dimension, read, settle, shard_index, sizes_of
+from gspmd.ops.interface.planned_op import Chains, dimension, fault, read, settle, shard_index, sizes_of
 
 _POSITION = jnp.iinfo(jnp.int32)
 
@@ -45,6 +45,8 @@ def argmax(logits: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
     logits = array(doing, "logits", logits, "real numbers")
     spec = read(doing, spec, logits, ctx)
     at = dimension(doing, spec, dim)
+    if not logits.shape[at]:
+        raise report(SpecError, doing, [fault(spec, dim, f"{dim} has size 0: no position has the largest number.")])
     logits = jax.lax.stop_gradient(logits)
     if ctx.lowering == "xla":
         return compiler_chooses(ctx, partial(_plain, at), (spec,), spec.without(dim), logits, name=f"argmax {spec}")

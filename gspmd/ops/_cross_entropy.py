@@ -33,7 +33,8 @@ def cross_entropy(
         logits: [B, L, V]; the vocabulary is the last dimension.
         labels: [B, L] integers, lying as `spec` without V. One outside [0, V) picks a logit of 0: mask it.
         spec: where `logits` lie, `"BLV_x"`.
-        mask: [B, L], lying as the labels; the loss is multiplied by it. Nothing flows back to it.
+        mask: [B, L], lying as the labels; the loss is multiplied by it. Nothing flows back to it. Where it is 0, so are
+            loss and gradient, whatever the logits are.
         z_loss: weight of the squared log-normaliser.
 
     Returns:
@@ -63,6 +64,8 @@ def cross_entropy(
         raise SpecError(f"{doing}: a number has no vocabulary.\n  Pass logits such as 'BLV_x'.")
     form = _Loss(Normaliser(spec, spec.dims[-1]), z_loss)
     _check_shapes(doing, spec, logits, labels, mask)
+    if labels.dtype.itemsize > 4:  # no label of 64 bits may become another one
+        labels = jnp.clip(labels, -1 if jnp.issubdtype(labels.dtype, jnp.signedinteger) else 0, logits.shape[-1])
     labels = labels.astype(jnp.int32)
     weights = None if mask is None else jax.lax.stop_gradient(float32(mask))
     if ctx.lowering == "xla":
@@ -101,10 +104,23 @@ def _check_shapes(doing: str, spec: Spec, logits: jax.Array, labels: jax.Array, 
 
 
 def _plain(z_loss: float, logits: jax.Array, labels: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-    wide = float32(logits)
-    log_z = jax.nn.logsumexp(wide, axis=-1)
+    wide = _counted(logits, weights)
+    top = jax.lax.stop_gradient(jnp.max(wide, axis=-1, initial=-jnp.inf))
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    total = jnp.sum(jnp.exp(wide - top[..., None]), axis=-1)
     hits = labels[..., None] == jax.lax.broadcasted_iota(jnp.int32, wide.shape, wide.ndim - 1)
-    loss = log_z - jnp.sum(jnp.where(hits, wide, 0.0), axis=-1) + z_loss * log_z**2
+    return _weighted(z_loss, top, total, jnp.sum(jnp.where(hits, wide, 0.0), axis=-1), weights)
+
+
+def _counted(logits: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """Logits in float32, but zeros for rows that do not count: what is not finite there would be NaN times 0."""
+    return float32(logits) if weights is None else jnp.where(weights[..., None] == 0, 0.0, float32(logits))
+
+
+def _weighted(z_loss: float, top, total, picked, weights: jax.Array | None) -> jax.Array:
+    loss = (top - picked) + jnp.log(total)
+    if z_loss:  # the square may be infinite
+        loss += z_loss * (top + jnp.log(total)) ** 2
     return loss if weights is None else loss * weights
 
 
@@ -112,13 +128,13 @@ def _forward(form: _Loss, ctx: Context, logits: jax.Array, labels: jax.Array, we
     steps, body = _value(form, logits.shape, ctx)
     arrays = (logits, labels) if weights is None else (logits, labels, weights)
     ins = (form.logits, form.rows, form.rows)[: len(arrays)]
-    loss, log_z = run(ctx, f"cross_entropy {form.logits}", steps, body, ins, (form.rows, form.rows), *arrays)
-    return loss, (logits, labels, weights, log_z)
+    loss, *parts = run(ctx, f"cross_entropy {form.logits}", steps, body, ins, (form.rows,) * 3, *arrays)
+    return loss, (logits, labels, weights, *parts)
 
 
 def _backward(form: _Loss, ctx: Context, kept, g: jax.Array):
-    logits, labels, weights, log_z = kept
-    arrays = (logits, labels, log_z, g) if weights is None else (logits, labels, log_z, g, weights)
+    logits, labels, weights, *parts = kept
+    arrays = (logits, labels, *parts, g) if weights is None else (logits, labels, *parts, g, weights)
     ins = (form.logits, *(form.rows,) * (len(arrays) - 1))
     name = f"gradient of cross_entropy {form.logits}"
     return run(ctx, name, (), _gradient(form), ins, form.logits, *arrays), None, None
@@ -131,21 +147,22 @@ _loss = planned_op(_forward, _backward, lambda form: f"cross_entropy {form.logit
 def _value(form: _Loss, shape: tuple[int, ...], ctx: Context):
     chains = form.normaliser.chains(shape, ctx, picked="label's logit")
 
-    def body(logits, labels, *weights):
-        wide = float32(logits)
-        log_z = form.normaliser.local(wide, chains)
+    def body(logits, labels, weights=None):
+        wide = _counted(logits, weights)
+        top, total = form.normaliser.local(wide, chains)
         mine = jnp.sum(jnp.where(form.hits(logits, labels), wide, 0.0), axis=-1)
-        loss = log_z - chains.send("picked", mine) + form.z_loss * log_z**2
-        return (loss * weights[0] if weights else loss), log_z
+        return _weighted(form.z_loss, top, total, chains.send("picked", mine), weights), top, total
 
     return chains.steps, body
 
 
 @lru_cache(maxsize=1024)
 def _gradient(form: _Loss):
-    def body(logits, labels, log_z, g, *weights):
-        g = g * weights[0] if weights else g
-        share = jnp.exp(float32(logits) - log_z[..., None]) * (1.0 + 2.0 * form.z_loss * log_z)[..., None]
+    def body(logits, labels, top, total, g, weights=None):
+        g = g if weights is None else g * weights
+        share = jnp.exp(_counted(logits, weights) - top[..., None]) / total[..., None]
+        if form.z_loss:
+            share *= (1.0 + 2.0 * form.z_loss * (top + jnp.log(total)))[..., None]
         return ((share - form.hits(logits, labels)) * g[..., None]).astype(logits.dtype)
 
     return body

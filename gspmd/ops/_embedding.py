@@ -105,9 +105,14 @@ def _not_a_lookup(doing: str, text: str, fact: str) -> Exception:
 
 def _rows(first: jax.Array | int, ids: jax.Array, table: jax.Array) -> jax.Array:
     """Rows of the part of a table that starts at row `first`; zeros for ids outside it."""
-    here = ids - first
+    here = _wide(ids) - first
     inside = (here >= 0) & (here < table.shape[0])
     return jnp.where(inside[..., None], table[jnp.clip(here, 0, table.shape[0] - 1)], jnp.zeros((), table.dtype))
+
+
+def _wide(ids: jax.Array) -> jax.Array:
+    """The ids where they are, in a dtype that holds the size of the table too."""
+    return ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids
 
 
 @dataclass(frozen=True)
@@ -248,7 +253,7 @@ def _gradient(form: _Embed, shape: tuple[int, ...], id_bytes: int, ctx: Context)
     part = found.lookup.table.local_shape(form.shape, ctx.mesh)
 
     def body(ids, g):
-        here = chains.send("ids", ids) - shard_index(found.lookup.vocabulary) * part[0]
+        here = _wide(chains.send("ids", ids)) - shard_index(found.lookup.vocabulary) * part[0]
         here = jnp.where((here >= 0) & (here < part[0]), here, part[0])  # one past the end is dropped
         rows = float32(chains.send("rows", g))
         total = jnp.zeros(part, jnp.float32).at[here].add(rows, mode="drop")

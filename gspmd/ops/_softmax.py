@@ -109,11 +109,14 @@ class Normaliser:
         sums = {key: self.over(sizes, ctx, name) for key, name in {"total": "sum", **more}.items()}
         return Chains(ctx.mesh, biggest=self.over(sizes, ctx, "maximum", "max"), **sums)
 
-    def local(self, x: jax.Array, chains: Chains) -> jax.Array:
-        """log Σ exp of a float32 shard, inside a shard_map."""
+    def local(self, x: jax.Array, chains: Chains) -> tuple[jax.Array, jax.Array]:
+        """The maximum m and Σ exp(x - m) of a float32 shard, inside a shard_map.
+
+        They stay apart: m + log Σ has no digits left for the sum where m is large.
+        """
         top = chains.send("biggest", jnp.max(x, axis=self.at, initial=-jnp.inf), reduce="max")
         top = jnp.where(jnp.isfinite(top), top, 0.0)  # a row of -inf has the logsumexp -inf, not a NaN
-        return top + jnp.log(chains.send("total", jnp.sum(jnp.exp(x - self.along(top)), axis=self.at)))
+        return top, chains.send("total", jnp.sum(jnp.exp(x - self.along(top)), axis=self.at))
 
     def along(self, statistic: jax.Array) -> jax.Array:
         """A statistic with the dimension put back, of size 1."""
@@ -138,12 +141,12 @@ def _plain_softmax(at: int, x: jax.Array) -> jax.Array:
 
 def _logsumexp_forward(form: Normaliser, ctx: Context, x: jax.Array):
     steps, body = _logsumexp_value(form, x.shape, ctx)
-    y = run(ctx, f"logsumexp {form.x}", steps, body, (form.x,), form.statistic, x)
-    return y, (x, y)
+    y, *parts = run(ctx, f"logsumexp {form.x}", steps, body, (form.x,), (form.statistic,) * 3, x)
+    return y, (x, *parts)
 
 
 def _logsumexp_backward(form: Normaliser, ctx: Context, kept, g: jax.Array):
-    ins = (form.x, form.statistic, form.statistic)
+    ins = (form.x, *(form.statistic,) * 3)
     return (run(ctx, f"gradient of logsumexp {form.x}", (), _logsumexp_gradient(form), ins, form.x, *kept, g),)
 
 
@@ -155,15 +158,16 @@ def _logsumexp_value(form: Normaliser, shape: tuple[int, ...], ctx: Context):
     chains = form.chains(shape, ctx)
 
     def body(x):
-        return form.local(float32(x), chains)
+        top, total = form.local(float32(x), chains)
+        return top + jnp.log(total), top, total
 
     return chains.steps, body
 
 
 @lru_cache(maxsize=1024)
 def _logsumexp_gradient(form: Normaliser):
-    def body(x, y, g):
-        return (form.along(g) * jnp.exp(float32(x) - form.along(y))).astype(x.dtype)
+    def body(x, top, total, g):
+        return (form.along(g / total) * jnp.exp(float32(x) - form.along(top))).astype(x.dtype)
 
     return body
 
@@ -188,7 +192,8 @@ def _softmax_value(form: Normaliser, shape: tuple[int, ...], ctx: Context):
 
     def body(x):
         wide = float32(x)
-        return jnp.exp(wide - form.along(form.local(wide, chains))).astype(x.dtype)
+        top, total = map(form.along, form.local(wide, chains))
+        return (jnp.exp(wide - top) / total).astype(x.dtype)
 
     return chains.steps, body
 

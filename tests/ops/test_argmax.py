@@ -45,3 +45,9 @@ def test_bfloat16_and_infinities(make_mesh):
         ids = jax.jit(lambda x: argmax(x, "BV_x", "V"))(x)
     assert ids.dtype == jnp.int32
     np.testing.assert_array_equal(ids, [0, 2])
+
+
+def test_refuses_to_choose_among_none(make_mesh):
+    with jax.set_mesh(make_mesh({"x": 2})), pytest.raises(gspmd.SpecError) as error:
+        argmax(jnp.zeros((2, 0)), "BV", "V")
+    assert str(error.value).endswith("V has size 0: no position has the largest number.")

@@ -62,6 +62,32 @@ def test_a_masked_label_may_be_anything(make_mesh):
     np.testing.assert_allclose(loss, [[0.0, np.log(4.0)]], rtol=1e-6)
 
 
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+def test_what_is_not_finite_stays_where_it_is(lowering, make_mesh, place):
+    """Masked rows are zero, gradients too; a logarithm whose square is infinite is no NaN without z-loss."""
+    x = np.tile(np.float32([1, 2, 3, 4]), (6, 1))
+    x[0], x[1], x[2, 1], x[3], x[4, 0] = np.nan, np.inf, -np.inf, -1e38, 1e30
+    labels, mask = np.array([1, 1, 1, 2, 2, 2]), np.array([0, 0, 0, 1, 1, 1])
+    mesh = make_mesh({"x": 4})
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        of = lambda x: cross_entropy(x, labels, "BV_x", mask=mask)  # noqa: E731
+        loss, transpose = jax.vjp(of, place(mesh, x, "BV_x"))
+        (gradient,) = transpose(jax.device_put(np.ones(6, np.float32), loss.sharding))
+    share = np.exp(x[5] - np.log(np.exp(x[5]).sum()))
+    np.testing.assert_allclose(loss, [0, 0, 0, np.log(4), 1e30, -np.log(share[2])], rtol=1e-6)
+    np.testing.assert_allclose(gradient[:3], 0)
+    np.testing.assert_allclose(
+        gradient[3:], [[0.25, 0.25, -0.75, 0.25], [1, 0, -1, 0], share - [0, 0, 1, 0]], rtol=1e-5
+    )
+
+
+def test_a_label_of_64_bits_is_no_other_one(make_mesh):
+    with jax.enable_x64(True), jax.set_mesh(make_mesh({"x": 2})):
+        labels = np.array([1, 2**32 + 1, -(2**32) + 1])
+        loss = cross_entropy(gspmd.annotate(np.float32([[0, 5]] * 3), "BV_x"), labels, "BV_x")
+    np.testing.assert_allclose(loss - loss[0], [0, 5, 5], rtol=1e-6)
+
+
 def test_refuses_labels_of_another_shape(make_mesh):
     with jax.set_mesh(make_mesh({"x": 2})), pytest.raises(gspmd.SpecError) as error:
         cross_entropy(jnp.zeros((2, 3, 4)), jnp.zeros((2, 4), jnp.int32), "B_xLV")

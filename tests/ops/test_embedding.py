@@ -92,6 +92,19 @@ def test_ids_outside_the_table_read_zeros(make_mesh, place, lowering):
     np.testing.assert_array_equal(gradient[:, 0], np.eye(24)[[0, 23]].sum(0))
 
 
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_ids_may_be_narrower_than_the_size_of_the_table(dtype, lowering, make_mesh, place):
+    mesh = make_mesh({"x": 4})
+    table, ids = np.arange(600, dtype=np.float32).reshape(300, 2), np.array([[0, 127, -56, 44]]).astype(dtype)
+    read = ids.astype(int) >= 0
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        y, transpose = jax.vjp(lambda t: embed(ids, t, "BL, V_xE -> BLE"), place(mesh, table, "V_xE"))
+        (gradient,) = transpose(jnp.ones_like(y))
+    np.testing.assert_array_equal(y, np.where(read[..., None], table[ids], 0))
+    np.testing.assert_array_equal(np.flatnonzero(gradient[:, 0]), np.sort(ids[read]))
+
+
 def test_repeated_ids_add_up_in_float32(make_mesh):
     table, ids = jnp.zeros((2, 4), jnp.bfloat16), jnp.zeros((1, 1024), jnp.int32)
     with jax.set_mesh(make_mesh({"x": 2}, "auto")):

@@ -62,7 +62,8 @@ def left(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 def reference(logits, seed, position, temperature=1.0, **filters):
     kept = left(logits, temperature, **filters)
-    x = logits.astype(np.float64) / temperature + noise(seed, position, logits.size) if temperature else logits
+    x = logits.astype(np.float64)
+    x = (x - x.max()) / temperature + noise(seed, position, logits.size) if temperature else x
     return int(np.where(kept, x, -np.inf).argmax())
 
 
@@ -189,6 +190,26 @@ def test_ties_are_left_together(make_mesh):
     for some, kept, (k, p) in zip(tokens, ({0, 1, 2, 5}, {0, 1, 2, 3, 4, 5}, {0, 1, 2, 5}, {0}, {0}), filters):
         assert set(some) == kept
         assert left(x, top_k=k, top_p=p).nonzero()[0].tolist() == sorted(kept)
+
+
+@pytest.mark.parametrize("lowering", ["blocking", pytest.param("xla", marks=pytest.mark.slow)])
+def test_random_settings_at_their_limits(lowering, make_mesh):
+    """Ties, a padded vocabulary, temperatures near 0 and far beyond 1, k beyond the vocabulary, tiny and whole p."""
+    rng, count = np.random.default_rng(11), 256
+    x = np.round(rng.normal(scale=3, size=(count, VOCABULARY)) * 2).astype(np.float32) / 2
+    x[:, 19:] = np.where(rng.random(count) < 0.5, -np.inf, -1e30)[:, None]
+    settings = {
+        "seeds": rng.integers(0, 2**32, count, dtype=np.uint32),
+        "positions": rng.integers(0, 2**31, count, dtype=np.int32),
+        "temperature": rng.choice(np.float32([0, 1e-30, 1e-3, 0.5, 1, 10, 1e30]), count),
+        "top_k": rng.choice(np.int32([0, 1, 2, 7, 19, 24, 1000, 2**31 - 1]), count),
+        "top_p": rng.choice(np.float32([1e-30, 0.3, 0.6, 0.99, 1]), count),
+        "min_p": rng.choice(np.float32([0, 1e-3, 0.2, 1]), count),
+    }
+    tokens = drawn(make_mesh({"x": 8}), x, lowering=lowering, **settings)
+    rows = [{name: value[b] for name, value in settings.items()} for b in range(count)]
+    want = [reference(x[b], row.pop("seeds"), row.pop("positions"), **row) for b, row in enumerate(rows)]
+    np.testing.assert_array_equal(tokens, want)
 
 
 def test_other_rows_change_nothing(make_mesh):

@@ -83,3 +83,20 @@ def test_refuses_an_unknown_dimension(make_mesh):
 def test_refuses_an_open_dimension(make_mesh):
     with jax.set_mesh(make_mesh({"x": 2}, "auto")), pytest.raises(gspmd.PlanError, match="dimension V is left open"):
         softmax(jnp.ones((2, 4)), "BV_?", "V")
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+def test_the_logsumexp_of_nothing(lowering, make_mesh):
+    with jax.set_mesh(make_mesh({"x": 2})), gspmd.lowering(lowering):
+        np.testing.assert_array_equal(logsumexp(jnp.zeros((2, 0)), "BV", "V"), [-np.inf] * 2)
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+def test_large_numbers_keep_their_differences(lowering, make_mesh, place):
+    mesh, differences = make_mesh({"x": 2}), np.float32([0, 1, 2, 3])
+    share = np.exp(differences) / np.exp(differences).sum()
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        x = place(mesh, np.stack([differences + 2**20, differences - 2**20]), "BV_x")
+        np.testing.assert_allclose(softmax(x, "BV_x", "V"), [share] * 2, rtol=1e-5)
+        (slope,) = jax.vjp(lambda x: logsumexp(x, "BV_x", "V"), x)[1](jnp.ones(2))
+    np.testing.assert_allclose(slope, [share] * 2, rtol=1e-5)
