@@ -61,9 +61,11 @@ def rms_norm(
 
 
 def check_row(doing: str, spec: Spec, row_spec: Spec, x: jax.Array, row: jax.Array, name: str) -> None:
-    """Raise SpecError unless `row`, which an error calls `name`, is over x's last dimension alone."""
+    """Raise SpecError unless x is of floating numbers, and `row`, which an error calls `name`, over x's last."""
     if not spec.dims:
         raise SpecError(f"{doing}: a number has no dimension to take the mean over.\n  Pass an array such as 'BLE_x'.")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise SpecError(f"{doing}: x is {x.dtype}.\n  Cast it to floating numbers: the result has its dtype.")
     last = spec.dims[-1]
     if row_spec.dims != (last,) or row.shape != x.shape[-1:]:
         fact = f"the {name} has to have the one dimension {last}, of size {x.shape[-1]}; its shape is {row.shape}."

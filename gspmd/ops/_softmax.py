@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 import jax
 import jax.numpy as jnp
 
-from gspmd.annotate.errors import shown
+from gspmd.annotate.errors import SpecError, shown
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
@@ -64,7 +64,7 @@ def softmax(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
         [B, L, V] in x's dtype; the arithmetic is float32.
 
     Raises:
-        SpecError: the spec does not fit the array or the mesh, or lacks the dimension.
+        SpecError: the spec does not fit the array or the mesh, or lacks the dimension, or `x` is of integers.
         PlanError: `x` is a partial sum.
 
     Example:
@@ -76,7 +76,10 @@ def softmax(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
 
     Source: Blanchard, Higham and Higham 2021, *Accurately computing the log-sum-exp and softmax functions*, section 3.
     """
-    form, x, ctx = _read(f"cannot take the softmax of '{spec}' over {shown(dim)}", x, spec, dim)
+    doing = f"cannot take the softmax of '{spec}' over {shown(dim)}"
+    form, x, ctx = _read(doing, x, spec, dim)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise SpecError(f"{doing}: x is {x.dtype}.\n  Cast it to floating numbers: the result has its dtype.")
     if ctx.lowering == "xla":
         return compiler_chooses(ctx, partial(_plain_softmax, form.at), (form.x,), form.x, x, name=f"softmax {form.x}")
     return _softmax(form, ctx, x)

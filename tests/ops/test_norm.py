@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import gspmd
-from gspmd.ops._norm import rms_norm
+from gspmd.ops import layer_norm, rms_norm, softmax
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(4, 6, 24)).astype(np.float32)
@@ -97,3 +97,17 @@ def test_refuses_a_partial_sum(make_mesh):
         "  this is not linear in its operand, so a sum still owed cannot pass through it.",
         "  Settle it before: gspmd.reshard(x, 'BLE partialsum-x -> BLE').",
     ]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x: rms_norm(x, jnp.ones(4), "BE", "E"),
+        lambda x: layer_norm(x, jnp.ones(4), None, "BE", "E"),
+        lambda x: softmax(x, "BE", "E"),
+    ],
+)
+def test_whole_numbers_are_refused_as_they_hold_no_such_result(form, make_mesh):
+    with jax.set_mesh(make_mesh({"x": 2})), pytest.raises(gspmd.SpecError) as error:
+        form(jnp.ones((2, 4), jnp.int8))
+    assert str(error.value).endswith(": x is int8.\n  Cast it to floating numbers: the result has its dtype.")
