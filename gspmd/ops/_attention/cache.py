@@ -73,8 +73,8 @@ def write_cache(
     if faults:
         raise report(SpecError, doing, faults) from None
     layers = next(letter for letter in "NSPQUWZ" if letter not in held.dims + key.dims)
-    specs = (Spec((layers, *spec.dims), ((), *spec.axes)) for spec in (held, key))
-    form = _Form(*specs, (0, *(1 + at for at in order)))
+    held, key = (Spec((layers, *spec.dims), ((), *spec.axes)) for spec in (held, key))
+    form = _Form(held, key, (0, *(1 + at for at in order)))
     if ctx.lowering == "xla":
         ins = (form.cache, form.new, Spec(("B",), ((),)))
         f = partial(_scattered, form.order)
