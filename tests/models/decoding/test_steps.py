@@ -214,7 +214,7 @@ def product():
     ):
         base = ("weight-stationary-1d", "weight-stationary-2d")[number % 2]
         case = Case(
-            {"block": block, "kv_heads": HEADS[heads]}, base, chunk=3, changes=placed(name), lowering=lowering,
+            {"block": block, "kv_heads": HEADS[heads], "activation": "relu"}, base, chunk=3, changes=placed(name), lowering=lowering,
             mesh=MESHES[mesh], axis_type=[*AXIS_TYPES][number // 2 % 2],
         )  # fmt: skip
         yield pytest.param(name, case, id=f"{name}-{block}-{heads}-{mesh}-{lowering}")
