@@ -79,4 +79,4 @@ LAYOUTS = {
 }
 
 #: Those that text is also decoded in, with a cache.
-DECODED = ("replicated", "weight-stationary-2d")
+DECODED = ("replicated", "weight-stationary-2d", "megatron-1d")

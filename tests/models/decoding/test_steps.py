@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -65,22 +64,18 @@ def tokens_of(settings) -> np.ndarray:
 
 @functools.cache
 def one_device(settings):
-    """The parameters by path, and logits [B, L, V], keys and values [N, B, L, K, D] of a full pass on one device.
+    """The parameters by path, and a full pass on one device: logits [B, L, V], and keys and values [N, B, L, K, D].
 
-    A dense model is the one in plain JAX; experts are our own.
+    Of a dense model in plain JAX; of one with experts in our own, without keys and values.
     """
     layout = Layout.load("replicated")
     mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"), devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         model, tokens = models.build(settings, layout, mesh, jax.random.key(0)), tokens_of(settings)
         weights = {path: np.asarray(value) for path, value in models.arrays(model).items()}
-        if settings.moe is None:
-            return weights, *map(np.asarray, jax.jit(functools.partial(plain.forward, settings))(weights, tokens))
-        logits = jax.jit(lambda ids: model(ids)[0])(tokens)
-        empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cache_of(settings, layout, mesh))
-        counts = np.full(ROWS, ROOM, np.int32)
-        _, cache = jax.jit(prefill_step(model, fresh=True))(models.arrays(model), tokens, counts, empty)
-        return weights, *map(np.asarray, (logits, *gathered(cache, layout)))
+        if settings.moe:
+            return weights, np.asarray(jax.jit(lambda ids: model(ids)[0])(tokens)), None, None
+        return weights, *map(np.asarray, jax.jit(functools.partial(plain.forward, settings))(weights, tokens))
 
 
 def cache_of(settings, layout, mesh, int8=False):
@@ -168,7 +163,7 @@ def near(got, wanted, tolerance, whole):
 
 
 def check(case, config, make_mesh, tolerance=1e-5, *, int8=False):
-    """That all logits, and the cache at every position that is read, are those of one device."""
+    """That all logits, and a dense model's cache at every position that is read, are those of one device."""
     settings = for_serving(config(**case.config))
     mesh = make_mesh(case.mesh or Layout.load(case.decode).mesh_for(8), case.axis_type)
     _, logits, keys, values = one_device(settings)
@@ -178,7 +173,7 @@ def check(case, config, make_mesh, tolerance=1e-5, *, int8=False):
         for at, got in texts.logits.items():
             near(got, logits[at], tolerance, logits)
         read = np.arange(ROOM)[None] < lengths[:, None]
-        for got, wanted in ((texts.keys, keys), (texts.values, values)):
+        for got, wanted in ((texts.keys, keys), (texts.values, values)) if keys is not None else ():
             near(got[:, read][..., : settings.kv_heads, :], wanted[:, read], tolerance, wanted)
     return both, cache
 
@@ -214,16 +209,14 @@ def product():
     ):
         base = ("weight-stationary-1d", "weight-stationary-2d")[number % 2]
         case = Case(
-            {"block": block, "kv_heads": HEADS[heads]}, base, chunk=3, changes=placed(name), lowering=lowering,
-            mesh=MESHES[mesh], axis_type=[*AXIS_TYPES][number // 2 % 2],
+            {"block": block, "kv_heads": HEADS[heads], "activation": "relu"}, base, chunk=3, changes=placed(name),
+            lowering=lowering, mesh=MESHES[mesh], axis_type=[*AXIS_TYPES][number // 2 % 2],
         )  # fmt: skip
         yield pytest.param(name, case, id=f"{name}-{block}-{heads}-{mesh}-{lowering}")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "case"), [*product()])
-def test_attention_lies_in_any_way(name, case, config, make_mesh):
-    """The cache lies on every device as the layout says; too few heads are refused where it has no alternatives."""
+def check_placed(name, case, config, make_mesh):
+    """That the case holds, that the cache lies as the layout says, and that only alternatives admit too few heads."""
     settings, mesh = config(**case.config), make_mesh(case.mesh)
     sizes = settings.sizes(ROWS, 1) | {"T": ROOM}
     only = Layout.load(case.decode).override(placed(name, first=True)).phase("decode")
@@ -240,6 +233,12 @@ def test_attention_lies_in_any_way(name, case, config, make_mesh):
         assert {shard.data.shape[1:] for shard in array.addressable_shards} == {tuple(local)}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "case"), [*product()])
+def test_attention_lies_in_any_way(name, case, config, make_mesh):
+    check_placed(name, case, config, make_mesh)
+
+
 def held(layout):
     """The specs of keys and of the cache."""
     return layout.spec("attention.key"), cache_spec(layout)
@@ -253,12 +252,26 @@ DIAGONAL = [
         {"heads": 6, "kv_heads": 3, "tied": False}, "megatron-1d", lowering="xla", mesh={"x": 2, "y": 4, "z": 1},
         changes={"padding.K": 4, "ffn.residual": "B_xL_yzE", "attention.residual": "B_xL_yzE"},
     ),
-    Case({"heads": 6, "kv_heads": 3}, "megatron-1d", mesh={"x": 2, "y": 2, "z": 1}, axis_type="auto"),
+    pytest.param(
+        Case({"heads": 6, "kv_heads": 3}, "megatron-1d", mesh={"x": 2, "y": 2, "z": 1}, axis_type="auto"),
+        marks=pytest.mark.slow,
+    ),
     Case(
         {"layers": 1, "moe": MoEConfig(every=1, router="gshard")}, "gshard", mesh={"x": 2, "y": 2, "z": 2},
         changes={"cache.attention.key": "B_xyT_zKD"},
     ),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_some_of_the_product(name, config, make_mesh):
+    """One case of every layout of attention, in which blocks, heads, meshes and lowerings take turns."""
+    number = [*ATTENTION].index(name)
+    block, heads, mesh = ("parallel", "serial")[number % 2], [*HEADS][(number + 1) % 3], [*MESHES][(number + 2) % 3]
+    lowering = LOWERINGS[(number + number // 3) % 3]
+    wanted = f"{name}-{block}-{heads}-{mesh}-{lowering}"
+    [case] = [param.values[1] for param in product() if param.id == wanted]
+    check_placed(name, case, config, make_mesh)
 
 
 @pytest.mark.parametrize("case", DIAGONAL, ids=str)

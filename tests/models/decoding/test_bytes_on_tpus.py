@@ -1,0 +1,45 @@
+"""What whole steps of prefill and decode send on TPUs in bfloat16: their plans, to the byte."""
+
+from importlib.util import find_spec
+
+import jax
+import pytest
+
+import gspmd
+import gspmd_models as models
+from gspmd.audit import compile_offline, topology
+from gspmd.layouts import Layout
+from gspmd_models.decoding import serving_program
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed"),
+]
+SIZES = {"embed": 4096, "layers": 2, "heads": 16, "head_size": 256, "feed_forward": 8192, "vocabulary": 8192}
+
+
+@pytest.mark.parametrize(
+    ("preset", "phase", "block", "kv_heads"),
+    [
+        ("weight-stationary-2d", "decode", "parallel", 1),
+        ("weight-stationary-2d", "decode", "serial", 16),
+        ("megatron-1d", "decode", "serial", 8),
+        ("weight-stationary-2d", "prefill", "parallel", 1),
+    ],
+)
+def test_what_is_planned_is_sent(preset, phase, block, kv_heads):
+    target, layout = topology("tpu-v4:2x2x2"), Layout.load(preset)
+    mesh = target.mesh(layout.mesh_for(8) if preset == "megatron-1d" else {"x": 2, "y": 2, "z": 2})
+    settings = models.ModelConfig(**SIZES, kv_heads=kv_heads, block=block)
+    lengths = {"length": 64} if phase == "prefill" else {}
+    program = serving_program(settings, layout, mesh, phase, batch=64, room=512, **lengths)
+    with gspmd.lowering("blocking"):
+        report = compile_offline(
+            program.step, *program.arguments, topology=target, donate_argnums=(program.donated,),
+            auto_layout_argnums=(program.stored,),
+        )  # fmt: skip
+        with jax.set_mesh(mesh):
+            plan = gspmd.trace(program.step, *program.arguments)
+    comparison = report.ledger.compare(plan)
+    assert report.ledger.wire_bytes == plan.wire_bytes > 0
+    assert comparison.agrees, comparison
