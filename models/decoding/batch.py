@@ -18,7 +18,6 @@ from .cache import cache_spec
 from .prefix import Shares, most_prompts, shares
 from .serving import GenerationError, for_serving, least_length, least_rows, phases
 
-
 MOST_TEXTS = 2**16
 """Texts that are generated at a time: more than devices hold the caches of, and few enough to count on the host."""
 

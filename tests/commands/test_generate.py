@@ -138,8 +138,8 @@ def test_explain_loads_nothing(capsys, public, monkeypatch):
         *(
             (
                 ["--temperature", value],
-                f"GenerationError: cannot sample:\n  temperature is {float(value)}; it must be a finite number, and not "
-                "negative (0 takes the likeliest token)\n",
+                f"GenerationError: cannot sample:\n  temperature is {float(value)}; it must be a finite number, and "
+                "not negative (0 takes the likeliest token)\n",
             )
             for value in ("-1", "nan", "inf")
         ),
@@ -152,7 +152,6 @@ def test_explain_loads_nothing(capsys, public, monkeypatch):
             ["--min-p", "inf"],
             "GenerationError: cannot sample:\n  min_p is inf; it must be between 0 (all tokens) and 1",
         ),
-        (["--devices", "0"], "ConfigError: "),
         (["--samples", "1" + "0" * 12], "GenerationError: there are 1000000000000 texts, and at most 65536 at a time;"),
         (
             ["--cache-length", "1" + "0" * 12],
@@ -193,7 +192,7 @@ def test_bad_input_is_one_message(capsys, public, flags, message, tmp_path, monk
 
 @pytest.mark.parametrize("flag", ["samples", "tokens", "chunk", "burst", "cache-length", "seed", "top-k", "devices"])
 def test_what_is_no_whole_number_is_refused_by_its_flag(capsys, flag):
-    for value in ("nan", "1.5", "1e5", ""):
+    for value in ("nan", "1.5", "1e5", "", *["0"] * (flag == "devices")):
         with pytest.raises(SystemExit, match="2"):
             run(capsys, f"--{flag}={value}")
         assert f"--{flag}" in capsys.readouterr().err
