@@ -192,7 +192,7 @@ def test_bad_input_is_one_message(capsys, public, flags, message, tmp_path, monk
 
 @pytest.mark.parametrize("flag", ["samples", "tokens", "chunk", "burst", "cache-length", "seed", "top-k", "devices"])
 def test_what_is_no_whole_number_is_refused_by_its_flag(capsys, flag):
-    for value in ("nan", "1.5", "1e5", "", *["0"] * (flag == "devices")):
+    for value in ("nan", "1.5", "1e5", ""):
         with pytest.raises(SystemExit, match="2"):
             run(capsys, f"--{flag}={value}")
         assert f"--{flag}" in capsys.readouterr().err
