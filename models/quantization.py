@@ -93,4 +93,6 @@ def _quantizer(summed: tuple[tuple[int, ...], ...], placed: tuple[jax.P, ...]) -
         scale = jnp.where(scale > 0, scale, 1.0)
         return *(jnp.round(w / jnp.expand_dims(scale, over)).astype(jnp.int8) for w, over in zip(wide, summed)), scale
 
-    return jax.jit(lambda *weights: jax.sharding.auto_axes(quantized, out_sharding=placed)(*weights))
+    # Once for Explicit axes, where it is the type, and once for Auto axes, where the compiler would choose.
+    whole = jax.sharding.auto_axes(quantized, out_sharding=placed)
+    return jax.jit(lambda *weights: whole(*weights), out_shardings=placed)

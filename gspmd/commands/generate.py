@@ -55,6 +55,14 @@ class SamplingFlags:
 
 
 @dataclass(frozen=True)
+class Sharding(ShardingConfig):
+    """Which devices, which mesh over them, and which layout on it."""
+
+    devices: int | None = None
+    """Number of devices; all of an accelerator, or one of a CPU, if not given."""
+
+
+@dataclass(frozen=True)
 class Settings:
     """What is continued, with which model, and where it runs."""
 
@@ -91,7 +99,7 @@ class Settings:
     explain: bool = False
     """Print what a chunk of the prefill and a step of decoding send, and what weights and cache take; load nothing."""
     sampling: tyro.conf.OmitArgPrefixes[SamplingFlags] = field(default_factory=SamplingFlags)
-    sharding: tyro.conf.OmitArgPrefixes[ShardingConfig] = field(default_factory=lambda: ShardingConfig(layout=""))
+    sharding: tyro.conf.OmitArgPrefixes[Sharding] = field(default_factory=lambda: Sharding(layout=""))
 
 
 def run(argv: Sequence[str], script: str = "") -> int:
@@ -144,7 +152,8 @@ def generate(settings: Settings) -> int:
     dtype = settings.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
     ids = [source.tokenizer.encode(prompt) for prompt in prompts]
     job: dict[str, Any] = {"samples": settings.samples, "cache_length": settings.cache_length}
-    options: dict[str, Any] = {"chunk": settings.chunk, "burst": settings.burst, "int8": settings.cache == "int8"}
+    burst = min(settings.burst, max(settings.tokens, 1))
+    options: dict[str, Any] = {"chunk": settings.chunk, "burst": burst, "int8": settings.cache == "int8"}
     with jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"), Stop() as stop:
         batch = decoding.make_batch(config, layout, prefill, mesh, ids, settings.tokens, chunk=settings.chunk, **job)
         decode = batch.sizes.decode

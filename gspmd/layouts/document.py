@@ -66,6 +66,8 @@ Their keys are quoted keys of the parts above, as in `[optimizer]` `"ffn.w_in" =
 
 {overrides}
 
+`[serving]` is `[prefill]` and `[decode]` at once; what a file says of one of them goes before.
+
 The cache has one key, `"attention.key"`, with dimensions BTKD. `[lowering]` names the lowering of a part, or of
 all of them as `default`: {lowerings}. It goes before the default of whoever calls.
 
@@ -139,8 +141,8 @@ print([each.phase("decode").cache() for each in (by_heads, by_batch, by_length)]
 ```
 
 Heads suit few sequences with many key/value heads; the batch, over z, yz or xyz, suits many sequences with few of them
-(Pope et al. 2022, section 3.3); the length suits contexts that one device cannot hold. The presets' own `[prefill]` and
-`[decode]` go from the batch over all axes to heads alone.
+(Pope et al. 2022, section 3.3); the length suits contexts that one device cannot hold. The presets' own `[serving]`
+goes from the batch over all axes to heads alone.
 
 ## Sections of one's own
 

@@ -208,8 +208,8 @@ class Layout(KeyedTable):
 
         Args:
           specs: `"ffn.w_in"` to a spec, or to alternatives, a list of specs or one text with `|` between them; also
-            `"optimizer.ffn.w_in"`, `"decode.ffn.residual"`, `"lowering.ffn"`, and `"padding.H"` to a multiple. They are
-            checked by `check`, all together.
+            `"optimizer.ffn.w_in"`, `"decode.ffn.residual"`, `"serving.ffn.residual"` for both phases,
+            `"lowering.ffn"`, and `"padding.H"` to a multiple. They are checked by `check`, all together.
         """
         return overridden(self, specs)
 

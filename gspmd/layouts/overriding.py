@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from gspmd.annotate import LayoutError, Spec
 from gspmd.annotate.errors import shown
 from gspmd.annotate.validation import whole
-from gspmd.layouts.rules.keys import OVERRIDES
+from gspmd.layouts.rules.keys import OVERRIDES, PHASES, SERVING
 from gspmd.layouts.rules.table import LayoutTable, Text
 
 OfTable = TypeVar("OfTable", bound=LayoutTable)
@@ -32,9 +32,10 @@ def overridden(layout: OfTable, specs: Any) -> OfTable:
             raise LayoutError(f"{doing}.\n  {remedy or 'A key and its spec are strings.'}")
         elif section == "lowering":
             layout = replace(layout, lowerings={**layout.lowerings, rest: str(value)})
-        elif section in OVERRIDES:
-            table = {**layout.overrides.get(section, {}), rest: text}
-            layout = replace(layout, overrides={**layout.overrides, section: table})
+        elif section in OVERRIDES or section == SERVING:
+            named = PHASES if section == SERVING else (section,)
+            tables = {each: {**layout.overrides.get(each, {}), rest: text} for each in named}
+            layout = replace(layout, overrides=layout.overrides | tables)
         else:
             layout = replace(layout, table={**layout.table, key: text})
     return layout

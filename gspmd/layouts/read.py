@@ -9,7 +9,7 @@ from typing import Any
 from gspmd.annotate import LayoutError
 from gspmd.annotate.errors import listed, shown, suggestion
 from gspmd.layouts.rules import own
-from gspmd.layouts.rules.keys import OVERRIDES
+from gspmd.layouts.rules.keys import OVERRIDES, PHASES, SERVING
 
 _PRESETS = files(__package__).joinpath("presets")
 
@@ -108,7 +108,11 @@ def _mesh(mesh: Any, name: str | PathLike) -> dict[str, tuple[str, ...]]:
 
 
 def _merged(inherited: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
-    for section, entries in document.items():
+    sections = [*document.items()]
+    if isinstance(document.get(SERVING), dict):  # before what the file itself says of a phase
+        both = document.pop(SERVING)
+        sections = [*((phase, both) for phase in PHASES), *document.items()]
+    for section, entries in sections:
         if not isinstance(entries, dict):
             inherited["table"][section] = entries
         elif section in ("lowering", "dimensions", "padding"):

@@ -18,6 +18,9 @@ from .cache import cache_spec
 from .prefix import Shares, most_prompts, shares
 from .serving import GenerationError, for_serving, least_length, least_rows, phases
 
+MOST_TEXTS = 2**16
+"""Texts that are generated at a time: more than devices hold the caches of, and few enough to count on the host."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -121,6 +124,10 @@ def make_batch(
             f"a prompt of {longest} tokens and {tokens} more have {needed} positions, and there are {LONGEST}; "
             "shorten them"
         )
+    if cache_length is not None and cache_length > LONGEST:
+        raise GenerationError(f"cache_length is {cache_length}, and there are {LONGEST} positions; take at most these")
+    if texts > MOST_TEXTS:
+        raise GenerationError(f"there are {texts} texts, and at most {MOST_TEXTS} at a time; take fewer samples")
     rows, reading, decode = _fewest_rows(config, layout, prefill, mesh, texts, cache_length)
     owners = tuple(text // samples if text < texts else None for text in range(rows))
     shards, found = _parts(mesh, cache_spec(decode).axes_of("B")), Shares(owners, None)

@@ -49,7 +49,10 @@ class Sampling:
     def __post_init__(self) -> None:
         faults = []
         if not 0 <= self.temperature < math.inf:
-            faults.append(f"temperature is {self.temperature}; it must not be negative (0 takes the likeliest token)")
+            faults.append(
+                f"temperature is {self.temperature}; it must be a finite number, and not negative (0 takes the "
+                "likeliest token)"
+            )
         if self.top_k < 0:
             faults.append(f"top_k is {self.top_k}; it must not be negative (0 keeps all tokens)")
         if not 0 < self.top_p <= 1:

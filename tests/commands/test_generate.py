@@ -135,7 +135,32 @@ def test_explain_loads_nothing(capsys, public, monkeypatch):
         ([], "ConfigError: cannot generate text:\n  --checkpoint names the folder of the model; it is missing."),
         (["--checkpoint", "nowhere"], "CheckpointError: cannot read the model of checkpoint 'nowhere':"),
         (["--prompt", ""], "GenerationError: cannot continue an empty prompt (prompt 2 of 2); give at least one token"),
-        (["--temperature", "-1"], "GenerationError: cannot sample:\n  temperature is -1.0; it must not be negative"),
+        *(
+            (
+                ["--temperature", value],
+                f"GenerationError: cannot sample:\n  temperature is {float(value)}; it must be a finite number, and "
+                "not negative (0 takes the likeliest token)\n",
+            )
+            for value in ("-1", "nan", "inf")
+        ),
+        (["--top-k", "-1"], "GenerationError: cannot sample:\n  top_k is -1; it must not be negative"),
+        (
+            ["--top-p", "nan"],
+            "GenerationError: cannot sample:\n  top_p is nan; it must be greater than 0, and at most 1",
+        ),
+        (
+            ["--min-p", "inf"],
+            "GenerationError: cannot sample:\n  min_p is inf; it must be between 0 (all tokens) and 1",
+        ),
+        (["--samples", "1" + "0" * 12], "GenerationError: there are 1000000000000 texts, and at most 65536 at a time;"),
+        (
+            ["--cache-length", "1" + "0" * 12],
+            "GenerationError: cache_length is 1000000000000, and there are 1048576 positions; take at most these",
+        ),
+        (
+            ["--tokens", "1" + "0" * 12],
+            "GenerationError: a prompt of 4 tokens and 1000000000000 more have 100000000000",
+        ),
         (
             ["--cache-length", "9"],
             "GenerationError: a prompt of 4 tokens and 128 more need a cache of 131 tokens, and it has room for 9; "
@@ -163,6 +188,31 @@ def test_bad_input_is_one_message(capsys, public, flags, message, tmp_path, monk
     assert text == ""
     assert said.startswith(message)
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("flag", ["samples", "tokens", "chunk", "burst", "cache-length", "seed", "top-k", "devices"])
+def test_what_is_no_whole_number_is_refused_by_its_flag(capsys, flag):
+    for value in ("nan", "1.5", "1e5", ""):
+        with pytest.raises(SystemExit, match="2"):
+            run(capsys, f"--{flag}={value}")
+        assert f"--{flag}" in capsys.readouterr().err
+
+
+def test_bursts_are_no_longer_than_texts(capsys, public, monkeypatch):
+    asked = []
+    monkeypatch.setattr(models, "Generator", lambda *_, burst, **__: asked.append(burst))
+    monkeypatch.setattr(generate, "explain", lambda *_: None)
+    flags = ["--prompt", "def ", "--tokens", "5", "--burst", "1" + "0" * 12, "--explain"]
+    assert run(capsys, "--checkpoint", public, *flags)[0] == 0
+    assert asked == [5]
+
+
+def test_the_help_says_how_many_devices_are_used(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        run(capsys, "--help")
+    said = " ".join(capsys.readouterr().out.replace("|", " ").replace("│", " ").split())
+    assert "all of an accelerator, or one of a CPU" in said
+    assert "8 fake" not in said
 
 
 def test_an_interrupt_is_no_traceback(capsys, public, monkeypatch):

@@ -23,6 +23,27 @@ def test_a_file_may_stand_on_a_preset(tmp_path):
     layout.check({"B": 8, "E": 64, "F": 128}, {"x": 2, "y": 2})
 
 
+def test_what_holds_in_both_phases_is_said_once(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'base = "megatron-1d"\n[decode]\nffn.hidden = "B_xLF_y"\n'
+        '[serving]\nffn.hidden = "B_xLF_yz"\nffn.residual = "B_xL_yE"\n'
+    )
+    layout = Layout.load(path)
+    prefill, decode = layout.phase("prefill"), layout.phase("decode")
+    assert (prefill["ffn.hidden"], decode["ffn.hidden"]) == ("B_xLF_yz", "B_xLF_y")
+    assert (prefill["ffn.residual"], decode["ffn.residual"], layout["ffn.residual"]) == ("B_xL_yE",) * 2 + ("B_xLE",)
+    assert (
+        prefill.overrides["prefill"]["attention.key"] == Layout.load("megatron-1d").overrides["decode"]["attention.key"]
+    )
+    above = tmp_path / "above.toml"
+    above.write_text('base = "./mine.toml"\n[serving]\nffn.hidden = "BLF"\n')
+    for changed in (Layout.load(above), layout.override({"serving.ffn.hidden": "BLF"})):
+        assert changed.phase("prefill")["ffn.hidden"] == changed.phase("decode")["ffn.hidden"] == "BLF"
+    with pytest.raises(LayoutError, match=r"\[prefill\] ffn.hiden = BLF"):
+        layout.override({"serving.ffn.hiden": "BLF"}).check()
+
+
 def test_a_layout_of_ones_own_axes(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(_plain().replace('"BLE"', '"B_{data}LE"'))

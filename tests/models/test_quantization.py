@@ -55,6 +55,16 @@ def off(a, b):
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
+def test_under_auto_axes_too_weights_and_scales_lie_where_the_layout_says(config, make_mesh):
+    """Heads' scales are whole on every device here, and the compiler would leave them where their maxima were taken."""
+    model, layout, mesh = made("weight-stationary-2d", config(), make_mesh, "auto")
+    quantized = models.quantize(model)
+    rows = parameters(quantized.config, layout)
+    for path, x in models.arrays(quantized).items():
+        placed = jax.NamedSharding(mesh, rows[path].spec.partition_spec())
+        assert x.sharding.is_equivalent_to(placed, x.ndim), path
+
+
 @pytest.mark.parametrize("block", ["serial", "parallel"])
 def test_weights_are_those_of_plain_numpy(block, config, make_mesh):
     settings = config(block=block, moe=SWITCH, tied=False)

@@ -41,6 +41,9 @@ OVERRIDES = {
 #: The overriding sections that are a phase of serving.
 PHASES = ("prefill", "decode")
 
+#: The section whose keys are those of both phases.
+SERVING = "serving"
+
 
 @dataclass(frozen=True)
 class Key:

@@ -6,11 +6,11 @@ from typing import Any
 
 from gspmd.annotate import Fault, Spec, SpecError, parse_via
 from gspmd.annotate.errors import shown
-from gspmd.layouts.rules.keys import DIMENSIONS, OVERRIDES, PARTS, Key, keys_of_override, of_part
+from gspmd.layouts.rules.keys import DIMENSIONS, OVERRIDES, PARTS, SERVING, Key, keys_of_override, of_part
 from gspmd.layouts.rules.line import Line
 
 #: Sections with a fixed meaning; every other section is user-defined.
-KNOWN = (*PARTS, *OVERRIDES, "mesh", "lowering", "dimensions", "padding")
+KNOWN = (*PARTS, *OVERRIDES, SERVING, "mesh", "lowering", "dimensions", "padding")
 
 _VIA = "_via"
 
@@ -54,7 +54,7 @@ def misspelt(section: str, key: str) -> str:
         if near in PARTS:
             theirs = [known.name.partition(".")[2] for known in of_part(near)]
             return near if get_close_matches(key, theirs, n=1, cutoff=0.75) else ""
-        if near in OVERRIDES:
+        if near in OVERRIDES or near == SERVING:
             return near if "." in key or key in keys_of_override(near) else ""
         return near
     return ""
