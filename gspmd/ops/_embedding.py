@@ -18,7 +18,7 @@ from gspmd.hardware.chips import Chip
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops.interface.operands import array
-from gspmd.ops.interface.planned_op import Chains, float32, planned_op, read, shard_index, sizes_of
+from gspmd.ops.interface.planned_op import FLOAT32, Chains, float32, planned_op, read, shard_index, sizes_of
 from gspmd.planner.graph.resharding import move
 from gspmd.planner.steps import Step, total_cost
 
@@ -36,8 +36,8 @@ def embed(
         ids: [B, L] integers, or any shape.
         table: [V, E].
         equation: where the three lie, `"B_xL, V_yE -> B_xLE_y"`.
-        scales: float32 [V] of an int8 table, placed as its V. A device multiplies the rows that it finds, before they
-            move, so the table stays where it is; and there is no gradient.
+        scales: float32 [V] of an int8 table, placed as its V: a device multiplies the rows that it finds, before they
+            move. Such a lookup has no gradient.
         dtype: of the result, with scales.
 
     Returns:
@@ -90,6 +90,11 @@ class Lookup:
         return self.table.axes[0]
 
     @property
+    def scales(self) -> Spec:
+        """Where the scales of the table's rows lie."""
+        return self.table.without(self.table.dims[1])
+
+    @property
     def partial_table(self) -> Spec:
         """The table's gradient as each device computes it: a partial sum over the mesh axes of the tokens."""
         return self.table.with_partial(tuple(axis for axes in self.ids.axes for axis in axes))
@@ -137,17 +142,18 @@ class Route:
     ids: tuple[Step, ...]
     table: tuple[Step, ...]
     rows: tuple[Step, ...]
+    scales: tuple[Step, ...] = ()
 
     @property
     def steps(self) -> tuple[Step, ...]:
         """Every step, in the order of execution but for the place of the table's."""
-        return (*self.ids, *self.table, *self.rows)
+        return (*self.ids, *self.table, *self.scales, *self.rows)
 
 
 @lru_cache(maxsize=1024)
 def route(
-    given: Lookup, backward: bool, sizes: tuple[tuple[str, int], ...], widths: tuple[int, int],
-    mesh: tuple[tuple[str, int], ...], chip: Chip, stays: bool = False,
+    given: Lookup, backward: bool, sizes: tuple[tuple[str, int], ...], widths: tuple[int, ...],
+    mesh: tuple[tuple[str, int], ...], chip: Chip,
 ) -> Route:  # fmt: skip
     """The cheapest way to divide a lookup, or its gradient, over the mesh axes that its specs name.
 
@@ -155,19 +161,15 @@ def route(
         given: where ids, table and rows lie.
         backward: whether the gradient of the table is asked for.
         sizes: the size of every dimension.
-        widths: bytes of an id and of a number of the rows, and of the table where it may move.
+        widths: bytes of an id, of a number of the table and of one of the rows, and of a scale if there are any.
         mesh: the size of every mesh axis.
         chip: whose links the seconds are for.
-        stays: whether the table stays where it is.
-
     Raises:
         PlanError: no division is even.
     """
     bring = partial(move, sizes=dict(sizes), mesh=dict(mesh), chip=chip)
     price, routes = _backward_route if backward else _forward_route, []
     for division in _divisions(given, dict(sizes), dict(mesh)):
-        if stays and division.table != given.table:
-            continue
         with suppress(PlanError):  # a move that no even chain of collectives makes
             routes.append(price(given, division, bring, *widths))
     if not routes:
@@ -175,20 +177,25 @@ def route(
     return min(routes, key=lambda found: (total_cost(found.steps), str(found.lookup)))
 
 
-def _forward_route(given: Lookup, division: Lookup, bring: Callable, id_bytes: int, row_bytes: int) -> Route:
+def _forward_route(
+    given: Lookup, division: Lookup, bring: Callable, id_bytes: int, table_bytes: int, row_bytes: int, *scale: int
+) -> Route:
     return Route(
         division,
         bring(given.ids, division.ids, itemsize=id_bytes, operand="ids"),
-        bring(given.table, division.table, itemsize=row_bytes, operand="table"),
+        bring(given.table, division.table, itemsize=table_bytes, operand="table"),
         bring(division.rows, given.rows, itemsize=row_bytes, operand="result"),
+        *(bring(given.scales, division.scales, itemsize=width, operand="scales") for width in scale),
     )
 
 
-def _backward_route(given: Lookup, division: Lookup, bring: Callable, id_bytes: int, row_bytes: int) -> Route:
+def _backward_route(
+    given: Lookup, division: Lookup, bring: Callable, id_bytes: int, table_bytes: int, row_bytes: int
+) -> Route:
     return Route(
         division,
         bring(given.ids, division.ids, itemsize=id_bytes, operand="ids"),
-        bring(division.partial_table, given.table, itemsize=row_bytes, operand="gradient of table"),
+        bring(division.partial_table, given.table, itemsize=table_bytes, operand="gradient of table"),
         bring(given.rows, division.rows.without_partial(), itemsize=row_bytes, operand="cotangent"),
     )
 
@@ -230,13 +237,14 @@ class _Embed:
     @property
     def specs(self) -> tuple[Spec, ...]:
         """Where the operands lie."""
-        ids, table = self.given.ids, self.given.table
-        return (ids, table) if self.scaled is None else (ids, table, Spec(table.dims[:1], table.axes[:1]))
+        operands = self.given.ids, self.given.table
+        return operands if self.scaled is None else (*operands, self.given.scales)
 
     def route(self, ids: tuple[int, ...], id_bytes: int, ctx: Context, *, backward: bool) -> Route:
         sizes = sizes_of(self.given.ids, ids) | sizes_of(self.given.table, self.shape)
-        widths, stays = (id_bytes, (self.scaled or self.dtype).itemsize), self.scaled is not None
-        return route(self.given, backward, tuple(sizes.items()), widths, tuple(ctx.mesh.items()), ctx.chip, stays)
+        widths = (id_bytes, self.dtype.itemsize, (self.scaled or self.dtype).itemsize)
+        widths += () if self.scaled is None else (FLOAT32,)
+        return route(self.given, backward, tuple(sizes.items()), widths, tuple(ctx.mesh.items()), ctx.chip)
 
 
 def _forward(form: _Embed, ctx: Context, ids: jax.Array, *tables: jax.Array):
@@ -258,10 +266,11 @@ _embed = planned_op(_forward, _backward, lambda form: f"embed {form.given}")
 @lru_cache(maxsize=1024)
 def _value(form: _Embed, shape: tuple[int, ...], id_bytes: int, ctx: Context):
     found = form.route(shape, id_bytes, ctx, backward=False)
-    chains = Chains(ctx.mesh, ids=found.ids, table=found.table, rows=found.rows)
+    chains = Chains(ctx.mesh, ids=found.ids, table=found.table, scales=found.scales, rows=found.rows)
 
     def body(ids, table, *scales):
         ids, table = chains.send("ids", ids), chains.send("table", table)
+        scales = [chains.send("scales", each) for each in scales]
         first = shard_index(found.lookup.vocabulary) * table.shape[0]
         return chains.send("rows", _rows(first, form.scaled, ids, table, *scales))
 

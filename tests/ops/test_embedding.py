@@ -113,7 +113,7 @@ def test_refuses_what_is_no_lookup(make_mesh, equation, fact):
     assert str(error.value).startswith(f"cannot look up '{equation}'")
 
 
-@pytest.mark.parametrize(("mesh", "equation"), [CASES[4], CASES[6]])
+@pytest.mark.parametrize(("mesh", "equation"), [CASES[3], CASES[4], CASES[6]])
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])
 def test_rows_of_an_int8_table_are_scaled_where_they_are_found(make_mesh, place, check_form, mesh, equation, lowering):
     specs, rows = _specs(equation)
