@@ -80,7 +80,7 @@ class Row:
 ROWS = {
     "prefill-1-int8": Row(
         "prefill", 1, "weight-stationary-2d BLH_yzxD BTKD", 0.29, 0.43, "int8",
-        faster=(("weight-stationary-2d BLH_yzD BTKD", "blocking", 1),),
+        faster=(("weight-stationary-2d BL_xH_yzD BTKD", "blocking", 1),),
     ),
     "decode-64-int8": Row("decode", 64, BATCH, 1.82, 0.14, "int8", 64, faster=((BATCH, "blocking", 1),)),
     "prefill-512": Row("prefill", 512, GATHERED, 85.2, 0.76, faster=((GATHERED, "blocking", 1),)),

@@ -100,11 +100,11 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Rows of the table, times √E if the configuration scales them, placed as the residual stream."""
-        table = matrix(self.table, self.dtype)
-        if self.scale is not None:  # each device its own rows, so that what it finds moves in the compute dtype
-            scale = moved(self.scale[...], self.scale_spec, self.spec.without("E"))
-            table = (table.astype(jnp.float32) * scale[:, None]).astype(self.dtype)
-        return embed(tokens, table, self.equation) * self.factor
+        table, options = matrix(self.table, self.dtype), {}
+        if self.scale is not None:
+            scales = moved(self.scale[...], self.scale_spec, self.spec.without("E"))
+            options = {"scales": scales, "dtype": self.dtype}
+        return embed(tokens, table, self.equation, **options) * self.factor
 
 
 class Output(nnx.Module):

@@ -18,13 +18,15 @@ from gspmd.hardware.chips import Chip
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops.interface.operands import array
-from gspmd.ops.interface.planned_op import Chains, float32, planned_op, read, shard_index, sizes_of
+from gspmd.ops.interface.planned_op import FLOAT32, Chains, float32, planned_op, read, shard_index, sizes_of
 from gspmd.planner.graph.resharding import move
 from gspmd.planner.steps import Step, total_cost
 
 
-def embed(ids: jax.Array, table: jax.Array, equation: str | Equation) -> jax.Array:
-    """Look up the rows of a table by ids: table[ids].
+def embed(
+    ids: jax.Array, table: jax.Array, equation: str | Equation, *, scales: jax.Array | None = None, dtype: Any = None
+) -> jax.Array:
+    """Look up the rows of a table by ids: table[ids], times their scales.
 
     Each mesh axis may shard, while rows are looked up, the tokens, the vocabulary (rows found elsewhere are zero, and
     the result is a partial sum), the row itself, or nothing. The cheapest is taken: in seconds, then bytes, then number
@@ -34,11 +36,15 @@ def embed(ids: jax.Array, table: jax.Array, equation: str | Equation) -> jax.Arr
         ids: [B, L] integers, or any shape.
         table: [V, E].
         equation: where the three lie, `"B_xL, V_yE -> B_xLE_y"`.
+        scales: float32 [V] of an int8 table, placed as its V: a device multiplies the rows that it finds, before they
+            move. Such a lookup has no gradient.
+        dtype: of the result, with scales.
 
     Returns:
-        [B, L, E] in the table's dtype. An id outside [0, V) reads a row of zeros.
+        [B, L, E] in the table's dtype, or in `dtype`. An id outside [0, V) reads a row of zeros.
 
     Raises:
+        TypeError: one of `scales` and `dtype` is given without the other.
         SpecError: the equation is no lookup, or a spec does not fit its array or the mesh.
         PlanError: an operand or the result is a partial sum, or no division of the work over the mesh is even.
 
@@ -58,10 +64,16 @@ def embed(ids: jax.Array, table: jax.Array, equation: str | Equation) -> jax.Arr
     doing = f"cannot look up '{equation}'"
     ids, table = array(doing, "ids", ids, "integers"), array(doing, "the table", table)
     lookup = _read(doing, equation, ids, table, ctx)
+    if (scales is None) != (dtype is None):
+        raise TypeError(f"{doing}: scales and dtype belong together. Give both for an int8 table, and neither without.")
+    form = _Embed(lookup, table.shape, table.dtype, None if dtype is None else jnp.dtype(dtype))
+    operands = (ids, table) if scales is None else (ids, table, scales)
+    if scales is not None:
+        read(doing, form.specs[2], scales, ctx)
     if ctx.lowering == "xla":
-        ins = lookup.ids, lookup.table
-        return compiler_chooses(ctx, partial(_rows, 0), ins, lookup.rows, ids, table, name=f"embed {lookup}")
-    return _embed(_Embed(lookup, table.shape, table.dtype), ctx, ids, table)
+        rows = partial(_rows, 0, form.scaled)
+        return compiler_chooses(ctx, rows, form.specs, lookup.rows, *operands, name=f"embed {lookup}")
+    return _embed(form, ctx, *operands)
 
 
 @dataclass(frozen=True)
@@ -76,6 +88,11 @@ class Lookup:
     def vocabulary(self) -> tuple[str, ...]:
         """The axes of the table's first dimension."""
         return self.table.axes[0]
+
+    @property
+    def scales(self) -> Spec:
+        """Where the scales of the table's rows lie."""
+        return self.table.without(self.table.dims[1])
 
     @property
     def partial_table(self) -> Spec:
@@ -103,11 +120,14 @@ def _not_a_lookup(doing: str, text: str, fact: str) -> Exception:
     return report(SpecError, doing, [Fault(text, 0, len(text), fact, "Write it as in 'B_xL, V_yE -> B_xLE_y'.")])
 
 
-def _rows(first: jax.Array | int, ids: jax.Array, table: jax.Array) -> jax.Array:
-    """Rows of the part of a table that starts at row `first`; zeros for ids outside it."""
+def _rows(
+    first: jax.Array | int, dtype: Any, ids: jax.Array, table: jax.Array, scales: jax.Array | None = None
+) -> jax.Array:
+    """Rows of the part of a table that starts at row `first`, with scales in `dtype`; zeros for ids outside it."""
     here = _wide(ids) - first
-    inside = (here >= 0) & (here < table.shape[0])
-    return jnp.where(inside[..., None], table[jnp.clip(here, 0, table.shape[0] - 1)], jnp.zeros((), table.dtype))
+    inside, at = (here >= 0) & (here < table.shape[0]), jnp.clip(here, 0, table.shape[0] - 1)
+    rows = table[at] if scales is None else (float32(table[at]) * scales[at][..., None]).astype(dtype)
+    return jnp.where(inside[..., None], rows, jnp.zeros((), rows.dtype))
 
 
 def _wide(ids: jax.Array) -> jax.Array:
@@ -127,16 +147,17 @@ class Route:
     ids: tuple[Step, ...]
     table: tuple[Step, ...]
     rows: tuple[Step, ...]
+    scales: tuple[Step, ...] = ()
 
     @property
     def steps(self) -> tuple[Step, ...]:
         """Every step, in the order of execution but for the place of the table's."""
-        return (*self.ids, *self.table, *self.rows)
+        return (*self.ids, *self.table, *self.scales, *self.rows)
 
 
 @lru_cache(maxsize=1024)
 def route(
-    given: Lookup, backward: bool, sizes: tuple[tuple[str, int], ...], widths: tuple[int, int],
+    given: Lookup, backward: bool, sizes: tuple[tuple[str, int], ...], widths: tuple[int, ...],
     mesh: tuple[tuple[str, int], ...], chip: Chip,
 ) -> Route:  # fmt: skip
     """The cheapest way to divide a lookup, or its gradient, over the mesh axes that its specs name.
@@ -145,10 +166,9 @@ def route(
         given: where ids, table and rows lie.
         backward: whether the gradient of the table is asked for.
         sizes: the size of every dimension.
-        widths: bytes of an id and of a number of the table.
+        widths: bytes of an id, of a number of the table and of one of the rows, and of a scale if there are any.
         mesh: the size of every mesh axis.
         chip: whose links the seconds are for.
-
     Raises:
         PlanError: no division is even.
     """
@@ -162,20 +182,25 @@ def route(
     return min(routes, key=lambda found: (total_cost(found.steps), str(found.lookup)))
 
 
-def _forward_route(given: Lookup, division: Lookup, bring: Callable, id_bytes: int, row_bytes: int) -> Route:
+def _forward_route(
+    given: Lookup, division: Lookup, bring: Callable, id_bytes: int, table_bytes: int, row_bytes: int, *scale: int
+) -> Route:
     return Route(
         division,
         bring(given.ids, division.ids, itemsize=id_bytes, operand="ids"),
-        bring(given.table, division.table, itemsize=row_bytes, operand="table"),
+        bring(given.table, division.table, itemsize=table_bytes, operand="table"),
         bring(division.rows, given.rows, itemsize=row_bytes, operand="result"),
+        *(bring(given.scales, division.scales, itemsize=width, operand="scales") for width in scale),
     )
 
 
-def _backward_route(given: Lookup, division: Lookup, bring: Callable, id_bytes: int, row_bytes: int) -> Route:
+def _backward_route(
+    given: Lookup, division: Lookup, bring: Callable, id_bytes: int, table_bytes: int, row_bytes: int
+) -> Route:
     return Route(
         division,
         bring(given.ids, division.ids, itemsize=id_bytes, operand="ids"),
-        bring(division.partial_table, given.table, itemsize=row_bytes, operand="gradient of table"),
+        bring(division.partial_table, given.table, itemsize=table_bytes, operand="gradient of table"),
         bring(given.rows, division.rows.without_partial(), itemsize=row_bytes, operand="cotangent"),
     )
 
@@ -211,21 +236,31 @@ class _Embed:
     shape: tuple[int, ...]
     """The shape and the dtype of the table, which are all that its gradient needs of it."""
     dtype: jnp.dtype
+    scaled: jnp.dtype | None
+    """The dtype of rows that are multiplied by scales; None for rows as they are."""
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """Where the operands lie."""
+        operands = self.given.ids, self.given.table
+        return operands if self.scaled is None else (*operands, self.given.scales)
 
     def route(self, ids: tuple[int, ...], id_bytes: int, ctx: Context, *, backward: bool) -> Route:
         sizes = sizes_of(self.given.ids, ids) | sizes_of(self.given.table, self.shape)
-        widths = (id_bytes, self.dtype.itemsize)
+        widths = (id_bytes, self.dtype.itemsize, (self.scaled or self.dtype).itemsize)
+        widths += () if self.scaled is None else (FLOAT32,)
         return route(self.given, backward, tuple(sizes.items()), widths, tuple(ctx.mesh.items()), ctx.chip)
 
 
-def _forward(form: _Embed, ctx: Context, ids: jax.Array, table: jax.Array):
-    given = form.given
+def _forward(form: _Embed, ctx: Context, ids: jax.Array, *tables: jax.Array):
     steps, body = _value(form, ids.shape, ids.dtype.itemsize, ctx)
-    return run(ctx, f"embed {given}", steps, body, (given.ids, given.table), given.rows, ids, table), ids
+    return run(ctx, f"embed {form.given}", steps, body, form.specs, form.given.rows, ids, *tables), ids
 
 
 def _backward(form: _Embed, ctx: Context, ids: jax.Array, g: jax.Array):
     given = form.given
+    if form.scaled is not None:
+        raise PlanError(f"cannot differentiate the lookup '{given}': rows of an int8 table have no gradient.")
     steps, body = _gradient(form, ids.shape, ids.dtype.itemsize, ctx)
     return None, run(ctx, f"gradient of embed {given}", steps, body, (given.ids, given.rows), given.table, ids, g)
 
@@ -236,12 +271,13 @@ _embed = planned_op(_forward, _backward, lambda form: f"embed {form.given}")
 @lru_cache(maxsize=1024)
 def _value(form: _Embed, shape: tuple[int, ...], id_bytes: int, ctx: Context):
     found = form.route(shape, id_bytes, ctx, backward=False)
-    chains = Chains(ctx.mesh, ids=found.ids, table=found.table, rows=found.rows)
+    chains = Chains(ctx.mesh, ids=found.ids, table=found.table, scales=found.scales, rows=found.rows)
 
-    def body(ids, table):
+    def body(ids, table, *scales):
         ids, table = chains.send("ids", ids), chains.send("table", table)
+        scales = [chains.send("scales", each) for each in scales]
         first = shard_index(found.lookup.vocabulary) * table.shape[0]
-        return chains.send("rows", _rows(first, ids, table))
+        return chains.send("rows", _rows(first, form.scaled, ids, table, *scales))
 
     return chains.steps, body
 

@@ -169,7 +169,8 @@ def _attention(
     heads = sizes["H"] / over(axis for axis in query.axes_of("H") if axis not in apart)
     rows, cached = batch / over(cache.axes_of("B")), sizes["T"] / over(cache.axes_of("T"))
     kept = sizes["K"] / over(cache.axes_of("K"))
-    operations = 4 * rows * length * heads * (cached + length) * config.head_size
+    read = length / over(query.axes_of("L"))
+    operations = 4 * rows * read * heads * (cached + length) * config.head_size
     kind = jax.numpy.dtype(kept_as)
     moved = 2 * rows * cached * kept * (config.head_size * kind.itemsize + 4 * (kind == jax.numpy.int8))
     return config.layers * max(operations / chip.flops(str(dtype)), moved / chip.hbm_bandwidth)
@@ -180,8 +181,9 @@ def serving_layouts(
 ) -> Iterator[Layout]:
     """Yield whole-model layouts for serving: every feed-forward preset with every attention that goes with it.
 
-    Attention is over the heads, over the batch on one, two or all axes and the heads on the others, and with the cache
-    over the length of the context. A name says the preset, the queries' spec and the cache's.
+    Attention is over the heads, over the batch on one, two or all axes and the heads on the others, over a prompt's
+    positions on axes that would have to divide the heads too, and with the cache over the length of the context. A name
+    says the preset, the queries' spec and the cache's.
 
     Args:
         presets: names of layouts over x, y and z.
@@ -201,9 +203,11 @@ def serving_layouts(
             if rows[: len(split)] != split:
                 continue
             free = [axis for axis in heads if axis not in rows]
-            for kept in (free, [axis for axis in free if axis in projection.axes_of("H")]):
+            of_heads = [axis for axis in free if axis in projection.axes_of("H")]
+            spread = tuple(axis for axis in free if axis not in of_heads)
+            for kept, positions in ((free, ()), (of_heads, ()), (of_heads, spread)):
                 for context in ((), tuple(axis for axis in "xyz" if axis not in rows))[: 1 + long]:
-                    query = Spec(("B", "L", "H", "D"), (rows, (), tuple(kept), ()))
+                    query = Spec(("B", "L", "H", "D"), (rows, positions, tuple(kept), ()))
                     keys = () if not several_keys or context else tuple(kept)
                     key = Spec(("B", "L", "K", "D"), (rows, (), keys, ()))
                     cache = Spec(("B", "T", "K", "D"), (rows, context, keys, ()))

@@ -140,10 +140,10 @@ def test_weights_cross_the_wire_as_int8(config, make_mesh):
             found = gspmd.ledger(program.lower(models.arrays(each), ids).compile(), mesh)
             assert found.compare(plan).agrees
             sent.append(sum(size for (kind, _), (_, size) in plan.by_kind_and_axes().items() if kind == "all-gather"))
-    gathered = sum(np.prod(x.shape) for path, x in models.arrays(model).items() if "w_" in path)
-    assert (
-        sent[0] - sent[1] == 3 * gathered * 7 / 8
-    )  # of every weight one byte in four; the table's rows move as floats
+    weights = models.arrays(model)
+    gathered = sum(np.prod(x.shape) for path, x in weights.items() if "w_" in path or path == "embedding.table")
+    scales = 4 * len(weights["embedding.table"]) * 3 / 4  # of the table, whose V lies over four devices
+    assert sent[0] - sent[1] == 3 * gathered * 7 / 8 - scales  # of every weight one byte in four
 
 
 @pytest.mark.parametrize("cache", [False, pytest.param(True, marks=SLOW)])

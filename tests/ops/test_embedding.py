@@ -124,3 +124,27 @@ def test_refuses_what_is_no_lookup(make_mesh, equation, fact):
         embed(jnp.asarray(IDS), jnp.asarray(TABLE), equation)
     assert fact in str(error.value)
     assert str(error.value).startswith(f"cannot look up '{equation}'")
+
+
+@pytest.mark.parametrize(("mesh", "equation"), [CASES[3], CASES[4], CASES[6]])
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+def test_rows_of_an_int8_table_are_scaled_where_they_are_found(make_mesh, place, check_form, mesh, equation, lowering):
+    specs, rows = _specs(equation)
+    scales = np.linspace(0.5, 2.0, 24, dtype=np.float32)
+    vocabulary = str(gspmd.Spec.parse(specs[1]).without("E"))
+    check_form(
+        lambda ids, table, scales: embed(ids, table, equation, scales=scales, dtype=jnp.float32),
+        lambda ids, table, scales: table[ids] * scales[ids][..., None],
+        (IDS, (40 * TABLE).astype(np.int8), scales), [*specs, vocabulary], rows, mesh=mesh, lowering=lowering, wrt=(),
+        axis_type="explicit",
+    )  # fmt: skip
+
+
+def test_scales_come_with_the_dtype_of_what_is_scaled(make_mesh):
+    mesh, table = make_mesh({"x": 1}), jnp.ones((24, 16), jnp.int8)
+    with jax.set_mesh(mesh):
+        with pytest.raises(TypeError, match="scales and dtype belong together"):
+            embed(jnp.asarray(IDS), table, "BL, VE -> BLE", scales=jnp.ones(24))
+        look = lambda scales: embed(jnp.asarray(IDS), table, "BL, VE -> BLE", scales=scales, dtype=jnp.float32)  # noqa: E731
+        with pytest.raises(gspmd.PlanError, match="rows of an int8 table have no gradient"):
+            jax.grad(lambda scales: look(scales).sum())(jnp.ones(24))
