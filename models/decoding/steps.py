@@ -153,7 +153,8 @@ class Chunk:
         for key in ("attention.query", "attention.key"):
             axes = layout.spec(key).axes[:2]
             placed[axes] = angles_at(moved(positions, whole, Spec(("B", "L"), axes)), model.config)
-        return cls(lengths, cache_spec(layout), placed)
+        # without the barrier the TPU compiler moves these few operations back into the loop over layers
+        return cls(lengths, cache_spec(layout), jax.lax.optimization_barrier(placed))
 
 
 class LayerCache:
