@@ -1,9 +1,43 @@
-"""Tables in pages: what a benchmark found, between two marks."""
+"""What a benchmark found, in a page: tables between two marks, and labels in a picture."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def write_between(path: Path, marks: tuple[str, str], content: str) -> None:
     """Replace what stands between two marks of a page."""
     before, _, rest = path.read_text().partition(marks[0])
     path.write_text(f"{before}{marks[0]}\n{content}\n\n{marks[1]}{rest.partition(marks[1])[2]}")
+
+
+NEAR = [(8, 0), (6, 7), (6, -7), (-8, 0), (-6, 7), (-6, -7)]
+FAR = [(20, 14), (20, -14), (-20, 14), (-20, -14), (30, 30)]
+
+
+def place_labels(axes: Any, labels: Sequence[tuple[str, tuple[float, float], str]]) -> None:
+    """Label points of a drawn picture where nothing else is; one without room stays without.
+
+    Args:
+        axes: of matplotlib, drawn but for its labels.
+        labels: text, point and curve; consecutive points of one curve are joined by a line, which no text crosses.
+    """
+    inside, taken = axes.get_window_extent(), [text.get_window_extent().padded(2) for text in axes.texts]
+    spots = axes.transData.transform([spot for _, spot, _ in labels]) if labels else []
+    marks = [*spots]
+    for one, other, begin, end in zip(labels, labels[1:], spots, spots[1:]):
+        if one[2] == other[2]:
+            marks += [begin + (end - begin) * step / 40 for step in range(1, 40)]
+    for words, spot, _ in labels:
+        for x, y in [*NEAR, *FAR, *((2 * x, 2 * y) for x, y in FAR)]:
+            line = {"arrowprops": {"arrowstyle": "-", "color": "#8b96a3", "linewidth": 0.6}} if abs(x) > 8 else {}
+            text = axes.annotate(
+                words, spot, xytext=(x, y), textcoords="offset points", fontsize=7.2, color="#27313d", zorder=5,
+                ha="left" if x > 0 else "right", va="center", linespacing=1.15, **line,
+            )  # fmt: skip
+            box = text.get_window_extent()
+            clear = not any(box.overlaps(other) for other in taken) and not any(box.contains(*mark) for mark in marks)
+            if clear and inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1):
+                taken.append(box.padded(2))
+                break
+            text.remove()

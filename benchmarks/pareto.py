@@ -1,12 +1,13 @@
 """Latency against cost per token of PaLM 8B, 62B and 540B on TPU v4, each point in the layout that the planner picks.
 
-    python benchmarks/pareto.py --json pareto.json            # plan every point, and compile those on the frontiers
+    python benchmarks/pareto.py --json pareto.json      # plan every point, compile the frontiers; goes on where it was
     python benchmarks/pareto.py --from pareto.json --image docs/images/palm-pareto.png --write docs/palm.md
 
 As in figure 1 of Pope et al. 2022: one step of decoding with 2048 tokens of context in the cache, and reading a prompt
 of 2048 tokens, over batch sizes and numbers of chips. Cost is chip-seconds: chips · seconds / tokens. For each point
-all layouts of `serving_layouts` are ranked by the planned seconds of the actual step (`rank_serving`); a point on a
-frontier is compiled in its layout, and stands where its simulated seconds are. Needs the compiler for TPUs, and no TPU.
+all layouts of `serving_layouts` are ranked by the planned seconds of the actual step (`rank_serving`). A plan leaves
+out what stands between products, so what is compiled is slower: points that no other beats are compiled until none of
+them is only planned; what remains planned is beaten even as planned. Needs the compiler for TPUs, and no TPU.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from page import write_between
+from page import place_labels, write_between
 from palm import File, compiled
 
 import gspmd_models as models
@@ -27,7 +28,7 @@ from gspmd.display.units import amount_of_seconds
 from gspmd.training.toml import load_toml
 from gspmd_models.decoding import rank_serving, serving_layouts
 
-CHIPS = {"palm-8b": (8, 16, 32), "palm-62b": (16, 32, 64), "palm-540b": (64,)}
+CHIPS = {"palm-8b": (8, 16, 32), "palm-62b": (16, 32, 64), "palm-540b": (64, 128, 256)}
 SLICES = {8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
 BATCHES = {"decode": (1, 4, 16, 64, 256, 512), "prefill": (1, 16, 64, 512)}
 PRESETS = {
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="replace the table of the frontiers in a page")
     options = parser.parse_args()
     if options.given:
-        points = [Point(**each) for path in options.given for each in json.loads(path.read_text())]
+        points = [point for path in options.given for point in read(path)]
     else:
         host.start(1, "cpu")  # for JAX itself: the slices' devices exist for the compiler only
         points = measure(options)
@@ -97,24 +98,25 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> list[Point]:
     """Plan every point; then compile the frontiers until they stand."""
-    points: list[Point] = []
+    points = read(options.json) if options.json and options.json.exists() else []
     for model in [options.model] if options.model else CHIPS:
         for phase in [options.phase] if options.phase else BATCHES:
-            found = [
-                point
-                for chips in CHIPS[model]
-                for batch in BATCHES[phase]
-                for point in plan(model, phase, chips, batch)
-            ]
+            there = {(point.chips, point.batch) for point in points if (point.model, point.phase) == (model, phase)}
+            for chips, batch in sorted({(chips, batch) for chips in CHIPS[model] for batch in BATCHES[phase]} - there):
+                points += plan(model, phase, chips, batch)
+                keep(options.json, points)
             while not options.no_compile:
-                new = [point for point in frontier(found) if not point.compiled]
-                if not new:
+                of_both = [point for point in points if (point.model, point.phase) == (model, phase)]
+                if not (new := next((point for point in frontier(of_both) if not point.compiled), None)):
                     break
-                found = [measured(point) if point in new else point for point in found]
-                keep(options.json, points + found)
-            points += found
-            keep(options.json, points)
+                points[points.index(new)] = measured(new)
+                keep(options.json, points)
     return points
+
+
+def read(path: Path) -> list[Point]:
+    """The points of a file."""
+    return [Point(**each) for each in json.loads(path.read_text())]
 
 
 def keep(path: Path | None, points: Iterable[Point]) -> None:
@@ -220,18 +222,27 @@ def draw(points: list[Point], path: Path) -> None:
 
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(15, 7.6), dpi=160, layout="constrained")
-        for axes, phase in zip(figure.subplots(1, 2), BATCHES):
-            panel(axes, [point for point in points if point.phase == phase], phase)
         figure.suptitle(
             "Serving PaLM on TPU v4: latency against cost, in the layout that the planner picks", fontsize=15,
             color=INK, weight="bold", x=0.012, ha="left",
         )  # fmt: skip
+        panels = [
+            panel(axes, [point for point in points if point.phase == phase], phase)
+            for axes, phase in zip(figure.subplots(1, 2), BATCHES)
+        ]
+        figure.draw_without_rendering()  # labels are placed where the layout has put everything else
+        figure.set_layout_engine("none")
+        for axes, best in zip(figure.axes, panels):
+            place_labels(axes, [(said(point), spot, point.model) for point, spot in best])
         figure.savefig(path)
 
 
-def panel(axes, points: list[Point], phase: str) -> None:
-    """One phase."""
-    scale = 1e3 if phase == "decode" else 1.0
+Spot = tuple[float, float]
+
+
+def panel(axes, points: list[Point], phase: str) -> list[tuple[Point, Spot]]:
+    """Draw one phase; returns the points of its frontiers, and where they are."""
+    kept, scale = [], 1e3 if phase == "decode" else 1.0
     for model, color in COLORS.items():
         of_model = [point for point in points if point.model == model and point.latency < float("inf")]
         best = frontier(of_model)
@@ -240,41 +251,39 @@ def panel(axes, points: list[Point], phase: str) -> None:
         axes.scatter(*spot(rest), s=16, color=color, alpha=0.22, linewidths=0, zorder=2)
         axes.plot(*spot(best), color=color, linewidth=1.8, alpha=0.85, zorder=3)
         for weights, face in (("int8", "white"), ("bfloat16", color)):
-            group = [point for point in best if point.weights == weights]
-            axes.scatter(*spot(group), s=46, facecolor=face, edgecolor=color, linewidth=1.6, zorder=4)
-        before = ""
-        for point in best:
-            text = said(point)
-            # Labels of large batches, where frontiers are flat, are written upwards.
-            turned = {"rotation": 32, "xytext": (3, 6)} if point.weights != "int8" else {"xytext": (7, 4)}
-            text, before = text if text[1] != before else text[:1], text[1]
-            axes.annotate(
-                "\n".join(text), (point.latency * scale, 1e3 * point.cost), textcoords="offset points",
-                fontsize=7.2, color=INK, zorder=5, **turned,
-            )  # fmt: skip
+            for marker, simulated in (("o", True), ("D", False)):
+                group = [point for point in best if (point.weights, bool(point.compiled)) == (weights, simulated)]
+                axes.scatter(
+                    *spot(group), s=46, marker=marker, facecolor=face, edgecolor=color, linewidth=1.6, zorder=4
+                )
+        kept += [(point, (point.latency * scale, 1e3 * point.cost)) for point in best]
         if best:
-            end = best[-1]
             axes.annotate(
-                NAMES[model], (end.latency * scale, 1e3 * end.cost), xytext=(0, -24), ha="center",
-                textcoords="offset points",
-                fontsize=12, weight="bold", color=color,
+                NAMES[model], kept[-1][1], xytext=(0, -26), ha="center", textcoords="offset points", fontsize=12,
+                weight="bold", color=color,
             )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel=TITLES[phase][1], ylabel="chip-milliseconds per token")
     axes.set_title(TITLES[phase][0], loc="left", color=INK, fontsize=12)
     axes.grid(True, which="major", color="#e3e7ec", linewidth=0.8, zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK, which="both", length=3)
-    axes.margins(x=0.16, y=0.09)
-    note = "open: int8 weights, filled: bfloat16; label: rows, chips, and where it changes the layout"
+    axes.margins(x=0.16, y=0.11)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_minor_formatter("")
+    note = (
+        "labels: rows × chips, weights, attention; open: int8, filled: bfloat16; circles: compiled, diamonds: planned"
+    )
     axes.text(0.0, -0.115, note if phase == "decode" else "", transform=axes.transAxes, fontsize=8.5, color=FAINT)
+    return kept
 
 
-def said(point: Point) -> tuple[str, str]:
+def said(point: Point) -> str:
     """Rows and chips; and the layout in short: of the weights, and over which axes the attention has the batch."""
     preset, query, _ = point.layout.split()
-    rows = "".join(Spec.parse(query).axes_of("B"))
-    size = f"{point.batch} row{'s' * (point.batch > 1)}, {point.chips} chips"
-    return size, f"{SHORT[preset]}, attention {'B_' + rows if rows else 'by heads'}"
+    held = Spec.parse(query)
+    over = [f"{dim}_{''.join(axes)}" for dim, axes in zip(held.dims, held.axes) if axes and dim in "BL"]
+    return f"{point.batch} × {point.chips} chips\n{SHORT[preset]}, {' '.join(over) or 'heads'}"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from gspmd.layouts.vias import heads_in
 from gspmd.ops._attention import attention
 from gspmd.ops._norm import rms_norm
 
-from .config import ModelConfig, RopeScaling
+from .config import ModelConfig
 from .vectors import biased, masked, matrix, norm, optional, padded_dimensions, scaled
 
 LONGEST = 2**20
@@ -28,8 +28,8 @@ LONGEST = 2**20
 class Past(Protocol):
     """The cached keys and values of one layer, for an attention that reads on where they end."""
 
-    def positions(self, spec: Spec) -> jax.Array:
-        """The positions [B, L] of the tokens that are read, placed as B and L of `spec`."""
+    def angles(self, spec: Spec) -> tuple[jax.Array, jax.Array]:
+        """`angles_at` the positions of the tokens that are read, placed as B and L of `spec`."""
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec) -> jax.Array:
         """Attention of rotated queries to the cache and to the keys and values given, which it keeps."""
@@ -75,7 +75,7 @@ class Attention(nnx.Module):
         if past is None:
             out = attention(rotate(q, self.config), rotate(k, self.config), v, query, key, causal=True)
         else:
-            q, k = (rotate(x, self.config, past.positions(spec)) for x, spec in ((q, query), (k, key)))
+            q, k = (rotate(x, self.config, past.angles(spec)) for x, spec in ((q, query), (k, key)))
             out = past.attend(q, k, v, query, key)
         return masked(out, self.padded, "H", query)
 
@@ -100,7 +100,7 @@ class Attention(nnx.Module):
         return matrix(self.w_o, self.dtype)
 
 
-def rotate(x: jax.Array, config: ModelConfig, positions: jax.Array | None = None) -> jax.Array:
+def rotate(x: jax.Array, config: ModelConfig, angles: tuple[jax.Array, jax.Array] | None = None) -> jax.Array:
     """Apply rotary position embedding: rotate pair i of R/2 by position · base^(-2i/R).
 
     The first R = `config.rotary` elements of a head are rotated, in pairs (x[i], x[i + R/2]) or (x[2i], x[2i + 1]) as
@@ -109,7 +109,7 @@ def rotate(x: jax.Array, config: ModelConfig, positions: jax.Array | None = None
     Args:
         x: [B, L, H, D].
         config: `rotary`, `rotary_pairs`, `rope_base` and `rope_scaling`.
-        positions: int32 [B, L], each below `LONGEST`, 2^20, placed as B and L of x; None for 0 to L - 1.
+        angles: `angles_at` positions [B, L] that are placed as B and L of x; None for positions 0 to L - 1.
 
     Returns:
         [B, L, H, D] in x's dtype; computed in float32.
@@ -123,8 +123,7 @@ def rotate(x: jax.Array, config: ModelConfig, positions: jax.Array | None = None
     Differs: pairs take one element from each half of the head by default, a permutation of the head's elements.
     """
     size = config.rotary
-    turns = _turns(size, config.rope_base, config.rope_scaling)
-    cos, sin = _cos_sin(x.shape[1], turns) if positions is None else _cos_sin_at(positions, turns)
+    cos, sin = _cos_sin(x.shape[1], _turns(config)) if angles is None else angles
     wide = x[..., :size].astype(jnp.float32)
     if config.rotary_pairs == "neighbours":
         first, second = wide[..., 0::2], wide[..., 1::2]
@@ -138,9 +137,10 @@ def rotate(x: jax.Array, config: ModelConfig, positions: jax.Array | None = None
     return rotated if size == x.shape[-1] else jnp.concatenate([rotated, x[..., size:]], axis=-1)
 
 
-def _turns(size: int, base: float, scaling: RopeScaling | None) -> np.ndarray:
+def _turns(config: ModelConfig) -> np.ndarray:
     """Turns per position of every pair, [R/2] float64."""
-    turns = base ** (-np.arange(0, size, 2) / size) / (2 * np.pi)
+    size, scaling = config.rotary, config.rope_scaling
+    turns = config.rope_base ** (-np.arange(0, size, 2) / size) / (2 * np.pi)
     if scaling is None:
         return turns
     # the share of a frequency that stays: none below low_frequency turns of the original length, all above high
@@ -155,13 +155,14 @@ def _cos_sin(length: int, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def _cos_sin_at(positions: jax.Array, turns: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of any positions, [B, L, 1, R/2].
+def angles_at(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of the angles by which `rotate` turns positions [B, L], each below `LONGEST`: [B, L, 1, R/2].
 
-    A float32 angle of a hundred thousand radians has lost two digits after the point. Here turns are integers, of
-    2^-44, whose products with a position wrap around at whole turns by themselves: the angle is exact to 2^-24 turns.
+    They are the same in every layer. A float32 angle of a hundred thousand radians has lost two digits after the point.
+    Here turns are integers, of 2^-44, whose products with a position wrap around at whole turns by themselves: the
+    angle is exact to 2^-24 turns.
     """
-    fixed = np.round(turns * 2**44).astype(np.int64)
+    fixed = np.round(_turns(config) * 2**44).astype(np.int64)
     high, low = (fixed >> 12).astype(np.uint32), (fixed & 0xFFF).astype(np.uint32)
     at = positions.astype(jnp.uint32)[..., None, None]
     part = at * high[None, None, None] + ((at * low[None, None, None]) >> 12)

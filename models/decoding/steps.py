@@ -16,6 +16,7 @@ from gspmd import ops
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
 
+from ..attention import angles_at
 from ..blocks import part
 from ..experts import moved, tokens_spec
 from ..transformer import Transformer, stream, with_arrays
@@ -100,7 +101,7 @@ def _read(
     if counts is not None and model.config.moe:
         real = jnp.arange(length)[None] < counts[:, None]
         mask = moved(real, Spec(("B", "L"), ((), ())), tokens_spec(layout))
-    chunk = replace(Chunk.at(cache.lengths, length, layout), fresh=fresh)
+    chunk = replace(Chunk.at(cache.lengths, length, model), fresh=fresh)
     definition, weights = nnx.split(model.blocks)
 
     def layer(x: jax.Array, of_layer: tuple[Any, Any]) -> tuple[jax.Array, list[Any]]:
@@ -134,24 +135,26 @@ class Chunk:
     Attributes:
         lengths: [B] int32, the tokens of each row that are in the cache already.
         spec: where the cache of one layer lies.
-        positions: the positions [B, L] of the chunk's tokens, by the mesh axes of B and L with which they are placed.
+        angles: `angles_at` the positions of the chunk's tokens, by the mesh axes of B and L with which they are placed.
         fresh: whether no row has a token in the cache.
     """
 
     lengths: jax.Array
     spec: Spec
-    positions: Mapping[tuple[tuple[str, ...], ...], jax.Array]
+    angles: Mapping[tuple[tuple[str, ...], ...], tuple[jax.Array, jax.Array]]
     fresh: bool = False
 
     @classmethod
-    def at(cls, lengths: jax.Array, length: int, layout: Any) -> Chunk:
-        """The next `length` tokens of rows with `lengths`; positions are placed here once, and not in every layer."""
+    def at(cls, lengths: jax.Array, length: int, model: Transformer) -> Chunk:
+        """The next `length` tokens of rows with `lengths`; angles are found here once, and not in every layer."""
+        layout = model.layout
         positions = lengths[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
         whole, placed = Spec(("B", "L"), ((), ())), {}
         for key in ("attention.query", "attention.key"):
             axes = layout.spec(key).axes[:2]
-            placed[axes] = moved(positions, whole, Spec(("B", "L"), axes))
-        return cls(lengths, cache_spec(layout), placed)
+            placed[axes] = angles_at(moved(positions, whole, Spec(("B", "L"), axes)), model.config)
+        # without the barrier the TPU compiler moves these few operations back into the loop over layers
+        return cls(lengths, cache_spec(layout), jax.lax.optimization_barrier(placed))
 
 
 class LayerCache:
@@ -165,9 +168,9 @@ class LayerCache:
         self.chunk, self.held, self.scales = chunk, (keys, values), (key_scales, value_scales)
         self.new: tuple[Any, ...] = ()
 
-    def positions(self, spec: Spec) -> jax.Array:
-        """The positions [B, L] of the tokens that are read, placed as B and L of `spec`."""
-        return self.chunk.positions[spec.axes[:2]]
+    def angles(self, spec: Spec) -> tuple[jax.Array, jax.Array]:
+        """`angles_at` the positions of the tokens that are read, placed as B and L of `spec`."""
+        return self.chunk.angles[spec.axes[:2]]
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec) -> jax.Array:
         """Attention of rotated queries to the cache and, causally, to the chunk's own keys and values."""

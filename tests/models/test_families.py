@@ -10,7 +10,7 @@ import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.layouts.rules.alternatives import singles
 from gspmd.moe import MoEConfig
-from gspmd_models.attention import rotate
+from gspmd_models.attention import angles_at, rotate
 from gspmd_models.config import RopeScaling
 from tests.models import plain
 from tests.models.conftest import put
@@ -79,7 +79,9 @@ def test_rotation_at_far_positions_is_that_of_exact_angles(pairs):
     z = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)
     wanted = x.copy()
     wanted[..., first], wanted[..., second] = z.real, z.imag
-    np.testing.assert_allclose(rotate(jnp.asarray(x), settings, jnp.asarray(at)), wanted, atol=3e-6)
+    np.testing.assert_allclose(
+        rotate(jnp.asarray(x), settings, angles_at(jnp.asarray(at), settings)), wanted, atol=3e-6
+    )
     np.testing.assert_allclose(rotate(jnp.asarray(x), settings)[0], wanted[0], atol=3e-6)
 
 
