@@ -87,9 +87,10 @@ def gathered(cache, layout):
     places = len(cache.keys)
     order = [0, *(1 + cache_spec(layout).dims.index(dim) for dim in "BTKD")]
     for held, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales)):
-        whole = [np.asarray(each).transpose(order) for each in held]
+        whole = [np.asarray(each) for each in held]
         if scales:
             whole = [each * np.asarray(of)[..., None] for each, of in zip(whole, scales)]
+        whole = [each.transpose(order) for each in whole]
         yield np.stack(whole, 1).reshape(-1, *whole[0].shape[1:]) if places > 1 else whole[0]
 
 
