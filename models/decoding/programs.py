@@ -95,7 +95,7 @@ def serving_program(
     config, reading = for_serving(config), phase == "prefill"
     read, written = (config.sizes(batch, tokens) | {"T": room} for tokens in (length, 1))
     used, stored = phases(layout, prefill, sizes=(read, written), mesh=mesh)
-    used = used.check(read, mesh) if reading else stored.check(written, mesh)
+    used = used.check(read, mesh) if reading else stored.one_position().check(written, mesh)
     model = abstract(config, used, mesh, dtype, stored=weights or dtype)
     kept = jnp.dtype(cache or dtype)
     held = abstract_cache(config, stored, mesh, batch, room, kept, int8=kept == jnp.int8)

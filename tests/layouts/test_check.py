@@ -194,3 +194,14 @@ def test_sizes_that_are_none(sizes, message):
 def test_a_mesh_that_is_none(mesh):
     with pytest.raises(ValueError, match=r"cannot read a mesh from|mesh axis x has size"):
         overridden().check(SIZES, mesh)
+
+
+def test_the_layout_of_a_phase_is_held_to_its_own_sizes():
+    """The other phase reads other rows and lengths, but its lines have to be right."""
+    layout = Layout.load("megatron-1d").override({"prefill.attention.query": "B_xL_zH_yD"})
+    mesh, sizes = {"x": 2, "y": 2, "z": 2}, {"B": 2, "L": 1, "H": 4}
+    layout.phase("decode").check(sizes, mesh)
+    with pytest.raises(LayoutError, match="dimension L has size 1, which mesh axis z"):
+        layout.phase("prefill").check(sizes, mesh)
+    with pytest.raises(LayoutError, match=r"\[prefill\] attention.query = BHLD"):
+        layout.override({"prefill.attention.query": "BHLD"}).phase("decode").check(sizes, mesh)

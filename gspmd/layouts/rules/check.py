@@ -67,9 +67,11 @@ def _faults_of_table(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
     specs, wrong = _read("", layout.table, KEYS | more, given)
     yield from (*wrong, *_disagreements("", layout.table, specs, layout.serves), *_key_via(layout.table))
     for section, lines in layout.overrides.items():
+        # In the layout of a phase its section is part of the table; the other one's batch and length are not known.
+        known = GivenSizes({}, dict.fromkeys(layout.axes, 1)) if layout.serves and section in PHASES else given
         table = {key: text for key, text in lines.items() if not isinstance(text, tuple)}  # those left to a phase
         base = {key: spec for key, spec in specs.items() if key in table or key not in lines}
-        yield from _override_faults(section, {**layout.table, **table}, table, base, given, more)
+        yield from _override_faults(section, {**layout.table, **table}, table, base, known, more)
 
 
 def mesh_faults(mesh: Any, axes: Sequence[str]) -> list[Fault]:

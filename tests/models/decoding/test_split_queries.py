@@ -7,7 +7,7 @@ import pytest
 import gspmd
 import gspmd_models as models
 from gspmd.layouts import Layout
-from gspmd_models.decoding import decode_step, prefill_step
+from gspmd_models.decoding import decode_step, make_batch, prefill_step, serving_program
 
 LENGTH, READ = 8, np.array([8, 5], np.int32)
 LAYOUT = Layout.load("weight-stationary-2d").override(
@@ -57,3 +57,17 @@ def test_prompts_and_tokens_are_those_of_one_device(make_mesh, config, axis_type
                 np.testing.assert_allclose(np.asarray(logits)[row], expected[row, READ[row] - 1], **close)
         logits, _ = jax.jit(decode_step(model))(models.arrays(model), tokens[range(2), READ], cache)
     np.testing.assert_allclose(np.asarray(logits), expected[range(2), READ], **close)
+
+
+def test_a_layout_for_prompts_alone_serves_both_phases(config, make_mesh):
+    """Each phase is held to its own sizes: one token cannot be split, whatever is said of a prompt's."""
+    mesh, settings = make_mesh({"x": 2, "y": 2, "z": 2}), config(kv_heads=1)
+    prompts = Layout.load("weight-stationary-2d").override(
+        {"prefill.attention.query": "BL_xH_yzD", "prefill.attention.key": "BLKD"}
+    )
+    for layout in (prompts, LAYOUT):
+        sizes = make_batch(settings, layout, None, mesh, [[1, 2, 3]], tokens=4, chunk=4).sizes
+        assert (sizes.prefill["attention.query"], sizes.chunk % 2) == ("BL_xH_yzD", 0)
+        for phase, length, split in (("prefill", 8, ("x",)), ("decode", 1, ())):
+            program = serving_program(settings, layout, mesh, phase, batch=2, room=16, length=length)
+            assert program.layout.spec("attention.query").axes_of("L") == split
