@@ -15,7 +15,7 @@ from ..config import ModelConfig
 from .families import FAMILIES, Family
 from .families.family import REQUIRED
 from .families.rope import read_rope, rope_reasons, write_rope
-from .files import DTYPES, INDEX, WHOLE, CheckpointError, Files, read_json
+from .files import DTYPES, CheckpointError, Files, read_json
 
 
 def model_config(directory: str | os.PathLike) -> ModelConfig:
@@ -71,14 +71,17 @@ def described(directory: str | os.PathLike) -> Described:
         found = _described(family, json, doing)
     except (TypeError, AttributeError) as error:  # the types of entries that few files have are not checked one by one
         raise CheckpointError(doing, [f"config.json has an entry of a wrong type: {error}."]) from None
-    if not found.config.tied or not any((Path(directory) / name).exists() for name in (WHOLE, INDEX)):
+    if not found.config.tied:
         return found
     first, second = (family.tensors[path].name for path in ("embedding.table", "output.table"))
-    with Files(directory) as files:
-        if not {first, second} <= files.tensors.keys() or files.tensors[first].dtype not in DTYPES:
-            return found
-        if files.equal(first, second):
-            return found
+    try:
+        files = Files(directory)
+    except CheckpointError:  # the model can be planned before its tensors are there; `load` says what they lack
+        return found
+    if not {first, second} <= files.tensors.keys() or files.tensors[first].dtype not in DTYPES:
+        return found
+    if files.equal(first, second):
+        return found
     remark = f"{second} is not {first}, so the model is not tied, though config.json says it is (tie_word_embeddings)"
     return replace(found, config=replace(found.config, tied=False), remark=remark)
 

@@ -155,6 +155,11 @@ def test_a_folder_without_config_json_and_no_folder(tmp_path):
         model_config(tmp_path / "none")
 
 
+def test_a_tied_model_is_read_before_its_tensors_are_there(read, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "model-1.safetensors"}}')
+    assert read({**LLAMA, "tie_word_embeddings": True}).tied
+
+
 def test_a_model_of_no_family_is_refused_with_all_reasons():
     config = ModelConfig(activation="relu", moe=MoEConfig(experts=4, every=2, router="expert-choice", shared=1))
     with pytest.raises(CheckpointError) as error:
