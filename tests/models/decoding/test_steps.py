@@ -209,9 +209,10 @@ def product():
         itertools.product(ATTENTION, ("serial", "parallel"), HEADS, MESHES, LOWERINGS)
     ):
         base = ("weight-stationary-1d", "weight-stationary-2d")[number % 2]
+        sizes = dict(zip("zxy" if name == "z" else "xyz", MESHES[mesh].values()))  # or B_z would be whole on 4x2x1
         case = Case(
             {"block": block, "kv_heads": HEADS[heads], "activation": "relu"}, base, chunk=3, changes=placed(name),
-            lowering=lowering, mesh=MESHES[mesh], axis_type=[*AXIS_TYPES][number // 2 % 2],
+            lowering=lowering, mesh=sizes, axis_type=[*AXIS_TYPES][number // 2 % 2],
         )  # fmt: skip
         yield pytest.param(name, case, id=f"{name}-{block}-{heads}-{mesh}-{lowering}")
 
