@@ -64,8 +64,7 @@ def test_notation_costs_nothing(by_hand, name):
             for fn, args, donated in programs
         )
     assert ours.flops == theirs.flops
-    print(name, ours.wire_bytes, theirs.wire_bytes, ours.timeline.step_seconds / theirs.timeline.step_seconds)
-    assert ours.wire_bytes <= theirs.wire_bytes  # which may have small reduce-scatters made all-reduces
+    assert ours.wire_bytes <= theirs.wire_bytes  # of its small reduce-scatters the compiler makes all-reduces
     assert ours.timeline.step_seconds <= 1.02 * theirs.timeline.step_seconds
     rows = sizes.batch // mesh.size
     assert ours.temporary_bytes < 2 * sizes.layers * rows * sizes.cache * sizes.head_size * 2  # no copy of the cache
