@@ -36,7 +36,7 @@ def overridden(layout: OfTable, specs: Any) -> OfTable:
         elif section in OVERRIDES or section == SERVING:
             named = PHASES if section == SERVING else (section,)
             tables = {each: {**layout.overrides.get(each, {}), rest: text} for each in named}
-            layout = replace(layout, overrides=layout.overrides | tables)
+            layout = replace(layout, overrides={**layout.overrides, **tables})
         else:
             layout = replace(layout, table={**layout.table, key: text})
     return layout
