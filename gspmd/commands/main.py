@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from threading import current_thread, main_thread
 from types import FrameType
@@ -54,7 +54,7 @@ def script(name: str, file: str) -> int:
 def _process(name: str, flags: Sequence[str], file: str = "") -> int:
     """Run a command, with which the process ends."""
     try:
-        code = _run(name, flags, file)
+        code = _run(name, flags, file, ends=True)
     finally:
         if _raises():  # the command has ended, and libraries tidy up
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -66,18 +66,18 @@ def _process(name: str, flags: Sequence[str], file: str = "") -> int:
     return code
 
 
-def _run(name: str, flags: Sequence[str], file: str = "") -> int:
-    with _ending_at_once():
-        if name not in COMMANDS:
-            return _without_command(name)
-        try:
-            command = import_module(f"gspmd.commands.{name}")
-        except ModuleNotFoundError as error:
-            if error.name != "gspmd_models":  # installed with gspmd; a checkout alone does not have it by that name
-                raise
-            print(f"{error}. Install gspmd first; in a checkout: pip install -e .", file=sys.stderr)
-            return 2
+def _run(name: str, flags: Sequence[str], file: str = "", ends: bool = False) -> int:
     try:
+        with _ending_at_once() if ends else nullcontext():
+            if name not in COMMANDS:
+                return _without_command(name)
+            try:
+                command = import_module(f"gspmd.commands.{name}")
+            except ModuleNotFoundError as error:
+                if error.name != "gspmd_models":  # installed with gspmd; a checkout alone does not have it by that name
+                    raise
+                print(f"{error}. Install gspmd first; in a checkout: pip install -e .", file=sys.stderr)
+                return 2
         return command.run(flags, file)
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)

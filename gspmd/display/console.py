@@ -31,7 +31,7 @@ def console(width: int | None = None, *, stderr: bool = False, highlight: bool =
     """
     stream = sys.stderr if stderr else sys.stdout
     never_fail(stream)
-    free = stream.isatty() or "COLUMNS" in os.environ
+    free = (stream is not None and stream.isatty()) or "COLUMNS" in os.environ
     return Console(width=None if free else width, stderr=stderr, highlight=highlight)
 
 

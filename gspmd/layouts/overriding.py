@@ -21,7 +21,8 @@ def overridden(layout: OfTable, specs: Any) -> OfTable:
     """
     if not isinstance(specs, Mapping):
         raise LayoutError(f'cannot override with {shown(specs)}.\n  Write {{"ffn.w_in": "E_xF_y"}}, keys to specs.')
-    for key, value in specs.items():
+    # as in a file: what is said of both phases of serving comes before what is said of one
+    for key, value in sorted(specs.items(), key=lambda entry: not str(entry[0]).startswith(f"{SERVING}.")):
         section, _, rest = key.partition(".") if isinstance(key, str) else ("", "", "")
         text, multiple = _text(value), whole(int(value) if isinstance(value, str) and value.isdecimal() else value)
         if section == "padding" and multiple is not None:

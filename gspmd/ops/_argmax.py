@@ -29,7 +29,7 @@ def argmax(logits: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
         [B, L] int32 positions in the whole dimension, lying as `spec` without `dim`.
 
     Raises:
-        SpecError: the spec does not fit the array or the mesh, or lacks the dimension.
+        SpecError: the spec does not fit the array or the mesh, or lacks the dimension, or that has size 0.
         PlanError: `logits` are a partial sum.
 
     Example:

@@ -18,7 +18,7 @@ from gspmd.hardware.chips import Chip
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops.interface.operands import array
-from gspmd.ops.interface.planned_op import FLOAT32, Chains, float32, planned_op, read, shard_index, sizes_of
+from gspmd.ops.interface.planned_op import FLOAT32, Chains, fault, float32, planned_op, read, shard_index, sizes_of
 from gspmd.planner.graph.resharding import move
 from gspmd.planner.steps import Step, total_cost
 
@@ -45,7 +45,7 @@ def embed(
 
     Raises:
         TypeError: one of `scales` and `dtype` is given without the other.
-        SpecError: the equation is no lookup, or a spec does not fit its array or the mesh.
+        SpecError: the equation is no lookup, or a spec does not fit its array or the mesh, or scales are not one a row.
         PlanError: an operand or the result is a partial sum, or no division of the work over the mesh is even.
 
     Example:
@@ -67,13 +67,14 @@ def embed(
     if (scales is None) != (dtype is None):
         raise TypeError(f"{doing}: scales and dtype belong together. Give both for an int8 table, and neither without.")
     form = _Embed(lookup, table.shape, table.dtype, None if dtype is None else jnp.dtype(dtype))
-    operands = (ids, table) if scales is None else (ids, table, scales)
-    if scales is not None:
-        read(doing, form.specs[2], scales, ctx)
+    rest = () if scales is None else (float32(array(doing, "the array of scales", scales, "real numbers")),)
+    for x in (x for x in rest if x.shape != table.shape[:1]):
+        fact = f"scales have shape {x.shape}, and have to be one a row, {table.shape[:1]}."
+        raise report(SpecError, doing, [fault(lookup.table, lookup.table.dims[0], fact)])
     if ctx.lowering == "xla":
         rows = partial(_rows, 0, form.scaled)
-        return compiler_chooses(ctx, rows, form.specs, lookup.rows, *operands, name=f"embed {lookup}")
-    return _embed(form, ctx, *operands)
+        return compiler_chooses(ctx, rows, form.specs, lookup.rows, ids, table, *rest, name=f"embed {lookup}")
+    return _embed(form, ctx, ids, table, *rest)
 
 
 @dataclass(frozen=True)

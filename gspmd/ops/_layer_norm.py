@@ -45,7 +45,8 @@ def layer_norm(
         [B, L, E] in x's dtype; the arithmetic is float32.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, or scale or bias is not over x's last dimension.
+        SpecError: a spec does not fit its array or the mesh, or scale or bias is not over x's last dimension, or
+            `x` is of integers.
         PlanError: an operand is a partial sum.
 
     Example:
@@ -55,7 +56,8 @@ def layer_norm(
         ...     print(layer_norm(x, jnp.ones(4), jnp.ones(4), "BLE_x", "E")[0, 0].round(3))
         [0. 2. 0. 2.]
 
-    Source: Ba et al. 2016, *Layer Normalization* (arXiv 1607.06450), equation 4."""
+    Source: Ba et al. 2016, *Layer Normalization* (arXiv 1607.06450), equation 4.
+    """
     ctx = context()
     doing = f"cannot normalise '{spec}' with a scale '{scale_spec}'"
     x, scale = array(doing, "x", x, "real numbers"), array(doing, "the scale", scale, "real numbers")

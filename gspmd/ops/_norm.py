@@ -35,7 +35,8 @@ def rms_norm(
         [B, L, E] in x's dtype; the arithmetic is float32.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, or the scale is not over x's last dimension.
+        SpecError: a spec does not fit its array or the mesh, the scale is not over x's last dimension, or `x` is of
+            integers.
         PlanError: an operand is a partial sum.
 
     Example:

@@ -59,6 +59,19 @@ def test_where_interrupts_are_ignored_they_stay_so():
     assert "taken for something else" in done.stderr
 
 
+def test_whoever_calls_a_command_lives_on():
+    """With flags of its own it is called from a program, a notebook say, which has more to do than this command."""
+    call = (
+        _AT.format(module="gspmd.commands.explain", run="run_module  # the call below, instead", flags=[])
+        + """
+from gspmd.commands.main import main
+print(main(["explain"]), signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+    )
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "130 True\n", SAID)
+
+
 def test_threads_that_work_on_are_left_alone():
     """XLA compiles in threads, which are in the middle of something when the interpreter takes itself down."""
     program = """

@@ -36,6 +36,12 @@ def test_the_commands_are_listed(capsys, flags):
     assert err == ""
 
 
+def test_a_process_without_output_runs_too(monkeypatch):
+    """Python has None for a standard stream that is closed."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main.main([]) == 0
+
+
 def test_the_version(capsys):
     assert main.main(["--version"]) == 0
     assert capsys.readouterr().out == f"gspmd {gspmd.__version__}\n"

@@ -42,6 +42,9 @@ def test_what_holds_in_both_phases_is_said_once(tmp_path):
         assert changed.phase("prefill")["ffn.hidden"] == changed.phase("decode")["ffn.hidden"] == "BLF"
     with pytest.raises(LayoutError, match=r"\[prefill\] ffn.hiden = BLF"):
         layout.override({"serving.ffn.hiden": "BLF"}).check()
+    for order in (1, -1):  # as in a file, whatever comes first
+        both = layout.override(dict([("serving.ffn.hidden", "BLF_x"), ("decode.ffn.hidden", "BLF")][::order]))
+        assert [both.phase(name)["ffn.hidden"] for name in ("prefill", "decode")] == ["BLF_x", "BLF"]
 
 
 def test_a_layout_of_ones_own_axes(tmp_path):

@@ -1,5 +1,7 @@
 """Looking rows up: every way a table and tokens can lie, and the cheapest way to bring them together."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,6 +140,19 @@ def test_rows_of_an_int8_table_are_scaled_where_they_are_found(make_mesh, place,
         (IDS, (40 * TABLE).astype(np.int8), scales), [*specs, vocabulary], rows, mesh=mesh, lowering=lowering, wrt=(),
         axis_type="explicit",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+@pytest.mark.parametrize("shape", [(12,), (48,), (24, 1)])
+def test_scales_are_one_a_row(make_mesh, lowering, shape):
+    """A lookup among fewer would take the last one for every row that lacks one."""
+    table = jnp.ones((24, 16), jnp.int8)
+    with jax.set_mesh(make_mesh({"x": 2}, "auto")), gspmd.lowering(lowering):
+        with pytest.raises(gspmd.SpecError, match=r"scales have shape .* and have to be one a row"):
+            embed(jnp.asarray(IDS), table, "BL, V_xE -> BLE", scales=jnp.ones(shape), dtype=jnp.float32)
+        halves = jnp.full(24, 0.5, jnp.bfloat16)  # float32 crosses the wire, as planned
+        found = jax.jit(partial(embed, equation="BL, V_xE -> BLE", dtype=jnp.float32))(IDS, table, scales=halves)
+        np.testing.assert_array_equal(found, np.full((4, 6, 16), 0.5))
 
 
 def test_scales_come_with_the_dtype_of_what_is_scaled(make_mesh):
