@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,6 +15,8 @@ from flax import nnx
 import gspmd
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
+from gspmd.annotate.errors import SpecError, report
+from gspmd.layouts.rules.causes import one_for_each_cause
 from gspmd.layouts.section import SectionSpecs
 from gspmd.ops._embedding import embed
 
@@ -160,6 +163,13 @@ def build(
     if config.int8:
         raise ValueError("a model of int8 weights cannot be built from a key. Build it with int8 off, and quantize it.")
     rows = parameters(config, layout)
+    faults = [  # of all parameters: JAX would tell of the first one, and not which it is
+        replace(fault, text=f"{row.key} = {fault.text}", start=fault.start + at, end=fault.end + at)
+        for row in rows.values()
+        for at, fault in ((len(f"{row.key} = "), fault) for fault in row.spec.faults(row.shape, mesh))
+    ]
+    if faults:
+        raise report(SpecError, "cannot build the model", one_for_each_cause(dict.fromkeys(faults)))
     return Transformer(config, layout, nested(initialise(rows, mesh, key)), jnp.dtype(dtype))
 
 

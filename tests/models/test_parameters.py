@@ -2,6 +2,7 @@ import jax
 import numpy as np
 import pytest
 
+import gspmd
 import gspmd_models as models
 from gspmd.annotate import Spec
 from gspmd.layouts import Layout
@@ -80,6 +81,14 @@ def test_a_layout_with_other_dimensions_is_refused(config):
     layout = Layout.load("replicated").override({"ffn.w_in": "FE"})
     with pytest.raises(ValueError, match=r"layout key ffn\.w_in is 'FE', where the model has the dimensions EF"):
         parameters(config(), layout)
+
+
+def test_what_the_mesh_does_not_divide_is_named(config, make_mesh):
+    mesh = make_mesh({"x": 1, "y": 2, "z": 2})
+    with pytest.raises(gspmd.SpecError) as error:
+        models.build(config(heads=3, kv_heads=1), Layout.load("weight-gathered-xyz"), mesh, jax.random.key(0))
+    assert "attention.w_q = NE_xH_yzD" in str(error.value)
+    assert "The same in 1 more: attention.w_o" in str(error.value)
 
 
 def test_optimizer_and_gradients_may_lie_elsewhere(config):

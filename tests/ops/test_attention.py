@@ -100,13 +100,14 @@ def test_computes_the_logits_twice_only_where_they_are_gone(make_mesh):
     assert mine == dots(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)) == 6
 
 
-def test_bfloat16(make_mesh):
-    q, k, v = (array.astype(jnp.bfloat16) for array in _arrays(8, 2))
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.03), ("float16", 0.004)])
+def test_half_the_bytes(dtype, tolerance, make_mesh):
+    q, k, v = (array.astype(dtype) for array in _arrays(8, 2))
     with jax.set_mesh(make_mesh({"x": 4}, "auto")):
         y = jax.jit(lambda q, k, v: attention(q, k, v, "B_xLHD", "B_xTKD"))(q, k, v)
-    assert y.dtype == jnp.bfloat16
+    assert y.dtype == dtype
     exact = plain(*(jnp.asarray(array, jnp.float32) for array in (q, k, v)))
-    np.testing.assert_allclose(y.astype(jnp.float32), exact, atol=0.03)
+    np.testing.assert_allclose(y.astype(jnp.float32), exact, atol=tolerance)
 
 
 def _error(make_mesh, mesh, heads, key_heads, query, key):

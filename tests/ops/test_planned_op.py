@@ -7,7 +7,7 @@ import pytest
 
 import gspmd
 from gspmd.ops._argmax import argmax
-from gspmd.ops._attention import attention
+from gspmd.ops._attention import attention, cached_attention, write_cache
 from gspmd.ops._cross_entropy import cross_entropy
 from gspmd.ops._embedding import embed
 from gspmd.ops._global_norm import global_norm
@@ -110,3 +110,25 @@ def test_chains_number_their_steps_in_order(make_mesh, place):
         steps = gspmd.trace(lambda x: softmax(x, "BV_xy", "V"), x).steps
     assert [step.operand for step in steps] == ["maximum", "sum"]
     assert Chains({"x": 2}, first=steps[:1], second=steps[1:]).steps == steps
+
+
+CALLS = {
+    "softmax": lambda x, _: softmax(x, "BLHD", "D"),
+    "attention": lambda x, _: attention(x, x, x, "BLHD", "BTKD"),
+    "cached_attention": lambda x, _: cached_attention(*[x] * 5, "BLHD", "BLKD", "BTKD", lengths=np.array([0, 1])),
+    "write_cache": lambda _, layers: write_cache(layers, layers, "BTKD", "BLKD", lengths=np.array([0, 1])),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_arrays_that_are_older_than_the_mesh(call, make_mesh, axis_type):
+    """They are brought to the mesh, outside of jit too; those committed to other devices are refused."""
+    older = jnp.ones((2, 2, 2, 4)), jnp.ones((1, 2, 2, 2, 4))
+    elsewhere = jax.device_put(older, jax.devices()[3])
+    results = []
+    for lowering in ("xla", "blocking"):
+        with jax.set_mesh(make_mesh({"x": 2}, axis_type)), gspmd.lowering(lowering):
+            results.append(CALLS[call](*older))
+            with pytest.raises(gspmd.SpecError, match=r"on device 3, and the mesh in force has 2 devices"):
+                CALLS[call](*elsewhere)
+    np.testing.assert_allclose(*results, rtol=1e-6)

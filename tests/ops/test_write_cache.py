@@ -69,6 +69,16 @@ def test_positions_outside_of_the_cache_are_dropped(length, dtype, lowering, mak
     np.testing.assert_array_equal(got, written(cache, new, lengths))
 
 
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
+def test_a_cache_without_room_drops_everything(dtype, lowering, make_mesh):
+    cache, new = jnp.zeros((1, 2, 1, 0, 4), dtype), jnp.ones((1, 2, 1, 1, 4), dtype)
+    with jax.set_mesh(make_mesh({"x": 2}, "auto")), gspmd.lowering(lowering):
+        got = write_cache(cache, new, "BKTD", "BLKD", lengths=jnp.array([0, 1]))
+    assert got.shape == cache.shape
+    assert got.dtype == dtype
+
+
 def test_int8_heads():
     """Within half a step of every number, a step being the head's largest magnitude over 127; zeros stay zeros."""
     x = np.random.default_rng(0).normal(size=(2, 5, 3, 16)).astype(np.float32)

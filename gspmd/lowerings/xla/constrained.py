@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from gspmd.annotate.annotation import annotate
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, input_partition, own_promotion, partition
 from gspmd.lowerings.scopes import program_scope
@@ -29,6 +30,6 @@ def compiler_chooses(
             for number, (spec, x) in enumerate(zip(in_specs, arrays, strict=True)):
                 input_partition(ctx, spec, x, number, name or getattr(f, "__name__", "f"))
             return jax.sharding.auto_axes(f, out_sharding=outs)(*arrays)
-        constrain = jax.lax.with_sharding_constraint
-        placed = [constrain(x, spec.partition_spec()) for x, spec in zip(arrays, in_specs, strict=True)]
-        return jax.tree.map(constrain, f(*placed), outs)
+        # outside of jit an array may be on one device, made before the mesh: a constraint would refuse it
+        placed = [annotate(x, spec) for x, spec in zip(arrays, in_specs, strict=True)]
+        return jax.tree.map(jax.lax.with_sharding_constraint, f(*placed), outs)

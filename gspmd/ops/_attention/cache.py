@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspmd.annotate.arrays import refuse_elsewhere
 from gspmd.annotate.errors import PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
@@ -57,6 +58,7 @@ def write_cache(
         if x.ndim < 3 or x.ndim != 1 + len(spec.dims):
             remedy = "Pass all layers, [N, B, K, T, D], or scales [N, B, K, T]; the spec leaves out N."
             raise SpecError(f"{doing}: {name} has shape {x.shape}.\n  {remedy}")
+        refuse_elsewhere(x, spec, doing)
         specs.append(read(doing, spec, jax.ShapeDtypeStruct(x.shape[1:], x.dtype), ctx))
     held, key = specs
     order = by_position(doing, held, key)
@@ -165,7 +167,7 @@ def _written(cache: jax.Array, new: jax.Array, lengths: jax.Array, batch: int, a
         batch, along: which dimensions are the rows, and the length.
     """
     room, length = cache.shape[along], new.shape[along]
-    if not new.size:
+    if not new.size or not room:
         return cache
 
     def begin(row, position):

@@ -53,7 +53,10 @@ def _plain(q, k, v, seen, ahead, causal, scale) -> jax.Array:
         rows = (0 if ahead is None else ahead) + jax.lax.broadcasted_iota(jnp.int32, (1, 1, q.shape[1], k.shape[1]), 2)
         past = rows >= jax.lax.broadcasted_iota(jnp.int32, rows.shape, 3)
         mask, causal = past if mask is None else mask & past, False
-    found = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=causal)
+    dtype = q.dtype
+    if target.is_host() and dtype == jnp.float16:  # JAX asks for a product that XLA has for no CPU
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    found = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=causal).astype(dtype)
     if mask is None:
         return found
     return jnp.where(jnp.any(mask, axis=3)[:, 0, :, None, None], found, 0)  # of a query that sees nothing: JAX's mean

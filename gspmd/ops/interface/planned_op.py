@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gspmd.annotate.arrays import refuse_elsewhere
 from gspmd.annotate.errors import Fault, PlanError, SpecError, report, shown
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.blocking.collectives import emit
@@ -27,11 +28,12 @@ def read(doing: str, text: str | Spec, x: jax.Array | jax.ShapeDtypeStruct, ctx:
     """The spec of an operand, which has to fit the array, be no partial sum, and be open only to the compiler.
 
     Raises:
-        SpecError: the text is no spec, or does not fit the array or the mesh.
+        SpecError: the text is no spec, or does not fit the array or the mesh; or the array lies on other devices.
         PlanError: it is a partial sum, or leaves a dimension open while the collectives are planned.
     """
     spec = Spec.parse(text)
     spec.check(x.shape, ctx.mesh)
+    refuse_elsewhere(x, spec, doing)
     faults = []
     if spec.partial:
         settled = spec.without_partial()
