@@ -150,7 +150,7 @@ def test_settings_of_sampling_are_checked_together():
         models.Sampling(temperature=-1, top_k=-1, top_p=0, min_p=2)
     assert str(error.value) == (
         "cannot sample:\n"
-        "  temperature is -1; it must not be negative (0 takes the likeliest token)\n"
+        "  temperature is -1; it must be a finite number, and not negative (0 takes the likeliest token)\n"
         "  top_k is -1; it must not be negative (0 keeps all tokens)\n"
         "  top_p is 0; it must be greater than 0, and at most 1 (1 keeps all tokens)\n"
         "  min_p is 2; it must be between 0 (all tokens) and 1"
