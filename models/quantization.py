@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -22,13 +23,14 @@ def quantize(model: Transformer) -> Transformer:
 
         int8[:, f] = clip(round(w[:, f] / scale[f]), -127, 127),  x · w ≈ (x · int8) * scale
 
-    A scale is the one with the least squared error among 65 near max |w[:, f]| / 127, itself among them: of narrow
-    channels that takes 15% off the error, of wide ones 2%.
+    scale[f] is max |w[:, f]| / 127. For channels of up to 256 numbers it is the one with the least squared error among
+    65 near that, itself among them: 15% less error at 24 numbers, 5% at 96. Of wider ones it would be 2% for 65 passes
+    over the weights.
 
     Embedding tables have a scale for every row, which is a token's vector and a channel of the logits; experts' weights
-    one for every expert and channel. In a parallel block w_o and w_out share theirs, the larger: their products are
-    summed before they are reduced. Norms, biases and routers stay float32. An int8 weight moves as int8, and is cast to
-    the activations' dtype, which holds it exactly, where it is multiplied.
+    one for every expert and channel. In a parallel block w_o and w_out share theirs, by the larger maximum: their
+    products are summed before they are reduced. Norms, biases and routers stay float32. An int8 weight moves as int8,
+    and is cast to the activations' dtype, which holds it exactly, where it is multiplied.
 
     Args:
         model: of `build` or `load`, of arrays. It is not changed.
@@ -88,7 +90,10 @@ def quantize_together(rows: dict[str, Parameter], weights: dict[str, jax.Array],
     return dict(zip([*weights, scale], made))
 
 
-# Below 1 the largest weights are clipped, which only wide channels gain by; above 1 some grid fits a narrow one better.
+NARROW = 256
+"""The most numbers of a channel for which a scale of less error is searched."""
+
+# Below 1 the largest weights are clipped; above 1 another grid may fit the few numbers of a channel better.
 _FACTORS = 1 + np.arange(-24, 41, dtype=np.float32) / 320
 
 
@@ -96,23 +101,30 @@ def _rounded(w: jax.Array, scale: jax.Array, over: tuple[int, ...]) -> jax.Array
     return jnp.clip(jnp.round(w / jnp.expand_dims(scale, over)), -127, 127)
 
 
+def _least_error(weights: Sequence[jax.Array], summed: tuple[tuple[int, ...], ...], widest: jax.Array) -> jax.Array:
+    """The scales near `widest` with the least squared error of each channel, over all weights that share them."""
+
+    def error(scale: jax.Array) -> jax.Array:
+        near = (_rounded(w, scale, over) * jnp.expand_dims(scale, over) for w, over in zip(weights, summed))
+        return sum(jnp.sum(jnp.square(w - x), over) for w, x, over in zip(weights, near, summed))
+
+    def nearer(best: tuple[jax.Array, jax.Array], factor: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+        least, scale = best
+        found = error(widest * factor)
+        return (jnp.minimum(found, least), jnp.where(found < least, widest * factor, scale)), None
+
+    return jax.lax.scan(nearer, (jnp.full_like(widest, jnp.inf), widest), _FACTORS)[0][1]
+
+
 @lru_cache(maxsize=256)
 def _quantizer(summed: tuple[tuple[int, ...], ...], placed: tuple[jax.P, ...]) -> Any:
     def quantized(*weights: jax.Array) -> Sequence[jax.Array]:
         wide = [w.astype(jnp.float32) for w in weights]
         largest = [jnp.max(jnp.abs(w), axis=over) for w, over in zip(wide, summed)]
-        whole = jnp.max(jnp.stack(largest), axis=0) / 127
-        whole = jnp.where(whole > 0, whole, 1.0)
-
-        def nearer(best: tuple[jax.Array, jax.Array], factor: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
-            least, scale = best
-            error = sum(
-                jnp.sum(jnp.square(w - _rounded(w, whole * factor, over) * jnp.expand_dims(whole * factor, over)), over)
-                for w, over in zip(wide, summed)
-            )
-            return (jnp.minimum(error, least), jnp.where(error < least, whole * factor, scale)), None
-
-        (_, scale), _ = jax.lax.scan(nearer, (jnp.full_like(whole, jnp.inf), whole), _FACTORS)
+        scale = jnp.max(jnp.stack(largest), axis=0) / 127
+        scale = jnp.where(scale > 0, scale, 1.0)
+        if max(math.prod(w.shape[d] for d in over) for w, over in zip(wide, summed)) <= NARROW:
+            scale = _least_error(wide, summed, scale)
         return *(_rounded(w, scale, over).astype(jnp.int8) for w, over in zip(wide, summed)), scale
 
     # Once for Explicit axes, where it is the type, and once for Auto axes, where the compiler would choose.

@@ -122,7 +122,9 @@ def _in_place(x: jax.Array, part: Part, dimension: int) -> jax.Array:
 def _in_front(x: jax.Array, part: Part) -> jax.Array:
     """Scattered along the first dimension, the pieces along one of their own, in whole tiles."""
     axes, parts, groups = part
-    size, rest = x.shape[0] // parts, [prod(x.shape[1:])] if sum(x.shape[-2:-1]) % _TILE else x.shape[1:]
+    size, rest = x.shape[0] // parts, x.shape[1:]
+    if x.ndim > 2 and x.shape[-2] % _TILE:  # pieces that fill no whole tiles become slices of an all-reduce
+        rest = (prod(rest),)
     in_tiles = size % _TILE == 0 or size * prod(rest) % (_TILE * LANES)
     x = lax.optimization_barrier(x) if x.shape[-1] < LANES <= x.shape[0] else x
     pieces = x.reshape(parts, size, *rest) if in_tiles else x.reshape(parts, -1, LANES)
