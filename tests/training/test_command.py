@@ -13,6 +13,7 @@ from gspmd.annotate import LayoutError
 from gspmd.layouts import Layout
 from gspmd.training import command
 from gspmd.training.config import ShardingConfig, TrainingConfig
+from gspmd.training.run.folder import choose_out
 from gspmd.training.toml import ConfigError
 
 
@@ -152,7 +153,7 @@ def test_an_interrupt_says_what_is_saved(tmp_path, monkeypatch, capsys, steps, s
         (tmp_path / "my run" / "checkpoints" / step).mkdir(parents=True)
 
     def run(argv):
-        out = command.choose_out("my run", resume=bool(steps))
+        out = choose_out("my run", resume=bool(steps))
         with command.interrupts(out):
             raise KeyboardInterrupt
 
