@@ -101,8 +101,9 @@ def guarded(command: Callable[[Sequence[str]], int | None], argv: Sequence[str],
     """
     for stream in (sys.stdout, sys.stderr):  # --help and messages do not go through a console
         printing.never_fail(stream)
-    # The checkpoint writer logs the traceback of every error several times, in addition to raising it.
-    for name in ("absl", "asyncio"):
+    # The checkpoint writer logs the traceback of every error several times, in addition to raising it; the writer of
+    # events warns of each loss that is not finite.
+    for name in ("absl", "asyncio", "tensorboardX"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         return command(argv) or 0

@@ -3,9 +3,11 @@
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,6 +41,8 @@ class Checkpoints:
         self._primary = jax.process_index() == 0
         if self._primary:
             self._clear(f"*{_PARTIAL}*")
+        if getattr(sys.unraisablehook, "func", None) is not _show_unless_closed:
+            sys.unraisablehook = partial(_show_unless_closed, sys.unraisablehook)
         self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._saving: Future | None = None
@@ -144,3 +148,12 @@ class Checkpoints:
     def _clear(self, *patterns: str) -> None:
         for path in (path for pattern in patterns for path in self._folder.glob(pattern)):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _show_unless_closed(show: Callable[[Any], None], raised: Any) -> None:
+    """Show no traceback for each array that is still being written when the write of another one fails.
+
+    The array writer reports each to an event loop that orbax has closed by then, in a thread where none can catch it.
+    """
+    if not (isinstance(raised.exc_value, RuntimeError) and str(raised.exc_value) == "Event loop is closed"):
+        show(raised)
