@@ -44,6 +44,18 @@ def test_a_resume_leaves_the_machine_open(resumed):
     assert found.sharding == replace(STARTED.sharding, platform=None, devices=None)
 
 
+@pytest.mark.parametrize("flags", [["--resume", "300"], ["--resume=300"], ["--resume", "--resume-step", "300"]])
+def test_a_resume_may_name_its_step(resumed, tmp_path, flags):
+    found = command.parse(Settings, [*flags, "--steps", "9", "--out", str(tmp_path)]).training
+    assert (found.resume, found.resume_step, found.steps) == (True, 300, 9)
+    assert resumed("--steps", "9").training.resume_step is None
+
+
+def test_a_step_to_resume_from_needs_a_resume():
+    with pytest.raises(ConfigError, match="resume_step needs resume; write --resume 300"):
+        command.parse(Settings, ["--resume-step", "300"])
+
+
 def test_another_mesh_needs_no_devices(resumed):
     assert resumed("--mesh", "x=4").sharding == replace(STARTED.sharding, platform=None, devices=None, mesh="x=4")
 
