@@ -29,18 +29,24 @@ def write(folder: Path) -> None:
         sync(below)
 
 
-def fault_of(folder: Path) -> str | None:
+def fault_of(folder: Path, process: int = 0, processes: int = 1) -> str | None:
     """Say in which file a checkpoint differs from what was saved, and how; None if it does not.
 
-    >>> import tempfile
-    >>> folder = Path(tempfile.mkdtemp())
-    >>> _ = (folder / "weights").write_bytes(bytes(100))
-    >>> write(folder)
-    >>> fault_of(folder) is None
-    True
-    >>> _ = (folder / "weights").write_bytes(bytes(40))
-    >>> fault_of(folder)
-    'weights has 40 of its 100 bytes'
+    Args:
+        folder: the checkpoint.
+        process: which of the processes this is; each reads the contents of its share of the files.
+        processes: number of processes.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "weights").write_bytes(bytes(100))
+        >>> write(folder)
+        >>> fault_of(folder) is None
+        True
+        >>> _ = (folder / "weights").write_bytes(bytes(40))
+        >>> fault_of(folder)
+        'weights has 40 of its 100 bytes'
     """
     try:
         first, _, text = (folder / _FILE).read_bytes().partition(b"\n")
@@ -60,8 +66,9 @@ def fault_of(folder: Path) -> str | None:
             return f"{path} has {found:,} of its {int(size):,} bytes"
     try:
         with ThreadPoolExecutor(_THREADS) as threads:
-            sums = threads.map(lambda row: checksum(folder / row[2]), rows)
-            changed = [row[2] for row, found in zip(rows, sums, strict=True) if found != f"{row[0]} {row[1]}"]
+            share = rows[process::processes]
+            sums = threads.map(lambda row: checksum(folder / row[2]), share)
+            changed = [row[2] for row, found in zip(share, sums, strict=True) if found != f"{row[0]} {row[1]}"]
     except OSError as error:
         return f"{error.filename} cannot be read: {error.strerror}"
     return f"{changed[0]} has other bytes than were saved" if changed else None

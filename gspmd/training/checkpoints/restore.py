@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from gspmd.training.checkpoints import checksums
 from gspmd.training.state import TrainState, abstract
 from gspmd.training.toml import ConfigError
 
 _FOLDER = "checkpoints"
+# Bytes of a fault that a process tells the others.
+_LONGEST = 512
 
 
 def folder_of(out: str | Path, step: int | None = None) -> Path:
@@ -58,7 +62,7 @@ def newest_intact(out: str | Path, tell: Callable[[str], None], doing: str = "ca
     """
     faults: list[str] = []
     for step in reversed(saved_steps(out)):
-        fault = checksums.fault_of(folder_of(out, step))
+        fault = _fault_of(folder_of(out, step))
         if fault is None:
             for each in faults:
                 tell(f"{each}; the checkpoint of step {step} is used instead.")
@@ -76,7 +80,7 @@ def read_state(out: str | Path, step: int, like: TrainState) -> tuple[TrainState
         ConfigError: the checkpoint is damaged, or of a model or an optimizer of another form.
     """
     doing, folder = f"cannot resume from step {step}", folder_of(out, step)
-    if fault := checksums.fault_of(folder):
+    if fault := _fault_of(folder):
         others = [str(other) for other in saved_steps(out) if other != step]
         remedy = f"Name another step: {', '.join(others)}." if others else "Start anew."
         raise ConfigError(f"{doing}:", [f"{str(folder)!r} is damaged: {fault}. {remedy}"])
@@ -124,6 +128,18 @@ def shapes_of(params: Any) -> dict[str, list[int]]:
     """Shape by path of every parameter."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     return {jax.tree_util.keystr(path, simple=True, separator="."): list(leaf.shape) for path, leaf in leaves}
+
+
+def _fault_of(folder: Path) -> str | None:
+    """As `checksums.fault_of`; every process reads its share of the files, and all of them come to one answer."""
+    fault = checksums.fault_of(folder, jax.process_index(), jax.process_count())
+    if jax.process_count() == 1:
+        return fault
+    text = np.zeros(_LONGEST, np.uint8)
+    said = np.frombuffer((fault or "").encode()[:_LONGEST], np.uint8)
+    text[: len(said)] = said
+    told = [bytes(each).rstrip(b"\0").decode(errors="replace") for each in multihost_utils.process_allgather(text)]
+    return next(filter(None, told), None)
 
 
 def _read_run(folder: Path) -> dict[str, Any]:

@@ -95,7 +95,8 @@ def fit(
     with Stop() as stop, Checkpoints(out, keep=config.keep) as checkpoints:
         state, resumed_at, skipped = program.state, None, 0
         if config.resume:
-            state, saved = checkpoints.restore(state, config.resume_step, tell=partial(console.print, markup=False))
+            tell = partial(console.print, markup=False, soft_wrap=True)
+            state, saved = checkpoints.restore(state, config.resume_step, tell)
             data.check_stream(saved["stream"], stream)
             batches.set_state(saved["position"])
             resumed_at, skipped = int(state.step), saved["skipped"]
