@@ -44,9 +44,8 @@ def check_step(out: str | Path, step: int) -> None:
         ConfigError: with the steps that have one.
     """
     if step not in (steps := saved_steps(out)):
-        there = f"those of steps {', '.join(map(str, steps))}" if steps else "none"
-        fault = f"under {str(folder_of(out))!r} there is no checkpoint of step {step}; there are {there}."
-        raise ConfigError(f"cannot resume from step {step}:", [fault.replace("there are none", "there is none")])
+        fault = f"under {str(folder_of(out))!r} there is no checkpoint of it. Steps that have one: "
+        raise ConfigError(f"cannot resume from step {step}:", [f"{fault}{', '.join(map(str, steps)) or 'none'}."])
 
 
 def newest_intact(out: str | Path, tell: Callable[[str], None], doing: str = "cannot resume:") -> int:

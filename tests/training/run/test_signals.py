@@ -1,7 +1,9 @@
 """SIGTERM saves and counts as done; SIGINT saves and counts as interrupted."""
 
+import dataclasses
 import os
 import signal
+from itertools import count
 
 import pytest
 from rich.console import Console
@@ -14,23 +16,18 @@ from gspmd.training.run.signals import Stop, Terminated, terminable
 CONFIG = TrainingConfig(steps=20, batch=4, length=16, validation_every=0, final_validation_batches=1, save_every=6)
 
 
-class Signalling(Console):
-    """Sends a signal to this process when a step is shown."""
-
-    def __init__(self, number, at):
-        super().__init__(quiet=True)
-        self.number, self.line = number, f"step {at}/"
-
-    def print(self, *lines, **more):
-        if lines and str(lines[0]).startswith(self.line):
-            os.kill(os.getpid(), self.number)
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_saves_at_the_end_of_the_step(make_program, corpus, tmp_path, capsys, number, code):
+def test_a_signal_in_the_middle_of_a_step_saves_at_its_end(make_program, corpus, tmp_path, capsys, number, code):
+    program, placed = make_program()[0], count(1)
+
+    def place(batch):
+        if next(placed) == 10:  # the devices compute step 9
+            os.kill(os.getpid(), number)
+        return program.place(batch)
+
     def run(argv):
         with command.interrupts(tmp_path):
-            fit(CONFIG, make_program()[0], corpus, tmp_path, Signalling(number, at=9))
+            fit(CONFIG, dataclasses.replace(program, place=place), corpus, tmp_path, Console(quiet=True))
 
     assert command.guarded(run, []) == code
     assert newest(tmp_path) == 9
