@@ -48,8 +48,12 @@ class Checkpoints:
         self._saving: Future | None = None
         self._saved: int | None = None
 
-    def save(self, state: TrainState, run: Mapping[str, Any]) -> None:
-        """Save the state and what else the run needs to go on, in the background, once the last save is complete.
+    def save(self, state: TrainState, data: Mapping[str, Any]) -> None:
+        """Save the state and the position of the data iterator, in the background, once the last save is complete.
+
+        Args:
+            state: after a step, whose number names the checkpoint.
+            data: the position, and whatever else the run needs to go on, as JSON has it.
 
         Raises:
             OSError: this or the last save could not be written.
@@ -59,7 +63,7 @@ class Checkpoints:
         if step == self._saved:
             return
         items = {"state": ocp.args.StandardSave(restore.tree_of(state))}
-        items["run"] = ocp.args.JsonSave({**run, "shapes": restore.shapes_of(state.params)})
+        items["run"] = ocp.args.JsonSave({"data": dict(data), "shapes": restore.shapes_of(state.params)})
         with self._writing(step):
             partial = self._folder / f"{step}{_PARTIAL}"
             self._writer.save(partial, args=ocp.args.Composite(**items), force=True)
@@ -80,7 +84,7 @@ class Checkpoints:
     def restore(
         self, like: TrainState, step: int | None = None, tell: Callable[[str], None] = print
     ) -> tuple[TrainState, dict[str, Any]]:
-        """Restore a state, sharded as `like` is, and what else was saved with it.
+        """Restore a state, sharded as `like` is, and the data that was saved with it.
 
         Args:
             like: a state of the model, possibly abstract, on any mesh.

@@ -73,7 +73,7 @@ def newest_intact(out: str | Path, tell: Callable[[str], None], doing: str = "ca
 
 
 def read_state(out: str | Path, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-    """Read a state, sharded as `like` is, and what else was saved with it, such as the position in the data.
+    """Read a state, sharded as `like` is, and the data that was saved with it.
 
     Raises:
         ConfigError: the checkpoint is damaged, or of a model or an optimizer of another form.
@@ -88,7 +88,7 @@ def read_state(out: str | Path, step: int, like: TrainState) -> tuple[TrainState
         raise ConfigError(f"{doing}: the checkpoint is of another model.", faults)
     try:
         with ocp.StandardCheckpointer() as reader:
-            return TrainState(**reader.restore(folder / "state", tree_of(abstract(like)))), run
+            return TrainState(**reader.restore(folder / "state", tree_of(abstract(like)))), run["data"]
     except (ValueError, KeyError, TypeError) as error:  # its files are those that were saved
         raise ConfigError(f"{doing}: its optimizer state has another form.", [_first_line(error)]) from None
 
