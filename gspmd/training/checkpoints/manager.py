@@ -46,7 +46,8 @@ class Checkpoints:
         self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._saving: Future | None = None
-        self._saved: int | None = None
+        # Not asked of the disk, where processes other than the first may find the last save before or after its end.
+        self._steps = set(restore.saved_steps(out))
 
     def save(self, state: TrainState, data: Mapping[str, Any]) -> None:
         """Save the state and the position of the data iterator, in the background, once the last save is complete.
@@ -60,15 +61,15 @@ class Checkpoints:
         """
         step = int(state.step)
         self.wait()
-        if step == self._saved:
+        if step in self._steps:
             return
         items = {"state": ocp.args.StandardSave(restore.tree_of(state))}
         items["run"] = ocp.args.JsonSave({"data": dict(data), "shapes": restore.shapes_of(state.params)})
         with self._writing(step):
-            partial = self._folder / f"{step}{_PARTIAL}"
-            self._writer.save(partial, args=ocp.args.Composite(**items), force=True)
-        self._saved = step
-        self._saving = self._thread.submit(self._complete, step, partial)
+            folder = self._folder / f"{step}{_PARTIAL}"
+            self._writer.save(folder, args=ocp.args.Composite(**items), force=True)
+        self._steps.add(step)
+        self._saving = self._thread.submit(self._complete, step, folder)
 
     def check(self) -> None:
         """Raise OSError if a save has failed; without waiting for one in progress."""
@@ -103,11 +104,12 @@ class Checkpoints:
         return restore.read_state(self._out, step, like)
 
     def continue_from(self, step: int) -> None:
-        """Rename newer checkpoints to `<step>.aside`; the next save removes them."""
-        if self._primary:
-            for newer in (other for other in restore.saved_steps(self._out) if other > step):
-                self._clear(f"{newer}{_ASIDE}")
-                (self._folder / str(newer)).rename(self._folder / f"{newer}{_ASIDE}")
+        """Rename checkpoints newer than a step to `<step>.aside`; the next save removes them."""
+        newer = {other for other in self._steps if other > step}
+        self._steps -= newer
+        for other in newer if self._primary else ():
+            self._clear(f"{other}{_ASIDE}")
+            (self._folder / str(other)).rename(self._folder / f"{other}{_ASIDE}")
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -122,13 +124,13 @@ class Checkpoints:
             self._thread.shutdown()
             self._writer.close()
 
-    def _complete(self, step: int, partial: Path) -> None:
+    def _complete(self, step: int, folder: Path) -> None:
         with self._writing(step):
             self._writer.wait_until_finished()
             if not self._primary:
                 return
-            checksums.write(partial)
-            partial.rename(self._folder / str(step))
+            checksums.write(folder)
+            folder.rename(self._folder / str(step))
             checksums.sync(self._folder)
             for old in restore.saved_steps(self._out)[: -self._keep]:
                 # Renamed first: a removal that is killed leaves no checkpoint with files missing.
