@@ -18,7 +18,8 @@ import tyro
 from gspmd.commands import configs
 from gspmd.commands.source import Source
 from gspmd.display import console as printing
-from gspmd.training import ShardingConfig, checkpoint, command
+from gspmd.training import ShardingConfig, command
+from gspmd.training.checkpoints import newest
 from gspmd.training.config import ConfigError
 from gspmd_models import checkpoints
 from gspmd_models.checkpoints.config import expressing
@@ -55,7 +56,7 @@ def main(argv: Sequence[str], script: str = "") -> int:
     folder = Path(settings.folder)
     if not (settings.folder and settings.out):
         raise ConfigError(_DOING, ["write the folder of a run, and a new folder: gspmd export runs/001 exported."])
-    if checkpoint.newest(folder) is None:
+    if newest(folder) is None:
         raise ConfigError(_DOING, [f"there is no checkpoint of a run under {settings.folder!r}."])
     source = Source.at(folder)
     try:

@@ -2,7 +2,7 @@
 
     gspmd train                                        # five minutes on two cores, 8 fake devices
     gspmd train --layout zero-3 --set ffn.w_in=E_xF_y  # the same losses, other collectives
-    gspmd train --resume --out runs/001                # goes on where it stopped
+    gspmd train --resume --out runs/001                # goes on where it stopped; --resume 300, from step 300
     gspmd train --explain                              # what its step will send, and no training
 
 Figures, events, checkpoints and pictures go to --out.
@@ -26,8 +26,9 @@ from gspmd.commands import configs
 from gspmd.display import console as printing
 from gspmd.display.units import amount_of_flops
 from gspmd.layouts import Layout
-from gspmd.training import OptimizerConfig, Program, ShardingConfig, TrainingConfig, command, data, loop
+from gspmd.training import OptimizerConfig, Program, ShardingConfig, TrainingConfig, command, data, fit
 from gspmd.training.reporting import report
+from gspmd.training.run.folder import choose_out
 from gspmd.training.state import shardings
 from gspmd.training.step import jit_step
 from gspmd_models import ModelConfig, step
@@ -79,7 +80,7 @@ def main(argv: Sequence[str], script: str = "") -> None:
     with console.status("Reading the text …"):
         corpus = data.load(training.data, fraction=training.validation_fraction)
         data.check_size(corpus, training.batch, training.length)
-    out = command.choose_out(training.out, resume=training.resume)
+    out = choose_out(training.out, resume=training.resume, step=training.resume_step)
     console.print(f"Text: {corpus.describe()}.\nOut: {out}", soft_wrap=True, markup=False)
     show_tensors(console, settings, layout, mesh)
     with command.interrupts(out), jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"):
@@ -89,7 +90,7 @@ def main(argv: Sequence[str], script: str = "") -> None:
             tokens = program.place(np.zeros((training.batch, training.length + 1)))
             plan = gspmd.trace(program.step, program.state, tokens, program.key)
         console.print(plan.table())
-        state = loop.fit(training, program, corpus, out, console, command.kept_settings(settings))
+        state = fit(training, program, corpus, out, console, command.kept_settings(settings))
         text = partial(sample, training, models.with_arrays(model, state.params)) if training.sample_bytes else None
         name = f"{out.resolve().name} · {in_short(settings, layout, mesh)}"
         report.finish(console, out, name, training.prompt, text)

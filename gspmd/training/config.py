@@ -44,8 +44,15 @@ class TrainingConfig:
     """Updates between two checkpoints; 0 for one at the end only."""
     out: str = ""
     """Folder for metrics, events, checkpoints and plots; a new one under runs/ if not given."""
+    keep: int = 2
+    """Number of the newest checkpoints to keep."""
     resume: bool = False
-    """Continue from the newest checkpoint under --out (the newest run under runs/ if that is not given)."""
+    """Continue from the newest checkpoint under --out (the newest run under runs/ if that is not given) whose files are
+    intact; --resume STEP continues from that of a step."""
+    resume_step: int | None = None
+    """The step of that checkpoint."""
+    non_finite: int = 0
+    """Updates whose loss or gradient is not finite that may be skipped in all; one more ends the run."""
     seed: int = 0
     """Seed of parameters, order of the data, and the router's noise."""
     prompt: str = "def "
@@ -57,7 +64,10 @@ class TrainingConfig:
         faults: list[str] = []
         positive(faults, steps=self.steps, batch=self.batch, length=self.length)
         not_negative(faults, seed=self.seed, validation_every=self.validation_every, save_every=self.save_every)
-        not_negative(faults, sample_bytes=self.sample_bytes)
+        not_negative(faults, sample_bytes=self.sample_bytes, non_finite=self.non_finite)
+        positive(faults, keep=self.keep)
+        if self.resume_step is not None and not self.resume:
+            faults.append(f"resume_step needs resume; write --resume {self.resume_step}.")
         not_negative(faults, final_validation_batches=self.final_validation_batches)
         positive(faults, validation_batches=self.validation_batches)
         if not self.prompt:
