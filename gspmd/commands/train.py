@@ -44,7 +44,8 @@ class Settings:
     """Everything a run is told, by file and by flag."""
 
     config: str = ""
-    """TOML file with tables [model], [training], [optimizer] and [sharding]; configs/default.toml if not given."""
+    """TOML file with tables [model], [training], [optimizer] and [sharding]; configs/default.toml if not given, or
+    configs/finetune.toml with --from."""
     explain: bool = False
     """Compile the training step, print what it sends beside what was planned, and stop."""
     checkpoint: Annotated[str, tyro.conf.arg(name="from")] = ""
@@ -73,7 +74,9 @@ def run(argv: Sequence[str], script: str = "") -> int:
 def main(argv: Sequence[str], script: str = "") -> int:
     """Read the settings, and train; what a checkpoint lacks is one message."""
     prog, description = configs.called(__doc__, "gspmd train", script)
-    settings = command.parse(Settings, argv, default="default", find=configs.find, prog=prog, description=description)
+    # A checkpoint is trained further at other rates than random weights.
+    default = "finetune" if any(flag.split("=")[0] == "--from" for flag in argv) else "default"
+    settings = command.parse(Settings, argv, default=default, find=configs.find, prog=prog, description=description)
     try:
         train(of_checkpoint(settings, argv))
     except checkpoints.CheckpointError as error:

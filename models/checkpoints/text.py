@@ -122,7 +122,7 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
     """
     folder, file = Path(directory), FILE
     doing = f"cannot read the tokenizer of checkpoint {str(folder)!r}:"
-    if folder.suffix == ".json" and not folder.is_dir():
+    if folder.is_file() or (folder.suffix == ".json" and not folder.is_dir()):
         folder, file, doing = folder.parent, folder.name, f"cannot read the tokenizer {str(folder)!r}:"
     if not (folder / file).exists():
         others = [name for name in ("tokenizer.model", "vocab.json", "vocab.bpe") if (folder / name).exists()]

@@ -6,7 +6,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +194,11 @@ def _tokenize(
     chosen = split(paths, field, fraction, name, utf8=bool(encoding.digest), read=read)
     wrote = progress.counter("Tokenizing" if encoding.digest else "Copying the text", whole)
     faults, gzip = Faults(), _Gzip()
-    with shards.created(folder) as partial:
+    with ExitStack() as stack:
+        partial = stack.enter_context(shards.created(folder))
         parts = {each: _Part(partial, each, encoding) for each in (TRAIN, HELD_OUT)}
+        for part in parts.values():
+            stack.callback(part.writer.close)
         for batch in _batches(chosen.pieces(faults)):
             for (part, begins, piece), tokens in zip(batch, encoding.encode([piece for *_, piece in batch])):
                 parts[part].add(begins, len(piece), tokens)
@@ -209,7 +212,7 @@ def _tokenize(
         bits = 8 * gzip.packed / max(1, gzip.plain)
         index = {"format": _FORMAT, "dtype": encoding.dtype.str, "gzip_bits_per_byte": bits}
         for each, part in parts.items():
-            part.writer.close()
+            part.writer.flush()
             index[each] = {"texts": part.texts, "bytes": part.bytes, **part.writer.description()}
         shards.write_index(partial, index)
     return index

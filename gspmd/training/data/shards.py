@@ -74,6 +74,7 @@ class Writer:
         tokens = np.asarray(tokens, self._dtype)
         while len(tokens):
             if self._file is None or self._shards[-1] == SHARD:
+                self.flush()
                 self.close()
                 self._file = (self._folder / _file(self._name, len(self._shards))).open("wb")
                 self._shards.append(0)
@@ -83,17 +84,16 @@ class Writer:
             self._shards[-1] += len(here)
             tokens = tokens[len(here) :]
 
-    def close(self) -> None:
-        """Write the last file to the disk itself."""
+    def flush(self) -> None:
+        """Write what is still in memory to the disk itself."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
-            self._file.close()
 
-    @property
-    def count(self) -> int:
-        """Number of tokens written."""
-        return sum(self._shards)
+    def close(self) -> None:
+        """Close the last file."""
+        if self._file is not None:
+            self._file.close()
 
     def description(self) -> dict[str, Any]:
         """What the index keeps of them."""

@@ -7,6 +7,7 @@ import gzip
 import importlib
 import json
 import lzma
+import re
 import sys
 import sysconfig
 import zlib
@@ -24,6 +25,9 @@ _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "
 _COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _RECORDS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
 _SHOWN = 100
+# Where it makes no difference to the tokenizers of GPT-2 and its successors: they split blanks by what follows them.
+_BETWEEN_LINES = re.compile(rb"(?<=\S)\n(?=\S)")
+_BEFORE_WORDS = re.compile(rb" (?=\S)")
 
 
 class Faults:
@@ -203,7 +207,7 @@ def _json_lines(path: Path, field: str, faults: Faults) -> Iterator[tuple[str, A
             if not line.strip():
                 continue
             try:
-                record = json.loads(line.decode())
+                record = json.loads(line.decode().rstrip())
             except UnicodeDecodeError as error:
                 faults.add(f"{str(path)!r}: {where} is not UTF-8 (byte 0x{line[error.start]:02x}).")
             except ValueError as error:
@@ -245,13 +249,9 @@ def _parquet(path: Path, field: str, faults: Faults) -> Iterator[tuple[str, Any]
 
 def _end(text: bytes, most: int) -> int:
     """Where to cut a text that is longer than `most` bytes."""
-    at = text.rfind(b"\n", most // 2, most)
-    while at >= 0 and text[at + 1 : at + 2].isspace():  # blank lines, and indentation, are often one token
-        at = text.rfind(b"\n", most // 2, at)
-    if at >= 0:
-        return at + 1
-    at = text.rfind(b" ", most // 2, most)
-    return at if at > 0 else _last_character(text[:most])
+    cuts = [match.end() for match in _BETWEEN_LINES.finditer(text, most // 2, most)]
+    cuts = cuts or [match.start() for match in _BEFORE_WORDS.finditer(text, most // 2, most)]
+    return cuts[-1] if cuts else _last_character(text[:most])
 
 
 def _last_character(text: bytes) -> int:
