@@ -75,14 +75,13 @@ def split(
     for path in paths:
         if kind(path) == "text":
             with opened(path, faults) as file:
-                size = check_text(file, path, faults, utf8=utf8, read=read) if file else 0
-            if size:
-                sizes[path] = size
+                sizes[path] = check_text(file, path, faults, utf8=utf8, read=read) if file else 0
         else:
             for text in records(path, field, faults):
                 buckets[_bucket(text)] += len(text)
                 read(len(text))
     faults.refuse("cannot read the data:")
+    sizes = {path: size for path, size in sizes.items() if size}
     if not sizes and not buckets.any():
         raise no_text(len(paths), name)
     held, cuts = hold_out_files([*sizes.values()], fraction)

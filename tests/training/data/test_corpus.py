@@ -165,6 +165,36 @@ def test_resume_goes_on_where_it_stopped(counting):
     np.testing.assert_array_equal([next(again) for _ in range(5)], wanted)
 
 
+@pytest.mark.parametrize("processes", [2, 3, 6])
+def test_processes_read_the_rows_of_one_batch(counting, processes):
+    whole = counting.batches(6, 16, seed=2)
+    parts = [counting.batches(6, 16, 2, process, processes) for process in range(processes)]
+    for _ in range(25):  # two epochs and a half
+        np.testing.assert_array_equal(np.concatenate([next(part) for part in parts]), next(whole))
+        assert all(part.get_state() == whole.get_state() for part in parts)
+    each = [counting.validation_batches(6, 16, 0, process, processes) for process in range(processes)]
+    for rows, batch in zip(zip(*each), counting.validation_batches(6, 16), strict=True):
+        np.testing.assert_array_equal(np.concatenate(rows), batch)
+
+
+def test_a_run_goes_on_with_the_same_batches_in_another_number_of_processes(counting):
+    begun = [counting.batches(6, 16, 5, process, 3) for process in range(3)]
+    for _ in range(13):
+        position = [next(part) is not None and part.get_state() for part in begun][0]
+    wanted = np.stack([np.concatenate([next(part) for part in begun]) for _ in range(12)])
+    for processes in (1, 2):
+        parts = [counting.batches(6, 16, 5, process, processes) for process in range(processes)]
+        for part in parts:
+            part.set_state(position)
+        found = np.stack([np.concatenate([next(part) for part in parts]) for _ in range(12)])
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_processes_that_do_not_divide_a_batch_are_refused(counting):
+    with pytest.raises(ConfigError, match="4 processes do not divide a batch of 6 sequences; take a multiple of 4"):
+        counting.batches(6, 16, 0, 1, 4)
+
+
 def test_seeds_differ(counting):
     one, two = (next(counting.batches(4, 16, seed)) for seed in (0, 1))
     assert (one != two).any()
