@@ -121,7 +121,7 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
     except ValueError as error:
         raise CheckpointError(doing, str(error).splitlines()) from None
     scale = 1.0 if family.logit_scale is None else json.get("logit_scale", family.logit_scale) + 0.0
-    return Described(family, config, {"output.norm": scale}, json.get(family.length))
+    return Described(family, config, {"output.norm": scale}, length=json.get(family.length))
 
 
 def expressing(config: ModelConfig) -> Family:

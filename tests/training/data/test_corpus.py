@@ -179,8 +179,9 @@ def test_processes_read_the_rows_of_one_batch(counting, processes):
 
 def test_a_run_goes_on_with_the_same_batches_in_another_number_of_processes(counting):
     begun = [counting.batches(6, 16, 5, process, 3) for process in range(3)]
-    for _ in range(13):
-        position = [next(part) is not None and part.get_state() for part in begun][0]
+    for part in [part for part in begun for _ in range(13)]:
+        next(part)
+    position = begun[0].get_state()
     wanted = np.stack([np.concatenate([next(part) for part in begun]) for _ in range(12)])
     for processes in (1, 2):
         parts = [counting.batches(6, 16, 5, process, processes) for process in range(processes)]
