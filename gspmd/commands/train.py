@@ -115,7 +115,7 @@ def train(settings: Settings) -> None:
     show_tensors(console, settings, layout, mesh)
     with command.interrupts(out), jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"):
         with console.status("Building the model and planning its step …"):
-            model = begin(settings, layout, mesh)
+            model = begin(console, settings, layout, mesh)
             program = make_program(settings, model, mesh)
             tokens = program.place(np.zeros((training.batch, training.length + 1)))
             plan = gspmd.trace(program.step, program.state, tokens, program.key)
@@ -148,12 +148,13 @@ def of_checkpoint(settings: Settings, argv: Sequence[str]) -> Settings:
     return replace(settings, model=model, training=training)
 
 
-def begin(settings: Settings, layout: Layout, mesh: Mesh) -> models.Transformer:
+def begin(console: Console, settings: Settings, layout: Layout, mesh: Mesh) -> models.Transformer:
     """The model as training begins: with the weights of the checkpoint, or with random ones."""
     training = settings.training
     if not settings.checkpoint or training.resume:  # a resume replaces them by those of the run
         return models.build(settings.model, layout, mesh, jax.random.key(training.seed), training.dtype)
-    loaded, _ = checkpoints.load(settings.checkpoint, layout, mesh, "float32")
+    loaded, taken = checkpoints.load(settings.checkpoint, layout, mesh, "float32")
+    console.print(f"Begun with {settings.checkpoint}: {taken}.", soft_wrap=True, markup=False)
     return models.with_arrays(models.abstract(settings.model, layout, mesh, training.dtype), models.arrays(loaded))
 
 
