@@ -92,6 +92,9 @@ def train(settings: Settings) -> None:
     if tokenizer:
         tokenizer.ends = tokenizer.ends or data.usual_ends(tokenizer.backend)
     command.check_model(training, settings.model, tokenizer and data.number_of_ids(tokenizer.backend))
+    if tokenizer and training.sample_bytes and not tokenizer.encode(training.prompt):
+        fault = f"the tokenizer has no token for {training.prompt!r}; give another --prompt, or --sample-bytes 0."
+        raise ConfigError("cannot begin the generated text:", [fault])
     layout = Layout.load(sharding.layout).override(sharding.overrides)
     if sharding.lowering:
         layout = layout.lowered(sharding.lowering)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from gspmd.training.data import shards
 from gspmd.training.data.corpus import Corpus, digest_of
-from gspmd.training.data.sources import Faults, kind, matching
+from gspmd.training.data.sources import Faults, compression, kind, matching
 from gspmd.training.data.split import HELD_OUT, TRAIN, no_text, split
 from gspmd.training.data.tokens import Encoding, of_bytes, of_tokenizer
 from gspmd.training.reporting.progress import Progress
@@ -22,6 +22,7 @@ from gspmd.training.toml import ConfigError
 
 #: Bytes of text that are encoded at once: enough pieces for every core, and little memory.
 BATCH = 1 << 21
+# To be raised when the same texts become other tokens.
 _FORMAT = 1
 
 
@@ -56,28 +57,27 @@ def load(
         ConfigError: a pattern matches no file, a file or line cannot be read, there is no text, or tokens cannot be
             written; all faults at once.
 
-    Differs: a text longer than 64 KiB is tokenized in pieces that end with a line, which is the same to tokenizers that
-        split at lines themselves, as those on bytes do.
+    Differs: a text longer than 64 KiB is tokenized in pieces that end with a line, or before a word. That makes no
+        difference to tokenizers that split texts there themselves, as those on bytes do.
     """
     encoding = of_tokenizer(tokenizer) if tokenizer is not None else of_bytes()
     name = " ".join(patterns) or "Python's standard library"
     paths = matching(patterns)
     with Progress(console, "Reading the text") as progress:
-        digests = _digests(paths, name, progress)
+        files = _files(paths, name, progress)
         settings = [_FORMAT, fraction, field, encoding.digest, encoding.vocabulary]
-        files = [(digest, kind(path)) for digest, path in digests.items()]
-        key = hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()[:32]
+        key = hashlib.sha256(json.dumps([settings, *files]).encode()).hexdigest()[:32]
         folder = _cache(cache) / key
         with _writing_to(folder.parent):
-            index = _kept(folder, progress)
+            index = _kept(folder)
             if index is None:
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 waiting = "Waiting for another process, which is tokenizing the text"
-                with shards.locked(folder, lambda: progress.say(waiting)):
+                with shards.locked(folder, lambda: progress.say(lambda: waiting)):
                     index = _kept(folder, progress)
                     if index is None:
                         shutil.rmtree(folder, ignore_errors=True)
-                        index = _tokenize([*digests.values()], folder, encoding, name, field, fraction, progress)
+                        index = _tokenize([*files.values()], folder, encoding, name, field, fraction, progress)
     train, held_out = (shards.read_tokens(folder, part, index) for part in (TRAIN, HELD_OUT))
     return Corpus(
         name,
@@ -88,7 +88,7 @@ def load(
         vocabulary=encoding.vocabulary,
         bytes_per_token=index[HELD_OUT]["bytes"] / max(1, len(held_out)),
         tokenizer=encoding.digest,
-        unit="file" if {kind(path) for path in digests.values()} == {"text"} else "record",
+        unit="file" if {kind(path) for path in files.values()} == {"text"} else "record",
         digest=digest_of(index[TRAIN]["sha256"], index[HELD_OUT]["sha256"]),
     )
 
@@ -110,17 +110,18 @@ def _writing_to(folder: Path) -> Iterator[None]:
         raise ConfigError(f"cannot write tokens to {str(folder)!r}:", [fault]) from None
 
 
-def _kept(folder: Path, progress: Progress) -> dict[str, Any] | None:
-    """The index of tokens that were written before, or None."""
+def _kept(folder: Path, progress: Progress | None = None) -> dict[str, Any] | None:
+    """The index of tokens that were written before; None if there are none, or if they are damaged, which is said."""
     try:
         return shards.read_index(folder, (TRAIN, HELD_OUT))
     except ValueError as error:
-        progress.say(f"The tokens in {str(folder)!r} are damaged ({error}), and made anew", always=True)
+        if progress:
+            progress.note(f"The tokens in {str(folder)!r} are damaged ({error}), and made anew.")
         return None
 
 
-def _digests(paths: Sequence[Path], name: str, progress: Progress) -> dict[str, Path]:
-    """The files by the digests of their contents, in that order, without empty ones and copies."""
+def _files(paths: Sequence[Path], name: str, progress: Progress) -> dict[tuple[str, str, str], Path]:
+    """The files by digest and by how they are read, in that order, without empty ones and copies."""
     faults, found = Faults(), {}
     counter = progress.counter("Reading the text", sum(size for size, _ in map(_stamp, paths)))
     for path in paths:
@@ -134,11 +135,11 @@ def _digests(paths: Sequence[Path], name: str, progress: Progress) -> dict[str, 
         except OSError as error:
             faults.add(f"cannot read {str(path)!r}: {error.strerror}.")
         if size:
-            found[digest.hexdigest()] = path
+            found[digest.hexdigest(), kind(path), compression(path)] = path
     faults.refuse("cannot read the data:")
     if not found:
         raise no_text(len(paths), name)
-    return {digest: found[digest] for digest in sorted(found)}
+    return dict(sorted(found.items()))
 
 
 class _Part:

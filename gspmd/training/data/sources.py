@@ -97,8 +97,13 @@ def kind(path: Path) -> str:
     >>> [kind(Path(name)) for name in ("a.py", "a.jsonl", "a.jsonl.gz", "a.parquet")]
     ['text', 'json', 'json', 'parquet']
     """
-    name = path.with_suffix("") if path.suffix in (*_COMPRESSED, ".zst") else path
+    name = path.with_suffix("") if compression(path) else path
     return _RECORDS.get(name.suffix, "text")
+
+
+def compression(path: Path) -> str:
+    """Return the suffix of a compressed file, which `opened` decompresses; empty for any other."""
+    return path.suffix if path.suffix in (*_COMPRESSED, ".zst") else ""
 
 
 @contextmanager

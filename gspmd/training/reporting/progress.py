@@ -9,8 +9,8 @@ from rich.console import Console
 
 from gspmd.display.units import amount_of_bytes
 
-_EVERY = 2.5
-"""Seconds between two lines where there is no terminal."""
+_EVERY, _LIVE = 2.5, 0.1
+"""Seconds between two lines where there is no terminal, and between two changes of a line where there is."""
 
 
 class Progress:
@@ -23,20 +23,24 @@ class Progress:
 
     def __init__(self, console: Console | None, doing: str):
         self._console, self._said = console, time.monotonic()
-        self._status: Any = console.status(f"{doing} …") if console and console.is_terminal else nullcontext()
+        self._live = console is not None and console.is_terminal
+        self._status: Any = console.status(f"{doing} …") if self._live else nullcontext()
 
-    def say(self, what: str, *, always: bool = False) -> None:
-        """Say what is being done, if it is time; or always, as a sentence of its own."""
+    def note(self, sentence: str) -> None:
+        """Print a line that stays."""
+        if self._console is not None:
+            self._console.print(sentence, soft_wrap=True, markup=False)
+
+    def say(self, what: Callable[[], str]) -> None:
+        """Say what is being done, if it is time; only then is it asked for."""
         now = time.monotonic()
-        if self._console is None:
+        if self._console is None or now - self._said < (_LIVE if self._live else _EVERY):
             return
-        if always:
-            self._console.print(f"{what}.", soft_wrap=True, markup=False)
-        elif self._console.is_terminal:
-            self._status.update(f"{what} …")
-        elif now - self._said >= _EVERY:
-            self._console.print(f"{what} …", soft_wrap=True, markup=False)
-            self._said = now
+        self._said = now
+        if self._live:
+            self._status.update(f"{what()} …")
+        else:
+            self.note(f"{what()} …")
 
     def counter(self, doing: str, whole: int) -> Callable[[int], None]:
         """Return a function that is told, again and again, how many more bytes of the whole are done."""
@@ -45,9 +49,12 @@ class Progress:
         def read(count: int) -> None:
             nonlocal done
             done += count
+            self.say(said)
+
+        def said() -> str:
             speed = done / max(1e-3, time.monotonic() - began)
-            of = f"{amount_of_bytes(done)} of {amount_of_bytes(whole)}" if done <= whole else amount_of_bytes(done)
-            self.say(f"{doing}: {of}, {amount_of_bytes(speed)} per second")
+            of = f" of {amount_of_bytes(whole)}" if done <= whole else ""  # what is compressed is more
+            return f"{doing}: {amount_of_bytes(done)}{of}, {amount_of_bytes(speed)} per second"
 
         return read
 

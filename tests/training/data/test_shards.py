@@ -70,9 +70,12 @@ def test_other_texts_tokenizers_and_settings_are_other_tokens(text, tokenizer, w
     data.load(text, tokenizer=tokenizer)
     data.load(text, tokenizer=with_begin)
     data.load(text, fraction=0.5)
-    Path(text[0]).write_text(WORDS * 2999)
-    data.load(text)
-    assert len([path for path in cache.iterdir() if path.is_dir()]) == 5
+    Path(text[0]).write_text('{"text": "a record"}\n{"text": "another one"}\n' * 99)
+    records = Path(text[0]).with_suffix(".jsonl")
+    records.write_bytes(Path(text[0]).read_bytes())
+    assert "{" in data.load(text).train[:].tobytes().decode()
+    assert "{" not in data.load([str(records)]).train[:].tobytes().decode()
+    assert len([path for path in cache.iterdir() if path.is_dir()]) == 6
 
 
 def test_what_was_interrupted_leaves_nothing(text, encoded, cache):
