@@ -1,5 +1,6 @@
 """Tokenizers small enough to be made in a test, and a cache of its own."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -24,9 +25,10 @@ def backend():
     made.decoder = decoders.ByteLevel()
     letters = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=letters, show_progress=False
+        vocab_size=320, special_tokens=["<|endoftext|>"], initial_alphabet=letters, show_progress=False
     )
-    made.train_from_iterator([WORDS * 20], trainer)
+    blanks = ["".join(blank * 2 for blank in pair) for pair in product(("\n", " ", "  ", " \n", "\n\n"), repeat=2)]
+    made.train_from_iterator([WORDS * 20, *blanks * 30], trainer)
     return made
 
 

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import lzma
+import random
 import sys
 
 import numpy as np
@@ -158,14 +159,17 @@ def test_pieces_join_to_the_text_and_end_with_characters(text, cut):
             assert 0 <= at - sum(len(piece) for part, piece in pieces if part == 0) <= 3
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.sampled_from(["the", "quick", " fox", "\n", "\n\n", "  ", " ", ",", "\n    return", "é"]), max_size=300)
-)
-def test_a_text_in_pieces_has_the_tokens_of_the_whole(backend, words):
-    text = " the dog\nand ".join("".join(words[at : at + 6]) for at in range(0, len(words), 6))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "PIECE", 96)
+@pytest.mark.parametrize("blanks", [["\n", "\n\n", " \n", "\n    return"], [" \n  "]], ids=["lines", "spaces"])
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(backend, monkeypatch, blanks):
+    monkeypatch.setattr(sources, "PIECE", 96)
+    draw, words = random.Random(0), ["the", "quick", " fox", "  ", " ", ",", "é", *blanks]
+    count = 0
+    for _ in range(50):
+        text = (" the dog\nand" if "\n" in blanks else " the dog  and").join(
+            "".join(draw.choices(words, k=8)) for _ in range(40)
+        )
         pieces = [piece.decode() for _, piece in text_pieces(io.BytesIO(text.encode()))]
-    ids = [number for piece in pieces for number in backend.encode(piece).ids]
-    assert ids == backend.encode(text).ids
+        ids = [number for piece in pieces for number in backend.encode(piece).ids]
+        assert ids == backend.encode(text).ids
+        count += len(pieces)
+    assert count > 500
