@@ -123,7 +123,7 @@ def test_palm_trains_on_tokens(files, monkeypatch, tmp_path):
     flags += ["--steps", "12", "--batch", "8", "--length", "16", "--out", str(tmp_path / "run")]
     assert main.main(["train", "--config", "palm-8b", *flags, "--final-validation-batches", "2"]) == 0
     rows = metrics.read(tmp_path / "run")
-    assert rows[11]["cross_entropy"] < rows[0]["cross_entropy"] - 0.5
+    assert rows[11]["cross_entropy"] < rows[0]["cross_entropy"] - 0.2
 
 
 @pytest.mark.slow

@@ -162,12 +162,11 @@ def test_pieces_join_to_the_text_and_end_with_characters(text, cut):
 @pytest.mark.parametrize("blanks", [["\n", "\n\n", " \n", "\n    return"], [" \n  "]], ids=["lines", "spaces"])
 def test_a_text_in_pieces_has_the_tokens_of_the_whole(backend, monkeypatch, blanks):
     monkeypatch.setattr(sources, "PIECE", 96)
+    between = " the dog\nand" if "\n" in blanks else " the dog  and"
     draw, words = random.Random(0), ["the", "quick", " fox", "  ", " ", ",", "é", *blanks]
     count = 0
     for _ in range(50):
-        text = (" the dog\nand" if "\n" in blanks else " the dog  and").join(
-            "".join(draw.choices(words, k=8)) for _ in range(40)
-        )
+        text = between.join("".join(draw.choices(words, k=8)) for _ in range(40))
         pieces = [piece.decode() for _, piece in text_pieces(io.BytesIO(text.encode()))]
         ids = [number for piece in pieces for number in backend.encode(piece).ids]
         assert ids == backend.encode(text).ids
