@@ -91,7 +91,7 @@ def train(settings: Settings) -> None:
     tokenizer = checkpoints.tokenizer(training.tokenizer) if training.tokenizer else None
     if tokenizer:
         tokenizer.ends = tokenizer.ends or data.usual_ends(tokenizer.backend)
-    command.check_model(training, settings.model, tokenizer and data.number_of_ids(tokenizer.backend))
+    command.check_model(training, settings.model, data.number_of_ids(tokenizer.backend) if tokenizer else None)
     if tokenizer and training.sample_bytes and not tokenizer.encode(training.prompt):
         fault = f"the tokenizer has no token for {training.prompt!r}; give another --prompt, or --sample-bytes 0."
         raise ConfigError("cannot begin the generated text:", [fault])

@@ -202,21 +202,16 @@ def test_memory_does_not_grow_with_the_text(tmp_path, backend, cache, kind):
     """Megabytes of the peak while tokens are made, and of what an epoch of batches leaves behind."""
     backend.save(str(tmp_path / "tokenizer.json"))
     paths = []
-    for size in (5, 5, 40):  # megabytes; the first is what libraries need
+    for size in (4, 4, 16) if kind == "tokens" else (5, 5, 40):  # megabytes; the first is what libraries need
         paths.append(tmp_path / f"{len(paths)}.{kind.replace('tokens', 'txt')}")
         line = f'{{"text": "{WORDS.strip() * 20}"}}\n' if kind == "jsonl" else WORDS
         with paths[-1].open("w") as file:
             for number in range(size * 1_000_000 // len(line)):
                 file.write(line.replace("quick", f"{len(paths)} {number}", 1))
-    command = [
-        sys.executable,
-        "-c",
-        _PEAKS,
-        str(tmp_path / "tokenizer.json") if kind == "tokens" else "",
-        *map(str, paths),
-    ]
+    tokenizer = str(tmp_path / "tokenizer.json") if kind == "tokens" else ""
+    command = [sys.executable, "-c", _PEAKS, tokenizer, *map(str, paths)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     peaks, left = np.array([line.split() for line in shown.splitlines()], float).T
     print(peaks, left)
-    assert peaks[2] - peaks[1] < 10
-    assert left[2] - left[1] < 10
+    assert peaks[2] - peaks[1] < 8  # where the text is longer by 12, or 35
+    assert left[2] - left[1] < 8
