@@ -21,7 +21,7 @@ from gspmd.training.reporting.progress import Progress
 from gspmd.training.toml import ConfigError
 
 #: Bytes of text that are encoded at once: enough pieces for every core, and little memory.
-BATCH = 1 << 21
+BATCH = 1 << 20
 # To be raised when the same texts become other tokens.
 _FORMAT = 1
 

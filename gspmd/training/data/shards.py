@@ -25,7 +25,7 @@ class Tokens(Sequence):
 
     Example:
         >>> tokens = Tokens([np.arange(3), np.arange(3, 5)])
-        >>> len(tokens), tokens[1:4], tokens[-1]
+        >>> len(tokens), tokens[1:4], int(tokens[-1])
         (5, array([1, 2, 3]), 4)
     """
 

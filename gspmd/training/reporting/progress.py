@@ -9,7 +9,7 @@ from rich.console import Console
 
 from gspmd.display.units import amount_of_bytes
 
-_EVERY, _LIVE = 2.5, 0.1
+_EVERY, _LIVE = 2.0, 0.1
 """Seconds between two lines where there is no terminal, and between two changes of a line where there is."""
 
 
