@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from gspmd.training.toml import ConfigError
 BATCH = 1 << 20
 # To be raised when the same texts become other tokens.
 _FORMAT = 1
+
+Stamp = tuple[int, int]
 
 
 def load(
@@ -62,9 +64,9 @@ def load(
     """
     encoding = of_tokenizer(tokenizer) if tokenizer is not None else of_bytes()
     name = " ".join(patterns) or "Python's standard library"
-    paths = matching(patterns)
+    stamps = {path: _stamp(path) for path in matching(patterns)}
     with Progress(console, "Reading the text") as progress:
-        files = _files(paths, name, progress)
+        files = _files(stamps, name, progress)
         settings = [_FORMAT, fraction, field, encoding.digest, encoding.vocabulary]
         key = hashlib.sha256(json.dumps([settings, *files]).encode()).hexdigest()[:32]
         folder = _cache(cache) / key
@@ -77,7 +79,8 @@ def load(
                     index = _kept(folder, progress)
                     if index is None:
                         shutil.rmtree(folder, ignore_errors=True)
-                        index = _tokenize([*files.values()], folder, encoding, name, field, fraction, progress)
+                        taken = {path: stamps[path] for path in files.values()}
+                        index = _tokenize(taken, folder, encoding, name, field, fraction, progress)
     train, held_out = (shards.read_tokens(folder, part, index) for part in (TRAIN, HELD_OUT))
     return Corpus(
         name,
@@ -120,11 +123,11 @@ def _kept(folder: Path, progress: Progress | None = None) -> dict[str, Any] | No
         return None
 
 
-def _files(paths: Sequence[Path], name: str, progress: Progress) -> dict[tuple[str, str, str], Path]:
+def _files(stamps: Mapping[Path, Stamp], name: str, progress: Progress) -> dict[tuple[str, str, str], Path]:
     """The files by digest and by how they are read, in that order, without empty ones and copies."""
     faults, found = Faults(), {}
-    counter = progress.counter("Reading the text", sum(size for size, _ in map(_stamp, paths)))
-    for path in paths:
+    counter = progress.counter("Reading the text", sum(size for size, _ in stamps.values()))
+    for path in stamps:
         digest, size = hashlib.sha256(), 0
         try:
             with path.open("rb") as file:
@@ -138,7 +141,7 @@ def _files(paths: Sequence[Path], name: str, progress: Progress) -> dict[tuple[s
             found[digest.hexdigest(), kind(path), compression(path)] = path
     faults.refuse("cannot read the data:")
     if not found:
-        raise no_text(len(paths), name)
+        raise no_text(len(stamps), name)
     return dict(sorted(found.items()))
 
 
@@ -180,7 +183,7 @@ class _Gzip:
 
 
 def _tokenize(
-    paths: Sequence[Path],
+    stamps: Mapping[Path, Stamp],
     folder: Path,
     encoding: Encoding,
     name: str,
@@ -189,10 +192,9 @@ def _tokenize(
     progress: Progress,
 ) -> dict[str, Any]:
     """Write the tokens of all texts, and return their index."""
-    stamps = [_stamp(path) for path in paths]
-    whole = sum(size for size, _ in stamps)
+    whole = sum(size for size, _ in stamps.values())
     read = progress.counter("Checking the text", whole)
-    chosen = split(paths, field, fraction, name, utf8=bool(encoding.digest), read=read)
+    chosen = split([*stamps], field, fraction, name, utf8=bool(encoding.digest), read=read)
     wrote = progress.counter("Tokenizing" if encoding.digest else "Copying the text", whole)
     faults, gzip = Faults(), _Gzip()
     with ExitStack() as stack:
@@ -207,8 +209,9 @@ def _tokenize(
                     gzip.add(begins, piece)
                 wrote(len(piece))
         gzip.end()
-        if stamps != [_stamp(path) for path in paths]:
-            faults.add("a file has changed while it was read; start again.")
+        for path, stamp in stamps.items():
+            if _stamp(path) != stamp:
+                faults.add(f"{str(path)!r} has changed while it was read; start again.")
         faults.refuse("cannot read the data:")
         bits = 8 * gzip.packed / max(1, gzip.plain)
         index = {"format": _FORMAT, "dtype": encoding.dtype.str, "gzip_bits_per_byte": bits}
@@ -232,7 +235,7 @@ def _batches(pieces: Iterator[tuple[str, bool, bytes]]) -> Iterator[list[tuple[s
         yield batch
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _stamp(path: Path) -> Stamp:
     """Size and time of a file; of one that is gone, zeros."""
     try:
         status = path.stat()

@@ -147,7 +147,7 @@ def test_what_is_damaged_is_said_and_made_anew(text, fault, cache, capsys):
 def test_a_file_that_changes_meanwhile_is_refused(text, encoded):
     _, before = encoded
     before[0] = lambda: os.utime(text[0], (1, 1))
-    with pytest.raises(ConfigError, match="a file has changed while it was read; start again"):
+    with pytest.raises(ConfigError, match=r"a\.txt' has changed while it was read; start again"):
         data.load(text)
 
 
