@@ -22,7 +22,7 @@ from gspmd.training import ShardingConfig, command
 from gspmd.training.checkpoints import newest
 from gspmd.training.config import ConfigError
 from gspmd_models import checkpoints
-from gspmd_models.checkpoints.config import expressing
+from gspmd_models.checkpoints.config import described, expressing
 
 _DOING = "cannot export:"
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str], script: str = "") -> int:
         sizes = {dim: size for dim, size in source.config.sizes(batch=1, length=1).items() if dim not in "BLTG"}
         mesh = command.make_mesh(here, layout, sizes)
         model, taken = source.load(layout.resolved(sizes, mesh), mesh, "float32")
-        length = source.run.training.length if source.run else 2048
+        length = max(source.run.training.length if source.run else 2048, promised(folder / "tokenizer"))
         checkpoints.save(model, settings.out, tokenizer=source.tokenizer, dtype=settings.dtype, length=length)
     except checkpoints.CheckpointError as error:
         print(f"CheckpointError: {error}", file=sys.stderr)
@@ -75,3 +75,8 @@ def main(argv: Sequence[str], script: str = "") -> int:
         f"Wrote {taken} as {family.architecture} to {settings.out}.", soft_wrap=True, markup=False
     )
     return 0
+
+
+def promised(kept: Path) -> int:
+    """Tokens of the longest sequence of the checkpoint that a run began with; 0 if it began with none."""
+    return described(kept).length or 0 if (kept / "config.json").exists() else 0

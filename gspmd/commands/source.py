@@ -31,7 +31,10 @@ class Source:
         if newest(folder) is None:
             return cls(folder, checkpoints.model_config(folder), checkpoints.tokenizer(folder))
         run = from_mapping(train.Settings, load_settings(folder), source=str(folder / "config.json"))
-        return cls(folder, run.model, checkpoints.byte_tokenizer(), run)
+        kept = folder / "tokenizer"
+        return cls(
+            folder, run.model, checkpoints.tokenizer(kept) if kept.is_dir() else checkpoints.byte_tokenizer(), run
+        )
 
     def layout(self, name: str, sharding: ShardingConfig) -> Layout:
         """A layout with the changes of `--set` and `--lowering`; without a name the run's own, or megatron-1d."""

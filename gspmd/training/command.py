@@ -24,7 +24,6 @@ from gspmd.layouts import Layout
 from gspmd.training.checkpoints import load_settings, newest
 from gspmd.training.choices import REGISTRY
 from gspmd.training.config import ShardingConfig, TrainingConfig, parse_mesh
-from gspmd.training.data import VOCABULARY
 from gspmd.training.run.folder import newest_run
 from gspmd.training.run.guard import Diverged
 from gspmd.training.run.loop import Unwritable
@@ -146,22 +145,27 @@ def interrupts(out: Path) -> Iterator[None]:
         raise Unwritable(error.strerror or str(error), newest(out), out) from None
 
 
-def check_model(training: TrainingConfig, model: Any) -> None:
+def check_model(training: TrainingConfig, model: Any, tokens: int | None = None) -> None:
     """Refuse a model that does not fit the data, or that cannot generate the requested sample.
 
     Args:
         training: the settings of training.
         model: a model's settings, with `vocabulary`, and `moe` that is None or has `groups`, `causal` and `router`.
+        tokens: number of ids of the tokenizer; None if tokens are bytes.
 
     Raises:
         ConfigError: with every fault.
     """
     faults = []
-    groups, tokens = model.moe and model.moe.groups, training.batch * training.length
-    if model.vocabulary != VOCABULARY:
-        faults.append(f"model.vocabulary must be {VOCABULARY}, since the data is bytes, but is {model.vocabulary}.")
-    if groups and tokens % groups:
-        product = f"{training.batch} × {training.length} = {tokens}"
+    groups, step = model.moe and model.moe.groups, training.batch * training.length
+    if tokens is None and model.vocabulary != 256:
+        larger = " Give the file of its tokenizer with --tokenizer." if model.vocabulary > 256 else ""
+        faults.append(f"model.vocabulary must be 256, since the data is bytes, but is {model.vocabulary}.{larger}")
+    if tokens is not None and tokens > model.vocabulary:
+        fault = f"the tokenizer {training.tokenizer!r} has {tokens:,} tokens, but model.vocabulary is "
+        faults.append(f"{fault}{model.vocabulary:,}; it must be at least as large.")
+    if groups and step % groups:
+        product = f"{training.batch} × {training.length} = {step}"
         faults.append(f"model.moe.groups must divide the tokens of a batch, {product}, but is {groups}.")
     if training.sample_bytes and model.moe and not model.moe.causal:
         fault = f"model.moe.router {model.moe.router} cannot generate text, since its experts read later tokens; "

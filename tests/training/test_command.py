@@ -152,6 +152,20 @@ def test_a_model_that_does_not_fit_is_one_message():
     )
 
 
+def test_a_tokenizer_needs_a_vocabulary_at_least_as_large():
+    training = TrainingConfig(batch=8, length=16, tokenizer="words/tokenizer.json")
+    for vocabulary in (1000, 256_128):
+        command.check_model(training, model(vocabulary), 1000)
+    with pytest.raises(ConfigError) as error:
+        command.check_model(training, model(999), 1000)
+    assert error.value.faults == (
+        "the tokenizer 'words/tokenizer.json' has 1,000 tokens, but model.vocabulary is 999; it must be at least as "
+        "large.",
+    )
+    with pytest.raises(ConfigError, match=r"but is 1000\. Give the file of its tokenizer with --tokenizer\."):
+        command.check_model(replace(training, tokenizer=""), model(1000))
+
+
 @pytest.mark.parametrize(
     ("steps", "said"),
     [

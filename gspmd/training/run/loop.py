@@ -17,6 +17,7 @@ from rich.console import Console
 from gspmd.training import data
 from gspmd.training.checkpoints import Checkpoints, newest, save_settings
 from gspmd.training.config import TrainingConfig
+from gspmd.training.data.split import count_of
 from gspmd.training.reporting.metrics import Display, Metrics
 from gspmd.training.run.guard import Diverged, Guard
 from gspmd.training.run.signals import Interrupted, Stop
@@ -50,7 +51,7 @@ class Program:
         state: the initial state; on a resume, the shapes and shardings of the restored one.
         step: (state, batch, key) -> (state, figures), as of `jit_step`; `figures` has `cross_entropy` and `non_finite`.
         evaluate: (params, batch) -> mean cross-entropy in nats.
-        place: puts a batch of bytes, uint8 [B, L+1], onto the devices.
+        place: puts a batch of tokens, integers [B, L+1], onto the devices.
         key: the random key that the key of every step is folded from, so that nothing random depends on a resume.
     """
 
@@ -89,7 +90,7 @@ def fit(
         OSError: `out` can no longer be written; complete checkpoints stay intact. A save that fails is noticed at the
             next step.
     """
-    batches = data.train_batches(corpus, config.batch, config.length, config.seed)
+    batches = corpus.batches(config.batch, config.length, config.seed)
     random = {"key": jax.random.key_data(program.key).tolist(), "rng": str(jax.random.key_impl(program.key))}
     stream = data.stream(corpus, config) | random
     with Stop() as stop, Checkpoints(out, keep=config.keep) as checkpoints:
@@ -164,8 +165,8 @@ class _Run:
         """Validate on up to `final_validation_batches` of held-out text, and write the last object of metrics.jsonl."""
         self.checkpoints.wait()
         limit = self.config.final_validation_batches
-        what = self.corpus, self.config.batch, self.config.length
-        count, whole = data.validation_count(*what, limit), data.validation_count(*what)
+        what = self.config.batch, self.config.length
+        count, whole = self.corpus.validation_count(*what, limit), self.corpus.validation_count(*what)
         self.console.print(f"Validating on {count} of the {whole} batches of held-out text.")
         result = self.validate(state, limit)
         if not result:
@@ -174,20 +175,20 @@ class _Run:
         self.metrics.write(int(state.step), result | {"gzip_bits_per_byte": gzip})
         self.console.print(
             f"Held-out text: [bold green]{result['val_bits_per_byte']:.3f}[/] bits per byte; gzip: {gzip:.3f} "
-            f"({self.corpus.files[1]} files, each compressed by itself)."
+            f"({count_of(self.corpus.files[1], self.corpus.unit)}, each compressed by itself)."
         )
 
     def validate(self, state: TrainState, limit: int = 0) -> dict[str, float]:
         """Bits per byte of `limit` batches of held-out text, or of all; empty if interrupted."""
-        what = self.corpus, self.config.batch, self.config.length, limit
-        losses, count = [], data.validation_count(*what)
+        what = self.config.batch, self.config.length, limit
+        losses, count = [], self.corpus.validation_count(*what)
         with self.console.status("Validating …") as status:
-            for number, batch in enumerate(data.validation_batches(*what), 1):
+            for number, batch in enumerate(self.corpus.validation_batches(*what), 1):
                 if self.stop.agreed():
                     return {}
                 losses.append(float(self.program.evaluate(state.params, self.program.place(batch))))
                 status.update(f"Validating: batch {number} of {count}")
-        return {"val_bits_per_byte": float(np.mean(losses)) / math.log(2)}
+        return {"val_bits_per_byte": float(np.mean(losses)) / self._nats_per_token}
 
     def interrupt(self, step: int) -> NoReturn:
         """Stop the run once the checkpoint of `step` is complete."""
@@ -201,10 +202,14 @@ class _Run:
         self.console.print(f"Compiled the training step in {time.perf_counter() - began:.0f} s.")
         return step
 
-    @staticmethod
-    def _row(figures: dict[str, Any]) -> dict[str, Any]:
+    def _row(self, figures: dict[str, Any]) -> dict[str, Any]:
         row = {name: value.item() if np.ndim(value) == 0 else value for name, value in figures.items()}
-        return row | {"bits_per_byte": row.get("cross_entropy", row["loss"]) / math.log(2)}
+        return row | {"bits_per_byte": row.get("cross_entropy", row["loss"]) / self._nats_per_token}
+
+    @property
+    def _nats_per_token(self) -> float:
+        """Nats of a token that has a bit for each of its bytes."""
+        return math.log(2) * self.corpus.bytes_per_token
 
 
 def _due(step: int, every: int) -> bool:

@@ -45,6 +45,17 @@ def test_every_step_has_its_figures(make_program, corpus, console, tmp_path):
     assert newest(tmp_path) == 20
 
 
+def test_bits_per_byte_are_those_of_tokens_over_the_bytes_of_a_token(make_program, corpus, console, tmp_path):
+    program, _ = make_program(steps=2)
+    corpus = replace(corpus, bytes_per_token=2.5)
+    state = fit(replace(CONFIG, steps=2), program, corpus, tmp_path, console)
+    rows = metrics.read(tmp_path)
+    for row in rows[:-1]:
+        assert row["bits_per_byte"] * 2.5 == pytest.approx(row["cross_entropy"] / math.log(2), rel=1e-6)
+    nats = [float(program.evaluate(state.params, program.place(each))) for each in corpus.validation_batches(4, 16)]
+    assert rows[-1]["val_bits_per_byte"] * 2.5 == pytest.approx(np.mean(nats) / math.log(2), rel=1e-6)
+
+
 def test_resumed_run_equals_an_unbroken_one(make_program, corpus, console, tmp_path):
     fit(CONFIG, make_program()[0], corpus, tmp_path / mkdir(tmp_path, "whole"), console)
     broken = tmp_path / mkdir(tmp_path, "broken")
