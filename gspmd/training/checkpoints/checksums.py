@@ -6,9 +6,10 @@ CRCs of its indices, but not of the arrays.
 """
 
 import hashlib
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from gspmd.training.disk import sync
 
 _FILE = "checksums"
 _THREADS = 8
@@ -78,15 +79,6 @@ def checksum(path: Path) -> str:
     """Return `SHA256 BYTES` of a file."""
     with path.open("rb") as file:
         return f"{hashlib.file_digest(file, 'sha256').hexdigest()} {file.tell()}"
-
-
-def sync(path: Path) -> None:
-    """Wait until a file's contents, or a folder's entries, are on disk, where they outlast a loss of power."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _synced_checksum(path: Path) -> str:

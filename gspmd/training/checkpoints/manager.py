@@ -16,6 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from gspmd.training.checkpoints import checksums, restore
+from gspmd.training.disk import sync
 from gspmd.training.state import TrainState
 
 # Endings of folders that are no checkpoints: half written or half removed; and newer than the one that was resumed.
@@ -131,7 +132,7 @@ class Checkpoints:
                 return
             checksums.write(folder)
             folder.rename(self._folder / str(step))
-            checksums.sync(self._folder)
+            sync(self._folder)
             for old in restore.saved_steps(self._out)[: -self._keep]:
                 # Renamed first: a removal that is killed leaves no checkpoint with files missing.
                 (self._folder / str(old)).rename(self._folder / f"{old}{_PARTIAL}")

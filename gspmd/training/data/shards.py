@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from gspmd.training.disk import sync
+
 #: Tokens of one file.
 SHARD = 1 << 26
 _INDEX = "index.json"
@@ -152,13 +154,13 @@ def created(folder: Path) -> Iterator[Path]:
     try:
         yield partial
         partial.chmod(0o755)  # a temporary folder is private
-        _sync(partial)
+        sync(partial)
         try:
             partial.rename(folder)
         except OSError:
             if not (folder / _INDEX).exists():  # else a process on another machine was faster
                 raise
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -194,11 +196,3 @@ def _file(name: str, number: int) -> str:
 def _partial(folder: Path) -> str:
     """How the names of temporary folders of this machine begin: others may share the disk, and not its locks."""
     return f".{folder.name}.{socket.gethostname()}."
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
