@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -120,6 +121,8 @@ def read_and_decode(case, settings, mesh, *, int8=False):
             return decode(weights, ids, cache)[::-1]
 
         whole = first(weights, prompts, counts.sum(0), empty)
+        # One after the other: host devices that have independent collectives at once can block one another for good.
+        counts = jnp.where(jnp.isnan(whole[0]).any(), 0, counts)
         cache, of_chunks = jax.lax.scan(read, empty, (chunks, counts))
         cache, decoded = jax.lax.scan(add, cache, follow)
         return whole, (of_chunks, decoded, cache)
