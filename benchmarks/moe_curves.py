@@ -26,7 +26,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from page import write_between
 
-from gspmd.training.checkpoint import newest
+from gspmd.training.checkpoints import newest
 from gspmd.training.toml import from_mapping
 from gspmd_models import ModelConfig
 

@@ -1,8 +1,11 @@
 """Eight host devices for every test, set before JAX starts, and meshes over them."""
 
+import atexit
 import gc
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 from importlib.util import spec_from_file_location
@@ -28,6 +31,9 @@ if jax.__version_info__ < (0, 11):
 for _name in ("COLUMNS", "LINES"):
     os.environ[_name] = ""  # readline tells the C library, of which os.environ has not heard
     del os.environ[_name]
+# Tokens that tests write, and the processes they start, are kept apart from those of the user.
+os.environ["GSPMD_CACHE"] = tempfile.mkdtemp(prefix="gspmd-tests-")
+atexit.register(shutil.rmtree, os.environ["GSPMD_CACHE"], ignore_errors=True)
 # What tracing leaves behind is kept in caches, so looking for garbage every 700 objects takes a tenth of the time.
 gc.set_threshold(100_000, 20, 20)
 

@@ -18,10 +18,11 @@ import tyro
 from gspmd.commands import configs
 from gspmd.commands.source import Source
 from gspmd.display import console as printing
-from gspmd.training import ShardingConfig, checkpoint, command
+from gspmd.training import ShardingConfig, command
+from gspmd.training.checkpoints import newest
 from gspmd.training.config import ConfigError
 from gspmd_models import checkpoints
-from gspmd_models.checkpoints.config import expressing
+from gspmd_models.checkpoints.config import described, expressing
 
 _DOING = "cannot export:"
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str], script: str = "") -> int:
     folder = Path(settings.folder)
     if not (settings.folder and settings.out):
         raise ConfigError(_DOING, ["write the folder of a run, and a new folder: gspmd export runs/001 exported."])
-    if checkpoint.newest(folder) is None:
+    if newest(folder) is None:
         raise ConfigError(_DOING, [f"there is no checkpoint of a run under {settings.folder!r}."])
     source = Source.at(folder)
     try:
@@ -65,7 +66,7 @@ def main(argv: Sequence[str], script: str = "") -> int:
         sizes = {dim: size for dim, size in source.config.sizes(batch=1, length=1).items() if dim not in "BLTG"}
         mesh = command.make_mesh(here, layout, sizes)
         model, taken = source.load(layout.resolved(sizes, mesh), mesh, "float32")
-        length = source.run.training.length if source.run else 2048
+        length = max(source.run.training.length if source.run else 2048, promised(folder / "tokenizer"))
         checkpoints.save(model, settings.out, tokenizer=source.tokenizer, dtype=settings.dtype, length=length)
     except checkpoints.CheckpointError as error:
         print(f"CheckpointError: {error}", file=sys.stderr)
@@ -74,3 +75,8 @@ def main(argv: Sequence[str], script: str = "") -> int:
         f"Wrote {taken} as {family.architecture} to {settings.out}.", soft_wrap=True, markup=False
     )
     return 0
+
+
+def promised(kept: Path) -> int:
+    """Tokens of the longest sequence of the checkpoint that a run began with; 0 if it began with none."""
+    return described(kept).length or 0 if (kept / "config.json").exists() else 0

@@ -33,8 +33,8 @@ from gspmd.display import console as printing
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
 from gspmd.training import ShardingConfig, command
 from gspmd.training.config import ConfigError
-from gspmd.training.loop import Stop
 from gspmd.training.reporting import report
+from gspmd.training.run.signals import Stop
 from gspmd_models import checkpoints, decoding
 
 _DOING = "cannot generate text:"

@@ -1,6 +1,8 @@
 """Where a model that is served comes from: a public checkpoint, or a run."""
 
+import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -8,7 +10,8 @@ from jax.sharding import Mesh
 import gspmd_models as models
 from gspmd.commands import train
 from gspmd.layouts import Layout
-from gspmd.training import ShardingConfig, checkpoint
+from gspmd.training import ShardingConfig
+from gspmd.training.checkpoints import load_parameters, load_settings, newest, newest_intact
 from gspmd.training.toml import from_mapping
 from gspmd_models import checkpoints
 
@@ -25,10 +28,13 @@ class Source:
     @classmethod
     def at(cls, folder: Path) -> "Source":
         """The checkpoint or run in a folder. Raises CheckpointError or ConfigError if it holds neither."""
-        if checkpoint.newest(folder) is None:
+        if newest(folder) is None:
             return cls(folder, checkpoints.model_config(folder), checkpoints.tokenizer(folder))
-        run = from_mapping(train.Settings, checkpoint.load_settings(folder), source=str(folder / "config.json"))
-        return cls(folder, run.model, checkpoints.byte_tokenizer(), run)
+        run = from_mapping(train.Settings, load_settings(folder), source=str(folder / "config.json"))
+        kept = folder / "tokenizer"
+        return cls(
+            folder, run.model, checkpoints.tokenizer(kept) if kept.is_dir() else checkpoints.byte_tokenizer(), run
+        )
 
     def layout(self, name: str, sharding: ShardingConfig) -> Layout:
         """A layout with the changes of `--set` and `--lowering`; without a name the run's own, or megatron-1d."""
@@ -44,5 +50,6 @@ class Source:
             model, taken = checkpoints.load(self.folder, layout, mesh, dtype, int8=int8)
             return model, str(taken)
         like = models.abstract(self.config, layout, mesh, dtype, stored="float32" if int8 else dtype)
-        model = models.with_arrays(like, checkpoint.load_parameters(self.folder, models.arrays(like)))
-        return models.quantize(model) if int8 else model, f"step {checkpoint.newest(self.folder)} of the run"
+        step = newest_intact(self.folder, partial(print, file=sys.stderr), "cannot load the parameters:")
+        model = models.with_arrays(like, load_parameters(self.folder, step, models.arrays(like)))
+        return models.quantize(model) if int8 else model, f"step {step} of the run"

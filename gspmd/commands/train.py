@@ -2,16 +2,22 @@
 
     gspmd train                                        # five minutes on two cores, 8 fake devices
     gspmd train --layout zero-3 --set ffn.w_in=E_xF_y  # the same losses, other collectives
-    gspmd train --resume --out runs/001                # goes on where it stopped
+    gspmd train --resume --out runs/001                # goes on where it stopped; --resume 300, from step 300
     gspmd train --explain                              # what its step will send, and no training
+    gspmd train --from DIR --data 'text/*.jsonl'       # a public checkpoint, trained further on other text
 
 Figures, events, checkpoints and pictures go to --out.
 """
 
+import json
+import os
+import shutil
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -26,11 +32,12 @@ from gspmd.commands import configs
 from gspmd.display import console as printing
 from gspmd.display.units import amount_of_flops
 from gspmd.layouts import Layout
-from gspmd.training import OptimizerConfig, Program, ShardingConfig, TrainingConfig, command, data, loop
+from gspmd.training import ConfigError, OptimizerConfig, Program, ShardingConfig, TrainingConfig, command, data, fit
 from gspmd.training.reporting import report
+from gspmd.training.run.folder import choose_out
 from gspmd.training.state import shardings
 from gspmd.training.step import jit_step
-from gspmd_models import ModelConfig, step
+from gspmd_models import ModelConfig, checkpoints, step
 
 
 @dataclass(frozen=True)
@@ -38,13 +45,21 @@ class Settings:
     """Everything a run is told, by file and by flag."""
 
     config: str = ""
-    """TOML file with tables [model], [training], [optimizer] and [sharding]; configs/default.toml if not given."""
+    """TOML file with tables [model], [training], [optimizer] and [sharding]; configs/default.toml if not given, or
+    configs/finetune.toml with --from."""
     explain: bool = False
     """Compile the training step, print what it sends beside what was planned, and stop."""
+    checkpoint: Annotated[str, tyro.conf.arg(name="from")] = ""
+    """Folder of a public checkpoint, whose model, weights and tokenizer the run begins with; of [model] only remat
+    counts."""
     model: ModelConfig = field(default_factory=ModelConfig)
     training: tyro.conf.OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
     optimizer: tyro.conf.OmitArgPrefixes[OptimizerConfig] = field(default_factory=OptimizerConfig)
     sharding: tyro.conf.OmitArgPrefixes[ShardingConfig] = field(default_factory=ShardingConfig)
+
+    def beside(self, folder: Path) -> "Settings":
+        """Return these settings with a relative path of the checkpoint taken from `folder`, that of their file."""
+        return replace(self, checkpoint=os.path.join(folder, self.checkpoint)) if self.checkpoint else self
 
 
 def run(argv: Sequence[str], script: str = "") -> int:
@@ -57,12 +72,30 @@ def run(argv: Sequence[str], script: str = "") -> int:
     return command.guarded(partial(main, script=script), argv, called="" if script else "gspmd train")
 
 
-def main(argv: Sequence[str], script: str = "") -> None:
-    """Read the settings, check everything that can be checked without compiling, and train."""
+def main(argv: Sequence[str], script: str = "") -> int:
+    """Read the settings, and train; what a checkpoint lacks is one message."""
     prog, description = configs.called(__doc__, "gspmd train", script)
-    settings = command.parse(Settings, argv, default="default", find=configs.find, prog=prog, description=description)
+    # A checkpoint is trained further at other rates than random weights.
+    default = "finetune" if any(flag.split("=")[0] == "--from" for flag in argv) else "default"
+    settings = command.parse(Settings, argv, default=default, find=configs.find, prog=prog, description=description)
+    try:
+        train(of_checkpoint(settings, argv))
+    except checkpoints.CheckpointError as error:
+        print(f"CheckpointError: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def train(settings: Settings) -> None:
+    """Check everything that can be checked without compiling, and train."""
     training, sharding = settings.training, settings.sharding
-    command.check_model(training, settings.model)
+    tokenizer = checkpoints.tokenizer(training.tokenizer) if training.tokenizer else None
+    if tokenizer:
+        tokenizer.ends = tokenizer.ends or data.usual_ends(tokenizer.backend)
+    command.check_model(training, settings.model, data.number_of_ids(tokenizer.backend) if tokenizer else None)
+    if tokenizer and training.sample_bytes and not tokenizer.encode(training.prompt):
+        fault = f"the tokenizer has no token for {training.prompt!r}; give another --prompt, or --sample-bytes 0."
+        raise ConfigError("cannot begin the generated text:", [fault])
     layout = Layout.load(sharding.layout).override(sharding.overrides)
     if sharding.lowering:
         layout = layout.lowered(sharding.lowering)
@@ -76,23 +109,67 @@ def main(argv: Sequence[str], script: str = "") -> None:
         explain(console, settings, layout, mesh)
         return
     check_memory(settings, layout, mesh)
-    with console.status("Reading the text …"):
-        corpus = data.load(training.data, fraction=training.validation_fraction)
-        data.check_size(corpus, training.batch, training.length)
-    out = command.choose_out(training.out, resume=training.resume)
+    corpus = data.load(
+        training.data, fraction=training.validation_fraction, tokenizer=tokenizer, field=training.data_field,
+        cache=training.data_cache, console=console,
+    )  # fmt: skip
+    data.check_size(corpus, training.batch, training.length)
+    out = choose_out(training.out, resume=training.resume, step=training.resume_step)
     console.print(f"Text: {corpus.describe()}.\nOut: {out}", soft_wrap=True, markup=False)
     show_tensors(console, settings, layout, mesh)
     with command.interrupts(out), jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"):
         with console.status("Building the model and planning its step …"):
-            model = models.build(settings.model, layout, mesh, jax.random.key(training.seed), training.dtype)
+            model = begin(console, settings, layout, mesh)
             program = make_program(settings, model, mesh)
             tokens = program.place(np.zeros((training.batch, training.length + 1)))
             plan = gspmd.trace(program.step, program.state, tokens, program.key)
         console.print(plan.table())
-        state = loop.fit(training, program, corpus, out, console, command.kept_settings(settings))
-        text = partial(sample, training, models.with_arrays(model, state.params)) if training.sample_bytes else None
+        if tokenizer:
+            keep_tokenizer(out / "tokenizer", tokenizer, settings.checkpoint)
+        state = fit(training, program, corpus, out, console, command.kept_settings(settings))
+        trained = models.with_arrays(model, state.params)
+        text = partial(sample, training, trained, tokenizer) if training.sample_bytes else None
         name = f"{out.resolve().name} · {in_short(settings, layout, mesh)}"
         report.finish(console, out, name, training.prompt, text)
+
+
+def of_checkpoint(settings: Settings, argv: Sequence[str]) -> Settings:
+    """The settings with model and tokenizer of the checkpoint to begin with; a resumed run has them in its own."""
+    resumed = settings.training.resume
+    named = {flag.split("=")[0].replace("_", "-") for flag in argv}
+    fixed = sorted(flag for flag in named if flag.startswith("--model.") and flag != "--model.remat")
+    faults = []
+    if resumed and "--from" in named:
+        faults.append("--from begins a run, and --resume goes on with one; leave one of the two out.")
+    if settings.checkpoint and fixed and not resumed:
+        faults.append(f"the checkpoint {settings.checkpoint!r} says what model it is; leave out {', '.join(fixed)}.")
+    if faults:
+        raise ConfigError("cannot begin with this checkpoint:", faults)
+    if resumed or not settings.checkpoint:
+        return settings
+    model = replace(checkpoints.model_config(settings.checkpoint), remat=settings.model.remat)
+    training = replace(settings.training, tokenizer=settings.training.tokenizer or settings.checkpoint)
+    return replace(settings, model=model, training=training)
+
+
+def begin(console: Console, settings: Settings, layout: Layout, mesh: Mesh) -> models.Transformer:
+    """The model as training begins: with the weights of the checkpoint, or with random ones."""
+    training = settings.training
+    if not settings.checkpoint or training.resume:  # a resume replaces them by those of the run
+        return models.build(settings.model, layout, mesh, jax.random.key(training.seed), training.dtype)
+    loaded, taken = checkpoints.load(settings.checkpoint, layout, mesh, "float32")
+    console.print(f"Begun with {settings.checkpoint}: {taken}.", soft_wrap=True, markup=False)
+    return models.with_arrays(models.abstract(settings.model, layout, mesh, training.dtype), models.arrays(loaded))
+
+
+def keep_tokenizer(folder: Path, tokenizer: checkpoints.Tokenizer, checkpoint: str) -> None:
+    """Keep the tokenizer with the run, for `gspmd generate` and `gspmd export`, and the checkpoint's config.json."""
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(folder)
+    ids = {"eos_token_id": sorted(tokenizer.ends) or None, "bos_token_id": tokenizer.begin}
+    (folder / "generation_config.json").write_text(json.dumps(ids) + "\n", encoding="utf-8")
+    if checkpoint and not (folder / "config.json").exists():
+        shutil.copyfile(Path(checkpoint) / "config.json", folder / "config.json")
 
 
 def check_memory(settings: Settings, layout: Layout, mesh: Mesh) -> None:
@@ -167,8 +244,10 @@ def in_short(settings: Settings, layout: Layout, mesh: Mesh) -> str:
     return f"{layout.name} on {mesh.size} device{'s' * (mesh.size > 1)}{experts}"
 
 
-def sample(training: TrainingConfig, model: models.Transformer) -> str:
+def sample(training: TrainingConfig, model: models.Transformer, tokenizer: checkpoints.Tokenizer | None = None) -> str:
     """Text that the model continues the prompt with."""
-    prompt, drawn = training.prompt.encode(), models.Sampling(temperature=0.8)
-    texts = models.Generator(model)([list(prompt)], training.sample_bytes, sampling=drawn, seed=training.seed).texts
-    return (prompt + bytes(texts[0])).decode(errors="replace")
+    tokenizer = tokenizer or checkpoints.byte_tokenizer()
+    prompt, how = tokenizer.encode(training.prompt), models.Sampling(temperature=0.8)
+    generate, ends = models.Generator(model), sorted(tokenizer.ends)
+    texts = generate([prompt], training.sample_bytes, sampling=how, seed=training.seed, stop=ends).texts
+    return tokenizer.decode([*prompt, *texts[0]])

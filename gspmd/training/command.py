@@ -4,12 +4,12 @@ import argparse
 import logging
 import math
 import os
-import re
 import shlex
+import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,16 +21,17 @@ from gspmd.annotate.errors import LayoutError, PlanError, SpecError
 from gspmd.display import console as printing
 from gspmd.display.units import amount_of_bytes
 from gspmd.layouts import Layout
-from gspmd.training import checkpoint
+from gspmd.training.checkpoints import load_settings, newest
 from gspmd.training.choices import REGISTRY
 from gspmd.training.config import ShardingConfig, TrainingConfig, parse_mesh
-from gspmd.training.data import VOCABULARY
-from gspmd.training.loop import Diverged, Interrupted, Unwritable
+from gspmd.training.run.folder import newest_run
+from gspmd.training.run.guard import Diverged
+from gspmd.training.run.loop import Unwritable
+from gspmd.training.run.signals import Interrupted, Terminated, terminable
 from gspmd.training.toml import ConfigError, beside, from_mapping, load_toml, to_mapping
 
 T = TypeVar("T")
 
-RUNS = Path("runs")
 _STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
 _USER_ERRORS = (ConfigError, host.HostError, SpecError, PlanError, LayoutError)
 
@@ -50,7 +51,7 @@ def parse(
         cls: a dataclass of settings.
         argv: the flags. `--config FILE` names the TOML file. `--resume` without it starts from the settings of the run,
             without its platform and devices, its mesh if `--devices` is given, and its `--set` if `--layout` or `--set`
-            is.
+            is. `--resume STEP` is `--resume --resume-step STEP`.
         default: the TOML file if neither is given.
         find: from the name in --config or `default` to the path of the TOML file.
         description: for --help.
@@ -59,18 +60,19 @@ def parse(
     Raises:
         ConfigError: from `load_toml`, or from the dataclasses.
     """
+    argv = _spelled_out(argv)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     early.add_argument("--config", nargs="?")
     early.add_argument("--out", nargs="?")
     early.add_argument("--resume", action="store_true")
     for flag in ("--devices", "--layout", "--set"):
         early.add_argument(flag, nargs="?", const="")
-    known, _ = early.parse_known_args(list(argv))
+    known, _ = early.parse_known_args(argv)
     if known.config:
         base = load_toml(cls, find(known.config))
     elif known.resume:
         out = Path(known.out) if known.out else newest_run()
-        settings = _carried_over(checkpoint.load_settings(out), given=vars(known))
+        settings = _carried_over(load_settings(out), given=vars(known))
         base = from_mapping(cls, settings, source=str(out / "config.json"))
     else:
         base = load_toml(cls, find(default)) if default else cls()
@@ -87,6 +89,8 @@ def parse_flags(cls: type[T], argv: Sequence[str], base: T, description: str = "
 def guarded(command: Callable[[Sequence[str]], int | None], argv: Sequence[str], called: str = "") -> int:
     """Run a command and return its exit code: its own, or 1 for a failed run, 2 for bad input, 130 for an interrupt.
 
+    A run that SIGTERM ends returns 0 if it has a checkpoint to resume from, else 143.
+
     Errors of the user are one message on stderr; any other exception is a bug and keeps its traceback.
 
     Args:
@@ -96,8 +100,9 @@ def guarded(command: Callable[[Sequence[str]], int | None], argv: Sequence[str],
     """
     for stream in (sys.stdout, sys.stderr):  # --help and messages do not go through a console
         printing.never_fail(stream)
-    # The checkpoint writer logs the traceback of every error several times, in addition to raising it.
-    for name in ("absl", "asyncio"):
+    # The checkpoint writer logs the traceback of every error several times, in addition to raising it; the writer of
+    # events warns of each loss that is not finite.
+    for name in ("absl", "asyncio", "tensorboardX"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         return command(argv) or 0
@@ -105,7 +110,8 @@ def guarded(command: Callable[[Sequence[str]], int | None], argv: Sequence[str],
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except Diverged as error:
-        print(f"The run failed: {error}", file=sys.stderr)
+        go_on = "" if error.step is None else f" To go on from there: {_resume_command(error.out, called)}"
+        print(f"The run failed: {error}{go_on}", file=sys.stderr)
         return 1
     except Unwritable as error:
         go_on = "" if error.step is None else f" To go on, once there is room: {_resume_command(error.out, called)}"
@@ -114,7 +120,8 @@ def guarded(command: Callable[[Sequence[str]], int | None], argv: Sequence[str],
     except Interrupted as stopped:
         go_on = "" if stopped.step is None else f" To go on: {_resume_command(stopped.out, called)}"
         print(f"\n{str(stopped).capitalize()}.{go_on}", file=sys.stderr)
-        return 130
+        # Schedulers end jobs with SIGTERM, and count one that has saved its work as done.
+        return 0 if stopped.number == signal.SIGTERM and stopped.step is not None else 128 + stopped.number
     except KeyboardInterrupt:
         print("\nInterrupted before the run began.", file=sys.stderr)
         return 130
@@ -122,36 +129,43 @@ def guarded(command: Callable[[Sequence[str]], int | None], argv: Sequence[str],
 
 @contextmanager
 def interrupts(out: Path) -> Iterator[None]:
-    """Convert an interrupt or a full disk, at any point of a run, to an error that names the newest checkpoint.
+    """Convert a signal or a full disk, at any point of a run, to an error that names the newest checkpoint.
 
     Raises:
-        Interrupted: in place of KeyboardInterrupt.
+        Interrupted: in place of KeyboardInterrupt, and at SIGTERM.
         Unwritable: in place of OSError.
     """
     try:
-        yield
-    except KeyboardInterrupt:
-        raise Interrupted(checkpoint.newest(out), out) from None
+        with terminable():
+            yield
+    except KeyboardInterrupt as stopped:
+        number = signal.SIGTERM if isinstance(stopped, Terminated) else signal.SIGINT
+        raise Interrupted(newest(out), out, number) from None
     except OSError as error:
-        raise Unwritable(error.strerror or str(error), checkpoint.newest(out), out) from None
+        raise Unwritable(error.strerror or str(error), newest(out), out) from None
 
 
-def check_model(training: TrainingConfig, model: Any) -> None:
+def check_model(training: TrainingConfig, model: Any, tokens: int | None = None) -> None:
     """Refuse a model that does not fit the data, or that cannot generate the requested sample.
 
     Args:
         training: the settings of training.
         model: a model's settings, with `vocabulary`, and `moe` that is None or has `groups`, `causal` and `router`.
+        tokens: number of ids of the tokenizer; None if tokens are bytes.
 
     Raises:
         ConfigError: with every fault.
     """
     faults = []
-    groups, tokens = model.moe and model.moe.groups, training.batch * training.length
-    if model.vocabulary != VOCABULARY:
-        faults.append(f"model.vocabulary must be {VOCABULARY}, since the data is bytes, but is {model.vocabulary}.")
-    if groups and tokens % groups:
-        product = f"{training.batch} × {training.length} = {tokens}"
+    groups, step = model.moe and model.moe.groups, training.batch * training.length
+    if tokens is None and model.vocabulary != 256:
+        larger = " Give the file of its tokenizer with --tokenizer." if model.vocabulary > 256 else ""
+        faults.append(f"model.vocabulary must be 256, since the data is bytes, but is {model.vocabulary}.{larger}")
+    if tokens is not None and tokens > model.vocabulary:
+        fault = f"the tokenizer {training.tokenizer!r} has {tokens:,} tokens, but model.vocabulary is "
+        faults.append(f"{fault}{model.vocabulary:,}; it must be at least as large.")
+    if groups and step % groups:
+        product = f"{training.batch} × {training.length} = {step}"
         faults.append(f"model.moe.groups must divide the tokens of a batch, {product}, but is {groups}.")
     if training.sample_bytes and model.moe and not model.moe.causal:
         fault = f"model.moe.router {model.moe.router} cannot generate text, since its experts read later tokens; "
@@ -189,32 +203,6 @@ def _memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def choose_out(out: str, *, resume: bool) -> Path:
-    """Return the run's folder, created if needed, and checked to be writable.
-
-    Args:
-        out: the folder; "" for the newest run on a resume, and for a new folder under runs/ otherwise.
-        resume: whether the folder must hold a run, or must not.
-
-    Raises:
-        ConfigError: it cannot be written, or holds a run that would be overwritten.
-    """
-    path = Path(out) if out else newest_run() if resume else _fresh()
-    step = checkpoint.newest(path)
-    if resume and step is None:
-        raise ConfigError("cannot resume:", [f"there is no checkpoint under {str(path)!r}."])
-    if step is not None and not resume:
-        fault = f"it already holds a run, at step {step}."
-        raise ConfigError(f"cannot write to {str(path)!r}:", [fault, "Add --resume to go on, or choose another --out."])
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise ConfigError(f"cannot write to {str(path)!r}:", [f"{error.strerror}. Choose another --out."]) from None
-    return path
-
-
 def make_mesh(
     sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int], *, host_devices: int = 8
 ) -> jax.sharding.Mesh:
@@ -245,16 +233,17 @@ def make_mesh(
     return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(kind,) * len(shape), devices=devices)
 
 
-def newest_run() -> Path:
-    """Return the run under runs/ that was started last.
+def _spelled_out(argv: Sequence[str]) -> list[str]:
+    """Flags with `--resume STEP` and `--resume=STEP` written as the two settings that they are.
 
-    Raises:
-        ConfigError: there is none.
+    >>> _spelled_out(["--resume", "300", "--steps", "400"])
+    ['--resume', '--resume-step', '300', '--steps', '400']
     """
-    runs = [path for path in _numbered() if checkpoint.newest(path) is not None]
-    if not runs:
-        raise ConfigError("cannot resume:", [f"there is no run under {str(RUNS)!r}. Name its folder with --out."])
-    return runs[-1]
+    words = [word for flag in argv for word in (flag.split("=") if flag.startswith("--resume=") else [flag])]
+    steps = [here for here, (flag, value) in enumerate(pairwise(words), 1) if flag == "--resume" and value.isdecimal()]
+    for here in reversed(steps):
+        words.insert(here, "--resume-step")
+    return words
 
 
 def _carried_over(settings: dict[str, Any], given: Mapping[str, str | None]) -> dict[str, Any]:
@@ -268,15 +257,6 @@ def _carried_over(settings: dict[str, Any], given: Mapping[str, str | None]) -> 
     return settings | {"sharding": {name: value for name, value in sharding.items() if name not in dropped}}
 
 
-def _fresh() -> Path:
-    return RUNS / f"{1 + max((int(path.name) for path in _numbered()), default=0):03d}"
-
-
-def _numbered() -> list[Path]:
-    paths = [path for path in RUNS.iterdir() if re.fullmatch(r"\d+", path.name)] if RUNS.is_dir() else []
-    return sorted(paths, key=lambda path: int(path.name))
-
-
 def _resume_command(out: Path, called: str) -> str:
     """The command that resumes this run; its settings are in its folder."""
     program = f"python {shlex.quote(sys.argv[0])}"
@@ -287,5 +267,6 @@ def kept_settings(settings: Any) -> dict[str, Any]:
     """The settings to save for a resume, with absolute paths, without those of one start only."""
     kept = to_mapping(beside(settings, Path.cwd()))
     kept.pop("config", None)
-    kept.get("training", {}).pop("resume", None)
+    for name in ("resume", "resume_step"):
+        kept.get("training", {}).pop(name, None)
     return kept

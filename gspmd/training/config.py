@@ -26,12 +26,18 @@ class TrainingConfig:
     batch: int = 32
     """Sequences per update, over all devices."""
     length: int = 256
-    """Bytes that a sequence predicts."""
+    """Tokens that a sequence predicts: bytes, without a tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What the model computes in; parameters and optimizer state stay float32."""
     data: tuple[str, ...] = ()
-    """Text files or glob patterns ('path/*.txt', quoted; in a file, they begin in that file's folder); none for the
-    source of Python's standard library."""
+    """Files of text, JSON lines (.jsonl) or Parquet, or glob patterns ('path/*.txt', quoted; in a file, they begin in
+    that file's folder); none for the source of Python's standard library."""
+    data_field: str = "text"
+    """Field of a JSON line, or column of a Parquet file, with its text."""
+    data_cache: str = ""
+    """Folder where tokens are kept from run to run; $GSPMD_CACHE, or ~/.cache/gspmd, if not given."""
+    tokenizer: str = ""
+    """A tokenizer.json, or the folder of one, whose ids are the tokens; if not given, tokens are bytes."""
     validation_fraction: float = 0.05
     """Share of the bytes that is held out, in whole files where there are enough."""
     validation_every: int = 100
@@ -44,20 +50,30 @@ class TrainingConfig:
     """Updates between two checkpoints; 0 for one at the end only."""
     out: str = ""
     """Folder for metrics, events, checkpoints and plots; a new one under runs/ if not given."""
+    keep: int = 2
+    """Number of the newest checkpoints to keep."""
     resume: bool = False
-    """Continue from the newest checkpoint under --out (the newest run under runs/ if that is not given)."""
+    """Continue from the newest checkpoint under --out (the newest run under runs/ if that is not given) whose files are
+    intact; --resume STEP continues from that of a step."""
+    resume_step: int | None = None
+    """The step of that checkpoint."""
+    non_finite: int = 0
+    """Updates whose loss or gradient is not finite that may be skipped in all; one more ends the run."""
     seed: int = 0
     """Seed of parameters, order of the data, and the router's noise."""
     prompt: str = "def "
     """What the generated text at the end begins with."""
     sample_bytes: int = 256
-    """Length of that text; 0 for none."""
+    """Length of that text in tokens: bytes, without a tokenizer; 0 for none."""
 
     def __post_init__(self):
         faults: list[str] = []
         positive(faults, steps=self.steps, batch=self.batch, length=self.length)
         not_negative(faults, seed=self.seed, validation_every=self.validation_every, save_every=self.save_every)
-        not_negative(faults, sample_bytes=self.sample_bytes)
+        not_negative(faults, sample_bytes=self.sample_bytes, non_finite=self.non_finite)
+        positive(faults, keep=self.keep)
+        if self.resume_step is not None and not self.resume:
+            faults.append(f"resume_step needs resume; write --resume {self.resume_step}.")
         not_negative(faults, final_validation_batches=self.final_validation_batches)
         positive(faults, validation_batches=self.validation_batches)
         if not self.prompt:
@@ -75,7 +91,9 @@ class TrainingConfig:
         >>> TrainingConfig(data=("text/*.txt", "/all.txt")).beside(Path("mine")).data
         ('mine/text/*.txt', '/all.txt')
         """
-        return replace(self, data=tuple(_pattern_beside(pattern, folder) for pattern in self.data))
+        paths = {name: getattr(self, name) for name in ("data_cache", "tokenizer")}
+        given = {name: os.path.join(folder, path) for name, path in paths.items() if path}
+        return replace(self, data=tuple(_pattern_beside(pattern, folder) for pattern in self.data), **given)
 
 
 @dataclass(frozen=True)

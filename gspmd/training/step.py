@@ -70,6 +70,8 @@ def make_step(
 
     Returns:
         A pure function. The key is folded with the step, so that a resumed run has the draws of an uninterrupted one.
+        If the loss or the gradients' norm is not finite, the metric `non_finite` is 1 and only the step counts on:
+        parameters and optimizer state are those from before, chosen where the optimizer's state is.
     """
     moves = moves or Moves()
 
@@ -79,8 +81,14 @@ def make_step(
         gradients, size = clip(moves.gradients_to_optimizer(gradients), limit, norm)
         params = moves.to_optimizer(state.params)
         updates, optimizer = transform.update(gradients, state.optimizer, params)
-        params = moves.to_parameters(optax.apply_updates(params, updates))
-        metrics = {"loss": value, **aux, "gradient_norm": size, "learning_rate": jnp.asarray(rate(state.step))}
+        updated = optax.apply_updates(params, updates), optimizer
+        finite = jnp.isfinite(value) & jnp.isfinite(size)
+        kept = jax.tree.map(lambda new, old: jax.lax.select(finite, new, old), updated, (params, state.optimizer))
+        params, optimizer = moves.to_parameters(kept[0]), kept[1]
+        # The optimizer counts the updates that were not skipped, and its rate is that of its own count.
+        count = next((count for _, count in optax.tree.get_all_with_path(state.optimizer, "count")), state.step)
+        metrics = {"loss": value, **aux, "gradient_norm": size, "learning_rate": jnp.asarray(rate(count))}
+        metrics["non_finite"] = 1 - finite.astype(jnp.int32)
         return TrainState(state.step + 1, params, optimizer), metrics
 
     return step

@@ -49,12 +49,14 @@ class Described:
         config: the model.
         factors: path of a parameter, without "blocks.0.", to the factor by which it is its tensor.
         remark: where the tensors say otherwise than config.json, what; else empty.
+        length: tokens of the longest sequence; None if it does not say.
     """
 
     family: Family
     config: ModelConfig
     factors: Mapping[str, float]
     remark: str = ""
+    length: int | None = None
 
 
 def described(directory: str | os.PathLike) -> Described:
@@ -122,7 +124,7 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
     except ValueError as error:
         raise CheckpointError(doing, str(error).splitlines()) from None
     scale = 1.0 if family.logit_scale is None else json.get("logit_scale", family.logit_scale) + 0.0
-    return Described(family, config, {"output.norm": scale})
+    return Described(family, config, {"output.norm": scale}, length=json.get(family.length))
 
 
 def expressing(config: ModelConfig) -> Family:

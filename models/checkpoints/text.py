@@ -115,14 +115,16 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
     tokenizer_config.json; that of its beginning likewise. Whether a prompt begins with it is for tokenizer.json to say.
 
     Args:
-        directory: the checkpoint's folder, with tokenizer.json.
+        directory: the checkpoint's folder, with tokenizer.json; or the path of such a file, of any name.
 
     Raises:
         CheckpointError: a ValueError: tokenizer.json is missing or cannot be read.
     """
-    folder = Path(directory)
+    folder, file = Path(directory), FILE
     doing = f"cannot read the tokenizer of checkpoint {str(folder)!r}:"
-    if not (folder / FILE).exists():
+    if folder.is_file() or (folder.suffix == ".json" and not folder.is_dir()):
+        folder, file, doing = folder.parent, folder.name, f"cannot read the tokenizer {str(folder)!r}:"
+    if not (folder / file).exists():
         others = [name for name in ("tokenizer.model", "vocab.json", "vocab.bpe") if (folder / name).exists()]
         remedy = (
             f"there is {' and '.join(others)}; convert it: transformers' AutoTokenizer.from_pretrained(DIR)"
@@ -130,17 +132,17 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
             if others
             else "take it from where the checkpoint comes from."
         )
-        raise CheckpointError(doing, [f"{FILE} is missing; {remedy}"])
+        raise CheckpointError(doing, [f"{file} is missing; {remedy}"])
     try:
-        backend = tokenizers.Tokenizer.from_file(str(folder / FILE))
+        backend = tokenizers.Tokenizer.from_file(str(folder / file))
     except Exception as error:  # the library raises nothing narrower
-        raise CheckpointError(doing, [f"{FILE} cannot be read: {error}."]) from None
+        raise CheckpointError(doing, [f"{file} cannot be read: {error}."]) from None
     settings = _optional(folder / "tokenizer_config.json", doing)
     ids = {}
     for name in ("eos", "bos"):
         found = None
-        for file in ("generation_config.json", "config.json"):
-            found = found if found is not None else _optional(folder / file, doing).get(f"{name}_token_id")
+        for other in ("generation_config.json", "config.json"):
+            found = found if found is not None else _optional(folder / other, doing).get(f"{name}_token_id")
         token = settings.get(f"{name}_token")
         if found is None and token is not None:
             found = backend.token_to_id(token["content"] if isinstance(token, dict) else token)

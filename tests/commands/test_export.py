@@ -10,7 +10,8 @@ import gspmd_models as models
 from gspmd import host
 from gspmd.commands import main
 from gspmd.layouts import Layout
-from gspmd.training import checkpoint
+from gspmd.training import Checkpoints
+from gspmd.training.checkpoints import save_settings
 from gspmd.training.state import TrainState
 from gspmd.training.toml import to_mapping
 from gspmd_models import checkpoints
@@ -31,11 +32,11 @@ def trained(tmp_path, make_mesh):
     def make(config: models.ModelConfig, changes: Sequence[str] = ()) -> tuple[str, models.Transformer]:
         layout = Layout.load("megatron-1d").override({"padding.K": 4})
         model = models.build(config, layout, make_mesh(layout.mesh_for(1)), jax.random.key(0))
-        with checkpoint.Checkpoints(tmp_path / "run") as saved:
+        with Checkpoints(tmp_path / "run") as saved:
             saved.save(TrainState(np.int32(3), models.arrays(model), {"count": np.int32(3)}), {})
         sharding = {"layout": "megatron-1d", "set": ["padding.K=4", *changes]}
         settings = {"model": to_mapping(config), "sharding": sharding, "training": {"length": 96}}
-        checkpoint.save_settings(tmp_path / "run", settings)
+        save_settings(tmp_path / "run", settings)
         return str(tmp_path / "run"), model
 
     return make

@@ -14,7 +14,8 @@ from gspmd import host
 from gspmd.commands import generate, main
 from gspmd.display import console as printing
 from gspmd.layouts import Layout
-from gspmd.training import OptimizerConfig, checkpoint
+from gspmd.training import Checkpoints, OptimizerConfig
+from gspmd.training.checkpoints import save_settings
 from gspmd.training.toml import to_mapping
 from gspmd_models import checkpoints, decoding, step
 
@@ -54,9 +55,9 @@ def trained(model, tmp_path_factory):
     mesh = models.arrays(model)["output.norm"].sharding.mesh
     with jax.set_mesh(mesh):
         state = step.initial_state(model, OptimizerConfig(), 1, mesh)
-    with checkpoint.Checkpoints(folder) as saved:
+    with Checkpoints(folder) as saved:
         saved.save(state, {})
-    checkpoint.save_settings(folder, {"model": to_mapping(CONFIG), "sharding": {"layout": "data-parallel"}})
+    save_settings(folder, {"model": to_mapping(CONFIG), "sharding": {"layout": "data-parallel"}})
     return str(folder)
 
 

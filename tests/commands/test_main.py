@@ -119,8 +119,8 @@ def test_a_config_is_found_by_name_and_a_file_before_it(monkeypatch, tmp_path):
         configs.find("plam-8b")
     assert str(caught.value) == (
         "cannot read config 'plam-8b':\n  there is no such file, and none is shipped.\n"
-        "  Did you mean 'palm-8b'? Shipped are default, gshard-600b, palm-540b, palm-62b, palm-8b, switch-c, tiny; "
-        "or give the path of a TOML file."
+        "  Did you mean 'palm-8b'? Shipped are default, finetune, gshard-600b, palm-540b, palm-62b, palm-8b, switch-c, "
+        "tiny; or give the path of a TOML file."
     )
 
 

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from gspmd.annotate import Spec
 from gspmd.training import data
 from gspmd.training.config import OptimizerConfig
-from gspmd.training.loop import Program
 from gspmd.training.optimizer import adamw, schedule
+from gspmd.training.run.loop import Program
 from gspmd.training.state import initial, shardings
 from gspmd.training.step import jit_step, make_step
 

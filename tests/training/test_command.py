@@ -13,6 +13,7 @@ from gspmd.annotate import LayoutError
 from gspmd.layouts import Layout
 from gspmd.training import command
 from gspmd.training.config import ShardingConfig, TrainingConfig
+from gspmd.training.run.folder import choose_out
 from gspmd.training.toml import ConfigError
 
 
@@ -41,6 +42,19 @@ def test_a_resume_leaves_the_machine_open(resumed):
     found = resumed()
     assert found.training == replace(STARTED.training, resume=True, out=found.training.out)
     assert found.sharding == replace(STARTED.sharding, platform=None, devices=None)
+
+
+@pytest.mark.parametrize("flags", [["--resume", "300"], ["--resume=300"], ["--resume", "--resume-step", "300"]])
+def test_a_resume_may_name_its_step(resumed, tmp_path, flags):
+    found = command.parse(Settings, [*flags, "--steps", "9", "--out", str(tmp_path)]).training
+    assert (found.resume, found.resume_step, found.steps) == (True, 300, 9)
+    assert resumed("--steps", "9").training.resume_step is None
+
+
+def test_a_step_to_resume_from_needs_a_resume(capsys):
+    with pytest.raises(SystemExit):
+        command.parse(Settings, ["--resume-step", "300"])
+    assert "resume_step needs resume; write --resume 300." in capsys.readouterr().err
 
 
 def test_another_mesh_needs_no_devices(resumed):
@@ -138,6 +152,20 @@ def test_a_model_that_does_not_fit_is_one_message():
     )
 
 
+def test_a_tokenizer_needs_a_vocabulary_at_least_as_large():
+    training = TrainingConfig(batch=8, length=16, tokenizer="words/tokenizer.json")
+    for vocabulary in (1000, 256_128):
+        command.check_model(training, model(vocabulary), 1000)
+    with pytest.raises(ConfigError) as error:
+        command.check_model(training, model(999), 1000)
+    assert error.value.faults == (
+        "the tokenizer 'words/tokenizer.json' has 1,000 tokens, but model.vocabulary is 999; it must be at least as "
+        "large.",
+    )
+    with pytest.raises(ConfigError, match=r"but is 1000\. Give the file of its tokenizer with --tokenizer\."):
+        command.check_model(replace(training, tokenizer=""), model(1000))
+
+
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
@@ -152,7 +180,7 @@ def test_an_interrupt_says_what_is_saved(tmp_path, monkeypatch, capsys, steps, s
         (tmp_path / "my run" / "checkpoints" / step).mkdir(parents=True)
 
     def run(argv):
-        out = command.choose_out("my run", resume=bool(steps))
+        out = choose_out("my run", resume=bool(steps))
         with command.interrupts(out):
             raise KeyboardInterrupt
 

@@ -8,8 +8,8 @@ import pytest
 from gspmd.annotate import LayoutError
 from gspmd.layouts import Layout
 from gspmd.lowerings.default import LOWERINGS
-from gspmd.training import data
 from gspmd.training.config import ConfigError, OptimizerConfig, ShardingConfig, TrainingConfig, load_toml, parse_mesh
+from gspmd.training.data.sources import matching
 
 
 def faults(make, **fields):
@@ -108,7 +108,7 @@ def test_relative_paths_of_a_file_begin_beside_it(tmp_path, monkeypatch):
         monkeypatch.chdir(cwd)
         file = load_toml(File, path)
         assert Layout.load(file.sharding.layout)["ffn.w_in"] == "E_xyzF"
-        assert [path.name for path in data._matching(file.training.data)] == ["a.txt", "b.txt"]
+        assert [path.name for path in matching(file.training.data)] == ["a.txt", "b.txt"]
     (folder / "run.toml").write_text('[training]\ndata = ["/all.txt"]\n[sharding]\nlayout = "zero-3"\n')
     file = load_toml(File, folder / "run.toml")
     assert (file.training.data, file.sharding.layout) == (("/all.txt",), "zero-3")

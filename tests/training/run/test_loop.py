@@ -6,14 +6,13 @@ import json
 import math
 import signal
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
 
-from gspmd.training import checkpoint, command
+from gspmd.training import Interrupted, fit
+from gspmd.training.checkpoints import newest
 from gspmd.training.config import TrainingConfig
-from gspmd.training.loop import Diverged, Interrupted, fit
 from gspmd.training.reporting import metrics
 from gspmd.training.toml import ConfigError
 
@@ -43,7 +42,18 @@ def test_every_step_has_its_figures(make_program, corpus, console, tmp_path):
     assert set(rows[-1]) == {"step", "val_bits_per_byte", "gzip_bits_per_byte"}
     assert [row["step"] for row in rows if "val_bits_per_byte" in row] == [8, 16, 20]
     assert list((tmp_path / "events").iterdir())
-    assert checkpoint.newest(tmp_path) == 20
+    assert newest(tmp_path) == 20
+
+
+def test_bits_per_byte_are_those_of_tokens_over_the_bytes_of_a_token(make_program, corpus, console, tmp_path):
+    program, _ = make_program(steps=2)
+    corpus = replace(corpus, bytes_per_token=2.5)
+    state = fit(replace(CONFIG, steps=2), program, corpus, tmp_path, console)
+    rows = metrics.read(tmp_path)
+    for row in rows[:-1]:
+        assert row["bits_per_byte"] * 2.5 == pytest.approx(row["cross_entropy"] / math.log(2), rel=1e-6)
+    nats = [float(program.evaluate(state.params, program.place(each))) for each in corpus.validation_batches(4, 16)]
+    assert rows[-1]["val_bits_per_byte"] * 2.5 == pytest.approx(np.mean(nats) / math.log(2), rel=1e-6)
 
 
 def test_resumed_run_equals_an_unbroken_one(make_program, corpus, console, tmp_path):
@@ -60,7 +70,7 @@ def test_resumed_run_equals_an_unbroken_one(make_program, corpus, console, tmp_p
     with pytest.raises(Interrupted) as stop:
         fit(CONFIG, make_program()[0], corpus, broken, Stopping(quiet=True))
     assert stop.value.step == 9
-    assert checkpoint.newest(broken) == 9
+    assert newest(broken) == 9
     fit(replace(CONFIG, resume=True), make_program({"x": 4, "y": 2})[0], corpus, broken, console)
     one, two = ([row for row in metrics.read(tmp_path / name) if "loss" in row] for name in ("whole", "broken"))
     assert [row["step"] for row in two] == list(range(1, 21))
@@ -86,7 +96,7 @@ def test_a_validation_cut_short_leaves_no_figure(make_program, corpus, console, 
     with pytest.raises(Interrupted) as stop:
         fit(config, stopping, corpus, tmp_path, console)
     assert (stop.value.step, stop.value.out) == (step, tmp_path)
-    assert checkpoint.newest(tmp_path) == step
+    assert newest(tmp_path) == step
     rows = metrics.read(tmp_path)
     assert [row["step"] for row in rows] == list(range(1, step + 1))
     assert not any("val_bits_per_byte" in row for row in rows)
@@ -126,42 +136,12 @@ def test_figures_after_the_checkpoint_are_dropped_on_resume(make_program, corpus
     assert [row["step"] for row in metrics.read(tmp_path)] == [*range(1, 21), 20]
 
 
-def test_a_run_whose_disk_is_full_says_what_is_saved_and_can_go_on(
-    make_program, corpus, console, tmp_path, small_files, capsys
-):
-    config = replace(CONFIG, steps=40, save_every=4)
-    program = make_program(steps=40)[0]
-
-    def run(argv):
-        # Room for eight steps or so: an object and its line end take about 400 bytes.
-        with command.interrupts(tmp_path), small_files(4096):
-            fit(config, program, corpus, tmp_path, console)
-
-    assert command.guarded(run, []) == 1
-    said = capsys.readouterr().err
-    step = checkpoint.newest(tmp_path)
-    assert step >= 4
-    assert said.startswith(f"The run failed: cannot write to '{tmp_path}': File too large; step {step} is saved.")
-    assert "To go on, once there is room: python " in said
-    assert len(said.splitlines()) == 1
-    fit(replace(config, resume=True), make_program(steps=40)[0], corpus, tmp_path, console)
-    assert [row["step"] for row in metrics.read(tmp_path)] == [*range(1, 41), 40]
-
-
 def test_resume_of_a_finished_run_validates_again(make_program, corpus, console, tmp_path):
     fit(CONFIG, make_program()[0], corpus, tmp_path, console)
     before = metrics.read(tmp_path)[-1]
     fit(replace(CONFIG, resume=True), make_program()[0], corpus, tmp_path, console)
     assert metrics.read(tmp_path)[-1] == before
     assert len(metrics.read(tmp_path)) == 21
-
-
-def test_a_loss_that_is_no_number_stops_the_run(make_program, corpus, console, tmp_path):
-    def loss(params, tokens, key):
-        return jnp.sum(params["bias"]) + jnp.nan, {"cross_entropy": jnp.float32(jnp.nan)}
-
-    with pytest.raises(Diverged, match=r"the loss is nan at step 1: lower --learning-rate, or raise --warmup\."):
-        fit(CONFIG, make_program(loss=loss)[0], corpus, tmp_path, console)
 
 
 def test_handlers_are_put_back(make_program, corpus, console, tmp_path):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +14,8 @@ import numpy as np
 import pytest
 
 from gspmd.annotate import Spec
-from gspmd.training import checkpoint
-from gspmd.training.checkpoint import Checkpoints
+from gspmd.training import TrainState
+from gspmd.training.checkpoints import Checkpoints, load_settings, newest, save_settings
 from gspmd.training.toml import ConfigError
 
 
@@ -63,14 +62,14 @@ def test_keeps_the_newest(make_program, corpus, tmp_path):
             state, _ = program.step(state, program.place(np.zeros((4, 9))), program.key)
             checkpoints.save(state, {})
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["3", "4"]
-    assert checkpoint.newest(tmp_path) == 4
+    assert newest(tmp_path) == 4
 
 
 def test_nothing_to_resume_from(make_program, tmp_path):
     with Checkpoints(tmp_path) as checkpoints, pytest.raises(ConfigError, match="there is no checkpoint under"):
         checkpoints.restore(make_program()[0].state)
-    assert checkpoint.newest(tmp_path) is None
-    assert checkpoint.newest(tmp_path / "absent") is None
+    assert newest(tmp_path) is None
+    assert newest(tmp_path / "absent") is None
 
 
 def test_another_model_is_one_message(make_program, corpus, tmp_path):
@@ -93,8 +92,7 @@ def test_a_save_that_is_killed_loses_nothing(tmp_path):
     """Saves in another process, over and over, until it is killed; the newest checkpoint can then be read."""
     code = f"""
         import jax, jax.numpy as jnp
-        from gspmd.training.checkpoint import Checkpoints
-        from gspmd.training.state import TrainState
+        from gspmd.training import Checkpoints, TrainState
         checkpoints = Checkpoints({str(tmp_path)!r})
         for step in range(1, 1000):
             leaf = jnp.full((256, 1024), step, jnp.float32)
@@ -102,28 +100,28 @@ def test_a_save_that_is_killed_loses_nothing(tmp_path):
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=os.environ | {"JAX_PLATFORMS": "cpu"})
     deadline = time.monotonic() + 60
-    while (checkpoint.newest(tmp_path) or 0) < 3 and time.monotonic() < deadline:
+    while (newest(tmp_path) or 0) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    newest = checkpoint.newest(tmp_path)
-    assert newest is not None
-    assert newest >= 3
+    last = newest(tmp_path)
+    assert last is not None
+    assert last >= 3
     whole = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     leaf = jax.device_put(np.zeros((256, 1024), np.float32), whole)
-    like = checkpoint.TrainState(jax.device_put(np.int32(0), whole), {"w": leaf}, {"m": leaf})
+    like = TrainState(jax.device_put(np.int32(0), whole), {"w": leaf}, {"m": leaf})
     with Checkpoints(tmp_path) as checkpoints:
         found, position = checkpoints.restore(like)
-    assert int(found.step) == position["next_index"] == newest
-    assert (np.asarray(found.params["w"]) == newest).all()
-    assert (np.asarray(found.optimizer["m"]) == newest).all()
+    assert int(found.step) == position["next_index"] == last
+    assert (np.asarray(found.params["w"]) == last).all()
+    assert (np.asarray(found.optimizer["m"]) == last).all()
 
 
 def test_settings(tmp_path):
-    checkpoint.save_settings(tmp_path, {"training": {"steps": 3}})
-    assert checkpoint.load_settings(tmp_path) == {"training": {"steps": 3}}
+    save_settings(tmp_path, {"training": {"steps": 3}})
+    assert load_settings(tmp_path) == {"training": {"steps": 3}}
     with pytest.raises(ConfigError, match=r"holds no run: there is no '.*config.json'"):
-        checkpoint.load_settings(tmp_path / "absent")
+        load_settings(tmp_path / "absent")
 
 
 @pytest.mark.parametrize(("text", "said"), [
@@ -134,31 +132,5 @@ def test_settings(tmp_path):
 def test_settings_that_are_damaged(tmp_path, text, said):
     (tmp_path / "config.json").write_text(text, errors="surrogateescape")
     with pytest.raises(ConfigError) as error:
-        checkpoint.load_settings(tmp_path)
+        load_settings(tmp_path)
     assert said in str(error.value)
-
-
-@pytest.mark.parametrize("damaged", ["run", "state"])
-def test_a_damaged_checkpoint_is_one_message_and_the_one_before_it_is_named(make_program, corpus, tmp_path, damaged):
-    program, state = trained(make_program, corpus, steps=0)
-    with Checkpoints(tmp_path) as checkpoints:
-        for step in (3, 7):
-            checkpoints.save(dataclasses.replace(state, step=jnp.int32(step)), {"at": step})
-    for path in (tmp_path / "checkpoints" / "7" / damaged).rglob("*"):
-        if path.is_file():
-            path.write_bytes(b"?")
-    with Checkpoints(tmp_path) as checkpoints, pytest.raises(ConfigError) as error:
-        checkpoints.restore(program.state)
-    assert str(error.value).startswith("cannot resume from step 7: its checkpoint cannot be read.\n")
-    assert "checkpoints/7' is damaged: " in error.value.faults[0]
-    assert error.value.faults[1] == "Move that folder away to go on from step 3."
-    shutil.move(tmp_path / "checkpoints" / "7", tmp_path / "away")
-    with Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.restore(program.state)[1] == {"at": 3}
-
-
-def test_what_the_writer_of_arrays_says_of_a_disk_is_an_error_of_the_system():
-    with pytest.raises(OSError, match="No space left on device"), checkpoint._disk_faults():
-        raise ValueError("RESOURCE_EXHAUSTED: Failed to write 52877 bytes to file 15 [os_error_code='28']")
-    with pytest.raises(ValueError, match="another fault"), checkpoint._disk_faults():
-        raise ValueError("another fault")

@@ -5,8 +5,8 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import grain
@@ -15,27 +15,17 @@ import numpy as np
 from rich.console import Console
 
 from gspmd.training import data
-from gspmd.training.checkpoint import Checkpoints, save_settings
+from gspmd.training.checkpoints import Checkpoints, newest, save_settings
 from gspmd.training.config import TrainingConfig
+from gspmd.training.data.split import count_of
 from gspmd.training.reporting.metrics import Display, Metrics
+from gspmd.training.run.guard import Diverged, Guard
+from gspmd.training.run.signals import Interrupted, Stop
 from gspmd.training.state import TrainState
 
 Tree = Any
 Place = Callable[[np.ndarray], jax.Array]
 Evaluate = Callable[[Tree, jax.Array], jax.Array]
-
-
-class Interrupted(Exception):
-    """The run was interrupted; `step` is the newest checkpoint to resume from.
-
-    Attributes:
-        step: of the newest checkpoint; None if there is none.
-        out: the run's folder.
-    """
-
-    def __init__(self, step: int | None, out: Path):
-        self.step, self.out = step, out
-        super().__init__("interrupted before a step was saved" if step is None else f"interrupted after step {step}")
 
 
 class Unwritable(Exception):
@@ -53,20 +43,16 @@ class Unwritable(Exception):
         super().__init__(f"cannot write to {str(out)!r}: {reason}; {saved}.")
 
 
-class Diverged(Exception):
-    """The loss is no longer a number."""
-
-
 @dataclass(frozen=True)
 class Program:
     """The functions and the initial state of a run, independent of the model.
 
     Attributes:
         state: the initial state; on a resume, the shapes and shardings of the restored one.
-        step: (state, batch, key) -> (state, figures), as of `jit_step`; `figures` has `cross_entropy`.
+        step: (state, batch, key) -> (state, figures), as of `jit_step`; `figures` has `cross_entropy` and `non_finite`.
         evaluate: (params, batch) -> mean cross-entropy in nats.
-        place: puts a batch of bytes, uint8 [B, L+1], onto the devices.
-        key: the random key that the key of every step is folded from.
+        place: puts a batch of tokens, integers [B, L+1], onto the devices.
+        key: the random key that the key of every step is folded from, so that nothing random depends on a resume.
     """
 
     state: TrainState
@@ -99,23 +85,28 @@ def fit(
 
     Raises:
         Interrupted: after SIGINT or SIGTERM, once a checkpoint is saved. An interrupted validation writes no figure.
-        Diverged: the loss is not finite.
+        Diverged: more than `config.non_finite` losses or gradients were not finite.
         ConfigError: there is no checkpoint to resume from, or it does not fit.
-        OSError: `out` can no longer be written; complete checkpoints stay intact.
+        OSError: `out` can no longer be written; complete checkpoints stay intact. A save that fails is noticed at the
+            next step.
     """
-    batches = data.train_batches(corpus, config.batch, config.length, config.seed)
-    stream = data.stream(corpus, config)
-    with Checkpoints(out) as checkpoints:
-        state, resumed_at = program.state, None
+    batches = corpus.batches(config.batch, config.length, config.seed)
+    random = {"key": jax.random.key_data(program.key).tolist(), "rng": str(jax.random.key_impl(program.key))}
+    stream = data.stream(corpus, config) | random
+    with Stop() as stop, Checkpoints(out, keep=config.keep) as checkpoints:
+        state, resumed_at, skipped = program.state, None, 0
         if config.resume:
-            state, saved = checkpoints.restore(state)
+            tell = partial(console.print, markup=False, soft_wrap=True)
+            state, saved = checkpoints.restore(state, config.resume_step, tell)
             data.check_stream(saved["stream"], stream)
             batches.set_state(saved["position"])
-            resumed_at = int(state.step)
+            resumed_at, skipped = int(state.step), saved["skipped"]
             console.print(f"Resumed from step {resumed_at}.")
+        checkpoints.continue_from(resumed_at or 0)
         save_settings(out, settings or {})
-        with Metrics(out, resumed_at=resumed_at) as metrics, Stop() as stop:
-            run = _Run(config, program, corpus, stream, out, console, checkpoints, metrics, stop)
+        with Metrics(out, resumed_at=resumed_at) as metrics:
+            guard = Guard(config.non_finite, skipped, console)
+            run = _Run(config, program, corpus, stream, out, console, checkpoints, metrics, stop, guard)
             state = run.train(state, batches)
             run.finish(state)
     return state
@@ -131,7 +122,8 @@ class _Run:
     console: Console
     checkpoints: Checkpoints
     metrics: Metrics
-    stop: "Stop"
+    stop: Stop
+    guard: Guard
 
     def train(self, state: TrainState, batches: grain.DatasetIterator) -> TrainState:
         begin = int(state.step)
@@ -151,26 +143,30 @@ class _Run:
                 row = self._row(jax.device_get(figures))
                 now = time.perf_counter()
                 row["tokens_per_second"] = self.config.batch * self.config.length / (now - before)
-                if not math.isfinite(row["loss"]):
-                    remedy = "lower --learning-rate, or raise --warmup."
-                    raise Diverged(f"the loss is {row['loss']} at step {number}: {remedy}")
+                self.checkpoints.check()
+                if reason := self.guard.count(number, row):
+                    self.checkpoints.wait()
+                    raise Diverged(reason, newest(self.out), self.out)
+                row["non_finite"] = self.guard.skipped
                 last = number == self.config.steps
                 if _due(number, self.config.validation_every) and not last:
                     row |= self.validate(state, self.config.validation_batches)
                 self.metrics.write(number, row)
                 display.update(number, row)
-                if last or self.stop.asked or _due(number, self.config.save_every):
-                    self.checkpoints.save(state, {"stream": self.stream, "position": position})
-                if self.stop.asked:
+                if (stopping := self.stop.agreed()) or last or _due(number, self.config.save_every):
+                    run = {"stream": self.stream, "position": position, "skipped": self.guard.skipped}
+                    self.checkpoints.save(state, run)
+                if stopping:
                     self.interrupt(number)
                 before = time.perf_counter() if "val_bits_per_byte" in row else now
         return state
 
     def finish(self, state: TrainState) -> None:
         """Validate on up to `final_validation_batches` of held-out text, and write the last object of metrics.jsonl."""
+        self.checkpoints.wait()
         limit = self.config.final_validation_batches
-        what = self.corpus, self.config.batch, self.config.length
-        count, whole = data.validation_count(*what, limit), data.validation_count(*what)
+        what = self.config.batch, self.config.length
+        count, whole = self.corpus.validation_count(*what, limit), self.corpus.validation_count(*what)
         self.console.print(f"Validating on {count} of the {whole} batches of held-out text.")
         result = self.validate(state, limit)
         if not result:
@@ -179,25 +175,25 @@ class _Run:
         self.metrics.write(int(state.step), result | {"gzip_bits_per_byte": gzip})
         self.console.print(
             f"Held-out text: [bold green]{result['val_bits_per_byte']:.3f}[/] bits per byte; gzip: {gzip:.3f} "
-            f"({self.corpus.files[1]} files, each compressed by itself)."
+            f"({count_of(self.corpus.files[1], self.corpus.unit)}, each compressed by itself)."
         )
 
     def validate(self, state: TrainState, limit: int = 0) -> dict[str, float]:
         """Bits per byte of `limit` batches of held-out text, or of all; empty if interrupted."""
-        what = self.corpus, self.config.batch, self.config.length, limit
-        losses, count = [], data.validation_count(*what)
+        what = self.config.batch, self.config.length, limit
+        losses, count = [], self.corpus.validation_count(*what)
         with self.console.status("Validating …") as status:
-            for number, batch in enumerate(data.validation_batches(*what), 1):
-                if self.stop.asked:
+            for number, batch in enumerate(self.corpus.validation_batches(*what), 1):
+                if self.stop.agreed():
                     return {}
                 losses.append(float(self.program.evaluate(state.params, self.program.place(batch))))
                 status.update(f"Validating: batch {number} of {count}")
-        return {"val_bits_per_byte": float(np.mean(losses)) / math.log(2)}
+        return {"val_bits_per_byte": float(np.mean(losses)) / self._nats_per_token}
 
     def interrupt(self, step: int) -> NoReturn:
         """Stop the run once the checkpoint of `step` is complete."""
         self.checkpoints.wait()
-        raise Interrupted(step, self.out)
+        raise Interrupted(step, self.out, self.stop.number or signal.SIGINT)
 
     def _compile(self, state: TrainState, batch: jax.Array) -> Callable:
         began = time.perf_counter()
@@ -206,34 +202,14 @@ class _Run:
         self.console.print(f"Compiled the training step in {time.perf_counter() - began:.0f} s.")
         return step
 
-    @staticmethod
-    def _row(figures: dict[str, Any]) -> dict[str, Any]:
+    def _row(self, figures: dict[str, Any]) -> dict[str, Any]:
         row = {name: value.item() if np.ndim(value) == 0 else value for name, value in figures.items()}
-        return row | {"bits_per_byte": row.get("cross_entropy", row["loss"]) / math.log(2)}
+        return row | {"bits_per_byte": row.get("cross_entropy", row["loss"]) / self._nats_per_token}
 
-
-class Stop:
-    """Defer SIGINT and SIGTERM until the end of a step; a second signal interrupts at once."""
-
-    asked = False
-
-    def __enter__(self) -> "Stop":
-        self._before = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                self._before[number] = signal.signal(number, self._ask)
-            except ValueError:  # not the main thread, which alone can handle signals
-                break
-        return self
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    @property
+    def _nats_per_token(self) -> float:
+        """Nats of a token that has a bit for each of its bytes."""
+        return math.log(2) * self.corpus.bytes_per_token
 
 
 def _due(step: int, every: int) -> bool:

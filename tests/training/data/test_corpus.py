@@ -10,6 +10,8 @@ import pytest
 
 from gspmd.training import data
 from gspmd.training.config import TrainingConfig
+from gspmd.training.data.sources import matching
+from gspmd.training.data.split import hold_out_files
 from gspmd.training.toml import ConfigError
 
 
@@ -60,30 +62,36 @@ def test_a_tiny_file_beside_a_huge_one_does_not_hold_it_out(tmp_path):
 def test_whole_files_are_held_out_up_to_their_share_of_the_bytes():
     rng = np.random.default_rng(0)
     for fraction in (0.05, 0.2, 0.5, 0.9):
-        texts = [b"a" * int(size) for size in rng.integers(1, 1000, 200)]
-        train, held_out = data._split(texts, fraction)
-        share = sum(map(len, held_out)) / sum(map(len, texts))
-        assert train
-        assert fraction / 2 <= share <= 2 * fraction
-        assert len(train) + len(held_out) == 200
+        sizes = [int(size) for size in rng.integers(1, 1000, 200)]
+        held_out, cuts = hold_out_files(sizes, fraction)
+        assert fraction / 2 <= sum(sizes[index] for index in held_out) / sum(sizes) <= 2 * fraction
+        assert len(held_out) < 200
+        assert not cuts
 
 
-def test_a_split_keeps_every_byte():
-    for texts in ([b"a"], [b"ab", b"c"], [b"abc", b"d" * 50], [b"abcdefgh"] * 2):
-        train, held_out = data._split(texts, 0.3)
-        assert sorted(b"".join(train + held_out)) == sorted(b"".join(texts))
-        assert held_out
+@pytest.mark.parametrize("texts", [[b"a"], [b"ab", b"c"], [b"abc", b"d" * 50], [b"abcdefgh", b"hgfedcba"]])
+def test_a_split_keeps_every_byte(tmp_path, texts):
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_bytes(text)
+    corpus = data.load([f"{tmp_path}/*.txt"], fraction=0.3)
+    kept = (np.asarray(corpus.train).tobytes() + np.asarray(corpus.validation).tobytes()).replace(b"\0", b"")
+    assert sorted(kept) == sorted(b"".join(texts))
+    assert len(corpus.validation)
 
 
-def test_gzip_is_of_each_file_by_itself():
-    texts = [b"hello world " * 50, b"hello world " * 50]
-    each = sum(len(gzip.compress(text)) for text in texts)
-    assert data.gzip_bits_per_byte(texts) == pytest.approx(8 * each / 1200)
+def test_gzip_is_of_each_file_by_itself(tmp_path):
+    texts = [f"hello world {number} " * 50 for number in range(2)]
+    for number, text in enumerate([*texts, "long " * 3000]):
+        (tmp_path / f"{number}.txt").write_text(text)
+    corpus = data.load([f"{tmp_path}/*.txt"], fraction=0.05)
+    held_out = np.asarray(corpus.validation).tobytes().split(b"\0")
+    packed = sum(len(gzip.compress(text)) for text in held_out)
+    assert corpus.gzip_bits_per_byte == pytest.approx(8 * packed / sum(map(len, held_out)))
 
 
 def test_standard_library_without_installed_packages():
     root = Path(sysconfig.get_path("stdlib"))
-    paths = data._standard_library()
+    paths = matching([])
     assert root / "argparse.py" in paths
     assert not any({"site-packages", "test"} & set(path.relative_to(root).parts) for path in paths)
 
@@ -132,14 +140,14 @@ def counting():
 
 
 def test_batches_are_windows_with_one_byte_shared(counting):
-    batch = next(data.train_batches(counting, 4, 16, seed=0))
+    batch = next(counting.batches(4, 16, seed=0))
     assert batch.shape == (4, 17)
     assert batch.dtype == np.uint8
     assert (batch[:, 0] == batch[:, 16] - 16).sum() + (batch[:, 16] < 16).sum() == 4
 
 
 def test_an_epoch_reads_every_window_once_and_is_shuffled(counting):
-    batches = data.train_batches(counting, 6, 16, seed=0)
+    batches = counting.batches(6, 16, seed=0)
     first = np.concatenate([next(batches) for _ in range(10)])
     # 62 windows; ten batches of six are 60 of them.
     assert len({row.tobytes() for row in first}) == 60
@@ -147,23 +155,54 @@ def test_an_epoch_reads_every_window_once_and_is_shuffled(counting):
 
 
 def test_resume_goes_on_where_it_stopped(counting):
-    batches = data.train_batches(counting, 4, 16, seed=3)
+    batches = counting.batches(4, 16, seed=3)
     for _ in range(40):
         next(batches)
     position = batches.get_state()
     wanted = [next(batches) for _ in range(5)]
-    again = data.train_batches(counting, 4, 16, seed=3)
+    again = counting.batches(4, 16, seed=3)
     again.set_state(position)
     np.testing.assert_array_equal([next(again) for _ in range(5)], wanted)
 
 
+@pytest.mark.parametrize("processes", [2, 3, 6])
+def test_processes_read_the_rows_of_one_batch(counting, processes):
+    whole = counting.batches(6, 16, seed=2)
+    parts = [counting.batches(6, 16, 2, process, processes) for process in range(processes)]
+    for _ in range(25):  # two epochs and a half
+        np.testing.assert_array_equal(np.concatenate([next(part) for part in parts]), next(whole))
+        assert all(part.get_state() == whole.get_state() for part in parts)
+    each = [counting.validation_batches(6, 16, 0, process, processes) for process in range(processes)]
+    for rows, batch in zip(zip(*each), counting.validation_batches(6, 16), strict=True):
+        np.testing.assert_array_equal(np.concatenate(rows), batch)
+
+
+def test_a_run_goes_on_with_the_same_batches_in_another_number_of_processes(counting):
+    begun = [counting.batches(6, 16, 5, process, 3) for process in range(3)]
+    for part in [part for part in begun for _ in range(13)]:
+        next(part)
+    position = begun[0].get_state()
+    wanted = np.stack([np.concatenate([next(part) for part in begun]) for _ in range(12)])
+    for processes in (1, 2):
+        parts = [counting.batches(6, 16, 5, process, processes) for process in range(processes)]
+        for part in parts:
+            part.set_state(position)
+        found = np.stack([np.concatenate([next(part) for part in parts]) for _ in range(12)])
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_processes_that_do_not_divide_a_batch_are_refused(counting):
+    with pytest.raises(ConfigError, match="4 processes do not divide a batch of 6 sequences; take a multiple of 4"):
+        counting.batches(6, 16, 0, 1, 4)
+
+
 def test_seeds_differ(counting):
-    one, two = (next(data.train_batches(counting, 4, 16, seed)) for seed in (0, 1))
+    one, two = (next(counting.batches(4, 16, seed)) for seed in (0, 1))
     assert (one != two).any()
 
 
 def test_validation_leaves_no_byte_out(counting):
-    batches = list(data.validation_batches(counting, 4, 16))
+    batches = list(counting.validation_batches(4, 16))
     assert {batch.shape for batch in batches} == {(4, 17)}
     rows = np.concatenate(batches)
     assert rows[0, 0] == counting.validation[0]
@@ -173,17 +212,17 @@ def test_validation_leaves_no_byte_out(counting):
 
 
 def test_limited_validation_spreads_over_the_text(counting):
-    batches = list(data.validation_batches(counting, 2, 16, limit=2))
+    batches = list(counting.validation_batches(2, 16, limit=2))
     assert len(batches) == 2
     assert batches[-1][-1, -1] == counting.validation[-1]
 
 
 def test_number_of_validation_batches(counting):
     for batch, length, limit in ((4, 16, 0), (2, 16, 2), (2, 16, 500), (1, 332, 0), (1, 331, 0), (3, 83, 0)):
-        count = data.validation_count(counting, batch, length, limit)
-        assert len(list(data.validation_batches(counting, batch, length, limit))) == count
-    assert data.validation_count(counting, 1, 332) == 1
-    assert data.validation_count(counting, 1, 331) == 2
+        count = counting.validation_count(batch, length, limit)
+        assert len(list(counting.validation_batches(batch, length, limit))) == count
+    assert counting.validation_count(1, 332) == 1
+    assert counting.validation_count(1, 331) == 2
 
 
 def test_another_stream_is_one_message(counting):

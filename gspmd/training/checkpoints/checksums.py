@@ -1,0 +1,86 @@
+"""Checksums of a checkpoint's files: written last, and compared with what is on disk before anything is read.
+
+The file `checksums` has a line for every other file, `SHA256 BYTES PATH`, below one with the SHA-256 of those lines, so
+that a flipped byte in any file, this one included, is noticed. What orbax writes has none: TensorStore's format has
+CRCs of its indices, but not of the arrays.
+"""
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from gspmd.training.disk import sync
+
+_FILE = "checksums"
+_THREADS = 8
+
+
+def write(folder: Path) -> None:
+    """Write the size and checksum of every file of a checkpoint, once all of them are on disk."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(_THREADS) as threads:
+        sums = threads.map(_synced_checksum, paths)
+        lines = [f"{found} {path.relative_to(folder)}\n" for path, found in zip(paths, sums, strict=True)]
+    text = "".join(lines).encode()
+    beside = folder / f"{_FILE}.tmp"
+    beside.write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+    sync(beside)
+    beside.replace(folder / _FILE)
+    for below in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+        sync(below)
+
+
+def fault_of(folder: Path, process: int = 0, processes: int = 1) -> str | None:
+    """Say in which file a checkpoint differs from what was saved, and how; None if it does not.
+
+    Args:
+        folder: the checkpoint.
+        process: which of the processes this is; each reads the contents of its share of the files.
+        processes: number of processes.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "weights").write_bytes(bytes(100))
+        >>> write(folder)
+        >>> fault_of(folder) is None
+        True
+        >>> _ = (folder / "weights").write_bytes(bytes(40))
+        >>> fault_of(folder)
+        'weights has 40 of its 100 bytes'
+    """
+    try:
+        first, _, text = (folder / _FILE).read_bytes().partition(b"\n")
+    except FileNotFoundError:
+        return f"its file {_FILE} is missing"
+    except OSError as error:
+        return f"its file {_FILE} cannot be read: {error.strerror}"
+    if hashlib.sha256(text).hexdigest().encode() != first:
+        return f"its file {_FILE} is damaged"
+    rows = [line.split(" ", 2) for line in text.decode().splitlines()]
+    # Sizes first: they need no reading.
+    for _, size, path in rows:
+        if not (folder / path).is_file():
+            gone = [part for part in (*reversed(Path(path).parents), Path(path)) if not (folder / part).exists()]
+            return f"the folder {gone[0]} is missing" if gone and str(gone[0]) != path else f"{path} is missing"
+        if (found := (folder / path).stat().st_size) != int(size):
+            return f"{path} has {found:,} of its {int(size):,} bytes"
+    try:
+        with ThreadPoolExecutor(_THREADS) as threads:
+            share = rows[process::processes]
+            sums = threads.map(lambda row: checksum(folder / row[2]), share)
+            changed = [row[2] for row, found in zip(share, sums, strict=True) if found != f"{row[0]} {row[1]}"]
+    except OSError as error:
+        return f"{error.filename} cannot be read: {error.strerror}"
+    return f"{changed[0]} has other bytes than were saved" if changed else None
+
+
+def checksum(path: Path) -> str:
+    """Return `SHA256 BYTES` of a file."""
+    with path.open("rb") as file:
+        return f"{hashlib.file_digest(file, 'sha256').hexdigest()} {file.tell()}"
+
+
+def _synced_checksum(path: Path) -> str:
+    sync(path)
+    return checksum(path)

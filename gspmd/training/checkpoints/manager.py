@@ -1,0 +1,166 @@
+"""Saves of a run: in the background, complete or absent, the newest ones kept."""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from gspmd.training.checkpoints import checksums, restore
+from gspmd.training.disk import sync
+from gspmd.training.state import TrainState
+
+# Endings of folders that are no checkpoints: half written or half removed; and newer than the one that was resumed.
+_PARTIAL, _ASIDE = ".partial", ".aside"
+
+
+class Checkpoints:
+    """The checkpoints of one run, under `<out>/checkpoints/<step>`.
+
+    A save is written to a temporary folder, given checksums, and renamed, so that a killed one leaves earlier ones as
+    they are and nothing that could be taken for a checkpoint. As a context manager, it waits at the end for the save in
+    progress.
+
+    Args:
+        out: the run's folder.
+        keep: number of the newest checkpoints to keep.
+    """
+
+    def __init__(self, out: str | Path, *, keep: int = 2):
+        self._out, self._keep = Path(out), keep
+        self._folder = restore.folder_of(out)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._primary = jax.process_index() == 0
+        if self._primary:
+            self._clear(f"*{_PARTIAL}*")
+        if getattr(sys.unraisablehook, "func", None) is not _show_unless_closed:
+            sys.unraisablehook = partial(_show_unless_closed, sys.unraisablehook)
+        self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._saving: Future | None = None
+        # Not asked of the disk, where processes other than the first may find the last save before or after its end.
+        self._steps = set(restore.saved_steps(out))
+
+    def save(self, state: TrainState, data: Mapping[str, Any]) -> None:
+        """Save the state and the position of the data iterator, in the background, once the last save is complete.
+
+        Args:
+            state: after a step, whose number names the checkpoint.
+            data: the position, and whatever else the run needs to go on, as JSON has it.
+
+        Raises:
+            OSError: this or the last save could not be written.
+        """
+        step = int(state.step)
+        self.wait()
+        if step in self._steps:
+            return
+        items = {"state": ocp.args.StandardSave(restore.tree_of(state))}
+        items["run"] = ocp.args.JsonSave({"data": dict(data), "shapes": restore.shapes_of(state.params)})
+        with self._writing(step):
+            folder = self._folder / f"{step}{_PARTIAL}"
+            self._writer.save(folder, args=ocp.args.Composite(**items), force=True)
+        self._steps.add(step)
+        self._saving = self._thread.submit(self._complete, step, folder)
+
+    def check(self) -> None:
+        """Raise OSError if a save has failed; without waiting for one in progress."""
+        if self._saving is not None and self._saving.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the save in progress is complete. Raises OSError if it could not be written."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def restore(
+        self, like: TrainState, step: int | None = None, tell: Callable[[str], None] = print
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Restore a state, sharded as `like` is, and the data that was saved with it.
+
+        Args:
+            like: a state of the model, possibly abstract, on any mesh.
+            step: of the checkpoint; None for the newest that is intact.
+            tell: called with a line for every newer checkpoint that is damaged.
+
+        Raises:
+            ConfigError: there is none, it cannot be read, or it is of a model of other sizes.
+            OSError: the save in progress could not be written.
+        """
+        self.wait()
+        if step is None:
+            step = restore.newest_intact(self._out, tell)
+        else:
+            restore.check_step(self._out, step)
+        return restore.read_state(self._out, step, like)
+
+    def continue_from(self, step: int) -> None:
+        """Rename checkpoints newer than a step to `<step>.aside`; the next save removes them."""
+        newer = {other for other in self._steps if other > step}
+        self._steps -= newer
+        for other in newer if self._primary else ():
+            self._clear(f"{other}{_ASIDE}")
+            (self._folder / str(other)).rename(self._folder / f"{other}{_ASIDE}")
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.wait()
+        except OSError:
+            if error is None:  # else the earlier error says why
+                raise
+        finally:
+            self._thread.shutdown()
+            self._writer.close()
+
+    def _complete(self, step: int, folder: Path) -> None:
+        with self._writing(step):
+            self._writer.wait_until_finished()
+            if not self._primary:
+                return
+            checksums.write(folder)
+            folder.rename(self._folder / str(step))
+            sync(self._folder)
+            for old in restore.saved_steps(self._out)[: -self._keep]:
+                # Renamed first: a removal that is killed leaves no checkpoint with files missing.
+                (self._folder / str(old)).rename(self._folder / f"{old}{_PARTIAL}")
+            self._clear(f"*{_PARTIAL}*", f"*{_ASIDE}")
+
+    @contextmanager
+    def _writing(self, step: int) -> Iterator[None]:
+        """Remove what a save that fails has written, and say what the operating system said of it."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            # The array writer has error codes in its messages.
+            written = re.search(r"os_error_code='(\d+)'", str(error))
+            code = int(written[1]) if written else getattr(error, "errno", None)
+            self._clear(f"{step}{_PARTIAL}*")
+            if code is None:
+                raise
+            raise OSError(code, f"{os.strerror(code)} while saving step {step}") from None
+
+    def _clear(self, *patterns: str) -> None:
+        for path in (path for pattern in patterns for path in self._folder.glob(pattern)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _show_unless_closed(show: Callable[[Any], None], raised: Any) -> None:
+    """Show no traceback for each array that is still being written when the write of another one fails.
+
+    The array writer reports each to an event loop that orbax has closed by then, in a thread where none can catch it.
+    """
+    if not (isinstance(raised.exc_value, RuntimeError) and str(raised.exc_value) == "Event loop is closed"):
+        show(raised)

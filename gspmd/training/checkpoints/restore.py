@@ -1,0 +1,158 @@
+"""Which checkpoint of a run to read, and reading it onto any mesh and layout."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from gspmd.training.checkpoints import checksums
+from gspmd.training.state import TrainState, abstract
+from gspmd.training.toml import ConfigError
+
+_FOLDER = "checkpoints"
+# Bytes of a fault that a process tells the others.
+_LONGEST = 512
+
+
+def folder_of(out: str | Path, step: int | None = None) -> Path:
+    """The folder of a run's checkpoints, or of one."""
+    folder = Path(out).resolve() / _FOLDER
+    return folder if step is None else folder / str(step)
+
+
+def saved_steps(out: str | Path) -> list[int]:
+    """Return the steps of a run's checkpoints in rising order, from folder names; damaged ones are among them."""
+    folder = folder_of(out)
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
+
+
+def newest(out: str | Path) -> int | None:
+    """Return the step of the newest complete checkpoint of a run, or None, from folder names."""
+    return max(saved_steps(out), default=None)
+
+
+def check_step(out: str | Path, step: int) -> None:
+    """Refuse a step without a checkpoint.
+
+    Raises:
+        ConfigError: with the steps that have one.
+    """
+    if step not in (steps := saved_steps(out)):
+        fault = f"under {str(folder_of(out))!r} there is no checkpoint of it. Steps that have one: "
+        raise ConfigError(f"cannot resume from step {step}:", [f"{fault}{', '.join(map(str, steps)) or 'none'}."])
+
+
+def newest_intact(out: str | Path, tell: Callable[[str], None], doing: str = "cannot resume:") -> int:
+    """Return the step of the newest checkpoint whose files are those that were saved.
+
+    Args:
+        out: the run's folder, which is only read.
+        tell: called with one line for each newer checkpoint, which names what is damaged.
+        doing: what an error message begins with.
+
+    Raises:
+        ConfigError: there is no checkpoint, or none is intact.
+    """
+    faults: list[str] = []
+    for step in reversed(saved_steps(out)):
+        fault = _fault_of(folder_of(out, step))
+        if fault is None:
+            for each in faults:
+                tell(f"{each}; the checkpoint of step {step} is used instead.")
+            return step
+        faults.append(f"{str(folder_of(out, step))!r} is damaged: {fault}")
+    if not faults:
+        raise ConfigError(doing, [f"there is no checkpoint under {str(folder_of(out))!r}."])
+    raise ConfigError(doing, [*(f"{fault}." for fault in faults), "No checkpoint is intact: start anew."])
+
+
+def read_state(out: str | Path, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    """Read a state, sharded as `like` is, and the data that was saved with it.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, or of a model or an optimizer of another form.
+    """
+    doing, folder = f"cannot resume from step {step}", folder_of(out, step)
+    if fault := _fault_of(folder):
+        others = [str(other) for other in saved_steps(out) if other != step]
+        remedy = f"Name another step: {', '.join(others)}." if others else "Start anew."
+        raise ConfigError(f"{doing}:", [f"{str(folder)!r} is damaged: {fault}. {remedy}"])
+    run = _read_run(folder)
+    if faults := _mismatches(run["shapes"], shapes_of(like.params)):
+        raise ConfigError(f"{doing}: the checkpoint is of another model.", faults)
+    try:
+        with ocp.StandardCheckpointer() as reader:
+            return TrainState(**reader.restore(folder / "state", tree_of(abstract(like)))), run["data"]
+    except (ValueError, KeyError, TypeError) as error:  # its files are those that were saved
+        raise ConfigError(f"{doing}: its optimizer state has another form.", [_first_line(error)]) from None
+
+
+def load_parameters(out: str | Path, step: int, like: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Return the parameters of a checkpoint, placed and cast as `like` is; the optimizer's state is not loaded.
+
+    Args:
+        out: the run's folder, which is only read.
+        step: of the checkpoint, as of `newest_intact`.
+        like: path to array or `jax.ShapeDtypeStruct` with its sharding.
+
+    Raises:
+        ConfigError: the checkpoint cannot be read, or is of a model of other sizes.
+    """
+    folder = folder_of(out, step)
+    try:
+        faults = _mismatches(_read_run(folder)["shapes"], {path: list(leaf.shape) for path, leaf in like.items()})
+        if not faults:
+            wanted = {"params": abstract(like)}
+            with ocp.PyTreeCheckpointer() as reader:
+                arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
+                options = ocp.args.PyTreeRestore(wanted, restore_args=arguments, partial_restore=True)
+                return reader.restore(folder / "state", args=options)["params"]
+    except Exception as error:  # damaged files raise errors of many types
+        faults = [f"{str(folder)!r} is damaged: {_first_line(error)}."]
+    raise ConfigError("cannot load the parameters:", faults)
+
+
+def tree_of(state: TrainState) -> dict[str, Any]:
+    """The parts of a state by name, as they are saved."""
+    return {field.name: getattr(state, field.name) for field in fields(state)}
+
+
+def shapes_of(params: Any) -> dict[str, list[int]]:
+    """Shape by path of every parameter."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): list(leaf.shape) for path, leaf in leaves}
+
+
+def _fault_of(folder: Path) -> str | None:
+    """As `checksums.fault_of`; every process reads its share of the files, and all of them come to one answer."""
+    fault = checksums.fault_of(folder, jax.process_index(), jax.process_count())
+    if jax.process_count() == 1:
+        return fault
+    text = np.zeros(_LONGEST, np.uint8)
+    said = np.frombuffer((fault or "").encode()[:_LONGEST], np.uint8)
+    text[: len(said)] = said
+    told = [bytes(each).rstrip(b"\0").decode(errors="replace") for each in multihost_utils.process_allgather(text)]
+    return next(filter(None, told), None)
+
+
+def _read_run(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "run" / "metadata").read_text(encoding="utf-8"))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+
+
+def _mismatches(saved: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> list[str]:
+    faults = [f"{name} is in the checkpoint, but not in the model." for name in saved if name not in wanted]
+    faults += [f"{name} is in the model, but not in the checkpoint." for name in wanted if name not in saved]
+    for name in saved:
+        if saved[name] != wanted.get(name, saved[name]):
+            faults.append(f"{name} is {tuple(saved[name])} in the checkpoint, but {tuple(wanted[name])} in the model.")
+    return faults

@@ -1,0 +1,184 @@
+"""A corpus: the tokens of texts, a part of them held out, batched by grain."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grain
+import numpy as np
+
+from gspmd.display.units import amount_of_bytes
+from gspmd.training.data.shards import Tokens
+from gspmd.training.data.split import count_of
+from gspmd.training.toml import ConfigError
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens of texts, split into a training part and a held-out part.
+
+    Attributes:
+        name: a description of its source.
+        train: the tokens of the training texts, joined, [N].
+        validation: those of the held-out texts, joined likewise.
+        files: number of texts in each part; a file that is split near its end is in both.
+        gzip_bits_per_byte: bits per byte of the held-out texts under gzip, each compressed by itself.
+        vocabulary: number of ids that tokens can have.
+        bytes_per_token: bytes of the held-out texts for each of its tokens; what stands between two texts is one byte.
+        tokenizer: digest of the tokenizer; empty if tokens are bytes.
+        unit: what texts are, "file" or "record".
+        digest: what `identity` returns, if it is known.
+    """
+
+    name: str
+    train: np.ndarray | Tokens
+    validation: np.ndarray | Tokens
+    files: tuple[int, int]
+    gzip_bits_per_byte: float
+    vocabulary: int = 256
+    bytes_per_token: float = 1.0
+    tokenizer: str = ""
+    unit: str = "file"
+    digest: str = ""
+
+    def describe(self) -> str:
+        """One line: source, size and number of texts of both parts."""
+        sizes = [f"{len(part):,} tokens" if self.tokenizer else amount_of_bytes(len(part)) for part in self._parts]
+        train, held_out = (f"{size} in {count_of(count, self.unit)}" for size, count in zip(sizes, self.files))
+        ratio = f", {self.bytes_per_token:.2f} bytes per token" if self.tokenizer else ""
+        return f"{self.name}: {train}, and {held_out} held out{ratio}"
+
+    def identity(self) -> str:
+        """A hash of the tokens and of their split."""
+        parts = (hashlib.sha256(np.asarray(part).tobytes()).hexdigest() for part in self._parts)
+        return self.digest or digest_of(*parts)
+
+    def batches(
+        self, batch: int, length: int, seed: int, process: int = 0, processes: int = 1
+    ) -> grain.DatasetIterator:
+        """Return an endless iterator over training batches, [B / processes, L+1], reshuffled every epoch.
+
+        The tokens are cut into windows of `length` predicted tokens, shuffled all together; the rest after the last
+        whole window is dropped. A batch may span two epochs. `get_state` and `set_state` read and set the iterator's
+        position, a small dictionary that is saved in checkpoints. It counts batches, so it does not depend on the
+        number of processes.
+
+        Args:
+            batch: sequences of a batch, of all processes together.
+            length: tokens that a sequence predicts.
+            seed: of the order.
+            process: which rows: the first batch / processes for 0, the next for 1, and so on.
+            processes: in how many parts the rows of a batch are read.
+
+        Raises:
+            ConfigError: `processes` does not divide the batch.
+        """
+        rows = rows_of(batch, process, processes)
+        windows = grain.MapDataset.source(_Windows(self.train, length)).shuffle(seed=seed % 2**32).repeat()
+        # A batch of n processes is n smaller ones, of which each process takes its own.
+        parts = windows.batch(len(rows), drop_remainder=True).slice(slice(process, None, processes))
+        return iter(parts.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+
+    def validation_count(self, batch: int, length: int, limit: int = 0) -> int:
+        """The number of validation batches: all of the held-out part, at most `limit` unless it is 0."""
+        sequences = -(-(len(self.validation) - 1) // length)
+        whole = -(-sequences // batch)
+        return min(whole, limit or whole)
+
+    def validation_batches(
+        self, batch: int, length: int, limit: int = 0, process: int = 0, processes: int = 1
+    ) -> Iterator[np.ndarray]:
+        """Yield the held-out part as full batches, [B / processes, L+1].
+
+        Without a limit every token but the first is predicted. Sequences overlap as needed to fill all batches; the
+        tokens of an overlap count twice.
+
+        Args:
+            batch: sequences of a batch, of all processes together.
+            length: tokens that a sequence predicts.
+            limit: at most so many batches, their sequences spread evenly over the part; 0 for all.
+            process, processes: which rows, as for `batches`.
+        """
+        rows, count = rows_of(batch, process, processes), self.validation_count(batch, length, limit)
+        starts = np.linspace(0, len(self.validation) - length - 1, count * batch).round().astype(np.int64)
+        for each in starts.reshape(count, batch):
+            yield np.stack([self.validation[start : start + length + 1] for start in each[rows.start : rows.stop]])
+
+    @property
+    def _parts(self) -> tuple[np.ndarray | Tokens, np.ndarray | Tokens]:
+        return self.train, self.validation
+
+
+def digest_of(train: str, validation: str) -> str:
+    """The identity of a corpus from the SHA-256 of its parts."""
+    return hashlib.sha256((train + validation).encode()).hexdigest()[:16]
+
+
+def rows_of(batch: int, process: int, processes: int) -> range:
+    """The rows of a batch that a process reads.
+
+    >>> rows_of(8, 1, 4)
+    range(2, 4)
+    """
+    if batch % processes:
+        fault = f"{processes} processes do not divide a batch of {batch} sequences; take a multiple of {processes}."
+        raise ConfigError("cannot divide the batch among the processes:", [fault])
+    each = batch // processes
+    return range(process * each, (process + 1) * each)
+
+
+def check_size(corpus: Corpus, batch: int, length: int) -> None:
+    """Refuse text that is too short for one training batch or one held-out sequence.
+
+    Raises:
+        ConfigError: with both numbers.
+    """
+    faults, unit = [], "tokens" if corpus.tokenizer else "bytes"
+    if len(corpus.train) < batch * length + 1:
+        needs = f"a batch of {batch} sequences of {length} needs {batch * length + 1}."
+        faults.append(f"the training text has {len(corpus.train)} {unit}, but {needs}")
+    if len(corpus.validation) < length + 1:
+        needs = f"a sequence of {length} needs {length + 1}."
+        faults.append(f"the held-out text has {len(corpus.validation)} {unit}, but {needs}")
+    if faults:
+        faults.append("Give more text with --data, or lower --batch or --length.")
+        raise ConfigError(f"cannot train on {corpus.name!r}:", faults)
+
+
+def stream(corpus: Corpus, config: Any) -> dict[str, Any]:
+    """Return what determines the order of training batches, for `check_stream`; `config` is a TrainingConfig."""
+    wanted = {"text": corpus.identity(), "batch": config.batch, "length": config.length, "seed": config.seed}
+    return wanted | ({"tokenizer": corpus.tokenizer} if corpus.tokenizer else {})
+
+
+def check_stream(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Refuse to resume with batches that differ from those of the run.
+
+    Raises:
+        ConfigError: naming everything that differs.
+    """
+    names = [name for name in wanted if saved.get(name) != wanted[name]]
+    faults = [f"{name} was {saved.get(name)}, but is {wanted[name]}." for name in names if name != "text"]
+    if "text" in names:
+        faults.insert(0, "the text differs: other files, other contents, or another validation_fraction.")
+    if faults:
+        remedy = "Leave the data's flags out to go on with what the run began with, or start anew in another --out."
+        raise ConfigError("cannot resume: the batches would not be those that the run began with.", [*faults, remedy])
+
+
+class _Windows:
+    """Sequences of length + 1 tokens, each starting with the last token of its predecessor."""
+
+    def __init__(self, tokens: np.ndarray | Tokens, length: int):
+        self._tokens, self._length = tokens, length
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._length
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        start = int(index) * self._length
+        return self._tokens[start : start + self._length + 1]
+
+    def __repr__(self) -> str:
+        return f"windows of {self._length} tokens"

@@ -1,0 +1,244 @@
+"""From files to a corpus: texts are digested, read and checked, tokenized once to disk, and mapped into memory."""
+
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from gspmd.training.data import shards
+from gspmd.training.data.corpus import Corpus, digest_of
+from gspmd.training.data.sources import Faults, compression, kind, matching
+from gspmd.training.data.split import HELD_OUT, TRAIN, no_text, split
+from gspmd.training.data.tokens import Encoding, of_bytes, of_tokenizer
+from gspmd.training.reporting.progress import Progress
+from gspmd.training.toml import ConfigError
+
+#: Bytes of text that are encoded at once: enough pieces for every core, and little memory.
+BATCH = 1 << 20
+# To be raised when the same texts become other tokens.
+_FORMAT = 1
+
+Stamp = tuple[int, int]
+
+
+def load(
+    patterns: Sequence[str] = (),
+    *,
+    fraction: float = 0.05,
+    tokenizer: Any = None,
+    field: str = "text",
+    cache: str | os.PathLike = "",
+    console: Console | None = None,
+) -> Corpus:
+    """Read the files that match the patterns, or the source of Python's standard library.
+
+    A file is one text; one of JSON lines (.jsonl) or Parquet (.parquet) has a text in every record. .gz, .bz2 and .xz
+    are decompressed. Texts are read in pieces, and their tokens are written to a folder, from which later runs map them
+    into memory: it is found by a digest of the files, the tokenizer and the settings.
+
+    The split depends on the contents of the files only, so it is the same on every machine. Copies of a file count
+    once, and copies of a record are in one part. Whole files are held out; if there are too few, or one is most of the
+    text, every file is split near its end.
+
+    Args:
+        patterns: paths or glob patterns (`**` for folders within folders); none for the standard library.
+        fraction: share of the bytes held out; with whole files, between half and twice that.
+        tokenizer: with `backend` and `ends`, as `gspmd_models.checkpoints.Tokenizer`; None if tokens are bytes.
+        field: field of a record with its text.
+        cache: folder for tokens; `$GSPMD_CACHE`, or ~/.cache/gspmd, if empty.
+        console: where progress is shown.
+
+    Raises:
+        ConfigError: a pattern matches no file, a file or line cannot be read, there is no text, or tokens cannot be
+            written; all faults at once.
+
+    Differs: a text longer than 64 KiB is tokenized in pieces that end with a line, or before a word. That makes no
+        difference to tokenizers that split texts there themselves, as those on bytes do.
+    """
+    encoding = of_tokenizer(tokenizer) if tokenizer is not None else of_bytes()
+    name = " ".join(patterns) or "Python's standard library"
+    stamps = {path: _stamp(path) for path in matching(patterns)}
+    with Progress(console, "Reading the text") as progress:
+        files = _files(stamps, name, progress)
+        settings = [_FORMAT, fraction, field, encoding.digest, encoding.vocabulary]
+        key = hashlib.sha256(json.dumps([settings, *files]).encode()).hexdigest()[:32]
+        folder = _cache(cache) / key
+        with _writing_to(folder.parent):
+            index = _kept(folder)
+            if index is None:
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                waiting = "Waiting for another process, which is tokenizing the text"
+                with shards.locked(folder, lambda: progress.say(lambda: waiting)):
+                    index = _kept(folder, progress)
+                    if index is None:
+                        shutil.rmtree(folder, ignore_errors=True)
+                        taken = {path: stamps[path] for path in files.values()}
+                        index = _tokenize(taken, folder, encoding, name, field, fraction, progress)
+    train, held_out = (shards.read_tokens(folder, part, index) for part in (TRAIN, HELD_OUT))
+    return Corpus(
+        name,
+        train,
+        held_out,
+        files=(index[TRAIN]["texts"], index[HELD_OUT]["texts"]),
+        gzip_bits_per_byte=index["gzip_bits_per_byte"],
+        vocabulary=encoding.vocabulary,
+        bytes_per_token=index[HELD_OUT]["bytes"] / max(1, len(held_out)),
+        tokenizer=encoding.digest,
+        unit="file" if {kind(path) for path in files.values()} == {"text"} else "record",
+        digest=digest_of(index[TRAIN]["sha256"], index[HELD_OUT]["sha256"]),
+    )
+
+
+def _cache(named: str | os.PathLike) -> Path:
+    """The folder of all tokens."""
+    if named:
+        return Path(named)
+    base = os.environ.get("GSPMD_CACHE")
+    return Path(base or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gspmd") / "tokens"
+
+
+@contextmanager
+def _writing_to(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        fault = f"{error.strerror or error}; nothing of it is kept. Name a folder with room with --data-cache."
+        raise ConfigError(f"cannot write tokens to {str(folder)!r}:", [fault]) from None
+
+
+def _kept(folder: Path, progress: Progress | None = None) -> dict[str, Any] | None:
+    """The index of tokens that were written before; None if there are none, or if they are damaged, which is said."""
+    try:
+        return shards.read_index(folder, (TRAIN, HELD_OUT))
+    except ValueError as error:
+        if progress:
+            progress.note(f"The tokens in {str(folder)!r} are damaged ({error}), and made anew.")
+        return None
+
+
+def _files(stamps: Mapping[Path, Stamp], name: str, progress: Progress) -> dict[tuple[str, str, str], Path]:
+    """The files by digest and by how they are read, in that order, without empty ones and copies."""
+    faults, found = Faults(), {}
+    counter = progress.counter("Reading the text", sum(size for size, _ in stamps.values()))
+    for path in stamps:
+        digest, size = hashlib.sha256(), 0
+        try:
+            with path.open("rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+                    size += len(block)
+                    counter(len(block))
+        except OSError as error:
+            faults.add(f"cannot read {str(path)!r}: {error.strerror}.")
+        if size:
+            found[digest.hexdigest(), kind(path), compression(path)] = path
+    faults.refuse("cannot read the data:")
+    if not found:
+        raise no_text(len(stamps), name)
+    return dict(sorted(found.items()))
+
+
+class _Part:
+    """A part of the corpus while it is written."""
+
+    def __init__(self, folder: Path, name: str, encoding: Encoding):
+        self.writer, self._encoding = shards.Writer(folder, name, encoding.dtype), encoding
+        self.texts = self.bytes = 0
+
+    def add(self, begins: bool, size: int, tokens: Any) -> None:
+        if begins:
+            if self.texts:
+                self.writer.write(self._encoding.between)
+                self.bytes += 1
+            self.writer.write(self._encoding.begin)
+            self.texts += 1
+        self.writer.write(tokens)
+        self.bytes += size
+
+
+class _Gzip:
+    """The size of texts under gzip -9, each by itself."""
+
+    def __init__(self) -> None:
+        self.plain = self.packed = 0
+        self._packing: Any = None
+
+    def add(self, begins: bool, piece: bytes) -> None:
+        if begins:
+            self.end()
+            self._packing = zlib.compressobj(9, zlib.DEFLATED, 31)
+        self.plain += len(piece)
+        self.packed += len(self._packing.compress(piece))
+
+    def end(self) -> None:
+        if self._packing is not None:
+            self.packed += len(self._packing.flush())
+
+
+def _tokenize(
+    stamps: Mapping[Path, Stamp],
+    folder: Path,
+    encoding: Encoding,
+    name: str,
+    field: str,
+    fraction: float,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Write the tokens of all texts, and return their index."""
+    whole = sum(size for size, _ in stamps.values())
+    read = progress.counter("Checking the text", whole)
+    chosen = split([*stamps], field, fraction, name, utf8=bool(encoding.digest), read=read)
+    wrote = progress.counter("Tokenizing" if encoding.digest else "Copying the text", whole)
+    faults, gzip = Faults(), _Gzip()
+    with ExitStack() as stack:
+        partial = stack.enter_context(shards.created(folder))
+        parts = {each: _Part(partial, each, encoding) for each in (TRAIN, HELD_OUT)}
+        for part in parts.values():
+            stack.callback(part.writer.close)
+        for batch in _batches(chosen.pieces(faults)):
+            for (part, begins, piece), tokens in zip(batch, encoding.encode([piece for *_, piece in batch])):
+                parts[part].add(begins, len(piece), tokens)
+                if part == HELD_OUT:
+                    gzip.add(begins, piece)
+                wrote(len(piece))
+        gzip.end()
+        for path, stamp in stamps.items():
+            if _stamp(path) != stamp:
+                faults.add(f"{str(path)!r} has changed while it was read; start again.")
+        faults.refuse("cannot read the data:")
+        bits = 8 * gzip.packed / max(1, gzip.plain)
+        index = {"format": _FORMAT, "dtype": encoding.dtype.str, "gzip_bits_per_byte": bits}
+        for each, part in parts.items():
+            part.writer.flush()
+            index[each] = {"texts": part.texts, "bytes": part.bytes, **part.writer.description()}
+        shards.write_index(partial, index)
+    return index
+
+
+def _batches(pieces: Iterator[tuple[str, bool, bytes]]) -> Iterator[list[tuple[str, bool, bytes]]]:
+    """Pieces in lists of about `BATCH` bytes."""
+    batch, size = [], 0
+    for each in pieces:
+        batch.append(each)
+        size += len(each[-1])
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _stamp(path: Path) -> Stamp:
+    """Size and time of a file; of one that is gone, zeros."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_size, status.st_mtime_ns

@@ -1,0 +1,198 @@
+"""Tokens on disk: written in shards that are complete or not there at all, and memory-mapped."""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gspmd.training.disk import sync
+
+#: Tokens of one file.
+SHARD = 1 << 26
+_INDEX = "index.json"
+
+
+class Tokens(Sequence):
+    """Tokens of several arrays, one after another, which stay on disk until they are read.
+
+    Example:
+        >>> tokens = Tokens([np.arange(3), np.arange(3, 5)])
+        >>> len(tokens), tokens[1:4], int(tokens[-1])
+        (5, array([1, 2, 3]), 4)
+    """
+
+    def __init__(self, shards: Sequence[np.ndarray]):
+        self._shards = list(shards)
+        self._starts = np.cumsum([0, *map(len, shards)])
+        self.dtype = shards[0].dtype
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, slice):
+            at = range(len(self))[index]
+            return self[at : at + 1][0]
+        start, stop, step = index.indices(len(self))
+        first = int(np.searchsorted(self._starts, start, "right")) - 1
+        parts = []
+        for shard, begin in zip(self._shards[first:], self._starts[first:]):
+            if begin >= stop:
+                break
+            parts.append(shard[max(start - begin, 0) : stop - begin])
+        return np.concatenate(parts)[::step] if parts else np.empty(0, self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[:].astype(dtype or self.dtype, copy=False)
+
+
+class Writer:
+    """Write tokens to `<folder>/<name>-00000.tokens` and on, little-endian, without a header.
+
+    Args:
+        folder: an existing folder.
+        name: of the part.
+        dtype: of the tokens.
+    """
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype):
+        self._folder, self._name, self._dtype = folder, name, dtype
+        self._shards: list[int] = []
+        self._digest = hashlib.sha256()
+        self._file: Any = None
+
+    def write(self, tokens: Any) -> None:
+        """Add tokens."""
+        tokens = np.asarray(tokens, self._dtype)
+        while len(tokens):
+            if self._file is None or self._shards[-1] == SHARD:
+                self.flush()
+                self.close()
+                self._file = (self._folder / _file(self._name, len(self._shards))).open("wb")
+                self._shards.append(0)
+            here = tokens[: SHARD - self._shards[-1]]
+            self._file.write(here.data)
+            self._digest.update(here.data)
+            self._shards[-1] += len(here)
+            tokens = tokens[len(here) :]
+
+    def flush(self) -> None:
+        """Write what is still in memory to the disk itself."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the last file."""
+        if self._file is not None:
+            self._file.close()
+
+    def description(self) -> dict[str, Any]:
+        """What the index keeps of them."""
+        return {"shards": self._shards, "sha256": self._digest.hexdigest()}
+
+
+def write_index(folder: Path, index: Mapping[str, Any]) -> None:
+    """Write what `read_index` reads."""
+    with (folder / _INDEX).open("w", encoding="utf-8") as file:
+        file.write(json.dumps(index, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_index(folder: Path, names: Sequence[str]) -> dict[str, Any] | None:
+    """Return the index of a folder of tokens, or None if there is no such folder.
+
+    Raises:
+        ValueError: the folder is damaged: a file is missing, or of another size than the index says.
+    """
+    try:
+        text = (folder / _INDEX).read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        if folder.is_dir():
+            raise ValueError(f"{_INDEX} is missing") from None
+        return None
+    try:
+        index = json.loads(text)
+        itemsize = np.dtype(index["dtype"]).itemsize
+        sizes = {
+            _file(name, number): count * itemsize
+            for name in names
+            for number, count in enumerate(index[name]["shards"])
+        }
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{_INDEX} is no index") from None
+    for name, size in sizes.items():
+        path = folder / name
+        there = path.stat().st_size if path.exists() else None
+        if there != size:
+            raise ValueError(f"{name} is missing" if there is None else f"{name} has {there} bytes, and not {size}")
+    return index
+
+
+def read_tokens(folder: Path, name: str, index: Mapping[str, Any]) -> Tokens:
+    """Map the tokens of a part into memory."""
+    paths = [folder / _file(name, number) for number in range(len(index[name]["shards"]))]
+    dtype = np.dtype(index["dtype"])
+    return Tokens([np.memmap(path, dtype, mode="r").view(np.ndarray) for path in paths] or [np.empty(0, dtype)])
+
+
+@contextmanager
+def created(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which becomes `folder` at the end, or vanishes if anything fails."""
+    partial = Path(tempfile.mkdtemp(prefix=_partial(folder), dir=folder.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)  # a temporary folder is private
+        sync(partial)
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not (folder / _INDEX).exists():  # else a process on another machine was faster
+                raise
+        sync(folder.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def locked(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Let one process of this machine at a time create a folder, and remove what a killed one has left.
+
+    Args:
+        folder: it need not exist.
+        waiting: called again and again while another process has the lock.
+    """
+    with folder.with_name(f"{folder.name}.lock").open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waiting()
+                time.sleep(0.2)
+                continue
+            except OSError:  # a file system without locks: then what is left there may be in use
+                break
+            for left in folder.parent.glob(f"{_partial(folder)}*"):
+                shutil.rmtree(left, ignore_errors=True)
+            break
+        yield
+
+
+def _file(name: str, number: int) -> str:
+    return f"{name}-{number:05}.tokens"
+
+
+def _partial(folder: Path) -> str:
+    """How the names of temporary folders of this machine begin: others may share the disk, and not its locks."""
+    return f".{folder.name}.{socket.gethostname()}."

@@ -1,0 +1,271 @@
+"""Files of text: which match, how each is opened by its suffix, and their documents, a piece at a time."""
+
+import bz2
+import codecs
+import glob
+import gzip
+import importlib
+import json
+import lzma
+import re
+import sys
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from gspmd.training.toml import ConfigError
+
+#: Largest number of bytes that are encoded as one text; longer documents are cut.
+PIECE = 1 << 16
+# What pip put there is not the standard library, and the tests repeat what they test.
+_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+_COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_RECORDS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+_SHOWN = 100
+# Where it makes no difference to the tokenizers of GPT-2 and its successors: they split blanks by what follows them.
+_BETWEEN_LINES = re.compile(rb"(?<=\S)\n(?=\S)")
+_BEFORE_WORDS = re.compile(rb" (?=\S)")
+
+
+class Faults:
+    """Collect faults, of which the first hundred are kept and all are counted.
+
+    Example:
+        >>> faults = Faults()
+        >>> faults.add("a.txt: line 3 is not UTF-8.")
+        >>> faults.refuse("cannot read the data:")
+        Traceback (most recent call last):
+        gspmd.training.toml.ConfigError: cannot read the data:
+          a.txt: line 3 is not UTF-8.
+    """
+
+    def __init__(self) -> None:
+        self._first: list[str] = []
+        self._count = 0
+
+    def add(self, fault: str) -> None:
+        """Add a fault, one line."""
+        self._count += 1
+        if self._count <= _SHOWN:
+            self._first.append(fault)
+
+    def refuse(self, doing: str) -> None:
+        """Raise ConfigError if there is any fault."""
+        more = self._count - len(self._first)
+        if self._count:
+            raise ConfigError(doing, [*self._first, *([f"... and {more:,} more."] if more else [])])
+
+
+def matching(patterns: Sequence[str]) -> list[Path]:
+    """Return the files that match the patterns, sorted; those of Python's standard library if there are none.
+
+    Raises:
+        ConfigError: naming every pattern that matches no file.
+    """
+    if not patterns:
+        return _standard_library()
+    paths: set[Path] = set()
+    faults = []
+    for pattern in patterns:
+        # A file's own name may hold brackets; a folder is not a text.
+        names = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)
+        files = {Path(name) for name in names if Path(name).is_file()}
+        if not files:
+            folder = f" It is a folder; write '{pattern.rstrip('/')}/**/*.txt'."
+            faults.append(f"no file matches {pattern!r}.{folder if Path(pattern).is_dir() else ''}")
+        paths |= files
+    if faults:
+        raise ConfigError("cannot find the data:", faults)
+    return sorted(paths)
+
+
+def _standard_library() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [path for path in sorted(root.rglob("*.py")) if not _SKIPPED & set(path.relative_to(root).parts)]
+    if not paths:
+        fault = f"Python's standard library at {str(root)!r} has no .py files. Give text with --data 'path/*.txt'."
+        raise ConfigError("cannot find text:", [fault])
+    return paths
+
+
+def kind(path: Path) -> str:
+    """Return what a file holds by its name: "text" (one document), "json" or "parquet" (a document per record).
+
+    >>> [kind(Path(name)) for name in ("a.py", "a.jsonl", "a.jsonl.gz", "a.parquet")]
+    ['text', 'json', 'json', 'parquet']
+    """
+    name = path.with_suffix("") if compression(path) else path
+    return _RECORDS.get(name.suffix, "text")
+
+
+def compression(path: Path) -> str:
+    """Return the suffix of a compressed file, which `opened` decompresses; empty for any other."""
+    return path.suffix if path.suffix in (*_COMPRESSED, ".zst") else ""
+
+
+@contextmanager
+def opened(path: Path, faults: Faults) -> Iterator[BinaryIO | None]:
+    """Open a file, decompressing it by its suffix; what cannot be read is a fault, and None if it cannot be opened."""
+    opening: Any = _COMPRESSED.get(path.suffix, open)
+    if path.suffix == ".zst":
+        if sys.version_info < (3, 14):
+            faults.add(
+                f"{str(path)!r} is compressed by zstd, which Python {sys.version_info.major}.{sys.version_info.minor} "
+                f"does not read; decompress it: zstd -d {path.name}."
+            )
+            yield None
+            return
+        opening = importlib.import_module("compression.zstd").open
+    try:
+        with opening(path, "rb") as file:
+            yield file
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        faults.add(f"{str(path)!r} is damaged: {error}.")
+    except OSError as error:
+        faults.add(f"cannot read {str(path)!r}: {error.strerror or error}.")
+
+
+def text_pieces(file: BinaryIO, cut: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Yield a text in pieces, of at most `PIECE` bytes, joined the text.
+
+    A piece ends where most tokenizers end a token anyway: after a line, else before a space; never within a character
+    of UTF-8.
+
+    Args:
+        file: open at the beginning of the text.
+        cut: bytes after which part 1 begins, or up to three fewer, as a character needs; None if all is part 0.
+
+    Yields:
+        The number of the part, and a piece of it.
+    """
+    held = b""
+    for part, left in enumerate((None,) if cut is None else (cut, None)):
+        while block := file.read(PIECE if left is None else min(PIECE, left)):
+            left = left and left - len(block)
+            held += block
+            while len(held) > PIECE:
+                at = _end(held, PIECE)
+                yield part, held[:at]
+                held = held[at:]
+        at = len(held) if left is None else _last_character(held)
+        if at:
+            yield part, held[:at]
+        held = held[at:]
+
+
+def check_text(file: BinaryIO, path: Path, faults: Faults, *, utf8: bool, read: Callable[[int], None]) -> int:
+    """Return the number of bytes of a text; with `utf8`, a fault names its first line that is not UTF-8.
+
+    `read` is called with the numbers of bytes read.
+    """
+    decoder, size, line = codecs.getincrementaldecoder("utf-8")(), 0, 1
+    while True:
+        block = file.read(1 << 20)
+        size += len(block)
+        read(len(block))
+        if utf8:
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                line += error.object[: error.start].count(b"\n")
+                faults.add(f"{str(path)!r}: line {line} is not UTF-8 (byte 0x{error.object[error.start]:02x}).")
+                return size
+            line += block.count(b"\n")
+        if not block:
+            return size
+
+
+def records(path: Path, field: str, faults: Faults) -> Iterator[bytes]:
+    """Yield the documents of a file of JSON lines or Parquet as UTF-8, without empty ones.
+
+    Args:
+        path: the file.
+        field: the field or column with the text.
+        faults: gets a line for every record without a text, which is skipped.
+    """
+    rows = _parquet(path, field, faults) if kind(path) == "parquet" else _json_lines(path, field, faults)
+    for where, text in rows:
+        if not isinstance(text, str):
+            faults.add(f"{str(path)!r}: {where}: {field!r} is {_NAMES.get(type(text), 'a number')}, and not a text.")
+            continue
+        try:
+            encoded = text.encode()
+        except UnicodeEncodeError:  # JSON can write half of a surrogate pair
+            faults.add(f"{str(path)!r}: {where}: {field!r} has half of a surrogate pair, which is no character.")
+            continue
+        if encoded:
+            yield encoded
+
+
+_NAMES = {type(None): "null", bool: "true or false", dict: "an object", list: "a list", bytes: "binary"}
+
+
+def _json_lines(path: Path, field: str, faults: Faults) -> Iterator[tuple[str, Any]]:
+    with opened(path, faults) as file:
+        for number, line in enumerate(file or (), 1):
+            where = f"line {number}"
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line.decode().rstrip())
+            except UnicodeDecodeError as error:
+                faults.add(f"{str(path)!r}: {where} is not UTF-8 (byte 0x{line[error.start]:02x}).")
+            except ValueError as error:
+                reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                faults.add(f"{str(path)!r}: {where} is not JSON: {reason}.")
+            except RecursionError:
+                faults.add(f"{str(path)!r}: {where} is not read: its JSON is nested too deeply.")
+            else:
+                if not isinstance(record, dict):
+                    faults.add(f"{str(path)!r}: {where} is {_NAMES.get(type(record), 'a value')}, and not an object.")
+                elif field not in record:
+                    has = ", ".join(map(repr, list(record)[:8])) or "none"
+                    faults.add(f"{str(path)!r}: {where} has no field {field!r}; it has {has}. See --data-field.")
+                else:
+                    yield where, record[field]
+
+
+def _parquet(path: Path, field: str, faults: Faults) -> Iterator[tuple[str, Any]]:
+    try:
+        pyarrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        faults.add(f"{str(path)!r} is read by pyarrow, which is not installed: pip install 'gspmd[parquet]'.")
+        return
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            if field not in columns:
+                has = ", ".join(map(repr, columns[:8]))
+                faults.add(f"{str(path)!r} has no column {field!r}; it has {has}. Name one with --data-field.")
+                return
+            row = 0
+            for batch in file.iter_batches(batch_size=256, columns=[field]):
+                for value in batch.column(0).to_pylist():
+                    row += 1
+                    yield f"row {row}", value
+    except (OSError, pyarrow.ArrowException) as error:
+        faults.add(f"{str(path)!r} cannot be read as Parquet: {str(error).splitlines()[0]}.")
+
+
+def _end(text: bytes, most: int) -> int:
+    """Where to cut a text that is longer than `most` bytes."""
+    cuts = [match.end() for match in _BETWEEN_LINES.finditer(text, most // 2, most)]
+    cuts = cuts or [match.start() for match in _BEFORE_WORDS.finditer(text, most // 2, most)]
+    return cuts[-1] if cuts else _last_character(text[:most])
+
+
+def _last_character(text: bytes) -> int:
+    """The length of a text without the incomplete character at its end."""
+    for back in range(1, min(4, len(text) + 1)):
+        byte = text[-back]
+        if byte >= 0xC0:
+            wanted = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return len(text) - back if wanted > back else len(text)
+        if byte < 0x80:
+            break
+    return len(text)

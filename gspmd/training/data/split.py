@@ -1,0 +1,149 @@
+"""Which texts are held out: decided by their contents alone, before anything is written."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+
+from gspmd.training.data.sources import Faults, check_text, kind, opened, records, text_pieces
+from gspmd.training.toml import ConfigError
+
+_BUCKETS = 1 << 16
+
+TRAIN, HELD_OUT = "train", "validation"
+
+
+@dataclass(frozen=True)
+class Split:
+    """The files of a corpus, and what of them is held out.
+
+    Attributes:
+        paths: the files, in the order of their digests.
+        held_out: files of text that are held out as a whole.
+        cuts: of the other files of text, the bytes after which the rest is held out; all stays if it is not named.
+        bucket: records in buckets below this are held out.
+        field: the field of the records with their text.
+    """
+
+    paths: Sequence[Path]
+    held_out: frozenset[Path]
+    cuts: dict[Path, int]
+    bucket: int
+    field: str
+
+    def pieces(self, faults: Faults) -> Iterator[tuple[str, bool, bytes]]:
+        """Yield all texts in pieces: the part that each belongs to, whether a text begins with it, and its bytes."""
+        for path in self.paths:
+            if kind(path) == "text":
+                last = None
+                with opened(path, faults) as file:
+                    for part, piece in text_pieces(file, self.cuts.get(path)) if file else ():
+                        ours = HELD_OUT if part or path in self.held_out else TRAIN
+                        yield ours, part != last, piece
+                        last = part
+            else:
+                for text in records(path, self.field, faults):
+                    part = HELD_OUT if _bucket(text) < self.bucket else TRAIN
+                    for number, (_, piece) in enumerate(text_pieces(BytesIO(text))):
+                        yield part, number == 0, piece
+
+
+def split(
+    paths: Sequence[Path], field: str, fraction: float, name: str, *, utf8: bool, read: Callable[[int], None]
+) -> Split:
+    """Read all texts once, without keeping them, and choose which are held out.
+
+    Of files of text, the first whole ones up to the share of the bytes; if that misses it by half, the end of every
+    file. Of records, those whose digest is below a bound, so that copies are on one side.
+
+    Args:
+        paths: the files, in an order that depends on their contents only.
+        field: of the records.
+        fraction: share of the bytes.
+        name: of the data, for the error.
+        utf8: whether texts must be UTF-8, as a tokenizer needs.
+        read: called with the numbers of bytes read.
+
+    Raises:
+        ConfigError: with all faults of all files, or because there is no text.
+    """
+    faults, sizes = Faults(), {}
+    buckets = np.zeros(_BUCKETS, np.int64)
+    for path in paths:
+        if kind(path) == "text":
+            with opened(path, faults) as file:
+                sizes[path] = check_text(file, path, faults, utf8=utf8, read=read) if file else 0
+        else:
+            for text in records(path, field, faults):
+                buckets[_bucket(text)] += len(text)
+                read(len(text))
+    faults.refuse("cannot read the data:")
+    sizes = {path: size for path, size in sizes.items() if size}
+    if not sizes and not buckets.any():
+        raise no_text(len(paths), name)
+    held, cuts = hold_out_files([*sizes.values()], fraction)
+    files = [*sizes]
+    bound = _bound(buckets, fraction) if buckets.any() else 0
+    return Split(
+        [path for path in paths if path in sizes or kind(path) != "text"],
+        frozenset(files[index] for index in held),
+        {files[index]: cut for index, cut in cuts.items()},
+        bound,
+        field,
+    )
+
+
+def hold_out_files(sizes: Sequence[int], fraction: float) -> tuple[frozenset[int], dict[int, int]]:
+    """Choose the first whole files up to a share of the bytes; if that misses it by half, the ends of all files.
+
+    Args:
+        sizes: bytes of the files, all positive.
+        fraction: the share.
+
+    Returns:
+        The indices of the files that are held out whole, or of each file the bytes after which its end is.
+
+    Example:
+        >>> hold_out_files([100] * 10, 0.2), hold_out_files([100], 0.1)
+        ((frozenset({0, 1}), {}), (frozenset(), {0: 90}))
+    """
+    wanted = fraction * sum(sizes)
+    # Skip files larger than twice the share, rather than stop at them.
+    able = [index for index, size in enumerate(sizes) if size <= 2 * wanted]
+    sums = np.cumsum([0, *(sizes[index] for index in able)])
+    number = int(np.abs(sums - wanted).argmin())
+    if sums[number] >= wanted / 2 and number < len(sizes):
+        return frozenset(able[:number]), {}
+    return frozenset(), {index: size - max(1, round(fraction * size)) for index, size in enumerate(sizes)}
+
+
+def _bound(buckets: np.ndarray, fraction: float) -> int:
+    """The number of first buckets whose bytes are nearest the share, neither none nor all of them."""
+    filled = np.flatnonzero(buckets)
+    if len(filled) < 2:
+        fault = "there is one record, so none can be held out; give more records, or its text in a file of its own."
+        raise ConfigError("cannot train on this data:", [fault])
+    sums = np.cumsum(buckets[filled])[:-1]
+    return int(filled[np.abs(sums - fraction * buckets.sum()).argmin()]) + 1
+
+
+def _bucket(text: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(text, digest_size=2).digest(), "little")
+
+
+def no_text(files: int, name: str) -> ConfigError:
+    """The error of files in which there is nothing."""
+    hold = "holds" if files == 1 else "hold"
+    return ConfigError("cannot train on this data:", [f"{count_of(files, 'file')} of {name!r} {hold} no text."])
+
+
+def count_of(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> count_of(1, "file"), count_of(2500, "record")
+    ('1 file', '2,500 records')
+    """
+    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,95 @@
+"""What texts become: bytes as they are, or the ids of a tokenizer."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+#: How tokens that end a text are usually called.
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How pieces of texts become tokens, and what stands around a text.
+
+    Attributes:
+        vocabulary: number of ids.
+        begin: ids at the beginning of every text.
+        between: ids between two texts.
+        digest: what tells one tokenizer from another; empty for bytes.
+        encode: from pieces of UTF-8 to their ids, all at once.
+    """
+
+    vocabulary: int
+    begin: tuple[int, ...]
+    between: tuple[int, ...]
+    digest: str
+    encode: Callable[[Sequence[bytes]], list[np.ndarray]]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest type that holds the ids, little-endian on every machine."""
+        return np.min_scalar_type(self.vocabulary - 1).newbyteorder("<")
+
+
+def of_bytes() -> Encoding:
+    """Every byte is a token.
+
+    Text in ASCII, Latin or UTF-8 does not hold the byte 0, so it stands between texts.
+
+    >>> of_bytes().encode([b"ab"])[0].tolist(), of_bytes().dtype
+    ([97, 98], dtype('uint8'))
+    """
+    return Encoding(256, (), (0,), "", lambda pieces: [np.frombuffer(piece, np.uint8) for piece in pieces])
+
+
+def of_tokenizer(tokenizer: Any) -> Encoding:
+    """The ids of a tokenizer, which encodes pieces on all cores.
+
+    Every text begins with what the tokenizer puts before one, such as a beginning-of-text token. Between two texts
+    stands what it puts after one, else its first end-of-text token, else one with a usual name, else a line feed.
+
+    Args:
+        tokenizer: with `backend`, a tokenizer of the library `tokenizers`, and `ends`, the ids that end a text
+            (`gspmd_models.checkpoints.Tokenizer`).
+    """
+    # A copy, so that nothing is cut or filled up to a length.
+    backend = type(tokenizer.backend).from_str(tokenizer.backend.to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    vocabulary = number_of_ids(backend)
+    dtype = np.min_scalar_type(vocabulary - 1)
+    before, after = _around(backend)
+    ends = tuple(sorted(tokenizer.ends or usual_ends(backend))[:1])
+    between = after or ends or tuple(backend.encode("\n", add_special_tokens=False).ids)
+
+    def encode(pieces: Sequence[bytes]) -> list[np.ndarray]:
+        texts = [piece.decode() for piece in pieces]
+        return [np.array(each.ids, dtype) for each in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    around = f"{before} {between}"
+    digest = hashlib.sha256((backend.to_str() + around).encode()).hexdigest()[:16]
+    return Encoding(vocabulary, before, between, digest, encode)
+
+
+def usual_ends(backend: Any) -> frozenset[int]:
+    """The id of the special token that ends a text by its name, where no file says which one does."""
+    special = {token.content: number for number, token in backend.get_added_tokens_decoder().items() if token.special}
+    return frozenset([special[name] for name in _ENDS if name in special][:1])
+
+
+def number_of_ids(backend: Any) -> int:
+    """One more than the largest id of a tokenizer of the library `tokenizers`, whose ids may have gaps."""
+    return 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=0)
+
+
+def _around(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What a tokenizer puts before and after a text."""
+    plain, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+    for at in range(len(whole) - len(plain) + 1):
+        if whole[at : at + len(plain)] == plain:
+            return tuple(whole[:at]), tuple(whole[at + len(plain) :])
+    return (), ()

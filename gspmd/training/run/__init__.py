@@ -1,0 +1,1 @@
+"""A run: its loop, what stops it, and its folder."""

@@ -1,0 +1,49 @@
+"""Updates with a loss or gradient that is not finite: skipped by the step, counted here, and too many end the run."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+
+class Diverged(Exception):
+    """More losses or gradients than allowed were not finite; `step` is the newest checkpoint to resume from.
+
+    Attributes:
+        step: of the newest checkpoint; None if there is none.
+        out: the run's folder.
+    """
+
+    def __init__(self, reason: str, step: int | None, out: Path):
+        self.step, self.out = step, out
+        super().__init__(f"{reason} {'No step' if step is None else f'Step {step}'} is saved.")
+
+
+class Guard:
+    """Count the updates that the step has skipped, over all of the run.
+
+    Args:
+        allowed: number of updates that may be skipped; one more ends the run.
+        skipped: number of those skipped before a resume.
+        console: where each is shown.
+    """
+
+    def __init__(self, allowed: int, skipped: int, console: Console):
+        self.allowed, self.skipped, self._console = allowed, skipped, console
+
+    def count(self, step: int, figures: Mapping[str, Any]) -> str | None:
+        """Count the update if it was skipped. Return why the run has to end, or None."""
+        if not figures["non_finite"]:
+            return None
+        self.skipped += 1
+        finite = math.isfinite(figures["loss"])
+        name, value = ("gradient's norm", figures["gradient_norm"]) if finite else ("loss", figures["loss"])
+        fact, allowed = f"the {name} is {value} at step {step}", self.allowed
+        if self.skipped <= allowed:
+            self._console.print(f"{fact.capitalize()}; the update is skipped, {self.skipped} of at most {allowed}.")
+            return None
+        if allowed == 0:
+            return f"{fact}: lower --learning-rate, or raise --warmup."
+        return f"{fact}, after {allowed} skipped updates: lower --learning-rate, or raise --warmup or --non-finite."

@@ -1,0 +1,151 @@
+"""`gspmd train` with a tokenizer, and from a public checkpoint: what it begins with, and what it leaves."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as kinds
+
+import gspmd_models as models
+from gspmd import host
+from gspmd.commands import main, train
+from gspmd.layouts import Layout
+from gspmd.training import TrainingConfig
+from gspmd.training.reporting import metrics
+from gspmd.training.toml import ConfigError
+from gspmd_models import checkpoints
+
+TEXT = "the quick brown fox jumps over the lazy dog, and then it sleeps. "
+CONFIG = models.ModelConfig(
+    vocabulary=320, embed=16, layers=2, heads=8, kv_heads=8, head_size=8, feed_forward=32, tied=False,
+    scale_embedding=False,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch):
+    """Devices of this process, whose backend has started."""
+    monkeypatch.setattr(host, "start", lambda count, platform, host_devices=8: jax.devices()[: count or host_devices])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with tokenizer.json, texts.jsonl and a public checkpoint."""
+    folder = tmp_path_factory.mktemp("files")
+    made = Tokenizer(kinds.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        [TEXT],
+        trainers.BpeTrainer(
+            vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=letters, show_progress=False
+        ),
+    )
+    made.save(str(folder / "tokenizer.json"))
+    texts = "".join(json.dumps({"text": TEXT * (1 + number % 7), "id": number}) + "\n" for number in range(200))
+    (folder / "texts.jsonl").write_text(texts)
+    mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"), devices=jax.devices()[:1])
+    model = models.build(CONFIG, Layout.load("replicated"), mesh, jax.random.key(0))
+    tokenizer = checkpoints.tokenizer(folder / "tokenizer.json")
+    tokenizer.ends = frozenset({0})
+    checkpoints.save(model, folder / "public", tokenizer=tokenizer, length=512)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_begins_with_the_weights_of_the_checkpoint_in_any_layout(files, make_mesh, dtype):
+    given = train.Settings(checkpoint=str(files / "public"), training=TrainingConfig(dtype=dtype))
+    settings = train.of_checkpoint(given, [])
+    assert settings.model == CONFIG
+    assert settings.training.tokenizer == str(files / "public")
+    layout = Layout.load("zero-3")
+    model = train.begin(Console(), settings, layout, make_mesh(layout.mesh_for(8)))
+    whole, _ = checkpoints.load(files / "public", layout, make_mesh(layout.mesh_for(8)), "float32")
+    for (path, value), wanted in zip(models.arrays(model).items(), models.arrays(whole).values(), strict=True):
+        assert value.dtype == np.float32
+        np.testing.assert_array_equal(value, wanted, err_msg=path)
+    assert model.dtype == dtype
+
+
+def test_what_cannot_begin_with_a_checkpoint_is_one_message(files):
+    given = train.Settings(checkpoint="DIR")
+    with pytest.raises(ConfigError) as error:
+        train.of_checkpoint(
+            given, ["--from", "DIR", "--model.remat", "False", "--model.layers=3", "--model.moe.k", "2"]
+        )
+    assert error.value.faults == (
+        "the checkpoint 'DIR' says what model it is; leave out --model.layers, --model.moe.k.",
+    )
+    given = train.Settings(checkpoint="DIR", training=TrainingConfig(resume=True))
+    with pytest.raises(ConfigError, match="--from begins a run, and --resume goes on with one; leave one of the two"):
+        train.of_checkpoint(given, ["--resume", "--from=DIR"])
+    assert train.of_checkpoint(given, ["--resume", "--model.layers", "3"]) is given
+
+
+BAD = {
+    "no checkpoint": (["--from", "nowhere"], "there is no such folder."),
+    "a tokenizer that is none": (["--tokenizer", "texts.jsonl"], "texts.jsonl cannot be read: "),
+    "no tokenizer": (["--tokenizer", "none.json"], "none.json is missing; "),
+    "too many tokens": (
+        ["--tokenizer", "tokenizer.json"],
+        "the tokenizer 'tokenizer.json' has 300 tokens, but model.vocabulary is 256; it must be at least as large.",
+    ),
+    "another field": (
+        ["--data-field", "body", "--data", "texts.jsonl"],
+        "'texts.jsonl': line 200 has no field 'body'; it has 'text', 'id'. See --data-field.",
+    ),
+    "PaLM on bytes": (["--config", "palm-8b"], "but is 256128. Give the file of its tokenizer with --tokenizer."),
+    "PaLM in this machine": (
+        ["--config", "palm-8b", "--tokenizer", "tokenizer.json", "--data", "texts.jsonl"],
+        "its parameters and optimizer state take 829 GB on 8 devices",
+    ),
+}
+
+
+@pytest.mark.parametrize(("flags", "words"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_message(files, flags, words, monkeypatch, capsys):
+    monkeypatch.chdir(files)
+    assert main.main(["train", *flags]) == 2
+    said = capsys.readouterr().err
+    assert words in said or (words.startswith("'texts") and "... and 100 more." in said)
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_palm_trains_on_tokens(files, monkeypatch, tmp_path):
+    monkeypatch.chdir(files)
+    small = {"embed": 16, "layers": 1, "heads": 8, "head-size": 8, "feed-forward": 32, "vocabulary": 320}
+    flags = [word for name, size in small.items() for word in (f"--model.{name}", str(size))]
+    flags += ["--tokenizer", "tokenizer.json", "--data", "texts.jsonl", "--layout", "zero-3", "--sample-bytes", "2"]
+    flags += ["--steps", "12", "--batch", "8", "--length", "16", "--out", str(tmp_path / "run")]
+    assert main.main(["train", "--config", "palm-8b", *flags, "--final-validation-batches", "2"]) == 0
+    rows = metrics.read(tmp_path / "run")
+    assert rows[11]["cross_entropy"] < rows[0]["cross_entropy"] - 0.2
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_trained_further_and_given_back(files, monkeypatch, tmp_path, capsys):
+    """At a rate of nothing the tensors are the same, bit by bit, and so is what config.json says."""
+    monkeypatch.chdir(files)
+    flags = ["--data", "texts.jsonl", "--steps", "2", "--batch", "8", "--length", "16", "--sample-bytes", "4"]
+    flags += ["--layout", "weight-stationary-2d", "--learning-rate", "1e-30", "--out", str(tmp_path / "run")]
+    assert main.main(["train", "--from", "public", *flags, "--final-validation-batches", "0"]) == 0
+    assert main.main(["train", "--resume", "--out", str(tmp_path / "run"), "--steps", "3", "--sample-bytes", "0"]) == 0
+    assert main.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"), devices=jax.devices()[:1])
+    layout = Layout.load("replicated")
+    before, after = (checkpoints.load(at, layout, mesh, "float32")[0] for at in ("public", tmp_path / "out"))
+    for (path, value), wanted in zip(models.arrays(after).items(), models.arrays(before).values(), strict=True):
+        np.testing.assert_array_equal(value, wanted, err_msg=path)
+    folders = files / "public", tmp_path / "out"
+    given, kept = (json.loads((folder / "config.json").read_text()) for folder in folders)
+    assert kept == given
+    given, kept = map(checkpoints.tokenizer, folders)
+    assert kept.encode(TEXT) == given.encode(TEXT)
+    assert kept.ends == given.ends == {0}
+    capsys.readouterr()
+    assert main.main(["generate", "--checkpoint", str(tmp_path / "run"), "--prompt", "the quick", "--tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("the quick")

@@ -1,0 +1,68 @@
+"""A checkpoint of any layout on any number of devices is restored onto any other, bit for bit."""
+
+import jax
+import numpy as np
+import pytest
+
+import gspmd_models as models
+from gspmd.layouts import Layout, presets
+from gspmd.moe import MoEConfig
+from gspmd.training import Checkpoints, OptimizerConfig
+from gspmd_models import step
+
+CONFIG = models.ModelConfig(
+    vocabulary=64, embed=32, layers=2, heads=8, kv_heads=8, head_size=8, feed_forward=64, moe=MoEConfig(experts=8)
+)  # fmt: skip
+NAMES = presets()
+
+
+@pytest.fixture
+def place(make_mesh):
+    """A function (preset, devices) -> the shapes of a training state, placed by a preset."""
+
+    def make(name, devices):
+        layout = Layout.load(name)
+        mesh = make_mesh(layout.mesh_for(devices, CONFIG.sizes(8, 16)))
+        with jax.set_mesh(mesh):
+            return step.abstract_state(models.abstract(CONFIG, layout, mesh), OptimizerConfig(), 10, mesh)
+
+    return make
+
+
+def numbers(at, leaf):
+    """Numbers for one leaf of a state, a parameter or a moment."""
+    return np.random.default_rng(at).normal(size=leaf.shape).astype(leaf.dtype)
+
+
+def save(folder, like):
+    """A checkpoint of random numbers, placed as a state is."""
+    leaves, tree = jax.tree.flatten(like)
+    wanted = [numbers(at, leaf) for at, leaf in enumerate(leaves)]
+    placed = [jax.device_put(each, leaf.sharding) for each, leaf in zip(wanted, leaves, strict=True)]
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(jax.tree.unflatten(tree, placed), {})
+
+
+def check(folder, like):
+    """Restore onto the layout of another state; every number and every placement is as it should be."""
+    with Checkpoints(folder) as checkpoints:
+        found, _ = checkpoints.restore(like, tell=pytest.fail)
+    assert jax.tree.structure(found) == jax.tree.structure(like)
+    for at, (leaf, wanted) in enumerate(zip(jax.tree.leaves(found), jax.tree.leaves(like), strict=True)):
+        assert leaf.sharding == wanted.sharding
+        np.testing.assert_array_equal(leaf, numbers(at, wanted))
+
+
+def test_other_layouts_and_fewer_devices(place, tmp_path):
+    save(tmp_path, place("gshard", 8))
+    for other, devices in (("zero-3", 8), ("weight-stationary-2d", 4), ("replicated", 1)):
+        check(tmp_path, place(other, devices))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_each_layout_to_each_other_on_8_devices_4_and_1(place, tmp_path, name):
+    save(tmp_path, place(name, 8))
+    for other in NAMES:
+        for devices in (8, 4, 1):
+            check(tmp_path, place(other, devices))

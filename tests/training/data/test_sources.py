@@ -1,0 +1,174 @@
+"""Files of text: formats by suffix, pieces of long texts, and a line for every fault."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import random
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gspmd.training import data
+from gspmd.training.data import sources
+from gspmd.training.data.sources import Faults, records, text_pieces
+from gspmd.training.toml import ConfigError
+
+TEXTS = ["first text", "second\ntext", "dritter Text, é", "四"]
+
+
+def lines(texts, field="text"):
+    return "".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts)
+
+
+def read(path, field="text"):
+    """The texts of a file, and its faults."""
+    faults = Faults()
+    found = [text.decode() for text in records(path, field, faults)]
+    return found, said(faults)
+
+
+def said(faults):
+    try:
+        faults.refuse("")
+    except ConfigError as error:
+        return list(error.faults)
+    return []
+
+
+@pytest.mark.parametrize(
+    ("suffix", "pack"), [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
+)
+def test_compressed_files_are_read_by_their_suffix(tmp_path, suffix, pack):
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(pack(lines(TEXTS).encode()))
+    assert read(path) == (TEXTS, [])
+    (tmp_path / f"b.txt{suffix}").write_bytes(pack(b"plain text " * 100))
+    corpus = data.load([f"{tmp_path}/b.txt*"], fraction=0.5)
+    assert np.asarray(corpus.train).tobytes() + np.asarray(corpus.validation).tobytes() == b"plain text " * 100
+
+
+def test_blank_lines_empty_texts_and_a_byte_order_mark_are_passed_over(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + lines(["one", "", "two"]).replace("\n", "\n\n").encode())
+    assert read(path) == (["one", "two"], [])
+
+
+BAD = {
+    '{"text": "a"': "line 2 is not JSON: Expecting ',' delimiter at column 13.",
+    "[1, 2]": "line 2 is a list, and not an object.",
+    '{"id": 3, "body": "a"}': "line 2 has no field 'text'; it has 'id', 'body'. See --data-field.",
+    '{"text": null}': "line 2: 'text' is null, and not a text.",
+    '{"text": 4.5}': "line 2: 'text' is a number, and not a text.",
+    '{"text": {"a": "b"}}': "line 2: 'text' is an object, and not a text.",
+    '{"text": "\\ud800"}': "line 2: 'text' has half of a surrogate pair, which is no character.",
+    "[" * 100_000: "line 2 is not read: its JSON is nested too deeply.",
+    b'{"text": "\xff"}': "line 2 is not UTF-8 (byte 0xff).",
+}
+
+
+@pytest.mark.parametrize(("line", "fault"), BAD.items(), ids=[str(line)[:20] for line in BAD])
+def test_a_bad_line_is_a_line_that_names_it(tmp_path, line, fault):
+    path = tmp_path / "a.jsonl"
+    line = line if isinstance(line, bytes) else line.encode()
+    path.write_bytes(b"\n".join([lines(["before"]).strip().encode(), line, lines(["after"]).encode()]))
+    assert read(path) == (["before", "after"], [f"{str(path)!r}: {fault}"])
+
+
+def test_all_faults_of_all_files_are_one_message(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\nbad\n{"texts": "x"}\n')
+    (tmp_path / "b.txt").write_bytes(b"good\n" * 300_000 + b"caf\xe9\n")
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"whole " * 1000)[:-20])
+    (tmp_path / "d.jsonl.zst").write_bytes(b"x")
+    with pytest.raises(ConfigError) as error:
+        data.load([f"{tmp_path}/*"], tokenizer=tokenizer)
+    names = {name: repr(str(tmp_path / name)) for name in ("a.jsonl", "b.txt", "c.txt.gz", "d.jsonl.zst")}
+    wanted = {
+        f"{names['a.jsonl']}: line 2 is not JSON: Expecting value at column 1.",
+        f"{names['a.jsonl']}: line 3 has no field 'text'; it has 'texts'. See --data-field.",
+        f"{names['b.txt']}: line 300001 is not UTF-8 (byte 0xe9).",
+        f"{names['c.txt.gz']} is damaged: Compressed file ended before the end-of-stream marker was reached.",
+    }
+    if sys.version_info < (3, 14):
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        fault = f"{names['d.jsonl.zst']} is compressed by zstd, which Python {version} does not read"
+        wanted.add(f"{fault}; decompress it: zstd -d d.jsonl.zst.")
+        assert set(error.value.faults) == wanted
+    assert wanted <= set(error.value.faults)
+
+
+def test_bytes_need_not_be_utf8(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 " * 100)
+    assert len(data.load([f"{tmp_path}/a.txt"]).train)
+
+
+def test_of_many_faults_the_first_hundred_are_shown(tmp_path):
+    (tmp_path / "a.jsonl").write_text("bad\n" * 250)
+    with pytest.raises(ConfigError) as error:
+        data.load([f"{tmp_path}/a.jsonl"])
+    assert len(error.value.faults) == 101
+    assert error.value.faults[-1] == "... and 150 more."
+
+
+# -- Parquet -----------------------------------------------------------------------------------------------------------
+
+
+def test_parquet(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"id": range(4), "text": TEXTS}), path, row_group_size=3)
+    assert read(path) == (TEXTS, [])
+    assert read(path, "body") == (
+        [],
+        [f"{str(path)!r} has no column 'body'; it has 'id', 'text'. Name one with --data-field."],
+    )
+    assert read(path, "id")[1][0] == f"{str(path)!r}: row 1: 'id' is a number, and not a text."
+    parquet.write_table(arrow.table({"text": ["a", None]}), path)
+    assert read(path) == (["a"], [f"{str(path)!r}: row 2: 'text' is null, and not a text."])
+    path.write_bytes(b"PAR1 no")
+    assert read(path)[1][0].startswith(f"{str(path)!r} cannot be read as Parquet: ")
+
+
+def test_parquet_without_the_library_that_reads_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1")
+    fault = f"{str(path)!r} is read by pyarrow, which is not installed: pip install 'gspmd[parquet]'."
+    assert read(path) == ([], [fault])
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(alphabet="ab \n\té四.", min_size=1, max_size=400), st.integers(0, 500))
+def test_pieces_join_to_the_text_and_end_with_characters(text, cut):
+    whole = text.encode()
+    for at in (None, min(cut, len(whole))):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sources, "PIECE", 24)
+            pieces = list(text_pieces(io.BytesIO(whole), at))
+        assert b"".join(piece for _, piece in pieces) == whole
+        assert all(0 < len(piece) <= 24 and piece.decode() for _, piece in pieces)
+        assert [part for part, _ in pieces] == sorted(part for part, _ in pieces)
+        if at is not None:
+            assert 0 <= at - sum(len(piece) for part, piece in pieces if part == 0) <= 3
+
+
+@pytest.mark.parametrize("blanks", [["\n", "\n\n", " \n", "\n    return"], [" \n  "]], ids=["lines", "spaces"])
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(backend, monkeypatch, blanks):
+    monkeypatch.setattr(sources, "PIECE", 96)
+    between = " the dog\nand" if "\n" in blanks else " the dog  and"
+    draw, words = random.Random(0), ["the", "quick", " fox", "  ", " ", ",", "é", *blanks]
+    count = 0
+    for _ in range(50):
+        text = between.join("".join(draw.choices(words, k=8)) for _ in range(40))
+        pieces = [piece.decode() for _, piece in text_pieces(io.BytesIO(text.encode()))]
+        ids = [number for piece in pieces for number in backend.encode(piece).ids]
+        assert ids == backend.encode(text).ids
+        count += len(pieces)
+    assert count > 500
