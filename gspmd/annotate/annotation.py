@@ -48,7 +48,8 @@ def annotate(x: Any, spec: str | Spec) -> Any:
     mesh, traced = jax.sharding.get_abstract_mesh(), isinstance(x, jax.core.Tracer)
     explicit, auto = mesh.are_all_axes_explicit, mesh.are_all_axes_auto
     # A partial sum is a type, which Auto axes do not have; an open dimension is none.
-    if mesh.empty or not ((auto and not spec.partial) or (explicit and not spec.is_open)) or spec.faults(shape, mesh):
+    typed = spec.partial or spec.reduced
+    if mesh.empty or not ((auto and not typed) or (explicit and not spec.is_open)) or spec.faults(shape, mesh):
         from gspmd.annotate.diagnosis.placement import unfit_array
 
         raise unfit_array(spec, shape, mesh, doing)

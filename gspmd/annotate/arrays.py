@@ -62,8 +62,8 @@ def placed_spec(x: Any, dims: tuple[str, ...]) -> Spec:
     partition = _partition_spec_of(x)
     if partition is None:
         return Spec(dims, ((OPEN,),) * len(dims))
-    entries = [_axes_of_entry(entry) for entry in partition.partitions]
-    return Spec(dims, (*entries, *[()] * (len(dims) - len(entries))), tuple(partition.unreduced))
+    entries = (*partition.partitions, *[None] * len(dims))[: len(dims)]
+    return Spec(dims, tuple(map(_axes_of_entry, entries)), partition.unreduced, partition.reduced)
 
 
 def mesh_with_devices() -> Any:

@@ -4,9 +4,9 @@
     terms    = term { "+" term }
     term     = operand { "," operand }
     operand  = spec | "(" spec { "," spec } ")"
-    spec     = { dim } [ partial ]
+    spec     = { dim } [ sum ]
     dim      = "A".."Z" [ "_" ( axes | "?" ) ]
-    partial  = "partialsum-" axes | "(" "partialsum-" axes ")"
+    sum      = ( "partialsum-" | "reduced-" ) axes | "(" sum ")"
     axes     = letter { letter } | "{" name { "," name } "}"
 
 It raises ValueError at the first thing that is wrong, and does not explain it. As in CPython, a second parser, in
@@ -21,13 +21,13 @@ OPEN = "?"
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 # A word ends where "partialsum-" begins: "E_xpartialsum-y" is E_x with a partial sum over y.
-_AXES = rf"(?:(?!partialsum-)[a-z])+|\{{\s*{NAME.pattern}\s*(?:,\s*{NAME.pattern}\s*)*\}}"
+_AXES = rf"(?:(?!partialsum-|reduced-)[a-z])+|\{{\s*{NAME.pattern}\s*(?:,\s*{NAME.pattern}\s*)*\}}"
 _DIM = re.compile(rf"\s*([A-Z])(?:_(\?|{_AXES}))?")
-_PARTIAL = re.compile(rf"\s*(\(\s*)?partialsum-\s*({_AXES})(?(1)\s*\))")
+_SUM = re.compile(rf"\s*(\(\s*)?(partialsum|reduced)-\s*({_AXES})(?(1)\s*\))")
 _MARK = re.compile(r"\s*(->|[,+()]|\Z)")
 
-SpecNode = tuple[tuple[str, ...], tuple[tuple[str, ...], ...], tuple[str, ...]]
-"""The fields of a `Spec`: dims, axes, partial."""
+SpecNode = tuple[tuple[str, ...], tuple[tuple[str, ...], ...], tuple[str, ...], tuple[str, ...]]
+"""The fields of a `Spec`: dims, axes, partial, reduced."""
 OperandNode = tuple[tuple[SpecNode, ...], bool]
 """The specs of an operand, and whether it is a group."""
 TermNode = tuple[OperandNode, ...]
@@ -71,7 +71,7 @@ class Parser:
 
     def operand(self) -> OperandNode:
         # A partial sum in parentheses, and nothing else in them, is a scalar; any other parenthesis opens a group.
-        if _PARTIAL.match(self.text, self.at) or not self.take("("):
+        if _SUM.match(self.text, self.at) or not self.take("("):
             return (self.spec(),), False
         specs = [self.spec()]
         while self.take(","):
@@ -82,14 +82,14 @@ class Parser:
         return tuple(specs), True
 
     def spec(self) -> SpecNode:
-        dims, axes, partial = [], [], ()
+        dims, axes, sums = [], [], {}
         while found := _DIM.match(self.text, self.at):
             self.at = found.end()
             dims.append(found[1])
             axes.append(_names(found[2]))
-        if found := _PARTIAL.match(self.text, self.at):
-            self.at, partial = found.end(), _names(found[2])
-        return tuple(dims), tuple(axes), partial
+        if found := _SUM.match(self.text, self.at):
+            self.at, sums[found[2]] = found.end(), _names(found[3])
+        return tuple(dims), tuple(axes), sums.get("partialsum", ()), sums.get("reduced", ())
 
     def take(self, mark: str) -> bool:
         """Consume `mark` if it comes next, and say whether it did; the empty mark is the end of the text."""

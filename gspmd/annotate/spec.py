@@ -24,6 +24,7 @@ class Spec:
       dims: one capital letter for each dimension, `("B", "L", "E")`.
       axes: parallel to `dims`, the mesh axes that shard each, major first; `()` unsharded, `("?",)` left open.
       partial: the mesh axes over which the devices hold partial sums, sorted.
+      reduced: the mesh axes over which its gradient is a partial sum, sorted; it is whole on each of them itself.
 
     Example:
       >>> spec = Spec.parse("B_x L E_{y,z} (partialsum-w)")
@@ -39,13 +40,13 @@ class Spec:
     dims: tuple[str, ...]
     axes: tuple[tuple[str, ...], ...]
     partial: tuple[str, ...] = ()
+    reduced: tuple[str, ...] = ()
 
     def __post_init__(self):
         given = self.dims, self.axes, self.partial
         try:
-            object.__setattr__(self, "dims", tuple(self.dims))
-            object.__setattr__(self, "axes", tuple(tuple(a) for a in self.axes))
-            object.__setattr__(self, "partial", tuple(sorted(self.partial)))
+            sums = {name: tuple(sorted(getattr(self, name))) for name in ("partial", "reduced")}
+            vars(self).update(dims=tuple(self.dims), axes=tuple(map(tuple, self.axes)), **sums)
             fine = self._is_well_formed()
         except (TypeError, ValueError):  # not iterable, not sortable, not hashable; an array has no truth value
             fine = False
@@ -57,7 +58,7 @@ class Spec:
             )
 
     def _is_well_formed(self) -> bool:
-        axes = [axis for names in (*self.axes, self.partial) if names != (OPEN,) for axis in names]
+        axes = [axis for names in (*self.axes, self.partial, self.reduced) if names != (OPEN,) for axis in names]
         return (
             len(self.dims) == len(self.axes)
             and len(set(self.dims)) == len(self.dims)
@@ -98,8 +99,8 @@ class Spec:
     @lru_cache(maxsize=4096)  # noqa: B019 - specs are small, and the words of an error ask for theirs again and again
     def __str__(self) -> str:
         dims = "".join(dim_text(d, axes) for d, axes in zip(self.dims, self.axes))
-        partial = f"partialsum-{axes_suffix(self.partial)}" if self.partial else ""
-        return f"{dims} {partial}".strip()
+        suffixes = (("partialsum", self.partial), ("reduced", self.reduced))
+        return " ".join([dims, *(f"{name}-{axes_suffix(axes)}" for name, axes in suffixes if axes)]).strip()
 
     # -- editing ------------------------------------------------------------------------------------------------------
 
@@ -110,11 +111,16 @@ class Spec:
 
     def with_partial(self, axes: tuple[str, ...]) -> "Spec":
         """This spec as a partial sum over `axes` and no others."""
-        return replace(self, partial=axes)
+        return Spec(self.dims, self.axes, axes)
 
     def without_partial(self) -> "Spec":
-        """This spec with no partial sum."""
-        return replace(self, partial=())
+        """This spec with no partial sum, neither of the array nor of its gradient."""
+        return Spec(self.dims, self.axes)
+
+    @property
+    def cotangent(self) -> "Spec":
+        """The spec of the gradient: `EF partialsum-x` of `EF reduced-x`, and the other way round."""
+        return Spec(self.dims, self.axes, self.reduced, self.partial)
 
     def without(self, *dims: str) -> "Spec":
         """This spec without some dimensions and the mesh axes that shard them: `B_xLV_y` to `B_xL`."""
@@ -130,10 +136,10 @@ class Spec:
         """
         if not isinstance(mesh, Mapping):
             mesh = mesh_sizes(mesh)
-        if all(mesh.get(axis) != 1 for names in (self.partial, *self.axes) for axis in names):
-            return self
-        axes = tuple(tuple(axis for axis in names if mesh.get(axis) != 1) for names in self.axes)
-        return Spec(self.dims, axes, tuple(axis for axis in self.partial if mesh.get(axis) != 1))
+        *axes, partial, reduced = (
+            tuple(axis for axis in names if mesh.get(axis) != 1) for names in (*self.axes, self.partial, self.reduced)
+        )
+        return Spec(self.dims, axes, partial, reduced)
 
     def rename(self, dims: Mapping[str, str]) -> "Spec":
         """This spec with other letters for some dimensions: `B_xLE` to `G_xLE` by `{"B": "G"}`."""
@@ -150,13 +156,13 @@ class Spec:
 
     # -- on a mesh ----------------------------------------------------------------------------------------------------
 
-    def partition_spec(self, *, dual: bool = False) -> Any:
-        """The `jax.P` of this spec; `dual=True` writes its partial sums as the type of a cotangent has them."""
+    def partition_spec(self) -> Any:
+        """The `jax.P` of this spec."""
         import jax  # parsing knows no jax
 
         entries = [jax.P.UNCONSTRAINED if axes == (OPEN,) else axes or None for axes in self.axes]
-        partial = {"reduced" if dual else "unreduced": set(self.partial)} if self.partial else {}
-        return jax.P(*entries, **partial)
+        sums = {"unreduced": set(self.partial), "reduced": set(self.reduced)}
+        return jax.P(*entries, **{name: axes for name, axes in sums.items() if axes})
 
     def local_shape(self, sizes: Mapping[str, int] | Sequence[int], mesh: Any) -> tuple[int, ...]:
         """The shape of one device's shard.
@@ -207,7 +213,7 @@ class Spec:
             size = sizes.get(dim)
             if type(size) is not int or not 0 <= size < LARGEST or size % math.prod(mesh.get(axis, 1) for axis in axes):
                 return False
-        return all(axis in mesh for axis in (*self.used, *self.partial))
+        return all(axis in mesh for axis in (*self.used, *self.partial, *self.reduced))
 
 
 @lru_cache(maxsize=4096)

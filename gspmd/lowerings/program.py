@@ -131,7 +131,7 @@ def run(
         steps: the plan; `body` emits them.
         body: from local pieces to local pieces.
         in_specs: one Spec per array.
-        out_specs: a Spec, or a tuple of them, as `body` returns arrays. A `jax.P` is taken as it is.
+        out_specs: a Spec, or a tuple of them, as `body` returns arrays.
         arrays: placed as `in_specs` say.
 
     Raises:
@@ -140,7 +140,7 @@ def run(
     """
     pairs = enumerate(zip(in_specs, arrays, strict=True))
     ins = tuple(input_partition(ctx, spec, x, number, name) for number, (spec, x) in pairs)
-    outs = jax.tree.map(partition, out_specs, is_leaf=lambda leaf: isinstance(leaf, (Spec, jax.P)))
+    outs = jax.tree.map(Spec.partition_spec, out_specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
     return _jitted(PlannedProgram(name, tuple(steps)), body, ins, outs)(*arrays)
 
 
@@ -204,18 +204,12 @@ def _typed(spec: jax.P, x: jax.Array) -> jax.Array:
     return jax.reshard(x, spec) if spec.unreduced or spec.reduced else x
 
 
-def partition(spec: Spec | jax.P) -> jax.P:
-    """The `jax.P` of a spec."""
-    return spec.partition_spec() if isinstance(spec, Spec) else spec
-
-
 def input_partition(ctx: Context, spec: Spec, x: Any, number: int, name: str) -> jax.P:
     """The `jax.P` of operand `number` of what is computed, once the array lies so."""
     if ctx.explicit:
         doing = f"cannot use operand {number + 1} of '{name}' as '{spec}'"
-        actual = jax.typeof(check_type(x, spec, doing)).sharding.spec
-        return actual if actual.reduced else spec.partition_spec()
-    if spec.partial:
+        check_type(x, spec, doing)
+    elif spec.partial or spec.reduced:
         raise PlanError(partial_under_auto(spec))
     return spec.partition_spec()
 

@@ -47,13 +47,13 @@ def add_bias(x: jax.Array, bias: jax.Array, spec: str | Spec, bias_spec: str | S
     x, bias = array(doing, "x", x, "real numbers"), array(doing, "the bias", bias, "real numbers")
     if jnp.issubdtype(bias.dtype, jnp.floating) > jnp.issubdtype(x.dtype, jnp.floating):
         raise SpecError(f"{doing}: x is {x.dtype}, and the bias {bias.dtype}.\n  Cast x: the sum has its dtype.")
-    form = _Bias(read(doing, spec, x, ctx), read(doing, bias_spec, bias, ctx))
+    form = _Bias(read(doing, spec, x, ctx), read(doing, bias_spec, bias, ctx, weight=True))
     last = form.x.dims[len(form.x.dims) - bias.ndim :]
     if not last or form.bias.dims != last or bias.shape != x.shape[-bias.ndim :]:
         fact = f"the bias has to be over the last dimensions of x, of shape {x.shape}; its shape is {bias.shape}."
         text = str(form.bias)
         raise report(SpecError, doing, [Fault(text, 0, len(text), fact)]) from None
-    if ctx.lowering == "xla":
+    if ctx.lowering == "xla" and not form.bias.reduced:
         return compiler_chooses(ctx, _plain, (form.x, form.bias), form.x, x, bias, name=f"bias {form.x}")
     return _bias(form, ctx, x, bias)
 
@@ -87,7 +87,7 @@ def _forward(form: _Bias, ctx: Context, x: jax.Array, bias: jax.Array):
 
 def _backward(form: _Bias, ctx: Context, bias: jax.Array, g: jax.Array):
     steps, body = _gradient(form, bias.shape, bias.dtype, ctx)
-    return g, run(ctx, f"gradient of bias {form.x}", steps, body, (form.x,), form.bias, g)
+    return g, run(ctx, f"gradient of bias {form.x}", steps, body, (form.x,), form.bias.cotangent, g)
 
 
 _bias = planned_op(_forward, _backward, lambda form: f"bias {form.x}")
@@ -103,7 +103,7 @@ def _value(form: _Bias, shape: tuple[int, ...], width: int, ctx: Context):
 @lru_cache(maxsize=1024)
 def _gradient(form: _Bias, shape: tuple[int, ...], dtype: jnp.dtype, ctx: Context):
     sizes = sizes_of(form.bias, shape)
-    steps = move(form.partial_bias, form.bias, sizes, ctx.mesh, FLOAT32, ctx.chip, "gradient of bias")
+    steps = move(form.partial_bias, form.bias.cotangent, sizes, ctx.mesh, FLOAT32, ctx.chip, "gradient of bias")
     chains = Chains(ctx.mesh, bias=steps)
 
     def body(g):

@@ -141,7 +141,7 @@ def _program(call: Call) -> Callable:
                 f"'{spec}' leaves a dimension to the compiler; under Explicit mesh axes every placement is a type.\n"
                 "  Name its mesh axes, or make the mesh with Auto axes and run it with lowering='xla'."
             )
-        if not call.context.explicit and spec.partial:
+        if not call.context.explicit and (spec.partial or spec.reduced):
             raise PlanError(partial_under_auto(spec))
     forward, backward = lower(call)
     if backward is None:

@@ -71,7 +71,7 @@ def embed(
     for x in (x for x in rest if x.shape != table.shape[:1]):
         fact = f"scales have shape {x.shape}, and have to be one a row, {table.shape[:1]}."
         raise report(SpecError, doing, [fault(lookup.table, lookup.table.dims[0], fact)])
-    if ctx.lowering == "xla":
+    if ctx.lowering == "xla" and not lookup.table.reduced:
         rows = partial(_rows, 0, form.scaled)
         return compiler_chooses(ctx, rows, form.specs, lookup.rows, ids, table, *rest, name=f"embed {lookup}")
     return _embed(form, ctx, ids, table, *rest)
@@ -113,7 +113,7 @@ def _read(doing: str, equation: Equation, ids: jax.Array, table: jax.Array, ctx:
         raise _not_a_lookup(doing, str(equation), "the result has the dimensions of the ids, then the table's second.")
     rows: Any = jax.ShapeDtypeStruct((*ids.shape, *table.shape[1:]), table.dtype)
     for spec, x in ((lookup.ids, ids), (lookup.table, table), (lookup.rows, rows)):
-        read(doing, spec, x, ctx)
+        read(doing, spec, x, ctx, weight=x is table)
     return lookup
 
 
@@ -201,7 +201,7 @@ def _backward_route(
     return Route(
         division,
         bring(given.ids, division.ids, itemsize=id_bytes, operand="ids"),
-        bring(division.partial_table, given.table, itemsize=table_bytes, operand="gradient of table"),
+        bring(division.partial_table, given.table.cotangent, itemsize=table_bytes, operand="gradient of table"),
         bring(given.rows, division.rows.without_partial(), itemsize=row_bytes, operand="cotangent"),
     )
 
@@ -263,7 +263,9 @@ def _backward(form: _Embed, ctx: Context, ids: jax.Array, g: jax.Array):
     if form.scaled is not None:
         raise PlanError(f"cannot differentiate the lookup '{given}': rows of an int8 table have no gradient.")
     steps, body = _gradient(form, ids.shape, ids.dtype.itemsize, ctx)
-    return None, run(ctx, f"gradient of embed {given}", steps, body, (given.ids, given.rows), given.table, ids, g)
+    return None, run(
+        ctx, f"gradient of embed {given}", steps, body, (given.ids, given.rows), given.table.cotangent, ids, g
+    )
 
 
 _embed = planned_op(_forward, _backward, lambda form: f"embed {form.given}")

@@ -63,14 +63,15 @@ def layer_norm(
     x, scale = array(doing, "x", x, "real numbers"), array(doing, "the scale", scale, "real numbers")
     bias = None if bias is None else array(doing, "the bias", bias, "real numbers")
     rows = read(doing, spec, x, ctx)
-    of_scale = read(doing, scale_spec, scale, ctx)
-    of_bias = None if bias is None else read(doing, scale_spec if bias_spec is None else bias_spec, bias, ctx)
+    of_scale = read(doing, scale_spec, scale, ctx, weight=True)
+    row_spec = scale_spec if bias_spec is None else bias_spec
+    of_bias = None if bias is None else read(doing, row_spec, bias, ctx, weight=True)
     form = _LayerNorm(rows, of_scale, of_bias, number(doing, "epsilon", epsilon))
     check_row(doing, rows, of_scale, x, scale, "scale")
     if bias is not None and of_bias is not None:
         check_row(doing, rows, of_bias, x, bias, "bias")
     more = () if bias is None else (bias,)
-    if ctx.lowering == "xla":
+    if ctx.lowering == "xla" and not any(row.reduced for row in form.ins):
         name = f"layer_norm {form.x}"
         return compiler_chooses(ctx, partial(_plain, form.epsilon), form.ins, form.x, x, scale, *more, name=name)
     return _layer_norm(form, ctx, x, scale, *more)
@@ -133,7 +134,8 @@ def _backward(form: _LayerNorm, ctx: Context, kept, g: jax.Array):
     *arrays, bias = kept
     steps, body = _gradient(form, g.shape, tuple(row.dtype for row in bias), ctx)
     ins = (form.x, form.statistic, form.statistic, form.used, form.x)
-    return run(ctx, f"gradient of layer_norm {form.x}", steps, body, ins, form.ins, *arrays, g)
+    outs = tuple(spec.cotangent for spec in form.ins)
+    return run(ctx, f"gradient of layer_norm {form.x}", steps, body, ins, outs, *arrays, g)
 
 
 _layer_norm = planned_op(_forward, _backward, lambda form: f"layer_norm {form.x}")
@@ -166,7 +168,7 @@ def _gradient(form: _LayerNorm, shape: tuple[int, ...], dtypes: tuple, ctx: Cont
     sizes = sizes_of(form.x, shape)
     rows = dict(zip(("scale", "bias"), form.ins[1:]))
     home = {
-        name: move(form.partial_row, row, sizes, ctx.mesh, FLOAT32, ctx.chip, f"gradient of {name}")
+        name: move(form.partial_row, row.cotangent, sizes, ctx.mesh, FLOAT32, ctx.chip, f"gradient of {name}")
         for name, row in rows.items()
     }
     sizes = sizes_of(form.pair, (2, *shape[:-1]))

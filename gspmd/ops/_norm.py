@@ -53,9 +53,9 @@ def rms_norm(
     doing = f"cannot normalise '{spec}' with a scale '{scale_spec}'"
     x, scale = array(doing, "x", x, "real numbers"), array(doing, "the scale", scale, "real numbers")
     epsilon = number(doing, "epsilon", epsilon)
-    form = _Norm(read(doing, spec, x, ctx), read(doing, scale_spec, scale, ctx), epsilon)
+    form = _Norm(read(doing, spec, x, ctx), read(doing, scale_spec, scale, ctx, weight=True), epsilon)
     check_row(doing, form.x, form.scale, x, scale, "scale")
-    if ctx.lowering == "xla":
+    if ctx.lowering == "xla" and not form.scale.reduced:  # no compiler can be asked for a partial sum
         ins, name = (form.x, form.scale), f"rms_norm {form.x}"
         return compiler_chooses(ctx, partial(_plain, epsilon), ins, form.x, x, scale, name=name)
     return _norm(form, ctx, x, scale)
@@ -113,7 +113,7 @@ def _forward(form: _Norm, ctx: Context, x: jax.Array, scale: jax.Array):
 def _backward(form: _Norm, ctx: Context, kept, g: jax.Array):
     steps, body = _gradient(form, g.shape, ctx)
     ins = (form.x, form.statistic, form.used, form.x)
-    return run(ctx, f"gradient of rms_norm {form.x}", steps, body, ins, (form.x, form.scale), *kept, g)
+    return run(ctx, f"gradient of rms_norm {form.x}", steps, body, ins, (form.x, form.scale.cotangent), *kept, g)
 
 
 _norm = planned_op(_forward, _backward, lambda form: f"rms_norm {form.x}")
@@ -143,7 +143,7 @@ def _gradient(form: _Norm, shape: tuple[int, ...], ctx: Context):
     chains = Chains(
         ctx.mesh,
         along=settle(form.statistic, form.x.axes[-1], sizes, ctx, name="projection"),
-        scale=move(form.partial_scale, form.scale, sizes, ctx.mesh, FLOAT32, ctx.chip, "gradient of scale"),
+        scale=move(form.partial_scale, form.scale.cotangent, sizes, ctx.mesh, FLOAT32, ctx.chip, "gradient of scale"),
     )
 
     def body(x, inverse, scale, g):

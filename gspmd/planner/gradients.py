@@ -59,11 +59,11 @@ def backward_tensors(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What the backward routine of `routine` takes, the cotangents and then the residuals, and what it gives."""
     cotangents = [
-        replace(t, spec=t.spec.without_partial(), name=_numbered("cotangent", i, outputs))
+        replace(t, spec=t.spec.with_partial(t.reduced), name=_numbered("cotangent", i, outputs))
         for i, t in enumerate(outputs)
     ]
     residuals = [replace(inputs[m.source], spec=spec) for m, spec in zip(routine.moves, kept)]
-    targets = [replace(t, spec=t.spec.without_partial(), name=f"gradient of {t.name}") for t in inputs]
+    targets = [replace(t, spec=t.spec.with_partial(t.reduced), name=f"gradient of {t.name}") for t in inputs]
     return [*cotangents, *residuals], targets
 
 

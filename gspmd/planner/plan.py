@@ -243,14 +243,15 @@ def tensors(
     equation: Equation, mesh: Mapping[str, int], dtypes: Sequence[str], wire_dtype: str | None, dtype: str | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Operands and results as the planner sees them; each crosses the wire in its own dtype unless told otherwise."""
-    flat = [spec for operand in equation.operands for spec in operand.specs]
+    specs = [spec.without_trivial(mesh) for spec in equation.specs]
+    flat, results = specs[: -len(equation.outputs)], specs[-len(equation.outputs) :]
     names = ["operand"] if len(flat) == 1 else [f"operand {i + 1}" for i in range(len(flat))]
     inputs = [
-        Tensor(s.without_trivial(mesh), d, wire_dtype or wire_of(d, summed=bool(s.partial)), n)
+        Tensor(replace(s, reduced=()), d, wire_dtype or wire_of(d, summed=bool(s.partial)), n, s.reduced)
         for s, d, n in zip(flat, dtypes, names)
     ]
     dtype = dtype or joint_dtype(equation, dtypes)
     sums = any(spec.partial or set(spec.dims) - set(out.dims) for spec in flat for out in equation.outputs)
     wire = wire_dtype or wire_of(dtype, summed=sums)
-    outputs = [Tensor(s.without_trivial(mesh), dtype, wire, "result") for s in equation.outputs]
+    outputs = [Tensor(replace(s, reduced=()), dtype, wire, "result", s.reduced) for s in results]
     return inputs, outputs

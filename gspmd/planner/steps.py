@@ -163,12 +163,16 @@ class Environment:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor as it is held: its spec, its dtype, its dtype on the wire, and its name in plans and messages."""
+    """A tensor as it is held: its spec, its dtype, its dtype on the wire, and its name in plans and messages.
+
+    Its gradient is a partial sum over the mesh axes `reduced`, which `spec` does not say.
+    """
 
     spec: Spec
     dtype: str
     wire: str
     name: str = ""
+    reduced: tuple[str, ...] = ()
 
     @cached_property
     def itemsize(self) -> int:

@@ -136,7 +136,8 @@ def test_partition_spec(text, expected):
 
 
 def test_partition_spec_of_a_cotangent():
-    assert Spec.parse("B_xE partialsum-y").partition_spec(dual=True) == P("x", None, reduced={"y"})
+    assert Spec.parse("B_xE partialsum-y").cotangent.partition_spec() == P("x", None, reduced={"y"})
+    assert Spec.parse("B_xE reduced-y").cotangent == Spec.parse("B_xE partialsum-y")
 
 
 @pytest.mark.parametrize("text", ["BLE", "B_xLE_yz", "BL_zE_xy", "B_zyxLE", "BLE partialsum-xz"])

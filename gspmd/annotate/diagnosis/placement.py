@@ -59,9 +59,10 @@ def _axis_type_faults(spec: Any, mesh: Any) -> list[Fault]:
         opened = [(at, dim) for at, dim in enumerate(spec.dims) if spec.axes[at] == (OPEN,)]
         fact = "dimension {} is left open, and Explicit axes place every dimension."
         return [fault_at(spec, at, fact.format(dim), remedy) for at, dim in opened]
-    if spec.partial:
+    if spec.partial or spec.reduced:
         remedy = "Settle it in the equation that makes it, or make the mesh with Explicit axes."
-        return [fault_at(spec, len(spec.dims), "under Auto axes no array can owe a sum.", remedy)]
+        fact = f"under Auto axes {'no array' if spec.partial else 'the gradient of no array'} can owe a sum."
+        return [fault_at(spec, len(spec.dims), fact, remedy)]
     return []
 
 

@@ -17,8 +17,8 @@ from gspmd.annotate.diagnosis.nodes import (
 from gspmd.annotate.errors import Fault, listed
 from gspmd.annotate.parser import NAME, OPEN, axes_suffix, dim_text
 
-_PARTIAL = re.compile(r"partialsum-|\(\s*partialsum-")
-_ENCLOSED = re.compile(r"\(\s*partialsum-\s*(\{[^{}()]*\}|[^{}(),+>]*)\s*\)")
+_PARTIAL = re.compile(r"(?:\(\s*)?(partialsum|reduced)-")
+_ENCLOSED = re.compile(r"\(\s*(?:partialsum|reduced)-\s*(\{[^{}()]*\}|[^{}(),+>]*)\s*\)")
 _MISSPELT = re.compile(r"(?:part|unreduced)[a-z_]*-?[a-z]*")
 _WORD = re.compile(r"[a-z0-9]+")
 _LOWER_SUFFIX = re.compile(r"_[a-z]*")
@@ -113,24 +113,21 @@ class Reader:
     def _partial(self, spec: LocatedSpec) -> None:
         start = self.at
         enclosed = self.peek() == "("
-        self.match(_PARTIAL)
-        partial = Dim("partialsum", start, self.at)
+        word = "reduced" if self.match(_PARTIAL).endswith("reduced-") else "partialsum"
+        partial = Dim(word, start, self.at)
         self.space()
-        self._axes(partial, "partialsum-", "the partial sum")
+        self._axes(partial, f"{word}-", "the partial sum")
         if enclosed and not self._closes():
-            self.fault(
-                start,
-                "the parenthesis of this partial sum is not closed.",
-                "Write it 'partialsum-x' or '(partialsum-x)'.",
-            )
+            remedy = f"Write it '{word}-x' or '({word}-x)'."
+            self.fault(start, "the parenthesis of this partial sum is not closed.", remedy)
             spec.broken = True
         partial.end = self.at
         if spec.partial:
-            self.fault(
-                start,
-                "a spec has one partial sum, and this is a second.",
-                "Write the mesh axes of both together: 'partialsum-xy'.",
-            )
+            fact, remedy = "a spec ends in 'partialsum-' or in 'reduced-', and this has both.", "Leave one of them out."
+            if spec.partial.name == word:
+                fact = "a spec has one partial sum, and this is a second."
+                remedy = f"Write the mesh axes of both together: '{word}-xy'."
+            self.fault(start, fact, remedy)
             spec.broken = True
         spec.partial = partial if spec.partial is None else spec.partial
 
@@ -141,7 +138,7 @@ class Reader:
         self.at = self.at if closed else at
         return closed
 
-    # -- the axes after '_' or 'partialsum-' --------------------------------------------------------------------------
+    # -- the axes after '_', 'partialsum-' or 'reduced-' --------------------------------------------------------------
 
     def _axes(self, dim: Dim, before: str, owner: str) -> None:
         first, count = self.at, len(self.faults)
@@ -159,7 +156,7 @@ class Reader:
         # In 'E_partialsum-x' the word is a partial sum, not a row of mesh axes that shard E.
         c = self.peek()
         in_suffix = c in LETTERS or c in tuple("0123456789{?")
-        return in_suffix and not self.text.startswith("partialsum-", self.at)
+        return in_suffix and not self.text.startswith(("partialsum-", "reduced-"), self.at)
 
     def _braces(self, dim: Dim, before: str, owner: str) -> None:
         start, closing = self.at - 1, self.match(_INSIDE_BRACES)
@@ -193,7 +190,7 @@ class Reader:
             alone = f", or '{dim.name}' alone where it is unsharded" if before[-1] == "_" else ""
             self.fault(dim.start, f"'{before}' names no mesh axis.", f"Write '{before}x'{alone}.")
         elif OPEN in names and before[-1] == "-":
-            self.fault(first, "a partial sum names its mesh axes: it cannot be left open.", "Write 'partialsum-x'.")
+            self.fault(first, "a partial sum names its mesh axes: it cannot be left open.", f"Write '{before}x'.")
         elif OPEN in names and suffix != OPEN:
             rest = axes_suffix([n for n in names if n != OPEN]) or "x"
             self.fault(
@@ -251,8 +248,9 @@ class Reader:
                     self._repeated_axis(axis, other, dim)
 
     def _repeated_axis(self, axis: Axis, one: Dim, two: Dim) -> None:
-        if two.name == "partialsum":
-            fact = f"mesh axis {axis.name} shards dimension {one.name} and owes a partial sum as well."
+        if two.name in ("partialsum", "reduced"):
+            whose = "owes a partial sum" if two.name == "partialsum" else "sums its gradient"
+            fact = f"mesh axis {axis.name} shards dimension {one.name} and {whose} as well."
             remedy = "The sum over a mesh axis is owed by devices that hold the same part: drop it from one of them."
         else:
             fact = f"mesh axis {axis.name} shards dimension {one.name} and dimension {two.name} as well."

@@ -40,7 +40,7 @@ def fault_at(spec: Any, at: int, fact: str, remedy: str = "") -> Fault:
     pieces = [dim_text(dim, axes) for dim, axes in zip(spec.dims, spec.axes)]
     text = str(spec)
     if at == len(pieces):
-        return Fault(text, text.index("partialsum-"), len(text), fact, remedy)
+        return Fault(text, text.index("reduced-" if spec.reduced else "partialsum-"), len(text), fact, remedy)
     start = len("".join(pieces[:at]))
     return Fault(text, start, start + len(pieces[at]), fact, remedy)
 
@@ -60,7 +60,8 @@ def sizes_text(sizes: Mapping[str, int] | Sequence[int]) -> str:
 
 
 def _unknown_axes(spec: Any, at: int, mesh: Mapping[str, int]) -> list[Fault]:
-    axes, before = (spec.axes[at], f"{spec.dims[at]}_") if at < len(spec.dims) else (spec.partial, "partialsum-")
+    sums = (spec.reduced, "reduced-") if spec.reduced else (spec.partial, "partialsum-")
+    axes, before = (spec.axes[at], f"{spec.dims[at]}_") if at < len(spec.dims) else sums
     missing = [a for a in axes if a != OPEN and a not in mesh]
     name = _spelled(spec, axes, mesh)
     if missing and name:
@@ -74,8 +75,8 @@ def _spelled(spec: Any, axes: Sequence[str], mesh: Mapping[str, int]) -> str:
     """The mesh axis whose name the letters of a suffix spell, if they do (those of a partial sum are sorted)."""
     if len(axes) < 2 or any(len(a) > 1 for a in axes):
         return ""
-    letters = sorted(axes) if axes is spec.partial else list(axes)
-    return next((n for n in mesh if (sorted(n) if axes is spec.partial else list(n)) == letters), "")
+    arrange = sorted if axes is spec.partial or axes is spec.reduced else list
+    return next((n for n in mesh if arrange(n) == arrange(axes)), "")
 
 
 def _rank_fault(spec: Any, shape: Sequence[int]) -> Fault:

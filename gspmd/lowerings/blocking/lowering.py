@@ -54,10 +54,9 @@ def passes(call: Call, executor: Callable) -> Passes:
 
     def backward(residuals, cotangents):
         held = [plan.kept[n] if n in moved else specs[move.source] for n, move in enumerate(moves)]
-        ins = [*(spec.without_partial() for spec in equation.outputs), *held]
-        outs = tuple(spec.partition_spec(dual=True) for spec in specs)
-        steps = plan.backward.steps
-        return run(ctx, f"gradient of {title}", steps, backward_body, ins, outs, *cotangents, *residuals)
+        ins = [*(spec.cotangent for spec in equation.outputs), *held]
+        outs = tuple(spec.cotangent for spec in specs)
+        return run(ctx, f"gradient of {title}", plan.backward.steps, backward_body, ins, outs, *cotangents, *residuals)
 
     if not any(spec.partial for spec in (*specs, *kept_specs)):
         return Passes(forward, backward)

@@ -8,7 +8,7 @@ import jax
 
 from gspmd.annotate.annotation import annotate
 from gspmd.annotate.spec import Spec
-from gspmd.lowerings.program import Context, input_partition, own_promotion, partition
+from gspmd.lowerings.program import Context, input_partition, own_promotion
 from gspmd.lowerings.scopes import program_scope
 
 
@@ -24,7 +24,7 @@ def compiler_chooses(
         arrays: placed as `in_specs` say.
         name: what is computed, in notation, for the ledger; none where a scope says it already.
     """
-    outs = jax.tree.map(partition, out_specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
+    outs = jax.tree.map(Spec.partition_spec, out_specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
     with jax.named_scope(program_scope(name)) if name else nullcontext(), own_promotion():
         if ctx.explicit:
             for number, (spec, x) in enumerate(zip(in_specs, arrays, strict=True)):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +17,12 @@ from gspmd.lowerings.transformations.partial_sums import storable
 from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.lowerings.xla.places import Lift, Places, pairs, pinned_places, planned_places
 from gspmd.lowerings.xla.summands import (
-    as_cotangent,
-    as_settled,
     gradients,
     lifted,
     summand_letters,
     to_dimensions,
     to_partial,
+    with_summands,
 )
 from gspmd.planner.pins import pins
 from gspmd.planner.steps import Step
@@ -70,17 +68,20 @@ def _differentiated(
     JAX would transpose the relabelling; the partitioner has been seen to sum such a cotangent over too few devices.
     """
     equation, ctx, specs = call.equation, call.context, call.operands
-    settled = [spec.without_partial() for spec in specs]
-    cotangent_specs = [spec.without_partial() for spec in equation.outputs]
+    # The gradient of a partial sum is whole, and that of what is `reduced` a partial sum, lifted as the operands are.
+    outs, given = ([lifted(spec.cotangent, lift.letters) for spec in each] for each in (specs, equation.outputs))
 
     def compute(*arrays):
-        return gradients(equation, ins, places, lift, arrays[: len(ins)], arrays[len(ins) :])
+        cotangents = list(zip(given, arrays[len(ins) :]))
+        return gradients(equation, ins, places, lift, outs, arrays[: len(ins)], cotangents)
 
     def transposed(arrays, cotangents):
         arrays = [to_dimensions(spec, new, x) for spec, new, x in zip(specs, ins, arrays)]
-        cotangents = [as_settled(spec, x) for spec, x in zip(equation.outputs, cotangents)]
-        results = compiler_chooses(ctx, compute, (*ins, *cotangent_specs), tuple(settled), *arrays, *cotangents)
-        return tuple(as_cotangent(spec, x) for spec, x in zip(specs, results))
+        cotangents = [
+            to_dimensions(spec.cotangent, new, x) for spec, new, x in zip(equation.outputs, given, cotangents)
+        ]
+        results = compiler_chooses(ctx, compute, (*ins, *given), tuple(outs), *arrays, *cotangents)
+        return tuple(to_partial(new, spec.cotangent, x) for spec, new, x in zip(specs, outs, results))
 
     backward = named(transposed, PlannedProgram(f"gradient of {equation}", steps, steps))
     differentiated = jax.custom_vjp(program)
@@ -106,10 +107,7 @@ def _plain(
 def _product(specs, output: Spec, numbers, place: Places, lift: Lift, precision, dtype, *arrays) -> jax.Array:
     """One product, accumulated in float32; summands that only the result has are cut out of the operands."""
     pair = [lift.bring(spec, x, place.operands.get(n)) for spec, x, n in zip(specs, arrays, numbers)]
-    for dim, axes in zip(output.dims, output.axes):
-        if not any(dim in spec.dims for spec, _ in pair):
-            summed = _summed_over(axes[0], pair, output)
-            pair = _cut(pair, summed, dim, axes[0], lift) if summed else _widened(pair, dim)
+    pair = with_summands(pair, output, lift)
     y = _multiplied(pair, output, precision, dtype)
     # The cotangent meets the operands here too, and of one mind with them.
     return y if place.result is None else lift.constrain(output.dims, y, place.result)[1]
@@ -122,36 +120,3 @@ def _multiplied(pair, output: Spec, precision, dtype) -> jax.Array:
         return jnp.einsum(letters, *arrays)
     narrow = dtype if jnp.issubdtype(dtype, jnp.floating) else None
     return local_einsum(letters, *arrays, precision=precision, into=narrow)
-
-
-def _widened(pair, dim: str) -> list[tuple[Spec, jax.Array]]:
-    """The one summand of a partial sum over a mesh axis of size 1, as a dimension of the first operand."""
-    spec, x = pair[0]
-    return [(Spec((dim, *spec.dims), ((), *spec.axes)), x[None]), *pair[1:]]
-
-
-def _summed_over(axis: str, pair, output: Spec) -> str | None:
-    """The summed dimension that the plan has a mesh axis on; any, or none, for an axis of size 1, which no plan has."""
-    summed = [(dim, axes) for spec, _ in pair for dim, axes in zip(spec.dims, spec.axes) if dim not in output.dims]
-    return next((dim for dim, axes in summed if axis in axes), summed[0][0] if summed else None)
-
-
-def _cut(pair, dim: str, new: str, axis: str, lift: Lift) -> list[tuple[Spec, jax.Array]]:
-    """A summed dimension, cut along one of the mesh axes that shard it into one part per device, in both operands.
-
-    Of E_yx, x is the minor axis: the parts are those of [y, x, rest], with x in front; no device gives anything away.
-    """
-    cut = []
-    for spec, x in pair:
-        if dim in spec.dims:
-            at, axes = spec.dims.index(dim), spec.axes_of(dim)
-            major = axes[: axes.index(axis)] if axis in axes else ()
-            left = tuple(name for name in axes if name != axis)
-            before, after = x.shape[:at], x.shape[at + 1 :]
-            outer, size = prod(lift.mesh[name] for name in major), lift.mesh[axis]
-            x = jnp.moveaxis(x.reshape((*before, outer, size, x.shape[at] // (outer * size), *after)), at + 1, at)
-            x = x.reshape((*before, size, -1, *after))
-            spec = Spec((*spec.dims[:at], new, *spec.dims[at:]), (*spec.axes[:at], (axis,), left, *spec.axes[at + 1 :]))
-            x = jax.lax.with_sharding_constraint(x, spec.partition_spec())
-        cut.append((spec, x))
-    return cut

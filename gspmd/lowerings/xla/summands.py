@@ -6,7 +6,7 @@ cotangents.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from math import prod
 from string import ascii_uppercase
 
 import jax
@@ -18,15 +18,18 @@ from gspmd.lowerings.local_einsum import local_einsum
 from gspmd.lowerings.program import mapped
 from gspmd.lowerings.xla.places import Lift, Places, pairs
 
+Located = list[tuple[Spec, jax.Array]]
+"""Operands of a product, each with the spec that it has."""
+
 
 def summand_letters(specs: Sequence[Spec]) -> dict[str, str]:
-    """A letter that the equation does not use for every mesh axis of a partial sum."""
+    """A letter that the equation does not use for every mesh axis of a partial sum, of an array or of its gradient."""
     free = iter(sorted(set(ascii_uppercase) - {dim for spec in specs for dim in spec.dims}))
-    return {axis: next(free) for axis in sorted({axis for spec in specs for axis in spec.partial})}
+    return {axis: next(free) for axis in sorted({axis for spec in specs for axis in (*spec.partial, *spec.reduced)})}
 
 
 def lifted(spec: Spec, letters: Mapping[str, str]) -> Spec:
-    """The spec with its partial sums as leading dimensions.
+    """The spec with its partial sums as leading dimensions; what its gradient is, it does not say.
 
     >>> str(lifted(Spec.parse("BF_y partialsum-x"), {"x": "A"}))
     'A_xBF_y'
@@ -37,13 +40,15 @@ def lifted(spec: Spec, letters: Mapping[str, str]) -> Spec:
 
 
 def to_dimensions(spec: Spec, new: Spec, x: jax.Array) -> jax.Array:
-    """A partial sum, as an array with a dimension of summands for each of its mesh axes."""
-    return _relabel(spec.partition_spec(), new.partition_spec(), len(spec.partial))(x) if spec.partial else x
+    """A partial sum, as an array with a dimension of summands for each of its mesh axes, in a type without sums."""
+    typed = spec.partial or spec.reduced
+    return _relabel(spec.partition_spec(), new.partition_spec(), len(spec.partial))(x) if typed else x
 
 
 def to_partial(new: Spec, spec: Spec, x: jax.Array) -> jax.Array:
     """An array with a dimension of summands for each of its mesh axes, as a partial sum: undo `to_dimensions`."""
-    return _relabel(new.partition_spec(), spec.partition_spec(), -len(spec.partial))(x) if spec.partial else x
+    typed = spec.partial or spec.reduced
+    return _relabel(new.partition_spec(), spec.partition_spec(), -len(spec.partial))(x) if typed else x
 
 
 def _relabel(here: jax.P, there: jax.P, added: int) -> Callable:
@@ -52,30 +57,14 @@ def _relabel(here: jax.P, there: jax.P, added: int) -> Callable:
     return lambda x: mapped(body, here, there)(x)  # mapped when called: on the mesh in force then
 
 
-def as_settled(spec: Spec, cotangent: jax.Array) -> jax.Array:
-    """The cotangent of a partial sum in the type of an array that is none; every device holds it whole."""
-    plain = spec.without_partial().partition_spec()
-    return _retyped(spec.partition_spec(dual=True), plain)(cotangent) if spec.partial else cotangent
-
-
-def as_cotangent(spec: Spec, x: jax.Array) -> jax.Array:
-    """A cotangent that every device holds whole, in the type of one of a partial sum: undo `as_settled`."""
-    plain = spec.without_partial().partition_spec()
-    return _retyped(plain, spec.partition_spec(dual=True))(x) if spec.partial else x
-
-
-@lru_cache(maxsize=1024)
-def _retyped(here: jax.P, there: jax.P) -> Callable:
-    return lambda x: mapped(lambda piece: piece, here, there)(x)  # mapped when called: on the mesh in force then
-
-
 def gradients(
     equation: Equation,
     ins: Sequence[Spec],
     places: Sequence[Places],
     lift: Lift,
+    outs: Sequence[Spec],
     arrays: Sequence,
-    cotangents: Sequence,
+    cotangents: Located,
 ) -> tuple[jax.Array, ...]:
     """The cotangents of an equation's operands, [operand's shape] each, from those of its results.
 
@@ -84,24 +73,26 @@ def gradients(
         ins: the operands' specs, their sums lifted.
         places: where the products have their operands and results.
         lift: the letters of the sums.
+        outs: the specs of the operands' cotangents, the sums of those that stay partial lifted.
         arrays: the operands, lifted.
-        cotangents: of the results, whole: the cotangent of a partial sum is the same for every summand.
+        cotangents: of the results, lifted; that of a partial sum is whole, the same for every summand.
 
     Returns:
         In the operands' order, all outside of a shard_map: the compiler inserts the collectives.
     """
-    specs = [spec for operand in equation.operands for spec in operand.specs]
-    sizes = {dim: size for spec, x in zip(ins, arrays) for dim, size in zip(spec.dims, x.shape)}
-    parts: list[list[jax.Array]] = [[] for _ in specs]
+    sizes = {dim: size for spec, x in zip(ins, arrays) for dim, size in zip(spec.dims, x.shape)} | {
+        letter: lift.mesh[axis] for axis, letter in lift.letters.items()
+    }
+    parts: list[list[jax.Array]] = [[] for _ in outs]
     known = iter(places)
     for members in pairs(equation):
-        for pair, result, cotangent in zip(members, equation.outputs, cotangents):
+        for pair, (given, cotangent) in zip(members, cotangents):
             place = next(known)
-            met = lift.constrain(result.dims, cotangent, place.result)
+            met = lift.constrain(given.dims, cotangent, place.result)
             for own in pair:
                 others = [lift.bring(ins[n], arrays[n], place.operands[n]) for n in pair if n != own]
-                part = _toward(specs[own], [met, *others], sizes)
-                parts[own].append(lift.constrain(specs[own].dims, part, place.operands[own])[1])
+                part = _toward(outs[own], with_summands([met, *others], outs[own], lift), sizes)
+                parts[own].append(lift.constrain(outs[own].dims, part, place.operands[own])[1])
     return tuple(sum(each[1:], each[0]).astype(x.dtype) for each, x in zip(parts, arrays))
 
 
@@ -112,3 +103,45 @@ def _toward(spec: Spec, held: Sequence[tuple[Spec, jax.Array]], sizes: Mapping[s
     x = local_einsum(letters, *(x for _, x in held))
     x = jnp.expand_dims(x, [at for at, dim in enumerate(spec.dims) if dim not in known])
     return jnp.broadcast_to(x, tuple(sizes[dim] for dim in spec.dims))
+
+
+def with_summands(pair: Located, output: Spec, lift: Lift) -> Located:
+    """Operands whose product has the dimensions of summands that `output` has and they lack."""
+    for axis, letter in lift.letters.items():
+        if letter in output.dims and not any(letter in spec.dims for spec, _ in pair):
+            summed = _summed_over(axis, pair, output)
+            pair = _cut(pair, summed, letter, axis, lift) if summed else _widened(pair, letter)
+    return pair
+
+
+def _widened(pair, dim: str) -> Located:
+    """The one summand of a partial sum over a mesh axis of size 1, as a dimension of the first operand."""
+    spec, x = pair[0]
+    return [(Spec((dim, *spec.dims), ((), *spec.axes)), x[None]), *pair[1:]]
+
+
+def _summed_over(axis: str, pair, output: Spec) -> str | None:
+    """The summed dimension that the plan has a mesh axis on; any, or none, for an axis of size 1, which no plan has."""
+    summed = [(dim, axes) for spec, _ in pair for dim, axes in zip(spec.dims, spec.axes) if dim not in output.dims]
+    return next((dim for dim, axes in summed if axis in axes), summed[0][0] if summed else None)
+
+
+def _cut(pair, dim: str, new: str, axis: str, lift: Lift) -> Located:
+    """A summed dimension, cut along one of the mesh axes that shard it into one part per device, in both operands.
+
+    Of E_yx, x is the minor axis: the parts are those of [y, x, rest], with x in front; no device gives anything away.
+    """
+    cut = []
+    for spec, x in pair:
+        if dim in spec.dims:
+            at, axes = spec.dims.index(dim), spec.axes_of(dim)
+            major = axes[: axes.index(axis)] if axis in axes else ()
+            left = tuple(name for name in axes if name != axis)
+            before, after = x.shape[:at], x.shape[at + 1 :]
+            outer, size = prod(lift.mesh[name] for name in major), lift.mesh[axis]
+            x = jnp.moveaxis(x.reshape((*before, outer, size, x.shape[at] // (outer * size), *after)), at + 1, at)
+            x = x.reshape((*before, size, -1, *after))
+            spec = Spec((*spec.dims[:at], new, *spec.dims[at:]), (*spec.axes[:at], (axis,), left, *spec.axes[at + 1 :]))
+            x = jax.lax.with_sharding_constraint(x, spec.partition_spec())
+        cut.append((spec, x))
+    return cut

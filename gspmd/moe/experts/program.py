@@ -64,7 +64,7 @@ def _backward(ctx: Context, work: Work, saved, cotangent):
     flat = [x for chunk in kept for x in chunk]
     ins = (work.dispatched, *(s for chunk in found.kept_specs for s in chunk), *found.held_specs, *found.extras)
     name = f"gradient of {found.name}"
-    steps, outs = found.backward_steps, (work.dispatched, *work.weights)
+    steps, outs = found.backward_steps, (work.dispatched, *(spec.cotangent for spec in work.weights))
     d_slots, *d_weights = run(ctx, name, steps, found.backward, ins, outs, cotangent, *flat, *held, *extras)
     return d_slots, tuple(d_weights), tuple(None for _ in extras)
 

@@ -24,12 +24,22 @@ FLOAT32 = 4
 """Bytes of a statistic on the wire: norms, softmax and losses are float32 whatever the operands are."""
 
 
-def read(doing: str, text: str | Spec, x: jax.Array | jax.ShapeDtypeStruct, ctx: Context) -> Spec:
+def read(
+    doing: str, text: str | Spec, x: jax.Array | jax.ShapeDtypeStruct, ctx: Context, *, weight: bool = False
+) -> Spec:
     """The spec of an operand, which has to fit the array, be no partial sum, and be open only to the compiler.
+
+    Args:
+        doing: what the operation does, which opens an error.
+        text: the spec.
+        x: the operand.
+        ctx: of the call.
+        weight: whether the operand's gradient is summed over rows, and may stay a partial sum: `E reduced-x`.
 
     Raises:
         SpecError: the text is no spec, or does not fit the array or the mesh; or the array lies on other devices.
-        PlanError: it is a partial sum, or leaves a dimension open while the collectives are planned.
+        PlanError: it is a partial sum, or its gradient is and it is no weight, or it leaves a dimension open while the
+            collectives are planned.
     """
     spec = Spec.parse(text)
     spec.check(x.shape, ctx.mesh)
@@ -47,6 +57,10 @@ def read(doing: str, text: str | Spec, x: jax.Array | jax.ShapeDtypeStruct, ctx:
                 f"Settle it before: gspmd.reshard(x, '{spec} -> {settled}').",
             )
         )
+    if spec.reduced and not weight:
+        fact = "only the gradient of a weight can stay a partial sum here."
+        at = str(spec).index("reduced")
+        faults.append(Fault(str(spec), at, len(str(spec)), fact, f"Write '{spec.without_partial()}'."))
     if spec.is_open and ctx.lowering != "xla":
         dim = next(dim for dim, axes in zip(spec.dims, spec.axes) if axes == ("?",))
         faults.append(
