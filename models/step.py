@@ -16,22 +16,28 @@ from gspmd.ops._global_norm import global_norm
 from gspmd.training.config import OptimizerConfig
 from gspmd.training.optimizer import adamw, schedule
 from gspmd.training.state import TrainState, abstract_initial, initial
-from gspmd.training.step import Step, make_step, plan_moves
+from gspmd.training.step import Microbatches, Step, make_step, plan_moves
 
-from .objective import loss
-from .parameters import gradient_specs, optimizer_specs, parameter_specs
+from .objective import batch_spec, loss
+from .parameters import gradient_specs, loss_specs, nested, optimizer_specs, parameter_specs, parameters
 from .transformer import Transformer, arrays, with_arrays
 
 Parameters = Mapping[str, jax.Array]
 
 
-def training_step(model: Transformer, optimizer: OptimizerConfig, steps: int) -> Step:
+def training_step(model: Transformer, optimizer: OptimizerConfig, steps: int, microbatches: int = 1) -> Step:
     """Build one update, not compiled: (state, batch, key) -> (state, metrics).
+
+    Gradients that the layout's [gradients] has as partial sums are settled once, on their way to where [optimizer] has
+    them, however many microbatches, layers and uses of a parameter add to them.
 
     Args:
         model: a model, possibly abstract; only its config, layout and dtype are used.
         optimizer: rates and decays.
         steps: total number of updates.
+        microbatches: number of parts of a batch that are computed one after the other, which takes less memory. The
+            loss and its figures are those of the whole batch; of experts, groups that span sequences, their capacity
+            and auxiliary losses are those of a microbatch, and every microbatch has random draws of its own.
 
     Returns:
         A pure function of a state of `initial_state` or `abstract_state`, tokens [B, L+1] placed as `batch_spec`, and a
@@ -39,9 +45,14 @@ def training_step(model: Transformer, optimizer: OptimizerConfig, steps: int) ->
     """
     specs = {path: spec for path, (spec, _) in parameter_specs(model.config, model.layout).items()}
     kept, gradients = optimizer_specs(model.config, model.layout), gradient_specs(model.config, model.layout)
+    taken = loss_specs(model.config, model.layout, microbatches)
+    keys = {path: row.key for path, row in parameters(model.config, model.layout).items()}
+    layout = model.layout.override(
+        {keys[path]: spec.without("N") if "N" in spec.dims else spec for path, spec in taken.items()}
+    )
 
     def of_parameters(params: Parameters, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return loss(with_arrays(model, params), tokens, key=key)
+        return loss(Transformer(model.config, layout, nested(params), model.dtype), tokens, key=key)
 
     return make_step(
         of_parameters,
@@ -49,7 +60,8 @@ def training_step(model: Transformer, optimizer: OptimizerConfig, steps: int) ->
         schedule(optimizer, steps),
         limit=optimizer.clip,
         norm=partial(global_norm, specs=kept),
-        moves=plan_moves(specs, kept, gspmd.reshard, gradients),
+        moves=plan_moves(specs, kept, gspmd.reshard, gradients, taken),
+        microbatches=Microbatches(microbatches, batch_spec(model.layout)),
     )
 
 

@@ -185,7 +185,7 @@ def make_program(settings: Settings, model: models.Transformer, mesh: Mesh) -> P
     """The model's programs, and where they begin."""
     training, optimizer = settings.training, settings.optimizer
     state = step.initial_state(model, optimizer, training.steps, mesh)
-    update = jit_step(step.training_step(model, optimizer, training.steps), state)
+    update = jit_step(step.training_step(model, optimizer, training.steps, training.microbatches), state)
     batch = shardings(models.batch_spec(model.layout), mesh)
     place = lambda tokens: jax.device_put(np.asarray(tokens, np.int32), batch)  # noqa: E731
     return Program(state, update, jax.jit(step.evaluation_step(model)), place, jax.random.key(training.seed + 1))
@@ -197,7 +197,7 @@ def explain(console: Console, settings: Settings, layout: Layout, mesh: Mesh) ->
     with jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"):
         model = models.abstract(settings.model, layout, mesh, training.dtype)
         state = step.abstract_state(model, optimizer, training.steps, mesh)
-        update: Any = jit_step(step.training_step(model, optimizer, training.steps), state)
+        update: Any = jit_step(step.training_step(model, optimizer, training.steps, training.microbatches), state)
         args = state, models.abstract_batch(layout, mesh, training.batch, training.length), models.abstract_key(mesh)
         show_tensors(console, settings, layout, mesh)
         with console.status("Compiling the training step …"):

@@ -263,9 +263,8 @@ def _backward(form: _Embed, ctx: Context, ids: jax.Array, g: jax.Array):
     if form.scaled is not None:
         raise PlanError(f"cannot differentiate the lookup '{given}': rows of an int8 table have no gradient.")
     steps, body = _gradient(form, ids.shape, ids.dtype.itemsize, ctx)
-    return None, run(
-        ctx, f"gradient of embed {given}", steps, body, (given.ids, given.rows), given.table.cotangent, ids, g
-    )
+    name, ins = f"gradient of embed {given}", (given.ids, given.rows)
+    return None, run(ctx, name, steps, body, ins, given.table.cotangent, ids, g)
 
 
 _embed = planned_op(_forward, _backward, lambda form: f"embed {form.given}")

@@ -57,6 +57,8 @@ class TrainingConfig:
     intact; --resume STEP continues from that of a step."""
     resume_step: int | None = None
     """The step of that checkpoint."""
+    microbatches: int = 1
+    """Parts of a batch that are computed one after the other, their gradients added: less memory, the same update."""
     non_finite: int = 0
     """Updates whose loss or gradient is not finite that may be skipped in all; one more ends the run."""
     seed: int = 0
@@ -68,7 +70,9 @@ class TrainingConfig:
 
     def __post_init__(self):
         faults: list[str] = []
-        positive(faults, steps=self.steps, batch=self.batch, length=self.length)
+        positive(faults, steps=self.steps, batch=self.batch, length=self.length, microbatches=self.microbatches)
+        if self.microbatches > 1 and self.batch % self.microbatches:
+            faults.append(f"microbatches must divide the batch, {self.batch}, but is {self.microbatches}.")
         not_negative(faults, seed=self.seed, validation_every=self.validation_every, save_every=self.save_every)
         not_negative(faults, sample_bytes=self.sample_bytes, non_finite=self.non_finite)
         positive(faults, keep=self.keep)

@@ -133,10 +133,12 @@ def _wrong_dimensions(line: Line, spec: Spec, key: Key) -> Fault:
 
 
 def _whole_faults(line: Line, spec: Spec, key: Key) -> Iterator[Fault]:
-    if spec.partial:
-        yield line.at_text(
-            f"{key.name} owes a partial sum, and a layout places whole tensors.", f"Write '{spec.without_partial()}'."
-        )
+    whole = spec.without_partial()
+    if spec.partial and line.section != "gradients":  # there a step adds gradients before it settles them
+        yield line.at_text(f"{key.name} owes a partial sum, and a layout places whole tensors.", f"Write '{whole}'.")
+    if spec.reduced:
+        fact = f"{key.name} says that its gradient is a partial sum, which stands with the gradient."
+        yield line.at_text(fact, f"Write '{whole}' here, and '{spec.cotangent}' in [gradients].")
     for dim in key.local:
         if spec.axes_of(dim):
             fact = f"dimension {dim} of {key.name} stays whole on every device, and is {_over(spec.axes_of(dim))}."

@@ -1,0 +1,87 @@
+"""Microbatches: a batch in parts, one after the other, whose gradients are added before anything settles them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.annotate.errors import SpecError
+from gspmd.annotate.spec import Spec
+from gspmd.lowerings.program import mapped
+
+Tree = Any
+Loss = Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """How a batch is split.
+
+    Every device splits its own sequences, so that nothing is sent; a microbatch has some of every device's.
+
+    Attributes:
+        count: number of microbatches.
+        batch: where a batch lies, `B_xL`.
+    """
+
+    count: int
+    batch: Spec
+
+    def split(self, tokens: jax.Array) -> jax.Array:
+        """Split tokens [B, L] into [M, B/M, L].
+
+        Raises:
+            SpecError: a device's sequences cannot be divided into so many parts.
+        """
+        mesh = jax.sharding.get_abstract_mesh().shape
+        devices = prod(mesh[axis] for axis in self.batch.axes[0])
+        if tokens.shape[0] % (devices * self.count):
+            of = f"{tokens.shape[0]} sequences over {devices} devices ('{self.batch}')"
+            raise SpecError(
+                f"cannot split a batch of {of} into {self.count} microbatches.\n"
+                f"  Each device splits its own: use a batch that is a multiple of {devices * self.count}."
+            )
+        parts = jax.P(None, *self.batch.partition_spec().partitions)
+        return mapped(lambda x: x.reshape(self.count, -1, *x.shape[1:]), self.batch.partition_spec(), parts)(tokens)
+
+    def value_and_gradients(
+        self, loss: Loss, specs: Tree, params: Tree, batch: jax.Array, key: jax.Array
+    ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Tree]:
+        """The mean over microbatches of the loss, of its figures and of its gradients.
+
+        Of a loss that is a mean over sequences or tokens, that is what the whole batch gives. Of experts it differs:
+        groups of tokens that span sequences, their capacity and the auxiliary losses are those of a microbatch, and
+        every microbatch has random draws of its own.
+
+        Args:
+            loss: (params, batch, key) -> (loss, dictionary of further figures).
+            specs: a spec per parameter, where the loss takes it.
+            params: there.
+            batch: [B, L].
+            key: random key.
+
+        Returns:
+            As `jax.value_and_grad` with `has_aux`; a gradient of `EF reduced-x` is a partial sum over x.
+        """
+
+        def share(params: Tree, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
+            figures = loss(params, tokens, key)
+            return figures[0] / self.count, figures
+
+        def add(total: Tree, part: tuple[jax.Array, jax.Array]) -> tuple[Tree, Any]:
+            tokens, number = part
+            drawn = jax.random.fold_in(key, number)
+            gradients, figures = jax.grad(share, has_aux=True)(params, tokens, drawn)
+            return jax.tree.map(jnp.add, total, gradients), figures
+
+        zeros = jax.tree.map(_zeros, specs, params, is_leaf=lambda leaf: isinstance(leaf, Spec))
+        total, figures = jax.lax.scan(add, zeros, (self.split(batch), jnp.arange(self.count)))
+        return jax.tree.map(lambda each: jnp.mean(each, axis=0), figures), total
+
+
+def _zeros(spec: Spec, leaf: jax.Array) -> jax.Array:
+    """Zeros in the type of a parameter's gradient, which may be a partial sum."""
+    return mapped(jnp.zeros_like, spec.partition_spec(), spec.cotangent.partition_spec())(leaf)

@@ -1,0 +1,106 @@
+"""The moves of a training step: parameters to where the loss takes them, gradients to the optimizer, and back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from gspmd.annotate.equation import Equation
+from gspmd.annotate.spec import Spec
+
+Tree = Any
+Reshard = Callable[..., jax.Array]
+"""Moves an array by an equation, and by a lowering if one is given, such as `gspmd.reshard`."""
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Functions that reshard parameters and gradients within a step.
+
+    If all layouts agree, nothing moves. If the optimizer shards further (ZeRO-1), parameters are sliced, gradients
+    sliced, or reduce-scattered if they are partial sums, and new parameters all-gathered.
+
+    Attributes:
+        to_loss: brings parameters to where the loss takes them.
+        gradients_to_optimizer: brings the gradients of what the loss took to the optimizer.
+        to_optimizer: brings parameters to the optimizer.
+        to_parameters: brings them back.
+        parameters: where parameters lie, and `loss` where the loss takes them, a spec each; None if nobody says.
+
+    Source: Rajbhandari et al., ZeRO (arXiv 1910.02054), section 5.
+    """
+
+    to_loss: Callable[[Tree], Tree] = lambda tree: tree
+    gradients_to_optimizer: Callable[[Tree], Tree] = lambda tree: tree
+    to_optimizer: Callable[[Tree], Tree] = lambda tree: tree
+    to_parameters: Callable[[Tree], Tree] = lambda tree: tree
+    parameters: Tree = field(default=None)
+    loss: Tree = field(default=None)
+
+    @property
+    def partial(self) -> bool:
+        """Whether some gradients are partial sums until they reach the optimizer."""
+        return any(spec.reduced for spec in jax.tree.leaves(self.loss, is_leaf=_is_spec))
+
+
+def plan_moves(
+    parameters: Tree, optimizer: Tree, reshard: Reshard, gradients: Tree | None = None, loss: Tree | None = None
+) -> Moves:
+    """Build the moves between trees of specs.
+
+    The gradient of a parameter that the loss takes as `EF reduced-x` is `EF partialsum-x`: microbatches, layers and
+    several uses add what is still partial, and one move settles it where the optimizer wants it.
+
+    Args:
+        parameters: a spec per parameter.
+        optimizer: a spec per parameter, for the optimizer's state; the same dimensions.
+        reshard: moves an array by an equation, such as `gspmd.reshard`.
+        gradients: a spec per parameter, for its gradient on its way to the optimizer; None, or the parameter's own,
+            for the straight way.
+        loss: a spec per parameter, where the loss takes it; None for where it lies.
+
+    Example:
+        >>> specs = [{"w": Spec.parse(text)} for text in ("EF", "E_xF", "EF reduced-x")]
+        >>> moves = plan_moves(*specs[:2], reshard=lambda x, equation, **_: print(equation), loss=specs[2])
+        >>> moves.to_loss({"w": 0}), moves.gradients_to_optimizer({"w": 0}), moves.to_parameters({"w": 0})
+        EF -> EF reduced-x
+        EF partialsum-x -> E_xF
+        E_xF -> EF
+        ({'w': None}, {'w': None}, {'w': None})
+    """
+    loss = parameters if loss is None else loss
+    given = _map(lambda spec: spec.cotangent, loss)
+    by = _map(_on_the_way, parameters, parameters if gradients is None else gradients, given)
+    first, then = _mover(given, by, reshard), _mover(by, optimizer, reshard)
+    return Moves(
+        _mover(parameters, loss, reshard),
+        lambda tree: then(first(tree)),
+        _mover(parameters, optimizer, reshard),
+        _mover(optimizer, parameters, reshard),
+        parameters,
+        loss,
+    )
+
+
+def _on_the_way(parameter: Spec, gradient: Spec, given: Spec) -> Spec:
+    return given if gradient == parameter else gradient
+
+
+def _mover(sources: Tree, targets: Tree, reshard: Reshard) -> Callable[[Tree], Tree]:
+    def move(source: Spec, target: Spec, leaf: jax.Array) -> jax.Array:
+        if source == target:
+            return leaf
+        # Asked to settle a sum into shards, compilers may send it whole, and slice: twice the bytes.
+        options = {"lowering": "blocking"} if source.partial else {}
+        return reshard(leaf, Equation.move(source, target), **options)
+
+    return lambda tree: _map(move, sources, targets, tree)
+
+
+def _map(f: Callable, *trees: Tree) -> Tree:
+    return jax.tree.map(f, *trees, is_leaf=_is_spec)
+
+
+def _is_spec(leaf: object) -> bool:
+    return isinstance(leaf, Spec)
