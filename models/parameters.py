@@ -76,36 +76,6 @@ def gradient_specs(config: ModelConfig, layout: Any) -> dict[str, Spec]:
     return {path: row.spec for path, row in _rows(config, layout, layout.gradient)}
 
 
-def loss_specs(config: ModelConfig, layout: Any, microbatches: int = 1) -> dict[str, Spec]:
-    """Return path to the spec in which the loss takes a parameter: `EF reduced-x` if its gradient stays a partial sum.
-
-    It does where [gradients] of the layout says so; with several microbatches, over all mesh axes that shard the batch
-    and the length and not the parameter, so that it is reduced once.
-    """
-    own, gradients = parameters(config, layout), gradient_specs(config, layout)
-
-    def taken(row: Parameter, gradient: Spec) -> Spec:
-        if gradient.partial:
-            return gradient.cotangent
-        axes = _summed_axes(config, layout, row.key) - row.spec.used if microbatches > 1 else set()
-        return row.spec.with_partial(tuple(axes)).cotangent
-
-    return {path: taken(row, gradients[path]) for path, row in own.items()}
-
-
-def _summed_axes(config: ModelConfig, layout: Any, key: str) -> set[str]:
-    """The mesh axes that shard the rows, tokens or slots, over which a parameter's gradient is summed."""
-    rows = {"router": ["moe.groups"], "router_noise": ["moe.groups"], "w_in": ["moe.expert_input"]}
-    rows |= {"w_gate": rows["w_in"], "w_out": rows["w_in"]}
-    section, _, name = key.partition(".")
-    of_section = {"embedding": ["embedding.tokens"], "output": ["output.logits"]}
-    of_section["embedding"] += of_section["output"] * config.tied
-    held = rows.get(name) if section == "moe" else of_section.get(section)
-    specs = [layout.spec(each) for each in held or ["attention.residual", "ffn.residual"]]
-    each = [{axis for dim in "BLG" if dim in spec.dims for axis in spec.axes_of(dim)} for spec in specs]
-    return set.intersection(*each)
-
-
 def initialise(rows: Mapping[str, Parameter], mesh: jax.sharding.Mesh, key: jax.Array) -> dict[str, jax.Array]:
     """Draw every parameter with its sharding: no device ever holds more than its own shards.
 

@@ -19,7 +19,7 @@ from gspmd.training.state import TrainState, abstract_initial, initial
 from gspmd.training.step import Microbatches, Step, make_step, plan_moves
 
 from .objective import batch_spec, loss
-from .parameters import gradient_specs, loss_specs, nested, optimizer_specs, parameter_specs, parameters
+from .parameters import gradient_specs, nested, optimizer_specs, parameter_specs
 from .transformer import Transformer, arrays, with_arrays
 
 Parameters = Mapping[str, jax.Array]
@@ -28,8 +28,8 @@ Parameters = Mapping[str, jax.Array]
 def training_step(model: Transformer, optimizer: OptimizerConfig, steps: int, microbatches: int = 1) -> Step:
     """Build one update, not compiled: (state, batch, key) -> (state, metrics).
 
-    Gradients that the layout's [gradients] has as partial sums are settled once, on their way to where [optimizer] has
-    them, however many microbatches, layers and uses of a parameter add to them.
+    A gradient is reduced once, by the move that brings it to where [optimizer] has it, if the layout's [gradients] has
+    it as a partial sum, or if there are several microbatches (see `Layout.for_loss`).
 
     Args:
         model: a model, possibly abstract; only its config, layout and dtype are used.
@@ -45,11 +45,8 @@ def training_step(model: Transformer, optimizer: OptimizerConfig, steps: int, mi
     """
     specs = {path: spec for path, (spec, _) in parameter_specs(model.config, model.layout).items()}
     kept, gradients = optimizer_specs(model.config, model.layout), gradient_specs(model.config, model.layout)
-    taken = loss_specs(model.config, model.layout, microbatches)
-    keys = {path: row.key for path, row in parameters(model.config, model.layout).items()}
-    layout = model.layout.override(
-        {keys[path]: spec.without("N") if "N" in spec.dims else spec for path, spec in taken.items()}
-    )
+    layout = model.layout.for_loss(microbatches)
+    taken = {path: spec for path, (spec, _) in parameter_specs(model.config, layout).items()}
 
     def of_parameters(params: Parameters, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         return loss(Transformer(model.config, layout, nested(params), model.dtype), tokens, key=key)

@@ -6,7 +6,8 @@
     operand  = spec | "(" spec { "," spec } ")"
     spec     = { dim } [ sum ]
     dim      = "A".."Z" [ "_" ( axes | "?" ) ]
-    sum      = ( "partialsum-" | "reduced-" ) axes | "(" sum ")"
+    sum      = word axes | "(" word axes ")"
+    word     = "partialsum-" | "reduced-"
     axes     = letter { letter } | "{" name { "," name } "}"
 
 It raises ValueError at the first thing that is wrong, and does not explain it. As in CPython, a second parser, in

@@ -71,6 +71,51 @@ Their keys are quoted keys of the parts above, as in `[optimizer]` `"ffn.w_in" =
 The cache has one key, `"attention.key"`, with dimensions BTKD. `[lowering]` names the lowering of a part, or of
 all of them as `default`: {lowerings}. It goes before the default of whoever calls.
 
+## Microbatches and partial gradients
+
+Where the batch is sharded over mesh axis x and a weight is not, the weight's gradient is a sum over x. A gradient that
+[gradients] has as a partial sum, `"ffn.w_in" = "EF partialsum-x"`, is not settled where it arises: the loss takes the
+weight as `EF reduced-x` ([notation.md](notation.md)), layers, microbatches and both uses of a tied table add to it,
+and one move brings it to where [optimizer] has it. `zero-2` is such a layout: its one reduce-scatter for each weight and
+step takes the place of an all-reduce for each use.
+
+Several microbatches (`training.microbatches`, `--microbatches 4`) split the batch on each device, and compute its parts
+one after the other. The loss, its figures and the update are those of the whole batch. Of experts they differ where
+groups of tokens span sequences: groups, their capacity and auxiliary losses are those of a microbatch; and every
+microbatch has random draws of its own. With several of them every layout's gradients stay partial sums until the end of
+the step, over all mesh axes that shard the batch, the length or the token groups and not the parameter; those of
+parameters that are themselves gathered, as in `zero-3`, are reduced once for each microbatch.
+
+```python
+import gspmd
+
+layout = gspmd.Layout.load("megatron-1d").override({{"gradients.ffn.w_in": "EF_yz partialsum-x"}})
+print(layout.for_loss()["ffn.w_in"], layout.for_loss()["ffn.w_out"], layout.for_loss(microbatches=4)["ffn.w_out"])
+sizes, mesh = {{"B": 8, "L": 128, "E": 64, "F": 256}}, {{"x": 2, "y": 4, "z": 1}}
+used = gspmd.plan("B_xLE, EF_yz reduced-x -> B_xLF_yz", sizes, mesh, dtype="float32")
+settled = gspmd.plan("EF_yz partialsum-x -> E_xF_yz", sizes, mesh, dtype="float32")
+print([step.kind for step in used.gradients[1].steps], [(step.kind, step.wire_bytes) for step in settled.steps])
+```
+
+```
+EF_yz reduced-x F_yzE F_yzE reduced-x
+['einsum'] [('reduce-scatter', 8192)]
+```
+
+A partial gradient is as large as its parameter on each device until it is settled. That is the price: of the three
+ZeRO layouts only `zero-3`, which reduces what it gathered, never holds a whole gradient. What a device keeps from step to
+step, with the gradients that the optimizer takes, in bytes for each float32 parameter over d devices:
+
+| layout | parameters | gradients | optimizer | all |
+| --- | --- | --- | --- | --- |
+| `data-parallel` | 4 | 4 | 8 | 16 |
+| `zero-1` | 4 | 4 | 8/d | 8 + 8/d |
+| `zero-2` | 4 | 4/d | 8/d | 4 + 12/d |
+| `zero-3` | 4/d | 4/d | 8/d | 16/d |
+
+Partial sums are types, which Auto mesh axes do not have: there the step computes, and settles, its gradients under
+Explicit axes of the same mesh.
+
 ## Alternatives by size
 
 A key may hold a list of specs, of which sizes and mesh choose one: a small batch fills fewer mesh axes than a large

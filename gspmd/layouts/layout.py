@@ -16,7 +16,7 @@ from gspmd.layouts.rules.check import faults_of, mesh_faults, resolved
 from gspmd.layouts.rules.keys import PHASES
 from gspmd.layouts.rules.padding import padded, padding_faults
 from gspmd.layouts.section import Section
-from gspmd.layouts.storage import position_specs, stored_specs
+from gspmd.layouts.storage import loss_specs, position_specs, stored_specs
 from gspmd.lowerings.default import checked
 
 
@@ -124,6 +124,18 @@ class Layout(KeyedTable):
         'B_xLE'
         """
         return self.override(position_specs(self.table))
+
+    def for_loss(self, microbatches: int = 1) -> "Layout":
+        """Return this layout with parameters as a training step's loss takes them: `EF reduced-x` for some.
+
+        The gradient of such a parameter stays a partial sum while layers, microbatches and several uses of it add to
+        it. It does where [gradients] says so; with several microbatches, also of every parameter and over all mesh axes
+        that shard the batch, the length or the token groups and not the parameter.
+
+        >>> Layout.load("zero-2").for_loss()["ffn.w_in"], Layout.load("megatron-1d").for_loss(2)["ffn.w_in"]
+        ('EF reduced-xyz', 'EF_yz reduced-x')
+        """
+        return self.override(loss_specs(self, microbatches))
 
     def lowered(self, name: str) -> "Layout":
         """Return this layout with one lowering for all parts."""

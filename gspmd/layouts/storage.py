@@ -1,4 +1,4 @@
-"""One set of stored weights for two layouts, and a layout of single positions."""
+"""A layout for another purpose: what it stores for another one, of single positions, as a loss takes parameters."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -61,3 +61,27 @@ def _one_position(text: str, kind: str) -> str:
         return ", ".join(map(str, whole_length(via).specs)) if sharded else text
     spec = Spec.parse(text)
     return str(spec.with_axes("L", ())) if "L" in spec.dims and spec.axes_of("L") else text
+
+
+def loss_specs(layout: Any, microbatches: int) -> dict[str, Spec]:
+    """Where the loss of a training step takes each parameter; see `Layout.for_loss`."""
+    specs = {}
+    for key, text in _parameters(layout):
+        own, gradient = Spec.parse(text), Spec.parse(layout.gradient(key))
+        summed = _axes_of_rows(layout, key) - own.used if microbatches > 1 else ()
+        specs[key] = (gradient if gradient.partial else own.with_partial(tuple(summed))).cotangent
+    return specs
+
+
+def _axes_of_rows(layout: Any, key: str) -> set[str]:
+    """The mesh axes that shard the rows, tokens or slots, over which a parameter's gradient is summed."""
+    of_section = {
+        "embedding": ["embedding.tokens", "output.logits"],  # of a tied table, both
+        "output": ["output.logits"],
+        "moe": ["moe.groups"] if key.startswith("moe.router") else ["moe.expert_input"],
+    }
+    of_blocks = ["attention.residual", "ffn.residual"]
+    names = of_blocks if key.startswith("moe.shared") else of_section.get(key.partition(".")[0], of_blocks)
+    specs = [layout.spec(name) for name in names]
+    axes = [{axis for dim in spec.dims if dim in "BLG" for axis in spec.axes_of(dim)} for spec in specs]
+    return set.intersection(*axes)

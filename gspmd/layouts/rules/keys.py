@@ -23,7 +23,7 @@ OVERRIDES = {
     "gradients": (
         "the gradient of a parameter, on its way to the optimizer; as the parameter when absent. The training step "
         "takes a gradient where its parameter lies, brings it here, and from here to where [optimizer] says "
-        "(`gspmd_models.gradient_specs`)."
+        "(`gspmd_models.gradient_specs`). A spec that ends in `partialsum-` settles nothing on the way, see below."
     ),
     "prefill": (
         'any tensor, while a prompt is read: `Layout.phase("prefill")`, in which `gspmd_models.Generator` reads. '
