@@ -76,7 +76,7 @@ all of them as `default`: {lowerings}. It goes before the default of whoever cal
 Where the batch is sharded over mesh axis x and a weight is not, the weight's gradient is a sum over x. A gradient that
 [gradients] has as a partial sum, `"ffn.w_in" = "EF partialsum-x"`, is not settled where it arises: the loss takes the
 weight as `EF reduced-x` ([notation.md](notation.md)), layers, microbatches and both uses of a tied table add to it,
-and one move brings it to where [optimizer] has it. `zero-2` is such a layout: its one reduce-scatter for each weight and
+and one move brings it to where [optimizer] has it. `zero-2` is such a layout: one reduce-scatter for each weight and
 step takes the place of an all-reduce for each use.
 
 Several microbatches (`training.microbatches`, `--microbatches 4`) split the batch on each device, and compute its parts
@@ -103,8 +103,8 @@ EF_yz reduced-x F_yzE F_yzE reduced-x
 ```
 
 A partial gradient is as large as its parameter on each device until it is settled. That is the price: of the three
-ZeRO layouts only `zero-3`, which reduces what it gathered, never holds a whole gradient. What a device keeps from step to
-step, with the gradients that the optimizer takes, in bytes for each float32 parameter over d devices:
+ZeRO layouts only `zero-3`, which reduces what it gathered, never holds a whole gradient. What a device keeps from step
+to step, with the gradients that the optimizer takes, in bytes for each float32 parameter over d devices:
 
 | layout | parameters | gradients | optimizer | all |
 | --- | --- | --- | --- | --- |
