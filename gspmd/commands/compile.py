@@ -36,7 +36,7 @@ DEFAULT = configs.find("palm-8b")
 
 @dataclass(frozen=True)
 class File:
-    """The tables that a configuration file may have; of [training] the batch and the length count here."""
+    """The tables that a configuration file may have; of [training] batch, length and microbatches count here."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -59,6 +59,8 @@ class Settings:
     """Sequences, over all devices."""
     length: int = 256
     """Tokens of a sequence; of a prefill, those that it reads at once."""
+    microbatches: int = 1
+    """Parts of a training step's batch, as of `gspmd train`."""
     room: int = 0
     """Tokens that a row of the cache has room for; 0 for --length."""
     prefill_layout: str = ""
@@ -113,13 +115,13 @@ def parse(argv: Sequence[str], script: str = "") -> Settings:
     name = early.parse_known_args(list(argv))[0].config
     file = load_toml(File, configs.find(name))
     default = Settings(
-        name, batch=file.training.batch, length=file.training.length,
+        name, batch=file.training.batch, length=file.training.length, microbatches=file.training.microbatches,
         model=file.model, optimizer=file.optimizer, sharding=file.sharding,
     )  # fmt: skip
     prog, description = configs.called(__doc__, "gspmd compile", script)
     settings = command.parse_flags(Settings, argv, default, description, prog)
     faults: list[str] = []
-    positive(faults, batch=settings.batch, length=settings.length)
+    positive(faults, batch=settings.batch, length=settings.length, microbatches=settings.microbatches)
     if settings.room < 0 or 0 < settings.room < settings.length:
         faults.append(f"--room has to be 0, or at least --length {settings.length}, not {settings.room}.")
     if settings.phase not in ("prefill", "decode"):
@@ -227,7 +229,7 @@ def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tupl
         return step.forward_step(model), (models.arrays(model), tokens), {}
     state = step.abstract_state(model, settings.optimizer, 1000, mesh)
     batch = models.abstract_batch(layout, mesh, settings.batch, settings.length)
-    update = step.training_step(model, settings.optimizer, 1000)
+    update = step.training_step(model, settings.optimizer, 1000, settings.microbatches)
     return update, (state, batch, models.abstract_key(mesh)), {"donate_argnums": (0,)}
 
 

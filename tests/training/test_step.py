@@ -6,11 +6,12 @@ import numpy as np
 import optax
 import pytest
 
-from gspmd.annotate import Spec
+import gspmd
+from gspmd.annotate import Spec, SpecError
 from gspmd.training.config import OptimizerConfig
 from gspmd.training.optimizer import adamw, schedule
 from gspmd.training.state import abstract, abstract_initial, initial, shardings
-from gspmd.training.step import Moves, jit_step, make_step, plan_moves
+from gspmd.training.step import Microbatches, Moves, jit_step, make_step, plan_moves
 
 CONFIG = OptimizerConfig(learning_rate=0.1, clip=0.5)
 
@@ -129,3 +130,43 @@ def test_the_first_state_is_known_before_it_is_made(make_mesh):
         made = abstract(initial(params, transform, mesh, optimizer))
         assert abstract_initial(abstract(params), transform, mesh, optimizer) == made
     assert made.optimizer[0].mu["w"].sharding.spec == jax.P(("x", "y"), None)
+
+
+def test_each_device_splits_its_own_sequences(make_mesh, axis_type):
+    tokens = np.arange(24).reshape(8, 3)
+    with jax.set_mesh(make_mesh({"x": 2}, axis_type)):
+        parts = Microbatches(2, Spec.parse("B_xL")).split(gspmd.annotate(tokens, "B_xL"))
+        assert parts.sharding.spec == jax.P(None, "x", None)
+    np.testing.assert_array_equal(parts, tokens.reshape(2, 2, 2, 3).swapaxes(0, 1).reshape(2, 4, 3))
+
+
+def test_microbatches_that_do_not_divide_are_one_error(make_mesh):
+    with jax.set_mesh(make_mesh({"x": 2})), pytest.raises(SpecError) as error:
+        Microbatches(3, Spec.parse("B_xL")).split(gspmd.annotate(np.ones((8, 3)), "B_xL"))
+    assert str(error.value) == (
+        "cannot split a batch of 8 sequences over 2 devices ('B_xL') into 3 microbatches.\n"
+        "  Each device splits its own: use a batch that is a multiple of 6."
+    )
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_the_mean_over_microbatches_is_that_of_the_whole_batch(make_mesh, kind):
+    """Of gradients that are partial until they reach the optimizer, and of others."""
+    mesh, batch = make_mesh({"x": 2, "y": 2}, kind), np.arange(64.0, dtype=np.float32).reshape(8, 8) % 5
+    own = {"w": Spec.parse("E_yF"), "b": Spec.parse("E")}
+    transform, figures = adamw(CONFIG, 5), []
+    for count, w in ((1, own["w"]), (2, Spec.parse("E_yF reduced-x"))):
+
+        def mean(params, batch, key, w=w):
+            scaled = gspmd.einsum("B_xE, E -> B_xE", batch, params["b"])
+            hidden = gspmd.einsum(f"B_xE, {w} -> B_xF", scaled, params["w"])
+            return gspmd.reshard(hidden * hidden, "B_xF -> ") / hidden.shape[0], {}
+
+        with jax.set_mesh(mesh):
+            state = initial(jax.device_put(begin(), shardings(own, mesh)), transform, mesh)
+            moves = plan_moves(own, own, gspmd.reshard, loss=own | {"w": w})
+            split = Microbatches(count, Spec.parse("B_xE"))
+            step = make_step(mean, transform, schedule(CONFIG, 5), moves=moves, microbatches=split)
+            found = jax.jit(step)(state, gspmd.annotate(batch, "B_xE"), jax.random.key(0))[1]
+        figures.append([float(found["loss"]), float(found["gradient_norm"])])
+    np.testing.assert_allclose(*figures, rtol=1e-6)
