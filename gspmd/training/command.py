@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,10 +21,10 @@ from gspmd import host
 from gspmd.annotate.errors import LayoutError, PlanError, SpecError
 from gspmd.display import console as printing
 from gspmd.display.units import amount_of_bytes
-from gspmd.layouts import Layout
 from gspmd.training.checkpoints import load_settings, newest
 from gspmd.training.choices import REGISTRY
-from gspmd.training.config import ShardingConfig, TrainingConfig, parse_mesh
+from gspmd.training.config import TrainingConfig
+from gspmd.training.flags import parse_relayout
 from gspmd.training.run.folder import newest_run
 from gspmd.training.run.guard import Diverged
 from gspmd.training.run.loop import Unwritable
@@ -50,8 +51,9 @@ def parse(
     Args:
         cls: a dataclass of settings.
         argv: the flags. `--config FILE` names the TOML file. `--resume` without it starts from the settings of the run,
-            without its platform and devices, its mesh if `--devices` is given, and its `--set` if `--layout` or `--set`
-            is. `--resume STEP` is `--resume --resume-step STEP`.
+            without its platform and devices, its meshes if `--devices` is given, its `--set` if `--layout` or `--set`
+            is, and its changes of layout if `--layout` or `--relayout` is. `--resume STEP` is `--resume --resume-step
+            STEP`.
         default: the TOML file if neither is given.
         find: from the name in --config or `default` to the path of the TOML file.
         description: for --help.
@@ -65,7 +67,7 @@ def parse(
     early.add_argument("--config", nargs="?")
     early.add_argument("--out", nargs="?")
     early.add_argument("--resume", action="store_true")
-    for flag in ("--devices", "--layout", "--set"):
+    for flag in ("--devices", "--layout", "--set", "--relayout"):
         early.add_argument(flag, nargs="?", const="")
     known, _ = early.parse_known_args(argv)
     if known.config:
@@ -203,36 +205,6 @@ def _memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def make_mesh(
-    sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int], *, host_devices: int = 8
-) -> jax.sharding.Mesh:
-    """Start the backend and make the mesh, with every axis of the layout.
-
-    Args:
-        sharding: the requested mesh or number of devices; None for all devices.
-        layout: factors devices into a mesh that divides the sizes, if no mesh is given.
-        sizes: of the model's dimensions, as for `Layout.check`.
-        host_devices: how many fake devices a CPU has if neither a mesh nor their number is requested.
-
-    Raises:
-        ConfigError: mesh and number of devices contradict each other.
-        HostError, LayoutError: the devices are not available, or the mesh does not fit the layout or the sizes.
-    """
-    given = layout.complete_mesh(parse_mesh(sharding.mesh)) if sharding.mesh else None
-    wanted = math.prod(given.values()) if given else sharding.devices
-    if sharding.devices not in (None, wanted):
-        fault = f"it has {wanted} devices, but --devices asks for {sharding.devices}. Leave one of the two out."
-        raise ConfigError(f"cannot use mesh {sharding.mesh!r}:", [fault])
-    if given:
-        layout.check(sizes, given)
-    elif wanted:  # raises before the devices are started
-        given = layout.mesh_for(wanted, sizes)
-    devices = host.start(wanted, sharding.platform, host_devices=host_devices)
-    shape = given or layout.mesh_for(len(devices), sizes)
-    kind = jax.sharding.AxisType.Explicit if sharding.axis_types == "explicit" else jax.sharding.AxisType.Auto
-    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(kind,) * len(shape), devices=devices)
-
-
 def _spelled_out(argv: Sequence[str]) -> list[str]:
     """Flags with `--resume STEP` and `--resume=STEP` written as the two settings that they are.
 
@@ -253,8 +225,12 @@ def _carried_over(settings: dict[str, Any], given: Mapping[str, str | None]) -> 
         dropped.add("mesh")
     if given["layout"] is not None or given["set"] is not None:
         dropped.add("set")
-    sharding = settings.get("sharding", {})
-    return settings | {"sharding": {name: value for name, value in sharding.items() if name not in dropped}}
+    training, sharding = dict(settings.get("training", {})), settings.get("sharding", {})
+    changes = [parse_relayout(change) for change in training.pop("relayout", ())]
+    if given["layout"] is None and given["relayout"] is None:
+        training["relayout"] = [str(each if given["devices"] is None else replace(each, mesh="")) for each in changes]
+    kept = {name: value for name, value in sharding.items() if name not in dropped}
+    return settings | {"training": training, "sharding": kept}
 
 
 def _resume_command(out: Path, called: str) -> str:

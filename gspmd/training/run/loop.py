@@ -4,12 +4,13 @@ import math
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-import grain
 import jax
 import numpy as np
 from rich.console import Console
@@ -20,6 +21,7 @@ from gspmd.training.config import TrainingConfig
 from gspmd.training.data.split import count_of
 from gspmd.training.reporting.metrics import Display, Metrics
 from gspmd.training.run.guard import Diverged, Guard
+from gspmd.training.run.relayout import move
 from gspmd.training.run.signals import Interrupted, Stop
 from gspmd.training.state import TrainState
 
@@ -53,6 +55,7 @@ class Program:
         evaluate: (params, batch) -> mean cross-entropy in nats.
         place: puts a batch of tokens, integers [B, L+1], onto the devices.
         key: the random key that the key of every step is folded from, so that nothing random depends on a resume.
+        context: entered wherever the other functions are called, such as that of an `Arrangement`.
     """
 
     state: TrainState
@@ -60,11 +63,12 @@ class Program:
     evaluate: Evaluate
     place: Place
     key: jax.Array
+    context: Callable[[], AbstractContextManager] = nullcontext
 
 
 def fit(
     config: TrainingConfig,
-    program: Program,
+    program: Program | Mapping[int, Callable[[], Program]],
     corpus: data.Corpus,
     out: Path,
     console: Console,
@@ -74,7 +78,8 @@ def fit(
 
     Args:
         config: how long, and how often to validate and save.
-        program: the functions and the initial state.
+        program: the functions and the initial state. For a run that changes its layout, what makes them, by the step
+            after which they are in force, 0 for the first: there the state is moved to the shardings of the next one.
         corpus: the text.
         out: an existing folder.
         console: where progress is shown.
@@ -90,25 +95,28 @@ def fit(
         OSError: `out` can no longer be written; complete checkpoints stay intact. A save that fails is noticed at the
             next step.
     """
-    batches = corpus.batches(config.batch, config.length, config.seed)
-    random = {"key": jax.random.key_data(program.key).tolist(), "rng": str(jax.random.key_impl(program.key))}
-    stream = data.stream(corpus, config) | random
+    programs = program if isinstance(program, Mapping) else {0: lambda: program}
     with Stop() as stop, Checkpoints(out, keep=config.keep) as checkpoints:
-        state, resumed_at, skipped = program.state, None, 0
+        resumed_at, position, skipped = None, None, 0
         if config.resume:
             tell = partial(console.print, markup=False, soft_wrap=True)
-            state, saved = checkpoints.restore(state, config.resume_step, tell)
+            resumed_at = checkpoints.intact(config.resume_step, tell)
+        program = programs[max(step for step in programs if step <= (resumed_at or 0))]()
+        random = {"key": jax.random.key_data(program.key).tolist(), "rng": str(jax.random.key_impl(program.key))}
+        stream, state = data.stream(corpus, config) | random, program.state
+        if resumed_at is not None:
+            state, saved = checkpoints.restore(state, resumed_at)
             data.check_stream(saved["stream"], stream)
-            batches.set_state(saved["position"])
-            resumed_at, skipped = int(state.step), saved["skipped"]
+            position, skipped = saved["position"], saved["skipped"]
             console.print(f"Resumed from step {resumed_at}.")
         checkpoints.continue_from(resumed_at or 0)
         save_settings(out, settings or {})
         with Metrics(out, resumed_at=resumed_at) as metrics:
             guard = Guard(config.non_finite, skipped, console)
-            run = _Run(config, program, corpus, stream, out, console, checkpoints, metrics, stop, guard)
-            state = run.train(state, batches)
-            run.finish(state)
+            run = _Run(config, program, corpus, stream, out, console, checkpoints, metrics, stop, guard, position)
+            state = run.train(state, programs)
+            with run.program.context():
+                run.finish(state)
     return state
 
 
@@ -124,22 +132,36 @@ class _Run:
     metrics: Metrics
     stop: Stop
     guard: Guard
+    position: dict[str, Any] | None
 
-    def train(self, state: TrainState, batches: grain.DatasetIterator) -> TrainState:
+    def train(self, state: TrainState, programs: Mapping[int, Callable[[], Program]]) -> TrainState:
+        """Train in one program after another, and move the state between them."""
         begin = int(state.step)
         if begin >= self.config.steps:
             self.console.print(f"All {self.config.steps} steps are done.")
             return state
-        position = batches.get_state()
+        changes = sorted(step for step in programs if begin < step < self.config.steps)
+        for first, last in pairwise([begin, *changes, self.config.steps]):
+            if first in changes:
+                self.program = programs[first]()
+                state = move(state, self.program.state)
+            with self.program.context():
+                state = self._train(state, first, last)
+        return state
+
+    def _train(self, state: TrainState, begin: int, end: int) -> TrainState:
+        batches = self.corpus.batches(self.config.batch, self.config.length, self.config.seed)
+        if self.position is not None:
+            batches.set_state(self.position)
         batch = self.program.place(next(batches))
         step = self._compile(state, batch)
         with Display(self.console, self.config.steps, begin) as display:
             before = time.perf_counter()
-            for number in range(begin + 1, self.config.steps + 1):
+            for number in range(begin + 1, end + 1):
                 state, figures = step(state, batch, self.program.key)
-                position = batches.get_state()
-                # Transfer the next batch while the devices compute this one.
-                batch = self.program.place(next(batches))
+                self.position = batches.get_state()
+                if number < end:  # Transfer the next batch while the devices compute this one.
+                    batch = self.program.place(next(batches))
                 row = self._row(jax.device_get(figures))
                 now = time.perf_counter()
                 row["tokens_per_second"] = self.config.batch * self.config.length / (now - before)
@@ -154,7 +176,7 @@ class _Run:
                 self.metrics.write(number, row)
                 display.update(number, row)
                 if (stopping := self.stop.agreed()) or last or _due(number, self.config.save_every):
-                    run = {"stream": self.stream, "position": position, "skipped": self.guard.skipped}
+                    run = {"stream": self.stream, "position": self.position, "skipped": self.guard.skipped}
                     self.checkpoints.save(state, run)
                 if stopping:
                     self.interrupt(number)
