@@ -12,7 +12,6 @@ Figures, events, checkpoints and pictures go to --out.
 import json
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import numpy as np
 import tyro
 from jax.sharding import Mesh
 from rich.console import Console
@@ -32,7 +30,17 @@ from gspmd.commands import configs
 from gspmd.display import console as printing
 from gspmd.display.units import amount_of_flops
 from gspmd.layouts import Layout
-from gspmd.training import ConfigError, OptimizerConfig, Program, ShardingConfig, TrainingConfig, command, data, fit
+from gspmd.training import (
+    ConfigError,
+    OptimizerConfig,
+    Program,
+    ShardingConfig,
+    TrainingConfig,
+    command,
+    data,
+    fit,
+    processes,
+)
 from gspmd.training.arrangement import Arrangement, arrange
 from gspmd.training.reporting import report
 from gspmd.training.run.folder import choose_out
@@ -40,6 +48,8 @@ from gspmd.training.run.relayout import check_same_form
 from gspmd.training.state import TrainState, shardings
 from gspmd.training.step import jit_step
 from gspmd_models import ModelConfig, checkpoints, step
+
+CALLED = "gspmd train"
 
 
 @dataclass(frozen=True)
@@ -71,24 +81,22 @@ def run(argv: Sequence[str], script: str = "") -> int:
         argv: the flags.
         script: the file in scripts/ that runs it instead, for the help and for what resumes a run.
     """
-    return command.guarded(partial(main, script=script), argv, called="" if script else "gspmd train")
+    called, errors = "" if script else CALLED, (checkpoints.CheckpointError,)
+    return command.guarded(partial(main, script=script), argv, called, errors)
 
 
 def main(argv: Sequence[str], script: str = "") -> int:
-    """Read the settings, and train; what a checkpoint lacks is one message."""
+    """Read the settings, and train."""
     prog, description = configs.called(__doc__, "gspmd train", script)
     # A checkpoint is trained further at other rates than random weights.
     default = "finetune" if any(flag.split("=")[0] == "--from" for flag in argv) else "default"
     settings = command.parse(Settings, argv, default=default, find=configs.find, prog=prog, description=description)
-    try:
-        train(of_checkpoint(settings, argv))
-    except checkpoints.CheckpointError as error:
-        print(f"CheckpointError: {error}", file=sys.stderr)
-        return 2
+    processes.join(settings.sharding.distributed)
+    train(of_checkpoint(settings, argv), "" if script else CALLED)
     return 0
 
 
-def train(settings: Settings) -> None:
+def train(settings: Settings, called: str = CALLED) -> None:
     """Check everything that can be checked without compiling, and train."""
     training, sharding = settings.training, settings.sharding
     tokenizer = checkpoints.tokenizer(training.tokenizer) if training.tokenizer else None
@@ -99,7 +107,7 @@ def train(settings: Settings) -> None:
         fault = f"the tokenizer has no token for {training.prompt!r}; give another --prompt, or --sample-bytes 0."
         raise ConfigError("cannot begin the generated text:", [fault])
     arrangements = arrange(training, sharding, settings.model.sizes(training.batch, training.length))
-    console = printing.console(120)
+    console = printing.console(120) if processes.first() else Console(quiet=True)
     show_run(console, settings, arrangements)
     states = [abstract_state(settings, arrangement) for arrangement in arrangements]
     check_same_form([*zip(map(str, arrangements), states)])
@@ -109,17 +117,17 @@ def train(settings: Settings) -> None:
         return
     for arrangement, state in zip(arrangements, states):
         if arrangement.mesh.devices.flat[0].platform == "cpu":  # its memory is that of this machine
-            command.check_memory(state, arrangement.mesh.size)
+            command.check_memory(state, len(arrangement.mesh.local_devices))
     corpus = data.load(
         training.data, fraction=training.validation_fraction, tokenizer=tokenizer, field=training.data_field,
         cache=training.data_cache, console=console,
     )  # fmt: skip
     data.check_size(corpus, training.batch, training.length)
-    out = choose_out(training.out, resume=training.resume, step=training.resume_step)
+    out = processes.agreed(lambda: choose_out(training.out, resume=training.resume, step=training.resume_step))
     console.print(f"Text: {corpus.describe()}.\nOut: {out}", soft_wrap=True, markup=False)
     programs = {each.after: partial(make_program, console, settings, each) for each in arrangements}
-    with command.interrupts(out):
-        if tokenizer:
+    with command.interrupts(out, called):
+        if tokenizer and processes.first():
             keep_tokenizer(out / "tokenizer", tokenizer, settings.checkpoint)
         state = fit(training, programs, corpus, out, console, command.kept_settings(settings))
         last = arrangements[-1]
@@ -127,7 +135,10 @@ def train(settings: Settings) -> None:
             trained = models.with_arrays(abstract_model(settings, last), state.params)
             text = partial(sample, training, trained, tokenizer) if training.sample_bytes else None
             name = f"{out.resolve().name} · {in_short(settings, last)}"
-            report.finish(console, out, name, training.prompt, text)
+            if processes.first():
+                report.finish(console, out, name, training.prompt, text)
+            elif text:
+                text()  # a program of all processes
 
 
 def of_checkpoint(settings: Settings, argv: Sequence[str]) -> Settings:
@@ -195,12 +206,12 @@ def make_program(console: Console, settings: Settings, arrangement: Arrangement)
                 state = step.initial_state(begun, settings.optimizer, training.steps, mesh)
             update = jit_step(step.training_step(model, settings.optimizer, training.steps), state)
             batch, key = shardings(models.batch_spec(layout), mesh), jax.random.key(training.seed + 1)
-            place = lambda tokens: jax.device_put(np.asarray(tokens, np.int32), batch)  # noqa: E731
+            place, part = processes.placer(batch, training.batch), processes.part_of(batch, training.batch)
             evaluate = jax.jit(step.evaluation_step(model))
             tokens = models.abstract_batch(layout, mesh, training.batch, training.length)
             plan = gspmd.trace(update, state, tokens, key)
         console.print(plan.table())
-    return Program(state, update, evaluate, place, key, arrangement.context)
+    return Program(state, update, evaluate, place, key, part, arrangement.context)
 
 
 def explain(console: Console, settings: Settings, arrangement: Arrangement, state: TrainState) -> None:
@@ -231,6 +242,8 @@ def show_run(console: Console, settings: Settings, arrangements: Sequence[Arrang
         "model": f"{model.num_parameters:,} parameters, {model.num_active_parameters:,} of them active per token",
         "step": f"{training.batch} × {training.length} tokens, {amount_of_flops(flops)} in {training.dtype}",
     }
+    if processes.count() > 1:
+        lines["devices"] += f", in {processes.count()} processes"
     if changes:
         lines["then"] = "; ".join(f"after step {change.after} {change}" for change in changes)
     if layout.chosen:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from gspmd.lowerings.default import LOWERINGS
-from gspmd.training.flags import layout_beside, parse_mesh, parse_relayout
+from gspmd.training.flags import layout_beside, parse_mesh, parse_processes, parse_relayout
 from gspmd.training.toml import ConfigError, load_toml, not_a_choice, not_negative, positive
 
 __all__ = ["ConfigError", "OptimizerConfig", "ShardingConfig", "TrainingConfig", "load_toml", "parse_mesh"]
@@ -149,7 +149,9 @@ class ShardingConfig:
     platform: Literal["cpu", "gpu", "tpu"] | None = None
     """Where to run; the best that JAX finds if not given."""
     devices: int | None = None
-    """Number of devices; all of an accelerator, or 8 fake ones on a CPU, if not given."""
+    """Number of devices of all processes; all of an accelerator, or 8 fake ones on a CPU, if not given."""
+    distributed: str = ""
+    """auto for the processes that SLURM, Open MPI or Kubernetes has started, or HOST:PORT,processes=N,process=I."""
 
     def __post_init__(self):
         faults: list[str] = []
@@ -157,6 +159,11 @@ class ShardingConfig:
         if self.mesh:
             try:
                 parse_mesh(self.mesh)
+            except ConfigError as error:
+                faults.extend(error.faults)
+        if self.distributed not in ("", "auto"):
+            try:
+                parse_processes(self.distributed)
             except ConfigError as error:
                 faults.extend(error.faults)
         for change in self.set:

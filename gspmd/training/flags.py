@@ -1,4 +1,4 @@
-"""Flags with a syntax of their own: a mesh, and a change of layout."""
+"""Flags with a syntax of their own: a mesh, a change of layout, and the processes of a run."""
 
 import os
 from dataclasses import dataclass, replace
@@ -28,6 +28,46 @@ class Relayout:
 
     def __str__(self) -> str:
         return f"{self.after}={self.layout}" + (f":{self.mesh}" if self.mesh else "")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a run, and which of them this is.
+
+    Attributes:
+        address: host and port of the first process.
+        processes: how many there are.
+        process: this one's number.
+    """
+
+    address: str
+    processes: int
+    process: int
+
+
+def parse_processes(text: str) -> Processes:
+    """Parse `HOST:PORT,processes=N,process=I`.
+
+    Example:
+        >>> parse_processes("node1:8476,processes=4,process=0")
+        Processes(address='node1:8476', processes=4, process=0)
+
+    Raises:
+        ConfigError: the text has another form, or there is no such process.
+    """
+    address, *parts = (part.strip() for part in text.split(","))
+    name, _, port = address.rpartition(":")
+    given = dict(part.split("=", 1) for part in parts if "=" in part)
+    numbers = all(value.isdecimal() for value in given.values())
+    fault = ""
+    if not (name and port.isdecimal() and len(parts) == 2 and {*given} == {"processes", "process"} and numbers):
+        fault = f"distributed must be auto or HOST:PORT,processes=N,process=I, but is {text!r}."
+    elif int(given["process"]) >= int(given["processes"]):
+        most = int(given["processes"]) - 1
+        fault = f"distributed has processes 0 to {most}, but this one is to be process {int(given['process'])}."
+    if fault:
+        raise ConfigError(f"cannot read the processes {text!r}:", [fault])
+    return Processes(address, int(given["processes"]), int(given["process"]))
 
 
 def parse_relayout(text: str) -> Relayout:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from gspmd.training import data
+from gspmd.training import data, processes
 from gspmd.training.checkpoints import Checkpoints, newest, save_settings
 from gspmd.training.config import TrainingConfig
 from gspmd.training.data.split import count_of
@@ -53,8 +53,9 @@ class Program:
         state: the initial state; on a resume, the shapes and shardings of the restored one.
         step: (state, batch, key) -> (state, figures), as of `jit_step`; `figures` has `cross_entropy` and `non_finite`.
         evaluate: (params, batch) -> mean cross-entropy in nats.
-        place: puts a batch of tokens, integers [B, L+1], onto the devices.
+        place: puts a batch of tokens, integers [B, L+1], onto the devices: the rows of it that this process reads.
         key: the random key that the key of every step is folded from, so that nothing random depends on a resume.
+        part: which part of a batch, of how many, has these rows, as of `processes.part_of`.
         context: entered wherever the other functions are called, such as that of an `Arrangement`.
     """
 
@@ -63,6 +64,7 @@ class Program:
     evaluate: Evaluate
     place: Place
     key: jax.Array
+    part: tuple[int, int] = (0, 1)
     context: Callable[[], AbstractContextManager] = nullcontext
 
 
@@ -110,8 +112,9 @@ def fit(
             position, skipped = saved["position"], saved["skipped"]
             console.print(f"Resumed from step {resumed_at}.")
         checkpoints.continue_from(resumed_at or 0)
-        save_settings(out, settings or {})
-        with Metrics(out, resumed_at=resumed_at) as metrics:
+        if processes.first():
+            save_settings(out, settings or {})
+        with Metrics(out, resumed_at=resumed_at) if processes.first() else nullcontext() as metrics:
             guard = Guard(config.non_finite, skipped, console)
             run = _Run(config, program, corpus, stream, out, console, checkpoints, metrics, stop, guard, position)
             state = run.train(state, programs)
@@ -129,7 +132,7 @@ class _Run:
     out: Path
     console: Console
     checkpoints: Checkpoints
-    metrics: Metrics
+    metrics: Metrics | None
     stop: Stop
     guard: Guard
     position: dict[str, Any] | None
@@ -150,7 +153,7 @@ class _Run:
         return state
 
     def _train(self, state: TrainState, begin: int, end: int) -> TrainState:
-        batches = self.corpus.batches(self.config.batch, self.config.length, self.config.seed)
+        batches = self.corpus.batches(self.config.batch, self.config.length, self.config.seed, *self.program.part)
         if self.position is not None:
             batches.set_state(self.position)
         batch = self.program.place(next(batches))
@@ -173,7 +176,8 @@ class _Run:
                 last = number == self.config.steps
                 if _due(number, self.config.validation_every) and not last:
                     row |= self.validate(state, self.config.validation_batches)
-                self.metrics.write(number, row)
+                if self.metrics is not None:
+                    self.metrics.write(number, row)
                 display.update(number, row)
                 if (stopping := self.stop.agreed()) or last or _due(number, self.config.save_every):
                     run = {"stream": self.stream, "position": self.position, "skipped": self.guard.skipped}
@@ -194,7 +198,8 @@ class _Run:
         if not result:
             self.interrupt(int(state.step))
         gzip = self.corpus.gzip_bits_per_byte
-        self.metrics.write(int(state.step), result | {"gzip_bits_per_byte": gzip})
+        if self.metrics is not None:
+            self.metrics.write(int(state.step), result | {"gzip_bits_per_byte": gzip})
         self.console.print(
             f"Held-out text: [bold green]{result['val_bits_per_byte']:.3f}[/] bits per byte; gzip: {gzip:.3f} "
             f"({count_of(self.corpus.files[1], self.corpus.unit)}, each compressed by itself)."
@@ -205,7 +210,7 @@ class _Run:
         what = self.config.batch, self.config.length, limit
         losses, count = [], self.corpus.validation_count(*what)
         with self.console.status("Validating …") as status:
-            for number, batch in enumerate(self.corpus.validation_batches(*what), 1):
+            for number, batch in enumerate(self.corpus.validation_batches(*what, *self.program.part), 1):
                 if self.stop.agreed():
                     return {}
                 losses.append(float(self.program.evaluate(state.params, self.program.place(batch))))
@@ -215,7 +220,7 @@ class _Run:
     def interrupt(self, step: int) -> NoReturn:
         """Stop the run once the checkpoint of `step` is complete."""
         self.checkpoints.wait()
-        raise Interrupted(step, self.out, self.stop.number or signal.SIGINT)
+        raise Interrupted(step, self.out, self.stop.number or signal.SIGINT, agreed=True)
 
     def _compile(self, state: TrainState, batch: jax.Array) -> Callable:
         began = time.perf_counter()
