@@ -14,7 +14,7 @@ def part_of(sharding: Sharding, batch: int) -> tuple[int, int]:
     over it, or if there is one process.
 
     Args:
-        sharding: of a batch, [B, ...].
+        sharding: of a batch, [B, L+1], with L whole.
         batch: its sequences.
     """
     held = [index[0].indices(batch) for index in sharding.addressable_devices_indices_map((batch, 1)).values()]
@@ -28,7 +28,7 @@ def placer(sharding: Sharding, batch: int) -> Callable[[np.ndarray], jax.Array]:
     """Return what puts a part of a batch, of `part_of`, onto the devices of this process, as a part of a global array.
 
     Args:
-        sharding: of the batch, [B, L+1].
+        sharding: of the batch, [B, L+1], with L whole.
         batch: its sequences.
     """
     part, parts = part_of(sharding, batch)
