@@ -32,6 +32,10 @@ WITHOUT_TPU = {
 }
 
 
+# Of a run, among which its devices are shared (see `share_devices`).
+_processes = 1
+
+
 class HostError(RuntimeError):
     """Devices that were asked for cannot be had."""
 
@@ -66,8 +70,18 @@ def use_host_devices(count: int) -> None:
         ) from None
 
 
+def share_devices(processes: int) -> None:
+    """Make `start` count the devices of several processes, which JAX has been told of, each with as many.
+
+    Args:
+        processes: how many.
+    """
+    global _processes
+    _processes = processes
+
+
 def start(devices: int | None = None, platform: str | None = None, *, host_devices: int = 8) -> list[jax.Device]:
-    """Starts the backend and returns the devices to use.
+    """Starts the backend and returns the devices to use, of all processes.
 
     On an accelerator `devices` defaults to all that is there; on the CPU to `host_devices` fake ones.
 
@@ -84,7 +98,10 @@ def start(devices: int | None = None, platform: str | None = None, *, host_devic
     """
     import jax
 
-    use_host_devices(host_devices if devices is None else devices)
+    here, rest = divmod(host_devices if devices is None else devices, _processes)
+    if rest or not here:
+        raise HostError(f"cannot divide {here * _processes + rest} devices among {_processes} processes evenly.")
+    use_host_devices(here)
     # "gpu" is CUDA or ROCm, and JAX starts every platform that it is told of or fails: it has to find this one itself.
     if platform not in (None, "gpu"):
         jax.config.update("jax_platforms", platform)
@@ -98,6 +115,9 @@ def start(devices: int | None = None, platform: str | None = None, *, host_devic
     wanted = len(found) if devices is None else devices
     if wanted > len(found):
         raise HostError(_too_few(wanted, found))
+    if wanted < len(found) and _processes > 1:
+        fact = f"cannot use {wanted} of {len(found)} devices in {_processes} processes: each uses all that it has."
+        raise HostError(f"{fact}\n  Leave --devices (or --mesh) out, or start fewer processes.")
     return found[:wanted]
 
 

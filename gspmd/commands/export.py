@@ -19,6 +19,7 @@ from gspmd.commands import configs
 from gspmd.commands.source import Source
 from gspmd.display import console as printing
 from gspmd.training import ShardingConfig, command
+from gspmd.training.arrangement import make_mesh
 from gspmd.training.checkpoints import newest
 from gspmd.training.config import ConfigError
 from gspmd_models import checkpoints
@@ -64,7 +65,7 @@ def main(argv: Sequence[str], script: str = "") -> int:
         here = ShardingConfig(layout="", platform="cpu", devices=1)
         layout = source.layout("", here)
         sizes = {dim: size for dim, size in source.config.sizes(batch=1, length=1).items() if dim not in "BLTG"}
-        mesh = command.make_mesh(here, layout, sizes)
+        mesh = make_mesh(here, layout, sizes)
         model, taken = source.load(layout.resolved(sizes, mesh), mesh, "float32")
         length = max(source.run.training.length if source.run else 2048, promised(folder / "tokenizer"))
         checkpoints.save(model, settings.out, tokenizer=source.tokenizer, dtype=settings.dtype, length=length)

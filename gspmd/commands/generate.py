@@ -32,6 +32,7 @@ from gspmd.commands.source import Source
 from gspmd.display import console as printing
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
 from gspmd.training import ShardingConfig, command
+from gspmd.training.arrangement import make_mesh
 from gspmd.training.config import ConfigError
 from gspmd.training.reporting import report
 from gspmd.training.run.signals import Stop
@@ -148,7 +149,7 @@ def generate(settings: Settings) -> int:
     prefill = source.layout(settings.prefill_layout or sharding.layout, sharding)
     config = decoding.for_serving(source.config)
     sizes = {dim: size for dim, size in config.sizes(batch=1, length=1).items() if dim not in "BLTG"}
-    mesh = command.make_mesh(sharding, layout.phase("decode"), sizes, host_devices=1)
+    mesh = make_mesh(sharding, layout.phase("decode"), sizes, host_devices=1)
     dtype = settings.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
     ids = [source.tokenizer.encode(prompt) for prompt in prompts]
     job: dict[str, Any] = {"samples": settings.samples, "cache_length": settings.cache_length}

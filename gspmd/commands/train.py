@@ -12,7 +12,6 @@ Figures, events, checkpoints and pictures go to --out.
 import json
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import numpy as np
 import tyro
 from jax.sharding import Mesh
 from rich.console import Console
@@ -32,12 +30,26 @@ from gspmd.commands import configs
 from gspmd.display import console as printing
 from gspmd.display.units import amount_of_flops
 from gspmd.layouts import Layout
-from gspmd.training import ConfigError, OptimizerConfig, Program, ShardingConfig, TrainingConfig, command, data, fit
+from gspmd.training import (
+    ConfigError,
+    OptimizerConfig,
+    Program,
+    ShardingConfig,
+    TrainingConfig,
+    command,
+    data,
+    fit,
+    processes,
+)
+from gspmd.training.arrangement import Arrangement, arrange
 from gspmd.training.reporting import report
 from gspmd.training.run.folder import choose_out
-from gspmd.training.state import shardings
+from gspmd.training.run.relayout import check_same_form
+from gspmd.training.state import TrainState, shardings
 from gspmd.training.step import jit_step
 from gspmd_models import ModelConfig, checkpoints, step
+
+CALLED = "gspmd train"
 
 
 @dataclass(frozen=True)
@@ -69,24 +81,22 @@ def run(argv: Sequence[str], script: str = "") -> int:
         argv: the flags.
         script: the file in scripts/ that runs it instead, for the help and for what resumes a run.
     """
-    return command.guarded(partial(main, script=script), argv, called="" if script else "gspmd train")
+    called, errors = "" if script else CALLED, (checkpoints.CheckpointError,)
+    return command.guarded(partial(main, script=script), argv, called, errors)
 
 
 def main(argv: Sequence[str], script: str = "") -> int:
-    """Read the settings, and train; what a checkpoint lacks is one message."""
+    """Read the settings, and train."""
     prog, description = configs.called(__doc__, "gspmd train", script)
     # A checkpoint is trained further at other rates than random weights.
     default = "finetune" if any(flag.split("=")[0] == "--from" for flag in argv) else "default"
     settings = command.parse(Settings, argv, default=default, find=configs.find, prog=prog, description=description)
-    try:
-        train(of_checkpoint(settings, argv))
-    except checkpoints.CheckpointError as error:
-        print(f"CheckpointError: {error}", file=sys.stderr)
-        return 2
+    processes.join(settings.sharding.distributed)
+    train(of_checkpoint(settings, argv), "" if script else CALLED)
     return 0
 
 
-def train(settings: Settings) -> None:
+def train(settings: Settings, called: str = CALLED) -> None:
     """Check everything that can be checked without compiling, and train."""
     training, sharding = settings.training, settings.sharding
     tokenizer = checkpoints.tokenizer(training.tokenizer) if training.tokenizer else None
@@ -96,41 +106,39 @@ def train(settings: Settings) -> None:
     if tokenizer and training.sample_bytes and not tokenizer.encode(training.prompt):
         fault = f"the tokenizer has no token for {training.prompt!r}; give another --prompt, or --sample-bytes 0."
         raise ConfigError("cannot begin the generated text:", [fault])
-    layout = Layout.load(sharding.layout).override(sharding.overrides)
-    if sharding.lowering:
-        layout = layout.lowered(sharding.lowering)
-    sizes = settings.model.sizes(training.batch, training.length)
-    layout.check(sizes)
-    mesh = command.make_mesh(sharding, layout, sizes)
-    layout = layout.resolved(sizes, mesh)
-    console = printing.console(120)
-    show_run(console, settings, layout, mesh)
+    arrangements = arrange(training, sharding, settings.model.sizes(training.batch, training.length))
+    console = printing.console(120) if processes.first() else Console(quiet=True)
+    show_run(console, settings, arrangements)
+    states = [abstract_state(settings, arrangement) for arrangement in arrangements]
+    check_same_form([*zip(map(str, arrangements), states)])
     if settings.explain:
-        explain(console, settings, layout, mesh)
+        for arrangement, state in zip(arrangements, states):
+            explain(console, settings, arrangement, state)
         return
-    check_memory(settings, layout, mesh)
+    for arrangement, state in zip(arrangements, states):
+        if arrangement.mesh.devices.flat[0].platform == "cpu":  # its memory is that of this machine
+            command.check_memory(state, len(arrangement.mesh.local_devices))
     corpus = data.load(
         training.data, fraction=training.validation_fraction, tokenizer=tokenizer, field=training.data_field,
         cache=training.data_cache, console=console,
     )  # fmt: skip
     data.check_size(corpus, training.batch, training.length)
-    out = choose_out(training.out, resume=training.resume, step=training.resume_step)
+    out = processes.agreed(lambda: choose_out(training.out, resume=training.resume, step=training.resume_step))
     console.print(f"Text: {corpus.describe()}.\nOut: {out}", soft_wrap=True, markup=False)
-    show_tensors(console, settings, layout, mesh)
-    with command.interrupts(out), jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"):
-        with console.status("Building the model and planning its step …"):
-            model = begin(console, settings, layout, mesh)
-            program = make_program(settings, model, mesh)
-            tokens = program.place(np.zeros((training.batch, training.length + 1)))
-            plan = gspmd.trace(program.step, program.state, tokens, program.key)
-        console.print(plan.table())
-        if tokenizer:
+    programs = {each.after: partial(make_program, console, settings, each) for each in arrangements}
+    with command.interrupts(out, called):
+        if tokenizer and processes.first():
             keep_tokenizer(out / "tokenizer", tokenizer, settings.checkpoint)
-        state = fit(training, program, corpus, out, console, command.kept_settings(settings))
-        trained = models.with_arrays(model, state.params)
-        text = partial(sample, training, trained, tokenizer) if training.sample_bytes else None
-        name = f"{out.resolve().name} · {in_short(settings, layout, mesh)}"
-        report.finish(console, out, name, training.prompt, text)
+        state = fit(training, programs, corpus, out, console, command.kept_settings(settings))
+        last = arrangements[-1]
+        with last.context():
+            trained = models.with_arrays(abstract_model(settings, last), state.params)
+            text = partial(sample, training, trained, tokenizer) if training.sample_bytes else None
+            name = f"{out.resolve().name} · {in_short(settings, last)}"
+            if processes.first():
+                report.finish(console, out, name, training.prompt, text)
+            elif text:
+                text()  # a program of all processes
 
 
 def of_checkpoint(settings: Settings, argv: Sequence[str]) -> Settings:
@@ -152,14 +160,26 @@ def of_checkpoint(settings: Settings, argv: Sequence[str]) -> Settings:
     return replace(settings, model=model, training=training)
 
 
-def begin(console: Console, settings: Settings, layout: Layout, mesh: Mesh) -> models.Transformer:
+def begin(console: Console, settings: Settings, arrangement: Arrangement) -> models.Transformer:
     """The model as training begins: with the weights of the checkpoint, or with random ones."""
-    training = settings.training
-    if not settings.checkpoint or training.resume:  # a resume replaces them by those of the run
+    training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
+    if not settings.checkpoint:
         return models.build(settings.model, layout, mesh, jax.random.key(training.seed), training.dtype)
     loaded, taken = checkpoints.load(settings.checkpoint, layout, mesh, "float32")
     console.print(f"Begun with {settings.checkpoint}: {taken}.", soft_wrap=True, markup=False)
-    return models.with_arrays(models.abstract(settings.model, layout, mesh, training.dtype), models.arrays(loaded))
+    return models.with_arrays(abstract_model(settings, arrangement), models.arrays(loaded))
+
+
+def abstract_model(settings: Settings, arrangement: Arrangement) -> models.Transformer:
+    """The model with shapes in place of weights."""
+    return models.abstract(settings.model, arrangement.layout, arrangement.mesh, settings.training.dtype)
+
+
+def abstract_state(settings: Settings, arrangement: Arrangement) -> TrainState:
+    """Shapes, dtypes and shardings of the state."""
+    with arrangement.context():
+        model = abstract_model(settings, arrangement)
+        return step.abstract_state(model, settings.optimizer, settings.training.steps, arrangement.mesh)
 
 
 def keep_tokenizer(folder: Path, tokenizer: checkpoints.Tokenizer, checkpoint: str) -> None:
@@ -172,32 +192,38 @@ def keep_tokenizer(folder: Path, tokenizer: checkpoints.Tokenizer, checkpoint: s
         shutil.copyfile(Path(checkpoint) / "config.json", folder / "config.json")
 
 
-def check_memory(settings: Settings, layout: Layout, mesh: Mesh) -> None:
-    """Refuses a model that is too large for this machine, where it is the one that the devices share."""
-    if mesh.devices.flat[0].platform == "cpu":
-        with jax.set_mesh(mesh):
-            model = models.abstract(settings.model, layout, mesh, settings.training.dtype)
-            state = step.abstract_state(model, settings.optimizer, settings.training.steps, mesh)
-        command.check_memory(state, mesh.size)
+def make_program(console: Console, settings: Settings, arrangement: Arrangement) -> Program:
+    """The model's programs in an arrangement, with the state where a run begins: elsewhere it is restored, or moved."""
+    training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
+    if arrangement.after:
+        console.print(f"After step {arrangement.after}: {arrangement}.", markup=False)
+    show_tensors(console, settings, layout, mesh)
+    with arrangement.context():
+        with console.status("Building the model and planning its step …"):
+            model, state = abstract_model(settings, arrangement), abstract_state(settings, arrangement)
+            if not (arrangement.after or training.resume):
+                begun = begin(console, settings, arrangement)
+                state = step.initial_state(begun, settings.optimizer, training.steps, mesh)
+            update = jit_step(
+                step.training_step(model, settings.optimizer, training.steps, training.microbatches), state
+            )
+            batch, key = shardings(models.batch_spec(layout), mesh), jax.random.key(training.seed + 1)
+            place, part = processes.placer(batch, training.batch), processes.part_of(batch, training.batch)
+            evaluate = jax.jit(step.evaluation_step(model))
+            tokens = models.abstract_batch(layout, mesh, training.batch, training.length)
+            plan = gspmd.trace(update, state, tokens, key)
+        console.print(plan.table())
+    return Program(state, update, evaluate, place, key, part, arrangement.context)
 
 
-def make_program(settings: Settings, model: models.Transformer, mesh: Mesh) -> Program:
-    """The model's programs, and where they begin."""
-    training, optimizer = settings.training, settings.optimizer
-    state = step.initial_state(model, optimizer, training.steps, mesh)
-    update = jit_step(step.training_step(model, optimizer, training.steps, training.microbatches), state)
-    batch = shardings(models.batch_spec(model.layout), mesh)
-    place = lambda tokens: jax.device_put(np.asarray(tokens, np.int32), batch)  # noqa: E731
-    return Program(state, update, jax.jit(step.evaluation_step(model)), place, jax.random.key(training.seed + 1))
-
-
-def explain(console: Console, settings: Settings, layout: Layout, mesh: Mesh) -> None:
+def explain(console: Console, settings: Settings, arrangement: Arrangement, state: TrainState) -> None:
     """What one training step really sends, and what was planned; nothing is allocated and nothing runs."""
-    training, optimizer = settings.training, settings.optimizer
-    with jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"):
-        model = models.abstract(settings.model, layout, mesh, training.dtype)
-        state = step.abstract_state(model, optimizer, training.steps, mesh)
-        update: Any = jit_step(step.training_step(model, optimizer, training.steps, training.microbatches), state)
+    training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
+    with arrangement.context():
+        model = abstract_model(settings, arrangement)
+        update: Any = jit_step(
+            step.training_step(model, settings.optimizer, training.steps, training.microbatches), state
+        )
         args = state, models.abstract_batch(layout, mesh, training.batch, training.length), models.abstract_key(mesh)
         show_tensors(console, settings, layout, mesh)
         with console.status("Compiling the training step …"):
@@ -208,8 +234,9 @@ def explain(console: Console, settings: Settings, layout: Layout, mesh: Mesh) ->
         console.print(comparison.steps_table())
 
 
-def show_run(console: Console, settings: Settings, layout: Layout, mesh: Mesh) -> None:
+def show_run(console: Console, settings: Settings, arrangements: Sequence[Arrangement]) -> None:
     """The header: what is run, and on what."""
+    (layout, mesh), changes = (arrangements[0].layout, arrangements[0].mesh), arrangements[1:]
     training, model, sharding = settings.training, settings.model, settings.sharding
     flops = training.batch * training.length * model.flops_per_token(training.length)
     lines = {
@@ -219,6 +246,10 @@ def show_run(console: Console, settings: Settings, layout: Layout, mesh: Mesh) -
         "model": f"{model.num_parameters:,} parameters, {model.num_active_parameters:,} of them active per token",
         "step": f"{training.batch} × {training.length} tokens, {amount_of_flops(flops)} in {training.dtype}",
     }
+    if processes.count() > 1:
+        lines["devices"] += f", in {processes.count()} processes"
+    if changes:
+        lines["then"] = "; ".join(f"after step {change.after} {change}" for change in changes)
     if layout.chosen:
         lines["alternatives"] = "; ".join(layout.chosen)
     if layout.padding:
@@ -238,10 +269,11 @@ def show_tensors(console: Console, settings: Settings, layout: Layout, mesh: Mes
     report.show_tensors(console, "Activations", activations, mesh, training.dtype)
 
 
-def in_short(settings: Settings, layout: Layout, mesh: Mesh) -> str:
+def in_short(settings: Settings, arrangement: Arrangement) -> str:
     """The run in a few words, for its pictures."""
     experts = f", {settings.model.moe.experts} experts" if settings.model.moe else ""
-    return f"{layout.name} on {mesh.size} device{'s' * (mesh.size > 1)}{experts}"
+    devices = arrangement.mesh.size
+    return f"{arrangement.layout.name} on {devices} device{'s' * (devices > 1)}{experts}"
 
 
 def sample(training: TrainingConfig, model: models.Transformer, tokenizer: checkpoints.Tokenizer | None = None) -> str:

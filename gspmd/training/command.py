@@ -7,8 +7,10 @@ import os
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,10 +22,11 @@ from gspmd import host
 from gspmd.annotate.errors import LayoutError, PlanError, SpecError
 from gspmd.display import console as printing
 from gspmd.display.units import amount_of_bytes
-from gspmd.layouts import Layout
+from gspmd.training import processes
 from gspmd.training.checkpoints import load_settings, newest
 from gspmd.training.choices import REGISTRY
-from gspmd.training.config import ShardingConfig, TrainingConfig, parse_mesh
+from gspmd.training.config import TrainingConfig
+from gspmd.training.flags import parse_relayout
 from gspmd.training.run.folder import newest_run
 from gspmd.training.run.guard import Diverged
 from gspmd.training.run.loop import Unwritable
@@ -50,8 +53,9 @@ def parse(
     Args:
         cls: a dataclass of settings.
         argv: the flags. `--config FILE` names the TOML file. `--resume` without it starts from the settings of the run,
-            without its platform and devices, its mesh if `--devices` is given, and its `--set` if `--layout` or `--set`
-            is. `--resume STEP` is `--resume --resume-step STEP`.
+            without its platform and devices, its meshes if `--devices` is given, its `--set` if `--layout` or `--set`
+            is, and its changes of layout if `--layout` or `--relayout` is. `--resume STEP` is `--resume --resume-step
+            STEP`.
         default: the TOML file if neither is given.
         find: from the name in --config or `default` to the path of the TOML file.
         description: for --help.
@@ -65,7 +69,7 @@ def parse(
     early.add_argument("--config", nargs="?")
     early.add_argument("--out", nargs="?")
     early.add_argument("--resume", action="store_true")
-    for flag in ("--devices", "--layout", "--set"):
+    for flag in ("--devices", "--layout", "--set", "--relayout"):
         early.add_argument(flag, nargs="?", const="")
     known, _ = early.parse_known_args(argv)
     if known.config:
@@ -86,17 +90,24 @@ def parse_flags(cls: type[T], argv: Sequence[str], base: T, description: str = "
     )
 
 
-def guarded(command: Callable[[Sequence[str]], int | None], argv: Sequence[str], called: str = "") -> int:
+def guarded(
+    command: Callable[[Sequence[str]], int | None],
+    argv: Sequence[str],
+    called: str = "",
+    errors: tuple[type[Exception], ...] = (),
+) -> int:
     """Run a command and return its exit code: its own, or 1 for a failed run, 2 for bad input, 130 for an interrupt.
 
     A run that SIGTERM ends returns 0 if it has a checkpoint to resume from, else 143.
 
-    Errors of the user are one message on stderr; any other exception is a bug and keeps its traceback.
+    Errors of the user are one message on stderr; any other exception is a bug and keeps its traceback. Of several
+    processes the first one says it, and all of them end.
 
     Args:
         command: takes the flags, and returns an exit code or None.
         argv: the flags.
         called: the command line of the program, for the advice how to resume; `python sys.argv[0]` if not given.
+        errors: further types of errors of the user.
     """
     for stream in (sys.stdout, sys.stderr):  # --help and messages do not go through a console
         printing.never_fail(stream)
@@ -104,45 +115,67 @@ def guarded(command: Callable[[Sequence[str]], int | None], argv: Sequence[str],
     # events warns of each loss that is not finite.
     for name in ("absl", "asyncio", "tensorboardX"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    together = False  # whether all processes come to this end
     try:
-        return command(argv) or 0
-    except _USER_ERRORS as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        code = command(argv) or 0
+        processes.leave()
+        return code
+    except (*_USER_ERRORS, *errors) as error:
+        message, code = f"{type(error).__name__}: {error}", 2
     except Diverged as error:
-        go_on = "" if error.step is None else f" To go on from there: {_resume_command(error.out, called)}"
-        print(f"The run failed: {error}{go_on}", file=sys.stderr)
-        return 1
+        message, code, together = f"The run failed: {error}{_advice(error.step, error.out, called)}", 1, True
     except Unwritable as error:
-        go_on = "" if error.step is None else f" To go on, once there is room: {_resume_command(error.out, called)}"
-        print(f"The run failed: {error}{go_on}", file=sys.stderr)
-        return 1
+        go_on = _advice(error.step, error.out, called, "To go on, once there is room")
+        message, code = f"The run failed: {error}{go_on}", 1
     except Interrupted as stopped:
-        go_on = "" if stopped.step is None else f" To go on: {_resume_command(stopped.out, called)}"
-        print(f"\n{str(stopped).capitalize()}.{go_on}", file=sys.stderr)
+        message = f"\n{str(stopped).capitalize()}.{_advice(stopped.step, stopped.out, called)}"
         # Schedulers end jobs with SIGTERM, and count one that has saved its work as done.
-        return 0 if stopped.number == signal.SIGTERM and stopped.step is not None else 128 + stopped.number
+        code = 0 if stopped.number == signal.SIGTERM and stopped.step is not None else 128 + stopped.number
+        together = stopped.agreed
     except KeyboardInterrupt:
-        print("\nInterrupted before the run began.", file=sys.stderr)
-        return 130
+        message, code = "\nInterrupted before the run began.", 130
+    except Exception as error:
+        if processes.count() == 1:
+            raise
+        processes.settle()
+        message, code = "".join(traceback.format_exception(error)), 1
+    if processes.first():
+        print(message, file=sys.stderr)
+    if together:
+        processes.leave()
+    else:
+        processes.fail(code, message)
+    return code
+
+
+def _advice(step: int | None, out: Path, called: str, when: str = "To go on") -> str:
+    """How to resume a run, if a step is saved."""
+    return "" if step is None else f" {when}: {_resume_command(out, called)}"
 
 
 @contextmanager
-def interrupts(out: Path) -> Iterator[None]:
+def interrupts(out: Path, called: str = "") -> Iterator[None]:
     """Convert a signal or a full disk, at any point of a run, to an error that names the newest checkpoint.
+
+    Where another process is lost, its message names the checkpoint likewise.
 
     Raises:
         Interrupted: in place of KeyboardInterrupt, and at SIGTERM.
         Unwritable: in place of OSError.
     """
     try:
-        with terminable():
+        with terminable(), processes.watching(lambda: _saved(out, called)):
             yield
     except KeyboardInterrupt as stopped:
         number = signal.SIGTERM if isinstance(stopped, Terminated) else signal.SIGINT
         raise Interrupted(newest(out), out, number) from None
     except OSError as error:
         raise Unwritable(error.strerror or str(error), newest(out), out) from None
+
+
+def _saved(out: Path, called: str) -> str:
+    step = newest(out)
+    return f" {'No step' if step is None else f'Step {step}'} is saved.{_advice(step, out, called)}"
 
 
 def check_model(training: TrainingConfig, model: Any, tokens: int | None = None) -> None:
@@ -203,36 +236,6 @@ def _memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def make_mesh(
-    sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int], *, host_devices: int = 8
-) -> jax.sharding.Mesh:
-    """Start the backend and make the mesh, with every axis of the layout.
-
-    Args:
-        sharding: the requested mesh or number of devices; None for all devices.
-        layout: factors devices into a mesh that divides the sizes, if no mesh is given.
-        sizes: of the model's dimensions, as for `Layout.check`.
-        host_devices: how many fake devices a CPU has if neither a mesh nor their number is requested.
-
-    Raises:
-        ConfigError: mesh and number of devices contradict each other.
-        HostError, LayoutError: the devices are not available, or the mesh does not fit the layout or the sizes.
-    """
-    given = layout.complete_mesh(parse_mesh(sharding.mesh)) if sharding.mesh else None
-    wanted = math.prod(given.values()) if given else sharding.devices
-    if sharding.devices not in (None, wanted):
-        fault = f"it has {wanted} devices, but --devices asks for {sharding.devices}. Leave one of the two out."
-        raise ConfigError(f"cannot use mesh {sharding.mesh!r}:", [fault])
-    if given:
-        layout.check(sizes, given)
-    elif wanted:  # raises before the devices are started
-        given = layout.mesh_for(wanted, sizes)
-    devices = host.start(wanted, sharding.platform, host_devices=host_devices)
-    shape = given or layout.mesh_for(len(devices), sizes)
-    kind = jax.sharding.AxisType.Explicit if sharding.axis_types == "explicit" else jax.sharding.AxisType.Auto
-    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(kind,) * len(shape), devices=devices)
-
-
 def _spelled_out(argv: Sequence[str]) -> list[str]:
     """Flags with `--resume STEP` and `--resume=STEP` written as the two settings that they are.
 
@@ -248,19 +251,23 @@ def _spelled_out(argv: Sequence[str]) -> list[str]:
 
 def _carried_over(settings: dict[str, Any], given: Mapping[str, str | None]) -> dict[str, Any]:
     """Settings of a run for a resume, without those of a machine and those that a flag replaces."""
-    dropped = {"platform", "devices"}
+    dropped = {"platform", "devices", "distributed"}
     if given["devices"] is not None:
         dropped.add("mesh")
     if given["layout"] is not None or given["set"] is not None:
         dropped.add("set")
-    sharding = settings.get("sharding", {})
-    return settings | {"sharding": {name: value for name, value in sharding.items() if name not in dropped}}
+    training, sharding = dict(settings.get("training", {})), settings.get("sharding", {})
+    changes = [parse_relayout(change) for change in training.pop("relayout", ())]
+    if given["layout"] is None and given["relayout"] is None:
+        training["relayout"] = [str(each if given["devices"] is None else replace(each, mesh="")) for each in changes]
+    kept = {name: value for name, value in sharding.items() if name not in dropped}
+    return settings | {"training": training, "sharding": kept}
 
 
 def _resume_command(out: Path, called: str) -> str:
     """The command that resumes this run; its settings are in its folder."""
     program = f"python {shlex.quote(sys.argv[0])}"
-    return f"{called or program} --resume --out {shlex.quote(str(out))}"
+    return f"{called or program} --resume --out {shlex.quote(str(out))}{processes.flag()}"
 
 
 def kept_settings(settings: Any) -> dict[str, Any]:

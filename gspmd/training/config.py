@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from gspmd.layouts.read import is_path
 from gspmd.lowerings.default import LOWERINGS
+from gspmd.training.flags import layout_beside, parse_mesh, parse_processes, parse_relayout
 from gspmd.training.toml import ConfigError, load_toml, not_a_choice, not_negative, positive
 
 __all__ = ["ConfigError", "OptimizerConfig", "ShardingConfig", "TrainingConfig", "load_toml", "parse_mesh"]
@@ -63,6 +63,8 @@ class TrainingConfig:
     """Updates whose loss or gradient is not finite that may be skipped in all; one more ends the run."""
     seed: int = 0
     """Seed of parameters, order of the data, and the router's noise."""
+    relayout: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A change of layout after a step, such as 200=zero-3, or 200=zero-3:x=4,y=2 with its mesh; repeatable."""
     prompt: str = "def "
     """What the generated text at the end begins with."""
     sample_bytes: int = 256
@@ -86,6 +88,7 @@ class TrainingConfig:
             faults.append(f"seed must be less than 2**32, but is {self.seed}.")
         if not 0 < self.validation_fraction < 1:
             faults.append(f"validation_fraction must be between 0 and 1, but is {self.validation_fraction}.")
+        _check_relayouts(self.relayout, self.steps, faults)
         _literals(self, faults)
         _refuse("training", faults)
 
@@ -97,7 +100,9 @@ class TrainingConfig:
         """
         paths = {name: getattr(self, name) for name in ("data_cache", "tokenizer")}
         given = {name: os.path.join(folder, path) for name, path in paths.items() if path}
-        return replace(self, data=tuple(_pattern_beside(pattern, folder) for pattern in self.data), **given)
+        data = tuple(_pattern_beside(pattern, folder) for pattern in self.data)
+        relayout = tuple(parse_relayout(change).beside(folder) for change in self.relayout)
+        return replace(self, data=data, relayout=tuple(map(str, relayout)), **given)
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,9 @@ class ShardingConfig:
     platform: Literal["cpu", "gpu", "tpu"] | None = None
     """Where to run; the best that JAX finds if not given."""
     devices: int | None = None
-    """Number of devices; all of an accelerator, or 8 fake ones on a CPU, if not given."""
+    """Number of devices of all processes; all of an accelerator, or 8 fake ones on a CPU, if not given."""
+    distributed: str = ""
+    """auto for the processes that SLURM, Open MPI or Kubernetes has started, or HOST:PORT,processes=N,process=I."""
 
     def __post_init__(self):
         faults: list[str] = []
@@ -156,6 +163,11 @@ class ShardingConfig:
         if self.mesh:
             try:
                 parse_mesh(self.mesh)
+            except ConfigError as error:
+                faults.extend(error.faults)
+        if self.distributed not in ("", "auto"):
+            try:
+                parse_processes(self.distributed)
             except ConfigError as error:
                 faults.extend(error.faults)
         for change in self.set:
@@ -171,7 +183,7 @@ class ShardingConfig:
         >>> ShardingConfig(layout="own.toml").beside(Path("mine")).layout
         'mine/own.toml'
         """
-        return replace(self, layout=os.path.join(folder, self.layout)) if is_path(self.layout) else self
+        return replace(self, layout=layout_beside(self.layout, folder))
 
     @property
     def overrides(self) -> dict[str, str]:
@@ -179,37 +191,28 @@ class ShardingConfig:
         return dict(change.split("=", 1) for change in self.set)
 
 
-def parse_mesh(text: str) -> dict[str, int]:
-    """Parse mesh axes and sizes.
-
-    Example:
-        >>> parse_mesh("x=4,y=2")
-        {'x': 4, 'y': 2}
-
-    Raises:
-        ConfigError: the text is not a list of axis=size, an axis comes twice, or a size is not positive.
-    """
-    mesh: dict[str, int] = {}
-    faults = []
-    for part in text.split(","):
-        axis, equals, size = (piece.strip() for piece in part.partition("="))
-        if not (axis.isidentifier() and equals and size.removeprefix("-").isdecimal()):
-            faults.append(f"{part.strip()!r} is not AXIS=SIZE; write x=4,y=2.")
-        elif axis in mesh:
-            faults.append(f"mesh axis {axis} comes twice.")
-        elif int(size) < 1:
-            faults.append(f"mesh axis {axis} must have a positive size, but has {size}.")
-        else:
-            mesh[axis] = int(size)
-    if faults:
-        raise ConfigError(f"cannot read mesh {text!r}:", [f"mesh {text!r}: {fault}" for fault in faults])
-    return mesh
-
-
 def _pattern_beside(pattern: str, folder: Path) -> str:
     """Prefix a glob pattern with a folder, whose special characters are escaped."""
     path = os.path.join(folder, pattern)
     return path if os.path.isabs(pattern) or os.path.isfile(path) else os.path.join(glob.escape(str(folder)), pattern)
+
+
+def _check_relayouts(changes: tuple[str, ...], steps: int, faults: list[str]) -> None:
+    """Add a fault for every change of layout that cannot be read, or whose step is not after the one before it."""
+    last = 0
+    for text in changes:
+        try:
+            change = parse_relayout(text)
+        except ConfigError as error:
+            faults.extend(error.faults)
+            continue
+        begins = f"relayout {text!r} is after step {change.after}, but "
+        if change.after >= steps:
+            faults.append(f"{begins}the run has {steps} steps; name an earlier one.")
+        elif change.after <= last:
+            before = f"the change before it is after step {last}" if last else "1 is the first step"
+            faults.append(f"{begins}{before}; name a later one.")
+        last = max(last, change.after)
 
 
 def _literals(config: object, faults: list[str]) -> None:

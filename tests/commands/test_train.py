@@ -14,6 +14,7 @@ from gspmd import host
 from gspmd.commands import main, train
 from gspmd.layouts import Layout
 from gspmd.training import TrainingConfig
+from gspmd.training.arrangement import Arrangement
 from gspmd.training.reporting import metrics
 from gspmd.training.toml import ConfigError
 from gspmd_models import checkpoints
@@ -62,7 +63,7 @@ def test_a_run_begins_with_the_weights_of_the_checkpoint_in_any_layout(files, ma
     assert settings.model == CONFIG
     assert settings.training.tokenizer == str(files / "public")
     layout = Layout.load("zero-3")
-    model = train.begin(Console(), settings, layout, make_mesh(layout.mesh_for(8)))
+    model = train.begin(Console(), settings, Arrangement(0, layout, make_mesh(layout.mesh_for(8))))
     whole, _ = checkpoints.load(files / "public", layout, make_mesh(layout.mesh_for(8)), "float32")
     for (path, value), wanted in zip(models.arrays(model).items(), models.arrays(whole).values(), strict=True):
         assert value.dtype == np.float32

@@ -11,7 +11,7 @@ import tyro
 
 from gspmd.annotate import LayoutError
 from gspmd.layouts import Layout
-from gspmd.training import command
+from gspmd.training import arrangement, command
 from gspmd.training.config import ShardingConfig, TrainingConfig
 from gspmd.training.run.folder import choose_out
 from gspmd.training.toml import ConfigError
@@ -118,10 +118,10 @@ def test_a_state_that_this_machine_cannot_hold_is_refused(spec, held, make_mesh,
 
 
 def test_devices_that_do_not_divide_are_refused_before_they_are_made(monkeypatch):
-    monkeypatch.setattr(command.host, "start", lambda *_: pytest.fail("devices were made"))
+    monkeypatch.setattr(arrangement.host, "start", lambda *_: pytest.fail("devices were made"))
     for wrong in (ShardingConfig(devices=100_000), ShardingConfig(mesh="x=3")):
         with pytest.raises(LayoutError, match="do not divide"):
-            command.make_mesh(wrong, Layout.load("gshard"), {"B": 8, "X": 8})
+            arrangement.make_mesh(wrong, Layout.load("gshard"), {"B": 8, "X": 8})
 
 
 def test_a_flag_without_its_value_is_told_by_the_parser(resumed, capsys):

@@ -47,6 +47,7 @@ class Checkpoints:
         self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._saving: Future | None = None
+        self._checked: int | None = None  # whose files have been compared with their checksums
         # Not asked of the disk, where processes other than the first may find the last save before or after its end.
         self._steps = set(restore.saved_steps(out))
 
@@ -97,12 +98,17 @@ class Checkpoints:
             ConfigError: there is none, it cannot be read, or it is of a model of other sizes.
             OSError: the save in progress could not be written.
         """
+        return restore.read_state(self._out, self.intact(step, tell), like)
+
+    def intact(self, step: int | None = None, tell: Callable[[str], None] = print) -> int:
+        """Return the step whose checkpoint `restore` would read; arguments and errors as there."""
         self.wait()
         if step is None:
             step = restore.newest_intact(self._out, tell)
-        else:
-            restore.check_step(self._out, step)
-        return restore.read_state(self._out, step, like)
+        elif step != self._checked:
+            restore.check_intact(self._out, step)
+        self._checked = step
+        return step
 
     def continue_from(self, step: int) -> None:
         """Rename checkpoints newer than a step to `<step>.aside`; the next save removes them."""

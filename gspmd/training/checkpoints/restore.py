@@ -72,17 +72,27 @@ def newest_intact(out: str | Path, tell: Callable[[str], None], doing: str = "ca
     raise ConfigError(doing, [*(f"{fault}." for fault in faults), "No checkpoint is intact: start anew."])
 
 
-def read_state(out: str | Path, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-    """Read a state, sharded as `like` is, and the data that was saved with it.
+def check_intact(out: str | Path, step: int) -> None:
+    """Refuse a checkpoint whose files are not those that were saved.
 
     Raises:
-        ConfigError: the checkpoint is damaged, or of a model or an optimizer of another form.
+        ConfigError: there is none of this step, or it is damaged.
     """
-    doing, folder = f"cannot resume from step {step}", folder_of(out, step)
-    if fault := _fault_of(folder):
+    check_step(out, step)
+    if fault := _fault_of(folder_of(out, step)):
         others = [str(other) for other in saved_steps(out) if other != step]
         remedy = f"Name another step: {', '.join(others)}." if others else "Start anew."
-        raise ConfigError(f"{doing}:", [f"{str(folder)!r} is damaged: {fault}. {remedy}"])
+        fault = f"{str(folder_of(out, step))!r} is damaged: {fault}. {remedy}"
+        raise ConfigError(f"cannot resume from step {step}:", [fault])
+
+
+def read_state(out: str | Path, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    """Read a state, sharded as `like` is, and the data that was saved with it, from a checkpoint that is intact.
+
+    Raises:
+        ConfigError: the checkpoint is of a model or an optimizer of another form.
+    """
+    doing, folder = f"cannot resume from step {step}", folder_of(out, step)
     run = _read_run(folder)
     if faults := _mismatches(run["shapes"], shapes_of(like.params)):
         raise ConfigError(f"{doing}: the checkpoint is of another model.", faults)

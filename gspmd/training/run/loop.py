@@ -4,22 +4,24 @@ import math
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-import grain
 import jax
 import numpy as np
 from rich.console import Console
 
-from gspmd.training import data
+from gspmd.training import data, processes
 from gspmd.training.checkpoints import Checkpoints, newest, save_settings
 from gspmd.training.config import TrainingConfig
 from gspmd.training.data.split import count_of
 from gspmd.training.reporting.metrics import Display, Metrics
 from gspmd.training.run.guard import Diverged, Guard
+from gspmd.training.run.relayout import move
 from gspmd.training.run.signals import Interrupted, Stop
 from gspmd.training.state import TrainState
 
@@ -51,8 +53,10 @@ class Program:
         state: the initial state; on a resume, the shapes and shardings of the restored one.
         step: (state, batch, key) -> (state, figures), as of `jit_step`; `figures` has `cross_entropy` and `non_finite`.
         evaluate: (params, batch) -> mean cross-entropy in nats.
-        place: puts a batch of tokens, integers [B, L+1], onto the devices.
+        place: puts a batch of tokens, integers [B, L+1], onto the devices: the rows of it that this process reads.
         key: the random key that the key of every step is folded from, so that nothing random depends on a resume.
+        part: which part of a batch, of how many, has these rows, as of `processes.part_of`.
+        context: entered wherever the other functions are called, such as that of an `Arrangement`.
     """
 
     state: TrainState
@@ -60,11 +64,13 @@ class Program:
     evaluate: Evaluate
     place: Place
     key: jax.Array
+    part: tuple[int, int] = (0, 1)
+    context: Callable[[], AbstractContextManager] = nullcontext
 
 
 def fit(
     config: TrainingConfig,
-    program: Program,
+    program: Program | Mapping[int, Callable[[], Program]],
     corpus: data.Corpus,
     out: Path,
     console: Console,
@@ -74,7 +80,8 @@ def fit(
 
     Args:
         config: how long, and how often to validate and save.
-        program: the functions and the initial state.
+        program: the functions and the initial state. For a run that changes its layout, what makes them, by the step
+            after which they are in force, 0 for the first: there the state is moved to the shardings of the next one.
         corpus: the text.
         out: an existing folder.
         console: where progress is shown.
@@ -90,25 +97,29 @@ def fit(
         OSError: `out` can no longer be written; complete checkpoints stay intact. A save that fails is noticed at the
             next step.
     """
-    batches = corpus.batches(config.batch, config.length, config.seed)
-    random = {"key": jax.random.key_data(program.key).tolist(), "rng": str(jax.random.key_impl(program.key))}
-    stream = data.stream(corpus, config) | random
+    programs = program if isinstance(program, Mapping) else {0: lambda: program}
     with Stop() as stop, Checkpoints(out, keep=config.keep) as checkpoints:
-        state, resumed_at, skipped = program.state, None, 0
+        resumed_at, position, skipped = None, None, 0
         if config.resume:
             tell = partial(console.print, markup=False, soft_wrap=True)
-            state, saved = checkpoints.restore(state, config.resume_step, tell)
+            resumed_at = checkpoints.intact(config.resume_step, tell)
+        program = programs[max(step for step in programs if step <= (resumed_at or 0))]()
+        random = {"key": jax.random.key_data(program.key).tolist(), "rng": str(jax.random.key_impl(program.key))}
+        stream, state = data.stream(corpus, config) | random, program.state
+        if resumed_at is not None:
+            state, saved = checkpoints.restore(state, resumed_at)
             data.check_stream(saved["stream"], stream)
-            batches.set_state(saved["position"])
-            resumed_at, skipped = int(state.step), saved["skipped"]
+            position, skipped = saved["position"], saved["skipped"]
             console.print(f"Resumed from step {resumed_at}.")
         checkpoints.continue_from(resumed_at or 0)
-        save_settings(out, settings or {})
-        with Metrics(out, resumed_at=resumed_at) as metrics:
+        if processes.first():
+            save_settings(out, settings or {})
+        with Metrics(out, resumed_at=resumed_at) if processes.first() else nullcontext() as metrics:
             guard = Guard(config.non_finite, skipped, console)
-            run = _Run(config, program, corpus, stream, out, console, checkpoints, metrics, stop, guard)
-            state = run.train(state, batches)
-            run.finish(state)
+            run = _Run(config, program, corpus, stream, out, console, checkpoints, metrics, stop, guard, position)
+            state = run.train(state, programs)
+            with run.program.context():
+                run.finish(state)
     return state
 
 
@@ -121,25 +132,39 @@ class _Run:
     out: Path
     console: Console
     checkpoints: Checkpoints
-    metrics: Metrics
+    metrics: Metrics | None
     stop: Stop
     guard: Guard
+    position: dict[str, Any] | None
 
-    def train(self, state: TrainState, batches: grain.DatasetIterator) -> TrainState:
+    def train(self, state: TrainState, programs: Mapping[int, Callable[[], Program]]) -> TrainState:
+        """Train in one program after another, and move the state between them."""
         begin = int(state.step)
         if begin >= self.config.steps:
             self.console.print(f"All {self.config.steps} steps are done.")
             return state
-        position = batches.get_state()
+        changes = sorted(step for step in programs if begin < step < self.config.steps)
+        for first, last in pairwise([begin, *changes, self.config.steps]):
+            if first in changes:
+                self.program = programs[first]()
+                state = move(state, self.program.state)
+            with self.program.context():
+                state = self._train(state, first, last)
+        return state
+
+    def _train(self, state: TrainState, begin: int, end: int) -> TrainState:
+        batches = self.corpus.batches(self.config.batch, self.config.length, self.config.seed, *self.program.part)
+        if self.position is not None:
+            batches.set_state(self.position)
         batch = self.program.place(next(batches))
         step = self._compile(state, batch)
         with Display(self.console, self.config.steps, begin) as display:
             before = time.perf_counter()
-            for number in range(begin + 1, self.config.steps + 1):
+            for number in range(begin + 1, end + 1):
                 state, figures = step(state, batch, self.program.key)
-                position = batches.get_state()
-                # Transfer the next batch while the devices compute this one.
-                batch = self.program.place(next(batches))
+                self.position = batches.get_state()
+                if number < end:  # Transfer the next batch while the devices compute this one.
+                    batch = self.program.place(next(batches))
                 row = self._row(jax.device_get(figures))
                 now = time.perf_counter()
                 row["tokens_per_second"] = self.config.batch * self.config.length / (now - before)
@@ -151,10 +176,11 @@ class _Run:
                 last = number == self.config.steps
                 if _due(number, self.config.validation_every) and not last:
                     row |= self.validate(state, self.config.validation_batches)
-                self.metrics.write(number, row)
+                if self.metrics is not None:
+                    self.metrics.write(number, row)
                 display.update(number, row)
                 if (stopping := self.stop.agreed()) or last or _due(number, self.config.save_every):
-                    run = {"stream": self.stream, "position": position, "skipped": self.guard.skipped}
+                    run = {"stream": self.stream, "position": self.position, "skipped": self.guard.skipped}
                     self.checkpoints.save(state, run)
                 if stopping:
                     self.interrupt(number)
@@ -172,7 +198,8 @@ class _Run:
         if not result:
             self.interrupt(int(state.step))
         gzip = self.corpus.gzip_bits_per_byte
-        self.metrics.write(int(state.step), result | {"gzip_bits_per_byte": gzip})
+        if self.metrics is not None:
+            self.metrics.write(int(state.step), result | {"gzip_bits_per_byte": gzip})
         self.console.print(
             f"Held-out text: [bold green]{result['val_bits_per_byte']:.3f}[/] bits per byte; gzip: {gzip:.3f} "
             f"({count_of(self.corpus.files[1], self.corpus.unit)}, each compressed by itself)."
@@ -183,7 +210,7 @@ class _Run:
         what = self.config.batch, self.config.length, limit
         losses, count = [], self.corpus.validation_count(*what)
         with self.console.status("Validating …") as status:
-            for number, batch in enumerate(self.corpus.validation_batches(*what), 1):
+            for number, batch in enumerate(self.corpus.validation_batches(*what, *self.program.part), 1):
                 if self.stop.agreed():
                     return {}
                 losses.append(float(self.program.evaluate(state.params, self.program.place(batch))))
@@ -193,7 +220,7 @@ class _Run:
     def interrupt(self, step: int) -> NoReturn:
         """Stop the run once the checkpoint of `step` is complete."""
         self.checkpoints.wait()
-        raise Interrupted(step, self.out, self.stop.number or signal.SIGINT)
+        raise Interrupted(step, self.out, self.stop.number or signal.SIGINT, agreed=True)
 
     def _compile(self, state: TrainState, batch: jax.Array) -> Callable:
         began = time.perf_counter()

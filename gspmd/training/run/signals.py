@@ -18,10 +18,11 @@ class Interrupted(Exception):
         step: of the newest checkpoint; None if there is none.
         out: the run's folder.
         number: the signal.
+        agreed: whether all processes stop at this step.
     """
 
-    def __init__(self, step: int | None, out: Path, number: int = signal.SIGINT):
-        self.step, self.out, self.number = step, out, number
+    def __init__(self, step: int | None, out: Path, number: int = signal.SIGINT, *, agreed: bool = False):
+        self.step, self.out, self.number, self.agreed = step, out, number, agreed
         super().__init__("interrupted before a step was saved" if step is None else f"interrupted after step {step}")
 
 

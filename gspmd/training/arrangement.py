@@ -1,0 +1,103 @@
+"""Arrangements of a run: a layout on a mesh, and the step from which on it is in force."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+import gspmd
+from gspmd import host
+from gspmd.layouts import Layout
+from gspmd.training.config import ShardingConfig, TrainingConfig
+from gspmd.training.flags import parse_mesh, parse_relayout
+from gspmd.training.toml import ConfigError
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A layout on a mesh, in force after a step.
+
+    Attributes:
+        after: the step; 0 for the arrangement that a run begins in.
+        layout: resolved for this mesh.
+        mesh: of the run's devices, which are the same for all arrangements.
+    """
+
+    after: int
+    layout: Layout
+    mesh: Mesh
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Make the mesh the current one, and the layout's lowering the default."""
+        with jax.set_mesh(self.mesh), gspmd.lowering(self.layout.lowering or "auto"):
+            yield
+
+    def __str__(self) -> str:
+        mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+        return f"layout {self.layout.name} on mesh {mesh}"
+
+
+def arrange(training: TrainingConfig, sharding: ShardingConfig, sizes: Mapping[str, int]) -> list[Arrangement]:
+    """Check all layouts of a run, start the backend, and return the arrangements in the order of their steps.
+
+    Args:
+        training: with the changes of layout.
+        sharding: layout and mesh that the run begins in; its lowering and axis types are for all.
+        sizes: of the model's dimensions, as for `Layout.check`.
+
+    Raises:
+        ConfigError: the mesh of a change has another number of devices than the run.
+        HostError, LayoutError: as of `make_mesh`, for any of the layouts.
+    """
+    changes = [parse_relayout(change) for change in training.relayout]
+    layouts = [Layout.load(sharding.layout).override(sharding.overrides)]
+    layouts += [Layout.load(change.layout) for change in changes]
+    layouts = [layout.lowered(sharding.lowering) if sharding.lowering else layout for layout in layouts]
+    for layout in layouts:
+        layout.check(sizes)
+    meshes = [make_mesh(sharding, layouts[0], sizes)]
+    devices = [*meshes[0].devices.flat]
+    for change, layout in zip(changes, layouts[1:]):
+        shape = layout.complete_mesh(parse_mesh(change.mesh)) if change.mesh else layout.mesh_for(len(devices), sizes)
+        if (wanted := math.prod(shape.values())) != len(devices):
+            fault = f"mesh {change.mesh} has {wanted} devices, but the run has {len(devices)}, and keeps them all."
+            raise ConfigError(f"cannot change the layout, {str(change)!r}:", [fault])
+        layout.check(sizes, shape)
+        meshes.append(_mesh(shape, devices, sharding))
+    steps = [0, *(change.after for change in changes)]
+    return [Arrangement(*each) for each in zip(steps, [x.resolved(sizes, y) for x, y in zip(layouts, meshes)], meshes)]
+
+
+def make_mesh(sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int], *, host_devices: int = 8) -> Mesh:
+    """Start the backend and make the mesh, with every axis of the layout.
+
+    Args:
+        sharding: the requested mesh or number of devices; None for all devices.
+        layout: factors devices into a mesh that divides the sizes, if no mesh is given.
+        sizes: of the model's dimensions, as for `Layout.check`.
+        host_devices: how many fake devices a CPU has if neither a mesh nor their number is requested.
+
+    Raises:
+        ConfigError: mesh and number of devices contradict each other.
+        HostError, LayoutError: the devices are not available, or the mesh does not fit the layout or the sizes.
+    """
+    given = layout.complete_mesh(parse_mesh(sharding.mesh)) if sharding.mesh else None
+    wanted = math.prod(given.values()) if given else sharding.devices
+    if sharding.devices not in (None, wanted):
+        fault = f"it has {wanted} devices, but --devices asks for {sharding.devices}. Leave one of the two out."
+        raise ConfigError(f"cannot use mesh {sharding.mesh!r}:", [fault])
+    if given:
+        layout.check(sizes, given)
+    elif wanted:  # raises before the devices are started
+        given = layout.mesh_for(wanted, sizes)
+    devices = host.start(wanted, sharding.platform, host_devices=host_devices)
+    return _mesh(given or layout.mesh_for(len(devices), sizes), devices, sharding)
+
+
+def _mesh(shape: Mapping[str, int], devices: Sequence[jax.Device], sharding: ShardingConfig) -> Mesh:
+    kind = AxisType.Explicit if sharding.axis_types == "explicit" else AxisType.Auto
+    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(kind,) * len(shape), devices=devices)

@@ -1,0 +1,126 @@
+"""Flags with a syntax of their own: a mesh, a change of layout, and the processes of a run."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gspmd.layouts.read import is_path
+from gspmd.training.toml import ConfigError
+
+
+@dataclass(frozen=True)
+class Relayout:
+    """A change of layout and mesh between two steps.
+
+    Attributes:
+        after: the last step in the layout before.
+        layout: a preset's name, or the path of a layout file.
+        mesh: mesh axes and sizes as text; empty if the layout's rule factors the devices.
+    """
+
+    after: int
+    layout: str
+    mesh: str = ""
+
+    def beside(self, folder: Path) -> "Relayout":
+        """Return the same change with a relative path of a layout file taken from `folder`."""
+        return replace(self, layout=layout_beside(self.layout, folder))
+
+    def __str__(self) -> str:
+        return f"{self.after}={self.layout}" + (f":{self.mesh}" if self.mesh else "")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a run, and which of them this is.
+
+    Attributes:
+        address: host and port of the first process.
+        processes: how many there are.
+        process: this one's number.
+    """
+
+    address: str
+    processes: int
+    process: int
+
+
+def parse_processes(text: str) -> Processes:
+    """Parse `HOST:PORT,processes=N,process=I`.
+
+    Example:
+        >>> parse_processes("node1:8476,processes=4,process=0")
+        Processes(address='node1:8476', processes=4, process=0)
+
+    Raises:
+        ConfigError: the text has another form, or there is no such process.
+    """
+    address, *parts = (part.strip() for part in text.split(","))
+    name, _, port = address.rpartition(":")
+    given = dict(part.split("=", 1) for part in parts if "=" in part)
+    numbers = all(value.isdecimal() for value in given.values())
+    fault = ""
+    if not (name and port.isdecimal() and len(parts) == 2 and {*given} == {"processes", "process"} and numbers):
+        fault = f"distributed must be auto or HOST:PORT,processes=N,process=I, but is {text!r}."
+    elif int(given["process"]) >= int(given["processes"]):
+        most = int(given["processes"]) - 1
+        fault = f"distributed has processes 0 to {most}, but this one is to be process {int(given['process'])}."
+    if fault:
+        raise ConfigError(f"cannot read the processes {text!r}:", [fault])
+    return Processes(address, int(given["processes"]), int(given["process"]))
+
+
+def parse_relayout(text: str) -> Relayout:
+    """Parse `STEP=LAYOUT` or `STEP=LAYOUT:MESH`.
+
+    Example:
+        >>> parse_relayout("200=zero-3:x=4,y=2")
+        Relayout(after=200, layout='zero-3', mesh='x=4,y=2')
+        >>> parse_relayout("200=own/table.toml").mesh
+        ''
+
+    Raises:
+        ConfigError: the text has another form, or its mesh cannot be read.
+    """
+    step, equals, rest = text.partition("=")
+    layout, colon, mesh = rest.rpartition(":")
+    if not (colon and "=" in mesh):  # a colon may be part of a path
+        layout, mesh = rest, ""
+    if not (equals and step.strip().isdecimal() and layout.strip()):
+        fault = f"relayout must read STEP=LAYOUT, such as 200=zero-3 or 200=zero-3:x=8, but is {text!r}."
+        raise ConfigError(f"cannot read the change of layout {text!r}:", [fault])
+    if mesh:
+        parse_mesh(mesh)
+    return Relayout(int(step), layout.strip(), mesh.strip())
+
+
+def layout_beside(layout: str, folder: Path) -> str:
+    """Take the relative path of a layout file from a folder; the name of a preset is left as it is."""
+    return os.path.join(folder, layout) if is_path(layout) else layout
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Parse mesh axes and sizes.
+
+    Example:
+        >>> parse_mesh("x=4,y=2")
+        {'x': 4, 'y': 2}
+
+    Raises:
+        ConfigError: the text is not a list of axis=size, an axis comes twice, or a size is not positive.
+    """
+    mesh: dict[str, int] = {}
+    faults = []
+    for part in text.split(","):
+        axis, equals, size = (piece.strip() for piece in part.partition("="))
+        if not (axis.isidentifier() and equals and size.removeprefix("-").isdecimal()):
+            faults.append(f"{part.strip()!r} is not AXIS=SIZE; write x=4,y=2.")
+        elif axis in mesh:
+            faults.append(f"mesh axis {axis} comes twice.")
+        elif int(size) < 1:
+            faults.append(f"mesh axis {axis} must have a positive size, but has {size}.")
+        else:
+            mesh[axis] = int(size)
+    if faults:
+        raise ConfigError(f"cannot read mesh {text!r}:", [f"mesh {text!r}: {fault}" for fault in faults])
+    return mesh

@@ -1,0 +1,52 @@
+"""What libraries write by themselves, kept apart from what the run says; and an abort of theirs, explained.
+
+Gloo writes a line for every connection, and JAX ends a process with a stack trace of C++ when the first one is lost.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import IO
+
+# Bytes of what libraries wrote last that are shown after an abort.
+_SHOWN = 4000
+_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_kept: list[object] = []
+"""What C refers to: the handler."""
+
+
+def keep_apart(aborted: Callable[[], None]) -> None:
+    """Send what is not written by Python to a temporary file, and end with a message where a library aborts.
+
+    Args:
+        aborted: called at an abort; it may end the process with a message. If it returns, the last that libraries
+            wrote is shown.
+    """
+    log = tempfile.TemporaryFile()  # noqa: SIM115
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        stream.flush()
+        kept = open(os.dup(descriptor), "w", encoding=stream.encoding, errors=stream.errors, buffering=1)  # noqa: SIM115
+        setattr(sys, name, kept)
+        os.dup2(log.fileno(), descriptor)
+    _on_abort(log, aborted)
+
+
+def _on_abort(log: IO[bytes], aborted: Callable[[], None]) -> None:
+    """Handle SIGABRT in the thread that aborts: Python's own handlers run in the main thread, which may never come."""
+
+    @_HANDLER
+    def handle(_: int) -> None:
+        aborted()
+        size = os.fstat(log.fileno()).st_size
+        last = os.pread(log.fileno(), _SHOWN, max(0, size - _SHOWN)).decode(errors="replace")
+        print(f"A library ended the process. It said:\n{last}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    _kept.append(handle)
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, _HANDLER), ctypes.c_void_p
+    libc.signal(signal.SIGABRT, handle)

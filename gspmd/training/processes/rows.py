@@ -1,0 +1,46 @@
+"""The rows of a batch that a process reads, and placing them on its devices."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+
+def part_of(sharding: Sharding, batch: int) -> tuple[int, int]:
+    """Return the smallest part of a batch that has all the rows of this process's devices: (which, of how many).
+
+    Processes whose devices hold the same rows get the same part. It is the whole batch, (0, 1), if the rows are spread
+    over it, or if there is one process.
+
+    Args:
+        sharding: of a batch, [B, L+1], with L whole.
+        batch: its sequences.
+    """
+    held = [index[0].indices(batch) for index in sharding.addressable_devices_indices_map((batch, 1)).values()]
+    first, last = min(start for start, _, _ in held), max(stop for _, stop, _ in held) - 1
+    sizes = (size for size in range(1, batch + 1) if batch % size == 0)
+    size = next(size for size in sizes if first // size == last // size)
+    return first // size, batch // size
+
+
+def placer(sharding: Sharding, batch: int) -> Callable[[np.ndarray], jax.Array]:
+    """Return what puts a part of a batch, of `part_of`, onto the devices of this process, as a part of a global array.
+
+    Args:
+        sharding: of the batch, [B, L+1], with L whole.
+        batch: its sequences.
+    """
+    part, parts = part_of(sharding, batch)
+    first = part * (batch // parts)
+
+    def place(rows: np.ndarray) -> jax.Array:
+        rows = np.asarray(rows, np.int32)
+
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            start, stop, _ = index[0].indices(batch)
+            return rows[start - first : stop - first, *index[1:]]
+
+        return jax.make_array_from_callback((batch, *rows.shape[1:]), sharding, shard)
+
+    return place
