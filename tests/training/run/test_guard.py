@@ -115,5 +115,5 @@ def test_the_exit_code_is_one_and_the_resume_is_told(tmp_path, capsys, monkeypat
     assert command.guarded(run, []) == 1
     assert capsys.readouterr().err == (
         "The run failed: the loss is nan at step 6: lower it. Step 4 is saved. "
-        f"To go on from there: python train.py --resume --out {tmp_path}\n"
+        f"To go on: python train.py --resume --out {tmp_path}\n"
     )
