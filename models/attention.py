@@ -16,6 +16,7 @@ from gspmd.annotate.equation import Equation
 from gspmd.layouts.section import SectionSpecs
 from gspmd.layouts.vias import heads_in
 from gspmd.ops._attention import attention
+from gspmd.ops._attention.zigzag import ring_size, zigzag_positions
 from gspmd.ops._norm import rms_norm
 
 from .config import ModelConfig
@@ -69,11 +70,13 @@ class Attention(nnx.Module):
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array, past: Past | None = None) -> jax.Array:
         """Softmax attention of projected queries [B, L, H, D] and keys [B, L, K, D], placed as the queries.
 
-        The sequences begin here, or go on after their `past`.
+        The sequences begin here, in zigzag order if keys are cut over them, or go on after their `past`.
         """
         (q, k, v), query, key = self.heads(q, k, v), self.specs.query, self.specs.key
         if past is None:
-            out = attention(rotate(q, self.config), rotate(k, self.config), v, query, key, causal=True)
+            angles = _cos_sin(zigzag_positions(q.shape[1], ring_size(key)), _turns(self.config))
+            q, k = (rotate(x, self.config, angles) for x in (q, k))
+            out = attention(q, k, v, query, key, causal=True)
         else:
             q, k = (rotate(x, self.config, past.angles(spec)) for x, spec in ((q, query), (k, key)))
             out = past.attend(q, k, v, query, key)
@@ -123,7 +126,7 @@ def rotate(x: jax.Array, config: ModelConfig, angles: tuple[jax.Array, jax.Array
     Differs: pairs take one element from each half of the head by default, a permutation of the head's elements.
     """
     size = config.rotary
-    cos, sin = _cos_sin(x.shape[1], _turns(config)) if angles is None else angles
+    cos, sin = _cos_sin(np.arange(x.shape[1]), _turns(config)) if angles is None else angles
     wide = x[..., :size].astype(jnp.float32)
     if config.rotary_pairs == "neighbours":
         first, second = wide[..., 0::2], wide[..., 1::2]
@@ -149,9 +152,9 @@ def _turns(config: ModelConfig) -> np.ndarray:
     return turns * (kept + (1.0 - kept) / scaling.factor)
 
 
-def _cos_sin(length: int, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cosine and sine of positions 0 to length - 1, [1, L, 1, R/2]."""
-    angles = (2 * np.pi * np.arange(length)[:, None] * turns)[None, :, None, :]
+def _cos_sin(positions: np.ndarray, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cosine and sine of the angles of positions [L] that are known, [1, L, 1, R/2]."""
+    angles = (2 * np.pi * positions[:, None] * turns)[None, :, None, :]
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 

@@ -15,6 +15,7 @@ from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
 from gspmd.layouts.section import SectionSpecs
 from gspmd.moe import expert_layer
+from gspmd.ops._attention.zigzag import in_order, ring_size, zigzag
 
 from .config import ModelConfig
 from .feed_forward import FeedForward
@@ -25,7 +26,7 @@ class Experts(nnx.Module):
     """A feed-forward layer of X experts, of which every token uses a few; see `gspmd.moe`."""
 
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.key = config, dtype, layout.spec("attention.key")
         self.specs, self.moe = SectionSpecs(layout.section("ffn")), SectionSpecs(layout.section("moe"))
         self.norm, self.norm_bias = optional(weights, "norm"), optional(weights, "norm_bias")
         self.router = nnx.Param(weights["router"])
@@ -63,8 +64,9 @@ class Experts(nnx.Module):
         sequences = groups.rename({"G": "B"})
         count, shape = self.config.moe.groups or y.shape[0], y.shape
         into = (count, y.shape[0] * y.shape[1] // count)
+        tokens = in_order(moved(y, residual, sequences), ring_size(self.key))  # by which places in experts are given
         answers, loss, stats = expert_layer(
-            regroup(moved(y, residual, sequences), (*into, y.shape[2]), groups),
+            regroup(tokens, (*into, y.shape[2]), groups),
             self.weights(),
             self.moe,
             self.config.moe,
@@ -73,7 +75,7 @@ class Experts(nnx.Module):
             mask=None if mask is None else regroup(mask, into, groups.without("E")),
             activation=self.config.activation,
         )
-        answers = moved(regroup(answers, shape, sequences), sequences, residual)
+        answers = moved(zigzag(regroup(answers, shape, sequences), ring_size(self.key)), sequences, residual)
         return answers if self.shared is None else answers + self.shared.answer(y), {"aux_loss": loss, **stats}
 
     def weights(self) -> dict[str, jax.Array]:

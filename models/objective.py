@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import gspmd
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
+from gspmd.ops._attention.zigzag import ring_size, zigzag
 from gspmd.ops._cross_entropy import cross_entropy
 
 from .blocks import part
@@ -35,7 +36,8 @@ def loss(
         of each layer `load` [expert layers, X], `dropped`, `entropy` and `confidence`, see `gspmd.moe.expert_layer`.
     """
     inputs, labels = split_tokens(tokens, model.layout)
-    logits, figures = model(inputs, key=key, train=train)
+    x, figures = model.hidden(inputs, key=key, train=train)
+    logits = model.logits(x)
     with part(model.layout, "output"):
         each = cross_entropy(logits, labels, model.layout["output.logits"])
         entropy = gspmd.reshard(each, Equation.move(label_spec(model.layout), SCALAR)) / each.size
@@ -54,10 +56,12 @@ def label_spec(layout: Any) -> Spec:
 
 
 def split_tokens(tokens: jax.Array, layout: Any) -> tuple[jax.Array, jax.Array]:
-    """Split [B, L+1] into inputs and labels, each [B, L], placed as the model takes them."""
+    """Split [B, L+1] into inputs and labels, each [B, L], placed and ordered as `Transformer.hidden` takes them."""
     whole = batch_spec(layout)
-    inputs = gspmd.reshard(tokens[:, :-1], Equation.move(whole, layout.spec("embedding.tokens")))
-    return inputs, gspmd.reshard(tokens[:, 1:], Equation.move(whole, label_spec(layout)))
+    devices = ring_size(layout.spec("attention.key"))
+    inputs, labels = zigzag(tokens[:, :-1], devices), zigzag(tokens[:, 1:], devices)
+    inputs = gspmd.reshard(inputs, Equation.move(whole, layout.spec("embedding.tokens")))
+    return inputs, gspmd.reshard(labels, Equation.move(whole, label_spec(layout)))
 
 
 def _summary(figures: dict[str, jax.Array]) -> dict[str, jax.Array]:

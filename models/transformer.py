@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from gspmd.annotate.equation import Equation
 from gspmd.annotate.errors import SpecError, report
 from gspmd.layouts.rules.causes import one_for_each_cause
 from gspmd.layouts.section import SectionSpecs
+from gspmd.ops._attention.zigzag import in_order, ring_size, zigzag
 from gspmd.ops._embedding import embed
 
 from .blocks import Block, ParallelBlock, part
@@ -53,8 +54,10 @@ class Transformer(nnx.Module):
             key: random key of the routers, for training.
             train: whether to use the routers' random draws and capacity of training.
         """
-        x, figures = self.hidden(tokens, key=key, train=train)
-        return self.logits(x), figures
+        at = self.layout.spec
+        devices, (into, out) = ring_size(at("attention.key")), map(at, ("embedding.tokens", "output.logits"))
+        x, figures = self.hidden(_reordered(zigzag, tokens, into, devices), key=key, train=train)
+        return _reordered(in_order, self.logits(x), out, devices), figures
 
     def hidden(
         self, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = False
@@ -62,7 +65,8 @@ class Transformer(nnx.Module):
         """The residual stream [B, L, E] after the last block, before the last norm, and the experts' figures.
 
         Args:
-            tokens: [B, L] integers, placed as `embedding.tokens`.
+            tokens: [B, L] integers, placed as `embedding.tokens`, in zigzag order if `attention.key`
+                cuts them; so is the stream.
             key: random key of the routers, for training.
             train: whether to use the routers' random draws and capacity of training.
         """
@@ -135,6 +139,15 @@ class Output(nnx.Module):
             return product
         # no token is padding; finite, so that 0 times it is 0
         return product + along(np.where(self.padded.origins < 0, -1e30, 0.0), "V", logits)
+
+
+def _reordered(order: Callable[[jax.Array, int], jax.Array], x: jax.Array, spec: Spec, devices: int) -> jax.Array:
+    """What is cut along L, in another order of its tokens: gathered for it, and cut again."""
+    if devices == 1:
+        return x
+    whole = spec.with_axes("L", ())
+    x = order(gspmd.reshard(x, Equation.move(spec, whole)), devices)
+    return gspmd.reshard(x, Equation.move(whole, spec))
 
 
 def stream(config: ModelConfig, layout: Any) -> Spec:

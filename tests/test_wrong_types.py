@@ -111,6 +111,7 @@ def _calls():
         ),
         (ops.write_cache, [cache, k[None], "BTKD", "BLKD"], {"lengths": ids[:2]}),
         (ops.quantize_heads, [k], {}),
+        (ops.zigzag_positions, [16, 4], {}),
         (ops.cross_entropy, [x, ids, "BV"], {"mask": None, "z_loss": 0.0}),
         (ops.global_norm, [{"a": x}, {"a": "BE"}], {}),
         (config.capacity, [16], {}),

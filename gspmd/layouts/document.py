@@ -56,7 +56,9 @@ _AGREE = """
 These have to be sharded alike, because no equation stands between them: {pairs}.
 
 Key/value heads K lie over the mesh axes of the query heads H, over the first of these axes, or whole; in serving, where
-attention moves both to the cache, anywhere. Token groups G take the place of the batch B, one for each
+attention moves both to the cache, anywhere. Their length L is whole, or over the mesh axes of the queries' L: then keys
+go round a ring of these devices, and training brings tokens and labels into zigzag order (see
+[attention.md](attention.md)). Token groups G take the place of the batch B, one for each
 sequence unless the model says otherwise. Layers that are scanned share one spec; their stacked
 dimension is implicit and never sharded.
 

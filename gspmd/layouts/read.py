@@ -15,9 +15,9 @@ _PRESETS = files(__package__).joinpath("presets")
 
 #: The order in which presets are listed: from no communication to the most specialised.
 _ORDER = (
-    "replicated", "data-parallel", "zero-1", "zero-2", "zero-3", "megatron-1d", "weight-stationary-1d",
-    "weight-stationary-2d", "weight-gathered-x", "weight-gathered-xy", "weight-gathered-xyz", "gshard",
-    "switch-expert-model",
+    "replicated", "data-parallel", "zero-1", "zero-2", "zero-3", "megatron-1d", "megatron-sequence",
+    "megatron-folded", "context-parallel", "weight-stationary-1d", "weight-stationary-2d", "weight-gathered-x",
+    "weight-gathered-xy", "weight-gathered-xyz", "gshard", "switch-expert-model",
 )  # fmt: skip
 
 

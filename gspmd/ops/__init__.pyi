@@ -5,6 +5,7 @@ from gspmd.ops._attention import attention as attention
 from gspmd.ops._attention import cached_attention as cached_attention
 from gspmd.ops._attention import quantize_heads as quantize_heads
 from gspmd.ops._attention import write_cache as write_cache
+from gspmd.ops._attention import zigzag_positions as zigzag_positions
 from gspmd.ops._bias import add_bias as add_bias
 from gspmd.ops._cross_entropy import cross_entropy as cross_entropy
 from gspmd.ops._embedding import embed as embed

@@ -55,7 +55,7 @@ def test_the_message_in_full():
         ),
         (
             {"attention__query": "B_xLH_yzD", "attention__key": "B_xL_yKD"},
-            "dimension L of attention.key stays whole on every device, and is sharded over y.",
+            "dimension L of attention.key is sharded over y, and of queries ('B_xLH_yzD') whole.",
         ),
         ({"attention__key": "BLK_yzD"}, "dimension B of attention.key is whole, and of attention.query"),
         (

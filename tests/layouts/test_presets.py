@@ -15,9 +15,9 @@ TINY = {"B": 8, "L": 32, "E": 64, "F": 128, "H": 8, "K": 8, "D": 8, "V": 256, "X
 
 def test_all_presets_are_shipped():
     assert presets() == (
-        "replicated", "data-parallel", "zero-1", "zero-2", "zero-3", "megatron-1d", "weight-stationary-1d",
-        "weight-stationary-2d", "weight-gathered-x", "weight-gathered-xy", "weight-gathered-xyz", "gshard",
-        "switch-expert-model",
+        "replicated", "data-parallel", "zero-1", "zero-2", "zero-3", "megatron-1d", "megatron-sequence",
+        "megatron-folded", "context-parallel", "weight-stationary-1d", "weight-stationary-2d", "weight-gathered-x",
+        "weight-gathered-xy", "weight-gathered-xyz", "gshard", "switch-expert-model",
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from gspmd.hardware.links import wire_bytes
 _INSTRUCTION = re.compile(
     r"= (?P<type>\(.*?\)|\S+) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
 )
-_ARRAY = re.compile(r"(?P<dtype>[a-z]+\d+)\[(?P<shape>[\d,]*)\]")
+_ARRAY = re.compile(r"(?P<dtype>pred|[a-z]+\d+)\[(?P<shape>[\d,]*)\]")
 
 
 def sent(text: str) -> dict[tuple[str, int], tuple[int, int]]:
@@ -41,7 +41,7 @@ def _group(line: str) -> int:
 
 def _bytes(array: re.Match) -> int:
     size = prod(int(n) for n in array["shape"].split(",") if n)
-    return size * (int(re.sub(r"\D", "", array["dtype"])) // 8)
+    return size * (int(re.sub(r"\D", "", array["dtype"]) or 8) // 8)  # a truth value takes a byte
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -12,8 +12,9 @@ from gspmd.layouts.rules.alternatives import resolve, singles, without_partner
 from gspmd.layouts.rules.causes import one_for_each_cause
 from gspmd.layouts.rules.given import GivenSizes, given_sizes
 from gspmd.layouts.rules.keys import ALIKE, KEYS, PARTS, PHASES, Key, keys_of_override
-from gspmd.layouts.rules.line import Line
+from gspmd.layouts.rules.line import Line, over
 from gspmd.layouts.rules.padding import padding_faults
+from gspmd.layouts.rules.sequence import keys_apart, uneven_chunks
 from gspmd.layouts.rules.table import LayoutTable
 from gspmd.lowerings.default import LOWERINGS
 
@@ -66,6 +67,7 @@ def _faults_of_table(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
     more = own.keys(layout.own)
     specs, wrong = _read("", layout.table, KEYS | more, given)
     yield from (*wrong, *_disagreements("", layout.table, specs, layout.serves), *_key_via(layout.table))
+    yield from uneven_chunks(layout.table.get("attention.key"), specs.get("attention.key"), given)
     for section, lines in layout.overrides.items():
         # In the layout of a phase its section is part of the table; the other one's batch and length are not known.
         known = GivenSizes({}, dict.fromkeys(layout.axes, 1)) if layout.serves and section in PHASES else given
@@ -141,7 +143,7 @@ def _whole_faults(line: Line, spec: Spec, key: Key) -> Iterator[Fault]:
         yield line.at_text(fact, f"Write '{whole}' here, and '{spec.cotangent}' in [gradients].")
     for dim in key.local:
         if spec.axes_of(dim):
-            fact = f"dimension {dim} of {key.name} stays whole on every device, and is {_over(spec.axes_of(dim))}."
+            fact = f"dimension {dim} of {key.name} stays whole on every device, and is {over(spec.axes_of(dim))}."
             yield line.at_dim(spec, dim, fact, f"Write '{spec.with_axes(dim, ())}', or shard another dimension.")
 
 
@@ -184,7 +186,7 @@ def _product_faults(line: Line, left: Spec, right: Spec) -> Iterator[Fault]:
     for dim in left.dims:
         mine = left.axes_of(dim)
         if dim in right.dims and mine != right.axes_of(dim):
-            fact = f"dimension {dim} is {_over(mine)} in '{left}', and {_over(right.axes_of(dim))} in '{right}'."
+            fact = f"dimension {dim} is {over(mine)} in '{left}', and {over(right.axes_of(dim))} in '{right}'."
             yield line.at_text(fact, "Where two tensors meet, what they share lies alike.")
         for other in right.dims if dim not in right.dims else ():
             for axis in (axis for axis in mine if axis in right.axes_of(other)):
@@ -213,12 +215,14 @@ def _disagreements(section: str, table: Mapping[str, Any], specs: Specs, serves:
         if first in specs and second in specs and not (serves and second == "attention.key"):
             yield from _unlike(Line(second, table[second], section), first, specs[first], specs[second], dims)
     query, key = specs.get("attention.query"), specs.get("attention.key")
+    if key:
+        yield from keys_apart(Line("attention.key", table["attention.key"], section), query, key, serves)
     if serves or not (query and key):  # attention to a cache brings queries and keys to where the cache is
         return
     heads, held = query.axes_of("H"), key.axes_of("K")
     if held != heads[: len(held)]:
         line = Line("attention.key", table["attention.key"], section)
-        fact = f"key/value heads are {_over(held)}, and query heads ('{query}') {_over(heads)}."
+        fact = f"key/value heads are {over(held)}, and query heads ('{query}') {over(heads)}."
         yield line.at_dim(key, "K", fact, "Shard K over the same mesh axes, over the first of them, or leave it whole.")
 
 
@@ -248,8 +252,8 @@ def _unlike(line: Line, first: str, model: Spec, spec: Spec, dims: str) -> Itera
     dim, fitting = apart[0], {d: (model if d in dims else spec).axes_of(d) for d in spec.dims}
     axes = [axis for of_dim in fitting.values() for axis in of_dim]
     fact = (
-        f"dimension {dim} of {line.name} is {_over(spec.axes_of(dim))}, and of {first} ('{model}') "
-        f"{_over(model.axes_of(dim))}; no equation stands between them."
+        f"dimension {dim} of {line.name} is {over(spec.axes_of(dim))}, and of {first} ('{model}') "
+        f"{over(model.axes_of(dim))}; no equation stands between them."
     )
     fits = len(axes) == len(set(axes))
     written = f"Write {line.name} = '{Spec(spec.dims, tuple(fitting.values()))}'" if fits else f"Change {line.name}"
@@ -293,7 +297,3 @@ def _declaration_faults(layout: LayoutTable) -> Iterator[Fault]:
     for axis in (axis for axis in layout.factor if axis not in layout.axes):
         remedy = f"{suggestion(axis, layout.axes)}It declares {listed(layout.axes)}."
         yield Line("factor", axis, "mesh").at_text(f"the layout declares no mesh axis {axis}.", remedy)
-
-
-def _over(axes: Sequence[str]) -> str:
-    return f"sharded over {listed(axes)}" if axes else "whole"

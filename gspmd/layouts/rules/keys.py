@@ -96,7 +96,7 @@ _ALL = (
     _parameter("attention.w_k", "EKD", "Key projection."),
     _parameter("attention.w_v", "EKD", "Value projection.", default="attention.w_k"),
     _activation("attention.query", "BLHD", "Queries as the attention core takes them, and its result.", local="D"),
-    _activation("attention.key", "BLKD", "Keys and values as the attention core takes them.", local="LD"),
+    _activation("attention.key", "BLKD", "Keys and values as the attention core takes them.", local="D"),
     _parameter("attention.b_q", "HD", "Bias of the queries; scales of an int8 w_q.", default="attention.query"),
     _parameter("attention.b_k", "KD", "Bias of the keys; scales of an int8 w_k.", default="attention.key"),
     _parameter("attention.b_v", "KD", "Bias of the values; scales of an int8 w_v.", default="attention.key"),

@@ -1,8 +1,10 @@
 """One line of a layout, `ffn.w_in = E_xF_yz`, and faults that point into it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gspmd.annotate import Fault, Spec
+from gspmd.annotate.errors import listed
 
 
 @dataclass(frozen=True)
@@ -48,3 +50,12 @@ class Line:
         """Move a fault of a spec alone to its place in this line."""
         by = len(self.label) + 3
         return replace(fault, text=f"{self.label} = {fault.text}", start=fault.start + by, end=fault.end + by)
+
+
+def over(axes: Sequence[str]) -> str:
+    """How a dimension lies, for a sentence.
+
+    >>> over(("x", "y")), over(())
+    ('sharded over x and y', 'whole')
+    """
+    return f"sharded over {listed(axes)}" if axes else "whole"

@@ -3,5 +3,6 @@
 from gspmd.ops._attention.cache import quantize_heads, write_cache
 from gspmd.ops._attention.cached import cached_attention
 from gspmd.ops._attention.whole import attention
+from gspmd.ops._attention.zigzag import zigzag_positions
 
-__all__ = ["attention", "cached_attention", "quantize_heads", "write_cache"]
+__all__ = ["attention", "cached_attention", "quantize_heads", "write_cache", "zigzag_positions"]

@@ -140,8 +140,17 @@ def _forward(form: Form, kept, d_q, d_k, d_v):
     return (d_out - mean[..., None] * out.astype(jnp.float32)).astype(q.dtype)
 
 
-def _backward(form: Form, kept, g):
-    """The gradients, the probabilities of each block computed again from its logits."""
+def gradients(form: Form, kept, g) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of queries, keys and values in float32, block by block.
+
+    The probabilities of a block are computed again from its logits. So the keys may be some of those that the queries
+    attended to: then the gradients are the parts that these keys have in them.
+
+    Args:
+        form: as of `attended`.
+        kept: q, k, v, seen and ahead of `attended`, and what it returned for all keys.
+        g: the cotangent of the output.
+    """
     q, k, v, seen, ahead, out, top, total = kept
     mean = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
 
@@ -158,12 +167,11 @@ def _backward(form: Form, kept, g):
         return (d_q, d_k, d_v), None
 
     starts = form.blocks.starts(q.shape[0], q.shape[3], k.shape[1], form.causal and ahead is None)
-    sums, _ = jax.lax.scan(step, tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)), starts)
-    return tuple(total.astype(x.dtype) for total, x in zip(sums, (q, k, v)))
+    return jax.lax.scan(step, tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)), starts)[0]
 
 
 # JAX would transpose `_forward` with the probabilities of all blocks in memory, so it is an operation whose transpose
-# is `_backward`. `batches` has, for each vmap around it from the innermost, its operands' batch dimensions, or None.
+# is `gradients`. `batches` has, for each vmap around it from the innermost, its operands' batch dimensions, or None.
 _tangent = Primitive("gspmd_attention_tangent")
 
 
@@ -177,12 +185,13 @@ def _evaluate(*operands, form: Form, tree, batches):
 
 
 def _transpose(g, *operands, form: Form, tree, batches):
-    def gradients(g, *kept):
-        return _backward(form, jax.tree.unflatten(tree, kept), g)
+    def transposed(g, *kept):
+        kept = jax.tree.unflatten(tree, kept)
+        return tuple(total.astype(x.dtype) for total, x in zip(gradients(form, kept, g), kept))
 
     for dims in batches:
-        gradients = jax.vmap(gradients, in_axes=(0, *dims[:-3]))
-    found = gradients(ad.instantiate_zeros(g), *operands[:-3])
+        transposed = jax.vmap(transposed, in_axes=(0, *dims[:-3]))
+    found = transposed(ad.instantiate_zeros(g), *operands[:-3])
     wanted = (d if ad.is_undefined_primal(x) else None for d, x in zip(found, operands[-3:]))
     return [*(None for _ in operands[:-3]), *wanted]
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.lowerings import target
-from gspmd.ops._attention.blocks import Blocks, Form, attended, attention_in_blocks
+from gspmd.ops._attention.blocks import Blocks, Form, attended, attention_in_blocks, gradients
 from gspmd.ops._attention.online import Attended, attend, group, ungroup
 
 Shards = tuple[int, int, int, int]
@@ -102,6 +102,35 @@ def local_attended(
     return Attended(top, total, output * total[..., None]).by_query()
 
 
+def local_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: jax.Array | None,
+    causal: bool,
+    scale: float,
+    out: jax.Array,
+    normaliser: jax.Array,
+    g: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The parts in float32 that some of their keys have in the gradients of queries, and those keys' own gradients.
+
+    Args:
+        q, k, v, seen, causal, scale: as in `local_attention`.
+        out: [B, L, H, D] what the queries found among all their keys.
+        normaliser: [B, L, H] the logarithm of the sum of exponentials of all their logits.
+        g: [B, L, H, D] the cotangent of `out`.
+    """
+    blocks = _blocks(q, k.shape[1], ALONE) or Blocks(q.shape[0], q.shape[1], k.shape[1])
+    length, (q, out, normaliser, g) = (
+        q.shape[1],
+        (_padded(group(x, k.shape[2]), blocks) for x in (q, out, normaliser, g)),
+    )
+    kept = q, k, v, seen, None, out, normaliser, jnp.ones_like(normaliser)
+    d_q, d_k, d_v = gradients(Form(blocks, scale, causal), kept, g)
+    return ungroup(d_q[:, :, :, :length]), d_k, d_v
+
+
 def _blocks(q: jax.Array, keys: int, shards: Shards) -> Blocks | None:
     """Blocks for one device's share, which do not cut what the compiler cuts already."""
     rows, queries, heads, _ = q.shape
@@ -113,8 +142,8 @@ def _blocks(q: jax.Array, keys: int, shards: Shards) -> Blocks | None:
 
 
 def _padded(q: jax.Array, blocks: Blocks) -> jax.Array:
-    """Queries [B, K, Q, L, D] in a whole number of blocks; those added are dropped again."""
-    return jnp.pad(q, ((0, 0),) * 3 + ((0, -q.shape[3] % blocks.queries), (0, 0)))
+    """[B, K, Q, L, ...] of queries in a whole number of blocks; those added are dropped again."""
+    return jnp.pad(q, ((0, 0),) * 3 + ((0, -q.shape[3] % blocks.queries),) + ((0, 0),) * (q.ndim - 4))
 
 
 def _fits_cudnn(q: jax.Array, k: jax.Array) -> bool:

@@ -1,4 +1,4 @@
-"""The attention core: every device attends with its own heads and sequences, and nothing is sent in the value."""
+"""The attention core: every device attends with its own heads and sequences, to keys that are whole where it is."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,8 +36,13 @@ def attention(
     """Scaled dot-product attention: softmax(scale · q·kᵀ + mask) · v, heads in groups that share a key head.
 
     Batch and heads stay where they are, so the value sends nothing. Mesh axes that shard H but not K pick their key
-    heads by a slice; mesh axes that shard the queries' L need the keys whole. The gradients of `k` and `v` are summed
-    over the axes that only the queries are sharded over.
+    heads by a slice. The gradients of `k` and `v` are summed over the axes that only the queries are sharded over.
+
+    Mesh axes that shard the queries' L need the keys whole, or cut alike: `"BL_xHD", "BT_xKD"`. Then keys and values
+    go round a ring of their devices while the queries attend to those that have come (lowering `looped`), or are
+    gathered before (`blocking`); `auto` takes the cheaper. With `causal` the sequence has to lie in zigzag order,
+    in which every device has the same work, and tokens, positions, labels and `mask` all follow it: see
+    `gspmd.ops.zigzag_positions`.
 
     Args:
         q: [B, L, H, D].
@@ -45,7 +50,7 @@ def attention(
         v: as `k`.
         query_spec: where `q` lies, `"B_xLH_yzD"`; the result lies there too. D is unsharded.
         key_spec: where `k` and `v` lie, `"B_xTK_yD"`: B as in `query_spec`, the axes of K the first of those of H,
-            T and D unsharded.
+            T unsharded or over those of L, D unsharded.
         causal: whether query i attends to keys j ≤ i + offset alone.
         mask: [B, T] booleans, lying as B and T of `k`: the keys that are no padding.
         scale: of the logits; 1/sqrt(D) when None.
@@ -57,7 +62,8 @@ def attention(
 
     Raises:
         SpecError: a spec does not fit its array or the mesh, or the shapes do not agree.
-        PlanError: batch or heads of queries and keys lie so that a device lacks keys it needs.
+        PlanError: batch or heads of queries and keys lie so that a device lacks keys it needs; or keys are cut along
+            the sequence, and there is an `offset`, or a length that zigzag order does not cut.
 
     Example:
         >>> import gspmd
@@ -68,7 +74,8 @@ def attention(
         [0.  0.5 1. ]
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1; Shazeer 2019 (arXiv 1911.02150) and Ainslie et al.
-        2023 (arXiv 2305.13245) for shared key heads; Pope et al. 2022 (arXiv 2211.05102), section 3.3, for the layouts.
+        2023 (arXiv 2305.13245) for shared key heads; Pope et al. 2022 (arXiv 2211.05102), section 3.3, for the layouts;
+        Liu et al. 2023 (arXiv 2310.01889) for the ring.
     Differs: forward-mode differentiation works under lowering "xla" only.
     """
     ctx = context()
@@ -80,6 +87,13 @@ def attention(
     _check_shapes(doing, query, key, q, k, v, mask)
     extras = _Extras(mask is not None, not (isinstance(offset, int) and offset == 0))
     more = (mask,) * extras.masked + (_position(doing, offset),) * extras.shifted
+    if key.without_trivial(ctx.mesh).axes[1]:
+        from gspmd.ops._attention import ring  # here alone: most attention needs none of it
+
+        found, _ = _placed(doing, query, key, q.shape[2], k.shape[2], ctx.mesh)
+        ring.check(doing, key, ctx.mesh, causal, extras.shifted, q.shape[1], k.shape[1])
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        return ring.attend(query, key, causal, scale, found, ctx, q, k, v, *more)
     if ctx.lowering == "xla":
         rows, length, heads, _ = (prod(ctx.mesh.get(axis, 1) for axis in axes) for axes in query.axes)
         f = partial(_attend, extras, causal, scale, (rows, heads, length, 1))
@@ -181,7 +195,8 @@ def _placed(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh
     first = f"the axes of {key.dims[2]} have to be the first of those of {query.dims[2]}."
     faults = [
         *_unsharded(query, (3,)),
-        *_unsharded(key, (1, 3)),
+        *(_same(key, 1, query.axes[1], _CUT) if key.axes[1] and query.axes[1] else _unsharded(key, (1,))),
+        *_unsharded(key, (3,)),
         *_same(key, 0, query.axes[0], "the keys of a sequence have to be where its queries are."),
         *_same(key, 2, wanted[: len(held)], first),
     ]
@@ -191,6 +206,9 @@ def _placed(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh
     if found is None:
         raise report(PlanError, doing, [_misaligned(query, key, heads, key_heads, mesh)]) from None
     return found, query.axes[1]
+
+
+_CUT = "where keys are cut along the sequence, they go round to queries that are cut alike."
 
 
 def _unsharded(spec: Spec, positions: tuple[int, ...]) -> list[Fault]:

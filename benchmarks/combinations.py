@@ -1,0 +1,238 @@
+"""Every sensible combination of data, model, expert and context parallelism, trained on eight host devices.
+
+    python benchmarks/combinations.py                                  # all rows
+    python benchmarks/combinations.py --only "data × context"          # those of one kind
+    python benchmarks/combinations.py --write docs/combinations.md     # regenerates the page's tables
+
+A row is green when 50 steps have one device's losses to 1e-4 in float32, and when the compiled step sends what was
+planned, to the byte. A row that a layout refuses shows why.
+"""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import gspmd
+import gspmd_models as models
+from gspmd import host
+from gspmd.annotate import LayoutError
+from gspmd.layouts import Layout
+from gspmd.moe import MoEConfig
+from gspmd.training import OptimizerConfig
+from gspmd.training.step import jit_step
+from gspmd_models import step
+
+STEPS, TOLERANCE, BATCH, LENGTH = 50, 1e-4, 8, 16
+DENSE = models.ModelConfig(
+    vocabulary=64, embed=32, layers=2, heads=8, kv_heads=8, head_size=8, feed_forward=64, remat=False
+)  # fmt: skip
+EXPERTS = replace(DENSE, moe=MoEConfig(experts=8, every=2))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One combination.
+
+    Attributes:
+        parts: what it combines, `"data × context"`.
+        layout: the preset.
+        mesh: sizes of its axes; none but those above 1.
+        change: specs that differ from the preset's, by key.
+        lowering: of every part of the model.
+        length: of sequences.
+        config: the model; None for the dense one, or that with experts where they are a part.
+        reason: why the layout refuses it, in part; empty where it trains.
+    """
+
+    parts: str
+    layout: str
+    mesh: Mapping[str, int]
+    change: Mapping[str, str] = field(default_factory=dict)
+    lowering: str = "blocking"
+    length: int = LENGTH
+    config: models.ModelConfig | None = None
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """What a reader calls it."""
+        changed = ", ".join(f"{key} {spec}" for key, spec in self.change.items() if key in _TOLD)
+        return f"{self.layout} {' '.join(f'{axis}={size}' for axis, size in self.mesh.items())} {changed}".strip()
+
+    @property
+    def model(self) -> models.ModelConfig:
+        """The model that it trains."""
+        return self.config or (EXPERTS if "expert" in self.parts else DENSE)
+
+
+_TOLD = ("moe.expert_input", "moe.hidden", "attention.query", "moe.groups")
+# Experts over the axis that cuts sequences, each expert whole or cut over z: folded into the devices of attention.
+OVER_Y = {
+    "moe.expert_input": "G_xX_yCE", "moe.w_in": "X_yEF_z", "moe.w_gate": "X_yEF_z", "moe.hidden": "G_xX_yCF_z",
+    "moe.w_out": "X_yF_zE", "moe.in_via": "G_xX_yCE, X_yEF_z", "moe.out_via": "G_xX_yCF_z, X_yF_zE",
+}  # fmt: skip
+OVER_ALL = {
+    "moe.expert_input": "GX_xyzCE", "moe.w_in": "X_xyzEF", "moe.w_gate": "X_xyzEF", "moe.hidden": "GX_xyzCF",
+    "moe.w_out": "X_xyzFE", "moe.in_via": "GX_xyzCE, X_xyzEF", "moe.out_via": "GX_xyzCF, X_xyzFE",
+}  # fmt: skip
+
+# Stages of a pipeline are one more part: a row with "pipeline" among its parts, and a mesh with their axis.
+ROWS = (
+    Row("data", "data-parallel", {"x": 8}),
+    Row("data", "zero-3", {"x": 8}, lowering="looped"),
+    Row("model", "megatron-1d", {"y": 8}),
+    Row("model", "megatron-sequence", {"y": 8}, lowering="looped"),
+    Row("expert", "gshard", {"x": 8}),
+    Row("context", "context-parallel", {"y": 8}, lowering="looped"),
+    Row("data × model", "megatron-1d", {"x": 2, "y": 4}),
+    Row("data × model", "megatron-sequence", {"x": 2, "y": 4}),
+    Row("data × expert", "switch-expert-model", {"x": 4, "z": 2}),
+    Row("data × context", "context-parallel", {"x": 2, "y": 4}),
+    Row("data × context", "context-parallel", {"x": 2, "y": 4}, lowering="looped"),
+    Row("model × expert", "switch-expert-model", {"x": 4, "y": 2}),
+    Row("model × expert", "megatron-folded", {"y": 8}, lowering="looped"),
+    Row("model × context", "context-parallel", {"y": 4, "z": 2}, lowering="looped"),
+    Row("expert × context", "context-parallel", {"y": 8}, OVER_Y, "looped"),
+    Row("data × model × expert", "switch-expert-model", {"x": 2, "y": 2, "z": 2}),
+    Row("data × model × expert", "megatron-folded", {"x": 2, "y": 4}),
+    Row("data × model × expert", "megatron-folded", {"x": 2, "y": 2, "z": 2}, OVER_ALL),
+    Row("data × model × context", "context-parallel", {"x": 2, "y": 2, "z": 2}, lowering="looped"),
+    Row("data × expert × context", "context-parallel", {"x": 2, "y": 4}, OVER_Y),
+    Row("model × expert × context", "context-parallel", {"y": 4, "z": 2}, OVER_Y, "looped"),
+    Row("data × model × expert × context", "context-parallel", {"x": 2, "y": 2, "z": 2}, OVER_Y, "looped"),
+    Row("data × model × expert × context", "context-parallel", {"x": 2, "y": 2, "z": 2}, OVER_ALL),
+    Row("model × context", "context-parallel", {"y": 8}, {"attention.query": "BL_yH_yD"}, reason="mesh axis y"),
+    Row("expert × context", "context-parallel", {"y": 8}, {"moe.groups": "GL_yE", "moe.dispatched": "GXCE"},
+        reason="dimension L of moe.groups stays whole"),
+    Row("context", "context-parallel", {"y": 8}, length=24, reason="zigzag order cuts it into 16 chunks"),
+    Row("expert", "gshard", {"x": 8}, config=replace(DENSE, moe=MoEConfig(experts=4, every=2)),
+        reason="dimension X has size 4"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a row.
+
+    Attributes:
+        difference: the largest of a loss from one device's, as a share.
+        sent: bytes that one device sends in a step, as compiled.
+        as_planned: whether they are the planned ones by kind and mesh axes.
+        fell: by how much the loss fell, in nats.
+        refused: why the layout refuses it; empty where it trains.
+    """
+
+    difference: float = 0.0
+    sent: int = 0
+    as_planned: bool = False
+    fell: float = 0.0
+    refused: str = ""
+
+    @property
+    def is_green(self) -> bool:
+        """Whether the losses are one device's, and the ledger is the plan."""
+        return not self.refused and self.difference <= TOLERANCE and self.as_planned
+
+
+def outcome(row: Row) -> Outcome:
+    """Train a row and one device, and compare."""
+    try:
+        layout = Layout.load(row.layout).override(row.change).lowered(row.lowering)
+        mesh = layout.complete_mesh(row.mesh)
+        layout.check(row.model.sizes(BATCH, row.length), mesh)
+    except LayoutError as error:
+        return Outcome(refused=" ".join(filter(None, (error.faults[0].fact, error.faults[0].remedy))).split("\n")[0])
+    losses, comparison, sent = train(row.model, layout, mesh, row.length)
+    wanted = alone(row.model, row.length)
+    difference = float(np.max(np.abs(losses - wanted) / np.abs(wanted)))
+    return Outcome(difference, sent, comparison, float(wanted[0] - wanted[-1]))
+
+
+@cache
+def alone(config: models.ModelConfig, length: int) -> np.ndarray:
+    """The losses of one device."""
+    return train(config, Layout.load("replicated"), {"x": 1}, length)[0]
+
+
+def train(
+    config: models.ModelConfig, layout: Layout, sizes: Mapping[str, int], length: int
+) -> tuple[np.ndarray, bool, int]:
+    """Losses of the training loop's own step, whether its ledger is the plan, and the bytes that it sends."""
+    sizes = layout.complete_mesh(sizes)
+    devices = jax.devices()[: int(np.prod([*sizes.values()]))]
+    types = (jax.sharding.AxisType.Explicit,) * len(sizes)
+    mesh, optimizer = jax.make_mesh(tuple(sizes.values()), tuple(sizes), types, devices=devices), OptimizerConfig()
+    with jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "blocking"):
+        model = models.build(config, layout, mesh, jax.random.key(0))
+        state = step.initial_state(model, optimizer, STEPS, mesh)
+        update = step.training_step(model, optimizer, STEPS)
+        where, key = jax.NamedSharding(mesh, models.batch_spec(layout).partition_spec()), placed_key(mesh)
+        arguments = state, jax.device_put(text(0, length), where), key
+        plan, compiled = gspmd.trace(update, *arguments), jit_step(update, state).lower(*arguments).compile()
+        ledger, losses = gspmd.ledger(compiled), []
+        for number in range(STEPS):
+            state, figures = compiled(state, jax.device_put(text(number, length), where), key)
+            losses.append(float(figures["loss"]))
+    return np.array(losses), ledger.compare(plan).agrees, ledger.wire_bytes
+
+
+def placed_key(mesh: jax.sharding.Mesh) -> jax.Array:
+    """The key of the routers, on all devices."""
+    return jax.device_put(jax.random.key(1), jax.NamedSharding(mesh, jax.P()))
+
+
+def text(number: int, length: int) -> np.ndarray:
+    """[B, L+1] tokens, each its predecessor plus 1 or 5."""
+    steps = np.random.default_rng(number).choice([1, 5], size=(BATCH, length + 1))
+    return (np.cumsum(steps, axis=1) % 64).astype(np.int32)
+
+
+def line(row: Row, found: Outcome) -> str:
+    """A row of the page's table."""
+    changed = "; ".join(f"`{key}` {spec}" for key, spec in row.change.items() if key in _TOLD)
+    mesh = ", ".join(f"{axis}={size}" for axis, size in row.mesh.items())
+    first = f"| {row.parts} | `{row.layout}` | {mesh} | {changed}"
+    if found.refused:
+        more = [f"L={row.length}"] * (row.length != LENGTH) + [f"X={row.model.moe.experts}"] * bool(row.config)
+        return f"{first}{'; '.join(more)} | {found.refused} |"
+    sent = f"{found.sent:,} | {'yes' if found.as_planned else '**no**'}"
+    verdict = "green" if found.is_green else "**red**"
+    return f"{first} | {row.lowering} | {found.difference:.1e} | {sent} | {verdict} |"
+
+
+TRAINED = (
+    "| parts | layout | mesh | changed | lowering | largest difference | bytes sent | as planned | |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+)
+REFUSED = "| parts | layout | mesh | changed | refused, because |\n| --- | --- | --- | --- | --- |"
+
+
+def main() -> None:
+    """Train all rows, print the tables, and write them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help='rows of these parts, such as "data × context"')
+    parser.add_argument("--write", type=Path, help="replace the tables in a page")
+    options = parser.parse_args()
+    if options.write and options.only:
+        raise SystemExit("the page has all rows: leave out --only.")
+    host.start(8, "cpu")
+    found: dict[bool, list[str]] = {False: [], True: []}
+    for row in (row for row in ROWS if options.only in ("", row.parts)):
+        result: Any = outcome(row)
+        print(line(row, result), flush=True)
+        found[bool(result.refused)].append(line(row, result))
+    if options.write:
+        from page import write_between  # beside this file, which tests import from elsewhere
+
+        tables = "\n".join([TRAINED, *found[False], "", REFUSED, *found[True]])
+        write_between(options.write, ("<!-- combinations: begin -->", "<!-- combinations: end -->"), tables)
+
+
+if __name__ == "__main__":
+    main()

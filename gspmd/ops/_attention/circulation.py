@@ -1,0 +1,169 @@
+"""How chunks of keys come to queries, and how the gradients of those keys go home: round a ring, or gathered."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gspmd.hardware.matmul import product_seconds
+from gspmd.hardware.rings import neighbour
+from gspmd.lowerings.program import Context
+from gspmd.lowerings.scopes import step_scope
+from gspmd.ops.interface.planned_op import Chains, float32, shard_index
+from gspmd.planner.steps import Step
+
+Visit = Callable[..., tuple[jax.Array, Sequence[jax.Array]]]
+"""(state, device, *its chunks) to the new state and this device's part in the gradients of those chunks."""
+
+
+class Gathered:
+    """All chunks, gathered before the first is used; gradients are reduce-scattered behind the last.
+
+    Args:
+        chains: the gathers, and the reduce-scatters.
+        axes: the mesh axes over which the sequence is cut.
+        names: of the gather of each operand that is cut.
+    """
+
+    def __init__(self, chains: Chains, axes: Sequence[str], names: Sequence[str]):
+        self.chains, self.axes, self.names = chains, tuple(axes), names
+        self.devices = prod(chains.mesh[axis] for axis in axes)
+
+    def device(self, place: jax.Array | int) -> jax.Array:
+        """Which one is so many places behind."""
+        return (shard_index(self.axes) - place) % self.devices
+
+    def visit(self, f: Callable, state, chunks: Sequence[jax.Array]):
+        """Fold f(state, device, *chunks) over all other devices."""
+        whole = [self.chains.send(name, x) for name, x in zip(self.names, chunks)]
+
+        def step(place, state):
+            there = self.device(place)
+            return f(state, there, *(_at(x, there, chunk) for x, chunk in zip(whole, chunks)))
+
+        return lax.fori_loop(1, self.devices, step, state)
+
+    def visit_and_return(self, f: Visit, state, chunks, own, back: Sequence[str]):
+        """The same, and for each operand the sum of `own` and of what all other devices have for this one's chunk.
+
+        Args:
+            f, state, chunks: as of `visit`.
+            own: this device's part in the gradients of its own chunks.
+            back: the name of the reduce-scatter of each gradient.
+
+        Returns:
+            The state, and a gradient for each operand, in its dtype.
+        """
+        sums = [jnp.zeros((*x.shape[:1], self.devices * x.shape[1], *x.shape[2:]), jnp.float32) for x in own]
+        sums = [_put(x, self.device(0), mine) for x, mine in zip(sums, own)]
+
+        def step(carry, there, *chunks):
+            state, parts = f(carry[0], there, *chunks)
+            return state, [_put(x, there, part) for x, part in zip(carry[1], parts)]
+
+        state, sums = self.visit(step, (state, sums), chunks)
+        wire = (x.astype(chunk.dtype) for x, chunk in zip(sums, chunks))
+        return state, *(self.chains.send(name, x) for name, x in zip(back, wire))
+
+
+def _at(whole: jax.Array, device: jax.Array, chunk: jax.Array) -> jax.Array:
+    return lax.dynamic_slice_in_dim(whole, device * chunk.shape[1], chunk.shape[1], axis=1)
+
+
+def _put(whole: jax.Array, device: jax.Array, part: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(whole, part, device * part.shape[1], axis=1)
+
+
+class Ring(Gathered):
+    """Each chunk when it is used: one permute brings the next of every device while one is attended to.
+
+    Source: Liu et al. 2023, *Ring Attention with Blockwise Transformers for Near-Infinite Context* (arXiv 2310.01889).
+    Differs: the gradients of a device's own chunk wait at home, so that those of the others take a hop less.
+    """
+
+    def visit(self, f: Callable, state, chunks: Sequence[jax.Array]):
+        """Fold f(state, device, *chunks) over all other devices."""
+        last, chunks = self.devices - 1, self._send(self.names, chunks)
+
+        def step(place, carry):
+            state, chunks = carry
+            return f(state, self.device(place), *chunks), self._send(self.names, chunks)
+
+        if last > 1:
+            state, chunks = lax.fori_loop(1, last, step, (state, chunks))
+        return f(state, self.device(last), *chunks)
+
+    def visit_and_return(self, f: Visit, state, chunks, own, back: Sequence[str]):
+        """The same, and for each operand the sum of `own` and of what all other devices have for this one's chunk."""
+        last, wire = self.devices - 1, [x.dtype for x in chunks]
+
+        def home(sums):
+            return map(float32, self._send(back, [x.astype(dtype) for x, dtype in zip(sums, wire)]))
+
+        def added(place, state, chunks, sums):
+            arrived = home(sums)
+            state, parts = f(state, self.device(place), *chunks)
+            return state, [x + part for x, part in zip(arrived, parts)]
+
+        def step(place, carry):
+            sent = self._send(self.names, carry[1])
+            state, sums = added(place, *carry)
+            return state, sent, sums
+
+        first = self._send(self.names, chunks)
+        chunks = self._send(self.names, first) if last > 1 else first
+        state, sums = f(state, self.device(1), *first)
+        if last > 2:
+            state, chunks, sums = lax.fori_loop(2, last, step, (state, chunks, sums))
+        if last > 1:
+            state, sums = added(last, state, chunks, sums)
+        return state, *((x + mine).astype(dtype) for x, mine, dtype in zip(home(sums), own, wire))
+
+    def _send(self, names: Sequence[str], chunks: Sequence[jax.Array]) -> list[jax.Array]:
+        """Everything to the next device, each under the scope of the planned step that it is a part of."""
+        # JAX numbers the devices of a permute in the order of the mesh, whatever the order of the axes
+        sizes = {axis: size for axis, size in self.chains.mesh.items() if axis in self.axes}
+        numbers = np.arange(self.devices).reshape(*sizes.values())
+        ring = numbers.transpose([*map([*sizes].index, self.axes)]).reshape(-1).tolist()
+        hops, sent = list(zip(ring, ring[1:] + ring[:1])), []
+        for name, x in zip(names, chunks):
+            (step,) = (chain := self.chains.chains[name]).steps
+            with step_scope(chain.first, replace(step, kind="collective-permute")):
+                sent.append(lax.ppermute(x, tuple(sizes), hops) if x.size else x)  # XLA:CPU hangs where nothing is sent
+        return sent
+
+
+def is_looped(
+    ctx: Context, axes: Sequence[str], queries: tuple[int, ...], chunk: int, dtype: str, steps: Sequence[Step]
+) -> bool:
+    """Whether chunks go round a ring: as the lowering says; under `auto`, where value and gradient take less so.
+
+    Args:
+        ctx: of the call.
+        axes: over which the sequence is cut.
+        queries: local sizes B, L, H, D.
+        chunk: keys of one chunk that a query attends to on average.
+        dtype: of queries and keys.
+        steps: the gathers of keys and values, and the reduce-scatters of their gradients.
+    """
+    if ctx.lowering != "auto":
+        return ctx.lowering.startswith("looped")
+    devices, (rows, length, heads, size) = prod(ctx.mesh[axis] for axis in axes), queries
+    options = {"batch": rows * heads, "dtype": dtype, "chip": ctx.chip}
+    logits, values = (
+        product_seconds(length, size, chunk, **options),
+        product_seconds(length, chunk, size, **options),
+    )
+    links = [neighbour(axis, ctx.mesh, ctx.chip) for axis in axes]
+    closes = ctx.chip.is_switch or all(ctx.chip.wraps(ctx.mesh[axis]) for axis in axes)
+    rate, latency = min(rate for rate, _ in links) / (1 if closes else 2), max(latency for _, latency in links)
+    sent = sum(step.wire_bytes for step in steps) / (devices - 1) / rate  # of one hop, with all that go both passes
+    forward, backward = logits + values, 3 * logits + 2 * values
+    # keys and values twice, gradients once: a third of what the steps of both passes send is sent in the value
+    looped = max(forward, sent / 3 + latency) + max(backward, sent * 2 / 3 + latency)
+    blocking = forward + backward + sum(step.seconds for step in steps) / (devices - 1)
+    return looped < blocking

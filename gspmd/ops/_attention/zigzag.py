@@ -1,0 +1,123 @@
+"""The zigzag order of a sequence that is cut over devices, in which every device has the same causal work.
+
+All of a model but attention and experts works on each token by itself, so tokens and labels are brought into this order
+where they are whole along L, and nothing is sent for it. Positions inside attention alone would send the queries, keys,
+values and output of every layer to their places and back.
+"""
+
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspmd.annotate.errors import PlanError, shown
+from gspmd.annotate.spec import Spec
+from gspmd.annotate.validation import whole
+from gspmd.ops._attention.online import Attended
+
+
+def zigzag_positions(length: int, devices: int) -> np.ndarray:
+    """Return the position of each token in a sequence that lies in zigzag order.
+
+    The sequence is cut into 2n chunks for n devices, and device i has chunks i and 2n - 1 - i: one that attends to
+    little, and one that attends to much.
+
+    Args:
+        length: of the sequence; 2n divides it, but where n is 1.
+        devices: n.
+
+    Returns:
+        [L] integers.
+
+    Raises:
+        PlanError: 2n does not divide the length, or one of them is no whole number.
+
+    Example:
+        >>> zigzag_positions(8, 2).tolist()
+        [0, 1, 6, 7, 2, 3, 4, 5]
+
+    Source: Zhu, *zigzag ring attention* (public code, 2024), which Llama 3 trains with (Grattafiori et al. 2024,
+        arXiv 2407.21783, section 3.3.2); Brandon et al. 2023 (arXiv 2311.09431) balance the same work by stripes.
+    """
+    sizes = whole(length), whole(devices)
+    if None in sizes or not (0 <= length < 2**31 and devices >= 1) or (devices > 1 and length % (2 * devices)):
+        raise PlanError(
+            f"cannot bring a sequence of {shown(length)} tokens into zigzag order over {shown(devices)} devices.\n"
+            "  Each device has two chunks of one length: use a multiple of twice the number of devices."
+        )
+    if devices == 1:
+        return np.arange(length)
+    chunks = np.arange(length).reshape(2 * devices, -1)
+    return np.stack([chunks[:devices], chunks[: devices - 1 : -1]], axis=1).reshape(-1)
+
+
+def ring_size(key: Spec) -> int:
+    """How many devices of the mesh in force a sequence is cut over, by where the keys of attention lie."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else prod(mesh.shape[axis] for axis in key.axes[1])
+
+
+def zigzag(x: jax.Array, devices: int) -> jax.Array:
+    """Bring [B, L, ...], whole along L, into zigzag order.
+
+    >>> zigzag(jnp.arange(8)[None], 2)[0].tolist()
+    [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    if devices == 1:
+        return x
+    chunks = x.reshape(x.shape[0], 2 * devices, -1, *x.shape[2:])
+    early, late = chunks[:, :devices], jnp.flip(chunks[:, devices:], axis=1)
+    return jnp.stack([early, late], axis=2).reshape(x.shape)
+
+
+def in_order(x: jax.Array, devices: int) -> jax.Array:
+    """Bring [B, L, ...], whole along L, from zigzag order into that of positions.
+
+    >>> in_order(zigzag(jnp.arange(8)[None], 2), 2)[0].tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    if devices == 1:
+        return x
+    pairs = x.reshape(x.shape[0], devices, 2, -1, *x.shape[2:])
+    early, late = pairs[:, :, 0], jnp.flip(pairs[:, :, 1], axis=1)
+    return jnp.concatenate([early, late], axis=1).reshape(x.shape)
+
+
+class Pairs:
+    """What a device's queries attend to of the chunks of another: two products of half by half, without a mask.
+
+    Its late queries attend to the other's early keys. Of a device before this one the early queries do so too; of one
+    behind, the late queries attend to its late keys too. Both products are one, with twice the rows.
+    """
+
+    def __init__(self, earlier: jax.Array):
+        self.earlier = earlier
+
+    def queries(self, x: jax.Array) -> jax.Array:
+        """[B, L, ...] of this device's queries as [2B, L/2, ...]."""
+        early, late = jnp.split(x, 2, axis=1)
+        return jnp.concatenate([late, jnp.where(self.earlier, early, late)])
+
+    def keys(self, x: jax.Array) -> jax.Array:
+        """[B, L, ...] of the other device's keys as [2B, L/2, ...]."""
+        early, late = jnp.split(x, 2, axis=1)
+        return jnp.concatenate([early, jnp.where(self.earlier, early, late)])
+
+    def found(self, found: Attended) -> Attended:
+        """What the queries [2B, L/2, ...] have found, by query [B, L, ...]."""
+        both, other = (Attended(*half) for half in zip(*(jnp.split(x, 2) for x in found)))
+        nothing = Attended(*(jnp.full_like(x, fill) for x, fill in zip(other, (-jnp.inf, 0.0, 0.0))))
+        early = Attended(*(jnp.where(self.earlier, x, none) for x, none in zip(other, nothing)))
+        late = both.merge(Attended(*(jnp.where(self.earlier, none, x) for x, none in zip(other, nothing))))
+        return Attended(*(jnp.concatenate(halves, axis=1) for halves in zip(early, late)))
+
+    def query_gradient(self, g: jax.Array) -> jax.Array:
+        """The transpose of `queries`."""
+        late, other = jnp.split(g, 2)
+        return jnp.concatenate([jnp.where(self.earlier, other, 0), late + jnp.where(self.earlier, 0, other)], axis=1)
+
+    def key_gradient(self, g: jax.Array) -> jax.Array:
+        """The transpose of `keys`."""
+        early, other = jnp.split(g, 2)
+        return jnp.concatenate([early + jnp.where(self.earlier, other, 0), jnp.where(self.earlier, 0, other)], axis=1)
