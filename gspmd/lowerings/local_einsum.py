@@ -21,7 +21,8 @@ def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into
     floating = [x.dtype for x in operands if jnp.issubdtype(x.dtype, jnp.floating)]
     if len(floating) == 1 and floating[0].itemsize > 1:  # what has 8 bits beside it, as quantized weights, is exact
         operands = tuple(x.astype(floating[0]) if x.dtype.itemsize == 1 else x for x in operands)
-    on_cpu, einsum = target.is_host(), jnp.einsum
+    on_cpu = target.is_host()
+    einsum: Any = jnp.einsum
     if len(operands) == 1 or on_cpu or len({x.dtype for x in operands}) > 1:
         # A sum has no accumulator of its own, XLA:CPU has no batched product of narrow operands into a wide one, and
         # two dtypes may have no joint one but the accumulator's.

@@ -7,7 +7,6 @@ import pytest
 
 import gspmd
 from gspmd.ops import cached_attention, write_cache
-from gspmd.ops._attention import local
 from tests.references.caches import MESHES, Case, plain, random_case, written
 
 GATHER, SCATTER, SUM, EXCHANGE = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"

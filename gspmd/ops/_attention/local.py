@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from gspmd.lowerings import target
 from gspmd.ops._attention.blocks import Blocks, Form, attended, attention_in_blocks
-from gspmd.ops._attention.together import attend_together, suits
 from gspmd.ops._attention.online import Attended, attend, group, ungroup
+from gspmd.ops._attention.together import attend_together, suits
 
 Shards = tuple[int, int, int, int]
 """Into how many parts the compiler cuts rows, heads, queries and cached keys; all 1 for one device's arrays."""
