@@ -17,11 +17,10 @@ def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into
         into: the dtype that it leaves the matrix unit in; the accumulator's own if not given. Accelerators accumulate
             in float32 either way, and what the compiler sums over devices has this dtype.
     """
-    wide = accumulator(*(x.dtype for x in operands))
+    wide, on_cpu = accumulator(*(x.dtype for x in operands)), target.is_host()
     floating = [x.dtype for x in operands if jnp.issubdtype(x.dtype, jnp.floating)]
     if len(floating) == 1 and floating[0].itemsize > 1:  # what has 8 bits beside it, as quantized weights, is exact
         operands = tuple(x.astype(floating[0]) if x.dtype.itemsize == 1 else x for x in operands)
-    on_cpu = target.is_host()
     einsum: Any = jnp.einsum
     if len(operands) == 1 or on_cpu or len({x.dtype for x in operands}) > 1:
         # A sum has no accumulator of its own, XLA:CPU has no batched product of narrow operands into a wide one, and
