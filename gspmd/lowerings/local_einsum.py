@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gspmd.lowerings import target
+
 
 def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into: Any = None) -> jax.Array:
     """An einsum of what a device holds, accumulated in float32 (or int32) where the operands are narrower.
@@ -15,22 +17,20 @@ def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into
         into: the dtype that it leaves the matrix unit in; the accumulator's own if not given. Accelerators accumulate
             in float32 either way, and what the compiler sums over devices has this dtype.
     """
-    wide = accumulator(*(x.dtype for x in operands))
+    wide, on_cpu = accumulator(*(x.dtype for x in operands)), target.is_host()
     floating = [x.dtype for x in operands if jnp.issubdtype(x.dtype, jnp.floating)]
     if len(floating) == 1 and floating[0].itemsize > 1:  # what has 8 bits beside it, as quantized weights, is exact
         operands = tuple(x.astype(floating[0]) if x.dtype.itemsize == 1 else x for x in operands)
-    mesh = jax.sharding.get_abstract_mesh()
-    on_cpu = mesh.abstract_device is not None and mesh.abstract_device.device_kind == "cpu"
+    einsum: Any = jnp.einsum
     if len(operands) == 1 or on_cpu or len({x.dtype for x in operands}) > 1:
         # A sum has no accumulator of its own, XLA:CPU has no batched product of narrow operands into a wide one, and
         # two dtypes may have no joint one but the accumulator's.
         operands, into = tuple(x.astype(wide) for x in operands), None if len(operands) == 1 or on_cpu else into
-    if len(operands) == 2 and on_cpu and (mesh.size == 1 or mesh.are_all_axes_manual):  # dimensions can be merged
-        from gspmd.lowerings.batched import batched
-
-        if in_order := batched(letters):
-            return in_order(*operands, precision)
-    return jnp.einsum(letters, *operands, precision=precision, preferred_element_type=into or wide)
+    if on_cpu:
+        from gspmd.lowerings.batched import einsum
+    elif target.is_tpu():
+        from gspmd.lowerings.one_row import einsum
+    return einsum(letters, *operands, precision=precision, preferred_element_type=into or wide)
 
 
 def accumulator(*dtypes) -> jnp.dtype:

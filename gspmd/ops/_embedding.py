@@ -15,6 +15,7 @@ from gspmd.annotate.equation import Equation, parse_equation
 from gspmd.annotate.errors import Fault, PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.chips import Chip
+from gspmd.lowerings import target
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops.interface.operands import array
@@ -86,11 +87,6 @@ class Lookup:
     rows: Spec
 
     @property
-    def vocabulary(self) -> tuple[str, ...]:
-        """The axes of the table's first dimension."""
-        return self.table.axes[0]
-
-    @property
     def scales(self) -> Spec:
         """Where the scales of the table's rows lie."""
         return self.table.without(self.table.dims[1])
@@ -125,6 +121,9 @@ def _rows(
     first: jax.Array | int, dtype: Any, ids: jax.Array, table: jax.Array, scales: jax.Array | None = None
 ) -> jax.Array:
     """Rows of the part of a table that starts at row `first`, with scales in `dtype`; zeros for ids outside it."""
+    if ids.size == 1 and table.dtype.itemsize == 1 and target.is_tpu():
+        # For one row of int8 libtpu 0.0.42 copies the table into another order: 132 MB of a v4 in 845 µs, for PaLM 8B.
+        return _rows(first, dtype, jnp.stack([ids, ids]), table, scales)[0]
     here = _wide(ids) - first
     inside, at = (here >= 0) & (here < table.shape[0]), jnp.clip(here, 0, table.shape[0] - 1)
     rows = table[at] if scales is None else (float32(table[at]) * scales[at][..., None]).astype(dtype)
@@ -278,7 +277,7 @@ def _value(form: _Embed, shape: tuple[int, ...], id_bytes: int, ctx: Context):
     def body(ids, table, *scales):
         ids, table = chains.send("ids", ids), chains.send("table", table)
         scales = [chains.send("scales", each) for each in scales]
-        first = shard_index(found.lookup.vocabulary) * table.shape[0]
+        first = shard_index(found.lookup.table.axes[0]) * table.shape[0]
         return chains.send("rows", _rows(first, form.scaled, ids, table, *scales))
 
     return chains.steps, body
@@ -291,7 +290,7 @@ def _gradient(form: _Embed, shape: tuple[int, ...], id_bytes: int, ctx: Context)
     part = found.lookup.table.local_shape(form.shape, ctx.mesh)
 
     def body(ids, g):
-        here = _wide(chains.send("ids", ids)) - shard_index(found.lookup.vocabulary) * part[0]
+        here = _wide(chains.send("ids", ids)) - shard_index(found.lookup.table.axes[0]) * part[0]
         here = jnp.where((here >= 0) & (here < part[0]), here, part[0])  # one past the end is dropped
         rows = float32(chains.send("rows", g))
         total = jnp.zeros(part, jnp.float32).at[here].add(rows, mode="drop")

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gspmd.hardware.links import wire_bytes
+from gspmd.lowerings import one_row
 from gspmd.lowerings.scopes import step_numbers
 from gspmd.planner.steps import Step
 from gspmd.tracing.jaxprs import inner_jaxprs
@@ -148,4 +149,5 @@ def _dot_flops(equation: Any) -> int:
         return 0
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
-    return (2 if contracted else 1) * equation.outvars[0].aval.size * prod(shape[d] for d in contracted)
+    operations = (2 if contracted else 1) * equation.outvars[0].aval.size * prod(shape[d] for d in contracted)
+    return operations // 2 if one_row.SCOPE in str(equation.source_info.name_stack).split("/") else operations

@@ -7,7 +7,6 @@ import pytest
 
 import gspmd
 from gspmd.ops import cached_attention, write_cache
-from gspmd.ops._attention import local
 from tests.references.caches import MESHES, Case, plain, random_case, written
 
 GATHER, SCATTER, SUM, EXCHANGE = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
@@ -57,20 +56,37 @@ def test_random_placements(seed, make_mesh, place):
     case.check(mesh, place, ("blocking", "xla", "looped", "blocking")[seed % 4])
 
 
-def test_one_query_of_a_key_head_goes_with_a_second_on_a_tpu(make_mesh, place, monkeypatch):
-    """Which is dropped again, and nothing else changes."""
-    lengths, original = set(), local.attend
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "specs", "products"),
+    [
+        (4, 4, ("BLH_xD", "BLK_xD", "BTK_xD"), {("bkqld,btkd->bkqlt", 2)}),  # alone with its key head: in two rows
+        (8, 8, ("BLH_xD", "BLK_xD", "BTK_xD"), {("bhkd,btkd->bht", 2)}),
+        (16, 8, ("BLH_xD", "BLK_xD", "BTK_xD"), {("bhkd,btkd->bht", 4)}),
+        (12, 1, ("BLH_xD", "BLKD", "BTKD"), {("bhkd,btkd->bht", 8)}),  # three of one key head in a tile of eight
+        (64, 2, ("BLH_xD", "BLKD", "BT_yKD"), {("bkqld,btkd->bkqlt", 1)}),  # enough of them as they are
+        (8, 8, ("B_xLHD", "B_xLKD", "B_xKTD"), {("bhkd,btkd->bht", 8)}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("int8", [False, True])
+def test_one_query_of_each_row_on_a_tpu(heads, key_heads, specs, products, int8, make_mesh, place, monkeypatch):
+    """Heads are rows of one product; one alone goes with a second, which is dropped. Nothing else changes."""
+    made, original = set(), jnp.einsum
 
-    def record(q, *rest, **more):
-        lengths.add(q.shape[3])
-        return original(q, *rest, **more)
+    def record(letters, x, y, **more):
+        if letters.startswith("b") and letters.endswith("t") and y.shape[1] > 1:
+            made.add((letters, x.shape[1 if "h" in letters else 3]))
+        return original(letters, x, y, **more)
 
-    monkeypatch.setattr(local, "attend", record)
+    monkeypatch.setattr(jnp, "einsum", record)
     monkeypatch.setattr("gspmd.lowerings.target.device_kind", lambda: "TPU v4")
-    case = Case(np.random.default_rng(0), SIZES | {"L": 1, "K": 4}, ("BLH_xD", "BLK_xD", "BTK_xD"))
+    sizes = SIZES | {"L": 1, "T": 16, "H": heads, "K": key_heads}
+    case = Case(np.random.default_rng(0), sizes, specs, int8=int8)
     jax.clear_caches()
-    assert case.check(make_mesh({"x": 4}), place) == {}
-    assert lengths == {2}
+    case.check(make_mesh({"x": 4, "y": 2}), place)
+    if int8 and heads == 2 * key_heads:  # whose scales would be repeated
+        products = {("bkqld,btkd->bkqlt", 1)}
+    assert made == products
     jax.clear_caches()
 
 

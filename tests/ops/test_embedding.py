@@ -142,6 +142,20 @@ def test_rows_of_an_int8_table_are_scaled_where_they_are_found(make_mesh, place,
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("ids", [np.int32(5), np.array([[23]], np.int32), np.array([-1], np.int32)], ids=str)
+def test_one_row_of_an_int8_table_is_found_with_a_second_on_a_tpu(make_mesh, monkeypatch, ids):
+    """For which the compiler does not copy the table, and which is dropped again."""
+    monkeypatch.setattr("gspmd.lowerings.target.is_tpu", lambda: True)
+    table, scales = (40 * TABLE).astype(np.int8), np.linspace(0.5, 2.0, 24, dtype=np.float32)
+    equation = ["", "L", "BL"][ids.ndim] + ", V_xE -> " + ["E", "LE", "BLE"][ids.ndim]
+    with jax.set_mesh(make_mesh({"x": 2})):
+        given = ids, gspmd.annotate(table, "V_xE"), gspmd.annotate(scales, "V_x")
+        look = lambda ids, table, scales: embed(ids, table, equation, scales=scales, dtype=jnp.float32)  # noqa: E731
+        program, found = str(jax.make_jaxpr(look)(*given)), look(*given)
+    np.testing.assert_array_equal(found, np.where(ids[..., None] < 0, 0, (table * scales[:, None])[ids]))
+    assert "i8[2," in program
+
+
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])
 @pytest.mark.parametrize("shape", [(12,), (48,), (24, 1)])
 def test_scales_are_one_a_row(make_mesh, lowering, shape):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from gspmd.lowerings import target
 from gspmd.ops._attention.blocks import Blocks, Form, attended, attention_in_blocks, gradients
 from gspmd.ops._attention.online import Attended, attend, group, ungroup
+from gspmd.ops._attention.together import attend_together, suits
 
 Shards = tuple[int, int, int, int]
 """Into how many parts the compiler cuts rows, heads, queries and cached keys; all 1 for one device's arrays."""
@@ -80,13 +81,17 @@ def local_attended(
         scales: none, or those of int8 keys and values, [B, T, K].
         shards: of whole arrays.
     """
-    if q.shape[1] == 1 and q.shape[2] == k.shape[2] and target.is_tpu():
-        # The TPU compiler makes a product with one row by elementwise code, which takes twice as long as to read the
-        # cache: 232 µs a layer instead of 104 with two rows (libtpu 0.0.42, v4: 64 rows, 2048 keys, one head of 128).
-        two = jnp.pad(q, ((0, 0), (0, 1), (0, 0), (0, 0)))
-        found = local_attended(two, k, v, seen, ahead, causal, scale, *scales, shards=shards)
-        return Attended(*(x[:, :1] for x in found))
-    blocks, grouped = _blocks(q, k.shape[1], shards), group(q, k.shape[2])
+    blocks = _blocks(q, k.shape[1], shards)
+    if q.shape[1] == 1 < k.shape[1] and not causal and target.is_tpu():
+        if shards == ALONE and blocks is None and suits(q.shape[2], k.shape[2], bool(scales)):
+            return attend_together(q, k, v, seen, scale, *scales)
+        if q.shape[2] == k.shape[2]:
+            # The TPU compiler makes a product with one row by elementwise code, which takes twice as long as to read
+            # the cache: 232 µs a layer instead of 104 with two rows (libtpu 0.0.42, v4: 64 rows, 2048 keys of 128).
+            two = jnp.pad(q, ((0, 0), (0, 1), (0, 0), (0, 0)))
+            found = local_attended(two, k, v, seen, ahead, causal, scale, *scales, shards=shards)
+            return Attended(*(x[:, :1] for x in found))
+    grouped = group(q, k.shape[2])
     if blocks is None:
         visible = None if seen is None else seen[:, None, None, None, :]
         if causal:
