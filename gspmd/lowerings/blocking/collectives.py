@@ -73,7 +73,12 @@ def _slice(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> ja
 def _all_to_all(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
     grown = [len(new) > len(old) for old, new in zip(step.before.axes, step.after.axes)]
     shrunk = [len(new) < len(old) for old, new in zip(step.before.axes, step.after.axes)]
-    return lax.all_to_all(x, step.axes, split_axis=grown.index(True), concat_axis=shrunk.index(True), tiled=True)
+    split, concat = grown.index(True), shrunk.index(True)
+    if target.is_tpu():
+        from gspmd.lowerings.blocking import tpu
+
+        return tpu.all_to_all(x, step.axes, split, concat, mesh)
+    return lax.all_to_all(x, step.axes, split_axis=split, concat_axis=concat, tiled=True)
 
 
 def _permute(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:

@@ -76,6 +76,16 @@ def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Ma
     return x
 
 
+def all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, concat: int, mesh: Mapping[str, int]) -> jax.Array:
+    """A tiled all-to-all over mesh axes, of rows: the pieces along the first dimension before and after."""
+    parts, shape = prod(mesh[axis] for axis in axes), list(x.shape)
+    shape[split : split + 1] = [parts, shape[split] // parts]
+    pieces = jnp.moveaxis(x.reshape(shape), split, 0)
+    rows = lax.all_to_all(pieces.reshape(-1, x.shape[-1]), axes, split_axis=0, concat_axis=0, tiled=True)
+    received = jnp.moveaxis(rows.reshape(pieces.shape), 0, concat)
+    return received.reshape(*received.shape[:concat], -1, *received.shape[concat + 2 :])
+
+
 def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, size: int) -> list[Part]:
     """The parts of a collective, major first: axis by axis if small, two if over all devices, or else one."""
     wide = [axis for axis in axes if mesh[axis] > 1]
