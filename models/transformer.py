@@ -25,7 +25,7 @@ from .blocks import Block, ParallelBlock, part
 from .config import ModelConfig
 from .experts import moved
 from .parameters import initialise, nested, parameters
-from .vectors import along, biased, matrix, norm, optional, padded_dimensions, scaled
+from .vectors import along, biased, cast_matrices, matrix, norm, optional, padded_dimensions, scaled
 
 Figures = dict[str, jax.Array]
 
@@ -73,6 +73,7 @@ class Transformer(nnx.Module):
         with part(self.layout, "embedding"):
             x = self.embedding(tokens)
         definition, weights = nnx.split(self.blocks)
+        weights = cast_matrices(weights, self.dtype)
         repeats = self.config.layers // self.config.period
         keys = None if key is None else jax.random.split(key, repeats)
 

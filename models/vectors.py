@@ -73,6 +73,20 @@ def matrix(weight: nnx.Param, dtype: Any) -> jax.Array:
     return weight[...] if weight[...].dtype == jnp.int8 else weight[...].astype(dtype)
 
 
+def cast_matrices(blocks: nnx.State, dtype: Any) -> nnx.State:
+    """The stacked weights of blocks, with all matrices as `matrix` gives them.
+
+    Cast before the loop over layers, their gradients are stacked in the compute dtype, in which each is computed: half
+    the bytes of float32 for the loop to make room for and write, and for clipping and the optimizer to read.
+    """
+
+    def cast(path: tuple, weight: jax.Array) -> jax.Array:
+        is_matrix = any(str(getattr(part, "key", "")).startswith("w_") for part in path)
+        return weight.astype(dtype) if is_matrix and weight.dtype != jnp.int8 else weight
+
+    return jax.tree.map_with_path(cast, blocks)
+
+
 def scaled(x: jax.Array, scale: nnx.Param | None, spec: Spec, scale_spec: Spec) -> jax.Array:
     """Multiply the product of an int8 weight, which lies at `spec`, by the scales of its last dimensions, in float32.
 

@@ -70,6 +70,25 @@ def test_the_same_numbers(make_mesh, sizes, axes, dtype):
         np.testing.assert_array_equal(scatter, want, err_msg=str(case))
 
 
+@pytest.mark.parametrize(("sizes", "axes"), [MESHES[1], MESHES[5], MESHES[6]], ids=str)
+def test_an_all_to_all_of_rows_is_the_one_of_dimensions(make_mesh, sizes, axes):
+    pairs = [(s, c) for s in range(3) for c in range(3) if s != c] + [(0, 3), (3, 0)]  # the last have no whole rows
+    arrays = [drawn((24, 48, 24, 24 if 3 in pair else 5), "float32") + pair[0] for pair in pairs]
+
+    def program(*pieces):
+        cases = list(zip(pieces, pairs))
+        rows = [tpu.all_to_all(x, axes, split, concat, sizes) for x, (split, concat) in cases]
+        return rows, [lax.all_to_all(x, axes, split_axis=s, concat_axis=c, tiled=True) for x, (s, c) in cases]
+
+    before, after = tuple(spec(4, c, axes) for _, c in pairs), [spec(4, s, axes) for s, _ in pairs]
+    mapped = jax.shard_map(
+        program, mesh=make_mesh(sizes, "auto"), in_specs=before, out_specs=(after, after), check_vma=False
+    )
+    for pair, x, rows, plain in zip(pairs, arrays, *jax.jit(mapped)(*arrays)):
+        np.testing.assert_array_equal(rows, plain, err_msg=str(pair))
+        np.testing.assert_array_equal(rows, x, err_msg=str(pair))  # it moves, and changes nothing
+
+
 EQUATIONS = [
     ("BE_x, E_xF_yz -> BF_yzx", ((8, 16), (16, 32))),
     ("B_zE_xy, EF -> B_zF_yx", ((8, 16), (16, 32))),

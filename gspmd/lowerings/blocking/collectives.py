@@ -32,11 +32,9 @@ def emit(chain: Chain, x: jax.Array, mesh: Mapping[str, int], *, reduce: str = "
 
 def _nothing(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> jax.Array:
     """What a step makes of a piece without elements."""
-    parts = [
-        (prod(mesh[axis] for axis in old), prod(mesh[axis] for axis in new))
-        for old, new in zip(step.before.axes, step.after.axes)
-    ]
-    return jnp.zeros([size * before // after for size, (before, after) in zip(x.shape, parts)], x.dtype)
+    sizes = zip(x.shape, step.before.axes, step.after.axes)
+    shape = [size * prod(mesh[axis] for axis in old) // prod(mesh[axis] for axis in new) for size, old, new in sizes]
+    return jnp.zeros(shape, x.dtype)
 
 
 def _changed_dimension(step: Step) -> int:
@@ -71,9 +69,13 @@ def _slice(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> ja
 
 
 def _all_to_all(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
-    grown = [len(new) > len(old) for old, new in zip(step.before.axes, step.after.axes)]
-    shrunk = [len(new) < len(old) for old, new in zip(step.before.axes, step.after.axes)]
-    return lax.all_to_all(x, step.axes, split_axis=grown.index(True), concat_axis=shrunk.index(True), tiled=True)
+    change = [len(new) - len(old) for old, new in zip(step.before.axes, step.after.axes)]
+    split, concat = change.index(max(change)), change.index(min(change))
+    if target.is_tpu():
+        from gspmd.lowerings.blocking import tpu
+
+        return tpu.all_to_all(x, step.axes, split, concat, mesh)
+    return lax.all_to_all(x, step.axes, split_axis=split, concat_axis=concat, tiled=True)
 
 
 def _permute(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:

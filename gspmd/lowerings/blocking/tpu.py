@@ -14,6 +14,9 @@ Found by compiling for v4 to v6e with jax 0.10.2 (libtpu 0.0.42); `python benchm
   pieces along a dimension of their own it stays, at no cost. But a product whose rows are split so is rewritten with
   them, and where rows fill the lanes and columns do not (16 columns of keys), its other operand, whatever its size, is
   put in another order first; a barrier between the product and its pieces prevents that;
+- an all-to-all that cuts one dimension and puts the pieces together along another is taken apart only after the order
+  in memory is chosen: of `[1, X, 1, E]`, one slot for each expert, it pads every row to a tile and takes the padding out
+  by sums over dimensions of size 1. Of rows `[X, E]`, cut and put together along the first dimension, nothing is padded;
 - dimensions of size 1 (`L` of `[B, 1, E]`) keep the compiler from any of this, so they are dropped on the way;
 - what is gathered along the last dimension in pieces that are no multiples of 128 is reordered behind the gather, which
   costs less where the pieces come along a dimension of their own, unless another dimension fills the lanes.
@@ -74,6 +77,17 @@ def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Ma
     for number, part in enumerate(_parts(axes, mesh, _WHOLE["scatter"], x.nbytes)):
         x = _scatter(x, part, dimension, number)
     return x
+
+
+def all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, concat: int, mesh: Mapping[str, int]) -> jax.Array:
+    """A tiled all-to-all over mesh axes, of whole rows: what a device sends to each other one, along one dimension."""
+    if x.ndim - 1 in (split, concat):
+        return lax.all_to_all(x, axes, split_axis=split, concat_axis=concat, tiled=True)
+    parts = prod(mesh[axis] for axis in axes)
+    pieces = jnp.moveaxis(x.reshape(*x.shape[:split], parts, -1, *x.shape[split + 1 :]), split, 0)
+    rows = lax.all_to_all(pieces.reshape(-1, x.shape[-1]), axes, split_axis=0, concat_axis=0, tiled=True)
+    pieces = jnp.moveaxis(rows.reshape(pieces.shape), 0, concat)
+    return pieces.reshape(*pieces.shape[:concat], -1, *pieces.shape[concat + 2 :])
 
 
 def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, size: int) -> list[Part]:

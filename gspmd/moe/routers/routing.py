@@ -213,8 +213,10 @@ def _is_chosen(experts: int, expert: jax.Array) -> jax.Array:
 def _places(keys: jax.Array, experts: int) -> jax.Array:
     """Rank of each key among equal keys: [n] in [0, experts] to [n] int32."""
     order, ranked = _stable_sort(keys, experts)
-    first = jnp.searchsorted(ranked, jnp.arange(experts + 1, dtype=jnp.int32), side="left").astype(jnp.int32)
-    rank = jnp.arange(keys.size, dtype=jnp.int32) - first[ranked]
+    place = jnp.arange(keys.size, dtype=jnp.int32)
+    begins = jnp.concatenate([jnp.ones(1, bool), ranked[1:] != ranked[:-1]])
+    # Where the run of each key begins: a search for each expert would be as many small loops.
+    rank = place - jax.lax.cummax(jnp.where(begins, place, 0))
     return jnp.zeros(keys.size, jnp.int32).at[order].set(rank, unique_indices=True)
 
 
