@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from gspmd import layouts as layouts
     from gspmd import moe as moe
     from gspmd import ops as ops
+    from gspmd import pipeline as pipeline
     from gspmd import training as training
     from gspmd.annotate import LayoutError, PlanError, Spec, SpecError, annotate
     from gspmd.audit import Ledger, ledger
@@ -38,7 +39,7 @@ _HOMES = {
     "reshard": "gspmd.ops._einsum",
     "trace": "gspmd.tracing.trace",
 }
-_ROOMS = ("audit", "layouts", "moe", "ops", "training")
+_ROOMS = ("audit", "layouts", "moe", "ops", "pipeline", "training")
 
 host.quiet_libtpu()  # before JAX loads it in search of a TPU
 

@@ -214,6 +214,7 @@ class ModelConfig:
             "H": self.heads,
             "K": self.kv_heads,
             "D": self.head_size,
+            "N": self.layers // self.period,
         }
         if self.moe:
             sizes |= {"X": self.moe.experts, "G": self.moe.groups or batch}

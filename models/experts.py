@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import AxisType
 
 import gspmd
 from gspmd.annotate import Spec
@@ -141,7 +142,7 @@ def regroup(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
         raise ValueError(f"{x.shape[0]} sequences of {x.shape[1]} tokens do not make {shape[0]} groups of one size")
     if x.shape == shape:
         return x
-    explicit = jax.sharding.get_abstract_mesh().are_all_axes_explicit
+    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     return jax.lax.reshape(x, shape, out_sharding=spec.partition_spec() if explicit else None)
 
 

@@ -27,7 +27,7 @@ class Parameter:
 
     Attributes:
         key: the layout's key, `ffn.w_in`, the same for every layer.
-        spec: its spec; layers of a scan are stacked in a leading, unsharded N.
+        spec: its spec; layers of a scan are stacked in a leading N, which only a pipeline shards.
         shape: its shape, N first if layers are stacked, with the padding that the layout asks for.
         initialise: from a random key and the shape to float32 values, the same on every mesh.
         padding: what is real in each dimension; None where all is.
@@ -74,6 +74,12 @@ def optimizer_specs(config: ModelConfig, layout: Any) -> dict[str, Spec]:
 def gradient_specs(config: ModelConfig, layout: Any) -> dict[str, Spec]:
     """Return path to the spec of a parameter's gradient: its own unless the layout overrides it."""
     return {path: row.spec for path, row in _rows(config, layout, layout.gradient)}
+
+
+def stages_axes(layout: Any) -> tuple[str, ...]:
+    """The mesh axis over which the stacked layers are split into the stages of a pipeline; empty where they are not."""
+    layers = layout.get("pipeline.layers")
+    return () if layers is None else Spec.parse(layers).axes_of("N")
 
 
 def initialise(rows: Mapping[str, Parameter], mesh: jax.sharding.Mesh, key: jax.Array) -> dict[str, jax.Array]:
@@ -140,7 +146,7 @@ def _rows(config: ModelConfig, layout: Any, spec_of: Callable[[str], str]) -> It
         of, padded = shared_sizes(config, wide) if shared else wide, padded_dimensions(config, layout, shared=shared)
         spec, shape, padding = _spec(spec_of, key, dims), tuple(of[d] for d in dims), tuple(map(padded.get, dims))
         if stack:
-            spec, shape, padding = _stacked(spec), (stack, *shape), (None, *padding)
+            spec, shape, padding = _stacked(spec, stages_axes(layout)), (stack, *shape), (None, *padding)
         return path, Parameter(key, spec, shape, begin, padding)
 
     def matrix(path: str, key: str, dims: str, begin: Initialiser, stack: int = 0) -> Iterator[tuple[str, Parameter]]:
@@ -264,8 +270,8 @@ ones = Constant(1.0)
 zeros = Constant(0.0)
 
 
-def _stacked(spec: Spec) -> Spec:
-    return Spec(("N", *spec.dims), ((), *spec.axes), spec.partial, spec.reduced)
+def _stacked(spec: Spec, stages: tuple[str, ...]) -> Spec:
+    return Spec(("N", *spec.dims), (stages, *spec.axes), spec.partial, spec.reduced)
 
 
 def _spec(spec_of: Callable[[str], str], key: str, dims: str) -> Spec:

@@ -24,10 +24,11 @@ from gspmd.ops._embedding import embed
 from .blocks import Block, ParallelBlock, part
 from .config import ModelConfig
 from .experts import moved
-from .parameters import initialise, nested, parameters
+from .parameters import initialise, nested, parameters, stages_axes
 from .vectors import along, biased, cast_matrices, matrix, norm, optional, padded_dimensions, scaled
 
 Figures = dict[str, jax.Array]
+Stack = tuple[Any, Any]
 
 
 class Transformer(nnx.Module):
@@ -39,9 +40,8 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, Any], dtype: Any = jnp.float32):
         self.config, self.layout, self.dtype = config, layout, dtype
-        block = ParallelBlock if config.block == "parallel" else Block
         self.embedding = Embedding(config, layout, weights["embedding"], dtype)
-        self.blocks = nnx.List([block(config, layout, weights["blocks"][str(i)], dtype) for i in range(config.period)])
+        self.blocks = blocks(config, layout, weights["blocks"], dtype)
         self.output = Output(config, layout, weights["output"], dtype)
 
     def __call__(
@@ -72,28 +72,67 @@ class Transformer(nnx.Module):
         """
         with part(self.layout, "embedding"):
             x = self.embedding(tokens)
+        keys = None if key is None else jax.random.split(key, self.config.layers // self.config.period)
+        definition, weights = self.stacked()
+        return run_blocks(self.config, (definition, cast_matrices(weights, self.dtype)), x, keys, train=train)
+
+    def stacked(self) -> Stack:
+        """The blocks for a scan: what they are, and their weights, the layers stacked in a leading N.
+
+        Where a pipeline has split N into stages, they are gathered: only `loss` runs in stages.
+        """
         definition, weights = nnx.split(self.blocks)
-        weights = cast_matrices(weights, self.dtype)
-        repeats = self.config.layers // self.config.period
-        keys = None if key is None else jax.random.split(key, repeats)
-
-        def step(x: jax.Array, layer: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Figures]:
-            weights, key = layer
-            figures: Figures = {}
-            for block in nnx.merge(definition, weights):
-                x, of_block = block(x, key=key, train=train)
-                figures |= of_block
-            return x, figures
-
-        # With one repeat a backward pass would hold everything it recomputes at once, and save no memory.
-        remat = self.config.remat and repeats > 1
-        return jax.lax.scan(jax.checkpoint(step) if remat else step, x, (weights, keys))
+        if not stages_axes(self.layout):
+            return definition, weights
+        rows, flat = parameters(self.config, self.layout), nnx.to_flat_state(weights)
+        for path, leaf in flat:
+            spec = rows[".".join(map(str, ("blocks", *path)))].spec
+            leaf.set_value(moved(leaf.get_value(), spec, spec.with_axes("N", ())))
+        return definition, nnx.from_flat_state(flat)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Float32 logits [B, L, V] of a residual stream [B, L, E] that is placed as `stream`."""
         tied = (self.embedding.table, self.embedding.scale) if self.config.tied else None
         with part(self.layout, "output"):
             return self.output(x, tied)
+
+
+def run_blocks(
+    config: ModelConfig, stack: Stack, x: jax.Array, keys: jax.Array | None, *, train: bool, in_loop: bool = True
+) -> tuple[jax.Array, Figures]:
+    """Run stacked blocks one after the other.
+
+    Args:
+        config: the model's.
+        stack: what the blocks of one period are, and the weights of N periods.
+        x: [B, L, E], the residual stream.
+        keys: [N] random keys of the routers, for training.
+        train: whether to use the routers' random draws and capacity of training.
+        in_loop: whether to scan them; else each is traced by itself, and nothing is recomputed.
+
+    Returns:
+        The residual stream after the last block, and the experts' figures, stacked over N.
+    """
+    definition, weights = stack
+
+    def step(x: jax.Array, layer: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Figures]:
+        weights, key = layer
+        figures: Figures = {}
+        for block in nnx.merge(definition, weights):
+            x, of_block = block(x, key=key, train=train)
+            figures |= of_block
+        return x, figures
+
+    repeats = jax.tree.leaves(weights)[0].shape[0]
+    if not in_loop:
+        each = []
+        for number in range(repeats):
+            x, figures = step(x, jax.tree.map(lambda leaf, at=number: leaf[at], (weights, keys)))
+            each.append(figures)
+        return x, jax.tree.map(lambda *rows: jnp.stack(rows), *each)
+    # With one repeat a backward pass would hold everything it recomputes at once, and save no memory.
+    remat = config.remat and repeats > 1
+    return jax.lax.scan(jax.checkpoint(step) if remat else step, x, (weights, keys))
 
 
 class Embedding(nnx.Module):
@@ -149,6 +188,12 @@ def _reordered(order: Callable[[jax.Array, int], jax.Array], x: jax.Array, spec:
     whole = spec.with_axes("L", ())
     x = order(gspmd.reshard(x, Equation.move(spec, whole)), devices)
     return gspmd.reshard(x, Equation.move(whole, spec))
+
+
+def blocks(config: ModelConfig, layout: Any, weights: Mapping[str, Any], dtype: Any) -> nnx.List:
+    """The blocks of one period, each with the weights of all periods, stacked in a leading N."""
+    block = ParallelBlock if config.block == "parallel" else Block
+    return nnx.List([block(config, layout, weights[str(i)], dtype) for i in range(config.period)])
 
 
 def stream(config: ModelConfig, layout: Any) -> Spec:

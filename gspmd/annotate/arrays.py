@@ -86,7 +86,7 @@ def _partition_spec_of(x: Any) -> Any:
     if isinstance(x, jax.core.Tracer):
         sharding = jax.typeof(x).sharding
         if sharding.mesh.empty:  # made outside of any mesh: on no axis of this one
-            return jax.P() if jax.sharding.get_abstract_mesh().are_all_axes_explicit else None
+            return None if AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types else jax.P()
         if AxisType.Explicit not in sharding.mesh.axis_types:
             return None
     else:

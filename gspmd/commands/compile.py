@@ -229,7 +229,8 @@ def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tupl
         return step.forward_step(model), (models.arrays(model), tokens), {}
     state = step.abstract_state(model, settings.optimizer, 1000, mesh)
     batch = models.abstract_batch(layout, mesh, settings.batch, settings.length)
-    update = step.training_step(model, settings.optimizer, 1000, settings.microbatches)
+    schedule = settings.sharding.schedule
+    update = step.training_step(model, settings.optimizer, 1000, settings.microbatches, schedule)
     return update, (state, batch, models.abstract_key(mesh)), {"donate_argnums": (0,)}
 
 

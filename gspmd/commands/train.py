@@ -30,6 +30,7 @@ from gspmd.commands import configs
 from gspmd.display import console as printing
 from gspmd.display.units import amount_of_flops
 from gspmd.layouts import Layout
+from gspmd.pipeline.schedule import Schedule
 from gspmd.training import (
     ConfigError,
     OptimizerConfig,
@@ -46,8 +47,9 @@ from gspmd.training.reporting import report
 from gspmd.training.run.folder import choose_out
 from gspmd.training.run.relayout import check_same_form
 from gspmd.training.state import TrainState, shardings
-from gspmd.training.step import jit_step
+from gspmd.training.step import Step, jit_step
 from gspmd_models import ModelConfig, checkpoints, step
+from gspmd_models.parameters import stages_axes
 
 CALLED = "gspmd train"
 
@@ -204,16 +206,20 @@ def make_program(console: Console, settings: Settings, arrangement: Arrangement)
             if not (arrangement.after or training.resume):
                 begun = begin(console, settings, arrangement)
                 state = step.initial_state(begun, settings.optimizer, training.steps, mesh)
-            update = jit_step(
-                step.training_step(model, settings.optimizer, training.steps, training.microbatches), state
-            )
+            update = jit_step(build_step(settings, model), state)
             batch, key = shardings(models.batch_spec(layout), mesh), jax.random.key(training.seed + 1)
             place, part = processes.placer(batch, training.batch), processes.part_of(batch, training.batch)
-            evaluate = jax.jit(step.evaluation_step(model))
+            evaluate = jax.jit(step.evaluation_step(model, training.microbatches))
             tokens = models.abstract_batch(layout, mesh, training.batch, training.length)
             plan = gspmd.trace(update, state, tokens, key)
         console.print(plan.table())
     return Program(state, update, evaluate, place, key, part, arrangement.context)
+
+
+def build_step(settings: Settings, model: models.Transformer) -> Step:
+    """One update, as the settings ask for it."""
+    training, schedule = settings.training, settings.sharding.schedule
+    return step.training_step(model, settings.optimizer, training.steps, training.microbatches, schedule)
 
 
 def explain(console: Console, settings: Settings, arrangement: Arrangement, state: TrainState) -> None:
@@ -221,9 +227,7 @@ def explain(console: Console, settings: Settings, arrangement: Arrangement, stat
     training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
     with arrangement.context():
         model = abstract_model(settings, arrangement)
-        update: Any = jit_step(
-            step.training_step(model, settings.optimizer, training.steps, training.microbatches), state
-        )
+        update: Any = jit_step(build_step(settings, model), state)
         args = state, models.abstract_batch(layout, mesh, training.batch, training.length), models.abstract_key(mesh)
         show_tensors(console, settings, layout, mesh)
         with console.status("Compiling the training step …"):
@@ -250,6 +254,9 @@ def show_run(console: Console, settings: Settings, arrangements: Sequence[Arrang
         lines["devices"] += f", in {processes.count()} processes"
     if changes:
         lines["then"] = "; ".join(f"after step {change.after} {change}" for change in changes)
+    if axes := stages_axes(layout):
+        table = Schedule.of(sharding.schedule, mesh.shape[axes[0]], training.microbatches)
+        lines["pipeline"] = table.describe()
     if layout.chosen:
         lines["alternatives"] = "; ".join(layout.chosen)
     if layout.padding:

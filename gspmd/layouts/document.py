@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from gspmd.annotate.errors import listed
 from gspmd.layouts.read import preset_names, text_of
-from gspmd.layouts.rules.keys import ALIKE, DIMENSIONS, KEYS, OVERRIDES, PARTS, Key, of_part
+from gspmd.layouts.rules.keys import ALIKE, DIMENSIONS, KEYS, OVERRIDES, PARTS, PIPELINE, Key, of_part
 from gspmd.layouts.rules.padding import PADDED
 from gspmd.lowerings.default import LOWERINGS
 
@@ -60,7 +60,8 @@ attention moves both to the cache, anywhere. Their length L is whole, or over th
 go round a ring of these devices, and training brings tokens and labels into zigzag order (see
 [attention.md](attention.md)). Token groups G take the place of the batch B, one for each
 sequence unless the model says otherwise. Layers that are scanned share one spec; their stacked
-dimension is implicit and never sharded.
+dimension N is implicit, and whole unless `[pipeline]` splits it into stages along a mesh axis, over which nothing else
+may lie ([pipelines.md](pipelines.md)).
 
 ## Sections that override
 
@@ -231,7 +232,7 @@ def _lines() -> Iterator[str]:
     yield "| letter | meaning |\n| --- | --- |"
     yield from (f"| {letter} | {meaning} |" for letter, meaning in DIMENSIONS.items())
     yield _MESH
-    for part in PARTS:
+    for part in (*PARTS, PIPELINE):
         yield f"### [{part}]\n\n| key | dimensions | kind | whole | default | meaning |\n{'| --- ' * 6}|"
         yield from map(_row, of_part(part))
         yield ""
@@ -245,7 +246,8 @@ def _lines() -> Iterator[str]:
 
 def _row(key: Key) -> str:
     dims = key.dims if isinstance(key.dims, str) else ", ".join(str(KEYS[name].dims) for name in key.dims)
-    default = f"`{key.default}`" if key.default else "the planner's choice" if key.optional else "required"
+    free = "the planner's choice" if key.kind == "via" else "whole"
+    default = f"`{key.default}`" if key.default else free if key.optional else "required"
     if key.default and key.kind != "via" and KEYS[key.default].dims != key.dims:
         default = f"{key.dims} of {default}"
     return f"| `{key.name}` | {dims} | {key.kind} | {', '.join(key.local)} | {default} | {key.meaning} |"

@@ -17,7 +17,7 @@ _PRESETS = files(__package__).joinpath("presets")
 _ORDER = (
     "replicated", "data-parallel", "zero-1", "zero-2", "zero-3", "megatron-1d", "megatron-sequence",
     "megatron-folded", "context-parallel", "weight-stationary-1d", "weight-stationary-2d", "weight-gathered-x",
-    "weight-gathered-xy", "weight-gathered-xyz", "gshard", "switch-expert-model",
+    "weight-gathered-xy", "weight-gathered-xyz", "gshard", "switch-expert-model", "pipeline",
 )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from itertools import count
 from typing import Any
 
 import jax
-from jax.sharding import AxisType
 
 from gspmd.annotate.arrays import check_type
 from gspmd.annotate.errors import PlanError
@@ -30,7 +29,7 @@ DEFAULT_CHIP = "tpu-v4"
 
 @dataclass(frozen=True)
 class Context:
-    """The mesh of a call: its axis sizes, the chip it is made of, whether its axes are Explicit; and the lowering."""
+    """The mesh of a call, without axes that are manual around it: sizes, chip, whether Explicit; and the lowering."""
 
     axes: tuple[tuple[str, int], ...]
     chip: Chip
@@ -47,26 +46,25 @@ def context(lowering_name: str | None = None) -> Context:
     """The context of a call. It is read once, when an operation is called: its gradient uses the same.
 
     Raises:
-        PlanError: there is no mesh, its axes are of both types, or the call stands inside another shard_map.
+        PlanError: there is no mesh, its axes are of both types, or the call stands in a shard_map over all of them.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise PlanError("there is no mesh.\n  Call inside `with jax.set_mesh(mesh):`, with a mesh from jax.make_mesh.")
-    types = set(mesh.axis_types)
-    if AxisType.Manual in types:
+    if mesh.are_all_axes_manual:
         raise PlanError(
             "cannot plan inside another shard_map: its mesh axes are already manual, so arrays there are pieces.\n"
             "  Call gspmd outside of the shard_map, or use jax.lax collectives inside it."
         )
-    if len(types) > 1:
+    if mesh.explicit_axes and mesh.auto_axes:
         raise PlanError("the mesh mixes Explicit and Auto axes.\n  Make it with axes of one type.")
-    axes = tuple(zip(mesh.axis_names, mesh.axis_sizes))
+    axes = tuple((axis, size) for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
     device = mesh.abstract_device
     known = chip_of_device(device.device_kind) if device is not None else None
     chosen = default.resolve(lowering_name)
     if chosen == "auto" and known is None:  # host devices share their cores with what they send: nothing is hidden
         chosen = "blocking"
-    return Context(axes, known or chip(DEFAULT_CHIP), types == {AxisType.Explicit}, chosen)
+    return Context(axes, known or chip(DEFAULT_CHIP), not mesh.auto_axes, chosen)
 
 
 # -- names that carry a program's steps --------------------------------------------------------------------------------
@@ -164,10 +162,11 @@ def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
 
     def run_mapped(*arrays):
         # On one device JAX inlines a shard_map and refuses its partial sums; they are whole there, and typed after.
-        alone = jax.sharding.get_abstract_mesh().size == 1
+        mesh = jax.sharding.get_abstract_mesh()
+        alone, free = mesh.size == 1, {*mesh.axis_names}.difference(mesh.manual_axes)
         wanted = jax.tree.map(lambda spec: jax.P(*spec.partitions), outs, is_leaf=_is_partition) if alone else outs
         run = _without_elements if any(x.size == 0 for x in arrays) else jax.shard_map
-        results = run(body, in_specs=ins, out_specs=wanted, check_vma=False)(*arrays)
+        results = run(body, in_specs=ins, out_specs=wanted, axis_names=free, check_vma=False)(*arrays)
         return jax.tree.map(_typed, outs, results, is_leaf=_is_partition) if alone else results
 
     partitions = jax.tree.leaves((ins, outs), is_leaf=_is_partition)
@@ -178,7 +177,7 @@ def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
     return unbatched(run_mapped, ins, outs)
 
 
-def _without_elements(body: Callable, *, in_specs: Any, out_specs: Any, check_vma: bool) -> Callable:
+def _without_elements(body: Callable, *, in_specs: Any, **options: Any) -> Callable:
     """A shard_map of pieces without elements, whose results depend on one input, and so on none that XLA throws away.
 
     XLA replaces what has no elements by a constant, and cannot read the body of a shard_map that is left without any
@@ -190,7 +189,7 @@ def _without_elements(body: Callable, *, in_specs: Any, out_specs: Any, check_vm
 
     def run(*arrays):
         ins = (in_specs,) * len(arrays) if _is_partition(in_specs) else in_specs
-        whole = jax.shard_map(held, in_specs=(jax.P(), *ins), out_specs=out_specs, check_vma=check_vma)
+        whole = jax.shard_map(held, in_specs=(jax.P(), *ins), **options)
         return whole(jax.numpy.zeros((), "int8"), *arrays)
 
     return run

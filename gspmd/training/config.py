@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from gspmd.lowerings.default import LOWERINGS
+from gspmd.pipeline.schedule import SCHEDULES
 from gspmd.training.flags import layout_beside, parse_mesh, parse_processes, parse_relayout
 from gspmd.training.toml import ConfigError, load_toml, not_a_choice, not_negative, positive
 
@@ -146,6 +147,8 @@ class ShardingConfig:
     """One change to the layout, such as ffn.w_in=E_xF_y; repeatable."""
     lowering: Literal[LOWERINGS] | None = None
     """How a plan becomes a program; the layout's own choice if not given."""
+    schedule: Literal[SCHEDULES] = "1f1b"
+    """Order of a pipeline's forward and backward passes, where the layout splits the layers into stages."""
     mesh: str = ""
     """Mesh axes and their sizes, such as x=4,y=2; factored by the layout's rule if not given."""
     axis_types: Literal["explicit", "auto"] = "explicit"

@@ -102,7 +102,7 @@ def _read(
         real = jnp.arange(length)[None] < counts[:, None]
         mask = moved(real, Spec(("B", "L"), ((), ())), tokens_spec(layout))
     chunk = replace(Chunk.at(cache.lengths, length, model), fresh=fresh)
-    definition, weights = nnx.split(model.blocks)
+    definition, weights = model.stacked()
 
     def layer(x: jax.Array, of_layer: tuple[Any, Any]) -> tuple[jax.Array, list[Any]]:
         weights, held = of_layer

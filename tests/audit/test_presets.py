@@ -28,6 +28,8 @@ MODELS = [
     {"remat": False, "moe": replace(TOP2, every=1)},
     {"remat": False, "block": "parallel", "tied": False, "kv_heads": 4},
 ]
+# A pipeline takes as long to compile as all others.
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name == "pipeline" else name for name in presets()]
 MESHES = [(2, 2, 2), (4, 2, 1), (8, 1, 1)]
 
 
@@ -47,12 +49,12 @@ def hold(step):
     assert not step.ledger.notes
 
 
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_planned_is_compiled(name):
     hold(built(name))
 
 
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", NAMES)
 def test_golden_ledger(name):
     other = golden.other_jax(name)
     if other:
@@ -94,7 +96,7 @@ def fitting(name, mesh, first):
 def cases():
     """Every preset on every mesh under both types of axes, the models in turn."""
     for at, (name, shape, kind) in enumerate(product(presets(), MESHES, steps.AXIS_TYPES)):
-        mesh = dict(zip("xyz", shape))
+        mesh = Layout.load(name).complete_mesh(dict(zip("xyz", shape)))
         if found := fitting(name, mesh, at % len(MODELS)):
             number, config = found
             yield pytest.param(name, config, mesh, kind, id=f"{name}-{'x'.join(map(str, shape))}-{kind}-model{number}")

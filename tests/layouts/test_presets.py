@@ -17,7 +17,7 @@ def test_all_presets_are_shipped():
     assert presets() == (
         "replicated", "data-parallel", "zero-1", "zero-2", "zero-3", "megatron-1d", "megatron-sequence",
         "megatron-folded", "context-parallel", "weight-stationary-1d", "weight-stationary-2d", "weight-gathered-x",
-        "weight-gathered-xy", "weight-gathered-xyz", "gshard", "switch-expert-model",
+        "weight-gathered-xy", "weight-gathered-xyz", "gshard", "switch-expert-model", "pipeline",
     )  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def test_preset_fits_a_tiny_model(name, devices):
 @pytest.mark.parametrize("name", presets())
 def test_preset_writes_every_key_it_can(name):
     """All but those that follow another tensor, as biases and scales do, until somebody asks for another place."""
-    layout, following = Layout.load(name), ("attention.key_via", "moe.router_noise", "moe.shared_")
+    layout, following = Layout.load(name), ("attention.key_via", "moe.router_noise", "moe.shared_", "pipeline.")
     following += tuple(key for key in KEYS if re.search(r"\.(b_\w+|scale_\w+|(norm_)?bias|[qk]_norm)$", key))
     missing = [key for key in KEYS if key not in layout.table]
     assert [key for key in missing if not key.startswith(following)] == []

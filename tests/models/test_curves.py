@@ -47,6 +47,7 @@ ONCE = [
         ("explicit", "auto")[at // 3 % 2],
         (SERIAL, PARALLEL)[at % 4 == 2],
         id=name,
+        marks=pytest.mark.slow if name == "pipeline" else (),  # test_pipeline.py trains in stages
     )
     for at, name in enumerate(presets())
 ]
@@ -75,7 +76,7 @@ def test_every_preset_on_every_mesh(make_mesh, placed, name, devices, lowering, 
 def compare(make_mesh, placed, name, devices, lowering, kind, config):
     """Trains in the layout and alone, and holds the losses together."""
     layout = Layout.load(name)
-    mesh = make_mesh(layout.mesh_for(devices), kind)
+    mesh = make_mesh(layout.mesh_for(devices, config.sizes(8, 16)), kind)
     losses, loads = train(placed(fresh(config), layout, mesh), mesh, lowering)
     wanted, wanted_loads = alone(config)
     assert wanted[-1] < wanted[0] - 0.5, "there is nothing to compare in a curve that does not fall"

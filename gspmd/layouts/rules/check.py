@@ -15,6 +15,7 @@ from gspmd.layouts.rules.keys import ALIKE, KEYS, PARTS, PHASES, Key, keys_of_ov
 from gspmd.layouts.rules.line import Line, over
 from gspmd.layouts.rules.padding import padding_faults
 from gspmd.layouts.rules.sequence import keys_apart, uneven_chunks
+from gspmd.layouts.rules.stages import stages_faults
 from gspmd.layouts.rules.table import LayoutTable
 from gspmd.lowerings.default import LOWERINGS
 
@@ -68,6 +69,7 @@ def _faults_of_table(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
     specs, wrong = _read("", layout.table, KEYS | more, given)
     yield from (*wrong, *_disagreements("", layout.table, specs, layout.serves), *_key_via(layout.table))
     yield from uneven_chunks(layout.table.get("attention.key"), specs.get("attention.key"), given)
+    yield from stages_faults("", layout.table, specs, specs)
     for section, lines in layout.overrides.items():
         # In the layout of a phase its section is part of the table; the other one's batch and length are not known.
         known = GivenSizes({}, dict.fromkeys(layout.axes, 1)) if layout.serves and section in PHASES else given
@@ -260,18 +262,15 @@ def _unlike(line: Line, first: str, model: Spec, spec: Spec, dims: str) -> Itera
     yield line.at_dim(spec, dim, fact, f"{written}, or change {first}.")
 
 
-# -- other sections ---------------------------------------------------------------------------------------------------
-
-
 def _override_faults(
     section: str, whole: Mapping, table: Mapping, base: Specs, sizes: GivenSizes, more: Mapping[str, Key]
 ) -> list[Fault]:
     # Whether user-defined tensors are parameters is up to the model: any section may override them.
     specs, faults = _read(section, table, {**keys_of_override(section), **more}, sizes)
+    faults += stages_faults(section, table, specs, base)
     if section in PHASES:
         before = {fault.fact for fault in _disagreements("", whole, base, section)}
-        after = _disagreements(section, whole, {**base, **specs}, section)
-        faults += [fault for fault in after if fault.fact not in before]
+        faults += [f for f in _disagreements(section, whole, {**base, **specs}, section) if f.fact not in before]
     return faults
 
 

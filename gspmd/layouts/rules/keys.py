@@ -9,10 +9,14 @@ from dataclasses import dataclass
 DIMENSIONS = {
     "B": "batch", "L": "length", "E": "embed", "F": "feed-forward", "H": "query heads", "K": "key/value heads",
     "D": "head size", "V": "vocabulary", "T": "key/value length", "X": "experts", "C": "capacity", "G": "token groups",
+    "N": "layers of one kind, in a stack",
 }  # fmt: skip
 
 #: The sections that describe a part of the model, in the order of the forward pass.
 PARTS = ("embedding", "attention", "ffn", "moe", "output")
+
+#: The section that splits the stacked layers into the stages of a pipeline.
+PIPELINE = "pipeline"
 
 #: Sections whose quoted keys override those of the parts: the purpose of each, and what reads it.
 OVERRIDES = {
@@ -52,7 +56,7 @@ class Key:
     Attributes:
       name: section and key, `"ffn.w_in"`.
       dims: the dimensions of its spec, in this order; for a `via`, the keys of its two operands.
-      kind: `"parameter"`, `"activation"` or `"via"`; `"tensor"` in a user-defined section.
+      kind: `"parameter"`, `"activation"`, `"stack"` (of layers) or `"via"`; `"tensor"` in a user-defined section.
       meaning: one line for docs/layouts.md.
       default: the key whose spec is used if this one is absent, its dimensions alone if that key has more; None if it
         is required.
@@ -87,6 +91,13 @@ def _via(name: str, left: str, right: str, meaning: str, **more) -> Key:
 
 
 _ALL = (
+    Key(
+        "pipeline.layers",
+        "N",
+        "stack",
+        "The stacked layers, split into stages along one mesh axis; whole when absent.",
+        optional=True,
+    ),
     _parameter("embedding.table", "VE", "The embedding table."),
     _activation("embedding.tokens", "BL", "Token ids."),
     _activation("attention.residual", "BLE", "The residual stream around attention."),

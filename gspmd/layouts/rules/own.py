@@ -6,11 +6,11 @@ from typing import Any
 
 from gspmd.annotate import Fault, Spec, SpecError, parse_via
 from gspmd.annotate.errors import shown
-from gspmd.layouts.rules.keys import DIMENSIONS, OVERRIDES, PARTS, SERVING, Key, keys_of_override, of_part
+from gspmd.layouts.rules.keys import DIMENSIONS, OVERRIDES, PARTS, PIPELINE, SERVING, Key, keys_of_override, of_part
 from gspmd.layouts.rules.line import Line
 
 #: Sections with a fixed meaning; every other section is user-defined.
-KNOWN = (*PARTS, *OVERRIDES, SERVING, "mesh", "lowering", "dimensions", "padding")
+KNOWN = (*PARTS, PIPELINE, *OVERRIDES, SERVING, "mesh", "lowering", "dimensions", "padding")
 
 _VIA = "_via"
 

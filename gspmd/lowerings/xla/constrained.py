@@ -29,7 +29,7 @@ def compiler_chooses(
         if ctx.explicit:
             for number, (spec, x) in enumerate(zip(in_specs, arrays, strict=True)):
                 input_partition(ctx, spec, x, number, name or getattr(f, "__name__", "f"))
-            return jax.sharding.auto_axes(f, out_sharding=outs)(*arrays)
+            return jax.sharding.auto_axes(f, axes=tuple(ctx.mesh), out_sharding=outs)(*arrays)
         # outside of jit an array may be on one device, made before the mesh: a constraint would refuse it
         placed = [annotate(x, spec) for x, spec in zip(arrays, in_specs, strict=True)]
         return jax.tree.map(jax.lax.with_sharding_constraint, f(*placed), outs)

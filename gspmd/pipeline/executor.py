@@ -1,0 +1,294 @@
+"""Run a schedule: one program for all stages, inside a shard_map over the mesh axis of the pipeline.
+
+Every stage computes in every slot of a tick, and what its slot has no microbatch for is masked: a permute in a branch
+that only some devices take would wait for the others. The gradient is taken here too, chunk by chunk, by `jax.vjp` of a
+chunk's forward pass, which is computed again from its input: that is all that a stage holds of a microbatch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gspmd.annotate.spec import Spec
+from gspmd.hardware.links import collective_seconds, wire_bytes
+from gspmd.lowerings.program import Context, context, run
+from gspmd.lowerings.scopes import step_scope
+from gspmd.pipeline.schedule import Schedule
+from gspmd.pipeline.split import Halves, split
+from gspmd.planner.steps import Step
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What the stages of a pipeline compute: three functions of whole arrays on the other mesh axes.
+
+    Attributes:
+        first: (shared, batch) -> x, the stream that enters the first stage; such as an embedding.
+        chunk: (weights, x, batch, number) -> (x, loss, figures): the layers of chunk `number`. The loss is a float32
+            scalar that is added to the last stage's, and figures are a tree of float32 arrays, one row for each layer.
+        last: (shared, x, batch) -> the loss of a microbatch, a float32 scalar.
+    """
+
+    first: Callable[[Tree, Tree], jax.Array]
+    chunk: Callable[[Tree, jax.Array, Tree, jax.Array], tuple[jax.Array, jax.Array, Tree]]
+    last: Callable[[Tree, jax.Array, Tree], jax.Array]
+
+
+class Results(NamedTuple):
+    """What one stage has computed after the last tick.
+
+    Attributes:
+        loss: its part of the loss: that of the last stage, and of its chunks.
+        figures: of its chunks, the mean over microbatches, [rounds, layers, ...].
+        shared, weights: its gradients; None of a forward pass alone.
+    """
+
+    loss: jax.Array
+    figures: Tree
+    shared: Tree = None
+    weights: Tree = None
+
+
+class _State(NamedTuple):
+    """What a stage carries from tick to tick."""
+
+    activation: jax.Array  # what the stage before has sent
+    cotangent: jax.Array | None  # what the stage behind has sent
+    inputs: jax.Array | None  # of the chunks whose backward pass is to come
+    residuals: list[jax.Array] | None  # of those whose gradients of weights are to come
+    sums: Results
+
+
+@dataclass(frozen=True)
+class Executor:
+    """One stage of a pipeline, while its shard_map is traced.
+
+    Attributes:
+        stages: what is computed.
+        schedule: when.
+        axis: the mesh axis of the stages.
+        stream: the spec of what one stage sends to the next.
+    """
+
+    stages: Stages
+    schedule: Schedule
+    axis: str
+    stream: Spec
+
+    def __call__(self, shared: Tree, weights: Tree, batches: Tree) -> Results:
+        """Run all ticks on this stage's weights [rounds, layers, ...] and all microbatches [M, ...]."""
+        ctx = context()
+        trains = self.schedule.name != "forward"
+        halves = self._halves(shared, weights, batches) if "weights" in self.schedule.kinds else None
+        state = self._begin(shared, weights, batches, trains, halves)
+        for kinds, ticks in self.schedule.phases():
+            rows = {kind: self._rows(kind, ticks) for kind in kinds}
+
+            def tick(state: _State, rows: Mapping[str, Any]) -> tuple[_State, None]:
+                if "forward" in rows:
+                    state = self._forward(ctx, state, shared, weights, batches, self._mine(rows["forward"]), trains)
+                if "backward" in rows:
+                    row = self._mine(rows["backward"])
+                    state = self._backward(ctx, state, shared, weights, batches, row, halves)
+                if "weights" in rows:
+                    state = self._weights(state, shared, weights, self._mine(rows["weights"]), halves)
+                return state, None
+
+            if len(ticks) == 1:  # no loop, so that what nobody takes after the last tick is not sent
+                state, _ = tick(state, _at(rows, 0))
+            else:
+                state, _ = lax.scan(tick, state, rows)
+        return state.sums
+
+    # -- the table ----------------------------------------------------------------------------------------------------
+
+    def _rows(self, kind: str, ticks: range) -> "_Row":
+        """For each of these ticks and each stage, what it has in the slots of a kind; zeros where it waits."""
+        places = self.schedule.inputs, self.schedule.residuals
+        table = [
+            [
+                (*work, *(held.get((kind, tick, stage), 0) for held in places), 1) if work else (0, 0, 0, 0, 0)
+                for stage, work in enumerate(self.schedule.ticks[tick][kind])
+            ]
+            for tick in ticks
+        ]
+        return _Row(*(jnp.asarray(column, jnp.int32) for column in np.moveaxis(np.array(table), -1, 0)))
+
+    def _mine(self, row: "_Row") -> "_Row":
+        """This stage's part of a row."""
+        return _Row(*(lax.dynamic_index_in_dim(x, lax.axis_index(self.axis), 0, keepdims=False) for x in row))
+
+    # -- ticks --------------------------------------------------------------------------------------------------------
+
+    def _begin(self, shared: Tree, weights: Tree, batches: Tree, trains: bool, halves: Halves | None) -> _State:
+        some, chunk = _at(batches, 0), _at(weights, 0)
+        stream = jax.eval_shape(self.stages.first, shared, some)
+        _, _, figures = jax.eval_shape(self.stages.chunk, chunk, stream, some, jnp.int32(0))
+        figures = jax.tree.map(lambda x: jnp.zeros((self.schedule.rounds, *x.shape), jnp.float32), figures)
+        activation = self._zeros(stream)
+        if not trains:
+            return _State(activation, None, None, None, Results(jnp.float32(0), figures))
+        gradients = (jax.tree.map(jnp.zeros_like, tree) for tree in (shared, weights))
+        residuals = None
+        if halves is not None:
+            count = max(self.schedule.residuals.values()) + 1
+            residuals = [_zeros(x, x.sharding.spec, count) for x in halves.kept]
+        held = self._zeros(stream, self.schedule.in_flight)
+        return _State(activation, activation, held, residuals, Results(jnp.float32(0), figures, *gradients))
+
+    def _zeros(self, x: jax.ShapeDtypeStruct, *more: int) -> jax.Array:
+        return _zeros(x, self.stream.partition_spec(), *more)
+
+    def _halves(self, shared: Tree, weights: Tree, batches: Tree) -> Halves:
+        """The backward pass of a chunk, split."""
+        batch = _at(batches, 0)
+        x = self._zeros(jax.eval_shape(self.stages.first, shared, batch))
+        return split(self._pullback, (shared, _at(weights, 0)), (x, batch, jnp.int32(0), x, jnp.float32(0)))
+
+    def _forward(
+        self, ctx: Context, state: _State, shared: Tree, weights: Tree, batches: Tree, row: "_Row", trains: bool
+    ) -> _State:
+        batch = _at(batches, row.microbatch)
+        number, is_first, is_last = self._chunk(row)
+        x = jnp.where(is_first, self.stages.first(shared, batch), state.activation)
+        y, loss, figures = self.stages.chunk(_at(weights, row.round), x, batch, number)
+        state = state._replace(activation=self._sent(ctx, y, 1))
+        if trains:  # the backward pass computes the rest again
+            return state._replace(inputs=_put_at(state.inputs, row.input, x, row.active))
+        loss = loss + jnp.where(is_last, self.stages.last(shared, y, batch), 0.0)
+        return state._replace(sums=self._added(state.sums, row, loss, figures))
+
+    def _backward(
+        self,
+        ctx: Context,
+        state: _State,
+        shared: Tree,
+        weights: Tree,
+        batches: Tree,
+        row: "_Row",
+        halves: Halves | None,
+    ) -> _State:
+        number, _, is_last = self._chunk(row)
+        x = _at(state.inputs, row.input)
+        # A slot without a microbatch has cotangents 0, and so adds nothing to any gradient.
+        cotangent = jnp.where((row.active == 1) & ~is_last, state.cotangent, jnp.zeros_like(x))
+        share = row.active / jnp.float32(self.schedule.microbatches)
+        fixed, moving = (shared, _at(weights, row.round)), (x, _at(batches, row.microbatch), number, cotangent, share)
+        if halves is None:
+            (of_x, loss, figures), gradients = self._pullback(fixed, moving)
+            state = state._replace(sums=_with_gradients(state.sums, row, *gradients))
+        else:
+            (of_x, loss, figures), kept = halves.first(fixed, moving)
+            held = [_put_at(into, row.residual, each, row.active) for into, each in zip(state.residuals, kept)]
+            state = state._replace(residuals=held)
+        sums = self._added(state.sums, row, loss, figures)
+        return state._replace(cotangent=self._sent(ctx, of_x, -1), sums=sums)
+
+    def _weights(self, state: _State, shared: Tree, weights: Tree, row: "_Row", halves: Halves) -> _State:
+        """The gradients of weights of a split backward pass; no stage waits in such a slot, so none is masked."""
+        gradients = halves.rest((shared, _at(weights, row.round)), _at(state.residuals, row.residual))
+        return state._replace(sums=_with_gradients(state.sums, row, *gradients))
+
+    def _pullback(self, fixed: Tree, moving: Tree) -> tuple[Tree, Tree]:
+        """The backward pass of a chunk, from its input: ((of x, loss, figures), (of shared, of weights))."""
+        x, batch, number, cotangent, share = moving
+        is_first, is_last = self._ends(number)
+
+        def compute(shared: Tree, weights: Tree, x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Tree]:
+            x = jnp.where(is_first, self.stages.first(shared, batch), x)
+            y, loss, figures = self.stages.chunk(weights, x, batch, number)
+            return (y, loss + jnp.where(is_last, self.stages.last(shared, y, batch), 0.0)), figures
+
+        (_, loss), transposed, figures = jax.vjp(compute, *fixed, x, has_aux=True)
+        *gradients, of_x = transposed((cotangent, share))
+        return (of_x, loss, figures), tuple(gradients)
+
+    def _chunk(self, row: "_Row") -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The chunk that this stage computes: its number, and whether it is the first or the last of all."""
+        number = row.round * self.schedule.stages + lax.axis_index(self.axis)
+        return number, *self._ends(number)
+
+    def _ends(self, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return number == 0, number == self.schedule.stages * self.schedule.rounds - 1
+
+    def _added(self, sums: Results, row: "_Row", loss: jax.Array, figures: Tree) -> Results:
+        """The sums with a microbatch's share of the loss and of the figures, if there is one."""
+
+        def share(x: jax.Array) -> jax.Array:
+            return jnp.where(row.active == 1, x, 0.0) / self.schedule.microbatches
+
+        figures = jax.tree.map(lambda into, x: _add_at(into, row.round, share(x)), sums.figures, figures)
+        return sums._replace(loss=sums.loss + share(loss), figures=figures)
+
+    def _sent(self, ctx: Context, x: jax.Array, by: int) -> jax.Array:
+        """What the stage before (by = 1) or behind (by = -1) has computed: one permute, of which the plan is a step."""
+        stages, rounds = self.schedule.stages, self.schedule.rounds
+        pairs = [(stage, (stage + by) % stages) for stage in range(stages)]
+        if rounds == 1:  # the last stage has none behind it
+            pairs = [(source, target) for source, target in pairs if target == source + by]
+        if stages == 1:  # a chunk follows on its own stage, or none does
+            return x if pairs else jnp.zeros_like(x)
+        step = self._step(ctx, x)
+        name = f"{self.stream} to the {'next' if by == 1 else 'previous'} stage"
+        return run(ctx, name, (step,), _body(self.axis, tuple(pairs), step), (self.stream,), self.stream, x)
+
+    def _step(self, ctx: Context, x: jax.Array) -> Step:
+        mesh = {self.axis: self.schedule.stages, **ctx.mesh}
+        held = int(np.prod(self.stream.local_shape(x.shape, ctx.mesh))) * x.dtype.itemsize
+        kind, axes = "collective-permute", (self.axis,)
+        seconds = collective_seconds(kind, axes, mesh, held, ctx.chip)
+        sent = wire_bytes(kind, self.schedule.stages, held)
+        return Step(kind, axes, sent, seconds, self.stream, self.stream, "stream")
+
+
+class _Row(NamedTuple):
+    """A tick's slots of one kind, for every stage or for one."""
+
+    microbatch: jax.Array
+    round: jax.Array
+    input: jax.Array
+    residual: jax.Array
+    active: jax.Array
+
+
+def _at(tree: Tree, index: jax.Array | int) -> Tree:
+    """Row `index` of every array."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
+
+
+def _add_at(into: jax.Array, index: jax.Array, x: jax.Array) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(into, _at(into, index) + x, index, 0)
+
+
+def _put_at(into: jax.Array, index: jax.Array, x: jax.Array, active: jax.Array) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(into, jnp.where(active == 1, x, _at(into, index)), index, 0)
+
+
+def _with_gradients(sums: Results, row: _Row, of_shared: Tree, of_weights: Tree) -> Results:
+    added = jax.tree.map(lambda into, x: _add_at(into, row.round, x), sums.weights, of_weights)
+    return sums._replace(shared=jax.tree.map(jnp.add, sums.shared, of_shared), weights=added)
+
+
+def _zeros(x: Any, partition: jax.P, *more: int) -> jax.Array:
+    """As many zeros as `more` says of arrays like x, placed as one of them."""
+    zeros = jnp.zeros((*more, *x.shape), x.dtype)
+    return jax.reshard(zeros, jax.P(*(None for _ in more), *partition)) if context().explicit else zeros
+
+
+@lru_cache(maxsize=1024)
+def _body(axis: str, pairs: tuple[tuple[int, int], ...], step: Step) -> Callable[[jax.Array], jax.Array]:
+    """The permute of a step; the same function for the same step, so that its program is compiled once."""
+
+    def body(piece: jax.Array) -> jax.Array:
+        with step_scope(0, step):
+            return lax.ppermute(piece, axis, pairs)
+
+    return body

@@ -1,0 +1,204 @@
+"""The schedules of a pipeline, as tables: at every tick, which stage computes which microbatch, forward or backward.
+
+All stages run one program in lockstep, so a tick has a slot for each kind of work that some stage does in it, and a
+stage without that work in the tick waits. A stage computes `rounds` chunks of layers; chunk r·S + s is that of stage s
+in round r, so that a microbatch goes round the stages `rounds` times.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from os import PathLike
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from gspmd.annotate.errors import PlanError, shown, suggestion
+from gspmd.annotate.validation import whole
+from gspmd.pipeline.picture import figure, text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SCHEDULES = ("gpipe", "1f1b", "zero-bubble")
+"""The names of the schedules that train."""
+
+
+KINDS = ("forward", "backward", "weights")
+"""The kinds of work, in the order in which a stage does them in a tick."""
+
+
+class Work(NamedTuple):
+    """A microbatch in one of the chunks of a stage."""
+
+    microbatch: int
+    round: int
+
+
+Slot = tuple[Work | None, ...]
+"""What each stage computes."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every stage computes at every tick.
+
+    Attributes:
+        name: one of `SCHEDULES`, or `"forward"` for the forward pass alone.
+        stages: S, devices along the mesh axis of the pipeline.
+        microbatches: M, parts of a batch that follow one another.
+        rounds: R, chunks of layers of each stage.
+        ticks: for each tick its slots, by kind: `"forward"`, `"backward"`, and `"weights"` where a backward pass is
+            split, into the gradient of its input and those of weights. A tick without a kind has no time for it.
+
+    Example:
+        >>> schedule = Schedule.of("1f1b", stages=4, microbatches=8)
+        >>> schedule.ticks[0]["forward"]
+        (Work(microbatch=0, round=0), None, None, None)
+        >>> round(schedule.bubble, 3), schedule.in_flight
+        (0.273, 7)
+        >>> print(Schedule.of("1f1b", stages=2, microbatches=3))
+        1f1b of 3 microbatches through 2 stages, bubble 25%
+        stage 0 │ F0 │ F1 .  │ F2 B0 │ .  B1 │ B2
+        stage 1 │ .  │ F0 B0 │ F1 B1 │ F2 B2 │ .
+
+    Source: GPipe, Huang et al. 2019 (arXiv 1811.06965), §2.3; 1F1B, Narayanan et al. 2019 (PipeDream, SOSP), §3.2, and
+        its interleaved form, Narayanan et al. 2021 (arXiv 2104.04473), §2.2; the split backward pass, Qi et al. 2023
+        (arXiv 2401.10241), §2.
+    Differs: stages run in lockstep, so that in 1F1B a tick is a forward and a backward pass, of which a stage waits in
+        the first and last ticks for one or the other. The time is the papers'; stage s holds 2(S - 1 - s) + 1
+        microbatches rather than S - s. In zero-bubble all stages compute gradients of weights in the same ticks, in
+        which none waits; forward passes and gradients of inputs wait as in 1F1B.
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    rounds: int
+    ticks: tuple[Mapping[str, Slot], ...]
+
+    @classmethod
+    def of(cls, name: str, stages: int, microbatches: int, rounds: int = 1) -> "Schedule":
+        """Make the table of a schedule.
+
+        Args:
+            name: `"gpipe"`, all forward passes and then all backward passes; `"1f1b"`, each backward pass as early as
+                it can be; `"zero-bubble"`, that with split backward passes; `"forward"`, forward passes alone.
+            stages: S.
+            microbatches: M; with more than one round a multiple of S.
+            rounds: R; with more than one, the schedule is interleaved (also called circular).
+
+        Raises:
+            PlanError: no schedule has that name, a number is not positive, or R > 1 and S does not divide M.
+        """
+        if name not in (*SCHEDULES, "forward"):
+            near = suggestion(name, SCHEDULES) if isinstance(name, str) else ""
+            raise PlanError(f"no schedule is called {shown(name)}.\n  {near}Schedules: {', '.join(SCHEDULES)}.")
+        for what, number in (("stages", stages), ("microbatches", microbatches), ("rounds", rounds)):
+            if (whole(number) or 0) < 1:
+                raise PlanError(f"a pipeline of {shown(number)} {what} has no schedule.\n  Give 1 or more.")
+        if rounds > 1 and microbatches % stages:
+            raise PlanError(
+                f"{microbatches} microbatches cannot go {rounds} times round {stages} stages: they go in groups of "
+                f"{stages}.\n  Give a multiple of {stages} microbatches, or one round."
+            )
+        trips = microbatches * rounds  # how often a stage computes
+        early = rounds * stages - 1
+        delays = {"gpipe": trips + stages - 1, "1f1b": early, "zero-bubble": early}  # of the first backward pass
+        slots: dict[tuple[int, str], list[Work | None]] = {}
+        for microbatch in range(microbatches):
+            group, place = divmod(microbatch, stages)
+            for turn in range(rounds):
+                order = group * stages * rounds + turn * stages + place
+                for stage in range(stages):
+                    forward = slots.setdefault((order + stage, "forward"), [None] * stages)
+                    forward[stage] = Work(microbatch, turn)
+                    if name in delays:  # the last round comes back first, and from the last stage
+                        back, tick = Work(microbatch, rounds - 1 - turn), delays[name] + order + stages - 1
+                        slots.setdefault((tick - stage, "backward"), [None] * stages)[stage] = back
+                        if name == "zero-bubble":  # when the first stage has its cotangent too
+                            slots.setdefault((tick, "weights"), [None] * stages)[stage] = back
+        last = max(tick for tick, _ in slots)
+        ticks = (
+            {kind: tuple(slots[tick, kind]) for kind in KINDS if (tick, kind) in slots} for tick in range(last + 1)
+        )
+        return cls(name, stages, microbatches, rounds, tuple(map(MappingProxyType, ticks)))
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.stages, self.microbatches, self.rounds))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of work in it."""
+        return tuple(kind for kind in KINDS if any(kind in tick for tick in self.ticks))
+
+    @property
+    def bubble(self) -> float:
+        """The share of slots in which a stage waits: (S - 1) / (R·M + S - 1), counted in the table.
+
+        Stages wait for as many forward as backward passes, so it is the share of time too, whatever each takes. In
+        zero-bubble, where none waits for gradients of weights, it is 2(S - 1) / (3R·M + 2(S - 1)).
+        """
+        slots = [slot for tick in self.ticks for slot in tick.values()]
+        return sum(slot.count(None) for slot in slots) / (len(slots) * self.stages)
+
+    @cached_property
+    def inputs(self) -> Mapping[tuple[str, int, int], int]:
+        """By kind, tick and stage, where a stage keeps the input of a chunk from its forward to its backward pass."""
+        return self._places("forward", "backward")
+
+    @cached_property
+    def residuals(self) -> Mapping[tuple[str, int, int], int]:
+        """Where it keeps what gradients of weights need, from the backward pass on."""
+        return self._places("backward", "weights")
+
+    def _places(self, begin: str, end: str) -> Mapping[tuple[str, int, int], int]:
+        """The first place that is free, so that there are as few as there can be."""
+        places: dict[tuple[str, int, int], int] = {}
+        for stage in range(self.stages):
+            held: dict[Work, int] = {}
+            for number, tick in enumerate(self.ticks):
+                if begin in tick and (work := tick[begin][stage]):
+                    held[work] = next(place for place in range(len(held) + 1) if place not in held.values())
+                    places[begin, number, stage] = held[work]
+                if end in tick and (work := tick[end][stage]):
+                    places[end, number, stage] = held.pop(work)
+        return MappingProxyType(places)
+
+    @property
+    def in_flight(self) -> int:
+        """The most microbatches of which a stage holds the input of a chunk at once."""
+        return max(self.inputs.values()) + 1
+
+    def phases(self) -> Iterator[tuple[tuple[str, ...], range]]:
+        """Runs of ticks with the same kinds of work: the kinds, and the numbers of the ticks."""
+        for kinds, ticks in groupby(range(len(self.ticks)), key=lambda number: tuple(self.ticks[number])):
+            numbers = list(ticks)
+            yield kinds, range(numbers[0], numbers[-1] + 1)
+
+    def describe(self) -> str:
+        """The schedule in one line.
+
+        >>> Schedule.of("gpipe", stages=4, microbatches=8).describe()
+        'gpipe of 8 microbatches through 4 stages, bubble 27%'
+        """
+        rounds = f" {self.rounds} times" if self.rounds > 1 else ""
+        return (
+            f"{self.name} of {self.microbatches} microbatches{rounds} through {self.stages} stages, "
+            f"bubble {self.bubble:.0%}"
+        )
+
+    def __str__(self) -> str:
+        return text(self.describe(), self.ticks)
+
+    def figure(self) -> "Figure":
+        """Draw the schedule as a matplotlib figure: time to the right, a row for each stage; waiting is grey."""
+        return figure(self.describe(), self.ticks)
+
+    def save(self, path: str | PathLike) -> None:
+        """Write the picture of the schedule to a file, PNG or another format by its name's ending.
+
+        Args:
+            path: of the file.
+        """
+        self.figure().savefig(path)

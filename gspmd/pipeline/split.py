@@ -1,0 +1,104 @@
+"""Split a function in two: what some of its results need, and the rest, which goes on from what the first part keeps.
+
+So a backward pass becomes the gradient of its input, which the stage before waits for, and the gradients of weights,
+for which nobody does. Nothing but what depends on weights alone is computed in both.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.interpreters import partial_eval
+
+from gspmd.tracing.jaxprs import all_equations, inner_jaxprs
+
+Tree = Any
+
+
+class Halves(NamedTuple):
+    """A function (fixed, moving) -> (early, late) in two parts.
+
+    Attributes:
+        first: (fixed, moving) -> (early, kept).
+        rest: (fixed, kept) -> late.
+        kept: the shapes of what is kept.
+    """
+
+    first: Callable[[Tree, Tree], tuple[Tree, list[jax.Array]]]
+    rest: Callable[[Tree, list[jax.Array]], Tree]
+    kept: list[jax.ShapeDtypeStruct]
+
+
+def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tree) -> Halves:
+    """Split a function by its two results.
+
+    An operation whose results both parts need is in the first; one that makes some for either is in both, each time for
+    its own results, if JAX can take it apart, as the gradient of an equation.
+
+    Args:
+        f: (fixed, moving) -> (early, late).
+        fixed: what is there again for the second part; operations on it alone are done in both.
+        moving: what is not.
+
+    Example:
+        >>> halves = split(lambda w, x: (y := w * x, jax.numpy.sin(y)), 2.0, 3.0)
+        >>> early, kept = halves.first(2.0, 3.0)
+        >>> float(early), [float(x) for x in kept], round(float(halves.rest(2.0, kept)), 3)
+        (6.0, [6.0], -0.279)
+    """
+    closed, shapes = jax.make_jaxpr(f, return_shape=True)(fixed, moving)
+    whole = closed.jaxpr
+    early, late = (jax.tree.structure(each) for each in shapes)
+    held = len(jax.tree.leaves(fixed))
+    results, others = whole.outvars[: early.num_leaves], whole.outvars[early.num_leaves :]
+
+    moved = set(whole.invars[held:])
+    for equation in whole.eqns:
+        if any(not isinstance(var, Literal) and var in moved for var in equation.invars):
+            moved |= set(equation.outvars)
+    first = _needed(whole, results, set())
+    there = {var for equation in first for var in equation.outvars if var in moved} | set(whole.invars[held:])
+    rest = _needed(whole, others, there)
+    used = [var for equation in rest for var in equation.invars if not isinstance(var, Literal)]
+    kept = list(dict.fromkeys(var for var in (*used, *others) if not isinstance(var, Literal) and var in there))
+
+    run_first = _run(closed, whole.invars, [*results, *kept], first)
+    run_rest = _run(closed, [*whole.invars[:held], *kept], others, rest)
+
+    def first_half(fixed: Tree, moving: Tree) -> tuple[Tree, list[jax.Array]]:
+        found = run_first(*jax.tree.leaves((fixed, moving)))
+        return jax.tree.unflatten(early, found[: early.num_leaves]), found[early.num_leaves :]
+
+    def second_half(fixed: Tree, kept: list[jax.Array]) -> Tree:
+        return jax.tree.unflatten(late, run_rest(*jax.tree.leaves(fixed), *kept))
+
+    return Halves(first_half, second_half, [var.aval for var in kept])
+
+
+def _needed(whole: Jaxpr, results: list[Any], there: set[Any]) -> list[Any]:
+    """The operations that these results need, without what is there, each with no more results than are needed."""
+    wanted = {var for var in results if not isinstance(var, Literal)} - there
+    found = []
+    for equation in reversed(whole.eqns):
+        used = [var in wanted for var in equation.outvars]
+        if not any(used):
+            continue
+        rule = None if all(used) else partial_eval.dce_rules.get(equation.primitive)
+        if rule is not None:
+            _, less = rule(used, equation)
+            # What falls off on the way, as an operand that has been gathered, is kept rather than made again.
+            equation = less if _operations(less) < _operations(equation) else equation
+        found.append(equation)
+        wanted |= {var for var in equation.invars if not isinstance(var, Literal)} - there
+    return found[::-1]
+
+
+def _operations(equation: Any) -> int:
+    return sum(1 for inner in inner_jaxprs(equation) for _ in all_equations(inner))
+
+
+def _run(closed: ClosedJaxpr, inputs: list[Any], results: list[Any], equations: list[Any]) -> Callable[..., list[Any]]:
+    names = closed.jaxpr.debug_info.with_unknown_names()
+    inner = closed.jaxpr.replace(invars=inputs, outvars=results, eqns=equations, debug_info=names)
+    return jaxpr_as_fun(ClosedJaxpr(inner, closed.consts))

@@ -1,0 +1,180 @@
+"""A pipeline is the layers one after the other: value, gradients and figures, and it sends what its plan says."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gspmd
+from gspmd.annotate import PlanError
+from gspmd.pipeline import Schedule, Stages, pipelined
+
+EMBED, HIDDEN, BATCH, LAYERS = 8, 16, 4, 2
+STREAM = "BE_x"
+SPECS = {"a": "RN_pEF_x", "b": "RN_pF_xE"}
+CASES = [  # schedule, stages, rounds, microbatches, type of axes, lowering
+    ("1f1b", 2, 2, 4, "explicit", "blocking"),
+    pytest.param("1f1b", 4, 1, 5, "explicit", "blocking", marks=pytest.mark.slow),
+    pytest.param("gpipe", 2, 1, 3, "auto", "blocking", marks=pytest.mark.slow),
+    pytest.param("gpipe", 4, 2, 4, "explicit", "looped", marks=pytest.mark.slow),
+    pytest.param("1f1b", 3, 1, 2, "explicit", "xla", marks=pytest.mark.slow),
+    pytest.param("zero-bubble", 2, 2, 4, "auto", "blocking", marks=pytest.mark.slow),
+    pytest.param("1f1b", 1, 2, 3, "auto", "looped", marks=pytest.mark.slow),
+]
+
+
+def layer(x, w):
+    hidden = jnp.tanh(gspmd.einsum("BE_x, EF_x -> BF_x", x, w["a"]))
+    y = x + gspmd.einsum("BF_x, F_xE -> BE_x", hidden, w["b"])
+    return y, gspmd.reshard(y**2, "BE_x -> ")
+
+
+def chunk(w, x, batch, number):
+    x, squares = jax.lax.scan(layer, x, w)
+    return x, jnp.sum(squares) * 1e-3, {"squares": squares}
+
+
+def chunk_without_a_loop(w, x, batch, number):
+    squares = []
+    for number in range(LAYERS):
+        x, square = layer(x, jax.tree.map(lambda each, at=number: each[at], w))
+        squares.append(square)
+    return x, sum(squares) * 1e-3, {"squares": jnp.stack(squares)}
+
+
+STAGES = Stages(
+    first=lambda shared, batch: gspmd.einsum("BE, EF_x -> BF_x", batch, shared["table"]),
+    chunk=chunk,
+    last=lambda shared, x, batch: gspmd.reshard(
+        gspmd.einsum("BE_x, FE_x -> BF_x", x, shared["table"]) ** 3, "BF_x -> "
+    ),
+)
+
+
+def drawn(stages, rounds, microbatches):
+    draw = np.random.default_rng(0).normal
+    shared = {"table": draw(size=(EMBED, EMBED)) / 3}
+    weights = {"a": draw(size=(rounds, LAYERS * stages, EMBED, HIDDEN)) / 3}
+    weights["b"] = draw(size=(rounds, LAYERS * stages, HIDDEN, EMBED)) / 3
+    return jax.tree.map(np.float32, (shared, weights, draw(size=(microbatches, BATCH, EMBED))))
+
+
+def plain(shared, weights, batches):
+    """The same in plain code: all layers of the first round, then those of the next."""
+    losses, figures = [], []
+    for x in batches:
+        x, squares = x @ shared["table"], []
+        for w_in, w_out in zip(*(weights[name].reshape(-1, *weights[name].shape[2:]) for name in "ab")):
+            x = x + jnp.tanh(x @ w_in) @ w_out
+            squares.append(jnp.sum(x**2))
+        losses.append(jnp.sum((x @ shared["table"].T) ** 3) + sum(squares) * 1e-3)
+        figures.append(jnp.stack(squares))
+    return sum(losses) / len(losses), sum(figures) / len(figures)
+
+
+def prepared(schedule, host, stages=STAGES):
+    """The pipeline's loss, and its arguments on the mesh in force."""
+    shared, weights, batches = host
+    on_mesh = {"table": gspmd.annotate(shared["table"], "EF_x")}
+    placed = {name: gspmd.annotate(weights[name], spec) for name, spec in SPECS.items()}
+    specs = {"table": gspmd.Spec.parse("EF_x")}
+    return pipelined(stages, schedule, axis="p", stream=STREAM, shared=specs), (
+        on_mesh,
+        placed,
+        gspmd.annotate(batches, "MBE"),
+    )
+
+
+def sends(schedule):
+    """One permute for each slot; what is sent last is not taken, and not sent where its tick stands in no loop."""
+    last = {kind: len(ticks) for kinds, ticks in schedule.phases() for kind in kinds if kind != "weights"}
+    slots = sum(kind != "weights" for tick in schedule.ticks for kind in tick)
+    return slots - sum(length == 1 for length in last.values())
+
+
+@pytest.mark.parametrize(("name", "stages", "rounds", "microbatches", "axis_type", "lowering"), CASES)
+def test_value_and_gradients_are_those_of_plain_code(
+    make_mesh, name, stages, rounds, microbatches, axis_type, lowering
+):
+    host = drawn(stages, rounds, microbatches)
+    (wanted, squares), gradients = jax.jit(jax.value_and_grad(plain, argnums=(0, 1), has_aux=True))(*host)
+    mesh = make_mesh({"p": stages, "x": 2}, axis_type)
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        computed = replace(STAGES, chunk=chunk_without_a_loop) if name == "zero-bubble" else STAGES
+        loss, arrays = prepared(Schedule.of(name, stages, microbatches, rounds), host, computed)
+        run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+        program = run.lower(*arrays).compile()
+        (value, figures), found = program(*arrays)
+        comparison = gspmd.ledger(program).compare(gspmd.trace(run, *arrays))
+    np.testing.assert_allclose(value, wanted, rtol=1e-4)
+    np.testing.assert_allclose(np.asarray(figures["squares"]).reshape(-1), squares, rtol=1e-5)
+    for path, gradient in jax.tree.leaves_with_path(gradients):
+        each = dict(jax.tree.leaves_with_path(found))[path]
+        np.testing.assert_allclose(np.asarray(each), gradient, rtol=1e-4, atol=1e-4)
+    if lowering != "xla" and stages > 1:  # of one stage the compiler knows what is masked, and leaves some of it out
+        assert not comparison.differing, str(comparison)
+    over_stages = [entry for entry in gspmd.ledger(program).entries if "p" in entry.axes]
+    permutes = sum(entry.count for entry in over_stages if entry.kind == "collective-permute")
+    assert permutes == (sends(Schedule.of(name, stages, microbatches, rounds)) if stages > 1 else 0)
+    assert {entry.kind for entry in over_stages} <= {"collective-permute", "all-gather", "all-reduce"}
+    assert sum(entry.count for entry in over_stages if entry.kind != "collective-permute") <= 2  # table, and loss
+
+
+@pytest.mark.slow
+def test_the_forward_pass_alone(make_mesh):
+    host = drawn(2, 2, 4)
+    with jax.set_mesh(make_mesh({"p": 2, "x": 2})):
+        loss, arrays = prepared(Schedule.of("1f1b", 2, 4, 2), host)
+        value, figures = jax.jit(loss)(*arrays)
+    wanted, squares = plain(*host)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(figures["squares"]).reshape(-1), squares, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_memory_of_1f1b_stays_where_that_of_gpipe_grows_with_microbatches(make_mesh):
+    """By the compiler: what eight more microbatches add, in inputs of a chunk, [B, E/2] on one device."""
+    with jax.set_mesh(make_mesh({"p": 2, "x": 2})):
+
+        def temporary(name, microbatches):
+            loss, arrays = prepared(Schedule.of(name, 2, microbatches), drawn(2, 1, microbatches))
+            program = jax.jit(jax.grad(lambda *each: loss(*each)[0], argnums=(0, 1))).lower(*arrays).compile()
+            return program.memory_analysis().temp_size_in_bytes
+
+        grown = {name: temporary(name, 16) - temporary(name, 8) for name in ("1f1b", "gpipe")}
+    held = BATCH * EMBED // 2 * 4
+    table = 8 * 2 * 4 * 4 * 4  # the schedule's own numbers: for each tick and stage four integers, in two kinds of rows
+    assert grown["1f1b"] <= table
+    assert grown["gpipe"] >= 8 * held
+
+
+def test_a_split_backward_pass_computes_nothing_twice(make_mesh):
+    """By the plan: what a further microbatch multiplies is the same, and gradients of weights wait for no stage."""
+    with jax.set_mesh(make_mesh({"p": 2, "x": 2})), gspmd.lowering("blocking"):
+
+        def flops(name, microbatches):
+            stages = replace(STAGES, chunk=chunk_without_a_loop)
+            loss, arrays = prepared(Schedule.of(name, 2, microbatches), drawn(2, 1, microbatches), stages)
+            return gspmd.trace(jax.grad(lambda *each: loss(*each)[0], argnums=(0, 1)), *arrays).flops
+
+        whole, split = ([flops(name, microbatches) for microbatches in (5, 6)] for name in ("1f1b", "zero-bubble"))
+    assert split[1] - split[0] == whole[1] - whole[0]
+    assert split[0] < whole[0]
+
+
+def test_a_mesh_without_the_stages(make_mesh):
+    def refused(sizes, stages):
+        loss = pipelined(STAGES, Schedule.of("1f1b", stages, 2), axis="p", stream=STREAM, shared={})
+        with jax.set_mesh(make_mesh(sizes)), pytest.raises(PlanError) as error:
+            loss({}, {}, jnp.zeros((2, 4, 8)))
+        return str(error.value)
+
+    assert refused({"x": 2}, 2) == "the mesh has no axis p for the stages of a pipeline.\n  It has x."
+    assert refused({"p": 2, "x": 2}, 4) == (
+        "a schedule of 4 stages cannot run on mesh axis p, which has 2 devices.\n  Make the schedule of 2 stages."
+    )
+    assert refused({"p": 2}, 2) == (
+        "a pipeline needs a mesh axis besides p, for its stages to plan on.\n  Add one; it may have size 1."
+    )
