@@ -45,7 +45,8 @@ def join(given: str) -> None:
         named["cluster_detection_method"] = "deactivate"
     # JAX would handle SIGTERM itself.
     jax.config.update("jax_enable_preemption_service", False)
-    keep_apart(lambda: _watch.settle() if _watch else None)
+    began = time.monotonic()
+    keep_apart(lambda: _aborted(began))
     try:
         jax.distributed.initialize(**named, initialization_timeout=_ARRIVAL, shutdown_timeout_seconds=_DEPARTURE)
     except ValueError:  # "coordinator_address should be defined."
@@ -134,6 +135,15 @@ def settle() -> None:
     """After an error: wait whether another process is lost, which ends this one with a message of its own."""
     if _watch:
         _watch.settle()
+
+
+def _aborted(began: float) -> None:
+    """Say what a library's abort means: another process is lost, or, while it is waited for, has not come."""
+    settle()
+    if _watch is None and time.monotonic() - began >= _ARRIVAL:
+        where = f"process {index()} of {count()} has waited for the others at {_runtime.coordinator_address}"
+        print(f"The run failed: {where} for {_ARRIVAL} seconds.", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def _connections() -> dict[int, socket.socket]:
