@@ -19,6 +19,8 @@ from gspmd.training.toml import ConfigError
 
 # Seconds for all processes to come, and for all of them to go: the first one draws its pictures meanwhile.
 _ARRIVAL, _DEPARTURE = 300, 300
+# Seconds until the first process has read the text, of which the others may have less: it is watched meanwhile.
+_PATIENCE = 24 * 3600
 _watch: Watch | None = None
 _given = ""
 _questions = 0
@@ -94,7 +96,7 @@ def agreed(choose: Callable[[], Path]) -> Path:
     key = f"gspmd/agreed/{_questions}"
     if first():
         _runtime.client.key_value_set(key, str(choose().resolve()))
-    folder = Path(_runtime.client.blocking_key_value_get(key, _ARRIVAL * 1000))
+    folder = Path(_runtime.client.blocking_key_value_get(key, _PATIENCE * 1000))
     if not folder.is_dir():
         fault = f"process {index()} on {socket.gethostname()} does not see it. Name a folder that all machines share."
         raise ConfigError(f"cannot write to {str(folder)!r}:", [fault])
