@@ -98,10 +98,12 @@ def start(devices: int | None = None, platform: str | None = None, *, host_devic
     """
     import jax
 
-    here, rest = divmod(host_devices if devices is None else devices, _processes)
-    if rest or not here:
-        raise HostError(f"cannot divide {here * _processes + rest} devices among {_processes} processes evenly.")
-    use_host_devices(here)
+    count = host_devices if devices is None else devices
+    if _processes > 1:
+        if count % _processes:
+            raise HostError(f"cannot divide {count} devices evenly among {_processes} processes.")
+        count //= _processes
+    use_host_devices(count)
     # "gpu" is CUDA or ROCm, and JAX starts every platform that it is told of or fails: it has to find this one itself.
     if platform not in (None, "gpu"):
         jax.config.update("jax_platforms", platform)

@@ -36,6 +36,23 @@ def test_start_gives_what_was_asked():
     assert not host.is_fake(host.start(8)[:1])
 
 
+def test_devices_are_those_of_all_processes(monkeypatch):
+    host.share_devices(2)
+    try:
+        with pytest.raises(host.HostError, match="cannot divide 9 devices evenly among 2 processes"):
+            host.start(9)
+        everywhere = [SimpleNamespace(platform="cpu")] * 16
+        monkeypatch.setattr(jax, "devices", lambda: everywhere)
+        assert host.start(16) == everywhere  # 8 of them are here
+        monkeypatch.setattr(jax, "devices", lambda: everywhere + everywhere)
+        with pytest.raises(
+            host.HostError, match="cannot use 16 of 32 devices in 2 processes: each uses all that it has"
+        ):
+            host.start(16)
+    finally:
+        host.share_devices(1)
+
+
 def test_threads_are_set_before_the_backend_starts():
     code = "import os; from gspmd import host; print(len(host.start(3, 'cpu')), os.environ['NPROC'])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

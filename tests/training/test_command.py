@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -74,6 +75,22 @@ def test_another_layout_drops_changes_to_the_old_one(resumed):
 def test_changes_replace_those_of_the_start(resumed):
     found = resumed("--set", "ffn.w_out=FE", "--set", "output.norm=E").sharding
     assert (found.layout, found.set) == ("zero-3", ("ffn.w_out=FE", "output.norm=E"))
+
+
+def test_a_resume_keeps_the_changes_of_layout_that_its_flags_do_not_replace(tmp_path):
+    training = TrainingConfig(relayout=("20=own.toml", "40=zero-3:x=8"))
+    begun = Settings(training, ShardingConfig(distributed="node1:1234,processes=2,process=0"))
+    (tmp_path / "config.json").write_text(json.dumps(command.kept_settings(begun)))
+
+    def resumed(*flags):
+        return command.parse(Settings, ["--resume", "--out", str(tmp_path), *flags])
+
+    own = f"20={Path.cwd()}/own.toml"
+    assert resumed().training.relayout == (own, "40=zero-3:x=8")
+    assert resumed().sharding.distributed == ""  # of one start only
+    assert resumed("--devices", "4").training.relayout == (own, "40=zero-3")
+    assert resumed("--layout", "gshard").training.relayout == ()
+    assert resumed("--relayout", "30=gshard").training.relayout == ("30=gshard",)
 
 
 def test_a_resume_finds_its_files_from_another_folder(tmp_path, monkeypatch):

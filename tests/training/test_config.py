@@ -56,6 +56,22 @@ def test_seed_fits_a_key():
     assert faults(TrainingConfig, seed=2**32) == ("seed must be less than 2**32, but is 4294967296.",)
 
 
+def test_processes():
+    assert ShardingConfig(distributed="auto").distributed == "auto"
+    assert ShardingConfig(distributed="[::1]:8476,processes=2,process=1").distributed
+    form = "distributed must be auto or HOST:PORT,processes=N,process=I, but is "
+    for wrong in (
+        "automatic",
+        "node:1",
+        "node,processes=2,process=0",
+        "node:1,processes=2,process=x",
+        "node:1,process=0",
+    ):
+        assert faults(ShardingConfig, distributed=wrong) == (f"{form}{wrong!r}.",)
+    most = ("distributed has processes 0 to 1, but this one is to be process 2.",)
+    assert faults(ShardingConfig, distributed="node:1,processes=2,process=2") == most
+
+
 def test_mesh():
     assert parse_mesh("x=4, y=2") == {"x": 4, "y": 2}
     assert parse_mesh("data=8") == {"data": 8}

@@ -19,6 +19,8 @@ from gspmd.training.toml import ConfigError
 
 # Seconds for all processes to come, and for all of them to go: the first one draws its pictures meanwhile.
 _ARRIVAL, _DEPARTURE = 300, 300
+# Seconds until the first process has read the text, of which the others may have less: it is watched meanwhile.
+_PATIENCE = 24 * 3600
 _watch: Watch | None = None
 _given = ""
 _questions = 0
@@ -45,7 +47,8 @@ def join(given: str) -> None:
         named["cluster_detection_method"] = "deactivate"
     # JAX would handle SIGTERM itself.
     jax.config.update("jax_enable_preemption_service", False)
-    keep_apart(lambda: _watch.settle() if _watch else None)
+    began = time.monotonic()
+    keep_apart(lambda: _aborted(began))
     try:
         jax.distributed.initialize(**named, initialization_timeout=_ARRIVAL, shutdown_timeout_seconds=_DEPARTURE)
     except ValueError:  # "coordinator_address should be defined."
@@ -93,7 +96,7 @@ def agreed(choose: Callable[[], Path]) -> Path:
     key = f"gspmd/agreed/{_questions}"
     if first():
         _runtime.client.key_value_set(key, str(choose().resolve()))
-    folder = Path(_runtime.client.blocking_key_value_get(key, _ARRIVAL * 1000))
+    folder = Path(_runtime.client.blocking_key_value_get(key, _PATIENCE * 1000))
     if not folder.is_dir():
         fault = f"process {index()} on {socket.gethostname()} does not see it. Name a folder that all machines share."
         raise ConfigError(f"cannot write to {str(folder)!r}:", [fault])
@@ -134,6 +137,15 @@ def settle() -> None:
     """After an error: wait whether another process is lost, which ends this one with a message of its own."""
     if _watch:
         _watch.settle()
+
+
+def _aborted(began: float) -> None:
+    """Say what a library's abort means: another process is lost, or, while it is waited for, has not come."""
+    settle()
+    if _watch is None and time.monotonic() - began >= _ARRIVAL:
+        where = f"process {index()} of {count()} has waited for the others at {_runtime.coordinator_address}"
+        print(f"The run failed: {where} for {_ARRIVAL} seconds.", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def _connections() -> dict[int, socket.socket]:

@@ -22,7 +22,13 @@ def move(state: TrainState, like: TrainState) -> TrainState:
         run as it goes on.
     Differs: any layout follows any other one, and no process is started anew.
     """
-    return jax.tree.map(lambda leaf, to: jax.device_put(leaf, to.sharding, donate=True), state, like)
+
+    def put(leaf: jax.Array, to: jax.Array) -> jax.Array:
+        moved = jax.block_until_ready(jax.device_put(leaf, to.sharding, may_alias=False))
+        leaf.delete()
+        return moved
+
+    return jax.tree.map(put, state, like)
 
 
 def check_same_form(states: Sequence[tuple[str, TrainState]]) -> None:

@@ -42,6 +42,7 @@ def arranged(make_program):
     return programs
 
 
+@pytest.mark.filterwarnings("error:Some donated buffers")
 def test_values_are_equal_at_a_change_and_the_curve_is_that_of_one_device(
     arranged, make_program, corpus, tmp_path, monkeypatch
 ):
@@ -53,6 +54,7 @@ def test_values_are_equal_at_a_change_and_the_curve_is_that_of_one_device(
         after = loop_move(state, like)
         jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(after))
         assert jax.tree.map(lambda x: x.sharding, after) == jax.tree.map(lambda x: x.sharding, like)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
         moved.append(int(after.step))
         return after
 
