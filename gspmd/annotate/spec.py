@@ -139,7 +139,7 @@ class Spec:
         *axes, partial, reduced = (
             tuple(axis for axis in names if mesh.get(axis) != 1) for names in (*self.axes, self.partial, self.reduced)
         )
-        return Spec(self.dims, axes, partial, reduced)
+        return Spec(self.dims, tuple(axes), partial, reduced)
 
     def rename(self, dims: Mapping[str, str]) -> "Spec":
         """This spec with other letters for some dimensions: `B_xLE` to `G_xLE` by `{"B": "G"}`."""

@@ -19,7 +19,17 @@ READ = {
     "via": (parse_via, refusals.via_faults),
 }
 SUFFIXES = ["", "", "_x", "_yz", "_{x}", "_{ data , w }", "_?"]
-PARTIALS = ["", "", "", " partialsum-x", "partialsum-{data}", " (partialsum-zy)", "( partialsum- { w } )"]
+PARTIALS = [
+    "",
+    "",
+    "",
+    " partialsum-x",
+    "partialsum-{data}",
+    " (partialsum-zy)",
+    "( partialsum- { w } )",
+    " reduced-x",
+    "(reduced-yz)",
+]
 
 
 @st.composite
@@ -52,6 +62,7 @@ def test_what_is_refused_has_a_fault_and_what_is_read_has_none(what, text):
 @pytest.mark.parametrize("text", [
     "()", "( )", "(,)", "(, )", "(A,)", "(A, )", "A, () -> ()", "(A), B -> (AB)", "((partialsum-x)), B -> (B)", "A->()",
     "A, (partialsum-x) -> A", "(partialsum-x, A), B -> (B, AB)", "(partialsum-x) (partialsum-y)", "A (partialsum-x)",
+    "E_reduced-x", "E_xreduced-y", "A reduced-x partialsum-y", "(reduced-x), A -> A", "A reduced-xB", "reduced-?",
     "E_partialsum-x", "E_xpartialsum-y", "partialsum- x", "partialsum-\n{x}", "E_{x}y", "E_{x}{y}", "E_{x,}", "E_?x",
     "A_x B_x", "AA", "A\x1cB", "A\u00a0B", "A->B->C", "A-->A", "A->>A", "->", ",->", "A+A->A", "A,B,C->A", "(A)->(A)",
     "(A)+(A)->(A)", "A+->A", "A partialsum-xA", "\ufe0f", "A->A\n", "A->A,", "E_{x\n,y}",
@@ -86,7 +97,7 @@ def _agree(what: str, text: str) -> None:
 
 def _fields(read, what: str) -> object:
     if what == "spec":
-        return read.dims, read.axes, read.partial
+        return read.dims, read.axes, read.partial, read.reduced
     terms = [[([_fields(spec, "spec") for spec in o.specs], o.group) for o in term.operands]
              for term in (read.terms if what == "equation" else read)]  # fmt: skip
     return (terms, [_fields(spec, "spec") for spec in read.outputs], read.group) if what == "equation" else terms
@@ -108,13 +119,18 @@ def _located_terms(terms) -> list:
 
 def _located_spec(spec) -> tuple:
     axes = tuple(tuple(axis.name for axis in dim.axes) for dim in spec.dims)
-    return tuple(spec.names), axes, tuple(sorted(axis.name for axis in spec.partial.axes)) if spec.partial else ()
+    sums = {spec.partial.name: tuple(sorted(axis.name for axis in spec.partial.axes))} if spec.partial else {}
+    return tuple(spec.names), axes, sums.get("partialsum", ()), sums.get("reduced", ())
 
 
 @settings(deadline=None, max_examples=400)
 @given(st.data())
 def test_what_does_not_fit_has_a_fault_and_what_fits_has_none(data):
-    text = data.draw(st.sampled_from(["B_xE_yz", "B_xE partialsum-y", "BE_{data}", "", "B_?E_x", "partialsum-{data}"]))
+    text = data.draw(
+        st.sampled_from(
+            ["B_xE_yz", "B_xE partialsum-y", "BE reduced-yq", "BE_{data}", "", "B_?E_x", "partialsum-{data}"]
+        )
+    )
     spec = Spec.parse(text)
     size = st.sampled_from([0, 1, 2, 3, 4, 8, 12, -4, 2**39, 2**40, True, 2.0, None, "8"])
     mesh = data.draw(st.dictionaries(st.sampled_from(["x", "y", "z", "data"]), st.sampled_from([1, 2, 4])))

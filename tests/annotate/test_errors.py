@@ -176,6 +176,20 @@ UNREADABLE = {
             "Write the mesh axes of both together: 'partialsum-xy'.",
         ),
     ],
+    "BLE partialsum-x reduced-y": [
+        (
+            "                 ^^^^^^^^^",
+            "a spec ends in 'partialsum-' or in 'reduced-', and this has both.",
+            "Leave one of them out.",
+        ),
+    ],
+    "B_xE reduced-x": [
+        (
+            "             ^",
+            "mesh axis x shards dimension B and sums its gradient as well.",
+            "The sum over a mesh axis is owed by devices that hold the same part: drop it from one of them.",
+        ),
+    ],
     "BL partialsum-x E": [
         (
             "                ^",

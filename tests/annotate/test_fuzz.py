@@ -11,8 +11,8 @@ from gspmd.annotate import Equation, parse_equation, parse_via
 
 PIECES = [
     "A", "B", "E_x", "E_xy", "E_{data,model}", "E_?", "_", "x", "data", "{", "}", "(", ")", "()", ",", "+", "->", "-",
-    ">", "=>", "→", " ", "\n", "\x1c", "partialsum-", "partialsum-x", "(partialsum-{x,y})", "?", "1", "é", "ª",
-    "-->", "<-", "=", ":", "⟶", "\\to", "*", ";", "·", ", ", ",)", "F_z", "BLE_xyz", "E_xF_yz", "\ufe0f", "\0",
+    ">", "=>", "→", " ", "\n", "\x1c", "partialsum-", "reduced-", "partialsum-x", "(partialsum-{x,y})", "?", "1", "é",
+    "ª", "-->", "<-", "=", ":", "⟶", "\\to", "*", ";", "·", ", ", ",)", "F_z", "BLE_xyz", "E_xF_yz", "\ufe0f", "\0",
 ]  # fmt: skip
 TEXT = st.one_of(st.text(max_size=30), st.lists(st.sampled_from(PIECES), max_size=14).map("".join))
 RIGHT = [

@@ -57,6 +57,8 @@ def test_white_space_between_dims_means_nothing(spec, spaces):
         ("BLE_x(partialsum-zy)", "BLE_x partialsum-yz"),
         ("BLE_x ( partialsum-{y,data} )", "BLE_x partialsum-{data,y}"),
         ("BLEpartialsum-x", "BLE partialsum-x"),
+        ("BLE_x(reduced-{zy})", "BLE_x reduced-{zy}"),
+        ("reduced-yx", "reduced-xy"),
         ("", ""),
         ("  ", ""),
         ("partialsum-x", "partialsum-x"),
@@ -140,7 +142,7 @@ def test_partition_spec_of_a_cotangent():
     assert Spec.parse("B_xE reduced-y").cotangent == Spec.parse("B_xE partialsum-y")
 
 
-@pytest.mark.parametrize("text", ["BLE", "B_xLE_yz", "BL_zE_xy", "B_zyxLE", "BLE partialsum-xz"])
+@pytest.mark.parametrize("text", ["BLE", "B_xLE_yz", "BL_zE_xy", "B_zyxLE", "BLE partialsum-xz", "BLE reduced-xz"])
 def test_local_shape_is_what_jax_holds(text):
     spec, shape, sizes = Spec.parse(text), (8, 16, 24), {"x": 2, "y": 2, "z": 2}
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes))
