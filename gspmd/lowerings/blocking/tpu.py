@@ -15,8 +15,8 @@ Found by compiling for v4 to v6e with jax 0.10.2 (libtpu 0.0.42); `python benchm
   them, and where rows fill the lanes and columns do not (16 columns of keys), its other operand, whatever its size, is
   put in another order first; a barrier between the product and its pieces prevents that;
 - an all-to-all that cuts one dimension and puts the pieces together along another is taken apart only after the order
-  in memory is chosen: of `[1, X, 1, E]`, one slot for each expert, it pads every row to a tile and takes the padding out
-  by sums over dimensions of size 1. Of rows `[X, E]`, cut and put together along the first dimension, nothing is padded;
+  in memory is chosen: of `[1, X, 1, E]`, one slot for each expert, it pads every row to a tile, and takes the padding
+  out by sums over dimensions of size 1. Of rows `[X, E]`, cut and joined along the first dimension, nothing is padded;
 - dimensions of size 1 (`L` of `[B, 1, E]`) keep the compiler from any of this, so they are dropped on the way;
 - what is gathered along the last dimension in pieces that are no multiples of 128 is reordered behind the gather, which
   costs less where the pieces come along a dimension of their own, unless another dimension fills the lanes.

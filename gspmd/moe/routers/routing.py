@@ -58,9 +58,13 @@ def top_choices(logits: jax.Array, count: int) -> jax.Array:
 def chosen(values: jax.Array, expert: jax.Array) -> jax.Array:
     """Select the values of the chosen experts: [..., X] and [..., k] to [..., k].
 
-    A masked sum, whose gradient is a mask too; the gradient of a gather would be a scatter.
+    Masked sums, whose gradient is a mask too; the gradient of a gather would be a scatter. One sum for each choice: the
+    gradient of all at once is a sum over [..., k, X], for which the TPU compiler estimates many passes over [..., X].
     """
-    return jnp.sum(jnp.where(_is_chosen(values.shape[-1], expert), values[..., None, :], 0), axis=-1)
+    choices = [expert[..., k] for k in range(expert.shape[-1])]
+    return jnp.stack(
+        [jnp.sum(jnp.where(_is_chosen(values.shape[-1], choice), values, 0), axis=-1) for choice in choices], axis=-1
+    )
 
 
 def best_pair(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
