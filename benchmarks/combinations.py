@@ -85,6 +85,7 @@ OVER_ALL = {
 # Stages of a pipeline are one more part: a row with "pipeline" among its parts, and a mesh with their axis.
 ROWS = (
     Row("data", "data-parallel", {"x": 8}),
+    Row("data", "zero-2", {"x": 8}),
     Row("data", "zero-3", {"x": 8}, lowering="looped"),
     Row("model", "megatron-1d", {"y": 8}),
     Row("model", "megatron-sequence", {"y": 8}, lowering="looped"),

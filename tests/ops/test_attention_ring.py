@@ -131,6 +131,25 @@ def test_half_precision_is_merged_in_float32(make_mesh):
     np.testing.assert_allclose(y.astype(jnp.float32), in_zigzag(4)(*arrays), atol=0.03)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lowering", ["looped", "blocking"])
+def test_under_vmap_and_of_nothing(lowering, make_mesh, place):
+    query, key, arrays = "BL_xHD", "BT_xKD", [x.reshape(2, 2, *x.shape[1:]) for x in _arrays("multihead")]
+
+    def slopes(f):
+        return jax.jit(jax.vmap(jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a))), argnums=(0, 1, 2))))
+
+    want = slopes(in_zigzag(4))(*arrays)
+    mesh = make_mesh({"x": 4})
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        placed = [place(mesh, x, spec) for x, spec in zip(arrays, ("NBL_xHD", "NBT_xKD", "NBT_xKD"))]
+        got = slopes(lambda *a: attention(*a, query, key))(*placed)
+        nothing = [place(mesh, np.ones((0, 8, 2, 2), np.float32), query)] * 3
+        none = jax.jit(jax.grad(lambda *a: attention(*a, query, key).sum(), argnums=(0, 1, 2)))(*nothing)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
+    assert [x.shape for x in none] == [(0, 8, 2, 2)] * 3
+
+
 def test_auto_takes_the_ring_where_products_hide_it():
     mesh, v4 = {"x": 16, "y": 4}, chip("tpu-v4")
 

@@ -126,6 +126,8 @@ def local_gradients(
         normaliser: [B, L, H] the logarithm of the sum of exponentials of all their logits.
         g: [B, L, H, D] the cotangent of `out`.
     """
+    if not (q.size and k.size):
+        return tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
     blocks = _blocks(q, k.shape[1], ALONE) or Blocks(q.shape[0], q.shape[1], k.shape[1])
     length, (q, out, normaliser, g) = (
         q.shape[1],
