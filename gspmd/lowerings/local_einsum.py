@@ -43,6 +43,5 @@ def _widened(dtype: jnp.dtype) -> jnp.dtype:
     # Each by itself, before it meets another: the floats of 8 bits and the integers of 4 are promoted to nothing.
     if dtype.itemsize >= 4:
         return dtype
-    floating = jnp.issubdtype(dtype, jnp.floating)
-    unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
+    floating, unsigned = (jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.unsignedinteger))
     return jnp.dtype(jnp.float32 if floating else jnp.uint32 if unsigned else jnp.int32)
