@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 import gspmd
 from gspmd.annotate import Spec
@@ -20,6 +21,7 @@ from gspmd.ops._attention.zigzag import ring_size, zigzag_positions
 from gspmd.ops._norm import rms_norm
 
 from .config import ModelConfig
+from .finetuning.adapters import adapted, hold_adapters
 from .vectors import biased, masked, matrix, norm, optional, padded_dimensions, scaled
 
 LONGEST = 2**20
@@ -51,6 +53,7 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = optional(weights, "q_norm"), optional(weights, "k_norm")
         self.w_o, self.s_o, self.b_o = nnx.Param(weights["w_o"]), optional(weights, "s_o"), optional(weights, "b_o")
         self.padded = padded_dimensions(config, layout).get("H")
+        hold_adapters(self, weights)
 
     def __call__(self, x: jax.Array, past: Past | None = None) -> jax.Array:
         """The output [B, L, E] that is added to the residual stream, placed as `attention.residual`."""
@@ -62,9 +65,11 @@ class Attention(nnx.Module):
         """Attention of a normed input [B, L, E]; input and output are placed as `residual`."""
         at = self.specs
         into = Equation.product(residual, (at.w_q, at.w_k, at.w_v), (at.query, at.key, at.key))
-        q, k, v = gspmd.einsum(into, y, self.weights_in(), via=heads_in(at))
+        products = gspmd.einsum(into, y, self.weights_in(), via=heads_in(at))
+        mixed = self.core(*self.adapted_in(products, y, residual), past)
         out = Equation.product(at.query, at.w_o, residual)
-        added = gspmd.einsum(out, self.core(q, k, v, past), self.weight_out(), via=at.out_via)
+        added = self.adapted_out(gspmd.einsum(out, mixed, self.weight_out(), via=at.out_via), mixed, residual)
+        added = checkpoint_name(added, "attention.added")
         return biased(scaled(added, self.s_o, residual, at.b_o), self.b_o, residual, at.b_o)
 
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array, past: Past | None = None) -> jax.Array:
@@ -72,11 +77,12 @@ class Attention(nnx.Module):
 
         The sequences begin here, in zigzag order if keys are cut over them, or go on after their `past`.
         """
+        q, k, v = (checkpoint_name(x, f"attention.{name}") for x, name in ((q, "query"), (k, "key"), (v, "value")))
         (q, k, v), query, key = self.heads(q, k, v), self.specs.query, self.specs.key
         if past is None:
             angles = _cos_sin(zigzag_positions(q.shape[1], ring_size(key)), _turns(self.config))
-            q, k = (rotate(x, self.config, angles) for x in (q, k))
-            out = attention(q, k, v, query, key, causal=True)
+            q, k = checkpoint_name(tuple(rotate(x, self.config, angles) for x in (q, k)), "attention.rotated")
+            out = checkpoint_name(attention(q, k, v, query, key, causal=True), "attention.mixed")
         else:
             q, k = (rotate(x, self.config, past.angles(spec)) for x, spec in ((q, query), (k, key)))
             out = past.attend(q, k, v, query, key)
@@ -93,6 +99,19 @@ class Attention(nnx.Module):
             q = rms_norm(q, self.q_norm[...], at.query, at.q_norm, epsilon=epsilon)
             k = rms_norm(k, self.k_norm[...], at.key, at.k_norm, epsilon=epsilon)
         return q, k, v
+
+    def adapted_in(self, products: Sequence[jax.Array], y: jax.Array, residual: Spec) -> list[jax.Array]:
+        """Projected queries, keys and values of y, which lies at `residual`, with those of their adapters."""
+        at = self.specs
+        of = (("w_q", at.w_q, at.query), ("w_k", at.w_k, at.key), ("w_v", at.w_v, at.key))
+        return [
+            adapted(self, name, f"attention.{name}", x, y, residual, weight, result)
+            for x, (name, weight, result) in zip(products, of)
+        ]
+
+    def adapted_out(self, added: jax.Array, mixed: jax.Array, residual: Spec) -> jax.Array:
+        """The output projection of what attention found, at `residual`, with that of its adapter."""
+        return adapted(self, "w_o", "attention.w_o", added, mixed, self.specs.query, self.specs.w_o, residual)
 
     def weights_in(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The query, key and value projections in the compute dtype, or int8."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 import gspmd
 from gspmd.annotate.equation import Equation, Via
@@ -42,7 +43,7 @@ class Block(nnx.Module):
         attention, ffn = self.residuals
         with part(self.layout, "attention"):
             x = x + self.attention(x, past)
-        x = moved(x, attention, ffn)
+        x = checkpoint_name(moved(x, attention, ffn), "ffn.residual")
         with part(self.layout, "ffn" if self.moe is None else "moe"):
             y, figures = (self.ffn(x), {}) if self.moe is None else self.moe(x, key=key, train=train, mask=mask)
         return moved(x + y, ffn, attention), figures
@@ -84,20 +85,23 @@ class ParallelBlock(nnx.Module):
         """Attention and feed-forward of one normed input [B, L, E], added before their partial sums are reduced."""
         at, ffn = self.attention.specs, self.specs
         weights, results = (at.w_q, at.w_k, at.w_v), (at.query, at.key, at.key)
-        q, k, v, *hidden = gspmd.einsum(
+        products = gspmd.einsum(
             Equation.product(ffn.residual, weights + self.ffn.specs_in(), results + self.ffn.specs_hidden()),
             y,
             (*self.attention.weights_in(), *self.ffn.weights_in()),
             via=_together(heads_in(at), self.ffn.in_via()),
         )
+        mixed = self.attention.core(*self.attention.adapted_in(products[:3], y, ffn.residual), past)
+        active = self.ffn.activate(*self.ffn.adapted_in(products[3:], y))
         added = gspmd.einsum(
             Equation.sum_of([(ffn.hidden, ffn.w_out), (at.query, at.w_o)], ffn.residual),
-            self.ffn.activate(*hidden),
+            active,
             self.ffn.weight_out(),
-            self.attention.core(q, k, v, past),
+            mixed,
             self.attention.weight_out(),
             via=_sum(ffn.out_via, at.out_via),
         )
+        added = self.ffn.adapted_out(self.attention.adapted_out(added, mixed, ffn.residual), active)
         added = scaled(added, self.ffn.s_out, ffn.residual, self.ffn.specs.b_out)  # that of both weights
         added = biased(added, self.attention.b_o, ffn.residual, at.b_o)
         return biased(added, self.ffn.b_out, ffn.residual, self.ffn.specs.b_out)

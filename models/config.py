@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from gspmd.annotate.errors import suggestion
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.experts.activation import GATED, PLAIN
 
+from .finetuning.config import LoraConfig
+
 BLOCKS = ("serial", "parallel")
 NORMS = ("rms", "layer")
 PAIRS = ("halves", "neighbours")
+REMATS = ("none", "full", "dots", "selective")
 
 
 @dataclass(frozen=True)
@@ -101,14 +105,19 @@ class ModelConfig:
     """Whether layer norms have a bias."""
     norm_epsilon: float = 1e-6
     """Added to the mean square, or the variance, in every norm."""
-    remat: bool = True
-    """Whether the backward pass recomputes each block instead of keeping its activations."""
+    remat: Literal["none", "full", "dots", "selective", True, False] = "full"
+    """What the backward pass recomputes: none; full, each block from its input; dots, all but products with weights;
+    selective, attention alone (`gspmd_models.remat`). True reads as full, False as none."""
     int8: bool = False
     """Whether matrices are int8, with a float32 scale for every channel of their products (`quantize`): to serve."""
     moe: MoEConfig | None = None
     """Experts in place of the feed-forward layer of every nth block; None for none."""
+    lora: LoraConfig | None = None
+    """Low-rank adapters beside some weights, which alone are trained; None for none."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.remat, bool):  # as settings and checkpoints had it before there were names
+            object.__setattr__(self, "remat", "full" if self.remat else "none")
         faults = list(_faults(self))
         if faults:
             raise ValueError("this model cannot be built:\n" + "\n".join(f"  {fault}" for fault in faults))
@@ -228,7 +237,7 @@ def _faults(config: ModelConfig):
     for name in ("vocabulary", "vocabulary_multiple", "embed", "layers", "heads", *_WIDTHS):
         if getattr(config, name) < 1:
             yield f"{name} is {getattr(config, name)}; it must be at least 1"
-    choices = {"activation": tuple(PLAIN), "block": BLOCKS, "norm": NORMS, "rotary_pairs": PAIRS}
+    choices = {"activation": tuple(PLAIN), "block": BLOCKS, "norm": NORMS, "rotary_pairs": PAIRS, "remat": REMATS}
     for name, known in choices.items():
         if getattr(config, name) not in known:
             near = suggestion(str(getattr(config, name)), known).strip()
@@ -248,5 +257,21 @@ def _faults(config: ModelConfig):
         yield "ffn_bias is set, and experts have no biases"
     if config.kv_heads > 0 and config.heads % config.kv_heads:
         yield f"heads is {config.heads}, which kv_heads ({config.kv_heads}) does not divide"
+    if config.lora:
+        lacks = [key for key in config.lora.targets if not _has(config, key)]
+        if lacks:
+            yield f"lora.targets has {', '.join(lacks)}, and this model has no such weight"
+        if config.int8:
+            yield "lora has adapters, and int8 weights are not trained; merge them first"
     if config.moe and config.moe.every > 0 and config.layers % config.moe.every:
         yield f"layers is {config.layers}, which moe.every ({config.moe.every}) does not divide"
+
+
+def _has(config: ModelConfig, key: str) -> bool:
+    """Whether the model has a weight that may have an adapter."""
+    section, name = key.split(".")
+    if name.endswith("gate") and not config.gated:
+        return False
+    dense = config.moe is None or config.moe.every > 1
+    shared = config.moe is not None and config.moe.shared > 0
+    return {"attention": True, "ffn": dense, "moe": shared, "output": not config.tied}[section]

@@ -16,6 +16,8 @@ from gspmd.annotate import Spec
 from gspmd.layouts.rules.padding import Padded
 
 from .config import ModelConfig
+from .finetuning.adapters import adapter_specs
+from .finetuning.config import TARGETS
 from .vectors import SCALES, SHARED, pad, padded_dimensions, shared_sizes, wide_sizes
 
 Initialiser = Callable[[jax.Array, tuple[int, ...]], jax.Array]
@@ -149,8 +151,21 @@ def _rows(config: ModelConfig, layout: Any, spec_of: Callable[[str], str]) -> It
             spec, shape, padding = _stacked(spec, stages_axes(layout)), (stack, *shape), (None, *padding)
         return path, Parameter(key, spec, shape, begin, padding)
 
+    def adapters(path: str, key: str, dims: str, stack: int) -> Iterator[tuple[str, Parameter]]:
+        """A and B of a weight, whose product begins as 0."""
+        _, weight = row(path, key, dims, zeros)
+        along = dict(zip(dims, zip(weight.shape, weight.padding))) | {"R": (config.lora.rank, None)}
+        begin = {"a": scaled(TARGETS[key][0], sizes), "b": zeros}
+        for side, spec in zip("ab", adapter_specs(key, weight.spec)):
+            shape, padding = zip(*(along[dim] for dim in spec.dims))
+            if stack:
+                spec, shape, padding = _stacked(spec, stages_axes(layout)), (stack, *shape), (None, *padding)
+            yield f"{path}_{side}", Parameter(key, spec, shape, begin[side], padding)
+
     def matrix(path: str, key: str, dims: str, begin: Initialiser, stack: int = 0) -> Iterator[tuple[str, Parameter]]:
         yield row(path, key, dims, begin, stack)
+        if config.lora and key in config.lora.targets:
+            yield from adapters(path, key, dims, stack)
         if config.int8 and key in SCALES and not shares_scale(config, path):
             name, at, of = SCALES[key]
             yield row(f"{path.rpartition('.')[0]}.{name}", at, of, ones, stack)

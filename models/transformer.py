@@ -24,7 +24,9 @@ from gspmd.ops._embedding import embed
 from .blocks import Block, ParallelBlock, part
 from .config import ModelConfig
 from .experts import moved
+from .finetuning.adapters import adapted, hold_adapters
 from .parameters import initialise, nested, parameters, stages_axes
+from .remat.names import recomputed
 from .vectors import along, biased, cast_matrices, matrix, norm, optional, padded_dimensions, scaled
 
 Figures = dict[str, jax.Array]
@@ -131,8 +133,7 @@ def run_blocks(
             each.append(figures)
         return x, jax.tree.map(lambda *rows: jnp.stack(rows), *each)
     # With one repeat a backward pass would hold everything it recomputes at once, and save no memory.
-    remat = config.remat and repeats > 1
-    return jax.lax.scan(jax.checkpoint(step) if remat else step, x, (weights, keys))
+    return jax.lax.scan(recomputed(step, config.remat if repeats > 1 else "none"), x, (weights, keys))
 
 
 class Embedding(nnx.Module):
@@ -165,6 +166,7 @@ class Output(nnx.Module):
         self.table, self.scale = optional(weights, "table"), optional(weights, "scale")
         self.bias = optional(weights, "bias")
         self.padded = padded_dimensions(config, layout).get("V")
+        hold_adapters(self, weights)
 
     def __call__(self, x: jax.Array, tied: tuple[nnx.Param, nnx.Param | None] | None) -> jax.Array:
         """Float32 logits [B, L, V] of x, by the tied table and its scales, or by an own one."""
@@ -174,6 +176,7 @@ class Output(nnx.Module):
         equation = Equation.product(residual, self.table_spec, logits)
         weight = matrix(table, self.dtype)
         product = gspmd.einsum(equation, y, weight, via=self.specs.in_via, preferred_element_type=jnp.float32)
+        product = adapted(self, "table", "output.table", product, y, residual, self.table_spec, logits)
         product = biased(scaled(product, scale, logits, self.specs.bias), self.bias, logits, self.specs.bias)
         if self.padded is None:
             return product

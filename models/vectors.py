@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 import gspmd
 from gspmd.annotate import Spec
@@ -38,9 +39,11 @@ def norm(
 ) -> jax.Array:
     """Normalise [B, L, E] over E by the configuration's norm; the result lies as x does, at `spec`."""
     if config.norm == "rms":
-        return rms_norm(x, scale[...], spec, scale_spec, epsilon=config.norm_epsilon)
-    shift = None if bias is None else bias[...]
-    return layer_norm(x, scale[...], shift, spec, scale_spec, bias_spec, epsilon=config.norm_epsilon)
+        y = rms_norm(x, scale[...], spec, scale_spec, epsilon=config.norm_epsilon)
+    else:
+        shift = None if bias is None else bias[...]
+        y = layer_norm(x, scale[...], shift, spec, scale_spec, bias_spec, epsilon=config.norm_epsilon)
+    return checkpoint_name(y, "norm")
 
 
 def biased(x: jax.Array, bias: nnx.Param | None, spec: Spec, bias_spec: Spec) -> jax.Array:

@@ -30,6 +30,7 @@ from gspmd.training.config import ConfigError, load_toml, parse_mesh
 from gspmd.training.toml import positive
 from gspmd_models import ModelConfig, step
 from gspmd_models.decoding import serving_program
+from gspmd_models.remat.prediction import show_remat
 
 DEFAULT = configs.find("palm-8b")
 
@@ -104,6 +105,10 @@ def main(argv: Sequence[str], script: str = "") -> int:
     asked = topology(settings.topology)
     report = smallest(settings, asked) if settings.smallest else compiled(settings, asked)
     console.print(report)
+    if settings.phase == "train" and not settings.smallest:
+        layout, mesh = layout_of(settings), mesh_of(settings, asked)
+        layout = layout.resolved(settings.model.sizes(settings.batch, settings.length), mesh)
+        show_remat(console, settings.model, layout, mesh, settings.batch, settings.length, settings.dtype)
     save(settings, report)
     return 0 if report.fits else 1
 

@@ -1,7 +1,7 @@
 """Where a model that is served comes from: a public checkpoint, or a run."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from gspmd.training import ShardingConfig
 from gspmd.training.checkpoints import load_parameters, load_settings, newest, newest_intact
 from gspmd.training.toml import from_mapping
 from gspmd_models import checkpoints
+from gspmd_models.finetuning.merging import merge
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,10 @@ class Source:
         run = from_mapping(train.Settings, load_settings(folder), source=str(folder / "config.json"))
         kept = folder / "tokenizer"
         return cls(
-            folder, run.model, checkpoints.tokenizer(kept) if kept.is_dir() else checkpoints.byte_tokenizer(), run
+            folder,
+            replace(run.model, lora=None),
+            checkpoints.tokenizer(kept) if kept.is_dir() else checkpoints.byte_tokenizer(),
+            run,
         )
 
     def layout(self, name: str, sharding: ShardingConfig) -> Layout:
@@ -49,7 +53,7 @@ class Source:
         if self.run is None:
             model, taken = checkpoints.load(self.folder, layout, mesh, dtype, int8=int8)
             return model, str(taken)
-        like = models.abstract(self.config, layout, mesh, dtype, stored="float32" if int8 else dtype)
+        like = models.abstract(self.run.model, layout, mesh, dtype, stored="float32" if int8 else dtype)
         step = newest_intact(self.folder, partial(print, file=sys.stderr), "cannot load the parameters:")
-        model = models.with_arrays(like, load_parameters(self.folder, step, models.arrays(like)))
+        model = merge(models.with_arrays(like, load_parameters(self.folder, step, models.arrays(like))))
         return models.quantize(model) if int8 else model, f"step {step} of the run"

@@ -9,9 +9,8 @@
 Figures, events, checkpoints and pictures go to --out.
 """
 
-import json
+import math
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -49,7 +48,11 @@ from gspmd.training.run.relayout import check_same_form
 from gspmd.training.state import TrainState, shardings
 from gspmd.training.step import Step, jit_step
 from gspmd_models import ModelConfig, checkpoints, step
+from gspmd_models.finetuning.config import LoraConfig
+from gspmd_models.finetuning.freezing import trained_paths
+from gspmd_models.finetuning.merging import merge, with_adapters
 from gspmd_models.parameters import stages_axes
+from gspmd_models.remat.prediction import show_remat
 
 CALLED = "gspmd train"
 
@@ -68,6 +71,7 @@ class Settings:
     counts."""
     model: ModelConfig = field(default_factory=ModelConfig)
     training: tyro.conf.OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: tyro.conf.OmitArgPrefixes[OptimizerConfig] = field(default_factory=OptimizerConfig)
     sharding: tyro.conf.OmitArgPrefixes[ShardingConfig] = field(default_factory=ShardingConfig)
 
@@ -94,7 +98,7 @@ def main(argv: Sequence[str], script: str = "") -> int:
     default = "finetune" if any(flag.split("=")[0] == "--from" for flag in argv) else "default"
     settings = command.parse(Settings, argv, default=default, find=configs.find, prog=prog, description=description)
     processes.join(settings.sharding.distributed)
-    train(of_checkpoint(settings, argv), "" if script else CALLED)
+    train(adapted(of_checkpoint(settings, argv)), "" if script else CALLED)
     return 0
 
 
@@ -130,11 +134,11 @@ def train(settings: Settings, called: str = CALLED) -> None:
     programs = {each.after: partial(make_program, console, settings, each) for each in arrangements}
     with command.interrupts(out, called):
         if tokenizer and processes.first():
-            keep_tokenizer(out / "tokenizer", tokenizer, settings.checkpoint)
+            checkpoints.keep_tokenizer(out / "tokenizer", tokenizer, settings.checkpoint)
         state = fit(training, programs, corpus, out, console, command.kept_settings(settings))
         last = arrangements[-1]
         with last.context():
-            trained = models.with_arrays(abstract_model(settings, last), state.params)
+            trained = merge(models.with_arrays(abstract_model(settings, last), state.params))
             text = partial(sample, training, trained, tokenizer) if training.sample_bytes else None
             name = f"{out.resolve().name} · {in_short(settings, last)}"
             if processes.first():
@@ -162,6 +166,11 @@ def of_checkpoint(settings: Settings, argv: Sequence[str]) -> Settings:
     return replace(settings, model=model, training=training)
 
 
+def adapted(settings: Settings) -> Settings:
+    """The settings with the adapters of [lora] in the model, where it asks for some."""
+    return replace(settings, model=replace(settings.model, lora=settings.lora)) if settings.lora.rank else settings
+
+
 def begin(console: Console, settings: Settings, arrangement: Arrangement) -> models.Transformer:
     """The model as training begins: with the weights of the checkpoint, or with random ones."""
     training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
@@ -169,6 +178,7 @@ def begin(console: Console, settings: Settings, arrangement: Arrangement) -> mod
         return models.build(settings.model, layout, mesh, jax.random.key(training.seed), training.dtype)
     loaded, taken = checkpoints.load(settings.checkpoint, layout, mesh, "float32")
     console.print(f"Begun with {settings.checkpoint}: {taken}.", soft_wrap=True, markup=False)
+    loaded = with_adapters(loaded, settings.model.lora, jax.random.key(training.seed))
     return models.with_arrays(abstract_model(settings, arrangement), models.arrays(loaded))
 
 
@@ -181,17 +191,14 @@ def abstract_state(settings: Settings, arrangement: Arrangement) -> TrainState:
     """Shapes, dtypes and shardings of the state."""
     with arrangement.context():
         model = abstract_model(settings, arrangement)
-        return step.abstract_state(model, settings.optimizer, settings.training.steps, arrangement.mesh)
+        return step.abstract_state(
+            model, settings.optimizer, settings.training.steps, arrangement.mesh, **of_state(settings.training)
+        )
 
 
-def keep_tokenizer(folder: Path, tokenizer: checkpoints.Tokenizer, checkpoint: str) -> None:
-    """Keep the tokenizer with the run, for `gspmd generate` and `gspmd export`, and the checkpoint's config.json."""
-    folder.mkdir(exist_ok=True)
-    tokenizer.save(folder)
-    ids = {"eos_token_id": sorted(tokenizer.ends) or None, "bos_token_id": tokenizer.begin}
-    (folder / "generation_config.json").write_text(json.dumps(ids) + "\n", encoding="utf-8")
-    if checkpoint and not (folder / "config.json").exists():
-        shutil.copyfile(Path(checkpoint) / "config.json", folder / "config.json")
+def of_state(training: TrainingConfig) -> dict[str, Any]:
+    """What [training] says of the state: which parameters stay as they are, and what they are stored in."""
+    return {"frozen": training.frozen, "parameter_dtype": training.parameter_dtype}
 
 
 def make_program(console: Console, settings: Settings, arrangement: Arrangement) -> Program:
@@ -205,7 +212,7 @@ def make_program(console: Console, settings: Settings, arrangement: Arrangement)
             model, state = abstract_model(settings, arrangement), abstract_state(settings, arrangement)
             if not (arrangement.after or training.resume):
                 begun = begin(console, settings, arrangement)
-                state = step.initial_state(begun, settings.optimizer, training.steps, mesh)
+                state = step.initial_state(begun, settings.optimizer, training.steps, mesh, **of_state(training))
             update = jit_step(build_step(settings, model), state)
             batch, key = shardings(models.batch_spec(layout), mesh), jax.random.key(training.seed + 1)
             place, part = processes.placer(batch, training.batch), processes.part_of(batch, training.batch)
@@ -219,7 +226,9 @@ def make_program(console: Console, settings: Settings, arrangement: Arrangement)
 def build_step(settings: Settings, model: models.Transformer) -> Step:
     """One update, as the settings ask for it."""
     training, schedule = settings.training, settings.sharding.schedule
-    return step.training_step(model, settings.optimizer, training.steps, training.microbatches, schedule)
+    return step.training_step(
+        model, settings.optimizer, training.steps, training.microbatches, schedule, **of_state(training)
+    )
 
 
 def explain(console: Console, settings: Settings, arrangement: Arrangement, state: TrainState) -> None:
@@ -234,6 +243,7 @@ def explain(console: Console, settings: Settings, arrangement: Arrangement, stat
             plan, ledger = gspmd.trace(update, *args), gspmd.ledger(update.lower(*args).compile())
     comparison = ledger.compare(plan)
     console.print(ledger.table(), "", comparison.table(), sep="\n")
+    show_remat(console, settings.model, layout, mesh, training.batch, training.length, training.dtype)
     if comparison.differing:
         console.print(comparison.steps_table())
 
@@ -248,7 +258,8 @@ def show_run(console: Console, settings: Settings, arrangements: Sequence[Arrang
         "mesh": f"{', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())} ({sharding.axis_types} axes)",
         "layout": f"{layout.name}, lowering {layout.lowering or 'auto'}",
         "model": f"{model.num_parameters:,} parameters, {model.num_active_parameters:,} of them active per token",
-        "step": f"{training.batch} × {training.length} tokens, {amount_of_flops(flops)} in {training.dtype}",
+        "step": f"{training.batch} × {training.length} tokens, {amount_of_flops(flops)} in {training.dtype}, "
+        f"remat {model.remat}",
     }
     if processes.count() > 1:
         lines["devices"] += f", in {processes.count()} processes"
@@ -257,6 +268,9 @@ def show_run(console: Console, settings: Settings, arrangements: Sequence[Arrang
     if axes := stages_axes(layout):
         table = Schedule.of(sharding.schedule, mesh.shape[axes[0]], training.microbatches)
         lines["pipeline"] = table.describe()
+    trained, shapes = trained_paths(model, layout, training.frozen), models.parameter_specs(model, layout)
+    if len(trained) < len(shapes):
+        lines["trained"] = f"{sum(math.prod(shapes[path][1]) for path in trained):,} parameters, the others frozen"
     if layout.chosen:
         lines["alternatives"] = "; ".join(layout.chosen)
     if layout.padding:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from gspmd.annotate.equation import Equation
 from gspmd.annotate.errors import PlanError, SpecError
@@ -89,7 +90,7 @@ def expert_layer(
         x = jnp.where(mask[..., None], x, 0)  # so that padding, which may be NaN, is in no product
     if not x.size:
         return jnp.zeros_like(x), jnp.float32(0), no_figures(config)
-    logits = _logits(x, weights, places, specs, config, jitter_key)
+    logits = checkpoint_name(_logits(x, weights, places, specs, config, jitter_key), "moe.logits")
     routing, summary = _route(logits, config, places, route_key, mask)
     dropped = train and key is not None and config.dropout > 0
     experts = Experts(weights, specs, config, activation, jax.random.fold_in(key, 2) if dropped else None)

@@ -6,6 +6,7 @@ from functools import lru_cache
 from math import prod
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from gspmd.annotate.equation import Equation
 from gspmd.layouts.section import SectionSpecs
@@ -125,15 +126,17 @@ def _dispatch_body(experts: int, capacity: int, form: str):
 def _by_equations(ctx: Context, slots: jax.Array, experts: Experts, work: Work) -> jax.Array:
     """The all-to-all to the experts, their feed-forward layer, and the all-to-all back, each an equation of its own."""
     there, hidden = work.there, work.hidden
-    slots = reshard(slots, Equation.move(work.dispatched, there))
+    slots = checkpoint_name(reshard(slots, Equation.move(work.dispatched, there)), "moe.slots")
     (*w_in, w_out), activated = experts.flat, ACTIVATIONS[work.activation]
     h = einsum(work.equation_in, slots, tuple(w_in) if len(w_in) > 1 else w_in[0], via=work.in_via)
     *s_in, s_out = experts.scales(work) or (None,) * (len(w_in) + 1)
-    h = activated(*map(scaled, h if len(w_in) > 1 else (h,), s_in))
+    h = checkpoint_name(h if len(w_in) > 1 else (h,), "moe.hidden")
+    h = activated(*map(scaled, h, s_in))
     if work.dropout is not None:
         h = drop(ctx, h, hidden, *experts.words, work.dropout)
+    h = checkpoint_name(h, "moe.active")
     y = scaled(einsum(Equation.product(hidden, work.w_out, there), h, w_out, via=work.out_via), s_out)
-    return reshard(y, Equation.move(there, work.dispatched))
+    return checkpoint_name(reshard(y, Equation.move(there, work.dispatched)), "moe.answers")
 
 
 def _combine(answers: jax.Array, routing: Routing, config: MoEConfig, places: Places) -> jax.Array:

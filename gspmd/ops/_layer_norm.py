@@ -5,6 +5,7 @@ from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
@@ -12,7 +13,7 @@ from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops._norm import along_rows, check_row
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import number
-from gspmd.ops.interface.planned_op import FLOAT32, Chains, float32, planned_op, read, settle, sizes_of
+from gspmd.ops.interface.planned_op import FLOAT32, STATISTIC, Chains, float32, planned_op, read, settle, sizes_of
 from gspmd.planner.graph.resharding import move
 
 
@@ -127,6 +128,7 @@ def _forward(form: _LayerNorm, ctx: Context, x: jax.Array, scale: jax.Array, *bi
     steps, body = _value(form, x.shape, tuple(row.dtype.itemsize for row in (scale, *bias)), ctx)
     outs = (form.x, form.statistic, form.statistic, form.used)
     y, mean, inverse, used = run(ctx, f"layer_norm {form.x}", steps, body, form.ins, outs, x, scale, *bias)
+    mean, inverse = checkpoint_name((mean, inverse), STATISTIC)
     return y, (x, mean, inverse, used, bias)
 
 

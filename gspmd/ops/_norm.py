@@ -5,6 +5,7 @@ from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from gspmd.annotate.errors import Fault, SpecError, report
 from gspmd.annotate.spec import Spec
@@ -12,7 +13,17 @@ from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import number
-from gspmd.ops.interface.planned_op import FLOAT32, Chains, fault, float32, planned_op, read, settle, sizes_of
+from gspmd.ops.interface.planned_op import (
+    FLOAT32,
+    STATISTIC,
+    Chains,
+    fault,
+    float32,
+    planned_op,
+    read,
+    settle,
+    sizes_of,
+)
 from gspmd.planner.graph.resharding import move
 
 
@@ -107,7 +118,7 @@ def _forward(form: _Norm, ctx: Context, x: jax.Array, scale: jax.Array):
     steps, body = _value(form, x.shape, scale.dtype.itemsize, ctx)
     outs = (form.x, form.statistic, form.used)
     y, inverse, used = run(ctx, f"rms_norm {form.x}", steps, body, (form.x, form.scale), outs, x, scale)
-    return y, (x, inverse, used)
+    return y, (x, checkpoint_name(inverse, STATISTIC), used)
 
 
 def _backward(form: _Norm, ctx: Context, kept, g: jax.Array):

@@ -17,6 +17,8 @@ from gspmd.tracing.value_numbering import Numbering, StepKey
 _REDUCTIONS = ("psum", "pmax")
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "ppermute", *_REDUCTIONS)
 _BARRIER = "optimization_barrier"
+_NOTHING = (NEVER_HOISTED, ENTERING, "name")
+"""Operations that are nothing to a compiler; `name` is what `jax.checkpoint` may keep by its name."""
 
 _CALLS = ("jit", "pjit", "closed_call", "shard_map", "custom_partitioning")
 _CALLS += tuple(f"custom_{kind}_call" for kind in ("jvp", "vjp", "vmap"))
@@ -195,7 +197,7 @@ class Region:
     def visit(self, equation: Any, step: StepKey = ("", 0)) -> Placement:
         """Number the results of an operation that belongs to a step; say where it runs, and what has computed it."""
         operands, name = [self._value(var) for var in equation.invars], equation.primitive.name
-        if name in (_BARRIER, NEVER_HOISTED, ENTERING):  # to a compiler all but the first are nothing
+        if name in (_BARRIER, *_NOTHING):
             self._bind(equation.outvars, self._behind_barrier(operands) if name == _BARRIER else operands)
             return Placement(self)
         if has_effects(equation) or any(True for _ in inner_jaxprs(equation)):

@@ -29,7 +29,9 @@ class TrainingConfig:
     length: int = 256
     """Tokens that a sequence predicts: bytes, without a tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the model computes in; parameters and optimizer state stay float32."""
+    """What the model computes in."""
+    parameter_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What matrices are stored and sent in; those of bfloat16 have float32 masters, which lie with the optimizer."""
     data: tuple[str, ...] = ()
     """Files of text, JSON lines (.jsonl) or Parquet, or glob patterns ('path/*.txt', quoted; in a file, they begin in
     that file's folder); none for the source of Python's standard library."""
@@ -62,6 +64,8 @@ class TrainingConfig:
     """Parts of a batch that are computed one after the other, their gradients added: less memory, the same update."""
     non_finite: int = 0
     """Updates whose loss or gradient is not finite that may be skipped in all; one more ends the run."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of parameters that stay as they are, such as 'embedding.*', quoted: no gradient, no optimizer state."""
     seed: int = 0
     """Seed of parameters, order of the data, and the router's noise."""
     relayout: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -126,14 +130,19 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     clip: float = 1.0
     """Largest global norm of a gradient; 0 for no clipping."""
+    moments: Literal["float32", "int8"] = "float32"
+    """What Adam's moments are kept in; int8: in blocks with a scale, rounded stochastically."""
+    moments_block: int = 64
+    """Numbers that share a scale in int8, along the last dimension of a parameter; a device has whole blocks."""
 
     def __post_init__(self):
         faults: list[str] = []
-        positive(faults, learning_rate=self.learning_rate, epsilon=self.epsilon)
+        positive(faults, learning_rate=self.learning_rate, epsilon=self.epsilon, moments_block=self.moments_block)
         not_negative(faults, weight_decay=self.weight_decay, clip=self.clip)
         for name in ("warmup", "final_fraction", "beta1", "beta2"):
             if not 0 <= getattr(self, name) <= 1:
                 faults.append(f"{name} must be between 0 and 1, but is {getattr(self, name)}.")
+        _literals(self, faults)
         _refuse("optimizer", faults)
 
 

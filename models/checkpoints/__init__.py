@@ -7,7 +7,7 @@ from .config import model_config
 from .files import CheckpointError
 from .loading import LoadReport, load
 from .saving import save
-from .text import TextStream, Tokenizer, byte_tokenizer, tokenizer
+from .text import TextStream, Tokenizer, byte_tokenizer, keep_tokenizer, tokenizer
 
 __all__ = [
     "CheckpointError",
@@ -15,6 +15,7 @@ __all__ = [
     "TextStream",
     "Tokenizer",
     "byte_tokenizer",
+    "keep_tokenizer",
     "load",
     "model_config",
     "save",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,3 +170,13 @@ def byte_tokenizer() -> Tokenizer:
 
 def _optional(path: Path, doing: str) -> dict[str, Any]:
     return read_json(path, doing) if path.exists() else {}
+
+
+def keep_tokenizer(folder: Path, tokenizer: Tokenizer, checkpoint: str) -> None:
+    """Keep the tokenizer with the run, for `gspmd generate` and `gspmd export`, and the checkpoint's config.json."""
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(folder)
+    ids = {"eos_token_id": sorted(tokenizer.ends) or None, "bos_token_id": tokenizer.begin}
+    (folder / "generation_config.json").write_text(json.dumps(ids) + "\n", encoding="utf-8")
+    if checkpoint and not (folder / "config.json").exists():
+        shutil.copyfile(Path(checkpoint) / "config.json", folder / "config.json")

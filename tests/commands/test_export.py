@@ -1,6 +1,7 @@
 """`gspmd export`: a run as a public checkpoint, and one message for what cannot be exported."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from gspmd.training.checkpoints import save_settings
 from gspmd.training.state import TrainState
 from gspmd.training.toml import to_mapping
 from gspmd_models import checkpoints
+from gspmd_models.finetuning.config import LoraConfig
 
 CONFIG = models.ModelConfig(embed=16, layers=1, heads=2, kv_heads=1, head_size=8, feed_forward=24)
 
@@ -32,6 +34,9 @@ def trained(tmp_path, make_mesh):
     def make(config: models.ModelConfig, changes: Sequence[str] = ()) -> tuple[str, models.Transformer]:
         layout = Layout.load("megatron-1d").override({"padding.K": 4})
         model = models.build(config, layout, make_mesh(layout.mesh_for(1)), jax.random.key(0))
+        moved = {path: jax.device_put(np.asarray(x) + (config.lora is not None) * 0.1 * path.endswith("_b"), x.sharding)
+                 for path, x in models.arrays(model).items()}  # fmt: skip
+        model = models.with_arrays(model, moved)
         with Checkpoints(tmp_path / "run") as saved:
             saved.save(TrainState(np.int32(3), models.arrays(model), {"count": np.int32(3)}), {})
         sharding = {"layout": "megatron-1d", "set": ["padding.K=4", *changes]}
@@ -72,3 +77,18 @@ def test_what_cannot_be_exported_is_one_message(trained, tmp_path, capsys):
         assert main.main(["export", *flags]) == 2
         assert words in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_adapters_are_merged(trained, tmp_path, capsys):
+    config = replace(CONFIG, lora=LoraConfig(2, 4.0, ("ffn.w_in",)))
+    folder, model = trained(config)
+    assert main.main(["export", folder, str(tmp_path / "out")]) == 0
+    assert "as LlamaForCausalLM" in capsys.readouterr().out
+    back, _ = checkpoints.load(
+        tmp_path / "out", model.layout, models.arrays(model)["output.norm"].sharding.mesh, "float32"
+    )
+    values = models.arrays(model)
+    weight, a, b = (np.asarray(values[f"blocks.0.ffn.w_in{side}"]) for side in ("", "_a", "_b"))
+    assert np.abs(b).max() > 0
+    merged = weight + 4 / 2 * np.einsum("ner,nrf->nef", a, b)
+    np.testing.assert_allclose(models.arrays(back)["blocks.0.ffn.w_in"], merged, rtol=1e-5, atol=1e-6)

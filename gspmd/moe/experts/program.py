@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
@@ -52,7 +53,8 @@ def _forward(ctx: Context, work: Work, slots, weights, extras):
     ins = (work.dispatched, *work.weights, *found.extras)
     outs = (work.dispatched, found.kept_specs, found.moved_specs)
     y, kept, moved = run(ctx, found.name, found.steps, found.forward, ins, outs, slots, *weights, *extras)
-    return y, (kept, moved, weights, extras)
+    # under `jax.checkpoint` weights that moved are moved again: they would be held once for every layer
+    return checkpoint_name(y, "moe.answers"), (checkpoint_name(kept, "moe.hidden"), moved, weights, extras)
 
 
 def _backward(ctx: Context, work: Work, saved, cotangent):

@@ -23,6 +23,9 @@ from gspmd.planner.steps import NumberedSteps, Step
 FLOAT32 = 4
 """Bytes of a statistic on the wire: norms, softmax and losses are float32 whatever the operands are."""
 
+STATISTIC = "statistic"
+"""The name by which `jax.checkpoint` may keep one: small, and computed again only by the collectives that settle it."""
+
 
 def read(
     doing: str, text: str | Spec, x: jax.Array | jax.ShapeDtypeStruct, ctx: Context, *, weight: bool = False

@@ -83,5 +83,9 @@ class Microbatches:
 
 
 def _zeros(spec: Spec, leaf: jax.Array) -> jax.Array:
-    """Zeros in the type of a parameter's gradient, which may be a partial sum."""
-    return mapped(jnp.zeros_like, spec.partition_spec(), spec.cotangent.partition_spec())(leaf)
+    """Zeros in the type of a parameter's gradient, which may be a partial sum; in float32, of narrower ones too."""
+    return mapped(
+        lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)),
+        spec.partition_spec(),
+        spec.cotangent.partition_spec(),
+    )(leaf)

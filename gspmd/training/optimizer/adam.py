@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from gspmd.training.config import OptimizerConfig
+from gspmd.training.optimizer.int8 import scale_by_int8_adam
 
 Tree = Any
 Norm = Callable[[Tree], jax.Array]
@@ -35,17 +36,24 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([rise, fall], [warmup])
 
 
-def adamw(config: OptimizerConfig, steps: int, decayed: Tree | None = None) -> optax.GradientTransformation:
-    """AdamW with the scheduled learning rate.
+def adamw(
+    config: OptimizerConfig, steps: int, decayed: Tree | None = None, seed: int = 0
+) -> optax.GradientTransformation:
+    """AdamW with the scheduled learning rate, and moments as the configuration has them.
 
     Args:
         config: rates and decays.
         steps: number of updates in all.
         decayed: a tree like the parameters, True where weight decay applies; None for everywhere.
+        seed: of the stochastic rounding of moments in int8.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (arXiv 1711.05101), algorithm 2.
     """
     rate = schedule(config, steps)
+    if config.moments == "int8":
+        adam = scale_by_int8_adam(config.beta1, config.beta2, config.epsilon, block=config.moments_block, seed=seed)
+        decay = optax.add_decayed_weights(config.weight_decay, decayed)
+        return optax.chain(adam, decay, optax.scale_by_learning_rate(rate))
     return optax.adamw(rate, config.beta1, config.beta2, config.epsilon, weight_decay=config.weight_decay, mask=decayed)
 
 
@@ -66,4 +74,5 @@ def clip(gradients: Tree, limit: float, norm: Norm = optax.tree.norm) -> tuple[T
     if not limit:
         return gradients, size
     scale = jnp.minimum(1.0, limit / jnp.maximum(size, jnp.finfo(jnp.float32).tiny))
-    return jax.tree.map(lambda gradient: gradient * scale.astype(gradient.dtype), gradients), size
+    # in float32: a scale of bfloat16 would be off by up to 0.4%
+    return jax.tree.map(lambda gradient: gradient.astype(jnp.float32) * scale, gradients), size

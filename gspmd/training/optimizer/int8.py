@@ -1,0 +1,178 @@
+"""Adam whose moments are eight bits each: blocks with a scale, and codes that are dense near zero."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Tree = Any
+
+_DECADES = 7
+"""A code reaches from 10^-7 of the largest number of its block to the largest."""
+
+
+class Int8AdamState(NamedTuple):
+    """The moments: int8 codes of the first, uint8 codes of the root of the second, and their blocks' float32 scales."""
+
+    count: jax.Array
+    mean: Tree
+    mean_scale: Tree
+    root: Tree
+    root_scale: Tree
+
+
+def scale_by_int8_adam(
+    beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8, *, block: int = 64, seed: int = 0
+) -> optax.GradientTransformation:
+    """Adam with moments of 8 bits, rounded stochastically: 2 + 8/block bytes a parameter instead of 8.
+
+        m = β1·decode(mean) + (1-β1)·g,    v = β2·decode(root)² + (1-β2)·g²,    update = m̂ / (√v̂ + ε)
+
+    Update and moments are computed in float32; what is kept of m and √v is rounded up or down to one of 127 (255)
+    codes of each sign, with the probability that makes its expectation exact. A √v that is not 0 is never rounded to
+    0, which would make the next update as large as 1/ε.
+
+    Args:
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        epsilon: added to the root of the second moment.
+        block: numbers along the last dimension that share a scale; the greatest common divisor with its size is taken.
+            A device holds whole blocks (`block_faults`).
+        seed: of the roundings, which derive from it, the number of the update and the place of the parameter alone: not
+            from the layout, nor from how often a run was resumed.
+
+    Source: Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861), sections 2.1 and 2.2.
+    Differs: roundings are stochastic, there to the nearest; the root of the second moment is kept, whose range is half
+        as many decades; blocks are of 64 numbers of one row, there of 2,048 whatever the shape.
+    """
+
+    def init(params: Tree) -> Int8AdamState:
+        def zeros(dtype: Any, divided: bool = False) -> Tree:
+            return jax.tree.map(lambda p: jnp.zeros(_scales(p.shape, block) if divided else p.shape, dtype), params)
+
+        scales = zeros(jnp.float32, True)
+        return Int8AdamState(jnp.int32(0), zeros(jnp.int8), scales, zeros(jnp.uint8), zeros(jnp.float32, True))
+
+    def update(gradients: Tree, state: Int8AdamState, params: Tree | None = None) -> tuple[Tree, Int8AdamState]:
+        count = optax.safe_increment(state.count)
+        key = jax.random.fold_in(jax.random.key(seed), count)
+
+        def one(number: int, g: jax.Array, *moments: jax.Array) -> tuple[jax.Array, ...]:
+            step = _elementwise(partial(_step, betas=(beta1, beta2), epsilon=epsilon), g, *moments)
+            return step(jax.random.fold_in(key, number), count, g, *moments)
+
+        leaves, tree = jax.tree.flatten(gradients)
+        moments = zip(*(tree.flatten_up_to(each) for each in state[1:]))
+        found = [one(number, g, *each) for number, (g, each) in enumerate(zip(leaves, moments))]
+        updates, *rest = (tree.unflatten(each) for each in zip(*found))
+        return updates, Int8AdamState(count, *rest)
+
+    return optax.GradientTransformation(init, update)
+
+
+def block_faults(shapes: Tree, local: Tree, block: int) -> list[str]:
+    """Say which parameters have blocks that the layout cuts.
+
+    Args:
+        shapes: name to the shape of a parameter.
+        local: name to that of its moments on one device.
+        block: as of `scale_by_int8_adam`.
+
+    Example:
+        >>> block_faults({"w": (8, 64)}, {"w": (8, 16)}, block=64)
+        ["moments in int8 have blocks of 64 numbers, but a device has 16 of w's 64; set moments_block to 16."]
+    """
+    faults = []
+    for name, shape in shapes.items():
+        size, here = math.gcd(block, shape[-1]), local[name][-1]
+        if here % size:
+            fact = f"moments in int8 have blocks of {size} numbers, but a device has {here} of {name}'s {shape[-1]}"
+            faults.append(f"{fact}; set moments_block to {math.gcd(size, here)}.")
+    return faults
+
+
+def encode(x: jax.Array, block_of: jax.Array, draws: jax.Array, extra: int) -> jax.Array:
+    """Round |x| / block_of, of 0 to 1, up or down to a code at random, so that the expectation of `decode` is x.
+
+    Code 0 is 0. Decade k, from 10^(k-7) to 10^(k-6), has 2^(k+extra) codes, each in the middle of an equal part of it.
+
+    Args:
+        x: numbers of one sign.
+        block_of: the largest of their block.
+        draws: uniform numbers of 0 to 1.
+        extra: 0 for 127 codes, 1 for 254.
+
+    Returns:
+        int32 codes.
+    """
+    share = jnp.where(block_of > 0, x / jnp.where(block_of > 0, block_of, 1), 0) * _top(extra)
+    decade = jnp.clip(jnp.floor(jnp.log10(jnp.maximum(share, 1e-30))) + _DECADES, 0, _DECADES - 1)
+    parts = jnp.exp2(decade + extra)
+    place = (share * jnp.exp2((_DECADES - 1 - decade) * math.log2(10)) - 0.1) / 0.9 * parts - 0.5
+    below = (parts - 2**extra + 1 + jnp.clip(jnp.floor(place), -1, parts - 1)).astype(jnp.int32)
+    below = jnp.clip(below, 0, 127 * 2**extra - 1)
+    low, high = _code(below, extra), _code(below + 1, extra)
+    return below + (draws < (share - low) / (high - low))
+
+
+def decode(code: jax.Array, block_of: jax.Array, extra: int) -> jax.Array:
+    """The number of a code, times the largest of its block."""
+    return _code(code.astype(jnp.int32), extra) / _top(extra) * block_of
+
+
+def _code(code: jax.Array, extra: int) -> jax.Array:
+    """The number of a code, of 0 to `_top`."""
+    first = 2**extra
+    decade = jnp.floor(jnp.log2((jnp.maximum(code, 1) + first - 1) / first + 1e-6))
+    parts = jnp.exp2(decade) * first
+    inside = code - (parts - first + 1)
+    number = jnp.exp2((decade - _DECADES + 1) * math.log2(10)) * (0.1 + 0.9 * (inside + 0.5) / parts)
+    return jnp.where(code > 0, number, 0.0)
+
+
+def _top(extra: int) -> float:
+    """The number of the last code."""
+    return 0.1 + 0.9 * (1 - 0.5 / 2 ** (_DECADES - 1 + extra))
+
+
+def _step(key, count, g, mean, mean_scale, root, root_scale, *, betas, epsilon):
+    """One update of one parameter: the update, and the moments."""
+    g, (beta1, beta2) = g.astype(jnp.float32), betas
+    spread = partial(_spread, size=g.shape[-1])
+    signed = jnp.sign(mean) * decode(jnp.abs(mean.astype(jnp.int32)), spread(mean_scale), 0)
+    m = beta1 * signed + (1 - beta1) * g
+    v = beta2 * decode(root, spread(root_scale), 1) ** 2 + (1 - beta2) * g * g
+    width, of_mean, of_root = jnp.sqrt(v), jax.random.fold_in(key, 0), jax.random.fold_in(key, 1)
+    scales = tuple(_largest(x, mean_scale.shape[-1]) for x in (jnp.abs(m), width))
+    code = encode(jnp.abs(m), spread(scales[0]), jax.random.uniform(of_mean, g.shape), 0)
+    wide = encode(width, spread(scales[1]), jax.random.uniform(of_root, g.shape), 1)
+    wide = jnp.where(width > 0, jnp.maximum(wide, 1), 0)
+    unbiased = m / (1 - beta1**count), jnp.sqrt(v / (1 - beta2**count))
+    signs = jnp.sign(m).astype(jnp.int32)
+    update = unbiased[0] / (unbiased[1] + epsilon)
+    return update, (signs * code).astype(jnp.int8), scales[0], wide.astype(jnp.uint8), scales[1]
+
+
+def _scales(shape: tuple[int, ...], block: int) -> tuple[int, ...]:
+    return (*shape[:-1], shape[-1] // math.gcd(block, shape[-1]))
+
+
+def _largest(x: jax.Array, blocks: int) -> jax.Array:
+    return jnp.max(x.reshape(*x.shape[:-1], blocks, -1), axis=-1)
+
+
+def _spread(scale: jax.Array, size: int) -> jax.Array:
+    """A block's scale for each of its numbers."""
+    return jnp.repeat(scale, size // scale.shape[-1], axis=-1)
+
+
+def _elementwise(step: Callable, *arrays: jax.Array) -> Callable:
+    """The step under Explicit axes too, where the type of what is cut into blocks would have to be written."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not mesh.are_all_axes_explicit:
+        return step
+    return jax.sharding.auto_axes(step, out_sharding=tuple(jax.typeof(x).sharding.spec for x in arrays))

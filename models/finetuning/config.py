@@ -1,0 +1,51 @@
+"""Which weights have low-rank adapters, and how wide and how strong these are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gspmd.annotate.errors import suggestion
+
+TARGETS = {
+    "attention.w_q": ("E", "HD"), "attention.w_k": ("E", "KD"), "attention.w_v": ("E", "KD"),
+    "attention.w_o": ("HD", "E"),
+    "ffn.w_in": ("E", "F"), "ffn.w_gate": ("E", "F"), "ffn.w_out": ("F", "E"),
+    "moe.shared_in": ("E", "F"), "moe.shared_gate": ("E", "F"), "moe.shared_out": ("F", "E"),
+    "output.table": ("E", "V"),
+}  # fmt: skip
+"""The weights that may have adapters, by the layout's key: their input dimensions, and their outputs'."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters: x·W becomes x·W + (alpha / rank) · (x·A)·B, and only A and B are trained.
+
+    Example:
+        >>> LoraConfig(rank=8, targets=("attention.w_q", "ffn.w_inn"))
+        Traceback (most recent call last):
+        ValueError: lora.targets has 'ffn.w_inn', which is no weight that can have an adapter. Did you mean 'ffn.w_in'?
+
+    Source: Hu et al. 2021, LoRA (arXiv 2106.09685), section 4.1.
+    """
+
+    rank: int = 0
+    """Columns of A, and rows of B; 0 for no adapters, and a model that is trained whole."""
+    alpha: float = 16.0
+    """What the adapters' product is multiplied by, over the rank."""
+    targets: tuple[str, ...] = ("attention.w_q", "attention.w_v")
+    """The weights that have adapters, by their keys in a layout."""
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.rank < 0:
+            faults.append(f"lora.rank is {self.rank}; it must not be negative")
+        if not self.alpha > 0:
+            faults.append(f"lora.alpha is {self.alpha}; it must be positive")
+        if not self.targets:
+            faults.append("lora.targets is empty; name a weight, such as attention.w_q")
+        for key in self.targets:
+            if key not in TARGETS:
+                near = suggestion(key, TARGETS).strip() or f"These can: {', '.join(TARGETS)}."
+                faults.append(f"lora.targets has {key!r}, which is no weight that can have an adapter. {near}")
+        if faults:
+            raise ValueError("\n".join(faults))

@@ -1,0 +1,56 @@
+"""A model with its adapters merged into the weights, and one that gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+import gspmd
+from gspmd.annotate.equation import Equation
+
+from ..parameters import initialise, nested, parameters
+from ..transformer import Transformer, arrays
+from .config import LoraConfig
+
+
+def merge(model: Transformer) -> Transformer:
+    """Return the model without adapters whose weights are W + (alpha / rank) · A·B; without any, the model as it is.
+
+    The sum is taken in float32, where the weight lies. Call it without a mesh, or under the model's.
+
+    Source: Hu et al. 2021, LoRA (arXiv 2106.09685), section 4.1: no inference latency is added.
+    """
+    lora = model.config.lora
+    if lora is None:
+        return model
+    values, rows, config = arrays(model), parameters(model.config, model.layout), replace(model.config, lora=None)
+    merged = {path: values[path] for path in parameters(config, model.layout)}
+    mesh = next(iter(merged.values())).sharding.mesh
+
+    def sum_of(path: str, weight: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        equation = Equation.product(*(rows[f"{path}_{side}"].spec for side in "ab"), rows[path].spec)
+        added = gspmd.einsum(equation, a.astype(jnp.float32), b.astype(jnp.float32))
+        return (weight.astype(jnp.float32) + lora.alpha / lora.rank * added).astype(weight.dtype)
+
+    def all_of(weights: Mapping[str, jax.Array], adapters: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        return {path: sum_of(path, w, adapters[f"{path}_a"], adapters[f"{path}_b"]) for path, w in weights.items()}
+
+    adapters = {path: value for path, value in values.items() if path not in merged}
+    weights = {path: value for path, value in merged.items() if f"{path}_a" in adapters}
+    placed = {path: value.sharding for path, value in weights.items()}
+    with jax.set_mesh(mesh), gspmd.lowering("blocking"):
+        merged |= jax.jit(all_of, out_shardings=placed)(weights, adapters)
+    return Transformer(config, model.layout, nested(merged), model.dtype)
+
+
+def with_adapters(model: Transformer, lora: LoraConfig | None, key: jax.Array) -> Transformer:
+    """Return the model with new adapters, which change nothing yet: A is drawn from the key, B is 0."""
+    if lora is None:
+        return model
+    values, config = arrays(model), replace(model.config, lora=lora)
+    rows = {path: row for path, row in parameters(config, model.layout).items() if path not in values}
+    values |= initialise(rows, next(iter(values.values())).sharding.mesh, key)
+    return Transformer(config, model.layout, nested(values), model.dtype)

@@ -1,0 +1,1 @@
+"""What a backward pass computes again, by name, and what each choice takes."""

@@ -1,0 +1,155 @@
+"""What each choice of rematerialization takes: bytes kept for the backward pass, and FLOPs computed again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr
+from jax.sharding import AxisType, Mesh
+from rich.console import Console
+
+import gspmd
+from gspmd.display.tables import Column, Sheet
+from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds
+from gspmd.lowerings.program import context
+from gspmd.tracing.jaxprs import inner_jaxprs, without_dead_code
+
+from ..config import REMATS, ModelConfig
+from ..objective import loss
+from ..parameters import stages_axes
+from ..shapes import abstract, abstract_batch, abstract_key
+from ..transformer import arrays, with_arrays
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """One choice of `ModelConfig.remat`, on one device.
+
+    Attributes:
+        remat: the choice.
+        layers: blocks, or periods of them, that are scanned.
+        layer_bytes: what one of them keeps for the backward pass.
+        flops: of products that the backward pass computes again, beyond those of `none`.
+        seconds: that they take at the chip's full rate.
+    """
+
+    remat: str
+    layers: int
+    layer_bytes: int
+    flops: int
+    seconds: float
+
+    @property
+    def bytes(self) -> int:
+        """What all layers keep."""
+        return self.layers * self.layer_bytes
+
+
+def predicted(
+    config: ModelConfig, layout: Any, mesh: Mesh, batch: int, length: int, dtype: Any = jnp.float32
+) -> tuple[Recomputation, ...]:
+    """Predict bytes and FLOPs of every choice of rematerialization, from the program that JAX differentiates.
+
+    What a block keeps is what its scan hands to the backward pass, a stack for every array that some gradient reads.
+    Each is counted with its shards on one device, under the layout's planned programs.
+
+    Args:
+        config: the model; its own `remat` does not count.
+        layout: a `gspmd.Layout`.
+        mesh: devices with the layout's axes, possibly of an offline topology.
+        batch: sequences per step, over all devices.
+        length: tokens per sequence.
+        dtype: compute dtype.
+
+    Returns:
+        A row for each of none, full, dots and selective; none where there is one repeat of blocks, which is never
+        computed again, or a pipeline, whose stages keep what their schedule says.
+
+    Example:
+        >>> from gspmd.layouts import Layout
+        >>> mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"))
+        >>> small = ModelConfig(embed=32, layers=2, heads=4, kv_heads=4, head_size=8, feed_forward=128)
+        >>> rows = predicted(small, Layout.load("replicated"), mesh, batch=2, length=16)
+        >>> {row.remat: row.layer_bytes for row in rows}["full"]  # [2, 16, 32] float32
+        4096
+
+    Differs: under lowering "xla", `none` keeps attention's logits too, which no planned program does.
+    """
+    repeats = config.layers // config.period
+    if repeats == 1 or stages_axes(layout):
+        return ()
+    # Arrays have their shards in their types under Explicit axes.
+    typed = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * mesh.devices.ndim)
+    rows: list[Recomputation] = []
+    with jax.set_mesh(typed), gspmd.lowering("blocking"):
+        rate = context().chip.flops(jnp.dtype(dtype).name)
+        batch_of = abstract_batch(layout, typed, batch, length)
+        for remat in REMATS:
+            model = abstract(replace(config, remat=remat), layout, typed, dtype)
+
+            def of_parameters(params, tokens, key, model=model):
+                return loss(with_arrays(model, params), tokens, key=key)[0]
+
+            traced = jax.make_jaxpr(jax.grad(of_parameters))(arrays(model), batch_of, abstract_key(typed))
+            program = without_dead_code(traced.jaxpr)
+            flops = _flops(program) - (rows[0].flops if rows else 0)
+            rows.append(Recomputation(remat, repeats, _kept(program, repeats), flops, flops / rate))
+    return (replace(rows[0], flops=0, seconds=0.0), *rows[1:])
+
+
+def show_remat(
+    console: Console, config: ModelConfig, layout: Any, mesh: Mesh, batch: int, length: int, dtype: Any = jnp.float32
+) -> None:
+    """Print `predicted` as a table, the model's own choice in bold; nothing where blocks are never recomputed."""
+    columns = (
+        Column("remat"),
+        Column("kept by a layer", "right", goes=1),
+        Column("by all", "right"),
+        Column("recomputed", "right"),
+        Column("seconds", "right", goes=2),
+    )
+    sheet = Sheet("Activations for the backward pass, one device, predicted", columns)
+    rows = predicted(config, layout, mesh, batch, length, dtype)
+    for row in rows:
+        mark = "[bold]" if row.remat == config.remat else ""
+        cells = (row.remat, amount_of_bytes(row.layer_bytes), amount_of_bytes(row.bytes), amount_of_flops(row.flops))
+        sheet.add(*(f"{mark}{cell}" for cell in (*cells, amount_of_seconds(row.seconds))))
+    if rows:
+        console.print(sheet)
+
+
+def _kept(program: Jaxpr, repeats: int) -> int:
+    """Bytes on one device of one slice of every stack that the forward scan over layers makes."""
+    scans = (each for each in _equations(program) if each.primitive.name == "scan")
+    scan = next(each for each in scans if each.params["length"] == repeats)
+    stacks = [var.aval for var in scan.outvars[scan.params["num_carry"] :]]
+    return sum(math.prod(aval.sharding.shard_shape(aval.shape)[1:]) * aval.dtype.itemsize for aval in stacks)
+
+
+def _equations(program: Jaxpr) -> Iterator[Any]:
+    """The equations of a program, and of what it calls outside of loops and planned programs."""
+    for equation in program.eqns:
+        yield equation
+        if equation.primitive.name in ("jit", "closed_call"):
+            for inner in inner_jaxprs(equation):
+                yield from _equations(inner)
+
+
+def _flops(program: Jaxpr) -> int:
+    """FLOPs of the products of a program; those of a planned program are of one device's pieces."""
+    total = 0
+    for equation in program.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            total += 2 * equation.outvars[0].aval.size * math.prod(shape[at] for at in contracted)
+        inner = [_flops(each) for each in inner_jaxprs(equation)]
+        if inner:
+            each = max(inner) if equation.primitive.name == "cond" else sum(inner)
+            total += equation.params.get("length", 1) * each
+    return total

@@ -1,0 +1,217 @@
+"""Adapters, frozen parameters and narrow state: what is trained, where it lies, what it sends, what it merges into."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+import gspmd
+import gspmd_models as models
+from gspmd.layouts import Layout
+from gspmd.moe import MoEConfig
+from gspmd.training import OptimizerConfig
+from gspmd.training.step import jit_step
+from gspmd.training.toml import ConfigError
+from gspmd_models import step
+from gspmd_models.finetuning.config import TARGETS, LoraConfig
+from gspmd_models.finetuning.freezing import trained_paths
+from gspmd_models.finetuning.merging import merge, with_adapters
+from tests.models.conftest import put
+
+DENSE = tuple(key for key in TARGETS if not key.startswith("moe"))
+SHARED = tuple(key for key in TARGETS if not key.startswith("ffn"))
+EQUATIONS = {"w_q": "ner,nrhd->nehd", "w_out": "nfr,nre->nfe"}
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup=0)
+
+
+def start(settings, preset, make_mesh, devices=8, kind="explicit"):
+    layout = Layout.load(preset)
+    mesh = make_mesh(layout.mesh_for(devices), kind)
+    return models.build(settings, layout, mesh, jax.random.key(0)), mesh
+
+
+def train(model, mesh, tokens, lowering, steps, optimizer=OPTIMIZER, microbatches=1, **options):
+    """Losses of some steps on one batch, the last state, and the compiled step."""
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        state = step.initial_state(model, optimizer, steps, mesh, **options)
+        batch, key = put(tokens, model.layout, mesh), jax.random.key(1)
+        update = jit_step(step.training_step(model, optimizer, steps, microbatches, **options), state)
+        program = update.lower(state, batch, key).compile()
+        losses = []
+        for _ in range(steps):
+            state, figures = program(state, batch, key)
+            losses.append(float(figures["loss"]))
+    return np.array(losses), state, program
+
+
+def test_adapters_train_alone_as_on_one_device(config, make_mesh, tokens):
+    targets = ("attention.w_q", "ffn.w_out")
+    model, state = adapters_train(config, make_mesh, tokens, "weight-stationary-2d", "blocking", 10, targets)
+    adapted = models.with_arrays(model, state.params)
+    merged = merge(adapted)
+    assert merged.config.lora is None
+    values, wanted = models.arrays(merged), {path: np.asarray(x) for path, x in models.arrays(adapted).items()}
+    for path, value in values.items():
+        if f"{path}_a" in wanted:
+            added = np.einsum(EQUATIONS[path.split(".")[-1]], wanted[f"{path}_a"], wanted[f"{path}_b"])
+            np.testing.assert_allclose(value, wanted[path] + 8 / 4 * added, rtol=1e-5, atol=1e-6)
+            assert value.sharding == state.params[path].sharding
+        else:
+            np.testing.assert_array_equal(value, wanted[path])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("preset", "lowering"), [("zero-3", "looped"), ("megatron-1d", "xla")])
+def test_adapters_of_every_weight(config, make_mesh, tokens, preset, lowering):
+    adapters_train(config, make_mesh, tokens, preset, lowering, 50, DENSE, tied=False, block="parallel")
+
+
+@pytest.mark.slow
+def test_adapters_add_partial_gradients_over_microbatches(config, make_mesh, tokens):
+    """In zero-2 the loss takes every weight with a partial sum for its gradient, those that have none too."""
+    adapters_train(config, make_mesh, tokens.repeat(2, 0), "zero-2", "blocking", 10, ("attention.w_o",), microbatches=2)
+
+
+def adapters_train(config, make_mesh, tokens, preset, lowering, steps, targets, microbatches=1, **changes):
+    """In a layout and alone: the same losses, and nothing but adapters has changed or has moments."""
+    settings = config(**{"layers": 1, "remat": "none"} | changes, lora=LoraConfig(4, 8.0, targets))
+    (model, mesh), (alone, single) = (
+        start(settings, preset, make_mesh),
+        start(settings, "replicated", make_mesh, 1),
+    )
+    before = {path: np.asarray(value) for path, value in models.arrays(model).items()}
+    losses, state, _ = train(model, mesh, tokens, lowering, steps, microbatches=microbatches)
+    wanted, _, _ = train(alone, single, tokens, "blocking", steps)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-4)
+    assert losses[-1] < losses[0] - 0.01
+    moved = {path for path, value in before.items() if not np.array_equal(value, state.params[path])}
+    assert moved == {path for path in before if path.endswith(("_a", "_b"))}
+    assert len(moved) == 2 * len(targets)
+    moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
+    assert len(moments) == 2 * len(moved)
+    return model, state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("targets", "shared", "lowering"),
+    [(DENSE, {}, "blocking"), (SHARED, {"moe": MoEConfig(experts=8, every=1, shared=1)}, "xla")],
+)
+def test_merged_weights_give_the_same_loss(config, make_mesh, tokens, targets, shared, lowering):
+    settings = config(layers=1, tied=False, lora=LoraConfig(4, 8.0, targets), **shared)
+    (model, mesh), rng = start(settings, "gshard", make_mesh), np.random.default_rng(0)
+    values = {
+        path: jax.device_put(0.1 * rng.standard_normal(value.shape, np.float32), value.sharding)
+        if path.endswith("_b") else value
+        for path, value in models.arrays(model).items()
+    }  # fmt: skip
+    model = models.with_arrays(model, values)
+    merged = merge(model)
+    assert merged.config.lora is None
+    assert all(x.sharding == values[path].sharding for path, x in models.arrays(merged).items())
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        ids = put(tokens, model.layout, mesh)
+        found, wanted, base = (
+            jax.jit(lambda ids, each=each: models.loss(each, ids, train=False)[0])(ids)
+            for each in (merged, model, models.with_arrays(merged, {p: values[p] for p in models.arrays(merged)}))
+        )
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+    assert abs(found - base) > 1e-3
+
+
+@pytest.mark.slow
+def test_new_adapters_change_nothing(config, make_mesh):
+    model, _ = start(config(), "megatron-1d", make_mesh)
+    adapted = with_adapters(model, LoraConfig(4), jax.random.key(0))
+    assert adapted.config.lora == LoraConfig(4)
+    for path, value in models.arrays(merge(adapted)).items():
+        np.testing.assert_array_equal(value, models.arrays(model)[path])
+
+
+def test_adapters_lie_as_their_weight(config, make_mesh):
+    settings = config(lora=LoraConfig(4, targets=("ffn.w_in", "attention.w_o")))
+    specs = models.parameter_specs(settings, Layout.load("weight-stationary-2d"))
+    weight, a, b = (specs[f"blocks.0.ffn.w_in{side}"] for side in ("", "_a", "_b"))
+    assert a[0].axes_of("E") == weight[0].axes_of("E")
+    assert b[0].axes_of("F") == weight[0].axes_of("F")
+    assert a[0].axes_of("R") == b[0].axes_of("R") == ()
+    assert (a[1], b[1]) == ((2, 32, 4), (2, 4, 64))
+    assert specs["blocks.0.attention.w_o_a"][1] == (2, 8, 8, 4)
+
+
+def test_frozen_weights_have_no_gradient_to_reduce(config, make_mesh, tokens):
+    """Neither in what is planned nor in what is compiled, nor moments."""
+    frozen = ("ffn.*", "embedding.*", "blocks.0.attention.*")
+    model, mesh = start(config(), "data-parallel", make_mesh)
+    before = {path: np.asarray(value) for path, value in models.arrays(model).items()}
+    _, state, program = train(model, mesh, tokens, "blocking", 2, frozen=frozen)
+    ledger = gspmd.ledger(program, mesh=mesh)
+    with jax.set_mesh(mesh), gspmd.lowering("blocking"):
+        update = step.training_step(model, OPTIMIZER, 2, frozen=frozen)
+        batch, key = put(tokens, model.layout, mesh), jax.random.key(1)
+        plan = gspmd.trace(update, state, batch, key)
+    trained = trained_paths(model.config, model.layout, frozen)
+    assert trained == ("output.norm",)
+    (reduced,) = (entry for entry in ledger.entries if entry.kind == "all-reduce")
+    assert reduced.wire_bytes == 2 * 32 * 4 * 7 / 8  # the gradient of one norm
+    assert ledger.compare(plan).differing == ()
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim) == 2 * 32
+    for path, value in before.items():
+        assert np.array_equal(value, state.params[path]) == (path not in trained)
+
+
+def test_frozen_patterns_are_checked(config):
+    settings, layout = config(), Layout.load("replicated")
+    with pytest.raises(ConfigError) as error:
+        trained_paths(settings, layout, ("embeding.table", "blocks.*"))
+    assert error.value.faults == (
+        "frozen has 'embeding.table', which matches no parameter. Did you mean 'embedding.table'?",
+    )
+    with pytest.raises(ConfigError, match="leaves no parameter to train"):
+        trained_paths(settings, layout, ("*",))
+
+
+def test_targets_are_checked(config):
+    with pytest.raises(ValueError, match=r"Did you mean 'attention\.w_q'\?"):
+        LoraConfig(4, targets=("attention.q",))
+    with pytest.raises(ValueError, match=r"lora.targets has ffn.w_gate, and this model has no such weight"):
+        config(activation="gelu", lora=LoraConfig(4, targets=("ffn.w_gate",)))
+
+
+# Where a sum taken in another order rounds to another bfloat16, a parameter differs by 2^-8 of itself for a step.
+NARROW = {
+    "frozen": (1e-4, OPTIMIZER, {"frozen": ("embedding.*", "attention.w_q")}),
+    "bfloat16 parameters": (3e-4, OPTIMIZER, {"parameter_dtype": "bfloat16"}),
+    "int8 moments": (1e-4, replace(OPTIMIZER, moments="int8", moments_block=2), {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "preset", "lowering"),
+    [
+        ("frozen", "weight-stationary-2d", "xla"),
+        ("bfloat16 parameters", "weight-stationary-2d", "blocking"),
+        ("int8 moments", "zero-3", "blocking"),
+    ],
+)
+def test_fifty_steps_are_those_of_one_device(config, make_mesh, tokens, name, preset, lowering):
+    curves(config, make_mesh, tokens, preset, lowering, 50, *NARROW[name])
+
+
+def test_ten_steps_with_masters_are_those_of_one_device(config, make_mesh, tokens):
+    given = NARROW["bfloat16 parameters"][1:]
+    state = curves(config, make_mesh, tokens, "megatron-1d", "blocking", 10, 1e-4, *given)
+    assert state.params["blocks.0.ffn.w_in"].dtype == "bfloat16"
+    assert state.optimizer.masters["blocks.0.ffn.w_in"].dtype == "float32"
+
+
+def curves(config, make_mesh, tokens, preset, lowering, steps, bound, optimizer, options):
+    """The losses of a layout are those of one device; the state of the former."""
+    settings = config(layers=1, remat="none")
+    losses, state, _ = train(*start(settings, preset, make_mesh), tokens, lowering, steps, optimizer, **options)
+    wanted, _, _ = train(*start(settings, "replicated", make_mesh, 1), tokens, lowering, steps, optimizer, **options)
+    np.testing.assert_allclose(losses, wanted, rtol=bound)
+    assert losses[-1] < losses[0] - 0.1
+    return state

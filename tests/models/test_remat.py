@@ -1,0 +1,129 @@
+"""Rematerialization by name: no choice changes a gradient, and each keeps the bytes that are predicted."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import gspmd
+import gspmd_models as models
+from gspmd.layouts import Layout
+from gspmd.moe import MoEConfig
+from gspmd.training.toml import ConfigError, from_mapping, to_mapping
+from gspmd_models.config import REMATS
+from gspmd_models.remat.prediction import predicted
+from tests.models.conftest import put
+
+BATCH, LENGTH, SIZES = 16, 32, {"embed": 32, "head_size": 4, "feed_forward": 128, "activation": "gelu"}
+
+
+def place(preset, make_mesh, devices=8):
+    layout = Layout.load(preset)
+    return layout, make_mesh(layout.mesh_for(devices))
+
+
+@pytest.mark.parametrize(("remat", "read"), [(True, "full"), (False, "none"), ("dots", "dots")])
+def test_settings_from_before_there_were_names_are_read(remat, read):
+    assert from_mapping(models.ModelConfig, {"remat": remat}).remat == read
+    assert to_mapping(models.ModelConfig(remat=remat))["remat"] == read
+
+
+def test_another_name_is_refused_with_those_that_there_are():
+    with pytest.raises(ValueError, match="remat is 'selectiv'; it must be one of none, full, dots, selective"):
+        models.ModelConfig(remat="selectiv")
+    with pytest.raises(ConfigError, match="remat must be one of 'none', 'full', 'dots', 'selective'"):
+        from_mapping(models.ModelConfig, {"remat": "some"})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_kept_bytes_follow_korthikanti(config, make_mesh, dtype):
+    """Per layer and token: section 4's list less dropout's masks, which are not there, plus two float32 statistics.
+
+    With heads · head_size = E and F = 4E, as there, selective keeps 34 - 2 = 32 bytes per element of the residual
+    stream in bfloat16: 2 inputs of norms, 2 results, q, k, v, attention's result (2 bytes each), and F twice.
+    """
+    layout, mesh = place("megatron-1d", make_mesh)  # batch over x, heads and F over y and z
+    rows = predicted(config(**SIZES, layers=3), layout, mesh, BATCH, LENGTH, dtype)
+    rows = {row.remat: row for row in rows}
+    tokens, width = BATCH * LENGTH // mesh.shape["x"], 2 if dtype == "bfloat16" else 4
+    shards = mesh.shape["y"] * mesh.shape["z"]
+    stream, heads, hidden = (tokens * 32 * width // by for by in (1, shards, shards))
+    statistics = 2 * tokens * 4
+    assert rows["selective"].layer_bytes == 4 * stream + 4 * heads + 2 * 4 * hidden + statistics
+    assert rows["dots"].layer_bytes == 2 * stream + 3 * heads + 4 * hidden + statistics
+    assert rows["full"].layer_bytes == stream
+    kept = [rows[remat].layer_bytes for remat in ("none", "selective", "dots", "full")]
+    assert kept == sorted(kept, reverse=True)
+    # full: all products but the last; dots: attention's two. Those that its gradient repeats anyhow are in none too.
+    forward = 2 * tokens * 3 * (4 * 32 * 32 + 2 * 32 * 128) // shards
+    core = 2 * 2 * tokens * LENGTH * 32 * 3 // shards
+    last = 2 * tokens * 3 * 32 * 128 // shards  # the result of w_out is the next block's input
+    assert rows["none"].flops == rows["selective"].flops == 0
+    assert rows["dots"].flops == core
+    assert rows["full"].flops == forward + core - last
+
+
+def of_choice(settings, layout, mesh, lowering, tokens, values=None):
+    """The compiled loss and gradients of a model, and what they are."""
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        model = models.abstract(settings, layout, mesh)
+        run = jax.jit(
+            jax.value_and_grad(lambda values, ids, key: models.loss(models.with_arrays(model, values), ids, key=key)[0])
+        )
+        batch = models.abstract_batch(layout, mesh, *tokens) if values is None else put(tokens, layout, mesh)
+        program = run.lower(models.arrays(model) if values is None else values, batch, jax.random.key(1)).compile()
+        return program, values and program(values, batch, jax.random.key(1))
+
+
+def same_gradients(config, make_mesh, tokens, preset, lowering, choices, devices=8, **changes):
+    layout, mesh = place(preset, make_mesh, devices)
+    settings = config(**SIZES | changes, remat="none")
+    values = models.arrays(models.build(settings, layout, mesh, jax.random.key(0)))
+    (wanted, gradients), *others = (
+        of_choice(dataclasses.replace(settings, remat=remat), layout, mesh, lowering, tokens, values)[1]
+        for remat in ("none", *choices)
+    )
+    for remat, (found, each) in zip(choices, others):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, err_msg=remat)
+        for path, gradient in each.items():
+            np.testing.assert_allclose(gradient, gradients[path], rtol=1e-4, atol=1e-6, err_msg=f"{remat} {path}")
+
+
+def test_gradients_are_those_of_none(config, make_mesh, tokens):
+    same_gradients(config, make_mesh, tokens, "replicated", "blocking", ("selective", "dots"), devices=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "lowering", "changes"),
+    [
+        ("zero-3", "xla", {}),
+        ("weight-stationary-2d", "looped", {"block": "parallel", "kv_heads": 1}),
+        ("gshard", "blocking", {"moe": MoEConfig(experts=8, every=1)}),
+        ("gshard", "looped", {"moe": MoEConfig(experts=8, every=1), "norm": "layer"}),
+    ],
+)
+def test_no_choice_changes_a_gradient(config, make_mesh, tokens, preset, lowering, changes):
+    same_gradients(config, make_mesh, tokens, preset, lowering, REMATS[1:], **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "lowering", "choices"),
+    [("megatron-1d", "blocking", ("none", "selective", "dots", "full")), ("data-parallel", "xla", ("selective",))],
+)
+def test_compiled_programs_keep_what_is_predicted(config, make_mesh, preset, lowering, choices):
+    """Measured as the difference between six layers and two."""
+    layout, mesh = place(preset, make_mesh)
+    rows = {row.remat: row for row in predicted(config(**SIZES, layers=6), layout, mesh, 16, 128)}
+    whole = []
+    for remat in choices:
+        sizes = []
+        for layers in (6, 2):
+            settings = config(**SIZES, layers=layers, remat=remat)
+            program, _ = of_choice(settings, layout, mesh, lowering, (16, 128))
+            sizes.append(program.memory_analysis().temp_size_in_bytes)
+        whole.append(sizes[0])
+        assert (sizes[0] - sizes[1]) / 4 == pytest.approx(rows[remat].layer_bytes, rel=0.05), remat
+    assert whole == sorted(whole, reverse=True)
