@@ -206,8 +206,7 @@ def _typed(spec: jax.P, x: jax.Array) -> jax.Array:
 def input_partition(ctx: Context, spec: Spec, x: Any, number: int, name: str) -> jax.P:
     """The `jax.P` of operand `number` of what is computed, once the array lies so."""
     if ctx.explicit:
-        doing = f"cannot use operand {number + 1} of '{name}' as '{spec}'"
-        check_type(x, spec, doing)
+        check_type(x, spec, f"cannot use operand {number + 1} of '{name}' as '{spec}'")
     elif spec.partial or spec.reduced:
         raise PlanError(partial_under_auto(spec))
     return spec.partition_spec()

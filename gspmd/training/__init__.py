@@ -7,7 +7,7 @@ from gspmd.training.run.guard import Diverged
 from gspmd.training.run.loop import Program, Unwritable, fit
 from gspmd.training.run.signals import Interrupted
 from gspmd.training.state import TrainState
-from gspmd.training.step import Moves, jit_step, make_step, plan_moves
+from gspmd.training.step import Microbatches, Moves, jit_step, make_step, plan_moves
 
 __all__ = [
     "Checkpoints",
@@ -15,6 +15,7 @@ __all__ = [
     "Corpus",
     "Diverged",
     "Interrupted",
+    "Microbatches",
     "Moves",
     "OptimizerConfig",
     "Program",
