@@ -15,14 +15,14 @@ def rows(refused):
             yield pytest.param(row, id=f"{number}-{row.name}", marks=marks)
 
 
-@pytest.mark.parametrize("row", rows(refused=False))
+@pytest.mark.parametrize("row", [*rows(refused=False)])
 def test_a_combination_trains_as_one_device_does_and_sends_what_was_planned(row):
     found = outcome(row)
     assert found.fell > 0.5, "there is nothing to compare in a curve that does not fall"
     assert found.is_green, found
 
 
-@pytest.mark.parametrize("row", rows(refused=True))
+@pytest.mark.parametrize("row", [*rows(refused=True)])
 def test_a_combination_that_cannot_be_is_refused_with_the_reason(row):
     assert row.reason in outcome(row).refused
 
