@@ -200,8 +200,9 @@ def line(row: Row, found: Outcome) -> str:
     mesh = ", ".join(f"{axis}={size}" for axis, size in row.mesh.items())
     first = f"| {row.parts} | `{row.layout}` | {mesh} | {changed}"
     if found.refused:
-        more = [f"L={row.length}"] * (row.length != LENGTH) + [f"X={row.model.moe.experts}"] * bool(row.config)
-        return f"{first}{'; '.join(more)} | {found.refused} |"
+        length = f"L={row.length}" if row.length != LENGTH else ""
+        experts = f"X={row.config.moe.experts}" if row.config else ""
+        return f"{first}{length}{experts} | {found.refused} |"
     sent = f"{found.sent:,} | {'yes' if found.as_planned else '**no**'}"
     verdict = "green" if found.is_green else "**red**"
     return f"{first} | {row.lowering} | {found.difference:.1e} | {sent} | {verdict} |"
