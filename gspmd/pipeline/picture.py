@@ -18,9 +18,10 @@ _INK, _IDLE = "#1f2933", "#eef0f2"
 
 
 def text(title: str, ticks: Ticks) -> str:
-    """Draw a schedule as text: F3 is a forward pass of microbatch 3, B3 its backward pass, W3 the part of that for weights.
+    """Draw a schedule as text: F3 is a forward pass of microbatch 3, B3 its backward pass, a dot a slot of waiting.
 
-    A dot is a slot of waiting, and ticks are apart by a bar. With several rounds a letter says which: F3a is in the first.
+    W3 is the part of a backward pass for weights, where it is split. Ticks are apart by a bar. With several rounds a
+    letter says which: F3a is in the first.
 
     Args:
         title: the first line.
