@@ -72,7 +72,8 @@ def _run(name: str, flags: Sequence[str], file: str = "", ends: bool = False) ->
             if name not in COMMANDS:
                 return _without_command(name)
             try:
-                command = import_module(f"gspmd.commands.{name}")
+                with _starting() if ends else nullcontext():
+                    command = import_module(f"gspmd.commands.{name}")
             except ModuleNotFoundError as error:
                 if error.name != "gspmd_models":  # installed with gspmd; a checkout alone does not have it by that name
                     raise
@@ -100,6 +101,14 @@ def _ending_at_once() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _starting() -> Any:
+    """Say on stderr that libraries are imported, once that has taken a while."""
+    from gspmd.display.console import console
+    from gspmd.display.progress import Progress
+
+    return Progress(console(stderr=True), "Starting JAX")
+
+
 def _raises() -> bool:
     """Whether an interrupt raises KeyboardInterrupt here, rather than being ignored, or the concern of the caller."""
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -107,7 +116,8 @@ def _raises() -> bool:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    os.write(2, b"\nInterrupted.\n")
+    cursor = b"\x1b[?25h" if sys.stderr.isatty() else b""  # which a line that changes has hidden
+    os.write(2, cursor + b"\nInterrupted.\n")
     os._exit(130)
 
 

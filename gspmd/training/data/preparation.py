@@ -12,12 +12,12 @@ from typing import Any
 
 from rich.console import Console
 
+from gspmd.display.progress import Progress
 from gspmd.training.data import shards
 from gspmd.training.data.corpus import Corpus, digest_of
 from gspmd.training.data.sources import Faults, compression, kind, matching
 from gspmd.training.data.split import HELD_OUT, TRAIN, no_text, split
 from gspmd.training.data.tokens import Encoding, of_bytes, of_tokenizer
-from gspmd.training.reporting.progress import Progress
 from gspmd.training.toml import ConfigError
 
 #: Bytes of text that are encoded at once: enough pieces for every core, and little memory.

@@ -164,7 +164,7 @@ def test_of_several_processes_one_tokenizes(text, encoded):
 
 
 def test_progress_is_said_where_there_is_no_terminal(text, encoded, monkeypatch, capsys):
-    monkeypatch.setattr("gspmd.training.reporting.progress._EVERY", 0.0)
+    monkeypatch.setattr("gspmd.display.progress._EVERY", 0.0)
     data.load(text, console=Console(width=500))
     said = capsys.readouterr().out
     assert "Reading the text: 198 kB of 198 kB, " in said

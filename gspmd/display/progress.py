@@ -1,0 +1,102 @@
+"""Progress of what takes long, so that nothing is silent for more than three seconds."""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from threading import Event, Thread
+from typing import Any, ClassVar
+
+from rich.console import Console
+from rich.text import Text
+
+from gspmd.display.units import amount_of_bytes
+
+_EVERY, _SOON, _POLL = 2.0, 0.8, 0.2
+"""Seconds where there is no terminal: between two lines, to the first one at least, between looks whether one is due."""
+
+What = str | Callable[[], str]
+
+
+class Progress:
+    """Say what is being done and for how long: in a line of a terminal, elsewhere in a line every few seconds.
+
+    What takes less than those seconds says nothing where there is no terminal. While one is inside of another, only
+    the inner one speaks.
+
+    Args:
+        console: where; None for nowhere.
+        doing: what is done at first: a text, or a function that returns it whenever it is shown.
+    """
+
+    _open: ClassVar[list["Progress"]] = []
+    _said: ClassVar[float] = time.monotonic()
+
+    def __init__(self, console: Console | None, doing: What):
+        self._console, self._what, self._began = console, doing, time.monotonic()
+        self._live = console is not None and console.is_terminal
+        self._status: Any = console.status(self) if console is not None and self._live else nullcontext()
+        self._over = Event()
+
+    def note(self, sentence: str) -> None:
+        """Print a line that stays."""
+        Progress._said = time.monotonic()
+        if self._console is not None:
+            self._console.print(sentence, soft_wrap=True, markup=False, highlight=False)
+
+    def say(self, doing: What) -> None:
+        """Change what is said, and say it, if it is time; only then is a function asked."""
+        self._what = doing
+        if not self._live and time.monotonic() - Progress._said >= _EVERY:
+            self._line()
+
+    def begin(self, doing: What) -> None:
+        """Begin with something else, whose time counts from now."""
+        self._what, self._began = doing, time.monotonic()
+
+    def counter(self, doing: str, whole: int) -> Callable[[int], None]:
+        """Return a function that is told, again and again, how many more bytes of the whole are done."""
+        done, began = 0, time.monotonic()
+
+        def read(count: int) -> None:
+            nonlocal done
+            done += count
+            self.say(said)
+
+        def said() -> str:
+            speed = done / max(1e-3, time.monotonic() - began)
+            of = f" of {amount_of_bytes(whole)}" if done <= whole else ""  # what is compressed is more
+            return f"{doing}: {amount_of_bytes(done)}{of}, {amount_of_bytes(speed)} per second"
+
+        return read
+
+    def __enter__(self) -> "Progress":
+        self._began = time.monotonic()
+        # Not two seconds from now: what came before may have been as silent. Tables do not pass through here.
+        Progress._said = max(Progress._said, self._began - max(0.0, _EVERY - _SOON))
+        Progress._open.append(self)
+        self._status.__enter__()
+        if self._console is not None and not self._live:
+            Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._over.set()
+        Progress._open.remove(self)
+        self._status.__exit__(*error)
+
+    def __rich__(self) -> Text:
+        return Text(str(self))
+
+    def __str__(self) -> str:
+        what = self._what if isinstance(self._what, str) else self._what()
+        seconds = time.monotonic() - self._began
+        return f"{what} …" if seconds < 1 else f"{what} … {seconds:.0f} s"
+
+    def _watch(self) -> None:
+        """Say it again while nothing else is said, such as by a call that does not return for minutes."""
+        while not self._over.wait(_POLL):
+            if Progress._open[-1:] == [self] and time.monotonic() - Progress._said >= _EVERY:
+                self._line()
+
+    def _line(self) -> None:
+        self.note(str(self))
