@@ -6,9 +6,14 @@ JAX is imported: `import gspmd` comes here, and a command has to be able to end 
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
+import warnings
 from collections.abc import Sequence
 from glob import glob
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -121,6 +126,57 @@ def start(devices: int | None = None, platform: str | None = None, *, host_devic
         fact = f"cannot use {wanted} of {len(found)} devices in {_processes} processes: each uses all that it has."
         raise HostError(f"{fact}\n  Leave --devices (or --mesh) out, or start fewer processes.")
     return found[:wanted]
+
+
+def cache_folder(name: str) -> Path:
+    """The folder of what is kept from run to run: under $GSPMD_CACHE, $XDG_CACHE_HOME/gspmd or ~/.cache/gspmd."""
+    base = os.environ.get("GSPMD_CACHE")
+    return Path(base or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gspmd") / name
+
+
+def keep_compiled(wanted: bool = True) -> str:
+    """Keep compiled programs on disk, so that the next start reads them: JAX's persistent compilation cache.
+
+    A user's own JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE come first. Otherwise they are in
+    `compiled/` of the cache folder, in one folder for each kind of CPU, whose machine code others cannot run.
+
+    Args:
+        wanted: False to compile everything anew, and keep nothing.
+
+    Returns:
+        Where they are kept; or why they are not.
+    """
+    import jax
+
+    # Op names and source lines, which the ledger and profiles read, belong to a program as much as its instructions.
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    if not wanted:
+        jax.config.update("jax_enable_compilation_cache", False)
+    if not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
+        return "not kept"
+    own = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    folder = Path(own) if own else cache_folder("compiled") / _cpu()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        jax.config.update("jax_enable_compilation_cache", False)
+        return f"not kept: cannot write to {str(folder)!r}: {error.strerror}"
+    # A disk that is full later on costs a compilation, and no run: JAX goes on, with a warning for each program.
+    warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache entry")
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    return str(folder)
+
+
+def _cpu() -> str:
+    """The kind of this machine's CPU, and a digest of what it can do."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = [platform.processor()]
+    able = next((line for line in lines if line.startswith(("flags", "Features"))), lines[0] if lines else "")
+    return f"{platform.machine()}-{hashlib.sha256(able.encode()).hexdigest()[:8]}"
 
 
 def is_fake(devices: Sequence[jax.Device]) -> bool:

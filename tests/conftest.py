@@ -34,6 +34,9 @@ for _name in ("COLUMNS", "LINES"):
 # Tokens that tests write, and the processes they start, are kept apart from those of the user.
 os.environ["GSPMD_CACHE"] = tempfile.mkdtemp(prefix="gspmd-tests-")
 atexit.register(shutil.rmtree, os.environ["GSPMD_CACHE"], ignore_errors=True)
+# Programs are compiled in the test that needs them: one that came from another run could be of other code.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+jax.config.update("jax_enable_compilation_cache", False)
 # What tracing leaves behind is kept in caches, so looking for garbage every 700 objects takes a tenth of the time.
 gc.set_threshold(100_000, 20, 20)
 

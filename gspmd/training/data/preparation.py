@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from gspmd import host
 from gspmd.display.progress import Progress
 from gspmd.training.data import shards
 from gspmd.training.data.corpus import Corpus, digest_of
@@ -69,7 +70,7 @@ def load(
         files = _files(stamps, name, progress)
         settings = [_FORMAT, fraction, field, encoding.digest, encoding.vocabulary]
         key = hashlib.sha256(json.dumps([settings, *files]).encode()).hexdigest()[:32]
-        folder = _cache(cache) / key
+        folder = (Path(cache) if cache else host.cache_folder("tokens")) / key
         with _writing_to(folder.parent):
             index = _kept(folder)
             if index is None:
@@ -94,14 +95,6 @@ def load(
         unit="file" if {kind(path) for path in files.values()} == {"text"} else "record",
         digest=digest_of(index[TRAIN]["sha256"], index[HELD_OUT]["sha256"]),
     )
-
-
-def _cache(named: str | os.PathLike) -> Path:
-    """The folder of all tokens."""
-    if named:
-        return Path(named)
-    base = os.environ.get("GSPMD_CACHE")
-    return Path(base or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gspmd") / "tokens"
 
 
 @contextmanager

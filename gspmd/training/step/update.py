@@ -70,13 +70,14 @@ def make_step(
     def step(state: TrainState, batch: jax.Array, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(key, state.step)
         (value, aux), gradients = differentiate(state.params, batch, key)
-        gradients, size = clip(gradients, limit, norm)
-        params = moves.to_optimizer(state.params)
-        updates, optimizer = transform.update(gradients, state.optimizer, params)
-        updated = optax.apply_updates(params, updates), optimizer
-        finite = jnp.isfinite(value) & jnp.isfinite(size)
-        kept = jax.tree.map(lambda new, old: jax.lax.select(finite, new, old), updated, (params, state.optimizer))
-        params, optimizer = moves.to_parameters(kept[0]), kept[1]
+        with jax.named_scope("optimizer"):
+            gradients, size = clip(gradients, limit, norm)
+            params = moves.to_optimizer(state.params)
+            updates, optimizer = transform.update(gradients, state.optimizer, params)
+            updated = optax.apply_updates(params, updates), optimizer
+            finite = jnp.isfinite(value) & jnp.isfinite(size)
+            kept = jax.tree.map(lambda new, old: jax.lax.select(finite, new, old), updated, (params, state.optimizer))
+            params, optimizer = moves.to_parameters(kept[0]), kept[1]
         # The optimizer counts the updates that were not skipped, and its rate is that of its own count.
         count = next((count for _, count in optax.tree.get_all_with_path(state.optimizer, "count")), state.step)
         metrics = {"loss": value, **aux, "gradient_norm": size, "learning_rate": jnp.asarray(rate(count))}
