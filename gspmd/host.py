@@ -166,7 +166,7 @@ def keep_compiled(wanted: bool = True) -> str:
     # A disk that is full later on costs a compilation, and no run: JAX goes on, with a warning for each program.
     warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache entry")
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    return str(folder)
+    return f"kept in {folder}"
 
 
 def _cpu() -> str:

@@ -22,7 +22,7 @@ from gspmd.training.optimizer import adamw
 from gspmd.training.optimizer import schedule as rate_by_step
 from gspmd.training.optimizer.int8 import block_faults
 from gspmd.training.optimizer.masters import with_masters
-from gspmd.training.state import TrainState, abstract_initial, initial
+from gspmd.training.state import TrainState, abstract_initial, initial, shardings
 from gspmd.training.step import Microbatches, Step, make_step, plan_moves
 from gspmd.training.toml import ConfigError
 
@@ -156,6 +156,25 @@ def _cast(value: jax.Array | jax.ShapeDtypeStruct, dtype: Any) -> jax.Array | ja
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(value.shape, dtype, sharding=value.sharding)
     return value.astype(dtype)
+
+
+def abstract_gradients(
+    model: Transformer, params: Parameters, mesh: jax.sharding.Mesh, frozen: Sequence[str] = ()
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of the gradients of all parameters that are trained, once they are no partial sums.
+
+    Partial ones are settled in the optimizer's layout, as ZeRO-2 has it.
+
+    Args:
+        model: possibly abstract.
+        params: the parameters, or their shapes.
+        mesh: the mesh.
+        frozen: as of `training_step`.
+    """
+    specs, kept = gradient_specs(model.config, model.layout), optimizer_specs(model.config, model.layout)
+    placed = shardings({path: kept[path] if spec.partial else spec for path, spec in specs.items()}, mesh)
+    shapes = {path: params[path] for path in trained_paths(model.config, model.layout, frozen)}
+    return {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed[path]) for path, x in shapes.items()}
 
 
 def evaluation_step(model: Transformer, microbatches: int = 1) -> Callable[[Parameters, jax.Array], jax.Array]:

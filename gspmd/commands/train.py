@@ -9,8 +9,8 @@
 Figures, events, checkpoints and pictures go to --out.
 """
 
-import math
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,17 +19,15 @@ from typing import Annotated, Any
 
 import jax
 import tyro
-from jax.sharding import Mesh
 from rich.console import Console
 
 import gspmd
 import gspmd_models as models
 from gspmd import host
 from gspmd.commands import configs
+from gspmd.commands.header import in_short, show_run, show_tensors
 from gspmd.display import console as printing
-from gspmd.display.units import amount_of_flops
-from gspmd.layouts import Layout
-from gspmd.pipeline.schedule import Schedule
+from gspmd.display.progress import Progress
 from gspmd.training import (
     ConfigError,
     OptimizerConfig,
@@ -42,16 +40,16 @@ from gspmd.training import (
     processes,
 )
 from gspmd.training.arrangement import Arrangement, arrange
-from gspmd.training.reporting import report
+from gspmd.training.reporting import memory, report, speed
+from gspmd.training.reporting.metrics import Metrics
+from gspmd.training.reporting.weights_and_biases import check_installed
 from gspmd.training.run.folder import choose_out
 from gspmd.training.run.relayout import check_same_form
 from gspmd.training.state import TrainState, shardings
 from gspmd.training.step import Step, jit_step
 from gspmd_models import ModelConfig, checkpoints, step
 from gspmd_models.finetuning.config import LoraConfig
-from gspmd_models.finetuning.freezing import trained_paths
 from gspmd_models.finetuning.merging import merge, with_adapters
-from gspmd_models.parameters import stages_axes
 from gspmd_models.remat.prediction import show_remat
 
 CALLED = "gspmd train"
@@ -66,6 +64,8 @@ class Settings:
     configs/finetune.toml with --from."""
     explain: bool = False
     """Compile the training step, print what it sends beside what was planned, and stop."""
+    compile_cache: bool = True
+    """Whether compiled programs are kept on disk, where the next start finds them."""
     checkpoint: Annotated[str, tyro.conf.arg(name="from")] = ""
     """Folder of a public checkpoint, whose model, weights and tokenizer the run begins with; of [model] only remat
     counts."""
@@ -104,7 +104,9 @@ def main(argv: Sequence[str], script: str = "") -> int:
 
 def train(settings: Settings, called: str = CALLED) -> None:
     """Check everything that can be checked without compiling, and train."""
-    training, sharding = settings.training, settings.sharding
+    training, sharding, began = settings.training, settings.sharding, time.monotonic()
+    if training.log:
+        check_installed()
     tokenizer = checkpoints.tokenizer(training.tokenizer) if training.tokenizer else None
     if tokenizer:
         tokenizer.ends = tokenizer.ends or data.usual_ends(tokenizer.backend)
@@ -112,11 +114,14 @@ def train(settings: Settings, called: str = CALLED) -> None:
     if tokenizer and training.sample_bytes and not tokenizer.encode(training.prompt):
         fault = f"the tokenizer has no token for {training.prompt!r}; give another --prompt, or --sample-bytes 0."
         raise ConfigError("cannot begin the generated text:", [fault])
-    arrangements = arrange(training, sharding, settings.model.sizes(training.batch, training.length))
     console = printing.console(120) if processes.first() else Console(quiet=True)
-    show_run(console, settings, arrangements)
-    states = [abstract_state(settings, arrangement) for arrangement in arrangements]
-    check_same_form([*zip(map(str, arrangements), states)])
+    with Progress(console, "Starting the devices") as progress:
+        kept = host.keep_compiled(settings.compile_cache)
+        arrangements = arrange(training, sharding, settings.model.sizes(training.batch, training.length))
+        progress.begin("Reading the settings")
+        states = [abstract_state(settings, arrangement) for arrangement in arrangements]
+        check_same_form([*zip(map(str, arrangements), states)])
+    show_run(console, settings, arrangements, kept)
     if settings.explain:
         for arrangement, state in zip(arrangements, states):
             explain(console, settings, arrangement, state)
@@ -135,16 +140,25 @@ def train(settings: Settings, called: str = CALLED) -> None:
     with command.interrupts(out, called):
         if tokenizer and processes.first():
             checkpoints.keep_tokenizer(out / "tokenizer", tokenizer, settings.checkpoint)
-        state = fit(training, programs, corpus, out, console, command.kept_settings(settings))
-        last = arrangements[-1]
-        with last.context():
-            trained = merge(models.with_arrays(abstract_model(settings, last), state.params))
-            text = partial(sample, training, trained, tokenizer) if training.sample_bytes else None
-            name = f"{out.resolve().name} · {in_short(settings, last)}"
-            if processes.first():
-                report.finish(console, out, name, training.prompt, text)
-            elif text:
-                text()  # a program of all processes
+        last, kept_settings = arrangements[-1], command.kept_settings(settings)
+
+        def finish(state: TrainState, metrics: Metrics | None) -> None:
+            with last.context():
+                trained = merge(models.with_arrays(abstract_model(settings, last), state.params))
+                text = partial(sample, training, trained, tokenizer) if training.sample_bytes else None
+                name = f"{out.resolve().name} · {in_short(settings, last)}"
+                if metrics is not None:
+                    report.finish(console, out, name, training.prompt, text, metrics)
+                elif text:
+                    text()  # a program of all processes
+
+        fit(training, programs, corpus, out, console, kept_settings, finish)
+        if processes.first():
+            moe = settings.model.moe
+            prompt = training.prompt if moe is None or moe.causal else None
+            report.closing(
+                console, out, time.monotonic() - began, command.next_commands(out, training.steps, prompt, called)
+            )
 
 
 def of_checkpoint(settings: Settings, argv: Sequence[str]) -> Settings:
@@ -208,7 +222,7 @@ def make_program(console: Console, settings: Settings, arrangement: Arrangement)
         console.print(f"After step {arrangement.after}: {arrangement}.", markup=False)
     show_tensors(console, settings, layout, mesh)
     with arrangement.context():
-        with console.status("Building the model and planning its step …"):
+        with Progress(console, "Building the model") as progress:
             model, state = abstract_model(settings, arrangement), abstract_state(settings, arrangement)
             if not (arrangement.after or training.resume):
                 begun = begin(console, settings, arrangement)
@@ -218,9 +232,12 @@ def make_program(console: Console, settings: Settings, arrangement: Arrangement)
             place, part = processes.placer(batch, training.batch), processes.part_of(batch, training.batch)
             evaluate = jax.jit(step.evaluation_step(model, training.microbatches))
             tokens = models.abstract_batch(layout, mesh, training.batch, training.length)
+            progress.begin("Planning the training step")
             plan = gspmd.trace(update, state, tokens, key)
         console.print(plan.table())
-    return Program(state, update, evaluate, place, key, part, arrangement.context)
+    flops = training.batch * training.length * settings.model.flops_per_token(training.length)
+    gradients, peak = gradients_of(settings, model, state, mesh), speed.peak_flops([*mesh.devices.flat], training.dtype)
+    return Program(state, update, evaluate, place, key, part, arrangement.context, gradients, flops, peak)
 
 
 def build_step(settings: Settings, model: models.Transformer) -> Step:
@@ -231,6 +248,11 @@ def build_step(settings: Settings, model: models.Transformer) -> Step:
     )
 
 
+def gradients_of(settings: Settings, model: models.Transformer, state: TrainState, mesh: Any) -> Any:
+    """Shapes, dtypes and shardings of the gradients, for the table of bytes."""
+    return step.abstract_gradients(model, state.params, mesh, settings.training.frozen)
+
+
 def explain(console: Console, settings: Settings, arrangement: Arrangement, state: TrainState) -> None:
     """What one training step really sends, and what was planned; nothing is allocated and nothing runs."""
     training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
@@ -239,62 +261,17 @@ def explain(console: Console, settings: Settings, arrangement: Arrangement, stat
         update: Any = jit_step(build_step(settings, model), state)
         args = state, models.abstract_batch(layout, mesh, training.batch, training.length), models.abstract_key(mesh)
         show_tensors(console, settings, layout, mesh)
-        with console.status("Compiling the training step …"):
-            plan, ledger = gspmd.trace(update, *args), gspmd.ledger(update.lower(*args).compile())
+        with Progress(console, "Planning the training step") as progress:
+            plan = gspmd.trace(update, *args)
+            progress.begin("Compiling the training step")
+            compiled = update.lower(*args).compile()
+            ledger = gspmd.ledger(compiled)
+        held = memory.table(state, gradients_of(settings, model, state, mesh), compiled)
     comparison = ledger.compare(plan)
-    console.print(ledger.table(), "", comparison.table(), sep="\n")
+    console.print(held, ledger.table(), "", comparison.table(), sep="\n")
     show_remat(console, settings.model, layout, mesh, training.batch, training.length, training.dtype)
     if comparison.differing:
         console.print(comparison.steps_table())
-
-
-def show_run(console: Console, settings: Settings, arrangements: Sequence[Arrangement]) -> None:
-    """The header: what is run, and on what."""
-    (layout, mesh), changes = (arrangements[0].layout, arrangements[0].mesh), arrangements[1:]
-    training, model, sharding = settings.training, settings.model, settings.sharding
-    flops = training.batch * training.length * model.flops_per_token(training.length)
-    lines = {
-        "devices": host.describe(list(mesh.devices.flat)),
-        "mesh": f"{', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())} ({sharding.axis_types} axes)",
-        "layout": f"{layout.name}, lowering {layout.lowering or 'auto'}",
-        "model": f"{model.num_parameters:,} parameters, {model.num_active_parameters:,} of them active per token",
-        "step": f"{training.batch} × {training.length} tokens, {amount_of_flops(flops)} in {training.dtype}, "
-        f"remat {model.remat}",
-    }
-    if processes.count() > 1:
-        lines["devices"] += f", in {processes.count()} processes"
-    if changes:
-        lines["then"] = "; ".join(f"after step {change.after} {change}" for change in changes)
-    if axes := stages_axes(layout):
-        table = Schedule.of(sharding.schedule, mesh.shape[axes[0]], training.microbatches)
-        lines["pipeline"] = table.describe()
-    trained, shapes = trained_paths(model, layout, training.frozen), models.parameter_specs(model, layout)
-    if len(trained) < len(shapes):
-        lines["trained"] = f"{sum(math.prod(shapes[path][1]) for path in trained):,} parameters, the others frozen"
-    if layout.chosen:
-        lines["alternatives"] = "; ".join(layout.chosen)
-    if layout.padding:
-        sizes = model.sizes(training.batch, training.length)
-        wide = {dim: size for dim, size in layout.padded(sizes).items() if size != sizes[dim]}
-        lines["padding"] = ", ".join(f"{dim} from {sizes[dim]} to {size}" for dim, size in wide.items()) or "none"
-    if moe := model.moe:
-        lines["experts"] = f"{moe.experts}, router {moe.router}, dispatch {moe.dispatch}"
-    report.header(console, lines)
-
-
-def show_tensors(console: Console, settings: Settings, layout: Layout, mesh: Mesh) -> None:
-    """Where every tensor stands."""
-    training, model = settings.training, settings.model
-    report.show_tensors(console, "Parameters", models.parameter_specs(model, layout), mesh)
-    activations = models.activation_specs(model, layout, training.batch, training.length)
-    report.show_tensors(console, "Activations", activations, mesh, training.dtype)
-
-
-def in_short(settings: Settings, arrangement: Arrangement) -> str:
-    """The run in a few words, for its pictures."""
-    experts = f", {settings.model.moe.experts} experts" if settings.model.moe else ""
-    devices = arrangement.mesh.size
-    return f"{arrangement.layout.name} on {devices} device{'s' * (devices > 1)}{experts}"
 
 
 def sample(training: TrainingConfig, model: models.Transformer, tokenizer: checkpoints.Tokenizer | None = None) -> str:

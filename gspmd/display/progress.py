@@ -1,4 +1,4 @@
-"""Progress of what takes long, so that nothing is silent for more than three seconds."""
+"""Progress of what takes long, so that nothing is silent for more than three seconds, or a hundredth of its time."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,9 @@ from rich.text import Text
 from gspmd.display.units import amount_of_bytes
 
 _EVERY, _SOON, _POLL = 2.0, 0.8, 0.2
-"""Seconds where there is no terminal: between two lines, to the first one at least, between looks whether one is due."""
+"""Seconds where there is no terminal: between two lines, to the first one at least, and between two looks at these."""
+_SHARE, _SELDOM = 1 / 150, 60.0
+"""What takes long is said more seldom: after this share of the time it has taken, and at least once a minute."""
 
 What = str | Callable[[], str]
 
@@ -32,7 +34,8 @@ class Progress:
     _said: ClassVar[float] = time.monotonic()
 
     def __init__(self, console: Console | None, doing: What):
-        self._console, self._what, self._began = console, doing, time.monotonic()
+        self._console, self._what = console, doing
+        self._since = self._began = time.monotonic()
         self._live = console is not None and console.is_terminal
         self._status: Any = console.status(self) if console is not None and self._live else nullcontext()
         self._over = Event()
@@ -46,12 +49,18 @@ class Progress:
     def say(self, doing: What) -> None:
         """Change what is said, and say it, if it is time; only then is a function asked."""
         self._what = doing
-        if not self._live and time.monotonic() - Progress._said >= _EVERY:
+        if not self._live and self.due:
             self._line()
 
     def begin(self, doing: What) -> None:
         """Begin with something else, whose time counts from now."""
         self._what, self._began = doing, time.monotonic()
+
+    @property
+    def due(self) -> bool:
+        """Whether nothing has been said for so long that it is time for a line."""
+        now = time.monotonic()
+        return now - Progress._said >= max(_EVERY, min(_SELDOM, _SHARE * (now - self._since)))
 
     def counter(self, doing: str, whole: int) -> Callable[[int], None]:
         """Return a function that is told, again and again, how many more bytes of the whole are done."""
@@ -70,7 +79,7 @@ class Progress:
         return read
 
     def __enter__(self) -> "Progress":
-        self._began = time.monotonic()
+        self._since = self._began = time.monotonic()
         # Not two seconds from now: what came before may have been as silent. Tables do not pass through here.
         Progress._said = max(Progress._said, self._began - max(0.0, _EVERY - _SOON))
         Progress._open.append(self)
@@ -95,7 +104,7 @@ class Progress:
     def _watch(self) -> None:
         """Say it again while nothing else is said, such as by a call that does not return for minutes."""
         while not self._over.wait(_POLL):
-            if Progress._open[-1:] == [self] and time.monotonic() - Progress._said >= _EVERY:
+            if Progress._open[-1:] == [self] and self.due:
                 self._line()
 
     def _line(self) -> None:

@@ -20,6 +20,19 @@ def amount_of_seconds(amount: float) -> str:
     return "0 µs" if not amount else _scaled(amount * 1e9, ("ns", "µs", "ms", "s"))
 
 
+def duration(seconds: float) -> str:
+    """A time of day-to-day length, in its two largest units.
+
+    >>> duration(7.6), duration(272), duration(3600 * 50)
+    ('8 s', '4 min 32 s', '2 d 2 h')
+    """
+    rest, parts = round(seconds), []
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        count, rest = divmod(rest, size)
+        parts += [f"{count} {unit}"] if count or parts or unit == "s" else []
+    return " ".join(parts[:2])
+
+
 def _scaled(amount: float, units: tuple[str, ...]) -> str:
     for unit in units[:-1]:
         if amount < 999.5:  # what rounds to 1000 belongs to the next unit

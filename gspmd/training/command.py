@@ -264,6 +264,27 @@ def _carried_over(settings: dict[str, Any], given: Mapping[str, str | None]) -> 
     return settings | {"training": training, "sharding": kept}
 
 
+def next_commands(out: Path, steps: int, prompt: str | None, called: str = "") -> dict[str, str]:
+    """The commands that train a run on, and that sample from it, by what they do.
+
+    Args:
+        out: the run's folder.
+        steps: that it has done.
+        prompt: the beginning of the text; None if the model cannot generate any.
+        called: as of `guarded`; if not given, the file beside `sys.argv[0]` samples.
+
+    Example:
+        >>> next_commands(Path("runs/001"), 800, "def ", "gspmd train")["to sample from it"]
+        "gspmd generate --checkpoint runs/001 --prompt 'def '"
+    """
+    commands = {"to train on": f"{_resume_command(out, called)} --steps {2 * steps}"}
+    if prompt is not None:
+        script = shlex.quote(str(Path(sys.argv[0]).with_name("generate.py")))
+        generate = f"{called.split()[0]} generate" if called else f"python {script}"
+        commands["to sample from it"] = f"{generate} {shlex.join(['--checkpoint', str(out), '--prompt', prompt])}"
+    return commands
+
+
 def _resume_command(out: Path, called: str) -> str:
     """The command that resumes this run; its settings are in its folder."""
     program = f"python {shlex.quote(sys.argv[0])}"
@@ -274,6 +295,6 @@ def kept_settings(settings: Any) -> dict[str, Any]:
     """The settings to save for a resume, with absolute paths, without those of one start only."""
     kept = to_mapping(beside(settings, Path.cwd()))
     kept.pop("config", None)
-    for name in ("resume", "resume_step"):
+    for name in ("resume", "resume_step", "profile"):
         kept.get("training", {}).pop(name, None)
     return kept

@@ -12,7 +12,7 @@ import tyro
 
 from gspmd.lowerings.default import LOWERINGS
 from gspmd.pipeline.schedule import SCHEDULES
-from gspmd.training.flags import layout_beside, parse_mesh, parse_processes, parse_relayout
+from gspmd.training.flags import layout_beside, parse_mesh, parse_processes, parse_profile, parse_relayout
 from gspmd.training.toml import ConfigError, load_toml, not_a_choice, not_negative, positive
 
 __all__ = ["ConfigError", "OptimizerConfig", "ShardingConfig", "TrainingConfig", "load_toml", "parse_mesh"]
@@ -70,6 +70,10 @@ class TrainingConfig:
     """Seed of parameters, order of the data, and the router's noise."""
     relayout: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A change of layout after a step, such as 200=zero-3, or 200=zero-3:x=4,y=2 with its mesh; repeatable."""
+    log: Literal["wandb"] | None = None
+    """Where figures, pictures and texts go beside metrics.jsonl and TensorBoard: wandb for Weights & Biases."""
+    profile: str = ""
+    """Steps to profile, FROM:TO, such as 20:24; the XProf trace goes to profile/ in the run's folder."""
     prompt: str = "def "
     """What the generated text at the end begins with."""
     sample_bytes: int = 256
@@ -94,6 +98,7 @@ class TrainingConfig:
         if not 0 < self.validation_fraction < 1:
             faults.append(f"validation_fraction must be between 0 and 1, but is {self.validation_fraction}.")
         _check_relayouts(self.relayout, self.steps, faults)
+        _check_profile(self.profile, self.steps, faults)
         _literals(self, faults)
         _refuse("training", faults)
 
@@ -225,6 +230,19 @@ def _check_relayouts(changes: tuple[str, ...], steps: int, faults: list[str]) ->
             before = f"the change before it is after step {last}" if last else "1 is the first step"
             faults.append(f"{begins}{before}; name a later one.")
         last = max(last, change.after)
+
+
+def _check_profile(text: str, steps: int, faults: list[str]) -> None:
+    """Add a fault if the steps of a profile cannot be read, or are not steps of the run."""
+    if not text:
+        return
+    try:
+        _, last = parse_profile(text)
+    except ConfigError as error:
+        faults.extend(error.faults)
+        return
+    if last > steps:
+        faults.append(f"profile is {text!r}, but the run has {steps} steps; name earlier ones.")
 
 
 def _literals(config: object, faults: list[str]) -> None:

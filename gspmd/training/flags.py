@@ -1,4 +1,4 @@
-"""Flags with a syntax of their own: a mesh, a change of layout, and the processes of a run."""
+"""Flags with a syntax of their own: a mesh, a change of layout, the processes of a run, the steps of a profile."""
 
 import os
 from dataclasses import dataclass, replace
@@ -124,3 +124,24 @@ def parse_mesh(text: str) -> dict[str, int]:
     if faults:
         raise ConfigError(f"cannot read mesh {text!r}:", [f"mesh {text!r}: {fault}" for fault in faults])
     return mesh
+
+
+def parse_profile(text: str) -> tuple[int, int]:
+    """Parse the first and the last step that a profile covers.
+
+    Example:
+        >>> parse_profile("20:24")
+        (20, 24)
+
+    Raises:
+        ConfigError: the text is not FROM:TO, with 1 at least for FROM, and FROM at least for TO.
+    """
+    first, colon, last = (part.strip() for part in text.partition(":"))
+    if not (colon and first.isdecimal() and last.isdecimal()):
+        raise ConfigError("cannot profile:", [f"profile must read FROM:TO, such as 20:24, but is {text!r}."])
+    begin, end = int(first), int(last)
+    if begin < 1:
+        raise ConfigError("cannot profile:", [f"profile is {text!r}, but 1 is the first step."])
+    if end < begin:
+        raise ConfigError("cannot profile:", [f"profile is {text!r}, but step {end} comes before step {begin}."])
+    return begin, end

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from gspmd.annotate import Spec
 from gspmd.training.reporting import plots, report, tables
+from gspmd.training.reporting.metrics import Metrics
 
 
 @pytest.fixture
@@ -175,7 +176,8 @@ def test_a_dense_model_has_no_load(tmp_path):
 
 def test_sample_may_hold_anything(console, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "bits_per_byte": 1.4}\n')
-    report.finish(console, tmp_path, "mine", "def ", lambda: "def [/bold] f\x00\x07(x):\n    return")
+    with Metrics(tmp_path, resumed_at=1) as metrics:
+        report.finish(console, tmp_path, "mine", "def ", lambda: "def [/bold] f\x00\x07(x):\n    return", metrics)
     assert (tmp_path / "sample.txt").read_text() == "def [/bold] f\x00\x07(x):\n    return"
     shown = console.file.getvalue()
     assert "def [/bold] f" in shown

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from gspmd.display.units import amount_of_bytes, duration
 from gspmd.training.checkpoints import checksums, restore
 from gspmd.training.disk import sync
 from gspmd.training.state import TrainState
@@ -33,10 +35,11 @@ class Checkpoints:
     Args:
         out: the run's folder.
         keep: number of the newest checkpoints to keep.
+        tell: called with a line for every save that is complete, by `check`, `wait` and the next `save`.
     """
 
-    def __init__(self, out: str | Path, *, keep: int = 2):
-        self._out, self._keep = Path(out), keep
+    def __init__(self, out: str | Path, *, keep: int = 2, tell: Callable[[str], None] = lambda saved: None):
+        self._out, self._keep, self._tell = Path(out), keep, tell
         self._folder = restore.folder_of(out)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._primary = jax.process_index() == 0
@@ -61,7 +64,7 @@ class Checkpoints:
         Raises:
             OSError: this or the last save could not be written.
         """
-        step = int(state.step)
+        step, began = int(state.step), time.monotonic()
         self.wait()
         if step in self._steps:
             return
@@ -71,7 +74,7 @@ class Checkpoints:
             folder = self._folder / f"{step}{_PARTIAL}"
             self._writer.save(folder, args=ocp.args.Composite(**items), force=True)
         self._steps.add(step)
-        self._saving = self._thread.submit(self._complete, step, folder)
+        self._saving = self._thread.submit(self._complete, step, folder, began)
 
     def check(self) -> None:
         """Raise OSError if a save has failed; without waiting for one in progress."""
@@ -82,7 +85,7 @@ class Checkpoints:
         """Wait until the save in progress is complete. Raises OSError if it could not be written."""
         saving, self._saving = self._saving, None
         if saving is not None:
-            saving.result()
+            self._tell(saving.result())
 
     def restore(
         self, like: TrainState, step: int | None = None, tell: Callable[[str], None] = print
@@ -131,11 +134,13 @@ class Checkpoints:
             self._thread.shutdown()
             self._writer.close()
 
-    def _complete(self, step: int, folder: Path) -> None:
+    def _complete(self, step: int, folder: Path, began: float) -> str:
         with self._writing(step):
             self._writer.wait_until_finished()
+            said = f"step {step}: checkpoint saved in {duration(time.monotonic() - began)}"
             if not self._primary:
-                return
+                return said
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             checksums.write(folder)
             folder.rename(self._folder / str(step))
             sync(self._folder)
@@ -143,6 +148,7 @@ class Checkpoints:
                 # Renamed first: a removal that is killed leaves no checkpoint with files missing.
                 (self._folder / str(old)).rename(self._folder / f"{old}{_PARTIAL}")
             self._clear(f"*{_PARTIAL}*", f"*{_ASIDE}")
+            return f"{said}, {amount_of_bytes(size)}"
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:

@@ -1,5 +1,6 @@
-"""TensorBoard events of a run: scalars, scalars per layer, and a histogram per layer of experts."""
+"""TensorBoard events of a run: scalars, scalars per layer, a histogram per layer of experts, pictures and texts."""
 
+import os
 import socket
 import time
 from pathlib import Path
@@ -7,8 +8,9 @@ from typing import Any
 
 import numpy as np
 from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import RecordWriter
-from tensorboardX.summary import histogram_raw, scalar
+from tensorboardX.summary import histogram_raw, scalar, text
 
 # Between two flushes, each of which waits for the disk.
 _SECONDS = 10
@@ -25,7 +27,8 @@ class Events:
     def __init__(self, out: str | Path, resumed_at: int | None = None):
         folder = Path(out) / "events"
         folder.mkdir(exist_ok=True)
-        self._file = RecordWriter(str(folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"))
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = RecordWriter(str(folder / name))
         self._due = 0.0
         self._write(Event(file_version="brain.Event:2"))
         if resumed_at is not None:
@@ -42,6 +45,17 @@ class Events:
             else:
                 self._add(step, scalar(f"{name}_largest/layer_{layer}", float(of_layer.max() * len(of_layer))))
                 self._add(step, histogram_raw(f"{name}/layer_{layer}", **_buckets(of_layer)))
+
+    def text(self, step: int, name: str, markdown: str) -> None:
+        """Add a text."""
+        self._add(step, text(name, markdown))
+
+    def picture(self, step: int, name: str, png: Path) -> None:
+        """Add a picture, as it is in the file."""
+        data = png.read_bytes()
+        width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))  # of the header, IHDR
+        image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=data)
+        self._add(step, Summary(value=[Summary.Value(tag=name, image=image)]))
 
     def close(self) -> None:
         """Close the file."""

@@ -1,23 +1,19 @@
-"""Metrics of a run: one JSON object per step, TensorBoard events, and a progress bar."""
+"""Metrics of a run: one JSON object per step, TensorBoard events, and Weights & Biases if it is asked for."""
 
 import json
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gspmd.training.reporting.events import Events
+from gspmd.training.reporting.weights_and_biases import WeightsAndBiases
 from gspmd.training.toml import ConfigError
 
 _FILE = "metrics.jsonl"
-# A terminal gets a bar; a log file gets this many lines.
-_LINES = 20
 
 
 class Metrics:
@@ -26,16 +22,32 @@ class Metrics:
     Args:
         out: the run's folder.
         resumed_at: the step that the run resumes from; later figures are dropped.
+        settings: of the run, for the events.
+        log: "wandb" to log to Weights & Biases too.
+
+    Raises:
+        ConfigError: what `log` names is not installed.
     """
 
-    def __init__(self, out: str | Path, *, resumed_at: int | None = None):
+    def __init__(
+        self,
+        out: str | Path,
+        *,
+        resumed_at: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+        log: str | None = None,
+    ):
         path, beside = Path(out) / _FILE, Path(out) / f"{_FILE}.tmp"
         kept = [] if resumed_at is None else [row for row in read(out) if "loss" in row and row["step"] <= resumed_at]
         # Complete before it replaces the old file, so that a full disk loses no figures.
         beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         beside.replace(path)
         self._file = path.open("a", encoding="utf-8")
-        self._events = Events(out, resumed_at)
+        self._sinks: list[Any] = [Events(out, resumed_at)]
+        if log:
+            self._sinks.append(WeightsAndBiases(out, settings or {}))
+        if settings:
+            self.text(resumed_at or 0, "settings", f"```json\n{json.dumps(settings, indent=2)}\n```")
 
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
         """Add one object, and events.
@@ -51,13 +63,24 @@ class Metrics:
         self._file.flush()
         for name, value in figures.items():
             if value is not None:
-                self._events.add(step, name, np.asarray(value))
+                for sink in self._sinks:
+                    sink.add(step, name, np.asarray(value))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Add a text, in Markdown, to the events."""
+        for sink in self._sinks:
+            sink.text(step, name, text)
+
+    def picture(self, step: int, name: str, png: Path) -> None:
+        """Add a picture to the events."""
+        for sink in self._sinks:
+            sink.picture(step, name, png)
 
     def __enter__(self) -> "Metrics":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for each in (self._file, self._events):
+        for each in (self._file, *self._sinks):
             try:
                 each.close()
             except OSError:
@@ -82,48 +105,18 @@ def read(out: str | Path) -> list[dict[str, Any]]:
     return [row for row in rows if row is not None]
 
 
+def best_validation(out: str | Path) -> tuple[float | None, int | None]:
+    """The best bits per byte of held-out text in `<out>/metrics.jsonl`, and the step they are of; None without any."""
+    scored = [(row["val_bits_per_byte"], row["step"]) for row in read(out) if row.get("val_bits_per_byte") is not None]
+    return min(scored, default=(None, None))
+
+
 def _object(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
     except json.JSONDecodeError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-
-
-class Display:
-    """A progress bar with loss, bits per byte, tokens per second and remaining time."""
-
-    def __init__(self, console: Console, steps: int, done: int = 0):
-        self._console, self._steps, self._began, self._done = console, steps, time.monotonic(), done
-        self._pace = 0.0  # tokens per second, averaged over about ten steps
-        columns = (
-            TextColumn("[bold]step {task.completed}/{task.total}"),
-            BarColumn(bar_width=None),
-            TextColumn("loss [cyan]{task.fields[loss]}"),
-            TextColumn("[green]{task.fields[bits]}[/] bits/byte"),
-            TextColumn("[magenta]{task.fields[rate]}[/] tokens/s"),
-            TimeRemainingColumn(compact=True),
-        )
-        self._bar = Progress(*columns, console=console, expand=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("", total=steps, completed=done, loss="–", bits="–", rate="–")
-
-    def update(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Show the figures of a step."""
-        loss, bits = f"{figures['loss']:.3f}", f"{figures['bits_per_byte']:.3f}"
-        self._pace = 0.9 * (self._pace or figures["tokens_per_second"]) + 0.1 * figures["tokens_per_second"]
-        rate = f"{self._pace:,.0f}"
-        self._bar.update(self._task, completed=step, loss=loss, bits=bits, rate=rate)
-        if not self._console.is_terminal and (step % max(1, self._steps // _LINES) == 0 or step in (1, self._steps)):
-            left = (time.monotonic() - self._began) / (step - self._done) * (self._steps - step)
-            line = f"step {step}/{self._steps}  loss {loss}  {bits} bits/byte  {rate} tokens/s  {left:.0f} s left"
-            self._console.print(line)
-
-    def __enter__(self) -> "Display":
-        self._bar.__enter__()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._bar.__exit__(kind, error, trace)
 
 
 def _plain(value: Any) -> Any:

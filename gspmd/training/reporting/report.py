@@ -1,6 +1,7 @@
-"""Console output of a run: header, tables before the first step, plots and a text sample at the end."""
+"""Console output of a run: header, tables before the first step; plots, a sample and a closing box at the end."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,13 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
+from rich.rule import Rule
 from rich.table import Table
 
-from gspmd.training.reporting import metrics, plots, tables
+from gspmd.display.progress import Progress
+from gspmd.display.units import duration
+from gspmd.training.reporting import plots, tables
+from gspmd.training.reporting.metrics import Metrics, best_validation, read
 
 
 def header(console: Console, lines: Mapping[str, str]) -> None:
@@ -36,7 +41,9 @@ def show_tensors(console: Console, title: str, placed: tables.Placed, mesh: Any,
     console.print(tables.tensors(title, placed, dict(mesh.shape), itemsize))
 
 
-def finish(console: Console, out: Path, name: str, prompt: str, sample: Callable[[], str] | None) -> None:
+def finish(
+    console: Console, out: Path, name: str, prompt: str, sample: Callable[[], str] | None, metrics: Metrics
+) -> None:
     """Draw the plots, and write and print generated text.
 
     Args:
@@ -45,16 +52,62 @@ def finish(console: Console, out: Path, name: str, prompt: str, sample: Callable
         name: of the run, for the plots.
         prompt: the beginning of the text.
         sample: generates the text, prompt included; None for no sample.
+        metrics: where plots and text are added too.
     """
-    rows = metrics.read(out)
-    drawn = [out / "loss.png"]
-    plots.loss_curve(rows, drawn[0], name)
-    if plots.expert_load(rows, out / "experts.png", name):
-        drawn.append(out / "experts.png")
-    console.print("Drawn: " + ", ".join(map(str, drawn)))
+    rows = read(out)
+    step = rows[-1]["step"]
+    with Progress(console, "Drawing the loss curve") as progress:
+        plots.loss_curve(rows, out / "loss.png", name)
+        metrics.picture(step, "loss curve", out / "loss.png")
+        progress.begin("Drawing the load of the experts")
+        if plots.expert_load(rows, out / "experts.png", name):
+            metrics.picture(step, "expert load", out / "experts.png")
     if sample is not None:
-        text = sample()
+        with Progress(console, "Generating a sample of text"):
+            text = sample()
         (out / "sample.txt").write_text(text, encoding="utf-8")
         printable = "".join(mark if mark.isprintable() or mark in "\n\t" else "·" for mark in text.removeprefix(prompt))
+        metrics.text(step, "sample", "\n".join(f"    {line}" for line in f"{prompt}{printable}".splitlines()))
         shown = f"[bold]{escape(prompt)}[/]{escape(printable)}"
         console.print(Panel(shown, title="generated text", title_align="left", border_style="dim"))
+
+
+def closing(console: Console, out: Path, seconds: float, commands: Mapping[str, str]) -> None:
+    """Print what a run has come to: time, scores, files, and the commands to go on with.
+
+    Args:
+        console: where to print.
+        out: the run's folder.
+        seconds: that this start has taken.
+        commands: by what they do. Each is one line without a border, however long, so that it can be copied.
+    """
+    rows = read(out)
+    trained = [row for row in rows if row.get("tokens_per_second")]
+    facts = {"steps": f"{rows[-1]['step']:,}"}
+    if trained:
+        facts["steps"] += f", {_mean(trained, 'tokens_per_second'):,.0f} tokens per second on average"
+        facts["steps"] += f", {_mean(trained, 'mfu'):.1%} MFU" if trained[-1].get("mfu") else ""
+    last, (best, step) = rows[-1].get("val_bits_per_byte"), best_validation(out)
+    if last is not None:
+        facts["held-out text"] = f"{last:.3f} bits per byte at the end; the best was {best:.3f}, at step {step:,}"
+    files = {
+        "checkpoints": ["checkpoints"],
+        "figures": ["metrics.jsonl", "events"],
+        "pictures": ["loss.png", "experts.png"],
+    }
+    for name, parts in (files | {"text": ["sample.txt"], "profile": ["profile"]}).items():
+        if there := [str(out / part) for part in parts if (out / part).exists()]:
+            facts[name] = ", ".join(there)
+    rule = partial(Rule, align="left", style="dim", characters="─")
+    console.print(rule(f"[dim]──[/] [bold green]done[/] in {duration(seconds)}"))
+    for name, fact in facts.items():
+        console.print(f"  [dim]{name:<14}[/] {escape(fact)}", soft_wrap=True, highlight=False)
+    for what, line in commands.items():
+        console.print(f"\n  [dim]{what}[/]\n  [bold cyan]{escape(line)}[/]", soft_wrap=True, highlight=False)
+    console.print(rule())
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    """The mean of a rate over steps that each do the same work."""
+    rates = [row[name] for row in rows if row.get(name)]
+    return len(rates) / sum(1 / rate for rate in rates)

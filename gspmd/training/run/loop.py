@@ -4,7 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -15,19 +15,26 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from gspmd.display.progress import Progress
+from gspmd.display.units import duration
 from gspmd.training import data, processes
 from gspmd.training.checkpoints import Checkpoints, newest, save_settings
 from gspmd.training.config import TrainingConfig
 from gspmd.training.data.split import count_of
-from gspmd.training.reporting.metrics import Display, Metrics
+from gspmd.training.reporting import memory
+from gspmd.training.reporting.display import Display
+from gspmd.training.reporting.experts import DeadExperts
+from gspmd.training.reporting.metrics import Metrics, best_validation
+from gspmd.training.reporting.speed import Speed
 from gspmd.training.run.guard import Diverged, Guard
+from gspmd.training.run.profile import Profile
+from gspmd.training.run.program import Program
 from gspmd.training.run.relayout import move
 from gspmd.training.run.signals import Interrupted, Stop
 from gspmd.training.state import TrainState
 
-Tree = Any
-Place = Callable[[np.ndarray], jax.Array]
-Evaluate = Callable[[Tree, jax.Array], jax.Array]
+# Steps after which dead experts are looked for where there is no validation on the way.
+_INTERVAL = 100
 
 
 class Unwritable(Exception):
@@ -45,29 +52,6 @@ class Unwritable(Exception):
         super().__init__(f"cannot write to {str(out)!r}: {reason}; {saved}.")
 
 
-@dataclass(frozen=True)
-class Program:
-    """The functions and the initial state of a run, independent of the model.
-
-    Attributes:
-        state: the initial state; on a resume, the shapes and shardings of the restored one.
-        step: (state, batch, key) -> (state, figures), as of `jit_step`; `figures` has `cross_entropy` and `non_finite`.
-        evaluate: (params, batch) -> mean cross-entropy in nats.
-        place: puts a batch of tokens, integers [B, L+1], onto the devices: the rows of it that this process reads.
-        key: the random key that the key of every step is folded from, so that nothing random depends on a resume.
-        part: which part of a batch, of how many, has these rows, as of `processes.part_of`.
-        context: entered wherever the other functions are called, such as that of an `Arrangement`.
-    """
-
-    state: TrainState
-    step: Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
-    evaluate: Evaluate
-    place: Place
-    key: jax.Array
-    part: tuple[int, int] = (0, 1)
-    context: Callable[[], AbstractContextManager] = nullcontext
-
-
 def fit(
     config: TrainingConfig,
     program: Program | Mapping[int, Callable[[], Program]],
@@ -75,6 +59,7 @@ def fit(
     out: Path,
     console: Console,
     settings: Mapping[str, Any] | None = None,
+    last: Callable[[TrainState, Metrics | None], None] | None = None,
 ) -> TrainState:
     """Train for `config.steps` updates, writing figures and checkpoints to `out`.
 
@@ -86,6 +71,8 @@ def fit(
         out: an existing folder.
         console: where progress is shown.
         settings: all settings of the run, kept in `out` for a resume.
+        last: called at the end with the last state, and with the metrics (None but in the
+            first process), which pictures and text can be added to.
 
     Returns:
         The last state.
@@ -98,28 +85,40 @@ def fit(
             next step.
     """
     programs = program if isinstance(program, Mapping) else {0: lambda: program}
-    with Stop() as stop, Checkpoints(out, keep=config.keep) as checkpoints:
-        resumed_at, position, skipped = None, None, 0
-        if config.resume:
-            tell = partial(console.print, markup=False, soft_wrap=True)
-            resumed_at = checkpoints.intact(config.resume_step, tell)
-        program = programs[max(step for step in programs if step <= (resumed_at or 0))]()
-        random = {"key": jax.random.key_data(program.key).tolist(), "rng": str(jax.random.key_impl(program.key))}
-        stream, state = data.stream(corpus, config) | random, program.state
-        if resumed_at is not None:
-            state, saved = checkpoints.restore(state, resumed_at)
-            data.check_stream(saved["stream"], stream)
-            position, skipped = saved["position"], saved["skipped"]
-            console.print(f"Resumed from step {resumed_at}.")
-        checkpoints.continue_from(resumed_at or 0)
-        if processes.first():
-            save_settings(out, settings or {})
-        with Metrics(out, resumed_at=resumed_at) if processes.first() else nullcontext() as metrics:
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    with ExitStack() as opened:
+        with Stop() as stop, Checkpoints(out, keep=config.keep, tell=say) as checkpoints:
+            resumed_at, position, skipped = None, None, 0
+            if config.resume:
+                with Progress(console, "Looking for the checkpoint"):
+                    resumed_at = checkpoints.intact(config.resume_step, say)
+            profile = Profile(config.profile, out, resumed_at or 0, record=processes.first())
+            program = programs[max(step for step in programs if step <= (resumed_at or 0))]()
+            random = {"key": jax.random.key_data(program.key).tolist(), "rng": str(jax.random.key_impl(program.key))}
+            stream, state = data.stream(corpus, config) | random, program.state
+            if resumed_at is not None:
+                with Progress(console, f"Restoring step {resumed_at}"):
+                    state, saved = checkpoints.restore(state, resumed_at)
+                data.check_stream(saved["stream"], stream)
+                position, skipped = saved["position"], saved["skipped"]
+                console.print(f"Resumed from step {resumed_at}.")
+            checkpoints.continue_from(resumed_at or 0)
+            metrics = best = None
+            if processes.first():
+                save_settings(out, settings or {})
+                metrics = opened.enter_context(Metrics(out, resumed_at=resumed_at, settings=settings, log=config.log))
+                best, _ = best_validation(out)
             guard = Guard(config.non_finite, skipped, console)
-            run = _Run(config, program, corpus, stream, out, console, checkpoints, metrics, stop, guard, position)
+            dead = DeadExperts(min(config.validation_every or _INTERVAL, config.steps))
+            run = _Run(
+                config, program, corpus, stream, out, console, checkpoints, metrics, stop, guard, position, profile,
+                dead, best,
+            )  # fmt: skip
             state = run.train(state, programs)
             with run.program.context():
                 run.finish(state)
+        if last is not None:
+            last(state, metrics)
     return state
 
 
@@ -136,6 +135,9 @@ class _Run:
     stop: Stop
     guard: Guard
     position: dict[str, Any] | None
+    profile: Profile
+    dead: DeadExperts
+    best: float | None
 
     def train(self, state: TrainState, programs: Mapping[int, Callable[[], Program]]) -> TrainState:
         """Train in one program after another, and move the state between them."""
@@ -158,38 +160,59 @@ class _Run:
             batches.set_state(self.position)
         batch = self.program.place(next(batches))
         step = self._compile(state, batch)
-        with Display(self.console, self.config.steps, begin) as display:
+        speed = Speed(self.config.batch * self.config.length, self.program.flops, self.program.peak)
+        with ExitStack() as stack:
+            stack.callback(self.profile.stop)
+            display = stack.enter_context(Display(self.console, self.config.steps, begin))
             before = time.perf_counter()
             for number in range(begin + 1, end + 1):
-                state, figures = step(state, batch, self.program.key)
+                self.profile.before(number)
+                with jax.profiler.StepTraceAnnotation("step", step_num=number):
+                    state, figures = step(state, batch, self.program.key)
                 self.position = batches.get_state()
                 if number < end:  # Transfer the next batch while the devices compute this one.
                     batch = self.program.place(next(batches))
                 row = self._row(jax.device_get(figures))
                 now = time.perf_counter()
-                row["tokens_per_second"] = self.config.batch * self.config.length / (now - before)
+                row |= speed.figures(now - before)
+                if self.profile.after(number):
+                    self.console.print(f"step {number}: profile written to {self.profile.folder}", soft_wrap=True)
                 self.checkpoints.check()
                 if reason := self.guard.count(number, row):
-                    self.checkpoints.wait()
+                    self._wait()
                     raise Diverged(reason, newest(self.out), self.out)
                 row["non_finite"] = self.guard.skipped
                 last = number == self.config.steps
-                if _due(number, self.config.validation_every) and not last:
+                validating = _due(number, self.config.validation_every) and not last
+                saving = last or _due(number, self.config.save_every)
+                if validating:
                     row |= self.validate(state, self.config.validation_batches)
                 if self.metrics is not None:
                     self.metrics.write(number, row)
                 display.update(number, row)
-                if (stopping := self.stop.agreed()) or last or _due(number, self.config.save_every):
+                self._tell(number, row)
+                if (stopping := self.stop.agreed()) or saving:
                     run = {"stream": self.stream, "position": self.position, "skipped": self.guard.skipped}
-                    self.checkpoints.save(state, run)
+                    with Progress(self.console, f"Saving step {number}"):
+                        self.checkpoints.save(state, run)
                 if stopping:
                     self.interrupt(number)
-                before = time.perf_counter() if "val_bits_per_byte" in row else now
+                before = time.perf_counter() if validating or saving else now
         return state
+
+    def _tell(self, step: int, row: Mapping[str, Any]) -> None:
+        """Say what has happened in a step, beside its figures."""
+        if (score := row.get("val_bits_per_byte")) is not None:
+            best = self.best is None or score < self.best
+            self.best = score if best else self.best
+            beside = "the best so far" if best else f"the best is {self.best:.3f}"
+            self.console.print(f"step {step}: held-out text [bold green]{score:.3f}[/] bits per byte, {beside}")
+        for sentence in self.dead.add(step, row.get("load")):
+            self.console.print(f"step {step}: [yellow]{sentence}[/]")
 
     def finish(self, state: TrainState) -> None:
         """Validate on up to `final_validation_batches` of held-out text, and write the last object of metrics.jsonl."""
-        self.checkpoints.wait()
+        self._wait()
         limit = self.config.final_validation_batches
         what = self.config.batch, self.config.length
         count, whole = self.corpus.validation_count(*what, limit), self.corpus.validation_count(*what)
@@ -209,24 +232,32 @@ class _Run:
         """Bits per byte of `limit` batches of held-out text, or of all; empty if interrupted."""
         what = self.config.batch, self.config.length, limit
         losses, count = [], self.corpus.validation_count(*what)
-        with self.console.status("Validating …") as status:
+        with Progress(self.console, "Compiling the validation") as progress:
             for number, batch in enumerate(self.corpus.validation_batches(*what, *self.program.part), 1):
                 if self.stop.agreed():
                     return {}
                 losses.append(float(self.program.evaluate(state.params, self.program.place(batch))))
-                status.update(f"Validating: batch {number} of {count}")
+                progress.say(f"Validating: batch {number} of {count}")
         return {"val_bits_per_byte": float(np.mean(losses)) / self._nats_per_token}
 
     def interrupt(self, step: int) -> NoReturn:
         """Stop the run once the checkpoint of `step` is complete."""
-        self.checkpoints.wait()
+        self._wait()
         raise Interrupted(step, self.out, self.stop.number or signal.SIGINT, agreed=True)
+
+    def _wait(self) -> None:
+        with Progress(self.console, "Writing the checkpoint"):
+            self.checkpoints.wait()
 
     def _compile(self, state: TrainState, batch: jax.Array) -> Callable:
         began = time.perf_counter()
-        with self.console.status("Compiling the training step …"):
-            step = self.program.step.lower(state, batch, self.program.key).compile()
-        self.console.print(f"Compiled the training step in {time.perf_counter() - began:.0f} s.")
+        with Progress(self.console, "Tracing the training step") as progress:
+            lowered = self.program.step.lower(state, batch, self.program.key)
+            progress.begin("Compiling the training step")
+            step = lowered.compile()
+        self.console.print(f"Compiled the training step in {duration(time.perf_counter() - began)}.")
+        if self.program.gradients is not None:
+            self.console.print(memory.table(state, self.program.gradients, step))
         return step
 
     def _row(self, figures: dict[str, Any]) -> dict[str, Any]:

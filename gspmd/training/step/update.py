@@ -58,7 +58,8 @@ def make_step(
             figures, gradients = jax.value_and_grad(loss, has_aux=True)(params, batch, key)
         else:
             figures, gradients = microbatches.value_and_gradients(loss, moves.loss, params, batch, key)
-        return figures, moves.gradients_to_optimizer(gradients)
+        with jax.named_scope("optimizer"):
+            return figures, moves.gradients_to_optimizer(gradients)
 
     def differentiate(params: Tree, batch: jax.Array, key: jax.Array) -> tuple[Any, Tree]:
         if not moves.partial or jax.sharding.get_abstract_mesh().are_all_axes_explicit:

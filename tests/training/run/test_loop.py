@@ -4,8 +4,11 @@ import dataclasses
 import io
 import json
 import math
+import re
 import signal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
@@ -15,6 +18,7 @@ from gspmd.training.checkpoints import newest
 from gspmd.training.config import TrainingConfig
 from gspmd.training.reporting import metrics
 from gspmd.training.toml import ConfigError
+from tests.training.conftest import bigram_loss
 
 CONFIG = TrainingConfig(steps=20, batch=4, length=16, validation_every=8, validation_batches=2, save_every=6)
 
@@ -60,15 +64,17 @@ def test_resumed_run_equals_an_unbroken_one(make_program, corpus, console, tmp_p
     fit(CONFIG, make_program()[0], corpus, tmp_path / mkdir(tmp_path, "whole"), console)
     broken = tmp_path / mkdir(tmp_path, "broken")
 
-    class Stopping(Console):
-        """Raises the signal of Ctrl-C when the ninth step is shown."""
+    program, placed = make_program()[0], []
 
-        def print(self, *lines, **more):
-            if lines and str(lines[0]).startswith("step 9/"):
-                signal.raise_signal(signal.SIGINT)
+    def place(tokens):
+        """Raises the signal of Ctrl-C when the batch after the ninth is placed; two were held-out ones."""
+        placed.append(program.place(tokens))
+        if len(placed) == 10 + CONFIG.validation_batches:
+            signal.raise_signal(signal.SIGINT)
+        return placed[-1]
 
     with pytest.raises(Interrupted) as stop:
-        fit(CONFIG, make_program()[0], corpus, broken, Stopping(quiet=True))
+        fit(CONFIG, dataclasses.replace(program, place=place), corpus, broken, console)
     assert stop.value.step == 9
     assert newest(broken) == 9
     fit(replace(CONFIG, resume=True), make_program({"x": 4, "y": 2})[0], corpus, broken, console)
@@ -142,6 +148,60 @@ def test_resume_of_a_finished_run_validates_again(make_program, corpus, console,
     fit(replace(CONFIG, resume=True), make_program()[0], corpus, tmp_path, console)
     assert metrics.read(tmp_path)[-1] == before
     assert len(metrics.read(tmp_path)) == 21
+
+
+def dead_expert_loss(params, tokens, key):
+    """As `bigram_loss`; from step 9 on no token is sent to the second expert of the first layer."""
+    loss, figures = bigram_loss(params, tokens, key)
+    late = jnp.linalg.norm(params["table"]) > 1.0
+    return loss, figures | {"load": jnp.where(late, jnp.array([[1.0, 0.0], [0.5, 0.5]]), figures["load"])}
+
+
+def test_what_happens_is_said_as_it_happens(make_program, corpus, tmp_path):
+    console, closed = Console(file=io.StringIO(), width=120), []
+    program = make_program(loss=dead_expert_loss)[0]
+    gradients = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
+                             program.state.params)  # fmt: skip
+    program = dataclasses.replace(program, gradients=gradients, flops=1e6, peak=1e9)
+    config = replace(CONFIG, steps=32, profile="3:4")
+
+    def last(state, metrics):
+        metrics.text(int(state.step), "sample", "some text")
+        closed.append(int(state.step))
+
+    fit(config, program, corpus, tmp_path, console, {"steps": 32}, last)
+    said = console.file.getvalue().splitlines()
+    scores = [line for line in said if line.startswith("step ") and "held-out text " in line]
+    assert [line.split(":")[0] for line in scores] == ["step 8", "step 16", "step 24"]
+    rows = metrics.read(tmp_path)
+    best = math.inf
+    for line in scores:
+        score = rows[int(line.split()[1].rstrip(":")) - 1]["val_bits_per_byte"]
+        assert f"held-out text {score:.3f} bits per byte, " in line
+        assert line.endswith("the best so far" if score < best else f"the best is {best:.3f}")
+        best = min(best, score)
+    saved = [line for line in said if "checkpoint saved in" in line]
+    assert [line.split(":")[0] for line in saved] == [f"step {step}" for step in (6, 12, 18, 24, 30, 32)]
+    dead = [line for line in said if "expert layer" in line]
+    assert len(dead) == 1
+    assert re.match(r"step \d+: expert layer 1: expert 1 has had no token in steps \d+ to \d+$", dead[0])
+    assert "step 4: profile written to " + str(tmp_path / "profile") in said
+    assert len([*tmp_path.glob("profile/plugins/profile/*/*.xplane.pb")]) == 1
+    held = {cells[1]: cells[-2] for line in said if len(cells := [cell.strip() for cell in line.split("│")]) > 2}
+    # [8, 8] in halves and [8]; the two moments of both, and two counts
+    assert (held["parameters"], held["gradients"], held["optimizer state"]) == ("160 B", "160 B", "328 B")
+    for row in rows[:-1]:
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] / 64 * 1e6 / 1e9, rel=1e-6)
+    assert re.search(
+        r"step 1/32  loss 2\.\d+  3\.000 bits/byte  [\d,]+ tokens/s  \d+\.\d% MFU  .* left", "\n".join(said)
+    )
+    assert closed == [32]
+
+
+def test_a_profile_of_steps_that_are_done_is_refused(make_program, corpus, console, tmp_path):
+    fit(replace(CONFIG, steps=6), make_program()[0], corpus, tmp_path, console)
+    with pytest.raises(ConfigError, match="profile is '6:7', but step 6 is done; name steps from 7 on"):
+        fit(replace(CONFIG, resume=True, profile="6:7"), make_program()[0], corpus, tmp_path, console)
 
 
 def test_handlers_are_put_back(make_program, corpus, console, tmp_path):

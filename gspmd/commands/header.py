@@ -1,0 +1,70 @@
+"""What a run is, before its first step: the header, and where every tensor stands; and in a few words."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+from rich.console import Console
+
+import gspmd_models as models
+from gspmd import host
+from gspmd.display.units import amount_of_flops
+from gspmd.layouts import Layout
+from gspmd.pipeline.schedule import Schedule
+from gspmd.training import processes
+from gspmd.training.arrangement import Arrangement
+from gspmd.training.reporting import report, speed
+from gspmd_models.finetuning.freezing import trained_paths
+from gspmd_models.parameters import stages_axes
+
+
+def show_run(console: Console, settings: Any, arrangements: Sequence[Arrangement], kept: str) -> None:
+    """The header: what is run, and on what; `kept` says where compiled programs are."""
+    (layout, mesh), changes = (arrangements[0].layout, arrangements[0].mesh), arrangements[1:]
+    training, model, sharding = settings.training, settings.model, settings.sharding
+    flops = training.batch * training.length * model.flops_per_token(training.length)
+    lines = {
+        "devices": host.describe(list(mesh.devices.flat)),
+        "mesh": f"{', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())} ({sharding.axis_types} axes)",
+        "layout": f"{layout.name}, lowering {layout.lowering or 'auto'}",
+        "model": f"{model.num_parameters:,} parameters, {model.num_active_parameters:,} of them active per token",
+        "step": f"{training.batch} × {training.length} tokens, {amount_of_flops(flops)} in {training.dtype}, "
+        f"remat {model.remat}",
+        "peak": speed.describe_peak([*mesh.devices.flat], training.dtype),
+        "programs": kept,
+    }
+    if processes.count() > 1:
+        lines["devices"] += f", in {processes.count()} processes"
+    if changes:
+        lines["then"] = "; ".join(f"after step {change.after} {change}" for change in changes)
+    if axes := stages_axes(layout):
+        table = Schedule.of(sharding.schedule, mesh.shape[axes[0]], training.microbatches)
+        lines["pipeline"] = table.describe()
+    trained, shapes = trained_paths(model, layout, training.frozen), models.parameter_specs(model, layout)
+    if len(trained) < len(shapes):
+        lines["trained"] = f"{sum(math.prod(shapes[path][1]) for path in trained):,} parameters, the others frozen"
+    if layout.chosen:
+        lines["alternatives"] = "; ".join(layout.chosen)
+    if layout.padding:
+        sizes = model.sizes(training.batch, training.length)
+        wide = {dim: size for dim, size in layout.padded(sizes).items() if size != sizes[dim]}
+        lines["padding"] = ", ".join(f"{dim} from {sizes[dim]} to {size}" for dim, size in wide.items()) or "none"
+    if moe := model.moe:
+        lines["experts"] = f"{moe.experts}, router {moe.router}, dispatch {moe.dispatch}"
+    report.header(console, lines)
+
+
+def show_tensors(console: Console, settings: Any, layout: Layout, mesh: Mesh) -> None:
+    """Where every tensor stands."""
+    training, model = settings.training, settings.model
+    report.show_tensors(console, "Parameters", models.parameter_specs(model, layout), mesh)
+    activations = models.activation_specs(model, layout, training.batch, training.length)
+    report.show_tensors(console, "Activations", activations, mesh, training.dtype)
+
+
+def in_short(settings: Any, arrangement: Arrangement) -> str:
+    """The run in a few words, for its pictures."""
+    experts = f", {settings.model.moe.experts} experts" if settings.model.moe else ""
+    devices = arrangement.mesh.size
+    return f"{arrangement.layout.name} on {devices} device{'s' * (devices > 1)}{experts}"

@@ -1,0 +1,64 @@
+"""What a run says while it trains: a progress bar, or lines where there is no terminal, and what happens beside."""
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from rich import progress
+from rich.console import Console
+from rich.text import Text
+
+from gspmd.display.progress import Progress
+from gspmd.display.units import duration
+
+
+class Display:
+    """Steps, loss, bits per byte, tokens per second, MFU where it is known, and the remaining time.
+
+    Args:
+        console: where.
+        steps: of the whole run.
+        done: steps before a resume, or a change of layout.
+    """
+
+    def __init__(self, console: Console, steps: int, done: int = 0):
+        self._console, self._steps, self._began, self._done = console, steps, time.monotonic(), done
+        self._pace: dict[str, float] = {}  # averages over about ten steps
+        columns = (
+            progress.TextColumn("[bold]step {task.completed}/{task.total}"),
+            progress.BarColumn(bar_width=None),
+            progress.TextColumn("{task.fields[figures]}"),
+            progress.TimeRemainingColumn(compact=True),
+        )
+        self._bar = progress.Progress(*columns, console=console, expand=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=steps, completed=done, figures="")
+        self._line = Progress(console, f"Step {done + 1}/{steps}") if not console.is_terminal else None
+        self._stack = ExitStack()
+
+    def update(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Show the figures of a step."""
+        shown = [f"loss [cyan]{figures['loss']:.3f}[/]", f"[green]{figures['bits_per_byte']:.3f}[/] bits/byte"]
+        shown.append(f"[magenta]{self._average('tokens_per_second', figures):,.0f}[/] tokens/s")
+        if "mfu" in figures:
+            shown.append(f"[yellow]{self._average('mfu', figures):.1%}[/] MFU")
+        self._bar.update(self._task, completed=step, figures="  ".join(shown))
+        if self._line is None:
+            return
+        if self._line.due or step in (self._done + 1, self._steps):
+            left = (time.monotonic() - self._began) / (step - self._done) * (self._steps - step)
+            line = Text.from_markup("  ".join([f"step {step}/{self._steps}", *shown, f"{duration(left)} left"]))
+            self._line.note(line.plain)
+        self._line.begin(f"Step {step + 1}/{self._steps}")
+
+    def _average(self, name: str, figures: Mapping[str, float]) -> float:
+        self._pace[name] = 0.9 * self._pace.get(name, figures[name]) + 0.1 * figures[name]
+        return self._pace[name]
+
+    def __enter__(self) -> "Display":
+        self._stack.enter_context(self._bar if self._line is None else self._line)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()

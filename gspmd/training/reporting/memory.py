@@ -1,0 +1,63 @@
+"""Bytes of one device: parameters, gradients, optimizer state and activations, by formula and as compiled."""
+
+import math
+from typing import Any
+
+import jax
+
+from gspmd.display.tables import Column, Sheet
+from gspmd.display.units import amount_of_bytes
+from gspmd.training.state import TrainState
+
+_COLUMNS = (
+    Column("what"),
+    Column("whole", "right", goes=2),
+    Column("shares", "right", goes=1),
+    Column("per parameter", "right", goes=3),
+    Column("on one device", "right"),
+)
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes that one device holds of arrays, or of shapes with shardings."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def table(state: TrainState, gradients: Any, compiled: Any) -> Sheet:
+    """Build the table of what one device holds in a training step.
+
+    Parameters, gradients and optimizer state follow ZeRO's formulas. With P parameters in float32 and Adam, whose state
+    has two moments, a device holds
+
+        4·P/p + 4·P/g + 8·P/o bytes
+
+    where p, g and o are the shares into which the layout cuts each: all 1 for data parallelism, o = d for ZeRO-1 over d
+    devices, g = o = d for ZeRO-2, p = g = o = d for ZeRO-3. What the compiled program takes beyond them are the
+    activations, with all other values on the way.
+
+    Args:
+        state: of training, or its shapes.
+        gradients: shapes with shardings of all gradients, before the optimizer takes them.
+        compiled: the compiled step, whose arguments begin with the state; None if there is none.
+
+    Source: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), section 3 and figure 1.
+    """
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    sheet = Sheet("Memory in a training step", _COLUMNS)
+    parts = {"parameters": state.params, "gradients": gradients, "optimizer state": state.optimizer}
+    for name, tree in parts.items():
+        whole, held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)), device_bytes(tree)
+        shares = f"1/{whole / held:.3g}" if held and whole > held else "all"
+        sheet.add(name, amount_of_bytes(whole), shares, f"{held / count:.3g} B", amount_of_bytes(held))
+    known = device_bytes(parts)
+    stats = compiled.memory_analysis() if compiled is not None else None
+    if stats is None:  # some backends do not tell
+        sheet.add("all but activations", "", "", f"{known / count:.3g} B", amount_of_bytes(known), total=True)
+        return sheet
+    taken = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    taken += stats.temp_size_in_bytes
+    rest = max(0, taken - known)
+    sheet.add("activations and the like", "", "", "", amount_of_bytes(rest))
+    sheet.add("all, as compiled", "", "", "", amount_of_bytes(taken), total=True)
+    return sheet

@@ -1,0 +1,65 @@
+"""How fast a run is: tokens per second, and the model FLOPs utilization (MFU)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+
+from gspmd import host
+from gspmd.display.units import amount_of_flops
+from gspmd.hardware.chips import chip_of_device
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What one step has to do, and what the devices could do.
+
+        tokens per second = tokens / seconds
+        MFU               = flops / (seconds · peak)
+
+    Attributes:
+        tokens: of one step, of all devices together.
+        flops: that the model needs for them, forward and backward: for each token 6 for each parameter of a matrix
+            product and 12 · layers · heads · head size · length for attention. What is computed twice to save memory
+            counts once.
+        peak: FLOP/s of all devices together; None if it is not known, and then there is no MFU.
+
+    Source: Chowdhery et al. 2022, PaLM (arXiv 2204.02311), section 4.1 and appendix B.
+    """
+
+    tokens: int
+    flops: float = 0.0
+    peak: float | None = None
+
+    def figures(self, seconds: float) -> dict[str, float]:
+        """The figures of a step that took so long.
+
+        >>> Speed(tokens=1000, flops=3e12, peak=2e13).figures(0.5)
+        {'tokens_per_second': 2000.0, 'mfu': 0.3}
+        """
+        rate = {"tokens_per_second": self.tokens / seconds}
+        return rate | ({"mfu": self.flops / (seconds * self.peak)} if self.peak else {})
+
+
+def peak_flops(devices: Sequence[jax.Device], dtype: str) -> float | None:
+    """FLOP/s of dense matrix products that these devices reach together at their chip's peak.
+
+    Args:
+        devices: of one kind.
+        dtype: of the operands.
+
+    Returns:
+        None for fake devices, which share the cores of one host, and for chips that chips.toml does not have.
+    """
+    chip = chip_of_device(devices[0].device_kind)
+    return None if chip is None else len(devices) * chip.flops(dtype)
+
+
+def describe_peak(devices: Sequence[jax.Device], dtype: str) -> str:
+    """One line on the peak that the MFU is a share of, or on why there is no MFU."""
+    chip = chip_of_device(devices[0].device_kind)
+    if chip is not None:
+        return f"{amount_of_flops(chip.flops(dtype))}/s per device in {dtype} ({chip.name})"
+    if host.is_fake(devices):
+        return "unknown, so no MFU is given: fake devices share the cores of one host"
+    return f"unknown, so no MFU is given: chips.toml has no {devices[0].device_kind!r}"

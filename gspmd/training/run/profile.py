@@ -1,0 +1,53 @@
+"""A profile of some steps: an XProf trace in the run's folder."""
+
+from pathlib import Path
+
+import jax
+
+from gspmd.training.flags import parse_profile
+from gspmd.training.toml import ConfigError
+
+_FOLDER = "profile"
+
+
+class Profile:
+    """Record the steps that were asked for, with JAX's profiler.
+
+    Args:
+        steps: `"FROM:TO"`, both included; "" for none.
+        out: the run's folder; the trace is put into its folder profile/.
+        done: the step that the run goes on from.
+        record: whether this process records; one of several does, the first.
+
+    Raises:
+        ConfigError: the first step is already done.
+    """
+
+    def __init__(self, steps: str, out: Path, done: int = 0, *, record: bool = True):
+        self.folder, self._running = out / _FOLDER, False
+        first, self._last = parse_profile(steps) if steps else (0, 0)
+        self._first = first if record else 0
+        if steps and first <= done:
+            fault = f"profile is {steps!r}, but step {done} is done; name steps from {done + 1} on, or leave it out."
+            raise ConfigError("cannot profile:", [fault])
+
+    def before(self, step: int) -> None:
+        """Begin to record, if this is the first step."""
+        if step == self._first:
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # Python's calls would hide the devices', and take most of the file
+            jax.profiler.start_trace(str(self.folder), profiler_options=options)
+            self._running = True
+
+    def after(self, step: int) -> bool:
+        """Stop recording and write the trace, if this was the last step; return whether it was."""
+        if not self._running or step < self._last:
+            return False
+        self.stop()
+        return True
+
+    def stop(self) -> None:
+        """Stop recording, if that is still going on, and write what there is."""
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()

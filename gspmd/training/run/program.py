@@ -1,0 +1,43 @@
+"""What a run needs of a model: its programs, the state that it begins with, and how much it computes."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from gspmd.training.state import TrainState
+
+Tree = Any
+Place = Callable[[np.ndarray], jax.Array]
+Evaluate = Callable[[Tree, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True)
+class Program:
+    """The functions and the initial state of a run, independent of the model.
+
+    Attributes:
+        state: the initial state; on a resume, the shapes and shardings of the restored one.
+        step: (state, batch, key) -> (state, figures), as of `jit_step`; `figures` has `cross_entropy` and `non_finite`.
+        evaluate: (params, batch) -> mean cross-entropy in nats.
+        place: puts a batch of tokens, integers [B, L+1], onto the devices: the rows of it that this process reads.
+        key: the random key that the key of every step is folded from, so that nothing random depends on a resume.
+        part: which part of a batch, of how many, has these rows, as of `processes.part_of`.
+        context: entered wherever the other functions are called, such as that of an `Arrangement`.
+        gradients: shapes with shardings of all gradients as the optimizer takes them over; None if it is not known.
+        flops: model FLOPs of a step, and `peak` the FLOP/s of all devices, as of `Speed`, for the MFU.
+    """
+
+    state: TrainState
+    step: Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
+    evaluate: Evaluate
+    place: Place
+    key: jax.Array
+    part: tuple[int, int] = (0, 1)
+    context: Callable[[], AbstractContextManager] = nullcontext
+    gradients: Tree = None
+    flops: float = 0.0
+    peak: float | None = None
