@@ -8,8 +8,7 @@ Nothing is allocated and nothing runs; all times are simulated. Exit code 1 if t
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from gspmd import host
 from gspmd.audit import Report, Topology, compile_offline, gantt, perfetto, slices, topology
 from gspmd.commands import configs
 from gspmd.display import console as printing
+from gspmd.display.progress import Progress
 from gspmd.layouts import Layout
 from gspmd.training import OptimizerConfig, ShardingConfig, TrainingConfig, command
 from gspmd.training.config import ConfigError, load_toml, parse_mesh
@@ -100,6 +100,7 @@ def run(argv: Sequence[str], script: str = "") -> int:
 def main(argv: Sequence[str], script: str = "") -> int:
     """Compile, and print the report; return 1 if the model does not fit."""
     settings = parse(argv, script)
+    host.keep_compiled(False)  # JAX cannot read back what was compiled for devices that are not there
     host.start(1, "cpu")  # for JAX itself: the slice's devices exist for the compiler only
     console = printing.console(140)
     asked = topology(settings.topology)
@@ -207,7 +208,14 @@ def compiled(settings: Settings, target: Topology) -> Report:
     flops = settings.batch * read * config.flops_per_token(seen)
     flops /= 1 if settings.phase == "train" else 3  # a backward pass is two forward passes
     named = f"{config.num_parameters:,} parameters, {layout.name}, {target.name}"
-    with gspmd.lowering(layout.lowering or "auto"), progress(named) as tell:
+    console = printing.console(stderr=True)
+    with gspmd.lowering(layout.lowering or "auto"), Progress(console, named) as progress:
+
+        def tell(doing: str) -> None:
+            if not console.is_terminal:
+                progress.note(f"{named}: {doing}")
+            progress.begin(f"{named}: {doing}")
+
         return compile_offline(program, *args, topology=target, mesh=mesh, flops=flops, progress=tell, **options)
 
 
@@ -242,17 +250,6 @@ def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tupl
 def say_chosen(layout: Layout) -> None:
     """Say on stderr which of a layout's alternatives were taken."""
     print(*layout.chosen, sep="\n", end="\n" * bool(layout.chosen), file=sys.stderr)
-
-
-@contextmanager
-def progress(what: str) -> Iterator[Callable[[str], None]]:
-    """Say on stderr what is going on, with a spinner on a terminal."""
-    console = printing.console(stderr=True)
-    if not console.is_terminal:
-        yield lambda doing: console.print(f"{what}: {doing}")
-        return
-    with console.status(what) as status:
-        yield lambda doing: status.update(f"{what}: {doing}")
 
 
 def save(settings: Settings, report: Report) -> None:

@@ -18,6 +18,7 @@ import tyro
 from gspmd.commands import configs
 from gspmd.commands.source import Source
 from gspmd.display import console as printing
+from gspmd.display.progress import Progress
 from gspmd.training import ShardingConfig, command
 from gspmd.training.arrangement import make_mesh
 from gspmd.training.checkpoints import newest
@@ -59,22 +60,22 @@ def main(argv: Sequence[str], script: str = "") -> int:
         raise ConfigError(_DOING, ["write the folder of a run, and a new folder: gspmd export runs/001 exported."])
     if newest(folder) is None:
         raise ConfigError(_DOING, [f"there is no checkpoint of a run under {settings.folder!r}."])
-    source = Source.at(folder)
+    source, console = Source.at(folder), printing.console(120)
     try:
         family = expressing(source.config)  # before anything large is read
         here = ShardingConfig(layout="", platform="cpu", devices=1)
         layout = source.layout("", here)
         sizes = {dim: size for dim, size in source.config.sizes(batch=1, length=1).items() if dim not in "BLTG"}
-        mesh = make_mesh(here, layout, sizes)
-        model, taken = source.load(layout.resolved(sizes, mesh), mesh, "float32")
-        length = max(source.run.training.length if source.run else 2048, promised(folder / "tokenizer"))
-        checkpoints.save(model, settings.out, tokenizer=source.tokenizer, dtype=settings.dtype, length=length)
+        with Progress(console, "Loading the run") as progress:
+            mesh = make_mesh(here, layout, sizes)
+            model, taken = source.load(layout.resolved(sizes, mesh), mesh, "float32")
+            progress.begin("Writing the tensors")
+            length = max(source.run.training.length if source.run else 2048, promised(folder / "tokenizer"))
+            checkpoints.save(model, settings.out, tokenizer=source.tokenizer, dtype=settings.dtype, length=length)
     except checkpoints.CheckpointError as error:
         print(f"CheckpointError: {error}", file=sys.stderr)
         return 2
-    printing.console(120).print(
-        f"Wrote {taken} as {family.architecture} to {settings.out}.", soft_wrap=True, markup=False
-    )
+    console.print(f"Wrote {taken} as {family.architecture} to {settings.out}.", soft_wrap=True, markup=False)
     return 0
 
 

@@ -14,6 +14,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from gspmd import host
 from gspmd.commands import configs
 from gspmd.commands.source import Source
 from gspmd.display import console as printing
+from gspmd.display.progress import Progress
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
 from gspmd.training import ShardingConfig, command
 from gspmd.training.arrangement import make_mesh
@@ -97,6 +99,8 @@ class Settings:
     """What keys and values are kept in, with a scale for every token and head; the compute type if not given."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """What the model computes in, and is kept in; float32 on a CPU and bfloat16 elsewhere if not given."""
+    compile_cache: bool = True
+    """Whether compiled programs are kept on disk, where the next start finds them."""
     explain: bool = False
     """Print what a chunk of the prefill and a step of decoding send, and what weights and cache take; load nothing."""
     sampling: tyro.conf.OmitArgPrefixes[SamplingFlags] = field(default_factory=SamplingFlags)
@@ -149,7 +153,9 @@ def generate(settings: Settings) -> int:
     prefill = source.layout(settings.prefill_layout or sharding.layout, sharding)
     config = decoding.for_serving(source.config)
     sizes = {dim: size for dim, size in config.sizes(batch=1, length=1).items() if dim not in "BLTG"}
-    mesh = make_mesh(sharding, layout.phase("decode"), sizes, host_devices=1)
+    with Progress(console, "Starting the devices"):
+        kept = host.keep_compiled(settings.compile_cache)
+        mesh = make_mesh(sharding, layout.phase("decode"), sizes, host_devices=1)
     dtype = settings.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
     ids = [source.tokenizer.encode(prompt) for prompt in prompts]
     job: dict[str, Any] = {"samples": settings.samples, "cache_length": settings.cache_length}
@@ -163,8 +169,8 @@ def generate(settings: Settings) -> int:
         if settings.explain:
             explain(printing.console(120), planned, batch.sizes)
             return 0
-        report.header(console, facts(source, batch.sizes, mesh, dtype))
-        with console.status("Loading the model …"):
+        report.header(console, facts(source, batch.sizes, mesh, dtype) | {"programs": kept})
+        with Progress(console, "Loading the model"):
             model, taken = source.load(decode, mesh, dtype, int8=settings.weights == "int8")
         console.print(f"Loaded: {taken}.", soft_wrap=True, markup=False)
         ended: set[int] = set()
@@ -225,9 +231,10 @@ def write(
     waiting = [prompts[number // samples] for number in range(len(texts))]
     if len(texts) > 1:
         waiting = [f"=== text {number + 1} of {len(texts)} ===\n{text}" for number, text in enumerate(waiting)]
-    with console.status("Compiling …") as status:
+    with ExitStack() as waiting_for:
+        waiting_for.enter_context(Progress(console, "Compiling"))
         for burst in bursts:
-            status.stop()
+            waiting_for.close()
             count += sum(map(len, burst.tokens))
             first, seconds = first or burst.seconds, burst.seconds
             for number, (text, tokens) in enumerate(zip(texts, burst.tokens)):
