@@ -129,7 +129,9 @@ def test_the_run_is_told_before_anything_is_built(script, capfd, monkeypatch, tm
     assert command.guarded(script.main, [*TINY, "--data", "a.txt", "--out", "run"]) == 130
     lines = told[0].splitlines()
     assert lines[0].startswith("╭─ gspmd ")
-    assert len(lines) <= 46
+    assert len(lines) <= 48
+    assert "none, and so no MFU: fake devices share the cores of one host" in told[0]
+    assert "│ programs  not kept" in told[0]
     assert max(map(len, lines)) <= 80
     assert "│ blocks.{0,1}.attention.{w_k,w_v} " in told[0]
     assert not re.search(r"…|KiB|MiB", told[0])
@@ -184,6 +186,8 @@ def test_bad_input_in_a_process_of_its_own(tmp_path):
     process = start("--layout", "gshrd", cwd=tmp_path)
     out, error = process.communicate(timeout=120)
     assert (process.returncode, out) == (2, "")
+    # On a slow machine it is said that libraries are being imported.
+    error = re.sub(r"(Starting JAX … \d+ s\n)*", "", error, count=1)
     assert error.startswith("LayoutError: no layout is called 'gshrd'.\n")
     assert "Traceback" not in error
 

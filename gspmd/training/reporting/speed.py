@@ -61,5 +61,5 @@ def describe_peak(devices: Sequence[jax.Device], dtype: str) -> str:
     if chip is not None:
         return f"{amount_of_flops(chip.flops(dtype))}/s per device in {dtype} ({chip.name})"
     if host.is_fake(devices):
-        return "unknown, so no MFU is given: fake devices share the cores of one host"
-    return f"unknown, so no MFU is given: chips.toml has no {devices[0].device_kind!r}"
+        return "none, and so no MFU: fake devices share the cores of one host"
+    return f"unknown, and so is the MFU: chips.toml has no {devices[0].device_kind!r}"
