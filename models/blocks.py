@@ -91,7 +91,8 @@ class ParallelBlock(nnx.Module):
             (*self.attention.weights_in(), *self.ffn.weights_in()),
             via=_together(heads_in(at), self.ffn.in_via()),
         )
-        mixed = self.attention.core(*self.attention.adapted_in(products[:3], y, ffn.residual), past)
+        with jax.named_scope("attention"):
+            mixed = self.attention.core(*self.attention.adapted_in(products[:3], y, ffn.residual), past)
         active = self.ffn.activate(*self.ffn.adapted_in(products[3:], y))
         added = gspmd.einsum(
             Equation.sum_of([(ffn.hidden, ffn.w_out), (at.query, at.w_o)], ffn.residual),

@@ -72,6 +72,24 @@ def test_processes():
     assert faults(ShardingConfig, distributed="node:1,processes=2,process=2") == most
 
 
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("5", "profile must read FROM:TO, such as 20:24, but is '5'."),
+        ("a:b", "profile must read FROM:TO, such as 20:24, but is 'a:b'."),
+        ("0:4", "profile is '0:4', but 1 is the first step."),
+        ("8:4", "profile is '8:4', but step 4 comes before step 8."),
+        ("8:401", "profile is '8:401', but the run has 400 steps; name earlier ones."),
+    ],
+)
+def test_wrong_steps_of_a_profile(text, fault):
+    assert faults(TrainingConfig, steps=400, profile=text) == (fault,)
+
+
+def test_steps_of_a_profile():
+    assert TrainingConfig(steps=400, profile="1:400").profile == "1:400"
+
+
 def test_mesh():
     assert parse_mesh("x=4, y=2") == {"x": 4, "y": 2}
     assert parse_mesh("data=8") == {"data": 8}

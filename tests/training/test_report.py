@@ -1,6 +1,9 @@
 """What is shown: tables, pictures, the header and the sample."""
 
 import io
+import json
+import shlex
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +12,7 @@ from matplotlib import image
 from rich.console import Console
 
 from gspmd.annotate import Spec
+from gspmd.training import command
 from gspmd.training.reporting import plots, report, tables
 from gspmd.training.reporting.metrics import Metrics
 
@@ -199,3 +203,34 @@ def test_bytes_are_those_of_the_compute_type(console):
     assert rows_of(console.file.getvalue()) == {
         "embedding.tokens": "128 B", "ffn.hidden": "128 B", "output.logits": "256 B", "all": "512 B",
     }  # fmt: skip
+
+
+def test_the_closing_box_has_commands_that_can_be_copied(tmp_path):
+    rows = [{"step": step, "loss": 2.0, "tokens_per_second": 1000.0 * step, "mfu": 0.1 * step} for step in (1, 2, 3)]
+    rows[1]["val_bits_per_byte"] = 2.0
+    rows.append({"step": 3, "val_bits_per_byte": 2.125, "gzip_bits_per_byte": 2.25})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "sample.txt").touch()
+    narrow = Console(file=io.StringIO(), width=40)
+    commands = command.next_commands(Path("my [runs]/001"), 3, "it's ", "gspmd train")
+    report.closing(narrow, tmp_path, 272.0, commands)
+    shown = narrow.file.getvalue()
+    lines = [line.strip() for line in shown.splitlines()]
+    assert lines[0].startswith("── done in 4 min 32 s ──")
+    assert "gspmd train --resume --out 'my [runs]/001' --steps 6" in lines
+    (generate,) = (line for line in lines if line.startswith("gspmd generate"))
+    assert shlex.split(generate) == ["gspmd", "generate", "--checkpoint", "my [runs]/001", "--prompt", "it's "]
+    assert "steps          3, 1,636 tokens per second on average, 16.4% MFU" in lines
+    assert "held-out text  2.125 bits per byte at the end; the best was 2.000, at step 2" in lines
+    assert f"figures        {tmp_path}/metrics.jsonl" in lines
+    assert f"text           {tmp_path}/sample.txt" in lines
+    assert not any(line.startswith(("checkpoints", "pictures", "profile")) for line in lines)
+
+
+def test_a_script_is_sampled_from_by_the_one_beside_it(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["scripts/train_moe.py"])
+    assert command.next_commands(Path("runs/001"), 3, "def ") == {
+        "to train on": "python scripts/train_moe.py --resume --out runs/001 --steps 6",
+        "to sample from it": "python scripts/generate.py --checkpoint runs/001 --prompt 'def '",
+    }
+    assert list(command.next_commands(Path("runs/001"), 3, None)) == ["to train on"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gspmd.training.reporting.events import Events
-from gspmd.training.reporting.weights_and_biases import WeightsAndBiases
+from gspmd.training.reporting.weights_and_biases import WeightsAndBiases, check_installed
 from gspmd.training.toml import ConfigError
 
 _FILE = "metrics.jsonl"
@@ -37,6 +37,8 @@ class Metrics:
         settings: Mapping[str, Any] | None = None,
         log: str | None = None,
     ):
+        if log:
+            check_installed()
         path, beside = Path(out) / _FILE, Path(out) / f"{_FILE}.tmp"
         kept = [] if resumed_at is None else [row for row in read(out) if "loss" in row and row["step"] <= resumed_at]
         # Complete before it replaces the old file, so that a full disk loses no figures.

@@ -15,7 +15,7 @@ def check_installed() -> None:
     """Raise ConfigError if there is no package wandb."""
     if find_spec("wandb") is None:
         raise ConfigError(
-            "cannot log to Weights & Biases:", ["wandb is not installed. pip install wandb, or no --log."]
+            "cannot log to Weights & Biases:", ["wandb is not installed. pip install wandb, or leave --log out."]
         )
 
 
@@ -28,7 +28,6 @@ class WeightsAndBiases:
     """
 
     def __init__(self, out: str | Path, settings: Mapping[str, Any]):
-        check_installed()
         self._wandb = import_module("wandb")
         name = Path(out).resolve().name
         self._run = self._wandb.init(project="gspmd", name=name, group=name, dir=str(out), config=dict(settings))
