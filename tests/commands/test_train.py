@@ -1,6 +1,7 @@
 """`gspmd train` with a tokenizer, and from a public checkpoint: what it begins with, and what it leaves."""
 
 import json
+import shlex
 
 import jax
 import numpy as np
@@ -150,3 +151,35 @@ def test_a_checkpoint_is_trained_further_and_given_back(files, monkeypatch, tmp_
     capsys.readouterr()
     assert main.main(["generate", "--checkpoint", str(tmp_path / "run"), "--prompt", "the quick", "--tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("the quick")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_closing_box_run(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text(TEXT * 200)
+    flags = [
+        "--config",
+        "tiny",
+        "--data",
+        "a.txt",
+        "--steps",
+        "2",
+        "--out",
+        "my run",
+        "--final-validation-batches",
+        "1",
+    ]
+    assert main.main(["train", *flags, "--sample-bytes", "4", "--profile", "2:2"]) == 0
+    shown = capsys.readouterr().out
+    assert "none, and so no MFU" in shown
+    (trace,) = tmp_path.glob("my run/profile/plugins/profile/*/*.xplane.pb")
+    scopes = b"embedding", b"attention", b"ffn", b"moe", b"output", b"optimizer"
+    assert [scope for scope in scopes if scope not in trace.read_bytes()] == []
+    box = shown[shown.index("── done in ") :]
+    again, sample = (shlex.split(line) for line in box.splitlines() if line.strip().startswith("gspmd "))
+    assert again == ["gspmd", "train", "--resume", "--out", "my run", "--steps", "4"]
+    assert main.main([*again[1:], "--sample-bytes", "0"]) == 0
+    assert [row["step"] for row in metrics.read("my run")] == [1, 2, 3, 4, 4]
+    capsys.readouterr()
+    assert main.main([*sample[1:], "--tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("def ")
