@@ -129,11 +129,10 @@ def train(settings: Settings, called: str = CALLED) -> None:
     for arrangement, state in zip(arrangements, states):
         if arrangement.mesh.devices.flat[0].platform == "cpu":  # its memory is that of this machine
             command.check_memory(state, len(arrangement.mesh.local_devices))
-    with Progress(console, "Loading the text"):
-        corpus = data.load(
-            training.data, fraction=training.validation_fraction, tokenizer=tokenizer, field=training.data_field,
-            cache=training.data_cache, console=console,
-        )  # fmt: skip
+    corpus = data.load(
+        training.data, fraction=training.validation_fraction, tokenizer=tokenizer, field=training.data_field,
+        cache=training.data_cache, console=console,
+    )  # fmt: skip
     data.check_size(corpus, training.batch, training.length)
     out = processes.agreed(lambda: choose_out(training.out, resume=training.resume, step=training.resume_step))
     console.print(f"Text: {corpus.describe()}.\nOut: {out}", soft_wrap=True, markup=False)

@@ -1,12 +1,13 @@
 """Progress of what takes long, so that nothing is silent for more than three seconds, or a hundredth of its time."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from threading import Event, Thread
 from typing import Any, ClassVar
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
+from rich.measure import Measurement
 from rich.text import Text
 
 from gspmd.display.units import amount_of_bytes
@@ -93,8 +94,11 @@ class Progress:
         Progress._open.remove(self)
         self._status.__exit__(*error)
 
-    def __rich__(self) -> Text:
-        return Text(str(self))
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        yield Text(str(self), no_wrap=True, overflow="ellipsis")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, options.max_width)  # the text may change between measuring and drawing it
 
     def __str__(self) -> str:
         what = self._what if isinstance(self._what, str) else self._what()

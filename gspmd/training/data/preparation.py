@@ -82,19 +82,20 @@ def load(
                         shutil.rmtree(folder, ignore_errors=True)
                         taken = {path: stamps[path] for path in files.values()}
                         index = _tokenize(taken, folder, encoding, name, field, fraction, progress)
-    train, held_out = (shards.read_tokens(folder, part, index) for part in (TRAIN, HELD_OUT))
-    return Corpus(
-        name,
-        train,
-        held_out,
-        files=(index[TRAIN]["texts"], index[HELD_OUT]["texts"]),
-        gzip_bits_per_byte=index["gzip_bits_per_byte"],
-        vocabulary=encoding.vocabulary,
-        bytes_per_token=index[HELD_OUT]["bytes"] / max(1, len(held_out)),
-        tokenizer=encoding.digest,
-        unit="file" if {kind(path) for path in files.values()} == {"text"} else "record",
-        digest=digest_of(index[TRAIN]["sha256"], index[HELD_OUT]["sha256"]),
-    )
+        progress.begin("Mapping the tokens into memory")
+        train, held_out = (shards.read_tokens(folder, part, index) for part in (TRAIN, HELD_OUT))
+        return Corpus(
+            name,
+            train,
+            held_out,
+            files=(index[TRAIN]["texts"], index[HELD_OUT]["texts"]),
+            gzip_bits_per_byte=index["gzip_bits_per_byte"],
+            vocabulary=encoding.vocabulary,
+            bytes_per_token=index[HELD_OUT]["bytes"] / max(1, len(held_out)),
+            tokenizer=encoding.digest,
+            unit="file" if {kind(path) for path in files.values()} == {"text"} else "record",
+            digest=digest_of(index[TRAIN]["sha256"], index[HELD_OUT]["sha256"]),
+        )
 
 
 @contextmanager
