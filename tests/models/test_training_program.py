@@ -39,7 +39,7 @@ def rows_of(sheet):
 
 
 # Shares of parameters, gradients and optimizer state over d = 8 devices.
-ZERO = {"data-parallel": (1, 1, 1), "zero-3": (8, 8, 8)}
+ZERO = {"data-parallel": (1, 1, 1), "zero-1": (1, 1, 8), "zero-2": (1, 8, 8), "zero-3": (8, 8, 8)}
 
 
 @pytest.mark.slow
