@@ -30,22 +30,23 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-class Filling(Console):
-    """Fills the disk when a step is shown."""
+def filling(program, folder, at):
+    """The program, with a disk that is filled in a step, while the batch of the next one is placed."""
+    placed = []
 
-    def __init__(self, folder, at):
-        super().__init__(quiet=True)
-        self.folder, self.line = folder, f"step {at}/"
-
-    def print(self, *lines, **more):
-        if lines and str(lines[0]).startswith(self.line):
-            while newest(self.folder) is None:  # the save before is complete
+    def place(tokens):
+        placed.append(program.place(tokens))
+        if len(placed) == at + 1:
+            while newest(folder) is None:  # the save before is complete
                 time.sleep(0.01)
-            with suppress(OSError), (self.folder / "filler").open("wb", buffering=0) as file:
+            with suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(4096))
             # Room for a few lines of figures, but not for a checkpoint.
-            os.truncate(self.folder / "filler", (self.folder / "filler").stat().st_size - 16 * 1024)
+            os.truncate(folder / "filler", (folder / "filler").stat().st_size - 16 * 1024)
+        return placed[-1]
+
+    return dataclasses.replace(program, place=place)
 
 
 @pytest.mark.parametrize(("steps", "at"), [(40, 6), (8, 6)], ids=["on the way", "at the end"])
@@ -54,7 +55,7 @@ def test_a_save_that_fails_ends_the_run_there(make_program, corpus, small_disk, 
 
     def run(argv):
         with command.interrupts(small_disk):
-            fit(config, program, corpus, small_disk, Filling(small_disk, at))
+            fit(config, filling(program, small_disk, at), corpus, small_disk, Console(quiet=True))
 
     assert command.guarded(run, []) == 1
     said = capfd.readouterr().err
