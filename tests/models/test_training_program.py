@@ -29,7 +29,8 @@ def compiled(make_mesh, config):
             state = step.abstract_state(model, OPTIMIZER, 10, mesh)
             update = jit_step(step.training_step(model, OPTIMIZER, 10), state)
             args = state, models.abstract_batch(layout, mesh, 8, 16), models.abstract_key(mesh)
-            return model_config, state, step.abstract_gradients(model, mesh), update.lower(*args).compile()
+            gradients = step.abstract_gradients(model, state.params, mesh)
+            return model_config, state, gradients, update.lower(*args).compile()
 
     return make
 
