@@ -140,7 +140,9 @@ def train(settings: Settings, called: str = CALLED) -> None:
         with last.context():
             trained = merge(models.with_arrays(abstract_model(settings, last), state.params))
             text = partial(sample, training, trained, tokenizer) if training.sample_bytes else None
-            name = f"{out.resolve().name} · {in_short(settings, last)}"
+            experts = f", {settings.model.moe.experts} experts" if settings.model.moe else ""
+            on = f"{last.mesh.size} device{'s' * (last.mesh.size > 1)}"
+            name = f"{out.resolve().name} · {last.layout.name} on {on}{experts}"
             if processes.first():
                 report.finish(console, out, name, training.prompt, text)
             elif text:
@@ -189,11 +191,9 @@ def abstract_model(settings: Settings, arrangement: Arrangement) -> models.Trans
 
 def abstract_state(settings: Settings, arrangement: Arrangement) -> TrainState:
     """Shapes, dtypes and shardings of the state."""
+    model, training = abstract_model(settings, arrangement), settings.training
     with arrangement.context():
-        model = abstract_model(settings, arrangement)
-        return step.abstract_state(
-            model, settings.optimizer, settings.training.steps, arrangement.mesh, **of_state(settings.training)
-        )
+        return step.abstract_state(model, settings.optimizer, training.steps, arrangement.mesh, **of_state(training))
 
 
 def of_state(training: TrainingConfig) -> dict[str, Any]:
@@ -285,16 +285,9 @@ def show_run(console: Console, settings: Settings, arrangements: Sequence[Arrang
 def show_tensors(console: Console, settings: Settings, layout: Layout, mesh: Mesh) -> None:
     """Where every tensor stands."""
     training, model = settings.training, settings.model
-    report.show_tensors(console, "Parameters", models.parameter_specs(model, layout), mesh)
+    report.show_tensors(console, "Parameters", models.parameter_specs(model, layout), mesh, training.parameter_dtype)
     activations = models.activation_specs(model, layout, training.batch, training.length)
     report.show_tensors(console, "Activations", activations, mesh, training.dtype)
-
-
-def in_short(settings: Settings, arrangement: Arrangement) -> str:
-    """The run in a few words, for its pictures."""
-    experts = f", {settings.model.moe.experts} experts" if settings.model.moe else ""
-    devices = arrangement.mesh.size
-    return f"{arrangement.layout.name} on {devices} device{'s' * (devices > 1)}{experts}"
 
 
 def sample(training: TrainingConfig, model: models.Transformer, tokenizer: checkpoints.Tokenizer | None = None) -> str:
