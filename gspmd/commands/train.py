@@ -203,11 +203,9 @@ def abstract_model(settings: Settings, arrangement: Arrangement) -> models.Trans
 
 def abstract_state(settings: Settings, arrangement: Arrangement) -> TrainState:
     """Shapes, dtypes and shardings of the state."""
+    model, training = abstract_model(settings, arrangement), settings.training
     with arrangement.context():
-        model = abstract_model(settings, arrangement)
-        return step.abstract_state(
-            model, settings.optimizer, settings.training.steps, arrangement.mesh, **of_state(settings.training)
-        )
+        return step.abstract_state(model, settings.optimizer, training.steps, arrangement.mesh, **of_state(training))
 
 
 def of_state(training: TrainingConfig) -> dict[str, Any]:
