@@ -58,7 +58,7 @@ def show_run(console: Console, settings: Any, arrangements: Sequence[Arrangement
 def show_tensors(console: Console, settings: Any, layout: Layout, mesh: Mesh) -> None:
     """Where every tensor stands."""
     training, model = settings.training, settings.model
-    report.show_tensors(console, "Parameters", models.parameter_specs(model, layout), mesh)
+    report.show_tensors(console, "Parameters", models.parameter_specs(model, layout), mesh, training.parameter_dtype)
     activations = models.activation_specs(model, layout, training.batch, training.length)
     report.show_tensors(console, "Activations", activations, mesh, training.dtype)
 
