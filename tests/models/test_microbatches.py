@@ -87,7 +87,7 @@ def test_two_microbatches_train_as_one_device_does_with_whole_batches():
         (EXPERTS, "zero-2", "auto", "looped"),
         (EXPERTS, "switch-expert-model", "explicit", "blocking"),
         (BIASED, "zero-2", "explicit", "xla"),
-        (BIASED, "weight-gathered-xy", "auto", "blocking"),
+        (BIASED, "megatron-1d", "auto", "blocking"),
     ],
 )
 def test_every_kind_of_parameter_keeps_the_curve(config, name, kind, lowering):
