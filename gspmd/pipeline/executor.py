@@ -51,7 +51,7 @@ class Results(NamedTuple):
         shared, weights: its gradients; None of a forward pass alone.
     """
 
-    loss: jax.Array
+    loss: Any
     figures: Tree
     shared: Tree = None
     weights: Tree = None
@@ -61,9 +61,9 @@ class _State(NamedTuple):
     """What a stage carries from tick to tick."""
 
     activation: jax.Array  # what the stage before has sent
-    cotangent: jax.Array | None  # what the stage behind has sent
-    inputs: jax.Array | None  # of the chunks whose backward pass is to come
-    residuals: list[jax.Array] | None  # of those whose gradients of weights are to come
+    cotangent: Any  # what the stage behind has sent
+    inputs: Any  # of the chunks whose backward pass is to come
+    residuals: Any  # of those whose gradients of weights are to come
     sums: Results
 
 
@@ -87,7 +87,7 @@ class Executor:
         """Run all ticks on this stage's weights [rounds, layers, ...] and all microbatches [M, ...]."""
         ctx = context()
         trains = self.schedule.name != "forward"
-        halves = self._halves(shared, weights, batches) if "weights" in self.schedule.kinds else None
+        halves: Any = self._halves(shared, weights, batches) if "weights" in self.schedule.kinds else None
         state = self._begin(shared, weights, batches, trains, halves)
         for kinds, ticks in self.schedule.phases():
             rows = {kind: self._rows(kind, ticks) for kind in kinds}

@@ -73,7 +73,7 @@ def figure(title: str, ticks: Ticks) -> "Figure":
     for kind, slot in slots:
         for stage, work in enumerate(slot):
             fill, edge = _COLOURS[kind] if work else (_IDLE, "white")
-            style = {"facecolor": fill, "edgecolor": edge, "linewidth": 0.6}
+            style: dict[str, Any] = {"facecolor": fill, "edgecolor": edge, "linewidth": 0.6}
             axes.add_patch(Rectangle((start, stage + 0.06), lengths[kind], 0.88, **style))
             if work:
                 middle = start + lengths[kind] / 2, stage + 0.5
@@ -88,7 +88,7 @@ def figure(title: str, ticks: Ticks) -> "Figure":
     colours = [_COLOURS[kind] for kind in kinds]
     legend = [Rectangle((0, 0), 1, 1, facecolor=fill, edgecolor=edge) for fill, edge in colours]
     legend.append(Rectangle((0, 0), 1, 1, facecolor=_IDLE, edgecolor="white"))
-    place = {"loc": "lower right", "bbox_to_anchor": (1, 1)}
+    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1)}
     axes.legend(legend, [*kinds, "waiting"], ncols=4, fontsize=7, frameon=False, **place)
     axes.set_title(title, fontsize=9, loc="left", color=_INK)
     return made

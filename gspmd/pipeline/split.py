@@ -49,6 +49,8 @@ def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tre
     """
     closed, shapes = jax.make_jaxpr(f, return_shape=True)(fixed, moving)
     whole = closed.jaxpr
+    early: Any
+    late: Any
     early, late = (jax.tree.structure(each) for each in shapes)
     held = len(jax.tree.leaves(fixed))
     results, others = whole.outvars[: early.num_leaves], whole.outvars[early.num_leaves :]
@@ -79,14 +81,14 @@ def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tre
 def _needed(whole: Jaxpr, results: list[Any], there: set[Any]) -> list[Any]:
     """The operations that these results need, without what is there, each with no more results than are needed."""
     wanted = {var for var in results if not isinstance(var, Literal)} - there
-    found = []
+    found: list[Any] = []
     for equation in reversed(whole.eqns):
         used = [var in wanted for var in equation.outvars]
         if not any(used):
             continue
         rule = None if all(used) else partial_eval.dce_rules.get(equation.primitive)
         if rule is not None:
-            _, less = rule(used, equation)
+            less: Any = rule(used, equation)[1]
             # What falls off on the way, as an operand that has been gathered, is kept rather than made again.
             equation = less if _operations(less) < _operations(equation) else equation
         found.append(equation)
