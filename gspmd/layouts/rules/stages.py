@@ -1,6 +1,7 @@
 """Rules of [pipeline]: one mesh axis splits the layers, and shards nothing else."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from gspmd.annotate import Fault, Spec
 from gspmd.layouts.rules.line import Line
@@ -9,7 +10,7 @@ LAYERS = "pipeline.layers"
 
 
 def stages_faults(
-    section: str, table: Mapping[str, str], specs: Mapping[str, Spec], base: Mapping[str, Spec]
+    section: str, table: Mapping[str, Any], specs: Mapping[str, Spec], base: Mapping[str, Spec]
 ) -> Iterator[Fault]:
     """Yield a fault for every tensor that lies over the mesh axis of the stages, and one for stages over several axes.
 

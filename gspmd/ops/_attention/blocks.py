@@ -167,7 +167,8 @@ def gradients(form: Form, kept, g) -> tuple[jax.Array, jax.Array, jax.Array]:
         return (d_q, d_k, d_v), None
 
     starts = form.blocks.starts(q.shape[0], q.shape[3], k.shape[1], form.causal and ahead is None)
-    return jax.lax.scan(step, tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)), starts)[0]
+    d_q, d_k, d_v = jax.lax.scan(step, tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)), starts)[0]
+    return d_q, d_k, d_v
 
 
 # JAX would transpose `_forward` with the probabilities of all blocks in memory, so it is an operation whose transpose

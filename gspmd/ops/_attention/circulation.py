@@ -33,7 +33,7 @@ class Gathered:
         self.chains, self.axes, self.names = chains, tuple(axes), names
         self.devices = prod(chains.mesh[axis] for axis in axes)
 
-    def device(self, place: jax.Array | int) -> jax.Array:
+    def device(self, place: jax.Array | int) -> jax.Array | int:
         """Which one is so many places behind."""
         return (shard_index(self.axes) - place) % self.devices
 
@@ -70,11 +70,11 @@ class Gathered:
         return state, *(self.chains.send(name, x) for name, x in zip(back, wire))
 
 
-def _at(whole: jax.Array, device: jax.Array, chunk: jax.Array) -> jax.Array:
+def _at(whole: jax.Array, device: jax.Array | int, chunk: jax.Array) -> jax.Array:
     return lax.dynamic_slice_in_dim(whole, device * chunk.shape[1], chunk.shape[1], axis=1)
 
 
-def _put(whole: jax.Array, device: jax.Array, part: jax.Array) -> jax.Array:
+def _put(whole: jax.Array, device: jax.Array | int, part: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(whole, part, device * part.shape[1], axis=1)
 
 

@@ -127,7 +127,8 @@ def local_gradients(
         g: [B, L, H, D] the cotangent of `out`.
     """
     if not (q.size and k.size):
-        return tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+        d_q, d_k, d_v = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+        return d_q, d_k, d_v
     blocks = _blocks(q, k.shape[1], ALONE) or Blocks(q.shape[0], q.shape[1], k.shape[1])
     length, (q, out, normaliser, g) = (
         q.shape[1],

@@ -148,7 +148,7 @@ class _Chains:
             mask = Spec(cut.key.dims[:2], cut.key.axes[:2])
             self.bring["mask"] = move(mask, mask.with_axes(dim, ()), sizes, ctx.mesh, 1, ctx.chip, "mask")
         self.back = scatters | chains(used.with_partial(cut.share.common), cut.key, "d_{}", "gradient of {}")
-        queries = [size // prod(ctx.mesh[axis] for axis in axes) for size, axes in zip(q_shape, cut.query.axes)]
+        queries = tuple(size // prod(ctx.mesh[axis] for axis in axes) for size, axes in zip(q_shape, cut.query.axes))
         steps = [step for each in (gathers, gathers, scatters) for chain in each.values() for step in chain]
         chunk = queries[1] // 2 if cut.causal else queries[1]
         self.carrier = Ring if is_looped(ctx, parts, queries, chunk, dtype, steps) else Gathered
