@@ -38,7 +38,8 @@ def header(ledger: Ledger) -> Iterator[str]:
 
 def model() -> str:
     """The sizes of the model."""
-    sizes = {**steps.SMALL.sizes(steps.BATCH, steps.LENGTH), "N": steps.SMALL.layers}
+    sizes = steps.SMALL.sizes(steps.BATCH, steps.LENGTH)
+    sizes = {**{letter: size for letter, size in sizes.items() if letter != "N"}, "N": steps.SMALL.layers}
     return f"model {' '.join(f'{letter}={size}' for letter, size in sizes.items())}"
 
 
