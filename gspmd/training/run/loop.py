@@ -4,7 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -146,12 +146,13 @@ class _Run:
             self.console.print(f"All {self.config.steps} steps are done.")
             return state
         changes = sorted(step for step in programs if begin < step < self.config.steps)
-        for first, last in pairwise([begin, *changes, self.config.steps]):
-            if first in changes:
-                self.program = programs[first]()
-                state = move(state, self.program.state)
-            with self.program.context():
-                state = self._train(state, first, last)
+        with closing(self.profile):
+            for first, last in pairwise([begin, *changes, self.config.steps]):
+                if first in changes:
+                    self.program = programs[first]()
+                    state = move(state, self.program.state)
+                with self.program.context():
+                    state = self._train(state, first, last)
         return state
 
     def _train(self, state: TrainState, begin: int, end: int) -> TrainState:
@@ -161,9 +162,7 @@ class _Run:
         batch = self.program.place(next(batches))
         step = self._compile(state, batch)
         speed = Speed(self.config.batch * self.config.length, self.program.flops, self.program.peak)
-        with ExitStack() as stack:
-            stack.callback(self.profile.stop)
-            display = stack.enter_context(Display(self.console, self.config.steps, begin))
+        with Display(self.console, self.config.steps, begin) as display:
             before = time.perf_counter()
             for number in range(begin + 1, end + 1):
                 self.profile.before(number)

@@ -43,10 +43,10 @@ class Profile:
         """Stop recording and write the trace, if this was the last step; return whether it was."""
         if not self._running or step < self._last:
             return False
-        self.stop()
+        self.close()
         return True
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Stop recording, if that is still going on, and write what there is."""
         if self._running:
             self._running = False
