@@ -129,6 +129,10 @@ def train(settings: Settings, called: str = CALLED) -> None:
     for arrangement, state in zip(arrangements, states):
         if arrangement.mesh.devices.flat[0].platform == "cpu":  # its memory is that of this machine
             command.check_memory(state, len(arrangement.mesh.local_devices))
+        if arrangement.after:  # what does not fit there is said now, and not after so many steps
+            with arrangement.context(), Progress(console, f"Checking {arrangement}"):
+                update, *args = step_of(settings, arrangement, state)
+                jax.eval_shape(update, *args)
     corpus = data.load(
         training.data, fraction=training.validation_fraction, tokenizer=tokenizer, field=training.data_field,
         cache=training.data_cache, console=console,
@@ -181,8 +185,12 @@ def of_checkpoint(settings: Settings, argv: Sequence[str]) -> Settings:
 
 
 def adapted(settings: Settings) -> Settings:
-    """The settings with the adapters of [lora] in the model, where it asks for some."""
-    return replace(settings, model=replace(settings.model, lora=settings.lora)) if settings.lora.rank else settings
+    """The settings with the adapters of [lora] in the model, or with none; a resumed run's model still has its own."""
+    lora = settings.lora if settings.lora.rank else None
+    if settings.model.lora not in (None, lora) and not settings.training.resume:
+        fault = "adapters stand in a table of their own: write [lora] in place of [model.lora]."
+        raise ConfigError("cannot train this model:", [fault])
+    return replace(settings, model=replace(settings.model, lora=lora))
 
 
 def begin(console: Console, settings: Settings, arrangement: Arrangement) -> models.Transformer:
@@ -246,6 +254,14 @@ def build_step(settings: Settings, model: models.Transformer) -> Step:
     )
 
 
+def step_of(settings: Settings, arrangement: Arrangement, state: TrainState) -> tuple[Any, TrainState, Any, Any]:
+    """One update in an arrangement, jitted, and its abstract arguments."""
+    training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
+    update = jit_step(build_step(settings, abstract_model(settings, arrangement)), state)
+    tokens = models.abstract_batch(layout, mesh, training.batch, training.length)
+    return update, state, tokens, models.abstract_key(mesh)
+
+
 def gradients_of(settings: Settings, model: models.Transformer, state: TrainState, mesh: Any) -> Any:
     """Shapes, dtypes and shardings of the gradients, for the table of bytes."""
     return step.abstract_gradients(model, state.params, mesh, settings.training.frozen)
@@ -255,16 +271,15 @@ def explain(console: Console, settings: Settings, arrangement: Arrangement, stat
     """What one training step really sends, and what was planned; nothing is allocated and nothing runs."""
     training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
     with arrangement.context():
-        model = abstract_model(settings, arrangement)
-        update: Any = jit_step(build_step(settings, model), state)
-        args = state, models.abstract_batch(layout, mesh, training.batch, training.length), models.abstract_key(mesh)
+        update, *args = step_of(settings, arrangement, state)
         show_tensors(console, settings, layout, mesh)
         with Progress(console, "Planning the training step") as progress:
             plan = gspmd.trace(update, *args)
             progress.begin("Compiling the training step")
             compiled = update.lower(*args).compile()
             ledger = gspmd.ledger(compiled)
-        held = memory.table(state, gradients_of(settings, model, state, mesh), compiled)
+        gradients = gradients_of(settings, abstract_model(settings, arrangement), state, mesh)
+        held = memory.table(state, gradients, compiled)
     comparison = ledger.compare(plan)
     console.print(held, ledger.table(), "", comparison.table(), sep="\n")
     show_remat(console, settings.model, layout, mesh, training.batch, training.length, training.dtype)

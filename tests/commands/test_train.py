@@ -1,5 +1,6 @@
 """`gspmd train` with a tokenizer, and from a public checkpoint: what it begins with, and what it leaves."""
 
+import dataclasses
 import json
 import shlex
 
@@ -19,6 +20,7 @@ from gspmd.training.arrangement import Arrangement
 from gspmd.training.reporting import metrics
 from gspmd.training.toml import ConfigError
 from gspmd_models import checkpoints
+from gspmd_models.finetuning.config import LoraConfig
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it sleeps. "
 CONFIG = models.ModelConfig(
@@ -85,6 +87,17 @@ def test_what_cannot_begin_with_a_checkpoint_is_one_message(files):
     with pytest.raises(ConfigError, match="--from begins a run, and --resume goes on with one; leave one of the two"):
         train.of_checkpoint(given, ["--resume", "--from=DIR"])
     assert train.of_checkpoint(given, ["--resume", "--model.layers", "3"]) is given
+
+
+def test_a_resumed_run_has_the_adapters_that_it_is_told_of():
+    asked, other = LoraConfig(rank=2), LoraConfig(rank=4)
+    begun = train.adapted(train.Settings(lora=asked))
+    assert begun.model.lora == asked
+    again = dataclasses.replace(begun, training=TrainingConfig(resume=True))
+    for lora, wanted in ((asked, asked), (other, other), (LoraConfig(), None)):
+        assert train.adapted(dataclasses.replace(again, lora=lora)).model.lora == wanted
+    with pytest.raises(ConfigError, match=r"write \[lora\] in place of \[model.lora\]"):
+        train.adapted(train.Settings(model=models.ModelConfig(lora=asked)))
 
 
 BAD = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from io import StringIO
 from pathlib import Path
 
 import jax
@@ -47,7 +48,7 @@ def test_values_are_equal_at_a_change_and_the_curve_is_that_of_one_device(
     arranged, make_program, corpus, tmp_path, monkeypatch
 ):
     (tmp_path / "one").mkdir()
-    moved = []
+    moved, said = [], StringIO()
 
     def watched(state, like):
         before = jax.device_get(state)
@@ -60,8 +61,9 @@ def test_values_are_equal_at_a_change_and_the_curve_is_that_of_one_device(
 
     loop_move = loop.move
     monkeypatch.setattr(loop, "move", watched)
-    fit(CONFIG, arranged([]), corpus, tmp_path, Console(quiet=True))
+    fit(dataclasses.replace(CONFIG, profile="4:5"), arranged([]), corpus, tmp_path, Console(file=said, width=500))
     assert moved == [4, 7]
+    assert "step 5: profile written to " in said.getvalue()  # of steps on both sides of a change
     fit(CONFIG, make_program({"x": 1}, steps=12)[0], corpus, tmp_path / "one", Console(quiet=True))
     np.testing.assert_allclose(losses(tmp_path), losses(tmp_path / "one"), rtol=1e-4)
     assert [row["step"] for row in metrics.read(tmp_path)] == [*range(1, 13), 12]
@@ -122,6 +124,14 @@ def test_layouts_that_pad_differently_are_refused(make_program):
         ConfigError, match=r"params.table is float32 \(8, 8\) in gshard, but float32 \(8, 16\) in zero-3"
     ):
         check_same_form([("gshard", one), ("zero-3", padded)])
+
+
+def test_a_batch_that_does_not_fit_a_later_layout_is_refused_before_training(started, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--config", TINY, "--devices", "8", "--microbatches", "2", "--layout", "megatron-1d"]
+    assert main.main(["train", *flags, "--relayout", "1=zero-3", "--out", "run"]) == 2
+    assert "cannot split a batch of 8 sequences over 8 devices" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
