@@ -137,8 +137,8 @@ def parse(argv: Sequence[str], script: str = "") -> Settings:
             f"--{name} int8 is for --phase prefill and decode, not {settings.phase}."
             for name in ("weights", "cache") if getattr(settings, name) == "int8"
         ]  # fmt: skip
-    if settings.sharding.platform or settings.sharding.devices:
-        faults.append("--topology says which devices there are; leave --platform and --devices out.")
+    if settings.sharding.platform or settings.sharding.devices or settings.sharding.distributed:
+        faults.append("--topology says which devices there are; leave --platform, --devices and --distributed out.")
     if settings.smallest and settings.sharding.mesh:
         faults.append("--smallest tries slices of many sizes; leave --mesh out.")
     for flag in ("json", "hlo", "trace", "gantt"):

@@ -63,6 +63,8 @@ class Sharding(ShardingConfig):
 
     devices: int | None = None
     """Number of devices; all of an accelerator, or one of a CPU, if not given."""
+    schedule: tyro.conf.Suppress[str] = "1f1b"
+    distributed: tyro.conf.Suppress[str] = ""
 
 
 @dataclass(frozen=True)

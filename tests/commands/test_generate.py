@@ -214,6 +214,8 @@ def test_the_help_says_how_many_devices_are_used(capsys):
     said = " ".join(capsys.readouterr().out.replace("|", " ").replace("│", " ").split())
     assert "all of an accelerator, or one of a CPU" in said
     assert "8 fake" not in said
+    assert "--schedule" not in said  # of a training step only
+    assert "--distributed" not in said
 
 
 def test_an_interrupt_is_no_traceback(capsys, public, monkeypatch):
