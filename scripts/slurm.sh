@@ -62,7 +62,7 @@ cat >job <<END
 #SBATCH --ntasks=2
 #SBATCH --overcommit
 #SBATCH --output=%j.log
-resume=\$([[ -d two/checkpoints ]] && echo --resume)
+resume=\$(ls two/checkpoints 2>/dev/null | grep -qx '[0-9]*' && echo --resume)
 srun --overcommit --kill-on-bad-exit=1 bash -c 'echo \$\$ >pid.\$SLURM_PROCID; exec python "\$0" "\$@"' \\
   "$root/scripts/train_moe.py" $flags --distributed auto --out two \$resume
 END
