@@ -82,7 +82,7 @@ class Attention(nnx.Module):
         if past is None:
             angles = _cos_sin(zigzag_positions(q.shape[1], ring_size(key)), _turns(self.config))
             q, k = checkpoint_name(tuple(rotate(x, self.config, angles) for x in (q, k)), "attention.rotated")
-            out = checkpoint_name(attention(q, k, v, query, key, causal=True), "attention.mixed")
+            out = attention(q, k, v, query, key, causal=True)
         else:
             q, k = (rotate(x, self.config, past.angles(spec)) for x, spec in ((q, query), (k, key)))
             out = past.attend(q, k, v, query, key)

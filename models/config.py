@@ -118,6 +118,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if isinstance(self.remat, bool):  # as settings and checkpoints had it before there were names
             object.__setattr__(self, "remat", "full" if self.remat else "none")
+        if self.lora and not self.lora.rank:
+            object.__setattr__(self, "lora", None)
         faults = list(_faults(self))
         if faults:
             raise ValueError("this model cannot be built:\n" + "\n".join(f"  {fault}" for fault in faults))

@@ -75,13 +75,28 @@ def loss_specs(layout: Any, microbatches: int) -> dict[str, Spec]:
 
 def _axes_of_rows(layout: Any, key: str) -> set[str]:
     """The mesh axes that shard the rows, tokens or slots, over which a parameter's gradient is summed."""
+    beside = next((name for name, keys in _BESIDE.items() if key in keys), None)
+    if beside and not key.partition(".")[2].startswith(("w_", "shared_")):  # a vector, and heads are rows too
+        spec = layout.spec(beside)
+        return {axis for dim in spec.dims if dim not in KEYS[key].dims for axis in spec.axes_of(dim)}
     of_section = {
         "embedding": ["embedding.tokens", "output.logits"],  # of a tied table, both
         "output": ["output.logits"],
         "moe": ["moe.groups"] if key.startswith("moe.router") else ["moe.expert_input"],
     }
-    of_blocks = ["attention.residual", "ffn.residual"]
-    names = of_blocks if key.startswith("moe.shared") else of_section.get(key.partition(".")[0], of_blocks)
+    of_blocks = ["attention.residual", "ffn.residual", *filter(None, [beside])]
+    names = of_blocks if beside else of_section.get(key.partition(".")[0], of_blocks)
     specs = [layout.spec(name) for name in names]
     axes = [{axis for dim in spec.dims if dim in "BLG" for axis in spec.axes_of(dim)} for spec in specs]
     return set.intersection(*axes)
+
+
+_BESIDE = {
+    "attention.query": ("attention.w_q", "attention.b_q", "attention.q_norm", "attention.w_o"),
+    "attention.key": (
+        "attention.w_k", "attention.w_v", "attention.b_k", "attention.b_v", "attention.k_norm",
+    ),
+    "ffn.hidden": ("ffn.w_in", "ffn.w_gate", "ffn.b_in", "ffn.b_gate", "ffn.w_out"),
+    "moe.shared_hidden": ("moe.shared_in", "moe.shared_gate", "moe.shared_out"),
+}  # fmt: skip
+"""The tensor beside the residual stream that a parameter makes, takes, or is added to."""

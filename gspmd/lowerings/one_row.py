@@ -44,7 +44,7 @@ def _row(letters: str, *operands: jax.Array) -> tuple[int, str] | None:
     own = [[dim for dim in dims if dim in result and dim not in other] for dims, other in zip(held, reversed(held))]
     rows = [prod(sizes[dim] for dim in dims) for dims in own]
     summed = prod(sizes[dim] for dim in held[0] if dim in held[1] and dim not in result)
-    if summed == 1 or min(rows) > 1 or max(rows) == 1:
+    if summed == 1 or 1 not in rows or rows == [1, 1]:
         return None
     number = rows.index(1)
     return (number, own[number][-1]) if own[number] else None

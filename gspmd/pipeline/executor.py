@@ -136,7 +136,9 @@ class Executor:
         activation = self._zeros(stream)
         if not trains:
             return _State(activation, None, None, None, Results(jnp.float32(0), figures))
-        gradients = (jax.tree.map(jnp.zeros_like, tree) for tree in (shared, weights))
+        # Many microbatches are added: in float32, of narrower weights too.
+        wide = lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
+        gradients = (jax.tree.map(wide, tree) for tree in (shared, weights))
         residuals = None
         if halves is not None:
             count = max(self.schedule.residuals.values()) + 1

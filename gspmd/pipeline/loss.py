@@ -76,7 +76,8 @@ def pipelined(
     def forward(shared_arrays: Tree, weights: Tree, batches: Tree):
         values, results = run(schedule, shared_arrays, weights, batches)
         summed = jax.tree.map(_over_stages(axis), shared, results.shared, is_leaf=lambda leaf: isinstance(leaf, Spec))
-        return values, (summed, results.weights)
+        as_given = lambda gradient, x: gradient.astype(x.dtype)  # noqa: E731
+        return values, jax.tree.map(as_given, (summed, results.weights), (shared_arrays, weights))
 
     def backward(gradients: tuple[Tree, Tree], cotangents: tuple[jax.Array, Tree]):
         scaled = jax.tree.map(lambda gradient: (gradient * cotangents[0]).astype(gradient.dtype), gradients)

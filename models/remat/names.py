@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 import jax
 
+from gspmd.ops._attention.local import MIXED
 from gspmd.ops.interface.planned_op import STATISTIC
 
 PRODUCTS = (
@@ -29,7 +30,7 @@ PRODUCTS = (
 )  # fmt: skip
 """What dots keeps: products with weights, and the statistics of norms, which are small."""
 OPERANDS = (
-    "norm", "attention.rotated", "attention.mixed", "ffn.residual", "ffn.active", "moe.slots", "moe.active",
+    "norm", "attention.rotated", MIXED, "ffn.residual", "ffn.active", "moe.slots", "moe.active",
 )  # fmt: skip
 """What selective keeps too: what products, norms and attention take. Of all these JAX keeps what a gradient reads."""
 

@@ -242,3 +242,11 @@ def test_one_lowering_for_every_part_goes_before_what_the_layout_asks():
 
 def test_the_repr_of_a_section_does_not_list_the_whole_layout():
     assert repr(Layout.load("megatron-1d").ffn) == "<Section 'ffn' of a layout: 8 specs>"
+
+
+def test_a_gradient_is_partial_only_where_its_product_has_the_rows_apart():
+    """Keys that all heads share are made of whole sequences, though the residual stream is cut along L."""
+    whole = {"attention.w_k": "EKD", "attention.key": "B_xLKD"}
+    taken = Layout.load("megatron-sequence").override(whole).for_loss(microbatches=2)
+    wanted = {"w_k": "EKD reduced-x", "k_norm": "D reduced-x", "q_norm": "D reduced-xyz", "norm": "E reduced-xyz"}
+    assert {name: taken[f"attention.{name}"] for name in wanted} == wanted

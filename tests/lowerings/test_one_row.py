@@ -52,6 +52,7 @@ def test_on_other_devices_it_stays_alone():
 def test_a_row_of_int8_weights_stays_exact():
     x, w = jnp.ones((1, 300), jnp.float32), jnp.full((300, 2), -127, jnp.int8)
     assert local_einsum("BE,EF->BF", x, w).tolist() == [[-38100.0] * 2]
+    assert local_einsum("BE,EF->BF", x[:0], w).shape == (0, 2), "no row is not one row"
 
 
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])

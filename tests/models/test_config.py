@@ -4,6 +4,7 @@ from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd.training.toml import from_mapping
 from gspmd_models import ModelConfig
+from gspmd_models.finetuning.config import LoraConfig
 from tests.models.conftest import load
 
 
@@ -100,3 +101,7 @@ def test_a_choice_misspelt_is_told_with_the_nearest():
         ModelConfig(activation="swigl")
     with pytest.raises(ValueError, match=r"block is 'zzz'; it must be one of serial, parallel$"):
         ModelConfig(block="zzz")
+
+
+def test_adapters_of_rank_0_are_none():
+    assert ModelConfig(lora=LoraConfig()).lora is None

@@ -127,3 +127,11 @@ def test_compiled_programs_keep_what_is_predicted(config, make_mesh, preset, low
         whole.append(sizes[0])
         assert (sizes[0] - sizes[1]) / 4 == pytest.approx(rows[remat].layer_bytes, rel=0.05), remat
     assert whole == sorted(whole, reverse=True)
+
+
+@pytest.mark.slow
+def test_selective_sends_no_keys_round_again(config, make_mesh):
+    """The gradient of attention round a ring reads what it gave, which is kept with it."""
+    layout, mesh = Layout.load("context-parallel"), make_mesh({"x": 1, "y": 4, "z": 1})
+    rows = {row.remat: row for row in predicted(config(**SIZES), layout, mesh, 2, 16)}
+    assert rows["selective"].flops == 0 < rows["dots"].flops

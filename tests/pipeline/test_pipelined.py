@@ -178,3 +178,18 @@ def test_a_mesh_without_the_stages(make_mesh):
     assert refused({"p": 2}, 2) == (
         "a pipeline needs a mesh axis besides p, for its stages to plan on.\n  Add one; it may have size 1."
     )
+
+
+def test_gradients_of_narrow_weights_are_added_in_float32(make_mesh):
+    """In bfloat16, 1/512 added to 1/2 is 1/2."""
+    stages = Stages(
+        first=lambda shared, batch: batch,
+        chunk=lambda w, x, batch, number: (x * w[0].astype(jnp.float32), 0.0, {}),
+        last=lambda shared, x, batch: gspmd.einsum("E -> ", x),
+    )
+    with jax.set_mesh(make_mesh({"p": 1, "x": 1})):
+        loss = pipelined(stages, Schedule.of("1f1b", 1, 512), axis="p", stream="E", shared={})
+        x = gspmd.annotate(np.ones((512, 1), np.float32), "ME")
+        w = gspmd.annotate(jnp.ones((1, 1, 1), jnp.bfloat16), "RN_pE")
+        slope = jax.jit(jax.grad(lambda w: loss({}, w, x)[0]))(w)
+    assert (slope.dtype, float(slope[0, 0, 0])) == (jnp.bfloat16, 1.0)

@@ -12,6 +12,9 @@ Shards = tuple[int, int, int, int]
 """Into how many parts the compiler cuts rows, heads, queries and cached keys; all 1 for one device's arrays."""
 ALONE: Shards = (1, 1, 1, 1)
 
+MIXED = "attention.mixed"
+"""The name by which `jax.checkpoint` may keep what attention gives, and what its gradient reads of it."""
+
 
 def local_attention(
     q: jax.Array,

@@ -18,6 +18,7 @@ from math import prod
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from gspmd.annotate.errors import PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
@@ -25,7 +26,7 @@ from gspmd.lowerings.program import Context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops._attention.circulation import Gathered, Ring, is_looped
 from gspmd.ops._attention.heads import Share
-from gspmd.ops._attention.local import local_attended, local_attention, local_gradients
+from gspmd.ops._attention.local import MIXED, local_attended, local_attention, local_gradients
 from gspmd.ops._attention.online import Attended
 from gspmd.ops._attention.zigzag import Pairs, in_order, zigzag
 from gspmd.ops.interface.planned_op import Chains, fault, planned_op
@@ -93,7 +94,7 @@ def attend(
     cut = _Cut(query, key, causal, scale, share, bool(mask))
     if ctx.lowering == "xla":
         f = partial(_whole, cut, tuple(prod(ctx.mesh[axis] for axis in axes) for axes in query.axes))
-        return compiler_chooses(ctx, f, cut.inputs, query, q, k, v, *mask, name=cut.name)
+        return checkpoint_name(compiler_chooses(ctx, f, cut.inputs, query, q, k, v, *mask, name=cut.name), MIXED)
     return _attend(cut, ctx, q, k, v, *mask)
 
 
@@ -109,7 +110,8 @@ def _whole(cut: _Cut, parts: tuple[int, ...], q, k, v, *mask) -> jax.Array:
 
 def _forward(cut: _Cut, ctx: Context, q, k, v, *mask):
     steps, body = _value(cut.without_trivial(ctx.mesh), q.shape, k.shape, k.dtype.name, ctx)
-    y, normaliser = run(ctx, cut.name, steps, body, cut.inputs, (cut.query, cut.statistic), q, k, v, *mask)
+    found = run(ctx, cut.name, steps, body, cut.inputs, (cut.query, cut.statistic), q, k, v, *mask)
+    y, normaliser = checkpoint_name(found, MIXED)  # here, or the gradient would have keys go round again for them
     return y, (q, k, v, mask, y, normaliser)
 
 

@@ -7,13 +7,14 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from gspmd.annotate.errors import Fault, PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops._attention.heads import Share, share
-from gspmd.ops._attention.local import ALONE, Shards, local_attention
+from gspmd.ops._attention.local import ALONE, MIXED, Shards, local_attention
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import flag, number
 from gspmd.ops.interface.planned_op import Chains, fault, planned_op, read, shard_index, sizes_of
@@ -98,9 +99,9 @@ def attention(
         rows, length, heads, _ = (prod(ctx.mesh.get(axis, 1) for axis in axes) for axes in query.axes)
         f = partial(_attend, extras, causal, scale, (rows, heads, length, 1))
         ins, name = (query, key, key, *extras.specs(key)), f"attention {query}, {key}"
-        return compiler_chooses(ctx, f, ins, query, q, k, v, *more, name=name)
+        return checkpoint_name(compiler_chooses(ctx, f, ins, query, q, k, v, *more, name=name), MIXED)
     core = _Core(query, key, causal, scale, extras, *_placed(doing, query, key, q.shape[2], k.shape[2], ctx.mesh))
-    return _core(core, ctx, q, k, v, *more)
+    return checkpoint_name(_core(core, ctx, q, k, v, *more), MIXED)
 
 
 def _position(doing: str, offset: jax.Array | int) -> jax.Array:
