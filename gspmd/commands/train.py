@@ -156,13 +156,11 @@ def train(settings: Settings, called: str = CALLED) -> None:
                 elif text:
                     text()  # a program of all processes
 
-        fit(training, programs, corpus, out, console, kept_settings, finish)
+        reached = int(fit(training, programs, corpus, out, console, kept_settings, finish).step)
         if processes.first():
             moe = settings.model.moe
             prompt = training.prompt if moe is None or moe.causal else None
-            report.closing(
-                console, out, time.monotonic() - began, command.next_commands(out, training.steps, prompt, called)
-            )
+            report.closing(console, out, time.monotonic() - began, command.next_commands(out, reached, prompt, called))
 
 
 def of_checkpoint(settings: Settings, argv: Sequence[str]) -> Settings:

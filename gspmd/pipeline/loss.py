@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from gspmd.annotate.equation import Equation
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
+from gspmd.lowerings import default
 from gspmd.ops._einsum import reshard
 from gspmd.pipeline.executor import Executor, Results, Stages
 from gspmd.pipeline.schedule import Schedule
@@ -66,7 +67,7 @@ def pipelined(
     Differs: all stages run one program, which computes `first` and `last` in every stage, and keeps the results of one.
         A chunk's forward pass is computed again in its backward pass, from its input.
     """
-    stream = Spec.parse(stream)
+    stream, shared = Spec.parse(stream), jax.tree.map(Spec.parse, shared, is_leaf=_is_spec)
 
     @jax.custom_vjp
     def loss(shared_arrays: Tree, weights: Tree, batches: Tree) -> tuple[jax.Array, Tree]:
@@ -75,7 +76,7 @@ def pipelined(
 
     def forward(shared_arrays: Tree, weights: Tree, batches: Tree):
         values, results = run(schedule, shared_arrays, weights, batches)
-        summed = jax.tree.map(_over_stages(axis), shared, results.shared, is_leaf=lambda leaf: isinstance(leaf, Spec))
+        summed = jax.tree.map(_over_stages(axis), shared, results.shared, is_leaf=_is_spec)
         as_given = lambda gradient, x: gradient.astype(x.dtype)  # noqa: E731
         return values, jax.tree.map(as_given, (summed, results.weights), (shared_arrays, weights))
 
@@ -109,7 +110,7 @@ def _region(executor: Executor, arrays: tuple[Tree, Tree, Tree]) -> Results:
     Auto at the border.
     """
     mesh, axis = jax.sharding.get_abstract_mesh(), executor.axis
-    _check(mesh, executor.schedule.stages, axis)
+    _check(mesh, executor.schedule, axis)
     free = tuple(name for name in mesh.axis_names if name != axis)
     explicit = AxisType.Explicit in mesh.axis_types
     shared, weights, batches = (jax.tree.map(_partition, tree) for tree in arrays)
@@ -144,8 +145,8 @@ def _region(executor: Executor, arrays: tuple[Tree, Tree, Tree]) -> Results:
     return jax.jit(jax.sharding.auto_axes(region, axes=free, out_sharding=outs))(*arrays)  # JAX cannot, outside of jit
 
 
-def _check(mesh: jax.sharding.AbstractMesh, stages: int, axis: str) -> None:
-    sizes = dict(mesh.shape)
+def _check(mesh: jax.sharding.AbstractMesh, schedule: Schedule, axis: str) -> None:
+    sizes, stages = dict(mesh.shape), schedule.stages
     if axis not in sizes:
         raise PlanError(
             f"the mesh has no axis {axis} for the stages of a pipeline.\n  It has {', '.join(sizes) or 'none'}."
@@ -159,6 +160,13 @@ def _check(mesh: jax.sharding.AbstractMesh, stages: int, axis: str) -> None:
         raise PlanError(
             f"a pipeline needs a mesh axis besides {axis}, for its stages to plan on.\n  Add one; it may have size 1."
         )
+    # Its products stand in regions of Auto axes, which JAX neither nests under Auto axes nor lets `split` take apart.
+    if default.current() == "xla" and AxisType.Explicit not in mesh.axis_types:
+        raise PlanError(
+            "a pipeline under Auto mesh axes cannot have lowering 'xla'.\n  Use 'blocking' or Explicit axes."
+        )
+    if default.current() == "xla" and "weights" in schedule.kinds:
+        raise PlanError(f"schedule {schedule.name} cannot have lowering 'xla'.\n  Use 'blocking', or schedule 1f1b.")
 
 
 def _partition(x: jax.Array) -> jax.P:
@@ -169,6 +177,10 @@ def _without(spec: jax.P, axis: str) -> jax.P:
     """The partition on the other mesh axes."""
     entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
     return jax.P(*(tuple(name for name in entry if name != axis) or None for entry in entries))
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, str | Spec)
 
 
 def _is_partition(leaf: Any) -> bool:

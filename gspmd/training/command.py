@@ -183,7 +183,7 @@ def check_model(training: TrainingConfig, model: Any, tokens: int | None = None)
 
     Args:
         training: the settings of training.
-        model: a model's settings, with `vocabulary`, and `moe` that is None or has `groups`, `causal` and `router`.
+        model: a model's settings, with `vocabulary`, `int8`, and `moe`: None, or with `groups`, `causal` and `router`.
         tokens: number of ids of the tokenizer; None if tokens are bytes.
 
     Raises:
@@ -200,6 +200,8 @@ def check_model(training: TrainingConfig, model: Any, tokens: int | None = None)
     if groups and step % groups:
         product = f"{training.batch} × {training.length} = {step}"
         faults.append(f"model.moe.groups must divide the tokens of a batch, {product}, but is {groups}.")
+    if model.int8:
+        faults.append("model.int8 is to serve: leave it out, and sample with 'gspmd generate --weights int8'.")
     if training.sample_bytes and model.moe and not model.moe.causal:
         fault = f"model.moe.router {model.moe.router} cannot generate text, since its experts read later tokens; "
         faults.append(fault + "set sample_bytes to 0, or take another router.")

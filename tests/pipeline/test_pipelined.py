@@ -193,3 +193,19 @@ def test_gradients_of_narrow_weights_are_added_in_float32(make_mesh):
         w = gspmd.annotate(jnp.ones((1, 1, 1), jnp.bfloat16), "RN_pE")
         slope = jax.jit(jax.grad(lambda w: loss({}, w, x)[0]))(w)
     assert (slope.dtype, float(slope[0, 0, 0])) == (jnp.bfloat16, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "axis_type", "reason"),
+    [
+        ("1f1b", "auto", "a pipeline under Auto mesh axes cannot have lowering 'xla'.\n  Use 'blocking' or Explicit"),
+        ("zero-bubble", "explicit", "schedule zero-bubble cannot have lowering 'xla'.\n  Use 'blocking', or schedule"),
+    ],
+)
+def test_what_lowering_xla_cannot_run(schedule, axis_type, reason, make_mesh):
+    arrays = drawn(2, 1, 2)
+    loss = pipelined(STAGES, Schedule.of(schedule, 2, 2), axis="p", stream=STREAM, shared={"table": "EF_x"})
+    with jax.set_mesh(make_mesh({"p": 2, "x": 2}, axis_type)), gspmd.lowering("xla"):
+        with pytest.raises(PlanError) as error:
+            jax.grad(lambda *given: loss(*given)[0])(*jax.tree.map(jnp.asarray, arrays))
+    assert str(error.value).startswith(reason)

@@ -147,23 +147,27 @@ def test_a_flag_without_its_value_is_told_by_the_parser(resumed, capsys):
     assert "--layout" in capsys.readouterr().err
 
 
-def model(vocabulary=256, groups=None, causal=True):
-    return SimpleNamespace(vocabulary=vocabulary, moe=SimpleNamespace(groups=groups, causal=causal, router="oracle"))
+def model(vocabulary=256, groups=None, causal=True, int8=False):
+    moe = SimpleNamespace(groups=groups, causal=causal, router="oracle")
+    return SimpleNamespace(vocabulary=vocabulary, moe=moe, int8=int8)
 
 
 def test_a_model_that_fits():
     training = TrainingConfig(batch=8, length=16)
     command.check_model(training, model(groups=32))
-    command.check_model(training, SimpleNamespace(vocabulary=256, moe=None))
+    command.check_model(training, SimpleNamespace(vocabulary=256, moe=None, int8=False))
     command.check_model(replace(training, sample_bytes=0), model(causal=False))
 
 
 def test_a_model_that_does_not_fit_is_one_message():
     with pytest.raises(ConfigError) as error:
-        command.check_model(TrainingConfig(batch=8, length=16), model(vocabulary=100, groups=24, causal=False))
+        command.check_model(
+            TrainingConfig(batch=8, length=16), model(vocabulary=100, groups=24, causal=False, int8=True)
+        )
     assert error.value.faults == (
         "model.vocabulary must be 256, since the data is bytes, but is 100.",
         "model.moe.groups must divide the tokens of a batch, 8 × 16 = 128, but is 24.",
+        "model.int8 is to serve: leave it out, and sample with 'gspmd generate --weights int8'.",
         "model.moe.router oracle cannot generate text, since its experts read later tokens; "
         "set sample_bytes to 0, or take another router.",
     )
