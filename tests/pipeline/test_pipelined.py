@@ -205,7 +205,7 @@ def test_gradients_of_narrow_weights_are_added_in_float32(make_mesh):
 def test_what_lowering_xla_cannot_run(schedule, axis_type, reason, make_mesh):
     arrays = drawn(2, 1, 2)
     loss = pipelined(STAGES, Schedule.of(schedule, 2, 2), axis="p", stream=STREAM, shared={"table": "EF_x"})
-    with jax.set_mesh(make_mesh({"p": 2, "x": 2}, axis_type)), gspmd.lowering("xla"):
-        with pytest.raises(PlanError) as error:
-            jax.grad(lambda *given: loss(*given)[0])(*jax.tree.map(jnp.asarray, arrays))
+    on_mesh = jax.set_mesh(make_mesh({"p": 2, "x": 2}, axis_type))
+    with on_mesh, gspmd.lowering("xla"), pytest.raises(PlanError) as error:
+        jax.grad(lambda *given: loss(*given)[0])(*jax.tree.map(jnp.asarray, arrays))
     assert str(error.value).startswith(reason)
