@@ -230,7 +230,7 @@ def split(line: Timeline) -> dict[str, Any]:
     lines: dict[str, float] = {}
     for span in line.spans:
         if span.category in computed:
-            what = f"{'products' if span.category == 'einsum' else 'other'} of `{span.source or span.name}`"
+            what = f"{'products' if span.category == 'einsum' else 'other'} of `{Path(span.source).name or span.name}`"
             lines[what] = lines.get(what, 0.0) + span.seconds * span.times
     return {
         "step": line.step_seconds, "products": computed["einsum"], "other": computed["other"],
