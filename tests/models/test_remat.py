@@ -30,7 +30,7 @@ def test_settings_from_before_there_were_names_are_read(remat, read):
 
 
 def test_another_name_is_refused_with_those_that_there_are():
-    with pytest.raises(ValueError, match="remat is 'selectiv'; it must be one of none, full, dots-except-hidden, dots, selective"):
+    with pytest.raises(ValueError, match="remat is 'selectiv'; it must be one of none, full, dots-except-hidden"):
         models.ModelConfig(remat="selectiv")
     with pytest.raises(ConfigError, match="remat must be one of 'none', 'full', 'dots-except-hidden', 'dots'"):
         from_mapping(models.ModelConfig, {"remat": "some"})

@@ -55,7 +55,7 @@ def test_commands_are_the_ones_that_are_compiled(mfu):
 
 def test_planned_bytes_follow_korthikanti(mfu):
     """Parameters, gradients and Adam's state on one device of t · p, and what selective recomputation keeps."""
-    model = mfu.Megatron(layers=4, hidden=256, heads=8, tensor=4, stages=2, microbatches=8)
+    model = import_module("megatron_memory").Megatron(layers=4, hidden=256, heads=8, tensor=4, stages=2, microbatches=8)
     found, (parameters, activations) = mfu.planned_bytes(model), mfu.formulas(model)
     assert found["state"] == pytest.approx(parameters, rel=0.02)  # norms and biases are on all of t
     assert found["selective"] == pytest.approx(activations, rel=0.02)  # two statistics of norms in float32
