@@ -10,7 +10,6 @@ compares tracing and compiling of many layers and of few. Needs the compiler for
 """
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 import jax
 from megatron_memory import MEGATRON, formulas, planned_bytes
 from page import write_between
+from palm import Kept
 
 import gspmd
 from gspmd import host
@@ -109,12 +109,11 @@ def main() -> None:
     parser.add_argument("--only", choices=SECTIONS, nargs="+", default=list(SECTIONS), help="default: all")
     parser.add_argument("--run", choices=RUNS, nargs="+", default=list(RUNS), help="of `runs`; default: all")
     parser.add_argument("--json", type=Path, help="keep what was compiled in this file, and take it from there")
-    parser.add_argument("--hlo", type=Path, help="folder for the scheduled programs")
     parser.add_argument("--write", type=Path, help="replace the tables in a page")
     options = parser.parse_args()
     host.keep_compiled(False)  # JAX cannot read back what was compiled for devices that are not there
     host.start(1, "cpu")  # for JAX itself: the slice's devices exist for the compiler only
-    kept = Kept(options.json, options.hlo)
+    kept = Kept(options.json)
     for section in options.only:
         text = "\n".join(SECTIONS[section](kept, options.run))
         print(text, flush=True)
@@ -125,22 +124,6 @@ def main() -> None:
 def marks(section: str) -> tuple[str, str]:
     """The lines of the page between which a section's table stands."""
     return f"<!-- {section}: python benchmarks/mfu.py --only {section} -->", f"<!-- end of {section} -->"
-
-
-class Kept:
-    """Figures of compiled programs by name, in a file: compiling takes minutes, and may go on another time."""
-
-    def __init__(self, path: Path | None, programs: Path | None = None):
-        self.path, self.programs = path, programs
-        self.figures: dict[str, Any] = json.loads(path.read_text()) if path and path.exists() else {}
-
-    def __call__(self, name: str, measure: Any) -> dict[str, Any]:
-        """The figures of this name, measured if there are none."""
-        if name not in self.figures:
-            self.figures[name] = measure()
-            if self.path:
-                self.path.write_text(json.dumps(self.figures, indent=1))
-        return self.figures[name]
 
 
 def compared(kept: Kept, names: Sequence[str]) -> Iterator[str]:
@@ -203,8 +186,6 @@ def measured(kept: Kept, name: str) -> dict[str, Any]:
         settings = settings_of(RUNS[name])
         target = topology(settings.topology)
         report = command.compiled(settings, target)
-        if kept.programs:
-            (kept.programs / f"{name}.hlo").write_text(report.hlo)
         figures = {
             "fits": report.fits, "bytes": report.bytes_per_device, "room": report.hbm_bytes,
             "compile_seconds": report.compile_seconds, "peak": target.chip.flops("bfloat16"), "reason": report.reason,
