@@ -14,7 +14,7 @@ from .finetuning.config import LoraConfig
 BLOCKS = ("serial", "parallel")
 NORMS = ("rms", "layer")
 PAIRS = ("halves", "neighbours")
-REMATS = ("none", "full", "dots", "selective")
+REMATS = ("none", "full", "dots-except-hidden", "dots", "selective")
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,10 @@ class ModelConfig:
     """Whether layer norms have a bias."""
     norm_epsilon: float = 1e-6
     """Added to the mean square, or the variance, in every norm."""
-    remat: Literal["none", "full", "dots", "selective", True, False] = "full"
+    remat: Literal["none", "full", "dots-except-hidden", "dots", "selective", True, False] = "full"
     """What the backward pass recomputes: none; full, each block from its input; dots, all but products with weights;
-    selective, attention alone (`gspmd_models.remat`). True reads as full, False as none."""
+    dots-except-hidden, the feed-forward layer's hidden ones too; selective, attention alone (`gspmd_models.remat`).
+    True reads as full, False as none."""
     int8: bool = False
     """Whether matrices are int8, with a float32 scale for every channel of their products (`quantize`): to serve."""
     moe: MoEConfig | None = None

@@ -83,7 +83,7 @@ class Settings:
     gantt: str = ""
     """PNG file for the timeline."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    optimizer: tyro.conf.Suppress[OptimizerConfig] = field(default_factory=OptimizerConfig)
+    optimizer: tyro.conf.OmitArgPrefixes[OptimizerConfig] = field(default_factory=OptimizerConfig)
     sharding: tyro.conf.OmitArgPrefixes[ShardingConfig] = field(default_factory=ShardingConfig)
 
 

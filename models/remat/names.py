@@ -6,6 +6,7 @@ A block names what may be kept where it makes it (`jax.ad_checkpoint.checkpoint_
     selective   kept are the inputs and outputs of products, of norms and of attention; attention's logits, softmax and
                 weighted sum are computed again, and what is elementwise
     dots        kept are the products with weights; everything else is computed again
+    dots-except-hidden  as dots, without the feed-forward layer's hidden one, which is the widest
     full        kept is the block's input
 
 Attention as a planned program computes its logits again whatever the choice, as FlashAttention does: they are larger
@@ -47,5 +48,6 @@ def recomputed(body: Callable, remat: str) -> Callable:
     """
     if remat == "none":
         return body
-    kept = {"full": (), "dots": PRODUCTS, "selective": PRODUCTS + OPERANDS}[remat]
+    narrow = tuple(name for name in PRODUCTS if name not in ("ffn.hidden", "moe.hidden"))
+    kept = {"full": (), "dots-except-hidden": narrow, "dots": PRODUCTS, "selective": PRODUCTS + OPERANDS}[remat]
     return jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(*kept) if kept else None)

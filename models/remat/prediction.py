@@ -67,7 +67,7 @@ def predicted(
         dtype: compute dtype.
 
     Returns:
-        A row for each of none, full, dots and selective; none where there is one repeat of blocks, which is never
+        A row for each of `REMATS`; none where there is one repeat of blocks, which is never
         computed again, or a pipeline, whose stages keep what their schedule says.
 
     Example:

@@ -30,9 +30,9 @@ def test_settings_from_before_there_were_names_are_read(remat, read):
 
 
 def test_another_name_is_refused_with_those_that_there_are():
-    with pytest.raises(ValueError, match="remat is 'selectiv'; it must be one of none, full, dots, selective"):
+    with pytest.raises(ValueError, match="remat is 'selectiv'; it must be one of none, full, dots-except-hidden"):
         models.ModelConfig(remat="selectiv")
-    with pytest.raises(ConfigError, match="remat must be one of 'none', 'full', 'dots', 'selective'"):
+    with pytest.raises(ConfigError, match="remat must be one of 'none', 'full', 'dots-except-hidden', 'dots'"):
         from_mapping(models.ModelConfig, {"remat": "some"})
 
 
@@ -52,8 +52,9 @@ def test_kept_bytes_follow_korthikanti(config, make_mesh, dtype):
     statistics = 2 * tokens * 4
     assert rows["selective"].layer_bytes == 4 * stream + 4 * heads + 2 * 4 * hidden + statistics
     assert rows["dots"].layer_bytes == 2 * stream + 3 * heads + 4 * hidden + statistics
+    assert rows["dots-except-hidden"].layer_bytes == 2 * stream + 3 * heads + statistics
     assert rows["full"].layer_bytes == stream
-    kept = [rows[remat].layer_bytes for remat in ("none", "selective", "dots", "full")]
+    kept = [rows[remat].layer_bytes for remat in ("none", "selective", "dots", "dots-except-hidden", "full")]
     assert kept == sorted(kept, reverse=True)
     # full: all products but the last; dots: attention's two. Those that its gradient repeats anyhow are in none too.
     forward = 2 * tokens * 3 * (4 * 32 * 32 + 2 * 32 * 128) // shards
@@ -61,6 +62,7 @@ def test_kept_bytes_follow_korthikanti(config, make_mesh, dtype):
     last = 2 * tokens * 3 * 32 * 128 // shards  # the result of w_out is the next block's input
     assert rows["none"].flops == rows["selective"].flops == 0
     assert rows["dots"].flops == core
+    assert rows["dots-except-hidden"].flops == core + 2 * tokens * 3 * 32 * 128 // shards
     assert rows["full"].flops == forward + core - last
 
 

@@ -1,0 +1,284 @@
+"""Training steps whose MFU MaxText publishes, compiled for slices that are not there: predicted beside published.
+
+    python benchmarks/mfu.py --only runs parts --json mfu.json --write docs/mfu.md    # minutes for each run
+    python benchmarks/mfu.py --only runs --run mixtral-8x7b-v6e --json mfu.json
+    python benchmarks/mfu.py --only memory depth --write docs/mfu.md
+
+`runs` compiles what `gspmd compile` does, by the flags that the page shows; `parts` says what takes the time. `memory`
+has Megatron's models of 175, 530 and 1000 billion parameters, planned and by Korthikanti et al.'s formulas; `depth`
+compares tracing and compiling of many layers and of few. Needs the compiler for TPUs, and no TPU.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from megatron_memory import MEGATRON, formulas, planned_bytes
+from page import write_between
+from palm import Kept
+
+import gspmd
+from gspmd import host
+from gspmd.audit import topology
+from gspmd.audit.simulation.timeline import Timeline
+from gspmd.commands import compile as command
+from gspmd.display.units import amount_of_bytes
+from gspmd.layouts import Layout
+from gspmd.training import OptimizerConfig
+from gspmd_models import ModelConfig, abstract, abstract_batch, abstract_key, step
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training step that was measured.
+
+    Attributes:
+        flags: of `gspmd compile`, but for phase and batch.
+        chips: of the slice.
+        rows: sequences of one chip, over all microbatches.
+        length: tokens of a sequence.
+        mfu: as published.
+        tokens: per second and chip, as published.
+        causal: whether the published count of FLOPs takes half of attention's scores.
+    """
+
+    flags: str
+    chips: int
+    rows: int
+    length: int
+    mfu: float
+    tokens: float
+    causal: bool = False
+
+    @property
+    def command(self) -> str:
+        """What a reader types."""
+        return f"gspmd compile --phase train {self.flags} --batch {self.chips * self.rows} --length {self.length}"
+
+
+RUNS = {
+    "llama-2-70b-v5p": Run(
+        "--config llama-2-70b --topology tpu-v5p:4x8x8 --layout zero-3 --lowering blocking "
+        "--model.remat dots-except-hidden",
+        256, 4, 4096, 0.654, 692,
+    ),
+    "llama-3.1-405b-v6e": Run(
+        "--config llama-3.1-405b --topology tpu-v6e:16x16 --layout benchmarks/fsdp-tensor.toml --mesh x=64,y=4 "
+        "--lowering blocking --microbatches 4 --moments int8",
+        256, 1, 8192, 0.3855, 123,
+    ),
+    "llama-3.1-405b-v5p": Run(
+        "--config llama-3.1-405b --topology tpu-v5p:8x8x8 --layout zero-3 --lowering blocking --microbatches 2",
+        512, 2, 8192, 0.685, 124.6, causal=True,
+    ),
+    "mixtral-8x7b-v6e": Run(
+        "--config mixtral-8x7b --topology tpu-v6e:16x16 --layout zero-3 --lowering blocking --microbatches 2",
+        256, 12, 4096, 0.3523, 3899,
+    ),
+}  # fmt: skip
+"""MaxText's docs/reference/models/tiering.md, and tpu-recipes for 405B on v5p (68.5% = 314.5 of 459 TFLOP/s)."""
+
+
+def flops_per_token(config: ModelConfig, length: int, causal: bool = False) -> float:
+    """MaxText's model FLOPs of a trained token: of all products, forward and backward, without what is computed again.
+
+    Args:
+        config: the model.
+        length: tokens of a sequence.
+        causal: whether of attention's scores and weighted sums those above the diagonal are left out, as MaxText does
+            since its pull request 1988.
+
+    Source: MaxText, `calculate_tflops_training_per_device`, and docs/reference/performance_metrics.md.
+    """
+    scores = 12 * config.layers * config.heads * config.head_size * length
+    return config.flops_per_token(length) - (scores / 2 if causal else 0)
+
+
+def mfu(config: ModelConfig, length: int, tokens: float, peak: float, causal: bool = False) -> float:
+    """Model FLOPs utilization at so many tokens per second and chip."""
+    return flops_per_token(config, length, causal) * tokens / peak
+
+
+def main() -> None:
+    """Compile what is asked for, print it, and write it into the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=SECTIONS, nargs="+", default=list(SECTIONS), help="default: all")
+    parser.add_argument("--run", choices=RUNS, nargs="+", default=list(RUNS), help="of `runs`; default: all")
+    parser.add_argument("--json", type=Path, help="keep what was compiled in this file, and take it from there")
+    parser.add_argument("--write", type=Path, help="replace the tables in a page")
+    options = parser.parse_args()
+    host.keep_compiled(False)  # JAX cannot read back what was compiled for devices that are not there
+    host.start(1, "cpu")  # for JAX itself: the slice's devices exist for the compiler only
+    kept = Kept(options.json)
+    for section in options.only:
+        text = "\n".join(SECTIONS[section](kept, options.run))
+        print(text, flush=True)
+        if options.write:
+            write_between(options.write, marks(section), text)
+
+
+def marks(section: str) -> tuple[str, str]:
+    """The lines of the page between which a section's table stands."""
+    return f"<!-- {section}: python benchmarks/mfu.py --only {section} -->", f"<!-- end of {section} -->"
+
+
+def compared(kept: Kept, names: Sequence[str]) -> Iterator[str]:
+    """MFU and tokens per second and chip, predicted beside published."""
+    yield "| step | chips | seconds | tokens/s per chip | published | | MFU | published | |"
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
+    for name in names:
+        run, found = RUNS[name], measured(kept, name)
+        if not found["fits"]:
+            held, room = amount_of_bytes(found["bytes"]), amount_of_bytes(found["room"])
+            yield f"| {name} | {run.chips} | does not fit: {held} of {room} | | {run.tokens:,} | | | {run.mfu:.1%} | |"
+            continue
+        tokens = run.rows * run.length / found["step"]
+        share = mfu(config_of(run), run.length, tokens, found["peak"], run.causal)
+        yield (
+            f"| {name} | {run.chips} | {found['step']:.2f} | **{tokens:,.0f}** | {run.tokens:,.0f} | "
+            f"{tokens / run.tokens:.2f} | **{share:.1%}** | {run.mfu:.1%} | {share / run.mfu:.2f} |"
+        )
+
+
+def parts(kept: Kept, names: Sequence[str]) -> Iterator[str]:
+    """What takes the time of each step, in shares of it."""
+    yield "| step | products | other instructions | copies waited for | collectives waited for | hidden | as planned |"
+    yield "|---|--:|--:|--:|--:|--:|---|"
+    for name in names:
+        found = measured(kept, name)
+        if not found["fits"]:
+            continue
+        shares = (found[part] / found["step"] for part in ("products", "other", "copies", "waiting", "hidden"))
+        agrees = "to the byte" if found["as_planned"] else "no, see below"
+        yield f"| {name} | {' | '.join(f'{share:.1%}' for share in shares)} | {agrees} |"
+    yield ""
+    for name in names:
+        found = measured(kept, name)
+        if found["fits"]:
+            yield from scopes(name, found)
+
+
+def scopes(name: str, found: dict[str, Any]) -> Iterator[str]:
+    """What takes most of a step, by category and by the line of the source that asked for it."""
+    largest = sorted(found["lines"].items(), key=lambda line: -line[1])[:6]
+    told = "; ".join(f"{what} {seconds / found['step']:.1%}" for what, seconds in largest)
+    yield f"- {name}: {told}."
+
+
+def config_of(run: Run) -> ModelConfig:
+    """The model that a run trains."""
+    return settings_of(run).model
+
+
+def settings_of(run: Run) -> command.Settings:
+    """The settings that `gspmd compile` has from a run's flags."""
+    return command.parse(run.command.split()[2:])
+
+
+def measured(kept: Kept, name: str) -> dict[str, Any]:
+    """The simulated step of a run, compiled as `gspmd compile` does."""
+
+    def compiled() -> dict[str, Any]:
+        settings = settings_of(RUNS[name])
+        target = topology(settings.topology)
+        report = command.compiled(settings, target)
+        figures = {
+            "fits": report.fits, "bytes": report.bytes_per_device, "room": report.hbm_bytes,
+            "compile_seconds": report.compile_seconds, "peak": target.chip.flops("bfloat16"), "reason": report.reason,
+        }  # fmt: skip
+        if not report.fits:
+            return figures
+        return figures | {"as_planned": report.ledger.compare(report.plan).agrees} | split(report.timeline)
+
+    return kept(name, compiled)
+
+
+def split(line: Timeline) -> dict[str, Any]:
+    """A step's seconds: products, other instructions, and what is waited for; and by line of the source.
+
+    Instructions with a product in them count as products, with all that is fused into them.
+    """
+    computed = {"einsum": 0.0, "other": 0.0}
+    for part in line.parts:
+        if part.category in computed:
+            computed[part.category] += part.seconds
+    lines: dict[str, float] = {}
+    for span in line.spans:
+        if span.category in computed:
+            what = f"{'products' if span.category == 'einsum' else 'other'} of `{Path(span.source).name or span.name}`"
+            lines[what] = lines.get(what, 0.0) + span.seconds * span.times
+    return {
+        "step": line.step_seconds, "products": computed["einsum"], "other": computed["other"],
+        "copies": line.compute_seconds - sum(computed.values()), "waiting": line.exposed_seconds,
+        "hidden": line.hidden_seconds, "flops": line.flops, "lines": lines,
+    }  # fmt: skip
+
+
+def memory(kept: Kept, names: Sequence[str]) -> Iterator[str]:
+    """Bytes of one device for Megatron's models: as planned, and by formulas."""
+    yield (
+        "| model | tensor × pipeline | parameters, gradients, Adam | formula | | a layer, none | selective | formula | "
+        "| full | held by 1F1B here | Megatron's 1F1B, selective |"
+    )
+    yield f"|---|---|{'--:|' * 10}"
+    for name, model in MEGATRON.items():
+        found = kept(f"memory {name}", lambda each=model: planned_bytes(each))
+        state, selective = formulas(model)
+        # a stage holds its chunk's input for each microbatch in flight, and all of one chunk in its backward pass
+        in_flight = min(model.microbatches, 2 * model.stages - 1)
+        held = in_flight * found["full"] + model.layers // model.stages * found["selective"]
+        planned = (amount_of_bytes(found[part]) for part in ("state", "none", "selective", "full"))
+        state_, none_, selective_, full_ = planned
+        yield (
+            f"| {name} | {model.tensor} × {model.stages} | {state_} | {amount_of_bytes(round(state))} | "
+            f"{found['state'] / state:.3f} | {none_} | {selective_} | {amount_of_bytes(round(selective))} | "
+            f"{found['selective'] / selective:.3f} | {full_} | {amount_of_bytes(held)} | "
+            f"{amount_of_bytes(round(model.layers * selective))} |"
+        )
+
+
+def depth(kept: Kept, names: Sequence[str]) -> Iterator[str]:
+    """Processor seconds of tracing, lowering and compiling a training step, of 96 layers and of 12."""
+    found = kept("depth", seconds_by_layers)
+    yield "| processor seconds | 12 layers | 96 layers | |"
+    yield "|---|--:|--:|--:|"
+    for what, (few, many) in found.items():
+        yield f"| {what} | {few:.2f} | {many:.2f} | {many / few:.2f} |"
+
+
+def seconds_by_layers(target_name: str = "tpu-v5p:2x2x2") -> dict[str, list[float]]:
+    """Processor seconds of planning, of tracing and lowering, and of compiling, for 12 and for 96 layers."""
+    found: dict[str, list[float]] = {"plan": [], "trace and lower": [], "compile": [], "all": []}
+    target, layout = topology(target_name), Layout.load("zero-3")
+    mesh = target.mesh(layout.mesh_for(target.num_devices))
+    for layers in (2, 12, 96):  # the first fills the caches of plans and does not count
+        config = ModelConfig(
+            vocabulary=32_000, embed=1024, layers=layers, heads=8, head_size=128, feed_forward=2816, tied=False
+        )
+        model, optimizer = abstract(config, layout, mesh, "bfloat16", stored="float32"), OptimizerConfig()
+        args = (
+            step.training_step(model, optimizer, 1000), step.abstract_state(model, optimizer, 1000, mesh),
+            abstract_batch(layout, mesh, 32, 512), abstract_key(mesh),
+        )  # fmt: skip
+        began = [time.process_time()]
+        with jax.set_mesh(mesh), gspmd.lowering("blocking"):
+            gspmd.trace(*args)
+            began.append(time.process_time())
+            lowered = jax.jit(args[0], donate_argnums=(0,)).lower(*args[1:])
+            began.append(time.process_time())
+            lowered.compile()
+            began.append(time.process_time())
+        if layers > 2:
+            for what, start, end in zip(found, (*began[:3], began[0]), (*began[1:], began[3])):
+                found[what].append(end - start)
+    return found
+
+
+SECTIONS = {"runs": compared, "parts": parts, "memory": memory, "depth": depth}
+
+if __name__ == "__main__":
+    main()
