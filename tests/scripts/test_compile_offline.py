@@ -48,7 +48,8 @@ def test_a_model_that_fits_is_reported_and_written_down(run, tmp_path):
     code, out, err = run(*V4, "--batch", "8", *flags)
     assert code == 0
     assert "fits" in out and "planned and compiled" in out and "timeline of jit_forward" in out  # noqa: PT018
-    assert re.findall(r"(\w+ing)\b", err) == ["planning", "lowering", "compiling", "reading"]
+    stages = re.findall(r"(\w+ing)\b", err)  # each again after some seconds, on a slow machine
+    assert list(dict.fromkeys(stages)) == ["planning", "lowering", "compiling", "reading"]
     figures = json.loads(files["json"].read_text())
     assert figures["fits"] is True
     wanted = "bytes_per_device step_seconds compute_seconds hidden_seconds exposed_seconds wire_bytes flops mfu"
