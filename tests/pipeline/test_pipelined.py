@@ -112,12 +112,14 @@ def test_value_and_gradients_are_those_of_plain_code(
     np.testing.assert_allclose(np.asarray(figures["squares"]).reshape(-1), squares, rtol=1e-5)
     for path, gradient in jax.tree.leaves_with_path(gradients):
         each = dict(jax.tree.leaves_with_path(found))[path]
-        np.testing.assert_allclose(np.asarray(each), gradient, rtol=1e-4, atol=1e-4)
+        # by the norm: single numbers are sums of far larger terms, in another order
+        assert np.linalg.norm(each - gradient) <= 3e-6 * np.linalg.norm(gradient), path
     if lowering != "xla" and stages > 1:  # of one stage the compiler knows what is masked, and leaves some of it out
         assert not comparison.differing, str(comparison)
     over_stages = [entry for entry in gspmd.ledger(program).entries if "p" in entry.axes]
     permutes = sum(entry.count for entry in over_stages if entry.kind == "collective-permute")
-    assert permutes == (sends(Schedule.of(name, stages, microbatches, rounds)) if stages > 1 else 0)
+    in_hops = 2 * (stages - 1) if lowering == "looped" else 0  # the sums of the table's gradient and of the loss
+    assert permutes == (sends(Schedule.of(name, stages, microbatches, rounds)) + in_hops if stages > 1 else 0)
     assert {entry.kind for entry in over_stages} <= {"collective-permute", "all-gather", "all-reduce"}
     assert sum(entry.count for entry in over_stages if entry.kind != "collective-permute") <= 2  # table, and loss
 
