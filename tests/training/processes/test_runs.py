@@ -1,6 +1,7 @@
 """Two processes of four devices each: the losses of one process of eight, whatever becomes of one of the two."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -134,7 +135,8 @@ def test_open_mpi_starts_a_run_that_changes_its_layout(folder, undisturbed):
 def test_a_fault_is_one_message_of_the_first_process(folder):
     runs = start_two(folder, *FLAGS, "--layout", "zero-33", "--out", "none")
     said = [end(run) for run in runs]
-    assert [run.returncode for run in runs] == [2, 2]
-    assert "zero-33" in said[0][1]
-    assert said[0][1].startswith("LayoutError: ")
-    assert said[1] == ("", "")
+    assert runs[0].returncode == 2
+    assert runs[1].returncode in (1, 2)  # 1 if it has heard of the fault before it came to it
+    first, second = (re.sub(r"Starting JAX … .*\n", "", error) for _, error in said)  # each says so until they have met
+    assert first.startswith("LayoutError: no layout is called 'zero-33'.")
+    assert (said[1][0], second) == ("", "")
