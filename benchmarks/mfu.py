@@ -18,8 +18,7 @@ from typing import Any
 
 import jax
 from megatron_memory import MEGATRON, formulas, planned_bytes
-from page import write_between
-from palm import Kept
+from page import Kept, write_tables
 
 import gspmd
 from gspmd import host
@@ -113,17 +112,8 @@ def main() -> None:
     options = parser.parse_args()
     host.keep_compiled(False)  # JAX cannot read back what was compiled for devices that are not there
     host.start(1, "cpu")  # for JAX itself: the slice's devices exist for the compiler only
-    kept = Kept(options.json)
-    for section in options.only:
-        text = "\n".join(SECTIONS[section](kept, options.run))
-        print(text, flush=True)
-        if options.write:
-            write_between(options.write, marks(section), text)
-
-
-def marks(section: str) -> tuple[str, str]:
-    """The lines of the page between which a section's table stands."""
-    return f"<!-- {section}: python benchmarks/mfu.py --only {section} -->", f"<!-- end of {section} -->"
+    tables = {name: SECTIONS[name] for name in options.only}
+    write_tables("mfu.py", tables, Kept(options.json), options.run, options.write)
 
 
 def compared(kept: Kept, names: Sequence[str]) -> Iterator[str]:

@@ -1,6 +1,7 @@
-"""What a benchmark found, in a page: tables between two marks, and labels in a picture."""
+"""What a benchmark found: kept in a file, in tables between two marks of a page, and as labels in a picture."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,38 @@ def write_between(path: Path, marks: tuple[str, str], content: str) -> None:
     """Replace what stands between two marks of a page."""
     before, _, rest = path.read_text().partition(marks[0])
     path.write_text(f"{before}{marks[0]}\n{content}\n\n{marks[1]}{rest.partition(marks[1])[2]}")
+
+
+class Kept:
+    """Figures of compiled programs by name, in a file: compiling takes minutes, and may go on another time."""
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self.figures: dict[str, Any] = json.loads(path.read_text()) if path and path.exists() else {}
+
+    def __call__(self, name: str, measure: Any) -> dict[str, Any]:
+        """The figures of this name, measured if there are none."""
+        if name not in self.figures:
+            self.figures[name] = measure()
+            if self.path:
+                self.path.write_text(json.dumps(self.figures, indent=1))
+        return self.figures[name]
+
+
+def write_tables(
+    script: str,
+    tables: Mapping[str, Callable[[Kept, Sequence[str]], Iterable[str]]],
+    kept: Kept,
+    names: Sequence[str],
+    page: Path | None,
+) -> None:
+    """Print tables, each made of what is kept and the names asked for, and write them into a page, if one is given."""
+    for name, table in tables.items():
+        text = "\n".join(table(kept, names))
+        print(text, flush=True)
+        if page:
+            marks = f"<!-- {name}: python benchmarks/{script} --only {name} -->", f"<!-- end of {name} -->"
+            write_between(page, marks, text)
 
 
 NEAR = [(8, 0), (6, 7), (6, -7), (-8, 0), (-6, 7), (-6, -7)]

@@ -10,7 +10,6 @@ one that the planner picks, and in faster ones; `hand` compares the decode step 
 """
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import jax
-from page import write_between
+from page import Kept, write_tables
 
 import gspmd
 from gspmd import host
@@ -98,33 +97,8 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="replace the tables in a page")
     options = parser.parse_args()
     host.start(1, "cpu")  # for JAX itself: the slice's devices exist for the compiler only
-    kept = Kept(options.json)
-    for section in options.only:
-        text = "\n".join(SECTIONS[section](kept, options.row))
-        print(text, flush=True)
-        if options.write:
-            write_between(options.write, marks(section), text)
-
-
-def marks(section: str) -> tuple[str, str]:
-    """The lines of the page between which a section's table stands."""
-    return f"<!-- {section}: python benchmarks/palm.py --only {section} -->", f"<!-- end of {section} -->"
-
-
-class Kept:
-    """Figures of compiled programs by name, in a file: compiling takes minutes, and may go on another time."""
-
-    def __init__(self, path: Path | None):
-        self.path = path
-        self.figures: dict[str, Any] = json.loads(path.read_text()) if path and path.exists() else {}
-
-    def __call__(self, name: str, measure: Any) -> dict[str, Any]:
-        """The figures of this name, measured if there are none."""
-        if name not in self.figures:
-            self.figures[name] = measure()
-            if self.path:
-                self.path.write_text(json.dumps(self.figures, indent=1))
-        return self.figures[name]
+    tables = {name: SECTIONS[name] for name in options.only}
+    write_tables("palm.py", tables, Kept(options.json), options.row, options.write)
 
 
 def longest(kept: Kept, rows: Sequence[str]) -> Iterator[str]:
