@@ -193,6 +193,19 @@ def describe(devices: Sequence[jax.Device]) -> str:
     return f"{len(devices)} {devices[0].device_kind} {noun} ({devices[0].platform})"
 
 
+def memory(devices: Sequence[jax.Device]) -> int | None:
+    """Bytes that programs may use on each of these devices, or None if they do not tell.
+
+    Devices of a CPU share the memory of their host.
+    """
+    if devices[0].platform != "cpu":
+        return (devices[0].memory_stats() or {}).get("bytes_limit")
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+    except (AttributeError, OSError, ValueError):  # not a POSIX system
+        return None
+
+
 def quiet_libtpu() -> None:
     """Tell libtpu, where there is no TPU, that there is none and it only compiles; leave what the user has set."""
     # A machine with TPUs has one of these files per chip, and knows its own answers.

@@ -10,7 +10,6 @@ comes, everything else to standard error.
 """
 
 import errno
-import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,17 +21,16 @@ from typing import Annotated, Any, Literal
 
 import jax
 import tyro
-from jax.sharding import Mesh
 from rich.console import Console
 
 import gspmd
 import gspmd_models as models
 from gspmd import host
-from gspmd.commands import configs
+from gspmd.commands import configs, overview
 from gspmd.commands.source import Source
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
-from gspmd.display.units import amount_of_bytes, amount_of_seconds
+from gspmd.display.units import amount_of_seconds
 from gspmd.training import ShardingConfig, command
 from gspmd.training.arrangement import make_mesh
 from gspmd.training.config import ConfigError
@@ -169,9 +167,10 @@ def generate(settings: Settings) -> int:
         shapes = models.abstract(config, decode, mesh, dtype, stored=settings.weights or dtype)
         planned = models.Generator(shapes, layout, prefill, **options)  # with the faults of its settings
         if settings.explain:
-            explain(printing.console(120), planned, batch.sizes)
+            overview.explain(printing.console(120), planned, batch.sizes)
             return 0
-        report.header(console, facts(source, batch.sizes, mesh, dtype) | {"programs": kept})
+        overview.check_memory(planned, batch.sizes, mesh)
+        report.header(console, overview.facts(source, batch.sizes, mesh, dtype) | {"programs": kept})
         with Progress(console, "Loading the model"):
             model, taken = source.load(decode, mesh, dtype, int8=settings.weights == "int8")
         console.print(f"Loaded: {taken}.", soft_wrap=True, markup=False)
@@ -257,39 +256,3 @@ def write(
     later = count - len(texts)
     speed = f", then {later / (seconds - first):,.1f} tokens per second" if later > 0 else ""
     console.print(f"{count} tokens: the first after {amount_of_seconds(first)}{speed}.", highlight=False)
-
-
-def facts(source: Source, sizes: decoding.Sizes, mesh: Mesh, dtype: str) -> dict[str, str]:
-    """What is run, and on what, in a few lines."""
-    config, prefill, decode = source.config, sizes.prefill, sizes.decode
-    chosen = {"chosen": "; ".join(dict.fromkeys((*prefill.chosen, *decode.chosen)))}
-    layouts = prefill.name if prefill.name == decode.name else f"{prefill.name} to read, {decode.name} to decode"
-    active = f", {config.num_active_parameters:,} of them active per token" if config.moe else ""
-    return {
-        "devices": host.describe(list(mesh.devices.flat)),
-        "mesh": ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
-        "layout": f"{layouts}, lowering {decode.lowering or 'auto'}",
-        "model": f"{config.num_parameters:,} parameters{active}, in {dtype}",
-        **{name: lines for name, lines in chosen.items() if lines},
-    }
-
-
-def explain(console: Console, generator: models.Generator, sizes: decoding.Sizes) -> None:
-    """Print the plans of both programs, and what a device holds between them."""
-    for line in dict.fromkeys((*sizes.prefill.chosen, *sizes.decode.chosen)):
-        console.print(line, markup=False)
-    reads = {"prefill": f"{sizes.prefill_rows} × {sizes.chunk} tokens", "decode": f"{sizes.rows} × 1 token"}
-    for name, (program, given) in generator.programs(sizes).items():
-        plan = gspmd.trace(program, *given)
-        work = f"{amount_of_bytes(plan.wire_bytes)} sent, {amount_of_seconds(plan.seconds)} planned"
-        console.print(f"[bold]{name}[/]: {reads[name]}, {work}")
-        console.print(plan.table())
-    held = {"weights": models.arrays(generator.model), "cache": generator.abstract_cache(sizes, sizes.rows)}
-    for name, tree in held.items():
-        console.print(f"{name}: {amount_of_bytes(device_bytes(tree))} on each device", highlight=False)
-
-
-def device_bytes(held: Any) -> int:
-    """Bytes that one device holds of arrays, or of shapes with shardings."""
-    leaves = jax.tree.leaves(held)
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)

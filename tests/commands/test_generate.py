@@ -11,8 +11,9 @@ import pytest
 
 import gspmd_models as models
 from gspmd import host
-from gspmd.commands import generate, main
+from gspmd.commands import generate, main, overview
 from gspmd.display import console as printing
+from gspmd.display.units import amount_of_bytes
 from gspmd.layouts import Layout
 from gspmd.training import Checkpoints, OptimizerConfig
 from gspmd.training.checkpoints import save_settings
@@ -191,6 +192,25 @@ def test_bad_input_is_one_message(capsys, public, flags, message, tmp_path, monk
     assert "Traceback" not in said
 
 
+def test_what_devices_have_no_room_for_is_refused_before_it_is_loaded(capsys, public, model, monkeypatch):
+    monkeypatch.setattr(checkpoints, "load", None)
+    weights = sum(x.nbytes for x in models.arrays(model).values())
+    cache = 2 * 100 * CONFIG.layers * 8 * CONFIG.kv_heads * CONFIG.head_size * 4  # keys and values of 100 texts
+    flags = ["--checkpoint", public, "--prompt", "def ", "--samples", "100", "--tokens", "5", "--cache-length", "8"]
+    monkeypatch.setattr(host, "memory", lambda devices: weights + cache - 1)
+    code, text, said = run(capsys, *flags)
+    assert (code, text) == (2, "")
+    taken = f"{amount_of_bytes(weights)} of weights and {amount_of_bytes(cache)} of cache"
+    assert said.startswith(f"ConfigError: cannot generate text:\n  each device would hold {taken}, and has ")
+
+    def load(*_, **__):
+        raise checkpoints.CheckpointError("it loads.", [])
+
+    monkeypatch.setattr(checkpoints, "load", load)
+    monkeypatch.setattr(host, "memory", lambda devices: weights + cache + 1_000)  # and the lengths of texts
+    assert "CheckpointError: it loads." in run(capsys, *flags)[2]
+
+
 @pytest.mark.parametrize("flag", ["samples", "tokens", "chunk", "burst", "cache-length", "seed", "top-k", "devices"])
 def test_what_is_no_whole_number_is_refused_by_its_flag(capsys, flag):
     for value in ("nan", "1.5", "1e5", ""):
@@ -202,7 +222,7 @@ def test_what_is_no_whole_number_is_refused_by_its_flag(capsys, flag):
 def test_bursts_are_no_longer_than_texts(capsys, public, monkeypatch):
     asked = []
     monkeypatch.setattr(models, "Generator", lambda *_, burst, **__: asked.append(burst))
-    monkeypatch.setattr(generate, "explain", lambda *_: None)
+    monkeypatch.setattr(overview, "explain", lambda *_: None)
     flags = ["--prompt", "def ", "--tokens", "5", "--burst", "1" + "0" * 12, "--explain"]
     assert run(capsys, "--checkpoint", public, *flags)[0] == 0
     assert asked == [5]

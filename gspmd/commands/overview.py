@@ -1,0 +1,64 @@
+"""What a generation runs on, sends and holds, said before anything is loaded."""
+
+from typing import Any
+
+from jax.sharding import Mesh
+from rich.console import Console
+
+import gspmd
+import gspmd_models as models
+from gspmd import host
+from gspmd.commands.source import Source
+from gspmd.display.units import amount_of_bytes, amount_of_seconds
+from gspmd.training.config import ConfigError
+from gspmd.training.reporting.memory import device_bytes
+from gspmd_models import decoding
+
+
+def facts(source: Source, sizes: decoding.Sizes, mesh: Mesh, dtype: str) -> dict[str, str]:
+    """What is run, and on what, in a few lines."""
+    config, prefill, decode = source.config, sizes.prefill, sizes.decode
+    chosen = {"chosen": "; ".join(dict.fromkeys((*prefill.chosen, *decode.chosen)))}
+    layouts = prefill.name if prefill.name == decode.name else f"{prefill.name} to read, {decode.name} to decode"
+    active = f", {config.num_active_parameters:,} of them active per token" if config.moe else ""
+    return {
+        "devices": host.describe(list(mesh.devices.flat)),
+        "mesh": ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+        "layout": f"{layouts}, lowering {decode.lowering or 'auto'}",
+        "model": f"{config.num_parameters:,} parameters{active}, in {dtype}",
+        **{name: lines for name, lines in chosen.items() if lines},
+    }
+
+
+def explain(console: Console, generator: models.Generator, sizes: decoding.Sizes) -> None:
+    """Print the plans of both programs, and what a device holds between them."""
+    for line in dict.fromkeys((*sizes.prefill.chosen, *sizes.decode.chosen)):
+        console.print(line, markup=False)
+    reads = {"prefill": f"{sizes.prefill_rows} × {sizes.chunk} tokens", "decode": f"{sizes.rows} × 1 token"}
+    for name, (program, given) in generator.programs(sizes).items():
+        plan = gspmd.trace(program, *given)
+        work = f"{amount_of_bytes(plan.wire_bytes)} sent, {amount_of_seconds(plan.seconds)} planned"
+        console.print(f"[bold]{name}[/]: {reads[name]}, {work}")
+        console.print(plan.table())
+    for name, tree in held(generator, sizes).items():
+        console.print(f"{name}: {amount_of_bytes(device_bytes(tree))} on each device", highlight=False)
+
+
+def held(generator: models.Generator, sizes: decoding.Sizes) -> dict[str, Any]:
+    """What devices hold from the first token to the last."""
+    return {"weights": models.arrays(generator.model), "cache": generator.abstract_cache(sizes, sizes.rows)}
+
+
+def check_memory(generator: models.Generator, sizes: decoding.Sizes, mesh: Mesh) -> None:
+    """Refuse what a device has no room for, before anything is loaded."""
+    room = host.memory(mesh.local_devices)
+    taken = {name: device_bytes(tree) for name, tree in held(generator, sizes).items()}
+    if room is not None and sum(taken.values()) > room:
+        parts = " and ".join(f"{amount_of_bytes(taken[name])} of {name}" for name in taken)
+        raise ConfigError(
+            "cannot generate text:",
+            [
+                f"each device would hold {parts}, and has {amount_of_bytes(room)}.",
+                "Take more devices, a layout that shards them further, --weights int8, --cache int8, or fewer texts.",
+            ],
+        )
