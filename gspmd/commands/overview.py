@@ -10,8 +10,7 @@ import gspmd_models as models
 from gspmd import host
 from gspmd.commands.source import Source
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
-from gspmd.training.config import ConfigError
-from gspmd.training.reporting.memory import device_bytes
+from gspmd.training.reporting import memory
 from gspmd_models import decoding
 
 
@@ -41,7 +40,7 @@ def explain(console: Console, generator: models.Generator, sizes: decoding.Sizes
         console.print(f"[bold]{name}[/]: {reads[name]}, {work}")
         console.print(plan.table())
     for name, tree in held(generator, sizes).items():
-        console.print(f"{name}: {amount_of_bytes(device_bytes(tree))} on each device", highlight=False)
+        console.print(f"{name}: {amount_of_bytes(memory.device_bytes(tree))} on each device", highlight=False)
 
 
 def held(generator: models.Generator, sizes: decoding.Sizes) -> dict[str, Any]:
@@ -50,15 +49,6 @@ def held(generator: models.Generator, sizes: decoding.Sizes) -> dict[str, Any]:
 
 
 def check_memory(generator: models.Generator, sizes: decoding.Sizes, mesh: Mesh) -> None:
-    """Refuse what a device has no room for, before anything is loaded."""
-    room = host.memory(mesh.local_devices)
-    taken = {name: device_bytes(tree) for name, tree in held(generator, sizes).items()}
-    if room is not None and sum(taken.values()) > room:
-        parts = " and ".join(f"{amount_of_bytes(taken[name])} of {name}" for name in taken)
-        raise ConfigError(
-            "cannot generate text:",
-            [
-                f"each device would hold {parts}, and has {amount_of_bytes(room)}.",
-                "Take more devices, a layout that shards them further, --weights int8, --cache int8, or fewer texts.",
-            ],
-        )
+    """Refuse what devices have no room for, before anything is loaded."""
+    remedy = "Take more devices, a layout that shards more, --weights int8, --cache int8, or fewer texts."
+    memory.check("cannot generate text:", held(generator, sizes), mesh.local_devices, remedy)

@@ -127,8 +127,9 @@ def train(settings: Settings, called: str = CALLED) -> None:
             explain(console, settings, arrangement, state)
         return
     for arrangement, state in zip(arrangements, states):
-        if arrangement.mesh.devices.flat[0].platform == "cpu":  # its memory is that of this machine
-            command.check_memory(state, len(arrangement.mesh.local_devices))
+        parts = {"parameters": state.params, "optimizer state": state.optimizer}
+        remedy = "Take a smaller model, or a layout that shards more; --explain allocates nothing."
+        memory.check("cannot hold this model:", parts, arrangement.mesh.local_devices, remedy)
         if arrangement.after:  # what does not fit there is said now, and not after so many steps
             with arrangement.context(), Progress(console, f"Checking {arrangement}"):
                 update, *args = step_of(settings, arrangement, state)

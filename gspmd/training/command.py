@@ -2,8 +2,6 @@
 
 import argparse
 import logging
-import math
-import os
 import shlex
 import signal
 import sys
@@ -15,13 +13,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
 import tyro
 
 from gspmd import host
 from gspmd.annotate.errors import LayoutError, PlanError, SpecError
 from gspmd.display import console as printing
-from gspmd.display.units import amount_of_bytes
 from gspmd.training import processes
 from gspmd.training.checkpoints import load_settings, newest
 from gspmd.training.choices import REGISTRY
@@ -207,35 +203,6 @@ def check_model(training: TrainingConfig, model: Any, tokens: int | None = None)
         faults.append(fault + "set sample_bytes to 0, or take another router.")
     if faults:
         raise ConfigError("cannot train this model:", faults)
-
-
-def check_memory(state: Any, devices: int) -> None:
-    """Refuse a training state that does not fit the memory of CPU devices, which would make the machine swap.
-
-    Args:
-        state: arrays, or shapes with shardings; replicas count once per device.
-        devices: number of CPU devices, which share the memory of this machine.
-
-    Raises:
-        ConfigError: it needs more memory than the machine has.
-    """
-    leaves = [leaf for leaf in jax.tree.leaves(state) if hasattr(leaf, "sharding")]
-    held = devices * sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-    room = _memory()
-    if held > room:
-        whole, each, there = map(amount_of_bytes, (held, held // devices, room))
-        raise ConfigError("cannot hold this model:", [
-            f"its parameters and optimizer state take {whole} on {devices} devices, {each} on each, and this machine "
-            f"has {there} for all of them. Take a smaller model, or a layout that shards more; --explain allocates "
-            "nothing."
-        ])  # fmt: skip
-
-
-def _memory() -> int:
-    """Bytes of this machine's memory; unlimited on a system that does not report it."""
-    if not hasattr(os, "sysconf"):
-        return sys.maxsize
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _spelled_out(argv: Sequence[str]) -> list[str]:

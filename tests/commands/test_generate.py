@@ -201,7 +201,7 @@ def test_what_devices_have_no_room_for_is_refused_before_it_is_loaded(capsys, pu
     code, text, said = run(capsys, *flags)
     assert (code, text) == (2, "")
     taken = f"{amount_of_bytes(weights)} of weights and {amount_of_bytes(cache)} of cache"
-    assert said.startswith(f"ConfigError: cannot generate text:\n  each device would hold {taken}, and has ")
+    assert said.startswith(f"ConfigError: cannot generate text:\n  it takes {taken} on the device, which has ")
 
     def load(*_, **__):
         raise checkpoints.CheckpointError("it loads.", [])

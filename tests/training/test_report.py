@@ -2,19 +2,23 @@
 
 import io
 import json
+import os
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from matplotlib import image
 from rich.console import Console
 
+from gspmd import host
 from gspmd.annotate import Spec
 from gspmd.training import command
-from gspmd.training.reporting import plots, report, tables
+from gspmd.training.reporting import memory, plots, report, tables
 from gspmd.training.reporting.metrics import Metrics
+from gspmd.training.toml import ConfigError
 
 
 @pytest.fixture
@@ -35,6 +39,25 @@ def rows(steps=60, layers=2, experts=4):
         layered = {name: rng.random(layers).tolist() for name in ("dropped", "entropy", "confidence")}
         yield row | layered | {"load": rng.dirichlet(np.ones(experts), layers).tolist()}
     yield {"step": steps, "val_bits_per_byte": 2.2, "gzip_bits_per_byte": 2.05}
+
+
+@pytest.mark.parametrize(("spec", "held"), [("x", 32), ("", 4 * 32)], ids=["shards", "copies"])
+def test_what_devices_have_no_room_for_is_refused(spec, held, make_mesh, monkeypatch):
+    mesh = make_mesh({"x": 4})
+    sharding, devices = jax.NamedSharding(mesh, jax.P(spec or None)), mesh.local_devices
+    parts = {name: jax.ShapeDtypeStruct((32,), "float32", sharding=sharding) for name in ("weights", "moments")}
+    monkeypatch.setattr(host, "memory", lambda devices: 2 * held)
+    memory.check("cannot:", parts, devices, "Stop.")
+    monkeypatch.setattr(host, "memory", lambda devices: 2 * held - 1)
+    fact = f"{held} B of weights and {held} B of moments on each of 4 devices, which has {2 * held - 1} B, its share"
+    with pytest.raises(ConfigError, match=f"^cannot:\n  it takes {fact} .* Stop.$"):
+        memory.check("cannot:", parts, devices, "Stop.")
+
+
+def test_the_memory_of_host_devices_is_shared():
+    one = host.memory(jax.devices()[:1])
+    assert one == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert host.memory(jax.devices()[:4]) == one // 4
 
 
 def test_tensors_with_their_pieces(console):

@@ -1,13 +1,17 @@
 """Bytes of one device: parameters, gradients, optimizer state and activations, by formula and as compiled."""
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from gspmd import host
+from gspmd.annotate.errors import listed
 from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_bytes
 from gspmd.training.state import TrainState
+from gspmd.training.toml import ConfigError
 
 _COLUMNS = (
     Column("what"),
@@ -22,6 +26,27 @@ def device_bytes(tree: Any) -> int:
     """Bytes that one device holds of arrays, or of shapes with shardings."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def check(doing: str, parts: Mapping[str, Any], devices: Sequence[jax.Device], remedy: str) -> None:
+    """Refuse what devices have no room for, before it is made: a CPU's devices would make the machine swap.
+
+    Args:
+        doing: what the message begins with.
+        parts: what they are to hold, by name: arrays, or shapes with shardings.
+        devices: of this process.
+        remedy: the end of the message.
+
+    Raises:
+        ConfigError: with the bytes of each part on one device, and those that a device has.
+    """
+    taken, room = {name: device_bytes(part) for name, part in parts.items()}, host.memory(devices)
+    if room is not None and sum(taken.values()) > room:
+        held = listed([f"{amount_of_bytes(count)} of {name}" for name, count in taken.items()])
+        each = f"each of {len(devices)} devices" if len(devices) > 1 else "the device"
+        share = ", its share of this machine's memory" if host.is_fake(devices) else ""
+        fact = f"it takes {held} on {each}, which has {amount_of_bytes(room)}{share}."
+        raise ConfigError(doing, [f"{fact} {remedy}"])
 
 
 def table(state: TrainState, gradients: Any, compiled: Any) -> Sheet:
