@@ -110,8 +110,9 @@ def rank_serving(
 
     Example:
         >>> mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"))
+        >>> layouts = serving_layouts(["weight-gathered-xy"], long=False)
         >>> ranked = rank_serving(
-        ...     ModelConfig(layers=2), serving_layouts(), mesh, "decode", batch=4, room=32, lowerings=["blocking"])
+        ...     ModelConfig(layers=2), layouts, mesh, "decode", batch=4, room=32, lowerings=["blocking"])
         >>> ranked[0].seconds > 0, ranked[0].wire_bytes
         (True, 0)
 

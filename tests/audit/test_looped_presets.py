@@ -12,7 +12,7 @@ from tests.audit.test_presets import UNEXPLAINED
 pytestmark = pytest.mark.usefixtures("every_schedule")
 
 SCHEDULES = ("one-way", "halves", "paired")
-FAST = {"weight-stationary-2d": "looped:halves", "weight-gathered-xyz": "looped"}
+FAST = {"weight-gathered-xyz": "looped"}
 # What the plan chooses, per equation and among the lowerings, for every preset; the schedules take turns.
 CHOSEN = {*product(presets(), ("looped", "auto"))}
 SLOW = CHOSEN | {(name, f"looped:{SCHEDULES[at % 3]}") for at, name in enumerate(presets())}

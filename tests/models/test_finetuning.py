@@ -200,6 +200,7 @@ def test_fifty_steps_are_those_of_one_device(config, make_mesh, tokens, name, pr
     curves(config, make_mesh, tokens, preset, lowering, 50, *NARROW[name])
 
 
+@pytest.mark.slow
 def test_ten_steps_with_masters_are_those_of_one_device(config, make_mesh, tokens):
     given = NARROW["bfloat16 parameters"][1:]
     state = curves(config, make_mesh, tokens, "megatron-1d", "blocking", 10, 1e-4, *given)

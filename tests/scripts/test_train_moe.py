@@ -192,6 +192,7 @@ def test_bad_input_in_a_process_of_its_own(tmp_path):
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_stop_and_resume_onto_another_mesh(tmp_path, text):
     flags = ["--steps", "100000", "--data", text, "--save-every", "0", "--sample-bytes", "8"]
     # The window of the generated text does not make so many groups.
