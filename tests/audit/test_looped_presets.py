@@ -13,8 +13,8 @@ pytestmark = pytest.mark.usefixtures("every_schedule")
 
 SCHEDULES = ("one-way", "halves", "paired")
 FAST = {"weight-gathered-xyz": "looped"}
-# What the plan chooses per equation, for every preset; the schedules take turns. On host devices `auto` is `blocking`, as
-# in test_presets.py, so that a few presets show it.
+# What the plan chooses per equation, for every preset; the schedules take turns. On host devices `auto` is `blocking`,
+# as in test_presets.py, so that a few presets show it.
 CHOSEN = {*product(presets(), ("looped",)), *product(presets()[::6], ("auto",))}
 SLOW = CHOSEN | {(name, f"looped:{SCHEDULES[at % 3]}") for at, name in enumerate(presets())}
 

@@ -94,13 +94,15 @@ def fitting(name, mesh, first):
 
 
 def cases():
-    """Every preset on every mesh under both types of axes, the models in turn; a pipeline needs another axis."""
+    """Every preset on every mesh, the models and the types of axes in turn; a pipeline needs another axis."""
     names = [name for name in presets() if name != "pipeline"]
-    for at, (name, shape, kind) in enumerate(product(names, MESHES, steps.AXIS_TYPES)):
-        mesh = dict(zip("xyz", shape))
-        if found := fitting(name, mesh, at % len(MODELS)):
-            number, config = found
-            yield pytest.param(name, config, mesh, kind, id=f"{name}-{'x'.join(map(str, shape))}-{kind}-model{number}")
+    for at, (number, name) in product(range(len(MESHES)), enumerate(names)):
+        mesh, kind = dict(zip("xyz", MESHES[at])), tuple(steps.AXIS_TYPES)[(at + number) % 2]
+        if found := fitting(name, mesh, (at + number * len(MESHES)) % len(MODELS)):
+            model, config = found
+            yield pytest.param(
+                name, config, mesh, kind, id=f"{name}-{'x'.join(map(str, MESHES[at]))}-{kind}-model{model}"
+            )
 
 
 @pytest.mark.slow
