@@ -121,7 +121,8 @@ def guarded(
     except Diverged as error:
         message, code, together = f"The run failed: {error}{_advice(error.step, error.out, called)}", 1, True
     except Unwritable as error:
-        go_on = _advice(error.step, error.out, called, "To go on, once there is room")
+        when = "To go on, once there is room" if error.file is None else "To go on, once it can be used"
+        go_on = _advice(error.step, error.out, called, when)
         message, code = f"The run failed: {error}{go_on}", 1
     except Interrupted as stopped:
         message = f"\n{str(stopped).capitalize()}.{_advice(stopped.step, stopped.out, called)}"
@@ -166,7 +167,9 @@ def interrupts(out: Path, called: str = "") -> Iterator[None]:
         number = signal.SIGTERM if isinstance(stopped, Terminated) else signal.SIGINT
         raise Interrupted(newest(out), out, number) from None
     except OSError as error:
-        raise Unwritable(error.strerror or str(error), newest(out), out) from None
+        named = error.filename if isinstance(error.filename, str) else None
+        elsewhere = named is not None and not Path(named).resolve().is_relative_to(out.resolve())
+        raise Unwritable(error.strerror or str(error), newest(out), out, named if elsewhere else None) from None
 
 
 def _saved(out: Path, called: str) -> str:

@@ -203,3 +203,15 @@ def test_an_interrupt_before_the_run(capsys):
 
     assert command.guarded(run, []) == 130
     assert capsys.readouterr().err == "\nInterrupted before the run began.\n"
+
+
+def test_a_file_of_others_that_fails_is_not_blamed_on_the_runs_folder(capsys, tmp_path):
+    def run(argv):
+        with command.interrupts(tmp_path):
+            (tmp_path.parent / "absent" / "tokens.npy").read_bytes()
+
+    assert command.guarded(run, []) == 1
+    named = str(tmp_path.parent / "absent" / "tokens.npy")
+    assert capsys.readouterr().err == (
+        f"The run failed: cannot use {named!r}: No such file or directory; no step is saved.\n"
+    )

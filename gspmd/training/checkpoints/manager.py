@@ -69,7 +69,8 @@ class Checkpoints:
         if step in self._steps:
             return
         items = {"state": ocp.args.StandardSave(restore.tree_of(state))}
-        items["run"] = ocp.args.JsonSave({"data": dict(data), "shapes": restore.shapes_of(state.params)})
+        shapes = {"shapes": restore.shapes_of(state.params), "optimizer": restore.shapes_of(state.optimizer)}
+        items["run"] = ocp.args.JsonSave({"data": dict(data)} | shapes)
         with self._writing(step):
             folder = self._folder / f"{step}{_PARTIAL}"
             self._writer.save(folder, args=ocp.args.Composite(**items), force=True)

@@ -18,6 +18,8 @@ from gspmd.training.toml import ConfigError
 _FOLDER = "checkpoints"
 # Bytes of a fault that a process tells the others.
 _LONGEST = 512
+# Arrays of an optimizer that a message names.
+_SHOWN = 3
 
 
 def folder_of(out: str | Path, step: int | None = None) -> Path:
@@ -96,11 +98,16 @@ def read_state(out: str | Path, step: int, like: TrainState) -> tuple[TrainState
     run = _read_run(folder)
     if faults := _mismatches(run["shapes"], shapes_of(like.params)):
         raise ConfigError(f"{doing}: the checkpoint is of another model.", faults)
+    doing, optimizer = f"{doing}: its optimizer state has another form.", shapes_of(like.optimizer)
+    if faults := _mismatches(run.get("optimizer", optimizer), optimizer, "optimizer"):  # older ones do not have it
+        more = [f"... and {len(faults) - _SHOWN} more."] if len(faults) > _SHOWN else []
+        remedy = "Resume with the [optimizer], lora, frozen and parameter_dtype of the run, or start anew."
+        raise ConfigError(doing, [*faults[:_SHOWN], *more, remedy])
     try:
         with ocp.StandardCheckpointer() as reader:
             return TrainState(**reader.restore(folder / "state", tree_of(abstract(like)))), run["data"]
     except (ValueError, KeyError, TypeError) as error:  # its files are those that were saved
-        raise ConfigError(f"{doing}: its optimizer state has another form.", [_first_line(error)]) from None
+        raise ConfigError(doing, [_first_line(error)]) from None
 
 
 def load_parameters(out: str | Path, step: int, like: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -133,9 +140,9 @@ def tree_of(state: TrainState) -> dict[str, Any]:
     return {field.name: getattr(state, field.name) for field in fields(state)}
 
 
-def shapes_of(params: Any) -> dict[str, list[int]]:
-    """Shape by path of every parameter."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+def shapes_of(tree: Any) -> dict[str, list[int]]:
+    """Shape by path of every array."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): list(leaf.shape) for path, leaf in leaves}
 
 
@@ -159,10 +166,12 @@ def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
 
 
-def _mismatches(saved: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> list[str]:
-    faults = [f"{name} is in the checkpoint, but not in the model." for name in saved if name not in wanted]
-    faults += [f"{name} is in the model, but not in the checkpoint." for name in wanted if name not in saved]
+def _mismatches(
+    saved: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]], of: str = "model"
+) -> list[str]:
+    faults = [f"{name} is in the checkpoint, but not in the {of}." for name in saved if name not in wanted]
+    faults += [f"{name} is in the {of}, but not in the checkpoint." for name in wanted if name not in saved]
     for name in saved:
         if saved[name] != wanted.get(name, saved[name]):
-            faults.append(f"{name} is {tuple(saved[name])} in the checkpoint, but {tuple(wanted[name])} in the model.")
+            faults.append(f"{name} is {tuple(saved[name])} in the checkpoint, but {tuple(wanted[name])} in the {of}.")
     return faults

@@ -38,18 +38,20 @@ _INTERVAL = 100
 
 
 class Unwritable(Exception):
-    """The run's folder can no longer be written; `step` is the newest checkpoint to resume from.
+    """The run's folder can no longer be written, or another file not be used; `step` is the newest checkpoint.
 
     Attributes:
         reason: the message of the operating system.
         step: of the newest checkpoint; None if there is none.
         out: the run's folder.
+        file: the file, if it is none of the run's.
     """
 
-    def __init__(self, reason: str, step: int | None, out: Path):
-        self.reason, self.step, self.out = reason, step, out
+    def __init__(self, reason: str, step: int | None, out: Path, file: str | None = None):
+        self.reason, self.step, self.out, self.file = reason, step, out, file
         saved = "no step is saved" if step is None else f"step {step} is saved"
-        super().__init__(f"cannot write to {str(out)!r}: {reason}; {saved}.")
+        fault = f"cannot write to {str(out)!r}" if file is None else f"cannot use {file!r}"
+        super().__init__(f"{fault}: {reason}; {saved}.")
 
 
 def fit(

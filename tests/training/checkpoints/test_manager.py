@@ -88,6 +88,21 @@ def test_another_model_is_one_message(make_program, corpus, tmp_path):
     ]
 
 
+def test_another_optimizer_is_one_message(make_program, corpus, tmp_path):
+    _, state = trained(make_program, corpus)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, {})
+        without = {f"mean{number}": jnp.zeros(3) for number in range(9)}
+        with pytest.raises(ConfigError) as error:
+            checkpoints.restore(dataclasses.replace(state, optimizer=without))
+    said = str(error.value).splitlines()
+    assert said[0] == "cannot resume from step 3: its optimizer state has another form."
+    assert said[1].endswith(" is in the checkpoint, but not in the optimizer.")
+    assert len(said) == 6
+    assert "more." in said[4]
+    assert said[5] == "  Resume with the [optimizer], lora, frozen and parameter_dtype of the run, or start anew."
+
+
 def test_a_save_that_is_killed_loses_nothing(tmp_path):
     """Saves in another process, over and over, until it is killed; the newest checkpoint can then be read."""
     code = f"""
