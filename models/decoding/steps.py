@@ -55,7 +55,7 @@ def prefill_step(
         chosen = moved(chosen.astype(x.dtype), Spec(("B", "L"), ((), ())), position)
         pick = Equation.product(residual, position, residual.without("L"))
         last = gspmd.einsum(pick, x, chosen, precision=jax.lax.Precision.HIGHEST)
-        return _logits(with_arrays(one_position(model), weights), last[:, None]), cache
+        return _logits(one_position(model), weights, last[:, None]), cache
 
     return prefill
 
@@ -76,14 +76,17 @@ def decode_step(model: Transformer) -> Callable[[Weights, jax.Array, Cache], tup
         placed = with_arrays(short, weights)
         ids = moved(tokens[:, None], Spec(("B", "L"), ((), ())), short.layout.spec("embedding.tokens"))
         x, cache = _read(placed, ids, None, cache)
-        return _logits(placed, x), cache
+        return _logits(short, weights, x), cache
 
     return decode
 
 
-def _logits(model: Transformer, x: jax.Array) -> jax.Array:
+def _logits(model: Transformer, weights: Weights, x: jax.Array) -> jax.Array:
     """Logits [B, V] of the residual stream [B, 1, E] of one position."""
-    return model.logits(x)[:, 0]
+    # The weights wait for x. Else libtpu 0.0.42 brings the table into a v4's fast memory before the first layer, and
+    # keeps it there while layers lack the room: reading one prompt takes PaLM 8B 42.8 ms on 8 chips instead of 38.2.
+    weights, x = jax.lax.optimization_barrier((weights, x))
+    return with_arrays(model, weights).logits(x)[:, 0]
 
 
 def _read(
