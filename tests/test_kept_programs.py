@@ -61,6 +61,8 @@ def test_a_folder_that_cannot_be_written_ends_nothing(kept, tmp_path, monkeypatc
 
 
 _PROGRAM = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
 from gspmd import host
 host.use_host_devices(8)
 host.keep_compiled()
@@ -78,7 +80,6 @@ with jax.set_mesh(mesh):
     value, gradient = step(*placed)
 print(float(value).hex(), np.asarray(gradient).tobytes().hex())
 print(gspmd.ledger(step).to_json())
-import sys
 print(len(hits), file=sys.stderr)
 """
 
@@ -89,9 +90,8 @@ def test_what_is_read_back_is_what_was_compiled(tmp_path):
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "true", "JAX_PLATFORMS": "cpu"}
 
     def run(folder: Path, most: int = resource.RLIM_INFINITY):
-        limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))  # noqa: E731
         return subprocess.run(
-            [sys.executable, "-c", _PROGRAM], env=environment | {"GSPMD_CACHE": str(folder)}, preexec_fn=limit,
+            [sys.executable, "-c", _PROGRAM, str(most)], env=environment | {"GSPMD_CACHE": str(folder)},
             capture_output=True, text=True, check=True, timeout=300,
         )  # fmt: skip
 

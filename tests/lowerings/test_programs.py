@@ -14,9 +14,9 @@ def test_programs_give_what_one_device_gives(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_programs_at_length_give_what_one_device_gives(part):
-    """Ten parts of 20; of 50 with DRAWS=2.5."""
+    """Ten parts of 10; of 50 with DRAWS=5."""
     start = 1000 + 50 * part
-    found = faults(range(start, start + scaled(20)))
+    found = faults(range(start, start + scaled(10)))
     assert not found, "\n\n".join(found)
 
 

@@ -145,7 +145,7 @@ def test_equations_derive_as_on_one_device(drawn):
 @pytest.mark.parametrize("part", range(10))
 def test_equations_at_length_derive_as_on_one_device(part):
     @seed(part)
-    @settings(max_examples=scaled(30), **_COMMON)
+    @settings(max_examples=scaled(15), **_COMMON)
     @given(transformed())
     def draws(drawn):
         check(drawn)
