@@ -11,6 +11,7 @@ from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings import default
 from gspmd.ops._einsum import reshard
+from gspmd.pipeline.calls import apart
 from gspmd.pipeline.executor import Executor, Results, Stages
 from gspmd.pipeline.schedule import Schedule
 
@@ -134,7 +135,7 @@ def _region(executor: Executor, arrays: tuple[Tree, Tree, Tree]) -> Results:
         check_vma=False,
     )
     if not explicit:
-        return jax.jit(region)(*arrays)
+        return apart(jax.jit(region), *arrays)
     trains = executor.schedule.name != "forward"
     outs = Results(
         of_stages,
@@ -142,7 +143,8 @@ def _region(executor: Executor, arrays: tuple[Tree, Tree, Tree]) -> Results:
         jax.tree.map(lambda spec: jax.P(axis, *spec), shared, is_leaf=_is_partition) if trains else None,
         weights if trains else None,
     )
-    return jax.jit(jax.sharding.auto_axes(region, axes=free, out_sharding=outs))(*arrays)  # JAX cannot, outside of jit
+    # JAX cannot, outside of jit
+    return apart(jax.jit(jax.sharding.auto_axes(region, axes=free, out_sharding=outs)), *arrays)
 
 
 def _check(mesh: jax.sharding.AbstractMesh, schedule: Schedule, axis: str) -> None:
