@@ -1,6 +1,6 @@
 """A plan as the papers draw it: a chain of specs, each arrow a collective, with bytes and microseconds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from rich.console import Console
@@ -11,7 +11,7 @@ from gspmd.display.console import columns, html, printable
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
 from gspmd.hardware.chips import Chip
 from gspmd.planner.overlap import Overlap, Ring, Stripes
-from gspmd.planner.spans import CollectiveSpan, gather_of, scatter_of
+from gspmd.planner.spans import LONGEST, CollectiveSpan, gather_of, loopable, scatter_of
 from gspmd.planner.steps import Routine, Step
 
 COLORS = {
@@ -36,6 +36,7 @@ class PlanFigures(Protocol):
     dtypes: tuple[str, ...]
     chip: Chip
     lowering: str
+    asked: str
     via: str | None
     routine: Routine
     loops: Overlap
@@ -132,10 +133,23 @@ def looped(plan: PlanFigures) -> list[str]:
     spans = [(gather_of(routine.moves[number]), ring) for number, ring in loops.gathers.items()]
     spans += [(scatter_of(routine, number), ring) for number, ring in loops.scatters.items()]
     lines = [_ring(span, ring, loops.stripes) for span, ring in spans if span]
+    lines += _too_long(plan) if plan.asked == "auto" else ()
     gained = plan.hidden_seconds
     if gained:
         lines.append(f"looped: {amount_of_seconds(abs(gained))} {'less' if gained > 0 else 'more'} than blocking")
     return lines
+
+
+def _too_long(plan: PlanFigures) -> Iterator[str]:
+    """A line for each collective that is left whole, where its hops, or those of its stripes, are too many."""
+    gathers, scatters = loopable(plan.routine)
+    left = [gathers[n] for n in gathers if n not in plan.loops.gathers]
+    left += [scatters[n] for n in scatters if n not in plan.loops.scatters]
+    for span in left:
+        hops = max(plan.mesh.get(axis, 1) for axis in span.axes) - 1
+        if hops >= LONGEST:
+            what = f"{span.steps[0].kind} {axes_text(span.axes)}"
+            yield f"not looped: {what}, of {hops} hops along an axis; up to {LONGEST - 1} are written out one by one"
 
 
 def _ring(span: CollectiveSpan, ring: Ring, stripes: Stripes | None) -> str:

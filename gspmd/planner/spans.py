@@ -1,8 +1,8 @@
 """What a run of gathers, or of reduce-scatters, does to a tensor as a whole, and the pieces that it is cut into."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import pairwise, product, takewhile
 from math import prod
 
 from gspmd.annotate.spec import Spec
@@ -37,6 +37,45 @@ class CollectiveSpan:
     def step_number(self, axis: str) -> int:
         """Which of the run's steps goes over an axis."""
         return next(number for number, step in enumerate(self.steps) if axis in step.axes)
+
+
+LONGEST = 96
+"""Chunks up to which a ring is unrolled: programs, and the time to compile them, grow with their number."""
+
+
+def loopable(routine: Routine) -> tuple[dict[int, CollectiveSpan], dict[int, CollectiveSpan]]:
+    """List what can be looped: gathers of operands that are multiplied, and reduce-scatters of products.
+
+    Returns:
+        The gathers by the number of their move, and the reduce-scatters by that of their output.
+    """
+    gathers = {n: found for n, move in enumerate(routine.moves) if (found := gather_of(move))}
+    scatters = {n: found for n in range(len(routine.outputs)) if (found := scatter_of(routine, n))}
+    used = {m for p in routine.products if not p.passes_through for m in (p.left, p.right)}
+    products = {n: [routine.products[p] for p in routine.outputs[n].products] for n in scatters}
+    made = {n for n in scatters if any(not p.passes_through for p in products[n])}
+    return {n: gathers[n] for n in gathers if n in used}, {n: scatters[n] for n in scatters if n in made}
+
+
+def divisions(span: CollectiveSpan, mesh: Mapping[str, int]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """List every division of a collective's axes: those that a ring loops over, and those within one of its chunks.
+
+    It loops over some at least, and of each dimension over the major ones.
+    """
+    spans = [[axis for axis in axes if mesh.get(axis, 1) > 1] for axes in span.changed_axes.values()]
+    for counts in product(*(range(len(axes) + 1) for axes in spans)):
+        looped = tuple(axis for axes, count in zip(spans, counts) for axis in axes[:count])
+        if looped:
+            yield looped, tuple(axis for axes, count in zip(spans, counts) for axis in axes[count:])
+
+
+def is_short(span: CollectiveSpan, looped: Sequence[str], within: Sequence[str], mesh: Mapping[str, int]) -> bool:
+    """Whether no axis has more than `LONGEST` hops that stand in the program one by one.
+
+    What is gathered along one axis is a loop in the program too.
+    """
+    long = [axis for axis in (*looped, *within) if mesh.get(axis, 1) > LONGEST]
+    return not long or (long == [*looped] and span.steps[0].kind == "all-gather")
 
 
 def gather_of(move: Move) -> CollectiveSpan | None:

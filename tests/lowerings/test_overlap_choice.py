@@ -55,6 +55,26 @@ def test_what_travels_both_before_and_behind_is_cut_into_stripes():
     assert "less than blocking" in text
 
 
+def test_what_would_be_written_out_at_length_is_left_whole():
+    """Stripes of 255 hops each made a program that the compiler did not come to the end of."""
+    sizes = {"B": 1024, "L": 4096, "E": 8192, "F": 28672}
+    long, short = (
+        plan("B_xLF, FE_x -> B_xLE", sizes, {"x": size}, dtype="bfloat16", chip="tpu-v5p") for size in (256, 64)
+    )
+    assert short.loops.stripes
+    assert not long.loops
+    assert not long.backward_loops
+    assert "not looped: all-gather x, of 255 hops along an axis; up to 95 are written out one by one\n" in str(long)
+    assert "not looped: reduce-scatter x, of 255 hops" in str(long.gradients[1])
+    assert "not looped" not in str(short) + str(plan("B_xLF, FE_x -> B_xLE", sizes, {"x": 256}, lowering="blocking"))
+
+
+def test_a_long_ring_that_is_a_loop_is_taken():
+    sizes = {"B": 8, "L": 2**16, "E": 8192, "F": 2**16}
+    rings = plan("BL_xE, EF_x -> BLF_x", sizes, {"x": 128}, via="BLE, EF_x").loops.gathers.values()
+    assert [ring.axes for ring in rings] == [("x",)]
+
+
 def test_nothing_is_gathered_whole_for_the_gradient():
     """Both operands of the weight's gradient travel: stripes, however thin."""
     looped = plan(TWO_DIMENSIONS, {"B": 64, "L": 1, "E": 64, "F": 64}, lowering="looped")
@@ -75,7 +95,7 @@ def test_a_move_alone_has_nothing_to_hide_behind():
 
 def test_gradients_share_what_is_hidden_and_none_ends_before_it_begins():
     sizes = {"B": 65536, "E": 8192, "F": 32768}
-    whole = plan("B_xE, E_xF -> B_xF", sizes, {"x": 256}, via="B_xE, EF")
+    whole = plan("B_xE, E_xF -> B_xF", sizes, {"x": 64}, via="B_xE, EF")
     hidden = sum(gradient.hidden_seconds for gradient in whole.gradients)
     assert hidden == pytest.approx(whole._backward_overlap[1])
     assert hidden > 0

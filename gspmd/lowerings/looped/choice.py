@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from itertools import product as combinations
 
 from gspmd.lowerings.looped.cost import Costs
-from gspmd.lowerings.looped.rings import LONGEST
 from gspmd.lowerings.looped.stripes import stripe_dim, stripes
 from gspmd.planner.overlap import SCHEDULES, Overlap, Ring, Stripes
-from gspmd.planner.spans import CollectiveSpan, gather_of, local_shape, scatter_of
+from gspmd.planner.spans import LONGEST, CollectiveSpan, divisions, is_short, local_shape, loopable
 from gspmd.planner.steps import Environment, Product, Routine, Tensor
 
 MARGIN = 0.04
@@ -81,16 +80,7 @@ class _Chooser:
         self.forced = lowering != "auto"
         _, _, schedule = lowering.partition(":")
         self.schedules = (schedule,) if schedule else tuple(SCHEDULES)
-        self.gathers, self.scatters = self._spans()
-
-    def _spans(self) -> tuple[dict[int, CollectiveSpan], dict[int, CollectiveSpan]]:
-        """What can be looped: gathers of operands that are multiplied, and reduce-scatters of products."""
-        routine = self.routine
-        gathers = {n: found for n, move in enumerate(routine.moves) if (found := gather_of(move))}
-        scatters = {n: found for n in range(len(routine.outputs)) if (found := scatter_of(routine, n))}
-        used = {m for p in routine.products if not p.passes_through for m in (p.left, p.right)}
-        made = {n for n in scatters if any(not p.passes_through for p in self._made(n))}
-        return {n: gathers[n] for n in gathers if n in used}, {n: scatters[n] for n in scatters if n in made}
+        self.gathers, self.scatters = loopable(routine)
 
     def _made(self, output: int) -> list[Product]:
         return [self.routine.products[p] for p in self.routine.outputs[output].products]
@@ -124,11 +114,14 @@ class _Chooser:
         of them whole, so stripes are taken, however thin.
         """
         rings, dim = self._by_rings(), stripe_dim(self.routine, self.gathers, self.scatters, self.costs.local)
+        spans = (*self.gathers.values(), *self.scatters.values())
         apart = any(not ring.axes for ring in rings.overlap.gathers.values())
         size = self.costs.local(dim) if dim else 1
         if not apart or size < 2:
             yield rings
         if self.forced and not apart and not self._both():  # rings hold less at once
+            return
+        if not self.forced and not all(is_short(span, (), span.axes, self.mesh) for span in spans):
             return
         for sizes in stripes(size, thin=apart):
             yield from self._by_stripes(Stripes(dim, sizes))
@@ -166,18 +159,17 @@ class _Chooser:
         """The best ring of a tensor, and its seconds with its products; no ring where blocking is as good."""
         blocking = sum(step.seconds for step in span.steps) + sum(self.costs.product(p, {}) for p in products)
         rings = [(cost(span, ring, products), ring) for ring in self._rings(span, products)]
-        seconds, ring = min(rings, key=lambda pair: pair[0])
+        seconds, ring = min(rings, key=lambda pair: pair[0], default=(blocking, None))
         return (ring, seconds) if self.forced or seconds < blocking else (None, blocking)
 
     def _rings(self, span: CollectiveSpan, products: Sequence[Product]) -> Iterator[Ring]:
-        """Every choice of axes to loop over (the major ones of each dimension), schedule and axis orders."""
+        """Every choice of axes to loop over, schedule and axis orders; under `auto`, whose program stays short."""
         shard = local_shape(span.shard, self.sizes, self.mesh)
         free = set.intersection(set(span.shard.dims), *(set(p.einsum.after.dims) for p in products))
-        spans = {dim: [axis for axis in axes if self.mesh.get(axis, 1) > 1] for dim, axes in span.changed_axes.items()}
-        for counts in combinations(*(range(len(axes) + 1) for axes in spans.values())):
-            looped = tuple(axis for axes, count in zip(spans.values(), counts) for axis in axes[:count])
-            within = tuple(axis for axes, count in zip(spans.values(), counts) for axis in axes[count:])
-            for schedule, orders in combinations(self.schedules, sorted({1, len(looped)})) if looped else ():
+        for looped, within in divisions(span, self.mesh):
+            if not (self.forced or is_short(span, looped, within, self.mesh)):
+                continue
+            for schedule, orders in combinations(self.schedules, sorted({1, len(looped)})):
                 parted = SCHEDULES[schedule].is_cut or orders > 1
                 ring = Ring(looped, within, schedule, orders, _split(shard, span, within, free) if parted else None)
                 if len(looped) == 1 or self.costs.steps(ring) <= LONGEST:

@@ -9,7 +9,7 @@ from math import prod
 from gspmd.hardware.dtypes import itemsize
 from gspmd.hardware.matmul import product_seconds
 from gspmd.hardware.rings import neighbour
-from gspmd.lowerings.looped.rings import Hop, shard_parts, walk
+from gspmd.lowerings.looped.rings import Link, hops_by_link, shard_parts
 from gspmd.planner.overlap import SCHEDULES, Ring, Stripes
 from gspmd.planner.spans import CollectiveSpan, local_shape
 from gspmd.planner.steps import Environment, Product, Routine, Tensor
@@ -27,8 +27,8 @@ NEAR = 64e6
 OverlappedSpan = tuple[CollectiveSpan, Ring, Sequence[Product]]
 """A collective, its ring, and the products that it overlaps with."""
 
-Sent = tuple[float, tuple[Hop, ...]]
-"""Bytes of each hop of a walk, and the hops."""
+Sent = tuple[float, Mapping[Link, int]]
+"""Bytes of each hop of a walk, and the number of hops over each link."""
 
 
 class Costs:
@@ -67,7 +67,7 @@ class Costs:
         compute = count * sum(self.product(found, chunk) for found in products)
         each = self._bytes(span) / len(parts)
         fat = each * prod(self.mesh[axis] for axis in ring.within)
-        loop = [(fat, walk(part.axes, self.mesh, part.schedule, part.sign)) for part in parts]
+        loop = [(fat, hops_by_link(part.axes, self.mesh, part.schedule, part.sign)) for part in parts]
         compute += NESTED_WAVE * self._waves(ring) * (len(ring.axes) > 1)
         inner = [sent for part in parts for sent in self._inner(each, ring.within, part.schedule, part.sign)]
         return self.links(inner), self.links(loop), compute
@@ -76,7 +76,7 @@ class Costs:
         """What is sent along the axes within a chunk: axis by axis, minor first, with ever larger pieces."""
         sent = []
         for axis in reversed(axes):
-            sent.append((shard, walk([axis], self.mesh, schedule, sign)))
+            sent.append((shard, hops_by_link([axis], self.mesh, schedule, sign)))
             shard *= self.mesh[axis]
         return sent
 
@@ -197,12 +197,12 @@ class Costs:
     def links(self, walks: Sequence[Sent]) -> float:
         """Seconds of concurrent walks: the busiest link's bytes, and the latency of its hops."""
         chip, busy, hops = self.chip, {}, {}
-        for amount, steps in walks:
-            for hop in steps:
-                closes = chip.is_switch or chip.wraps(self.mesh[hop.axis])
-                for sign in {hop.by} if closes else (1, -1):  # what closes an open ring goes back through it
-                    busy[hop.axis, sign] = busy.get((hop.axis, sign), 0.0) + amount
-                    hops[hop.axis, sign] = hops.get((hop.axis, sign), 0) + 1
+        for amount, sent in walks:
+            for (axis, by), count in sent.items():
+                closes = chip.is_switch or chip.wraps(self.mesh[axis])
+                for sign in {by} if closes else (1, -1):  # what closes an open ring goes back through it
+                    busy[axis, sign] = busy.get((axis, sign), 0.0) + amount * count
+                    hops[axis, sign] = hops.get((axis, sign), 0) + count
         to = {axis: neighbour(axis, self.mesh, chip) for axis, _ in busy}  # bytes/s, and a step's latency
         taken = {link: amount / to[link[0]][0] for link, amount in busy.items()}
         waits = {link: hops[link] * to[link[0]][1] for link in busy}

@@ -22,10 +22,10 @@ from gspmd.lowerings.blocking.executor import Executor
 from gspmd.lowerings.looped.accumulator import Accumulator
 from gspmd.lowerings.looped.chunks import Region, RingTransfer, blank, part_of, put, reduce_back, spread
 from gspmd.lowerings.looped.ring_loop import RingLoop
-from gspmd.lowerings.looped.rings import LONGEST, ring_parts
+from gspmd.lowerings.looped.rings import ring_parts
 from gspmd.lowerings.looped.stream import ChunkStream, multiply_wave_by_wave
 from gspmd.planner.overlap import SCHEDULES, Overlap
-from gspmd.planner.spans import gather_of, local_shape, scatter_of, settling
+from gspmd.planner.spans import LONGEST, gather_of, local_shape, scatter_of, settling
 from gspmd.planner.steps import Chain, Routine
 
 Value = Callable[[Region], jax.Array]

@@ -6,14 +6,17 @@ behind it. Backwards it reduce-scatters: at each node a device adds its summand 
 it, and sends the sum on towards the root.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+from gspmd.frozen import FrozenDict
 from gspmd.planner.overlap import SCHEDULES, Ring
 from gspmd.planner.spans import cut
 
-LONGEST = 96
-"""Chunks up to which a ring is unrolled: programs, and the time to compile them, grow with their number."""
+Link = tuple[str, int]
+"""A mesh axis, and a direction along it."""
 
 Offset = Mapping[str, int]
 """How many places behind, by mesh axis, modulo its size; 0 for an axis that is not there."""
@@ -63,6 +66,23 @@ def walk(axes: Sequence[str], mesh: Mapping[str, int], schedule: str = "one-way"
     Differs: there are one axis and an even number of devices; several axes are nested here, and any size will do.
     """
     return tuple(_Tree(tuple(axes), mesh, schedule, sign).hops)
+
+
+def hops_by_link(axes: Sequence[str], mesh: Mapping[str, int], schedule: str, sign: int) -> Mapping[Link, int]:
+    """Count the hops of a `walk` along each mesh axis, each way: all that its time depends on.
+
+    Example:
+        >>> hops_by_link("x", {"x": 4}, "paired", 1)[("x", 1)]
+        2
+    """
+    return _hops_by_link(tuple(axes), tuple((axis, mesh[axis]) for axis in axes), schedule, sign)
+
+
+@lru_cache(maxsize=4096)
+def _hops_by_link(
+    axes: tuple[str, ...], sizes: tuple[tuple[str, int], ...], schedule: str, sign: int
+) -> Mapping[Link, int]:
+    return FrozenDict(Counter((hop.axis, hop.by) for hop in walk(axes, dict(sizes), schedule, sign)))
 
 
 class _Tree:
