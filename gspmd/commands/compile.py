@@ -9,7 +9,7 @@ Nothing is allocated and nothing runs; all times are simulated. Exit code 1 if t
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -30,17 +30,21 @@ from gspmd.training.config import ConfigError, load_toml, parse_mesh
 from gspmd.training.toml import positive
 from gspmd_models import ModelConfig, step
 from gspmd_models.decoding import serving_program
+from gspmd_models.finetuning.config import LoraConfig
 from gspmd_models.remat.prediction import show_remat
 
 DEFAULT = configs.find("palm-8b")
+TRAINED = ("microbatches", "parameter_dtype", "frozen")
+"""Settings of [training] for a training step alone."""
 
 
 @dataclass(frozen=True)
 class File:
-    """The tables that a configuration file may have; of [training] batch, length and microbatches count here."""
+    """The tables that a configuration file may have; of [training] counts what `Settings` has, too."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
 
@@ -50,11 +54,11 @@ class Settings:
     """What to compile, for which slice, and where to put what is found."""
 
     config: str = DEFAULT
-    """TOML file with a table [model], and perhaps [training], [optimizer] and [sharding]."""
+    """TOML file with a table [model], and perhaps [training], [lora], [optimizer] and [sharding]."""
     topology: str = "tpu-v4:4x4x4"
     """Chip and torus, such as tpu-v4:4x4x4, tpu-v5p:8x8x16 or tpu-v6e:16x16."""
     phase: Literal["forward", "train", "prefill", "decode"] = "forward"
-    """forward: tokens to logits, weights in --dtype. train: a whole update, weights and optimizer state in float32.
+    """forward: tokens to logits, weights in --dtype. train: a whole update, as `gspmd train` makes it.
     prefill, decode: what `gspmd generate` runs, --length tokens of every row into a cache, or one behind a full one."""
     batch: int = 32
     """Sequences, over all devices."""
@@ -62,6 +66,10 @@ class Settings:
     """Tokens of a sequence; of a prefill, those that it reads at once."""
     microbatches: int = 1
     """Parts of a training step's batch, as of `gspmd train`."""
+    parameter_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What a training step stores matrices in, as of `gspmd train`."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of parameters that a training step leaves as they are, as of `gspmd train`."""
     room: int = 0
     """Tokens that a row of the cache has room for; 0 for --length."""
     prefill_layout: str = ""
@@ -83,6 +91,7 @@ class Settings:
     gantt: str = ""
     """PNG file for the timeline."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: tyro.conf.OmitArgPrefixes[OptimizerConfig] = field(default_factory=OptimizerConfig)
     sharding: tyro.conf.OmitArgPrefixes[ShardingConfig] = field(default_factory=ShardingConfig)
 
@@ -120,16 +129,18 @@ def parse(argv: Sequence[str], script: str = "") -> Settings:
     early.add_argument("--config", default=DEFAULT)
     name = early.parse_known_args(list(argv))[0].config
     file = load_toml(File, configs.find(name))
-    default = Settings(
-        name, batch=file.training.batch, length=file.training.length, microbatches=file.training.microbatches,
-        model=file.model, optimizer=file.optimizer, sharding=file.sharding,
-    )  # fmt: skip
+    said = {name: getattr(file.training, name) for name in ("batch", "length", *TRAINED)}
+    default = Settings(name, **said, model=file.model, lora=file.lora, optimizer=file.optimizer, sharding=file.sharding)
     prog, description = configs.called(__doc__, "gspmd compile", script)
     settings = command.parse_flags(Settings, argv, default, description, prog)
     faults: list[str] = []
     positive(faults, batch=settings.batch, length=settings.length, microbatches=settings.microbatches)
     if settings.room < 0 or 0 < settings.room < settings.length:
         faults.append(f"--room has to be 0, or at least --length {settings.length}, not {settings.room}.")
+    if settings.model.lora:
+        faults.append("adapters stand in a table of their own: write [lora] in place of [model.lora].")
+    if settings.phase != "train" and (given := for_training(settings, default)):
+        faults.append(f"--phase {settings.phase} trains nothing; leave {', '.join(given)} out.")
     if settings.phase not in ("prefill", "decode"):
         if settings.room or settings.prefill_layout:
             faults.append(f"--phase {settings.phase} has no cache; leave --room and --prefill-layout out.")
@@ -149,7 +160,19 @@ def parse(argv: Sequence[str], script: str = "") -> Settings:
         faults.append(f"--gantt writes a PNG file, whose name ends in .png, not {settings.gantt!r}.")
     if faults:
         raise ConfigError("cannot compile:", faults)
-    return settings
+    # What was trained with adapters is served with them in its weights.
+    lora = settings.lora if settings.phase == "train" and settings.lora.rank else None
+    return replace(settings, model=replace(settings.model, lora=lora))
+
+
+def for_training(settings: Settings, default: Settings) -> list[str]:
+    """The flags given that say something of a training step alone; what a file says of one counts for that."""
+    changed = lambda of, by, names: [name for name in names if getattr(of, name) != getattr(by, name)]  # noqa: E731
+    names = lambda table: [each.name for each in fields(table)]  # noqa: E731
+    given = changed(settings, default, TRAINED) + changed(settings.sharding, default.sharding, ["schedule"])
+    given += changed(settings.optimizer, default.optimizer, names(OptimizerConfig))
+    given += [f"lora.{name}" for name in changed(settings.lora, default.lora, names(LoraConfig))]
+    return [f"--{name.replace('_', '-')}" for name in given]
 
 
 def smallest(settings: Settings, asked: Topology) -> Report:
@@ -240,10 +263,11 @@ def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tupl
     if not train:
         tokens = models.abstract_tokens(layout, mesh, settings.batch, settings.length)
         return step.forward_step(model), (models.arrays(model), tokens), {}
-    state = step.abstract_state(model, settings.optimizer, 1000, mesh)
+    of_state = {"frozen": settings.frozen, "parameter_dtype": settings.parameter_dtype}
+    state = step.abstract_state(model, settings.optimizer, 1000, mesh, **of_state)
     batch = models.abstract_batch(layout, mesh, settings.batch, settings.length)
     schedule = settings.sharding.schedule
-    update = step.training_step(model, settings.optimizer, 1000, settings.microbatches, schedule)
+    update = step.training_step(model, settings.optimizer, 1000, settings.microbatches, schedule, **of_state)
     return update, (state, batch, models.abstract_key(mesh)), {"donate_argnums": (0,)}
 
 

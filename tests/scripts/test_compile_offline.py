@@ -7,6 +7,7 @@ from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 import gspmd
@@ -67,6 +68,24 @@ def test_a_training_step_is_compiled_with_its_state_donated(run, tmp_path):
     assert "timeline of jit_step" in out
     figures = json.loads((tmp_path / "a.json").read_text())
     assert figures["output_bytes"] < figures["argument_bytes"] / 10
+
+
+@needs_libtpu
+def test_a_training_step_has_the_adapters_and_the_dtypes_of_its_run(script):
+    def state(*flags):
+        settings = script.parse([*TINY, *V4, "--phase", "train", "--batch", "8", *flags])
+        mesh = script.mesh_of(settings, topology(settings.topology))
+        _, (found, *_), _ = script.program_of(settings, script.layout_of(settings), mesh)
+        return found
+
+    bytes_of = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
+    whole, adapters = state(), state("--lora.rank", "2")
+    added = [path for path in adapters.params if path.endswith(("_a", "_b"))]
+    assert added
+    assert adapters.params.keys() - added == whole.params.keys()
+    assert bytes_of(adapters.optimizer) < bytes_of(whole.optimizer) / 4
+    assert bytes_of(state("--frozen", "blocks.*").optimizer) < bytes_of(whole.optimizer)
+    assert bytes_of(state("--parameter-dtype", "bfloat16").params) < 0.6 * bytes_of(whole.params)
 
 
 @needs_libtpu
@@ -186,6 +205,11 @@ BAD = {
     "picture": (["--gantt", "a.pdf"], "--gantt writes a PNG file, whose name ends in .png, not 'a.pdf'."),
     "folder": (["--json", "nowhere/a.json"], "--json nowhere/a.json: there is no folder 'nowhere'."),
     "two answers": (["--smallest", "--mesh", "x=4"], "--smallest tries slices of many sizes; leave --mesh out."),
+    "serving with flags of training": (
+        ["--phase", "decode", "--moments", "int8", "--microbatches", "2", "--lora.rank", "4", "--schedule", "gpipe"],
+        "--phase decode trains nothing; leave --microbatches, --schedule, --moments, --lora.rank out.",
+    ),
+    "a pattern": ([*V4, "--phase", "train", "--frozen", "embeding.*", "--batch", "8"], "matches no parameter."),
     "phase": (
         ["--phase", "forwrd"],
         "it must be one of 'forward', 'train', 'prefill', 'decode', but is 'forwrd'. Did you mean 'forward'?",
