@@ -2,11 +2,12 @@
 
     python benchmarks/mfu.py --only runs parts --json mfu.json --write docs/mfu.md    # minutes for each run
     python benchmarks/mfu.py --only runs --run mixtral-8x7b-v6e --json mfu.json
-    python benchmarks/mfu.py --only memory depth --write docs/mfu.md
+    python benchmarks/mfu.py --only memory depth pipelines --json mfu.json --write docs/mfu.md
 
 `runs` compiles what `gspmd compile` does, by the flags that the page shows; `parts` says what takes the time. `memory`
-has Megatron's models of 175, 530 and 1000 billion parameters, planned and by Korthikanti et al.'s formulas; `depth`
-compares tracing and compiling of many layers and of few. Needs the compiler for TPUs, and no TPU.
+has Megatron's models of 175, 530 and 1000 billion parameters, planned and by Korthikanti et al.'s formulas, and
+`pipelines` their steps on 1024 chips, compiled; `depth` compares tracing and compiling of many layers and of few. Needs
+the compiler for TPUs, and no TPU.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from typing import Any
 
 import jax
 from megatron_memory import MEGATRON, formulas, planned_bytes
+from megatron_pipelines import pipelines
 from page import Kept, write_tables
 
 import gspmd
@@ -268,7 +270,7 @@ def seconds_by_layers(target_name: str = "tpu-v5p:2x2x2") -> dict[str, list[floa
     return found
 
 
-SECTIONS = {"runs": compared, "parts": parts, "memory": memory, "depth": depth}
+SECTIONS = {"runs": compared, "parts": parts, "memory": memory, "depth": depth, "pipelines": pipelines}
 
 if __name__ == "__main__":
     main()

@@ -1,0 +1,121 @@
+"""Training steps of Megatron's models in pipelines over 1024 TPU v5p that are not there: what compiling takes."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_memory import LENGTH, MEGATRON, RESIDUAL, Megatron
+from page import Kept
+
+import gspmd
+from gspmd.audit import compile_offline, topology
+from gspmd.audit.simulation.timeline import Timeline
+from gspmd.commands import compile as command
+from gspmd.display.units import amount_of_bytes, amount_of_seconds
+from gspmd.pipeline import Schedule
+from gspmd.training import ShardingConfig
+
+TOPOLOGY, CHIPS = "tpu-v5p:8x8x16", 1024
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A model of `MEGATRON` on all chips, one sequence to a microbatch and pipeline."""
+
+    name: str
+    schedule: str
+    microbatches: int
+
+    @property
+    def model(self) -> Megatron:
+        """Layers and sizes, and how many stages there are."""
+        return MEGATRON[self.name]
+
+    @property
+    def data(self) -> int:
+        """Pipelines that run side by side."""
+        return CHIPS // (self.model.tensor * self.model.stages)
+
+    @property
+    def settings(self) -> command.Settings:
+        """Those of `gspmd compile`."""
+        model = self.model
+        sharding = ShardingConfig(
+            layout="pipeline", lowering="blocking", schedule=self.schedule,
+            mesh=f"p={model.stages},x={self.data},y={model.tensor},z=1",
+            set=tuple(f"{key}={spec}" for key, spec in RESIDUAL.items()),
+        )  # fmt: skip
+        return command.Settings(
+            topology=TOPOLOGY, phase="train", batch=self.microbatches * self.data, length=LENGTH,
+            microbatches=self.microbatches, model=model.config, sharding=sharding,
+        )  # fmt: skip
+
+
+PIPELINES = (Pipeline("175B", "1f1b", 96), Pipeline("175B", "gpipe", 96), Pipeline("1T", "1f1b", 512))
+"""Of 175B a batch of 1536 sequences, GPT-3's 3.2 million tokens; of 1T the 512 microbatches of Megatron's table."""
+
+
+def pipelines(kept: Kept, _: Sequence[str]) -> Iterator[str]:
+    """Processor seconds of each step's compilation, and its predicted time."""
+    yield (
+        "| model | tensor × pipeline × data | schedule | microbatches | trace | lower | compile | bytes of a chip "
+        "| step | MFU | bubble | formula |"
+    )
+    yield f"|---|---|---|{'--:|' * 9}"
+    for each in PIPELINES:
+        found = kept(f"pipeline {each.name} {each.schedule}", lambda each=each: compiled(each))
+        model, formula = each.model, Schedule.of(each.schedule, each.model.stages, each.microbatches).bubble
+        times = " | ".join(f"{found[part]:.1f} s" for part in ("trace", "lower", "compile"))
+        yield (
+            f"| {each.name} | {model.tensor} × {model.stages} × {each.data} | {each.schedule} | {each.microbatches} | "
+            f"{times} | {amount_of_bytes(found['bytes'])} | {amount_of_seconds(found['step'])} | {found['mfu']:.1%} | "
+            f"{found['bubble']:.1%} | {formula:.1%} |"
+        )
+
+
+def compiled(each: Pipeline) -> dict[str, Any]:
+    """Figures of one training step."""
+    settings, target, began = each.settings, topology(TOPOLOGY), {}
+    layout, mesh = command.layout_of(settings), command.mesh_of(settings, target)
+    program, args, options = command.program_of(settings, layout, mesh)
+    with gspmd.lowering("blocking"):
+        report = compile_offline(
+            program, *args, topology=target, mesh=mesh, flops=flops(settings),
+            progress=lambda doing: began.setdefault(doing, time.process_time()), **options,
+        )  # fmt: skip
+    assert report.timeline, report.reason
+    phases = {
+        "trace": ("planning", "lowering"),
+        "lower": ("lowering", "compiling"),
+        "compile": ("compiling", "reading"),
+    }
+    took = {name: began[end] - began[start] for name, (start, end) in phases.items()}
+    return took | {"bytes": report.bytes_per_device} | simulated(report.timeline, each)
+
+
+def flops(settings: command.Settings) -> float:
+    """Model FLOPs of a step."""
+    return settings.batch * settings.length * settings.model.flops_per_token(settings.length)
+
+
+def simulated(line: Timeline, each: Pipeline) -> dict[str, float]:
+    """A step's seconds and MFU; and its bubble, the share that is not that of its microbatches.
+
+    A microbatch takes what one more would: a tick of each loop that has as many trips as there are microbatches, or a
+    few more. All else, what stages wait for, and the sums and the update at the end, does not grow with them.
+    """
+    loops = [span for span in line.spans if span.category == "loop" and span.times == span.trips >= each.microbatches]
+    of_one = sum(within(line, loop) / loop.trips for loop in loops)
+    step = line.step_seconds
+    return {"step": step, "mfu": line.mfu, "bubble": 1 - each.microbatches * of_one / step}
+
+
+def within(line: Timeline, loop: Any) -> float:
+    """Seconds of a loop: of what is drawn inside it, as often as it runs."""
+    end = loop.start + loop.seconds
+    inside = (span for span in line.spans if span.category != "loop" and loop.start <= span.start < end)
+    waits = lambda span: span.rows not in (("compute",), ("memory",))  # noqa: E731
+    return sum(
+        (span.exposed if waits(span) else span.seconds) * span.times for span in inside if span.rows != ("memory",)
+    )

@@ -1,0 +1,35 @@
+"""A model in a pipeline as the compiler for TPUs makes it; nothing runs."""
+
+from importlib.util import find_spec
+
+import pytest
+
+import gspmd
+import gspmd_models as models
+from gspmd.audit import compile_offline, topology
+from gspmd.layouts import Layout
+from gspmd.training import OptimizerConfig
+from gspmd_models import step
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed"),
+]
+SIZES = {"vocabulary": 256, "embed": 128, "heads": 2, "kv_heads": 2, "head_size": 64, "feed_forward": 256}
+
+
+@pytest.mark.parametrize(("schedule", "kind", "remat"), [("1f1b", "explicit", "full"), ("gpipe", "auto", "none")])
+def test_a_training_step_compiles_and_sends_what_is_planned(schedule, kind, remat):
+    """A tick in a loop and one apart call the same programs, which the compiler does not take in one function."""
+    target, layout = topology("tpu-v5p:2x2x1"), Layout.load("pipeline")
+    mesh = target.mesh({"p": 2, "x": 1, "y": 2, "z": 1}, kind)
+    model = models.abstract(models.ModelConfig(**SIZES, layers=4, remat=remat), layout, mesh, "bfloat16")
+    arguments = (
+        step.abstract_state(model, OptimizerConfig(), 10, mesh), models.abstract_batch(layout, mesh, 4, 64),
+        models.abstract_key(mesh),
+    )  # fmt: skip
+    with gspmd.lowering("blocking"):
+        update = step.training_step(model, OptimizerConfig(), 10, 2, schedule)
+        report = compile_offline(update, *arguments, topology=target, mesh=mesh, donate_argnums=(0,))
+    planned, sent = report.ledger.compare(report.plan).totals["collective-permute", ("p",)]
+    assert planned == sent > 0
