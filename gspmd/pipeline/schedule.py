@@ -8,6 +8,7 @@ in round r, so that a microbatch goes round the stages `rounds` times.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heappop, heappush
 from itertools import groupby
 from os import PathLike
 from types import MappingProxyType
@@ -157,12 +158,13 @@ class Schedule:
         places: dict[tuple[str, int, int], int] = {}
         for stage in range(self.stages):
             held: dict[Work, int] = {}
+            free: list[int] = []  # of the places below the highest that was ever held
             for number, tick in enumerate(self.ticks):
                 if begin in tick and (work := tick[begin][stage]):
-                    held[work] = next(place for place in range(len(held) + 1) if place not in held.values())
-                    places[begin, number, stage] = held[work]
+                    places[begin, number, stage] = held[work] = heappop(free) if free else len(held)
                 if end in tick and (work := tick[end][stage]):
                     places[end, number, stage] = held.pop(work)
+                    heappush(free, places[end, number, stage])
         return MappingProxyType(places)
 
     @property
