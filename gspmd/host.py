@@ -6,14 +6,16 @@ JAX is imported: `import gspmd` comes here, and a command has to be able to end 
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import platform
+import shutil
 import warnings
 from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryFile, gettempdir
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,6 +37,10 @@ WITHOUT_TPU = {
     "TPU_LOG_DIR": "disabled",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+# The schedule of every kernel, by which gspmd.audit knows how long it takes: HLO has no estimate for a Pallas kernel.
+# The folder has the number of the process in its name, as a child inherits the environment.
+_SCHEDULES = f"--xla_jf_dump_to={gettempdir()}/gspmd-schedules-"
+_DUMPED = "--xla_jf_dump_llo_text=true", "--xla_jf_dump_llo_pass_label_regex=final_bundles"
 
 
 # Of a run, among which its devices are shared (see `share_devices`).
@@ -212,6 +218,17 @@ def quiet_libtpu() -> None:
     if not (glob("/dev/accel[0-9]*") or glob("/dev/vfio/[0-9]*")):
         for variable, value in WITHOUT_TPU.items():
             os.environ.setdefault(variable, value)
+        flags = os.environ.get("LIBTPU_INIT_ARGS", "").split()
+        own = [flag for flag in flags if not flag.startswith(_SCHEDULES)]  # those of the process that started this one
+        if not any(flag.startswith("--xla_jf_dump_to") for flag in own):
+            asked = (f"{_SCHEDULES}{os.getpid()}", *(flag for flag in _DUMPED if flag not in own))
+            os.environ["LIBTPU_INIT_ARGS"] = " ".join((*own, *asked))
+            atexit.register(shutil.rmtree, schedules_folder(), ignore_errors=True)
+
+
+def schedules_folder() -> Path:
+    """Where libtpu, loaded by this process, writes the schedules of what it compiles."""
+    return Path(f"{_SCHEDULES}{os.getpid()}".partition("=")[2])
 
 
 def _no_gpu(found: str) -> str:

@@ -30,12 +30,14 @@ def product_flops(module: Module, computation: Computation, instruction: Instruc
         return _dot(computation, instruction, integers(instruction.attribute("lhs_contracting_dims")))
     if instruction.opcode == "convolution":
         return _convolution(computation, instruction)
+    if instruction.is_kernel:
+        return instruction.kernel_work.flops if instruction.kernel_work else 0
     contracted = _contracted(computation, instruction)
     return 0 if contracted is None else _dot(computation, instruction, contracted)
 
 
 def uncounted(module: Module, computation: Computation, instruction: Instruction) -> Iterator[tuple[str, str]]:
-    """Name and target of library calls that look like products, but that `product_flops` cannot count.
+    """Name and target of kernels, and of library calls that look like products, that `product_flops` cannot count.
 
     Args:
         module: the program.
@@ -46,8 +48,10 @@ def uncounted(module: Module, computation: Computation, instruction: Instruction
         inner = module.computations[instruction.called[0]]
         for each in inner.instructions:
             yield from uncounted(module, inner, each)
-    elif _PRODUCT.search(_target(instruction)) and _contracted(computation, instruction) is None:
-        yield instruction.name, _target(instruction)
+    elif instruction.is_kernel and not instruction.kernel_work:
+        yield instruction.name, instruction.target
+    elif _PRODUCT.search(instruction.target) and _contracted(computation, instruction) is None:
+        yield instruction.name, instruction.target
 
 
 def _dot(computation: Computation, dot: Instruction, contracted: tuple[int, ...]) -> int:
@@ -55,19 +59,14 @@ def _dot(computation: Computation, dot: Instruction, contracted: tuple[int, ...]
     return 2 * dot.arrays[0].size * prod(left.shape[d] for d in contracted)
 
 
-def _target(instruction: Instruction) -> str:
-    """The library function that an instruction calls; empty if it calls none."""
-    return instruction.attribute("custom_call_target").strip('"') if instruction.opcode == "custom-call" else ""
-
-
 def _contracted(computation: Computation, call: Instruction) -> tuple[int, ...] | None:
     """The contracted dimensions of the first operand of a library's product; None if they are unknown."""
-    if _target(call) == "__onednn$matmul":  # XLA:CPU, rows times columns
+    if call.target == "__onednn$matmul":  # XLA:CPU, rows times columns
         rank = len(computation.by_name[call.operands[0]].arrays[0].shape)
         across = call.config.get("onednn_matmul_config", {}).get("transpose_a", False)
         return (rank - 2 if across else rank - 1,) if rank > across else None
     config = call.config.get("gemm_backend_config", call.config)
-    if not _PRODUCT.search(_target(call)) or "dot_dimension_numbers" not in config:
+    if not _PRODUCT.search(call.target) or "dot_dimension_numbers" not in config:
         return None
     return tuple(int(d) for d in config["dot_dimension_numbers"].get("lhs_contracting_dimensions", ()))
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
+from gspmd.audit.hlo.bundles import KernelSchedule
 from gspmd.audit.hlo.text import until
+from gspmd.ops.interface.kernels import KernelWork, kernel_work
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
@@ -97,6 +99,21 @@ class Instruction:
         """JAX's name stack; empty for an instruction that the compiler added."""
         name = _OP_NAME.search(self.attributes)
         return name[1] if name else ""
+
+    @property
+    def target(self) -> str:
+        """The library function, or kernel, that it calls; empty if it calls none."""
+        return self.attribute("custom_call_target").strip('"') if self.opcode == "custom-call" else ""
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether it calls a Pallas kernel for TPUs."""
+        return self.target == "tpu_custom_call"
+
+    @property
+    def kernel_work(self) -> KernelWork | None:
+        """What the kernel that it calls computes; None where nothing says so."""
+        return kernel_work(self.op_name) if self.is_kernel else None
 
     @cached_property
     def _unquoted(self) -> str:
@@ -185,6 +202,7 @@ class Module:
         frames: stack frames by number.
         is_scheduled: whether the order of instructions is that of execution.
         devices: number of devices that run it; 1 if the text does not say.
+        kernels: what the TPU compiler scheduled for Pallas kernels, by the instruction that calls one.
     """
 
     name: str
@@ -193,6 +211,7 @@ class Module:
     frames: dict[int, Frame] = field(default_factory=dict, repr=False)
     is_scheduled: bool = False
     devices: int = 1
+    kernels: dict[str, KernelSchedule] = field(default_factory=dict, repr=False)
 
     @cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:

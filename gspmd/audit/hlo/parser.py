@@ -61,11 +61,18 @@ def parse(text: str) -> Module:
 
 
 def _body(lines: Iterator[str]) -> Iterator[Instruction]:
+    """The instructions of a computation. What the text of a kernel's metadata breaks goes on in the next line."""
+    begun = ""
     for line in lines:
-        if line.startswith("}"):
+        ends = line.rstrip() == "}"
+        if ends or _START.match(line):
+            if begun:
+                yield _instruction(begun)
+            begun = line
+        elif begun:
+            begun += line
+        if ends:
             return
-        if _START.match(line):
-            yield _instruction(line)
 
 
 def _instruction(line: str) -> Instruction:

@@ -13,6 +13,7 @@ from gspmd.audit.arguments import operations
 from gspmd.audit.hlo import parse
 from gspmd.audit.ledgers.reader import of_module
 from gspmd.audit.offline import memory
+from gspmd.audit.offline.libtpu import forget_schedules, with_schedules
 from gspmd.audit.offline.memory import KEPT
 from gspmd.audit.offline.report import Report
 from gspmd.audit.offline.tpu import Topology, topology
@@ -83,6 +84,7 @@ def compile_offline(
             jitted = jax.jit(fn, donate_argnums=tuple(donate_argnums), **options)
             lowered = jitted.lower(*abstract_args)
             progress("compiling")
+            forget_schedules()
             compiled, reason = _compile(lowered)
     seconds = time.perf_counter() - began
     if compiled is None:
@@ -91,7 +93,7 @@ def compile_offline(
         return _too_large(target, sizes, plan, (*held, *values), reason, seconds)
     progress("reading")
     text, stats = compiled.as_text(), compiled.memory_analysis()
-    module = parse(text)
+    module = with_schedules(parse(text))
     needed = stats.argument_size_in_bytes, stats.output_size_in_bytes - stats.alias_size_in_bytes
     buffers = sorted([*held, *memory.temporaries(module)], key=lambda buffer: -buffer.bytes)[:KEPT]
     return Report(

@@ -2,14 +2,18 @@
 
 import os
 import re
+import shutil
+from dataclasses import replace
 from importlib import metadata
 
 import jax
 from jax.experimental import topologies
 
 from gspmd.annotate.errors import PlanError
+from gspmd.audit.hlo.bundles import KernelSchedule
+from gspmd.audit.hlo.module import Module
 from gspmd.hardware.chips import Chip
-from gspmd.host import quiet_libtpu
+from gspmd.host import quiet_libtpu, schedules_folder
 
 # A v4 chip is one device ("megacore") in JAX, but not by default in its compiler. The defaults of other chips are what
 # JAX shows: v5p one device, v3 and tpu7x one for each of their two cores.
@@ -31,6 +35,23 @@ def slice_devices(chip: Chip, sizes: str) -> tuple[jax.Device, ...]:
         reason = re.sub(r"^[A-Z_]+: ", "", str(error).strip().splitlines()[0])
         raise PlanError(f"libtpu refuses the topology {f'{chip.name}:{sizes}'!r}: {reason}") from None
     return tuple(sorted(described.devices, key=lambda d: (*d.coords, d.core_on_chip)))
+
+
+def forget_schedules() -> None:
+    """Drop the schedules of what was compiled before: names of kernels repeat from program to program."""
+    shutil.rmtree(schedules_folder(), ignore_errors=True)
+
+
+def with_schedules(module: Module) -> Module:
+    """A program that was just compiled, with the schedules of the Pallas kernels in it, as far as libtpu wrote them."""
+    kernels = {}
+    for computation in module.computations.values():
+        for name in (each.name for each in computation.instructions if each.is_kernel):
+            for dump in schedules_folder().glob(f"*-{name}-[0-9]*-final_bundles.txt"):
+                if schedule := KernelSchedule.read(dump.read_text()):
+                    kernels[name] = schedule
+    forget_schedules()
+    return replace(module, kernels=kernels)
 
 
 def require_libtpu(name: str) -> None:

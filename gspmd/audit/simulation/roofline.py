@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gspmd.audit.hlo.bundles import least_seconds
 from gspmd.audit.hlo.flops import product_flops
 from gspmd.audit.hlo.module import Computation, Instruction, Module
 from gspmd.hardware.chips import Chip
@@ -49,11 +50,17 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
 
     Returns:
         The compiler's estimated cycles over the clock, if there is an estimate (only the TPU compiler makes them); zero
+        of a Pallas kernel whose caller says what it computes, what its schedule says; zero
         for instructions that only name a value, allocate a buffer, or compute scalars; otherwise the roofline:
         max(flops / peak, bytes / memory bandwidth).
     """
     if instruction.opcode in FREE or not (instruction.cycles or _runs(computation, instruction)):
         return Cost(0.0)
+    if work := instruction.kernel_work:
+        schedule = module.kernels.get(instruction.name)
+        seconds = schedule.seconds(work, chip) if schedule else least_seconds(work, chip)
+        bound = work.bytes / chip.hbm_bandwidth > work.flops / chip.flops("bfloat16")
+        return Cost(seconds, work.flops, work.bytes, bound)
     flops = product_flops(module, computation, instruction)
     moved = traffic(module, computation, instruction)
     products, memory = flops / chip.flops(_dtype(computation, instruction)), moved / chip.hbm_bandwidth

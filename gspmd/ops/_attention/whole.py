@@ -1,7 +1,7 @@
 """The attention core: every device attends with its own heads and sequences, to keys that are whole where it is."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
 
@@ -14,6 +14,7 @@ from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
 from gspmd.ops._attention.heads import Share, share
+from gspmd.ops._attention.kernels import splash
 from gspmd.ops._attention.local import ALONE, MIXED, Shards, local_attention
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import flag, number
@@ -100,8 +101,9 @@ def attention(
         f = partial(_attend, extras, causal, scale, (rows, heads, length, 1))
         ins, name = (query, key, key, *extras.specs(key)), f"attention {query}, {key}"
         return checkpoint_name(compiler_chooses(ctx, f, ins, query, q, k, v, *more, name=name), MIXED)
-    core = _Core(query, key, causal, scale, extras, *_placed(doing, query, key, q.shape[2], k.shape[2], ctx.mesh))
-    return checkpoint_name(_core(core, ctx, q, k, v, *more), MIXED)
+    found, spread = _placed(doing, query, key, q.shape[2], k.shape[2], ctx.mesh)
+    core = _Core(query, key, causal, scale, extras, found, spread)
+    return _core(replace(core, kernel=_fits_kernel(core, ctx.mesh, q, k)), ctx, q, k, v, *more)
 
 
 def _position(doing: str, offset: jax.Array | int) -> jax.Array:
@@ -133,6 +135,8 @@ class _Core:
     share: Share
     spread: tuple[str, ...]
     """Axes over which the queries of a sequence are split, each needing all its keys."""
+    kernel: bool = False
+    """Whether a device attends by the TPU's kernel, whose normalisers are kept for the gradient."""
 
     @property
     def used(self) -> Spec:
@@ -150,6 +154,21 @@ class _Core:
         k, v = self.share.pick(k, v)
         first = shard_index(self.spread) * q.shape[1] if self.spread else None
         return _attend(self.extras, self.causal, self.scale, ALONE, q, k, v, *more, first=first)
+
+    def scale_of(self, q: jax.Array) -> float:
+        """The scale of the logits."""
+        return q.shape[3] ** -0.5 if self.scale is None else self.scale
+
+
+def _fits_kernel(core: _Core, mesh: Mapping[str, int], q: jax.Array, k: jax.Array) -> bool:
+    """Whether every device attends causally, to its own sequences from their start, what the TPU's kernel takes."""
+    if not core.causal or core.spread or core.extras.masked or core.extras.shifted:
+        return False
+    queries, keys = (
+        jax.ShapeDtypeStruct(spec.local_shape(sizes_of(spec, x.shape), mesh), x.dtype)
+        for spec, x in ((core.query, q), (core.key, k))
+    )
+    return splash.fits(queries, keys)
 
 
 def _attend(
@@ -246,16 +265,21 @@ def _misaligned(query: Spec, key: Spec, heads: int, key_heads: int, mesh: Mappin
 def _forward(core: _Core, ctx: Context, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array):
     steps, body = _value(core, k.shape, k.dtype.itemsize, ctx)
     ins = (core.query, core.key, core.key, *core.extras.specs(core.key))
-    y = run(ctx, f"attention {core.query}, {core.key}", steps, body, ins, core.query, q, k, v, *more)
-    return y, (q, k, v, more)
+    outs = (core.query, core.query.without(core.query.dims[3])) if core.kernel else core.query
+    found = run(ctx, f"attention {core.query}, {core.key}", steps, body, ins, outs, q, k, v, *more)
+    found = checkpoint_name(found, MIXED)  # what is kept is what the gradient reads
+    y, kept = (found[0], found) if core.kernel else (found, ())
+    return y, (q, k, v, kept, more)
 
 
-def _backward(core: _Core, ctx: Context, kept, g: jax.Array):
-    q, k, v, more = kept
+def _backward(core: _Core, ctx: Context, residuals, g: jax.Array):
+    q, k, v, kept, more = residuals
     steps, body = _gradient(core, k.shape, k.dtype.itemsize, ctx)
-    ins = (core.query, core.query, core.key, core.key, *core.extras.specs(core.key))
+    of_kept = (core.query, core.query.without(core.query.dims[3]))[: len(kept)]
+    ins = (core.query, core.query, core.key, core.key, *of_kept, *core.extras.specs(core.key))
     outs = (core.query, core.key, core.key)
-    grads = run(ctx, f"gradient of attention {core.query}, {core.key}", steps, body, ins, outs, g, q, k, v, *more)
+    name = f"gradient of attention {core.query}, {core.key}"
+    grads = run(ctx, name, steps, body, ins, outs, g, q, k, v, *kept, *more)
     return (*grads, *(None for _ in more))
 
 
@@ -268,7 +292,8 @@ def _value(core: _Core, shape: tuple[int, ...], width: int, ctx: Context):
     chains = Chains(ctx.mesh, **{n: _chain(core.key, core.used, shape, width, ctx, n) for n in ("key", "value")})
 
     def body(q, k, v, *more):
-        return core.attend(q, chains.send("key", k), chains.send("value", v), *more)
+        k, v = chains.send("key", k), chains.send("value", v)
+        return splash.attended(core.scale_of(q), q, *core.share.pick(k, v)) if core.kernel else core.attend(q, k, v, *more)
 
     return chains.steps, body
 
@@ -283,8 +308,13 @@ def _gradient(core: _Core, shape: tuple[int, ...], width: int, ctx: Context):
         # the logits are computed again, as they are larger than all that is kept; where the value's are still at hand,
         # the compiler finds them
         k, v = chains.send("key", k), chains.send("value", v)
-        _, transpose = jax.vjp(lambda q, k, v: core.attend(q, k, v, *more), q, k, v)
-        d_q, d_k, d_v = transpose(g)
+        if core.kernel:
+            picked, unpick = jax.vjp(core.share.pick, k, v)
+            d_q, *d_keys = splash.gradients(core.scale_of(q), q, *picked, *more, g)
+            d_k, d_v = unpick(tuple(d_keys))
+        else:
+            _, transpose = jax.vjp(lambda q, k, v: core.attend(q, k, v, *more), q, k, v)
+            d_q, d_k, d_v = transpose(g)
         return d_q, chains.send("d_key", d_k), chains.send("d_value", d_v)
 
     return chains.steps, body

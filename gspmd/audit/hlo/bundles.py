@@ -1,0 +1,81 @@
+"""What the TPU compiler scheduled for a Pallas kernel: cycles by part of its loop, from the bundles it prints.
+
+A core executes one bundle of instructions in each cycle, in order. HLO has no estimate for a kernel, but the compiler's
+dump of its last schedule ("final_bundles") has every bundle, with its branches and the number of trips of its loop.
+"""
+
+import re
+from dataclasses import dataclass
+
+from gspmd.hardware.chips import Chip
+from gspmd.ops.interface.kernels import KernelWork
+
+_BUNDLE = re.compile(r"^ *(?:0x)?([0-9a-f]+) +(L[HBE]|P[BF]|CT)?: ", re.MULTILINE)
+_REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
+_BRANCH = re.compile(r"sbr\.rel (?:\(!?%\w+\) )?target = \$region(\d+)")
+_TRIPS = re.compile(r"scmp\.ge\.s32\.totalorder %\w+, (\d+) /\* loop exit test \*/")
+_DELAY = 5
+"""Bundles from a branch to the first that it may skip: those behind it are executed whether it is taken or not."""
+_STAGES = 2
+"""Trips of the loop beyond the steps of the grid, in which transfers begin and end."""
+
+
+@dataclass(frozen=True)
+class KernelSchedule:
+    """Bundles of one core.
+
+    Attributes:
+        trips: of the loop over the grid.
+        step: in every trip.
+        block: in trips with matrix products, besides.
+        row: in trips that begin or end a sum, besides.
+        outside: of the loop.
+    """
+
+    trips: int
+    step: int
+    block: int
+    row: int
+    outside: int
+
+    @classmethod
+    def read(cls, text: str) -> "KernelSchedule | None":
+        """Read a dump; None where it is not one loop with branches that skip parts of it."""
+        found = list(_BUNDLE.finditer(text))
+        ends = [each.start() for each in found[1:]] + [len(text)]
+        bundles = {int(each[1], 16): text[each.start() : end] for each, end in zip(found, ends)}
+        loops, trips = [int(each[1], 16) for each in found if each[2] == "LB"], _TRIPS.findall(text)
+        begins: dict[int, int] = {}
+        for address, bundle in bundles.items():
+            for region in _REGION.findall(bundle):
+                begins.setdefault(int(region), address)
+        branches = [(at, begins.get(int(to[1]))) for at, bundle in bundles.items() if (to := _BRANCH.search(bundle))]
+        back = [at for at, to in branches if to is not None and to <= at]
+        if len(loops) != 1 or len(back) != 1 or len(trips) != 1 or any(to is None for _, to in branches):
+            return None
+        skipped = [(at + _DELAY, to) for at, to in branches if loops[0] <= at < to]
+        innermost = [
+            (start, end)
+            for start, end in skipped
+            if not any(start <= a and b <= end and (a, b) != (start, end) for a, b in skipped)
+        ]
+        parts = {True: 0, False: 0}
+        for start, end in innermost:
+            parts[any("vmatmul" in bundles[at] for at in range(start, end) if at in bundles)] += end - start
+        body = back[0] + _DELAY - loops[0]
+        return cls(int(trips[0]), body - sum(parts.values()), parts[True], parts[False], len(bundles) - body)
+
+    def seconds(self, work: KernelWork, chip: Chip) -> float:
+        """Of a kernel that does such work: products take no less than at the chip's peak, bytes than at its bandwidth.
+
+        Waits for transfers are not in the schedule, but for the bandwidth.
+        """
+        cores = max(1, round(work.steps / max(1, self.trips - _STAGES)))
+        products = max(work.blocks * self.block / cores / chip.clock, work.flops / chip.flops("bfloat16"))
+        rest = ((work.steps * self.step + work.rows * self.row) / cores + self.outside) / chip.clock
+        return max(products + rest, work.bytes / chip.hbm_bandwidth)
+
+
+def least_seconds(work: KernelWork, chip: Chip) -> float:
+    """A lower bound where there is no schedule: products at the chip's peak, or bytes at its bandwidth."""
+    return max(work.flops / chip.flops("bfloat16"), work.bytes / chip.hbm_bandwidth)

@@ -1,0 +1,1 @@
+"""Attention by kernels that keep logits on the chip."""

@@ -1,0 +1,183 @@
+"""Causal self-attention on TPUs by splash attention, the Pallas kernels that come with JAX.
+
+The backward pass needs what the forward pass gave and the logarithms of its denominators, which are kept, and one
+kernel for all gradients. JAX has that kernel behind its own `jax.custom_vjp` only, which would run the forward kernel
+again; so `_splash_attention_bwd` is called by its private name, here alone.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import CausalMask, MultiHeadMask
+
+from gspmd.lowerings import target
+from gspmd.ops._attention import blocks
+from gspmd.ops._attention.online import group, ungroup
+from gspmd.ops.interface.kernels import KernelWork
+
+_LANES = 128
+_LONGEST = 1024, 512
+"""Most queries and keys of a block, and keys of a product: the fastest on TPU v5p and v6e by the compiler's schedule."""
+_WIDEST = 512
+"""Bytes of a head in such a block; blocks of wider ones are half as long, which the memory of the core asks for."""
+
+
+def fits(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct) -> bool:
+    """Whether the devices are TPUs and the kernels take such queries [B, L, H, D] and keys [B, L, K, D] of a device.
+
+    They take causal self-attention in bfloat16 or float32, and are for logits that are too many for memory.
+    """
+    if not (target.is_tpu() and q.shape[1] == k.shape[1] and q.dtype == k.dtype):
+        return False
+    logits = q.shape[0] * q.shape[2] * q.shape[1] ** 2
+    return q.dtype in (jnp.bfloat16, jnp.float32) and logits > blocks.LARGEST
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """The blocks of the kernels for so many queries and as many keys, padded at the end to a whole number of blocks.
+
+    Padding at the end is behind every query, so causality hides it.
+    """
+
+    count: int
+    block: int
+
+    @classmethod
+    def of(cls, length: int, head_bytes: int) -> "_Schedule":
+        longest = _LONGEST[0] if head_bytes <= _WIDEST else _LONGEST[0] // 2
+        count = ceil(length / longest)
+        return cls(count, ceil(length / count / _LANES) * _LANES)
+
+    @property
+    def length(self) -> int:
+        return self.count * self.block
+
+    def kernel(self) -> splash.SplashAttentionKernel:
+        lanes = self.block // _LANES
+        product = _LANES * max(n for n in range(1, _LONGEST[1] // _LANES + 1) if lanes % n == 0)
+        sizes = splash.BlockSizes(
+            block_q=self.block, block_kv=self.block, block_kv_compute=product,
+            block_q_dkv=self.block, block_kv_dkv=self.block, block_kv_dkv_compute=product,
+            use_fused_bwd_kernel=True,
+        )  # fmt: skip
+        # one head's mask, which holds for all
+        mask = MultiHeadMask([CausalMask((self.length, self.length))])
+        return splash.make_splash_mqa_single_device(mask, block_sizes=sizes, save_residuals=True)
+
+    def work(self, q: jax.Array, k: jax.Array, products: int) -> KernelWork:
+        """What a kernel with so many products a block does: two forward, five backward."""
+        rows, _, heads, size = q.shape
+        grids, width = rows * heads, q.dtype.itemsize
+        seen = self.count * (self.count + 1) // 2
+        array, key_array = grids * self.length * size * width, rows * k.shape[2] * self.length * size * width
+        of_blocks = grids * seen * self.block * size * width  # one array's blocks, fetched for every block of the other
+        statistics = 4 * grids * self.length
+        forward = products == 2
+        # forward: keys and values for every block; queries, output and 128 copies of the normalisers once.
+        # backward: queries and cotangents with 8 copies of both statistics for every block; keys, values and their
+        # gradients once, and the gradient of the queries for every block of keys
+        moved = (
+            2 * of_blocks + 2 * array + _LANES * statistics
+            if forward
+            else 2 * of_blocks + 16 * statistics * seen // self.count + self.count * array + 4 * key_array
+        )
+        return KernelWork(
+            flops=2 * products * grids * seen * self.block**2 * size,
+            bytes=moved,
+            steps=grids * self.count**2,
+            blocks=grids * seen,
+            rows=(grids if forward else rows * k.shape[2]) * self.count,
+        )
+
+    def by_key_head(self, x: jax.Array, key_heads: int) -> jax.Array:
+        """[B, L, H, ...] as [B·K, Q, L, ...], padded: the two cores of a chip share what `jax.vmap` goes over."""
+        x = jnp.pad(x, ((0, 0), (0, self.length - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
+        x = group(x, key_heads)
+        return x.reshape(-1, *x.shape[2:])
+
+    def by_query(self, x: jax.Array, q: jax.Array) -> jax.Array:
+        """[B·K, Q, L, ...] as [B, L, H, ...], without padding."""
+        x = ungroup(x.reshape(q.shape[0], -1, *x.shape[1:]))
+        return x[:, : q.shape[1]]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def attended(scale: float, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Causal attention [B, L, H, D] of one device, and the normaliser [B, L, H] of each query, in float32.
+
+    The normaliser is the logarithm of the sum of exponentials of a query's logits. Derivatives are those of attention
+    in blocks.
+
+    Args:
+        scale: of the logits.
+        q: [B, L, H, D].
+        k, v: [B, L, K, D], K dividing H.
+    """
+    schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize)
+    scaled, keys, values = (schedule.by_key_head(x, k.shape[2]) for x in (_scaled(q, scale), k, v))
+    with schedule.work(q, k, products=2).scope():
+        out, (normaliser,) = jax.vmap(schedule.kernel())(scaled, keys[:, 0], values[:, 0])
+    return schedule.by_query(out, q), schedule.by_query(normaliser, q)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def gradients(
+    scale: float, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, normaliser: jax.Array, g: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of queries, keys and values, of what `attended` returned and the cotangent of its output."""
+    schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize)
+    kernel = schedule.kernel()
+
+    def of_key_head(q, k, v, out, normaliser, g):
+        kept = q, k[0], v[0], None, None, out, normaliser, kernel.dq_mask_info, kernel.dkv_mask_info
+        return splash._splash_attention_bwd(**kernel.kwargs, res=kept, do=g)[3:6]
+
+    padded = (schedule.by_key_head(x, k.shape[2]) for x in (_scaled(q, scale), k, v, out, normaliser, g))
+    with schedule.work(q, k, products=5).scope():
+        d_q, *d_keys = jax.vmap(of_key_head)(*padded)
+    return _scaled(schedule.by_query(d_q, q), scale), *(schedule.by_query(x[:, None], q) for x in d_keys)
+
+
+def _scaled(x: jax.Array, scale: float) -> jax.Array:
+    return (x.astype(jnp.float32) * scale).astype(x.dtype)
+
+
+# -- derivatives of these, which the kernels have not ------------------------------------------------------------------
+
+
+@attended.defjvp
+def _attended_tangent(scale, primals, tangents):
+    def in_blocks(q, k, v):
+        form, queries = _in_blocks(scale, q, k), q.shape[1]
+        found = blocks.attended(form, _grouped(form, q, k), k, v, None, None, q.dtype)
+        out, top, total = (ungroup(x[:, :, :, :queries]) for x in found)
+        return out, top + jnp.log(total)
+
+    return jax.jvp(in_blocks, primals, tangents)
+
+
+@gradients.defjvp
+def _gradients_tangent(scale, primals, tangents):
+    def in_blocks(q, k, v, out, normaliser, g):
+        form, queries = _in_blocks(scale, q, k), q.shape[1]
+        q, out, normaliser, g = (_grouped(form, x, k) for x in (q, out, normaliser, g))
+        d_q, *rest = blocks.gradients(form, (q, k, v, None, None, out, normaliser, jnp.ones_like(normaliser)), g)
+        return tuple(x.astype(k.dtype) for x in (ungroup(d_q[:, :, :, :queries]), *rest))
+
+    return jax.jvp(in_blocks, primals, tangents)
+
+
+def _in_blocks(scale: float, q: jax.Array, k: jax.Array) -> blocks.Form:
+    rows, queries, heads, _ = q.shape
+    found = blocks.Blocks.of(rows, heads, queries, k.shape[1]) or blocks.Blocks(rows, queries, queries)
+    return blocks.Form(found, scale, causal=True)
+
+
+def _grouped(form: blocks.Form, x: jax.Array, k: jax.Array) -> jax.Array:
+    x = group(x, k.shape[2])
+    return jnp.pad(x, ((0, 0),) * 3 + ((0, -x.shape[3] % form.blocks.queries),) + ((0, 0),) * (x.ndim - 4))

@@ -1,0 +1,45 @@
+"""What a Pallas kernel computes, said in its named scope: compilers see no product in it, and estimate no cycles.
+
+kernel[flops=1099511627776 bytes=402653184 steps=4096 blocks=2560 rows=1024]
+"""
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+_SCOPE = re.compile(r"kernel\[((?:\w+=\d+ ?)+)\]")
+
+
+@dataclass(frozen=True)
+class KernelWork:
+    """One run of a kernel on one device, by the schedule of its blocks.
+
+    Attributes:
+        flops: of its matrix products, two per multiplication, padding and what a mask hides in a block included.
+        bytes: read from and written to main memory.
+        steps: of its grid.
+        blocks: steps with matrix products: the others are skipped.
+        rows: steps at which sums are begun, and steps at which they are written.
+    """
+
+    flops: int
+    bytes: int
+    steps: int
+    blocks: int
+    rows: int
+
+    def scope(self) -> Any:
+        """Open the scope in which the kernel, and no other, is called."""
+        return jax.named_scope(f"kernel[{' '.join(f'{name}={value}' for name, value in asdict(self).items())}]")
+
+
+def kernel_work(scopes: str) -> KernelWork | None:
+    """What the scopes of an instruction say of the kernel that it calls; None where they say nothing.
+
+    >>> kernel_work("jit(f)/kernel[flops=8 bytes=4 steps=2 blocks=1 rows=1]/vmap(splash_mha_fwd)/pallas_call").flops
+    8
+    """
+    found = _SCOPE.findall(scopes)
+    return KernelWork(**{k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", found[-1])}) if found else None
