@@ -1,8 +1,11 @@
 """Causal self-attention on TPUs by splash attention, the Pallas kernels that come with JAX.
 
-The backward pass needs what the forward pass gave and the logarithms of its denominators, which are kept, and one
-kernel for all gradients. JAX has that kernel behind its own `jax.custom_vjp` only, which would run the forward kernel
-again; so `_splash_attention_bwd` is called by its private name, here alone.
+The backward pass reads what the forward pass gave and the logarithms of its denominators, which are kept, and runs
+two kernels: one for the gradient of the queries, one for those of keys and values. JAX has these behind its own
+`jax.custom_vjp` only, which would run the forward kernel again; so they are called by their private names, here alone.
+The kernel for all three at once has five products instead of seven, but leaves the gradients of the queries in as many
+parts as there are blocks of keys, whose sum costs more than it saves (libtpu 0.0.42, v5p: 4.9 ms of 12.5 for 4 rows of
+64 heads and 4,096 tokens, against 10.8).
 """
 
 from dataclasses import dataclass
@@ -63,35 +66,32 @@ class _Schedule:
         sizes = splash.BlockSizes(
             block_q=self.block, block_kv=self.block, block_kv_compute=product,
             block_q_dkv=self.block, block_kv_dkv=self.block, block_kv_dkv_compute=product,
-            use_fused_bwd_kernel=True,
+            block_q_dq=self.block, block_kv_dq=self.block,
         )  # fmt: skip
         # one head's mask, which holds for all
         mask = MultiHeadMask([CausalMask((self.length, self.length))])
         return splash.make_splash_mqa_single_device(mask, block_sizes=sizes, save_residuals=True)
 
     def work(self, q: jax.Array, k: jax.Array, products: int) -> KernelWork:
-        """What a kernel with so many products a block does: two forward, five backward."""
+        """What a kernel does: the forward one has 2 products a block, that of the queries 3, that of the keys 4."""
         rows, _, heads, size = q.shape
-        grids, width = rows * heads, q.dtype.itemsize
+        of_head, width = rows * heads, size * q.dtype.itemsize
         seen = self.count * (self.count + 1) // 2
-        array, key_array = grids * self.length * size * width, rows * k.shape[2] * self.length * size * width
-        of_blocks = grids * seen * self.block * size * width  # one array's blocks, fetched for every block of the other
-        statistics = 4 * grids * self.length
-        forward = products == 2
-        # forward: keys and values for every block; queries, output and 128 copies of the normalisers once.
-        # backward: queries and cotangents with 8 copies of both statistics for every block; keys, values and their
-        # gradients once, and the gradient of the queries for every block of keys
-        moved = (
-            2 * of_blocks + 2 * array + _LANES * statistics
-            if forward
-            else 2 * of_blocks + 16 * statistics * seen // self.count + self.count * array + 4 * key_array
-        )
+        # two arrays of the queries' length and two of the keys' are read or written for every block or once; statistics
+        # of 32 bits have 128 copies in the forward kernel, 1 in the second and 8 in the third
+        blocks, once = 2 * of_head * seen * self.block * width, 2 * of_head * self.length * width
+        keys, statistics = 2 * rows * k.shape[2] * self.length * width, 4 * of_head * self.length
+        moved = {
+            2: blocks + once + _LANES * statistics,
+            3: blocks + once + of_head * self.length * width + 2 * statistics,
+            4: blocks + 2 * keys + 16 * statistics * seen // self.count,
+        }
         return KernelWork(
-            flops=2 * products * grids * seen * self.block**2 * size,
-            bytes=moved,
-            steps=grids * self.count**2,
-            blocks=grids * seen,
-            rows=(grids if forward else rows * k.shape[2]) * self.count,
+            flops=2 * products * of_head * seen * self.block**2 * size,
+            bytes=moved[products],
+            steps=of_head * self.count**2,
+            blocks=of_head * seen,
+            rows=(rows * k.shape[2] if products == 4 else of_head) * self.count,
         )
 
     def by_key_head(self, x: jax.Array, key_heads: int) -> jax.Array:
@@ -131,15 +131,30 @@ def gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of queries, keys and values, of what `attended` returned and the cotangent of its output."""
     schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize)
-    kernel = schedule.kernel()
+    kernel, block = schedule.kernel(), schedule.block
+    scaled, keys, values, out, normaliser, g = (
+        schedule.by_key_head(x, k.shape[2]) for x in (_scaled(q, scale), k, v, out, normaliser, g)
+    )
+    mean = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1)
+    form = {name: kernel.kwargs[name] for name in ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function")}
+    form |= {name: splash.QKVLayout.HEAD_DIM_MINOR for name in ("q_layout", "k_layout", "v_layout")}
+    form |= {"bq": block, "bkv": block, "interpret": kernel.kwargs["interpret"]}
 
-    def of_key_head(q, k, v, out, normaliser, g):
-        kept = q, k[0], v[0], None, None, out, normaliser, kernel.dq_mask_info, kernel.dkv_mask_info
-        return splash._splash_attention_bwd(**kernel.kwargs, res=kept, do=g)[3:6]
+    def of_queries(q, k, v, normaliser, g, mean):
+        info = kernel.dq_mask_info
+        return splash._splash_attention_bwd_dq(q, k, v, None, None, normaliser, g, mean, mask_info=info, **form)
 
-    padded = (schedule.by_key_head(x, k.shape[2]) for x in (_scaled(q, scale), k, v, out, normaliser, g))
-    with schedule.work(q, k, products=5).scope():
-        d_q, *d_keys = jax.vmap(of_key_head)(*padded)
+    def of_keys(q, k, v, normaliser, g, mean):
+        rest = {"mask_info": kernel.dkv_mask_info, "bkv_compute": kernel.kwargs["block_sizes"].block_kv_dkv_compute}
+        return splash._splash_attention_bwd_dkv(
+            q, k, v, None, None, normaliser, g, mean, use_fused_bwd_kernel=False, **rest, **form
+        )[1:]
+
+    operands = scaled, keys[:, 0], values[:, 0], normaliser, g, mean
+    with schedule.work(q, k, products=3).scope():
+        d_q = jax.vmap(of_queries)(*operands)
+    with schedule.work(q, k, products=4).scope():
+        d_keys = jax.vmap(of_keys)(*operands)
     return _scaled(schedule.by_query(d_q, q), scale), *(schedule.by_query(x[:, None], q) for x in d_keys)
 
 
