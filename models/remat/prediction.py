@@ -17,6 +17,7 @@ import gspmd
 from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds
 from gspmd.lowerings.program import context
+from gspmd.ops.interface.kernels import kernel_work
 from gspmd.tracing.jaxprs import inner_jaxprs, without_dead_code
 
 from ..config import REMATS, ModelConfig
@@ -140,15 +141,20 @@ def _equations(program: Jaxpr) -> Iterator[Any]:
                 yield from _equations(inner)
 
 
-def _flops(program: Jaxpr) -> int:
-    """FLOPs of the products of a program; those of a planned program are of one device's pieces."""
+def _flops(program: Jaxpr, scopes: str = "") -> int:
+    """FLOPs of the products of a program in such scopes; those of a planned program are of one device's pieces."""
     total = 0
     for equation in program.eqns:
+        here = f"{scopes}/{equation.source_info.name_stack}"
+        if equation.primitive.name == "pallas_call":
+            work = kernel_work(here)
+            total += work.flops if work else 0
+            continue
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             shape = equation.invars[0].aval.shape
             total += 2 * equation.outvars[0].aval.size * math.prod(shape[at] for at in contracted)
-        inner = [_flops(each) for each in inner_jaxprs(equation)]
+        inner = [_flops(each, here) for each in inner_jaxprs(equation)]
         if inner:
             each = max(inner) if equation.primitive.name == "cond" else sum(inner)
             total += equation.params.get("length", 1) * each

@@ -48,9 +48,9 @@ def uncounted(module: Module, computation: Computation, instruction: Instruction
         inner = module.computations[instruction.called[0]]
         for each in inner.instructions:
             yield from uncounted(module, inner, each)
-    elif instruction.is_kernel and not instruction.kernel_work:
-        yield instruction.name, instruction.target
-    elif _PRODUCT.search(instruction.target) and _contracted(computation, instruction) is None:
+        return
+    library = _PRODUCT.search(instruction.target) and _contracted(computation, instruction) is None
+    if library or (instruction.is_kernel and not instruction.kernel_work):
         yield instruction.name, instruction.target
 
 

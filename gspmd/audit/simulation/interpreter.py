@@ -69,7 +69,9 @@ class Interpreter:
 
     def _compute(self, computation: Computation, instruction: Instruction) -> None:
         if instruction.is_kernel and not instruction.kernel_work:
-            self.notes.append(f"the time of kernel {instruction.name} is not known; its arrays are read and written once")
+            self.notes.append(
+                f"the time of kernel {instruction.name} is not known; its arrays are read and written once"
+            )
         elif instruction.is_kernel and instruction.name not in self.module.kernels:
             self.notes.append(f"of kernel {instruction.name} there is no schedule; its seconds are a lower bound")
         took = cost(self.module, computation, instruction, self.chip)

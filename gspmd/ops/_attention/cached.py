@@ -12,6 +12,7 @@ from gspmd.annotate.errors import Fault, PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.ops._attention.kernels import splash
 from gspmd.ops._attention.local import ALONE, Shards, local_attended
 from gspmd.ops._attention.online import Attended
 from gspmd.ops._attention.placement import Placement, by_position, placement
@@ -240,9 +241,7 @@ def _value(form: _Form, shapes: tuple[tuple[tuple[int, ...], int], ...], ctx: Co
     return chains.steps, body
 
 
-def _attended(
-    scale: float | None, q, k, v, cache, lengths, ahead=None, counted=None, shards=(ALONE, ALONE)
-) -> Attended:
+def _attended(scale: float | None, q, k, v, cache, lengths, ahead=None, counted=None, shards=None) -> Attended:
     """What queries [B, L, H, D] attend to: [B, L, H] and [B, L, H, D].
 
     Args:
@@ -251,13 +250,17 @@ def _attended(
         lengths: [B], how many of these cached keys are seen; of any sign and size.
         ahead: how far the position of the first query is past that of the first new key; None for 0.
         counted: [B, L] whether a new key counts; None if all do.
-        shards: of whole arrays, for the cached and for the new keys.
+        shards: of whole arrays, for the cached and for the new keys; None for those of a device.
     """
     cached_k, cached_v, *scales = cache
     scale = q.shape[3] ** -0.5 if scale is None else scale
     held = jax.lax.broadcasted_iota(jnp.int32, cached_k.shape[:2], 1) < lengths[:, None]
-    found = local_attended(q, cached_k, cached_v, held, None, False, scale, *scales, shards=shards[0])
-    return found.merge(local_attended(q, k, v, counted, ahead, True, scale, shards=shards[1]))
+    of_cached, of_new = shards or (ALONE, ALONE)
+    found = local_attended(q, cached_k, cached_v, held, None, False, scale, *scales, shards=of_cached)
+    if counted is None and ahead is None and shards is None and splash.fits(q, k):
+        out, normaliser = splash.attended(scale, q, k, v)
+        return found.merge(Attended(normaliser, jnp.ones_like(normaliser), out.astype(jnp.float32)))
+    return found.merge(local_attended(q, k, v, counted, ahead, True, scale, shards=of_new))
 
 
 def _whole(scale: float | None, at: Placement, mesh: Mapping[str, int], q, k, v, *rest) -> jax.Array:

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from gspmd.annotate.errors import Fault, PlanError, SpecError, report
+from gspmd.annotate.errors import Fault, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import compiler_chooses
-from gspmd.ops._attention.heads import Share, share
+from gspmd.ops._attention.heads import Share, placed
 from gspmd.ops._attention.kernels import splash
 from gspmd.ops._attention.local import ALONE, MIXED, Shards, local_attention
 from gspmd.ops.interface.operands import array
@@ -92,7 +92,7 @@ def attention(
     if key.without_trivial(ctx.mesh).axes[1]:
         from gspmd.ops._attention import ring  # here alone: most attention needs none of it
 
-        found, _ = _placed(doing, query, key, q.shape[2], k.shape[2], ctx.mesh)
+        found, _ = placed(doing, query, key, q.shape[2], k.shape[2], ctx.mesh)
         ring.check(doing, key, ctx.mesh, causal, extras.shifted, q.shape[1], k.shape[1])
         scale = q.shape[3] ** -0.5 if scale is None else scale
         return ring.attend(query, key, causal, scale, found, ctx, q, k, v, *more)
@@ -101,7 +101,7 @@ def attention(
         f = partial(_attend, extras, causal, scale, (rows, heads, length, 1))
         ins, name = (query, key, key, *extras.specs(key)), f"attention {query}, {key}"
         return checkpoint_name(compiler_chooses(ctx, f, ins, query, q, k, v, *more, name=name), MIXED)
-    found, spread = _placed(doing, query, key, q.shape[2], k.shape[2], ctx.mesh)
+    found, spread = placed(doing, query, key, q.shape[2], k.shape[2], ctx.mesh)
     core = _Core(query, key, causal, scale, extras, found, spread)
     return _core(replace(core, kernel=_fits_kernel(core, ctx.mesh, q, k)), ctx, q, k, v, *more)
 
@@ -204,64 +204,6 @@ def _check_shapes(doing: str, query: Spec, key: Spec, q, k, v, mask) -> None:
         raise report(SpecError, doing, faults) from None
 
 
-def _placed(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh: Mapping[str, int]):
-    """Check that every device has the keys it needs, and find how it picks its key heads.
-
-    Returns:
-        The share, and the axes over which the queries of a sequence are split.
-    """
-    query, key = query.without_trivial(mesh), key.without_trivial(mesh)
-    held, wanted = key.axes[2], query.axes[2]
-    first = f"the axes of {key.dims[2]} have to be the first of those of {query.dims[2]}."
-    faults = [
-        *_unsharded(query, (3,)),
-        *(_same(key, 1, query.axes[1], _CUT) if key.axes[1] and query.axes[1] else _unsharded(key, (1,))),
-        *_unsharded(key, (3,)),
-        *_same(key, 0, query.axes[0], "the keys of a sequence have to be where its queries are."),
-        *_same(key, 2, wanted[: len(held)], first),
-    ]
-    if faults:
-        raise report(PlanError, doing, faults) from None
-    found = share(wanted[len(held) :], key_heads // prod(mesh[axis] for axis in held), mesh)
-    if found is None:
-        raise report(PlanError, doing, [_misaligned(query, key, heads, key_heads, mesh)]) from None
-    return found, query.axes[1]
-
-
-_CUT = "where keys are cut along the sequence, they go round to queries that are cut alike."
-
-
-def _unsharded(spec: Spec, positions: tuple[int, ...]) -> list[Fault]:
-    return [_moved(spec, at, (), "every device attends over the whole of it.") for at in positions if spec.axes[at]]
-
-
-def _same(spec: Spec, at: int, axes: tuple[str, ...], why: str) -> list[Fault]:
-    return [] if spec.axes[at] == axes else [_moved(spec, at, axes, why)]
-
-
-def _moved(spec: Spec, at: int, axes: tuple[str, ...], why: str) -> Fault:
-    dim = spec.dims[at]
-    held = f"is sharded over {', '.join(spec.axes[at])}" if spec.axes[at] else "is unsharded"
-    need = f"over {', '.join(axes)}" if axes else "unsharded"
-    remedy = f"Move it before: gspmd.reshard(x, '{spec} -> {_with(spec, at, axes)}')."
-    return fault(spec, dim, f"dimension {dim} {held}, and has to be {need}: {why}", remedy)
-
-
-def _with(spec: Spec, at: int, axes: tuple[str, ...]) -> Spec:
-    others = tuple(tuple(a for a in held if a not in axes) for held in spec.axes)
-    return Spec(spec.dims, others).with_axes(spec.dims[at], axes)
-
-
-def _misaligned(query: Spec, key: Spec, heads: int, key_heads: int, mesh: Mapping[str, int]) -> Fault:
-    local = heads // prod(mesh[axis] for axis in query.axes[2])
-    group = heads // key_heads
-    fact = (
-        f"a device has {local} of {heads} query heads, and {group} query heads share a key head: "
-        "some device would need parts of two groups."
-    )
-    return fault(query, query.dims[2], fact, "Shard it over axes whose size divides the key heads, or is a multiple.")
-
-
 def _forward(core: _Core, ctx: Context, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array):
     steps, body = _value(core, k.shape, k.dtype.itemsize, ctx)
     ins = (core.query, core.key, core.key, *core.extras.specs(core.key))
@@ -293,7 +235,9 @@ def _value(core: _Core, shape: tuple[int, ...], width: int, ctx: Context):
 
     def body(q, k, v, *more):
         k, v = chains.send("key", k), chains.send("value", v)
-        return splash.attended(core.scale_of(q), q, *core.share.pick(k, v)) if core.kernel else core.attend(q, k, v, *more)
+        return (
+            splash.attended(core.scale_of(q), q, *core.share.pick(k, v)) if core.kernel else core.attend(q, k, v, *more)
+        )
 
     return chains.steps, body
 

@@ -24,7 +24,7 @@ from gspmd.ops.interface.kernels import KernelWork
 
 _LANES = 128
 _LONGEST = 1024, 512
-"""Most queries and keys of a block, and keys of a product: the fastest on TPU v5p and v6e by the compiler's schedule."""
+"""Most queries and keys of a block, and keys of a product: the fastest on v5p and v6e by the compiler's schedule."""
 _WIDEST = 512
 """Bytes of a head in such a block; blocks of wider ones are half as long, which the memory of the core asks for."""
 
@@ -137,7 +137,7 @@ def gradients(
     )
     mean = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1)
     form = {name: kernel.kwargs[name] for name in ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function")}
-    form |= {name: splash.QKVLayout.HEAD_DIM_MINOR for name in ("q_layout", "k_layout", "v_layout")}
+    form |= dict.fromkeys(("q_layout", "k_layout", "v_layout"), splash.QKVLayout.HEAD_DIM_MINOR)
     form |= {"bq": block, "bkv": block, "interpret": kernel.kwargs["interpret"]}
 
     def of_queries(q, k, v, normaliser, g, mean):

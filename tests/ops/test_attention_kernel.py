@@ -1,0 +1,173 @@
+"""Attention by the TPU's kernel, interpreted on the host: the numbers and gradients of attention in blocks."""
+
+from functools import partial
+from importlib import util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import gspmd
+from gspmd.audit import compile_offline, topology
+from gspmd.ops import attention, cached_attention
+from gspmd.ops._attention import blocks
+from gspmd.ops._attention.kernels import splash
+from gspmd.ops._attention.local import MIXED
+from gspmd.tracing.jaxprs import all_equations, without_dead_code
+from tests.ops.test_attention import plain
+
+
+@pytest.fixture
+def on_tpu(monkeypatch):
+    """Trace as for TPUs, whose kernel has blocks of 128 and runs on the host, from 64 logits on."""
+    jax.clear_caches()
+    make = splash.splash.make_splash_mqa_single_device
+    monkeypatch.setattr(splash.splash, "make_splash_mqa_single_device", partial(make, interpret=True))
+    monkeypatch.setattr("gspmd.lowerings.target.device_kind", lambda: "TPU v5p")
+    monkeypatch.setattr(splash, "_LONGEST", (128, 128))
+    monkeypatch.setattr(blocks, "LARGEST", 64)
+    yield
+    jax.clear_caches()
+
+
+def _arrays(length, heads, key_heads, size, dtype="float32", rows=2):
+    rng = np.random.default_rng(0)
+    shapes = [(rows, length, heads, size)] + [(rows, length, key_heads, size)] * 2
+    return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+
+
+def _kernels(fn, *arrays):
+    """The kernels that a function calls, by name."""
+    program = without_dead_code(jax.make_jaxpr(fn)(*arrays).jaxpr)
+    return [str(e.params["name"]) for e in all_equations(program) if e.primitive.name == "pallas_call"]
+
+
+CASES = {
+    # length, heads, key heads, head size, dtype, mesh, query spec, key spec
+    "grouped, keys cut less": (200, 4, 2, 40, "float32", {"x": 4}, "BLH_xD", "BTKD"),
+    "multiquery": (130, 2, 1, 64, "bfloat16", {"x": 2}, "B_xLHD", "B_xTKD"),
+    "multihead": (256, 2, 2, 128, "float32", {"x": 2}, "BLH_xD", "BTK_xD"),
+    "grouped": (384, 6, 2, 256, "bfloat16", {"x": 2}, "B_xLHD", "B_xTKD"),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if n > 1 else c for n, c in enumerate(CASES)])
+def test_values_and_gradients(case, on_tpu, make_mesh, place):
+    *sizes, mesh, query, key = CASES[case]
+    arrays = _arrays(*sizes)
+    g = np.random.default_rng(1).normal(size=arrays[0].shape).astype("float32")
+
+    def value_and_gradients(f):
+        def weighted(q, k, v):
+            y = f(q, k, v)
+            return (y.astype(jnp.float32) * g).sum(), y
+
+        (_, y), gradients = jax.value_and_grad(weighted, argnums=(0, 1, 2), has_aux=True)(*arrays_placed)
+        return y, *gradients
+
+    arrays_placed = tuple(x.astype("float32") for x in arrays)
+    want = value_and_gradients(plain)
+    with jax.set_mesh(made := make_mesh(mesh)), gspmd.lowering("blocking"):
+        g = place(made, g, query)
+        arrays_placed = tuple(place(made, x, spec) for x, spec in zip(arrays, (query, key, key)))
+        got = jax.jit(partial(value_and_gradients, lambda *a: attention(*a, query, key)))()
+    for x, exact in zip(got, want):
+        limit = (2e-2 if x.dtype == jnp.bfloat16 else 1e-5) * float(jnp.abs(exact).max())
+        np.testing.assert_allclose(np.asarray(x, "float32"), exact, rtol=0, atol=limit)
+
+
+@pytest.mark.slow
+def test_a_prompt_over_a_cache(on_tpu, make_mesh):
+    q, k, v = _arrays(130, 2, 1, 64)
+    held = jnp.ones((2, 8, 1, 64))
+    lengths = jnp.array([3, 0])
+
+    def attend(*arrays):
+        return cached_attention(*arrays, held, held, "BLHD", "BLKD", "BTKD", lengths=lengths)
+
+    with jax.set_mesh(make_mesh({"x": 1}, "auto")), gspmd.lowering("blocking"):
+        assert _kernels(attend, q, k, v) == ["splash_mqa_fwd_residuals"]
+        got = attend(q, k, v)
+    with jax.set_mesh(make_mesh({"x": 1}, "auto")), gspmd.lowering("xla"):
+        np.testing.assert_allclose(got, attend(q, k, v), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_second_derivatives_are_those_of_blocks(on_tpu, make_mesh, monkeypatch):
+    arrays = _arrays(20, 2, 1, 8, rows=1)
+
+    def curved(q, k, v):
+        def slope(k):
+            return jax.grad(lambda q: (attention(q, k, v, "BLHD", "BTKD") ** 3).sum())(q)
+
+        return jax.grad(lambda k: (slope(k) ** 2).sum())(k)
+
+    with jax.set_mesh(make_mesh({"x": 1}, "auto")), gspmd.lowering("blocking"):
+        found = jax.jit(curved)(*arrays)
+    jax.clear_caches()
+    monkeypatch.setattr("gspmd.lowerings.target.device_kind", lambda: "cpu")
+    with jax.set_mesh(make_mesh({"x": 1}, "auto")), gspmd.lowering("blocking"):
+        np.testing.assert_allclose(found, jax.jit(curved)(*arrays), rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_kernel_takes(on_tpu, make_mesh):
+    """Only programs are traced: all else runs in blocks, and under lowering "xla" the compiler partitions those."""
+    q, k, v = _arrays(130, 2, 1, 64)
+
+    def asked(lowering="blocking", dtype="float32", keys=130, **options):
+        arrays = (x.astype(dtype) for x in (q, k[:, :keys], v[:, :keys]))
+        with gspmd.lowering(lowering):
+            return len(_kernels(lambda *a: attention(*a, "BLHD", "BTKD", **options), *arrays))
+
+    with jax.set_mesh(make_mesh({"x": 1}, "auto")):
+        assert asked() == asked(dtype="bfloat16") == 1
+        assert asked("xla") == asked(dtype="float16") == asked(keys=128) == asked(causal=False) == 0
+        assert asked(offset=3) == asked(mask=jnp.ones((2, 130), bool)) == 0
+
+
+def test_what_is_kept_is_not_computed_again(on_tpu, make_mesh):
+    """Of a scanned layer that keeps what attention gave, and of one that keeps nothing."""
+    arrays = _arrays(130, 2, 1, 64)
+
+    def kernels(*kept):
+        def layer(q, _):
+            y = attention(checkpoint_name(q, "q"), *arrays[1:], "BLHD", "BTKD")
+            return jnp.sin(y), None
+
+        policy = jax.checkpoint_policies.save_only_these_names(*kept)
+        stacked = jax.checkpoint(layer, policy=policy)
+        return _kernels(jax.grad(lambda q: jax.lax.scan(stacked, q, None, length=2)[0].sum()), arrays[0])
+
+    forward, *backward = "splash_mqa_fwd_residuals", "splash_mqa_dq_no_residuals", "splash_mqa_dkv_no_residuals"
+    with jax.set_mesh(make_mesh({"x": 1}, "auto")), gspmd.lowering("blocking"):
+        assert kernels("q", MIXED) == [forward, *backward]
+        assert kernels() == [forward, forward, *backward]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+def test_a_compiled_kernel_has_products_and_a_schedule(monkeypatch):
+    """For a v5p slice; a chip's two cores share the kernel, and the ledger counts the blocks that causality leaves."""
+    monkeypatch.setattr(splash, "_LONGEST", (256, 256))
+    monkeypatch.setattr(blocks, "LARGEST", 64)
+    target = topology("tpu-v5p:2x2x1")
+    mesh = target.mesh({"x": 4})
+    q, k = (
+        jax.ShapeDtypeStruct((4, 512, heads, 128), "bfloat16", sharding=jax.NamedSharding(mesh, jax.P("x")))
+        for heads in (4, 2)
+    )
+
+    def loss(q, k, v):
+        return attention(q, k, v, "B_xLHD", "B_xTKD").astype(jnp.float32).sum()
+
+    with gspmd.lowering("blocking"):
+        report = compile_offline(jax.grad(loss, argnums=(0, 1, 2)), q, k, k, topology=target)
+    products, blocks_seen = 2 + 3 + 4, 3
+    assert report.ledger.flops == report.timeline.flops == 2 * products * 4 * blocks_seen * 256**2 * 128
+    assert {schedule.trips for schedule in report.module.kernels.values()} == {4 * 2 * 2 // 2 + 2}
+    assert len(report.module.kernels) == 3
+    assert not report.timeline.notes + report.ledger.notes
+    spans = [span for span in report.timeline.spans if span.instruction in report.module.kernels]
+    assert sum(span.seconds for span in spans) > report.timeline.flops / target.chip.flops("bfloat16")
