@@ -16,6 +16,7 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _BARE_NAME = re.compile(r"([\w.\-]+)$")
 _HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _START = re.compile(r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
+_END = re.compile(r"^\}(?:,|\s*$)")
 _DEVICES = re.compile(r", (?:num_partitions|replica_count)=(\d+)")
 
 
@@ -64,7 +65,7 @@ def _body(lines: Iterator[str]) -> Iterator[Instruction]:
     """The instructions of a computation. What the text of a kernel's metadata breaks goes on in the next line."""
     begun = ""
     for line in lines:
-        ends = line.rstrip() == "}"
+        ends = _END.match(line)
         if ends or _START.match(line):
             if begun:
                 yield _instruction(begun)
