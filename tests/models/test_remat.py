@@ -36,6 +36,25 @@ def test_another_name_is_refused_with_those_that_there_are():
         from_mapping(models.ModelConfig, {"remat": "some"})
 
 
+@pytest.mark.slow
+def test_the_kernel_of_tpus_is_predicted(config, make_mesh, monkeypatch):
+    """`selective` and `none` keep a float32 for each query and head besides; nothing else is computed again."""
+    layout, mesh = place("megatron-1d", make_mesh)
+    monkeypatch.setattr("gspmd.ops._attention.blocks.LARGEST", 64)
+    found = []
+    for kind in ("cpu", "TPU v5p"):
+        jax.clear_caches()
+        monkeypatch.setattr("gspmd.lowerings.target.device_kind", lambda kind=kind: kind)
+        found.append({row.remat: row for row in predicted(config(**SIZES, layers=3), layout, mesh, BATCH, 128)})
+    jax.clear_caches()
+    in_blocks, by_kernel = found
+    statistic = 4 * (BATCH * 128 // mesh.shape["x"]) * 8 // (mesh.shape["y"] * mesh.shape["z"])
+    for remat in REMATS:
+        kept = by_kernel[remat].layer_bytes - in_blocks[remat].layer_bytes
+        assert kept == (statistic if remat in ("none", "selective") else 0)
+        assert by_kernel[remat].flops == in_blocks[remat].flops
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_kept_bytes_follow_korthikanti(config, make_mesh, dtype):
     """Per layer and token: section 4's list less dropout's masks, which are not there, plus two float32 statistics.
