@@ -51,9 +51,12 @@ class KernelSchedule:
                 begins.setdefault(int(region), address)
         branches = [(at, begins.get(int(to[1]))) for at, bundle in bundles.items() if (to := _BRANCH.search(bundle))]
         back = [at for at, to in branches if to is not None and to <= at]
-        if len(loops) != 1 or len(back) != 1 or len(trips) != 1 or any(to is None for _, to in branches):
+        if len(loops) != 1 or len(back) != 1 or len(trips) != 1:
             return None
-        skipped = [(at + _DELAY, to) for at, to in branches if loops[0] <= at < to]
+        within = [(at, to) for at, to in branches if loops[0] <= at < back[0]]
+        if any(to is None for _, to in within):
+            return None
+        skipped = [(at + _DELAY, to) for at, to in within]
         innermost = [
             (start, end)
             for start, end in skipped

@@ -5,12 +5,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import jax
+
 from gspmd.audit.hlo.collectives import Collective
 from gspmd.audit.hlo.module import Computation, Instruction, Module
 from gspmd.lowerings.scopes import innermost
 
 OURS = f"{Path(__file__).parents[2]}{os.sep}"
 """The directory of this package: the source line of an instruction is the innermost one outside of it."""
+
+_KERNELS = f"{Path(jax.__file__).parent / 'experimental' / 'pallas'}{os.sep}"
+"""The directory of JAX's kernels, whose lines nobody asked for either."""
 
 _NEAR = 4
 """How many producers are searched for a source line if the compiler left a collective without one."""
@@ -44,7 +49,7 @@ def origin(
     equation, step = max(
         (innermost(each.op_name) for each in own), key=lambda scopes: (bool(scopes[1]), bool(scopes[0]))
     )
-    sources = (module.source(each, (ours,)) for each in own + _producers(computation, scheduled))
+    sources = (module.source(each, (ours, _KERNELS)) for each in own + _producers(computation, scheduled))
     return Origin(equation, step, next(filter(None, sources), ""))
 
 

@@ -20,7 +20,8 @@ def _dump(products: int = 30, exit_test: str = "/* loop exit test */") -> str:
         lines.append(f"{address:#6x} {mark}: > {{ {text} }}")
         address += 1
 
-    for _ in range(3):
+    bundle("%4 = sbr.rel (%p0) target = $region2")  # before the loop, to a place that is not named
+    for _ in range(2):
         bundle("%s1 = smov 0")
     bundle("%s2 = sphi %s1 /* Start region 9\nstrides: (64, 1) */", "LB")
     bundle("%5 = sbr.rel (%p1) target = $region4")
