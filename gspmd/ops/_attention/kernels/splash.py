@@ -22,6 +22,8 @@ from gspmd.ops._attention import blocks
 from gspmd.ops._attention.online import group, ungroup
 from gspmd.ops.interface.kernels import KernelWork
 
+_WITHOUT = "TPU v2", "TPU v3"
+"""Chips whose matrix units take no bfloat16 from memory, for which the kernels do not compile."""
 _LANES = 128
 _LONGEST = 1024, 512
 """Most queries and keys of a block, and keys of a product: the fastest on v5p and v6e by the compiler's schedule."""
@@ -34,7 +36,9 @@ def fits(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct) -> bool:
 
     They take causal self-attention in bfloat16 or float32, and are for logits that are too many for memory.
     """
-    if not (target.is_tpu() and q.shape[1] == k.shape[1] and q.dtype == k.dtype):
+    if not target.is_tpu() or target.device_kind() in _WITHOUT:
+        return False
+    if q.shape[1] != k.shape[1] or q.dtype != k.dtype:
         return False
     logits = q.shape[0] * q.shape[2] * q.shape[1] ** 2
     return q.dtype in (jnp.bfloat16, jnp.float32) and logits > blocks.LARGEST
