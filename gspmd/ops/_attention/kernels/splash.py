@@ -159,7 +159,8 @@ def gradients(
         d_q = jax.vmap(of_queries)(*operands)
     with schedule.work(q, k, products=4).scope():
         d_keys = jax.vmap(of_keys)(*operands)
-    return _scaled(schedule.by_query(d_q, q), scale), *(schedule.by_query(x[:, None], q) for x in d_keys)
+    d_k, d_v = (schedule.by_query(x[:, None], q) for x in d_keys)
+    return _scaled(schedule.by_query(d_q, q), scale), d_k, d_v
 
 
 def _scaled(x: jax.Array, scale: float) -> jax.Array:
