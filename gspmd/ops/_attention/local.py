@@ -30,7 +30,7 @@ def local_attention(
 
     Where a device has more than 2**25 logits, they are never in memory at once. A GPU runs cuDNN's fused attention,
     for what it takes: float16 or bfloat16, a head size that 8 divides, up to 128, nothing masked but by `causal`.
-    Everything else, and TPUs, attend in blocks.
+    Everything else attends in blocks; so do TPUs where their own kernels, which are asked before, do not fit.
 
     Args:
         q, k, v: of one device, or whole arrays for the compiler to partition.
