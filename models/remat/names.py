@@ -10,8 +10,8 @@ A block names what may be kept where it makes it (`jax.ad_checkpoint.checkpoint_
     full        kept is the block's input
 
 Attention as a planned program computes its logits again whatever the choice, as FlashAttention does: they are larger
-than all that is kept. Under lowering "xla" `none` keeps them. Where a TPU's kernel computes it, `selective` and `none` keep
-the logarithms of its denominators too, and the weighted sum is not computed again.
+than all that is kept. Under lowering "xla" `none` keeps them. Where a TPU's kernel computes it, `selective` and `none`
+keep the logarithms of its denominators too, and the weighted sum is not computed again.
 
 Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 5, for selective; Chen et al. 2016 (arXiv 1604.06174) for
 full.
