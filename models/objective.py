@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType
 
 import gspmd
 from gspmd.annotate import Spec
@@ -16,7 +16,8 @@ from gspmd.annotate.equation import Equation
 from gspmd.annotate.errors import PlanError
 from gspmd.ops._attention.zigzag import ring_size, zigzag
 from gspmd.ops._cross_entropy import cross_entropy
-from gspmd.pipeline import Schedule, Stages, pipelined
+from gspmd.pipeline import Schedule, Stages, in_rounds, pipelined
+from gspmd.pipeline.microbatches import cut_batch
 
 from .blocks import part
 from .config import ModelConfig
@@ -39,6 +40,7 @@ def loss(
     train: bool = True,
     schedule: str = "1f1b",
     microbatches: int = 1,
+    rounds: int = 1,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Compute the mean next-token cross-entropy in nats, plus the expert layers' auxiliary losses in training.
 
@@ -49,15 +51,20 @@ def loss(
         train: whether to add auxiliary losses and use the routers' random draws.
         schedule: "1f1b", "gpipe" or "zero-bubble", where the layout splits the layers into stages: `gspmd.pipeline`.
         microbatches: parts of the batch that follow one another through the stages. The routers draw anew for each.
+        rounds: how often each of them goes round the stages: chunks of layers of a stage.
 
     Returns:
         A float32 scalar, and its parts: `cross_entropy`; with experts also `aux_loss`, the sum over their layers, and
         of each layer `load` [expert layers, X], `dropped`, `entropy` and `confidence`, see `gspmd.moe.expert_layer`.
     """
-    if axes := stages_axes(model.layout):
-        return _pipelined(model, tokens, key, train, schedule, microbatches, *axes)
-    if microbatches > 1:
-        raise PlanError("microbatches follow one another through stages, and this layout has none.\n  Leave them at 1.")
+    mesh = jax.sharding.get_abstract_mesh().shape
+    if table := schedule_of(model.config, model.layout, mesh, schedule, microbatches, rounds):
+        return _pipelined(model, tokens, key, train, table, *stages_axes(model.layout))
+    if microbatches > 1 or rounds > 1:
+        raise PlanError(
+            "microbatches go through stages, in rounds, and this layout has no stages.\n"
+            "  Leave microbatches and rounds at 1."
+        )
     inputs, labels = split_tokens(tokens, model.layout)
     x, figures = model.hidden(inputs, key=key, train=train)
     entropy = _mean_cross_entropy(model.layout, model.logits(x), labels)
@@ -71,30 +78,67 @@ def _mean_cross_entropy(layout: Any, logits: jax.Array, labels: jax.Array) -> ja
         return gspmd.reshard(each, Equation.move(label_spec(layout), SCALAR)) / each.size
 
 
+def schedule_of(
+    config: ModelConfig,
+    layout: Any,
+    mesh: Mapping[str, int],
+    schedule: str = "1f1b",
+    microbatches: int = 1,
+    rounds: int = 1,
+) -> Schedule | None:
+    """Make the schedule of the stages that a layout splits a model's layers into; None where it does not.
+
+    Args:
+        config: the model's.
+        layout: a `gspmd.Layout`.
+        mesh: sizes of its axes.
+        schedule, microbatches, rounds: as of `loss`.
+
+    Raises:
+        PlanError: as of `Schedule.of`, or the layers do not make so many rounds of stages, or groups of tokens span the
+            sequences that microbatches part.
+    """
+    if not (axes := stages_axes(layout)):
+        return None
+    table, layers = Schedule.of(schedule, mesh[axes[0]], microbatches, rounds), config.sizes(1, 1)["N"]
+    if layers % (table.stages * rounds):
+        raise PlanError(
+            f"{layers} stacked layers do not make {rounds} rounds of {table.stages} stages.\n"
+            f"  Their number has to be a multiple of {table.stages * rounds}: change the layers, the rounds or the mesh."
+        )
+    if microbatches > 1 and config.moe and config.moe.groups:
+        raise PlanError(
+            f"cannot cut a batch into {microbatches} microbatches that has {config.moe.groups} groups of tokens.\n"
+            "  Leave moe.groups out, so that each sequence is a group, or train with one microbatch."
+        )
+    return table
+
+
 def _pipelined(
     model: Transformer,
     tokens: jax.Array,
     key: jax.Array | None,
     train: bool,
-    schedule: str,
-    microbatches: int,
+    table: Schedule,
     axis: str,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of a model whose layers are stages along a mesh axis: the embedding in the first, the loss in the last.
-
-    Microbatch m has every M-th sequence from the m-th on, so that each device cuts its own sequences.
-    """
+    """The loss of a model whose layers are stages along a mesh axis: embedding in the first, loss in the last."""
     config, layout, dtype = model.config, model.layout, model.dtype
-    stages = jax.sharding.get_abstract_mesh().shape[axis]
-    table, values = Schedule.of(schedule, stages, microbatches), arrays(model)
+    rows, values = parameters(config, layout), arrays(model)
     shared = {path: value for path, value in values.items() if not path.startswith("blocks.")}
-    weights = {path: value[None] for path, value in values.items() if path not in shared}
-    rows, periods = parameters(config, layout), config.layers // config.period
-    batches: dict[str, Any] = {"tokens": _cut(tokens, microbatches, batch_spec(layout), config)}
+    stacked = nested({path: value for path, value in values.items() if path not in shared})
+    specs = nested({path: rows[path].spec for path in values})
+    if table.rounds > 1:  # matrices are sent as they are used
+        move = partial(in_rounds, rounds=table.rounds)
+        weights = jax.tree.map(move, cast_matrices(stacked, dtype), {"blocks": specs["blocks"]})
+    else:
+        weights = jax.tree.map(lambda value: value[None], stacked)
+    periods = config.layers // config.period
+    batches: dict[str, Any] = {"tokens": cut_batch(tokens, batch_spec(layout), table.microbatches)}
     if train and key is not None:
         keys = key[None]
-        if microbatches > 1:
-            keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.arange(microbatches))
+        if table.microbatches > 1:
+            keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.arange(table.microbatches))
         batches["keys"] = jax.vmap(lambda key: jax.random.split(key, periods))(keys)
 
     def first(shared: Values, batch: Values) -> jax.Array:
@@ -103,12 +147,12 @@ def _pipelined(
             return Embedding(config, layout, nested(shared)["embedding"], dtype)(inputs)
 
     def chunk(weights: Values, x: jax.Array, batch: Values, number: jax.Array) -> tuple[jax.Array, jax.Array, Values]:
-        definition, held = nnx.split(blocks(config, layout, nested(weights)["blocks"], dtype))
+        definition, held = nnx.split(blocks(config, layout, weights["blocks"], dtype))
         stack = definition, cast_matrices(held, dtype)
-        each = periods // stages
+        each = periods // (table.stages * table.rounds)
         keys = jax.lax.dynamic_slice_in_dim(batch["keys"], number * each, each) if "keys" in batch else None
         # A backward pass is split in two between the operations of layers, and not inside a loop over them.
-        x, figures = run_blocks(config, stack, x, keys, train=train, in_loop=schedule != "zero-bubble")
+        x, figures = run_blocks(config, stack, x, keys, train=train, in_loop="weights" not in table.kinds)
         return x, jnp.sum(figures["aux_loss"]) if train and figures else jnp.float32(0), figures
 
     def last(shared: Values, x: jax.Array, batch: Values) -> jax.Array:
@@ -118,38 +162,20 @@ def _pipelined(
             logits = Output(config, layout, of["output"], dtype)(x, (tied.table, tied.scale) if config.tied else None)
         return _mean_cross_entropy(layout, logits, split_tokens(batch["tokens"], layout)[1])
 
-    specs = {path: rows[path].spec for path in shared}
-    run = pipelined(Stages(first, chunk, last), table, axis=axis, stream=stream(config, layout), shared=specs)
+    held = {path: rows[path].spec for path in shared}
+    run = pipelined(Stages(first, chunk, last), table, axis=axis, stream=stream(config, layout), shared=held)
     value, figures = run(shared, weights, batches)
-    figures = {name: moved(x[0], *_rows_of(x[0], axis)) for name, x in jax.lax.stop_gradient(figures).items()}
+    figures = {name: _of_layers(x, axis) for name, x in jax.lax.stop_gradient(figures).items()}
     aux = _summary(figures)
     entropy = value - aux["aux_loss"] if train and figures else value
     return value, {"cross_entropy": jax.lax.stop_gradient(entropy), **aux}
 
 
-def _cut(tokens: jax.Array, count: int, spec: Spec, config: ModelConfig) -> jax.Array:
-    """Cut a batch [B, L] that lies as `spec` into microbatches [M, B/M, L], on each device its own rows."""
-    parts = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in spec.axes_of("B"))
-    if tokens.shape[0] % (count * parts):
-        raise PlanError(
-            f"cannot cut {tokens.shape[0]} sequences, {parts} ways over devices, into {count} microbatches.\n"
-            f"  Give a batch that is a multiple of {count * parts}."
-        )
-    if count > 1 and config.moe and config.moe.groups:
-        raise PlanError(
-            f"cannot cut a batch into {count} microbatches that has {config.moe.groups} groups of tokens.\n"
-            "  Leave moe.groups out, so that each sequence is a group, or train with one microbatch."
-        )
-    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-    cut = Spec((*"BML",), (spec.axes_of("B"), (), spec.axes_of("L"))).partition_spec()
-    shape = (tokens.shape[0] // count, count, tokens.shape[1])
-    return jnp.swapaxes(jax.lax.reshape(tokens, shape, out_sharding=cut if explicit else None), 0, 1)
-
-
-def _rows_of(x: jax.Array, axis: str) -> tuple[Spec, Spec]:
-    """Where the figures of layers [N, ...] are, and the same whole on every stage."""
-    dims, rest = ("N", "A", "B", "C")[: x.ndim], ((),) * (x.ndim - 1)
-    return Spec(dims, ((axis,), *rest)), Spec(dims, ((), *rest))
+def _of_layers(x: jax.Array, axis: str) -> jax.Array:
+    """The figures of all layers [N, ...], whole on every stage, from those of the rounds [R, N/R, ...]."""
+    dims, rest = ("R", "N", "A", "B", "C")[: x.ndim], ((),) * (x.ndim - 2)
+    x = moved(x, Spec(dims, ((), (axis,), *rest)), Spec(dims, ((), (), *rest)))
+    return x.reshape(-1, *x.shape[2:])
 
 
 def batch_spec(layout: Any) -> Spec:

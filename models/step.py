@@ -43,6 +43,7 @@ def training_step(
     steps: int,
     microbatches: int = 1,
     schedule: str = "1f1b",
+    rounds: int = 1,
     *,
     frozen: Sequence[str] = (),
     parameter_dtype: Any = jnp.float32,
@@ -61,6 +62,7 @@ def training_step(
             of experts, groups that span sequences, their capacity and auxiliary losses are those of a microbatch, and
             every microbatch has random draws of its own.
         schedule: of a pipeline, `"1f1b"`, `"gpipe"` or `"zero-bubble"`.
+        rounds: of a pipeline, chunks of layers of each stage; more than one interleave.
         frozen: patterns of parameters that stay as they are, as of `trained_paths`. They have no gradient, so none is
             reduced, and no optimizer state. With adapters (`ModelConfig.lora`) all other parameters stay too.
         parameter_dtype: what matrices are stored in; if not float32, the optimizer has float32 masters.
@@ -72,7 +74,7 @@ def training_step(
     config, trained = model.config, trained_paths(model.config, model.layout, frozen)
     # The stages of a pipeline take the microbatches, and the loss is that of the whole batch.
     in_stages = bool(stages_axes(model.layout))
-    stages = {"microbatches": microbatches, "schedule": schedule} if in_stages else {}
+    stages = {"microbatches": microbatches, "schedule": schedule, "rounds": rounds} if in_stages else {}
     layout = model.layout if in_stages else model.layout.for_loss(microbatches)
     taken = _specs(config, layout)
     specs, kept, gradients = (
@@ -80,9 +82,6 @@ def training_step(
     )
     moves = plan_moves(specs, kept, gspmd.reshard, gradients, _of(trained, taken))
     held = {path: spec for path, spec in _specs(config, model.layout).items() if path not in specs}
-    if held and in_stages:
-        fault = "the stages of a pipeline train all of their parameters; leave [lora] and frozen out, or the stages."
-        raise ConfigError("cannot train this model:", [fault])
     frozen_moves = plan_moves(held, held, gspmd.reshard, loss=_of(list(held), taken))
 
     def step(state: TrainState, tokens: jax.Array, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -177,16 +176,19 @@ def abstract_gradients(
     return {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed[path]) for path, x in shapes.items()}
 
 
-def evaluation_step(model: Transformer, microbatches: int = 1) -> Callable[[Parameters, jax.Array], jax.Array]:
+def evaluation_step(
+    model: Transformer, microbatches: int = 1, rounds: int = 1
+) -> Callable[[Parameters, jax.Array], jax.Array]:
     """Build (parameters, tokens [B, L+1]) -> mean next-token cross-entropy in nats, without random draws.
 
     Args:
         model: as for `training_step`.
         microbatches: parts of a batch that follow one another through the stages of a pipeline.
+        rounds: how often each goes round them.
     """
 
     def evaluate(params: Parameters, tokens: jax.Array) -> jax.Array:
-        stages = {"microbatches": microbatches} if stages_axes(model.layout) else {}
+        stages = {"microbatches": microbatches, "rounds": rounds} if stages_axes(model.layout) else {}
         return loss(with_arrays(model, params), tokens, train=False, **stages)[1]["cross_entropy"]
 
     return evaluate

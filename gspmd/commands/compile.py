@@ -31,6 +31,7 @@ from gspmd.training.toml import positive
 from gspmd_models import ModelConfig, step
 from gspmd_models.decoding import serving_program
 from gspmd_models.finetuning.config import LoraConfig
+from gspmd_models.objective import schedule_of
 from gspmd_models.remat.prediction import show_remat
 
 DEFAULT = configs.find("palm-8b")
@@ -169,7 +170,7 @@ def for_training(settings: Settings, default: Settings) -> list[str]:
     """The flags given that say something of a training step alone; what a file says of one counts for that."""
     changed = lambda of, by, names: [name for name in names if getattr(of, name) != getattr(by, name)]  # noqa: E731
     names = lambda table: [each.name for each in fields(table)]  # noqa: E731
-    given = changed(settings, default, TRAINED) + changed(settings.sharding, default.sharding, ["schedule"])
+    given = changed(settings, default, TRAINED) + changed(settings.sharding, default.sharding, ["schedule", "rounds"])
     given += changed(settings.optimizer, default.optimizer, names(OptimizerConfig))
     given += [f"lora.{name}" for name in changed(settings.lora, default.lora, names(LoraConfig))]
     return [f"--{name.replace('_', '-')}" for name in given]
@@ -182,7 +183,7 @@ def smallest(settings: Settings, asked: Topology) -> Report:
     for target in slices(asked.chip):
         try:
             mesh_of(settings, target)
-        except gspmd.LayoutError:  # no mesh of so many devices divides the sizes
+        except (gspmd.LayoutError, gspmd.PlanError):  # no mesh of so many devices divides the sizes, or has a schedule
             continue
         report = compiled(settings, target)
         if report.fits:
@@ -219,6 +220,11 @@ def mesh_of(settings: Settings, target: Topology) -> jax.sharding.Mesh:
         shape = layout.mesh_for(target.num_devices, sizes)
     if settings.phase == "prefill":  # weights and cache are stored as for decoding
         layout_of(settings).phase("decode").check(config.sizes(settings.batch, 1) | served, shape)
+    if settings.phase == "train":
+        how = sharding.schedule, settings.microbatches, sharding.rounds
+        if schedule_of(config, layout, shape, *how) is None and sharding.rounds > 1:
+            fault = f"rounds is {sharding.rounds}, and {layout.name} has no stages to go round; set rounds to 1."
+            raise ConfigError("cannot compile:", [fault])
     return target.mesh(shape, sharding.axis_types)
 
 
@@ -266,8 +272,8 @@ def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tupl
     of_state = {"frozen": settings.frozen, "parameter_dtype": settings.parameter_dtype}
     state = step.abstract_state(model, settings.optimizer, 1000, mesh, **of_state)
     batch = models.abstract_batch(layout, mesh, settings.batch, settings.length)
-    schedule = settings.sharding.schedule
-    update = step.training_step(model, settings.optimizer, 1000, settings.microbatches, schedule, **of_state)
+    pipeline = settings.microbatches, settings.sharding.schedule, settings.sharding.rounds
+    update = step.training_step(model, settings.optimizer, 1000, *pipeline, **of_state)
     return update, (state, batch, models.abstract_key(mesh)), {"donate_argnums": (0,)}
 
 

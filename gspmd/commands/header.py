@@ -16,7 +16,7 @@ from gspmd.training import processes
 from gspmd.training.arrangement import Arrangement
 from gspmd.training.reporting import report, speed
 from gspmd_models.finetuning.freezing import trained_paths
-from gspmd_models.parameters import stages_axes
+from gspmd_models.objective import schedule_of
 
 
 def show_run(console: Console, settings: Any, arrangements: Sequence[Arrangement], kept: str) -> None:
@@ -38,9 +38,10 @@ def show_run(console: Console, settings: Any, arrangements: Sequence[Arrangement
         lines["devices"] += f", in {processes.count()} processes"
     if changes:
         lines["then"] = "; ".join(f"after step {change.after} {change}" for change in changes)
-    if axes := stages_axes(layout):
-        table = Schedule.of(sharding.schedule, mesh.shape[axes[0]], training.microbatches)
-        lines["pipeline"] = table.describe()
+    if tables := {each.after: table for each in arrangements if (table := pipeline_of(settings, each))}:
+        lines["pipeline"] = "; ".join(
+            f"{f'after step {after} ' if after else ''}{table.describe()}" for after, table in tables.items()
+        )
     trained, shapes = trained_paths(model, layout, training.frozen), models.parameter_specs(model, layout)
     if len(trained) < len(shapes):
         lines["trained"] = f"{sum(math.prod(shapes[path][1]) for path in trained):,} parameters, the others frozen"
@@ -53,6 +54,13 @@ def show_run(console: Console, settings: Any, arrangements: Sequence[Arrangement
     if moe := model.moe:
         lines["experts"] = f"{moe.experts}, router {moe.router}, dispatch {moe.dispatch}"
     report.header(console, lines)
+
+
+def pipeline_of(settings: Any, arrangement: Arrangement) -> Schedule | None:
+    """The schedule of the stages in an arrangement; None where it has none."""
+    training, sharding, mesh = settings.training, settings.sharding, arrangement.mesh.shape
+    how = sharding.schedule, training.microbatches, sharding.rounds
+    return schedule_of(settings.model, arrangement.layout, mesh, *how)
 
 
 def show_tensors(console: Console, settings: Any, layout: Layout, mesh: Mesh) -> None:

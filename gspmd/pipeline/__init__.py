@@ -1,6 +1,7 @@
 """Pipelines: layers split into stages over a mesh axis, and microbatches that follow one another through them."""
 
+from gspmd.pipeline.interleaving import in_rounds
 from gspmd.pipeline.loss import Stages, pipelined
 from gspmd.pipeline.schedule import SCHEDULES, Schedule, Work
 
-__all__ = ["SCHEDULES", "Schedule", "Stages", "Work", "pipelined"]
+__all__ = ["SCHEDULES", "Schedule", "Stages", "Work", "in_rounds", "pipelined"]

@@ -163,6 +163,9 @@ class ShardingConfig:
     """How a plan becomes a program; the layout's own choice if not given."""
     schedule: Literal[SCHEDULES] = "1f1b"
     """Order of a pipeline's forward and backward passes, where the layout splits the layers into stages."""
+    rounds: int = 1
+    """How often a microbatch goes round these stages, each of which has so many chunks of layers; more than one make
+    the schedule interleaved."""
     mesh: str = ""
     """Mesh axes and their sizes, such as x=4,y=2; factored by the layout's rule if not given."""
     axis_types: Literal["explicit", "auto"] = "explicit"
@@ -176,7 +179,7 @@ class ShardingConfig:
 
     def __post_init__(self):
         faults: list[str] = []
-        positive(faults, devices=self.devices)
+        positive(faults, devices=self.devices, rounds=self.rounds)
         if self.mesh:
             try:
                 parse_mesh(self.mesh)

@@ -10,7 +10,7 @@ from gspmd.annotate.errors import suggestion
 from gspmd.training.toml import ConfigError
 
 from ..config import ModelConfig
-from ..parameters import parameters
+from ..parameters import parameters, stages_axes
 
 
 def trained_paths(config: ModelConfig, layout: Any, frozen: Sequence[str] = ()) -> tuple[str, ...]:
@@ -22,7 +22,8 @@ def trained_paths(config: ModelConfig, layout: Any, frozen: Sequence[str] = ()) 
         frozen: patterns of paths, such as `blocks.0.attention.*`, or of the layout's keys, `attention.*`.
 
     Raises:
-        ConfigError: a pattern matches no parameter, or nothing is left to train.
+        ConfigError: a pattern matches no parameter, nothing is left to train, or the layout splits the layers into
+            stages, which train all of theirs.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -42,6 +43,8 @@ def trained_paths(config: ModelConfig, layout: Any, frozen: Sequence[str] = ()) 
         still |= {path for path in rows if f"{path[:-2]}" not in rows or not path.endswith(("_a", "_b"))}
     if not faults and len(still) == len(rows):
         faults.append(f"frozen {', '.join(map(repr, frozen))} leaves no parameter to train.")
+    if still and stages_axes(layout):
+        faults.append("the stages of a pipeline train all parameters; leave [lora] and frozen out, or the stages.")
     if faults:
         raise ConfigError("cannot train this model:", faults)
     return tuple(path for path in rows if path not in still)

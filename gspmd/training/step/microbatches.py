@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gspmd.annotate.errors import SpecError
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import mapped
+from gspmd.pipeline.microbatches import cut_batch
 
 Tree = Any
 Loss = Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
@@ -31,21 +30,8 @@ class Microbatches:
     batch: Spec
 
     def split(self, tokens: jax.Array) -> jax.Array:
-        """Split tokens [B, L] into [M, B/M, L].
-
-        Raises:
-            SpecError: a device's sequences cannot be divided into so many parts.
-        """
-        mesh = jax.sharding.get_abstract_mesh().shape
-        devices = prod(mesh[axis] for axis in self.batch.axes[0])
-        if tokens.shape[0] % (devices * self.count):
-            of = f"{tokens.shape[0]} sequences over {devices} devices ('{self.batch}')"
-            raise SpecError(
-                f"cannot split a batch of {of} into {self.count} microbatches.\n"
-                f"  Each device splits its own: use a batch that is a multiple of {devices * self.count}."
-            )
-        parts = jax.P(None, *self.batch.partition_spec().partitions)
-        return mapped(lambda x: x.reshape(self.count, -1, *x.shape[1:]), self.batch.partition_spec(), parts)(tokens)
+        """Split tokens [B, L] into [M, B/M, L], as `gspmd.pipeline.microbatches.cut_batch`."""
+        return cut_batch(tokens, self.batch, self.count)
 
     def value_and_gradients(
         self, loss: Loss, specs: Tree, params: Tree, batch: jax.Array, key: jax.Array

@@ -1,0 +1,208 @@
+"""Bring stacked layers to the stages that need them: with several rounds a stage's layers do not stand together.
+
+Of N layers, stage q of S stores those from q·N/S on. In R rounds they make R·S chunks, and chunk r·S + s is that of
+stage s in round r. It stores R chunks and needs R, so that as many permutes as any stage has chunks to send bring all of
+them there: a bipartite graph whose vertices have at most D edges is D matchings (Kőnig), and a matching is a permute.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from math import prod
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gspmd.annotate.errors import PlanError
+from gspmd.annotate.spec import Spec
+from gspmd.hardware.links import collective_seconds, wire_bytes
+from gspmd.lowerings.program import Context, context, run
+from gspmd.lowerings.scopes import step_scope
+from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.ops.interface.planned_op import planned_op, read, shard_index
+from gspmd.planner.steps import Step
+
+
+class Chunk(NamedTuple):
+    """Where a stage stores a chunk, and where a stage needs it."""
+
+    source: int
+    place: int
+    target: int
+    round: int
+
+
+def in_rounds(x: jax.Array, spec: str | Spec, rounds: int) -> jax.Array:
+    """Bring layers [N, ...] that stages store in their order to where R rounds need them, as `pipelined` takes them.
+
+    Chunks that a stage both stores and needs stay. The others are sent in as few permutes of one chunk each as there
+    can be, at most R - ⌊R/S⌋, and the gradient comes back in as many.
+
+    Args:
+        x: [N, ...], of which each stage stores N/S in a row.
+        spec: where it lies; its first dimension over the mesh axis of the stages: `"N_pEF_x"`.
+        rounds: R.
+
+    Returns:
+        [R, N/R, ...], the same numbers in the same order; of every round a stage has N/(R·S) in a row.
+
+    Raises:
+        SpecError: the spec does not fit the array or the mesh.
+        PlanError: R·S does not divide N.
+
+    Example:
+        >>> import gspmd
+        >>> with jax.set_mesh(jax.make_mesh((1, 1), ("p", "x"))):
+        ...     print(in_rounds(gspmd.annotate(jnp.arange(6.0), "N_p"), "N_p", rounds=2))
+        [[0. 1. 2.]
+         [3. 4. 5.]]
+
+    Source: Narayanan et al. 2021 (arXiv 2104.04473), §2.2, has the chunks; the matchings are by Kőnig 1916.
+    Differs: there a stage stores the chunks that it computes. Stored in their order, layers lie alike for every number
+        of rounds, and for layouts without stages, at the price of the permutes.
+    """
+    ctx = context()
+    spec = read(f"cannot bring layers '{spec}' into {rounds} rounds", spec, x, ctx)
+    stages = prod(ctx.mesh[axis] for axis in spec.axes[0])
+    if rounds < 1 or x.shape[0] % (rounds * stages):
+        raise PlanError(
+            f"{x.shape[0]} stacked layers do not make {rounds} rounds of {stages} stages.\n"
+            f"  Their number has to be a multiple of {rounds * stages}."
+        )
+    form = _Form(spec, rounds)
+    if ctx.lowering == "xla":
+        return compiler_chooses(ctx, form.split, (spec,), form.after, x, name=str(form))
+    return _routed(form, ctx, x)
+
+
+@dataclass(frozen=True)
+class _Form:
+    spec: Spec
+    rounds: int
+
+    @property
+    def after(self) -> Spec:
+        letter = next(letter for letter in "RSABCDEFGHIJKLMNOPQTUVWXYZ" if letter not in self.spec.dims)
+        return Spec((letter, *self.spec.dims), ((), *self.spec.axes))
+
+    def split(self, x: jax.Array) -> jax.Array:
+        return x.reshape(self.rounds, -1, *x.shape[1:])
+
+    def __str__(self) -> str:
+        return f"{self.spec} in {self.rounds} rounds"
+
+
+def _send(form: _Form, ctx: Context, x: jax.Array, *, back: bool) -> jax.Array:
+    """From [N, ...] to [R, N/R, ...], or back, by planned permutes."""
+    before, after = (form.after, form.spec) if back else (form.spec, form.after)
+    axes = tuple(axis for axis in form.spec.axes[0] if ctx.mesh[axis] > 1)
+    stages = prod(ctx.mesh[axis] for axis in axes)
+    chunk = prod(before.local_shape(x.shape, ctx.mesh)) // form.rounds * x.dtype.itemsize
+    kind, sent = "collective-permute", wire_bytes("collective-permute", stages, chunk)
+    step = Step(kind, axes, sent, collective_seconds(kind, axes, ctx.mesh, chunk, ctx.chip), before, after, "layers")
+    steps = (step,) * (len(routes(stages, form.rounds)) - 1)
+    name = f"{form}, back" if back else str(form)
+    return run(ctx, name, steps, _body(axes, stages, form.rounds, step, back), (before,), after, x)
+
+
+_routed = planned_op(
+    lambda form, ctx, x: (_send(form, ctx, x, back=False), None),
+    lambda form, ctx, _, cotangent: (_send(form, ctx, cotangent, back=True),),
+    str,
+)
+
+
+@lru_cache(maxsize=1024)
+def _body(axes: tuple[str, ...], stages: int, rounds: int, step: Step, back: bool) -> Callable[[jax.Array], jax.Array]:
+    """The permutes on one device; the same function for the same ones, so that their program is compiled once."""
+    stay, *permutes = routes(stages, rounds)
+    if back:
+        stay, *permutes = (tuple(Chunk(*each[2:], *each[:2]) for each in chunks) for chunks in (stay, *permutes))
+
+    def body(piece: jax.Array) -> jax.Array:
+        rest, here = piece.shape[1 + back :], shard_index(axes)
+        stored = piece.reshape(rounds, -1, *rest)
+        places = np.tile(np.arange(rounds), (stages, 1))
+        for chunk in stay:
+            places[chunk.target, chunk.round] = chunk.place
+        made = jnp.stack([_at(stored, _of(places[:, number], here)) for number in range(rounds)])
+        for number, chunks in enumerate(permutes):
+            place, turn, receives = np.zeros((3, stages), np.int32)
+            for chunk in chunks:
+                place[chunk.source], turn[chunk.target], receives[chunk.target] = chunk.place, chunk.round, 1
+            with step_scope(number, step):
+                pairs = [(chunk.source, chunk.target) for chunk in chunks]
+                sent = lax.ppermute(_at(stored, _of(place, here)), axes, pairs)
+            at = _of(turn, here)
+            received = jnp.where(_of(receives, here) == 1, sent, _at(made, at))
+            made = lax.dynamic_update_index_in_dim(made, received, at, 0)
+        return made.reshape(-1, *rest) if back else made
+
+    return body
+
+
+def _at(x: jax.Array, index: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+
+
+def _of(table: np.ndarray, stage: jax.Array | int) -> jax.Array:
+    """A stage's number in a table of all stages."""
+    return jnp.asarray(table, jnp.int32)[stage]
+
+
+@lru_cache(maxsize=256)
+def routes(stages: int, rounds: int) -> tuple[tuple[Chunk, ...], ...]:
+    """The chunks that stay where they are, and then those of each permute: no stage sends two in one, or receives two.
+
+    >>> stay, permute = routes(stages=2, rounds=2)
+    >>> [(chunk.source, chunk.target) for chunk in permute]
+    [(0, 1), (1, 0)]
+    """
+    chunks = [
+        Chunk(number // rounds, number % rounds, number % stages, number // stages) for number in range(rounds * stages)
+    ]
+    sent = [chunk for chunk in chunks if chunk.source != chunk.target]
+    stay = tuple(chunk for chunk in chunks if chunk.source == chunk.target)
+    found = matchings([(chunk.source, chunk.target) for chunk in sent])
+    return stay, *(tuple(sent[number] for number in each) for each in found)
+
+
+def matchings(edges: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Split the edges of a bipartite multigraph into matchings, as few as the most edges that a vertex has.
+
+    Args:
+        edges: (source, target), each in numbers of their own.
+
+    Returns:
+        The numbers of each matching's edges.
+
+    Example:
+        >>> matchings([(0, 1), (0, 2), (1, 2)])
+        [[0, 2], [1]]
+
+    Source: Kőnig 1916; an edge whose ends are free in different matchings frees one by swapping the two along a path.
+    """
+    ends = [((0, source), (1, target)) for source, target in edges]
+    taken: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # of each vertex, its edge in each matching
+    for number, (source, target) in enumerate(ends):
+        one, other = (next(each for each in count() if each not in taken[end]) for end in (source, target))
+        path, vertex, matching = [], target, one  # it never comes to the source, which has no edge in `one`
+        while one != other and matching in taken[vertex]:
+            edge = taken[vertex][matching]
+            path.append((edge, matching))
+            vertex = ends[edge][ends[edge][0] == vertex]
+            matching = one + other - matching
+        for edge, matching in path:
+            for end in ends[edge]:
+                del taken[end][matching]
+        for edge, matching in path:
+            for end in ends[edge]:
+                taken[end][one + other - matching] = edge
+        taken[source][one] = taken[target][one] = number
+    most = max((max(each, default=-1) for each in taken.values()), default=-1) + 1
+    return [sorted({each[matching] for each in taken.values() if matching in each}) for matching in range(most)]

@@ -1,0 +1,42 @@
+"""Cut a batch into microbatches, on each device its own sequences, so that nothing is sent."""
+
+from math import prod
+
+import jax
+
+from gspmd.annotate.errors import SpecError
+from gspmd.annotate.spec import Spec
+from gspmd.lowerings.program import mapped
+
+
+def cut_batch(tokens: jax.Array, spec: str | Spec, count: int) -> jax.Array:
+    """Cut tokens [B, L] into microbatches [M, B/M, L], each of which has some of every device's sequences.
+
+    Args:
+        tokens: [B, L], or with other dimensions behind B.
+        spec: where they lie; its first dimension is cut: `"B_xL"`.
+        count: M.
+
+    Returns:
+        [M, B/M, L], of which every microbatch lies as `spec` says.
+
+    Raises:
+        SpecError: a device's sequences cannot be divided into so many parts.
+
+    Example:
+        >>> import gspmd
+        >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        ...     print(cut_batch(gspmd.annotate(jax.numpy.arange(6).reshape(6, 1), "B_xL"), "B_xL", 3)[..., 0])
+        [[0 1]
+         [2 3]
+         [4 5]]
+    """
+    spec, mesh = Spec.parse(spec), jax.sharding.get_abstract_mesh().shape
+    devices = prod(mesh[axis] for axis in spec.axes[0])
+    if tokens.shape[0] % (devices * count):
+        raise SpecError(
+            f"cannot split a batch of {tokens.shape[0]} sequences over {devices} devices ('{spec}') into {count} "
+            f"microbatches.\n  Each device splits its own: use a batch that is a multiple of {devices * count}."
+        )
+    cut = jax.P(None, *spec.partition_spec().partitions)
+    return mapped(lambda x: x.reshape(count, -1, *x.shape[1:]), spec.partition_spec(), cut)(tokens)
