@@ -1,4 +1,4 @@
-"""Every sensible combination of data, model, expert and context parallelism, trained on eight host devices.
+"""Every sensible combination of data, model, expert, context and pipeline parallelism, trained on eight host devices.
 
     python benchmarks/combinations.py                                  # all rows
     python benchmarks/combinations.py --only "data × context"          # those of one kind
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -21,18 +22,38 @@ import numpy as np
 import gspmd
 import gspmd_models as models
 from gspmd import host
-from gspmd.annotate import LayoutError
+from gspmd.annotate import LayoutError, PlanError
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd.training import OptimizerConfig
 from gspmd.training.step import jit_step
 from gspmd_models import step
+from gspmd_models.objective import schedule_of
 
 STEPS, TOLERANCE, BATCH, LENGTH = 50, 1e-4, 8, 16
 DENSE = models.ModelConfig(
     vocabulary=64, embed=32, layers=2, heads=8, kv_heads=8, head_size=8, feed_forward=64, remat=False
 )  # fmt: skip
 EXPERTS = replace(DENSE, moe=MoEConfig(experts=8, every=2))
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What the stages of a row compute when, and of how many layers."""
+
+    schedule: str
+    microbatches: int
+    rounds: int = 1
+    layers: int = 2
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As `training_step` takes them."""
+        return {"schedule": self.schedule, "microbatches": self.microbatches, "rounds": self.rounds}
+
+    def __str__(self) -> str:
+        rounds = f", R={self.rounds}" if self.rounds > 1 else ""
+        return f"{self.schedule}, M={self.microbatches}{rounds}, N={self.layers}"
 
 
 @dataclass(frozen=True)
@@ -47,6 +68,7 @@ class Row:
         lowering: of every part of the model.
         length: of sequences.
         config: the model; None for the dense one, or that with experts where they are a part.
+        pipeline: of its stages, which it has in the layout with `pipeline.layers` N_p; every layer has experts there.
         reason: why the layout refuses it, in part; empty where it trains.
     """
 
@@ -57,18 +79,33 @@ class Row:
     lowering: str = "blocking"
     length: int = LENGTH
     config: models.ModelConfig | None = None
+    pipeline: Pipeline | None = None
     reason: str = ""
 
     @property
     def name(self) -> str:
         """What a reader calls it."""
         changed = ", ".join(f"{key} {spec}" for key, spec in self.change.items() if key in _TOLD)
-        return f"{self.layout} {' '.join(f'{axis}={size}' for axis, size in self.mesh.items())} {changed}".strip()
+        mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        stages = f" {self.pipeline}" if self.pipeline else ""
+        return f"{self.layout} {mesh}{stages} {changed}".strip()
 
     @property
     def model(self) -> models.ModelConfig:
         """The model that it trains."""
-        return self.config or (EXPERTS if "expert" in self.parts else DENSE)
+        config = self.config or (EXPERTS if "expert" in self.parts else DENSE)
+        if self.pipeline is None:
+            return config
+        moe = replace(config.moe, every=1, jitter=0.0) if config.moe else None  # a microbatch has draws of its own
+        return replace(config, layers=self.pipeline.layers, moe=moe)
+
+    @property
+    def table(self) -> Layout:
+        """The layout."""
+        layout = Layout.load(self.layout)
+        if self.pipeline:
+            layout = replace(layout, axes=("p", *layout.axes)).override({"pipeline.layers": "N_p"})
+        return layout.override(self.change).lowered(self.lowering)
 
 
 _TOLD = ("moe.expert_input", "moe.hidden", "attention.query", "moe.groups")
@@ -82,7 +119,6 @@ OVER_ALL = {
     "moe.w_out": "X_xyzFE", "moe.in_via": "GX_xyzCE, X_xyzEF", "moe.out_via": "GX_xyzCF, X_xyzFE",
 }  # fmt: skip
 
-# Stages of a pipeline are one more part: a row with "pipeline" among its parts, and a mesh with their axis.
 ROWS = (
     Row("data", "data-parallel", {"x": 8}),
     Row("data", "zero-2", {"x": 8}),
@@ -108,12 +144,26 @@ ROWS = (
     Row("model × expert × context", "context-parallel", {"y": 4, "z": 2}, OVER_Y, "looped"),
     Row("data × model × expert × context", "context-parallel", {"x": 2, "y": 2, "z": 2}, OVER_Y, "looped"),
     Row("data × model × expert × context", "context-parallel", {"x": 2, "y": 2, "z": 2}, OVER_ALL),
+    Row("data × pipeline", "zero-1", {"p": 4, "x": 2}, pipeline=Pipeline("gpipe", 4, layers=4)),
+    Row("model × pipeline", "megatron-1d", {"p": 4, "y": 2}, pipeline=Pipeline("1f1b", 4, 3, layers=12)),
+    Row("context × pipeline", "context-parallel", {"p": 2, "y": 4}, pipeline=Pipeline("1f1b", 4)),
+    Row("data × model × pipeline", "megatron-1d", {"p": 2, "x": 2, "y": 2}, pipeline=Pipeline("zero-bubble", 4)),
+    Row("data × model × pipeline", "megatron-sequence", {"p": 2, "x": 2, "y": 2},
+        pipeline=Pipeline("1f1b", 4, 2, layers=4)),
+    Row("data × expert × pipeline", "gshard", {"p": 2, "x": 4}, pipeline=Pipeline("1f1b", 2, 2, layers=4)),
+    Row("model × expert × pipeline", "megatron-folded", {"p": 4, "y": 2}, pipeline=Pipeline("1f1b", 4, 2, layers=8)),
     Row("model × context", "context-parallel", {"y": 8}, {"attention.query": "BL_yH_yD"}, reason="mesh axis y"),
     Row("expert × context", "context-parallel", {"y": 8}, {"moe.groups": "GL_yE", "moe.dispatched": "GXCE"},
         reason="dimension L of moe.groups stays whole"),
     Row("context", "context-parallel", {"y": 8}, length=24, reason="zigzag order cuts it into 16 chunks"),
     Row("expert", "gshard", {"x": 8}, config=replace(DENSE, moe=MoEConfig(experts=4, every=2)),
         reason="dimension X has size 4"),
+    Row("data × pipeline", "zero-2", {"p": 2, "x": 4}, pipeline=Pipeline("1f1b", 2),
+        reason="a stage settles the gradients of each microbatch"),
+    Row("data × pipeline", "data-parallel", {"p": 2, "x": 4}, pipeline=Pipeline("1f1b", 2, 2),
+        reason="2 stacked layers do not make 2 rounds of 2 stages"),
+    Row("model × pipeline", "megatron-1d", {"p": 4, "y": 2}, pipeline=Pipeline("1f1b", 2, 2, layers=8),
+        reason="2 microbatches cannot go 2 times round 4 stages"),
 )  # fmt: skip
 
 
@@ -144,12 +194,15 @@ class Outcome:
 def outcome(row: Row) -> Outcome:
     """Train a row and one device, and compare."""
     try:
-        layout = Layout.load(row.layout).override(row.change).lowered(row.lowering)
+        layout, settings = row.table, row.pipeline.settings if row.pipeline else {}
         mesh = layout.complete_mesh(row.mesh)
         layout.check(row.model.sizes(BATCH, row.length), mesh)
+        schedule_of(row.model, layout, mesh, **settings)
     except LayoutError as error:
         return Outcome(refused=" ".join(filter(None, (error.faults[0].fact, error.faults[0].remedy))).split("\n")[0])
-    losses, comparison, sent = train(row.model, layout, mesh, row.length)
+    except PlanError as error:
+        return Outcome(refused=" ".join(str(error).split()))
+    losses, comparison, sent = train(row.model, layout, mesh, row.length, settings)
     wanted = alone(row.model, row.length)
     difference = float(np.max(np.abs(losses - wanted) / np.abs(wanted)))
     return Outcome(difference, sent, comparison, float(wanted[0] - wanted[-1]))
@@ -162,7 +215,11 @@ def alone(config: models.ModelConfig, length: int) -> np.ndarray:
 
 
 def train(
-    config: models.ModelConfig, layout: Layout, sizes: Mapping[str, int], length: int
+    config: models.ModelConfig,
+    layout: Layout,
+    sizes: Mapping[str, int],
+    length: int,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[np.ndarray, bool, int]:
     """Losses of the training loop's own step, whether its ledger is the plan, and the bytes that it sends."""
     sizes = layout.complete_mesh(sizes)
@@ -172,7 +229,7 @@ def train(
     with jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "blocking"):
         model = models.build(config, layout, mesh, jax.random.key(0))
         state = step.initial_state(model, optimizer, STEPS, mesh)
-        update = step.training_step(model, optimizer, STEPS)
+        update = step.training_step(model, optimizer, STEPS, **settings)
         where, key = jax.NamedSharding(mesh, models.batch_spec(layout).partition_spec()), placed_key(mesh)
         arguments = state, jax.device_put(text(0, length), where), key
         plan, compiled = gspmd.trace(update, *arguments), jit_step(update, state).lower(*arguments).compile()
@@ -197,6 +254,7 @@ def text(number: int, length: int) -> np.ndarray:
 def line(row: Row, found: Outcome) -> str:
     """A row of the page's table."""
     changed = "; ".join(f"`{key}` {spec}" for key, spec in row.change.items() if key in _TOLD)
+    changed = "; ".join(filter(None, (changed, str(row.pipeline or ""))))
     mesh = ", ".join(f"{axis}={size}" for axis, size in row.mesh.items())
     first = f"| {row.parts} | `{row.layout}` | {mesh} | {changed}"
     if found.refused:

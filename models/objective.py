@@ -104,7 +104,7 @@ def schedule_of(
     if layers % (table.stages * rounds):
         raise PlanError(
             f"{layers} stacked layers do not make {rounds} rounds of {table.stages} stages.\n"
-            f"  Their number has to be a multiple of {table.stages * rounds}: change the layers, the rounds or the mesh."
+            f"  Their number has to be a multiple of {table.stages * rounds}: change layers, rounds or mesh."
         )
     if microbatches > 1 and config.moe and config.moe.groups:
         raise PlanError(

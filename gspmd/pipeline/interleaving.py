@@ -1,8 +1,8 @@
 """Bring stacked layers to the stages that need them: with several rounds a stage's layers do not stand together.
 
 Of N layers, stage q of S stores those from q·N/S on. In R rounds they make R·S chunks, and chunk r·S + s is that of
-stage s in round r. It stores R chunks and needs R, so that as many permutes as any stage has chunks to send bring all of
-them there: a bipartite graph whose vertices have at most D edges is D matchings (Kőnig), and a matching is a permute.
+stage s in round r. It stores R chunks and needs R, so that as many permutes as any stage has chunks to send bring all
+there: a bipartite graph whose vertices have at most D edges is D matchings (Kőnig), and a matching is a permute.
 """
 
 from collections import defaultdict

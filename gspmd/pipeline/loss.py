@@ -9,7 +9,6 @@ from jax.sharding import AxisType
 from gspmd.annotate.equation import Equation
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
-from gspmd.lowerings import default
 from gspmd.ops._einsum import reshard
 from gspmd.pipeline.calls import apart
 from gspmd.pipeline.executor import Executor, Results, Stages
@@ -47,7 +46,7 @@ def pipelined(
 
     Raises:
         PlanError: by the function, if the mesh has no such axis, or another number of devices along it, or no other
-            axis.
+            axis; or if an operation has lowering `"xla"` under Auto axes, or in schedule `"zero-bubble"`.
 
     Example:
         >>> import numpy as np
@@ -162,13 +161,6 @@ def _check(mesh: jax.sharding.AbstractMesh, schedule: Schedule, axis: str) -> No
         raise PlanError(
             f"a pipeline needs a mesh axis besides {axis}, for its stages to plan on.\n  Add one; it may have size 1."
         )
-    # Its products stand in regions of Auto axes, which JAX neither nests under Auto axes nor lets `split` take apart.
-    if default.current() == "xla" and AxisType.Explicit not in mesh.axis_types:
-        raise PlanError(
-            "a pipeline under Auto mesh axes cannot have lowering 'xla'.\n  Use 'blocking' or Explicit axes."
-        )
-    if default.current() == "xla" and "weights" in schedule.kinds:
-        raise PlanError(f"schedule {schedule.name} cannot have lowering 'xla'.\n  Use 'blocking', or schedule 1f1b.")
 
 
 def _partition(x: jax.Array) -> jax.P:

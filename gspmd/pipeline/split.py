@@ -11,6 +11,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
+from gspmd.annotate.errors import PlanError
 from gspmd.tracing.jaxprs import all_equations, inner_jaxprs
 
 Tree = Any
@@ -41,6 +42,9 @@ def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tre
         fixed: what is there again for the second part; operations on it alone are done in both.
         moving: what is not.
 
+    Raises:
+        PlanError: an operation has lowering `"xla"` under Explicit axes.
+
     Example:
         >>> halves = split(lambda w, x: (y := w * x, jax.numpy.sin(y)), 2.0, 3.0)
         >>> early, kept = halves.first(2.0, 3.0)
@@ -49,6 +53,12 @@ def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tre
     """
     closed, shapes = jax.make_jaxpr(f, return_shape=True)(fixed, moving)
     whole = closed.jaxpr
+    # Lowering 'xla' multiplies in regions of Auto axes, whose parts cannot run outside of them.
+    made = [var.aval.sharding.mesh for equation in all_equations(whole) for var in equation.outvars]
+    if jax.sharding.get_abstract_mesh().explicit_axes and any(mesh.auto_axes for mesh in made):
+        raise PlanError(
+            "a backward pass in two parts cannot have lowering 'xla'.\n  Use 'blocking', or another schedule."
+        )
     early: Any
     late: Any
     early, late = (jax.tree.structure(each) for each in shapes)

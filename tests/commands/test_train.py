@@ -1,6 +1,7 @@
 """`gspmd train` with a tokenizer, and from a public checkpoint: what it begins with, and what it leaves."""
 
 import dataclasses
+import io
 import json
 import shlex
 
@@ -13,10 +14,10 @@ from tokenizers import models as kinds
 
 import gspmd_models as models
 from gspmd import host
-from gspmd.commands import main, train
+from gspmd.commands import configs, header, main, train
 from gspmd.layouts import Layout
-from gspmd.training import TrainingConfig
-from gspmd.training.arrangement import Arrangement
+from gspmd.training import TrainingConfig, command
+from gspmd.training.arrangement import Arrangement, arrange
 from gspmd.training.reporting import metrics
 from gspmd.training.toml import ConfigError
 from gspmd_models import checkpoints
@@ -100,6 +101,7 @@ def test_a_resumed_run_has_the_adapters_that_it_is_told_of():
         train.adapted(train.Settings(model=models.ModelConfig(lora=asked)))
 
 
+IN_STAGES = ["--config", "tiny", "--layout", "pipeline", "--mesh", "p=2,x=4"]
 BAD = {
     "no checkpoint": (["--from", "nowhere"], "there is no such folder."),
     "a tokenizer that is none": (["--tokenizer", "texts.jsonl"], "texts.jsonl cannot be read: "),
@@ -111,6 +113,23 @@ BAD = {
     "another field": (
         ["--data-field", "body", "--data", "texts.jsonl"],
         "'texts.jsonl': line 200 has no field 'body'; it has 'text', 'id'. See --data-field.",
+    ),
+    "rounds without stages": (
+        ["--config", "tiny", "--rounds", "2"],
+        "rounds is 2, and no layout here has stages to go round; leave rounds out.",
+    ),
+    "layers that make no rounds": (
+        [*IN_STAGES, "--model.layers", "12", "--rounds", "2", "--microbatches", "2"],
+        "6 stacked layers do not make 2 rounds of 2 stages.\n"
+        "  Their number has to be a multiple of 4: change layers, rounds or mesh.",
+    ),
+    "microbatches that make no rounds": (
+        [*IN_STAGES, "--model.layers", "16", "--rounds", "2"],
+        "1 microbatches cannot go 2 times round 2 stages: they go in groups of 2.\n",
+    ),
+    "frozen parameters in stages": (
+        [*IN_STAGES, "--model.layers", "4", "--frozen", "embedding.*"],
+        "the stages of a pipeline train all parameters; leave [lora] and frozen out, or the stages.",
     ),
     "PaLM on bytes": (["--config", "palm-8b"], "but is 256128. Give the file of its tokenizer with --tokenizer."),
     "PaLM in this machine": (
@@ -127,6 +146,18 @@ def test_bad_input_is_one_message(files, flags, words, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert words in said or (words.startswith("'texts") and "... and 100 more." in said)
     assert "Traceback" not in said
+
+
+def test_the_header_has_the_schedule_of_every_layout():
+    flags = ["--layout", "zero-2", "--model.layers", "16", "--microbatches", "4", "--rounds", "2", "--batch", "16"]
+    changes = ["--relayout", "1=pipeline:p=2,x=4", "--relayout", "2=pipeline:p=4,x=2"]
+    settings = command.parse(train.Settings, [*flags, *changes], default="tiny", find=configs.find)
+    sizes = settings.model.sizes(settings.training.batch, settings.training.length)
+    console = Console(width=160, record=True, file=io.StringIO())
+    header.show_run(console, settings, arrange(settings.training, settings.sharding, sizes), "")
+    said = " ".join(console.export_text().split())
+    assert "after step 1 1f1b of 4 microbatches 2 times through 2 stages, bubble 11%; " in said
+    assert "after step 2 1f1b of 4 microbatches 2 times through 4 stages, bubble 27%" in said
 
 
 @pytest.mark.slow

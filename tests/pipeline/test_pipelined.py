@@ -202,17 +202,27 @@ def test_gradients_of_narrow_weights_are_added_in_float32(make_mesh):
     assert (slope.dtype, float(slope[0, 0, 0])) == (jnp.bfloat16, 1.0)
 
 
+@pytest.mark.parametrize("asked", ["by default", "by a call"])
 @pytest.mark.parametrize(
     ("schedule", "axis_type", "reason"),
     [
-        ("1f1b", "auto", "a pipeline under Auto mesh axes cannot have lowering 'xla'.\n  Use 'blocking' or Explicit"),
-        ("zero-bubble", "explicit", "schedule zero-bubble cannot have lowering 'xla'.\n  Use 'blocking', or schedule"),
+        ("1f1b", "auto", "lowering 'xla' cannot run under Auto mesh axes in a shard_map, as the stages of a pipeline"),
+        (
+            "zero-bubble",
+            "explicit",
+            "a backward pass in two parts cannot have lowering 'xla'.\n  Use 'blocking', or an",
+        ),
     ],
 )
-def test_what_lowering_xla_cannot_run(schedule, axis_type, reason, make_mesh):
-    arrays = drawn(2, 1, 2)
-    loss = pipelined(STAGES, Schedule.of(schedule, 2, 2), axis="p", stream=STREAM, shared={"table": "EF_x"})
-    on_mesh = jax.set_mesh(make_mesh({"p": 2, "x": 2}, axis_type))
-    with on_mesh, gspmd.lowering("xla"), pytest.raises(PlanError) as error:
-        jax.grad(lambda *given: loss(*given)[0])(*jax.tree.map(jnp.asarray, arrays))
+def test_what_lowering_xla_cannot_run(schedule, axis_type, reason, asked, make_mesh):
+    def by_a_call(w, x, batch, number):
+        y = gspmd.einsum("BE_x, EF_x -> BF_x", x, w["a"][0], lowering="xla")
+        return gspmd.einsum("BF_x, F_xE -> BE_x", y, w["b"][0]), 0.0, {}
+
+    stages = STAGES if asked == "by default" else replace(STAGES, chunk=by_a_call)
+    with jax.set_mesh(make_mesh({"p": 2, "x": 2}, axis_type)):
+        loss, arrays = prepared(Schedule.of(schedule, 2, 2), drawn(2, 1, 2), stages)
+        gradients = jax.grad(lambda *given: loss(*given)[0], argnums=(0, 1))
+        with gspmd.lowering("xla" if asked == "by default" else "blocking"), pytest.raises(PlanError) as error:
+            jax.eval_shape(gradients, *arrays)
     assert str(error.value).startswith(reason)

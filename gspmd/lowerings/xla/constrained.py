@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from gspmd.annotate.annotation import annotate
+from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, input_partition, own_promotion
 from gspmd.lowerings.scopes import program_scope
@@ -23,6 +24,9 @@ def compiler_chooses(
         in_specs, out_specs: one Spec per array; constraints under Auto axes, types under Explicit ones.
         arrays: placed as `in_specs` say.
         name: what is computed, in notation, for the ledger; none where a scope says it already.
+
+    Raises:
+        PlanError: the call stands in a shard_map under Auto axes.
     """
     outs = jax.tree.map(Spec.partition_spec, out_specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
     with jax.named_scope(program_scope(name)) if name else nullcontext(), own_promotion():
@@ -30,6 +34,11 @@ def compiler_chooses(
             for number, (spec, x) in enumerate(zip(in_specs, arrays, strict=True)):
                 input_partition(ctx, spec, x, number, name or getattr(f, "__name__", "f"))
             return jax.sharding.auto_axes(f, axes=tuple(ctx.mesh), out_sharding=outs)(*arrays)
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            raise PlanError(
+                "lowering 'xla' cannot run under Auto mesh axes in a shard_map, as the stages of a pipeline are.\n"
+                "  Use 'blocking' or Explicit axes."
+            )
         # outside of jit an array may be on one device, made before the mesh: a constraint would refuse it
         placed = [annotate(x, spec) for x, spec in zip(arrays, in_specs, strict=True)]
         return jax.tree.map(jax.lax.with_sharding_constraint, f(*placed), outs)
