@@ -148,8 +148,6 @@ ROWS = (
     Row("model × pipeline", "megatron-1d", {"p": 4, "y": 2}, pipeline=Pipeline("1f1b", 4, 3, layers=12)),
     Row("context × pipeline", "context-parallel", {"p": 2, "y": 4}, pipeline=Pipeline("1f1b", 4)),
     Row("data × model × pipeline", "megatron-1d", {"p": 2, "x": 2, "y": 2}, pipeline=Pipeline("zero-bubble", 4)),
-    Row("data × model × pipeline", "megatron-sequence", {"p": 2, "x": 2, "y": 2},
-        pipeline=Pipeline("1f1b", 4, 2, layers=4)),
     Row("data × expert × pipeline", "gshard", {"p": 2, "x": 4}, pipeline=Pipeline("1f1b", 2, 2, layers=4)),
     Row("model × expert × pipeline", "megatron-folded", {"p": 4, "y": 2}, pipeline=Pipeline("1f1b", 4, 2, layers=8)),
     Row("model × context", "context-parallel", {"y": 8}, {"attention.query": "BL_yH_yD"}, reason="mesh axis y"),

@@ -62,7 +62,7 @@ def training_step(
             of experts, groups that span sequences, their capacity and auxiliary losses are those of a microbatch, and
             every microbatch has random draws of its own.
         schedule: of a pipeline, `"1f1b"`, `"gpipe"` or `"zero-bubble"`.
-        rounds: of a pipeline, chunks of layers of each stage; more than one interleave.
+        rounds: of a pipeline, chunks of layers of each stage; with more than one it is interleaved.
         frozen: patterns of parameters that stay as they are, as of `trained_paths`. They have no gradient, so none is
             reduced, and no optimizer state. With adapters (`ModelConfig.lora`) all other parameters stay too.
         parameter_dtype: what matrices are stored in; if not float32, the optimizer has float32 masters.

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gspmd.annotate.errors import PlanError
+from gspmd.annotate.errors import PlanError, shown
 from gspmd.annotate.spec import Spec
+from gspmd.annotate.validation import whole
 from gspmd.hardware.links import collective_seconds, wire_bytes
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.scopes import step_scope
@@ -53,7 +54,7 @@ def in_rounds(x: jax.Array, spec: str | Spec, rounds: int) -> jax.Array:
 
     Raises:
         SpecError: the spec does not fit the array or the mesh.
-        PlanError: R·S does not divide N.
+        PlanError: R·S does not divide N, or R is no positive number.
 
     Example:
         >>> import gspmd
@@ -67,9 +68,11 @@ def in_rounds(x: jax.Array, spec: str | Spec, rounds: int) -> jax.Array:
         of rounds, and for layouts without stages, at the price of the permutes.
     """
     ctx = context()
+    if (whole(rounds) or 0) < 1:
+        raise PlanError(f"cannot bring layers '{spec}' into {shown(rounds)} rounds.\n  Give 1 or more.")
     spec = read(f"cannot bring layers '{spec}' into {rounds} rounds", spec, x, ctx)
     stages = prod(ctx.mesh[axis] for axis in spec.axes[0])
-    if rounds < 1 or x.shape[0] % (rounds * stages):
+    if x.shape[0] % (rounds * stages):
         raise PlanError(
             f"{x.shape[0]} stacked layers do not make {rounds} rounds of {stages} stages.\n"
             f"  Their number has to be a multiple of {rounds * stages}."

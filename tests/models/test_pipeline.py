@@ -39,7 +39,7 @@ def losses(config, name, mesh, tokens, microbatches=1, rounds=1):
 
 @pytest.mark.slow
 def test_fifty_steps_in_two_rounds_have_the_losses_of_one_device(config, make_mesh):
-    settings = config(layers=4, tied=False, block="parallel", moe=MoEConfig(experts=8, every=1, jitter=0.0))
+    settings = config(layers=4, tied=False, block="parallel")
     steps = np.random.default_rng(0).choice([1, 5], size=(STEPS, 8, 17))
     tokens = (np.cumsum(steps, axis=2) % 64).astype(np.int32)
     wanted, _ = losses(settings, "replicated", make_mesh({"x": 1, "y": 1, "z": 1}), tokens)
