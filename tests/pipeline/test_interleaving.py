@@ -75,7 +75,7 @@ def test_layers_that_do_not_make_rounds(make_mesh):
         x = gspmd.annotate(np.ones((6, 2), np.float32), "N_pE")
         with pytest.raises(PlanError) as error:
             in_rounds(x, "N_pE", 2)
-        with pytest.raises(PlanError, match="cannot bring layers 'N_pE' into 0 rounds.\n  Give 1 or more."):
+        with pytest.raises(PlanError, match="cannot bring layers 'N_pE' into 0 rounds"):
             in_rounds(x, "N_pE", 0)
         with pytest.raises(SpecError, match="dimension E has size 3, which mesh axis x"):
             in_rounds(gspmd.annotate(np.ones((6, 3), np.float32), "N_pE"), "N_pE_x", 3)
