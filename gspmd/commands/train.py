@@ -121,7 +121,7 @@ def train(settings: Settings, called: str = CALLED) -> None:
         progress.begin("Reading the settings")
         schedules = [pipeline_of(settings, arrangement) for arrangement in arrangements]
         if sharding.rounds > 1 and not any(schedules):
-            fault = f"rounds is {sharding.rounds}, and no layout here has stages to go round; leave rounds out."
+            fault = f"rounds is {sharding.rounds}, and no layout here has stages to go round; set rounds to 1."
             raise ConfigError("cannot train this model:", [fault])
         states = [abstract_state(settings, arrangement) for arrangement in arrangements]
         check_same_form([*zip(map(str, arrangements), states)])

@@ -116,7 +116,7 @@ BAD = {
     ),
     "rounds without stages": (
         ["--config", "tiny", "--rounds", "2"],
-        "rounds is 2, and no layout here has stages to go round; leave rounds out.",
+        "rounds is 2, and no layout here has stages to go round; set rounds to 1.",
     ),
     "layers that make no rounds": (
         [*IN_STAGES, "--model.layers", "12", "--rounds", "2", "--microbatches", "2"],
