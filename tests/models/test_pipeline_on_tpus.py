@@ -18,8 +18,10 @@ pytestmark = [
 SIZES = {"vocabulary": 256, "embed": 128, "heads": 2, "kv_heads": 2, "head_size": 64, "feed_forward": 256}
 
 
-@pytest.mark.parametrize(("schedule", "kind", "remat"), [("1f1b", "explicit", "full"), ("gpipe", "auto", "none")])
-def test_a_training_step_compiles_and_sends_what_is_planned(schedule, kind, remat):
+@pytest.mark.parametrize(
+    ("schedule", "rounds", "kind", "remat"), [("1f1b", 2, "explicit", "full"), ("gpipe", 1, "auto", "none")]
+)
+def test_a_training_step_compiles_and_sends_what_is_planned(schedule, rounds, kind, remat):
     """A tick in a loop and one apart call the same programs, which the compiler does not take in one function."""
     target, layout = topology("tpu-v5p:2x2x1"), Layout.load("pipeline")
     mesh = target.mesh({"p": 2, "x": 1, "y": 2, "z": 1}, kind)
@@ -29,7 +31,7 @@ def test_a_training_step_compiles_and_sends_what_is_planned(schedule, kind, rema
         models.abstract_key(mesh),
     )  # fmt: skip
     with gspmd.lowering("blocking"):
-        update = step.training_step(model, OptimizerConfig(), 10, 2, schedule)
+        update = step.training_step(model, OptimizerConfig(), 10, 2, schedule, rounds)
         report = compile_offline(update, *arguments, topology=target, mesh=mesh, donate_argnums=(0,))
     planned, sent = report.ledger.compare(report.plan).totals["collective-permute", ("p",)]
     assert planned == sent > 0
