@@ -269,7 +269,7 @@ def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tupl
     if not train:
         tokens = models.abstract_tokens(layout, mesh, settings.batch, settings.length)
         return step.forward_step(model), (models.arrays(model), tokens), {}
-    of_state = {"frozen": settings.frozen, "parameter_dtype": settings.parameter_dtype}
+    of_state: dict[str, Any] = {"frozen": settings.frozen, "parameter_dtype": settings.parameter_dtype}
     state = step.abstract_state(model, settings.optimizer, 1000, mesh, **of_state)
     batch = models.abstract_batch(layout, mesh, settings.batch, settings.length)
     pipeline = settings.microbatches, settings.sharding.schedule, settings.sharding.rounds
