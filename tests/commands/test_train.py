@@ -134,7 +134,7 @@ BAD = {
     "PaLM on bytes": (["--config", "palm-8b"], "but is 256128. Give the file of its tokenizer with --tokenizer."),
     "PaLM in this machine": (
         ["--config", "palm-8b", "--tokenizer", "tokenizer.json", "--data", "texts.jsonl"],
-        "its parameters and optimizer state take 829 GB on 8 devices",
+        " of optimizer state on each of 8 devices, which has ",
     ),
 }
 
