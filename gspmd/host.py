@@ -10,9 +10,11 @@ import atexit
 import hashlib
 import os
 import platform
+import secrets
 import shutil
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from glob import glob
 from pathlib import Path
 from tempfile import TemporaryFile, gettempdir
@@ -38,8 +40,11 @@ WITHOUT_TPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 # The schedule of every kernel, by which gspmd.audit knows how long it takes: HLO has no estimate for a Pallas kernel.
-# The folder has the number of the process in its name, as a child inherits the environment.
+# The folder is this process's alone: a child inherits the environment, and containers may share folders and numbers.
 _SCHEDULES = f"--xla_jf_dump_to={gettempdir()}/gspmd-schedules-"
+_OWN = secrets.token_hex(8)
+# What a container's processes may take of the host's memory, in bytes, or "max".
+_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _DUMPED = "--xla_jf_dump_llo_text=true", "--xla_jf_dump_llo_pass_label_regex=final_bundles"
 
 
@@ -202,33 +207,42 @@ def describe(devices: Sequence[jax.Device]) -> str:
 def memory(devices: Sequence[jax.Device]) -> int | None:
     """Bytes that programs may use on each of these devices, or None if they do not tell.
 
-    Devices of a CPU share the memory of their host.
+    Devices of a CPU share the memory of their host, or what its container may take of it.
     """
     if devices[0].platform != "cpu":
         return (devices[0].memory_stats() or {}).get("bytes_limit")
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # not a POSIX system
         return None
+    with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+        there = min(there, int(_LIMIT.read_text()))
+    return there // len(devices)
 
 
 def quiet_libtpu() -> None:
     """Tell libtpu, where there is no TPU, that there is none and it only compiles; leave what the user has set."""
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "").split()
+    if any(flag.startswith(_SCHEDULES) for flag in flags):  # those of the process that started this one
+        flags = [flag for flag in flags if not flag.startswith(_SCHEDULES) and flag not in _DUMPED]
+        os.environ["LIBTPU_INIT_ARGS"] = " ".join(flags)
     # A machine with TPUs has one of these files per chip, and knows its own answers.
     if not (glob("/dev/accel[0-9]*") or glob("/dev/vfio/[0-9]*")):
         for variable, value in WITHOUT_TPU.items():
             os.environ.setdefault(variable, value)
-        flags = os.environ.get("LIBTPU_INIT_ARGS", "").split()
-        own = [flag for flag in flags if not flag.startswith(_SCHEDULES)]  # those of the process that started this one
-        if not any(flag.startswith("--xla_jf_dump_to") for flag in own):
-            asked = (f"{_SCHEDULES}{os.getpid()}", *(flag for flag in _DUMPED if flag not in own))
-            os.environ["LIBTPU_INIT_ARGS"] = " ".join((*own, *asked))
-            atexit.register(shutil.rmtree, schedules_folder(), ignore_errors=True)
+        if not any(flag.startswith("--xla_jf_dump_") for flag in flags):  # a dump of the user's own
+            os.environ["LIBTPU_INIT_ARGS"] = " ".join((*flags, _SCHEDULES + _OWN, *_DUMPED))
+            atexit.unregister(_forget_schedules)
+            atexit.register(_forget_schedules)
 
 
 def schedules_folder() -> Path:
     """Where libtpu, loaded by this process, writes the schedules of what it compiles."""
-    return Path(f"{_SCHEDULES}{os.getpid()}".partition("=")[2])
+    return Path((_SCHEDULES + _OWN).partition("=")[2])
+
+
+def _forget_schedules() -> None:
+    shutil.rmtree(schedules_folder(), ignore_errors=True)
 
 
 def _no_gpu(found: str) -> str:

@@ -62,6 +62,7 @@ class Sharding(ShardingConfig):
     devices: int | None = None
     """Number of devices; all of an accelerator, or one of a CPU, if not given."""
     schedule: tyro.conf.Suppress[str] = "1f1b"
+    rounds: tyro.conf.Suppress[int] = 1
     distributed: tyro.conf.Suppress[str] = ""
 
 

@@ -134,7 +134,8 @@ def train(settings: Settings, called: str = CALLED) -> None:
         parts = {"parameters": state.params, "optimizer state": state.optimizer}
         remedy = "Take a smaller model, or a layout that shards more; --explain allocates nothing."
         memory.check("cannot hold this model:", parts, arrangement.mesh.local_devices, remedy)
-        if arrangement.after:  # what does not fit there is said now, and not after so many steps
+        # What does not fit there is said now, and not after so many steps, or once the text is read.
+        if arrangement.after or pipeline_of(settings, arrangement):
             with arrangement.context(), Progress(console, f"Checking {arrangement}"):
                 update, *args = step_of(settings, arrangement, state)
                 jax.eval_shape(update, *args)

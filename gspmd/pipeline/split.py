@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from gspmd.annotate.errors import PlanError
+from gspmd.lowerings.scopes import innermost
 from gspmd.tracing.jaxprs import all_equations, inner_jaxprs
 
 Tree = Any
@@ -54,7 +55,8 @@ def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tre
     closed, shapes = jax.make_jaxpr(f, return_shape=True)(fixed, moving)
     whole = closed.jaxpr
     # Lowering 'xla' multiplies in regions of Auto axes, whose parts cannot run outside of them.
-    made = [var.aval.sharding.mesh for equation in all_equations(whole) for var in equation.outvars]
+    ours = [each for each in all_equations(whole) if innermost(str(each.source_info.name_stack))[0]]  # no random draws
+    made = [var.aval.sharding.mesh for each in ours for var in each.outvars]
     if jax.sharding.get_abstract_mesh().explicit_axes and any(mesh.auto_axes for mesh in made):
         raise PlanError(
             "a backward pass in two parts cannot have lowering 'xla'.\n  Use 'blocking', or another schedule."

@@ -228,6 +228,8 @@ def _carried_over(settings: dict[str, Any], given: Mapping[str, str | None]) -> 
         dropped.add("mesh")
     if given["layout"] is not None or given["set"] is not None:
         dropped.add("set")
+    if given["layout"] is not None:
+        dropped.add("rounds")  # of the stages of the layout before
     training, sharding = dict(settings.get("training", {})), settings.get("sharding", {})
     changes = [parse_relayout(change) for change in training.pop("relayout", ())]
     if given["layout"] is None and given["relayout"] is None:

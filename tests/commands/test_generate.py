@@ -235,6 +235,7 @@ def test_the_help_says_how_many_devices_are_used(capsys):
     assert "all of an accelerator, or one of a CPU" in said
     assert "8 fake" not in said
     assert "--schedule" not in said  # of a training step only
+    assert "--rounds" not in said
     assert "--distributed" not in said
 
 

@@ -39,9 +39,9 @@ PARALLEL = models.ModelConfig(
 )
 
 LOWERINGS = ("blocking", "xla", "looped")
-# Each kind of layout once: weights that stay, weights that are gathered, partial gradients, and experts apart from
-# attention. What every preset sends is in the fast suite, in tests/audit/test_presets.py.
-FAST = {"weight-stationary-2d", "weight-gathered-xy", "zero-2", "megatron-folded"}
+# Each kind of layout and each lowering: weights that stay, weights that are gathered, optimizer state apart from them,
+# and experts apart from attention. What every preset sends is in the fast suite, in tests/audit/test_presets.py.
+FAST = {"weight-stationary-2d", "weight-gathered-xy", "zero-1", "megatron-folded"}
 ONCE = [
     pytest.param(
         name,

@@ -53,6 +53,22 @@ CASES = {
 }
 
 
+def test_what_the_kernels_do_not_take_is_computed_in_blocks(on_tpu, monkeypatch):
+    """Each of these would fail in the compiler, or take plain Python minutes."""
+    wide = jax.ShapeDtypeStruct((1, 256, 2, 64), "float32")
+    narrow = jax.ShapeDtypeStruct((1, 256, 2, 64), "bfloat16")
+    assert splash.fits(wide, wide, wide)
+    assert not splash.fits(narrow, narrow, wide)
+    assert not splash.fits(wide, narrow, narrow)
+    for precision in ("high", "tensorfloat32", "highest"):
+        with jax.default_matmul_precision(precision):
+            assert not splash.fits(wide, wide, wide)
+    long = jax.ShapeDtypeStruct((1, 64 * 128, 2, 64), "float32")
+    longer = jax.ShapeDtypeStruct((1, 64 * 128 + 1, 2, 64), "float32")
+    assert splash.fits(long, long, long)
+    assert not splash.fits(longer, longer, longer)
+
+
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if n > 1 else c for n, c in enumerate(CASES)])
 def test_values_and_gradients(case, on_tpu, make_mesh, place):
     *sizes, mesh, query, key = CASES[case]

@@ -12,6 +12,7 @@ import pytest
 import gspmd
 from gspmd.annotate import PlanError
 from gspmd.pipeline import Schedule, Stages, pipelined
+from gspmd.pipeline.split import split
 
 EMBED, HIDDEN, BATCH, LAYERS = 8, 16, 4, 2
 STREAM = "BE_x"
@@ -226,3 +227,18 @@ def test_what_lowering_xla_cannot_run(schedule, axis_type, reason, asked, make_m
         with gspmd.lowering("xla" if asked == "by default" else "blocking"), pytest.raises(PlanError) as error:
             jax.eval_shape(gradients, *arrays)
     assert str(error.value).startswith(reason)
+
+
+def test_random_draws_may_be_split(make_mesh):
+    """JAX draws in a region of Auto axes, as lowering 'xla' multiplies in; these are taken apart all the same."""
+
+    def f(w, x):
+        y = w * x * jax.random.uniform(jax.random.key(0), x.shape, out_sharding=jax.P("x"))
+        return y, jnp.sin(y)
+
+    with jax.set_mesh(make_mesh({"x": 2})):
+        w, x = (gspmd.annotate(np.arange(4, dtype="float32") + n, "B_x") for n in (1, 2))
+        halves = split(f, w, x)
+        early, kept = halves.first(w, x)
+        for got, want in zip((early, halves.rest(w, kept)), f(w, x)):
+            np.testing.assert_array_equal(got, want)

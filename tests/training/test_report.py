@@ -54,10 +54,14 @@ def test_what_devices_have_no_room_for_is_refused(spec, held, make_mesh, monkeyp
         memory.check("cannot:", parts, devices, "Stop.")
 
 
-def test_the_memory_of_host_devices_is_shared():
+def test_the_memory_of_host_devices_is_shared_and_that_of_their_container(monkeypatch, tmp_path):
+    monkeypatch.setattr(host, "_LIMIT", tmp_path / "memory.max")
     one = host.memory(jax.devices()[:1])
     assert one == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert host.memory(jax.devices()[:4]) == one // 4
+    for limit, wanted in (("max", one), ("4000", 4000), (str(2 * one), one)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert host.memory(jax.devices()[:1]) == wanted
 
 
 def test_tensors_with_their_pieces(console):

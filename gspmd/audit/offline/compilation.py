@@ -13,7 +13,7 @@ from gspmd.audit.arguments import operations
 from gspmd.audit.hlo import parse
 from gspmd.audit.ledgers.reader import of_module
 from gspmd.audit.offline import memory
-from gspmd.audit.offline.libtpu import forget_schedules, with_schedules
+from gspmd.audit.offline.libtpu import own_schedules, with_schedules
 from gspmd.audit.offline.memory import KEPT
 from gspmd.audit.offline.report import Report
 from gspmd.audit.offline.tpu import Topology, topology
@@ -75,7 +75,7 @@ def compile_offline(
     with jax.set_mesh(placed):
         progress("planning")
         plan = trace(fn, *abstract_args)
-        compiled, reason = None, _overfull(held, target)
+        compiled, module, reason = None, None, _overfull(held, target)
         if not reason:
             progress("lowering")
             options = _formats(abstract_args, auto_layout_argnums)
@@ -84,16 +84,16 @@ def compile_offline(
             jitted = jax.jit(fn, donate_argnums=tuple(donate_argnums), **options)
             lowered = jitted.lower(*abstract_args)
             progress("compiling")
-            forget_schedules()
-            compiled, reason = _compile(lowered)
+            with own_schedules():
+                compiled, reason = _compile(lowered)
+                module = with_schedules(parse(compiled.as_text())) if compiled is not None else None
     seconds = time.perf_counter() - began
-    if compiled is None:
+    if compiled is None or module is None:
         with jax.set_mesh(placed):
             values = memory.values(jax.make_jaxpr(fn)(*abstract_args).jaxpr)
         return _too_large(target, sizes, plan, (*held, *values), reason, seconds)
     progress("reading")
     text, stats = compiled.as_text(), compiled.memory_analysis()
-    module = with_schedules(parse(text))
     needed = stats.argument_size_in_bytes, stats.output_size_in_bytes - stats.alias_size_in_bytes
     buffers = sorted([*held, *memory.temporaries(module)], key=lambda buffer: -buffer.bytes)[:KEPT]
     return Report(

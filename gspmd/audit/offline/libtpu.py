@@ -3,6 +3,9 @@
 import os
 import re
 import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
 
@@ -14,6 +17,8 @@ from gspmd.audit.hlo.bundles import KernelSchedule
 from gspmd.audit.hlo.module import Module
 from gspmd.hardware.chips import Chip
 from gspmd.host import quiet_libtpu, schedules_folder
+
+_COMPILING = threading.RLock()
 
 # A v4 chip is one device ("megacore") in JAX, but not by default in its compiler. The defaults of other chips are what
 # JAX shows: v5p one device, v3 and tpu7x one for each of their two cores.
@@ -37,20 +42,29 @@ def slice_devices(chip: Chip, sizes: str) -> tuple[jax.Device, ...]:
     return tuple(sorted(described.devices, key=lambda d: (*d.coords, d.core_on_chip)))
 
 
-def forget_schedules() -> None:
-    """Drop the schedules of what was compiled before: names of kernels repeat from program to program."""
-    shutil.rmtree(schedules_folder(), ignore_errors=True)
+@contextmanager
+def own_schedules() -> Iterator[None]:
+    """Compile one program at a time, with no schedules of others in the folder: names of kernels repeat in programs."""
+    with _COMPILING:
+        shutil.rmtree(schedules_folder(), ignore_errors=True)
+        try:
+            yield
+        finally:
+            shutil.rmtree(schedules_folder(), ignore_errors=True)
 
 
 def with_schedules(module: Module) -> Module:
-    """A program that was just compiled, with the schedules of the Pallas kernels in it, as far as libtpu wrote them."""
+    """A program that was just compiled, with the schedules of the Pallas kernels in it, as far as libtpu wrote them.
+
+    To be called within `own_schedules`.
+    """
     kernels = {}
     for computation in module.computations.values():
         for name in (each.name for each in computation.instructions if each.is_kernel):
-            for dump in schedules_folder().glob(f"*-{name}-[0-9]*-final_bundles.txt"):
-                if schedule := KernelSchedule.read(dump.read_text()):
-                    kernels[name] = schedule
-    forget_schedules()
+            dumps = [*schedules_folder().glob(f"*-{name}-[0-9]*-final_bundles.txt")]
+            # of several it is not known which is meant; without one the timeline says that it has a lower bound
+            if len(dumps) == 1 and (schedule := KernelSchedule.read(dumps[0].read_text())):
+                kernels[name] = schedule
     return replace(module, kernels=kernels)
 
 

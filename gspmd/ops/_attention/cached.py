@@ -257,7 +257,7 @@ def _attended(scale: float | None, q, k, v, cache, lengths, ahead=None, counted=
     held = jax.lax.broadcasted_iota(jnp.int32, cached_k.shape[:2], 1) < lengths[:, None]
     of_cached, of_new = shards or (ALONE, ALONE)
     found = local_attended(q, cached_k, cached_v, held, None, False, scale, *scales, shards=of_cached)
-    if counted is None and ahead is None and shards is None and splash.fits(q, k):
+    if counted is None and ahead is None and shards is None and splash.fits(q, k, v):
         out, normaliser = splash.attended(scale, q, k, v)
         return found.merge(Attended(normaliser, jnp.ones_like(normaliser), out.astype(jnp.float32)))
     return found.merge(local_attended(q, k, v, counted, ahead, True, scale, shards=of_new))

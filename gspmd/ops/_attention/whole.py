@@ -103,7 +103,7 @@ def attention(
         return checkpoint_name(compiler_chooses(ctx, f, ins, query, q, k, v, *more, name=name), MIXED)
     found, spread = placed(doing, query, key, q.shape[2], k.shape[2], ctx.mesh)
     core = _Core(query, key, causal, scale, extras, found, spread)
-    return _core(replace(core, kernel=_fits_kernel(core, ctx.mesh, q, k)), ctx, q, k, v, *more)
+    return _core(replace(core, kernel=_fits_kernel(core, ctx.mesh, q, k, v)), ctx, q, k, v, *more)
 
 
 def _position(doing: str, offset: jax.Array | int) -> jax.Array:
@@ -160,15 +160,15 @@ class _Core:
         return q.shape[3] ** -0.5 if self.scale is None else self.scale
 
 
-def _fits_kernel(core: _Core, mesh: Mapping[str, int], q: jax.Array, k: jax.Array) -> bool:
+def _fits_kernel(core: _Core, mesh: Mapping[str, int], q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
     """Whether every device attends causally, to its own sequences from their start, what the TPU's kernel takes."""
     if not core.causal or core.spread or core.extras.masked or core.extras.shifted:
         return False
-    queries, keys = (
+    queries, keys, values = (
         jax.ShapeDtypeStruct(spec.local_shape(sizes_of(spec, x.shape), mesh), x.dtype)
-        for spec, x in ((core.query, q), (core.key, k))
+        for spec, x in ((core.query, q), (core.key, k), (core.key, v))
     )
-    return splash.fits(queries, keys)
+    return splash.fits(queries, keys, values)
 
 
 def _attend(

@@ -252,6 +252,7 @@ def test_the_environment_is_the_users_first(monkeypatch):
     for variable in host.WITHOUT_TPU:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("TPU_LOG_DIR", "/logs")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
     host.quiet_libtpu()
     assert {variable: os.environ[variable] for variable in host.WITHOUT_TPU} == {
         **host.WITHOUT_TPU,
@@ -266,6 +267,34 @@ def test_a_machine_with_tpus_is_left_as_it_is(monkeypatch, device):
         monkeypatch.delenv(variable, raising=False)
     host.quiet_libtpu()
     assert not set(host.WITHOUT_TPU) & set(os.environ)
+
+
+def _flags(monkeypatch, before, devices=()):
+    """The flags of libtpu after `quiet_libtpu`, by what they were and the chips that the machine has."""
+    for variable in host.WITHOUT_TPU:
+        monkeypatch.setenv(variable, "0")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", before)
+    monkeypatch.setattr(host, "glob", lambda pattern: [*devices])
+    host.quiet_libtpu()
+    return os.environ["LIBTPU_INIT_ARGS"].split()
+
+
+def test_schedules_are_asked_for_but_in_place_of_a_users_own_dump(monkeypatch):
+    asked = _flags(monkeypatch, "--other=1")
+    assert asked[0] == "--other=1"
+    assert asked[1] == f"--xla_jf_dump_to={host.schedules_folder()}"
+    assert _flags(monkeypatch, " ".join(asked)) == asked
+    for own in ("--xla_jf_dump_to=/mine", "--xla_jf_dump_llo_pass_label_regex=mine"):
+        assert _flags(monkeypatch, own) == [own]
+
+
+def test_schedules_of_the_process_that_started_this_one_are_not_asked_for_again(monkeypatch):
+    parents = _flags(monkeypatch, "--other=1")
+    monkeypatch.setattr(host, "_OWN", "another")
+    asked = _flags(monkeypatch, " ".join(parents))
+    assert f"--xla_jf_dump_to={host.schedules_folder()}" in asked
+    assert len(asked) == len(parents)
+    assert _flags(monkeypatch, " ".join(parents), devices=["/dev/accel0"]) == ["--other=1"]
 
 
 @needs_libtpu

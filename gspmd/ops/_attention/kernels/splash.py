@@ -31,14 +31,25 @@ _WIDEST = 512
 """Bytes of a head in such a block; blocks of wider ones are half as long, which the memory of the core asks for."""
 
 
-def fits(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct) -> bool:
-    """Whether the devices are TPUs and the kernels take such queries [B, L, H, D] and keys [B, L, K, D] of a device.
+_PRECISIONS = None, "default", "fastest", "bfloat16"
+"""Names of JAX's own precision of products; for others the kernels do not compile."""
+_MOST = 64
+"""Blocks of queries: JAX looks at every block of a mask in plain Python, and the core holds a table of them."""
 
-    They take causal self-attention in bfloat16 or float32, and are for logits that are too many for memory.
+
+def fits(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStruct) -> bool:
+    """Whether the devices are TPUs and the kernels take such queries [B, L, H, D] and keys and values [B, L, K, D].
+
+    They take causal self-attention of a device in bfloat16 or float32, in JAX's own precision of products, and are for
+    logits that are too many for memory.
     """
     if not target.is_tpu() or target.device_kind() in _WITHOUT:
         return False
-    if q.shape[1] != k.shape[1] or q.dtype != k.dtype:
+    if jax.config.jax_default_matmul_precision not in _PRECISIONS:  # type: ignore[attr-defined]
+        return False
+    if q.shape[1] != k.shape[1] or not q.dtype == k.dtype == v.dtype:
+        return False
+    if _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize).count > _MOST:
         return False
     logits = q.shape[0] * q.shape[2] * q.shape[1] ** 2
     return q.dtype in (jnp.bfloat16, jnp.float32) and logits > blocks.LARGEST
