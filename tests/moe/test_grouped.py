@@ -34,6 +34,7 @@ def _both(rows, weights, sizes, cotangent, form):
     return y, *pullback(cotangent)
 
 
+@np.errstate(invalid="ignore")  # numpy's products report what other code has left in the processor's flags
 def _looped(rows, weights, sizes, cotangent):
     expert = np.repeat(np.arange(len(sizes)), sizes)
     y, to_rows, to_weights = np.zeros_like(cotangent), np.zeros_like(rows), np.zeros_like(weights)

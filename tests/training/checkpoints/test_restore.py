@@ -11,7 +11,7 @@ from gspmd.training import Checkpoints, OptimizerConfig
 from gspmd_models import step
 
 CONFIG = models.ModelConfig(
-    vocabulary=64, embed=32, layers=2, heads=8, kv_heads=8, head_size=8, feed_forward=64, moe=MoEConfig(experts=8)
+    vocabulary=64, embed=32, layers=4, heads=8, kv_heads=8, head_size=8, feed_forward=64, moe=MoEConfig(experts=8)
 )  # fmt: skip
 NAMES = presets()
 
