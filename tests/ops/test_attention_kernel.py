@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
 import gspmd
 from gspmd.audit import compile_offline, topology
@@ -23,8 +24,8 @@ from tests.ops.test_attention import plain
 def on_tpu(monkeypatch):
     """Trace as for TPUs, whose kernel has blocks of 128 and runs on the host, from 64 logits on."""
     jax.clear_caches()
-    make = splash.splash.make_splash_mqa_single_device
-    monkeypatch.setattr(splash.splash, "make_splash_mqa_single_device", partial(make, interpret=True))
+    make = splash_attention_kernel.make_splash_mqa_single_device
+    monkeypatch.setattr(splash_attention_kernel, "make_splash_mqa_single_device", partial(make, interpret=True))
     monkeypatch.setattr("gspmd.lowerings.target.device_kind", lambda: "TPU v5p")
     monkeypatch.setattr(splash, "_LONGEST", (128, 128))
     monkeypatch.setattr(blocks, "LARGEST", 64)

@@ -1,19 +1,14 @@
 """The arithmetic of benchmarks/mfu.py against MaxText's definition and its published logs."""
 
-import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture(scope="module")
-def mfu():
+def mfu(benchmarks):
     """benchmarks/mfu.py as a module."""
-    folder = str(Path(__file__).parents[3] / "benchmarks")
-    sys.path.insert(0, folder)
-    yield import_module("mfu")
-    sys.path.remove(folder)
+    return import_module("mfu")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Tables 1 and 2 of Pope et al. 2022 from compiled programs, by the functions of benchmarks/palm.py."""
 
-import sys
 from importlib import import_module, util
-from pathlib import Path
 
 import pytest
 
@@ -13,12 +11,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def palm():
+def palm(benchmarks):
     """benchmarks/palm.py as a module."""
-    folder = str(Path(__file__).parents[3] / "benchmarks")
-    sys.path.insert(0, folder)
-    yield import_module("palm")
-    sys.path.remove(folder)
+    return import_module("palm")
 
 
 @pytest.mark.parametrize("row", range(3))

@@ -11,11 +11,10 @@ parts as there are blocks of keys, whose sum costs more than it saves (libtpu 0.
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import CausalMask, MultiHeadMask
 
 from gspmd.lowerings import target
 from gspmd.ops._attention import blocks
@@ -29,8 +28,6 @@ _LONGEST = 1024, 512
 """Most queries and keys of a block, and keys of a product: the fastest on v5p and v6e by the compiler's schedule."""
 _WIDEST = 512
 """Bytes of a head in such a block; blocks of wider ones are half as long, which the memory of the core asks for."""
-
-
 _PRECISIONS = None, "default", "fastest", "bfloat16"
 """Names of JAX's own precision of products; for others the kernels do not compile."""
 _MOST = 64
@@ -75,7 +72,11 @@ class _Schedule:
     def length(self) -> int:
         return self.count * self.block
 
-    def kernel(self) -> splash.SplashAttentionKernel:
+    def kernel(self) -> Any:
+        # here and below: importing Pallas takes a third of a second, and attention elsewhere needs none of it
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+        from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import CausalMask, MultiHeadMask
+
         lanes = self.block // _LANES
         product = _LANES * max(n for n in range(1, _LONGEST[1] // _LANES + 1) if lanes % n == 0)
         sizes = splash.BlockSizes(
@@ -145,6 +146,8 @@ def gradients(
     scale: float, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, normaliser: jax.Array, g: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of queries, keys and values, of what `attended` returned and the cotangent of its output."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
     schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize)
     kernel, block = schedule.kernel(), schedule.block
     scaled, keys, values, out, normaliser, g = (
