@@ -231,7 +231,8 @@ def quiet_libtpu() -> None:
         for variable, value in WITHOUT_TPU.items():
             os.environ.setdefault(variable, value)
         if not any(flag.startswith("--xla_jf_dump_") for flag in flags):  # a dump of the user's own
-            os.environ["LIBTPU_INIT_ARGS"] = " ".join((*flags, _SCHEDULES + _OWN, *_DUMPED))
+            # For libtpu, not for Python: JAX finds kept programs by what os.environ says, also those of CPUs and GPUs.
+            os.putenv("LIBTPU_INIT_ARGS", " ".join((*flags, _SCHEDULES + _OWN, *_DUMPED)))
             atexit.unregister(_forget_schedules)
             atexit.register(_forget_schedules)
 

@@ -270,13 +270,13 @@ def test_a_machine_with_tpus_is_left_as_it_is(monkeypatch, device):
 
 
 def _flags(monkeypatch, before, devices=()):
-    """The flags of libtpu after `quiet_libtpu`, by what they were and the chips that the machine has."""
+    """What libtpu would read after `quiet_libtpu`, by what it was and the chips that the machine has."""
     for variable in host.WITHOUT_TPU:
         monkeypatch.setenv(variable, "0")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", before)
     monkeypatch.setattr(host, "glob", lambda pattern: [*devices])
     host.quiet_libtpu()
-    return os.environ["LIBTPU_INIT_ARGS"].split()
+    return subprocess.run(["printenv", "LIBTPU_INIT_ARGS"], capture_output=True, text=True).stdout.split()
 
 
 def test_schedules_are_asked_for_but_in_place_of_a_users_own_dump(monkeypatch):
