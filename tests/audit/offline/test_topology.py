@@ -283,6 +283,7 @@ def test_schedules_are_asked_for_but_in_place_of_a_users_own_dump(monkeypatch):
     asked = _flags(monkeypatch, "--other=1")
     assert asked[0] == "--other=1"
     assert asked[1] == f"--xla_jf_dump_to={host.schedules_folder()}"
+    assert os.environ["LIBTPU_INIT_ARGS"] == "--other=1"  # part of the key of every program that JAX keeps
     assert _flags(monkeypatch, " ".join(asked)) == asked
     for own in ("--xla_jf_dump_to=/mine", "--xla_jf_dump_llo_pass_label_regex=mine"):
         assert _flags(monkeypatch, own) == [own]
