@@ -178,18 +178,19 @@ def for_training(settings: Settings, default: Settings) -> list[str]:
 
 def smallest(settings: Settings, asked: Topology) -> Report:
     """The report for the smallest slice that the model fits on, or for the largest that there is."""
-    report = None
+    report, reason = None, ""
     phase_layout(settings)  # what is wrong with the layout itself is wrong on every slice
     for target in slices(asked.chip):
         try:
             mesh_of(settings, target)
-        except (gspmd.LayoutError, gspmd.PlanError):  # no mesh of so many devices divides the sizes, or has a schedule
+        except (gspmd.LayoutError, gspmd.PlanError) as error:  # no mesh of so many divides the sizes, or has a schedule
+            reason = f"Of {target.name}: {error}"
             continue
         report = compiled(settings, target)
         if report.fits:
             return report
     if report is None:
-        raise ConfigError("cannot compile:", [f"no slice of {asked.chip.name} has a mesh that divides these sizes."])
+        raise ConfigError("cannot compile:", [f"no slice of {asked.chip.name} has a mesh for this model.", reason])
     return report
 
 

@@ -117,6 +117,13 @@ def test_slices_are_tried_from_the_smallest_on(script, monkeypatch):
 
 
 @needs_libtpu
+def test_where_no_slice_will_do_the_last_says_why(script, monkeypatch):
+    monkeypatch.setattr(script, "mesh_of", lambda *_: (_ for _ in ()).throw(gspmd.LayoutError("x does not divide")))
+    with pytest.raises(ConfigError, match=r"no slice of tpu-v4 has .*\n.*Of tpu-v4:16x16x16: x does not divide"):
+        script.smallest(script.parse(TINY), topology("tpu-v4:4x4x4"))
+
+
+@needs_libtpu
 @pytest.mark.parametrize("mesh", ["x=4,y=4,z=4", None])
 def test_a_mesh_has_to_divide_the_sizes_of_its_phase(script, mesh):
     """The one key/value head of a decode layout is whole where that of training is sharded."""
