@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 from importlib.util import spec_from_file_location
@@ -16,7 +17,7 @@ import pytest
 
 import gspmd
 from gspmd import host
-from tests.references import schedules
+from tests.references import schedules, volume
 
 # Programs here are compiled once and run on toy sizes, so most of the suite's time is spent on making machine code.
 # Plain code is made in half the time, and by the emitters that XLA had before its present ones in half of that. The
@@ -31,11 +32,15 @@ if jax.__version_info__ < (0, 11):
 for _name in ("COLUMNS", "LINES"):
     os.environ[_name] = ""  # readline tells the C library, of which os.environ has not heard
     del os.environ[_name]
-# Tokens that tests write, and the processes they start, are kept apart from those of the user.
-os.environ["GSPMD_CACHE"] = tempfile.mkdtemp(prefix="gspmd-tests-")
-atexit.register(shutil.rmtree, os.environ["GSPMD_CACHE"], ignore_errors=True)
-# Programs are compiled in the test that needs them: one that came from another run could be of other code.
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+# Tokens and programs that tests write, and the processes they start, are kept apart from those of the user, in one
+# folder for all of pytest's workers. Commands that are started as processes keep programs there, as they do for a user.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["GSPMD_CACHE"] = tempfile.mkdtemp(prefix="gspmd-tests-")
+    atexit.register(shutil.rmtree, os.environ["GSPMD_CACHE"], ignore_errors=True)
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+jax.config.update("jax_compilation_cache_dir", None)
+# Here programs are compiled in the test that needs them.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "true"
 jax.config.update("jax_enable_compilation_cache", False)
 # What tracing leaves behind is kept in caches, so looking for garbage every 700 objects takes a tenth of the time.
 gc.set_threshold(100_000, 20, 20)
@@ -59,6 +64,23 @@ class _Models(MetaPathFinder):
 sys.meta_path.insert(0, _Models)
 
 AXIS_TYPES = {"explicit": jax.sharding.AxisType.Explicit, "auto": jax.sharding.AxisType.Auto}
+
+
+def pytest_report_header() -> str | None:
+    return f"{volume.SCALE:g} of the slow suite's draws, by seed {volume.SEED}" if volume.SCALE != 1 else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cases of slow tests that are not drawn; see tests/references/volume.py."""
+    tests = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    slow = {item for cases in tests.values() for item in cases}
+    left = slow.difference(item for name, cases in tests.items() for item in volume.drawn(name, cases))
+    if left:
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
 
 
 @pytest.fixture(autouse=True)

@@ -57,6 +57,7 @@ def program() -> Program:
 def run(out: Path) -> None:
     """Train to the end, from the newest checkpoint if there is one."""
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", str(out.parent / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
