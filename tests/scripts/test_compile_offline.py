@@ -172,8 +172,8 @@ def test_the_smallest_slice_is_found(run, tmp_path):
     assert figures["argument_bytes"] == pytest.approx(2 * 864 * 32 * 2**22 / 8, rel=1e-2)
 
 
-#: The papers' widths on 64 chips with an expert on each, and one layer of experts or a loop of two; whole, they take many
-#: minutes to compile.
+#: The papers' widths on 64 chips with an expert on each, and one layer of experts or a loop of two; whole, they take
+#: many minutes to compile.
 PAPERS = [("gshard-600b", 2), ("switch-c", 4)]
 
 
