@@ -22,7 +22,7 @@ from gspmd.moe.experts.work import Buffers, Work, scaled
 from gspmd.moe.local import run_local
 from gspmd.moe.places import Places
 from gspmd.moe.routers.routing import Routing
-from gspmd.moe.slots import collect, combine, dispatch, spread
+from gspmd.moe.slots import collect, from_slots, spread, to_slots
 from gspmd.ops._einsum import einsum, reshard
 
 
@@ -108,17 +108,22 @@ def by_slots(x: jax.Array, routing: Routing, experts: Experts, places: Places) -
 
 def _dispatch(x: jax.Array, routing: Routing, config: MoEConfig, places: Places) -> jax.Array:
     choices = places.per_group("LK")
-    body = _dispatch_body(config.experts, config.capacity(x.shape[1]), config.dispatch)
+    body = _dispatch_body(config.experts, config.capacity(x.shape[1]), config.dispatch, _whole())
     name, ins = f"dispatch {places.groups} -> {places.dispatched}", (places.groups, choices, choices, choices)
     (slots,) = run_local(name, body, ins, (places.dispatched,), x, routing.expert, routing.slot, routing.kept)
     return slots
 
 
+def _whole() -> bool:
+    """Whether a body sees the groups of one device alone; under `xla` it sees all, and they stay where they are."""
+    return context().lowering != "xla"
+
+
 @lru_cache
-def _dispatch_body(experts: int, capacity: int, form: str):
+def _dispatch_body(experts: int, capacity: int, form: str, together: bool):
     def body(x, expert, slot, kept):
         routing = Routing(expert, slot, None, kept, {}, experts, capacity)
-        return (dispatch(x, routing, experts, capacity, form=form),)
+        return (to_slots(x, routing, experts, capacity, form, together),)
 
     return body
 
@@ -143,14 +148,14 @@ def _combine(answers: jax.Array, routing: Routing, config: MoEConfig, places: Pl
     choices = places.per_group("LK")
     name, ins = f"combine {places.dispatched} -> {places.groups}", (places.dispatched, *(4 * (choices,)))
     arrays = answers, routing.expert, routing.slot, routing.gate, routing.kept
-    body = _combine_body(config.experts, answers.shape[2], config.dispatch)
+    body = _combine_body(config.experts, answers.shape[2], config.dispatch, _whole())
     (y,) = run_local(name, body, ins, (places.groups,), *arrays)
     return y
 
 
 @lru_cache
-def _combine_body(experts: int, capacity: int, form: str):
-    return lambda answers, *routing: (combine(answers, Routing(*routing, {}, experts, capacity), form=form),)
+def _combine_body(experts: int, capacity: int, form: str, together: bool):
+    return lambda answers, *routing: (from_slots(answers, Routing(*routing, {}, experts, capacity), form, together),)
 
 
 def by_rows(x: jax.Array, routing: Routing, experts: Experts, places: Places) -> jax.Array:

@@ -54,16 +54,26 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
     x = inputs.array(doing, "x", x, "GLE")
     experts, capacity = inputs.whole(doing, "experts", experts), inputs.whole(doing, "capacity", capacity)
     routing = _routed(doing, routing, "x [G, L, E]", x.shape, experts, capacity)
-    return _to_slots(x, routing, experts, capacity, form)
+    return to_slots(x, routing, experts, capacity, form)
 
 
-@partial(jax.jit, static_argnames=("experts", "capacity", "form"))
-def _to_slots(x: jax.Array, routing: Routing, experts: int, capacity: int, form: str) -> jax.Array:
+@partial(jax.jit, static_argnames=("experts", "capacity", "form", "together"))
+def to_slots(
+    x: jax.Array, routing: Routing, experts: int, capacity: int, form: str, together: bool = False
+) -> jax.Array:
+    """`dispatch` of a device's own groups, `together` in one gather, for which they have to be whole on the device.
+
+    The rows of all groups lie expert by expert in memory then, as an all-to-all sends them and products read them; one
+    gather for each group leaves them group by group, and every slot is copied twice on its way.
+    """
     if form == "onehot":
         taken = _one_hot(routing, routing.kept, experts, capacity).astype(x.dtype)
         return jnp.einsum("GLXC,GLE->GXCE", taken, x, precision="highest")
-    rows = spread(x, *_rows(routing, experts, capacity))
-    return rows.reshape(x.shape[0], experts, capacity, x.shape[-1])
+    groups, tokens, size = x.shape
+    if not together:
+        return spread(x, *_rows(routing, experts, capacity)).reshape(groups, experts, capacity, size)
+    rows = spread(x.reshape(1, groups * tokens, size), *_rows_together(routing, experts, capacity))
+    return rows.reshape(experts, groups, capacity, size).swapaxes(0, 1)
 
 
 def combine(y: jax.Array, routing: Routing, *, form: str = "sort") -> jax.Array:
@@ -95,17 +105,21 @@ def combine(y: jax.Array, routing: Routing, *, form: str = "sort") -> jax.Array:
     y = inputs.array(doing, "y", y, "GXCE", real=True)
     _, experts, capacity, _ = y.shape
     routing = _routed(doing, routing, "y [G, X, C, E]", y.shape, experts, capacity)
-    return _from_slots(y, routing, form)
+    return from_slots(y, routing, form)
 
 
-@partial(jax.jit, static_argnames="form")
-def _from_slots(y: jax.Array, routing: Routing, form: str) -> jax.Array:
+@partial(jax.jit, static_argnames=("form", "together"))
+def from_slots(y: jax.Array, routing: Routing, form: str, together: bool = False) -> jax.Array:
+    """`combine` of a device's own groups, `together` as `to_slots` says."""
     groups, experts, capacity, size = y.shape
     if form == "onehot":
         weights = _one_hot(routing, routing.gate, experts, capacity)
         return jnp.einsum("GLXC,GXCE->GLE", weights, y.astype(jnp.float32), precision="highest").astype(y.dtype)
-    rows = y.reshape(groups, experts * capacity, size)
-    return collect(rows, routing.gate, *_rows(routing, experts, capacity))
+    if not together:
+        rows = y.reshape(groups, experts * capacity, size)
+        return collect(rows, routing.gate, *_rows(routing, experts, capacity))
+    rows, gate = y.swapaxes(0, 1).reshape(1, -1, size), routing.gate.reshape(1, -1, routing.gate.shape[2])
+    return collect(rows, gate, *_rows_together(routing, experts, capacity)).reshape(*routing.gate.shape[:2], size)
 
 
 def _check_form(doing: str, form: str) -> None:
@@ -176,6 +190,16 @@ def _rows(routing: Routing, experts: int, capacity: int) -> tuple[jax.Array, jax
     number = jnp.arange(tokens * choices, dtype=jnp.int32)
     holder = jax.vmap(lambda at: empty.at[at].set(number, mode="drop"))(place.reshape(groups, -1))
     return holder, place
+
+
+def _rows_together(routing: Routing, experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """`_rows` of all groups as one: holder [1, X·G·C] and place [1, G·L, k], where row (x·G + g)·C + slot is a slot."""
+    groups, tokens, choices = routing.expert.shape
+    group = jnp.arange(groups, dtype=jnp.int32)[:, None, None]
+    size, number = experts * groups * capacity, jnp.arange(groups * tokens * choices, dtype=jnp.int32)
+    place = jnp.where(routing.kept, (routing.expert * groups + group) * capacity + routing.slot, size)
+    holder = jnp.full((size,), number.size, jnp.int32).at[place.reshape(-1)].set(number, mode="drop")
+    return holder[None], place.reshape(1, groups * tokens, choices)
 
 
 @partial(jax.vmap, in_axes=(0, 0))

@@ -10,6 +10,7 @@ import pytest
 
 from gspmd.moe import MoEConfig, Routing, combine, dispatch, route
 from gspmd.moe.config import ROUTERS
+from gspmd.moe.slots import from_slots, to_slots
 from tests.moe.cases import HARD, SCARCE
 
 FORMS = ("sort", "onehot")
@@ -67,6 +68,27 @@ def test_forms_agree_with_each_other_and_a_loop(case, router):
 @pytest.mark.parametrize("case", [*HARD, *SCARCE], ids=lambda case: case.name)
 def test_forms_agree_in_every_case(case, router):
     _check(case, MoEConfig(experts=case.logits.shape[-1], router=router, capacity_factor=case.factor))
+
+
+@pytest.mark.parametrize("router", ["gshard", "expert-choice"])
+def test_groups_gathered_together_are_those_gathered_alone(router):
+    """Slots, answers and gradients of a device's groups are the same, expert by expert or group by group."""
+    case = HARD[1]
+    x, logits, _ = _inputs(case)
+    config = MoEConfig(experts=logits.shape[-1], router=router, capacity_factor=case.factor)
+    routing = route(logits, config, mask=case.mask)
+    assert x.shape[0] > 1
+    assert routing.kept.any() != routing.kept.all()
+
+    def layer(together, x, gate):
+        slots = to_slots(x, routing, config.experts, config.capacity(x.shape[1]), "sort", together)
+        return slots, from_slots(jnp.tanh(slots), replace(routing, gate=gate), "sort", together)
+
+    found, pulled = zip(*(jax.vjp(partial(layer, together), x, routing.gate) for together in (True, False)))
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-6)
+    cotangents = jax.tree.map(jnp.sin, found[0])
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *(pull(cotangents) for pull in pulled))
 
 
 @pytest.mark.parametrize("router", ["gshard", "expert-choice"])

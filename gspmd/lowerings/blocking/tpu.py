@@ -83,10 +83,10 @@ def all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, concat: int, mes
     """A tiled all-to-all over mesh axes, of whole rows: what a device sends to each other one, along one dimension."""
     if x.ndim - 1 in (split, concat):
         return lax.all_to_all(x, axes, split_axis=split, concat_axis=concat, tiled=True)
-    parts = prod(mesh[axis] for axis in axes)
-    pieces = jnp.moveaxis(x.reshape(*x.shape[:split], parts, -1, *x.shape[split + 1 :]), split, 0)
+    parts, later = prod(mesh[axis] for axis in axes), 1 + max(split, concat)  # slots are sent expert by expert
+    pieces = jnp.moveaxis(x.reshape(*x.shape[:split], parts, -1, *x.shape[split + 1 :]), (split, later), (0, 1))
     rows = lax.all_to_all(pieces.reshape(-1, x.shape[-1]), axes, split_axis=0, concat_axis=0, tiled=True)
-    pieces = jnp.moveaxis(rows.reshape(pieces.shape), 0, concat)
+    pieces = jnp.moveaxis(rows.reshape(pieces.shape), (0, 1), (concat, later))
     return pieces.reshape(*pieces.shape[:concat], -1, *pieces.shape[concat + 2 :])
 
 

@@ -202,7 +202,7 @@ def queue(expert: jax.Array, waiting: jax.Array, experts: int, order: jax.Array 
 
 def finite(logits: jax.Array) -> jax.Array:
     """Clip logits, in float32, to bounds whose squares can be summed, so that no router computes inf - inf."""
-    return jnp.clip(logits.astype(jnp.float32), -_MOST, _MOST)
+    return jax.lax.clamp(-_MOST, logits.astype(jnp.float32), _MOST)  # its gradient needs one mask, jnp.clip's three
 
 
 def every_token(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
