@@ -28,7 +28,7 @@ from gspmd.training.toml import ConfigError
 
 from .config import ModelConfig
 from .finetuning.freezing import trained_paths
-from .objective import batch_spec, loss
+from .objective import batch_spec, for_stages, loss
 from .parameters import gradient_specs, nested, optimizer_specs, parameter_specs, parameters, stages_axes
 from .shapes import stored_dtype
 from .transformer import Transformer, arrays, with_arrays
@@ -75,7 +75,7 @@ def training_step(
     # The stages of a pipeline take the microbatches, and the loss is that of the whole batch.
     in_stages = bool(stages_axes(model.layout))
     stages = {"microbatches": microbatches, "schedule": schedule, "rounds": rounds} if in_stages else {}
-    layout = model.layout if in_stages else model.layout.for_loss(microbatches)
+    layout = for_stages(config, model.layout) if in_stages else model.layout.for_loss(microbatches)
     taken = _specs(config, layout)
     specs, kept, gradients = (
         _of(trained, each(config, model.layout)) for each in (_specs, optimizer_specs, gradient_specs)
