@@ -61,11 +61,9 @@ def loss(
     mesh = jax.sharding.get_abstract_mesh().shape
     if table := schedule_of(model.config, model.layout, mesh, schedule, microbatches, rounds):
         return _pipelined(model, tokens, key, train, table, *stages_axes(model.layout))
-    if microbatches > 1 or rounds > 1:
-        raise PlanError(
-            "microbatches go through stages, in rounds, and this layout has no stages.\n"
-            "  Leave microbatches and rounds at 1."
-        )
+    check_rounds(rounds, model.layout)
+    if microbatches > 1:
+        raise PlanError("microbatches go through stages, and this layout has no stages.\n  Leave microbatches at 1.")
     inputs, labels = split_tokens(tokens, model.layout)
     x, figures = model.hidden(inputs, key=key, train=train)
     entropy = _mean_cross_entropy(model.layout, model.logits(x), labels)
@@ -96,11 +94,12 @@ def schedule_of(
         schedule, microbatches, rounds: as of `loss`.
 
     Raises:
-        PlanError: as of `Schedule.of`, or the layers do not make so many rounds of stages, or groups of tokens span the
-            sequences that microbatches part.
+        PlanError: as of `Schedule.of` and `for_stages`, or the layers do not make so many rounds of stages, or groups
+            of tokens span the sequences that microbatches part.
     """
     if not (axes := stages_axes(layout)):
         return None
+    for_stages(config, layout)
     table, layers = Schedule.of(schedule, mesh[axes[0]], microbatches, rounds), config.sizes(1, 1)["N"]
     if layers % (table.stages * rounds):
         raise PlanError(
@@ -113,6 +112,16 @@ def schedule_of(
             "  Leave moe.groups out, so that each sequence is a group, or train with one microbatch."
         )
     return table
+
+
+def check_rounds(rounds: int, *layouts: Any) -> None:
+    """Refuse rounds where there are no stages, in none of the layouts.
+
+    Raises:
+        PlanError: so.
+    """
+    if rounds > 1 and not any(map(stages_axes, layouts)):
+        raise PlanError(f"rounds is {rounds}, and no layout here has stages to go round; set rounds to 1.")
 
 
 def for_stages(config: ModelConfig, layout: Any) -> Any:
