@@ -127,8 +127,8 @@ def check_rounds(rounds: int, *layouts: Any) -> None:
 def for_stages(config: ModelConfig, layout: Any) -> Any:
     """Return a layout with parameters as the loss of a pipeline takes them in training: `EF_yz reduced-x`.
 
-    Their gradients are partial sums until the end of the step over the mesh axes along which pipelines run side by
-    side (`data_axes`); over none in a model with experts, whose tokens, or whose random draws, are those of all of them.
+    Their gradients are partial sums until the end of the step, over the mesh axes along which pipelines run side by
+    side (`data_axes`). In a model with experts there are none: experts, or their random draws, are those of all tokens.
 
     Raises:
         PlanError: [gradients] has a partial sum over other axes.

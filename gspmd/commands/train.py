@@ -25,7 +25,7 @@ import gspmd
 import gspmd_models as models
 from gspmd import host
 from gspmd.commands import configs
-from gspmd.commands.header import in_short, pipeline_of, show_run, show_tensors
+from gspmd.commands.header import in_short, pipeline_of, rounds_in, show_run, show_tensors
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
 from gspmd.training import (
@@ -51,7 +51,6 @@ from gspmd_models import ModelConfig, checkpoints, step
 from gspmd_models.finetuning.config import LoraConfig
 from gspmd_models.finetuning.merging import merge, with_adapters
 from gspmd_models.objective import check_rounds
-from gspmd_models.parameters import stages_axes
 from gspmd_models.remat.prediction import show_remat
 
 CALLED = "gspmd train"
@@ -122,8 +121,6 @@ def train(settings: Settings, called: str = CALLED) -> None:
         arrangements = arrange(training, sharding, settings.model.sizes(training.batch, training.length))
         progress.begin("Reading the settings")
         check_rounds(sharding.rounds, *(arrangement.layout for arrangement in arrangements))
-        for arrangement in arrangements:
-            pipeline_of(settings, arrangement)  # refuses what has no schedule
         states = [abstract_state(settings, arrangement) for arrangement in arrangements]
         check_same_form([*zip(map(str, arrangements), states)])
     show_run(console, settings, arrangements, kept)
@@ -256,11 +253,6 @@ def build_step(settings: Settings, model: models.Transformer) -> Step:
     training, sharding = settings.training, settings.sharding
     pipeline = training.microbatches, sharding.schedule, rounds_in(settings, model.layout)
     return step.training_step(model, settings.optimizer, training.steps, *pipeline, **of_state(training))
-
-
-def rounds_in(settings: Settings, layout: Any) -> int:
-    """How often a microbatch goes round the stages of one of a run's layouts; once where it has none."""
-    return settings.sharding.rounds if stages_axes(layout) else 1
 
 
 def step_of(settings: Settings, arrangement: Arrangement, state: TrainState) -> tuple[Any, TrainState, Any, Any]:

@@ -76,14 +76,14 @@ class Executor:
         schedule: when.
         axis: the mesh axis of the stages.
         stream: the spec of what one stage sends to the next.
-        pipelines: how many of them run side by side, each on sequences of its own; the loss is the mean over them.
+        batches: number of microbatches over which the loss is a mean, those of pipelines beside this one too.
     """
 
     stages: Stages
     schedule: Schedule
     axis: str
     stream: Spec
-    pipelines: int = 1
+    batches: int
 
     def __call__(self, shared: Tree, weights: Tree, batches: Tree) -> Results:
         """Run all ticks on this stage's weights [rounds, layers, ...] and all microbatches [M, ...]."""
@@ -109,11 +109,6 @@ class Executor:
             else:
                 state, _ = lax.scan(tick, state, rows)
         return state.sums
-
-    @property
-    def batches(self) -> int:
-        """Microbatches of all pipelines, over which the loss is a mean."""
-        return self.pipelines * self.schedule.microbatches
 
     # -- the table ----------------------------------------------------------------------------------------------------
 

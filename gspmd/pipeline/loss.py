@@ -1,6 +1,7 @@
 """The loss of a pipeline as a function that JAX differentiates: its gradients are those that the schedule computes."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -43,14 +44,16 @@ def pipelined(
         data: mesh axes that the three functions do not see, nor these specs: `"BLE"` is the stream of one pipeline.
 
     Returns:
-        A function of `shared`, whose arrays lie as their specs say, and are besides `reduced` over `data`; `weights`, arrays [R, N, ...] whose N is split over
-        `axis` first of all, so that chunk r·S + s has rows s·N/S to (s+1)·N/S of round r, `reduced` likewise; and
-        `batches`, arrays [M, ...], split over `data` as their types say. It returns the mean loss of the microbatches and the mean figures [R, N, ...] of their chunks, which
-        have no gradient. `shared` and `weights` are differentiated, in reverse mode.
+        A function of `shared`, whose arrays lie as their specs say; `weights`, arrays [R, N, ...] whose N is split over
+        `axis` first of all, so that chunk r·S + s has rows s·N/S to (s+1)·N/S of round r; and `batches`, arrays
+        [M, ...], split over `data` as their types say. The types of `shared` and `weights` are `reduced` over `data`.
+        It returns the mean loss of the microbatches and the mean figures [R, N, ...] of their chunks, which have no
+        gradient. `shared` and `weights` are differentiated, in reverse mode.
 
     Raises:
         PlanError: by the function, if the mesh has no such axis, or another number of devices along it, or no other
-            axis; if weights are not `reduced` over `data`, for which the mesh axes have to be Explicit; or if an operation has lowering `"xla"` under Auto axes, or in schedule `"zero-bubble"`.
+            axis; if a weight is not `reduced` over `data`, for which mesh axes have to be Explicit; or if an operation
+            has lowering `"xla"` under Auto axes, or in schedule `"zero-bubble"`.
 
     Example:
         >>> import numpy as np
@@ -80,7 +83,8 @@ def pipelined(
 
     def forward(shared_arrays: Tree, weights: Tree, batches: Tree):
         values, results = run(schedule, shared_arrays, weights, batches)
-        over_stages = jax.tree.map(lambda spec, x: _summed(x, spec, (axis,), data), shared, results.shared, is_leaf=_is_spec)
+        of_shared = partial(_summed, axes=(axis,), kept=data)
+        over_stages = jax.tree.map(of_shared, shared, results.shared, is_leaf=_is_spec)
         as_given = lambda gradient, x: gradient.astype(x.dtype)  # noqa: E731
         return values, jax.tree.map(as_given, (over_stages, results.weights), (shared_arrays, weights))
 
@@ -93,15 +97,16 @@ def pipelined(
     def run(schedule: Schedule, *arrays: Tree) -> tuple[tuple[jax.Array, Tree], Results]:
         mesh = jax.sharding.get_abstract_mesh()
         _check(mesh, schedule, axis, data, arrays[:2])
-        executor = Executor(stages, schedule, axis, stream, prod(mesh.shape[name] for name in data))
+        batches = schedule.microbatches * prod(mesh.shape[name] for name in data)
+        executor = Executor(stages, schedule, axis, stream, batches)
         results = _region(executor, data, jax.tree.map(_whole, arrays))
         figures = jax.tree.map(lambda x: _over_data(x, axis, data), results.figures)
-        return (_summed(results.loss, Spec((), ()), (axis, *data)), figures), results
+        return (_summed(Spec((), ()), results.loss, (axis, *data)), figures), results
 
     return loss
 
 
-def _summed(x: jax.Array, spec: Spec, axes: tuple[str, ...], kept: tuple[str, ...] | None = None) -> jax.Array:
+def _summed(spec: Spec, x: jax.Array, axes: tuple[str, ...], kept: tuple[str, ...] | None = None) -> jax.Array:
     """Sum an array over its leading dimension, which lies over mesh axes, and keep the next, if `kept` are its own.
 
     The rest of it lies as the spec says.
@@ -116,7 +121,7 @@ def _over_data(x: jax.Array, axis: str, data: tuple[str, ...]) -> jax.Array:
     if not data:
         return x[0]
     dims = "RNABC"[: x.ndim - 1]
-    return _summed(x, Spec(tuple(dims), ((), (axis,), *((),) * (len(dims) - 2))), data)
+    return _summed(Spec(tuple(dims), ((), (axis,), *((),) * (len(dims) - 2))), x, data)
 
 
 def _partial_sum(x: jax.Array, data: tuple[str, ...]) -> jax.Array:
@@ -134,12 +139,14 @@ def _whole(x: jax.Array) -> jax.Array:
 
 
 def _region(executor: Executor, data: tuple[str, ...], arrays: tuple[Tree, Tree, Tree]) -> Results:
-    """Run the executor in a shard_map over the mesh axes of the stages and of the data; it sees the others as they were.
+    """Run the executor in a shard_map over the axes of the stages and of the data; it sees the others as they were.
 
-    JAX 0.10.2 has no partial sums inside of a shard_map over some axes. Where a pipeline has a device of `data` to
-    itself, its gradients are sums of its own, which leave the region as arrays with a dimension for the summands: first,
-    and of shared weights behind that of the stages. JAX gathers what crosses the border of a shard_map over some
-    Explicit axes along the others, so these are Auto at the border.
+    JAX 0.10.2 has no partial sums in a shard_map over some axes only. One over those of the data needs none: what a
+    device adds is a sum of its own. It leaves as an array with a dimension for the summands, the first; of shared
+    weights, the second, behind that of the stages.
+
+    JAX gathers what crosses the border of a shard_map over some Explicit axes along the others, so these are Auto at
+    the border.
     """
     mesh, axis = jax.sharding.get_abstract_mesh(), executor.axis
     free = tuple(name for name in mesh.axis_names if name not in (axis, *data))
@@ -156,11 +163,11 @@ def _region(executor: Executor, data: tuple[str, ...], arrays: tuple[Tree, Tree,
         within = jax.tree.map(lambda each: _along(each, free), (shared, weights, batches), is_leaf=_is_partition)
         return jax.sharding.explicit_axes(stage, axes=free, in_sharding=within)(*arrays) if explicit else stage(*arrays)
 
-    summands = data or None
+    summands, of_data = data or None, jax.tree.map(lambda each: _along(each, data), batches, is_leaf=_is_partition)
     of_rows = jax.P(summands, None, axis)
     region = jax.shard_map(
         entered,
-        in_specs=(jax.P(), jax.P(None, axis), jax.tree.map(lambda each: _along(each, data), batches, is_leaf=_is_partition)),
+        in_specs=(jax.P(), jax.P(None, axis), of_data),
         out_specs=Results(jax.P((axis, *data)), of_rows, jax.P(axis, summands), of_rows),
         axis_names={axis, *data},
         check_vma=False,
@@ -198,9 +205,9 @@ def _check(
     for x in jax.tree.leaves(weights):
         if (reduced := _partition(x).reduced) != {*data}:
             raise PlanError(
-                f"the gradients of a pipeline with data={tuple(data)} are partial sums over these mesh axes, and a weight "
-                f"is reduced over {tuple(sorted(reduced))}.\n"
-                "  Move weights before, as gspmd.reshard(w, 'NEF -> NEF reduced-x'), on Explicit mesh axes."
+                f"the gradients of pipelines side by side along {', '.join(data) or 'no mesh axis'} are partial sums "
+                f"there, and a weight is reduced over {', '.join(sorted(reduced)) or 'none'}.\n"
+                "  Give data= and weights the same axes, as by gspmd.reshard(w, 'NEF -> NEF reduced-x'), Explicit ones."
             )
 
 

@@ -1,4 +1,4 @@
-"""Rules of [pipeline]: one mesh axis splits the layers, and shards nothing else; and along which pipelines are alike."""
+"""Rules of [pipeline]: one mesh axis splits the layers, and shards nothing else; others have pipelines side by side."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -35,9 +35,10 @@ def stages_faults(
 
 
 def data_axes(layout: Any) -> tuple[str, ...]:
-    """The mesh axes along which pipelines run side by side, each on its own sequences: in no spec but as the first of B.
+    """The mesh axes along which pipelines run side by side, each on sequences of its own.
 
-    One axis is left for the stages to plan on; of a layout all of whose axes split the batch, the last.
+    They split the batch and nothing else, and stand first there in every spec. One axis is left for the stages to plan
+    on: of a layout all of whose axes split the batch, the last.
 
     Args:
         layout: a `Layout` without alternatives. Its experts are not looked at.
