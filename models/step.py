@@ -198,9 +198,18 @@ def evaluation_step(
     """
     check_rounds(rounds, model.layout)
 
-    def evaluate(params: Parameters, tokens: jax.Array) -> jax.Array:
-        stages = {"microbatches": microbatches, "rounds": rounds} if stages_axes(model.layout) else {}
+    stages = {"microbatches": microbatches, "rounds": rounds} if stages_axes(model.layout) else {}
+
+    def entropy(params: Parameters, tokens: jax.Array) -> jax.Array:
         return loss(with_arrays(model, params), tokens, train=False, **stages)[1]["cross_entropy"]
+
+    def evaluate(params: Parameters, tokens: jax.Array) -> jax.Array:
+        if not stages or jax.sharding.get_abstract_mesh().are_all_axes_explicit:
+            return entropy(params, tokens)
+        # Under Auto axes stages train under Explicit ones of the same mesh, which take every lowering.
+        specs = {path: spec.partition_spec() for path, spec in _specs(model.config, model.layout).items()}
+        placed = specs, batch_spec(model.layout).partition_spec()
+        return jax.sharding.explicit_axes(entropy, in_sharding=placed)(dict(params), tokens)
 
     return evaluate
 
