@@ -144,8 +144,8 @@ class Layout(KeyedTable):
         >>> inner["ffn.residual"], inner["ffn.w_in"], inner.axes
         ('BLE', 'EF_yz', ('p', 'y', 'z'))
         """
-        rest = {name: tuple(each for each in getattr(self, name) if each not in axes) for name in ("axes", "factor")}
-        return replace(self.override(inner_specs(self.table, axes)), **rest)
+        rest, factor = (tuple(axis for axis in names if axis not in axes) for names in (self.axes, self.factor))
+        return replace(self.override(inner_specs(self.table, axes)), axes=rest, factor=factor)
 
     def lowered(self, name: str) -> "Layout":
         """Return this layout with one lowering for all parts."""
