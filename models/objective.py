@@ -14,6 +14,7 @@ import gspmd
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
 from gspmd.annotate.errors import PlanError
+from gspmd.layouts.rules.stages import data_axes
 from gspmd.ops._attention.zigzag import ring_size, zigzag
 from gspmd.ops._cross_entropy import cross_entropy
 from gspmd.pipeline import Schedule, Stages, in_rounds, pipelined
@@ -60,11 +61,9 @@ def loss(
     mesh = jax.sharding.get_abstract_mesh().shape
     if table := schedule_of(model.config, model.layout, mesh, schedule, microbatches, rounds):
         return _pipelined(model, tokens, key, train, table, *stages_axes(model.layout))
-    if microbatches > 1 or rounds > 1:
-        raise PlanError(
-            "microbatches go through stages, in rounds, and this layout has no stages.\n"
-            "  Leave microbatches and rounds at 1."
-        )
+    check_rounds(rounds, model.layout)
+    if microbatches > 1:
+        raise PlanError("microbatches go through stages, and this layout has no stages.\n  Leave microbatches at 1.")
     inputs, labels = split_tokens(tokens, model.layout)
     x, figures = model.hidden(inputs, key=key, train=train)
     entropy = _mean_cross_entropy(model.layout, model.logits(x), labels)
@@ -95,11 +94,12 @@ def schedule_of(
         schedule, microbatches, rounds: as of `loss`.
 
     Raises:
-        PlanError: as of `Schedule.of`, or the layers do not make so many rounds of stages, or groups of tokens span the
-            sequences that microbatches part.
+        PlanError: as of `Schedule.of` and `for_stages`, or the layers do not make so many rounds of stages, or groups
+            of tokens span the sequences that microbatches part.
     """
     if not (axes := stages_axes(layout)):
         return None
+    for_stages(config, layout)
     table, layers = Schedule.of(schedule, mesh[axes[0]], microbatches, rounds), config.sizes(1, 1)["N"]
     if layers % (table.stages * rounds):
         raise PlanError(
@@ -114,6 +114,42 @@ def schedule_of(
     return table
 
 
+def check_rounds(rounds: int, *layouts: Any) -> None:
+    """Refuse rounds where there are no stages, in none of the layouts.
+
+    Raises:
+        PlanError: so.
+    """
+    if rounds > 1 and not any(map(stages_axes, layouts)):
+        raise PlanError(f"rounds is {rounds}, and no layout here has stages to go round; set rounds to 1.")
+
+
+def for_stages(config: ModelConfig, layout: Any) -> Any:
+    """Return a layout with parameters as the loss of a pipeline takes them in training: `EF_yz reduced-x`.
+
+    Their gradients are partial sums until the end of the step, over the mesh axes along which pipelines run side by
+    side (`data_axes`). In a model with experts there are none: experts, or their random draws, are those of all tokens.
+
+    Raises:
+        PlanError: [gradients] has a partial sum over other axes.
+    """
+    data = () if config.moe else data_axes(layout)
+    planned = {*layout.axes} - {*data, *stages_axes(layout)}
+    given = {}
+    for row in parameters(config, layout).values():
+        gradient, spec = Spec.parse(layout.gradient(row.key)), layout.spec(row.key)
+        # Where all axes split the batch one of them is left inside, by itself.
+        inside = {*gradient.partial} - {*data} - (planned if len(planned) == 1 and not spec.used else set())
+        if inside:
+            raise PlanError(
+                f"the stages of a pipeline settle the gradient of {row.key} over {', '.join(sorted(inside))} for each "
+                f"microbatch: [gradients] '{gradient}' cannot be.\n"
+                f"  Write '{spec.with_partial(data)}', over axes that split the batch and nothing else."
+            )
+        given[row.key] = spec.with_partial(data).cotangent
+    return layout.override(given)
+
+
 def _pipelined(
     model: Transformer,
     tokens: jax.Array,
@@ -123,8 +159,8 @@ def _pipelined(
     axis: str,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of a model whose layers are stages along a mesh axis: embedding in the first, loss in the last."""
-    config, layout, dtype = model.config, model.layout, model.dtype
-    rows, values = parameters(config, layout), arrays(model)
+    config, dtype = model.config, model.dtype
+    rows, values = parameters(config, model.layout), arrays(model)
     shared = {path: value for path, value in values.items() if not path.startswith("blocks.")}
     stacked = nested({path: value for path, value in values.items() if path not in shared})
     specs = nested({path: rows[path].spec for path in values})
@@ -133,8 +169,10 @@ def _pipelined(
         weights = jax.tree.map(move, cast_matrices(stacked, dtype), {"blocks": specs["blocks"]})
     else:
         weights = jax.tree.map(lambda value: value[None], stacked)
-    periods = config.layers // config.period
-    batches: dict[str, Any] = {"tokens": cut_batch(tokens, batch_spec(layout), table.microbatches)}
+    # Of the weights of `for_stages`: pipelines that run side by side, each on sequences of its own.
+    data = tuple(axis for axis in data_axes(model.layout) if axis in rows["embedding.table"].spec.reduced)
+    layout, periods = model.layout.inside(data), config.layers // config.period
+    batches: dict[str, Any] = {"tokens": cut_batch(tokens, batch_spec(model.layout), table.microbatches)}
     if train and key is not None:
         keys = key[None]
         if table.microbatches > 1:
@@ -162,8 +200,8 @@ def _pipelined(
             logits = Output(config, layout, of["output"], dtype)(x, (tied.table, tied.scale) if config.tied else None)
         return _mean_cross_entropy(layout, logits, split_tokens(batch["tokens"], layout)[1])
 
-    held = {path: rows[path].spec for path in shared}
-    run = pipelined(Stages(first, chunk, last), table, axis=axis, stream=stream(config, layout), shared=held)
+    held, at = {path: rows[path].spec.without_partial() for path in shared}, stream(config, layout)
+    run = pipelined(Stages(first, chunk, last), table, axis=axis, stream=at, shared=held, data=data)
     value, figures = run(shared, weights, batches)
     figures = {name: _of_layers(x, axis) for name, x in jax.lax.stop_gradient(figures).items()}
     aux = _summary(figures)

@@ -28,7 +28,7 @@ from gspmd.training.toml import ConfigError
 
 from .config import ModelConfig
 from .finetuning.freezing import trained_paths
-from .objective import batch_spec, loss
+from .objective import batch_spec, check_rounds, for_stages, loss
 from .parameters import gradient_specs, nested, optimizer_specs, parameter_specs, parameters, stages_axes
 from .shapes import stored_dtype
 from .transformer import Transformer, arrays, with_arrays
@@ -51,7 +51,8 @@ def training_step(
     """Build one update, not compiled: (state, batch, key) -> (state, metrics).
 
     A gradient is reduced once, by the move that brings it to where [optimizer] has it, if the layout's [gradients] has
-    it as a partial sum, or if there are several microbatches (see `Layout.for_loss`).
+    it as a partial sum, or if there are several microbatches (see `Layout.for_loss`); in a pipeline, over the mesh axes
+    along which pipelines run side by side (`gspmd_models.objective.for_stages`).
 
     Args:
         model: a model, possibly abstract; only its config, layout and dtype are used.
@@ -70,16 +71,22 @@ def training_step(
     Returns:
         A pure function of a state of `initial_state` or `abstract_state`, tokens [B, L+1] placed as `batch_spec`, and a
         random key. Call or lower it under `jax.set_mesh`.
+
+    Raises:
+        PlanError: more than one round, and no stages; or [gradients] has a partial sum that stages cannot leave.
     """
+    check_rounds(rounds, model.layout)
     config, trained = model.config, trained_paths(model.config, model.layout, frozen)
     # The stages of a pipeline take the microbatches, and the loss is that of the whole batch.
     in_stages = bool(stages_axes(model.layout))
     stages = {"microbatches": microbatches, "schedule": schedule, "rounds": rounds} if in_stages else {}
-    layout = model.layout if in_stages else model.layout.for_loss(microbatches)
+    layout = for_stages(config, model.layout) if in_stages else model.layout.for_loss(microbatches)
     taken = _specs(config, layout)
     specs, kept, gradients = (
         _of(trained, each(config, model.layout)) for each in (_specs, optimizer_specs, gradient_specs)
     )
+    # A partial sum comes as the loss leaves it.
+    gradients = {path: taken[path].cotangent if spec.partial else spec for path, spec in gradients.items()}
     moves = plan_moves(specs, kept, gspmd.reshard, gradients, _of(trained, taken))
     held = {path: spec for path, spec in _specs(config, model.layout).items() if path not in specs}
     frozen_moves = plan_moves(held, held, gspmd.reshard, loss=_of(list(held), taken))
@@ -185,11 +192,24 @@ def evaluation_step(
         model: as for `training_step`.
         microbatches: parts of a batch that follow one another through the stages of a pipeline.
         rounds: how often each goes round them.
+
+    Raises:
+        PlanError: more than one round, and no stages.
     """
+    check_rounds(rounds, model.layout)
+
+    stages = {"microbatches": microbatches, "rounds": rounds} if stages_axes(model.layout) else {}
+
+    def entropy(params: Parameters, tokens: jax.Array) -> jax.Array:
+        return loss(with_arrays(model, params), tokens, train=False, **stages)[1]["cross_entropy"]
 
     def evaluate(params: Parameters, tokens: jax.Array) -> jax.Array:
-        stages = {"microbatches": microbatches, "rounds": rounds} if stages_axes(model.layout) else {}
-        return loss(with_arrays(model, params), tokens, train=False, **stages)[1]["cross_entropy"]
+        if not stages or jax.sharding.get_abstract_mesh().are_all_axes_explicit:
+            return entropy(params, tokens)
+        # Under Auto axes stages train under Explicit ones of the same mesh, which take every lowering.
+        specs = {path: spec.partition_spec() for path, spec in _specs(model.config, model.layout).items()}
+        placed = specs, batch_spec(model.layout).partition_spec()
+        return jax.sharding.explicit_axes(entropy, in_sharding=placed)(dict(params), tokens)
 
     return evaluate
 

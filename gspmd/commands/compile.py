@@ -31,7 +31,7 @@ from gspmd.training.toml import positive
 from gspmd_models import ModelConfig, step
 from gspmd_models.decoding import serving_program
 from gspmd_models.finetuning.config import LoraConfig
-from gspmd_models.objective import schedule_of
+from gspmd_models.objective import check_rounds, schedule_of
 from gspmd_models.remat.prediction import show_remat
 
 DEFAULT = configs.find("palm-8b")
@@ -222,10 +222,8 @@ def mesh_of(settings: Settings, target: Topology) -> jax.sharding.Mesh:
     if settings.phase == "prefill":  # weights and cache are stored as for decoding
         layout_of(settings).phase("decode").check(config.sizes(settings.batch, 1) | served, shape)
     if settings.phase == "train":
-        how = sharding.schedule, settings.microbatches, sharding.rounds
-        if schedule_of(config, layout, shape, *how) is None and sharding.rounds > 1:
-            fault = f"rounds is {sharding.rounds}, and {layout.name} has no stages to go round; set rounds to 1."
-            raise ConfigError("cannot compile:", [fault])
+        check_rounds(sharding.rounds, layout)
+        schedule_of(config, layout, shape, sharding.schedule, settings.microbatches, sharding.rounds)
     return target.mesh(shape, sharding.axis_types)
 
 

@@ -17,6 +17,7 @@ from gspmd.training.arrangement import Arrangement
 from gspmd.training.reporting import report, speed
 from gspmd_models.finetuning.freezing import trained_paths
 from gspmd_models.objective import schedule_of
+from gspmd_models.parameters import stages_axes
 
 
 def show_run(console: Console, settings: Any, arrangements: Sequence[Arrangement], kept: str) -> None:
@@ -59,8 +60,13 @@ def show_run(console: Console, settings: Any, arrangements: Sequence[Arrangement
 def pipeline_of(settings: Any, arrangement: Arrangement) -> Schedule | None:
     """The schedule of the stages in an arrangement; None where it has none."""
     training, sharding, mesh = settings.training, settings.sharding, arrangement.mesh.shape
-    how = sharding.schedule, training.microbatches, sharding.rounds
+    how = sharding.schedule, training.microbatches, rounds_in(settings, arrangement.layout)
     return schedule_of(settings.model, arrangement.layout, mesh, *how)
+
+
+def rounds_in(settings: Any, layout: Layout) -> int:
+    """How often a microbatch goes round the stages of one of a run's layouts; once where it has none."""
+    return settings.sharding.rounds if stages_axes(layout) else 1
 
 
 def show_tensors(console: Console, settings: Any, layout: Layout, mesh: Mesh) -> None:

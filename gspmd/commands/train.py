@@ -25,7 +25,7 @@ import gspmd
 import gspmd_models as models
 from gspmd import host
 from gspmd.commands import configs
-from gspmd.commands.header import in_short, pipeline_of, show_run, show_tensors
+from gspmd.commands.header import in_short, pipeline_of, rounds_in, show_run, show_tensors
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
 from gspmd.training import (
@@ -50,6 +50,7 @@ from gspmd.training.step import Step, jit_step
 from gspmd_models import ModelConfig, checkpoints, step
 from gspmd_models.finetuning.config import LoraConfig
 from gspmd_models.finetuning.merging import merge, with_adapters
+from gspmd_models.objective import check_rounds
 from gspmd_models.remat.prediction import show_remat
 
 CALLED = "gspmd train"
@@ -119,10 +120,7 @@ def train(settings: Settings, called: str = CALLED) -> None:
         kept = host.keep_compiled(settings.compile_cache)
         arrangements = arrange(training, sharding, settings.model.sizes(training.batch, training.length))
         progress.begin("Reading the settings")
-        schedules = [pipeline_of(settings, arrangement) for arrangement in arrangements]
-        if sharding.rounds > 1 and not any(schedules):
-            fault = f"rounds is {sharding.rounds}, and no layout here has stages to go round; set rounds to 1."
-            raise ConfigError("cannot train this model:", [fault])
+        check_rounds(sharding.rounds, *(arrangement.layout for arrangement in arrangements))
         states = [abstract_state(settings, arrangement) for arrangement in arrangements]
         check_same_form([*zip(map(str, arrangements), states)])
     show_run(console, settings, arrangements, kept)
@@ -240,7 +238,7 @@ def make_program(console: Console, settings: Settings, arrangement: Arrangement)
             update = jit_step(build_step(settings, model), state)
             batch, key = shardings(models.batch_spec(layout), mesh), jax.random.key(training.seed + 1)
             place, part = processes.placer(batch, training.batch), processes.part_of(batch, training.batch)
-            evaluate = jax.jit(step.evaluation_step(model, training.microbatches, settings.sharding.rounds))
+            evaluate = jax.jit(step.evaluation_step(model, training.microbatches, rounds_in(settings, layout)))
             tokens = models.abstract_batch(layout, mesh, training.batch, training.length)
             progress.begin("Planning the training step")
             plan = gspmd.trace(update, state, tokens, key)
@@ -253,7 +251,7 @@ def make_program(console: Console, settings: Settings, arrangement: Arrangement)
 def build_step(settings: Settings, model: models.Transformer) -> Step:
     """One update, as the settings ask for it."""
     training, sharding = settings.training, settings.sharding
-    pipeline = training.microbatches, sharding.schedule, sharding.rounds
+    pipeline = training.microbatches, sharding.schedule, rounds_in(settings, model.layout)
     return step.training_step(model, settings.optimizer, training.steps, *pipeline, **of_state(training))
 
 

@@ -16,7 +16,7 @@ from gspmd.layouts.rules.check import faults_of, mesh_faults, resolved
 from gspmd.layouts.rules.keys import PHASES
 from gspmd.layouts.rules.padding import padded, padding_faults
 from gspmd.layouts.section import Section
-from gspmd.layouts.storage import loss_specs, position_specs, stored_specs
+from gspmd.layouts.storage import inner_specs, loss_specs, position_specs, stored_specs
 from gspmd.lowerings.default import checked
 
 
@@ -136,6 +136,16 @@ class Layout(KeyedTable):
         ('EF reduced-xyz', 'EF_yz reduced-x')
         """
         return self.override(loss_specs(self, microbatches))
+
+    def inside(self, axes: Sequence[str]) -> "Layout":
+        """Return this layout as code inside a shard_map over some of its mesh axes sees it: without them.
+
+        >>> inner = Layout.load("pipeline").inside(["x"])
+        >>> inner["ffn.residual"], inner["ffn.w_in"], inner.axes
+        ('BLE', 'EF_yz', ('p', 'y', 'z'))
+        """
+        rest, factor = (tuple(axis for axis in names if axis not in axes) for names in (self.axes, self.factor))
+        return replace(self.override(inner_specs(self.table, axes)), axes=rest, factor=factor)
 
     def lowered(self, name: str) -> "Layout":
         """Return this layout with one lowering for all parts."""

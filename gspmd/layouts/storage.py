@@ -1,6 +1,6 @@
-"""A layout for another purpose: what it stores for another one, of single positions, as a loss takes parameters."""
+"""A layout for another purpose: stored as another one, for single positions, in a shard_map, for a loss."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gspmd.annotate import LayoutError, Spec, parse_via
@@ -44,12 +44,36 @@ def position_specs(table: Mapping[str, Text]) -> dict[str, Text]:
     >>> position_specs({"ffn.residual": ("B_xL_yE", "B_xyLE")})
     {'ffn.residual': ('B_xLE', 'B_xyLE')}
     """
-    kinds = {name: KEYS[name].kind for name in table if name in KEYS}
+    return _changed(table, ("via", "activation"), _one_position)
+
+
+def inner_specs(table: Mapping[str, Text], axes: Sequence[str]) -> dict[str, Text]:
+    """Return the specs of a table that have some mesh axes, without them.
+
+    >>> inner_specs({"ffn.residual": "B_xLE", "ffn.w_in": "EF_y reduced-x", "ffn.in_via": "B_xLE, EF_y"}, ["x"])
+    {'ffn.residual': 'BLE', 'ffn.w_in': 'EF_y', 'ffn.in_via': 'BLE, EF_y'}
+    """
+
+    def rest(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(axis for axis in names if axis not in axes)
+
+    def inner(text: str, kind: str) -> str:
+        specs = parse_via(text).specs if kind == "via" else (Spec.parse(text),)
+        return ", ".join(
+            str(Spec(spec.dims, tuple(map(rest, spec.axes)), rest(spec.partial), rest(spec.reduced))) for spec in specs
+        )
+
+    return _changed(table, ("via", "activation", "parameter"), inner)
+
+
+def _changed(table: Mapping[str, Text], kinds: Sequence[str], change: Callable[[str, str], str]) -> dict[str, Text]:
+    """The specs of some kinds of keys, each alternative changed by (text, kind) -> text; those that stay left out."""
     changed: dict[str, Text] = {}
-    for name in (name for name, kind in kinds.items() if kind in ("via", "activation")):
-        text = table[name]
-        short = tuple(_one_position(each, kinds[name]) for each in (text if isinstance(text, tuple) else (text,)))
-        changed[name] = short if isinstance(text, tuple) else short[0]
+    for name, kind in ((name, KEYS[name].kind) for name in table if name in KEYS):
+        if kind in kinds:
+            text = table[name]
+            found = tuple(change(each, kind) for each in (text if isinstance(text, tuple) else (text,)))
+            changed[name] = found if isinstance(text, tuple) else found[0]
     return {name: text for name, text in changed.items() if text != table[name]}
 
 

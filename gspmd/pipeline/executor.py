@@ -47,7 +47,7 @@ class Results(NamedTuple):
 
     Attributes:
         loss: its part of the loss: that of the last stage, and of its chunks.
-        figures: of its chunks, the mean over microbatches, [rounds, layers, ...].
+        figures: of its chunks, its part of the mean over microbatches, [rounds, layers, ...].
         shared, weights: its gradients; None of a forward pass alone.
     """
 
@@ -76,12 +76,14 @@ class Executor:
         schedule: when.
         axis: the mesh axis of the stages.
         stream: the spec of what one stage sends to the next.
+        batches: number of microbatches over which the loss is a mean, those of pipelines beside this one too.
     """
 
     stages: Stages
     schedule: Schedule
     axis: str
     stream: Spec
+    batches: int
 
     def __call__(self, shared: Tree, weights: Tree, batches: Tree) -> Results:
         """Run all ticks on this stage's weights [rounds, layers, ...] and all microbatches [M, ...]."""
@@ -182,7 +184,7 @@ class Executor:
         x = _at(state.inputs, row.input)
         # A slot without a microbatch has cotangents 0, and so adds nothing to any gradient.
         cotangent = jnp.where((row.active == 1) & ~is_last, state.cotangent, jnp.zeros_like(x))
-        share = row.active / jnp.float32(self.schedule.microbatches)
+        share = row.active / jnp.float32(self.batches)
         fixed, moving = (shared, _at(weights, row.round)), (x, _at(batches, row.microbatch), number, cotangent, share)
         if halves is None:
             (of_x, loss, figures), gradients = self._pullback(fixed, moving)
@@ -225,7 +227,7 @@ class Executor:
         """The sums with a microbatch's share of the loss and of the figures, if there is one."""
 
         def share(x: jax.Array) -> jax.Array:
-            return jnp.where(row.active == 1, x, 0.0) / self.schedule.microbatches
+            return jnp.where(row.active == 1, x, 0.0) / self.batches
 
         figures = jax.tree.map(lambda into, x: _add_at(into, row.round, share(x)), sums.figures, figures)
         return sums._replace(loss=sums.loss + share(loss), figures=figures)

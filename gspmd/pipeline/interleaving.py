@@ -70,7 +70,7 @@ def in_rounds(x: jax.Array, spec: str | Spec, rounds: int) -> jax.Array:
     ctx = context()
     if (whole(rounds) or 0) < 1:
         raise PlanError(f"cannot bring layers '{spec}' into {shown(rounds)} rounds.\n  Give 1 or more.")
-    spec = read(f"cannot bring layers '{spec}' into {rounds} rounds", spec, x, ctx)
+    spec = read(f"cannot bring layers '{spec}' into {rounds} rounds", spec, x, ctx, weight=True)
     stages = prod(ctx.mesh[axis] for axis in spec.axes[0])
     if x.shape[0] % (rounds * stages):
         raise PlanError(
@@ -78,7 +78,7 @@ def in_rounds(x: jax.Array, spec: str | Spec, rounds: int) -> jax.Array:
             f"  Their number has to be a multiple of {rounds * stages}."
         )
     form = _Form(spec, rounds)
-    if ctx.lowering == "xla":
+    if ctx.lowering == "xla" and not spec.reduced:
         return compiler_chooses(ctx, form.split, (spec,), form.after, x, name=str(form))
     return _routed(form, ctx, x)
 
@@ -91,7 +91,7 @@ class _Form:
     @property
     def after(self) -> Spec:
         letter = next(letter for letter in "RSABCDEFGHIJKLMNOPQTUVWXYZ" if letter not in self.spec.dims)
-        return Spec((letter, *self.spec.dims), ((), *self.spec.axes))
+        return Spec((letter, *self.spec.dims), ((), *self.spec.axes), reduced=self.spec.reduced)
 
     def split(self, x: jax.Array) -> jax.Array:
         return x.reshape(self.rounds, -1, *x.shape[1:])
@@ -102,7 +102,7 @@ class _Form:
 
 def _send(form: _Form, ctx: Context, x: jax.Array, *, back: bool) -> jax.Array:
     """From [N, ...] to [R, N/R, ...], or back, by planned permutes."""
-    before, after = (form.after, form.spec) if back else (form.spec, form.after)
+    before, after = (form.after.cotangent, form.spec.cotangent) if back else (form.spec, form.after)
     axes = tuple(axis for axis in form.spec.axes[0] if ctx.mesh[axis] > 1)
     stages = prod(ctx.mesh[axis] for axis in axes)
     chunk = prod(before.local_shape(x.shape, ctx.mesh)) // form.rounds * x.dtype.itemsize

@@ -1,6 +1,8 @@
 """The loss of a pipeline as a function that JAX differentiates: its gradients are those that the schedule computes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ from jax.sharding import AxisType
 from gspmd.annotate.equation import Equation
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
+from gspmd.lowerings.program import mapped
 from gspmd.ops._einsum import reshard
 from gspmd.pipeline.calls import apart
 from gspmd.pipeline.executor import Executor, Results, Stages
@@ -18,7 +21,7 @@ Tree = Any
 
 
 def pipelined(
-    stages: Stages, schedule: Schedule, *, axis: str, stream: str | Spec, shared: Tree
+    stages: Stages, schedule: Schedule, *, axis: str, stream: str | Spec, shared: Tree, data: Sequence[str] = ()
 ) -> Callable[[Tree, Tree, Tree], tuple[jax.Array, Tree]]:
     """Make the loss of a pipeline: (shared, weights, batches) -> (loss, figures).
 
@@ -29,7 +32,8 @@ def pipelined(
     The three functions are of whole arrays on the other mesh axes, and may call any operation of gspmd there. A stage
     sends the next one its x, and the previous one the gradient of its own: one permute each per tick. Gradients of all
     microbatches are added where the weights are; those of `shared`, of which every stage has a copy, are summed over
-    the stages once.
+    the stages once. Along the mesh axes `data` as many pipelines run side by side, each on sequences of its own, and
+    the loss is the mean over them: what they add to a gradient is a partial sum when the last microbatch is done.
 
     Args:
         stages: the functions.
@@ -37,16 +41,19 @@ def pipelined(
         axis: the mesh axis of the stages; the schedule has as many stages as it has devices.
         stream: the spec of x.
         shared: a spec for every array of the shared weights, in the same tree.
+        data: mesh axes that the three functions do not see, nor these specs: `"BLE"` is the stream of one pipeline.
 
     Returns:
         A function of `shared`, whose arrays lie as their specs say; `weights`, arrays [R, N, ...] whose N is split over
         `axis` first of all, so that chunk r·S + s has rows s·N/S to (s+1)·N/S of round r; and `batches`, arrays
-        [M, ...]. It returns the mean loss of the microbatches and the mean figures [R, N, ...] of their chunks, which
-        have no gradient. `shared` and `weights` are differentiated, in reverse mode.
+        [M, ...], split over `data` as their types say. The types of `shared` and `weights` are `reduced` over `data`.
+        It returns the mean loss of the microbatches and the mean figures [R, N, ...] of their chunks, which have no
+        gradient. `shared` and `weights` are differentiated, in reverse mode.
 
     Raises:
         PlanError: by the function, if the mesh has no such axis, or another number of devices along it, or no other
-            axis; or if an operation has lowering `"xla"` under Auto axes, or in schedule `"zero-bubble"`.
+            axis; if a weight is not `reduced` over `data`, for which mesh axes have to be Explicit; or if an operation
+            has lowering `"xla"` under Auto axes, or in schedule `"zero-bubble"`.
 
     Example:
         >>> import numpy as np
@@ -67,7 +74,7 @@ def pipelined(
     Differs: all stages run one program, which computes `first` and `last` in every stage, and keeps the results of one.
         A chunk's forward pass is computed again in its backward pass, from its input.
     """
-    stream, shared = Spec.parse(stream), jax.tree.map(Spec.parse, shared, is_leaf=_is_spec)
+    stream, shared, data = Spec.parse(stream), jax.tree.map(Spec.parse, shared, is_leaf=_is_spec), tuple(data)
 
     @jax.custom_vjp
     def loss(shared_arrays: Tree, weights: Tree, batches: Tree) -> tuple[jax.Array, Tree]:
@@ -76,77 +83,110 @@ def pipelined(
 
     def forward(shared_arrays: Tree, weights: Tree, batches: Tree):
         values, results = run(schedule, shared_arrays, weights, batches)
-        summed = jax.tree.map(_over_stages(axis), shared, results.shared, is_leaf=_is_spec)
+        of_shared = partial(_summed, axes=(axis,), kept=data)
+        over_stages = jax.tree.map(of_shared, shared, results.shared, is_leaf=_is_spec)
         as_given = lambda gradient, x: gradient.astype(x.dtype)  # noqa: E731
-        return values, jax.tree.map(as_given, (summed, results.weights), (shared_arrays, weights))
+        return values, jax.tree.map(as_given, (over_stages, results.weights), (shared_arrays, weights))
 
     def backward(gradients: tuple[Tree, Tree], cotangents: tuple[jax.Array, Tree]):
         scaled = jax.tree.map(lambda gradient: (gradient * cotangents[0]).astype(gradient.dtype), gradients)
-        return *scaled, None
+        return *jax.tree.map(lambda gradient: _partial_sum(gradient, data), scaled), None
 
     loss.defvjp(forward, backward)
 
     def run(schedule: Schedule, *arrays: Tree) -> tuple[tuple[jax.Array, Tree], Results]:
-        results = _region(Executor(stages, schedule, axis, stream), arrays)
-        return (_over_stages(axis)(Spec((), ()), results.loss), results.figures), results
+        mesh = jax.sharding.get_abstract_mesh()
+        _check(mesh, schedule, axis, data, arrays[:2])
+        batches = schedule.microbatches * prod(mesh.shape[name] for name in data)
+        executor = Executor(stages, schedule, axis, stream, batches)
+        results = _region(executor, data, jax.tree.map(_whole, arrays))
+        figures = jax.tree.map(lambda x: _over_data(x, axis, data), results.figures)
+        return (_summed(Spec((), ()), results.loss, (axis, *data)), figures), results
 
     return loss
 
 
-def _over_stages(axis: str) -> Callable[[Spec, jax.Array], jax.Array]:
-    """Sum an array over its leading dimension of stages, to the spec of the rest."""
+def _summed(spec: Spec, x: jax.Array, axes: tuple[str, ...], kept: tuple[str, ...] | None = None) -> jax.Array:
+    """Sum an array over its leading dimension, which lies over mesh axes, and keep the next, if `kept` are its own.
 
-    def summed(spec: Spec, x: jax.Array) -> jax.Array:
-        letter = next(letter for letter in "SABCDEFGHIJKLMNOPQRTUVWXYZ" if letter not in spec.dims)
-        return reshard(x, Equation.move(Spec((letter, *spec.dims), ((axis,), *spec.axes)), spec))
+    The rest of it lies as the spec says.
+    """
+    free = [letter for letter in "SABCDEFGHIJKLMNOPQRTUVWXYZ" if letter not in spec.dims]
+    after = spec if kept is None else Spec((free[1], *spec.dims), (kept, *spec.axes))
+    return reshard(x, Equation.move(Spec((free[0], *after.dims), (axes, *after.axes)), after))
 
-    return summed
+
+def _over_data(x: jax.Array, axis: str, data: tuple[str, ...]) -> jax.Array:
+    """Figures [R, N, ...] of all pipelines, from those of each."""
+    if not data:
+        return x[0]
+    dims = "RNABC"[: x.ndim - 1]
+    return _summed(Spec(tuple(dims), ((), (axis,), *((),) * (len(dims) - 2))), x, data)
 
 
-def _region(executor: Executor, arrays: tuple[Tree, Tree, Tree]) -> Results:
-    """Run the executor in a shard_map over the mesh axis of the stages; it sees the other axes as they were.
+def _partial_sum(x: jax.Array, data: tuple[str, ...]) -> jax.Array:
+    """A partial sum over mesh axes, from an array with a leading dimension for its summands."""
+    if not data:
+        return x[0]
+    _, *partitions = jax.typeof(x).sharding.spec.partitions
+    return mapped(lambda piece: piece[0], _partition(x), jax.P(*partitions, unreduced={*data}))(x)
 
-    JAX 0.10.2 gathers what crosses the border of a shard_map over some Explicit axes along the others, so these are
-    Auto at the border.
+
+def _whole(x: jax.Array) -> jax.Array:
+    """The same array, whose type does not say that its gradient is a partial sum."""
+    partition = _partition(x)
+    return mapped(lambda piece: piece, partition, jax.P(*partition.partitions))(x) if partition.reduced else x
+
+
+def _region(executor: Executor, data: tuple[str, ...], arrays: tuple[Tree, Tree, Tree]) -> Results:
+    """Run the executor in a shard_map over the axes of the stages and of the data; it sees the others as they were.
+
+    JAX 0.10.2 has no partial sums in a shard_map over some axes only. One over those of the data needs none: what a
+    device adds is a sum of its own. It leaves as an array with a dimension for the summands, the first; of shared
+    weights, the second, behind that of the stages.
+
+    JAX gathers what crosses the border of a shard_map over some Explicit axes along the others, so these are Auto at
+    the border.
     """
     mesh, axis = jax.sharding.get_abstract_mesh(), executor.axis
-    _check(mesh, executor.schedule, axis)
-    free = tuple(name for name in mesh.axis_names if name != axis)
+    free = tuple(name for name in mesh.axis_names if name not in (axis, *data))
     explicit = AxisType.Explicit in mesh.axis_types
     shared, weights, batches = (jax.tree.map(_partition, tree) for tree in arrays)
+    trains = executor.schedule.name != "forward"
 
     def stage(*arrays: Tree) -> Results:
         results = executor(*arrays)
-        if results.shared is None:
-            return results._replace(loss=results.loss[None])
-        return results._replace(loss=results.loss[None], shared=jax.tree.map(lambda x: x[None], results.shared))
+        alone = jax.tree.map(lambda x: x[None], results)
+        return alone._replace(shared=jax.tree.map(lambda x: x[None], alone.shared))
 
     def entered(*arrays: Tree) -> Results:
-        within = jax.tree.map(lambda spec: _without(spec, axis), (shared, weights, batches), is_leaf=_is_partition)
+        within = jax.tree.map(lambda each: _along(each, free), (shared, weights, batches), is_leaf=_is_partition)
         return jax.sharding.explicit_axes(stage, axes=free, in_sharding=within)(*arrays) if explicit else stage(*arrays)
 
-    of_stages, of_rows = jax.P(axis), jax.P(None, axis)
+    summands, of_data = data or None, jax.tree.map(lambda each: _along(each, data), batches, is_leaf=_is_partition)
+    of_rows = jax.P(summands, None, axis)
     region = jax.shard_map(
         entered,
-        in_specs=(jax.P(), of_rows, jax.P()),
-        out_specs=Results(of_stages, of_rows, of_stages, of_rows),
-        axis_names={axis},
+        in_specs=(jax.P(), jax.P(None, axis), of_data),
+        out_specs=Results(jax.P((axis, *data)), of_rows, jax.P(axis, summands), of_rows),
+        axis_names={axis, *data},
         check_vma=False,
     )
     if not explicit:
         return apart(jax.jit(region), *arrays)
-    trains = executor.schedule.name != "forward"
     outs = Results(
-        of_stages,
+        jax.P((axis, *data)),
         of_rows,
-        jax.tree.map(lambda spec: jax.P(axis, *spec), shared, is_leaf=_is_partition) if trains else None,
-        weights if trains else None,
+        jax.tree.map(lambda each: jax.P(axis, summands, *each), shared, is_leaf=_is_partition) if trains else None,
+        jax.tree.map(lambda each: jax.P(summands, *each), weights, is_leaf=_is_partition) if trains else None,
     )
     # JAX cannot, outside of jit
     return apart(jax.jit(jax.sharding.auto_axes(region, axes=free, out_sharding=outs)), *arrays)
 
 
-def _check(mesh: jax.sharding.AbstractMesh, schedule: Schedule, axis: str) -> None:
+def _check(
+    mesh: jax.sharding.AbstractMesh, schedule: Schedule, axis: str, data: tuple[str, ...], weights: Tree
+) -> None:
     sizes, stages = dict(mesh.shape), schedule.stages
     if axis not in sizes:
         raise PlanError(
@@ -157,20 +197,28 @@ def _check(mesh: jax.sharding.AbstractMesh, schedule: Schedule, axis: str) -> No
             f"a schedule of {stages} stages cannot run on mesh axis {axis}, which has {sizes[axis]} devices.\n"
             f"  Make the schedule of {sizes[axis]} stages."
         )
-    if len(sizes) == 1:
+    if not {*sizes} - {axis, *data}:
         raise PlanError(
-            f"a pipeline needs a mesh axis besides {axis}, for its stages to plan on.\n  Add one; it may have size 1."
+            f"a pipeline needs a mesh axis besides {' and '.join((axis, *data))}, for its stages to plan on.\n"
+            "  Add one; it may have size 1."
         )
+    for x in jax.tree.leaves(weights):
+        if (reduced := _partition(x).reduced) != {*data}:
+            raise PlanError(
+                f"the gradients of pipelines side by side along {', '.join(data) or 'no mesh axis'} are partial sums "
+                f"there, and a weight is reduced over {', '.join(sorted(reduced)) or 'none'}.\n"
+                "  Give data= and weights the same axes, as by gspmd.reshard(w, 'NEF -> NEF reduced-x'), Explicit ones."
+            )
 
 
 def _partition(x: jax.Array) -> jax.P:
     return jax.typeof(x).sharding.spec
 
 
-def _without(spec: jax.P, axis: str) -> jax.P:
-    """The partition on the other mesh axes."""
-    entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
-    return jax.P(*(tuple(name for name in entry if name != axis) or None for entry in entries))
+def _along(partition: jax.P, axes: tuple[str, ...]) -> jax.P:
+    """What a partition has of some mesh axes."""
+    entries = ((entry,) if isinstance(entry, str) else entry or () for entry in partition)
+    return jax.P(*(tuple(name for name in entry if name in axes) or None for entry in entries))
 
 
 def _is_spec(leaf: Any) -> bool:

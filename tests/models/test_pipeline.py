@@ -21,7 +21,7 @@ STEPS = 50
 
 
 def losses(config, name, mesh, tokens, microbatches=1, rounds=1):
-    """The losses of fifty steps and of an evaluation after them, and the plan and ledger of one step."""
+    """The losses of fifty steps and of an evaluation after them, and ledger and plan of one step."""
     layout, optimizer = Layout.load(name), OptimizerConfig()
     layout.check(config.sizes(*tokens.shape[1:]), mesh)
     with jax.set_mesh(mesh), gspmd.lowering("blocking"):
@@ -34,7 +34,7 @@ def losses(config, name, mesh, tokens, microbatches=1, rounds=1):
             state, metrics = program(state, put(batch, layout, mesh), arguments[1])
             found.append(float(metrics["loss"]))
         found.append(float(jax.jit(step.evaluation_step(model, microbatches, rounds))(state.params, arguments[0])))
-        return found, gspmd.ledger(program).compare(gspmd.trace(update, state, *arguments))
+        return found, gspmd.ledger(program), gspmd.trace(update, state, *arguments)
 
 
 @pytest.mark.slow
@@ -42,12 +42,17 @@ def test_fifty_steps_in_two_rounds_have_the_losses_of_one_device(config, make_me
     settings = config(layers=4, tied=False, block="parallel")
     steps = np.random.default_rng(0).choice([1, 5], size=(STEPS, 8, 17))
     tokens = (np.cumsum(steps, axis=2) % 64).astype(np.int32)
-    wanted, _ = losses(settings, "replicated", make_mesh({"x": 1, "y": 1, "z": 1}), tokens)
+    wanted, *_ = losses(settings, "replicated", make_mesh({"x": 1, "y": 1, "z": 1}), tokens)
     mesh = make_mesh({"p": 2, "x": 2, "y": 2, "z": 1}, "auto")
-    found, comparison = losses(settings, "pipeline", mesh, tokens, microbatches=2, rounds=2)
+    found, ledger, plan = losses(settings, "pipeline", mesh, tokens, microbatches=2, rounds=2)
+    comparison, weights = ledger.compare(plan), len(models.parameter_specs(settings, Layout.load("pipeline")))
     assert wanted[-1] < wanted[0] - 0.5, "nothing was learnt"
     np.testing.assert_allclose(found, wanted, atol=1e-4)
     assert comparison.agrees
+    for counted in (ledger, plan):  # each weight's gradient is reduced once, and nothing else along x alone
+        assert {key: count for key, (count, _) in counted.by_kind_and_axes().items() if key[1] == ("x",)} == {
+            ("all-reduce", ("x",)): weights
+        }
     # Lookups of the embedding that the compiler shares are the only steps that are not as planned.
     assert {row.how for row in comparison.differing} <= {"with step 0"}, str(comparison)
 
@@ -73,6 +78,12 @@ def test_what_does_not_go_through_stages(config, make_mesh, tokens):
         "2 stacked layers do not make 2 rounds of 2 stages.\n"
         "  Their number has to be a multiple of 4: change layers, rounds or mesh."
     )
+    for build in (
+        step.evaluation_step,
+        lambda model, **options: step.training_step(model, OptimizerConfig(), 1, **options),
+    ):
+        with pytest.raises(PlanError, match="rounds is 2, and no layout here has stages to go round; set rounds to 1"):
+            build(models.abstract(config(), Layout.load("zero-2"), make_mesh({"x": 2, "y": 1, "z": 1})), rounds=2)
     with pytest.raises(LayoutError, match=r"dimension N has size 2, which mesh axis p \(size 4\) does not divide"):
         layout.check(config().sizes(8, 16), {"p": 4, "x": 2})
 

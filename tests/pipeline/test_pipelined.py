@@ -56,11 +56,11 @@ STAGES = Stages(
 )
 
 
-def drawn(stages, rounds, microbatches):
+def drawn(stages, rounds, microbatches, layers=LAYERS):
     draw = np.random.default_rng(0).normal
     shared = {"table": draw(size=(EMBED, EMBED)) / 3}
-    weights = {"a": draw(size=(rounds, LAYERS * stages, EMBED, HIDDEN)) / 3}
-    weights["b"] = draw(size=(rounds, LAYERS * stages, HIDDEN, EMBED)) / 3
+    weights = {"a": draw(size=(rounds, layers * stages, EMBED, HIDDEN)) / 3}
+    weights["b"] = draw(size=(rounds, layers * stages, HIDDEN, EMBED)) / 3
     return jax.tree.map(np.float32, (shared, weights, draw(size=(microbatches, BATCH, EMBED))))
 
 
@@ -128,6 +128,63 @@ def test_value_and_gradients_are_those_of_plain_code(
     assert permutes == (sends(Schedule.of(name, stages, microbatches, rounds)) + in_hops if stages > 1 else 0)
     assert {entry.kind for entry in over_stages} <= {"collective-permute", "all-gather", "all-reduce"}
     assert sum(entry.count for entry in over_stages if entry.kind != "collective-permute") <= 2  # table, and loss
+
+
+@pytest.mark.parametrize(
+    ("name", "rounds", "microbatches", "layers"),
+    [
+        ("1f1b", 1, 2, 1),
+        pytest.param("1f1b", 2, 4, 2, marks=pytest.mark.slow),
+        pytest.param("gpipe", 1, 3, 2, marks=pytest.mark.slow),
+        pytest.param("zero-bubble", 1, 4, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_pipelines_side_by_side_reduce_each_gradient_once(make_mesh, name, rounds, microbatches, layers):
+    """Over d, besides the figures and the loss, which is the mean over d of sums over B."""
+    host = drawn(2, rounds, microbatches, layers)
+    (wanted, squares), gradients = jax.jit(jax.value_and_grad(plain, argnums=(0, 1), has_aux=True))(*host)
+    moves = ({"table": "EF_x"}, SPECS), ({"table": "E_dF_x"}, {"a": "RN_pE_dF_x", "b": "RN_pF_xE_d"})
+
+    def step(*given):
+        *weights, batches = given
+        typed = jax.tree.map(lambda spec, w: gspmd.reshard(w, f"{spec} -> {spec} reduced-d"), moves[0], tuple(weights))
+        (value, figures), found = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(*typed, batches)
+        settled = lambda before, after, g: gspmd.reshard(g, f"{before} partialsum-d -> {after}")  # noqa: E731
+        return value, figures, jax.tree.map(settled, *moves, found)
+
+    with jax.set_mesh(make_mesh({"p": 2, "d": 2, "x": 2})), gspmd.lowering("blocking"):
+        computed = replace(STAGES, chunk=chunk_without_a_loop) if name == "zero-bubble" else STAGES
+        schedule, specs = Schedule.of(name, 2, microbatches, rounds), {"table": "EF_x"}
+        loss = pipelined(computed, schedule, axis="p", stream=STREAM, shared=specs, data="d")
+        arrays = {"table": gspmd.annotate(host[0]["table"], "EF_x")}, prepared(schedule, host)[1][1]
+        arrays += (gspmd.annotate(host[2], "MB_dE"),)
+        program, plan = jax.jit(step).lower(*arrays).compile(), gspmd.trace(step, *arrays)
+        value, figures, found = program(*arrays)
+        ledger = gspmd.ledger(program)
+    comparison = ledger.compare(plan)
+    assert not comparison.differing, str(comparison)
+    for counted in (ledger, plan):
+        over = Counter()
+        for (kind, axes), (count, _) in counted.by_kind_and_axes().items():
+            over[kind if kind == "reduce-scatter" else "others", axes] += count if "d" in axes else 0
+        assert +over == {("reduce-scatter", ("d",)): 3, ("others", ("d",)): 1, ("others", ("d", "p")): 1}
+    np.testing.assert_allclose(value, wanted / 2, rtol=1e-4)
+    np.testing.assert_allclose(np.asarray(figures["squares"]).reshape(-1), squares / 2, rtol=1e-5)
+    for (path, gradient), each in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(found), strict=True):
+        assert np.linalg.norm(2 * each - gradient) <= 3e-6 * np.linalg.norm(gradient), path
+
+
+def test_weights_of_pipelines_side_by_side_are_reduced_there(make_mesh):
+    with jax.set_mesh(make_mesh({"p": 2, "d": 2, "x": 2})):
+        schedule = Schedule.of("1f1b", 2, 2)
+        _, arrays = prepared(schedule, drawn(2, 1, 2))
+        loss = pipelined(STAGES, schedule, axis="p", stream=STREAM, shared={"table": "EF_x"}, data=("d",))
+        with pytest.raises(PlanError) as error:
+            loss(*arrays)
+    assert str(error.value) == (
+        "the gradients of pipelines side by side along d are partial sums there, and a weight is reduced over none.\n"
+        "  Give data= and weights the same axes, as by gspmd.reshard(w, 'NEF -> NEF reduced-x'), Explicit ones."
+    )
 
 
 @pytest.mark.slow
