@@ -159,7 +159,7 @@ ROWS = (
         reason="dimension X has size 4"),
     Row("data × pipeline", "megatron-sequence", {"p": 2, "x": 2, "y": 2},
         {"gradients.ffn.norm": "E partialsum-xyz"}, pipeline=Pipeline("1f1b", 2),
-        reason="settle the gradient of ffn.norm over y, z for each microbatch"),
+        reason="the gradient of ffn.norm over y, z: write"),
     Row("data × pipeline", "data-parallel", {"p": 2, "x": 4}, pipeline=Pipeline("1f1b", 2, 2),
         reason="2 stacked layers do not make 2 rounds of 2 stages"),
     Row("model × pipeline", "megatron-1d", {"p": 4, "y": 2}, pipeline=Pipeline("1f1b", 2, 2, layers=8),

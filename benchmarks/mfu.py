@@ -186,6 +186,7 @@ def settings_of(run: Run) -> command.Settings:
 def measured(kept: Kept, name: str) -> dict[str, Any]:
     """The simulated step of a run, compiled as `gspmd compile` does."""
     run, given = RUNS[name], os.environ.get("LIBTPU_INIT_ARGS", "")
+    key = f"{name} {run.libtpu}".strip()
 
     def compiled() -> dict[str, Any]:
         if run.libtpu not in given:  # libtpu reads its flags once, when it is loaded: in a process of its own
@@ -194,7 +195,7 @@ def measured(kept: Kept, name: str) -> dict[str, Any]:
                 child = [sys.executable, __file__, "--only", "runs", "--run", name, "--json", str(path)]
                 flags = {"LIBTPU_INIT_ARGS": f"{given} {run.libtpu}".strip()}
                 subprocess.run(child, check=True, stdout=subprocess.DEVNULL, env=os.environ | flags)
-                return json.loads(path.read_text())[name]
+                return json.loads(path.read_text())[key]
         settings = settings_of(run)
         target = topology(settings.topology)
         report = command.compiled(settings, target)
@@ -206,7 +207,7 @@ def measured(kept: Kept, name: str) -> dict[str, Any]:
             return figures
         return figures | {"as_planned": report.ledger.compare(report.plan).agrees} | split(report.timeline)
 
-    return kept(name, compiled)
+    return kept(key, compiled)
 
 
 def split(line: Timeline) -> dict[str, Any]:

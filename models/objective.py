@@ -30,6 +30,8 @@ from .vectors import cast_matrices
 Values = dict[str, jax.Array]
 
 SCALAR = Spec((), ())
+_SHOWN = 6
+"""Most parameters that one error names."""
 """The spec of a scalar."""
 
 
@@ -131,22 +133,29 @@ def for_stages(config: ModelConfig, layout: Any) -> Any:
     side (`data_axes`). In a model with experts there are none: experts, or their random draws, are those of all tokens.
 
     Raises:
-        PlanError: [gradients] has a partial sum over other axes.
+        PlanError: [gradients] has partial sums over other axes.
     """
     data = () if config.moe else data_axes(layout)
     planned = {*layout.axes} - {*data, *stages_axes(layout)}
-    given = {}
+    given, faults = {}, []
     for row in parameters(config, layout).values():
         gradient, spec = Spec.parse(layout.gradient(row.key)), layout.spec(row.key)
         # Where all axes split the batch one of them is left inside, by itself.
         inside = {*gradient.partial} - {*data} - (planned if len(planned) == 1 and not spec.used else set())
-        if inside:
-            raise PlanError(
-                f"the stages of a pipeline settle the gradient of {row.key} over {', '.join(sorted(inside))} for each "
-                f"microbatch: [gradients] '{gradient}' cannot be.\n"
-                f"  Write '{spec.with_partial(data)}', over axes that split the batch and nothing else."
+        if inside and row.key not in given:
+            faults.append(
+                f"the gradient of {row.key} over {', '.join(sorted(inside))}: write '{spec.with_partial(data)}' in "
+                f"[gradients], not '{gradient}'."
             )
         given[row.key] = spec.with_partial(data).cotangent
+    if faults:
+        fact = (
+            "stages settle gradients for each microbatch, but over a mesh axis that splits the batch and nothing else:"
+        )
+        more = [f"... and {len(faults) - _SHOWN} more."] if len(faults) > _SHOWN else []
+        if config.moe:
+            more.append("No axis does in a model with experts: these, or their random draws, are those of all tokens.")
+        raise PlanError("\n  ".join([fact, *faults[:_SHOWN], *more]))
     return layout.override(given)
 
 

@@ -179,12 +179,14 @@ def for_training(settings: Settings, default: Settings) -> list[str]:
 def smallest(settings: Settings, asked: Topology) -> Report:
     """The report for the smallest slice that the model fits on, or for the largest that there is."""
     report, reason = None, ""
-    phase_layout(settings)  # what is wrong with the layout itself is wrong on every slice
+    layout = phase_layout(settings)  # what is wrong with the layout itself is wrong on every slice
+    if settings.phase == "train":
+        check_rounds(settings.sharding.rounds, layout)
     for target in slices(asked.chip):
         try:
             mesh_of(settings, target)
         except (gspmd.LayoutError, gspmd.PlanError) as error:  # no mesh of so many divides the sizes, or has a schedule
-            reason = f"Of {target.name}: {error}"
+            reason = reason or f"Of {target.name}: {error}"
             continue
         report = compiled(settings, target)
         if report.fits:
@@ -223,7 +225,8 @@ def mesh_of(settings: Settings, target: Topology) -> jax.sharding.Mesh:
         layout_of(settings).phase("decode").check(config.sizes(settings.batch, 1) | served, shape)
     if settings.phase == "train":
         check_rounds(sharding.rounds, layout)
-        schedule_of(config, layout, shape, sharding.schedule, settings.microbatches, sharding.rounds)
+        how = sharding.schedule, settings.microbatches, sharding.rounds
+        schedule_of(config, layout.resolved(sizes, shape), shape, *how)
     return target.mesh(shape, sharding.axis_types)
 
 

@@ -118,8 +118,10 @@ def from_slots(y: jax.Array, routing: Routing, form: str, together: bool = False
     if not together:
         rows = y.reshape(groups, experts * capacity, size)
         return collect(rows, routing.gate, *_rows(routing, experts, capacity))
-    rows, gate = y.swapaxes(0, 1).reshape(1, -1, size), routing.gate.reshape(1, -1, routing.gate.shape[2])
-    return collect(rows, gate, *_rows_together(routing, experts, capacity)).reshape(*routing.gate.shape[:2], size)
+    _, tokens, choices = routing.gate.shape
+    rows = y.swapaxes(0, 1).reshape(1, experts * groups * capacity, size)
+    gate = routing.gate.reshape(1, groups * tokens, choices)
+    return collect(rows, gate, *_rows_together(routing, experts, capacity)).reshape(groups, tokens, size)
 
 
 def _check_form(doing: str, form: str) -> None:

@@ -21,7 +21,7 @@ Tree = Any
 
 
 def pipelined(
-    stages: Stages, schedule: Schedule, *, axis: str, stream: str | Spec, shared: Tree, data: Sequence[str] = ()
+    stages: Stages, schedule: Schedule, *, axis: str, stream: str | Spec, shared: Tree, data: str | Sequence[str] = ()
 ) -> Callable[[Tree, Tree, Tree], tuple[jax.Array, Tree]]:
     """Make the loss of a pipeline: (shared, weights, batches) -> (loss, figures).
 
@@ -41,7 +41,8 @@ def pipelined(
         axis: the mesh axis of the stages; the schedule has as many stages as it has devices.
         stream: the spec of x.
         shared: a spec for every array of the shared weights, in the same tree.
-        data: mesh axes that the three functions do not see, nor these specs: `"BLE"` is the stream of one pipeline.
+        data: a mesh axis, or several, that the three functions do not see, nor these specs: `"BLE"` is the stream of
+            one pipeline.
 
     Returns:
         A function of `shared`, whose arrays lie as their specs say; `weights`, arrays [R, N, ...] whose N is split over
@@ -74,7 +75,8 @@ def pipelined(
     Differs: all stages run one program, which computes `first` and `last` in every stage, and keeps the results of one.
         A chunk's forward pass is computed again in its backward pass, from its input.
     """
-    stream, shared, data = Spec.parse(stream), jax.tree.map(Spec.parse, shared, is_leaf=_is_spec), tuple(data)
+    stream, shared = Spec.parse(stream), jax.tree.map(Spec.parse, shared, is_leaf=_is_spec)
+    data = (data,) if isinstance(data, str) else tuple(data)
 
     @jax.custom_vjp
     def loss(shared_arrays: Tree, weights: Tree, batches: Tree) -> tuple[jax.Array, Tree]:
@@ -192,6 +194,8 @@ def _check(
         raise PlanError(
             f"the mesh has no axis {axis} for the stages of a pipeline.\n  It has {', '.join(sizes) or 'none'}."
         )
+    if unknown := [name for name in data if name not in sizes]:
+        raise PlanError(f"the mesh has no axis {unknown[0]} for pipelines side by side.\n  It has {', '.join(sizes)}.")
     if sizes[axis] != stages:
         raise PlanError(
             f"a schedule of {stages} stages cannot run on mesh axis {axis}, which has {sizes[axis]} devices.\n"

@@ -15,6 +15,7 @@ from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd.training import OptimizerConfig
 from gspmd_models import step
+from gspmd_models.objective import for_stages
 from tests.models.conftest import put
 
 STEPS = 50
@@ -86,6 +87,24 @@ def test_what_does_not_go_through_stages(config, make_mesh, tokens):
             build(models.abstract(config(), Layout.load("zero-2"), make_mesh({"x": 2, "y": 1, "z": 1})), rounds=2)
     with pytest.raises(LayoutError, match=r"dimension N has size 2, which mesh axis p \(size 4\) does not divide"):
         layout.check(config().sizes(8, 16), {"p": 4, "x": 2})
+
+
+def test_partial_sums_that_stages_cannot_leave_are_named_together():
+    layout = Layout.load("zero-2").override({"pipeline.layers": "N_p"})
+    over = {key: layout.gradient(key).partition("-")[2] for key in ("ffn.w_in", "ffn.norm")}
+    assert over == {"ffn.w_in": "xyz", "ffn.norm": "xyz"}
+    assert for_stages(models.ModelConfig(moe=None), layout)["ffn.w_in"] == "EF reduced-xy"
+    with pytest.raises(PlanError) as error:
+        for_stages(models.ModelConfig(moe=MoEConfig(experts=8)), layout)
+    head, *lines = str(error.value).split("\n")
+    assert head.startswith(
+        "stages settle gradients for each microbatch, but over a mesh axis that splits the batch and"
+    )
+    named = [line.partition(" over ")[0].removeprefix("  the gradient of ") for line in lines[:-2]]
+    assert len({*named}) == len(named) == 6
+    assert lines[0].endswith(" over x, y, z: write 'VE' in [gradients], not 'VE partialsum-xyz'.")
+    assert lines[-2] == "  ... and 9 more."
+    assert lines[-1].startswith("  No axis does in a model with experts:")
 
 
 @pytest.mark.slow

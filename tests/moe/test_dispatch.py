@@ -91,6 +91,17 @@ def test_groups_gathered_together_are_those_gathered_alone(router):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *(pull(cotangents) for pull in pulled))
 
 
+@pytest.mark.parametrize("empty", ["groups", "tokens", "slots", "size"])
+def test_nothing_gathered_together_is_nothing(empty):
+    groups, tokens, size = (0 if empty == name else 3 for name in ("groups", "tokens", "size"))
+    config = MoEConfig(experts=2, router="gshard", capacity_factor=0.0 if empty == "slots" else 1.0)
+    routing = route(jnp.zeros((groups, tokens, 2)), config, key=jax.random.key(0))
+    slots = to_slots(jnp.ones((groups, tokens, size)), routing, 2, config.capacity(tokens), "sort", True)
+    assert slots.shape == (groups, 2, config.capacity(tokens), size)
+    assert not np.any(from_slots(jnp.zeros_like(slots), routing, "sort", True))
+    assert from_slots(slots, routing, "sort", True).shape == (groups, tokens, size)
+
+
 @pytest.mark.parametrize("router", ["gshard", "expert-choice"])
 def test_without_slots_nothing_is_taken(router):
     config = MoEConfig(experts=8, router=router, capacity_factor=0.0)

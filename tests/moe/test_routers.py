@@ -264,3 +264,16 @@ def test_a_new_router_is_one_function(make_mesh, monkeypatch):
     assert loss > 0  # of large logits, which every router has
     with pytest.raises(ValueError, match="logits are"):
         by_position(jnp.zeros((1, 4, 3)), config)
+
+
+@by_router
+def test_where_jax_has_64_bits_assignments_are_the_same(router):
+    case = HARD[0]
+    config = _config(case, router=router)
+    logits, _ = _inputs(case, config, jax.random.key(0))
+    pick = lambda: route(jnp.asarray(logits, "float32"), config)  # noqa: E731
+    narrow = pick()
+    with jax.enable_x64():
+        wide = pick()
+    np.testing.assert_array_equal(narrow.expert, wide.expert)
+    np.testing.assert_allclose(narrow.gate, wide.gate, rtol=1e-6)

@@ -155,7 +155,7 @@ def test_pipelines_side_by_side_reduce_each_gradient_once(make_mesh, name, round
     with jax.set_mesh(make_mesh({"p": 2, "d": 2, "x": 2})), gspmd.lowering("blocking"):
         computed = replace(STAGES, chunk=chunk_without_a_loop) if name == "zero-bubble" else STAGES
         schedule, specs = Schedule.of(name, 2, microbatches, rounds), {"table": "EF_x"}
-        loss = pipelined(computed, schedule, axis="p", stream=STREAM, shared=specs, data="d")
+        loss = pipelined(computed, schedule, axis="p", stream=STREAM, shared=specs, data=("d",))
         arrays = {"table": gspmd.annotate(host[0]["table"], "EF_x")}, prepared(schedule, host)[1][1]
         arrays += (gspmd.annotate(host[2], "MB_dE"),)
         program, plan = jax.jit(step).lower(*arrays).compile(), gspmd.trace(step, *arrays)
@@ -178,9 +178,12 @@ def test_weights_of_pipelines_side_by_side_are_reduced_there(make_mesh):
     with jax.set_mesh(make_mesh({"p": 2, "d": 2, "x": 2})):
         schedule = Schedule.of("1f1b", 2, 2)
         _, arrays = prepared(schedule, drawn(2, 1, 2))
-        loss = pipelined(STAGES, schedule, axis="p", stream=STREAM, shared={"table": "EF_x"}, data=("d",))
+        loss = pipelined(STAGES, schedule, axis="p", stream=STREAM, shared={"table": "EF_x"}, data="d")
         with pytest.raises(PlanError) as error:
             loss(*arrays)
+        elsewhere = pipelined(STAGES, schedule, axis="p", stream=STREAM, shared={"table": "EF_x"}, data="data")
+        with pytest.raises(PlanError, match="the mesh has no axis data for pipelines side by side"):
+            elsewhere(*arrays)
     assert str(error.value) == (
         "the gradients of pipelines side by side along d are partial sums there, and a weight is reduced over none.\n"
         "  Give data= and weights the same axes, as by gspmd.reshard(w, 'NEF -> NEF reduced-x'), Explicit ones."

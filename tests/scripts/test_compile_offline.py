@@ -117,9 +117,10 @@ def test_slices_are_tried_from_the_smallest_on(script, monkeypatch):
 
 
 @needs_libtpu
-def test_where_no_slice_will_do_the_last_says_why(script, monkeypatch):
-    monkeypatch.setattr(script, "mesh_of", lambda *_: (_ for _ in ()).throw(gspmd.LayoutError("x does not divide")))
-    with pytest.raises(ConfigError, match=r"no slice of tpu-v4 has .*\n.*Of tpu-v4:16x16x16: x does not divide"):
+def test_where_no_slice_will_do_the_first_says_why(script, monkeypatch):
+    refuse = lambda _, target: (_ for _ in ()).throw(gspmd.LayoutError(f"{target.num_devices} do not divide"))  # noqa: E731
+    monkeypatch.setattr(script, "mesh_of", refuse)
+    with pytest.raises(ConfigError, match=r"no slice of tpu-v4 has .*\n.*Of tpu-v4:2x2x1: 4 do not divide"):
         script.smallest(script.parse(TINY), topology("tpu-v4:4x4x4"))
 
 
@@ -156,6 +157,15 @@ def test_weights_and_cache_are_compiled_as_int8(script):
     assert options["donate_argnums"] == (2,)
     with pytest.raises(ConfigError, match="--cache int8 is for --phase prefill and decode, not forward"):
         script.parse([*TINY, *V4, "--cache", "int8"])
+
+
+@needs_libtpu
+def test_stages_of_a_layout_with_alternatives_are_those_of_its_mesh(script, tmp_path):
+    file = tmp_path / "stages.toml"
+    file.write_text('base = "pipeline"\n\n[ffn]\nw_gate = ["E_xF_yz", "EF_yz"]\n')
+    flags = ["--phase", "train", "--layout", str(file), "--batch", "8"]
+    settings = script.parse([*TINY, *flags, "--topology", "tpu-v4:2x2x1", "--mesh", "p=2,x=2", "--model.layers", "4"])
+    assert dict(script.mesh_of(settings, topology("tpu-v4:2x2x1")).shape) == {"p": 2, "x": 2, "y": 1, "z": 1}
 
 
 @needs_libtpu
@@ -218,6 +228,10 @@ BAD = {
         "--phase decode trains nothing; leave --microbatches, --schedule, --moments, --lora.rank out.",
     ),
     "a pattern": ([*V4, "--phase", "train", "--frozen", "embeding.*", "--batch", "8"], "matches no parameter."),
+    "rounds on no slice": (
+        ["--smallest", "--phase", "train", "--layout", "zero-2", "--rounds", "2"],
+        "rounds is 2, and no layout here has stages to go round; set rounds to 1.",
+    ),
     "phase": (
         ["--phase", "forwrd"],
         "it must be one of 'forward', 'train', 'prefill', 'decode', but is 'forwrd'. Did you mean 'forward'?",

@@ -83,10 +83,12 @@ def all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, concat: int, mes
     """A tiled all-to-all over mesh axes, of whole rows: what a device sends to each other one, along one dimension."""
     if x.ndim - 1 in (split, concat):
         return lax.all_to_all(x, axes, split_axis=split, concat_axis=concat, tiled=True)
-    parts, later = prod(mesh[axis] for axis in axes), 1 + max(split, concat)  # slots are sent expert by expert
-    pieces = jnp.moveaxis(x.reshape(*x.shape[:split], parts, -1, *x.shape[split + 1 :]), (split, later), (0, 1))
+    parts, of = prod(mesh[axis] for axis in axes), [split]
+    if {split, concat} == {0, 1} and x.ndim > 3:
+        of.append(2)  # slots [G, X, C, E], which are gathered expert by expert
+    pieces = jnp.moveaxis(x.reshape(*x.shape[:split], parts, -1, *x.shape[split + 1 :]), of, range(len(of)))
     rows = lax.all_to_all(pieces.reshape(-1, x.shape[-1]), axes, split_axis=0, concat_axis=0, tiled=True)
-    pieces = jnp.moveaxis(rows.reshape(pieces.shape), (0, 1), (concat, later))
+    pieces = jnp.moveaxis(rows.reshape(pieces.shape), range(len(of)), [concat, *of[1:]])
     return pieces.reshape(*pieces.shape[:concat], -1, *pieces.shape[concat + 2 :])
 
 

@@ -202,7 +202,8 @@ def queue(expert: jax.Array, waiting: jax.Array, experts: int, order: jax.Array 
 
 def finite(logits: jax.Array) -> jax.Array:
     """Clip logits, in float32, to bounds whose squares can be summed, so that no router computes inf - inf."""
-    return jax.lax.clamp(-_MOST, logits.astype(jnp.float32), _MOST)  # its gradient needs one mask, jnp.clip's three
+    low, high = jnp.float32(-_MOST), jnp.float32(_MOST)
+    return jax.lax.clamp(low, logits.astype(jnp.float32), high)  # its gradient needs one mask, jnp.clip's three
 
 
 def every_token(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
