@@ -30,9 +30,9 @@ from .vectors import cast_matrices
 Values = dict[str, jax.Array]
 
 SCALAR = Spec((), ())
+"""The spec of a scalar."""
 _SHOWN = 6
 """Most parameters that one error names."""
-"""The spec of a scalar."""
 
 
 def loss(
