@@ -13,7 +13,7 @@ FLOORS = (
     {"gspmd.annotate"},
     {"gspmd.hardware"},
     {"gspmd.planner"},
-    {"gspmd.lowerings"},
+    {"gspmd.lowerings", "gspmd.search"},
     {"gspmd.ops"},
     {"gspmd.tracing", "gspmd.collectives"},
     {"gspmd.layouts", "gspmd.audit", "gspmd.pipeline"},
@@ -30,7 +30,7 @@ for _room in ("gspmd.training", "models", "gspmd.commands"):
     MAY_IMPORT[_room] |= {"gspmd"}
 
 ONLY_TRAINING = {"flax", "optax", "orbax", "grain", "tyro", "tensorboardX", "matplotlib"}
-WITHOUT_JAX = ("gspmd.display", "gspmd.frozen", "gspmd.annotate", "gspmd.hardware", "gspmd.planner")
+WITHOUT_JAX = ("gspmd.display", "gspmd.frozen", "gspmd.search", "gspmd.annotate", "gspmd.hardware", "gspmd.planner")
 PLACES_ARRAYS = {f"gspmd.annotate{name}" for name in ("", ".annotation", ".arrays", ".gshard")}
 
 
@@ -53,7 +53,7 @@ def test_only_training_knows_its_libraries(module):
         "models": {"flax"},
         "gspmd.audit": {"matplotlib"},
         "gspmd.pipeline": {"matplotlib"},
-        "gspmd.commands": {"tyro"},
+        "gspmd.commands": {"tyro", "matplotlib"},
     }
     allowed = allowed.get(room_of(module), set())
     assert {name.split(".")[0] for name in imports(module)} & ONLY_TRAINING <= allowed

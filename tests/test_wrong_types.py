@@ -89,6 +89,7 @@ def _calls():
         (layouts.rank, ["zero-3"], {"sizes": SIZES, "mesh": MESH, "objective": "seconds", "gated": False}),
         (audit.verify, [lambda a: a * 2, x], {"lowerings": ("blocking",), "gradients": False, "seed": 0}),
         (audit.topology, ["tpu-v4:0x0x0"], {}),
+        (audit.check_compiler_options, [{"xla_cpu_enable_fast_math": True}], {"device": None}),
         (audit.timeline, [None, "tpu-v4", MESH], {"flops": 0}),
         (audit.compare, [None, None], {}),
         (audit.gantt.draw, [None, "gantt.png"], {}),

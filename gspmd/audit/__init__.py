@@ -6,6 +6,7 @@ from gspmd.audit.ledgers.entries import Entry
 from gspmd.audit.ledgers.ledger import Ledger, compare
 from gspmd.audit.ledgers.reader import ledger
 from gspmd.audit.offline.compilation import compile_offline
+from gspmd.audit.offline.options import check_compiler_options
 from gspmd.audit.offline.report import Report
 from gspmd.audit.offline.tpu import Topology, slices, topology
 from gspmd.audit.simulation import gantt, perfetto
@@ -24,6 +25,7 @@ __all__ = [
     "Timeline",
     "Topology",
     "Verification",
+    "check_compiler_options",
     "compare",
     "compile_offline",
     "gantt",

@@ -230,15 +230,15 @@ def mesh_of(settings: Settings, target: Topology) -> jax.sharding.Mesh:
     return target.mesh(shape, sharding.axis_types)
 
 
-def compiled(settings: Settings, target: Topology) -> Report:
-    """The report for one slice."""
+def compiled(settings: Settings, target: Topology, called: str = "") -> Report:
+    """The report for one slice; `called` is what progress calls the program, by default its model and layout."""
     config, layout, mesh = settings.model, layout_of(settings), mesh_of(settings, target)
     program, args, options = program_of(settings, layout, mesh)
     # one token of every row, which reads all that the cache has room for, or all tokens, which read one another
     read, seen = (1, settings.room or settings.length) if settings.phase == "decode" else (settings.length,) * 2
     flops = settings.batch * read * config.flops_per_token(seen)
     flops /= 1 if settings.phase == "train" else 3  # a backward pass is two forward passes
-    named = f"{config.num_parameters:,} parameters, {layout.name}, {target.name}"
+    named = called or f"{config.num_parameters:,} parameters, {layout.name}, {target.name}"
     console = printing.console(stderr=True)
     with gspmd.lowering(layout.lowering or "auto"), Progress(console, named) as progress:
 
@@ -247,7 +247,10 @@ def compiled(settings: Settings, target: Topology) -> Report:
                 progress.note(f"{named}: {doing}")
             progress.begin(f"{named}: {doing}")
 
-        return compile_offline(program, *args, topology=target, mesh=mesh, flops=flops, progress=tell, **options)
+        given = settings.sharding.compiled_with
+        return compile_offline(
+            program, *args, topology=target, mesh=mesh, compiler_options=given, flops=flops, progress=tell, **options
+        )
 
 
 def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tuple, dict[str, Any]]:

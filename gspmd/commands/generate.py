@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,13 +26,14 @@ from rich.console import Console
 import gspmd
 import gspmd_models as models
 from gspmd import host
-from gspmd.commands import configs, overview
+from gspmd.commands import automatic, configs, overview
 from gspmd.commands.source import Source
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
 from gspmd.display.units import amount_of_seconds
+from gspmd.layouts import Layout
 from gspmd.training import ShardingConfig, command
-from gspmd.training.arrangement import make_mesh
+from gspmd.training.arrangement import make_mesh, start
 from gspmd.training.config import ConfigError
 from gspmd.training.reporting import report
 from gspmd.training.run.signals import Stop
@@ -64,6 +65,7 @@ class Sharding(ShardingConfig):
     schedule: tyro.conf.Suppress[str] = "1f1b"
     rounds: tyro.conf.Suppress[int] = 1
     distributed: tyro.conf.Suppress[str] = ""
+    compiler_options: tyro.conf.Suppress[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True)
@@ -149,16 +151,15 @@ def generate(settings: Settings) -> int:
     if "" in settings.stop:
         raise ConfigError(_DOING, ["--stop is empty, which every text would end with; give at least one character."])
     source, console = Source.at(Path(settings.checkpoint)), printing.console(120, stderr=True)
-    sharding = settings.sharding
-    layout = source.layout(settings.decode_layout or sharding.layout, sharding)
-    prefill = source.layout(settings.prefill_layout or sharding.layout, sharding)
-    config = decoding.for_serving(source.config)
+    config, ids = decoding.for_serving(source.config), [source.tokenizer.encode(prompt) for prompt in prompts]
+    sharding, named = arranged(console, settings, config, ids)
+    layout = source.layout(settings.decode_layout or named, sharding)
+    prefill = source.layout(settings.prefill_layout or named, sharding)
     sizes = {dim: size for dim, size in config.sizes(batch=1, length=1).items() if dim not in "BLTG"}
     with Progress(console, "Starting the devices"):
         kept = host.keep_compiled(settings.compile_cache)
         mesh = make_mesh(sharding, layout.phase("decode"), sizes, host_devices=1)
-    dtype = settings.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
-    ids = [source.tokenizer.encode(prompt) for prompt in prompts]
+    dtype = dtype_on([*mesh.devices.flat], settings)
     job: dict[str, Any] = {"samples": settings.samples, "cache_length": settings.cache_length}
     burst = min(settings.burst, max(settings.tokens, 1))
     options: dict[str, Any] = {"chunk": settings.chunk, "burst": burst, "int8": settings.cache == "int8"}
@@ -185,6 +186,30 @@ def generate(settings: Settings) -> int:
         texts = [decoding.Text(source.tokenizer, of, settings.stop) for of in ids for _ in range(settings.samples)]
         write(console, prompts, texts, unless_stopped(bursts, stop), ended)
     return 0
+
+
+def arranged(
+    console: Console, settings: Settings, config: models.ModelConfig, ids: Sequence[Sequence[int]]
+) -> tuple[Sharding, str | Layout]:
+    """The sharding and the layout of --layout: with `auto` one that is found, on its mesh."""
+    sharding = settings.sharding
+    if sharding.layout != automatic.NAME:
+        return sharding, sharding.layout
+    if settings.prefill_layout or settings.decode_layout:
+        fault = "--layout auto finds the layout of both phases; leave out --prefill-layout and --decode-layout."
+        raise ConfigError(_DOING, [fault])
+    with Progress(console, "Starting the devices"):
+        devices = start(sharding, host_devices=1)
+    found = automatic.for_serving(
+        console, config, sharding.mesh, devices, dtype_on(devices, settings), ids, settings.tokens,
+        samples=settings.samples, chunk=settings.chunk, cache_length=settings.cache_length,
+    )  # fmt: skip
+    return replace(sharding, mesh=found.mesh), found.layout
+
+
+def dtype_on(devices: Sequence[jax.Device], settings: Settings) -> str:
+    """What the model computes in on these devices."""
+    return settings.dtype or ("float32" if devices[0].platform == "cpu" else "bfloat16")
 
 
 def unless_stopped(bursts: Iterator[decoding.Burst], stop: Stop) -> Iterator[decoding.Burst]:

@@ -21,12 +21,14 @@ COMMANDS = {
     "train": "train a Mixture-of-Experts language model on text, every tensor placed by a layout",
     "generate": "continue prompts with a public checkpoint or a trained run, in any layout",
     "export": "write a trained run as a public checkpoint, which transformers loads",
+    "search": "find the best layout of a model on a slice, and write it as a file to train with",
     "compile": "ask the TPU compiler whether a model fits on a slice, and what it will cost",
 }
 _EXAMPLES = (
     'gspmd explain "BLE_xyz, E_xF_yz -> BLF_yzx" --mesh x=4,y=4,z=4 --sizes B=512,L=1,E=18432,F=73728',
     "gspmd train --config tiny",
     'gspmd generate --checkpoint runs/001 --prompt "def "',
+    "gspmd search --config llama-2-70b --topology tpu-v5p:4x8x8 --batch 1024 --out found.toml",
     "gspmd compile --config palm-8b --layout weight-stationary-2d --topology tpu-v4:4x4x4",
 )
 

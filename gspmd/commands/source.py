@@ -8,7 +8,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 import gspmd_models as models
-from gspmd.commands import train
+from gspmd.commands import automatic, train
 from gspmd.layouts import Layout
 from gspmd.training import ShardingConfig
 from gspmd.training.checkpoints import load_parameters, load_settings, newest, newest_intact
@@ -40,11 +40,13 @@ class Source:
             run,
         )
 
-    def layout(self, name: str, sharding: ShardingConfig) -> Layout:
+    def layout(self, name: str | Layout, sharding: ShardingConfig) -> Layout:
         """A layout with the changes of `--set` and `--lowering`; without a name the run's own, or megatron-1d."""
         own = Layout.load("megatron-1d")
         if self.run is not None:
-            own = Layout.load(self.run.sharding.layout).override(self.run.sharding.overrides)
+            found = self.run.sharding.layout == automatic.NAME
+            own = Layout.load(self.folder / automatic.FILE if found else self.run.sharding.layout)
+            own = own.override(self.run.sharding.overrides)
         layout = (Layout.load(name) if name else own).override(sharding.overrides)
         return layout.lowered(sharding.lowering) if sharding.lowering else layout
 

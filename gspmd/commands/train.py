@@ -24,7 +24,8 @@ from rich.console import Console
 import gspmd
 import gspmd_models as models
 from gspmd import host
-from gspmd.commands import configs
+from gspmd.audit import check_compiler_options
+from gspmd.commands import automatic, configs
 from gspmd.commands.header import in_short, pipeline_of, rounds_in, show_run, show_tensors
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
@@ -39,7 +40,7 @@ from gspmd.training import (
     fit,
     processes,
 )
-from gspmd.training.arrangement import Arrangement, arrange
+from gspmd.training.arrangement import Arrangement, arrange, start
 from gspmd.training.reporting import memory, report, speed
 from gspmd.training.reporting.metrics import Metrics
 from gspmd.training.reporting.weights_and_biases import check_installed
@@ -118,7 +119,15 @@ def train(settings: Settings, called: str = CALLED) -> None:
     console = printing.console(120) if processes.first() else Console(quiet=True)
     with Progress(console, "Starting the devices") as progress:
         kept = host.keep_compiled(settings.compile_cache)
-        arrangements = arrange(training, sharding, settings.model.sizes(training.batch, training.length))
+        found = None
+        if sharding.layout == automatic.NAME:
+            devices = start(sharding)
+            found = automatic.for_training(console, settings.model, training, sharding.mesh, devices)
+            sharding = replace(sharding, mesh=found.mesh)
+            settings = replace(settings, sharding=sharding)
+        sizes = settings.model.sizes(training.batch, training.length)
+        arrangements = arrange(training, sharding, sizes, found.layout if found else None)
+        check_compiler_options(sharding.compiled_with)
         progress.begin("Reading the settings")
         check_rounds(sharding.rounds, *(arrangement.layout for arrangement in arrangements))
         states = [abstract_state(settings, arrangement) for arrangement in arrangements]
@@ -144,6 +153,8 @@ def train(settings: Settings, called: str = CALLED) -> None:
     data.check_size(corpus, training.batch, training.length)
     out = processes.agreed(lambda: choose_out(training.out, resume=training.resume, step=training.resume_step))
     console.print(f"Text: {corpus.describe()}.\nOut: {out}", soft_wrap=True, markup=False)
+    if found and processes.first():
+        found.write(out)
     programs = {each.after: partial(make_program, console, settings, each) for each in arrangements}
     with command.interrupts(out, called):
         if tokenizer and processes.first():
@@ -235,7 +246,7 @@ def make_program(console: Console, settings: Settings, arrangement: Arrangement)
             if not (arrangement.after or training.resume):
                 begun = begin(console, settings, arrangement)
                 state = step.initial_state(begun, settings.optimizer, training.steps, mesh, **of_state(training))
-            update = jit_step(build_step(settings, model), state)
+            update = jit_step(build_step(settings, model), state, settings.sharding.compiled_with)
             batch, key = shardings(models.batch_spec(layout), mesh), jax.random.key(training.seed + 1)
             place, part = processes.placer(batch, training.batch), processes.part_of(batch, training.batch)
             evaluate = jax.jit(step.evaluation_step(model, training.microbatches, rounds_in(settings, layout)))
@@ -258,7 +269,8 @@ def build_step(settings: Settings, model: models.Transformer) -> Step:
 def step_of(settings: Settings, arrangement: Arrangement, state: TrainState) -> tuple[Any, TrainState, Any, Any]:
     """One update in an arrangement, jitted, and its abstract arguments."""
     training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
-    update = jit_step(build_step(settings, abstract_model(settings, arrangement)), state)
+    made = build_step(settings, abstract_model(settings, arrangement))
+    update = jit_step(made, state, settings.sharding.compiled_with)
     tokens = models.abstract_batch(layout, mesh, training.batch, training.length)
     return update, state, tokens, models.abstract_key(mesh)
 

@@ -44,6 +44,25 @@ The prime factors of the number of devices, largest first, are dealt out to the 
 become `y=4, x=2`, 12 become `y=6, x=2`; an axis that is not named there has size 1. A mesh that is given
 (`--mesh x=4,y=2`) may leave out a declared axis, which then has size 1, and may have no other.
 
+## A layout that is found
+
+`gspmd train --layout auto` and `gspmd generate --layout auto` search the layout: exactly, for the model, sizes, remat
+and dtype of the run, on the mesh of `--mesh`, or on every one of at most three axes that the devices make. One line
+says how long that took, and the predicted seconds; it also says of which chip, for on devices that
+`gspmd/hardware/chips.toml` does not list, such as those of a host, it is TPU v4. At most 90% of a chip's memory is
+used. What was found is kept in `layouts/` of the cache folder (`$GSPMD_CACHE`, or ~/.cache/gspmd), and the same
+question is not searched twice.
+
+A run has its layout as `layout.toml` in its folder. `--resume` goes on with that one, and searches nothing; `--layout
+RUN/layout.toml`, with the mesh that stands at the top of the file, begins another run in it; `--set` changes lines of
+it after the search, and the prediction is without them. To generate, weights and cache lie as is best to decode, and a
+section `[prefill]` has what is otherwise while prompts are read.
+
+The search takes every parameter as trained, with moments and parameters in float32, and a served model's weights and
+cache in its compute dtype: `frozen`, adapters and int8 take less than it counts. Parallel blocks in training, shared
+or dropless experts, in serving all experts, and the stages of a pipeline are not searched; they are one error, and
+take a layout that is given.
+
 ## Keys
 
 *Parameters* come with a spec for their gradient and their optimizer state, which is the parameter's own unless

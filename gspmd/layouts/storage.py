@@ -109,7 +109,9 @@ def _axes_of_rows(layout: Any, key: str) -> set[str]:
         "moe": ["moe.groups"] if key.startswith("moe.router") else ["moe.expert_input"],
     }
     of_blocks = ["attention.residual", "ffn.residual", *filter(None, [beside])]
-    names = of_blocks if beside else of_section.get(key.partition(".")[0], of_blocks)
+    # the last norm is over the residual stream, wherever the logits lie
+    in_blocks = beside or key.startswith("output.norm")
+    names = of_blocks if in_blocks else of_section.get(key.partition(".")[0], of_blocks)
     specs = [layout.spec(name) for name in names]
     axes = [{axis for dim in spec.dims if dim in "BLG" for axis in spec.axes_of(dim)} for spec in specs]
     return set.intersection(*axes)

@@ -131,6 +131,10 @@ BAD = {
         [*IN_STAGES, "--model.layers", "4", "--frozen", "embedding.*"],
         "the stages of a pipeline train all parameters; leave [lora] and frozen out, or the stages.",
     ),
+    "an option of no compiler": (
+        ["--config", "tiny", "--compiler-options", "xla_cpu_fastest=true"],
+        "cannot compile with xla_cpu_fastest=true on cpu.\n  The compiler says: No such compile option",
+    ),
     "PaLM on bytes": (["--config", "palm-8b"], "but is 256128. Give the file of its tokenizer with --tokenizer."),
     "PaLM in this machine": (
         ["--config", "palm-8b", "--tokenizer", "tokenizer.json", "--data", "texts.jsonl"],

@@ -250,3 +250,9 @@ def test_a_gradient_is_partial_only_where_its_product_has_the_rows_apart():
     taken = Layout.load("megatron-sequence").override(whole).for_loss(microbatches=2)
     wanted = {"w_k": "EKD reduced-x", "k_norm": "D reduced-x", "q_norm": "D reduced-xyz", "norm": "E reduced-xyz"}
     assert {name: taken[f"attention.{name}"] for name in wanted} == wanted
+
+
+def test_the_last_norm_has_the_rows_of_the_residual_stream():
+    """The logits may lie over other axes than the stream that is normed for them."""
+    taken = Layout.load("zero-3").override({"output.logits": "BLV_xyz", "output.norm": "E"}).for_loss(microbatches=2)
+    assert taken["output.norm"] == "E reduced-xyz"

@@ -15,6 +15,7 @@ from gspmd.audit.ledgers.reader import of_module
 from gspmd.audit.offline import memory
 from gspmd.audit.offline.libtpu import own_schedules, with_schedules
 from gspmd.audit.offline.memory import KEPT
+from gspmd.audit.offline.options import check_compiler_options
 from gspmd.audit.offline.report import Report
 from gspmd.audit.offline.tpu import Topology, topology
 from gspmd.audit.simulation.simulator import timeline
@@ -37,6 +38,7 @@ def compile_offline(
     donate_argnums: Sequence[int] = (),
     auto_layout_argnums: Sequence[int] = (),
     out_shardings: Any = None,
+    compiler_options: Mapping[str, Any] | None = None,
     flops: float = 0,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Report:
@@ -52,6 +54,7 @@ def compile_offline(
             of a decode step, which are stored once and read in every step. In JAX's default order a TPU may have to
             reorder a weight before its product. Other arguments keep the order that their formats state.
         out_shardings: of the results, as for `jax.jit`: a donated argument of an order of its own has to leave in it.
+        compiler_options: of this program, as for `jax.jit`: `{"xla_tpu_scoped_vmem_limit_kib": 81920}`.
         flops: model FLOPs of one execution over all devices, for the MFU; by default those of the matrix products.
         progress: called with what starts: "planning", "lowering", "compiling", "reading".
 
@@ -59,7 +62,8 @@ def compile_offline(
         A `Report`; if memory does not suffice, one that says so, with the plan's figures.
 
     Raises:
-        PlanError: there is no such topology, the mesh does not fit it, libtpu is missing, or no argument has a mesh.
+        PlanError: there is no such topology, the mesh does not fit it, libtpu is missing, no argument has a mesh, or
+            the compiler does not know an option.
 
     Example:
         >>> topology = gspmd.audit.topology("tpu-v4:4x4x4")             # doctest: +SKIP
@@ -69,7 +73,8 @@ def compile_offline(
     target = _topology(topology)
     check_call("compile", fn, abstract_args)
     share = operations(flops) / target.num_devices
-    placed = _mesh(mesh, target, abstract_args)
+    placed, chosen = _mesh(mesh, target, abstract_args), dict(compiler_options or {})
+    check_compiler_options(chosen, target.devices[0])
     sizes, began = dict(placed.shape), time.perf_counter()
     held = tuple(memory.arguments(abstract_args, sizes))
     with jax.set_mesh(placed):
@@ -85,7 +90,7 @@ def compile_offline(
             lowered = jitted.lower(*abstract_args)
             progress("compiling")
             with own_schedules():
-                compiled, reason = _compile(lowered)
+                compiled, reason = _compile(lowered, chosen)
                 module = with_schedules(parse(compiled.as_text())) if compiled is not None else None
     seconds = time.perf_counter() - began
     if compiled is None or module is None:
@@ -174,10 +179,10 @@ def _overfull(held: Sequence[memory.Buffer], target: Topology) -> str:
     return f"Its arguments alone take {amount_of_bytes(taken)} per device, and a device has {amount_of_bytes(room)}."
 
 
-def _compile(lowered: Any) -> tuple[Any, str]:
+def _compile(lowered: Any, options: Mapping[str, Any]) -> tuple[Any, str]:
     """The compiled program; or None, and the compiler's message that memory does not suffice."""
     try:
-        return lowered.compile(), ""
+        return lowered.compile(compiler_options=options or None), ""
     except jax.errors.JaxRuntimeError as error:
         if not _FULL.search(str(error)):
             raise

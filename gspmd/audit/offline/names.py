@@ -1,6 +1,7 @@
 """Names of TPU slices, `tpu-v4:4x4x4`: what they mean, and which slices exist."""
 
 import re
+from collections.abc import Iterator
 from math import isqrt, prod
 
 from gspmd.annotate.errors import PlanError, shown, suggestion
@@ -9,6 +10,22 @@ from gspmd.hardware.chips import CHIPS, Chip
 POD_CHIPS = {"tpu-v3": 1024, "tpu-v4": 4096, "tpu-v5e": 256, "tpu-v5p": 8960, "tpu-v6e": 256, "tpu7x": 9216}
 """Chips of the largest slice that exists (Google Cloud documentation, 'TPU v3', 'TPU v4', ...: pod size). The compiler
 describes any."""
+
+CORES = {"tpu-v3": 2, "tpu7x": 2}
+"""Devices of one chip, where they are not one (see `libtpu.py`)."""
+
+
+def shapes(chip: Chip) -> Iterator[tuple[int, ...]]:
+    """The shapes of a chip's slices from the smallest to a pod, each twice the one before, as near a cube as possible.
+
+    Example:
+        >>> list(shapes(CHIPS["tpu-v6e"]))
+        [(2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
+    """
+    shape = [2, 2, 1][: chip.torus]
+    while prod(shape) <= POD_CHIPS[chip.name]:
+        yield tuple(sorted(shape) if 1 not in shape else shape)
+        shape[shape.index(min(shape))] *= 2
 
 
 def read_name(name: str) -> tuple[Chip, tuple[int, ...]]:

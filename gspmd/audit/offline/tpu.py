@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 from gspmd.annotate.errors import PlanError, listed, shown
 from gspmd.audit.offline.libtpu import require_libtpu, slice_devices
-from gspmd.audit.offline.names import POD_CHIPS, read_name
+from gspmd.audit.offline.names import POD_CHIPS, read_name, shapes
 from gspmd.audit.offline.torus import lay, nearest
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.chips import chip as chip_named
@@ -143,10 +143,8 @@ def slices(chip: Chip | str) -> Iterator[Topology]:
     chip = chip_named(chip)
     if chip.name not in POD_CHIPS:
         raise PlanError(f"{chip.name} comes in no slices.\n  Those that do: {', '.join(POD_CHIPS)}.")
-    shape = [2, 2, 1][: chip.torus]
-    while prod(shape) <= POD_CHIPS[chip.name]:
-        yield topology(f"{chip.name}:{'x'.join(map(str, sorted(shape) if 1 not in shape else shape))}")
-        shape[shape.index(min(shape))] *= 2
+    for shape in shapes(chip):
+        yield topology(f"{chip.name}:{'x'.join(map(str, shape))}")
 
 
 def _written(axes: Mapping[str, int]) -> str:

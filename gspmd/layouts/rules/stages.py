@@ -37,8 +37,7 @@ def stages_faults(
 def data_axes(layout: Any) -> tuple[str, ...]:
     """The mesh axes along which pipelines run side by side, each on sequences of its own.
 
-    They split the batch and nothing else, and stand first there in every spec. One axis is left for the stages to plan
-    on: of a layout all of whose axes split the batch, the last.
+    They split the batch and nothing else, and stand first there in every spec.
 
     Args:
         layout: a `Layout` without alternatives. Its experts are not looked at.
@@ -46,7 +45,7 @@ def data_axes(layout: Any) -> tuple[str, ...]:
     Example:
         >>> from gspmd.layouts import Layout
         >>> [data_axes(Layout.load(name)) for name in ("pipeline", "context-parallel", "zero-1", "zero-3")]
-        [('x',), ('x',), ('x', 'y'), ()]
+        [('x',), ('x',), ('x', 'y', 'z'), ()]
     """
     specs: list[Spec] = []
     for key in (KEYS[name] for name in layout.table if name in KEYS):
@@ -62,5 +61,4 @@ def data_axes(layout: Any) -> tuple[str, ...]:
         if axis in elsewhere or not alike:
             break
         first = wanted
-    stages = layout.spec(LAYERS).axes_of("N") if layout.get(LAYERS) else ()
-    return first if {*layout.axes} - {*first, *stages} else first[:-1]
+    return first

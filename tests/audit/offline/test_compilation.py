@@ -1,6 +1,7 @@
 """Compiling for machines that are not there: what fits, what it holds, and what does not fit."""
 
 import json
+import re
 from importlib import util
 
 import jax
@@ -211,3 +212,31 @@ def test_the_report_fits_a_terminal(report, monkeypatch):
     assert "…" not in str(report)
     assert repr(report).startswith("<Report for tpu-v4:4x4x4: fits, ")
     assert len(repr(report)) < 120
+
+
+def test_options_of_the_compiler_are_those_of_this_program():
+    """A product that may use little of the chip's own memory is cut into small tiles, and takes longer."""
+    chip = topology("tpu-v6e:2x2")
+    with jax.set_mesh(chip.mesh({"x": 4})):
+        a = gspmd.annotate(jax.ShapeDtypeStruct((2048, 1024), "bfloat16"), "RE")
+        b = gspmd.annotate(jax.ShapeDtypeStruct((1024, 1024), "bfloat16"), "EF")
+    usual, narrow = (
+        compile_offline(jnp.matmul, a, b, topology=chip, compiler_options=options).timeline.step_seconds
+        for options in (None, {"xla_tpu_scoped_vmem_limit_kib": 2048})
+    )
+    assert narrow > 1.5 * usual
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"xla_tpu_scoped_vmem_limit": 65536}, "with xla_tpu_scoped_vmem_limit=65536 on tpu.\n  The compiler says: "),
+        ({"xla_tpu_scoped_vmem_limit_kib": "lots"}, "with xla_tpu_scoped_vmem_limit_kib=lots on tpu.\n  The compiler "),
+    ],
+)
+def test_an_option_that_the_compiler_does_not_know_is_named_before_anything_is_planned(slice64, options, words):
+    def never(x, w):
+        raise AssertionError("it was traced")
+
+    with pytest.raises(gspmd.PlanError, match=re.escape(words)):
+        compile_offline(never, *placed(slice64), topology=slice64, compiler_options=options)

@@ -1,0 +1,44 @@
+"""Options of the compiler, checked before anything long begins."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from gspmd.annotate.errors import PlanError, shown
+
+
+def check_compiler_options(options: Mapping[str, Any], device: "jax.Device | None" = None) -> None:
+    """Check that the compiler knows options and can read their values, by a program of one number.
+
+    Args:
+        options: name to value, as for `jax.jit`: `{"xla_tpu_scoped_vmem_limit_kib": 81920}`.
+        device: what is compiled for; the first device that JAX has if not given.
+
+    Raises:
+        PlanError: the compiler for this platform does not know one of them, or cannot read its value; or an argument
+            has another type.
+
+    Example:
+        >>> check_compiler_options({"xla_cpu_enable_fast_math": "perhaps"}, jax.devices("cpu")[0])
+        Traceback (most recent call last):
+        gspmd.PlanError: cannot compile with xla_cpu_enable_fast_math=perhaps on cpu.
+          The compiler says: While setting option xla_cpu_enable_fast_math, 'perhaps' is not a valid bool value.
+    """
+    if not (isinstance(options, Mapping) and all(isinstance(name, str) for name in options)):
+        raise PlanError(
+            f"cannot compile with options {shown(options)}.\n"
+            "  Give names and values, as in {'xla_tpu_scoped_vmem_limit_kib': 81920}."
+        )
+    if not (device is None or isinstance(device, jax.Device)):
+        raise PlanError(f"cannot compile for {shown(device)}.\n  Give one of jax.devices(), or of a topology.")
+    device = device or jax.devices()[0]
+    number = jax.ShapeDtypeStruct((), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
+    for name, value in options.items():
+        try:
+            jax.jit(lambda x: x + 1).lower(number).compile(compiler_options={name: value})
+        except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:
+            reason = str(error).partition("INVALID_ARGUMENT: ")[2].strip() or str(error)
+            raise PlanError(
+                f"cannot compile with {name}={value} on {device.platform}.\n  The compiler says: {reason}"
+            ) from None

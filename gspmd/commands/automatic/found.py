@@ -1,0 +1,70 @@
+"""A layout that was found for a run: its file, its mesh, and what is said of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from gspmd.display.units import amount_of_seconds
+from gspmd.layouts import Layout
+from gspmd.training.run.folder import newest_run
+
+NAME = "auto"
+"""What `--layout` says for it."""
+FILE = "layout.toml"
+"""What it is called in the folder of a run."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that was found.
+
+    Attributes:
+        text: of its file.
+        mesh: axes and sizes, `x=2,y=4`, as `--mesh` takes them; empty to leave the run's own.
+        seconds: that are predicted, by what takes them; empty where that is not known.
+        chip: whose seconds.
+        took: seconds of the search.
+        before: whether it was an earlier run's.
+        place: the path of its file; or why there is none.
+    """
+
+    text: str
+    mesh: str = ""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    chip: str = ""
+    took: float = 0.0
+    before: bool = False
+    place: str = ""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout, under the name that was asked for."""
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / FILE
+            path.write_text(self.text, encoding="utf-8")
+            return replace(Layout.load(path), name=NAME)
+
+    def write(self, folder: Path) -> None:
+        """Write the file into the folder of a run, whole or not at all."""
+        beside = folder / f"{FILE}.tmp"
+        beside.write_text(self.text, encoding="utf-8")
+        beside.replace(folder / FILE)
+
+    def __str__(self) -> str:
+        if not self.seconds:
+            return f"Layout: the run's own, {self.place}."
+        times = " and ".join(f"{amount_of_seconds(each)} for a {what}" for what, each in self.seconds.items())
+        how = f"found {'by an earlier run, ' if self.before else ''}in {amount_of_seconds(self.took)}"
+        return f"Layout: {how}, for mesh {self.mesh}. Predicted are {times} on {self.chip}. It is {self.place}."
+
+
+def own(folder: Path) -> Found | None:
+    """What was found when the run in this folder began; None if its layout was not searched, or its file is gone."""
+    path = folder / FILE
+    return Found(path.read_text(encoding="utf-8"), place=str(path)) if path.is_file() else None
+
+
+def own_of(out: str) -> Found | None:
+    """Likewise of the run that is resumed: by its folder, or the newest."""
+    return own(Path(out) if out else newest_run())

@@ -1,0 +1,42 @@
+"""Layouts that were found, kept on disk from run to run: a layout file, and beside it what is known of it."""
+
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from gspmd import host
+from gspmd.commands.automatic.found import Found
+
+_KNOWN = ("mesh", "seconds", "chip", "took")
+
+
+def load(key: str) -> Found | None:
+    """What was found for a question of this key; None if there is nothing, or not all of it."""
+    path = _path(key)
+    try:
+        known = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        return Found(path.read_text(encoding="utf-8"), **{name: known[name] for name in _KNOWN}, before=True,
+                     place=f"kept in {path}")  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def save(key: str, found: Found) -> Found:
+    """Keep what was found, if the disk allows it, and return it with the place."""
+    path = _path(key)
+    known = {name: value for name, value in asdict(found).items() if name in _KNOWN}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # The second file is what says that the first is whole.
+        for file, text in ((path, found.text), (path.with_suffix(".json"), json.dumps(known))):
+            beside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(file)
+    except OSError as error:
+        return replace(found, place=f"not kept: cannot write to {str(path.parent)!r}: {error.strerror}")
+    return replace(found, place=f"kept in {path}")
+
+
+def _path(key: str) -> Path:
+    return host.cache_folder("layouts") / f"{key}.toml"

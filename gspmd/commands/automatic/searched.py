@@ -1,0 +1,285 @@
+"""The search for the layout of a run, on the mesh that is given or on every one that its devices make."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from itertools import permutations
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+import gspmd
+from gspmd.commands.automatic import kept
+from gspmd.commands.automatic.found import Found, own_of
+from gspmd.display.progress import Progress
+from gspmd.display.units import amount_of_bytes, amount_of_seconds
+from gspmd.hardware.chips import Chip, chip, chip_of_device
+from gspmd.lowerings.program import DEFAULT_CHIP
+from gspmd.training import ConfigError, TrainingConfig, processes
+from gspmd.training.config import parse_mesh
+from gspmd_models import ModelConfig, search
+from gspmd_models.decoding.batch import checked, coarse
+from gspmd_models.decoding.prefix import most_prompts
+from gspmd_models.search.answers import Finding, NoneFits, document, find, problem_of
+from gspmd_models.search.answers.together import read_beside
+from gspmd_models.search.serving import ServingProblem
+
+Tell = Callable[[str], None]
+
+SHARE = 0.9
+"""The part of a device's memory that a layout may fill."""
+_AXES = "xyz"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a layout is searched for.
+
+    Attributes:
+        model: its configuration.
+        chip: whose seconds and bytes.
+        meshes: those that are tried.
+        sizes: batch, length, dtype and whatever else the answer depends on.
+        listed: whether the devices are such chips; if not, the chip stands in for them.
+    """
+
+    model: ModelConfig
+    chip: Chip
+    meshes: Sequence[Mapping[str, int]]
+    sizes: Mapping[str, Any]
+    listed: bool = True
+
+    @property
+    def limit(self) -> float:
+        """Bytes that a device may hold."""
+        return SHARE * self.chip.hbm_bytes
+
+    @property
+    def devices(self) -> str:
+        """Whose seconds and bytes these are."""
+        return self.chip.name if self.listed else f"{self.chip.name}, which stands in for devices that are not listed"
+
+    @property
+    def key(self) -> str:
+        """A digest of the question, and of the code that answers it."""
+        asked = [_code(), SHARE, asdict(self.model), asdict(self.chip), self.listed]
+        asked += [[*self.meshes], self.sizes]
+        return hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()[:32]
+
+
+@cache
+def _code() -> str:
+    """A digest of the sources of searching and pricing: a layout is not kept beyond a change of costs."""
+    rooms = (Path(gspmd.__file__).parent / room for room in ("search", "planner", "hardware"))
+    files = [file for room in (*rooms, Path(search.__file__).parent) for file in sorted(room.rglob("*.[pt][yo]*"))]
+    digest = hashlib.sha256(gspmd.__version__.encode())
+    for file in files:
+        if file.suffix in (".py", ".toml"):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def for_training(
+    console: Console, model: ModelConfig, training: TrainingConfig, mesh: str, devices: Sequence[jax.Device]
+) -> Found:
+    """The layout in which a run begins: its own where it is resumed, else one that is searched, or was before.
+
+    It is said on the console. Of several processes the first one searches.
+
+    Args:
+        console: where.
+        model, training: what is trained, in which steps.
+        mesh: as of `--mesh`; empty for every mesh of the devices.
+        devices: of the run.
+
+    Raises:
+        PlanError: the model has what is not searched.
+        ConfigError: nothing fits in the devices' memory.
+    """
+    if training.resume and (found := own_of(training.out)):
+        _say(console, found)
+        return replace(found, mesh=mesh)
+    names = ("batch", "length", "dtype", "microbatches")
+    sizes = {name: getattr(training, name) for name in names}
+    remedy = "Take more devices, or a smaller batch."
+    if model.remat != "full":
+        remedy = "Take more devices, a smaller batch, or --model.remat full."
+    return _answered(console, _question(model, mesh, devices, sizes), _train, remedy)
+
+
+def _train(question: Question, tell: Tell) -> Found:
+    sizes = question.sizes
+    makers = (partial(problem_of, "train", question.model, mesh, question.chip, **sizes) for mesh in question.meshes)
+    finding = _complete(find(makers, question.limit, tell))
+    parts = f" in {sizes['microbatches']} microbatches" if sizes["microbatches"] > 1 else ""
+    step = f"batch {sizes['batch']}, length {sizes['length']}{parts}, {sizes['dtype']}, remat {question.model.remat}"
+    seconds = {"training step": finding.answer.seconds}
+    text = document(finding.best, finding.answer, header("training", question, finding, seconds, {"step": step}), {})
+    return Found(text, finding.best.named, seconds, question.devices)
+
+
+def for_serving(
+    console: Console,
+    model: ModelConfig,
+    mesh: str,
+    devices: Sequence[jax.Device],
+    dtype: str,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    *,
+    samples: int,
+    chunk: int,
+    cache_length: int | None,
+) -> Found:
+    """The layout to continue prompts in: to decode, and beside it what is otherwise while they are read.
+
+    Args:
+        console, model, mesh, devices: as of `for_training`.
+        dtype: of weights, activations and cache.
+        prompts, tokens, samples, chunk, cache_length: as of `gspmd_models.decoding.make_batch`.
+
+    Raises:
+        GenerationError: as of `make_batch`.
+        PlanError, ConfigError: as of `for_training`.
+    """
+    checked(model, prompts, tokens, samples=samples, chunk=chunk, cache_length=cache_length)
+    longest = max(map(len, prompts))
+    room = cache_length or coarse(longest + tokens - 1)
+    sizes = {
+        "prompts": len(prompts), "samples": samples, "room": room, "dtype": dtype,
+        "chunk": min(chunk, coarse(longest - 1)),
+    }  # fmt: skip
+    remedy = "Take more devices, fewer texts, or a shorter cache."
+    return _answered(console, _question(model, mesh, devices, sizes), _serve, remedy)
+
+
+def _serve(question: Question, tell: Tell) -> Found:
+    prompts, samples, room, dtype, chunk = question.sizes.values()
+    at = partial(problem_of, config=question.model, chip=question.chip, dtype=dtype)
+    rows = prompts * samples
+    makers = (partial(at, "decode", mesh=mesh, batch=rows, length=room) for mesh in question.meshes)
+    finding = _complete(find(makers, question.limit, tell))
+    decode, answer = finding.best.phase, finding.answer
+    tell("how prompts are read")
+    # Each part of the cache has the rows of the prompts that its texts begin with.
+    cache, mesh = decode.choices["heads"][answer.picks["heads"]].cache, decode.costs.mesh
+    parts = prod(mesh[axis] for axis in cache.axes_of("B"))
+    each = most_prompts([text // samples for text in range(rows)], parts)
+    problem = ServingProblem(question.model, mesh, question.chip, "prefill", each * parts, chunk, room, dtype)
+    prefill = read_beside(problem, decode, answer, question.limit)
+    seconds = {"step of decoding": answer.seconds, f"prefill of {chunk} tokens": prefill.answer.seconds}
+    step = f"{rows} texts of {prompts} prompts, cache of {room} tokens, {dtype}"
+    text = document(finding.best, answer, header("serving", question, finding, seconds, {"step": step}), {})
+    return Found(text + prefill.text, finding.best.named, seconds, question.devices)
+
+
+def _complete(finding: Finding) -> Finding:
+    """The finding, unless an interrupt came before it was proved: that was meant for the run."""
+    if not finding.complete:
+        raise KeyboardInterrupt
+    return finding
+
+
+def header(
+    purpose: str, question: Question, finding: Finding, seconds: Mapping[str, float], facts: Mapping[str, str]
+) -> Iterator[str]:
+    """The comment at the top of the file."""
+    best = finding.best
+    held = f"{amount_of_bytes(finding.answer.bytes)} of {amount_of_bytes(question.chip.hbm_bytes)} on each device"
+    lines = {
+        "model": f"{question.model.num_parameters:,} parameters",
+        "mesh": f"{best.named}: {best.devices} devices",
+        **facts,
+        "predicted": f"{', '.join(f'{amount_of_seconds(each)} for a {what}' for what, each in seconds.items())}",
+        "on": question.devices,
+        "memory": f"{held}, of which {SHARE:.0%} may be used",
+        "found": finding.proof,
+    }
+    yield f"A layout for {purpose} on {best.devices} devices, found by --layout auto."
+    yield ""
+    width = max(map(len, lines))
+    yield from (f"{name.ljust(width)}  {text}" for name, text in lines.items())
+    yield ""
+    yield f"To be used with --layout FILE --mesh {best.named}"
+
+
+def _question(model: ModelConfig, mesh: str, devices: Sequence[jax.Device], sizes: Mapping[str, Any]) -> Question:
+    listed = chip_of_device(devices[0].device_kind)
+    used = listed or chip(DEFAULT_CHIP)
+    if mesh:
+        given = parse_mesh(mesh)
+        tried = [{axis: size for axis, size in given.items() if size > 1} or given]
+    else:
+        tried = meshes(len(devices), used)
+    return Question(model, used, tried, sizes, listed is not None)
+
+
+def meshes(devices: int, of: Chip) -> list[dict[str, int]]:
+    """Every factorisation of a number of devices into at most three mesh axes.
+
+    The order of axes counts only where the last ones lie within a node and the first ones between nodes.
+
+    Example:
+        >>> meshes(8, chip("tpu-v4"))
+        [{'x': 8}, {'x': 2, 'y': 4}, {'x': 2, 'y': 2, 'z': 2}]
+        >>> meshes(16, chip("h100"))[1:4]
+        [{'x': 2, 'y': 8}, {'x': 4, 'y': 4}, {'x': 8, 'y': 2}]
+    """
+    shapes = {*_factors(devices, 2, len(_AXES))} or {(1,)}
+    if of.nodes({"x": devices}) > 1:
+        shapes = {order for shape in shapes for order in permutations(shape)}
+    return [dict(zip(_AXES, shape)) for shape in sorted(shapes, key=lambda shape: (len(shape), shape))]
+
+
+def _factors(number: int, least: int, most: int) -> Iterator[tuple[int, ...]]:
+    """The ways to write a number as at most so many factors, none below the least, the smallest first."""
+    if number >= least:
+        yield (number,)
+    for first in range(least, number if most > 1 else least):
+        if first * first > number:
+            return
+        if number % first == 0:
+            yield from ((first, *rest) for rest in _factors(number // first, first, most - 1))
+
+
+def _answered(console: Console, question: Question, search: Callable[[Question, Tell], Found], remedy: str) -> Found:
+    """The answer that is kept, or that of a search; the same in all processes, and said.
+
+    Args:
+        console: where.
+        question: what is asked.
+        search: answers it.
+        remedy: what to do where nothing fits.
+    """
+
+    def searched() -> Found:
+        began = time.monotonic()
+        with Progress(console, "Searching the layout") as progress:
+            try:
+                found = search(question, lambda text: progress.begin(f"Searching the layout: {text}"))
+            except NoneFits as fault:
+                raise ConfigError("cannot find a layout:", [_nothing_fits(fault, question), remedy]) from None
+        return kept.save(question.key, replace(found, took=time.monotonic() - began))
+
+    found = Found(**json.loads(processes.told(lambda: json.dumps(asdict(kept.load(question.key) or searched())))))
+    _say(console, found)
+    return found
+
+
+def _say(console: Console, found: Found) -> None:
+    console.print(str(found), soft_wrap=True, markup=False, highlight=False)
+
+
+def _nothing_fits(fault: NoneFits, question: Question) -> str:
+    if fault.candidate is None or fault.nearest is None or fault.over is None:
+        tried = "the mesh" if len(question.meshes) == 1 else "any mesh of the devices"
+        return f"the sizes of model and batch have none on {tried}."
+    held, over, limit = map(amount_of_bytes, (fault.nearest.bytes, fault.over, question.limit))
+    fact = f"the smallest, on mesh {fault.candidate.named}, holds {held} on each device, {over} more than the {limit}"
+    return f"{fact} that may be used of a {question.chip.name}."

@@ -1,0 +1,205 @@
+"""The best layout of a model on a TPU slice, searched exactly: a file to read, to change and to train with.
+
+    gspmd search --config llama-2-70b --topology tpu-v5p:4x8x8 --batch 1024 --length 4096 --out found.toml
+
+Layouts are priced as gspmd plans them, on every mesh whose axes are whole torus axes. The answer says by how much any
+other that fits in memory may be faster: by 0.05% at most, as a rule. Nothing runs, and nothing is compiled unless
+--compile asks for it. Exit code 1 if nothing fits.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from gspmd.commands.search import compiling, figures, picture, shown
+from gspmd.commands.search.missing import nothing_fits
+from gspmd.commands.search.settings import Settings
+from gspmd.commands.search.settings import parse as parse_settings
+from gspmd.commands.search.slice import Slice
+from gspmd.commands.search.written import header
+from gspmd.display import console as printing
+from gspmd.display.progress import Progress
+from gspmd.training import command
+from gspmd.training.config import ConfigError, parse_mesh
+from gspmd_models.search import stages as pipelines
+from gspmd_models.search.answers import Candidate, Finding, NoneFits, document, find, meshes, problem_of
+from gspmd_models.search.answers.document import Remark, remarks
+from gspmd_models.search.answers.frontier import Point, frontier
+from gspmd_models.search.answers.presets import Placed, placed_presets
+from gspmd_models.search.answers.why import Why, why
+from gspmd_models.search.problem import PhaseProblem
+
+
+def run(argv: Sequence[str], script: str = "") -> int:
+    """Run `gspmd search`; return its exit code: 1 if nothing fits, 2 for bad input, 130 for an interrupt.
+
+    Args:
+        argv: the flags.
+        script: the file in scripts/ that runs it instead, for the help.
+    """
+    return command.guarded(partial(main, script=script), argv, called="" if script else "gspmd search")
+
+
+def parse(argv: Sequence[str], script: str = "") -> Settings:
+    """The settings: those of the file, replaced by flags."""
+    return parse_settings(argv, script, __doc__)
+
+
+def main(argv: Sequence[str], script: str = "") -> int:
+    """Search, write and print; return the exit code."""
+    settings = parse(argv, script)
+    target = Slice.named(settings.topology)
+    with Progress(printing.console(stderr=True), "Searching") as progress:
+        try:
+            limit = settings.memory * target.chip.hbm_bytes
+            finding = find(makers(settings, target), limit, partial(said, progress))
+        except NoneFits as fault:
+            message = nothing_fits(fault, settings, target, partial(makers, settings), progress.begin)
+        else:
+            message = ""
+            found = Found(finding, interrupted=not finding.complete)
+            if finding.complete:
+                look_closer(found, settings, progress)
+    if message:
+        print(message, file=sys.stderr)
+        return 1
+    report(found, settings, target, argv)
+    return 130 if found.interrupted else 0
+
+
+def said(progress: Progress, text: str) -> None:
+    """Say what is being searched, in a line that stays where there is no terminal."""
+    progress.begin(text)
+    progress.say(text)
+
+
+def makers(settings: Settings, target: Slice) -> Iterator[Callable[[], PhaseProblem]]:
+    """Makers of the problem on each mesh, and in training with each choice of remat that may be taken."""
+    asked = settings.batch, settings.length, settings.dtype, settings.microbatches
+    for mesh in [parse_mesh(settings.mesh)] if settings.mesh else meshes(target.torus):
+        for remat in settings.remats:
+            model = replace(settings.model, remat=remat)
+            yield partial(problem_of, settings.phase, model, mesh, target.chip, *asked)
+
+
+@dataclass
+class Found:
+    """What is known, more with every step of `look_closer`.
+
+    Attributes:
+        finding: the answer.
+        said: what is said of each choice.
+        asked: the answers to --why.
+        presets: where they are in the space.
+        traced: seconds of those that are not.
+        front: for --frontier.
+        stages: for --stages.
+        shortlist: for --compile.
+        interrupted: whether something is missing.
+    """
+
+    finding: Finding
+    said: dict[str, Remark] = field(default_factory=dict)
+    asked: list[Why] = field(default_factory=list)
+    presets: list[Placed] = field(default_factory=list)
+    traced: dict[str, float] = field(default_factory=dict)
+    front: list[Point] = field(default_factory=list)
+    stages: pipelines.Table | None = None
+    shortlist: list[compiling.Listed] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def look_closer(found: Found, settings: Settings, progress: Progress) -> None:
+    """All that is asked about the answer, until an interrupt."""
+    best = found.finding.best
+    try:
+        for key, _, text in (asked.partition("=") for asked in settings.why):
+            progress.begin(f"why not {key}={text}")
+            found.asked.append(why(best, key.strip(), text.strip()))
+        comment(found, progress)
+        progress.begin("what presets cost")
+        found.presets = placed_presets(found.finding.promising)
+        found.traced = compiling.traced(settings, found.presets)
+        if settings.frontier:
+            found.front = frontier(best, tell=progress.begin)
+        if settings.stages:
+            found.stages = staged(best, settings, progress)
+        if settings.compile:
+            compile_best(found, settings, progress)
+    except KeyboardInterrupt:
+        found.interrupted = True
+
+
+def staged(best: Candidate, settings: Settings, progress: Progress) -> pipelines.Table:
+    """Pipelines on the slice, for every number of stages."""
+    target, model, sizes = Slice.named(settings.topology), best.phase.costs.config, (settings.batch, settings.length)
+    return pipelines.table(
+        model, target.torus, target.chip, *sizes, best.limit, dtype=settings.dtype, tell=partial(said, progress)
+    )
+
+
+def comment(found: Found, progress: Progress) -> None:
+    """Find what is said of each choice."""
+    progress.begin("what each line costs, and what the next best would")
+    for name, remark in remarks(found.finding.best, found.finding.answer):
+        found.said[name] = remark
+
+
+def compile_best(found: Found, settings: Settings, progress: Progress) -> None:
+    """Compile the shortlist; the answer is then the layout whose program is the fastest, a preset's if it is that."""
+    listed = compiling.shortlist(found.finding, found.said, settings.compile)
+    listed += compiling.best_preset(found.presets)
+    found.shortlist = compiling.compiled(settings, listed)
+    fitting = [each for each in found.shortlist if each.report and each.report.fits]
+    if fitting and fitting[0].name != "found":
+        found.finding = replace(found.finding, best=fitting[0].candidate, answer=fitting[0].answer)
+        found.said = {}
+        comment(found, progress)
+
+
+def report(found: Found, settings: Settings, target: Slice, argv: Sequence[str]) -> None:
+    """Write the files that were asked for, and print the rest."""
+    finding = found.finding
+    top = header(settings, target, finding, argv, found.shortlist)
+    text = document(finding.best, finding.answer, top, found.said)
+    if settings.out:
+        try:
+            Path(settings.out).write_text(text, encoding="utf-8")
+        except OSError as error:  # minutes of searching are not lost with it
+            print(text)
+            why = f"--out {settings.out}: {error.strerror}. The layout is printed above; write it elsewhere."
+            raise ConfigError("cannot write the layout that was found:", [why]) from None
+    console = printing.console(140)
+    if not settings.out:
+        print(text)
+    if found.presets:
+        console.print(shown.comparison(finding, found.presets))
+        for line in shown.unpriced(found.presets, found.traced):
+            console.print(line, markup=False, highlight=False)
+    for asked in found.asked:
+        console.print(*shown.reasons(asked), sep="\n")
+    if found.stages:
+        if found.stages.rows:
+            console.print(pipelines.sheet(found.stages))
+        else:
+            console.print("pipelines: no number of stages divides the stacked layers and an axis of the slice.")
+    if found.shortlist:
+        console.print(shown.compiled(found.shortlist))
+    console.print(shown.answer_line(finding, settings.compile), markup=False, highlight=False)
+    if settings.frontier and found.front:
+        picture.figure(finding, found.front, found.presets, top[0]).savefig(settings.frontier)
+    if settings.json:
+        lists = found.said, found.presets, found.asked, found.front, found.shortlist
+        Path(settings.json).write_text(figures.to_json(settings, target, finding, *lists), encoding="utf-8")
+    if found.interrupted:
+        print(interrupted(found, settings), file=sys.stderr)
+
+
+def interrupted(found: Found, settings: Settings) -> str:
+    """What there is after an interrupt."""
+    where = f"written to {settings.out}" if settings.out else "printed"
+    if found.finding.complete:
+        return f"\nInterrupted. The best layout is {where}; some of what is said about it is missing."
+    return f"\nInterrupted. The best layout so far is {where}; there may be a better one."

@@ -1,0 +1,152 @@
+"""The best few layouts and the best preset, compiled for the slice: their order is that of the compiled programs."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import jax
+
+import gspmd
+from gspmd import host
+from gspmd.audit import Report, topology
+from gspmd.commands import compile as offline
+from gspmd.commands.search.settings import Settings
+from gspmd.layouts.rules.keys import KEYS
+from gspmd.search import Answer, NothingFits
+from gspmd.training import ShardingConfig
+from gspmd_models.search.answers import Candidate, Finding, document
+from gspmd_models.search.answers.document import Remark
+from gspmd_models.search.answers.presets import Placed
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A layout of the shortlist.
+
+    Attributes:
+        name: what it is the best of, or the preset's name.
+        candidate, answer: the mesh, and where the layout lies in the space.
+        mesh: sizes by the names of the layout's own mesh axes.
+        preset: whether it was written.
+        report: what the compiler made of it.
+    """
+
+    name: str
+    candidate: Candidate
+    answer: Answer
+    mesh: Mapping[str, int]
+    preset: bool = False
+    report: Report | None = field(default=None, repr=False)
+
+    @property
+    def seconds(self) -> float:
+        """Those of the compiled program; infinite if it does not fit."""
+        line = self.report and self.report.timeline
+        return line.step_seconds if line else float("inf")
+
+
+def shortlist(finding: Finding, said: Mapping[str, Remark], count: int) -> list[Listed]:
+    """The answer, the best with another activation, with another weight, and on another mesh, then whatever is next."""
+    others = [
+        (
+            _kind(finding.best, name),
+            Listed(f"another {name}", finding.best, remark.other, finding.best.phase.costs.mesh),
+        )
+        for name, remark in said.items()
+        if remark.other is not None
+    ]
+    for each in finding.candidates if count > 1 else ():
+        try:
+            others += [
+                (
+                    "mesh",
+                    Listed(
+                        " ".join(filter(None, (f"mesh {each.named}", each.remat))),
+                        each,
+                        each.solve(),
+                        each.phase.costs.mesh,
+                    ),
+                )
+            ] * (each != finding.best)
+        except NothingFits:
+            continue
+    others.sort(key=lambda pair: pair[1].answer.seconds)
+    first = {kind: number for number, (kind, _) in reversed([*enumerate(others)])}
+    order = [*sorted(first.values()), *(n for n in range(len(others)) if n not in first.values())]
+    listed = [Listed("found", finding.best, finding.answer, finding.best.phase.costs.mesh)]
+    written = {_text(listed[0])}
+    for each in (others[number][1] for number in order):
+        if len(listed) < count and _text(each) not in written:
+            listed.append(each)
+            written.add(_text(each))
+    return listed
+
+
+def _kind(candidate: Candidate, name: str) -> str:
+    """What a choice is of: an activation, a parameter, or a via."""
+    _, key = next(iter(candidate.options.texts[name][0]))
+    return KEYS[key].kind
+
+
+def _text(listed: Listed) -> str:
+    return document(listed.candidate, listed.answer, (), {})
+
+
+def compiled(settings: Settings, listed: Iterable[Listed]) -> list[Listed]:
+    """The shortlist with what the compiler made of it, the fastest program first, those that do not fit last.
+
+    Raises:
+        PlanError: the compiler for TPUs is not installed, or refuses the slice.
+    """
+    host.keep_compiled(False)  # JAX cannot read back what was compiled for devices that are not there
+    host.start(1, "cpu")
+    target, every, done = topology(settings.topology), [*listed], []
+    with TemporaryDirectory() as folder:
+        for number, each in enumerate(every, 1):
+            called = f"{number} of {len(every)}, {each.name}"
+            report = offline.compiled(_settings(settings, each, Path(folder)), target, called)
+            done.append(Listed(each.name, each.candidate, each.answer, each.mesh, each.preset, report))
+    return sorted(done, key=lambda each: (each.seconds, each.answer.seconds))
+
+
+def _settings(settings: Settings, listed: Listed, folder: Path) -> offline.Settings:
+    """Those of `gspmd compile` for a layout."""
+    name = listed.name
+    if not listed.preset:
+        name = str(folder / "found.toml")
+        Path(name).write_text(_text(listed))
+    mesh = ",".join(f"{axis}={size}" for axis, size in listed.mesh.items())
+    return offline.Settings(
+        settings.config, settings.topology, settings.phase, settings.batch, settings.length, dtype=settings.dtype,
+        microbatches=settings.microbatches, model=listed.candidate.phase.costs.config,
+        sharding=ShardingConfig(layout=name, mesh=mesh),
+    )  # fmt: skip
+
+
+def best_preset(presets: Sequence[Placed]) -> list[Listed]:
+    """The cheapest preset that fits, in a list; an empty one where none does."""
+    fitting = ((each, each.answer) for each in presets if each.answer and each.fits)
+    return [Listed(each.name, each.candidate, answer, each.mesh, preset=True) for each, answer in fitting][:1]
+
+
+def traced(settings: Settings, presets: Iterable[Placed]) -> dict[str, float]:
+    """Seconds by `gspmd.trace` of the presets that are not in the space and can be used; none without libtpu."""
+    found = {}
+    for each in presets:
+        if each.answer is not None or not each.usable:
+            continue
+        try:
+            mesh = topology(settings.topology).mesh(each.mesh)
+        except gspmd.PlanError:  # no compiler for TPUs is installed, which knows their devices
+            return {}
+        host.start(1, "cpu")
+        listed = Listed(each.name, each.candidate, each.candidate.free, each.mesh, preset=True)
+        asked = _settings(settings, listed, Path())
+        # What alternatives it takes is no news here.
+        with jax.set_mesh(mesh), gspmd.lowering("blocking"), redirect_stderr(StringIO()):
+            program, args, _ = offline.program_of(asked, offline.layout_of(asked), mesh)
+            found[each.name] = gspmd.trace(program, *args).seconds
+    return found

@@ -1,0 +1,86 @@
+"""The figures of a search as JSON."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+
+from gspmd.commands.search.compiling import Listed
+from gspmd.commands.search.settings import Settings
+from gspmd.commands.search.slice import Slice
+from gspmd.search import Answer
+from gspmd_models.search.answers import Candidate, Finding
+from gspmd_models.search.answers.document import Remark
+from gspmd_models.search.answers.frontier import Point
+from gspmd_models.search.answers.presets import Placed
+from gspmd_models.search.answers.why import Why
+
+
+def to_json(
+    settings: Settings,
+    target: Slice,
+    finding: Finding,
+    said: Mapping[str, Remark],
+    presets: Iterable[Placed],
+    asked: Iterable[Why],
+    front: Sequence[Point],
+    shortlist: Iterable[Listed],
+) -> str:
+    """Everything that was found, in seconds and bytes."""
+    best = finding.best
+    figures = {
+        "topology": target.name,
+        "phase": settings.phase,
+        "batch": settings.batch,
+        "length": settings.length,
+        "microbatches": settings.microbatches,
+        "dtype": settings.dtype,
+        "remat": best.remat,
+        "limit": best.limit,
+        "complete": finding.complete,
+        "bound": finding.bound,
+        **_answer(best, finding.answer),
+        "next": {name: {"text": each.next, "more": each.more} for name, each in said.items() if each.next},
+        "meshes": [
+            {"mesh": dict(each.phase.costs.mesh), "remat": each.remat, "bound": each.free.seconds,
+             "seconds": each.answer and each.answer.seconds}
+            for each in finding.candidates
+        ],
+        "presets": [
+            {"name": each.name, "mesh": dict(each.mesh), "remat": each.candidate.remat, "fits": each.fits,
+             "reason": each.reason, "seconds": each.answer and each.answer.seconds,
+             "bytes": each.answer and each.answer.bytes}
+            for each in presets
+        ],
+        "why": [
+            {"key": each.key, "text": each.text, "over": each.over, **_answer(best, each.answer)} for each in asked
+        ],
+        "frontier": [{"bytes": each.answer.bytes, "seconds": each.answer.seconds} for each in front],
+        "compiled": [_compiled(each) for each in shortlist],
+    }  # fmt: skip
+    return json.dumps(figures, indent=2) + "\n"
+
+
+def _answer(candidate: Candidate, answer: Answer) -> dict:
+    lines = candidate.phase.lines(answer.picks)
+    return {
+        "mesh": dict(candidate.phase.costs.mesh),
+        "seconds": answer.seconds,
+        "bytes": answer.bytes,
+        "terms": candidate.unlimited.seconds_of(answer.picks),
+        "lines": {f"{line.section}.{line.key}" if line.section else line.key: line.text for line in lines},
+    }
+
+
+def _compiled(each: Listed) -> dict:
+    report = each.report
+    return {
+        "name": each.name,
+        "mesh": dict(each.mesh),
+        "remat": each.candidate.remat,
+        "preset": each.preset,
+        "planned_seconds": each.answer.seconds,
+        "planned_bytes": each.answer.bytes,
+        "seconds": each.seconds if report and report.timeline else None,
+        "bytes": report and report.bytes_per_device,
+        "fits": report and report.fits,
+        "compile_seconds": report and report.compile_seconds,
+    }

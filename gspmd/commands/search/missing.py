@@ -1,0 +1,53 @@
+"""What is said where nothing fits: the nearest, by how much, and the smallest slice of the chip that would do."""
+
+from collections.abc import Callable, Iterable
+
+from gspmd.commands.search.settings import Settings
+from gspmd.commands.search.slice import Slice
+from gspmd.display.units import amount_of_bytes
+from gspmd.search import NothingFits
+from gspmd_models.search.answers import Candidate, NoneFits
+from gspmd_models.search.problem import PhaseProblem
+
+Makers = Callable[[Slice], Iterable[Callable[[], PhaseProblem]]]
+
+
+def nothing_fits(
+    fault: NoneFits, settings: Settings, target: Slice, makers: Makers, tell: Callable[[str], None]
+) -> str:
+    """The message.
+
+    Args:
+        fault: from `find`.
+        settings: of the search.
+        target: the slice.
+        makers: of the problems on the meshes of a slice.
+        tell: told which slice is tried.
+    """
+    smaller = "a smaller --batch, or --remat full" if settings.remat not in (None, "full") else "a smaller --batch"
+    if fault.candidate is None or fault.nearest is None or fault.over is None:
+        return f"Nothing fits {target.name}: the sizes of this model and batch have no layout on any of its meshes."
+    limit = fault.candidate.limit
+    fact = (
+        f"Nothing fits {target.name}: the smallest layout, on mesh {fault.candidate.named}, holds "
+        f"{amount_of_bytes(fault.nearest.bytes)} on each device, {amount_of_bytes(fault.over)} more than the "
+        f"{amount_of_bytes(limit)} that may be used, {settings.memory:.0%} of {amount_of_bytes(target.chip.hbm_bytes)}."
+    )
+    if settings.mesh:
+        return f"{fact}\n  Leave --mesh out, or take a larger slice, {smaller}."
+    larger = smallest(target, limit, makers, tell)
+    remedy = f"It would fit on {larger.name}" if larger else f"No slice of {target.chip.name} is large enough"
+    return f"{fact}\n  {remedy}. Otherwise take {smaller}."
+
+
+def smallest(target: Slice, limit: float, makers: Makers, tell: Callable[[str], None]) -> Slice | None:
+    """The smallest larger slice of the chip on some mesh of which something fits."""
+    for larger in target.larger():
+        tell(f"whether it fits {larger.name}")
+        for make in reversed([*makers(larger)]):  # more axes have more layouts
+            try:
+                if Candidate(make(), limit).least.bytes <= limit:
+                    return larger
+            except NothingFits:  # the sizes have no layout on this mesh
+                continue
+    return None

@@ -1,0 +1,120 @@
+"""The flags of `gspmd search`."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from gspmd.commands import configs
+from gspmd.commands.compile import File
+from gspmd.commands.search.slice import Slice
+from gspmd.training import command
+from gspmd.training.config import ConfigError, load_toml, parse_mesh
+from gspmd.training.toml import positive
+from gspmd_models import ModelConfig
+from gspmd_models.config import REMATS
+
+DEFAULT = configs.find("llama-2-70b")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to find a layout for, and where to put it."""
+
+    config: str = DEFAULT
+    """TOML file with a table [model], and perhaps [training]."""
+    topology: str = "tpu-v5p:4x8x8"
+    """Chip and torus, such as tpu-v4:4x4x4, tpu-v5p:8x8x16 or tpu-v6e:16x16."""
+    phase: Literal["train", "prefill", "decode"] = "train"
+    """train: a whole update, as `gspmd train` makes it. prefill, decode: what `gspmd generate` runs, --length tokens of
+    every row into a cache, or one behind a full one; each phase is searched for itself."""
+    mesh: str = ""
+    """Mesh axes and their sizes, such as x=4,y=8,z=8; every mesh whose axes are whole torus axes if not given."""
+    batch: int = 32
+    """Sequences, over all devices."""
+    length: int = 256
+    """Tokens of a sequence."""
+    microbatches: int = 1
+    """Parts of a training step's batch, as of `gspmd train`."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """What the model computes in."""
+    remat: Literal["none", "full", "dots-except-hidden", "dots", "selective"] | None = None
+    """What the backward pass computes again; what is best, if not given."""
+    memory: float = 0.9
+    """Share of a device's memory that may be used."""
+    why: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A line to ask about, such as ffn.w_in=EF_x: what that would cost, and what would change with it; repeatable."""
+    stages: bool = False
+    """Also search pipelines: a table of stages and microbatches, each with the best layout of a stage."""
+    compile: int = 0
+    """How many of the best different layouts are compiled, beside the best preset; 0 for a planned answer only."""
+    out: str = ""
+    """TOML file for the layout; printed if not given."""
+    json: str = ""
+    """File for the figures."""
+    frontier: str = ""
+    """PNG file for the picture of seconds against bytes."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+    @property
+    def remats(self) -> tuple[Any, ...]:
+        """The choices of remat that are searched; one where nothing is trained, or blocks are never computed again."""
+        if self.remat or self.phase != "train" or self.model.layers == self.model.period:
+            return (self.remat or self.model.remat,)
+        return REMATS
+
+
+def parse(argv: Sequence[str], script: str, documentation: str) -> Settings:
+    """The settings: those of the file, replaced by flags.
+
+    Raises:
+        ConfigError: with every fault.
+    """
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    early.add_argument("--config", default=DEFAULT)
+    name = early.parse_known_args(list(argv))[0].config
+    file = load_toml(File, configs.find(name))
+    said = {each: getattr(file.training, each) for each in ("batch", "length", "microbatches")}
+    default = Settings(name, **said, model=file.model)
+    prog, description = configs.called(documentation, "gspmd search", script)
+    settings = command.parse_flags(Settings, argv, default, description, prog)
+    if faults := list(_faults(settings)):
+        raise ConfigError("cannot search:", faults)
+    return replace(settings, model=replace(settings.model, remat=settings.remat or settings.model.remat))
+
+
+def _faults(settings: Settings):
+    numbers: list[str] = []
+    positive(numbers, batch=settings.batch, length=settings.length, microbatches=settings.microbatches)
+    yield from numbers
+    if not 0 < settings.memory <= 1:
+        yield f"--memory is the share of memory that may be used, above 0 and at most 1, not {settings.memory}."
+    if settings.compile < 0:
+        yield f"--compile is a number of layouts, 0 or more, not {settings.compile}."
+    if settings.phase != "train":
+        for flag, given in (
+            ("stages", settings.stages),
+            ("microbatches", settings.microbatches > 1),
+            ("remat", settings.remat is not None),
+        ):
+            if given:
+                yield f"--phase {settings.phase} trains nothing; leave --{flag} out."
+    for asked in settings.why:
+        key, equals, spec = asked.partition("=")
+        if not (key.strip() and equals and spec.strip()):
+            yield f"--why reads KEY=SPEC, such as ffn.w_in=EF_x, not {asked!r}."
+    for flag in ("out", "json", "frontier"):
+        path = Path(getattr(settings, flag))
+        if not path.parent.is_dir():
+            yield f"--{flag} {path}: there is no folder {str(path.parent)!r}."
+    for flag, suffix, kind in (("out", ".toml", "a TOML file"), ("frontier", ".png", "a PNG file")):
+        given = getattr(settings, flag)
+        if given and Path(given).suffix != suffix:
+            yield f"--{flag} writes {kind}, whose name ends in {suffix}, not {given!r}."
+    target = Slice.named(settings.topology)
+    if settings.mesh and (count := prod(parse_mesh(settings.mesh).values())) != target.devices:
+        yield f"--mesh {settings.mesh} has {count} devices, and {target.name} has {target.devices}."

@@ -1,0 +1,147 @@
+"""What `gspmd search` prints: the answer beside every preset, what another line would cost, and what is missing."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.markup import escape
+
+from gspmd.commands.search.compiling import Listed
+from gspmd.commands.search.written import seconds
+from gspmd.display.tables import Column, Sheet
+from gspmd.display.units import amount_of_bytes
+from gspmd_models.search.answers import Finding
+from gspmd_models.search.answers.presets import Placed
+from gspmd_models.search.answers.why import Why
+
+_SMALL = 0.005
+"""The share of the dearest layout's seconds below which a part of the cost has no column of its own."""
+
+
+def groups(terms: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of the terms by their first word: attention, ffn, output, ...
+
+    >>> groups({"ffn.in: residual": 1.0, "ffn.out: residual 0": 2.0, "norms: residual": 0.5})
+    {'ffn': 3.0, 'norms': 0.5}
+    """
+    found: dict[str, float] = {}
+    for name, amount in terms.items():
+        group = name.partition(":")[0].partition(".")[0]
+        found[group] = found.get(group, 0.0) + amount
+    return found
+
+
+def comparison(finding: Finding, presets: Iterable[Placed]) -> Sheet:
+    """The answer beside every preset, by the parts of the cost."""
+    rows = [("found", finding.best, finding.best.named, finding.answer)]
+    rows += [(each.name, each.candidate, _mesh(each.mesh), each.answer) for each in presets if each.answer]
+    costs = [groups(candidate.unlimited.seconds_of(answer.picks)) for _, candidate, _, answer in rows]
+    dearest = max(
+        (answer.seconds for name, candidate, _, answer in rows if answer.bytes <= candidate.limit), default=0.0
+    )
+    own = [group for group in costs[0] if max(each[group] for each in costs[: _fitting(rows)]) > _SMALL * dearest]
+    trains = bool(finding.best.remat)
+    names = ("layout", "mesh", *["remat"] * trains, "a step", "of found", *own, "rest", "memory", "fits")
+    sheet = Sheet("the layout that was found, and every preset on the mesh that is best for it", _columns(names))
+    for (name, candidate, mesh, answer), cost in zip(rows, costs):
+        parts = [cost[group] for group in own]
+        parts.append(sum(cost.values()) - sum(parts))
+        fits = answer.bytes <= candidate.limit
+        style = "[bold]{}[/]" if name == "found" else "{}" if fits else "[dim]{}[/]"
+        ratio = f"{answer.seconds / finding.answer.seconds:.3f}"
+        what = (name, mesh, *[candidate.remat] * trains)
+        cells = (*what, seconds(answer.seconds), ratio, *map(seconds, parts), amount_of_bytes(answer.bytes))
+        sheet.add(*(style.format(escape(cell)) for cell in (*cells, "yes" if fits else "no")))
+    return sheet
+
+
+def _fitting(rows: Sequence[tuple]) -> int:
+    """How many rows fit: they come first."""
+    return sum(answer.bytes <= candidate.limit for _, candidate, _, answer in rows)
+
+
+def _columns(names: Sequence[str]) -> list[Column]:
+    """Parts of the cost, the last first, make room where the terminal is narrow."""
+    kept = {"layout": 0, "a step": 0, "of found": 0, "memory": 0, "fits": 0, "mesh": 1, "remat": 1}
+    return [
+        Column(
+            name, "left" if name in ("layout", "mesh", "remat", "fits") else "right", goes=kept.get(name, 2 + number)
+        )
+        for number, name in enumerate(names)
+    ]
+
+
+def _mesh(mesh: Mapping[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1)
+
+
+def unpriced(presets: Iterable[Placed], traced: Mapping[str, float]) -> list[str]:
+    """A line for each preset that has no row."""
+    lines = []
+    for each in presets:
+        if each.answer is None and each.name in traced:
+            lines.append(
+                f"{each.name} on {_mesh(each.mesh)}: {seconds(traced[each.name])} by gspmd.trace, which leaves out "
+                f"attention's own products and passes over memory; {each.reason}"
+            )
+        elif each.answer is None:
+            lines.append(f"{each.name}: {'' if each.usable else 'not possible, '}{each.reason}")
+    return lines
+
+
+def reasons(asked: Why) -> list[Sheet]:
+    """What another line would cost, by term, and which other lines would change."""
+    ours, theirs = asked.best.seconds, asked.answer.seconds
+    most = "" if asked.answer.complete else "at most "
+    title = f"{asked.key} = {asked.text}: {most}{seconds(theirs)}, {theirs / ours - 1:+.2%}"
+    if asked.over:
+        title += f"; it does not fit, by {amount_of_bytes(asked.over)} at least, and this is without a limit"
+    costs = Sheet(
+        escape(title),
+        (Column("part of the cost"), Column("found", "right"), Column("asked", "right"), Column("more", "right")),
+    )
+    for name, before, after in asked.terms:
+        costs.add(escape(name), seconds(before), seconds(after), _signed(after - before))
+    costs.add("a step", seconds(ours), seconds(theirs), _signed(theirs - ours), total=True)
+    held = [amount_of_bytes(each.bytes) for each in (asked.best, asked.answer)]
+    costs.add("memory", *held, _signed_bytes(asked.answer.bytes - asked.best.bytes), total=True)
+    lines = Sheet("and these lines would be others", (Column("line"), Column("found"), Column("asked")))
+    for row in asked.lines:
+        lines.add(*(escape(cell) if cell else "as the weight" for cell in row))
+    return [costs, lines] if asked.lines else [costs]
+
+
+def _signed(amount: float) -> str:
+    return f"{'-' if amount < 0 else '+'}{seconds(abs(amount))}"
+
+
+def _signed_bytes(amount: float) -> str:
+    return f"{'-' if amount < 0 else '+'}{amount_of_bytes(abs(amount))}"
+
+
+def compiled(shortlist: Sequence[Listed]) -> Sheet:
+    """The compiled programs in their order, with what was planned of them."""
+    best = min((each.seconds for each in shortlist if each.preset), default=None)
+    names = ("layout", "mesh", "remat", "planned", "compiled", "of preset", "planned memory", "compiled memory", "fits")
+    sheet = Sheet(
+        "compiled for the slice, the fastest first",
+        [Column(name, "left" if name in ("layout", "mesh", "remat", "fits") else "right") for name in names],
+    )
+    for each in shortlist:
+        report, ran = each.report, each.seconds < float("inf")
+        ratio = f"{each.seconds / best:.3f}" if ran and best is not None and best < float("inf") else ""
+        cells = (
+            each.name, _mesh(each.mesh), each.candidate.remat, seconds(each.answer.seconds),
+            seconds(each.seconds) if ran else "", ratio,
+            amount_of_bytes(each.answer.bytes), amount_of_bytes(report.bytes_per_device) if report else "",
+            "yes" if report and report.fits else "no",
+        )  # fmt: skip
+        sheet.add(*map(escape, cells))
+    return sheet
+
+
+def answer_line(finding: Finding, compiled: int) -> str:
+    """The answer in one line, and whether it is the compiler's."""
+    held = f"{amount_of_bytes(finding.answer.bytes)} on each device"
+    proved = f"no layout costs less than {seconds(finding.bound)}"
+    planned = "" if compiled else " Planned, not compiled: --compile 3 asks the compiler."
+    remat = f", remat {finding.best.remat}" if finding.best.remat else ""
+    return f"mesh {finding.best.named}{remat}: {seconds(finding.answer.seconds)} a step, {proved}; {held}.{planned}"

@@ -1,0 +1,50 @@
+"""The slice that is searched for: its chip and its torus, as its name says, without the compiler."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from gspmd.audit.offline.names import CORES, read_name, shapes
+from gspmd.hardware.chips import Chip
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A TPU slice.
+
+    Attributes:
+        chip: the figures of one device.
+        shape: chips along each torus axis.
+    """
+
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @classmethod
+    def named(cls, name: str) -> "Slice":
+        """The slice of a name, such as tpu-v5p:4x8x8.
+
+        Raises:
+            PlanError: there is no such slice.
+        """
+        return cls(*read_name(name))
+
+    @property
+    def name(self) -> str:
+        """Its canonical name."""
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def torus(self) -> tuple[int, ...]:
+        """Devices along each axis of the torus; those of one chip are an axis of their own."""
+        return (*self.shape, CORES.get(self.chip.name, 1))
+
+    @property
+    def devices(self) -> int:
+        """How many it has."""
+        return prod(self.torus)
+
+    def larger(self) -> Iterator["Slice"]:
+        """The slices of this chip with more devices, the smallest first."""
+        every = (Slice(self.chip, shape) for shape in shapes(self.chip))
+        return (each for each in every if each.devices > self.devices)

@@ -1,0 +1,81 @@
+"""What a found layout says of itself at the top of its file."""
+
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from gspmd.commands.search.compiling import Listed
+from gspmd.commands.search.settings import Settings
+from gspmd.commands.search.slice import Slice
+from gspmd.display.units import amount_of_bytes, amount_of_seconds
+from gspmd_models.search.answers import Finding
+
+_OF_NOTHING = ("--out", "--json", "--frontier", "--why")
+"""Flags that change nothing in the answer."""
+
+
+def header(
+    settings: Settings, target: Slice, finding: Finding, argv: Sequence[str], shortlist: Iterable[Listed] = ()
+) -> list[str]:
+    """The lines of the comment, without dates: searching again writes the same."""
+    answer, model, remat = finding.answer, settings.model, finding.best.remat
+    name = Path(settings.config).stem
+    facts = {
+        "model": f"{name}, {model.num_parameters:,} parameters" + (f", remat {remat}" if remat else ""),
+        "mesh": f"{finding.best.named}: {finding.best.devices} devices",
+        "step": f"batch {settings.batch}, length {settings.length}{_parts(settings)}, {settings.dtype}",
+        "predicted": f"{seconds(answer.seconds)}; lower bound {seconds(finding.bound)}",
+        "memory": f"{amount_of_bytes(answer.bytes)} of {amount_of_bytes(target.chip.hbm_bytes)} on each device, "
+        f"of which {settings.memory:.0%} may be used",
+        "found": _how(finding),
+        **dict(_compiled(finding, shortlist)),
+    }
+    width = max(map(len, facts))
+    verb = {"train": "training", "prefill": "reading prompts", "decode": "decoding"}[settings.phase]
+    return [
+        f"{name}: a layout for {verb} on {target.name}, found by exact search.",
+        "",
+        *(f"{fact.ljust(width)}  {text}" for fact, text in facts.items()),
+        "",
+        f"found with    {shlex.join(['gspmd', 'search', *asked(argv)])}",
+        f"to be used    --layout FILE --mesh {finding.best.named}" + (f" --model.remat {remat}" if remat else ""),
+    ]
+
+
+def _compiled(finding: Finding, shortlist: Iterable[Listed]) -> Iterator[tuple[str, str]]:
+    for each in shortlist:
+        if each.answer is finding.answer and each.report:
+            held = amount_of_bytes(each.report.bytes_per_device)
+            preset = f", that of preset {each.name}" if each.preset else ""
+            first = f"the fastest of the programs that were compiled{preset}" if each.report.fits else "it does not fit"
+            yield "compiled", f"{seconds(each.seconds)}, {held} on each device: {first}"
+            return
+
+
+def seconds(amount: float) -> str:
+    """Seconds to five digits, since layouts differ by thousandths."""
+    return f"{amount:.5g} s" if amount >= 1 else amount_of_seconds(amount)
+
+
+def _parts(settings: Settings) -> str:
+    return f" in {settings.microbatches} microbatches" if settings.microbatches > 1 else ""
+
+
+def _how(finding: Finding) -> str:
+    if not finding.complete:
+        return "the best so far: the search was interrupted, and there may be a better one"
+    return finding.proof
+
+
+def asked(argv: Sequence[str]) -> list[str]:
+    """The flags that the answer depends on.
+
+    >>> asked(["--batch", "8", "--out", "a.toml", "--json=b"])
+    ['--batch', '8']
+    """
+    kept, skip = [], False
+    for word in argv:
+        if not skip and word.partition("=")[0] not in _OF_NOTHING:
+            kept.append(word)
+        skip = not skip and word in _OF_NOTHING
+    return kept

@@ -1,0 +1,188 @@
+"""Bucket elimination: the least cost of all picks, and of all picks with any one option, without going through them.
+
+Choices are eliminated one after another. The *bucket* of a choice holds the terms and messages in which it is the first
+that is eliminated; its *message* is, for each combination of the other choices among them (its *scope*), the least sum
+over the options of the choice. The messages without a scope add up to the least cost of all.
+
+Source: R. Dechter, Bucket elimination: a unifying framework for reasoning, Artificial Intelligence 113 (1999).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gspmd.search.tables import Tables
+
+LARGEST = 2**30
+"""Combinations in one bucket that are still gone through: it takes seconds, and more would take minutes."""
+BLOCK = 2**16
+"""Combinations that are added up at once: 512 KiB, which stay in a core's cache."""
+TIE = 1e-12
+"""The fraction by which costs may differ that are taken for equal: sums of the same numbers in another order do."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """A table in a bucket: a term, or the message of another bucket, by number; and the choices of its axes."""
+
+    number: int
+    of: tuple[int, ...]
+    is_message: bool
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A choice that is eliminated, what is added up, and over which other choices its message goes."""
+
+    choice: int
+    scope: tuple[int, ...]
+    inputs: list[Input]
+
+
+def eliminate(tables: Tables) -> list[Bucket]:
+    """The buckets in the order of elimination: next is always the choice whose bucket has the fewest combinations.
+
+    Raises:
+        ValueError: Some bucket has more combinations than can be gone through.
+    """
+    sizes = [len(kept) for kept in tables.kept]
+    left = [Input(number, of, False) for number, of in enumerate(tables.of)]
+    remaining = set(range(len(sizes)))
+    buckets: list[Bucket] = []
+    while remaining:
+        scopes = {one: {one}.union(*(each.of for each in left if one in each.of)) for one in remaining}
+        cost = {one: math.prod(sizes[other] for other in scopes[one]) for one in remaining}
+        # Of equals the last, so that earlier choices are made first when the answer is read off.
+        choice = min(remaining, key=lambda one: (cost[one], -one))
+        if cost[choice] > LARGEST:
+            names = ", ".join(tables.problem.choices[other].name for other in sorted(scopes[choice]))
+            raise ValueError(
+                f"the choices {names} depend on one another in {cost[choice]:.2g} combinations, more than the "
+                f"{LARGEST:.2g} that can be searched.\n  Give them fewer options, or terms of fewer choices."
+            )
+        scope = tuple(sorted(scopes[choice] - {choice}))
+        taken = [each for each in left if choice in each.of]
+        left = [each for each in left if choice not in each.of]
+        if scope:
+            left.append(Input(len(buckets), scope, True))
+        buckets.append(Bucket(choice, scope, taken))
+        remaining.remove(choice)
+    return buckets
+
+
+class Messages:
+    """The messages of all buckets for one measure of cost: seconds + rate · bytes, or bytes alone.
+
+    Args:
+        tables: The terms, of the options that may be taken.
+        buckets: What `eliminate` made of them, or of tables with more options.
+        rate: Seconds that a byte counts for; None counts bytes alone, among what is allowed.
+    """
+
+    def __init__(self, tables: Tables, buckets: list[Bucket], rate: float | None):
+        self.buckets = buckets
+        self.rate = rate
+        self._sizes = [len(kept) for kept in tables.kept]
+        # Axes of the tables of a bucket, and of its message: the scope, and last the choice itself.
+        self._inputs: list[list[np.ndarray]] = []
+        self.messages: list[np.ndarray] = []
+        for bucket in buckets:
+            axes = (*bucket.scope, bucket.choice)
+            inputs = [np.zeros((1,) * len(bucket.scope) + (self._sizes[bucket.choice],))]
+            for each in bucket.inputs:
+                if each.is_message:
+                    inputs.append(_align(self.messages[each.number][..., 0], each.of, axes))
+                else:
+                    seconds, held = tables.seconds[each.number], tables.bytes[each.number]
+                    # Large tables that allow all and hold nothing add nothing to the bytes.
+                    if rate is not None or held is not None or not np.isfinite(seconds).all():
+                        inputs.append(_align(_measure(seconds, held, rate), each.of, axes))
+            self._inputs.append(inputs)
+            self.messages.append(least(inputs, [True] * len(bucket.scope) + [False]))
+
+    def total(self) -> float:
+        """The least cost of all; `inf` where nothing is allowed."""
+        return math.fsum(message.item() for message in self.messages if message.ndim == 1)
+
+    def row(self, at: int, picks: Sequence[int]) -> np.ndarray:
+        """Of one bucket the cost of each option, with all that was eliminated before it."""
+        where = tuple([picks[choice] for choice in self.buckets[at].scope])
+        rows = (t[tuple([i if size > 1 else 0 for i, size in zip(where, t.shape)])] for t in self._inputs[at])
+        return np.add.reduce([np.broadcast_to(row, self._sizes[self.buckets[at].choice]) for row in rows])
+
+    def trace(self) -> list[int]:
+        """Picks of the least cost, of equals the first; they are allowed where `total` is finite."""
+        picks = [0] * len(self.buckets)
+        tie = TIE if self.rate is not None else 0.0  # bytes are whole numbers, and one of them may be too many
+        for at in reversed(range(len(self.buckets))):
+            row = self.row(at, picks)
+            picks[self.buckets[at].choice] = int(np.argmax(row <= row.min() + tie * abs(row.min())))
+        return picks
+
+    def by_option(self) -> list[np.ndarray]:
+        """For each choice the least cost of all picks with each of its options, from one pass back over the buckets."""
+        result = [np.empty(0)] * len(self.buckets)
+        outside: dict[int, np.ndarray] = {}  # for each bucket the least of what is not in its message, over its scope
+        roots = [at for at, bucket in enumerate(self.buckets) if not bucket.scope]
+        for at in roots:
+            outside[at] = np.array([math.fsum(self.messages[other].item() for other in roots if other != at)])
+        for at in reversed(range(len(self.buckets))):
+            bucket = self.buckets[at]
+            axes = (*bucket.scope, bucket.choice)
+            joint: dict[tuple[int, ...], np.ndarray] = {}
+            for over in [(bucket.choice,), *(each.of for each in bucket.inputs if each.is_message)]:
+                if over not in joint:
+                    joint[over] = least([outside[at], *self._inputs[at]], [choice in over for choice in axes])
+            result[bucket.choice] = joint[(bucket.choice,)].ravel()
+            for each in bucket.inputs:
+                if each.is_message:
+                    message = self.messages[each.number]
+                    places = [axis for axis, choice in enumerate(axes) if choice not in each.of]
+                    around = joint[each.of].squeeze(tuple(places))
+                    left = [choice for choice in axes if choice in each.of]
+                    around = around.transpose([left.index(choice) for choice in each.of])[..., None]
+                    finite = np.isfinite(message)
+                    outside[each.number] = np.where(finite, around - np.where(finite, message, 0.0), np.inf)
+        return result
+
+
+def _measure(seconds: np.ndarray, held: np.ndarray | None, rate: float | None) -> np.ndarray:
+    if rate is None:
+        return np.where(seconds == math.inf, math.inf, 0.0 if held is None else held)
+    return seconds if held is None or rate == 0 else seconds + rate * held
+
+
+def _align(table: np.ndarray, of: tuple[int, ...], axes: tuple[int, ...]) -> np.ndarray:
+    """A table over some of the axes with all of them, the others of length 1; in memory in this order, for speed."""
+    present = [of.index(choice) for choice in axes if choice in of]
+    table = np.ascontiguousarray(table.transpose(present))
+    return np.expand_dims(table, [i for i, choice in enumerate(axes) if choice not in of])
+
+
+def least(tables: Sequence[np.ndarray], keep: Sequence[bool]) -> np.ndarray:
+    """The least, over the axes that are not kept, of the sum of tables that broadcast; those axes get length 1.
+
+    It goes block by block along the first axes, and what does not depend on an axis is added up before.
+    """
+    shape = np.broadcast_shapes(*(table.shape for table in tables))
+    if math.prod(shape) <= BLOCK or len(shape) == 1:
+        return _total(tables).min(axis=tuple(axis for axis, kept in enumerate(keep) if not kept), keepdims=True)
+    step = max(1, BLOCK // math.prod(shape[1:]))
+    fixed = [table for table in tables if len(table) == 1]
+    fixed = [_total(fixed)] if fixed else []
+    result = np.full([size if kept else 1 for size, kept in zip(shape, keep)], np.inf)
+    for start in range(0, shape[0], step):
+        rows = slice(start, start + step)
+        parts = [*fixed, *(table[rows] for table in tables if len(table) > 1)]
+        # One row may still be too much: it is gone through along the next axis.
+        below = least([part[0] for part in parts], keep[1:]) if step == 1 else least(parts, keep)
+        target = result[rows] if keep[0] else result
+        np.minimum(target, below, out=target)
+    return result
+
+
+def _total(tables: Sequence[np.ndarray]) -> np.ndarray:
+    first, *others = sorted(tables, key=lambda table: table.size)
+    return sum(others, first)

@@ -1,0 +1,110 @@
+"""What it costs to move one tensor between many placements at once, as tables.
+
+A plan asks for one shortest path; a search asks for all of them. `Moves` runs the planner's shortest paths once for
+each placement of interest and keeps the seconds as the rows of a table.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from gspmd.annotate.spec import Spec
+from gspmd.hardware.chips import Chip
+from gspmd.hardware.dtypes import itemsize, wire_of
+from gspmd.planner.graph.paths import ShortestPaths, shortest_paths
+from gspmd.planner.graph.placements import placements as all_placements
+from gspmd.planner.graph.placements import sequences
+from gspmd.planner.steps import Environment
+
+Sizes = Mapping[str, int]
+
+
+class Moves:
+    """Seconds between the placements of one tensor, which may be a partial sum where a path begins.
+
+    Args:
+        environment: mesh and chip; its sizes are those of all dimensions.
+        dims: the tensor's dimensions.
+        dtype: what it is held in, and crosses the wire in.
+    """
+
+    def __init__(self, environment: Environment, dims: Sequence[str], dtype: str):
+        self.environment, self.dims, self.dtype = environment, tuple(dims), dtype
+        sizes = dict(environment.sizes)
+        self.shape = tuple(sizes[dim] for dim in self.dims)
+        self._axes = tuple(axis for axis, _ in environment.mesh)
+
+    @cached_property
+    def paths(self) -> ShortestPaths:
+        """The planner's graph of this tensor."""
+        width = itemsize(wire_of(self.dtype, summed=True))
+        return shortest_paths(self.shape, self.environment.mesh, width, self.environment.chip, frozenset(self._axes))
+
+    def numbers(self, specs: Iterable[Spec]) -> np.ndarray:
+        """The graph's numbers of placements; -1 of one that does not divide."""
+        mesh = dict(self.environment.mesh)
+        return np.array([self.paths.number(spec.without_trivial(mesh)) for spec in specs], int)
+
+    def nodes(self, rows: Sequence[np.ndarray], partial: np.ndarray | int = 0) -> np.ndarray:
+        """The numbers of placements by the sequence of mesh axes on each dimension, and the axes of a partial sum."""
+        return self.paths.nodes.find(self.paths.nodes.key(rows, partial))
+
+    def between(self, sources: np.ndarray, targets: np.ndarray, *, by: str) -> np.ndarray:
+        """[sources, targets] seconds of the cheapest chains of steps; infinite where there is none.
+
+        Args:
+            sources, targets: numbers of placements; of -1 nothing comes or goes.
+            by: `"sources"` or `"targets"`: of which there are fewer, each with a run of shortest paths.
+        """
+        few, many = (sources, targets) if by == "sources" else (targets, sources)
+        names, index = np.unique(few, return_inverse=True)
+        table = np.stack([self._seconds(by, int(name), many) for name in names])
+        table[:, many < 0] = np.inf
+        table = table[index]
+        return table if by == "sources" else table.T
+
+    def _seconds(self, by: str, number: int, others: np.ndarray) -> np.ndarray:
+        if number < 0:
+            return np.full(len(others), np.inf)
+        costs = self.paths.costs_from(number) if by == "sources" else self.paths.costs_to(number)
+        return costs[others].real * 1e-12
+
+
+def placements(dims: Sequence[str], sizes: Sizes, mesh: Sizes, whole: Iterable[str] = ()) -> tuple[Spec, ...]:
+    """Every placement of a tensor on a mesh: each mesh axis on one dimension, or on none, in every order.
+
+    Args:
+        dims: the tensor's dimensions.
+        sizes: of the dimensions; a placement whose axes do not divide them is left out.
+        mesh: sizes of the mesh axes; those of size 1 stand nowhere.
+        whole: dimensions that no axis may shard.
+
+    Returns:
+        Specs, those that use fewer axes first.
+
+    Example:
+        >>> [str(spec) for spec in placements("EF", {"E": 4, "F": 6}, {"x": 2, "y": 4})]
+        ['EF', 'E_xF', 'E_yF', 'EF_x', 'E_yF_x']
+    """
+    axes = tuple(axis for axis, size in mesh.items() if size > 1)
+    counts = tuple(mesh[axis] for axis in axes)
+    rows, _, _ = all_placements(len(axes), allowed(dims, sizes, counts, whole), [])
+    order = sequences(len(axes)).axes
+    specs = [Spec(tuple(dims), tuple(tuple(axes[a] for a in order[n]) for n in row)) for row in rows.tolist()]
+    return tuple(sorted(specs, key=lambda spec: (len(spec.used), [[-len(held) for held in spec.axes], spec.axes])))
+
+
+def allowed(
+    dims: Sequence[str], sizes: Sizes, counts: Sequence[int], whole: Iterable[str] = ()
+) -> tuple[frozenset[int], ...]:
+    """For each dimension, the sets of mesh axes, as masks, that divide it; no axes for those that stay whole."""
+    from gspmd.planner.graph.placements import fitting
+
+    kept = set(whole)
+    return tuple(frozenset({0}) if dim in kept else fitting(sizes[dim], tuple(counts)) for dim in dims)
+
+
+def environment_of(sizes: Sizes, mesh: Sizes, chip: Chip) -> Environment:
+    """The planner's environment of these sizes."""
+    return Environment.of(tuple(sizes.items()), tuple(mesh.items()), chip)

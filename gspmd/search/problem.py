@@ -1,0 +1,125 @@
+"""Choices, and the terms of their cost: tables of seconds and of bytes."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Something to choose: its name, and its options in the order of preference among equals."""
+
+    name: str
+    options: tuple
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """A summand of the cost: seconds, and bytes held, that depend on one to four choices.
+
+    Attributes:
+        name: Its name, unlike that of any other term.
+        of: The names of the choices.
+        seconds: Its seconds, an axis for each choice; `inf` where a combination is not allowed.
+        bytes: The bytes that each combination holds, of a shape that broadcasts to that of `seconds`. None: no bytes.
+    """
+
+    name: str
+    of: tuple[str, ...]
+    seconds: np.ndarray = field(repr=False)
+    bytes: np.ndarray | None = field(default=None, repr=False)
+
+
+class Problem:
+    """Choices to be made together, so that the terms add up to the fewest seconds and hold at most `limit` bytes.
+
+    Args:
+        choices: What is to be chosen.
+        terms: The summands of the cost, in any order.
+        limit: The bytes that all terms together may hold; None for no limit.
+
+    Raises:
+        ValueError: A choice has no options, two things have one name, or a term's tables do not fit its choices.
+    """
+
+    def __init__(self, choices: Iterable[Choice], terms: Iterable[Term], limit: float | None = None):
+        self.choices = tuple(choices)
+        self.terms = tuple(terms)
+        self.limit = limit
+        _check_names("choices", [choice.name for choice in self.choices])
+        _check_names("terms", [term.name for term in self.terms])
+        for choice in self.choices:
+            if not choice.options:
+                raise ValueError(f"choice {choice.name!r} has no options.\n  Give it at least one.")
+        sizes = {choice.name: len(choice.options) for choice in self.choices}
+        for term in self.terms:
+            _check_term(term, sizes)
+        if limit is not None and math.isnan(limit):
+            raise ValueError("the limit is not a number.\n  Give bytes, or None for no limit.")
+
+    def seconds_of(self, picks: Mapping[str, int]) -> dict[str, float]:
+        """The seconds of each term under these picks."""
+        at = dict(zip((choice.name for choice in self.choices), self.numbers(picks)))
+        return {term.name: float(term.seconds[tuple([at[name] for name in term.of])]) for term in self.terms}
+
+    def cost(self, picks: Mapping[str, int]) -> float:
+        """The seconds of these picks, over all terms."""
+        return math.fsum(self.seconds_of(picks).values())
+
+    def bytes_of(self, picks: Mapping[str, int]) -> float:
+        """The bytes that these picks hold."""
+        at = dict(zip((choice.name for choice in self.choices), self.numbers(picks)))
+        held = [(term.bytes, term) for term in self.terms if term.bytes is not None]
+        tables = [(np.broadcast_to(table, np.shape(term.seconds)), term.of) for table, term in held]
+        return math.fsum(float(table[tuple([at[name] for name in of])]) for table, of in tables)
+
+    def numbers(self, picks: Mapping[str, int]) -> list[int]:
+        """The picks in the order of the choices.
+
+        Raises:
+            ValueError: A choice is missing, or has no option of that index.
+        """
+        for choice in self.choices:
+            if not 0 <= picks.get(choice.name, -1) < len(choice.options):
+                raise ValueError(
+                    f"choice {choice.name!r} cannot be {picks.get(choice.name)}: it has options 0 to "
+                    f"{len(choice.options) - 1}.\n  Pick one of them."
+                )
+        return [int(picks[choice.name]) for choice in self.choices]
+
+
+def _check_names(what: str, names: list[str]) -> None:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"several {what} are called {', '.join(map(repr, twice))}.\n  Give each a name of its own.")
+
+
+def _check_term(term: Term, sizes: dict[str, int]) -> None:
+    if unknown := [name for name in term.of if name not in sizes]:
+        raise ValueError(
+            f"term {term.name!r} is of {unknown[0]!r}, which is no choice.\n  The choices: {', '.join(sizes)}."
+        )
+    if not 1 <= len(set(term.of)) == len(term.of) <= 4:
+        raise ValueError(f"term {term.name!r} is of {term.of}.\n  A term is of one to four choices, each named once.")
+    shape = tuple(sizes[name] for name in term.of)
+    if np.shape(term.seconds) != shape:
+        raise ValueError(
+            f"term {term.name!r} has a table of shape {np.shape(term.seconds)}, and its choices {', '.join(term.of)} "
+            f"have {shape} options.\n  Give the table an axis for each choice, in that order."
+        )
+    if np.isnan(term.seconds).any() or (np.asarray(term.seconds) == -math.inf).any():
+        raise ValueError(f"term {term.name!r} has seconds that are none: nan or -inf.\n  Only inf has a meaning.")
+    if term.bytes is None:
+        return
+    try:
+        np.broadcast_to(term.bytes, shape)
+    except ValueError:
+        raise ValueError(
+            f"term {term.name!r} has bytes of shape {np.shape(term.bytes)}, which do not broadcast to {shape}.\n"
+            "  Give them the shape of its seconds."
+        ) from None
+    if not np.isfinite(term.bytes).all():
+        raise ValueError(
+            f"term {term.name!r} holds bytes that are not finite.\n  What is not allowed has infinite seconds."
+        )

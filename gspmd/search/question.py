@@ -1,0 +1,230 @@
+"""One question: the cheapest picks within a limit of bytes, by a multiplier, the seconds that a byte counts for.
+
+For every rate ≥ 0
+
+    min (seconds + rate · (bytes - limit))  ≤  min {seconds : bytes ≤ limit},
+
+and the rate for which the left side is greatest is found by cutting planes: two picks, one above the limit and one
+below, are two lines over the rate, and the next rate is where they cross. By the same bound, an option with which all
+picks cost more than the best that are known is dropped. What gap remains is closed by `gspmd.search.branching`.
+
+Source: M. L. Fisher, The Lagrangian relaxation method for solving integer programming problems, Management Science 27
+(1981).
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from gspmd.search.answer import Answer, NothingFits
+from gspmd.search.branching import Branching
+from gspmd.search.buckets import Bucket, Messages
+from gspmd.search.tables import Tables
+
+ROUNDING = 1e-12
+"""The fraction of a cost by which sums differ that are taken in different orders."""
+RATES = 60
+"""Rates that are tried at most. Five to ten are usual; fewer leave branching more to do."""
+FEW = 50
+"""Options of a choice among which good picks are looked for first."""
+NEAR = 1e-4
+"""How near to the greatest bound, as a fraction of it, a rate is good enough: one more takes longer than branching."""
+
+
+class _Stopped(Exception):
+    """The search was asked to stop."""
+
+
+class Question:
+    """One search: the best picks so far, and the best bound.
+
+    Args:
+        tables: The options that may be taken.
+        buckets: What was made of the problem's graph.
+        stop: Whether to end with the best so far.
+        keep: Told every answer that is better than those before.
+        rate: Where to begin, in seconds for each byte: the rate of a question like it.
+        outside: What all picks with options that the tables lack cost at least, where such picks are asked for too.
+        tolerance: The fraction of their seconds by which picks may be dearer than the cheapest.
+
+    Attributes:
+        rate: The rate of the greatest bound; 0 as long as there is no need of one.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        buckets: list[Bucket],
+        stop: Callable[[], bool],
+        keep: Callable[[Answer], None],
+        rate: float = 0.0,
+        outside: float = math.inf,
+        tolerance: float = 0.0,
+    ):
+        self.tolerance = tolerance
+        self.tables = tables
+        self.buckets = buckets
+        self.stop = stop
+        self.keep = keep
+        self.rate = rate
+        self.outside = outside
+        self.problem = tables.problem
+        self.limit = math.inf if self.problem.limit is None else self.problem.limit
+        self.best: Answer | None = None
+        self.bound = -math.inf
+        self._gap = math.inf
+
+    def answer(self) -> Answer:
+        """The cheapest picks that fit, or the best until `stop` was true.
+
+        Raises:
+            NothingFits: There are none.
+        """
+        try:
+            self._search()
+        except _Stopped:
+            return self._known()
+        self.bound = max(self.bound, self.seconds - self.tolerance * abs(self.seconds))
+        return replace(self._known(), complete=True)
+
+    def _search(self) -> None:
+        if not all(len(kept) for kept in self.tables.kept):
+            raise NothingFits(None, self.problem.limit)
+        self._narrow()
+        if self.best is not None and self.rate:
+            self._try(self.rate)  # few options are left after it
+        free = Messages(self.tables, self.buckets, 0.0)
+        if math.isinf(free.total()):
+            raise NothingFits(None, self.problem.limit)
+        self.bound = max(self.bound, free.total())
+        large = free.trace()
+        if self._offer(large) or self._proved():
+            return
+        held = Messages(self.tables, self.buckets, None)
+        small = held.trace()
+        if self._offer(small):
+            self._cut(self._line(large), self._line(small))
+        # A limit within the rounding of sums is settled leaf by leaf.
+        if not self._proved() and held.total() <= self._ceiling():
+            self._branch()
+        if self.best is None:
+            raise NothingFits(self._answer(small), self.limit)
+
+    # -- what is known -------------------------------------------------------------------------------------------------
+
+    @property
+    def seconds(self) -> float:
+        """Those of the best picks so far."""
+        return math.inf if self.best is None else self.best.seconds
+
+    def _line(self, picks: list[int]) -> tuple[float, float]:
+        """Seconds and bytes: over the rate, picks are a line."""
+        return self.tables.seconds_of(picks), self.tables.bytes_of(picks)
+
+    def _answer(self, picks: list[int]) -> Answer:
+        return Answer(self.tables.named(picks), *self._line(picks), -math.inf, False)
+
+    def _known(self) -> Answer:
+        """The best picks with what is proved of them by now."""
+        assert self.best is not None
+        return replace(self.best, bound=min(self.bound, self.outside, self.seconds), complete=False)
+
+    def _offer(self, picks: list[int]) -> bool:
+        """Take picks if they fit and are the best so far; whether they fit."""
+        seconds, held = self._line(picks)
+        if held <= self.limit and seconds < self.seconds:
+            self.best = self._answer(picks)
+            self.keep(self._known())
+        return held <= self.limit
+
+    def _ceiling(self) -> float:
+        """Bytes that sums of the limit may come to, in whatever order they are taken."""
+        return self.limit + ROUNDING * abs(self.limit)
+
+    def _rounding(self) -> float:
+        return ROUNDING * (abs(self.seconds) + (self.rate * abs(self.limit) if self.rate else 0.0))
+
+    def _slack(self) -> float:
+        """By how much better picks are not looked for."""
+        return self._rounding() + (self.tolerance * abs(self.seconds) if self.best else 0.0)
+
+    def _proved(self) -> bool:
+        return self.best is not None and self.bound >= self.seconds - self._slack()
+
+    # -- the limit -----------------------------------------------------------------------------------------------------
+
+    def _narrow(self) -> None:
+        """Begin with the best picks, and their rate, among a few options of the choices that no bytes depend on."""
+        holding = {choice for of, held in zip(self.tables.of, self.tables.bytes) if held is not None for choice in of}
+        many = [choice not in holding and len(kept) > 2 * FEW for choice, kept in enumerate(self.tables.kept)]
+        if math.isinf(self.limit) or not any(many):
+            return
+        masks = [
+            np.argsort(np.argsort(costs, kind="stable")) < (FEW if few else len(costs))
+            for costs, few in zip(self.tables.apart(), many)
+        ]
+        first = Question(
+            self.tables.keep(masks), self.buckets, self.stop, self.keep, self.rate, -math.inf, self.tolerance
+        )
+        with suppress(NothingFits):
+            self.best = first.answer()
+            self.rate = first.rate
+
+    def _cut(self, large: tuple[float, float], small: tuple[float, float]) -> None:
+        """Find the rate of about the greatest bound, from lines of picks above the limit and below."""
+        if self.rate:
+            line = self._try(self.rate)
+            large, small = (large, line) if line[1] <= self.limit else (line, small)
+        for _ in range(RATES):
+            if self._proved():
+                return
+            rate = max(0.0, (small[0] - large[0]) / (large[1] - small[1]))
+            crossing = large[0] + rate * (large[1] - self.limit)
+            line = self._try(rate)
+            # No rate has a bound above the crossing.
+            if self.bound >= crossing - NEAR * abs(crossing) or line in (large, small):
+                return
+            large, small = (large, line) if line[1] <= self.limit else (line, small)
+
+    def _try(self, rate: float) -> tuple[float, float]:
+        """Take the bound of a rate, and its picks if they fit; their line."""
+        self._poll()
+        messages = Messages(self.tables, self.buckets, rate)
+        picks = messages.trace()
+        line = self._line(picks)
+        self._offer(picks)
+        bound = messages.total() - rate * self.limit
+        if bound > self.bound:
+            self.bound, self.rate = bound, rate
+            self.keep(self._known())
+        # Not after every rate: it takes longer than the messages.
+        if not self._proved() and self.seconds - bound < self._gap / 2:
+            self._gap = self.seconds - bound
+            self._drop(messages, rate)
+        return line
+
+    def _drop(self, messages: Messages, rate: float) -> None:
+        """Drop the options with which all picks cost more than the best."""
+        most = self.seconds + rate * self.limit
+        most += 10 * ROUNDING * (abs(most) + abs(self.seconds))
+        self.tables = self.tables.keep([costs <= most for costs in messages.by_option()])
+
+    def _branch(self) -> None:
+        """Go through all picks whose bounds do not exclude that they fit and are better than the best."""
+
+        def ceilings() -> tuple[float, float, float]:
+            seconds = self.seconds - self._slack() if self.best else math.inf
+            return seconds + self.rate * self.limit, seconds, self._ceiling()
+
+        if self.best is not None:
+            self._drop(Messages(self.tables, self.buckets, self.rate), self.rate)
+        measures = [Messages(self.tables, self.buckets, rate) for rate in (self.rate, 0.0, None)]
+        for picks in Branching(measures, ceilings, self._poll).leaves():
+            self._offer(picks)
+
+    def _poll(self) -> None:
+        if self.best is not None and self.stop():
+            raise _Stopped

@@ -1,0 +1,186 @@
+"""The search as it is asked: the cheapest picks, and for one choice after another the cheapest that differ in it.
+
+What all picks with an option cost at least is found once for all options (`gspmd.search.buckets`). The cheapest others
+are then searched among the few options whose bounds are low; if they cost no more than the bounds of those left out,
+they are the cheapest of all.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+
+import numpy as np
+
+from gspmd.search.answer import Answer, NothingFits
+from gspmd.search.buckets import Messages, eliminate
+from gspmd.search.problem import Problem
+from gspmd.search.question import Question
+from gspmd.search.tables import Tables
+
+FIRST = 64
+"""Options besides those that bounds call for, among which others are searched first."""
+GROWTH = 4
+"""How many times as many options are searched where nothing among them fits."""
+MARGIN = 1e-9
+"""The fraction of a bound by which rounding may not be the reason that an option is left out."""
+
+
+class Search:
+    """Finds cheapest picks of a problem, with proof, one question after another; answers and bounds are kept.
+
+    Args:
+        problem: Choices, terms and limit.
+        stop: Asked often; once it is true, a search gives the best that it has, and what is proved of it.
+        tolerance: The fraction of their seconds by which picks may be dearer than the cheapest: near-ties at a limit of
+            bytes take long to tell apart. `Answer.bound` stays what is proved.
+
+    Attributes:
+        so_far: The best picks of the question that was asked last, also after an interrupt; None before there were any.
+
+    Example:
+        >>> import numpy as np
+        >>> from gspmd.search import Choice, Problem, Term
+        >>> one, two = Choice("one", "abc"), Choice("two", "de")
+        >>> term = Term("seconds", ("one", "two"), np.array([[4.0, 7.0], [5.0, 6.0], [9.0, 1.0]]))
+        >>> search = Search(Problem([one, two], [term]))
+        >>> search.best().picks
+        {'one': 2, 'two': 1}
+        >>> search.next_best(search.best(), "two")
+        Answer(picks={'one': 0, 'two': 0}, seconds=4.0, bytes=0.0, bound=4.0, complete=True)
+    """
+
+    def __init__(self, problem: Problem, stop: Callable[[], bool] = lambda: False, tolerance: float = 0.0):
+        self.problem = problem
+        self.tolerance = tolerance
+        self.stop = stop
+        self.so_far: Answer | None = None
+        self._tables = Tables.whole(problem)
+        self._buckets = eliminate(self._tables)
+        self._rate = 0.0
+        self._answers: dict[bytes, Answer] = {}
+        self._bounds: dict[bytes, list[np.ndarray]] = {}
+
+    def best(
+        self, fixed: Mapping[str, int] | None = None, without: Mapping[str, Collection[int]] | None = None
+    ) -> Answer:
+        """The cheapest picks that fit.
+
+        Args:
+            fixed: Options, by index, that choices have to take.
+            without: Options, by index, that choices must not take.
+
+        Raises:
+            NothingFits: No such picks are within the limit, or none are allowed.
+            ValueError: `fixed` or `without` names what is no choice or no option.
+        """
+        allowed = self._allowed(fixed or {}, without or {})
+        if not all(mask.any() for mask in allowed):
+            raise NothingFits(None, self.problem.limit)
+        return self._once(allowed, lambda: self._ask(allowed))
+
+    def next_best(
+        self,
+        answer: Answer,
+        name: str,
+        fixed: Mapping[str, int] | None = None,
+        without: Mapping[str, Collection[int]] | None = None,
+    ) -> Answer | None:
+        """The cheapest picks in which one choice differs from the answer's; None where none fit.
+
+        Args:
+            answer: What was found.
+            name: The choice that is to differ.
+            fixed, without: As those of `best`: to stay within the question that was answered, repeat what it asked.
+        """
+        excluded = {**(without or {})}
+        excluded[name] = {*excluded.get(name, ()), answer.picks[name]}
+        allowed = self._allowed(fixed or {}, without or {})
+        fewer = self._allowed(fixed or {}, excluded)
+        if not all(mask.any() for mask in fewer):
+            return None
+        try:
+            return self._once(fewer, lambda: self._widen(fewer, self._bounds_of(allowed)))
+        except NothingFits:
+            return None
+
+    def _allowed(self, fixed: Mapping[str, int], without: Mapping[str, Collection[int]]) -> list[np.ndarray]:
+        """For each choice which options may be taken."""
+        allowed = {choice.name: np.ones(len(choice.options), bool) for choice in self.problem.choices}
+        for name, options in [*((name, (option,)) for name, option in fixed.items()), *without.items()]:
+            if name not in allowed or not all(0 <= option < len(allowed[name]) for option in options):
+                raise ValueError(
+                    f"cannot restrict {name!r} to or from options {sorted(options)}: "
+                    + (f"it has options 0 to {len(allowed[name]) - 1}." if name in allowed else "it is no choice.")
+                    + f"\n  The choices: {', '.join(allowed)}."
+                )
+        for name, options in without.items():
+            allowed[name][list(options)] = False
+        for name, option in fixed.items():
+            allowed[name] &= np.arange(len(allowed[name])) == option
+        return list(allowed.values())
+
+    def _keep(self, answer: Answer) -> None:
+        self.so_far = answer
+
+    def _once(self, allowed: list[np.ndarray], ask: Callable[[], Answer]) -> Answer:
+        """The answer to a question, which is asked if it was not answered to the end before."""
+        key = _key(allowed)
+        if key not in self._answers:
+            self.so_far = None
+            answer = ask()
+            if not answer.complete:
+                return answer
+            self._answers[key] = answer
+        self.so_far = self._answers[key]
+        return self.so_far
+
+    def _ask(self, allowed: list[np.ndarray], outside: float = math.inf) -> Answer:
+        question = Question(
+            self._tables.keep(allowed), self._buckets, self.stop, self._keep, self._rate, outside, self.tolerance
+        )
+        answer = question.answer()
+        self._rate = question.rate or self._rate
+        return answer
+
+    def _bounds_of(self, allowed: list[np.ndarray]) -> list[np.ndarray]:
+        """For each choice and option what all allowed picks with it cost at least, if they fit."""
+        key = _key(allowed)
+        if key not in self._bounds:
+            messages = Messages(self._tables.keep(allowed), self._buckets, self._rate)
+            less = self._rate * self.problem.limit if self._rate and self.problem.limit is not None else 0.0
+            bounds = [np.full(len(mask), math.inf) for mask in allowed]
+            for each, mask, costs in zip(bounds, allowed, messages.by_option()):
+                each[mask] = costs - less
+            self._bounds[key] = bounds
+        return self._bounds[key]
+
+    def _widen(self, allowed: list[np.ndarray], bounds: list[np.ndarray]) -> Answer:
+        """The best among few promising options, then among more, until what is left out is no better.
+
+        Args:
+            allowed: Which options may be taken.
+            bounds: For each of them what all picks with it cost at least.
+        """
+        allowed = [mask & np.isfinite(each) for mask, each in zip(allowed, bounds)]
+        each_bound = np.sort(np.concatenate([each[mask] for mask, each in zip(allowed, bounds)]))
+        # All picks have an option of each choice.
+        least = max(float(each[mask].min(initial=math.inf)) for mask, each in zip(allowed, bounds))
+        count = int(np.searchsorted(each_bound, least, "right")) + FIRST
+        most = least
+        while True:
+            all_kept = count >= len(each_bound)
+            most = math.inf if all_kept else max(most, float(each_bound[count]))
+            most += MARGIN * (abs(most) + (abs(self._rate * (self.problem.limit or 0.0)) if self._rate else 0.0))
+            try:
+                answer = self._ask([mask & (each <= most) for mask, each in zip(allowed, bounds)], most)
+            except NothingFits:
+                if all_kept:
+                    raise
+                count *= GROWTH
+                continue
+            if answer.seconds <= most or not answer.complete:
+                return answer
+            most = answer.seconds
+
+
+def _key(allowed: list[np.ndarray]) -> bytes:
+    return b" ".join(mask.tobytes() for mask in allowed)

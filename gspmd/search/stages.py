@@ -1,0 +1,293 @@
+"""Layers to the stages of a pipeline: the contiguous split, and the submesh of each stage, in the fewest seconds.
+
+A pipeline of B microbatches takes Σ t_i + (B - 1) · max t_j, where t_i is what stage i takes for one of them. Whoever
+fixes t_max, the most that a stage may take, is left with the fewest Σ t_i, which is a dynamic program over the last
+stages; t_max is one of the seconds that were given, and all of them are tried, the smallest first, until no larger one
+can be better.
+
+Source: Zheng et al. 2022, Alpa (arXiv 2201.12023), section 5.2, equations 2 to 4.
+Differs: every t_max is tried, not one in each interval of ε, so the answer is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage: layers that follow one another, on one submesh.
+
+    Attributes:
+        first, last: its layers, both included.
+        submesh: the index of its submesh.
+    """
+
+    first: int
+    last: int
+    submesh: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """Layers split into stages.
+
+    Attributes:
+        stages: in the order of the layers.
+        seconds: of all microbatches through all stages.
+        slowest: seconds of the slowest stage for one microbatch, which sets the pace.
+        bound: no split takes fewer seconds, whether its stages are alike or not.
+    """
+
+    stages: tuple[Stage, ...]
+    seconds: float
+    slowest: float
+    bound: float
+
+
+class NoSplit(ValueError):
+    """No split uses all devices, is allowed and fits."""
+
+
+Fits = Callable[[Stage, int], bool]
+
+
+def split(
+    seconds: np.ndarray | Sequence,
+    submesh_devices: Sequence[int],
+    devices: int,
+    microbatches: int,
+    fits: Fits | None = None,
+    alike: bool = False,
+) -> Split:
+    """Split layers into stages, each on a submesh, all devices in use, in the fewest seconds.
+
+    Args:
+        seconds: [layers, layers, submeshes], for the stage of layers i to j on a submesh its seconds for one
+            microbatch; `inf` where that is not possible. What is below the diagonal is not read.
+        submesh_devices: how many devices each submesh has.
+        devices: how many there are.
+        microbatches: B.
+        fits: whether a stage with so many stages behind it fits in memory. In 1F1B it holds the inputs of one
+            microbatch more than there are stages behind it, if there are as many.
+        alike: only stages with as many layers each, on one kind of submesh: those that one program can run.
+
+    Raises:
+        NoSplit: there is none.
+        ValueError: the numbers are none of a split.
+
+    Example:
+        >>> layers = np.array([3.0, 1.0, 1.0, 1.0])  # the first layer takes longer, and two devices halve it all
+        >>> table = [[[layers[i : j + 1].sum() / n for n in (1, 2)] for j in range(4)] for i in range(4)]
+        >>> split(table, (1, 2), devices=2, microbatches=4)
+        Split(stages=(Stage(first=0, last=3, submesh=1),), seconds=12.0, slowest=3.0, bound=12.0)
+        >>> split(np.array(table)[:, :, :1], (1,), devices=2, microbatches=4).stages
+        (Stage(first=0, last=0, submesh=0), Stage(first=1, last=3, submesh=0))
+        >>> split(np.array(table)[:, :, :1], (1,), devices=2, microbatches=4, alike=True).stages
+        (Stage(first=0, last=1, submesh=0), Stage(first=2, last=3, submesh=0))
+    """
+    given, sizes = np.asarray(seconds, float), tuple(submesh_devices)
+    _check_shape(given, len(sizes))
+    table = _upper(given)
+    _check(table, sizes, devices, microbatches)
+    space = _Space(table, sizes, devices, fits)
+    any_kind = _cheapest(space, microbatches)
+    best = _cheapest_alike(space, microbatches) if alike else any_kind
+    if best is None or any_kind is None:
+        raise NoSplit(_fault(space, alike))
+    paces = [table[each.first, each.last, each.submesh] for each in best]
+    bound = _seconds(table, any_kind, microbatches)
+    return Split(best, _seconds(table, best, microbatches), float(max(paces)), bound)
+
+
+@dataclass(frozen=True, eq=False)
+class _Space:
+    """What may be chosen: as `split` is asked."""
+
+    table: np.ndarray
+    sizes: tuple[int, ...]
+    devices: int
+    fits: Fits | None
+
+    @property
+    def layers(self) -> int:
+        return len(self.table)
+
+    @property
+    def most_stages(self) -> int:
+        return min(self.layers, self.devices // min(self.sizes))
+
+    @cached_property
+    def unit(self) -> int:
+        """Devices are counted in these."""
+        return math.gcd(self.devices, *self.sizes)
+
+    @cached_property
+    def allowed(self) -> list[np.ndarray]:
+        """By the number of stages behind: the seconds of every stage that fits there, infinite for others."""
+        if self.fits is None:
+            return [self.table] * self.most_stages
+        return [self._within(behind, self.fits) for behind in range(self.most_stages)]
+
+    def _within(self, behind: int, fits: Fits) -> np.ndarray:
+        found = self.table.copy()
+        for first, last, submesh in np.argwhere(np.isfinite(found)).tolist():
+            if not fits(Stage(first, last, submesh), behind):
+                found[first, last, submesh] = math.inf
+        return found
+
+
+Stages = tuple[Stage, ...]
+
+
+def _seconds(table: np.ndarray, stages: Stages, microbatches: int) -> float:
+    paces = [float(table[each.first, each.last, each.submesh]) for each in stages]
+    return math.fsum(paces) + (microbatches - 1) * max(paces)
+
+
+def _cheapest(space: _Space, microbatches: int) -> Stages | None:
+    """The cheapest split of any kind, by all of t_max."""
+    best = free = _fewest(space, math.inf)
+    if free is None:
+        return None
+    # However small t_max is, the sum is no smaller than where every stage may take as long as it likes.
+    least, known = _seconds(space.table, free, 1), _seconds(space.table, free, microbatches)
+    paces = np.unique(space.table[np.isfinite(space.table)])
+    for pace in paces[_first_possible(space, paces) :]:
+        if least + (microbatches - 1) * pace >= known:
+            break
+        found = _fewest(space, float(pace))
+        assert found is not None  # it is from the first possible pace on
+        if (seconds := _seconds(space.table, found, microbatches)) < known:
+            best, known = found, seconds
+    return best
+
+
+def _first_possible(space: _Space, paces: np.ndarray) -> int:
+    """The index of the smallest t_max with which there is a split: with all that are larger there is one too."""
+    low, high = 0, len(paces) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _fewest(space, float(paces[middle])) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _fewest(space: _Space, pace: float) -> Stages | None:
+    """The split with the fewest Σ t_i in which no stage takes longer than `pace`.
+
+    F[k, d] is the fewest seconds of layers k and behind on d devices, in as many stages as there have been rounds.
+    """
+    layers, devices = space.layers, space.devices // space.unit
+    fewest = np.full((layers + 1, devices + 1), math.inf)
+    fewest[layers, 0] = 0.0
+    picks: list[np.ndarray] = []
+    best, count = math.inf, 0
+    for allowed in space.allowed:
+        table = np.where(allowed <= pace, allowed, math.inf)
+        fewest, picked = _one_more(table, [size // space.unit for size in space.sizes], fewest)
+        picks.append(picked)
+        if fewest[0, devices] < best:
+            best, count = float(fewest[0, devices]), len(picks)
+    return tuple(_followed(space, picks[:count])) if count else None
+
+
+def _one_more(table: np.ndarray, sizes: Sequence[int], behind: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """F with one more stage in front, and which: its last layer and its submesh in one number."""
+    layers, columns = len(table), behind.shape[1]
+    fewest, picked = np.full_like(behind, math.inf), np.zeros(behind.shape, int)
+    for submesh, size in enumerate(sizes):
+        for first in range(layers if size < columns else 0):
+            sums = table[first, first:, submesh, None] + behind[first + 1 :, : columns - size]
+            last = sums.argmin(0)
+            found = np.take_along_axis(sums, last[None], 0)[0]
+            better = found < fewest[first, size:]
+            fewest[first, size:][better] = found[better]
+            picked[first, size:][better] = ((first + last) * len(sizes) + submesh)[better]
+    return fewest, picked
+
+
+def _followed(space: _Space, picks: Sequence[np.ndarray]) -> Iterator[Stage]:
+    first, left = 0, space.devices // space.unit
+    for picked in reversed(picks):
+        last, submesh = divmod(int(picked[first, left]), len(space.sizes))
+        yield Stage(first, last, submesh)
+        first, left = last + 1, left - space.sizes[submesh] // space.unit
+
+
+def _cheapest_alike(space: _Space, microbatches: int) -> Stages | None:
+    """The cheapest split into stages of as many layers each, on submeshes of one kind."""
+    found = [stages for stages in _alike(space) if _is_allowed(space, stages)]
+    return min(found, key=lambda stages: _seconds(space.table, stages, microbatches), default=None)
+
+
+def _alike(space: _Space) -> Iterator[Stages]:
+    for submesh, size in enumerate(space.sizes):
+        count, rest = divmod(space.devices, size)
+        if not rest and count and space.layers % count == 0:
+            each = space.layers // count
+            yield tuple(Stage(at * each, (at + 1) * each - 1, submesh) for at in range(count))
+
+
+def _is_allowed(space: _Space, stages: Stages) -> bool:
+    behind = range(len(stages) - 1, -1, -1)
+    return all(
+        math.isfinite(space.allowed[left][each.first, each.last, each.submesh]) for each, left in zip(stages, behind)
+    )
+
+
+def _upper(table: np.ndarray) -> np.ndarray:
+    """The table with its lower triangle infinite: no stage ends before it begins."""
+    return np.where(np.triu(np.ones(table.shape[:2], bool))[..., None], table, math.inf)
+
+
+def _check_shape(table: np.ndarray, submeshes: int) -> None:
+    shape = table.shape
+    if len(shape) != 3 or shape[0] != shape[1] or shape[2] != submeshes or not table.size:
+        raise ValueError(
+            f"seconds have shape {shape}, for {submeshes} submeshes.\n"
+            "  Give [layers, layers, submeshes], of one layer and one submesh at least."
+        )
+
+
+def _check(table: np.ndarray, sizes: Sequence[int], devices: int, microbatches: int) -> None:
+    if np.isnan(table).any() or (table < 0).any():
+        raise ValueError("seconds are negative or not a number.\n  Give inf for a stage that is not possible.")
+    if min(*sizes, devices, microbatches) < 1:
+        raise ValueError(
+            f"cannot split for {microbatches} microbatches, {devices} devices and submeshes of {list(sizes)}.\n"
+            "  Give 1 or more of each."
+        )
+
+
+def _fault(space: _Space, alike: bool) -> str:
+    """Why there is no split, and what would help."""
+
+    def possible(table: np.ndarray, fits: Fits | None) -> bool:
+        space_of = _Space(table, space.sizes, space.devices, fits)
+        return bool((_cheapest_alike if alike else _cheapest)(space_of, 1))
+
+    what = f"{space.layers} layers into stages{' that are alike' if alike else ''} on {space.devices} devices"
+    offered = ", ".join(map(str, sorted({*space.sizes})))
+    if not possible(_upper(np.zeros_like(space.table)), None):
+        return (
+            f"cannot split {what}: submeshes of {offered} devices do not make so many in any number of stages that the "
+            f"layers {'divide into' if alike else 'are enough for'}.\n"
+            "  Offer a submesh of other devices, such as one of all of them."
+        )
+    if possible(space.table, None):
+        return (
+            f"cannot split {what}: no split fits in memory.\n"
+            "  Cut the batch into more microbatches, compute more again, or take more devices."
+        )
+    return (
+        f"cannot split {what}: every split has a stage of infinite seconds.\n"
+        "  Give seconds to stages on more of the submeshes."
+    )

@@ -1,0 +1,79 @@
+"""The tables of a problem in float64, for all options or for some of each choice."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gspmd.search.problem import Problem
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What the search adds up. Choices and terms go by number, and picks by index among the options that are kept.
+
+    Attributes:
+        problem: Where the tables come from.
+        kept: For each choice the options that may be taken, by index in the problem, rising.
+        of: For each term the choices of its axes.
+        seconds, bytes: For each term its tables; None where it holds no bytes.
+    """
+
+    problem: Problem
+    kept: list[np.ndarray]
+    of: list[tuple[int, ...]]
+    seconds: list[np.ndarray]
+    bytes: list[np.ndarray | None]
+
+    @classmethod
+    def whole(cls, problem: Problem) -> "Tables":
+        """All options of a problem."""
+        numbers = {choice.name: number for number, choice in enumerate(problem.choices)}
+        # By name, so that sums, and with them the answers, do not depend on the order in which terms were given.
+        terms = sorted(problem.terms, key=lambda term: term.name)
+        return cls(
+            problem,
+            [np.arange(len(choice.options)) for choice in problem.choices],
+            [tuple(numbers[name] for name in term.of) for term in terms],
+            [np.asarray(t.seconds, np.float64) for t in terms],
+            [
+                None if t.bytes is None else np.broadcast_to(np.asarray(t.bytes, np.float64), np.shape(t.seconds))
+                for t in terms
+            ],
+        )
+
+    def keep(self, masks: Sequence[np.ndarray]) -> "Tables":
+        """The tables of fewer options: for each choice those where its mask is true."""
+        if all(mask.all() for mask in masks):
+            return self
+        places = [np.flatnonzero(mask) for mask in masks]
+        indices = [np.ix_(*(places[choice] for choice in of)) for of in self.of]
+        return Tables(
+            self.problem,
+            [kept[place] for kept, place in zip(self.kept, places)],
+            self.of,
+            [table[index] for table, index in zip(self.seconds, indices)],
+            [None if table is None else table[index] for table, index in zip(self.bytes, indices)],
+        )
+
+    def apart(self) -> list[np.ndarray]:
+        """For each choice and option the least seconds of each term with it, added up: a guess of what it is worth."""
+        result = [np.zeros(len(kept)) for kept in self.kept]
+        for of, table in zip(self.of, self.seconds):
+            for axis, choice in enumerate(of):
+                result[choice] += table.min(axis=tuple(other for other in range(len(of)) if other != axis))
+        return result
+
+    def seconds_of(self, picks: Sequence[int]) -> float:
+        """The seconds of picks."""
+        return math.fsum(float(t[tuple([picks[c] for c in of])]) for t, of in zip(self.seconds, self.of))
+
+    def bytes_of(self, picks: Sequence[int]) -> float:
+        """The bytes that picks hold."""
+        held = zip(self.bytes, self.of)
+        return math.fsum(float(t[tuple([picks[c] for c in of])]) for t, of in held if t is not None)
+
+    def named(self, picks: Sequence[int]) -> dict[str, int]:
+        """Picks as they are answered: by name of the choice, and by index in the problem."""
+        return {c.name: int(kept[pick]) for c, kept, pick in zip(self.problem.choices, self.kept, picks)}

@@ -1,0 +1,152 @@
+"""An answer as a layout file: sections and keys in the order of the presets, and behind each line what it costs.
+
+    w_in = "E_yzF"   # 591 ms; next E_xyzF: +0.012%
+
+The seconds are those of all terms of the cost that the choice is part of: of a weight its moves and its update, of an
+activation its products and moves, of a via both. The next best is the cheapest layout that fits in which this choice is
+another, all others as they are best for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import permutations
+
+from gspmd.display.units import amount_of_seconds
+from gspmd.layouts.mesh import factorise
+from gspmd.layouts.rules.keys import KEYS, OVERRIDES, PARTS
+from gspmd.search import Answer
+
+from ..costs import Line
+from .finding import Candidate
+
+_SAME = 1e-9
+"""The fraction of a step by which two layouts cost the same."""
+_SECTIONS = (*PARTS, "gradients", "optimizer", *(name for name in OVERRIDES if name not in ("gradients", "optimizer")))
+
+
+@dataclass(frozen=True)
+class Remark:
+    """What is said of a choice.
+
+    Attributes:
+        seconds: of the terms that it is part of.
+        next: the text of the next best, with the section that it stands in where that is no part of the model; empty if
+            there is no other.
+        more: by which fraction of a step that costs more.
+        other: the layout in which it stands; where it is not complete, there may be a cheaper one.
+    """
+
+    seconds: float
+    next: str = ""
+    more: float = 0.0
+    other: Answer | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        if not self.next:
+            return f"{amount_of_seconds(self.seconds)}; nothing else fits"
+        most = "at most " if self.other and not self.other.complete and self.more > 0 else ""
+        return f"{amount_of_seconds(self.seconds)}; next {self.next}: {most}{_percent(self.more)}"
+
+
+def remarks(candidate: Candidate, answer: Answer) -> Iterator[tuple[str, Remark]]:
+    """What is said of each choice of an answer, one after the other, since each is a search of its own."""
+    seconds = candidate.problem.seconds_of(answer.picks)
+    for choice in candidate.problem.choices:
+        own = sum(seconds[term.name] for term in candidate.problem.terms if choice.name in term.of)
+        other = candidate.next_best(answer, choice.name)
+        if other is None:
+            yield choice.name, Remark(own)
+        else:
+            more = other.seconds / answer.seconds - 1
+            yield choice.name, Remark(own, _changed(candidate, choice.name, answer, other), more, other)
+
+
+def _changed(candidate: Candidate, name: str, answer: Answer, other: Answer) -> str:
+    """The first line of a choice that is another in the other answer."""
+    texts = candidate.options.texts[name]
+    ours, theirs = texts[answer.picks[name]], texts[other.picks[name]]
+    section, key = next(where for where in {**theirs, **ours} if ours.get(where) != theirs.get(where))
+    text = theirs.get((section, key), theirs.get(("", key), ""))
+    first = next(iter(ours))
+    before = f"{section} " if section else "" if key == first[1] else f"{key.partition('.')[2]} "
+    return f"{before}{text}"
+
+
+def _percent(fraction: float) -> str:
+    return "the same" if abs(fraction) < _SAME else f"{100 * fraction:+.2g}%"
+
+
+def document(candidate: Candidate, answer: Answer, header: Iterable[str], said: Mapping[str, Remark]) -> str:
+    """The text of a layout file.
+
+    Args:
+        candidate: the mesh and its problem.
+        answer: what was found on it.
+        header: lines of the comment at the top.
+        said: for each choice what is said of it; of those that are missing nothing is.
+
+    Returns:
+        TOML that `gspmd.Layout.load` reads; the same for the same answer.
+    """
+    lines = [line for line in candidate.phase.lines(answer.picks) if _is_of(line.key, candidate)]
+    comments = dict(_comments(lines, said))
+    blocks = [
+        "\n".join(f"# {line}".rstrip() for line in header),
+        "\n".join(["[mesh]", *_mesh_lines(candidate.phase.costs.mesh)]),
+        *(_block(name, of_section, comments) for name, of_section in _sections(lines)),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _is_of(key: str, candidate: Candidate) -> bool:
+    """Whether the model has this tensor."""
+    return candidate.phase.costs.config.gated or not key.endswith(".w_gate")
+
+
+def _mesh_lines(mesh: Mapping[str, int]) -> tuple[str, str]:
+    axes, devices = tuple(mesh), 1
+    for size in mesh.values():
+        devices *= size
+    # The order by which as many devices become this mesh without --mesh, where there is one.
+    fits = (order for count in range(1, len(axes) + 1) for order in permutations(axes, count)
+            if factorise(devices, axes, order) == dict(mesh))  # fmt: skip
+    listed = lambda names: ", ".join(f'"{name}"' for name in names)  # noqa: E731
+    return f"axes = [{listed(axes)}]", f"factor = [{listed(next(fits, axes))}]"
+
+
+def _sections(lines: Sequence[Line]) -> Iterator[tuple[str, list[Line]]]:
+    order = {name: number for number, name in enumerate(KEYS)}
+    for name in _SECTIONS:
+        found = [line for line in lines if (line.section or line.key.partition(".")[0]) == name]
+        if found:
+            yield name, sorted(found, key=lambda line: order[line.key])
+
+
+def _comments(lines: Sequence[Line], said: Mapping[str, Remark]) -> Iterator[tuple[tuple[str, str], str]]:
+    """A choice's first line says what it costs, and the others where that is said."""
+    first: dict[str, str] = {}
+    for line in lines:
+        if line.choice in first:
+            yield (line.section, line.key), f"with {first[line.choice]}"
+        elif line.choice in said and not line.section and line.key not in _DERIVED:
+            first[line.choice] = line.key
+            yield (line.section, line.key), str(said[line.choice])
+
+
+_DERIVED = ("embedding.tokens",)
+"""Keys that lie as another does which is written later."""
+
+
+def _block(name: str, lines: Sequence[Line], comments: Mapping[tuple[str, str], str]) -> str:
+    written = [
+        (f'"{line.key}"' if line.section else line.key.partition(".")[2], f'"{line.text}"', line) for line in lines
+    ]
+    keys, texts = (max(len(each[n]) for each in written) for n in (0, 1))
+    rows = [f"[{name}]"]
+    for key, text, line in written:
+        comment = comments.get((line.section, line.key))
+        row = f"{key.ljust(keys)} = {text.ljust(texts)}" + (f"  # {comment}" if comment else "")
+        rows.append(row.rstrip())
+    return "\n".join(rows)

@@ -1,0 +1,63 @@
+"""Seconds against bytes: the cheapest layout for every limit of memory, as far as a few searches know it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf, log, sqrt
+
+from gspmd.search import Answer, Search
+
+from .finding import TIE, Candidate
+
+SEARCHES = 12
+_NARROW = 1e-3
+"""A fraction of bytes that is not divided further."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A layout that is the cheapest within limits from its own bytes to `limit`."""
+
+    answer: Answer
+    limit: float
+
+
+def frontier(
+    candidate: Candidate, searches: int = SEARCHES, tell: Callable[[str], None] = lambda text: None
+) -> list[Point]:
+    """The cheapest layouts from the one that holds the fewest bytes to the one that costs the fewest seconds.
+
+    Each search is of a limit between two layouts that are known, where the most is not known yet. Between the limit of
+    one point and the bytes of the next there may be layouts that cost less than the former and no less than the latter.
+
+    Returns:
+        Points by their bytes, each cheaper than those before.
+    """
+    free, least = candidate.free, candidate.least.bytes
+    points = [Point(free, inf)]
+    if least < free.bytes:
+        points.insert(0, _within(candidate, least))
+    for number in range(searches):
+        gaps = [(_unknown(*pair), at) for at, pair in enumerate(pairwise(points))]
+        size, at = max(gaps, default=(0.0, 0))
+        if size <= 0.0:
+            break
+        tell(f"seconds against bytes: {number + 1} of at most {searches} limits")
+        found = _within(candidate, sqrt(points[at].limit * points[at + 1].answer.bytes))
+        if found.answer.seconds >= points[at].answer.seconds * (1 - TIE):
+            points[at] = Point(points[at].answer, found.limit)
+        else:
+            points.insert(at + 1, found)
+    return points
+
+
+def _within(candidate: Candidate, limit: float) -> Point:
+    return Point(Search(candidate.within(limit)).best(), limit)
+
+
+def _unknown(before: Point, after: Point) -> float:
+    """How much is not known between two points: the area of a rectangle over the logarithm of bytes."""
+    ratio = after.answer.bytes / before.limit
+    return log(ratio) * (before.answer.seconds - after.answer.seconds) if ratio > 1 + _NARROW else 0.0

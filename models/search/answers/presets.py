@@ -1,0 +1,163 @@
+"""Where layouts that people wrote lie in a search's space, so that what they cost can be compared term by term."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+from gspmd.annotate import LayoutError, Spec
+from gspmd.layouts import Layout, presets
+from gspmd.layouts.rules.keys import KEYS
+from gspmd.search import Answer, NothingFits, Search
+
+from .finding import Candidate
+from .options import Texts, written
+
+Where = tuple[str, str]
+"""Section, empty for a part of the model, and key."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A layout on a mesh.
+
+    Attributes:
+        name: of the layout.
+        candidate: the mesh.
+        mesh: its sizes, by the names of the layout's mesh axes.
+        answer: what it costs; None if it is not in the space.
+        reason: why it is not, or cannot be used.
+        usable: whether the sizes have it on this mesh.
+    """
+
+    name: str
+    candidate: Candidate
+    mesh: Mapping[str, int]
+    answer: Answer | None = None
+    reason: str = ""
+    usable: bool = True
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is known to fit."""
+        return self.answer is not None and self.answer.bytes <= self.candidate.limit
+
+
+def placed_presets(candidates: Iterable[Candidate]) -> list[Placed]:
+    """Every preset on the mesh, and with the mesh axes, that are best for it; those that fit first, the cheapest first.
+
+    Presets that are the same layout under two names appear twice.
+    """
+    searches = [(candidate, Search(candidate.unlimited)) for candidate in candidates]
+    layouts = [Layout.load(name) for name in presets()]
+    phase = searches[0][0].phase.phase if searches else "train"
+    layouts = [layout if phase == "train" else layout.phase(phase) for layout in layouts]
+    found = [min((each for pair in searches for each in _placings(*pair, of)), key=_rank) for of in layouts]
+    return sorted(found, key=_rank)
+
+
+def _rank(placed: Placed) -> tuple[bool, bool, bool, float]:
+    return not placed.usable, placed.answer is None, not placed.fits, placed.answer.seconds if placed.answer else 0.0
+
+
+def _placings(candidate: Candidate, search: Search, layout: Layout) -> Iterator[Placed]:
+    """The layout with its mesh axes in every order on those of the mesh."""
+    mesh = candidate.phase.costs.mesh
+    if len(layout.axes) < len(mesh):
+        yield Placed(layout.name, candidate, {}, reason="it has fewer mesh axes.", usable=False)
+    for names in permutations(layout.axes, len(mesh)):
+        own = dict.fromkeys(layout.axes, 1) | dict(zip(names, mesh.values()))
+        try:
+            checked = layout.resolved(candidate.phase.costs.sizes, own).check(candidate.phase.costs.sizes, own)
+        except LayoutError as error:
+            yield Placed(layout.name, candidate, own, reason=_short(error), usable=False)
+            continue
+        try:
+            yield Placed(layout.name, candidate, own, picks_of(candidate, search, checked, dict(zip(names, mesh))))
+        except LayoutError as error:
+            yield Placed(layout.name, candidate, own, reason=_short(error))
+
+
+def _short(error: LayoutError) -> str:
+    return error.faults[0].fact if error.faults else str(error).splitlines()[0]
+
+
+def picks_of(candidate: Candidate, search: Search, layout: Layout, renamed: Mapping[str, str] | None = None) -> Answer:
+    """The picks of a layout, whose missing lines are as is best for the others.
+
+    Scales of norms and token ids are not compared: they are small, and the space has them where the residual is.
+
+    Args:
+        candidate: has the space.
+        search: of its problem.
+        layout: resolved.
+        renamed: mesh axes of the layout, to those of the candidate; the others have size 1.
+
+    Raises:
+        LayoutError: a line is not in the space.
+    """
+    names = dict(zip(candidate.phase.costs.mesh, candidate.phase.costs.mesh)) if renamed is None else renamed
+    stages = layout.table.get("pipeline.layers")
+    if stages and any(axis in names for axis in Spec.parse(stages).used):
+        raise LayoutError(f"pipeline.layers = '{stages}' is not in the space that is searched.")
+    without: dict[str, list[int]] = {}
+    for name, options in candidate.options.texts.items():
+        wanted = dict(_wanted(layout, {where for texts in options for where in texts}, names))
+        fits = [number for number, texts in enumerate(options) if _agrees(texts, wanted)]
+        if not fits:
+            raise LayoutError(f"{_odd(layout, options, wanted)} is not in the space that is searched.")
+        without[name] = sorted({*range(len(options))} - {*fits})
+    try:
+        return search.best(without=without)
+    except NothingFits:
+        raise LayoutError("each of its lines is in the space that is searched, and not all of them together.") from None
+
+
+def _odd(layout: Layout, options: Sequence[Texts], wanted: Mapping[Where, tuple[Spec, ...]]) -> str:
+    """The first line that no option has; all lines, where each of them is had by some."""
+    alone = (each for each in wanted.items() if not any(_agrees(texts, dict([each])) for texts in options))
+    odd = next(([where] for where, _ in alone), list(wanted))
+    return " with ".join(f"{section} {key}".strip() + f" = '{_text(layout, section, key)}'" for section, key in odd)
+
+
+def _wanted(
+    layout: Layout, lines: Iterable[Where], names: Mapping[str, str]
+) -> Iterator[tuple[Where, tuple[Spec, ...]]]:
+    """What the layout has in these lines, in the candidate's mesh axes."""
+    for section, key in sorted(lines, key=lambda line: (line[0] != "", line)):
+        text = _text(layout, section, key)
+        if text and not _follows(key):
+            yield (section, key), _read(text, names)
+
+
+def _text(layout: Layout, section: str, key: str) -> str | None:
+    if section == "cache":
+        return layout.cache(key)
+    if section and key in layout.overrides.get(section, {}):
+        return str(layout.overrides[section][key])
+    if key not in layout.table and KEYS[key].kind == "via":
+        return None
+    return str(layout[key])
+
+
+def _follows(key: str) -> bool:
+    return key == "embedding.tokens" or (KEYS[key].kind == "parameter" and len(KEYS[key].dims) == 1)
+
+
+def _read(text: str, names: Mapping[str, str]) -> tuple[Spec, ...]:
+    """Specs in the candidate's mesh axes, without those of size 1."""
+    return tuple(_renamed(Spec.parse(part), names) for part in text.split(", "))
+
+
+def _renamed(spec: Spec, names: Mapping[str, str]) -> Spec:
+    axes = lambda held: tuple(names[axis] for axis in held if axis in names)  # noqa: E731
+    return Spec(spec.dims, tuple(map(axes, spec.axes)), axes(spec.partial))
+
+
+def _agrees(texts: Mapping[Where, str], wanted: Mapping[Where, tuple[Spec, ...]]) -> bool:
+    for (section, key), specs in wanted.items():
+        text = written(texts, section, key)
+        if text is None or tuple(map(Spec.parse, text.split(", "))) != specs:
+            return False
+    return True

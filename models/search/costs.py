@@ -1,0 +1,209 @@
+"""What a step of a model costs besides its products: moves of a tensor, statistics, passes over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from gspmd.annotate import Spec
+from gspmd.annotate.equation import Via
+from gspmd.hardware.chips import Chip
+from gspmd.hardware.dtypes import itemsize
+from gspmd.planner.graph.resharding import move
+from gspmd.planner.steps import Environment
+from gspmd.search import Term
+from gspmd.search.moves import Moves, environment_of, placements
+from gspmd.search.products import Product
+
+from ..config import ModelConfig
+
+FLOAT32 = 4
+"""Bytes of a statistic."""
+KEPT_PRODUCTS = ("dots", "dots-except-hidden", "selective")
+"""Choices of remat that keep the products of a block."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a layout.
+
+    Attributes:
+        key: section and key, `ffn.w_in`.
+        text: its spec, or via.
+        choice: the choice that it comes from; several lines may come from one.
+        section: the overriding section that it stands in; empty for none.
+    """
+
+    key: str
+    text: str
+    choice: str
+    section: str = ""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds and bytes on one device of one mesh.
+
+    Attributes:
+        config: the model.
+        sizes: of every dimension, in one microbatch.
+        mesh: sizes of the mesh axes.
+        chip: whose seconds.
+        dtype: compute dtype.
+        trains: whether there is a backward pass.
+        microbatches: how many there are.
+        side: in the stages of a pipeline, the mesh axes along which pipelines run side by side: they split the batch
+            and nothing else, and gradients stay partial sums over them, and over no others, until the step ends.
+            None where there are no stages.
+    """
+
+    config: ModelConfig
+    sizes: Mapping[str, int]
+    mesh: Mapping[str, int]
+    chip: Chip
+    dtype: str = "bfloat16"
+    trains: bool = True
+    microbatches: int = 1
+    side: tuple[str, ...] | None = None
+
+    @cached_property
+    def environment(self) -> Environment:
+        """What the planner's costs depend on."""
+        return environment_of(self.sizes, self.mesh, self.chip)
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element in the compute dtype."""
+        return itemsize(self.dtype)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that have more than one device."""
+        return tuple(axis for axis, size in self.mesh.items() if size > 1)
+
+    @property
+    def remat(self) -> str:
+        """What a block computes again; nothing where there is one repeat of blocks, or no backward pass."""
+        return self.config.remat if self.trains and self.config.layers > self.config.period else "none"
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether a block's gathered weights are kept for its backward pass."""
+        return self.trains and self.remat == "none"
+
+    @property
+    def times(self) -> int:
+        """How often what is computed again with its block runs forward."""
+        return 1 if self.remat == "none" else 2
+
+    def place(self, dims: str, whole: Iterable[str] = ()) -> tuple[Spec, ...]:
+        """Every placement of a tensor; in stages, with what lies side by side first in the batch and nowhere else."""
+        every, side = placements(dims, self.sizes, self.mesh, whole), self.side or ()
+        return tuple(spec for spec in every if lies_beside(spec, side))
+
+    def shards(self, spec: Spec) -> int:
+        """Into how many parts a placement cuts a tensor."""
+        return prod(self.mesh.get(axis, 1) for axis in spec.used)
+
+    def local(self, spec: Spec) -> int:
+        """Elements on one device."""
+        return prod(self.sizes[dim] for dim in spec.dims) // self.shards(spec)
+
+    def moved(
+        self, before: Spec, after: Spec, width: int, reduce: str = "sum", sizes: Mapping[str, int] | None = None
+    ) -> float:
+        """Seconds of the cheapest chain of steps."""
+        if before == after:
+            return 0.0
+        steps = move(before, after, sizes or self.sizes, self.mesh, width, self.chip, reduce=reduce)
+        return sum(step.seconds for step in steps)
+
+    def settled(self, spec: Spec, axes: Sequence[str], reduce: str = "sum") -> float:
+        """Seconds to add up a float32 statistic that is split over mesh axes."""
+        return self.moved(spec.with_partial(tuple(axes)), spec, FLOAT32, reduce) if axes else 0.0
+
+    def in_memory(self, passes: float, elements: int, width: int) -> float:
+        """Seconds of so many passes over an array in memory."""
+        return passes * elements * width / self.chip.hbm_bandwidth
+
+    def between(self, dims: str, dtype: str, sources: Sequence[Spec], targets: Sequence[Spec]) -> np.ndarray:
+        """[sources, targets] seconds to move a tensor."""
+        tensor = Moves(self.environment, tuple(dims), dtype)
+        return tensor.between(tensor.numbers(sources), tensor.numbers(targets), by="sources")
+
+
+def lies_beside(spec: Spec, side: tuple[str, ...]) -> bool:
+    """Whether a spec has these mesh axes first in the batch, if it has one, and nowhere else.
+
+    >>> [lies_beside(Spec.parse(text), ("x",)) for text in ("B_xyL", "B_yxL", "BL_x", "EF_y", "EF_x")]
+    [True, False, False, True, False]
+    """
+    first = spec.axes_of("B")[: len(side)] if "B" in spec.dims else ()
+    return first == side if "B" in spec.dims else not {*side} & {*spec.used}
+
+
+@dataclass
+class Part:
+    """A part of a model: its choices, its products, what else it costs, and the lines of a layout that it becomes.
+
+    Attributes:
+        costs: of the mesh.
+        choices: name to options. Names of several parts may be the same: they share the choice.
+        products: by the name of their via, with the choices of their tensors (what comes in, then a weight and its
+            result for each member), and how often they run in a step.
+    """
+
+    costs: Costs
+    choices: dict[str, tuple] = field(default_factory=dict)
+    products: dict[str, tuple[Product, tuple[str, ...], int]] = field(default_factory=dict)
+
+    @property
+    def vias(self) -> dict[str, Product]:
+        """Its products by the name of their via, which is a choice of its own."""
+        return {name: product for name, (product, *_) in self.products.items()}
+
+    def terms(self) -> Iterator[Term]:
+        """The tables of one microbatch, but for those of its products."""
+        yield from ()
+
+    def once(self) -> Iterator[Term]:
+        """The tables of what happens once in a step, and of what is held all along."""
+        yield from ()
+
+    def lines(self, chosen: Mapping[str, Any]) -> Iterator[Line]:
+        """The lines of a layout, from the option of every choice."""
+        yield from ()
+
+    def over(self, name: str, choice: str, price: Callable[[Any], tuple[float, float]]) -> Term:
+        """A term of one choice, from the seconds and bytes of each option."""
+        found = [price(option) for option in self.choices[choice]]
+        seconds, held = (np.array([each[n] for each in found], float) for n in (0, 1))
+        return Term(f"{name}: {choice}", (choice,), seconds, bytes=held)
+
+    def via_lines(self, picks: Mapping[str, int]) -> Iterator[Line]:
+        """The vias of its products; a second one is that of keys and values."""
+        for name, (product, _, _) in self.products.items():
+            for number, via in enumerate(product.via(picks[name])):
+                yield Line(name if number == 0 else "attention.key_via", text_of(via), name)
+
+
+def text_of(via: Via) -> str:
+    """A via as a layout writes it."""
+    return ", ".join(map(str, via.specs))
+
+
+def product_terms(name: str, product: Product, tensors: Sequence[str], times: int, layers: int = 1) -> Iterator[Term]:
+    """The tables of a product, as often as it runs; of so many layers at a time a device holds what is gathered."""
+    left, *members = tensors
+    # A gradient is as large until it is settled; of a layer's products about half are under way.
+    copies = layers if layers > 1 else (1 + (product.passes.backward > 0)) / 2
+    yield Term(f"{name}: {left}", (left, name), times * product.seconds_of_left)
+    for number, (weight, result) in enumerate(zip(members[::2], members[1::2])):
+        seconds, held = times * product.seconds_of_weight(number), copies * product.bytes_of_weight(number)
+        yield Term(f"{name}: {weight} {number}", (weight, name), seconds, bytes=held)
+        yield Term(f"{name}: to {result} {number}", (result, name), times * product.seconds_of_result(number))

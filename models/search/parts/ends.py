@@ -1,0 +1,173 @@
+"""What stands around the blocks of a training step: residual and norms, embedding, logits, loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gspmd.annotate import Spec
+from gspmd.search import Term
+from gspmd.search.products import Member, Operand, Passes, Product, least_apart
+
+from ..costs import FLOAT32, Costs, Line, Part
+from ..weights import Placed, Weight, operand
+
+KEPT = {"full": 1, "dots": 2, "dots-except-hidden": 2, "selective": 6, "none": 8}
+"""How many arrays of the residual's size a block keeps."""
+PASSING = 4
+"""How many there are besides while a block runs."""
+
+
+class Stream(Part):
+    """The residual stream: norms, additions, and what blocks keep of it."""
+
+    def __init__(self, costs: Costs, residual: Sequence[Spec]):
+        super().__init__(costs)
+        self.choices = {"residual": tuple(residual)}
+
+    def terms(self) -> Iterator[Term]:
+        """Seconds and bytes of the stream."""
+        yield self.over("norms", "residual", self._norms)
+
+    def once(self) -> Iterator[Term]:
+        """The gradients of the norms' scales, where microbatches add to them first."""
+        if self.costs.trains and (self.costs.microbatches > 1 or self.costs.side is not None):
+            yield self.over("gradients of norms", "residual", self._scales)
+
+    def _scales(self, residual: Spec) -> tuple[float, float]:
+        """Seconds to settle those of all layers, in their stacks, and that of the last norm."""
+        costs, scale = self.costs, Spec(("E",), (residual.axes_of("E"),))
+        tokens = self._tokens(residual, once=True)
+        stack = Spec(("N", "E"), ((), scale.axes[0]))
+        return 2 * costs.config.period * costs.settled(stack, tokens) + costs.settled(scale, tokens), 0.0
+
+    def _tokens(self, residual: Spec, once: bool) -> tuple[str, ...]:
+        """The mesh axes of tokens over which a scale's gradient is settled once a step, or in every microbatch.
+
+        Of several microbatches all are settled once; in stages, those along which pipelines run side by side.
+        """
+        costs = self.costs
+        tokens = tuple(axis for dim in "BL" for axis in residual.axes_of(dim))
+        if costs.side is not None:
+            return tuple(axis for axis in tokens if (axis in costs.side) == once)
+        return tokens if (costs.microbatches > 1) == once else ()
+
+    def _norms(self, residual: Spec) -> tuple[float, float]:
+        """Norms and additions of each layer, two or one of a parallel block; the last norm; what blocks keep."""
+        costs, layers = self.costs, self.costs.config.layers
+        count = 1 if costs.config.block == "parallel" else 2
+        rows, scale = residual.without("E"), Spec(("E",), (residual.axes_of("E"),))
+        statistic = costs.settled(rows, residual.axes_of("E"))
+        of_scale = costs.settled(scale, self._tokens(residual, once=False)) if costs.trains else 0.0
+        forward = 1 if costs.remat == "selective" else costs.times  # which keeps what is normed
+        of_gradient = statistic
+        if costs.config.norm == "layer":  # a mean, then a variance; of the gradient two means together
+            over = residual.axes_of("E")
+            of_gradient = costs.moved(rows.with_partial(over), rows, 2 * FLOAT32) if over else 0.0
+            statistic, of_scale = 2 * statistic, of_scale * (1 + costs.config.norm_bias)
+        of_gradient = costs.trains * of_gradient + of_scale
+        each, last = (runs * statistic + of_gradient for runs in (forward, 1))
+        elements = costs.local(residual)
+        passes = costs.in_memory(count * (2 + 3) * (costs.times + costs.trains), elements, costs.width)
+        held = ((layers * KEPT[costs.remat] if costs.trains else 0) + PASSING) * elements * costs.width
+        return layers * (count * each + passes) + last, held
+
+    def lines(self, chosen: Mapping[str, Any]) -> Iterator[Line]:
+        """Tokens, residuals and the scales of norms."""
+        residual = chosen["residual"]
+        scale = str(Spec(("E",), (residual.axes_of("E"),)))
+        yield Line("embedding.tokens", str(residual.without("E")), "residual")
+        for part in ("attention", "ffn"):
+            yield Line(f"{part}.residual", str(residual), "residual")
+            yield Line(f"{part}.norm", scale, "residual")
+        yield Line("output.norm", scale, "residual")
+
+
+class Tables(Part):
+    """The tables of embedding and output, which are one where they are tied, and the product that makes logits.
+
+    Args:
+        costs: of the mesh.
+        last: of what the logits are made for: all tokens, or the last one of each row.
+        residual: where the residual stream may lie.
+        whole: dimensions of the logits that are not sharded.
+    """
+
+    def __init__(self, costs: Costs, last: Costs, residual: Sequence[Spec], whole: str = ""):
+        super().__init__(costs)
+        tied = costs.config.tied
+        output = Weight("embedding.table" if tied else "output.table", "VE")
+        self.weights = [output] if tied else [Weight("embedding.table", "VE"), output]
+        self.choices = {"residual": tuple(residual), "output.logits": last.place("BLV", whole)}
+        self.choices |= {weight.key: weight.places(costs) for weight in self.weights}
+        logits = operand("BLV", "float32", self.choices["output.logits"])
+        table = output.operand(costs, self.choices[output.key])
+        stream, passes = operand("BLE", costs.dtype, residual), Passes(1, 1, int(costs.trains))
+        product = Product(last.environment, stream, [Member(table, logits)], passes)
+        self.products = {"output.in_via": (product, ("residual", output.key, "output.logits"), 1)}
+
+    def terms(self) -> Iterator[Term]:
+        """The lookup."""
+        name = "embedding.table"
+        yield lookup(self.costs, self.choices["residual"], name, self.choices[name])
+
+    def once(self) -> Iterator[Term]:
+        """What the tables hold, and their update."""
+        for weight in self.weights:
+            yield weight.stored(self.costs, self.choices[weight.key])
+
+    def lines(self, chosen: Mapping[str, Any]) -> Iterator[Line]:
+        """Tables and logits."""
+        for weight in self.weights:
+            yield from weight.lines(chosen[weight.key])
+        yield Line("output.logits", str(chosen["output.logits"]), "output.logits")
+
+
+class Ends(Tables):
+    """Embedding, logits and loss of a training step."""
+
+    def __init__(self, costs: Costs, residual: Sequence[Spec]):
+        super().__init__(costs, costs, residual)
+
+    def terms(self) -> Iterator[Term]:
+        """The lookup, the loss, and the labels."""
+        yield from super().terms()
+        yield self.over("loss", "output.logits", self._loss)
+        yield self._labels()
+
+    def once(self) -> Iterator[Term]:
+        """What the tables hold, and their update; the global norm of all gradients."""
+        yield from super().once()
+        norm = self.costs.settled(Spec((), ()), self.costs.axes)
+        yield Term("norm of gradients", ("output.logits",), np.full(len(self.choices["output.logits"]), norm))
+
+    def _loss(self, logits: Spec) -> tuple[float, float]:
+        """Three statistics over the vocabulary, and the mean."""
+        costs, rows, over = self.costs, logits.without("V"), logits.axes_of("V")
+        tokens, scalar = tuple(axis for axes in rows.axes for axis in axes), Spec((), ())
+        seconds = costs.settled(rows, over, "max") + 2 * costs.settled(rows, over)
+        seconds += costs.settled(scalar, tokens)
+        elements = costs.local(logits)
+        return seconds + costs.in_memory(6, elements, FLOAT32), 2 * elements * FLOAT32
+
+    def _labels(self) -> Term:
+        """[residual, logits] seconds to bring labels to where the logits lie."""
+        # a batch [B, L + 1] is whole along its length
+        come = [each.without("E").with_axes("L", ()) for each in self.choices["residual"]]
+        go = [each.without("V") for each in self.choices["output.logits"]]
+        return Term("labels", ("residual", "output.logits"), self.costs.between("BL", "int32", come, go))
+
+
+def lookup(costs: Costs, residuals: Sequence[Spec], name: str, tables: Sequence[Placed]) -> Term:
+    """[residual, table] seconds to look tokens up, which lie as the residual, and of the table's gradient."""
+    ids = operand("BL", "int32", [each.without("E") for each in residuals])
+    table = Operand(tuple("VE"), costs.dtype, *zip(*((each.spec, each.gradient) for each in tables)))
+    found = Product(costs.environment, ids, [Member(table, operand("BLE", costs.dtype, residuals))])
+    elsewhere = found.elsewhere(residuals), found.elsewhere([each.spec for each in tables])
+    seconds = least_apart(found.seconds_of_left + found.result_moves(), found.weight_moves(), *elsewhere)
+    if costs.trains:
+        there = found.seconds_of_left + found.cotangent_moves()
+        seconds = seconds + least_apart(there, found.gradient_moves(), *elsewhere)
+    return Term("embedding", ("residual", name), seconds)

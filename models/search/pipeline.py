@@ -1,0 +1,182 @@
+"""The search problem of a pipeline's training step: one stage, which all stages are, on the mesh that each of them has.
+
+A step is M + S - 1 slots, in which every stage computes, also where it waits (`gspmd.pipeline`), and what comes once:
+gradients are reduced over the mesh axes along which pipelines run side by side, what every stage has a copy of is
+summed over the stages, and the optimizer updates. In a slot a stage runs its layers forward, and in its backward pass
+forward again, from their input, then backward; embedding and output are on every stage, and computed in every slot.
+
+Left out: what rounds send, where there is more than one; routers' figures and the loss, a few bytes at the end of the
+step. Where attention brings keys to queries, the forward pass counts what its gradient sends too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from gspmd.annotate import Spec
+from gspmd.annotate.errors import PlanError
+from gspmd.hardware.chips import Chip
+from gspmd.hardware.links import collective_seconds
+from gspmd.planner.graph.resharding import move
+from gspmd.search import Term
+from gspmd.search.products import Passes, Product
+
+from ..config import ModelConfig
+from .costs import FLOAT32, Line, lies_beside, product_terms
+from .parts.ends import Ends, Tables
+from .training import TrainingProblem
+from .weights import Placed
+
+AXIS = "p"
+"""The mesh axis of the stages."""
+FORWARD = ", forward"
+"""Behind the name of a term that has a part's seconds of the forward slots."""
+
+
+class StageProblem(TrainingProblem):
+    """The search problem of a training step in S stages of as many layers each, under 1F1B or GPipe.
+
+    Args:
+        config: the model, all of its layers.
+        stages: S.
+        mesh: sizes of the mesh axes of one stage, all but that of the stages.
+        chip: whose seconds.
+        batch: sequences per step, over all devices.
+        length: tokens per sequence.
+        dtype: compute dtype.
+        microbatches: M.
+        side: mesh axes along which pipelines run side by side. Layouts in which more axes split nothing but the batch
+            are in the space too, and cost less than is said here: what they cost is said where `side` has them all.
+
+    Attributes:
+        stages: S.
+        slots: in which each stage runs its layers backward: M + S - 1. As many run forward; of one microbatch nobody
+            takes what the last stage makes there, so it is not made.
+
+    Raises:
+        PlanError: as of `TrainingProblem`; or the stages do not divide the stacked layers; or experts' groups are not
+            those of single sequences, or pipelines of experts run side by side.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        stages: int,
+        mesh: Mapping[str, int],
+        chip: Chip,
+        batch: int,
+        length: int,
+        dtype: str = "bfloat16",
+        microbatches: int = 1,
+        side: tuple[str, ...] = (),
+    ):
+        periods = config.layers // config.period
+        if periods % stages:
+            raise PlanError(f"cannot split {periods} stacked layers into {stages} stages.\n  Choose a divisor.")
+        if config.moe and (side or config.moe.groups):
+            what = "pipelines side by side" if side else f"{config.moe.groups} groups of tokens"
+            raise PlanError(f"cannot price stages with experts and {what}.\n  Leave {what} out.")
+        of_stage = replace(config, layers=config.layers // stages)
+        super().__init__(of_stage, mesh, chip, batch, length, dtype, microbatches)
+        self.costs = replace(self.costs, side=side)
+        self.stages, self.slots = stages, microbatches + stages - 1
+
+    @cached_property
+    def terms(self) -> list[Term]:
+        """Every table: what happens once, and as often as there are slots the rest."""
+        found = [term for part in self.parts for term in part.once()]
+        for count, terms in ((self.forward_slots, self._forward()), (self.slots, self._backward())):
+            found += [replace(term, seconds=count * term.seconds) for term in terms]
+        return [*found, self._stream(), *self._copies(), *self._beside()]
+
+    @property
+    def forward_slots(self) -> int:
+        """In which each stage runs forward."""
+        return self.slots - (self.costs.microbatches == 1)
+
+    def _backward(self) -> Iterator[Term]:
+        """What a stage runs in its backward slot: everything forward, from its input, and backward."""
+        for part in self.parts:
+            yield from part.terms()
+            for name, (product, tensors, times) in part.products.items():
+                yield from product_terms(name, product, tensors, times, times if self.costs.holds_all else 1)
+
+    def _forward(self) -> Iterator[Term]:
+        """What a stage runs in its forward slot: embedding and layers, without the output."""
+        alone = TrainingProblem._parts(_Forward(self))
+        for part in self.parts:
+            for name, (product, tensors, times) in part.products.items() if not isinstance(part, Ends) else ():
+                members = [joint.member for joint in product.members]
+                once = Product(product.environment, product.left, members, Passes())
+                yield from _forward_only(product_terms(name, once, tensors, times))
+        for part in alone:
+            # of the two ends the lookup alone
+            for term in _forward_only(Tables.terms(part) if isinstance(part, Ends) else part.terms()):
+                at = [self._same(name, part.choices[name]) for name in term.of]
+                yield replace(term, seconds=term.seconds[np.ix_(*at)])
+
+    def _same(self, name: str, options: tuple) -> np.ndarray:
+        """For each option of a choice, the number of the one in which the forward pass finds the tensor there."""
+        numbers = {_held(option): number for number, option in enumerate(options)}
+        return np.array([numbers[_held(option)] for option in self.choices[name]])
+
+    def _stream(self) -> Term:
+        """A permute to the next stage, one back to the previous; and the inputs that wait for their backward pass."""
+        costs, residuals = self.costs, self.choices["residual"]
+        local = np.array([costs.local(spec) * costs.width for spec in residuals])
+        mesh = {AXIS: self.stages, **costs.mesh}
+        sent = [collective_seconds("collective-permute", (AXIS,), mesh, each, costs.chip) for each in local]
+        # A single last tick, as two stages have, sends nothing.
+        count = self.forward_slots + self.slots - (self.stages == 2) if self.stages > 1 else 0
+        # All stages run one program, so each has the room that the first one needs.
+        waiting = min(costs.microbatches, 2 * self.stages - 1)
+        return Term("stream: residual", ("residual",), count * np.array(sent), bytes=waiting * local.astype(float))
+
+    def _copies(self) -> Iterator[Term]:
+        """The gradients of the tables, of which each stage has a copy, are summed over the stages."""
+        costs = self.costs
+        mesh, known = {AXIS: self.stages, **costs.mesh}, dict[Spec, float]()
+        for weight in next(part for part in self.parts if isinstance(part, Ends)).weights:
+            for placed in self.choices[weight.key]:
+                if placed.spec not in known:
+                    summed = placed.spec.with_partial((AXIS,))
+                    steps = move(summed, placed.spec, costs.sizes, mesh, FLOAT32, costs.chip) if self.stages > 1 else ()
+                    known[placed.spec] = sum(step.seconds for step in steps)
+            seconds = np.array([known[placed.spec] for placed in self.choices[weight.key]])
+            yield Term(f"summed over stages: {weight.key}", (weight.key,), seconds)
+
+    def _beside(self) -> Iterator[Term]:
+        """Vias in which an axis of pipelines side by side lies elsewhere are not allowed."""
+        side = self.costs.side
+        for name, product in self.vias.items() if side else ():
+            lies = [
+                all(lies_beside(spec, side) for via in product.via(number) for spec in via.specs)
+                for number in range(len(product.vias))
+            ]
+            yield Term(f"side by side: {name}", (name,), np.where(lies, 0.0, np.inf))
+
+    def lines(self, picks: Mapping[str, int]) -> list[Line]:
+        """The lines of the layout that these picks stand for, that of the pipeline behind them."""
+        return [*super().lines(picks), Line("pipeline.layers", f"N_{AXIS}", "pipeline")]
+
+
+class _Forward:
+    """Stands for the problem where only its costs are asked for: those of a forward pass."""
+
+    def __init__(self, of: StageProblem):
+        self.costs = replace(of.costs, trains=False)
+
+
+def _forward_only(terms: Any) -> Iterator[Term]:
+    """The same seconds under a name of their own; what is held is counted with the backward pass."""
+    for term in terms:
+        yield replace(term, name=f"{term.name}{FORWARD}", bytes=None)
+
+
+def _held(option: Any) -> Any:
+    return option.spec if isinstance(option, Placed) else option

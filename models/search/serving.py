@@ -1,0 +1,68 @@
+"""The search problems of serving: prompts that are read into a cache, and tokens that are read one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
+
+from gspmd.annotate.errors import PlanError
+from gspmd.hardware.chips import Chip
+
+from ..config import ModelConfig
+from .costs import Costs, Part
+from .parts.ends import Stream
+from .parts.feed_forward import FeedForward
+from .parts.serving import CachedAttention, ParallelBlock, Served
+from .problem import PhaseProblem
+
+
+class ServingProblem(PhaseProblem):
+    """The search problem of one phase of serving on one mesh.
+
+    Weights are in the compute dtype. Activations keep their length whole; what the two phases store may differ, since
+    each is searched for itself.
+
+    Args:
+        config: the model, without experts.
+        mesh: sizes of the mesh axes.
+        chip: whose seconds.
+        phase: `"prefill"`, `length` tokens of every row into an empty cache; or `"decode"`, one behind a full one.
+        batch: rows.
+        length: tokens of a row.
+        room: tokens that a row of the cache has room for; 0 for `length`.
+        dtype: of weights, activations and cache.
+
+    Raises:
+        PlanError: the model has experts, which are served dropless.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mapping[str, int],
+        chip: Chip,
+        phase: Literal["prefill", "decode"],
+        batch: int,
+        length: int,
+        room: int = 0,
+        dtype: str = "bfloat16",
+    ):
+        if config.moe:
+            raise PlanError(
+                "cannot search layouts to serve this model: its experts take rows, not slots (dropless).\n"
+                "  It is planned and served with a layout that is given: --layout."
+            )
+        self.phase, self.read = phase, length if phase == "decode" else 0
+        sizes = config.sizes(batch, 1 if phase == "decode" else length) | {"T": room or length}
+        super().__init__(Costs(config, sizes, dict(mesh), chip, dtype, trains=False))
+
+    def _parts(self) -> list[Part]:
+        costs, config = self.costs, self.costs.config
+        residual = costs.place("BLE", "L")
+        last = replace(costs, sizes={**costs.sizes, "L": 1})
+        if config.block == "parallel":
+            blocks: list[Part] = [ParallelBlock(costs, residual, self.read)]
+        else:
+            blocks = [CachedAttention(costs, residual, self.read), FeedForward(costs, residual, config.layers)]
+        return [Stream(costs, residual), *blocks, Served(costs, last, residual)]

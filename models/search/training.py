@@ -1,0 +1,87 @@
+"""The search problem of a training step: choices of a model's specs, and what each costs in seconds and bytes.
+
+Layers of one kind share their specs, so there is one choice for each kind of tensor, and what a layer costs counts once
+for each layer. Every table but a few is the planner's: the products' (`gspmd.search.products`), and the steps of norms,
+attention, embedding, experts and loss. What no plan counts is added as its FLOPs or its passes over memory, since it is
+what sets layouts apart that send the same: attention's own products, what is elementwise, the optimizer's update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gspmd.annotate.errors import PlanError
+from gspmd.hardware.chips import Chip
+
+from ..config import ModelConfig
+from .costs import Costs, Part
+from .parts.attention import Attention
+from .parts.ends import Ends, Stream
+from .parts.experts import Experts
+from .parts.feed_forward import FeedForward
+from .problem import PhaseProblem
+
+
+class TrainingProblem(PhaseProblem):
+    """The search problem of a model's training step on one mesh.
+
+    Args:
+        config: the model.
+        mesh: sizes of the mesh axes.
+        chip: whose seconds.
+        batch: sequences per step, over all devices.
+        length: tokens per sequence.
+        dtype: compute dtype.
+        microbatches: parts of the batch, one after the other.
+
+    Raises:
+        PlanError: the model has what is not searched: parallel blocks, shared experts, dropless dispatch, noisy
+            routers, adapters; or the microbatches do not divide the batch.
+    """
+
+    phase = "train"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mapping[str, int],
+        chip: Chip,
+        batch: int,
+        length: int,
+        dtype: str = "bfloat16",
+        microbatches: int = 1,
+    ):
+        _check(config)
+        if batch % microbatches:
+            raise PlanError(f"cannot cut a batch of {batch} into {microbatches} microbatches.\n  Choose a divisor.")
+        sizes = config.sizes(batch // microbatches, length)
+        if config.moe:
+            sizes |= {"C": config.moe.capacity(batch // microbatches * length // sizes["G"])}
+        super().__init__(Costs(config, sizes, dict(mesh), chip, dtype, microbatches=microbatches))
+
+    def _parts(self) -> list[Part]:
+        costs, config = self.costs, self.costs.config
+        residual = costs.place("BLE")
+        parts = [Stream(costs, residual), Attention(costs, residual)]
+        routed = config.layers // config.moe.every if config.moe else 0
+        if routed < config.layers:
+            parts.append(FeedForward(costs, residual, config.layers - routed))
+        if routed:
+            parts.append(Experts(costs, residual, routed))
+        return [*parts, Ends(costs, residual)]
+
+
+def _check(config: ModelConfig) -> None:
+    faults = [
+        (config.block == "parallel", "its blocks are parallel"),
+        (bool(config.moe and config.moe.shared), "it has shared experts"),
+        (bool(config.moe and config.moe.dispatch == "dropless"), "its experts take rows, not slots (dropless)"),
+        (bool(config.moe and config.moe.noisy), "its router adds noise by a second matrix"),
+        (bool(config.lora), "it has adapters, beside weights that are not trained"),
+    ]
+    found = [what for wrong, what in faults if wrong]
+    if found:
+        raise PlanError(
+            f"cannot search layouts to train this model: {'; '.join(found)}.\n"
+            "  Such layers are planned and trained with a layout that is given: --layout."
+        )

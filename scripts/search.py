@@ -1,0 +1,11 @@
+"""`gspmd search` from a checkout: `python scripts/search.py --help` lists its flags."""
+
+import sys
+
+try:
+    from gspmd.commands.main import script
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}. Install gspmd first: pip install -e . in the folder of the checkout.")
+
+if __name__ == "__main__":
+    sys.exit(script("search", "search.py"))

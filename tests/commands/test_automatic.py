@@ -1,0 +1,279 @@
+"""`--layout auto`: found for the devices at hand, kept, written beside the run, and the same results as on one."""
+
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+import gspmd_models as models
+from gspmd import host
+from gspmd.annotate import Spec
+from gspmd.commands import automatic, main
+from gspmd.commands.automatic import kept, searched
+from gspmd.hardware.chips import chip
+from gspmd.layouts import Layout
+from gspmd.layouts.rules.keys import KEYS
+from gspmd.search import Search
+from gspmd.training import TrainingConfig
+from gspmd.training.checkpoints import load_parameters
+from gspmd.training.config import parse_mesh
+from gspmd_models import checkpoints
+from gspmd_models.search.answers.options import Options
+from gspmd_models.search.serving import ServingProblem
+
+CONFIG = models.ModelConfig(
+    embed=32, layers=1, heads=4, kv_heads=2, head_size=8, feed_forward=64, tied=False, scale_embedding=False
+)
+SMALL = 1.2e-5
+"""A share of memory in which the model above is not whole on each of four devices."""
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch, tmp_path):
+    """Devices of this process, whose backend has started; and a cache of its own."""
+    start = lambda count=None, platform=None, *, host_devices=8: jax.devices()[: count or host_devices]  # noqa: E731
+    monkeypatch.setattr(host, "start", start)
+    monkeypatch.setenv("GSPMD_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """The meshes of each search."""
+    asked, find = [], searched.find
+
+    def counted(makers, *args):
+        asked.append([*makers])
+        return find(asked[-1], *args)
+
+    monkeypatch.setattr(searched, "find", counted)
+    return asked
+
+
+def found(mesh="", count=4, model=CONFIG, out="", **training):
+    """The layout of a training run."""
+    asked = TrainingConfig(**{"batch": 8, "length": 16, "out": str(out)} | training)
+    return automatic.for_training(Console(quiet=True), model, asked, mesh, jax.devices()[:count])
+
+
+def serving(count=4, model=CONFIG, prompts=4, samples=2, room=512, mesh=""):
+    """The layout of a generation."""
+    job = {"samples": samples, "chunk": 128, "cache_length": room}
+    return automatic.for_serving(
+        Console(quiet=True), model, mesh, jax.devices()[:count], "float32", [[*b"text" * 120]] * prompts, 8, **job
+    )
+
+
+def shards_weights(layout):
+    """Whether some parameter is in parts."""
+    return any(Spec.parse(layout[key]).used for key in layout.table if KEYS[key].kind == "parameter")
+
+
+# -- what is asked, and what is kept -----------------------------------------------------------------------------------
+
+
+def test_every_mesh_of_the_devices_is_tried_once():
+    for devices in range(1, 65):
+        made = [tuple(mesh.values()) for mesh in searched.meshes(devices, chip("tpu-v4"))]
+        threes = {
+            tuple(sorted(size for size in (a, b, devices // (a * b)) if size > 1)) or (1,)
+            for a in range(1, devices + 1) for b in range(1, devices + 1) if devices % (a * b) == 0
+        }  # fmt: skip
+        assert {tuple(sorted(shape)) for shape in made} == threes
+        assert len(made) == len(threes)
+    assert {"x": 2, "y": 8} in searched.meshes(16, chip("h100"))  # two nodes of 8: eight of each other order
+    assert {"x": 8, "y": 2} in searched.meshes(16, chip("h100"))
+
+
+def test_a_second_run_takes_what_the_first_one_found(searches):
+    first, second = found(), found()
+    assert len(searches) == 1
+    assert len(searches[0]) == 2  # x=4, and x=2,y=2
+    assert (first.text, first.mesh, first.seconds) == (second.text, second.mesh, second.seconds)
+    assert (first.before, second.before) == (False, True)
+    for other in ({"batch": 16}, {"length": 32}, {"dtype": "bfloat16"}, {"microbatches": 2}, {"count": 2}):
+        assert not found(**other).before, other
+    assert len(searches) == 6
+    assert not found(mesh="x=4").before
+    assert len(searches[-1]) == 1
+    assert serving().text == serving().text
+    assert len(searches) == 8
+
+
+def test_what_is_kept_in_part_or_cannot_be_kept_is_searched_again(searches, tmp_path, monkeypatch):
+    place = found().place
+    assert place.startswith(f"kept in {tmp_path / 'cache' / 'layouts'}")
+    path = kept.host.cache_folder("layouts") / place.rpartition("/")[2]
+    assert Layout.load(path)["ffn.w_in"] == found().layout["ffn.w_in"]
+    path.with_suffix(".json").write_text("{")
+    assert not found().before
+    path.unlink()
+    assert not found().before
+    assert len(searches) == 3
+    monkeypatch.setenv("GSPMD_CACHE", str(path))  # a file, and no folder
+    assert found().place.startswith(f"not kept: cannot write to '{path}/layouts': Not a directory")
+
+
+def test_the_line_and_the_file_say_what_it_is():
+    mine = found(mesh="x=2,y=2,z=1")
+    assert mine.mesh == "x=2,y=2"
+    said = str(mine)
+    assert said.startswith("Layout: found in ")
+    assert f", for mesh x=2,y=2. Predicted are {1e6 * mine.seconds['training step']:.3g} µs for a training step" in said
+    assert " on tpu-v4, which stands in for devices that are not listed. It is kept in " in said
+    assert str(found(mesh="x=2,y=2")).startswith("Layout: found by an earlier run, in ")
+    assert "step       batch 8, length 16, float32, remat full\n" in mine.text
+    assert "To be used with --layout FILE --mesh x=2,y=2\n" in mine.text
+
+
+def test_an_interrupt_of_the_search_is_one_of_the_run(monkeypatch):
+    monkeypatch.setattr(searched, "find", lambda *args: SimpleNamespace(complete=False))
+    with pytest.raises(KeyboardInterrupt):
+        found()
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("block", ["serial", "parallel"])
+def test_prompts_are_read_with_the_weights_and_the_cache_to_decode(samples, block):
+    model = models.ModelConfig(embed=1024, layers=2, heads=16, kv_heads=1, head_size=64, feed_forward=4096, block=block)
+    mine = serving(8, model, 8, samples, 512)
+    assert set(mine.seconds) == {"step of decoding", "prefill of 128 tokens"}
+    layout, shape = mine.layout, parse_mesh(mine.mesh)
+    mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(jax.sharding.AxisType.Explicit,) * len(shape))
+    prompts = [[*b"text" * 120]] * 8
+    sizes = models.decoding.make_batch(model, layout, layout, mesh, prompts, 8, samples=samples, cache_length=512).sizes
+    assert (sizes.rows, sizes.chunk, sizes.room) == (8 * samples, 128, 512)
+    section = layout.overrides.get("prefill", {})
+    assert section or samples > 1, "both phases are alike"
+    assert {sizes.prefill[key] for key in section} == {*section.values()}
+    # What the file says costs what is predicted: activations that were found for other weights would not.
+    for phase, rows, length in (("decode", sizes.rows, 512), ("prefill", sizes.prefill_rows, 128)):
+        problem = ServingProblem(model, shape, chip("tpu-v4"), phase, rows, length, 512, "float32")
+        said = "step of decoding" if phase == "decode" else "prefill of 128 tokens"
+        assert cost(problem, layout.phase(phase), layout.phase("decode").cache()) == pytest.approx(mine.seconds[said])
+
+
+def cost(problem, layout, cache):
+    """The seconds of a layout by a problem, with a cache that lies so; norms lie as the residual."""
+    without = {}
+    for name, options in Options(problem, problem.problem()).texts.items():
+        without[name] = [
+            number
+            for number, texts in enumerate(options)
+            if any(layout[key] != text for (section, key), text in texts.items() if not section and key[-5:] != ".norm")
+            or (name == "heads" and str(problem.choices[name][number].cache) != str(cache))
+        ]
+    return Search(problem.problem()).best(without=without).seconds
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch, capfd):
+    """A function of flags that runs `gspmd train`, and returns its exit code and what it said."""
+    (tmp_path / "dense.toml").write_text(
+        "[model]\nembed = 32\nlayers = 1\nheads = 4\nkv_heads = 2\nhead_size = 8\nfeed_forward = 64\n"
+        "tied = false\nscale_embedding = false\n[training]\nbatch = 8\nlength = 16\n"
+    )
+    (tmp_path / "text.txt").write_text("to be, or not to be, that is the question. " * 200)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*flags, begun=False):
+        base = [] if begun else ["--config", "dense.toml", "--data", "text.txt", "--steps", "4", *_SHORT]
+        code = main.main(["train", *base, *flags])
+        return code, "".join(capfd.readouterr())
+
+    return run
+
+
+_SHORT = ["--save-every", "2", "--validation-every", "0", "--final-validation-batches", "1", "--sample-bytes", "0"]
+
+
+def losses(out):
+    """The loss after each step, the last one of each that was written."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def parameters(out, step):
+    """What a checkpoint holds, whole."""
+    mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"), devices=jax.devices()[:1])
+    return load_parameters(out, step, models.arrays(models.abstract(CONFIG, Layout.load("replicated"), mesh)))
+
+
+def test_a_run_keeps_its_layout_and_resumes_with_it(train, tmp_path, monkeypatch, searches):
+    monkeypatch.setattr(searched, "SHARE", SMALL)
+    code, said = train("--layout", "auto", "--devices", "4", "--out", "auto")
+    assert code == 0
+    assert "Layout: found in " in said
+    out, settings = tmp_path / "auto", json.loads((tmp_path / "auto" / "config.json").read_text())["sharding"]
+    assert shards_weights(Layout.load(out / "layout.toml"))
+    assert settings["layout"] == "auto"
+    assert settings["mesh"] in ("x=4", "x=2,y=2")
+    begun, before = losses(out), parameters(out, 4)
+    assert len(begun) == 4
+    # A search would now find another layout, since everything fits; and what was found is no longer kept.
+    monkeypatch.setattr(searched, "SHARE", 0.9)
+    monkeypatch.setenv("GSPMD_CACHE", str(tmp_path / "other"))
+    code, said = train("--resume", "2", "--out", "auto", begun=True)
+    assert code == 0
+    assert "Layout: the run's own, auto/layout.toml." in said
+    assert len(searches) == 1
+    assert losses(out) == begun
+    jax.tree.map(np.testing.assert_array_equal, parameters(out, 4), before)
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_one_device_also_from_the_file(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(searched, "SHARE", SMALL)
+    assert train("--layout", "replicated", "--devices", "1", "--out", "one")[0] == 0
+    assert train("--layout", "auto", "--mesh", "x=2,y=2", "--out", "auto")[0] == 0
+    assert train("--layout", "auto/layout.toml", "--mesh", "x=2,y=2", "--out", "again")[0] == 0
+    wanted = [*losses(tmp_path / "one").values()]
+    assert len(wanted) == 4
+    np.testing.assert_allclose([*losses(tmp_path / "auto").values()], wanted, rtol=1e-5)
+    assert losses(tmp_path / "again") == losses(tmp_path / "auto")
+
+
+def test_text_is_that_of_one_device(tmp_path, monkeypatch, capsys):
+    mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"), devices=jax.devices()[:1])
+    checkpoints.save(
+        models.build(CONFIG, Layout.load("replicated"), mesh, jax.random.key(0)), tmp_path / "public",
+        tokenizer=checkpoints.byte_tokenizer(),
+    )  # fmt: skip
+    flags = ["generate", "--checkpoint", str(tmp_path / "public"), "--tokens", "8", "--temperature", "0"]
+    flags += [flag for text in ("def ", "class ", "import ", "for x in ") for flag in ("--prompt", text)]
+    assert main.main([*flags, "--layout", "replicated"]) == 0
+    wanted = capsys.readouterr().out
+    monkeypatch.setattr(searched, "SHARE", 3.6e-6)
+    assert main.main([*flags, "--layout", "auto", "--devices", "4"]) == 0
+    text, said = capsys.readouterr()
+    assert text == wanted
+    path = said.partition("It is kept in ")[2].partition(".toml")[0] + ".toml"
+    mine = Layout.load(path)
+    assert shards_weights(mine)
+    assert main.main([*flags, "--layout", path, "--devices", "4", "--explain"]) == 0
+
+
+# -- what cannot be had ------------------------------------------------------------------------------------------------
+
+BAD = {
+    "parallel blocks": (["--model.block", "parallel"], "cannot search layouts to train this model: its blocks are par"),
+    "mesh against devices": (["--mesh", "x=4", "--devices", "8"], "it has 4 devices, but --devices asks for 8. Leave"),
+    "too large": (
+        ["--model.layers", "300", "--devices", "2"],
+        "cannot find a layout:\n  the smallest, on mesh x=2, holds ",
+    ),
+    "a change to it": (["--relayout", "2=auto", "--devices", "4"], "no layout is called 'auto'."),
+}
+
+
+@pytest.mark.parametrize(("flags", "words"), BAD.values(), ids=BAD)
+def test_what_cannot_be_searched_is_one_message(train, flags, words, monkeypatch):
+    monkeypatch.setattr(searched, "SHARE", SMALL)
+    code, said = train("--layout", "auto", *flags)
+    assert code == 2
+    assert words in said

@@ -1,0 +1,316 @@
+"""`gspmd search`: what it prints and writes, its exit codes, and one message for bad input."""
+
+import importlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib import util
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gspmd.commands.search.slice import Slice
+from gspmd.layouts import Layout, presets
+from gspmd.search import Search
+from gspmd.training import command as commands
+
+ROOT = Path(__file__).parents[2]
+MODEL = """
+[model]
+vocabulary = 64
+embed = 32
+layers = 2
+heads = 8
+kv_heads = 4
+head_size = 8
+feed_forward = 64
+tied = false
+"""
+SIZES = {"B": 8, "L": 16, "E": 32, "F": 64, "H": 8, "K": 4, "D": 8, "V": 64, "N": 2, "T": 16}
+needs_libtpu = pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+
+
+@pytest.fixture(scope="module")
+def script():
+    return importlib.import_module("gspmd.commands.search.command")
+
+
+@pytest.fixture
+def run(script, capfd, monkeypatch, tmp_path):
+    """A function of flags that returns the exit code, stdout, and stderr without box drawing and line breaks."""
+    config = tmp_path / "tiny.toml"
+    config.write_text(MODEL)
+    # Presets outside of the space are traced on devices of a slice, which only the compiler knows.
+    monkeypatch.setattr(script.compiling, "traced", lambda *_: {})
+    flags_of_all = ["--config", str(config), "--topology", "tpu-v5p:2x2x1", "--batch", "8", "--length", "16"]
+
+    def call(*flags):
+        try:
+            code = commands.guarded(script.main, [*flags_of_all, *flags])
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capfd.readouterr()
+        return code, out, " ".join(re.sub("[│╭╮╰╯─]", " ", err).split())
+
+    return call
+
+
+def test_a_layout_is_written_with_its_reasons(run, tmp_path):
+    files = {name: tmp_path / f"found.{suffix}" for name, suffix in
+             {"out": "toml", "json": "json", "frontier": "png"}.items()}  # fmt: skip
+    flags = [part for name, file in files.items() for part in (f"--{name}", str(file))]
+    code, out, _ = run(*flags, "--why", "ffn.w_in=EF_x", "--mesh", "x=4")
+    assert code == 0
+    text, figures = files["out"].read_text(), json.loads(files["json"].read_text())
+    Layout.load(files["out"]).check(SIZES, {"x": 4})
+    assert "# mesh       x=4: 4 devices" in text
+    assert "# found      of all layouts on this mesh, with 5 choices of remat, none is faster by 0.05%" in text
+    assert "; next " in text
+    assert files["frontier"].read_bytes().startswith(b"\x89PNG")
+    assert "ffn.w_in = EF_x: " in out
+    assert "Planned, not compiled: --compile 3 asks the compiler." in " ".join(out.split())
+    assert figures["complete"] is True
+    assert figures["bound"] == figures["seconds"] == pytest.approx(sum(figures["terms"].values()))
+    assert figures["why"][0]["lines"]["ffn.w_in"] == "EF_x"
+    assert figures["why"][0]["seconds"] >= figures["seconds"]
+    priced = {each["name"]: each["seconds"] for each in figures["presets"] if each["seconds"]}
+    assert priced
+    assert all(seconds >= figures["seconds"] for seconds in priced.values())
+    assert all(name in out for name in priced)
+
+
+def test_searching_again_writes_the_same(run, tmp_path):
+    texts = set()
+    for name in ("one.toml", "two.toml"):
+        code, _, _ = run("--out", str(tmp_path / name))
+        assert code == 0
+        texts.add((tmp_path / name).read_text())
+    assert len(texts) == 1
+    assert "--out" not in next(iter(texts))
+
+
+def test_without_a_file_the_layout_is_printed(run, tmp_path):
+    code, out, _ = run("--mesh", "x=2,y=2")
+    assert code == 0
+    path = tmp_path / "printed.toml"
+    path.write_text(out[: out.index("\n\nthe layout that was found")])
+    Layout.load(path).check(SIZES, {"x": 2, "y": 2})
+
+
+def test_nothing_fits_says_what_is_nearest_and_what_would_do(run, tmp_path):
+    code, out, err = run("--memory", "1.2e-6", "--out", str(tmp_path / "found.toml"))
+    assert (code, out) == (1, "")
+    said = re.search(
+        r"Nothing fits tpu-v5p:2x2x1: .* holds (\S+) kB on each device, (\S+) kB more than the (\S+) kB", err
+    )
+    assert float(said[1]) - float(said[2]) == pytest.approx(float(said[3]), abs=1.1)
+    assert float(said[3]) == pytest.approx(1.2e-6 * Slice.named("tpu-v5p:2x2x1").chip.hbm_bytes / 1e3, rel=0.01)
+    assert re.search(r"It would fit on tpu-v5p:2x2x2\. Otherwise take a smaller --batch", err)
+    assert not (tmp_path / "found.toml").exists()
+
+
+def test_nothing_fits_a_given_mesh(run):
+    code, _, err = run("--memory", "1e-6", "--mesh", "x=4")
+    assert code == 1
+    assert err.endswith("Leave --mesh out, or take a larger slice, a smaller --batch.")
+
+
+def test_the_smallest_slice_is_the_first_on_which_something_fits(script, monkeypatch):
+    missing = importlib.import_module("gspmd.commands.search.missing")
+    monkeypatch.setattr(
+        missing, "Candidate", lambda size, limit: SimpleNamespace(least=SimpleNamespace(bytes=1 / size))
+    )
+    makers = lambda target: [lambda: target.devices]  # noqa: E731
+    target = Slice.named("tpu-v4:2x2x1")
+    assert missing.smallest(target, 1 / 20, makers, print).name == "tpu-v4:2x4x4"
+    assert missing.smallest(target, 1 / 4096, makers, print).devices == 4096
+    assert missing.smallest(target, 1 / 9999, makers, print) is None
+
+
+def test_an_interrupt_of_the_search_writes_the_best_so_far(run, script, monkeypatch, tmp_path):
+    original, calls = Search.best, []
+
+    def best(search, **asked):
+        calls.append(search)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return original(search, **asked)
+
+    monkeypatch.setattr(Search, "best", best)
+    path = tmp_path / "found.toml"
+    code, _, err = run("--out", str(path))
+    assert code == 130
+    assert err.endswith(f"Interrupted. The best layout so far is written to {path}; there may be a better one.")
+    assert "# found      the best so far: the search was interrupted, and there may be a better one" in path.read_text()
+    assert "; next" not in path.read_text()
+    Layout.load(path).check(SIZES, {"x": 4})
+
+
+def test_an_interrupt_after_the_search_leaves_the_answer(run, script, monkeypatch, tmp_path):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "placed_presets", interrupted)
+    code, _, err = run("--out", str(tmp_path / "found.toml"))
+    assert code == 130
+    assert "Interrupted. The best layout is written to" in err
+    assert "none is faster by" in (tmp_path / "found.toml").read_text()
+
+
+@pytest.mark.slow
+def test_a_real_interrupt_writes_the_best_so_far(tmp_path):
+    """A model and a slice whose search takes minutes, for its memory is tight."""
+    path = tmp_path / "found.toml"
+    flags = ["--config", "llama-2-70b", "--batch", "1024", "--length", "4096", "--out", str(path)]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "gspmd", "search", *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    seen = ""
+    while "what each line costs" not in seen and running.poll() is None:
+        seen += running.stderr.readline()
+    time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=120)
+    assert running.returncode == 130, seen + err
+    assert "Interrupted. The best layout" in err
+    Layout.load(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--memory", "1.5"], "--memory is the share of memory that may be used, above 0 and at most 1, not 1.5."),
+        (["--compile", "-1"], "--compile is a number of layouts, 0 or more, not -1."),
+        (["--why", "ffn.w_in"], "--why reads KEY=SPEC, such as ffn.w_in=EF_x, not 'ffn.w_in'."),
+        (["--out", "found.txt"], "--out writes a TOML file, whose name ends in .toml, not 'found.txt'."),
+        (["--frontier", "f.jpg"], "--frontier writes a PNG file, whose name ends in .png, not 'f.jpg'."),
+        (["--json", "nowhere/f.json"], "--json nowhere/f.json: there is no folder 'nowhere'."),
+        (["--mesh", "x=2,y=4"], "--mesh x=2,y=4 has 8 devices, and tpu-v5p:2x2x1 has 4."),
+        (["--mesh", "x"], "cannot read mesh 'x'"),
+        (["--batch", "0"], "batch must be"),
+        (["--batch", "8", "--microbatches", "3"], "cannot cut a batch of 8 into 3 microbatches."),
+        (["--topology", "tpu-v5p:2x2"], "there is no topology 'tpu-v5p:2x2'"),
+        (["--model.block", "parallel"], "cannot search layouts to train this model: its blocks are parallel."),
+        (["--why", "ffn.w_in=EF_q"], "ffn.w_in cannot be 'EF_q': the mesh has no axis q."),
+        (["--why", "ffn.winn=EF"], "no line of the search is called 'ffn.winn'."),
+        (["--phase", "trian"], "train"),
+    ],
+)
+def test_bad_input_is_one_message(run, flags, said):
+    code, out, err = run(*flags)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_the_command_that_found_it_is_without_its_files():
+    written = importlib.import_module("gspmd.commands.search.written")
+    argv = ["--config", "a", "--out", "--json", "--json=f", "--why", "a=b", "--batch", "8", "--frontier", "f.png"]
+    assert written.asked(argv) == ["--config", "a", "--batch", "8"]
+
+
+def test_a_slice_has_as_many_devices_as_the_compiler_says():
+    names = importlib.import_module("gspmd.audit.offline.names")
+    assert Slice.named("tpu-v3:4x4").devices == 32
+    assert Slice.named("tpu7x:2x2x1").torus == (2, 2, 1, 2)
+    assert all(len(Slice.named(f"{chip}:{'x'.join('2' * names.CHIPS[chip].torus)}").shape) for chip in names.POD_CHIPS)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    "name", ["tpu-v3:4x4", "tpu-v4:2x2x1", "tpu-v5e:4x4", "tpu-v5p:2x2x2", "tpu-v6e:2x2", "tpu7x:2x2x1"]
+)
+def test_the_compiler_has_the_devices_of_a_slice(name):
+    from gspmd.audit import slices, topology
+
+    assert topology(name).num_devices == Slice.named(name).devices
+    chip = Slice.named(name).chip
+    least = next(iter(slices(chip)))
+    assert {each.name for each in Slice.named(least.name).larger()} < {each.name for each in slices(chip)}
+
+
+# -- the compiler's order ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiler(script, monkeypatch):
+    """Takes the place of the compiler: seconds by name, infinite for what does not fit."""
+    seconds = {}
+
+    def compiled(settings, listed):
+        done = []
+        for each in listed:
+            took = seconds.get(each.name, 9.0)
+            line = SimpleNamespace(step_seconds=took) if took < float("inf") else None
+            report = SimpleNamespace(timeline=line, fits=line is not None, bytes_per_device=1000, compile_seconds=1.0)
+            fields = each.name, each.candidate, each.answer, each.mesh, each.preset
+            done.append(script.compiling.Listed(*fields, report))
+        return sorted(done, key=lambda each: (each.seconds, each.answer.seconds))
+
+    monkeypatch.setattr(script.compiling, "compiled", compiled)
+    return seconds
+
+
+def test_the_fastest_program_is_the_answer(run, compiler, tmp_path):
+    files = ["--out", str(tmp_path / "found.toml"), "--json", str(tmp_path / "found.json")]
+    code, out, _ = run("--compile", "4", *files)
+    assert code == 0
+    listed = json.loads((tmp_path / "found.json").read_text())["compiled"]
+    assert len(listed) == 5
+    assert sum(each["preset"] for each in listed) == 1
+    other = next(each["name"] for each in listed if each["name"].startswith("another"))
+    assert any(each["name"].startswith("mesh") for each in listed)
+    first = (tmp_path / "found.toml").read_text()
+
+    compiler |= {other: 1.0, "found": float("inf")}
+    code, out, _ = run("--compile", "4", *files)
+    assert code == 0
+    figures, text = json.loads((tmp_path / "found.json").read_text()), (tmp_path / "found.toml").read_text()
+    names = [each["name"] for each in figures["compiled"]]
+    assert (names[0], names[-1]) == (other, "found")
+    assert "# compiled   1 s, 1 kB on each device: the fastest of the programs that were compiled\n" in text
+    assert text != first
+    assert "Planned, not compiled" not in out
+    assert text.count("; next ") > 5
+
+
+def test_a_preset_whose_program_is_the_fastest_is_the_answer(run, compiler, tmp_path):
+    compiler |= dict.fromkeys(presets(), 1.0)
+    code, _, _ = run("--compile", "2", "--out", str(tmp_path / "found.toml"), "--json", str(tmp_path / "found.json"))
+    assert code == 0
+    preset = json.loads((tmp_path / "found.json").read_text())["compiled"][0]
+    assert preset["preset"]
+    assert f"that of preset {preset['name']}" in (tmp_path / "found.toml").read_text()
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_the_shortlist_is_compiled(script, capfd, tmp_path, monkeypatch):
+    config, path = tmp_path / "tiny.toml", tmp_path / "found.json"
+    config.write_text(MODEL)
+    monkeypatch.setattr(script.compiling.host, "start", lambda *_: None)
+    flags = ["--config", str(config), "--topology", "tpu-v5p:2x2x1", "--batch", "8", "--length", "16"]
+    code = commands.guarded(script.main, [*flags, "--mesh", "x=4", "--compile", "2", "--json", str(path)])
+    assert code == 0
+    figures = json.loads(path.read_text())
+    assert len(figures["compiled"]) == 3
+    assert [each["seconds"] for each in figures["compiled"]] == sorted(each["seconds"] for each in figures["compiled"])
+    assert all(each["fits"] for each in figures["compiled"])
+
+
+def test_stages_are_a_table(run):
+    code, out, _ = run("--mesh", "x=4", "--stages", "--remat", "full")
+    assert code == 0
+    assert "pipelines: the best of each number of stages" in out
+    assert "p=2" in out
+
+
+def test_an_answer_that_cannot_be_written_is_printed(run, tmp_path):
+    code, out, err = run("--mesh", "x=4", "--remat", "full", "--out", "/proc/found.toml")
+    assert code == 2
+    assert "cannot write the layout that was found" in err
+    assert "[attention]" in out

@@ -1,0 +1,432 @@
+"""From a question to an answer: meshes, the best of them, the file, presets in the space, and why not."""
+
+import itertools
+import random
+from functools import cache, partial
+from math import prod
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+import gspmd
+import gspmd_models as models
+from gspmd.annotate import LayoutError, Spec
+from gspmd.hardware.chips import CHIPS
+from gspmd.layouts import Layout
+from gspmd.search import Choice, NothingFits, Problem, Search, Term
+from gspmd.training import OptimizerConfig, jit_step
+from gspmd_models import step
+from gspmd_models.search.answers import Candidate, NoneFits, document, find, meshes, problem_of
+from gspmd_models.search.answers.document import remarks
+from gspmd_models.search.answers.finding import NEAR, TOLERANCE
+from gspmd_models.search.answers.frontier import frontier
+from gspmd_models.search.answers.presets import picks_of, placed_presets
+from gspmd_models.search.answers.why import why
+
+CHIP = CHIPS["tpu-v5p"]
+SIZES = {"vocabulary": 64, "embed": 32, "layers": 2, "heads": 8, "kv_heads": 4, "head_size": 8, "feed_forward": 64}
+GATED = models.ModelConfig(**SIZES, tied=False)
+PLAIN = models.ModelConfig(**SIZES, activation="gelu", remat="dots")
+BATCH, LENGTH = 8, 16
+
+
+@cache
+def candidate(config=GATED, mesh=(("x", 4), ("y", 2)), limit=CHIP.hbm_bytes, phase="train"):
+    return Candidate(problem_of(phase, config, dict(mesh), CHIP, BATCH, LENGTH), limit)
+
+
+def written(of, answer, said=()):
+    return document(of, answer, ["a header"], dict(said))
+
+
+def loaded(text, folder):
+    path = folder / "found.toml"
+    path.write_text(text)
+    return Layout.load(path)
+
+
+def some_answers(of, count, seed=0):
+    """Answers for random options of random choices, the others as is best beside them."""
+    draw, search = random.Random(seed), Search(of.unlimited)
+    while count:
+        chosen = draw.sample(of.problem.choices, 2)
+        try:
+            yield search.best(fixed={choice.name: draw.randrange(len(choice.options)) for choice in chosen})
+            count -= 1
+        except NothingFits:
+            continue
+
+
+# -- meshes and the best of them ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("torus", [(2, 2, 1), (4, 8, 8), (2, 4, 8), (16, 16), (4, 4, 4, 2), (1, 1)])
+def test_meshes_are_all_groupings_of_torus_axes(torus):
+    """Held against every assignment of torus axes to three mesh axes."""
+    wanted = set()
+    for places in itertools.product(range(3), repeat=len(torus)):
+        shape = [prod(size for size, at in zip(torus, places) if at == axis) for axis in range(3)]
+        wanted.add(tuple(sorted(size for size in shape if size > 1)) or (1,))
+    found = meshes(torus)
+    assert [tuple(sorted(mesh.values())) for mesh in found] == sorted(
+        (tuple(sorted(mesh.values())) for mesh in found), key=len
+    )
+    assert {tuple(sorted(mesh.values())) for mesh in found} == wanted
+    assert len(found) == len(wanted)
+    assert all(list(mesh) == list("xyz")[: len(mesh)] for mesh in found)
+
+
+def makers(torus, config=GATED, batch=BATCH, told=None):
+    return [partial(problem_of, "train", config, mesh, CHIP, batch, LENGTH) for mesh in meshes(torus)]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.4, 0.02])
+def test_the_best_mesh_is_the_best_of_all_solved_alone(share):
+    limit = share * candidate().free.bytes
+    alone = []
+    for make in makers((4, 2)):
+        phase = make()
+        try:
+            alone.append((Search(phase.problem(limit)).best().seconds, phase.costs.mesh))
+        except NothingFits as fault:
+            alone.append((float("inf"), fault.nearest.bytes))
+    if min(alone, key=lambda each: each[0])[0] == float("inf"):
+        with pytest.raises(NoneFits) as none:
+            find(makers((4, 2)), limit)
+        assert none.value.over == min(size for _, size in alone) - limit
+        assert none.value.nearest.bytes == min(size for _, size in alone)
+        return
+    finding = find(makers((4, 2)), limit)
+    cheapest = min(seconds for seconds, _ in alone)
+    assert (
+        cheapest * (1 - TOLERANCE) <= finding.bound <= cheapest <= finding.answer.seconds <= cheapest * (1 + 2 * NEAR)
+    )
+    assert finding.complete
+    assert finding.answer.bytes <= limit
+
+
+def random_phase(draw, axes):
+    """A phase of three choices with random tables, and the seconds and bytes of every assignment."""
+    seconds, held = draw.integers(1, 40, (3, 3, 4)), draw.integers(0, 30, (2, 4))
+    choices = [Choice(name, tuple(range(4))) for name in "abc"]
+    terms = [Term("ab", ("a", "b"), seconds[:2].sum(0).repeat(2, 0)[:4] * 1.0, bytes=held[0][None, :] * 1.0)]
+    terms += [Term("c", ("c",), seconds[2, 0] * 1.0, bytes=held[1] * 1.0), Term("a", ("a",), seconds[2, 1] * 1.0)]
+    every = [
+        (terms[0].seconds[a, b] + seconds[2, 0, c] + seconds[2, 1, a], held[0, b] + held[1, c])
+        for a, b, c in itertools.product(range(4), repeat=3)
+    ]
+    costs = SimpleNamespace(mesh=dict.fromkeys(axes, 2))
+    return SimpleNamespace(costs=costs, problem=lambda limit: Problem(choices, terms, limit)), every
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_the_best_of_random_problems_is_the_best_of_all_their_assignments(seed):
+    draw = np.random.default_rng(seed)
+    phases = [random_phase(draw, axes) for axes in ("x", "xy", "xyz")]
+    limit = float(draw.integers(4, 30))
+    fitting = [
+        (seconds, number) for number, (_, every) in enumerate(phases) for seconds, held in every if held <= limit
+    ]
+    makers = [lambda phase=phase: phase for phase, _ in phases]
+    if not fitting:
+        with pytest.raises(NoneFits) as none:
+            find(makers, limit)
+        assert none.value.over == min(held for _, every in phases for _, held in every) - limit
+        return
+    finding = find(makers, limit)
+    seconds, number = min(fitting)  # of equals the first, which has the fewest axes
+    assert finding.answer.seconds == seconds
+    assert seconds * (1 - TOLERANCE) <= finding.bound <= seconds
+    assert finding.best.phase is phases[number][0]
+
+
+def test_a_mesh_that_cannot_win_is_not_solved():
+    finding = find(makers((4, 2)), CHIP.hbm_bytes)
+    others = [each for each in finding.candidates if each is not finding.best]
+    assert others
+    assert all(each.answer is None and each.free.seconds >= finding.answer.seconds for each in others)
+
+
+def test_of_meshes_that_cost_the_same_the_one_with_fewer_axes_is_taken():
+    """With the batch alone to be split, and weights whole, two axes do what one does."""
+    doubled = [partial(problem_of, "train", GATED, mesh, CHIP, BATCH, LENGTH) for mesh in ({"x": 4, "y": 1}, {"x": 4})]
+    assert find(doubled, CHIP.hbm_bytes).best.phase.costs.mesh == {"x": 4}
+    assert find(doubled[::-1], CHIP.hbm_bytes).best.phase.costs.mesh == {"x": 4}
+
+
+def test_an_interrupt_leaves_the_best_so_far(monkeypatch):
+    every = makers((4, 2))
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    finding = find([every[0], interrupted, every[1]], CHIP.hbm_bytes)
+    assert not finding.complete
+    assert finding.answer == Candidate(every[0](), CHIP.hbm_bytes).solve()
+    assert finding.bound <= finding.answer.seconds
+    with pytest.raises(KeyboardInterrupt):
+        find([interrupted, *every], CHIP.hbm_bytes)
+
+
+def test_an_interrupt_within_a_search_leaves_what_it_had(monkeypatch):
+    held = candidate()
+    limit = 0.4 * held.free.bytes
+    best = Search(held.within(limit)).best()
+
+    def interrupted(search, **_):
+        if search.problem.limit is not None:
+            search.so_far = best
+            raise KeyboardInterrupt
+        return original(search, **_)
+
+    original = Search.best
+    monkeypatch.setattr(Search, "best", interrupted)
+    finding = find([lambda: held.phase], limit)
+    assert (finding.complete, finding.answer) == (False, best)
+    assert finding.bound == best.bound
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [GATED, PLAIN], ids=["gated", "plain"])
+def test_a_found_layout_loads_and_checks(config, tmp_path):
+    held = candidate(config)
+    for answer in (held.solve(), *some_answers(held, 6)):
+        layout = loaded(written(held, answer), tmp_path)
+        layout.check(config.sizes(BATCH, LENGTH), held.phase.costs.mesh)
+        assert ("ffn.w_gate" in layout.table) == config.gated
+        assert layout.mesh_for(8) == held.phase.costs.mesh
+        for line in held.phase.lines(answer.picks):
+            section = layout.overrides[line.section] if line.section else layout.table
+            assert config.gated or line.key == "ffn.w_gate" or section[line.key] == line.text
+
+
+def test_searching_again_writes_the_same_bytes():
+    texts = set()
+    for _ in range(2):
+        held = Candidate(candidate().phase, CHIP.hbm_bytes)
+        texts.add(written(held, held.solve(), remarks(held, held.solve())))
+    assert len(texts) == 1
+
+
+def test_sections_stand_as_in_presets_and_comments_in_a_column():
+    held = candidate()
+    lines = written(held, held.solve(), remarks(held, held.solve())).splitlines()
+    sections = [line.strip("[]") for line in lines if line.startswith("[")]
+    order = ["mesh", "embedding", "attention", "ffn", "output", "gradients", "optimizer"]
+    assert sections == [name for name in order if name in sections]
+    assert lines[0] == "# a header"
+    for _, block in itertools.groupby(lines, key=bool):
+        assert len({line.index("  # ") for line in block if "  # " in line}) <= 1
+
+
+def test_what_is_said_of_a_choice_is_what_it_costs_and_what_the_next_best_would():
+    held = candidate()
+    answer, problem = held.solve(), held.problem
+    terms, said = problem.seconds_of(answer.picks), dict(remarks(held, answer))
+    assert list(said) == [choice.name for choice in problem.choices]
+    for name, remark in said.items():
+        own = [term.name for term in problem.terms if name in term.of]
+        assert remark.seconds == pytest.approx(sum(terms[each] for each in own))
+        alike = held.options.alike(name, answer.picks[name])
+        other = Search(problem).best(without={name: alike})
+        assert remark.more == pytest.approx(other.seconds / answer.seconds - 1)
+        assert remark.other.picks[name] not in alike
+
+
+def test_options_that_differ_in_the_names_of_axes_alone_are_alike():
+    def same(mesh, spec):
+        options = candidate(mesh=mesh).options
+        specs = [texts["", "ffn.hidden"] for texts in options.texts["ffn.hidden"]]
+        return {specs[number] for number in options.alike("ffn.hidden", specs.index(spec))}
+
+    square = (("x", 4), ("y", 4))
+    assert same(square, "B_xLF_y") == {"B_xLF_y", "B_yLF_x"}
+    assert same(square, "BLF_xy") == {"BLF_xy", "BLF_yx"}
+    assert same((("x", 4), ("y", 2)), "B_xLF_y") == {"B_xLF_y"}
+
+
+@pytest.mark.parametrize(
+    ("share", "steps"), [(0.35, 3), *(pytest.param(share, 50, marks=pytest.mark.slow) for share in (1.0, 0.5, 0.3))]
+)
+def test_a_found_layout_trains_as_one_device_does(share, steps, tmp_path):
+    config = models.ModelConfig(**SIZES, tied=False, remat="full")
+    held = candidate(config)
+    answer = Search(held.within(share * held.free.bytes)).best()
+    layout = loaded(written(held, answer), tmp_path)
+    found, wanted = (losses(config, each, mesh, steps) for each, mesh in (
+        (layout, held.phase.costs.mesh), (Layout.load("replicated"), {"x": 1, "y": 1, "z": 1})))  # fmt: skip
+    assert wanted[-1] < wanted[0] - 0.05
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+def losses(config, layout, sizes, steps):
+    devices = jax.devices()[: prod(sizes.values())]
+    types = (jax.sharding.AxisType.Explicit,) * len(sizes)
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+    tokens = (np.cumsum(np.random.default_rng(0).choice([1, 5], size=(BATCH, LENGTH + 1)), axis=1) % 64).astype("int32")
+    with jax.set_mesh(mesh), gspmd.lowering("blocking"):
+        model = models.build(config, layout, mesh, jax.random.key(0))
+        optimizer = OptimizerConfig(learning_rate=1e-2)
+        state = step.initial_state(model, optimizer, 50, mesh)
+        placed = jax.NamedSharding(mesh, models.batch_spec(layout).partition_spec())
+        batch = jax.device_put(tokens, placed)
+        update, found = jit_step(step.training_step(model, optimizer, 50), state), []
+        for _ in range(steps):
+            state, figures = update(state, batch, jax.random.key(1))
+            found.append(float(figures["loss"]))
+    return np.array(found)
+
+
+# -- presets -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "phase"), [(GATED, "train"), (PLAIN, "train"), (GATED, "prefill"), (PLAIN, "decode")]
+)
+def test_a_layout_of_the_space_is_found_there_again(config, phase, tmp_path):
+    held = candidate(config, phase=phase)
+    search = Search(held.unlimited)
+    for answer in some_answers(held, 12, seed=1):
+        again = picks_of(held, search, loaded(written(held, answer), tmp_path))
+        assert again.seconds == pytest.approx(answer.seconds, rel=1e-12)
+        assert again.bytes == answer.bytes
+        assert written(held, again) == written(held, answer)
+
+
+def test_no_preset_is_better_than_what_was_found():
+    finding = find(makers((4, 2)), CHIP.hbm_bytes)
+    priced = [each for each in placed_presets(finding.candidates) if each.answer]
+    assert {"zero-1", "zero-2", "zero-3", "megatron-1d", "data-parallel", "replicated"} <= {
+        each.name for each in priced
+    }
+    for each in priced:
+        assert each.answer.seconds >= finding.answer.seconds
+
+
+def test_a_preset_takes_the_order_of_axes_that_is_best_for_it():
+    held = candidate()
+    placed = next(each for each in placed_presets([held]) if each.name == "megatron-1d")
+    layout, costs = Layout.load("megatron-1d"), []
+    for names in itertools.permutations(layout.axes, 2):
+        own = dict.fromkeys(layout.axes, 1) | dict(zip(names, held.phase.costs.mesh.values()))
+        try:
+            layout.check(GATED.sizes(BATCH, LENGTH), own)
+        except LayoutError:
+            continue
+        costs.append(picks_of(held, Search(held.unlimited), layout, dict(zip(names, held.phase.costs.mesh))).seconds)
+    assert placed.answer.seconds == min(costs) < max(costs)
+
+
+def test_stages_and_what_else_is_not_searched_is_no_preset_of_the_space():
+    held = candidate()
+    with pytest.raises(LayoutError, match=r"pipeline\.layers = 'N_p' is not in the space"):
+        picks_of(held, Search(held.unlimited), Layout.load("pipeline"), {"p": "x", "x": "y"})
+    odd = Layout.load("zero-3").override({"attention.w_k": "EKD_x"}).resolved({}, {"x": 4, "y": 2, "z": 1})
+    with pytest.raises(LayoutError, match=r"attention\.w_k = 'EKD_x' is not in the space"):
+        picks_of(held, Search(held.unlimited), odd, {"x": "x", "y": "y"})
+
+
+# -- why not -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [("ffn.w_in", "E_xF_y"), ("ffn.w_in", "E_{x} F_{y}"), ("attention.key", "B_xLKD"), ("optimizer.ffn.w_out", "F_xyE"),
+     ("ffn.in_via", "B_xLE, EF_y"), ("ffn.residual", "B_xL_yE"), ("attention.key_via", "B_xyLE, EKD")],
+)  # fmt: skip
+def test_another_line_costs_what_the_search_with_it_given_says(key, text):
+    held = candidate()
+    asked = why(held, key, text)
+    wanted = tuple(map(Spec.parse, text.split(", ")))
+    section, _, name = key.partition(".") if key.startswith("optimizer") else ("", "", key)
+    lines = held.phase.lines(asked.answer.picks)
+    written = {(line.section, line.key): line.text for line in lines}
+    text_there = written.get((section, name), written.get(("", name)))
+    assert tuple(map(Spec.parse, text_there.split(", "))) == wanted
+    seconds = sum(theirs - ours for _, ours, theirs in asked.terms)
+    assert asked.answer.seconds - asked.best.seconds == pytest.approx(seconds, abs=1e-12)
+    # no option with this text is cheaper
+    choice = held.options.choices[section, name]
+    for number, texts in enumerate(held.options.texts[choice]):
+        there = texts.get((section, name), texts.get(("", name)))
+        if there and tuple(map(Spec.parse, there.split(", "))) == wanted:
+            try:
+                alone = Search(held.problem).best(fixed={choice: number})
+            except NothingFits:
+                continue
+            assert alone.seconds >= asked.answer.seconds * (1 - 1e-12)
+    changed = {line for line, *_ in asked.lines}
+    ours = {(line.section, line.key): line.text for line in held.phase.lines(asked.best.picks)}
+    assert changed == {
+        ".".join(filter(None, each)) for each in {*ours, *written} if ours.get(each) != written.get(each)
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "said"),
+    [("ffn.w_inn", "EF_x", "no line of the search is called 'ffn.w_inn'.\n  Did you mean 'ffn.w_in'? It has "),
+     ("ffn.w_in", "EF_q", "ffn.w_in cannot be 'EF_q': the mesh has no axis q.\n  Possible are '"),
+     ("ffn.w_in", "E_xF_x", "cannot read ffn.w_in = 'E_xF_x': "),
+     ("ffn.w_in", "F_xE", "ffn.w_in cannot be 'F_xE': 'F_xE' has dimensions FE, and needs EF.\n  Possible are "),
+     ("attention.key", "BLK_xyD", "attention.key cannot be 'BLK_xyD': dimension K has size 4, which "),
+     ("ffn.in_via", "BLE", "ffn.in_via cannot be 'BLE': it has 1 spec, and needs 2.\n  Possible are 'B"),
+     ("attention.query", "BLHD_x", "attention.query cannot be 'BLHD_x': it does not go with ")],
+)  # fmt: skip
+def test_what_is_no_option_is_one_message(key, text, said):
+    with pytest.raises(LayoutError) as error:
+        why(candidate(), key, text)
+    assert str(error.value).startswith(said)
+
+
+def test_what_does_not_fit_is_priced_without_the_limit():
+    held = candidate(limit=0.3 * candidate().free.bytes)
+    asked = why(held, "ffn.w_in", "EF")
+    smallest = Search(held.within(-1.0))
+    with pytest.raises(NothingFits) as none:
+        smallest.best(without={"ffn.w_in": [n for n, each in enumerate(held.options.texts["ffn.w_in"])
+                                            if each["", "ffn.w_in"] != "EF"]})  # fmt: skip
+    assert asked.over == pytest.approx(max(0.0, none.value.nearest.bytes - held.limit))
+
+
+# -- seconds against bytes ---------------------------------------------------------------------------------------------
+
+
+def test_the_front_falls_and_nothing_is_below_it():
+    held = candidate()
+    points = frontier(held, searches=4)
+    assert 3 < len(points) <= 6
+    assert points[0].answer.bytes == held.least.bytes
+    assert points[-1].answer == held.free
+    for before, after in itertools.pairwise(points):
+        assert before.answer.bytes <= before.limit < after.answer.bytes
+        assert before.answer.seconds > after.answer.seconds
+    for point in points[:-1]:
+        for limit in (point.answer.bytes, point.limit):
+            assert Search(held.within(limit)).best().seconds == pytest.approx(point.answer.seconds, rel=1e-9)
+    for answer in some_answers(held, 10, seed=2):
+        fits = [point for point in points if point.answer.bytes <= answer.bytes <= point.limit]
+        assert all(answer.seconds >= point.answer.seconds * (1 - 1e-9) for point in fits)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_point_is_the_cheapest_up_to_its_limit(seed):
+    phase, every = random_phase(np.random.default_rng(seed), "x")
+    points = frontier(Candidate(phase, 1e9), searches=seed % 7)
+    for point in points:
+        assert point.answer.seconds == min(seconds for seconds, held in every if held <= point.answer.bytes)
+        assert point.answer.seconds == min(seconds for seconds, held in every if held <= point.limit)
+    assert points[0].answer.bytes == min(held for _, held in every)
+    assert points[-1].answer.seconds == min(seconds for seconds, _ in every)
+
+
+def test_what_a_line_costs_does_not_depend_on_what_was_asked_before():
+    held = candidate()
+    held.solve()
+    line = next(line for line in held.phase.lines(held.solve().picks) if line.key == "ffn.hidden")
+    first = why(held, "ffn.hidden", line.text)
+    held.patience.left = 0
+    assert why(held, "ffn.hidden", line.text).answer == first.answer

@@ -1,0 +1,292 @@
+"""Layers to stages: the dynamic program against all splits, and its prices against the step of a real pipeline."""
+
+import io
+import math
+import random
+from dataclasses import replace
+from itertools import product
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+import gspmd
+from gspmd.annotate import PlanError
+from gspmd.audit import topology
+from gspmd.hardware.chips import CHIPS
+from gspmd.layouts import Layout
+from gspmd.layouts.rules.stages import data_axes
+from gspmd.moe import MoEConfig
+from gspmd.pipeline import Schedule
+from gspmd.search import Search
+from gspmd.search.stages import NoSplit, Stage, split
+from gspmd.training import OptimizerConfig
+from gspmd_models import ModelConfig, abstract, abstract_batch, abstract_key, step
+from gspmd_models.search.costs import Costs
+from gspmd_models.search.pipeline import StageProblem
+from gspmd_models.search.stages import sheet, table
+from tests.search.layouts import drawn, layout_of
+
+
+def every_split(layers: int, submeshes: int):
+    """All of them, whatever they cost and whatever devices they use."""
+    for cuts in product((False, True), repeat=layers - 1):
+        ends = [*(at for at, cut in enumerate(cuts) if cut), layers - 1]
+        firsts = [0, *(end + 1 for end in ends[:-1])]
+        for chosen in product(range(submeshes), repeat=len(ends)):
+            yield [Stage(*each) for each in zip(firsts, ends, chosen)]
+
+
+def cheapest(table, sizes, devices, microbatches, fits, alike):
+    best = math.inf
+    for stages in every_split(len(table), len(sizes)):
+        if sum(sizes[each.submesh] for each in stages) != devices:
+            continue
+        if alike and len({(each.last - each.first, each.submesh) for each in stages}) > 1:
+            continue
+        if not all(fits(each, len(stages) - 1 - at) for at, each in enumerate(stages)):
+            continue
+        paces = [table[each.first][each.last][each.submesh] for each in stages]
+        if max(paces) < math.inf:
+            best = min(best, sum(paces) + (microbatches - 1) * max(paces))
+    return best
+
+
+def case_of(rng: random.Random):
+    """A small case: few distinct seconds, some infinite; what a stage holds grows with the stages behind it."""
+    layers, sizes = rng.randint(2, 6), tuple(rng.choices((1, 2, 3, 4), k=rng.randint(1, 3)))
+    count = rng.randint(1, layers)
+    devices = sum(rng.choices(sizes, k=count)) if rng.random() < 0.5 else rng.choice(sizes) * count
+    scale = rng.choice([0, 10])
+    table = np.array(
+        [
+            [
+                [
+                    math.inf if rng.random() < 0.1 else rng.randint(0, 4) + scale * (last - first + 1) / size
+                    for size in sizes
+                ]
+                for last in range(layers)
+            ]
+            for first in range(layers)
+        ]
+    )
+    held, kept, limit = rng.randint(0, 2), rng.randint(0, 2), rng.choice([2, 4, 6, 10**9])
+
+    def fits(stage: Stage, behind: int) -> bool:
+        count = stage.last - stage.first + 1
+        ends = held * (stage.first == 0)
+        return (ends + count * (held + kept * min(behind + 1, microbatches))) / sizes[stage.submesh] <= limit
+
+    microbatches = rng.choice([1, 2, 4, 16])
+    return table, sizes, devices, microbatches, fits
+
+
+def test_a_split_is_the_cheapest_of_all():
+    found = {"any": 0, "alike": 0, "none": 0, "bound": 0, "memory": 0}
+    for seed in range(200):
+        case = case_of(random.Random(seed))
+        for alike in (False, True):
+            wanted = cheapest(*case, alike)
+            if wanted == math.inf:
+                found["none"] += 1
+                with pytest.raises(NoSplit):
+                    split(*case, alike=alike)
+                continue
+            answer = split(*case, alike=alike)
+            table, sizes, devices, microbatches, fits = case
+            paces = [table[each.first, each.last, each.submesh] for each in answer.stages]
+            assert answer.seconds == pytest.approx(wanted, rel=1e-12)
+            assert answer.seconds == pytest.approx(sum(paces) + (microbatches - 1) * max(paces), rel=1e-12)
+            assert answer.slowest == max(paces)
+            assert [layer for each in answer.stages for layer in range(each.first, each.last + 1)] == [
+                *range(len(table))
+            ]
+            assert sum(sizes[each.submesh] for each in answer.stages) == devices
+            assert all(fits(each, len(answer.stages) - 1 - at) for at, each in enumerate(answer.stages))
+            assert answer.bound == pytest.approx(cheapest(*case, False), rel=1e-12)
+            found["alike" if alike else "any"] += 1
+            found["bound"] += answer.bound < answer.seconds
+            found["memory"] += wanted > cheapest(*case[:4], lambda *_: True, alike)
+    assert min(found.values()) >= 8, found
+
+
+FLAT = np.ones((4, 4, 1))
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_memory_is_asked_for_with_the_stages_behind(alike):
+    answer = split(FLAT, (2,), 8, 2, lambda stage, behind: behind == 3 - stage.first, alike)
+    assert len(answer.stages) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((FLAT, (3,), 8, 2), "submeshes of 3 devices do not make so many"),
+        ((FLAT, (2,), 8, 2, lambda stage, behind: behind < 3), "no split fits in memory"),
+        ((FLAT * math.inf, (2,), 8, 2), "a stage of infinite seconds"),
+        ((FLAT, (2,), 6, 2, None, True), "that the layers divide into"),
+    ],
+)
+def test_what_cannot_be_split_is_said_with_a_remedy(arguments, told):
+    with pytest.raises(NoSplit, match=told) as fault:
+        split(*arguments)
+    assert str(fault.value).splitlines()[1].startswith("  ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((FLAT[0], (1,), 4, 2), r"seconds have shape \(4, 1\)"),
+        ((FLAT * math.nan, (1,), 4, 2), "negative or not a number"),
+        ((FLAT, (0,), 4, 2), "Give 1 or more of each"),
+    ],
+)
+def test_what_is_no_table_is_refused(arguments, told):
+    with pytest.raises(ValueError, match=told):
+        split(*arguments)
+
+
+# -- what a pipeline costs -------------------------------------------------------------------------------------------
+
+BATCH, LENGTH = 64, 512
+DENSE = ModelConfig(
+    embed=512, layers=4, heads=8, kv_heads=4, head_size=64, feed_forward=1024, vocabulary=1024, tied=False,
+    activation="swiglu",
+)  # fmt: skip
+ROUTED = replace(DENSE, kv_heads=8, tied=True, activation="relu", moe=MoEConfig(experts=8, every=2, router="gshard"))
+INSIDE = {"x": 2, "y": 2}
+
+
+def traced(config: ModelConfig, layout: Layout, microbatches: int):
+    mesh = topology("tpu-v5p:2x2x2").mesh({"p": 2, **INSIDE})
+    with jax.set_mesh(mesh), gspmd.lowering("blocking"):
+        model = abstract(config, layout, mesh, "bfloat16")
+        state = step.abstract_state(model, OptimizerConfig(), 10, mesh)
+        update = step.training_step(model, OptimizerConfig(), 10, microbatches)
+        return gspmd.trace(update, state, abstract_batch(layout, mesh, BATCH, LENGTH), abstract_key(mesh))
+
+
+@pytest.mark.parametrize(
+    ("config", "remat", "microbatches", "side", "seed"),
+    [
+        (DENSE, "full", 4, (), 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (DENSE, "none", 4, ("x", "y"), None), (DENSE, "dots", 4, ("x",), 1), (DENSE, "selective", 1, ("y",), 2),
+                (DENSE, "none", 2, ("y",), 3), (ROUTED, "none", 4, (), None), (ROUTED, "full", 2, (), None),
+            ]
+        ),
+    ],
+)  # fmt: skip
+def test_a_pipeline_costs_what_its_training_step_is_traced_to(
+    config, remat, microbatches, side, seed, monkeypatch, tmp_path
+):
+    pytest.importorskip("libtpu")
+    # What no plan counts: passes over memory, and attention's own products.
+    monkeypatch.setattr(Costs, "in_memory", lambda *_: 0.0)
+    monkeypatch.setattr("gspmd_models.search.parts.attention.Attention._products", lambda *_: 0.0)
+    config = replace(config, remat=remat)
+    found = StageProblem(config, 2, INSIDE, CHIPS["tpu-v5p"], BATCH, LENGTH, microbatches=microbatches, side=side)
+    problem = found.problem()
+    picks = Search(problem).best().picks if seed is None else drawn(problem, random.Random(seed))
+    layout = layout_of(found.lines(picks), tmp_path, ("p", *INSIDE))
+    layout.check(config.sizes(BATCH, LENGTH), {"p": 2, **INSIDE})
+    if not config.moe:
+        assert data_axes(layout) == side
+    plan = traced(config, layout, microbatches)
+    assert problem.cost(picks) == pytest.approx(plan.seconds, rel=0.012)
+    residual = found.choices["residual"][picks["residual"]]
+    # Two stages have one slot less to send back in: after the last, nobody takes it; nor the only one's last result.
+    sends = 2 * (microbatches + 1) - 1 - (microbatches == 1)
+    sent = sum(each.wire_bytes for each in plan.steps if (each.kind, each.axes) == ("collective-permute", ("p",)))
+    assert sent == sends * found.costs.local(residual) * 2
+
+
+def test_where_pipelines_run_side_by_side_nothing_else_lies(tmp_path):
+    found = StageProblem(DENSE, 2, INSIDE, CHIPS["tpu-v5p"], BATCH, LENGTH, microbatches=4, side=("y",))
+    problem, rng = found.problem(), random.Random(0)
+    for _ in range(20):
+        layout = layout_of(found.lines(drawn(problem, rng)), tmp_path, ("p", *INSIDE))
+        assert data_axes(layout)[:1] == ("y",)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 8])
+def test_a_stage_holds_the_inputs_that_its_schedule_says(microbatches):
+    found = StageProblem(DENSE, 2, INSIDE, CHIPS["tpu-v5p"], BATCH, LENGTH, microbatches=microbatches)
+    term = next(term for term in found.terms if term.name == "stream: residual")
+    held = [found.costs.local(spec) * 2 for spec in found.choices["residual"]]
+    assert term.bytes.tolist() == [Schedule.of("1f1b", 2, microbatches).in_flight * each for each in held]
+
+
+@pytest.fixture(scope="module")
+def pipelines():
+    return table(DENSE, (2, 4), CHIPS["tpu-v5p"], BATCH, LENGTH, 95e9, microbatches=(4, 8, 48))
+
+
+def test_a_row_is_its_slots_and_what_comes_once(pipelines):
+    assert [(row.stages, row.microbatches) for row in pipelines.rows] == [(2, 4), (2, 8), (4, 4), (4, 8)]
+    for row in pipelines.rows:
+        once = sum(
+            seconds
+            for name, seconds in row.problem.problem().seconds_of(row.answer.picks).items()
+            if name.startswith(("stored", "summed", "norm of", "gradients of"))
+        )
+        assert row.split.seconds + once == pytest.approx(row.answer.seconds, rel=1e-9)
+        waits = 1 - row.microbatches * row.split.slowest / row.split.seconds
+        assert row.bubble == pytest.approx(waits) == Schedule.of("1f1b", row.stages, row.microbatches).bubble
+        assert math.prod(row.mesh.values()) == 8
+    assert pipelines.best.answer.seconds == min(row.answer.seconds for row in pipelines.rows)
+
+
+def test_no_stages_that_are_alike_are_faster_than_any_split(pipelines):
+    for row in pipelines.rows:
+        assert pipelines.free[row.microbatches].seconds <= row.split.seconds
+        layers = DENSE.layers
+        alone = split(row.prices.apart(layers), (1,), row.stages, row.microbatches).seconds
+        assert pipelines.free[row.microbatches].seconds <= alone <= row.split.seconds
+
+
+def test_the_found_pipeline_is_a_layout(pipelines, tmp_path):
+    best = pipelines.best
+    layout = layout_of(best.lines, tmp_path, tuple(best.mesh))
+    layout.check(DENSE.sizes(BATCH, LENGTH), best.mesh)
+    assert str(layout.spec("pipeline.layers")) == "N_p"
+
+
+def test_the_table_says_what_fits(pipelines):
+    least = min(row.answer.bytes for row in pipelines.rows)
+    tight = table(DENSE, (2, 4), CHIPS["tpu-v5p"], BATCH, LENGTH, 0.2 * least, microbatches=(4,))
+    assert tight.best is None
+    assert not tight.free
+    assert all(row.least > 0.2 * least and not row.lines for row in tight.rows)
+    console = Console(width=120, record=True, file=io.StringIO())
+    for found in (pipelines, tight):
+        console.print(sheet(found))
+    text = console.export_text()
+    assert all(name in text for name in ("microbatches", "bubble", "20%", "yes", "no"))
+
+
+@pytest.mark.parametrize(
+    ("config", "stages", "side", "told"),
+    [
+        (DENSE, 3, (), "cannot split 4 stacked layers into 3 stages"),
+        (ROUTED, 2, ("x",), "stages with experts and pipelines side by side"),
+        (replace(ROUTED, moe=replace(ROUTED.moe, groups=4)), 2, (), "stages with experts and 4 groups of tokens"),
+    ],
+)
+def test_what_makes_no_stages_is_refused(config, stages, side, told):
+    with pytest.raises(PlanError, match=told):
+        StageProblem(config, stages, INSIDE, CHIPS["tpu-v5p"], BATCH, LENGTH, side=side)
+
+
+def test_stages_hold_the_gathered_weights_that_training_holds():
+    """Without remat every layer's are kept until the backward pass has come to it."""
+    held = {}
+    for remat in ("none", "full"):
+        found = StageProblem(replace(DENSE, remat=remat), 2, INSIDE, CHIPS["tpu-v5p"], BATCH, LENGTH)
+        term = next(term for term in found.terms if term.name == "ffn.in_via: ffn.w_in 0")
+        held[remat] = np.max(term.bytes)
+    assert held["none"] == DENSE.layers // 2 * held["full"]
