@@ -28,7 +28,7 @@ from gspmd.moe import MoEConfig
 from gspmd.training import OptimizerConfig
 from gspmd.training.step import jit_step
 from gspmd_models import step
-from gspmd_models.objective import schedule_of
+from gspmd_models.objective import for_stages, schedule_of
 
 STEPS, TOLERANCE, BATCH, LENGTH = 50, 1e-4, 8, 16
 DENSE = models.ModelConfig(
@@ -146,6 +146,7 @@ ROWS = (
     Row("data × model × expert × context", "context-parallel", {"x": 2, "y": 2, "z": 2}, OVER_ALL),
     Row("data × pipeline", "zero-1", {"p": 4, "x": 2}, pipeline=Pipeline("gpipe", 4, layers=4)),
     Row("data × pipeline", "zero-2", {"p": 2, "x": 4}, pipeline=Pipeline("1f1b", 2)),
+    Row("data × pipeline", "zero-2", {"p": 2, "x": 2, "z": 2}, pipeline=Pipeline("zero-bubble", 2)),
     Row("model × pipeline", "megatron-1d", {"p": 4, "y": 2}, pipeline=Pipeline("1f1b", 4, 3, layers=12)),
     Row("context × pipeline", "context-parallel", {"p": 2, "y": 4}, pipeline=Pipeline("1f1b", 4)),
     Row("data × model × pipeline", "megatron-1d", {"p": 2, "x": 2, "y": 2}, pipeline=Pipeline("zero-bubble", 4)),
@@ -197,7 +198,8 @@ def outcome(row: Row) -> Outcome:
         layout, settings = row.table, row.pipeline.settings if row.pipeline else {}
         mesh = layout.complete_mesh(row.mesh)
         layout.check(row.model.sizes(BATCH, row.length), mesh)
-        schedule_of(row.model, layout, mesh, **settings)
+        if schedule_of(row.model, layout, mesh, **settings):
+            for_stages(row.model, layout)
     except LayoutError as error:
         return Outcome(refused=" ".join(filter(None, (error.faults[0].fact, error.faults[0].remedy))).split("\n")[0])
     except PlanError as error:

@@ -11,15 +11,10 @@ the compiler for TPUs, and no TPU.
 """
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -50,7 +45,6 @@ class Run:
         mfu: as published.
         tokens: per second and chip, as published.
         causal: whether the published count of FLOPs takes half of attention's scores.
-        vmem: KiB of on-chip memory that one instruction may take, if the published run sets it; None for libtpu's own.
     """
 
     flags: str
@@ -60,17 +54,11 @@ class Run:
     mfu: float
     tokens: float
     causal: bool = False
-    vmem: int | None = None
 
     @property
     def command(self) -> str:
-        """What a reader types, after `libtpu`."""
+        """What a reader types."""
         return f"gspmd compile --phase train {self.flags} --batch {self.chips * self.rows} --length {self.length}"
-
-    @property
-    def libtpu(self) -> str:
-        """The flags in LIBTPU_INIT_ARGS."""
-        return f"--xla_tpu_scoped_vmem_limit_kib={self.vmem}" if self.vmem else ""
 
 
 RUNS = {
@@ -89,8 +77,9 @@ RUNS = {
         512, 2, 8192, 0.685, 124.6, causal=True,
     ),
     "mixtral-8x7b-v6e": Run(
-        "--config mixtral-8x7b --topology tpu-v6e:16x16 --layout zero-3 --lowering blocking --microbatches 2",
-        256, 12, 4096, 0.3523, 3899, vmem=81920,
+        "--config mixtral-8x7b --topology tpu-v6e:16x16 --layout zero-3 --lowering blocking --microbatches 2 "
+        "--compiler-options xla_tpu_scoped_vmem_limit_kib=81920",
+        256, 12, 4096, 0.3523, 3899,
     ),
 }  # fmt: skip
 """MaxText's docs/reference/models/tiering.md, and tpu-recipes for 405B on v5p (68.5% = 314.5 of 459 TFLOP/s)."""
@@ -185,17 +174,9 @@ def settings_of(run: Run) -> command.Settings:
 
 def measured(kept: Kept, name: str) -> dict[str, Any]:
     """The simulated step of a run, compiled as `gspmd compile` does."""
-    run, given = RUNS[name], os.environ.get("LIBTPU_INIT_ARGS", "")
-    key = f"{name} {run.libtpu}".strip()
+    run = RUNS[name]
 
     def compiled() -> dict[str, Any]:
-        if run.libtpu not in given:  # libtpu reads its flags once, when it is loaded: in a process of its own
-            with TemporaryDirectory() as folder:
-                path = Path(folder, "run.json")
-                child = [sys.executable, __file__, "--only", "runs", "--run", name, "--json", str(path)]
-                flags = {"LIBTPU_INIT_ARGS": f"{given} {run.libtpu}".strip()}
-                subprocess.run(child, check=True, stdout=subprocess.DEVNULL, env=os.environ | flags)
-                return json.loads(path.read_text())[key]
         settings = settings_of(run)
         target = topology(settings.topology)
         report = command.compiled(settings, target)
@@ -207,7 +188,7 @@ def measured(kept: Kept, name: str) -> dict[str, Any]:
             return figures
         return figures | {"as_planned": report.ledger.compare(report.plan).agrees} | split(report.timeline)
 
-    return kept(key, compiled)
+    return kept(run.command, compiled)
 
 
 def split(line: Timeline) -> dict[str, Any]:

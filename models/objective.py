@@ -96,12 +96,11 @@ def schedule_of(
         schedule, microbatches, rounds: as of `loss`.
 
     Raises:
-        PlanError: as of `Schedule.of` and `for_stages`, or the layers do not make so many rounds of stages, or groups
-            of tokens span the sequences that microbatches part.
+        PlanError: as of `Schedule.of`, or the layers do not make so many rounds of stages, or groups of tokens span
+            the sequences that microbatches part.
     """
     if not (axes := stages_axes(layout)):
         return None
-    for_stages(config, layout)
     table, layers = Schedule.of(schedule, mesh[axes[0]], microbatches, rounds), config.sizes(1, 1)["N"]
     if layers % (table.stages * rounds):
         raise PlanError(
@@ -136,13 +135,10 @@ def for_stages(config: ModelConfig, layout: Any) -> Any:
         PlanError: [gradients] has partial sums over other axes.
     """
     data = () if config.moe else data_axes(layout)
-    planned = {*layout.axes} - {*data, *stages_axes(layout)}
     given, faults = {}, []
     for row in parameters(config, layout).values():
         gradient, spec = Spec.parse(layout.gradient(row.key)), layout.spec(row.key)
-        # Where all axes split the batch one of them is left inside, by itself.
-        inside = {*gradient.partial} - {*data} - (planned if len(planned) == 1 and not spec.used else set())
-        if inside and row.key not in given:
+        if (inside := {*gradient.partial} - {*data}) and row.key not in given:
             faults.append(
                 f"the gradient of {row.key} over {', '.join(sorted(inside))}: write '{spec.with_partial(data)}' in "
                 f"[gradients], not '{gradient}'."
@@ -178,8 +174,7 @@ def _pipelined(
         weights = jax.tree.map(move, cast_matrices(stacked, dtype), {"blocks": specs["blocks"]})
     else:
         weights = jax.tree.map(lambda value: value[None], stacked)
-    # Of the weights of `for_stages`: pipelines that run side by side, each on sequences of its own.
-    data = tuple(axis for axis in data_axes(model.layout) if axis in rows["embedding.table"].spec.reduced)
+    data = rows["embedding.table"].spec.reduced  # as all weights of `for_stages`; none in evaluation
     layout, periods = model.layout.inside(data), config.layers // config.period
     batches: dict[str, Any] = {"tokens": cut_batch(tokens, batch_spec(model.layout), table.microbatches)}
     if train and key is not None:

@@ -35,6 +35,7 @@ class Context:
     chip: Chip
     explicit: bool
     lowering: str
+    in_shard_map: bool = False  # whether axes are manual around it, as in the stages of a pipeline
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -52,10 +53,9 @@ def context(lowering_name: str | None = None) -> Context:
     if mesh.empty:
         raise PlanError("there is no mesh.\n  Call inside `with jax.set_mesh(mesh):`, with a mesh from jax.make_mesh.")
     if mesh.are_all_axes_manual:
-        raise PlanError(
-            "cannot plan inside another shard_map: its mesh axes are already manual, so arrays there are pieces.\n"
-            "  Call gspmd outside of the shard_map, or use jax.lax collectives inside it."
-        )
+        from gspmd.lowerings.manual import check_all_manual
+
+        check_all_manual()
     if mesh.explicit_axes and mesh.auto_axes:
         raise PlanError("the mesh mixes Explicit and Auto axes.\n  Make it with axes of one type.")
     axes = tuple((axis, size) for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
@@ -64,7 +64,7 @@ def context(lowering_name: str | None = None) -> Context:
     chosen = default.resolve(lowering_name)
     if chosen == "auto" and known is None:  # host devices share their cores with what they send: nothing is hidden
         chosen = "blocking"
-    return Context(axes, known or chip(DEFAULT_CHIP), not mesh.auto_axes, chosen)
+    return Context(axes, known or chip(DEFAULT_CHIP), bool(mesh.explicit_axes), chosen, bool(mesh.manual_axes))
 
 
 # -- names that carry a program's steps --------------------------------------------------------------------------------
@@ -164,6 +164,8 @@ def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
         # On one device JAX inlines a shard_map and refuses its partial sums; they are whole there, and typed after.
         mesh = jax.sharding.get_abstract_mesh()
         alone, free = mesh.size == 1, {*mesh.axis_names}.difference(mesh.manual_axes)
+        if not free:
+            return body(*arrays)
         wanted = jax.tree.map(lambda spec: jax.P(*spec.partitions), outs, is_leaf=_is_partition) if alone else outs
         run = _without_elements if any(x.size == 0 for x in arrays) else jax.shard_map
         results = run(body, in_specs=ins, out_specs=wanted, axis_names=free, check_vma=False)(*arrays)

@@ -136,11 +136,10 @@ def _program(call: Call) -> Callable:
     equation = call.equation
     equation.check(dict(call.sizes), call.context.mesh)
     for spec in equation.specs:
-        if call.context.explicit and spec.is_open:
-            raise PlanError(
-                f"'{spec}' leaves a dimension to the compiler; under Explicit mesh axes every placement is a type.\n"
-                "  Name its mesh axes, or make the mesh with Auto axes and run it with lowering='xla'."
-            )
+        if spec.is_open and (call.context.in_shard_map or call.context.explicit):
+            from gspmd.lowerings.manual import open_in_shard_map, open_under_explicit
+
+            raise PlanError((open_in_shard_map if call.context.in_shard_map else open_under_explicit)(spec))
         if not call.context.explicit and (spec.partial or spec.reduced):
             raise PlanError(partial_under_auto(spec))
     forward, backward = lower(call)

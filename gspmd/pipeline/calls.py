@@ -7,7 +7,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from gspmd.lowerings.program import program_of
-from gspmd.tracing.jaxprs import all_equations, inner_jaxprs
+from gspmd.tracing.jaxprs import all_equations, changed_inside, inner_jaxprs
 
 
 def apart(function: Callable, *arrays: Any) -> Any:
@@ -24,20 +24,9 @@ def apart(function: Callable, *arrays: Any) -> Any:
 
 def _apart(jaxpr: Jaxpr) -> Jaxpr:
     """The program with a copy of every program that it calls and that is planned, or calls one that is."""
-    return jaxpr.replace(eqns=[_copied(each) if _is_planned(each) else each for each in jaxpr.eqns])
+    return jaxpr.replace(eqns=[changed_inside(each, _apart) if _is_planned(each) else each for each in jaxpr.eqns])
 
 
 def _is_planned(equation: Any) -> bool:
     inside = (each for inner in inner_jaxprs(equation) for each in all_equations(inner))
     return any(program_of(each) for each in (equation, *inside))
-
-
-def _copied(equation: Any) -> Any:
-    def copy(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(copy, value)) if any(isinstance(x, (ClosedJaxpr, Jaxpr)) for x in value) else value
-        if isinstance(value, ClosedJaxpr):
-            return ClosedJaxpr(_apart(value.jaxpr), value.consts)
-        return _apart(value) if isinstance(value, Jaxpr) else value
-
-    return equation.replace(params={name: copy(value) for name, value in equation.params.items()})

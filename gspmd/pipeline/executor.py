@@ -87,7 +87,6 @@ class Executor:
 
     def __call__(self, shared: Tree, weights: Tree, batches: Tree) -> Results:
         """Run all ticks on this stage's weights [rounds, layers, ...] and all microbatches [M, ...]."""
-        ctx = context()
         trains = self.schedule.name != "forward"
         halves: Any = self._halves(shared, weights, batches) if "weights" in self.schedule.kinds else None
         state = self._begin(shared, weights, batches, trains, halves)
@@ -96,10 +95,10 @@ class Executor:
 
             def tick(state: _State, rows: Mapping[str, Any]) -> tuple[_State, None]:
                 if "forward" in rows:
-                    state = self._forward(ctx, state, shared, weights, batches, self._mine(rows["forward"]), trains)
+                    state = self._forward(state, shared, weights, batches, self._mine(rows["forward"]), trains)
                 if "backward" in rows:
                     row = self._mine(rows["backward"])
-                    state = self._backward(ctx, state, shared, weights, batches, row, halves)
+                    state = self._backward(state, shared, weights, batches, row, halves)
                 if "weights" in rows:
                     state = self._weights(state, shared, weights, self._mine(rows["weights"]), halves)
                 return state, None
@@ -135,6 +134,7 @@ class Executor:
         stream = jax.eval_shape(self.stages.first, shared, some)
         _, _, figures = jax.eval_shape(self.stages.chunk, chunk, stream, some, jnp.int32(0))
         figures = jax.tree.map(lambda x: jnp.zeros((self.schedule.rounds, *x.shape), jnp.float32), figures)
+        self.stream.check(stream.shape, context().mesh)
         activation = self._zeros(stream)
         if not trains:
             return _State(activation, None, None, None, Results(jnp.float32(0), figures))
@@ -157,28 +157,19 @@ class Executor:
         x = self._zeros(jax.eval_shape(self.stages.first, shared, batch))
         return split(self._pullback, (shared, _at(weights, 0)), (x, batch, jnp.int32(0), x, jnp.float32(0)))
 
-    def _forward(
-        self, ctx: Context, state: _State, shared: Tree, weights: Tree, batches: Tree, row: "_Row", trains: bool
-    ) -> _State:
+    def _forward(self, state: _State, shared: Tree, weights: Tree, batches: Tree, row: "_Row", trains: bool) -> _State:
         batch = _at(batches, row.microbatch)
         number, is_first, is_last = self._chunk(row)
         x = jnp.where(is_first, self.stages.first(shared, batch), state.activation)
         y, loss, figures = self.stages.chunk(_at(weights, row.round), x, batch, number)
-        state = state._replace(activation=self._sent(ctx, y, 1))
+        state = state._replace(activation=self._sent(y, 1))
         if trains:  # the backward pass computes the rest again
             return state._replace(inputs=_put_at(state.inputs, row.input, x, row.active))
         loss = loss + jnp.where(is_last, self.stages.last(shared, y, batch), 0.0)
         return state._replace(sums=self._added(state.sums, row, loss, figures))
 
     def _backward(
-        self,
-        ctx: Context,
-        state: _State,
-        shared: Tree,
-        weights: Tree,
-        batches: Tree,
-        row: "_Row",
-        halves: Halves | None,
+        self, state: _State, shared: Tree, weights: Tree, batches: Tree, row: "_Row", halves: Halves | None
     ) -> _State:
         number, _, is_last = self._chunk(row)
         x = _at(state.inputs, row.input)
@@ -194,7 +185,7 @@ class Executor:
             held = [_put_at(into, row.residual, each, row.active) for into, each in zip(state.residuals, kept)]
             state = state._replace(residuals=held)
         sums = self._added(state.sums, row, loss, figures)
-        return state._replace(cotangent=self._sent(ctx, of_x, -1), sums=sums)
+        return state._replace(cotangent=self._sent(of_x, -1), sums=sums)
 
     def _weights(self, state: _State, shared: Tree, weights: Tree, row: "_Row", halves: Halves) -> _State:
         """The gradients of weights of a split backward pass; no stage waits in such a slot, so none is masked."""
@@ -232,7 +223,7 @@ class Executor:
         figures = jax.tree.map(lambda into, x: _add_at(into, row.round, share(x)), sums.figures, figures)
         return sums._replace(loss=sums.loss + share(loss), figures=figures)
 
-    def _sent(self, ctx: Context, x: jax.Array, by: int) -> jax.Array:
+    def _sent(self, x: jax.Array, by: int) -> jax.Array:
         """What the stage before (by = 1) or behind (by = -1) has computed: one permute, of which the plan is a step."""
         stages, rounds = self.schedule.stages, self.schedule.rounds
         pairs = [(stage, (stage + by) % stages) for stage in range(stages)]
@@ -240,6 +231,7 @@ class Executor:
             pairs = [(source, target) for source, target in pairs if target == source + by]
         if stages == 1:  # a chunk follows on its own stage, or none does
             return x if pairs else jnp.zeros_like(x)
+        ctx = context()
         step = self._step(ctx, x)
         name = f"{self.stream} to the {'next' if by == 1 else 'previous'} stage"
         return run(ctx, name, (step,), _body(self.axis, tuple(pairs), step), (self.stream,), self.stream, x)

@@ -1,6 +1,7 @@
 """The loss of a pipeline as a function that JAX differentiates: its gradients are those that the schedule computes."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from math import prod
 from typing import Any
@@ -11,6 +12,7 @@ from jax.sharding import AxisType
 from gspmd.annotate.equation import Equation
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
+from gspmd.lowerings.manual import on_no_axes, open_in_shard_map
 from gspmd.lowerings.program import mapped
 from gspmd.ops._einsum import reshard
 from gspmd.pipeline.calls import apart
@@ -29,7 +31,8 @@ def pipelined(
         x = chunk(weights[r, s], x, batch)               stage s of S, round r of R; x is sent to stage s + 1
         loss = last(shared, x, batch), mean over batches stage S - 1
 
-    The three functions are of whole arrays on the other mesh axes, and may call any operation of gspmd there. A stage
+    The three functions are of whole arrays on the other mesh axes, if there are any, and may call any operation of
+    gspmd there. A stage
     sends the next one its x, and the previous one the gradient of its own: one permute each per tick. Gradients of all
     microbatches are added where the weights are; those of `shared`, of which every stage has a copy, are summed over
     the stages once. Along the mesh axes `data` as many pipelines run side by side, each on sequences of its own, and
@@ -52,9 +55,10 @@ def pipelined(
         gradient. `shared` and `weights` are differentiated, in reverse mode.
 
     Raises:
-        PlanError: by the function, if the mesh has no such axis, or another number of devices along it, or no other
-            axis; if a weight is not `reduced` over `data`, for which mesh axes have to be Explicit; or if an operation
-            has lowering `"xla"` under Auto axes, or in schedule `"zero-bubble"`.
+        PlanError: a spec leaves a dimension open; and by the function, if the mesh has no such axis, or another number
+            of devices along it; if a weight is not `reduced` over `data`, for which mesh axes have to be Explicit; or,
+            on a mesh with other axes, if an operation has lowering `"xla"` under Auto ones, or in schedule
+            `"zero-bubble"`.
 
     Example:
         >>> import numpy as np
@@ -77,6 +81,9 @@ def pipelined(
     """
     stream, shared = Spec.parse(stream), jax.tree.map(Spec.parse, shared, is_leaf=_is_spec)
     data = (data,) if isinstance(data, str) else tuple(data)
+    for spec in (stream, *jax.tree.leaves(shared, is_leaf=_is_spec)):
+        if spec.is_open:
+            raise PlanError(open_in_shard_map(spec))
 
     @jax.custom_vjp
     def loss(shared_arrays: Tree, weights: Tree, batches: Tree) -> tuple[jax.Array, Tree]:
@@ -152,12 +159,13 @@ def _region(executor: Executor, data: tuple[str, ...], arrays: tuple[Tree, Tree,
     """
     mesh, axis = jax.sharding.get_abstract_mesh(), executor.axis
     free = tuple(name for name in mesh.axis_names if name not in (axis, *data))
-    explicit = AxisType.Explicit in mesh.axis_types
+    explicit = bool(free) and AxisType.Explicit in mesh.axis_types
     shared, weights, batches = (jax.tree.map(_partition, tree) for tree in arrays)
     trains = executor.schedule.name != "forward"
 
     def stage(*arrays: Tree) -> Results:
-        results = executor(*arrays)
+        with nullcontext() if free else on_no_axes():
+            results = executor(*arrays)
         alone = jax.tree.map(lambda x: x[None], results)
         return alone._replace(shared=jax.tree.map(lambda x: x[None], alone.shared))
 
@@ -174,16 +182,15 @@ def _region(executor: Executor, data: tuple[str, ...], arrays: tuple[Tree, Tree,
         axis_names={axis, *data},
         check_vma=False,
     )
-    if not explicit:
-        return apart(jax.jit(region), *arrays)
-    outs = Results(
-        jax.P((axis, *data)),
-        of_rows,
-        jax.tree.map(lambda each: jax.P(axis, summands, *each), shared, is_leaf=_is_partition) if trains else None,
-        jax.tree.map(lambda each: jax.P(summands, *each), weights, is_leaf=_is_partition) if trains else None,
-    )
-    # JAX cannot, outside of jit
-    return apart(jax.jit(jax.sharding.auto_axes(region, axes=free, out_sharding=outs)), *arrays)
+    if explicit:
+        outs = Results(
+            jax.P((axis, *data)),
+            of_rows,
+            jax.tree.map(lambda each: jax.P(axis, summands, *each), shared, is_leaf=_is_partition) if trains else None,
+            jax.tree.map(lambda each: jax.P(summands, *each), weights, is_leaf=_is_partition) if trains else None,
+        )
+        region = jax.sharding.auto_axes(region, axes=free, out_sharding=outs)
+    return apart(jax.jit(region), *arrays)  # JAX cannot, outside of jit
 
 
 def _check(
@@ -200,11 +207,6 @@ def _check(
         raise PlanError(
             f"a schedule of {stages} stages cannot run on mesh axis {axis}, which has {sizes[axis]} devices.\n"
             f"  Make the schedule of {sizes[axis]} stages."
-        )
-    if not {*sizes} - {axis, *data}:
-        raise PlanError(
-            f"a pipeline needs a mesh axis besides {' and '.join((axis, *data))}, for its stages to plan on.\n"
-            "  Add one; it may have size 1."
         )
     for x in jax.tree.leaves(weights):
         if (reduced := _partition(x).reduced) != {*data}:

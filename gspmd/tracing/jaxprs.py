@@ -1,6 +1,6 @@
 """Jaxprs: the programs that an equation calls, dead code, and what a loop does with its operands."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -40,18 +40,25 @@ def _plain(jaxpr: Jaxpr, done: dict[int, Jaxpr]) -> Jaxpr:
 
 
 def _plainly_called(equation: Any, done: dict[int, Jaxpr]) -> Any:
-    def plain(value: Any) -> Any:
+    equation = changed_inside(equation, lambda jaxpr: _plain(jaxpr, done))
+    if equation.primitive.name == "custom_vmap_call":
+        return equation.replace(primitive=closed_call_p, params={"call_jaxpr": equation.params["call"]})
+    return equation
+
+
+def changed_inside(equation: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
+    """The equation with every program that it calls changed; the same one where none is another."""
+
+    def changed(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             holds_program = any(isinstance(one, (ClosedJaxpr, Jaxpr)) for one in value)
-            return type(value)(map(plain, value)) if holds_program else value
+            return type(value)(map(changed, value)) if holds_program else value
         if isinstance(value, ClosedJaxpr):
-            inner = _plain(value.jaxpr, done)
+            inner = change(value.jaxpr)
             return value if inner is value.jaxpr else value.replace(jaxpr=inner)
-        return _plain(value, done) if isinstance(value, Jaxpr) else value
+        return change(value) if isinstance(value, Jaxpr) else value
 
-    params = {name: plain(value) for name, value in equation.params.items()}
-    if equation.primitive.name == "custom_vmap_call":
-        return equation.replace(primitive=closed_call_p, params={"call_jaxpr": params["call"]})
+    params = {name: changed(value) for name, value in equation.params.items()}
     same = all(params[name] is value for name, value in equation.params.items())
     return equation if same else equation.replace(params=params)
 

@@ -41,20 +41,23 @@ class Arrangement:
         return f"layout {self.layout.name} on mesh {mesh}"
 
 
-def arrange(training: TrainingConfig, sharding: ShardingConfig, sizes: Mapping[str, int]) -> list[Arrangement]:
+def arrange(
+    training: TrainingConfig, sharding: ShardingConfig, sizes: Mapping[str, int], begin: Layout | None = None
+) -> list[Arrangement]:
     """Check all layouts of a run, start the backend, and return the arrangements in the order of their steps.
 
     Args:
         training: with the changes of layout.
         sharding: layout and mesh that the run begins in; its lowering and axis types are for all.
         sizes: of the model's dimensions, as for `Layout.check`.
+        begin: the layout to begin in; the one that `sharding` names if not given.
 
     Raises:
         ConfigError: the mesh of a change has another number of devices than the run.
         HostError, LayoutError: as of `make_mesh`, for any of the layouts.
     """
     changes = [parse_relayout(change) for change in training.relayout]
-    layouts = [Layout.load(sharding.layout).override(sharding.overrides)]
+    layouts = [Layout.load(begin or sharding.layout).override(sharding.overrides)]
     layouts += [Layout.load(change.layout) for change in changes]
     layouts = [layout.lowered(sharding.lowering) if sharding.lowering else layout for layout in layouts]
     for layout in layouts:
@@ -86,16 +89,32 @@ def make_mesh(sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int]
         HostError, LayoutError: the devices are not available, or the mesh does not fit the layout or the sizes.
     """
     given = layout.complete_mesh(parse_mesh(sharding.mesh)) if sharding.mesh else None
-    wanted = math.prod(given.values()) if given else sharding.devices
-    if sharding.devices not in (None, wanted):
-        fault = f"it has {wanted} devices, but --devices asks for {sharding.devices}. Leave one of the two out."
-        raise ConfigError(f"cannot use mesh {sharding.mesh!r}:", [fault])
+    wanted = _wanted(sharding)
     if given:
         layout.check(sizes, given)
     elif wanted:  # raises before the devices are started
         given = layout.mesh_for(wanted, sizes)
-    devices = host.start(wanted, sharding.platform, host_devices=host_devices)
+    devices = start(sharding, host_devices=host_devices)
     return _mesh(given or layout.mesh_for(len(devices), sizes), devices, sharding)
+
+
+def start(sharding: ShardingConfig, *, host_devices: int = 8) -> list[jax.Device]:
+    """Start the backend, and return the devices that mesh or settings ask for; `host_devices` as of `make_mesh`.
+
+    Raises:
+        ConfigError: mesh and number of devices contradict each other.
+        HostError: the devices are not available.
+    """
+    return host.start(_wanted(sharding), sharding.platform, host_devices=host_devices)
+
+
+def _wanted(sharding: ShardingConfig) -> int | None:
+    """The number of devices that are asked for; None for all."""
+    wanted = math.prod(parse_mesh(sharding.mesh).values()) if sharding.mesh else sharding.devices
+    if sharding.devices not in (None, wanted):
+        fault = f"it has {wanted} devices, but --devices asks for {sharding.devices}. Leave one of the two out."
+        raise ConfigError(f"cannot use mesh {sharding.mesh!r}:", [fault])
+    return wanted
 
 
 def _mesh(shape: Mapping[str, int], devices: Sequence[jax.Device], sharding: ShardingConfig) -> Mesh:

@@ -156,7 +156,8 @@ class ShardingConfig:
     """Which devices, which mesh over them, and which layout on it."""
 
     layout: str = "gshard"
-    """A preset's name, or the path of a layout file; in a file, the path begins in that file's folder."""
+    """A preset's name, the path of a layout file (in a file, it begins in that file's folder), or auto, for runs and
+    generated text: the layout is then searched for the devices at hand, or for --mesh."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """One change to the layout, such as ffn.w_in=E_xF_y; repeatable."""
     lowering: Literal[LOWERINGS] | None = None
@@ -170,6 +171,8 @@ class ShardingConfig:
     """Mesh axes and their sizes, such as x=4,y=2; factored by the layout's rule if not given."""
     axis_types: Literal["explicit", "auto"] = "explicit"
     """Whether a spec is part of an array's type."""
+    compiler_options: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """An option of the compiler for the step, such as xla_tpu_scoped_vmem_limit_kib=81920; repeatable."""
     platform: Literal["cpu", "gpu", "tpu"] | None = None
     """Where to run; the best that JAX finds if not given."""
     devices: int | None = None
@@ -194,6 +197,11 @@ class ShardingConfig:
             key, equals, spec = change.partition("=")
             if not (key and equals and spec):
                 faults.append(f"set must read KEY=SPEC, such as ffn.w_in=E_xF_y, but is {change!r}.")
+        for option in self.compiler_options:
+            name, _, value = option.partition("=")
+            if not (name and value):
+                example = "xla_tpu_scoped_vmem_limit_kib=81920"
+                faults.append(f"compiler_options must read NAME=VALUE, such as {example}, but is {option!r}.")
         _literals(self, faults)
         _refuse("sharding", faults)
 
@@ -209,6 +217,11 @@ class ShardingConfig:
     def overrides(self) -> dict[str, str]:
         """The changes to the layout, key to spec; the last one for a key wins."""
         return dict(change.split("=", 1) for change in self.set)
+
+    @property
+    def compiled_with(self) -> dict[str, str]:
+        """The compiler's options for the step, name to value; the last one of a name wins."""
+        return dict(option.split("=", 1) for option in self.compiler_options)
 
 
 def _pattern_beside(pattern: str, folder: Path) -> str:

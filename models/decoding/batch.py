@@ -110,24 +110,8 @@ def make_batch(
         LayoutError: the mesh does not divide the model's sizes, the chunk or the cache.
     """
     config = for_serving(config)
-    held = _checked(config, prompts, tokens, samples, chunk)
-    longest = max(map(len, held))
-    # The last token of a text is never read.
-    needed, texts = longest + tokens - 1, samples * len(held)
-    if cache_length is not None and needed > cache_length:
-        raise GenerationError(
-            f"a prompt of {longest} tokens and {tokens} more need a cache of {needed} tokens, and it has room for "
-            f"{cache_length}; shorten them, or give the cache more"
-        )
-    if needed > LONGEST:
-        raise GenerationError(
-            f"a prompt of {longest} tokens and {tokens} more have {needed} positions, and there are {LONGEST}; "
-            "shorten them"
-        )
-    if cache_length is not None and cache_length > LONGEST:
-        raise GenerationError(f"cache_length is {cache_length}, and there are {LONGEST} positions; take at most these")
-    if texts > MOST_TEXTS:
-        raise GenerationError(f"there are {texts} texts, and at most {MOST_TEXTS} at a time; take fewer samples")
+    held = checked(config, prompts, tokens, samples=samples, chunk=chunk, cache_length=cache_length)
+    needed, texts = max(map(len, held)) + tokens - 1, samples * len(held)  # the last token of a text is never read
     rows, reading, decode = _fewest_rows(config, layout, prefill, mesh, texts, cache_length)
     owners = tuple(text // samples if text < texts else None for text in range(rows))
     shards, found = _parts(mesh, cache_spec(decode).axes_of("B")), Shares(owners, None)
@@ -140,8 +124,8 @@ def make_batch(
         if fewer:
             (reading, decode), found = fewer, shares(owners, shards, each)
             break
-    room = cache_length or _rounded(_coarse(needed), _parts(mesh, cache_spec(decode).axes_of("T")))
-    length = min(chunk, _rounded(_coarse(longest - 1), least_length(reading, mesh)))
+    room = cache_length or _rounded(coarse(needed), _parts(mesh, cache_spec(decode).axes_of("T")))
+    length = min(chunk, _rounded(coarse(max(map(len, held)) - 1), least_length(reading, mesh)))
     sizes = Sizes(rows, len(found.prompts), length, room, reading, decode)
     reading.check(config.sizes(sizes.prefill_rows, length) | {"T": room}, mesh)
     decode.one_position().check(config.sizes(rows, 1) | {"T": room}, mesh)
@@ -178,10 +162,22 @@ def _layouts(
     return (reading, decode) if fit else None
 
 
-def _checked(
-    config: ModelConfig, prompts: Sequence[Sequence[int]], tokens: int, samples: int, chunk: int
+def checked(
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    *,
+    samples: int,
+    chunk: int,
+    cache_length: int | None,
 ) -> tuple[np.ndarray, ...]:
-    """The prompts as arrays, once everything about them holds."""
+    """Return the prompts as arrays, once everything about them holds that no layout changes.
+
+    The arguments are those of `make_batch`.
+
+    Raises:
+        GenerationError: nothing to continue, a token that the model does not have, or a text longer than the cache.
+    """
     if not len(prompts):
         raise GenerationError("there is no prompt to continue; give at least one")
     for name, value in (("tokens", tokens), ("samples", samples), ("chunk", chunk)):
@@ -195,11 +191,31 @@ def _checked(
         wrong = ids[(ids < 0) | (ids >= vocabulary)]
         if wrong.size:
             raise GenerationError(f"token {wrong[0]} is none of the model's, which are 0 to {vocabulary - 1}")
+    _check_room(max(map(len, held)), tokens, samples * len(held), cache_length)
     return held
 
 
-def _coarse(size: int) -> int:
-    """The next of 16, 20, 24, 28, 32, 40, 48, 56, 64, 80 ...: at most a quarter more, for few programs in all."""
+def _check_room(longest: int, tokens: int, texts: int, cache_length: int | None) -> None:
+    """Refuse more positions than the cache or the model has, and more texts than are generated at a time."""
+    needed = longest + tokens - 1
+    if cache_length is not None and needed > cache_length:
+        raise GenerationError(
+            f"a prompt of {longest} tokens and {tokens} more need a cache of {needed} tokens, and it has room for "
+            f"{cache_length}; shorten them, or give the cache more"
+        )
+    if needed > LONGEST:
+        raise GenerationError(
+            f"a prompt of {longest} tokens and {tokens} more have {needed} positions, and there are {LONGEST}; "
+            "shorten them"
+        )
+    if cache_length is not None and cache_length > LONGEST:
+        raise GenerationError(f"cache_length is {cache_length}, and there are {LONGEST} positions; take at most these")
+    if texts > MOST_TEXTS:
+        raise GenerationError(f"there are {texts} texts, and at most {MOST_TEXTS} at a time; take fewer samples")
+
+
+def coarse(size: int) -> int:
+    """Return the next of 16, 20, 24, 28, 32, 40, 48, 56, 64, 80 ...: at most a quarter more, for few programs."""
     return 16 if size <= 16 else _rounded(size, 2 ** ((size - 1).bit_length() - 3))
 
 

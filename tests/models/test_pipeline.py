@@ -93,7 +93,7 @@ def test_partial_sums_that_stages_cannot_leave_are_named_together():
     layout = Layout.load("zero-2").override({"pipeline.layers": "N_p"})
     over = {key: layout.gradient(key).partition("-")[2] for key in ("ffn.w_in", "ffn.norm")}
     assert over == {"ffn.w_in": "xyz", "ffn.norm": "xyz"}
-    assert for_stages(models.ModelConfig(moe=None), layout)["ffn.w_in"] == "EF reduced-xy"
+    assert for_stages(models.ModelConfig(moe=None), layout)["ffn.w_in"] == "EF reduced-xyz"
     with pytest.raises(PlanError) as error:
         for_stages(models.ModelConfig(moe=MoEConfig(experts=8)), layout)
     head, *lines = str(error.value).split("\n")

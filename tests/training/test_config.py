@@ -119,6 +119,14 @@ def test_changes_to_the_layout():
     )
 
 
+def test_options_of_the_compiler():
+    sharding = ShardingConfig(compiler_options=("xla_a=1", "xla_b=x=y", "xla_a=2"))
+    assert sharding.compiled_with == {"xla_a": "2", "xla_b": "x=y"}
+    assert faults(ShardingConfig, compiler_options=("xla_a=",)) == (
+        "compiler_options must read NAME=VALUE, such as xla_tpu_scoped_vmem_limit_kib=81920, but is 'xla_a='.",
+    )
+
+
 def test_prompt_is_not_empty():
     assert faults(TrainingConfig, prompt="") == (
         "prompt must not be empty: generated text needs something to begin with.",

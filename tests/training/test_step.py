@@ -170,3 +170,13 @@ def test_the_mean_over_microbatches_is_that_of_the_whole_batch(make_mesh, kind):
             found = jax.jit(step)(state, gspmd.annotate(batch, "B_xE"), jax.random.key(0))[1]
         figures.append([float(found["loss"]), float(found["gradient_norm"])])
     np.testing.assert_allclose(*figures, rtol=1e-6)
+
+
+def test_a_step_is_compiled_with_the_options_given(make_mesh):
+    mesh, transform = make_mesh({"x": 2}, "auto"), adamw(CONFIG, 10)
+    params = jax.device_put(begin(), jax.sharding.NamedSharding(mesh, jax.P()))
+    state = initial(params, transform, mesh)
+    step = make_step(loss, transform, schedule(CONFIG, 10), limit=CONFIG.clip, moves=Moves())
+    told = jit_step(step, state, {"xla_cpu_fastest": "true"})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_cpu_fastest'"):
+        told.lower(state, jnp.ones((8, 4)), jax.random.key(0)).compile()

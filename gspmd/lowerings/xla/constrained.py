@@ -34,7 +34,9 @@ def compiler_chooses(
             for number, (spec, x) in enumerate(zip(in_specs, arrays, strict=True)):
                 input_partition(ctx, spec, x, number, name or getattr(f, "__name__", "f"))
             return jax.sharding.auto_axes(f, axes=tuple(ctx.mesh), out_sharding=outs)(*arrays)
-        if jax.sharding.get_abstract_mesh().manual_axes:
+        if not ctx.mesh:  # arrays are whole here
+            return f(*arrays)
+        if ctx.in_shard_map:
             raise PlanError(
                 "lowering 'xla' cannot run under Auto mesh axes in a shard_map, as the stages of a pipeline are.\n"
                 "  Use 'blocking' or Explicit axes."

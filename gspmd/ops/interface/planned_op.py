@@ -15,6 +15,7 @@ from gspmd.annotate.arrays import refuse_elsewhere
 from gspmd.annotate.errors import Fault, PlanError, SpecError, report, shown
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.blocking.collectives import emit
+from gspmd.lowerings.manual import open_in_shard_map
 from gspmd.lowerings.program import Context
 from gspmd.lowerings.transformations.gradient import with_gradient
 from gspmd.planner.graph.resharding import move
@@ -42,7 +43,7 @@ def read(
     Raises:
         SpecError: the text is no spec, or does not fit the array or the mesh; or the array lies on other devices.
         PlanError: it is a partial sum, or its gradient is and it is no weight, or it leaves a dimension open while the
-            collectives are planned.
+            collectives are planned, or in a shard_map.
     """
     spec = Spec.parse(text)
     spec.check(x.shape, ctx.mesh)
@@ -64,6 +65,8 @@ def read(
         fact = "only the gradient of a weight can stay a partial sum here."
         at = str(spec).index("reduced")
         faults.append(Fault(str(spec), at, len(str(spec)), fact, f"Write '{spec.without_partial()}'."))
+    if spec.is_open and ctx.in_shard_map:
+        raise PlanError(open_in_shard_map(spec))
     if spec.is_open and ctx.lowering != "xla":
         dim = next(dim for dim, axes in zip(spec.dims, spec.axes) if axes == ("?",))
         faults.append(

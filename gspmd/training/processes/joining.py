@@ -83,20 +83,27 @@ def flag() -> str:
     return f" --distributed {_given}" if count() > 1 else ""
 
 
+def told(make: Callable[[], str]) -> str:
+    """Return the text that the first process makes, in all of them."""
+    global _questions
+    if count() == 1:
+        return make()
+    _questions += 1
+    key = f"gspmd/agreed/{_questions}"
+    if first():
+        _runtime.client.key_value_set(key, make())
+    return _runtime.client.blocking_key_value_get(key, _PATIENCE * 1000)
+
+
 def agreed(choose: Callable[[], Path]) -> Path:
     """Return the folder that the first process chooses.
 
     Raises:
         ConfigError: this process does not see it.
     """
-    global _questions
     if count() == 1:
         return choose()
-    _questions += 1
-    key = f"gspmd/agreed/{_questions}"
-    if first():
-        _runtime.client.key_value_set(key, str(choose().resolve()))
-    folder = Path(_runtime.client.blocking_key_value_get(key, _PATIENCE * 1000))
+    folder = Path(told(lambda: str(choose().resolve())))
     if not folder.is_dir():
         fault = f"process {index()} on {socket.gethostname()} does not see it. Name a folder that all machines share."
         raise ConfigError(f"cannot write to {str(folder)!r}:", [fault])

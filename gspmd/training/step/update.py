@@ -1,6 +1,6 @@
 """The update: loss and gradients, the optimizer where its state is, and the new state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -88,7 +88,7 @@ def make_step(
     return step
 
 
-def jit_step(step: Step, state: TrainState) -> Step:
+def jit_step(step: Step, state: TrainState, compiler_options: Mapping[str, str] | None = None) -> Step:
     """Jit the step so that it keeps the state's shardings, and donates the old state."""
     keep = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return jax.jit(step, donate_argnums=0, out_shardings=(keep, None))
+    return jax.jit(step, donate_argnums=0, out_shardings=(keep, None), compiler_options=dict(compiler_options or {}))
