@@ -122,7 +122,7 @@ def _settings(settings: Settings, listed: Listed, folder: Path) -> offline.Setti
     return offline.Settings(
         settings.config, settings.topology, settings.phase, settings.batch, settings.length, dtype=settings.dtype,
         microbatches=settings.microbatches, model=listed.candidate.phase.costs.config,
-        sharding=ShardingConfig(layout=name, mesh=mesh),
+        sharding=ShardingConfig(layout=name, mesh=mesh, compiler_options=settings.compiler_options),
     )  # fmt: skip
 
 

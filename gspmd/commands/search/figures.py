@@ -1,6 +1,7 @@
 """The figures of a search as JSON."""
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from gspmd.commands.search.compiling import Listed
@@ -72,6 +73,9 @@ def _answer(candidate: Candidate, answer: Answer) -> dict:
 
 def _compiled(each: Listed) -> dict:
     report = each.report
+    spent: defaultdict[str, float] = defaultdict(float)
+    for part in report.timeline.parts if report and report.timeline else ():
+        spent[part.category] += part.exposed if part.axes else part.seconds
     return {
         "name": each.name,
         "mesh": dict(each.mesh),
@@ -83,4 +87,5 @@ def _compiled(each: Listed) -> dict:
         "bytes": report and report.bytes_per_device,
         "fits": report and report.fits,
         "compile_seconds": report and report.compile_seconds,
+        "spent": spent,
     }

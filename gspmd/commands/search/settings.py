@@ -12,7 +12,7 @@ import tyro
 from gspmd.commands import configs
 from gspmd.commands.compile import File
 from gspmd.commands.search.slice import Slice
-from gspmd.training import command
+from gspmd.training import ShardingConfig, command
 from gspmd.training.config import ConfigError, load_toml, parse_mesh
 from gspmd.training.toml import positive
 from gspmd_models import ModelConfig
@@ -52,6 +52,8 @@ class Settings:
     """Also search pipelines: a table of stages and microbatches, each with the best layout of a stage."""
     compile: int = 0
     """How many of the best different layouts are compiled, beside the best preset; 0 for a planned answer only."""
+    compiler_options: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """With --compile, an option of the compiler, such as xla_tpu_scoped_vmem_limit_kib=81920; repeatable."""
     out: str = ""
     """TOML file for the layout; printed if not given."""
     json: str = ""
@@ -103,6 +105,8 @@ def _faults(settings: Settings):
         ):
             if given:
                 yield f"--phase {settings.phase} trains nothing; leave --{flag} out."
+    if settings.compiler_options and not settings.compile:
+        yield "--compiler-options are for programs that are compiled: add --compile 3, or leave them out."
     for asked in settings.why:
         key, equals, spec = asked.partition("=")
         if not (key.strip() and equals and spec.strip()):
@@ -115,6 +119,10 @@ def _faults(settings: Settings):
         given = getattr(settings, flag)
         if given and Path(given).suffix != suffix:
             yield f"--{flag} writes {kind}, whose name ends in {suffix}, not {given!r}."
+    try:
+        ShardingConfig(compiler_options=settings.compiler_options)
+    except ConfigError as error:
+        yield from error.faults
     target = Slice.named(settings.topology)
     if settings.mesh and (count := prod(parse_mesh(settings.mesh).values())) != target.devices:
         yield f"--mesh {settings.mesh} has {count} devices, and {target.name} has {target.devices}."

@@ -1,0 +1,95 @@
+"""Layouts that `gspmd search` finds beside the best preset, both compiled: seconds, bytes, and what they are spent on.
+
+    python benchmarks/search.py --folder searched --write docs/search.md     # hours: the two largest take one each
+    python benchmarks/search.py --folder searched --row palm-64-prefill
+
+Each row is the command of the page with `--compile 1`, in a process of its own, which writes its figures into the folder;
+rows whose figures are there are not run again. Needs the compiler for TPUs, and no TPU.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from page import write_between
+
+from gspmd.display.units import amount_of_bytes, amount_of_seconds
+
+PALM = "--config palm-540b --topology"
+ROWS = {
+    "palm-16-decode": f"{PALM} tpu-v5p:2x2x4 --phase decode --batch 256 --length 2048",
+    "palm-16-prefill": f"{PALM} tpu-v5p:2x2x4 --phase prefill --batch 16 --length 2048",
+    "palm-64-decode": f"{PALM} tpu-v4:4x4x4 --phase decode --batch 512 --length 2048",
+    "palm-64-prefill": f"{PALM} tpu-v4:4x4x4 --phase prefill --batch 256 --length 2048",
+    "palm-256-decode": f"{PALM} tpu-v4:4x8x8 --phase decode --batch 1024 --length 2048",
+    "palm-256-prefill": f"{PALM} tpu-v4:4x8x8 --phase prefill --batch 512 --length 2048",
+    "llama-2-70b": "--config llama-2-70b --topology tpu-v5p:4x8x8 --batch 1024 --length 4096",
+    "llama-3.1-405b": "--config llama-3.1-405b --topology tpu-v5p:4x8x8 --batch 512 --length 8192 --microbatches 2",
+    "mixtral": "--config mixtral-8x7b --topology tpu-v6e:16x16 --batch 3072 --length 4096 --microbatches 2 "
+    "--compiler-options xla_tpu_scoped_vmem_limit_kib=81920",
+    "switch-c": "--config switch-c --topology tpu-v5p:8x8x16 --batch 1024 --length 512",
+    "gshard-600b": "--config gshard-600b --topology tpu-v5p:8x8x16 --batch 4096 --length 1024",
+}
+"""Flags of `gspmd search`. PaLM 540B in bfloat16 does not fit on 16 v4, whose memory holds 31 of its 67 GB."""
+MARKS = "<!-- rows: python benchmarks/search.py -->", "<!-- end of rows -->"
+
+
+def main() -> None:
+    """Compile what is asked for, print it, and write it into the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--row", choices=ROWS, nargs="+", default=list(ROWS), help="default: all")
+    parser.add_argument("--folder", type=Path, required=True, help="where figures are kept, and taken from")
+    parser.add_argument("--write", type=Path, help="replace the table in a page")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    table = "\n".join(rows({name: measured(name, options.folder) for name in options.row}))
+    print(table)
+    if options.write:
+        write_between(options.write, MARKS, table)
+
+
+def measured(name: str, folder: Path) -> dict[str, Any]:
+    """The figures of a row; searched and compiled if they are not in the folder."""
+    kept = folder / f"{name}.json"
+    if not kept.exists():
+        fresh = kept.with_suffix(".part")
+        flags = ["--compile", "1", "--out", str(kept.with_suffix(".toml")), "--json", str(fresh)]
+        subprocess.run([sys.executable, "-m", "gspmd", "search", *shlex.split(ROWS[name]), *flags], check=True)
+        fresh.rename(kept)
+    return json.loads(kept.read_text())
+
+
+def rows(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """A line for each program: planned and compiled, and its seconds beside the best preset's."""
+    yield "| step | layout | planned | compiled | of the preset | products | other | copies | waiting | memory |"
+    yield f"|:--|:--|{'--:|' * 8}"
+    for name, figures in found.items():
+        programs = sorted(figures["compiled"], key=lambda each: each["preset"])
+        preset = next((each["seconds"] for each in programs if each["preset"]), None)
+        for number, each in enumerate(programs):
+            mesh = ",".join(f"{axis}={size}" for axis, size in each["mesh"].items() if size > 1)
+            what = f"{each['name']}, {mesh}" + (f", remat {each['remat']}" if each["remat"] else "")
+            yield f"| {name if not number else ''} | {what} | {' | '.join(_figures(each, preset))} |"
+
+
+def _figures(each: Mapping[str, Any], preset: float | None) -> Iterator[str]:
+    yield amount_of_seconds(each["planned_seconds"])
+    if not each["seconds"]:
+        yield "does not fit"
+        yield from [""] * 5
+    else:
+        yield amount_of_seconds(each["seconds"])
+        yield f"**{each['seconds'] / preset:.3f}**" if preset and not each["preset"] else ""
+        spent = dict(each["spent"])
+        shares = [spent.pop(kind, 0.0) for kind in ("einsum", "other", "copy")]
+        yield from (f"{seconds / each['seconds']:.0%}" for seconds in [*shares, sum(spent.values())])
+    yield amount_of_bytes(each["bytes"])
+
+
+if __name__ == "__main__":
+    main()
