@@ -3,9 +3,8 @@
     python benchmarks/search.py --folder searched --write docs/search.md     # hours: the two largest take one each
     python benchmarks/search.py --folder searched --row palm-64-prefill
 
-Each row is the command of the page with `--compile 1`, in a process of its own, which writes its figures into the
-folder:
-rows whose figures are there are not run again. Needs the compiler for TPUs, and no TPU.
+Each row is the command of the page with `--compile 1`, in a process of its own, which keeps its figures in the
+folder; rows whose figures are there are not run again. Needs the compiler for TPUs, and no TPU.
 """
 
 import argparse
