@@ -1,0 +1,184 @@
+"""Alpa's published plans beside the best of our search, by predicted seconds, on the clusters they were found for.
+
+    python benchmarks/alpa.py --write docs/search.md     # minutes
+
+Alpa (Zheng et al. 2022, arXiv 2201.12023) trains GPT and GShard MoE models on 1 to 64 V100 of p3.16xlarge nodes. Its
+repository keeps the plan that it found for each (benchmark/alpa/suite_auto_gpt.py and suite_auto_moe.py): stages, the
+mesh of each, which of its axes split the batch, and microbatches. What a stage's tensors are sharded over is not kept:
+here it is what the search finds best on that mesh. Both have the state of AdamW in float32, compute blocks again in the
+backward pass or not (a pipeline's stage does from its input in any case), and are priced with the embedding on the first stage and the output
+on the last, as Alpa's run; pipelines here have both on every stage.
+
+Differs: no biases; groups of experts are single sequences, where Alpa's are two; NVLink's hybrid cube counts as a
+switch.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from page import write_between
+
+from gspmd.display.units import amount_of_seconds
+from gspmd.hardware.chips import Chip
+from gspmd.moe import MoEConfig
+from gspmd.search import NothingFits, Search
+from gspmd_models import ModelConfig
+from gspmd_models.search.answers.finding import TOLERANCE, Patience
+from gspmd_models.search.pipeline import StageProblem
+from gspmd_models.search.problem import PhaseProblem
+from gspmd_models.search.stages import Prices
+from gspmd_models.search.training import TrainingProblem
+
+V100 = Chip(
+    "v100", bf16_flops=125e12, float32_flops=15.7e12, hbm_bytes=16 * 2**30, hbm_bandwidth=900e9,
+    link_bandwidth=25e9, links=6, torus=0, wrap_multiple=1, hop_seconds=3e-6, clock=1.53e9,
+    node_devices=8, network_bandwidth=25e9 / 8 / 8, network_seconds=2e-5,
+)  # fmt: skip
+"""NVIDIA's data sheet of the SXM2 module with 16 GB, in float16; p3.16xlarge has 25 Gbit/s for its eight GPUs."""
+BATCH, LENGTH = 1024, 1024
+MICROBATCHES = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
+MARKS = "<!-- alpa: python benchmarks/alpa.py -->", "<!-- end of alpa -->"
+
+
+def gpt(embed: int, layers: int, heads: int) -> ModelConfig:
+    """A GPT of Alpa's table 5."""
+    return ModelConfig(
+        vocabulary=51_200, embed=embed, layers=layers, heads=heads, kv_heads=heads, head_size=embed // heads,
+        feed_forward=4 * embed, activation="gelu", norm="layer", tied=True,
+    )  # fmt: skip
+
+
+def moe(embed: int, layers: int, experts: int) -> ModelConfig:
+    """A GShard MoE of the same table: experts in every second layer."""
+    return ModelConfig(
+        vocabulary=32_000, embed=embed, layers=layers, heads=16, kv_heads=16, head_size=embed // 16,
+        feed_forward=8 * embed, activation="gelu", norm="layer", tied=True,
+        moe=MoEConfig(experts=experts, every=2, router="gshard", capacity_factor=1.0),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages that are alike.
+
+    Attributes:
+        stages: how many.
+        microbatches: how many.
+        batch: devices of a stage over which Alpa was made to split the batch.
+        other: devices of a stage over which it was free.
+    """
+
+    stages: int
+    microbatches: int
+    batch: int
+    other: int
+
+    def __str__(self) -> str:
+        sizes = {"p": self.stages, "x": self.batch, "y": self.other}
+        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        return f"{mesh or 'one device'}; {self.microbatches} microbatches"
+
+
+CASES = {
+    "GPT 350M": (gpt(1024, 24, 16), Plan(1, 512, 1, 1)),
+    "GPT 760M": (gpt(1536, 24, 16), Plan(2, 128, 1, 1)),
+    "GPT 1.3B": (gpt(2048, 24, 32), Plan(2, 128, 2, 1)),
+    "GPT 6.7B": (gpt(4096, 32, 32), Plan(2, 64, 2, 4)),
+    "GPT 15B": (gpt(5120, 48, 40), Plan(4, 128, 2, 4)),
+    "GPT 39B": (gpt(8192, 48, 64), Plan(16, 1024, 1, 4)),
+    "MoE 380M": (moe(768, 8, 8), Plan(1, 512, 1, 1)),
+    "MoE 690M": (moe(768, 8, 16), Plan(1, 32, 2, 1)),
+    "MoE 1.3B": (moe(768, 16, 16), Plan(2, 32, 2, 1)),
+    "MoE 2.4B": (moe(1024, 16, 16), Plan(2, 32, 4, 1)),
+    "MoE 10B": (moe(1536, 16, 32), Plan(2, 16, 1, 8)),
+    "MoE 27B": (moe(2048, 16, 48), Plan(8, 128, 1, 4)),
+    "MoE 70B": (moe(2048, 32, 64), Plan(8, 64, 1, 8)),
+}
+"""Alpa's plans. That of GPT 2.6B is missing: its stages of 8, 8 and 16 layers are not alike."""
+
+
+def main() -> None:
+    """Price every case, print the table, and write it into the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", choices=CASES, nargs="+", default=list(CASES), help="default: all")
+    parser.add_argument("--write", type=Path, help="replace the table in a page")
+    options = parser.parse_args()
+    lines = []
+    for line in table(options.case):
+        print(line, flush=True)
+        lines.append(line)
+    if options.write:
+        write_between(options.write, MARKS, "\n".join(lines))
+
+
+def table(names: Sequence[str]) -> Iterator[str]:
+    """Alpa's plan and ours, a line for each model."""
+    yield "| model | GPUs | Alpa's plan | predicted | as pipelines run here | our plan | predicted | ours / Alpa's |"
+    yield "|:--|--:|:--|--:|--:|:--|--:|--:|"
+    for name in names:
+        config, theirs = CASES[name]
+        devices = theirs.stages * theirs.batch * theirs.other
+        found = [(price, plan) for plan in plans(config, devices) if (price := priced(config, plan))]
+        best, ours = min(found, key=lambda pair: pair[0].seconds)
+        before = priced(config, theirs)
+        said = [amount_of_seconds(before.seconds), amount_of_seconds(before.here)] if before else ["does not fit", ""]
+        ratio = f"**{best.seconds / before.seconds:.3f}**" if before else ""
+        cells = (name, str(devices), str(theirs), *said, str(ours), amount_of_seconds(best.seconds), ratio)
+        yield f"| {' | '.join(cells)} |"
+
+
+def plans(config: ModelConfig, devices: int) -> Iterator[Plan]:
+    """Every number of stages and microbatches, and every mesh of two axes in a stage."""
+    for stages in (each for each in range(1, devices + 1) if devices % each == 0):
+        if (config.layers // config.period) % stages == 0:
+            own = devices // stages
+            for batch in (each for each in range(1, own + 1) if own % each == 0):
+                for count in MICROBATCHES:
+                    if BATCH % (count * batch) == 0:
+                        yield Plan(stages, count, batch, own // batch)
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of a step: with embedding and output on the first and the last stage alone, and on all, as here."""
+
+    seconds: float
+    here: float
+
+
+def priced(config: ModelConfig, plan: Plan) -> Price | None:
+    """What a plan takes with the best specs and choice of remat; None if nothing fits."""
+    found = [_priced(replace(config, remat=remat), plan) for remat in ("none", "full")]
+    return min(filter(None, found), key=lambda price: price.seconds, default=None)
+
+
+def _priced(config: ModelConfig, plan: Plan) -> Price | None:
+    asked = problem(config, plan)
+    try:
+        answer = Search(asked.problem(0.9 * V100.hbm_bytes), Patience(), TOLERANCE).best()
+    except NothingFits:
+        return None
+    if not isinstance(asked, StageProblem):
+        return Price(answer.seconds, answer.seconds)
+    own = config.layers // config.period // plan.stages
+    prices = Prices.of(asked, answer.picks, own)
+    inner = own * prices.layer + prices.sent
+    stages = [prices.first + inner, *[inner] * (plan.stages - 2), inner + prices.last]
+    once = answer.seconds - asked.slots * (prices.first + inner + prices.last)
+    return Price(once + sum(stages) + (plan.microbatches - 1) * max(stages), answer.seconds)
+
+
+def problem(config: ModelConfig, plan: Plan) -> PhaseProblem:
+    """The search problem of a stage; of the whole step where there is one."""
+    mesh = {axis: size for axis, size in (("x", plan.batch), ("y", plan.other)) if size > 1} or {"x": 1}
+    asked = V100, BATCH, LENGTH, "bfloat16", plan.microbatches
+    if plan.stages == 1:
+        return TrainingProblem(config, mesh, *asked)
+    side = ("x",) if plan.batch > 1 and not config.moe else ()
+    return StageProblem(config, plan.stages, mesh, *asked, side)
+
+
+if __name__ == "__main__":
+    main()
