@@ -5,9 +5,9 @@
 Alpa (Zheng et al. 2022, arXiv 2201.12023) trains GPT and GShard MoE models on 1 to 64 V100 of p3.16xlarge nodes. Its
 repository keeps the plan that it found for each (benchmark/alpa/suite_auto_gpt.py and suite_auto_moe.py): stages, the
 mesh of each, which of its axes split the batch, and microbatches. What a stage's tensors are sharded over is not kept:
-here it is what the search finds best on that mesh. Both have the state of AdamW in float32, compute blocks again in the
-backward pass or not (a pipeline's stage does from its input in any case), and are priced with the embedding on the first
-stage and the output on the last, as Alpa's run; pipelines here have both on every stage.
+here it is what the search finds best on that mesh. Both have the state of AdamW in float32, compute blocks again in
+the backward pass or not (a pipeline's stage does from its input in any case), and are priced with the embedding on the
+first stage and the output on the last, as Alpa's run; pipelines here have both on every stage.
 
 Differs: no biases; groups of experts are single sequences, where Alpa's are two; NVLink's hybrid cube counts as a
 switch.

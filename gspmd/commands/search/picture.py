@@ -95,9 +95,12 @@ def _staircase(axes: Any, frame: _Frame, front: Sequence[Point]) -> None:
     # A limit within which a point is the cheapest ends the shade that it throws: what lies beyond is not known.
     ends = [frame.x(each.limit) for each in front]
     shade = {"step": "post", "color": _FRONT, "alpha": 0.08, "linewidth": 0}
-    axes.fill_between([frame.x(frame.left), x[0], *ends], [top, *y, y[-1]], frame.y(frame.bottom), **shade)
+    bounds = [max(frame.y(each.answer.bound), frame.y(frame.bottom)) for each in front]
+    axes.fill_between([frame.x(frame.left), x[0], *ends], [top, *bounds, bounds[-1]], frame.y(frame.bottom), **shade)
     axes.step([x[0], *x, right], [top, *y, y[-1]], where="post", color=_FRONT, linewidth=1.8, zorder=3)
     axes.plot(x, y, "o", color=_FRONT, markersize=4.5, zorder=4)
+    unsure = [n for n, each in enumerate(front) if not each.answer.complete]
+    axes.plot([x[n] for n in unsure], [y[n] for n in unsure], "o", color="white", markersize=2.6, zorder=4)
 
 
 def _presets(axes: Any, frame: _Frame, presets: Sequence[Placed]) -> None:

@@ -9,7 +9,7 @@ from math import inf, log, sqrt
 
 from gspmd.search import Answer, Search
 
-from .finding import TIE, Candidate
+from .finding import TIE, TOLERANCE, Candidate, Patience
 
 SEARCHES = 12
 _NARROW = 1e-3
@@ -18,7 +18,11 @@ _NARROW = 1e-3
 
 @dataclass(frozen=True)
 class Point:
-    """A layout that is the cheapest within limits from its own bytes to `limit`."""
+    """A layout that is the cheapest within limits from its own bytes to `limit`.
+
+    Nothing there costs less than its bound: its own seconds, to `TOLERANCE`, unless the search was long, and ended with
+    the best so far.
+    """
 
     answer: Answer
     limit: float
@@ -54,7 +58,7 @@ def frontier(
 
 
 def _within(candidate: Candidate, limit: float) -> Point:
-    return Point(Search(candidate.within(limit)).best(), limit)
+    return Point(Search(candidate.within(limit), Patience(), TOLERANCE).best(), limit)
 
 
 def _unknown(before: Point, after: Point) -> float:
