@@ -8,7 +8,7 @@ from gspmd.audit.simulation.bars import FAINT, INK, PALETTE
 from gspmd.commands.search.written import seconds
 from gspmd.display.units import amount_of_bytes
 from gspmd_models.search.answers import Finding
-from gspmd_models.search.answers.frontier import Point
+from gspmd_models.search.answers.frontier import SEEN, Point
 from gspmd_models.search.answers.presets import Placed
 
 if TYPE_CHECKING:
@@ -78,15 +78,16 @@ def figure(finding: Finding, front: Sequence[Point], presets: Sequence[Placed], 
 
 
 def _frame(finding: Finding, front: Sequence[Point], presets: Sequence[Placed]) -> _Frame:
-    """From the smallest layout to the limit or somewhat behind the largest, and from the cheapest to what is near."""
+    """From the smallest layout to behind the limit or the largest, and from the cheapest to what is not much dearer."""
     least, most = front[0].answer.bytes, max(front[-1].answer.bytes, finding.answer.bytes)
-    right = 1.05 * min(max(finding.best.limit, most), most + 0.6 * max(most - least, 0.1 * most))
-    low, high = front[-1].answer.seconds, front[0].answer.seconds
+    right = max(finding.answer.bytes, min(1.05 * most, SEEN * finding.best.limit))
+    right += 0.05 * (right - least)
+    low, high = front[-1].answer.seconds, min(front[0].answer.seconds, SEEN * finding.answer.seconds)
     rise = max(high - low, 0.003 * low)
     near = [each.answer.seconds for each in presets if each.answer and each.fits]
-    top = max([high, *(took for took in near if took < low + 2 * rise)])
+    top = max([high, finding.answer.seconds, *(took for took in near if took < low + 2 * rise)])
     top += 0.12 * max(top - low, 0.01 * low)
-    return _Frame(least - 0.06 * (right - least), right, low - 0.1 * (top - low), top)
+    return _Frame(max(least - 0.06 * (right - least), 0.0), right, max(low - 0.1 * (top - low), 0.5 * low), top)
 
 
 def _staircase(axes: Any, frame: _Frame, front: Sequence[Point]) -> None:
@@ -120,7 +121,9 @@ def _found(axes: Any, frame: _Frame, finding: Finding) -> None:
     limit, answer = finding.best.limit, finding.answer
     if limit < frame.right:
         axes.axvline(frame.x(limit), color=FAINT, linewidth=1.1, linestyle=(0, (4, 3)), zorder=2)
-        style = {"fontsize": 8.5, "color": FAINT, "ha": "right", "va": "top", "xytext": (-5, -6)}
+        left = limit > frame.left + 0.3 * (frame.right - frame.left)
+        style = {"fontsize": 8.5, "color": FAINT, "va": "top", "ha": "right" if left else "left"}
+        style["xytext"] = (-5 if left else 5, -6)
         place = frame.x(limit), frame.y(frame.top)
         axes.annotate(f"{amount_of_bytes(limit)} may be used", place, textcoords="offset points", **style)
     style = {"markersize": 15, "markeredgecolor": "white", "markeredgewidth": 0.8, "zorder": 6}

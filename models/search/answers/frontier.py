@@ -14,6 +14,8 @@ from .finding import TIE, TOLERANCE, Candidate, Patience
 SEARCHES = 12
 _NARROW = 1e-3
 """A fraction of bytes that is not divided further."""
+SEEN = 3.0
+"""How many times the seconds of the cheapest layout, and the limit's bytes, are of interest."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ def frontier(
     if least < free.bytes:
         points.insert(0, _within(candidate, least))
     for number in range(searches):
-        gaps = [(_unknown(*pair), at) for at, pair in enumerate(pairwise(points))]
+        most = SEEN * free.seconds, SEEN * candidate.limit
+        gaps = [(_unknown(*pair, *most), at) for at, pair in enumerate(pairwise(points))]
         size, at = max(gaps, default=(0.0, 0))
         if size <= 0.0:
             break
@@ -61,7 +64,8 @@ def _within(candidate: Candidate, limit: float) -> Point:
     return Point(Search(candidate.within(limit), Patience(), TOLERANCE).best(), limit)
 
 
-def _unknown(before: Point, after: Point) -> float:
-    """How much is not known between two points: the area of a rectangle over the logarithm of bytes."""
-    ratio = after.answer.bytes / before.limit
-    return log(ratio) * (before.answer.seconds - after.answer.seconds) if ratio > 1 + _NARROW else 0.0
+def _unknown(before: Point, after: Point, slowest: float, largest: float) -> float:
+    """How much of interest is not known between two points: the area of a rectangle over logarithms."""
+    ratio = min(after.answer.bytes, largest) / before.limit
+    slower = min(before.answer.seconds, slowest) / after.answer.seconds
+    return log(ratio) * log(slower) if ratio > 1 + _NARROW and slower > 1 else 0.0
