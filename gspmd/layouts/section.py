@@ -100,5 +100,7 @@ def look_up(table: Table, key: str) -> str | None:
         more = set(KEYS[known.default].dims).difference(known.dims) if known.kind != "via" else ()
         return str(Spec.parse(text).without(*more)) if more else text
     if not known.optional:
-        raise LayoutError(f"the layout does not write {key}, and nothing stands in for it.")
+        section, _, short = key.partition(".")
+        remedy = f'Write {short} = "{known.dims}" in [{section}], with its mesh axes.'
+        raise LayoutError(f"the layout does not write {key}, and nothing stands in for it.\n  {remedy}")
     return None

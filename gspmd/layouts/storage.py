@@ -28,12 +28,14 @@ def stored_specs(layout: Any, other: Any) -> dict[str, str]:
 
 
 def _parameters(layout: Any) -> Iterator[tuple[str, str]]:
-    """Every parameter's key with its spec; a section that the layout does not have is left out."""
-    written = {name.partition(".")[0] for name in layout.table}
+    """Every parameter's key with its spec; those that the layout does not have are left out."""
+
+    def is_written(name: str | None) -> bool:
+        return name is not None and (name in layout.table or is_written(KEYS[name].default))
+
     for key in KEYS.values():
-        spec = layout.get(key.name) if key.kind == "parameter" and key.section in written else None
-        if spec is not None:
-            yield key.name, spec
+        if key.kind == "parameter" and is_written(key.name):
+            yield key.name, layout[key.name]
 
 
 def position_specs(table: Mapping[str, Text]) -> dict[str, Text]:

@@ -122,8 +122,10 @@ def least_length(layout: Any, mesh: jax.sharding.Mesh) -> int:
 
 
 def _activations(layout: Any) -> list[Spec]:
+    """Those of tokens and blocks; a layout for experts in all layers has no hidden layer besides theirs."""
     keys = ("attention.residual", "attention.query", "attention.key", "ffn.residual", "ffn.hidden")
-    return [layout.spec(key) for key in ("embedding.tokens", *keys, "output.logits")]
+    written = (key for key in keys if key != "ffn.hidden" or key in layout.table)
+    return [layout.spec(key) for key in ("embedding.tokens", *written, "output.logits")]
 
 
 def _least(mesh: jax.sharding.Mesh, held: list[tuple[str, ...]]) -> int:

@@ -1,5 +1,8 @@
 """`Layout.check` reports every fault of the table: its key, the notation, a caret, the fact and the remedy."""
 
+import re
+from dataclasses import replace
+
 import pytest
 
 from gspmd.annotate import LayoutError
@@ -116,6 +119,22 @@ def test_missing_and_mistyped_lines(tmp_path):
     assert "ffn.residual is missing: The residual stream around the feed-forward block." in text
     assert 'Write residual = "BLE" in [ffn], with its mesh axes.' in text
     assert "moe.router" not in text
+
+
+def test_where_all_layers_have_experts_dense_ones_need_no_lines():
+    table = {key: text for key, text in Layout.load("gshard").table.items() if not DENSE.match(key)}
+    layout = replace(Layout.load("gshard"), table=table)
+    layout.check({"B": 8, "X": 8, "F": 64}, {"x": 8})
+    layout.check()
+    with pytest.raises(LayoutError, match=r'ffn\.w_in is missing(.|\n)*Write w_in = "EF" in \[ffn\]'):
+        layout.check({"B": 8, "F": 64}, {"x": 8})
+    with pytest.raises(LayoutError, match=r'does not write ffn\.w_in(.|\n)*Write w_in = "EF" in \[ffn\]'):
+        layout.spec("ffn.w_in")
+    with pytest.raises(LayoutError, match=r"ffn\.hidden is missing"):
+        replace(layout, table=table | {"ffn.w_in": "EF"}).check({"B": 8, "X": 8}, {"x": 8})
+
+
+DENSE = re.compile(r"ffn\.(w_|hidden|.*via)")
 
 
 def test_every_fault_at_once():

@@ -199,10 +199,16 @@ def _product_faults(line: Line, left: Spec, right: Spec) -> Iterator[Fault]:
 # -- the table as a whole ---------------------------------------------------------------------------------------------
 
 
+_DENSE = frozenset(("ffn.w_in", "ffn.hidden", "ffn.w_out"))
+"""Lines that only feed-forward layers without experts need; norm and residual are those of the block."""
+
+
 def _missing(layout: LayoutTable, sizes: Mapping[str, int]) -> Iterator[Fault]:
-    written = {name.partition(".")[0] for name in layout.table}
+    written = {part for name in layout.table for part in (name, name.partition(".")[0])}
     for key in KEYS.values():
         needed = key.section in written or key.section != "moe" or "X" in sizes
+        if key.name in _DENSE and written.isdisjoint(_DENSE):  # of a model with experts all layers may have them
+            needed = "moe" not in written or bool(sizes and "X" not in sizes)
         if needed and key.name not in layout.table and key.default is None and not key.optional:
             short = key.name.partition(".")[2]
             fault = Line(key.name).at_key(
