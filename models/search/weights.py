@@ -160,7 +160,8 @@ class Weight:
         """Seconds of the move between each pair, all layers of a stack at once."""
         stack = ("N",) if self.stacked else ()
         tensor = Moves(costs.environment, (*stack, *self.dims), "float32")
-        of = {spec: Spec((*stack, *spec.dims), ((),) * len(stack) + spec.axes, spec.partial) for spec in {*chain(*ends)}}
+        whole = ((),) * len(stack)
+        of = {each: Spec((*stack, *each.dims), whole + each.axes, each.partial) for each in {*chain(*ends)}}
         numbers = dict(zip(of, tensor.numbers(of.values()).tolist()))
         before, after = (np.array([numbers[each[n]] for each in ends]) for n in (0, 1))
         kinds, kind = np.unique(after, return_inverse=True)

@@ -9,7 +9,7 @@ from math import inf, log, sqrt
 
 from gspmd.search import Answer, Search
 
-from .finding import TIE, Candidate
+from .candidate import TIE, Candidate
 
 SEARCHES = 12
 _NARROW = 1e-3

@@ -11,7 +11,7 @@ from gspmd.layouts import Layout, presets
 from gspmd.layouts.rules.keys import KEYS
 from gspmd.search import Answer, NothingFits, Search
 
-from .finding import Candidate
+from .candidate import Candidate
 from .options import Texts, written
 
 Where = tuple[str, str]
