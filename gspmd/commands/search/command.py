@@ -143,7 +143,7 @@ def look_closer(found: Found, settings: Settings, progress: Progress) -> None:
             found.asked.append(why(best, key.strip(), text.strip()))
         comment(found, progress)
         progress.begin("what presets cost")
-        found.presets = placed_presets(found.finding.promising)
+        found.presets = placed_presets(found.finding.promising, found.finding.ranges)
         found.traced = compiling.traced(settings, found.presets)
         if settings.frontier:
             found.front = frontier(best, tell=progress.begin)

@@ -48,8 +48,8 @@ def to_json(
         ],
         "presets": [
             {"name": each.name, "mesh": dict(each.mesh), "remat": each.candidate.remat,
-             "microbatches": each.candidate.microbatches, "fits": each.fits, "reason": each.reason, "seconds": each.answer and each.answer.seconds,
-             "bytes": each.answer and each.answer.bytes}
+             "microbatches": each.candidate.microbatches, "fits": each.fits, "reason": each.reason,
+             "seconds": each.answer and each.answer.seconds, "bytes": each.answer and each.answer.bytes}
             for each in presets
         ],
         "why": [

@@ -37,12 +37,13 @@ def comparison(finding: Finding, presets: Iterable[Placed]) -> Sheet:
     dearest = max(
         (answer.seconds for name, candidate, _, answer in rows if answer.bytes <= candidate.limit), default=0.0
     )
-    own = [group for group in costs[0] if max(each[group] for each in costs[: _fitting(rows)]) > _SMALL * dearest]
+    fitting = costs[: _fitting(rows)]
+    own = [group for group in costs[0] if max(each.get(group, 0.0) for each in fitting) > _SMALL * dearest]
     trained = _trained(candidate for _, candidate, _, _ in rows)
     names = ("layout", "mesh", *trained, "a step", "of found", *own, "rest", "memory", "fits")
     sheet = Sheet("the layout that was found, and every preset on the mesh that is best for it", _columns(names))
     for (name, candidate, mesh, answer), cost in zip(rows, costs):
-        parts = [cost[group] for group in own]
+        parts = [cost.get(group, 0.0) for group in own]
         parts.append(sum(cost.values()) - sum(parts))
         fits = answer.bytes <= candidate.limit
         style = "[bold]{}[/]" if name == "found" else "{}" if fits else "[dim]{}[/]"

@@ -149,7 +149,7 @@ class _Hunt:
             bound, axes, fewest, _, each = heappop(heap)
             if bound == inf or not self._may_win(bound, axes, fewest):
                 continue
-            for part in each.parts():
+            for part in each.parts:
                 if isinstance(part, Range):
                     push(part)
                 else:

@@ -16,6 +16,7 @@ from ..problem import PhaseProblem
 from ..relaxed import Relaxed
 from ..training import TrainingProblem
 from .candidate import TOLERANCE, Candidate
+from .options import Options
 
 
 def several(batch: int) -> tuple[int, ...]:
@@ -31,7 +32,7 @@ class Range:
     """Some numbers of microbatches on one mesh, with one choice of remat.
 
     Args:
-        relaxed: bounds them all.
+        phase: the problem that bounds them all.
         counts: the numbers, ascending.
         make: the problem of one of them.
         limit: bytes that a device may hold.
@@ -40,8 +41,8 @@ class Range:
         bound: no layout that fits costs less in any of them; 0 before `tighten`.
     """
 
-    def __init__(self, relaxed: Relaxed, counts: Sequence[int], make: Callable[[int], PhaseProblem], limit: float):
-        self.relaxed, self.counts, self.make, self.limit = relaxed, tuple(counts), make, limit
+    def __init__(self, phase: Relaxed, counts: Sequence[int], make: Callable[[int], PhaseProblem], limit: float):
+        self.phase, self.counts, self.make, self.limit = phase, tuple(counts), make, limit
         self.bound = 0.0
 
     @classmethod
@@ -61,17 +62,27 @@ class Range:
 
     def tighten(self, enough: float) -> None:
         """Raise the bound; above `enough` it is not looked for."""
-        problem = self.relaxed.between(self.counts[0], self.counts[-1], self.limit)
-        self.bound = max(self.bound, Search(problem, tolerance=TOLERANCE).at_least(enough))
+        self.bound = max(self.bound, self.search.at_least(enough))
+
+    @cached_property
+    def search(self) -> Search:
+        """Of layouts that cost and hold no more than those in any of these numbers, within the limit."""
+        return Search(self.phase.between(self.counts[0], self.counts[-1], self.limit), tolerance=TOLERANCE)
+
+    @cached_property
+    def options(self) -> Options:
+        """The options of its choices, as text."""
+        return Options(self.phase, self.search.problem)
 
     @cached_property
     def least(self) -> float:
         """The bytes that every layout holds, in whichever of these numbers; infinite where none is possible."""
         try:
-            return Search(self.relaxed.between(self.counts[0], self.counts[-1], -1.0)).best().bytes
+            return Search(self.phase.between(self.counts[0], self.counts[-1], -1.0)).best().bytes
         except NothingFits as fault:
             return fault.nearest.bytes if fault.nearest else inf
 
+    @cached_property
     def parts(self) -> list[Range | Candidate]:
         """The fewer and the more of them; of a single one its problem, which is nothing where no picks are allowed."""
         if len(self.counts) == 1:
@@ -81,17 +92,16 @@ class Range:
                 return []
         middle = len(self.counts) // 2
         return [
-            Range(self.relaxed, counts, self.make, self.limit)
-            for counts in (self.counts[:middle], self.counts[middle:])
+            Range(self.phase, counts, self.make, self.limit) for counts in (self.counts[:middle], self.counts[middle:])
         ]
 
     @property
     def axes(self) -> int:
         """How many mesh axes there are."""
-        return len(self.relaxed.costs.mesh)
+        return len(self.phase.costs.mesh)
 
     def __str__(self) -> str:
-        costs = self.relaxed.costs
+        costs = self.phase.costs
         mesh = ",".join(f"{axis}={size}" for axis, size in costs.mesh.items())
         numbers = " to ".join(map(str, dict.fromkeys((self.counts[0], self.counts[-1]))))
         return f"mesh {mesh}, remat {costs.config.remat}, in {numbers} microbatches"
@@ -114,6 +124,6 @@ def smallest(candidates: Iterable[Candidate], ranges: Iterable[Range]) -> Candid
             return each
         if least == inf:
             return None
-        for part in each.parts():
+        for part in each.parts:
             push(part)
     return None
