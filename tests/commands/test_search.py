@@ -68,7 +68,7 @@ def test_a_layout_is_written_with_its_reasons(run, tmp_path):
     text, figures = files["out"].read_text(), json.loads(files["json"].read_text())
     Layout.load(files["out"]).check(SIZES, {"x": 4})
     assert "# mesh       x=4: 4 devices" in text
-    assert "# found      of all layouts on this mesh, with 5 choices of remat, none is faster by 0.05%" in text
+    assert "# found      of all layouts on this mesh, with 5 choices of remat and 1 to 8 microbatches, none is faster by 0.05%" in text
     assert "; next " in text
     assert files["frontier"].read_bytes().startswith(b"\x89PNG")
     assert "ffn.w_in = EF_x: " in out
@@ -81,6 +81,38 @@ def test_a_layout_is_written_with_its_reasons(run, tmp_path):
     assert priced
     assert all(seconds >= figures["seconds"] for seconds in priced.values())
     assert all(name in out for name in priced)
+
+
+def test_a_given_number_of_microbatches_is_the_only_one(run, tmp_path):
+    files = ["--out", str(tmp_path / "found.toml"), "--json", str(tmp_path / "found.json")]
+    code, out, _ = run("--mesh", "x=4", "--remat", "full", "--microbatches", "4", *files)
+    figures, text = json.loads((tmp_path / "found.json").read_text()), (tmp_path / "found.toml").read_text()
+    assert code == 0
+    assert (figures["microbatches"], figures["searched_microbatches"]) == (4, [4])
+    assert {each["microbatches"] for each in figures["presets"]} == {4}
+    assert "# step       batch 8, length 16 in 4 microbatches, bfloat16\n" in text
+    assert text.partition("to be used")[2].startswith(
+        "    --layout FILE --mesh x=4 --model.remat full --microbatches 4\n"
+    )
+    assert "microbatches" in out
+    assert "mesh x=4, remat full, in 4 microbatches: " in out
+
+
+def test_microbatches_are_found_where_the_whole_batch_does_not_fit(run, tmp_path):
+    """What [training] says of them is no limit of the search."""
+    fixed = ["--mesh", "x=4", "--remat", "full", "--batch", "64", "--length", "64"]
+    code, _, one = run(*fixed, "--microbatches", "1", "--memory", "1e-9")
+    assert code == 1
+    least = float(re.search(r"holds (\S+) kB", one)[1]) * 1e3
+    assert one.endswith("a smaller --batch, or more --microbatches.")
+    path = tmp_path / "found.json"
+    limit = str(0.95 * least / Slice.named("tpu-v5p:2x2x1").chip.hbm_bytes)
+    code, out, _ = run(*fixed, "--memory", limit, "--json", str(path))
+    figures = json.loads(path.read_text())
+    assert code == 0
+    assert figures["microbatches"] > 1
+    assert figures["bytes"] <= figures["limit"]
+    assert f"--microbatches {figures['microbatches']}\n" in out
 
 
 def test_searching_again_writes_the_same(run, tmp_path):
@@ -198,6 +230,8 @@ def test_a_real_interrupt_writes_the_best_so_far(tmp_path):
         (["--model.block", "parallel"], "cannot search layouts to train this model: its blocks are parallel."),
         (["--why", "ffn.w_in=EF_q"], "ffn.w_in cannot be 'EF_q': the mesh has no axis q."),
         (["--why", "ffn.winn=EF"], "no line of the search is called 'ffn.winn'."),
+        (["--microbatches", "0"], "microbatches must be"),
+        (["--phase", "decode", "--microbatches", "1"], "--phase decode trains nothing; leave --microbatches out."),
         (["--phase", "trian"], "train"),
     ],
 )
