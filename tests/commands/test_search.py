@@ -68,7 +68,10 @@ def test_a_layout_is_written_with_its_reasons(run, tmp_path):
     text, figures = files["out"].read_text(), json.loads(files["json"].read_text())
     Layout.load(files["out"]).check(SIZES, {"x": 4})
     assert "# mesh       x=4: 4 devices" in text
-    assert "# found      of all layouts on this mesh, with 5 choices of remat and 1 to 8 microbatches, none is faster by 0.05%" in text
+    assert (
+        "# found      of all layouts on this mesh, with 5 choices of remat and 1 to 8 microbatches, none is faster by 0.05%"
+        in text
+    )
     assert "; next " in text
     assert files["frontier"].read_bytes().startswith(b"\x89PNG")
     assert "ffn.w_in = EF_x: " in out
@@ -103,7 +106,8 @@ def test_microbatches_are_found_where_the_whole_batch_does_not_fit(run, tmp_path
     fixed = ["--mesh", "x=4", "--remat", "full", "--batch", "64", "--length", "64"]
     code, _, one = run(*fixed, "--microbatches", "1", "--memory", "1e-9")
     assert code == 1
-    least = float(re.search(r"holds (\S+) kB", one)[1]) * 1e3
+    amount, unit = re.search(r"holds (\S+) ([kM])B", one).groups()
+    least = float(amount) * {"k": 1e3, "M": 1e6}[unit]
     assert one.endswith("a smaller --batch, or more --microbatches.")
     path = tmp_path / "found.json"
     limit = str(0.95 * least / Slice.named("tpu-v5p:2x2x1").chip.hbm_bytes)
@@ -280,7 +284,7 @@ def compiler(script, monkeypatch):
         done = []
         for each in listed:
             took = seconds.get(each.name, 9.0)
-            line = SimpleNamespace(step_seconds=took) if took < float("inf") else None
+            line = SimpleNamespace(step_seconds=took, parts=()) if took < float("inf") else None
             report = SimpleNamespace(timeline=line, fits=line is not None, bytes_per_device=1000, compile_seconds=1.0)
             fields = each.name, each.candidate, each.answer, each.mesh, each.preset
             done.append(script.compiling.Listed(*fields, report))
