@@ -25,7 +25,7 @@ from gspmd.hardware.chips import Chip
 from gspmd.moe import MoEConfig
 from gspmd.search import NothingFits, Search
 from gspmd_models import ModelConfig
-from gspmd_models.search.answers.finding import TOLERANCE, Patience
+from gspmd_models.search.answers.candidate import TOLERANCE, Patience
 from gspmd_models.search.pipeline import StageProblem
 from gspmd_models.search.problem import PhaseProblem
 from gspmd_models.search.stages import Prices

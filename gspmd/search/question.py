@@ -52,6 +52,7 @@ class Question:
 
     Attributes:
         rate: The rate of the greatest bound; 0 as long as there is no need of one.
+        enough: A bound that needs not be exceeded.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Question:
         self.limit = math.inf if self.problem.limit is None else self.problem.limit
         self.best: Answer | None = None
         self.bound = -math.inf
+        self.enough = math.inf
         self._gap = math.inf
 
     def answer(self) -> Answer:
@@ -90,28 +92,52 @@ class Question:
         self.bound = max(self.bound, self.seconds - self.tolerance * abs(self.seconds))
         return replace(self._known(), complete=True)
 
+    def at_least(self, enough: float) -> float:
+        """What all picks that fit cost at least, by the best rate alone; no better than `enough` is asked for.
+
+        It is infinite where nothing fits.
+        """
+        self.enough = enough
+        try:
+            self._relax()
+        except NothingFits:
+            return math.inf
+        return self.bound
+
     def _search(self) -> None:
         if not all(len(kept) for kept in self.tables.kept):
             raise NothingFits(None, self.problem.limit)
         self._narrow()
         if self.best is not None and self.rate:
             self._try(self.rate)  # few options are left after it
+        held = self._relax()
+        # A limit within the rounding of sums is settled leaf by leaf.
+        if held is not None and not self._proved():
+            self._branch()
+        if self.best is None:
+            assert held is not None
+            raise NothingFits(self._answer(held.trace()), self.limit)
+
+    def _relax(self) -> Messages | None:
+        """Find the best bound of one rate; the bytes of all picks where that may leave a gap, else None.
+
+        Raises:
+            NothingFits: No picks are allowed, or all hold too much.
+        """
         free = Messages(self.tables, self.buckets, 0.0)
         if math.isinf(free.total()):
             raise NothingFits(None, self.problem.limit)
         self.bound = max(self.bound, free.total())
         large = free.trace()
         if self._offer(large) or self._proved():
-            return
+            return None
         held = Messages(self.tables, self.buckets, None)
         small = held.trace()
         if self._offer(small):
             self._cut(self._line(large), self._line(small))
-        # A limit within the rounding of sums is settled leaf by leaf.
-        if not self._proved() and held.total() <= self._ceiling():
-            self._branch()
-        if self.best is None:
+        elif self.best is None and held.total() > self._ceiling():
             raise NothingFits(self._answer(small), self.limit)
+        return held
 
     # -- what is known -------------------------------------------------------------------------------------------------
 
@@ -152,7 +178,8 @@ class Question:
         return self._rounding() + (self.tolerance * abs(self.seconds) if self.best else 0.0)
 
     def _proved(self) -> bool:
-        return self.best is not None and self.bound >= self.seconds - self._slack()
+        known = self.best is not None and self.bound >= self.seconds - self._slack()
+        return known or self.bound >= self.enough
 
     # -- the limit -----------------------------------------------------------------------------------------------------
 

@@ -77,6 +77,18 @@ class Search:
             raise NothingFits(None, self.problem.limit)
         return self._once(allowed, lambda: self._ask(allowed))
 
+    def at_least(self, enough: float = math.inf) -> float:
+        """Seconds that no picks which fit fall below: proved without going through any, so not always reached.
+
+        Args:
+            enough: A bound above which a greater one is not looked for.
+
+        Returns:
+            The bound; infinite where nothing fits.
+        """
+        ask = Question(self._tables, self._buckets, lambda: False, lambda answer: None, tolerance=self.tolerance)
+        return ask.at_least(enough)
+
     def next_best(
         self,
         answer: Answer,

@@ -28,7 +28,7 @@ from gspmd.search import Answer, NothingFits, Search
 from gspmd.search.stages import NoSplit, Split, Stage, split
 
 from ..config import ModelConfig
-from .answers.finding import TOLERANCE, Patience
+from .answers.candidate import TOLERANCE, Patience
 from .answers.meshes import meshes
 from .costs import Line
 from .pipeline import AXIS, FORWARD, StageProblem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 from math import prod
 
 import numpy as np
@@ -145,12 +145,7 @@ class Weight:
             return Term(name, (self.key,), np.zeros(len(options)), bytes=costs.width * (count / shares))
         states = np.array([costs.shards(each.optimizer) for each in options])
         update = costs.in_memory(1, count, 2 * PARAMETER + 2 * STATE + PARAMETER) / states
-        known: dict[tuple[Spec, Spec], float] = {}
-        for each in options:
-            for pair in self._ends(each):
-                if pair not in known:
-                    known[pair] = self._moved(costs, *pair)
-        sent = np.array([sum(known[pair] for pair in self._ends(each)) for each in options])
+        sent = sum(self._moved(costs, ends) for ends in zip(*map(self._ends, options)))
         copy = COPY if costs.width < PARAMETER else 0
         # the gradient is as large as the weight until it comes to the optimizer
         held = count * ((PARAMETER + copy + PARAMETER) / shares + STATE / states)
@@ -161,13 +156,18 @@ class Weight:
         spec, state = placed.spec, placed.optimizer
         return (placed.gradient, state), (spec, state), (state, spec)
 
-    def _moved(self, costs: Costs, before: Spec, after: Spec) -> float:
-        if before == after:
-            return 0.0
+    def _moved(self, costs: Costs, ends: Sequence[tuple[Spec, Spec]]) -> np.ndarray:
+        """Seconds of the move between each pair, all layers of a stack at once."""
         stack = ("N",) if self.stacked else ()
-        ends = [Spec((*stack, *s.dims), ((),) * len(stack) + s.axes, s.partial) for s in (before, after)]
         tensor = Moves(costs.environment, (*stack, *self.dims), "float32")
-        return float(tensor.between(*(tensor.numbers([end]) for end in ends), by="sources")[0, 0])
+        whole = ((),) * len(stack)
+        of = {each: Spec((*stack, *each.dims), whole + each.axes, each.partial) for each in {*chain(*ends)}}
+        numbers = dict(zip(of, tensor.numbers(of.values()).tolist()))
+        before, after = (np.array([numbers[each[n]] for each in ends]) for n in (0, 1))
+        kinds, kind = np.unique(after, return_inverse=True)
+        table = tensor.between(np.unique(before), kinds, by="targets")
+        found = table[np.searchsorted(np.unique(before), before), kind]
+        return np.where(before == after, 0.0, found)
 
     def lines(self, placed: Placed) -> Iterator[Line]:
         """Its lines in a layout."""

@@ -68,7 +68,8 @@ def test_a_layout_is_written_with_its_reasons(run, tmp_path):
     text, figures = files["out"].read_text(), json.loads(files["json"].read_text())
     Layout.load(files["out"]).check(SIZES, {"x": 4})
     assert "# mesh       x=4: 4 devices" in text
-    assert "# found      of all layouts on this mesh, with 5 choices of remat, none is faster by 0.05%" in text
+    searched = "this mesh, with 5 choices of remat and 1 to 8 microbatches"
+    assert f"# found      of all layouts on {searched}, none is faster by 0.05%" in text
     assert "; next " in text
     assert files["frontier"].read_bytes().startswith(b"\x89PNG")
     assert "ffn.w_in = EF_x: " in out
@@ -81,6 +82,39 @@ def test_a_layout_is_written_with_its_reasons(run, tmp_path):
     assert priced
     assert all(seconds >= figures["seconds"] for seconds in priced.values())
     assert all(name in out for name in priced)
+
+
+def test_a_given_number_of_microbatches_is_the_only_one(run, tmp_path):
+    files = ["--out", str(tmp_path / "found.toml"), "--json", str(tmp_path / "found.json")]
+    code, out, _ = run("--mesh", "x=4", "--remat", "full", "--microbatches", "4", *files)
+    figures, text = json.loads((tmp_path / "found.json").read_text()), (tmp_path / "found.toml").read_text()
+    assert code == 0
+    assert (figures["microbatches"], figures["searched_microbatches"]) == (4, [4])
+    assert {each["microbatches"] for each in figures["presets"]} == {4}
+    assert "# step       batch 8, length 16 in 4 microbatches, bfloat16\n" in text
+    assert text.partition("to be used")[2].startswith(
+        "    --layout FILE --mesh x=4 --model.remat full --microbatches 4\n"
+    )
+    assert "microbatches" in out
+    assert "mesh x=4, remat full, in 4 microbatches: " in out
+
+
+def test_microbatches_are_found_where_the_whole_batch_does_not_fit(run, tmp_path):
+    """What [training] says of them is no limit of the search."""
+    fixed = ["--mesh", "x=4", "--remat", "full", "--batch", "64", "--length", "64"]
+    code, _, one = run(*fixed, "--microbatches", "1", "--memory", "1e-9")
+    assert code == 1
+    amount, unit = re.search(r"holds (\S+) ([kM])B", one).groups()
+    least = float(amount) * {"k": 1e3, "M": 1e6}[unit]
+    assert one.endswith("a smaller --batch, or more --microbatches.")
+    path = tmp_path / "found.json"
+    limit = str(0.95 * least / Slice.named("tpu-v5p:2x2x1").chip.hbm_bytes)
+    code, out, _ = run(*fixed, "--memory", limit, "--json", str(path))
+    figures = json.loads(path.read_text())
+    assert code == 0
+    assert figures["microbatches"] > 1
+    assert figures["bytes"] <= figures["limit"]
+    assert f"--microbatches {figures['microbatches']}\n" in out
 
 
 def test_searching_again_writes_the_same(run, tmp_path):
@@ -125,10 +159,11 @@ def test_the_smallest_slice_is_the_first_on_which_something_fits(script, monkeyp
         missing, "Candidate", lambda size, limit: SimpleNamespace(least=SimpleNamespace(bytes=1 / size))
     )
     makers = lambda target: [lambda: target.devices]  # noqa: E731
+    ranges = lambda target: []  # noqa: E731
     target = Slice.named("tpu-v4:2x2x1")
-    assert missing.smallest(target, 1 / 20, makers, print).name == "tpu-v4:2x4x4"
-    assert missing.smallest(target, 1 / 4096, makers, print).devices == 4096
-    assert missing.smallest(target, 1 / 9999, makers, print) is None
+    assert missing.next_slice(target, 1 / 20, makers, ranges, print).name == "tpu-v4:2x4x4"
+    assert missing.next_slice(target, 1 / 4096, makers, ranges, print).devices == 4096
+    assert missing.next_slice(target, 1 / 9999, makers, ranges, print) is None
 
 
 def test_an_interrupt_of_the_search_writes_the_best_so_far(run, script, monkeypatch, tmp_path):
@@ -197,6 +232,8 @@ def test_a_real_interrupt_writes_the_best_so_far(tmp_path):
         (["--model.block", "parallel"], "cannot search layouts to train this model: its blocks are parallel."),
         (["--why", "ffn.w_in=EF_q"], "ffn.w_in cannot be 'EF_q': the mesh has no axis q."),
         (["--why", "ffn.winn=EF"], "no line of the search is called 'ffn.winn'."),
+        (["--microbatches", "0"], "microbatches must be"),
+        (["--phase", "decode", "--microbatches", "1"], "--phase decode trains nothing; leave --microbatches out."),
         (["--phase", "trian"], "train"),
     ],
 )
@@ -245,7 +282,7 @@ def compiler(script, monkeypatch):
         done = []
         for each in listed:
             took = seconds.get(each.name, 9.0)
-            line = SimpleNamespace(step_seconds=took) if took < float("inf") else None
+            line = SimpleNamespace(step_seconds=took, parts=()) if took < float("inf") else None
             report = SimpleNamespace(timeline=line, fits=line is not None, bytes_per_device=1000, compile_seconds=1.0)
             fields = each.name, each.candidate, each.answer, each.mesh, each.preset
             done.append(script.compiling.Listed(*fields, report))

@@ -19,8 +19,8 @@ from gspmd.search import Choice, NothingFits, Problem, Search, Term
 from gspmd.training import OptimizerConfig, jit_step
 from gspmd_models import step
 from gspmd_models.search.answers import Candidate, NoneFits, document, find, meshes, problem_of
+from gspmd_models.search.answers.candidate import NEAR, TOLERANCE
 from gspmd_models.search.answers.document import remarks
-from gspmd_models.search.answers.finding import NEAR, TOLERANCE
 from gspmd_models.search.answers.frontier import frontier
 from gspmd_models.search.answers.presets import picks_of, placed_presets
 from gspmd_models.search.answers.why import why
@@ -117,7 +117,7 @@ def random_phase(draw, axes):
         (terms[0].seconds[a, b] + seconds[2, 0, c] + seconds[2, 1, a], held[0, b] + held[1, c])
         for a, b, c in itertools.product(range(4), repeat=3)
     ]
-    costs = SimpleNamespace(mesh=dict.fromkeys(axes, 2))
+    costs = SimpleNamespace(mesh=dict.fromkeys(axes, 2), microbatches=1)
     return SimpleNamespace(costs=costs, problem=lambda limit: Problem(choices, terms, limit)), every
 
 

@@ -23,10 +23,12 @@ from gspmd.display import console as printing
 from gspmd.display.progress import Progress
 from gspmd.training import command
 from gspmd.training.config import ConfigError, parse_mesh
+from gspmd_models import ModelConfig
 from gspmd_models.search import stages as pipelines
 from gspmd_models.search.answers import Candidate, Finding, NoneFits, document, find, meshes, problem_of
 from gspmd_models.search.answers.document import Remark, remarks
 from gspmd_models.search.answers.frontier import Point, frontier
+from gspmd_models.search.answers.microbatches import Range
 from gspmd_models.search.answers.presets import Placed, placed_presets
 from gspmd_models.search.answers.why import Why, why
 from gspmd_models.search.problem import PhaseProblem
@@ -53,10 +55,11 @@ def main(argv: Sequence[str], script: str = "") -> int:
     target = Slice.named(settings.topology)
     with Progress(printing.console(stderr=True), "Searching") as progress:
         try:
-            limit = settings.memory * target.chip.hbm_bytes
-            finding = find(makers(settings, target), limit, partial(said, progress))
+            limit = limit_of(settings, target)
+            finding = find(makers(settings, target), limit, partial(said, progress), ranges(settings, target))
         except NoneFits as fault:
-            message = nothing_fits(fault, settings, target, partial(makers, settings), progress.begin)
+            on = partial(makers, settings), partial(ranges, settings)
+            message = nothing_fits(fault, settings, target, *on, progress.begin)
         else:
             message = ""
             found = Found(finding, interrupted=not finding.complete)
@@ -76,12 +79,32 @@ def said(progress: Progress, text: str) -> None:
 
 
 def makers(settings: Settings, target: Slice) -> Iterator[Callable[[], PhaseProblem]]:
-    """Makers of the problem on each mesh, and in training with each choice of remat that may be taken."""
-    asked = settings.batch, settings.length, settings.dtype, settings.microbatches
+    """Makers of the problem on each mesh, and in training with each choice of remat that may be taken.
+
+    Of the numbers of microbatches it is the one that is given, or 1.
+    """
+    asked = settings.batch, settings.length, settings.dtype, settings.microbatches or 1
+    for model, mesh in spaces(settings, target):
+        yield partial(problem_of, settings.phase, model, mesh, target.chip, *asked)
+
+
+def ranges(settings: Settings, target: Slice) -> Iterator[Callable[[], Range]]:
+    """Makers of the numbers of microbatches that are searched besides, likewise; none if it is given."""
+    asked = settings.batch, settings.length, settings.dtype
+    for model, mesh in spaces(settings, target) if settings.searches_microbatches else ():
+        yield partial(Range.of, limit_of(settings, target), model, mesh, target.chip, *asked)
+
+
+def spaces(settings: Settings, target: Slice) -> Iterator[tuple[ModelConfig, dict[str, int]]]:
+    """Every mesh with every choice of remat that may be taken, as the model that makes it."""
     for mesh in [parse_mesh(settings.mesh)] if settings.mesh else meshes(target.torus):
         for remat in settings.remats:
-            model = replace(settings.model, remat=remat)
-            yield partial(problem_of, settings.phase, model, mesh, target.chip, *asked)
+            yield replace(settings.model, remat=remat), mesh
+
+
+def limit_of(settings: Settings, target: Slice) -> float:
+    """The bytes that a device may hold."""
+    return settings.memory * target.chip.hbm_bytes
 
 
 @dataclass
@@ -120,7 +143,7 @@ def look_closer(found: Found, settings: Settings, progress: Progress) -> None:
             found.asked.append(why(best, key.strip(), text.strip()))
         comment(found, progress)
         progress.begin("what presets cost")
-        found.presets = placed_presets(found.finding.promising)
+        found.presets = placed_presets(found.finding.promising, found.finding.ranges)
         found.traced = compiling.traced(settings, found.presets)
         if settings.frontier:
             found.front = frontier(best, tell=progress.begin)

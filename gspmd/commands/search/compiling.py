@@ -64,7 +64,7 @@ def shortlist(finding: Finding, said: Mapping[str, Remark], count: int) -> list[
                 (
                     "mesh",
                     Listed(
-                        " ".join(filter(None, (f"mesh {each.named}", each.remat))),
+                        " ".join(filter(None, (f"mesh {each.named}", each.remat, each.parts))),
                         each,
                         each.solve(),
                         each.phase.costs.mesh,
@@ -121,7 +121,7 @@ def _settings(settings: Settings, listed: Listed, folder: Path) -> offline.Setti
     mesh = ",".join(f"{axis}={size}" for axis, size in listed.mesh.items())
     return offline.Settings(
         settings.config, settings.topology, settings.phase, settings.batch, settings.length, dtype=settings.dtype,
-        microbatches=settings.microbatches, model=listed.candidate.phase.costs.config,
+        microbatches=listed.candidate.microbatches, model=listed.candidate.phase.costs.config,
         sharding=ShardingConfig(layout=name, mesh=mesh, compiler_options=settings.compiler_options),
     )  # fmt: skip
 

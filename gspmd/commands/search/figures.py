@@ -32,7 +32,8 @@ def to_json(
         "phase": settings.phase,
         "batch": settings.batch,
         "length": settings.length,
-        "microbatches": settings.microbatches,
+        "microbatches": best.microbatches,
+        "searched_microbatches": finding.microbatches,
         "dtype": settings.dtype,
         "remat": best.remat,
         "limit": best.limit,
@@ -41,14 +42,14 @@ def to_json(
         **_answer(best, finding.answer),
         "next": {name: {"text": each.next, "more": each.more} for name, each in said.items() if each.next},
         "meshes": [
-            {"mesh": dict(each.phase.costs.mesh), "remat": each.remat, "bound": each.free.seconds,
-             "seconds": each.answer and each.answer.seconds}
+            {"mesh": dict(each.phase.costs.mesh), "remat": each.remat, "microbatches": each.microbatches,
+             "bound": each.free.seconds, "seconds": each.answer and each.answer.seconds}
             for each in finding.candidates
         ],
         "presets": [
-            {"name": each.name, "mesh": dict(each.mesh), "remat": each.candidate.remat, "fits": each.fits,
-             "reason": each.reason, "seconds": each.answer and each.answer.seconds,
-             "bytes": each.answer and each.answer.bytes}
+            {"name": each.name, "mesh": dict(each.mesh), "remat": each.candidate.remat,
+             "microbatches": each.candidate.microbatches, "fits": each.fits, "reason": each.reason,
+             "seconds": each.answer and each.answer.seconds, "bytes": each.answer and each.answer.bytes}
             for each in presets
         ],
         "why": [
@@ -80,6 +81,7 @@ def _compiled(each: Listed) -> dict:
         "name": each.name,
         "mesh": dict(each.mesh),
         "remat": each.candidate.remat,
+        "microbatches": each.candidate.microbatches,
         "preset": each.preset,
         "planned_seconds": each.answer.seconds,
         "planned_bytes": each.answer.bytes,

@@ -72,8 +72,9 @@ def figure(finding: Finding, front: Sequence[Point], presets: Sequence[Placed], 
     axes.spines[:].set_visible(False)
     axes.set_title(title, loc="left", fontsize=11, weight="bold", color=INK, pad=22)
     under: Any = {"xy": (0, 1), "xycoords": "axes fraction", "xytext": (0, 6), "textcoords": "offset points"}
-    remat = f", remat {finding.best.remat}" if finding.best.remat else ""
-    axes.annotate(f"mesh {finding.best.named}{remat}    no layout is in the shade", **under, fontsize=9.5, color=INK)
+    remat = finding.best.remat and f"remat {finding.best.remat}"
+    where = ", ".join(filter(None, (finding.best.named, remat, finding.best.parts)))
+    axes.annotate(f"mesh {where}    no layout is in the shade", **under, fontsize=9.5, color=INK)
     return made
 
 

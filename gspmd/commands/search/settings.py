@@ -17,6 +17,7 @@ from gspmd.training.config import ConfigError, load_toml, parse_mesh
 from gspmd.training.toml import positive
 from gspmd_models import ModelConfig
 from gspmd_models.config import REMATS
+from gspmd_models.search.answers.microbatches import several
 
 DEFAULT = configs.find("llama-2-70b")
 
@@ -38,8 +39,9 @@ class Settings:
     """Sequences, over all devices."""
     length: int = 256
     """Tokens of a sequence."""
-    microbatches: int = 1
-    """Parts of a training step's batch, as of `gspmd train`."""
+    microbatches: int | None = None
+    """Parts of a training step's batch, as of `gspmd train`; of 1, 2, 4, ... that divide it what is best, if not given,
+    whatever [training] says."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """What the model computes in."""
     remat: Literal["none", "full", "dots-except-hidden", "dots", "selective"] | None = None
@@ -69,6 +71,11 @@ class Settings:
             return (self.remat or self.model.remat,)
         return REMATS
 
+    @property
+    def searches_microbatches(self) -> bool:
+        """Whether their number is searched, and there is more than one."""
+        return self.phase == "train" and self.microbatches is None and bool(several(self.batch))
+
 
 def parse(argv: Sequence[str], script: str, documentation: str) -> Settings:
     """The settings: those of the file, replaced by flags.
@@ -80,7 +87,7 @@ def parse(argv: Sequence[str], script: str, documentation: str) -> Settings:
     early.add_argument("--config", default=DEFAULT)
     name = early.parse_known_args(list(argv))[0].config
     file = load_toml(File, configs.find(name))
-    said = {each: getattr(file.training, each) for each in ("batch", "length", "microbatches")}
+    said = {each: getattr(file.training, each) for each in ("batch", "length")}
     default = Settings(name, **said, model=file.model)
     prog, description = configs.called(documentation, "gspmd search", script)
     settings = command.parse_flags(Settings, argv, default, description, prog)
@@ -91,7 +98,8 @@ def parse(argv: Sequence[str], script: str, documentation: str) -> Settings:
 
 def _faults(settings: Settings):
     numbers: list[str] = []
-    positive(numbers, batch=settings.batch, length=settings.length, microbatches=settings.microbatches)
+    given = {} if settings.microbatches is None else {"microbatches": settings.microbatches}
+    positive(numbers, batch=settings.batch, length=settings.length, **given)
     yield from numbers
     if not 0 < settings.memory <= 1:
         yield f"--memory is the share of memory that may be used, above 0 and at most 1, not {settings.memory}."
@@ -100,7 +108,7 @@ def _faults(settings: Settings):
     if settings.phase != "train":
         for flag, given in (
             ("stages", settings.stages),
-            ("microbatches", settings.microbatches > 1),
+            ("microbatches", settings.microbatches is not None),
             ("remat", settings.remat is not None),
         ):
             if given:

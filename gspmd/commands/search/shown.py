@@ -8,7 +8,7 @@ from gspmd.commands.search.compiling import Listed
 from gspmd.commands.search.written import seconds
 from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_bytes
-from gspmd_models.search.answers import Finding
+from gspmd_models.search.answers import Candidate, Finding
 from gspmd_models.search.answers.presets import Placed
 from gspmd_models.search.answers.why import Why
 
@@ -37,20 +37,28 @@ def comparison(finding: Finding, presets: Iterable[Placed]) -> Sheet:
     dearest = max(
         (answer.seconds for name, candidate, _, answer in rows if answer.bytes <= candidate.limit), default=0.0
     )
-    own = [group for group in costs[0] if max(each[group] for each in costs[: _fitting(rows)]) > _SMALL * dearest]
-    trains = bool(finding.best.remat)
-    names = ("layout", "mesh", *["remat"] * trains, "a step", "of found", *own, "rest", "memory", "fits")
+    fitting = costs[: _fitting(rows)]
+    own = [group for group in costs[0] if max(each.get(group, 0.0) for each in fitting) > _SMALL * dearest]
+    trained = _trained(candidate for _, candidate, _, _ in rows)
+    names = ("layout", "mesh", *trained, "a step", "of found", *own, "rest", "memory", "fits")
     sheet = Sheet("the layout that was found, and every preset on the mesh that is best for it", _columns(names))
     for (name, candidate, mesh, answer), cost in zip(rows, costs):
-        parts = [cost[group] for group in own]
+        parts = [cost.get(group, 0.0) for group in own]
         parts.append(sum(cost.values()) - sum(parts))
         fits = answer.bytes <= candidate.limit
         style = "[bold]{}[/]" if name == "found" else "{}" if fits else "[dim]{}[/]"
         ratio = f"{answer.seconds / finding.answer.seconds:.3f}"
-        what = (name, mesh, *[candidate.remat] * trains)
+        what = (name, mesh, *(str(getattr(candidate, each)) for each in trained))
         cells = (*what, seconds(answer.seconds), ratio, *map(seconds, parts), amount_of_bytes(answer.bytes))
         sheet.add(*(style.format(escape(cell)) for cell in (*cells, "yes" if fits else "no")))
     return sheet
+
+
+def _trained(candidates: Iterable[Candidate]) -> list[str]:
+    """What of remat and microbatches is said of each layout: in training alone, and of microbatches if any are cut."""
+    every = [*candidates]
+    cut = any(each.microbatches > 1 for each in every)
+    return ["remat", *["microbatches"] * cut] if every[0].remat else []
 
 
 def _fitting(rows: Sequence[tuple]) -> int:
@@ -60,7 +68,7 @@ def _fitting(rows: Sequence[tuple]) -> int:
 
 def _columns(names: Sequence[str]) -> list[Column]:
     """Parts of the cost, the last first, make room where the terminal is narrow."""
-    kept = {"layout": 0, "a step": 0, "of found": 0, "memory": 0, "fits": 0, "mesh": 1, "remat": 1}
+    kept = {"layout": 0, "a step": 0, "of found": 0, "memory": 0, "fits": 0, "mesh": 1, "remat": 1, "microbatches": 1}
     return [
         Column(
             name, "left" if name in ("layout", "mesh", "remat", "fits") else "right", goes=kept.get(name, 2 + number)
@@ -120,7 +128,18 @@ def _signed_bytes(amount: float) -> str:
 def compiled(shortlist: Sequence[Listed]) -> Sheet:
     """The compiled programs in their order, with what was planned of them."""
     best = min((each.seconds for each in shortlist if each.preset), default=None)
-    names = ("layout", "mesh", "remat", "planned", "compiled", "of preset", "planned memory", "compiled memory", "fits")
+    trained = _trained(each.candidate for each in shortlist)
+    names = (
+        "layout",
+        "mesh",
+        *trained,
+        "planned",
+        "compiled",
+        "of preset",
+        "planned memory",
+        "compiled memory",
+        "fits",
+    )
     sheet = Sheet(
         "compiled for the slice, the fastest first",
         [Column(name, "left" if name in ("layout", "mesh", "remat", "fits") else "right") for name in names],
@@ -129,7 +148,8 @@ def compiled(shortlist: Sequence[Listed]) -> Sheet:
         report, ran = each.report, each.seconds < float("inf")
         ratio = f"{each.seconds / best:.3f}" if ran and best is not None and best < float("inf") else ""
         cells = (
-            each.name, _mesh(each.mesh), each.candidate.remat, seconds(each.answer.seconds),
+            each.name, _mesh(each.mesh), *(str(getattr(each.candidate, name)) for name in trained),
+            seconds(each.answer.seconds),
             seconds(each.seconds) if ran else "", ratio,
             amount_of_bytes(each.answer.bytes), amount_of_bytes(report.bytes_per_device) if report else "",
             "yes" if report and report.fits else "no",
@@ -143,5 +163,6 @@ def answer_line(finding: Finding, compiled: int) -> str:
     held = f"{amount_of_bytes(finding.answer.bytes)} on each device"
     proved = f"no layout costs less than {seconds(finding.bound)}"
     planned = "" if compiled else " Planned, not compiled: --compile 3 asks the compiler."
-    remat = f", remat {finding.best.remat}" if finding.best.remat else ""
-    return f"mesh {finding.best.named}{remat}: {seconds(finding.answer.seconds)} a step, {proved}; {held}.{planned}"
+    remat = finding.best.remat and f"remat {finding.best.remat}"
+    where = ", ".join(filter(None, (finding.best.named, remat, finding.best.parts)))
+    return f"mesh {where}: {seconds(finding.answer.seconds)} a step, {proved}; {held}.{planned}"

@@ -8,7 +8,7 @@ from gspmd.commands.search.compiling import Listed
 from gspmd.commands.search.settings import Settings
 from gspmd.commands.search.slice import Slice
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
-from gspmd_models.search.answers import Finding
+from gspmd_models.search.answers import Candidate, Finding
 
 _OF_NOTHING = ("--out", "--json", "--frontier", "--why")
 """Flags that change nothing in the answer."""
@@ -19,11 +19,12 @@ def header(
 ) -> list[str]:
     """The lines of the comment, without dates: searching again writes the same."""
     answer, model, remat = finding.answer, settings.model, finding.best.remat
+    length = f"{settings.length} {finding.best.parts}".strip()
     name = Path(settings.config).stem
     facts = {
         "model": f"{name}, {model.num_parameters:,} parameters" + (f", remat {remat}" if remat else ""),
         "mesh": f"{finding.best.named}: {finding.best.devices} devices",
-        "step": f"batch {settings.batch}, length {settings.length}{_parts(settings)}, {settings.dtype}",
+        "step": f"batch {settings.batch}, length {length}, {settings.dtype}",
         "predicted": f"{seconds(answer.seconds)}; lower bound {seconds(finding.bound)}",
         "memory": f"{amount_of_bytes(answer.bytes)} of {amount_of_bytes(target.chip.hbm_bytes)} on each device, "
         f"of which {settings.memory:.0%} may be used",
@@ -38,8 +39,13 @@ def header(
         *(f"{fact.ljust(width)}  {text}" for fact, text in facts.items()),
         "",
         f"found with    {shlex.join(['gspmd', 'search', *asked(argv)])}",
-        f"to be used    --layout FILE --mesh {finding.best.named}" + (f" --model.remat {remat}" if remat else ""),
+        f"to be used    --layout FILE --mesh {finding.best.named}{_trained(finding.best)}",
     ]
+
+
+def _trained(best: Candidate) -> str:
+    """The flags of `gspmd train` that the layout was found with; the config may say otherwise."""
+    return f" --model.remat {best.remat} --microbatches {best.microbatches}" if best.remat else ""
 
 
 def _compiled(finding: Finding, shortlist: Iterable[Listed]) -> Iterator[tuple[str, str]]:
@@ -55,10 +61,6 @@ def _compiled(finding: Finding, shortlist: Iterable[Listed]) -> Iterator[tuple[s
 def seconds(amount: float) -> str:
     """Seconds to five digits, since layouts differ by thousandths."""
     return f"{amount:.5g} s" if amount >= 1 else amount_of_seconds(amount)
-
-
-def _parts(settings: Settings) -> str:
-    return f" in {settings.microbatches} microbatches" if settings.microbatches > 1 else ""
 
 
 def _how(finding: Finding) -> str:

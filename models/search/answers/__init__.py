@@ -3,8 +3,9 @@
 Nothing here but `problem_of` knows of a particular phase: all else asks a `PhaseProblem`.
 """
 
+from .candidate import Candidate
 from .document import document
-from .finding import Candidate, Finding, NoneFits, find
+from .finding import Finding, NoneFits, find
 from .meshes import meshes
 from .phases import problem_of
 

@@ -19,7 +19,7 @@ from gspmd.layouts.rules.keys import KEYS, OVERRIDES, PARTS
 from gspmd.search import Answer
 
 from ..costs import Line
-from .finding import Candidate
+from .candidate import Candidate
 
 _SAME = 1e-9
 """The fraction of a step by which two layouts cost the same."""

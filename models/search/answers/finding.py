@@ -1,156 +1,18 @@
-"""The best layout over several meshes: each is bounded without its limit of memory, and solved while it may win."""
+"""The best layout over several meshes, choices of remat and numbers of microbatches, each solved while it may win."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
-from math import prod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
 
-from gspmd.search import Answer, NothingFits, Problem, Search
+from gspmd.search import Answer, NothingFits
 
 from ..problem import PhaseProblem
-from .options import Options
-
-NEAR = 5e-4
-"""The fraction of a step's seconds by which an answer may be dearer than the cheapest, if it holds less."""
-TOLERANCE = 1e-4
-"""The fraction below which layouts at the limit of memory are not told apart."""
-MOST, LESS = 40_000, 2_000
-"""How often the search for an answer, and for each of the others beside it, may ask whether to stop: counted, so that
-the same question always has the same answer."""
-
-
-class Patience:
-    """Ends a search that asks too often."""
-
-    def __init__(self) -> None:
-        self.left = MOST
-
-    def __call__(self) -> bool:
-        """Whether to stop."""
-        self.left -= 1
-        return self.left < 0
-
-
-HALVINGS = 6
-"""How often the bytes between the least and those of the cheapest are halved to find it."""
-TIE = 1e-9
-"""The fraction of a step's seconds by which two meshes cost the same: sums are taken in other orders."""
-
-
-class Candidate:
-    """A mesh, the problem on it, and its answer.
-
-    Args:
-        phase: the problem.
-        limit: bytes that a device may hold.
-
-    Attributes:
-        free: the answer if memory had no end, whose seconds are a bound of those with a limit.
-        problem, search: those with the limit.
-        answer: what the search found; None before, or where nothing fits.
-    """
-
-    def __init__(self, phase: PhaseProblem, limit: float):
-        self.phase, self.limit = phase, limit
-        self.unlimited = phase.problem(None)
-        self.problem = self.within(limit)
-        self.patience = Patience()
-        self.search = Search(self.problem, self.patience, TOLERANCE)
-        self.free = Search(self.unlimited).best()
-        self.answer: Answer | None = None
-
-    def within(self, limit: float) -> Problem:
-        """The problem with another limit."""
-        return Problem(self.unlimited.choices, self.unlimited.terms, limit)
-
-    def solve(self) -> Answer:
-        """The answer within the limit: of those as cheap as the cheapest, to within `NEAR`, one that holds little.
-
-        Raises:
-            NothingFits: there is none.
-        """
-        if self.answer is None:
-            self.patience.left = MOST
-            cheapest = self.free if self.free.bytes <= self.limit else self.search.best()
-            self.answer = self._holding_less(cheapest)
-        return self.answer
-
-    def _holding_less(self, cheapest: Answer) -> Answer:
-        """Bisect the limit of memory for the least under which an answer is as cheap."""
-        found, least = cheapest, self.least.bytes
-        for _ in range(HALVINGS if cheapest.complete else 0):
-            if found.bytes <= least * (1 + NEAR):
-                break
-            middle = (found.bytes + least) / 2
-            try:
-                self.patience.left = LESS
-                other = Search(self.within(middle), self.patience, TOLERANCE).best()
-            except NothingFits:
-                least = middle
-                continue
-            if other.seconds <= cheapest.seconds * (1 + NEAR):
-                found = replace(other, bound=cheapest.bound)
-            else:
-                least = middle
-        return found
-
-    @property
-    def so_far(self) -> Answer | None:
-        """What is known to fit, also after an interrupt."""
-        return self.answer or (self.free if self.free.bytes <= self.limit else self.search.so_far)
-
-    @cached_property
-    def options(self) -> Options:
-        """The options of its choices, as text."""
-        return Options(self.phase, self.problem)
-
-    def best(self, without: Mapping[str, Collection[int]]) -> Answer:
-        """The cheapest that fits without some options; the best that was found soon is not `complete`.
-
-        Raises:
-            NothingFits: there is none.
-        """
-        self.patience.left = MOST
-        return self.search.best(without=without)
-
-    def next_best(self, answer: Answer, name: str) -> Answer | None:
-        """The cheapest that fits in which one choice is another than an answer's, by more than names of axes.
-
-        Where it takes long to find, the best that was found soon, which is not `complete`.
-        """
-        self.patience.left = LESS
-        return self.search.next_best(answer, name, without={name: self.options.alike(name, answer.picks[name])})
-
-    @cached_property
-    def least(self) -> Answer:
-        """The layout that holds the fewest bytes."""
-        try:
-            return Search(self.within(-1.0)).best()
-        except NothingFits as fault:
-            return fault.nearest or self.free
-
-    @property
-    def named(self) -> str:
-        """The mesh, `x=4,y=8`."""
-        return ",".join(f"{axis}={size}" for axis, size in self.phase.costs.mesh.items())
-
-    @property
-    def remat(self) -> str:
-        """What the backward pass computes again; empty where there is none."""
-        costs = self.phase.costs
-        return costs.config.remat if costs.trains else ""
-
-    @property
-    def devices(self) -> int:
-        """How many the mesh has."""
-        return prod(self.phase.costs.mesh.values())
-
-    @property
-    def axes(self) -> int:
-        """How many mesh axes there are."""
-        return len(self.phase.costs.mesh)
+from .candidate import NEAR, TIE, Candidate
+from .microbatches import Range, smallest
 
 
 @dataclass(frozen=True)
@@ -162,6 +24,7 @@ class Finding:
         answer: that answer.
         candidates: all meshes that were looked at, by what they cost or may cost at least.
         bound: no layout of the space costs less on any of these meshes.
+        ranges: the numbers of microbatches that were searched besides.
         complete: whether it was not interrupted.
     """
 
@@ -169,16 +32,25 @@ class Finding:
     answer: Answer
     candidates: tuple[Candidate, ...]
     bound: float
+    ranges: tuple[Range, ...] = ()
     complete: bool = True
+
+    @property
+    def microbatches(self) -> tuple[int, ...]:
+        """Their numbers that were searched, ascending."""
+        return tuple(sorted({each.microbatches for each in self.candidates}.union(*(r.counts for r in self.ranges))))
 
     @property
     def proof(self) -> str:
         """What is proved of the answer."""
         count, remats = len({each.named for each in self.candidates}), len({each.remat for each in self.candidates})
         where = "this mesh" if count == 1 else f"{count} meshes"
-        chosen = f", with {remats} choices of remat" if remats > 1 else ""
+        chosen = [f"{remats} choices of remat"] * (remats > 1)
+        if len(self.microbatches) > 1:
+            chosen.append(f"{self.microbatches[0]} to {self.microbatches[-1]} microbatches")
+        beside = f", with {' and '.join(chosen)}" if chosen else ""
         gap = max(NEAR, 1 - self.bound / self.answer.seconds) if self.answer.seconds else NEAR
-        return f"of all layouts on {where}{chosen}, none is faster by {gap:.2%}"
+        return f"of all layouts on {where}{beside}, none is faster by {gap:.2%}"
 
     @property
     def promising(self) -> list[Candidate]:
@@ -203,7 +75,12 @@ class NoneFits(ValueError):
 Tell = Callable[[str], None]
 
 
-def find(phases: Iterable[Callable[[], PhaseProblem]], limit: float, tell: Tell = lambda text: None) -> Finding:
+def find(
+    phases: Iterable[Callable[[], PhaseProblem]],
+    limit: float,
+    tell: Tell = lambda text: None,
+    ranges: Iterable[Callable[[], Range]] = (),
+) -> Finding:
     """Find the cheapest layout that fits.
 
     An interrupt ends the search with the best so far, if there is one.
@@ -212,78 +89,128 @@ def find(phases: Iterable[Callable[[], PhaseProblem]], limit: float, tell: Tell 
         phases: makes the problem of each mesh.
         limit: bytes that a device may hold.
         tell: told what is being done.
+        ranges: makes the numbers of microbatches that are searched besides, on each mesh.
 
     Raises:
         NoneFits: there is no layout within the limit.
         KeyboardInterrupt: before anything was found that fits.
     """
-    candidates: list[Candidate] = []
+    hunt = _Hunt(limit, tell)
     try:
-        for make in phases:
-            phase = make()
-            tell(f"tables of mesh {_mesh(phase)}")
-            try:
-                candidates.append(Candidate(phase, limit))
-            except NothingFits:  # no picks are allowed at all: the sizes have no such mesh
-                continue
-        return _solved(sorted(candidates, key=_rank), limit, tell)
+        hunt.gather(phases)
+        hunt.solve()
+        hunt.divide(ranges)
     except KeyboardInterrupt:
-        finding = _so_far(sorted(candidates, key=_rank))
+        finding = hunt.so_far()
         if finding is None:
             raise
         return finding
+    return hunt.finding()
 
 
-def _solved(candidates: list[Candidate], limit: float, tell: Tell) -> Finding:
-    best: Candidate | None = None
-    nearest: list[tuple[float, Candidate, Answer]] = []
-    for candidate in candidates:
-        if best is not None and not _may_win(candidate, best):
-            continue
-        tell(f"mesh {candidate.named}: at least {candidate.free.seconds:.4g} s")
+class _Hunt:
+    """What is known at each moment of `find`."""
+
+    def __init__(self, limit: float, tell: Tell):
+        self.limit, self.tell = limit, tell
+        self.candidates: list[Candidate] = []
+        self.ranges: list[Range] = []
+        self._best: Candidate | None = None
+
+    def gather(self, phases: Iterable[Callable[[], PhaseProblem]]) -> None:
+        """Bound each problem without its limit."""
+        for make in phases:
+            phase = make()
+            self.tell(f"tables of mesh {_mesh(phase)}")
+            try:
+                self.candidates.append(Candidate(phase, self.limit))
+            except NothingFits:  # no picks are allowed at all: the sizes have no such mesh
+                continue
+
+    def solve(self) -> None:
+        """Solve them in the order of their bounds, while they may win."""
+        for each in sorted(self.candidates, key=_rank):
+            self._try(each)
+
+    def divide(self, ranges: Iterable[Callable[[], Range]]) -> None:
+        """Bound numbers of microbatches, many at a time; halve what may win until there is one, and solve that."""
+        heap: list[tuple[float, int, int, int, Range]] = []
+
+        def push(each: Range) -> None:
+            self.tell(f"bounds of {each}")
+            each.tighten(self._best.solve().seconds * (1 + 2 * TIE) if self._best else inf)
+            heappush(heap, (each.bound, each.axes, each.counts[0], next(number), each))
+
+        number = count()
+        for make in ranges:
+            self.ranges.append(make())
+            push(self.ranges[-1])
+        while heap:
+            bound, axes, fewest, _, each = heappop(heap)
+            if bound == inf or not self._may_win(bound, axes, fewest):
+                continue
+            for part in each.parts:
+                if isinstance(part, Range):
+                    push(part)
+                else:
+                    self.candidates.append(part)
+                    self._try(part)
+
+    def _try(self, candidate: Candidate) -> None:
+        if not self._may_win(candidate.free.seconds, *_order(candidate)):
+            return
+        where = f"{candidate.named} {candidate.parts}".strip()
+        self.tell(f"mesh {where}: at least {candidate.free.seconds:.4g} s")
         try:
-            candidate.solve()
-        except NothingFits as fault:
-            if fault.nearest is not None:
-                nearest.append((fault.nearest.bytes - limit, candidate, fault.nearest))
-            continue
-        if best is None or _wins(candidate, best):
-            best = candidate
-    if best is None:
-        over, candidate, answer = min(nearest, key=lambda each: each[0], default=(None, None, None))
-        raise NoneFits(candidate, answer, over)
-    assert best.answer is not None
-    bound = min(each.answer.bound for each in candidates if each.answer)
-    return Finding(best, best.answer, tuple(candidates), bound)
+            found = candidate.solve()
+        except NothingFits:
+            return
+        if self._may_win(found.seconds, *_order(candidate)):
+            self._best = candidate
+
+    def _may_win(self, seconds: float, axes: int, microbatches: int) -> bool:
+        """Whether this is cheaper than the best, or as cheap on fewer axes or in fewer microbatches."""
+        if self._best is None:
+            return True
+        known, order = self._best.solve().seconds, _order(self._best)
+        return seconds < known * (1 - TIE) or (seconds <= known * (1 + TIE) and (axes, microbatches) < order)
+
+    def finding(self) -> Finding:
+        """What was found.
+
+        Raises:
+            NoneFits: nothing fits.
+        """
+        best = self._best
+        if best is None:
+            nearest = smallest(self.candidates, self.ranges)
+            least = nearest and nearest.least
+            raise NoneFits(nearest, least, least and least.bytes - self.limit)
+        answer, every = best.solve(), sorted(self.candidates, key=_rank)
+        bound = min(each.answer.bound for each in every if each.answer)
+        return Finding(best, answer, tuple(every), bound, tuple(self.ranges))
+
+    def so_far(self) -> Finding | None:
+        """What is known of it at an interrupt; None where nothing is that fits."""
+        every = sorted(self.candidates, key=_rank)
+        known = [(each.so_far.seconds, *_order(each), n) for n, each in enumerate(every) if each.so_far]
+        if not known:
+            return None
+        best = every[min(known)[-1]]
+        best.answer = best.so_far
+        assert best.answer is not None
+        bounds = [each.answer.bound if each.answer else each.free.seconds for each in every]
+        bounds += [each.bound for each in self.ranges if each.bound]
+        return Finding(best, best.answer, tuple(every), min(bounds), tuple(self.ranges), complete=False)
 
 
-def _so_far(candidates: list[Candidate]) -> Finding | None:
-    known = [(each.so_far.seconds, each.axes, n) for n, each in enumerate(candidates) if each.so_far]
-    if not known:
-        return None
-    best = candidates[min(known)[2]]
-    best.answer = best.so_far
-    assert best.answer is not None
-    bound = min(each.answer.bound if each.answer else each.free.seconds for each in candidates)
-    return Finding(best, best.answer, tuple(candidates), bound, complete=False)
+def _rank(candidate: Candidate) -> tuple[float, int, int]:
+    return float(f"{candidate.free.seconds:.9g}"), *_order(candidate)
 
 
-def _rank(candidate: Candidate) -> tuple[float, int]:
-    return float(f"{candidate.free.seconds:.9g}"), candidate.axes
-
-
-def _may_win(candidate: Candidate, best: Candidate) -> bool:
-    return _better(candidate.free.seconds, candidate.axes, best)
-
-
-def _wins(candidate: Candidate, best: Candidate) -> bool:
-    return _better(candidate.solve().seconds, candidate.axes, best)
-
-
-def _better(seconds: float, axes: int, best: Candidate) -> bool:
-    """Whether this is cheaper than the best, or as cheap on fewer axes."""
-    known = best.solve().seconds
-    return seconds < known * (1 - TIE) or (seconds <= known * (1 + TIE) and axes < best.axes)
+def _order(candidate: Candidate) -> tuple[int, int]:
+    """Of candidates that cost the same the first is taken."""
+    return candidate.axes, candidate.microbatches
 
 
 def _mesh(phase: PhaseProblem) -> str:

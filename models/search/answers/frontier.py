@@ -9,7 +9,7 @@ from math import inf, log, sqrt
 
 from gspmd.search import Answer, Search
 
-from .finding import TIE, TOLERANCE, Candidate, Patience
+from .candidate import TIE, TOLERANCE, Candidate, Patience
 
 SEARCHES = 12
 _NARROW = 1e-3

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from math import inf
 
 from gspmd.annotate import LayoutError, Spec
 from gspmd.layouts import Layout, presets
 from gspmd.layouts.rules.keys import KEYS
 from gspmd.search import Answer, NothingFits, Search
 
-from .finding import Candidate
+from .candidate import Candidate
+from .microbatches import Range
 from .options import Texts, written
 
 Where = tuple[str, str]
@@ -44,16 +46,24 @@ class Placed:
         return self.answer is not None and self.answer.bytes <= self.candidate.limit
 
 
-def placed_presets(candidates: Iterable[Candidate]) -> list[Placed]:
+def placed_presets(candidates: Iterable[Candidate], ranges: Iterable[Range] = ()) -> list[Placed]:
     """Every preset on the mesh, and with the mesh axes, that are best for it; those that fit first, the cheapest first.
 
     Presets that are the same layout under two names appear twice.
+
+    Args:
+        candidates: the meshes.
+        ranges: numbers of microbatches besides, in which those are looked for that fit.
     """
-    searches = [(candidate, Search(candidate.unlimited)) for candidate in candidates]
+    spaces = [_Space(each, Search(each.unlimited)) for each in candidates]
     layouts = [Layout.load(name) for name in presets()]
-    phase = searches[0][0].phase.phase if searches else "train"
+    phase = spaces[0].of.phase.phase if spaces else "train"
     layouts = [layout if phase == "train" else layout.phase(phase) for layout in layouts]
-    found = [min((each for pair in searches for each in _placings(*pair, of)), key=_rank) for of in layouts]
+    known: Known = {}
+    found = [min((placed for each in spaces for placed in _placings(each, of, known)), key=_rank) for of in layouts]
+    for number, layout in enumerate(layouts):
+        for each in ranges:
+            found[number] = _divided(each, layout, found[number], known)
     return sorted(found, key=_rank)
 
 
@@ -61,22 +71,85 @@ def _rank(placed: Placed) -> tuple[bool, bool, bool, float]:
     return not placed.usable, placed.answer is None, not placed.fits, placed.answer.seconds if placed.answer else 0.0
 
 
-def _placings(candidate: Candidate, search: Search, layout: Layout) -> Iterator[Placed]:
-    """The layout with its mesh axes in every order on those of the mesh."""
-    mesh = candidate.phase.costs.mesh
-    if len(layout.axes) < len(mesh):
-        yield Placed(layout.name, candidate, {}, reason="it has fewer mesh axes.", usable=False)
+def _divided(numbers: Range, layout: Layout, best: Placed, known: Known) -> Placed:
+    """The best of what is known and of a layout in any of these numbers of microbatches in which it fits."""
+    every = [_asked(numbers, layout, own, names, known) for own, names in _orders(numbers, layout)]
+    bounds = [_bound(numbers, without) for without in every if isinstance(without, dict)]
+    if min(bounds, default=inf) >= (best.answer.seconds if best.answer and best.fits else inf):
+        return best
+    for part in numbers.parts:
+        if isinstance(part, Range):
+            best = _divided(part, layout, best, known)
+        else:
+            best = min([best, *_placings(_Space(part, Search(part.unlimited)), layout, known)], key=_rank)
+    return best
+
+
+def _bound(numbers: Range, without: Mapping[str, Collection[int]]) -> float:
+    try:
+        return numbers.search.best(without=without).bound
+    except NothingFits:
+        return inf
+
+
+@dataclass(frozen=True)
+class _Space:
+    """A candidate, and a search without its limit."""
+
+    of: Candidate
+    search: Search
+
+
+def _orders(of: Candidate | Range, layout: Layout) -> Iterator[tuple[dict[str, int], tuple[str, ...]]]:
+    """The mesh by the layout's own axes, in every order on those of the mesh; none if it has fewer."""
+    mesh = of.phase.costs.mesh
     for names in permutations(layout.axes, len(mesh)):
-        own = dict.fromkeys(layout.axes, 1) | dict(zip(names, mesh.values()))
-        try:
-            checked = layout.resolved(candidate.phase.costs.sizes, own).check(candidate.phase.costs.sizes, own)
-        except LayoutError as error:
-            yield Placed(layout.name, candidate, own, reason=_short(error), usable=False)
+        yield dict.fromkeys(layout.axes, 1) | dict(zip(names, mesh.values())), names
+
+
+def _placings(space: _Space, layout: Layout, known: Known) -> Iterator[Placed]:
+    """The layout with its mesh axes in every order on those of the mesh."""
+    candidate = space.of
+    if len(layout.axes) < len(candidate.phase.costs.mesh):
+        yield Placed(layout.name, candidate, {}, reason="it has fewer mesh axes.", usable=False)
+    for own, names in _orders(candidate, layout):
+        without = _asked(candidate, layout, own, names, known)
+        if isinstance(without, _Refused):
+            yield Placed(layout.name, candidate, own, reason=without.reason, usable=without.usable)
             continue
         try:
-            yield Placed(layout.name, candidate, own, picks_of(candidate, search, checked, dict(zip(names, mesh))))
+            yield Placed(layout.name, candidate, own, _best(space.search, without))
         except LayoutError as error:
             yield Placed(layout.name, candidate, own, reason=_short(error))
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """Why a layout is not in a space, or, if it is not `usable`, on no such mesh."""
+
+    reason: str
+    usable: bool
+
+
+Known = dict[tuple, "Mapping[str, Collection[int]] | _Refused"]
+"""The options that a layout does not have, by layout, order of mesh axes and options: of all choices of remat alike."""
+
+
+def _asked(
+    of: Candidate | Range, layout: Layout, own: Mapping[str, int], names: tuple[str, ...], known: Known
+) -> Mapping[str, Collection[int]] | _Refused:
+    """The options that a layout does not have with its axes in this order; or why it is not there."""
+    costs = of.phase.costs
+    key = layout.name, names, *(tuple(each.items()) for each in (costs.mesh, costs.sizes)), costs.microbatches > 1
+    if key not in known:
+        usable = False
+        try:
+            checked = layout.resolved(costs.sizes, own).check(costs.sizes, own)
+            usable = True
+            known[key] = _without(of, checked, dict(zip(names, costs.mesh)))
+        except LayoutError as error:
+            known[key] = _Refused(_short(error), usable)
+    return known[key]
 
 
 def _short(error: LayoutError) -> str:
@@ -98,20 +171,42 @@ def picks_of(candidate: Candidate, search: Search, layout: Layout, renamed: Mapp
         LayoutError: a line is not in the space.
     """
     names = dict(zip(candidate.phase.costs.mesh, candidate.phase.costs.mesh)) if renamed is None else renamed
+    return _best(search, _without(candidate, layout, names))
+
+
+def _best(search: Search, without: Mapping[str, Collection[int]]) -> Answer:
+    try:
+        return search.best(without=without)
+    except NothingFits:
+        raise LayoutError("each of its lines is in the space that is searched, and not all of them together.") from None
+
+
+def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) -> dict[str, list[int]]:
+    """The options that a layout does not have.
+
+    Raises:
+        LayoutError: a line is not in the space.
+    """
     stages = layout.table.get("pipeline.layers")
     if stages and any(axis in names for axis in Spec.parse(stages).used):
         raise LayoutError(f"pipeline.layers = '{stages}' is not in the space that is searched.")
+    if of.phase.costs.microbatches > 1:
+        layout = _accumulating(layout)
     without: dict[str, list[int]] = {}
-    for name, options in candidate.options.texts.items():
+    for name, options in of.options.texts.items():
         wanted = dict(_wanted(layout, {where for texts in options for where in texts}, names))
         fits = [number for number, texts in enumerate(options) if _agrees(texts, wanted)]
         if not fits:
             raise LayoutError(f"{_odd(layout, options, wanted)} is not in the space that is searched.")
         without[name] = sorted({*range(len(options))} - {*fits})
-    try:
-        return search.best(without=without)
-    except NothingFits:
-        raise LayoutError("each of its lines is in the space that is searched, and not all of them together.") from None
+    return without
+
+
+def _accumulating(layout: Layout) -> Layout:
+    """The layout with the gradients that several microbatches leave, whatever it says of them itself."""
+    loss = layout.for_loss(microbatches=2)
+    partial = {key: Spec.parse(loss[key]).cotangent for key in loss.table if KEYS[key].kind == "parameter"}
+    return layout.override({f"gradients.{key}": str(spec) for key, spec in partial.items() if spec.partial})
 
 
 def _odd(layout: Layout, options: Sequence[Texts], wanted: Mapping[Where, tuple[Spec, ...]]) -> str:

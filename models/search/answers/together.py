@@ -10,7 +10,8 @@ from gspmd.layouts.rules.keys import KEYS
 from gspmd.search import Answer, NothingFits
 
 from ..problem import PhaseProblem
-from .finding import Candidate, NoneFits
+from .candidate import Candidate
+from .finding import NoneFits
 
 
 @dataclass(frozen=True)

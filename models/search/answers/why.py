@@ -10,7 +10,7 @@ from gspmd.annotate.errors import suggestion
 from gspmd.display.tables import counted
 from gspmd.search import Answer, NothingFits, Search
 
-from .finding import Candidate
+from .candidate import Candidate
 from .options import written
 
 _SHOWN = 6

@@ -1,0 +1,163 @@
+"""A mesh, the problem on it, and its answer: bounded without its limit of memory, and solved when it may win."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import cached_property
+from math import prod
+
+from gspmd.search import Answer, NothingFits, Problem, Search
+
+from ..problem import PhaseProblem
+from .options import Options
+
+NEAR = 5e-4
+"""The fraction of a step's seconds by which an answer may be dearer than the cheapest, if it holds less."""
+TOLERANCE = 1e-4
+"""The fraction below which layouts at the limit of memory are not told apart."""
+MOST, LESS = 40_000, 2_000
+"""How often the search for an answer, and for each of the others beside it, may ask whether to stop: counted, so that
+the same question always has the same answer."""
+
+
+class Patience:
+    """Ends a search that asks too often."""
+
+    def __init__(self) -> None:
+        self.left = MOST
+
+    def __call__(self) -> bool:
+        """Whether to stop."""
+        self.left -= 1
+        return self.left < 0
+
+
+TIE = 1e-9
+"""The fraction of a step's seconds by which two of them cost the same: sums are taken in other orders."""
+HALVINGS = 6
+"""How often the bytes between the least and those of the cheapest are halved to find it."""
+
+
+class Candidate:
+    """A mesh, the problem on it, and its answer.
+
+    Args:
+        phase: the problem.
+        limit: bytes that a device may hold.
+
+    Attributes:
+        free: the answer if memory had no end, whose seconds are a bound of those with a limit.
+        problem, search: those with the limit.
+        answer: what the search found; None before, or where nothing fits.
+    """
+
+    def __init__(self, phase: PhaseProblem, limit: float):
+        self.phase, self.limit = phase, limit
+        self.unlimited = phase.problem(None)
+        self.problem = self.within(limit)
+        self.patience = Patience()
+        self.search = Search(self.problem, self.patience, TOLERANCE)
+        self.free = Search(self.unlimited).best()
+        self.answer: Answer | None = None
+
+    def within(self, limit: float) -> Problem:
+        """The problem with another limit."""
+        return Problem(self.unlimited.choices, self.unlimited.terms, limit)
+
+    def solve(self) -> Answer:
+        """The answer within the limit: of those as cheap as the cheapest, to within `NEAR`, one that holds little.
+
+        Raises:
+            NothingFits: there is none.
+        """
+        if self.answer is None:
+            self.patience.left = MOST
+            cheapest = self.free if self.free.bytes <= self.limit else self.search.best()
+            self.answer = self._holding_less(cheapest)
+        return self.answer
+
+    def _holding_less(self, cheapest: Answer) -> Answer:
+        """Bisect the limit of memory for the least under which an answer is as cheap."""
+        found, least = cheapest, self.least.bytes
+        for _ in range(HALVINGS if cheapest.complete else 0):
+            if found.bytes <= least * (1 + NEAR):
+                break
+            middle = (found.bytes + least) / 2
+            try:
+                self.patience.left = LESS
+                other = Search(self.within(middle), self.patience, TOLERANCE).best()
+            except NothingFits:
+                least = middle
+                continue
+            if other.seconds <= cheapest.seconds * (1 + NEAR):
+                found = replace(other, bound=cheapest.bound)
+            else:
+                least = middle
+        return found
+
+    @property
+    def so_far(self) -> Answer | None:
+        """What is known to fit, also after an interrupt."""
+        return self.answer or (self.free if self.free.bytes <= self.limit else self.search.so_far)
+
+    @cached_property
+    def options(self) -> Options:
+        """The options of its choices, as text."""
+        return Options(self.phase, self.problem)
+
+    def best(self, without: Mapping[str, Collection[int]]) -> Answer:
+        """The cheapest that fits without some options; the best that was found soon is not `complete`.
+
+        Raises:
+            NothingFits: there is none.
+        """
+        self.patience.left = MOST
+        return self.search.best(without=without)
+
+    def next_best(self, answer: Answer, name: str) -> Answer | None:
+        """The cheapest that fits in which one choice is another than an answer's, by more than names of axes.
+
+        Where it takes long to find, the best that was found soon, which is not `complete`.
+        """
+        self.patience.left = LESS
+        return self.search.next_best(answer, name, without={name: self.options.alike(name, answer.picks[name])})
+
+    @cached_property
+    def least(self) -> Answer:
+        """The layout that holds the fewest bytes."""
+        try:
+            return Search(self.within(-1.0)).best()
+        except NothingFits as fault:
+            return fault.nearest or self.free
+
+    @property
+    def named(self) -> str:
+        """The mesh, `x=4,y=8`."""
+        return ",".join(f"{axis}={size}" for axis, size in self.phase.costs.mesh.items())
+
+    @property
+    def remat(self) -> str:
+        """What the backward pass computes again; empty where there is none."""
+        costs = self.phase.costs
+        return costs.config.remat if costs.trains else ""
+
+    @property
+    def microbatches(self) -> int:
+        """Parts of the batch, one after the other; 1 where nothing is trained."""
+        return self.phase.costs.microbatches
+
+    @property
+    def parts(self) -> str:
+        """`in 4 microbatches`; empty where the batch is not cut."""
+        return f"in {self.microbatches} microbatches" if self.microbatches > 1 else ""
+
+    @property
+    def devices(self) -> int:
+        """How many the mesh has."""
+        return prod(self.phase.costs.mesh.values())
+
+    @property
+    def axes(self) -> int:
+        """How many mesh axes there are."""
+        return len(self.phase.costs.mesh)

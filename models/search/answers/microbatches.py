@@ -1,0 +1,129 @@
+"""Numbers of microbatches, bounded many at a time: one bound excludes most of them before any has tables of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+
+from gspmd.hardware.chips import Chip
+from gspmd.search import NothingFits, Search
+
+from ...config import ModelConfig
+from ..problem import PhaseProblem
+from ..relaxed import Relaxed
+from ..training import TrainingProblem
+from .candidate import TOLERANCE, Candidate
+from .options import Options
+
+
+def several(batch: int) -> tuple[int, ...]:
+    """The numbers of microbatches above one that are searched: powers of two that divide the batch.
+
+    >>> several(24), several(7)
+    ((2, 4, 8), ())
+    """
+    return tuple(2**power for power in range(1, batch.bit_length()) if batch % 2**power == 0)
+
+
+class Range:
+    """Some numbers of microbatches on one mesh, with one choice of remat.
+
+    Args:
+        phase: the problem that bounds them all.
+        counts: the numbers, ascending.
+        make: the problem of one of them.
+        limit: bytes that a device may hold.
+
+    Attributes:
+        bound: no layout that fits costs less in any of them; 0 before `tighten`.
+    """
+
+    def __init__(self, phase: Relaxed, counts: Sequence[int], make: Callable[[int], PhaseProblem], limit: float):
+        self.phase, self.counts, self.make, self.limit = phase, tuple(counts), make, limit
+        self.bound = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        limit: float,
+        config: ModelConfig,
+        mesh: Mapping[str, int],
+        chip: Chip,
+        batch: int,
+        length: int,
+        dtype: str = "bfloat16",
+    ) -> Range:
+        """All that are searched besides one; but for the limit, the arguments are those of `TrainingProblem`."""
+        asked = config, mesh, chip, batch, length, dtype
+        return cls(Relaxed(*asked), several(batch), partial(TrainingProblem, *asked), limit)
+
+    def tighten(self, enough: float) -> None:
+        """Raise the bound; above `enough` it is not looked for."""
+        self.bound = max(self.bound, self.search.at_least(enough))
+
+    @cached_property
+    def search(self) -> Search:
+        """Of layouts that cost and hold no more than those in any of these numbers, within the limit."""
+        return Search(self.phase.between(self.counts[0], self.counts[-1], self.limit), tolerance=TOLERANCE)
+
+    @cached_property
+    def options(self) -> Options:
+        """The options of its choices, as text."""
+        return Options(self.phase, self.search.problem)
+
+    @cached_property
+    def least(self) -> float:
+        """The bytes that every layout holds, in whichever of these numbers; infinite where none is possible."""
+        try:
+            return Search(self.phase.between(self.counts[0], self.counts[-1], -1.0)).best().bytes
+        except NothingFits as fault:
+            return fault.nearest.bytes if fault.nearest else inf
+
+    @cached_property
+    def parts(self) -> list[Range | Candidate]:
+        """The fewer and the more of them; of a single one its problem, which is nothing where no picks are allowed."""
+        if len(self.counts) == 1:
+            try:
+                return [Candidate(self.make(*self.counts), self.limit)]
+            except NothingFits:
+                return []
+        middle = len(self.counts) // 2
+        return [
+            Range(self.phase, counts, self.make, self.limit) for counts in (self.counts[:middle], self.counts[middle:])
+        ]
+
+    @property
+    def axes(self) -> int:
+        """How many mesh axes there are."""
+        return len(self.phase.costs.mesh)
+
+    def __str__(self) -> str:
+        costs = self.phase.costs
+        mesh = ",".join(f"{axis}={size}" for axis, size in costs.mesh.items())
+        numbers = " to ".join(map(str, dict.fromkeys((self.counts[0], self.counts[-1]))))
+        return f"mesh {mesh}, remat {costs.config.remat}, in {numbers} microbatches"
+
+
+def smallest(candidates: Iterable[Candidate], ranges: Iterable[Range]) -> Candidate | None:
+    """The candidate with the layout that holds the fewest bytes of all, those of the ranges included; None of none."""
+    heap: list[tuple[float, int, Candidate | Range]] = []
+
+    def push(each: Candidate | Range) -> None:
+        least = each.least.bytes if isinstance(each, Candidate) else each.least
+        heappush(heap, (least, next(number), each))
+
+    number = count()
+    for each in (*candidates, *ranges):
+        push(each)
+    while heap:
+        least, _, each = heappop(heap)
+        if isinstance(each, Candidate):
+            return each
+        if least == inf:
+            return None
+        for part in each.parts:
+            push(part)
+    return None
