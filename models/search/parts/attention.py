@@ -12,8 +12,11 @@ from gspmd.ops._attention.heads import share
 from gspmd.search import Term
 from gspmd.search.products import Member, Passes, Product
 
-from ..costs import KEPT_PRODUCTS, Costs, Line, Part
+from ...config import ModelConfig
+from ..costs import KEPT_PRODUCTS, Costs, Line
+from ..vectors import Vector
 from ..weights import Weight, operand
+from .part import Part
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,12 @@ class Attention(Part):
         residual: where the residual stream may lie.
     """
 
+    name = "attention"
+
     def __init__(self, costs: Costs, residual: Sequence[Spec]):
         super().__init__(costs)
         layers, period = costs.config.layers, costs.config.period
-        self.layers = layers
+        self.layers, self.vectors = layers, tuple(_vectors(costs.config))
         # One head of keys, as served models may have, is split along D where it is made.
         heads_whole = "D" if costs.trains else ""
         self.weights = [
@@ -73,10 +78,12 @@ class Attention(Part):
 
     def terms(self) -> Iterator[Term]:
         """What the core moves and computes."""
+        yield from super().terms()
         yield self.over("attention", "heads", self._core)
 
     def once(self) -> Iterator[Term]:
         """What the weights hold, and their update."""
+        yield from super().once()
         for weight in self.weights:
             yield weight.stored(self.costs, self.choices[weight.key])
 
@@ -126,6 +133,19 @@ class Attention(Part):
         yield Line("attention.key", str(chosen["heads"].key), "heads")
         for weight in self.weights:
             yield from weight.lines(chosen[weight.key])
+
+
+def _vectors(config: ModelConfig) -> Iterator[Vector]:
+    """Biases of queries, keys, values and of what is added to the residual; scales of the norms of heads."""
+    stack = config.layers // config.period, config.period
+    if config.qkv_bias:
+        yield Vector("HD", "heads", "query", *stack)
+        yield from 2 * [Vector("KD", "heads", "key", *stack)]
+    if config.qk_norm:
+        yield Vector("D", "heads", "query", *stack)
+        yield Vector("D", "heads", "key", *stack)
+    if config.out_bias:
+        yield Vector("E", "residual", "", *stack)
 
 
 def together(queries: Sequence[Spec], sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Iterator[Heads]:
