@@ -144,11 +144,10 @@ class Weight:
         if not costs.trains:
             return Term(name, (self.key,), np.zeros(len(options)), bytes=costs.width * (count / shares))
         states = np.array([costs.shards(each.optimizer) for each in options])
-        known: dict[tuple[Spec, Spec], float] = {}
-        for each in options:
-            for pair in self._ends(each):
-                if pair not in known:
-                    known[pair] = self._moved(costs, *pair)
+        tensor = Moves(costs.environment, (*self._stack, *self.dims), "float32")
+        known = {pair: 0.0 for each in options for pair in self._ends(each)}
+        for pair in known:
+            known[pair] = self._moved(tensor, *pair)
         sent = np.array([sum(known[pair] for pair in self._ends(each)) for each in options])
         copy = COPY if costs.width < PARAMETER else 0
         size = held(costs, count, shares, states, copy)
@@ -159,12 +158,15 @@ class Weight:
         spec, state = placed.spec, placed.optimizer
         return (placed.gradient, state), (spec, state), (state, spec)
 
-    def _moved(self, costs: Costs, before: Spec, after: Spec) -> float:
+    @property
+    def _stack(self) -> tuple[str, ...]:
+        return ("N",) if self.stacked else ()
+
+    def _moved(self, tensor: Moves, before: Spec, after: Spec) -> float:
         if before == after:
             return 0.0
-        stack = ("N",) if self.stacked else ()
+        stack = self._stack
         ends = [Spec((*stack, *s.dims), ((),) * len(stack) + s.axes, s.partial) for s in (before, after)]
-        tensor = Moves(costs.environment, (*stack, *self.dims), "float32")
         return float(tensor.between(*(tensor.numbers([end]) for end in ends), by="sources")[0, 0])
 
     def lines(self, placed: Placed) -> Iterator[Line]:

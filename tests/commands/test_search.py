@@ -245,7 +245,7 @@ def compiler(script, monkeypatch):
         done = []
         for each in listed:
             took = seconds.get(each.name, 9.0)
-            line = SimpleNamespace(step_seconds=took) if took < float("inf") else None
+            line = SimpleNamespace(step_seconds=took, parts=()) if took < float("inf") else None
             report = SimpleNamespace(timeline=line, fits=line is not None, bytes_per_device=1000, compile_seconds=1.0)
             fields = each.name, each.candidate, each.answer, each.mesh, each.preset
             done.append(script.compiling.Listed(*fields, report))

@@ -300,7 +300,8 @@ def test_a_layout_of_the_space_is_found_there_again(config, phase, tmp_path):
 def test_no_preset_is_better_than_what_was_found():
     finding = find(makers((4, 2)), CHIP.hbm_bytes)
     priced = [each for each in placed_presets(finding.candidates) if each.answer]
-    assert {"zero-1", "zero-2", "zero-3", "megatron-1d", "data-parallel", "replicated"} <= {
+    named = {"zero-1", "zero-2", "zero-3", "megatron-1d", "data-parallel", "replicated"}
+    assert named | {"weight-stationary-1d", "weight-stationary-2d", "weight-gathered-xyz"} <= {
         each.name for each in priced
     }
     for each in priced:
@@ -325,8 +326,8 @@ def test_stages_and_what_else_is_not_searched_is_no_preset_of_the_space():
     held = candidate()
     with pytest.raises(LayoutError, match=r"pipeline\.layers = 'N_p' is not in the space"):
         picks_of(held, Search(held.unlimited), Layout.load("pipeline"), {"p": "x", "x": "y"})
-    odd = Layout.load("zero-3").override({"attention.w_k": "EKD_x"}).resolved({}, {"x": 4, "y": 2, "z": 1})
-    with pytest.raises(LayoutError, match=r"attention\.w_k = 'EKD_x' is not in the space"):
+    odd = Layout.load("zero-3").override({"attention.w_q": "EHD_x"}).resolved({}, {"x": 4, "y": 2, "z": 1})
+    with pytest.raises(LayoutError, match=r"attention\.w_q = 'EHD_x' is not in the space"):
         picks_of(held, Search(held.unlimited), odd, {"x": "x", "y": "y"})
 
 

@@ -44,13 +44,10 @@ class Attention(Part):
         super().__init__(costs)
         layers, period = costs.config.layers, costs.config.period
         self.layers, self.vectors = layers, tuple(_vectors(costs.config))
-        # One head of keys, as served models may have, is split along D where it is made.
-        heads_whole = "D" if costs.trains else ""
+        # Few heads of keys are split along D where they are made; of queries there are enough to split.
         self.weights = [
             Weight("attention.w_q", "EHD", "D", layers // period, period),
-            Weight(
-                "attention.w_k", "EKD", heads_whole, layers // period, 2 * period, ("attention.w_k", "attention.w_v")
-            ),
+            Weight("attention.w_k", "EKD", "", layers // period, 2 * period, ("attention.w_k", "attention.w_v")),
             Weight("attention.w_o", "HDE", "D", layers // period, period),
         ]
         heads = self._heads()
@@ -64,9 +61,7 @@ class Attention(Part):
         w_q, w_k, w_o = (weight.operand(costs, self.choices[weight.key]) for weight in self.weights)
         again = costs.times if costs.remat == "full" else 1
         passes = Passes(costs.times, again, int(costs.trains))
-        into = Product(
-            costs.environment, stream, [Member(w_q, queries, 1, "D"), Member(w_k, keys, 2, heads_whole)], passes
-        )
+        into = Product(costs.environment, stream, [Member(w_q, queries, 1, "D"), Member(w_k, keys, 2)], passes)
         out = Product(costs.environment, queries, [Member(w_o, stream, 1, "D")], passes)
         self.products = {
             "attention.in_via": (into, ("residual", "attention.w_q", "heads", "attention.w_k", "heads"), layers),
