@@ -207,6 +207,26 @@ def test_bad_input_is_one_message(run, flags, said):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ('[optimizer]\nmoments = "int8"', "[optimizer] moments is 'int8', and priced is what trains whole,"),
+        ('[training]\nparameter_dtype = "bfloat16"', "[training] parameter_dtype is 'bfloat16', and priced is"),
+        ('[training]\nfrozen = ["embedding.*"]', "[training] frozen is ['embedding.*'], and priced is"),
+        ("[lora]\nrank = 8", "[lora] has adapters of rank 8, which have no price;"),
+        ("int8 = true", "[model] int8 has no price:"),
+    ],
+)
+def test_what_would_be_counted_wrong_is_refused(run, tmp_path, table, said):
+    config = tmp_path / "odd.toml"
+    config.write_text(f"{MODEL}{table}\n")
+    code, out, err = run("--config", str(config))
+    assert (code, out) == (2, "")
+    assert said in err
+    if table.startswith(("[optimizer]", "[training]")):  # served as any other
+        assert run("--config", str(config), "--phase", "decode", "--mesh", "x=4")[0] == 0
+
+
 def test_the_command_that_found_it_is_without_its_files():
     written = importlib.import_module("gspmd.commands.search.written")
     argv = ["--config", "a", "--out", "--json", "--json=f", "--why", "a=b", "--batch", "8", "--frontier", "f.png"]

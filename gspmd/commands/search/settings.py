@@ -12,6 +12,7 @@ import tyro
 from gspmd.commands import configs
 from gspmd.commands.compile import File
 from gspmd.commands.search.slice import Slice
+from gspmd.commands.search.unpriced import unpriced
 from gspmd.training import ShardingConfig, command
 from gspmd.training.config import ConfigError, load_toml, parse_mesh
 from gspmd.training.toml import positive
@@ -84,7 +85,7 @@ def parse(argv: Sequence[str], script: str, documentation: str) -> Settings:
     default = Settings(name, **said, model=file.model)
     prog, description = configs.called(documentation, "gspmd search", script)
     settings = command.parse_flags(Settings, argv, default, description, prog)
-    if faults := list(_faults(settings)):
+    if faults := [*unpriced(file, settings.model, settings.phase == "train"), *_faults(settings)]:
         raise ConfigError("cannot search:", faults)
     return replace(settings, model=replace(settings.model, remat=settings.remat or settings.model.remat))
 
