@@ -116,6 +116,7 @@ def test_nothing_fits_says_what_is_nearest_and_what_would_do(run, tmp_path):
 def test_nothing_fits_a_given_mesh(run):
     code, _, err = run("--memory", "1e-6", "--mesh", "x=4")
     assert code == 1
+    assert "that may be used, 0.0001% of " in err
     assert err.endswith("Leave --mesh out, or take a larger slice, a smaller --batch.")
 
 
@@ -327,6 +328,7 @@ def test_stages_are_a_table(run):
     assert code == 0
     assert "pipelines: the best of each number of stages" in out
     assert "p=2" in out
+    assert "--mesh x=4 is of the layout without stages" in " ".join(out.split())
 
 
 def test_an_answer_that_cannot_be_written_is_printed(run, tmp_path):

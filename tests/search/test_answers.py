@@ -308,6 +308,21 @@ def test_no_preset_is_better_than_what_was_found():
         assert each.answer.seconds >= finding.answer.seconds
 
 
+@pytest.mark.parametrize("phase", ["train", "decode"])
+def test_on_one_device_all_presets_are_one_layout(phase):
+    held = candidate(mesh=(("x", 1),), phase=phase)
+    found = placed_presets([held])
+    usable = [each for each in found if each.usable]
+    assert len(usable) > 12
+    assert {each.answer.seconds for each in usable} == {held.free.seconds}
+
+
+def test_with_microbatches_all_presets_but_those_without_a_split_batch_are_priced():
+    phase = problem_of("train", GATED, {"x": 4, "y": 2}, CHIP, 2 * BATCH, LENGTH, microbatches=2)
+    found = [each for each in placed_presets([Candidate(phase, CHIP.hbm_bytes)]) if each.usable]
+    assert [each.name for each in found if not each.answer] == ["replicated"]
+
+
 def test_a_preset_takes_the_order_of_axes_that_is_best_for_it():
     held = candidate()
     placed = next(each for each in placed_presets([held]) if each.name == "megatron-1d")
@@ -369,7 +384,9 @@ def test_another_line_costs_what_the_search_with_it_given_says(key, text):
 
 @pytest.mark.parametrize(
     ("key", "text", "said"),
-    [("ffn.w_inn", "EF_x", "no line of the search is called 'ffn.w_inn'.\n  Did you mean 'ffn.w_in'? It has "),
+    [("ffn.w_inn", "EF_x", "no line of the search is called 'ffn.w_inn'.\n  Nearest are 'ffn.w_in', "),
+     ("ffn.w_onn", "EF_x",
+      "no line of the search is called 'ffn.w_onn'.\n  Nearest are 'ffn.w_in', 'ffn.w_out' and 'ffn.w_gate'. The lines"),
      ("ffn.w_in", "EF_q", "ffn.w_in cannot be 'EF_q': the mesh has no axis q.\n  Possible are '"),
      ("ffn.w_in", "E_xF_x", "cannot read ffn.w_in = 'E_xF_x': "),
      ("ffn.w_in", "F_xE", "ffn.w_in cannot be 'F_xE': 'F_xE' has dimensions FE, and needs EF.\n  Possible are "),

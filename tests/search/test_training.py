@@ -129,17 +129,25 @@ def test_biases_and_norms_of_heads_cost_what_they_add_to_the_trace(
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["weight-stationary-2d", *(pytest.param(f"weight-gathered-{n}", marks=pytest.mark.slow) for n in ("x", "xy"))],
-)
-def test_a_preset_whose_keys_are_made_split_along_their_size_costs_what_it_is_traced_to(name, only_planned):
+    ("name", "microbatches"),
+    [
+        ("weight-stationary-2d", 1), ("megatron-1d", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("weight-gathered-x", 1), ("weight-gathered-xy", 1), ("weight-stationary-2d", 2), ("zero-1", 2),
+            ]
+        ),
+    ],
+)  # fmt: skip
+def test_a_preset_costs_what_it_is_traced_to(name, microbatches, only_planned):
+    """Keys that are made split along their size; and gradients that are partial sums because there are microbatches."""
     pytest.importorskip("libtpu")
     mesh, layout = topology("tpu-v5p:2x2x2").mesh(MESH), Layout.load(name)
-    found = TrainingProblem(DENSE, MESH, CHIPS["tpu-v5p"], BATCH, LENGTH)
+    found = TrainingProblem(DENSE, MESH, CHIPS["tpu-v5p"], BATCH, LENGTH, microbatches=microbatches)
     candidate = Candidate(found, math.inf)
     answer = picks_of(candidate, candidate.search, layout.resolved(DENSE.sizes(BATCH, LENGTH), MESH))
-    # what the preset leaves to the planner, such as where logits are made, is no dearer by its own choice
-    assert answer.seconds == pytest.approx(traced(DENSE, layout, mesh, 1), rel=1e-3)
+    assert answer.seconds == pytest.approx(traced(DENSE, layout, mesh, microbatches), rel=1e-3)
 
 
 def test_the_best_is_the_cheapest_of_many(only_planned):

@@ -50,7 +50,8 @@ class Settings:
     why: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A line to ask about, such as ffn.w_in=EF_x: what that would cost, and what would change with it; repeatable."""
     stages: bool = False
-    """Also search pipelines: a table of stages and microbatches, each with the best layout of a stage."""
+    """Also search pipelines: a table of stages and microbatches, each with the best layout of a stage, on
+    every mesh that the rest of the torus makes, whatever --mesh says."""
     compile: int = 0
     """How many of the best different layouts are compiled, beside the best preset; 0 for a planned answer only."""
     compiler_options: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()

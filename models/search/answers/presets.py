@@ -86,7 +86,7 @@ def _short(error: LayoutError) -> str:
 def picks_of(candidate: Candidate, search: Search, layout: Layout, renamed: Mapping[str, str] | None = None) -> Answer:
     """The picks of a layout, whose missing lines are as is best for the others.
 
-    Scales of norms and token ids are not compared: they are small, and the space has them where the residual is.
+    Scales of norms, biases and token ids are not compared: they are small, and lie where the activations are.
 
     Args:
         candidate: has the space.
@@ -97,13 +97,16 @@ def picks_of(candidate: Candidate, search: Search, layout: Layout, renamed: Mapp
     Raises:
         LayoutError: a line is not in the space.
     """
-    names = dict(zip(candidate.phase.costs.mesh, candidate.phase.costs.mesh)) if renamed is None else renamed
+    mesh = candidate.phase.costs.mesh
+    named = dict(zip(mesh, mesh)) if renamed is None else renamed
+    names = {own: axis for own, axis in named.items() if mesh[axis] > 1}
     stages = layout.table.get("pipeline.layers")
     if stages and any(axis in names for axis in Spec.parse(stages).used):
         raise LayoutError(f"pipeline.layers = '{stages}' is not in the space that is searched.")
-    without: dict[str, list[int]] = {}
+    # Several microbatches add to gradients that [gradients] does not have as partial sums, too.
+    loss, without = layout.for_loss(candidate.phase.costs.microbatches), dict[str, list[int]]()
     for name, options in candidate.options.texts.items():
-        wanted = dict(_wanted(layout, {where for texts in options for where in texts}, names))
+        wanted = dict(_wanted(layout, loss, {where for texts in options for where in texts}, names))
         fits = [number for number, texts in enumerate(options) if _agrees(texts, wanted)]
         if not fits:
             raise LayoutError(f"{_odd(layout, options, wanted)} is not in the space that is searched.")
@@ -122,11 +125,11 @@ def _odd(layout: Layout, options: Sequence[Texts], wanted: Mapping[Where, tuple[
 
 
 def _wanted(
-    layout: Layout, lines: Iterable[Where], names: Mapping[str, str]
+    layout: Layout, loss: Layout, lines: Iterable[Where], names: Mapping[str, str]
 ) -> Iterator[tuple[Where, tuple[Spec, ...]]]:
-    """What the layout has in these lines, in the candidate's mesh axes."""
+    """What the layout has in these lines, in the candidate's mesh axes; `loss` has the gradients of its step."""
     for section, key in sorted(lines, key=lambda line: (line[0] != "", line)):
-        text = _text(layout, section, key)
+        text = str(loss.spec(key).cotangent) if section == "gradients" else _text(layout, section, key)
         if text and not _follows(key):
             yield (section, key), _read(text, names)
 
