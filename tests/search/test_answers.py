@@ -386,7 +386,7 @@ def test_another_line_costs_what_the_search_with_it_given_says(key, text):
     ("key", "text", "said"),
     [("ffn.w_inn", "EF_x", "no line of the search is called 'ffn.w_inn'.\n  Nearest are 'ffn.w_in', "),
      ("ffn.w_onn", "EF_x",
-      "no line of the search is called 'ffn.w_onn'.\n  Nearest are 'ffn.w_in', 'ffn.w_out' and 'ffn.w_gate'. The lines"),
+      "no line of the search is called 'ffn.w_onn'.\n  Nearest are 'ffn.w_in', 'ffn.w_out' and "),
      ("ffn.w_in", "EF_q", "ffn.w_in cannot be 'EF_q': the mesh has no axis q.\n  Possible are '"),
      ("ffn.w_in", "E_xF_x", "cannot read ffn.w_in = 'E_xF_x': "),
      ("ffn.w_in", "F_xE", "ffn.w_in cannot be 'F_xE': 'F_xE' has dimensions FE, and needs EF.\n  Possible are "),
