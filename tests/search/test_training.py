@@ -135,7 +135,8 @@ def test_biases_and_norms_of_heads_cost_what_they_add_to_the_trace(
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
-                ("weight-gathered-x", 1), ("weight-gathered-xy", 1), ("weight-stationary-2d", 2), ("context-parallel", 2),
+                ("weight-gathered-x", 1), ("weight-gathered-xy", 1), ("weight-stationary-2d", 2),
+                ("context-parallel", 2),
             ]
         ),
     ],
