@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import numpy as np
 
 from gspmd.annotate import Spec
-from gspmd.annotate.equation import Via
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.dtypes import itemsize
 from gspmd.planner.graph.resharding import move
 from gspmd.planner.steps import Environment
-from gspmd.search import Term
 from gspmd.search.moves import Moves, environment_of, placements
-from gspmd.search.products import Product
 
 from ..config import ModelConfig
 
@@ -145,65 +141,3 @@ def lies_beside(spec: Spec, side: tuple[str, ...]) -> bool:
     """
     first = spec.axes_of("B")[: len(side)] if "B" in spec.dims else ()
     return first == side if "B" in spec.dims else not {*side} & {*spec.used}
-
-
-@dataclass
-class Part:
-    """A part of a model: its choices, its products, what else it costs, and the lines of a layout that it becomes.
-
-    Attributes:
-        costs: of the mesh.
-        choices: name to options. Names of several parts may be the same: they share the choice.
-        products: by the name of their via, with the choices of their tensors (what comes in, then a weight and its
-            result for each member), and how often they run in a step.
-    """
-
-    costs: Costs
-    choices: dict[str, tuple] = field(default_factory=dict)
-    products: dict[str, tuple[Product, tuple[str, ...], int]] = field(default_factory=dict)
-
-    @property
-    def vias(self) -> dict[str, Product]:
-        """Its products by the name of their via, which is a choice of its own."""
-        return {name: product for name, (product, *_) in self.products.items()}
-
-    def terms(self) -> Iterator[Term]:
-        """The tables of one microbatch, but for those of its products."""
-        yield from ()
-
-    def once(self) -> Iterator[Term]:
-        """The tables of what happens once in a step, and of what is held all along."""
-        yield from ()
-
-    def lines(self, chosen: Mapping[str, Any]) -> Iterator[Line]:
-        """The lines of a layout, from the option of every choice."""
-        yield from ()
-
-    def over(self, name: str, choice: str, price: Callable[[Any], tuple[float, float]]) -> Term:
-        """A term of one choice, from the seconds and bytes of each option."""
-        found = [price(option) for option in self.choices[choice]]
-        seconds, held = (np.array([each[n] for each in found], float) for n in (0, 1))
-        return Term(f"{name}: {choice}", (choice,), seconds, bytes=held)
-
-    def via_lines(self, picks: Mapping[str, int]) -> Iterator[Line]:
-        """The vias of its products; a second one is that of keys and values."""
-        for name, (product, _, _) in self.products.items():
-            for number, via in enumerate(product.via(picks[name])):
-                yield Line(name if number == 0 else "attention.key_via", text_of(via), name)
-
-
-def text_of(via: Via) -> str:
-    """A via as a layout writes it."""
-    return ", ".join(map(str, via.specs))
-
-
-def product_terms(name: str, product: Product, tensors: Sequence[str], times: int, layers: int = 1) -> Iterator[Term]:
-    """The tables of a product, as often as it runs; of so many layers at a time a device holds what is gathered."""
-    left, *members = tensors
-    # A gradient is as large until it is settled; of a layer's products about half are under way.
-    copies = layers if layers > 1 else (1 + (product.passes.backward > 0)) / 2
-    yield Term(f"{name}: {left}", (left, name), times * product.seconds_of_left)
-    for number, (weight, result) in enumerate(zip(members[::2], members[1::2])):
-        seconds, held = times * product.seconds_of_weight(number), copies * product.bytes_of_weight(number)
-        yield Term(f"{name}: {weight} {number}", (weight, name), seconds, bytes=held)
-        yield Term(f"{name}: to {result} {number}", (result, name), times * product.seconds_of_result(number))

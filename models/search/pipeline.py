@@ -27,8 +27,9 @@ from gspmd.search import Term
 from gspmd.search.products import Passes, Product
 
 from ..config import ModelConfig
-from .costs import FLOAT32, Line, lies_beside, product_terms
+from .costs import FLOAT32, Line, lies_beside
 from .parts.ends import Ends, Tables
+from .parts.part import product_terms
 from .training import TrainingProblem
 from .weights import Placed
 
@@ -85,6 +86,7 @@ class StageProblem(TrainingProblem):
         super().__init__(of_stage, mesh, chip, batch, length, dtype, microbatches)
         self.costs = replace(self.costs, side=side)
         self.stages, self.slots = stages, microbatches + stages - 1
+        self._known: dict[Spec, float] = {}
 
     @cached_property
     def terms(self) -> list[Term]:
@@ -138,17 +140,24 @@ class StageProblem(TrainingProblem):
         return Term("stream: residual", ("residual",), count * np.array(sent), bytes=waiting * local.astype(float))
 
     def _copies(self) -> Iterator[Term]:
-        """The gradients of the tables, of which each stage has a copy, are summed over the stages."""
-        costs = self.costs
-        mesh, known = {AXIS: self.stages, **costs.mesh}, dict[Spec, float]()
+        """The gradients of tables, last norm and bias, of which each stage has a copy, are summed over the stages."""
         for weight in next(part for part in self.parts if isinstance(part, Ends)).weights:
-            for placed in self.choices[weight.key]:
-                if placed.spec not in known:
-                    summed = placed.spec.with_partial((AXIS,))
-                    steps = move(summed, placed.spec, costs.sizes, mesh, FLOAT32, costs.chip) if self.stages > 1 else ()
-                    known[placed.spec] = sum(step.seconds for step in steps)
-            seconds = np.array([known[placed.spec] for placed in self.choices[weight.key]])
-            yield Term(f"summed over stages: {weight.key}", (weight.key,), seconds)
+            seconds = [self._summed(placed.spec) for placed in self.choices[weight.key]]
+            yield Term(f"summed over stages: {weight.key}", (weight.key,), np.array(seconds))
+        for part in self.parts:
+            for vector in (each for each in part.vectors if not each.stacked):
+                seconds = [vector.copies * self._summed(vector.spec(each)) for each in self.choices[vector.choice]]
+                name = f"summed over stages: {part.name}.vectors {vector.choice}"
+                yield Term(name, (vector.choice,), np.array(seconds))
+
+    def _summed(self, spec: Spec) -> float:
+        """Seconds to add up a gradient over the stages."""
+        if spec not in self._known:
+            costs, mesh = self.costs, {AXIS: self.stages, **self.costs.mesh}
+            summed = spec.with_partial((AXIS,))
+            steps = move(summed, spec, costs.sizes, mesh, FLOAT32, costs.chip) if self.stages > 1 else ()
+            self._known[spec] = sum(step.seconds for step in steps)
+        return self._known[spec]
 
     def _beside(self) -> Iterator[Term]:
         """Vias in which an axis of pipelines side by side lies elsewhere are not allowed."""

@@ -11,7 +11,8 @@ from typing import Any
 from gspmd.search import Choice, Problem, Term
 from gspmd.search.products import Product
 
-from .costs import Costs, Line, Part, product_terms
+from .costs import Costs, Line
+from .parts.part import Part, product_terms
 
 
 class PhaseProblem(ABC):

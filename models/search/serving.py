@@ -10,9 +10,10 @@ from gspmd.annotate.errors import PlanError
 from gspmd.hardware.chips import Chip
 
 from ..config import ModelConfig
-from .costs import Costs, Part
+from .costs import Costs
 from .parts.ends import Stream
 from .parts.feed_forward import FeedForward
+from .parts.part import Part
 from .parts.serving import CachedAttention, ParallelBlock, Served
 from .problem import PhaseProblem
 

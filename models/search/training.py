@@ -14,11 +14,12 @@ from gspmd.annotate.errors import PlanError
 from gspmd.hardware.chips import Chip
 
 from ..config import ModelConfig
-from .costs import Costs, Part
+from .costs import Costs
 from .parts.attention import Attention
 from .parts.ends import Ends, Stream
 from .parts.experts import Experts
 from .parts.feed_forward import FeedForward
+from .parts.part import Part
 from .problem import PhaseProblem
 
 

@@ -144,12 +144,10 @@ class Weight:
         if not costs.trains:
             return Term(name, (self.key,), np.zeros(len(options)), bytes=costs.width * (count / shares))
         states = np.array([costs.shards(each.optimizer) for each in options])
-        update = costs.in_memory(1, count, 2 * PARAMETER + 2 * STATE + PARAMETER) / states
         sent = sum(self._moved(costs, ends) for ends in zip(*map(self._ends, options)))
         copy = COPY if costs.width < PARAMETER else 0
-        # the gradient is as large as the weight until it comes to the optimizer
-        held = count * ((PARAMETER + copy + PARAMETER) / shares + STATE / states)
-        return Term(name, (self.key,), self.copies * sent + update, bytes=held)
+        size = held(costs, count, shares, states, copy)
+        return Term(name, (self.key,), self.copies * sent + update(costs, count, states), bytes=size)
 
     def _ends(self, placed: Placed) -> tuple[tuple[Spec, Spec], ...]:
         """The gradient to the optimizer, the weight to it, and back."""
@@ -177,6 +175,19 @@ class Weight:
                 yield Line(key, str(placed.optimizer), self.key, "optimizer")
             if placed.reduced:
                 yield Line(key, str(placed.gradient), self.key, "gradients")
+
+
+def held(costs: Costs, count: int, shares: np.ndarray, states: np.ndarray, copy: int) -> np.ndarray:
+    """Bytes of so many parameters in float32, of a copy, of their gradients, and of the optimizer's state.
+
+    A gradient is as large as the weight until it comes to the optimizer.
+    """
+    return count * ((PARAMETER + copy + PARAMETER) / shares + STATE / states)
+
+
+def update(costs: Costs, count: int, states: np.ndarray) -> np.ndarray:
+    """Seconds of the passes over memory in which the optimizer updates so many parameters."""
+    return costs.in_memory(1, count, 2 * PARAMETER + 2 * STATE + PARAMETER) / states
 
 
 def operand(dims: str, dtype: str, options: Sequence[Spec]) -> Operand:

@@ -150,6 +150,7 @@ def test_nothing_fits_says_what_is_nearest_and_what_would_do(run, tmp_path):
 def test_nothing_fits_a_given_mesh(run):
     code, _, err = run("--memory", "1e-6", "--mesh", "x=4")
     assert code == 1
+    assert "that may be used, 0.0001% of " in err
     assert err.endswith("Leave --mesh out, or take a larger slice, a smaller --batch.")
 
 
@@ -242,6 +243,26 @@ def test_bad_input_is_one_message(run, flags, said):
     assert (code, out) == (2, "")
     assert said in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ('[optimizer]\nmoments = "int8"', "[optimizer] moments is 'int8', and priced is what trains whole,"),
+        ('[training]\nparameter_dtype = "bfloat16"', "[training] parameter_dtype is 'bfloat16', and priced is"),
+        ('[training]\nfrozen = ["embedding.*"]', "[training] frozen is ['embedding.*'], and priced is"),
+        ("[lora]\nrank = 8", "[lora] has adapters of rank 8, which have no price;"),
+        ("int8 = true", "[model] int8 has no price:"),
+    ],
+)
+def test_what_would_be_counted_wrong_is_refused(run, tmp_path, table, said):
+    config = tmp_path / "odd.toml"
+    config.write_text(f"{MODEL}{table}\n")
+    code, out, err = run("--config", str(config))
+    assert (code, out) == (2, "")
+    assert said in err
+    if table.startswith(("[optimizer]", "[training]")):  # served as any other
+        assert run("--config", str(config), "--phase", "decode", "--mesh", "x=4")[0] == 0
 
 
 def test_the_command_that_found_it_is_without_its_files():
@@ -344,6 +365,7 @@ def test_stages_are_a_table(run):
     assert code == 0
     assert "pipelines: the best of each number of stages" in out
     assert "p=2" in out
+    assert "--mesh x=4 is of the layout without stages" in " ".join(out.split())
 
 
 def test_an_answer_that_cannot_be_written_is_printed(run, tmp_path):

@@ -300,11 +300,27 @@ def test_a_layout_of_the_space_is_found_there_again(config, phase, tmp_path):
 def test_no_preset_is_better_than_what_was_found():
     finding = find(makers((4, 2)), CHIP.hbm_bytes)
     priced = [each for each in placed_presets(finding.candidates) if each.answer]
-    assert {"zero-1", "zero-2", "zero-3", "megatron-1d", "data-parallel", "replicated"} <= {
+    named = {"zero-1", "zero-2", "zero-3", "megatron-1d", "data-parallel", "replicated"}
+    assert named | {"weight-stationary-1d", "weight-stationary-2d", "weight-gathered-xyz"} <= {
         each.name for each in priced
     }
     for each in priced:
         assert each.answer.seconds >= finding.answer.seconds
+
+
+@pytest.mark.parametrize("phase", ["train", "decode"])
+def test_on_one_device_all_presets_are_one_layout(phase):
+    held = candidate(mesh=(("x", 1),), phase=phase)
+    found = placed_presets([held])
+    usable = [each for each in found if each.usable]
+    assert len(usable) > 12
+    assert {each.answer.seconds for each in usable} == {held.free.seconds}
+
+
+def test_with_microbatches_all_presets_but_those_without_a_split_batch_are_priced():
+    phase = problem_of("train", GATED, {"x": 4, "y": 2}, CHIP, 2 * BATCH, LENGTH, microbatches=2)
+    found = [each for each in placed_presets([Candidate(phase, CHIP.hbm_bytes)]) if each.usable]
+    assert [each.name for each in found if not each.answer] == ["replicated"]
 
 
 def test_a_preset_takes_the_order_of_axes_that_is_best_for_it():
@@ -325,8 +341,8 @@ def test_stages_and_what_else_is_not_searched_is_no_preset_of_the_space():
     held = candidate()
     with pytest.raises(LayoutError, match=r"pipeline\.layers = 'N_p' is not in the space"):
         picks_of(held, Search(held.unlimited), Layout.load("pipeline"), {"p": "x", "x": "y"})
-    odd = Layout.load("zero-3").override({"attention.w_k": "EKD_x"}).resolved({}, {"x": 4, "y": 2, "z": 1})
-    with pytest.raises(LayoutError, match=r"attention\.w_k = 'EKD_x' is not in the space"):
+    odd = Layout.load("zero-3").override({"attention.w_q": "EHD_x"}).resolved({}, {"x": 4, "y": 2, "z": 1})
+    with pytest.raises(LayoutError, match=r"attention\.w_q = 'EHD_x' is not in the space"):
         picks_of(held, Search(held.unlimited), odd, {"x": "x", "y": "y"})
 
 
@@ -368,7 +384,9 @@ def test_another_line_costs_what_the_search_with_it_given_says(key, text):
 
 @pytest.mark.parametrize(
     ("key", "text", "said"),
-    [("ffn.w_inn", "EF_x", "no line of the search is called 'ffn.w_inn'.\n  Did you mean 'ffn.w_in'? It has "),
+    [("ffn.w_inn", "EF_x", "no line of the search is called 'ffn.w_inn'.\n  Nearest are 'ffn.w_in', "),
+     ("ffn.w_onn", "EF_x",
+      "no line of the search is called 'ffn.w_onn'.\n  Nearest are 'ffn.w_in', 'ffn.w_out' and "),
      ("ffn.w_in", "EF_q", "ffn.w_in cannot be 'EF_q': the mesh has no axis q.\n  Possible are '"),
      ("ffn.w_in", "E_xF_x", "cannot read ffn.w_in = 'E_xF_x': "),
      ("ffn.w_in", "F_xE", "ffn.w_in cannot be 'F_xE': 'F_xE' has dimensions FE, and needs EF.\n  Possible are "),

@@ -1,6 +1,8 @@
 """The cost of serving in a search, against `gspmd.trace` of the program that serves."""
 
+import math
 import random
+from dataclasses import replace
 
 import jax
 import pytest
@@ -49,6 +51,32 @@ def test_a_layout_costs_what_its_program_is_traced_to(config, phase, only_planne
             wanted = gspmd.trace(program.step, *program.arguments).seconds
         # A prompt's last position is picked by a product that the search leaves out.
         assert problem.cost(picks) == pytest.approx(wanted, rel=1e-6 if phase == "decode" else 5e-3)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("config", [PARALLEL, SERIAL], ids=["parallel", "serial"])
+def test_biases_and_norms_of_heads_send_nothing_and_hold_float32(config, phase, only_planned, tmp_path):
+    """Beside the model without them: they lie as what they are added to, without lines of their own."""
+    pytest.importorskip("libtpu")
+    vectors = {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "output_bias": True, "qk_norm": True}
+    mesh, told, wanted, held, kept = topology("tpu-v4:2x2x2").mesh(MESH), [], [], [], []
+    rng, picks = random.Random(phase), None
+    for each in (replace(config, norm="layer"), replace(config, norm="layer", norm_bias=True, **vectors)):
+        found = ServingProblem(each, MESH, CHIPS["tpu-v4"], phase, BATCH, LENGTH)
+        problem = found.problem()
+        picks = picks or drawn(problem, rng)
+        layout = layout_of(found.lines(picks), tmp_path).lowered("blocking")
+        layout.check(each.sizes(BATCH, LENGTH), MESH)
+        with gspmd.lowering("blocking"), jax.set_mesh(mesh):
+            program = serving_program(each, layout, mesh, phase, batch=BATCH, length=LENGTH, room=LENGTH)
+            wanted.append(gspmd.trace(program.step, *program.arguments).seconds)
+        told.append(problem.cost(picks))
+        held.append(problem.bytes_of(picks))
+        weights = jax.tree.leaves(program.arguments[0])
+        kept.append(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in weights))
+    assert told[0] == told[1]
+    assert wanted[0] == pytest.approx(wanted[1], rel=1e-12)
+    assert held[1] - held[0] == kept[1] - kept[0] > 0
 
 
 def test_two_dimensional_weight_stationary_layouts_are_cheaper_for_few_tokens():

@@ -1,5 +1,6 @@
 """The cost of a training step in a search, against `gspmd.trace` of the step that the model runs."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -15,6 +16,8 @@ from gspmd.moe import MoEConfig
 from gspmd.search import Search
 from gspmd.training import OptimizerConfig
 from gspmd_models import ModelConfig, abstract, abstract_batch, abstract_key, step
+from gspmd_models.search.answers import Candidate
+from gspmd_models.search.answers.presets import picks_of
 from gspmd_models.search.costs import Costs
 from gspmd_models.search.training import TrainingProblem
 from tests.search.layouts import drawn, layout_of
@@ -33,6 +36,9 @@ DENSE = ModelConfig(
 ROUTED = replace(
     DENSE, layers=4, kv_heads=16, tied=True, activation="relu", moe=MoEConfig(experts=8, every=2, router="gshard")
 )
+BIASED = {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "output_bias": True}
+GPT2 = replace(DENSE, kv_heads=16, activation="gelu", norm="layer", norm_bias=True, **BIASED)
+QWEN = replace(DENSE, qkv_bias=True, qk_norm=True)
 BATCH, LENGTH = 64, 512
 MESH = {"x": 2, "y": 2, "z": 2}
 
@@ -44,18 +50,35 @@ def only_planned(monkeypatch):
     monkeypatch.setattr("gspmd_models.search.parts.attention.Attention._products", lambda *_: 0.0)
 
 
-def traced(config: ModelConfig, layout: Layout, mesh, microbatches: int) -> float:
+def state_of(config: ModelConfig, layout: Layout, mesh):
     resolved = layout.resolved(config.sizes(BATCH, LENGTH), dict(mesh.shape))
+    model = abstract(config, resolved, mesh, "bfloat16")
+    return resolved, model, step.abstract_state(model, OptimizerConfig(), 10, mesh)
+
+
+def traced(config: ModelConfig, layout: Layout, mesh, microbatches: int) -> float:
     with jax.set_mesh(mesh), gspmd.lowering("blocking"):
-        model = abstract(config, resolved, mesh, "bfloat16")
-        state = step.abstract_state(model, OptimizerConfig(), 10, mesh)
+        resolved, model, state = state_of(config, layout, mesh)
         update = step.training_step(model, OptimizerConfig(), 10, microbatches)
         return gspmd.trace(update, state, abstract_batch(resolved, mesh, BATCH, LENGTH), abstract_key(mesh)).seconds
+
+
+def local_bytes(tree) -> int:
+    """Of one device's shards."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 CASES = [
     (DENSE, "full", 1), (DENSE, "none", 2), (DENSE, "dots", 1), (DENSE, "selective", 1),
     (ROUTED, "full", 2), (ROUTED, "dots-except-hidden", 1), (replace(DENSE, norm="layer", norm_bias=True), "full", 1),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            (GPT2, "full", 1), (GPT2, "none", 2), (GPT2, "dots", 2), (GPT2, "selective", 1), (QWEN, "full", 1),
+            (QWEN, "none", 2), (QWEN, "dots-except-hidden", 2), (QWEN, "selective", 1),
+            (replace(ROUTED, qk_norm=True), "full", 2),
+        ]
+    ),
 ]  # fmt: skip
 
 
@@ -72,6 +95,60 @@ def test_a_layout_costs_what_its_training_step_is_traced_to(config, remat, micro
         told, wanted = problem.cost(picks), traced(config, layout, mesh, microbatches)
         # The router has no via, and its gradient is planned freely; some scalars have no line of their own.
         assert told == pytest.approx(wanted, rel=3e-3 if config.moe else 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("plain", "vectors", "remat", "microbatches"),
+    [
+        (replace(DENSE, tied=True, activation="gelu", norm="layer"), {**BIASED, "norm_bias": True}, "full", 1),
+        (replace(DENSE, norm="layer"), {**BIASED, "norm_bias": True, "qk_norm": True}, "none", 2),
+        (replace(ROUTED, tied=False), {"qkv_bias": True, "qk_norm": True, "output_bias": True}, "selective", 1),
+    ],
+)
+def test_biases_and_norms_of_heads_cost_what_they_add_to_the_trace(
+    plain, vectors, remat, microbatches, only_planned, tmp_path
+):
+    """Of the same layout, which has no lines for them, beside the model without them: to the picosecond."""
+    pytest.importorskip("libtpu")
+    mesh, told, wanted, held, kept = topology("tpu-v5p:2x2x2").mesh(MESH), [], [], [], []
+    rng, picks = random.Random(str(vectors)), None
+    for config in (replace(plain, remat=remat), replace(plain, remat=remat, **vectors)):
+        found = TrainingProblem(config, MESH, CHIPS["tpu-v5p"], BATCH, LENGTH, microbatches=microbatches)
+        problem = found.problem()
+        picks = picks or drawn(problem, rng)
+        layout = layout_of(found.lines(picks), tmp_path)
+        layout.check(config.sizes(BATCH, LENGTH), MESH)
+        told.append(problem.cost(picks))
+        wanted.append(traced(config, layout, mesh, microbatches))
+        state = state_of(config, layout, mesh)[-1]
+        kept.append(local_bytes(state) + local_bytes(state.params))  # gradients are as large as what is trained
+        held.append(problem.bytes_of(picks))
+    assert held[1] - held[0] == pytest.approx(kept[1] - kept[0], rel=1e-9)
+    assert told[1] - told[0] == pytest.approx(wanted[1] - wanted[0], rel=1e-6)
+    assert wanted[1] > wanted[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches"),
+    [
+        ("weight-stationary-2d", 1), ("megatron-1d", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("weight-gathered-x", 1), ("weight-gathered-xy", 1), ("weight-stationary-2d", 2),
+                ("context-parallel", 2),
+            ]
+        ),
+    ],
+)  # fmt: skip
+def test_a_preset_costs_what_it_is_traced_to(name, microbatches, only_planned):
+    """Keys that are made split along their size; and gradients that are partial sums because there are microbatches."""
+    pytest.importorskip("libtpu")
+    mesh, layout = topology("tpu-v5p:2x2x2").mesh(MESH), Layout.load(name)
+    found = TrainingProblem(DENSE, MESH, CHIPS["tpu-v5p"], BATCH, LENGTH, microbatches=microbatches)
+    candidate = Candidate(found, math.inf)
+    answer = picks_of(candidate, candidate.search, layout.resolved(DENSE.sizes(BATCH, LENGTH), MESH))
+    assert answer.seconds == pytest.approx(traced(DENSE, layout, mesh, microbatches), rel=1e-3)
 
 
 def test_the_best_is_the_cheapest_of_many(only_planned):

@@ -206,6 +206,10 @@ def report(found: Found, settings: Settings, target: Slice, argv: Sequence[str])
     if found.stages:
         if found.stages.rows:
             console.print(pipelines.sheet(found.stages))
+            if settings.mesh:
+                console.print(
+                    f"--mesh {settings.mesh} is of the layout without stages; pipelines have meshes of their own."
+                )
         else:
             console.print("pipelines: no number of stages divides the stacked layers and an axis of the slice.")
     if found.shortlist:

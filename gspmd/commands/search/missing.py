@@ -38,7 +38,8 @@ def nothing_fits(
     fact = (
         f"Nothing fits {target.name}: the smallest layout, on mesh {where}, holds "
         f"{amount_of_bytes(fault.nearest.bytes)} on each device, {amount_of_bytes(fault.over)} more than the "
-        f"{amount_of_bytes(limit)} that may be used, {settings.memory:.0%} of {amount_of_bytes(target.chip.hbm_bytes)}."
+        f"{amount_of_bytes(limit)} that may be used, {100 * settings.memory:.3g}% of "
+        f"{amount_of_bytes(target.chip.hbm_bytes)}."
     )
     if settings.mesh:
         return f"{fact}\n  Leave --mesh out, or take a larger slice, {smaller}."

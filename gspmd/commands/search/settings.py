@@ -12,6 +12,7 @@ import tyro
 from gspmd.commands import configs
 from gspmd.commands.compile import File
 from gspmd.commands.search.slice import Slice
+from gspmd.commands.search.unpriced import unpriced
 from gspmd.training import ShardingConfig, command
 from gspmd.training.config import ConfigError, load_toml, parse_mesh
 from gspmd.training.toml import positive
@@ -51,7 +52,8 @@ class Settings:
     why: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A line to ask about, such as ffn.w_in=EF_x: what that would cost, and what would change with it; repeatable."""
     stages: bool = False
-    """Also search pipelines: a table of stages and microbatches, each with the best layout of a stage."""
+    """Also search pipelines: a table of stages and microbatches, each with the best layout of a stage, on
+    every mesh that the rest of the torus makes, whatever --mesh says."""
     compile: int = 0
     """How many of the best different layouts are compiled, beside the best preset; 0 for a planned answer only."""
     compiler_options: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -91,7 +93,7 @@ def parse(argv: Sequence[str], script: str, documentation: str) -> Settings:
     default = Settings(name, **said, model=file.model)
     prog, description = configs.called(documentation, "gspmd search", script)
     settings = command.parse_flags(Settings, argv, default, description, prog)
-    if faults := list(_faults(settings)):
+    if faults := [*unpriced(file, settings.model, settings.phase == "train"), *_faults(settings)]:
         raise ConfigError("cannot search:", faults)
     return replace(settings, model=replace(settings.model, remat=settings.remat or settings.model.remat))
 

@@ -27,7 +27,7 @@ def header(
         "step": f"batch {settings.batch}, length {length}, {settings.dtype}",
         "predicted": f"{seconds(answer.seconds)}; lower bound {seconds(finding.bound)}",
         "memory": f"{amount_of_bytes(answer.bytes)} of {amount_of_bytes(target.chip.hbm_bytes)} on each device, "
-        f"of which {settings.memory:.0%} may be used",
+        f"of which {100 * settings.memory:.3g}% may be used",
         "found": _how(finding),
         **dict(_compiled(finding, shortlist)),
     }

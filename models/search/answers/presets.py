@@ -159,7 +159,7 @@ def _short(error: LayoutError) -> str:
 def picks_of(candidate: Candidate, search: Search, layout: Layout, renamed: Mapping[str, str] | None = None) -> Answer:
     """The picks of a layout, whose missing lines are as is best for the others.
 
-    Scales of norms and token ids are not compared: they are small, and the space has them where the residual is.
+    Scales of norms, biases and token ids are not compared: they are small, and lie where the activations are.
 
     Args:
         candidate: has the space.
@@ -170,7 +170,8 @@ def picks_of(candidate: Candidate, search: Search, layout: Layout, renamed: Mapp
     Raises:
         LayoutError: a line is not in the space.
     """
-    names = dict(zip(candidate.phase.costs.mesh, candidate.phase.costs.mesh)) if renamed is None else renamed
+    mesh = candidate.phase.costs.mesh
+    names = dict(zip(mesh, mesh)) if renamed is None else renamed
     return _best(search, _without(candidate, layout, names))
 
 
@@ -187,26 +188,20 @@ def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) ->
     Raises:
         LayoutError: a line is not in the space.
     """
+    mesh, count = of.phase.costs.mesh, of.phase.costs.microbatches
+    names = {own: axis for own, axis in names.items() if mesh[axis] > 1}
     stages = layout.table.get("pipeline.layers")
     if stages and any(axis in names for axis in Spec.parse(stages).used):
         raise LayoutError(f"pipeline.layers = '{stages}' is not in the space that is searched.")
-    if of.phase.costs.microbatches > 1:
-        layout = _accumulating(layout)
-    without: dict[str, list[int]] = {}
+    # Several microbatches add to gradients that [gradients] does not have as partial sums, too.
+    loss, without = layout.for_loss(count), dict[str, list[int]]()
     for name, options in of.options.texts.items():
-        wanted = dict(_wanted(layout, {where for texts in options for where in texts}, names))
+        wanted = dict(_wanted(layout, loss, {where for texts in options for where in texts}, names))
         fits = [number for number, texts in enumerate(options) if _agrees(texts, wanted)]
         if not fits:
             raise LayoutError(f"{_odd(layout, options, wanted)} is not in the space that is searched.")
         without[name] = sorted({*range(len(options))} - {*fits})
     return without
-
-
-def _accumulating(layout: Layout) -> Layout:
-    """The layout with the gradients that several microbatches leave, whatever it says of them itself."""
-    loss = layout.for_loss(microbatches=2)
-    partial = {key: Spec.parse(loss[key]).cotangent for key in loss.table if KEYS[key].kind == "parameter"}
-    return layout.override({f"gradients.{key}": str(spec) for key, spec in partial.items() if spec.partial})
 
 
 def _odd(layout: Layout, options: Sequence[Texts], wanted: Mapping[Where, tuple[Spec, ...]]) -> str:
@@ -217,11 +212,11 @@ def _odd(layout: Layout, options: Sequence[Texts], wanted: Mapping[Where, tuple[
 
 
 def _wanted(
-    layout: Layout, lines: Iterable[Where], names: Mapping[str, str]
+    layout: Layout, loss: Layout, lines: Iterable[Where], names: Mapping[str, str]
 ) -> Iterator[tuple[Where, tuple[Spec, ...]]]:
-    """What the layout has in these lines, in the candidate's mesh axes."""
+    """What the layout has in these lines, in the candidate's mesh axes; `loss` has the gradients of its step."""
     for section, key in sorted(lines, key=lambda line: (line[0] != "", line)):
-        text = _text(layout, section, key)
+        text = str(loss.spec(key).cotangent) if section == "gradients" else _text(layout, section, key)
         if text and not _follows(key):
             yield (section, key), _read(text, names)
 

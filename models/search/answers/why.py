@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from gspmd.annotate import LayoutError, Spec, SpecError, parse_via
-from gspmd.annotate.errors import suggestion
+from gspmd.annotate.errors import listed
 from gspmd.display.tables import counted
 from gspmd.search import Answer, NothingFits, Search
 
 from .candidate import Candidate
 from .options import written
 
+_NEAREST = 3
+"""Keys that an error names."""
 _SHOWN = 6
 """Options that an error lists."""
 
@@ -93,8 +96,11 @@ def _line(candidate: Candidate, key: str) -> tuple[str, str]:
     """
     known = {_name(*where): where for where in candidate.options.choices}
     if key not in known:
-        near = suggestion(key, known)
-        raise LayoutError(f"no line of the search is called {key!r}.\n  {near}It has {', '.join(known)}.")
+        near = get_close_matches(key, known, _NEAREST, cutoff=0.0)
+        raise LayoutError(
+            f"no line of the search is called {key!r}.\n  Nearest are {listed(map(repr, near))}. "
+            "The lines of the layout that was found are all in its file (--out), and docs/layouts.md has every key."
+        )
     return known[key]
 
 

@@ -12,8 +12,11 @@ from gspmd.ops._attention.heads import share
 from gspmd.search import Term
 from gspmd.search.products import Member, Passes, Product
 
-from ..costs import KEPT_PRODUCTS, Costs, Line, Part
+from ...config import ModelConfig
+from ..costs import KEPT_PRODUCTS, Costs, Line
+from ..vectors import Vector
 from ..weights import Weight, operand
+from .part import Part
 
 
 @dataclass(frozen=True)
@@ -35,17 +38,16 @@ class Attention(Part):
         residual: where the residual stream may lie.
     """
 
+    name = "attention"
+
     def __init__(self, costs: Costs, residual: Sequence[Spec]):
         super().__init__(costs)
         layers, period = costs.config.layers, costs.config.period
-        self.layers = layers
-        # One head of keys, as served models may have, is split along D where it is made.
-        heads_whole = "D" if costs.trains else ""
+        self.layers, self.vectors = layers, tuple(_vectors(costs.config))
+        # Few heads of keys are split along D where they are made; of queries there are enough to split.
         self.weights = [
             Weight("attention.w_q", "EHD", "D", layers // period, period),
-            Weight(
-                "attention.w_k", "EKD", heads_whole, layers // period, 2 * period, ("attention.w_k", "attention.w_v")
-            ),
+            Weight("attention.w_k", "EKD", "", layers // period, 2 * period, ("attention.w_k", "attention.w_v")),
             Weight("attention.w_o", "HDE", "D", layers // period, period),
         ]
         heads = self._heads()
@@ -59,9 +61,7 @@ class Attention(Part):
         w_q, w_k, w_o = (weight.operand(costs, self.choices[weight.key]) for weight in self.weights)
         again = costs.times if costs.remat == "full" else 1
         passes = Passes(costs.times, again, int(costs.trains))
-        into = Product(
-            costs.environment, stream, [Member(w_q, queries, 1, "D"), Member(w_k, keys, 2, heads_whole)], passes
-        )
+        into = Product(costs.environment, stream, [Member(w_q, queries, 1, "D"), Member(w_k, keys, 2)], passes)
         out = Product(costs.environment, queries, [Member(w_o, stream, 1, "D")], passes)
         self.products = {
             "attention.in_via": (into, ("residual", "attention.w_q", "heads", "attention.w_k", "heads"), layers),
@@ -73,10 +73,12 @@ class Attention(Part):
 
     def terms(self) -> Iterator[Term]:
         """What the core moves and computes."""
+        yield from super().terms()
         yield self.over("attention", "heads", self._core)
 
     def once(self) -> Iterator[Term]:
         """What the weights hold, and their update."""
+        yield from super().once()
         for weight in self.weights:
             yield weight.stored(self.costs, self.choices[weight.key])
 
@@ -126,6 +128,19 @@ class Attention(Part):
         yield Line("attention.key", str(chosen["heads"].key), "heads")
         for weight in self.weights:
             yield from weight.lines(chosen[weight.key])
+
+
+def _vectors(config: ModelConfig) -> Iterator[Vector]:
+    """Biases of queries, keys, values and of what is added to the residual; scales of the norms of heads."""
+    stack = config.layers // config.period, config.period
+    if config.qkv_bias:
+        yield Vector("HD", "heads", "query", *stack)
+        yield from 2 * [Vector("KD", "heads", "key", *stack)]
+    if config.qk_norm:
+        yield Vector("D", "heads", "query", *stack)
+        yield Vector("D", "heads", "key", *stack)
+    if config.out_bias:
+        yield Vector("E", "residual", "", *stack)
 
 
 def together(queries: Sequence[Spec], sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Iterator[Heads]:

@@ -11,8 +11,10 @@ from gspmd.annotate import Spec
 from gspmd.search import Term
 from gspmd.search.products import Member, Operand, Passes, Product, least_apart
 
-from ..costs import FLOAT32, Costs, Line, Part
+from ..costs import FLOAT32, Costs, Line
+from ..vectors import Vector
 from ..weights import Placed, Weight, operand
+from .part import Part
 
 KEPT = {"full": 1, "dots": 2, "dots-except-hidden": 2, "selective": 6, "none": 8}
 """How many arrays of the residual's size a block keeps."""
@@ -23,56 +25,39 @@ PASSING = 4
 class Stream(Part):
     """The residual stream: norms, additions, and what blocks keep of it."""
 
+    name = "norms"
+
     def __init__(self, costs: Costs, residual: Sequence[Spec]):
         super().__init__(costs)
+        config = costs.config
         self.choices = {"residual": tuple(residual)}
+        self.norms = 1 if config.block == "parallel" else 2
+        rows, stack = 1 + config.norm_bias, config.layers // config.period
+        self.vectors = (
+            Vector("E", "residual", "", stack, rows * self.norms * config.period),
+            Vector("E", "residual", "", 0, rows),
+        )
 
     def terms(self) -> Iterator[Term]:
         """Seconds and bytes of the stream."""
+        yield from super().terms()
         yield self.over("norms", "residual", self._norms)
-
-    def once(self) -> Iterator[Term]:
-        """The gradients of the norms' scales, where microbatches add to them first."""
-        if self.costs.trains and (self.costs.microbatches > 1 or self.costs.side is not None):
-            yield self.over("gradients of norms", "residual", self._scales)
-
-    def _scales(self, residual: Spec) -> tuple[float, float]:
-        """Seconds to settle those of all layers, in their stacks, and that of the last norm."""
-        costs, scale = self.costs, Spec(("E",), (residual.axes_of("E"),))
-        tokens = self._tokens(residual, once=True)
-        stack = Spec(("N", "E"), ((), scale.axes[0]))
-        return 2 * costs.config.period * costs.settled(stack, tokens) + costs.settled(scale, tokens), 0.0
-
-    def _tokens(self, residual: Spec, once: bool) -> tuple[str, ...]:
-        """The mesh axes of tokens over which a scale's gradient is settled once a step, or in every microbatch.
-
-        Of several microbatches all are settled once; in stages, those along which pipelines run side by side.
-        """
-        costs = self.costs
-        tokens = tuple(axis for dim in "BL" for axis in residual.axes_of(dim))
-        if costs.side is not None:
-            return tuple(axis for axis in tokens if (axis in costs.side) == once)
-        return tokens if (costs.microbatches > 1) == once else ()
 
     def _norms(self, residual: Spec) -> tuple[float, float]:
         """Norms and additions of each layer, two or one of a parallel block; the last norm; what blocks keep."""
-        costs, layers = self.costs, self.costs.config.layers
-        count = 1 if costs.config.block == "parallel" else 2
-        rows, scale = residual.without("E"), Spec(("E",), (residual.axes_of("E"),))
+        costs, layers, rows = self.costs, self.costs.config.layers, residual.without("E")
         statistic = costs.settled(rows, residual.axes_of("E"))
-        of_scale = costs.settled(scale, self._tokens(residual, once=False)) if costs.trains else 0.0
         forward = 1 if costs.remat == "selective" else costs.times  # which keeps what is normed
         of_gradient = statistic
         if costs.config.norm == "layer":  # a mean, then a variance; of the gradient two means together
             over = residual.axes_of("E")
             of_gradient = costs.moved(rows.with_partial(over), rows, 2 * FLOAT32) if over else 0.0
-            statistic, of_scale = 2 * statistic, of_scale * (1 + costs.config.norm_bias)
-        of_gradient = costs.trains * of_gradient + of_scale
-        each, last = (runs * statistic + of_gradient for runs in (forward, 1))
+            statistic = 2 * statistic
+        each, last = (runs * statistic + costs.trains * of_gradient for runs in (forward, 1))
         elements = costs.local(residual)
-        passes = costs.in_memory(count * (2 + 3) * (costs.times + costs.trains), elements, costs.width)
+        passes = costs.in_memory(self.norms * (2 + 3) * (costs.times + costs.trains), elements, costs.width)
         held = ((layers * KEPT[costs.remat] if costs.trains else 0) + PASSING) * elements * costs.width
-        return layers * (count * each + passes) + last, held
+        return layers * (self.norms * each + passes) + last, held
 
     def lines(self, chosen: Mapping[str, Any]) -> Iterator[Line]:
         """Tokens, residuals and the scales of norms."""
@@ -95,9 +80,12 @@ class Tables(Part):
         whole: dimensions of the logits that are not sharded.
     """
 
+    name = "output"
+
     def __init__(self, costs: Costs, last: Costs, residual: Sequence[Spec], whole: str = ""):
         super().__init__(costs)
         tied = costs.config.tied
+        self.vectors = (Vector("V", "output.logits"),) * costs.config.output_bias
         output = Weight("embedding.table" if tied else "output.table", "VE")
         self.weights = [output] if tied else [Weight("embedding.table", "VE"), output]
         self.choices = {"residual": tuple(residual), "output.logits": last.place("BLV", whole)}
@@ -110,11 +98,13 @@ class Tables(Part):
 
     def terms(self) -> Iterator[Term]:
         """The lookup."""
+        yield from super().terms()
         name = "embedding.table"
         yield lookup(self.costs, self.choices["residual"], name, self.choices[name])
 
     def once(self) -> Iterator[Term]:
         """What the tables hold, and their update."""
+        yield from super().once()
         for weight in self.weights:
             yield weight.stored(self.costs, self.choices[weight.key])
 

@@ -14,9 +14,10 @@ from gspmd.ops._plan import plan
 from gspmd.search import Term
 from gspmd.search.products import Member, Passes, Product
 
-from ..costs import FLOAT32, Costs, Line, Part
+from ..costs import FLOAT32, Costs, Line
 from ..weights import Weight, operand
 from .feed_forward import activation
+from .part import Part
 
 FIGURES = 6
 """Statistics of a group besides the choices of each expert."""
@@ -73,6 +74,7 @@ class Experts(Part):
 
     def terms(self) -> Iterator[Term]:
         """Tokens to groups and back, slots to experts and back, the router."""
+        yield from super().terms()
         yield self._regrouped()
         yield self._exchanged()
         yield self._routed()
@@ -82,6 +84,7 @@ class Experts(Part):
 
     def once(self) -> Iterator[Term]:
         """What the weights hold, and their update."""
+        yield from super().once()
         for weight in (self.router, *self.weights):
             yield weight.stored(self.costs, self.choices[weight.key])
 

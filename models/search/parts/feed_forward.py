@@ -10,8 +10,10 @@ from gspmd.annotate import Spec
 from gspmd.search import Term
 from gspmd.search.products import Member, Passes, Product
 
-from ..costs import Costs, Line, Part
+from ..costs import Costs, Line
+from ..vectors import Vector
 from ..weights import Weight, operand
+from .part import Part
 
 
 class FeedForward(Part):
@@ -23,10 +25,15 @@ class FeedForward(Part):
         layers: how many there are.
     """
 
+    name = "ffn"
+
     def __init__(self, costs: Costs, residual: Sequence[Spec], layers: int):
         super().__init__(costs)
         stack = costs.config.layers // costs.config.period
         self.layers, self.gates = layers, 1 + costs.config.gated
+        if costs.config.ffn_bias:
+            into = Vector("F", "ffn.hidden", "", stack, self.gates * layers // stack)
+            self.vectors = (into, Vector("E", "residual", "", stack, layers // stack))
         keys = ("ffn.w_in", "ffn.w_gate")[: self.gates]
         self.weights = [
             Weight("ffn.w_in", "EF", "", stack, self.gates * layers // stack, keys),
@@ -51,10 +58,12 @@ class FeedForward(Part):
 
     def terms(self) -> Iterator[Term]:
         """The activation function."""
+        yield from super().terms()
         yield self.over("activation", "ffn.hidden", partial(activation, self.costs, self.layers, self.gates))
 
     def once(self) -> Iterator[Term]:
         """What the weights hold, and their update."""
+        yield from super().once()
         for weight in self.weights:
             yield weight.stored(self.costs, self.choices[weight.key])
 

@@ -14,10 +14,11 @@ from gspmd.search import Term
 from gspmd.search.moves import Moves
 from gspmd.search.products import Product
 
-from ..costs import FLOAT32, Costs, Line, Part
+from ..costs import FLOAT32, Costs, Line
 from .attention import Attention, Heads, together
 from .ends import Tables
 from .feed_forward import FeedForward
+from .part import Part
 
 
 @dataclass(frozen=True)
