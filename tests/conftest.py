@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterable, Iterator
 from importlib.abc import MetaPathFinder
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -66,21 +66,40 @@ sys.meta_path.insert(0, _Models)
 AXIS_TYPES = {"explicit": jax.sharding.AxisType.Explicit, "auto": jax.sharding.AxisType.Auto}
 
 
-def pytest_report_header() -> str | None:
-    return f"{volume.SCALE:g} of the slow suite's draws, by seed {volume.SEED}" if volume.SCALE != 1 else None
+def pytest_report_header() -> str:
+    share = f"{volume.SCALE:g} of the slow suite's draws; " if volume.SCALE != 1 else ""
+    return f"{share}cases drawn by DRAWS_SEED={volume.SEED}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cases of slow tests that are not drawn; see tests/references/volume.py."""
-    tests = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("slow"):
-            tests[item.nodeid.partition("[")[0]].append(item)
-    slow = {item for cases in tests.values() for item in cases}
-    left = slow.difference(item for name, cases in tests.items() for item in volume.drawn(name, cases))
+    """Leave out the cases that are not drawn, or not at a time; see tests/references/volume.py."""
+    waiting = _waiting(items)
+    for item in waiting:
+        item.add_marker(pytest.mark.slow)
+    slow = [item for item in items if item.get_closest_marker("slow") and item not in waiting]
+    left = set(slow).difference(item for name, cases in _by_test(slow) for item in volume.drawn(name, cases))
+    if volume.SCALE < 1:
+        left |= waiting
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
+
+
+def _waiting(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The fast cases of tests whose cases take turns for which it is not the turn."""
+    marks = {item: item.get_closest_marker("turns") for item in items if not item.get_closest_marker("slow")}
+    turning = [item for item, mark in marks.items() if mark]
+    # By the file, so that tests of one file that share their programs draw the same ones.
+    now = (volume.sampled(name.partition("::")[0], cases, marks[cases[0]].args[0]) for name, cases in _by_test(turning))
+    return set(turning).difference(item for cases in now for item in cases)
+
+
+def _by_test(items: Iterable[pytest.Item]) -> ItemsView[str, list[pytest.Item]]:
+    """The cases of every test."""
+    tests = defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    return tests.items()
 
 
 @pytest.fixture(autouse=True)

@@ -91,11 +91,13 @@ def _check(make_mesh, name, lowering, form, passes):
         assert 0 < counts < 200 if form == "dropless" else counts == 0
 
 
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("case", FORWARD, ids=" ".join)
 def test_a_forward_pass_sends_its_list(case, make_mesh):
     _check(make_mesh, *case, passes=1)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("case", BOTH, ids=" ".join)
 def test_a_backward_pass_sends_its_list(case, make_mesh):
     _check(make_mesh, *case, passes=2)
