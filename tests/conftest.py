@@ -73,19 +73,19 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the cases that are not drawn, or not at a time; see tests/references/volume.py."""
-    waiting = _waiting(items)
-    for item in waiting:
+    later = waiting(items)
+    for item in later:
         item.add_marker(pytest.mark.slow)
-    slow = [item for item in items if item.get_closest_marker("slow") and item not in waiting]
+    slow = [item for item in items if item.get_closest_marker("slow") and item not in later]
     left = set(slow).difference(item for name, cases in _by_test(slow) for item in volume.drawn(name, cases))
     if volume.SCALE < 1:
-        left |= waiting
+        left |= later
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
 
 
-def _waiting(items: list[pytest.Item]) -> set[pytest.Item]:
+def waiting(items: list[pytest.Item]) -> set[pytest.Item]:
     """The fast cases of tests whose cases take turns for which it is not the turn."""
     marks = {item: item.get_closest_marker("turns") for item in items if not item.get_closest_marker("slow")}
     turning = [item for item, mark in marks.items() if mark]

@@ -40,7 +40,7 @@ PARALLEL = models.ModelConfig(
 
 LOWERINGS = ("blocking", "xla", "looped")
 # Each kind of layout and each lowering: weights that stay, weights that are gathered, optimizer state apart from them,
-# and experts apart from attention. What every preset sends is in the fast suite, in tests/audit/test_presets.py.
+# and experts apart from attention. What the presets send is in the fast suite too, in tests/audit/test_presets.py.
 FAST = {"weight-stationary-2d", "weight-gathered-xy", "zero-1", "megatron-folded"}
 ONCE = [
     pytest.param(

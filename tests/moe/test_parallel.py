@@ -27,8 +27,9 @@ def _by_kind(found):
 
 def _sent(function, arrays):
     """Count and bytes by kind and axes: as planned, and as compiled; every step is there under its own name."""
-    plan = gspmd.trace(function, *arrays)
-    ledger = gspmd.ledger(jax.jit(function).lower(*arrays).compile())
+    program = jax.jit(function)  # traced once for both
+    plan = gspmd.trace(program, *arrays)
+    ledger = gspmd.ledger(program.lower(*arrays).compile())
     comparison = ledger.compare(plan)
     assert comparison.agrees
     assert not comparison.differing

@@ -3,8 +3,8 @@
 Below 1, long products of parameters are drawn from too: `DRAWS=0.5` runs half the cases of every slow test that has at
 least `LONG`. Which ones depends on `DRAWS_SEED`. Left unset it is the commit, so that one comes round to all of them.
 
-In the fast suite the cases of a test that is marked `turns(count)` take turns: so many run, drawn by the same seed, and the
-others are slow. They are many instances of one property, each of which compiles a program of its own. A slow suite that
+In the fast suite the cases of a test that is marked `turns(count)` take turns: so many run, drawn by the same seed, and
+the others are slow. They are instances of one property, each of which compiles a program of its own. A slow suite that
 draws leaves them out, for the fast suite comes round to them.
 """
 
@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import TypeVar
 
 
-def _commit() -> str:
-    """The commit that is checked out; "0" where there is none, or no git."""
+def commit(folder: Path = Path(__file__).parent) -> str:
+    """The commit that is checked out there; "0" where there is none, or no git."""
     asked = ["git", "rev-parse", "HEAD"]
     try:
-        return subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(asked, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "0"
 
 
 SCALE = float(os.environ.get("DRAWS", "1"))
 if "DRAWS_SEED" not in os.environ:
-    os.environ["DRAWS_SEED"] = _commit()  # for pytest's workers, which all draw the same
+    os.environ["DRAWS_SEED"] = commit()  # for pytest's workers, which all draw the same
 SEED = os.environ["DRAWS_SEED"]
 LONG = 10
 
