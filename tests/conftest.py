@@ -110,8 +110,8 @@ _counted = 0.0
 def few_memory_maps() -> Iterator[None]:
     """Forgets compiled programs before they are too many: each holds memory maps, and a process may have 65530.
 
-    XLA ends in a segmentation fault where the kernel refuses it another one. To list 20000 of them takes the kernel 25 ms,
-    longer than most tests, and compiling makes 200 in a second: they are counted once in ten seconds of work.
+    XLA ends in a segmentation fault where the kernel refuses it another one. To list 20000 of them takes the kernel
+    25 ms, longer than most tests, and compiling makes 200 in a second: they are counted once in ten seconds of work.
     """
     global _counted
     yield
