@@ -24,7 +24,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("changes", "preset", "lowering", "kind"), VARIANTS)
 def test_loss_and_gradients_are_those_of_plain_code(
     config, one_device, placed, make_mesh, tokens, changes, preset, lowering, kind

@@ -97,7 +97,6 @@ def sends(schedule):
     return slots - sum(length == 1 for length in last.values())
 
 
-@pytest.mark.turns(2)
 @pytest.mark.parametrize(("name", "stages", "rounds", "microbatches", "axis_type", "lowering"), CASES)
 def test_value_and_gradients_are_those_of_plain_code(
     make_mesh, name, stages, rounds, microbatches, axis_type, lowering
