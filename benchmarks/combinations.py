@@ -231,10 +231,10 @@ def train(
     with jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "blocking"):
         model = models.build(config, layout, mesh, jax.random.key(0))
         state = step.initial_state(model, optimizer, STEPS, mesh)
-        update = step.training_step(model, optimizer, STEPS, **settings)
+        update = jit_step(step.training_step(model, optimizer, STEPS, **settings), state)
         where, key = jax.NamedSharding(mesh, models.batch_spec(layout).partition_spec()), placed_key(mesh)
         arguments = state, jax.device_put(text(0, length), where), key
-        plan, compiled = gspmd.trace(update, *arguments), jit_step(update, state).lower(*arguments).compile()
+        plan, compiled = gspmd.trace(update, *arguments), update.lower(*arguments).compile()
         ledger, losses = gspmd.ledger(compiled), []
         for number in range(STEPS):
             state, figures = compiled(state, jax.device_put(text(number, length), where), key)

@@ -6,8 +6,9 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterable, Iterator
 from importlib.abc import MetaPathFinder
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -66,33 +67,59 @@ sys.meta_path.insert(0, _Models)
 AXIS_TYPES = {"explicit": jax.sharding.AxisType.Explicit, "auto": jax.sharding.AxisType.Auto}
 
 
-def pytest_report_header() -> str | None:
-    return f"{volume.SCALE:g} of the slow suite's draws, by seed {volume.SEED}" if volume.SCALE != 1 else None
+def pytest_report_header() -> str:
+    share = f"{volume.SCALE:g} of the slow suite's draws; " if volume.SCALE != 1 else ""
+    return f"{share}cases drawn by DRAWS_SEED={volume.SEED}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cases of slow tests that are not drawn; see tests/references/volume.py."""
-    tests = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("slow"):
-            tests[item.nodeid.partition("[")[0]].append(item)
-    slow = {item for cases in tests.values() for item in cases}
-    left = slow.difference(item for name, cases in tests.items() for item in volume.drawn(name, cases))
+    """Leave out the cases that are not drawn, or not at a time; see tests/references/volume.py."""
+    later = waiting(items)
+    for item in later:
+        item.add_marker(pytest.mark.slow)
+    slow = [item for item in items if item.get_closest_marker("slow") and item not in later]
+    left = set(slow).difference(item for name, cases in _by_test(slow) for item in volume.drawn(name, cases))
+    if volume.SCALE < 1:
+        left |= later
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
+
+
+def waiting(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The fast cases of tests whose cases take turns for which it is not the turn."""
+    marks = {item: item.get_closest_marker("turns") for item in items if not item.get_closest_marker("slow")}
+    turning = [item for item, mark in marks.items() if mark]
+    # By the file, so that tests of one file that share their programs draw the same ones.
+    now = (volume.sampled(name.partition("::")[0], cases, marks[cases[0]].args[0]) for name, cases in _by_test(turning))
+    return set(turning).difference(item for cases in now for item in cases)
+
+
+def _by_test(items: Iterable[pytest.Item]) -> ItemsView[str, list[pytest.Item]]:
+    """The cases of every test."""
+    tests = defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    return tests.items()
+
+
+_counted = 0.0
 
 
 @pytest.fixture(autouse=True)
 def few_memory_maps() -> Iterator[None]:
     """Forgets compiled programs before they are too many: each holds memory maps, and a process may have 65530.
 
-    XLA ends in a segmentation fault where the kernel refuses it another one.
+    XLA ends in a segmentation fault where the kernel refuses it another one. To list 20000 of them takes the kernel
+    25 ms, longer than most tests, and compiling makes 200 in a second: they are counted once in ten seconds of work.
     """
+    global _counted
     yield
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
-        jax.clear_caches()
+    maps, now = Path("/proc/self/maps"), time.process_time()
+    if now > _counted + 10 and maps.exists():
+        _counted = now
+        if maps.read_bytes().count(b"\n") > 25_000:
+            jax.clear_caches()
 
 
 @pytest.fixture(scope="module")

@@ -70,6 +70,6 @@ def training(
         state = step.abstract_state(model, optimizer, UPDATES, devices)
         arguments = state, models.abstract_batch(layout, devices, BATCH, LENGTH), models.abstract_key(devices)
         # In a pipeline of one microbatch nothing is a loop, and the compiler merges what stages compute for nobody.
-        update = step.training_step(model, optimizer, UPDATES, 2 if stages_axes(layout) else 1)
-        plan = gspmd.trace(update, *arguments)
-        return Built(plan, gspmd.ledger(jit_step(update, state).lower(*arguments).compile()))
+        update = jit_step(step.training_step(model, optimizer, UPDATES, 2 if stages_axes(layout) else 1), state)
+        plan = gspmd.trace(update, *arguments)  # of the compiled function itself, which is traced once for both
+        return Built(plan, gspmd.ledger(update.lower(*arguments).compile()))

@@ -27,6 +27,7 @@ EQUATIONS = [  # every kind of step, behind every kind of product
 CASES = [(*each, dim) for each in EQUATIONS for dim in sorted({c for c in each[0] if c.isupper()})]
 
 
+@pytest.mark.turns(22)
 @pytest.mark.parametrize("lowering", ["blocking", "looped", pytest.param("xla", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("equation", "via", "empty"), CASES)
 def test_values_and_gradients(equation, via, empty, lowering, make_mesh):

@@ -29,6 +29,7 @@ EQUATIONS = [
 ]
 
 
+@pytest.mark.turns(5)
 @pytest.mark.parametrize(("equation", "mesh"), EQUATIONS)
 def test_no_more_bytes_than_plain_transposition(equation, mesh, make_mesh):
     plan = _plan(equation, mesh, SIZES)

@@ -50,6 +50,7 @@ def test_a_gathered_operand(form, lowering, size):
     check(case(equation, size, lowering, via))
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("size", [3, 6])
 @pytest.mark.parametrize("lowering", LOOPED)
 @pytest.mark.parametrize("form", ["shared", "weights"])
@@ -64,6 +65,7 @@ def test_a_scattered_result(lowering, size):
     check(case(SCATTERS["free"][0], size, lowering))
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("lowering", LOOPED)
 @pytest.mark.parametrize(
     ("equation", "via", "mesh"),

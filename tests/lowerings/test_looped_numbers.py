@@ -31,6 +31,7 @@ def operands(equation: str, sizes, dtype, *, spread: int = 3) -> list[jax.Array]
     return [gspmd.annotate(jnp.asarray(array, dtype), spec) for array, spec in zip(arrays, specs)]
 
 
+@pytest.mark.turns(9)
 @pytest.mark.parametrize("lowering", LOOPED)
 @pytest.mark.parametrize(("equation", "via"), [GATHER, SCATTER], ids=["gather", "scatter"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32"])

@@ -35,6 +35,7 @@ def made(letters, *arrays):
     return product.outvars[0].aval.size
 
 
+@pytest.mark.turns(6)
 @pytest.mark.usefixtures("on_a_tpu")
 @pytest.mark.parametrize("letters", [*LONE, *SEVERAL])
 def test_a_lone_row_goes_with_a_second_and_nothing_else_changes(letters):

@@ -126,6 +126,7 @@ def _is_right(program, plain, arrays):
     jax.tree.map(np.testing.assert_array_equal, _value_and_gradients(program)(*arrays), want)
 
 
+@pytest.mark.turns(13)
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("program", RIGHT, ids=lambda f: f.__name__.strip("_"))
 def test_a_partial_sum_goes_through(arrays, program, lowering):
@@ -147,6 +148,7 @@ WRAPS = {
 }
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 def test_a_called_layer_is_computed_at_every_step_whoever_called_it_first(arrays, lowering, wrap):
@@ -163,6 +165,7 @@ def test_a_called_layer_is_computed_at_every_step_whoever_called_it_first(arrays
             _is_right(program, lambda x, w, v, times=times: times * x @ w, arrays)
 
 
+@pytest.mark.turns(7)
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("wrap", [lambda f: f, *WRAPS.values()], ids=["plain", *WRAPS])
 def test_a_layer_that_is_not_differentiated_is_computed_at_every_step(arrays, lowering, wrap):

@@ -6,6 +6,7 @@ from tests.references.random_programs import draw, faults
 from tests.references.volume import scaled
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_programs_give_what_one_device_gives(seed):
     assert not faults([seed]), "\n".join(faults([seed]))

@@ -43,6 +43,7 @@ def drawn(shape, dtype):
     return jnp.asarray(np.random.default_rng(0).integers(-8, 9, shape), dtype)  # sums are exact
 
 
+@pytest.mark.turns(4)
 @pytest.mark.usefixtures("whole_rings")
 @pytest.mark.parametrize(
     ("sizes", "axes", "dtype"),
@@ -178,6 +179,7 @@ def test_a_gather_over_all_three_rings_sends_what_is_planned(torus):
     assert sent == {("all-gather", ("x", "y", "z")): 512 * 18432 * 2 * 63 // 64}
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(
     ("shape", "dimension", "axes"),
     [

@@ -196,6 +196,7 @@ def _mark(case):
     return pytest.param(case, marks=() if always else pytest.mark.slow, id=_named(case))
 
 
+@pytest.mark.turns(7)
 @pytest.mark.parametrize("case", [*map(_mark, EVERY)])
 def test_gradient_of_vmap(case, make_mesh):
     """JAX 0.10.2 gives a multiple where one result of a custom_vjp has a batch and another has none."""
@@ -265,6 +266,7 @@ def gradient_of_scan(batched):
 _DERIVED = [(name, derive) for name in PROGRAMS for derive in (gradient_of_gradient, hessian, gradient_of_scan)]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("name", "derive"),
     [

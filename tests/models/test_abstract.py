@@ -26,6 +26,7 @@ def described(tree):
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding.spec), abstract(tree))
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("preset", ["gshard", "zero-3"])
 def test_an_abstract_model_and_its_state_are_those_that_build_makes(config, make_mesh, preset):
     settings, layout = config(moe=MoEConfig()), Layout.load(preset)
@@ -103,6 +104,7 @@ TRAINED = [
 ]
 
 
+@pytest.mark.turns(1)
 @needs_libtpu
 @pytest.mark.parametrize(("name", "preset", "slice", "batch", "length"), TRAINED, ids=[row[0] for row in TRAINED])
 def test_training_is_lowered_for_slices_that_are_not_here(name, preset, slice, batch, length):

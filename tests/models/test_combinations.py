@@ -4,17 +4,15 @@ import pytest
 
 from benchmarks.combinations import REFUSED, ROWS, TRAINED, Outcome, line, outcome
 
-FAST = "context-parallel x=2 y=2 z=2 moe.expert_input G_xX_yCE, moe.hidden G_xX_yCF_z"
-
 
 def rows(refused):
     """Those that train, or those that do not."""
     for number, row in enumerate(ROWS):
         if (row.reason != "") == refused:
-            marks = () if refused or row.name == FAST else pytest.mark.slow
-            yield pytest.param(row, id=f"{number}-{row.name}", marks=marks)
+            yield pytest.param(row, id=f"{number}-{row.name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [*rows(refused=False)])
 def test_a_combination_trains_as_one_device_does_and_sends_what_was_planned(row):
     found = outcome(row)

@@ -40,7 +40,7 @@ PARALLEL = models.ModelConfig(
 
 LOWERINGS = ("blocking", "xla", "looped")
 # Each kind of layout and each lowering: weights that stay, weights that are gathered, optimizer state apart from them,
-# and experts apart from attention. What every preset sends is in the fast suite, in tests/audit/test_presets.py.
+# and experts apart from attention. What the presets send is in the fast suite too, in tests/audit/test_presets.py.
 FAST = {"weight-stationary-2d", "weight-gathered-xy", "zero-1", "megatron-folded"}
 ONCE = [
     pytest.param(
@@ -64,6 +64,7 @@ SQUARE = [
 SQUARE += [(name, 1, LOWERINGS[at % 3], "explicit") for at, name in enumerate(presets()[::4])]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("name", "devices", "lowering", "kind", "config"), ONCE)
 def test_every_preset_trains_as_one_device_does(make_mesh, placed, name, devices, lowering, kind, config):
     compare(make_mesh, placed, name, devices, lowering, kind, config)

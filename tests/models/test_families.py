@@ -46,6 +46,7 @@ MORE = [
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(("family", "preset", "lowering", "kind"), CASES)
 def test_loss_and_gradients_are_those_of_plain_code(config, make_mesh, tokens, family, preset, lowering, kind):
     settings, layout = config(layers=1, **FAMILIES[family]), Layout.load(preset)

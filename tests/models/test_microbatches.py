@@ -36,10 +36,10 @@ class Program:
         with jax.set_mesh(self.mesh), gspmd.lowering(lowering):
             self.model = models.build(config, self.layout, self.mesh, jax.random.key(0))
             self.state = step.initial_state(self.model, OPTIMIZER, STEPS, self.mesh)
-            update = step.training_step(self.model, OPTIMIZER, STEPS, microbatches)
+            update = jit_step(step.training_step(self.model, OPTIMIZER, STEPS, microbatches), self.state)
             arguments = self.state, self.batch(0), jax.random.key(1)
             self.plan = gspmd.trace(update, *arguments)
-            self.compiled = jit_step(update, self.state).lower(*arguments).compile()
+            self.compiled = update.lower(*arguments).compile()
 
     def batch(self, number):
         """[B, L+1] tokens, each its predecessor plus 1 or 5."""

@@ -37,6 +37,7 @@ def gather(padded: np.ndarray, row) -> np.ndarray:
     return padded
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(("preset", "padding", "changes", "lowering", "kind"), CASES)
 def test_padding_has_no_effect_on_values_and_gets_no_gradient(
     config, make_mesh, tokens, preset, padding, changes, lowering, kind

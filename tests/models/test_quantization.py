@@ -81,6 +81,7 @@ def squared(ours, weights):
     return sum(np.square(x - w).sum(-1) for x, w in zip(ours, weights, strict=True))
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("block", ["serial", "parallel"])
 def test_weights_are_those_of_plain_numpy(block, config, make_mesh):
     settings = config(block=block, moe=SWITCH, tied=False)
@@ -127,6 +128,7 @@ CASES = [
 ]
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(("preset", "lowering", "changes"), CASES)
 def test_logits_are_those_of_the_weights_they_stand_for(preset, lowering, changes, config, make_mesh):
     settings = config(**changes)

@@ -14,6 +14,7 @@ from tests.models.conftest import put
 BATCH, LENGTH = 16, 8
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(
     ("name", "sizes", "microbatches", "rounds", "kind"),
     [

@@ -24,6 +24,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("changes", "preset", "lowering", "kind"), VARIANTS)
 def test_loss_and_gradients_are_those_of_plain_code(
     config, one_device, placed, make_mesh, tokens, changes, preset, lowering, kind
@@ -60,6 +61,7 @@ def test_bfloat16_computes_near_float32_and_keeps_parameters_wide(config, make_m
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-2)
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("changes", [{}, {"embed": 128, "vocabulary": 256}, {"block": "parallel"}])
 def test_a_tied_model_begins_with_a_uniform_guess(config, one_device, tokens, changes):
     model = one_device(config(**changes))
@@ -69,6 +71,7 @@ def test_a_tied_model_begins_with_a_uniform_guess(config, one_device, tokens, ch
     assert abs(value - np.log(model.config.vocabulary)) < 0.1
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("tied", [True, False])
 def test_rows_that_pad_the_tables_change_nothing(config, make_mesh, tokens, tied):
     """Neither the loss nor the gradients, and the padding's own gradient is zero."""

@@ -16,6 +16,7 @@ PLAIN = {
 }
 
 
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_it_is_the_plain_one(name, dtype):

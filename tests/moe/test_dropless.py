@@ -60,6 +60,7 @@ def _widened(weights):
     )
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("router", QUEUEING)
 def test_dropless_is_sort_where_nothing_overflows(router, make_mesh):
     config = MoEConfig(experts=X, router=router, capacity_factor=8.0)
@@ -68,6 +69,7 @@ def test_dropless_is_sort_where_nothing_overflows(router, make_mesh):
     jax.tree.map(_close, found, _run(make_mesh, config, x, mask))
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 def test_other_activations(activation, make_mesh):
     x, mask = CASE.logits[:8].clip(-4, 4), CASE.mask[:8]

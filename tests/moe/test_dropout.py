@@ -47,6 +47,7 @@ def _check(make_mesh, case):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, _one_device())
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_neither_a_layout_nor_a_form_changes_what_is_dropped(case, make_mesh):
     _check(make_mesh, case)

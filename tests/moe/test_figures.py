@@ -111,6 +111,7 @@ def _layer(layout, config, mesh, lowering):
         return jax.tree.map(np.asarray, run(gspmd.annotate(x, layout.groups), placed))
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(("router", "lowering"), [("noisy-top-k", "blocking"), ("expert-choice", "xla")])
 def test_a_layout_never_changes_what_is_routed(router, lowering, make_mesh):
     config = MoEConfig(experts=X, router=router)

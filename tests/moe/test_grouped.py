@@ -51,6 +51,7 @@ def _integers(sizes, spare):
     return [draw.integers(-4, 5, shape).astype(np.float32) for shape in shapes]
 
 
+@pytest.mark.turns(12)
 @by_form
 @by_spare
 @by_sizes

@@ -44,6 +44,7 @@ def _check(make_mesh, layout, axes, lowering, router, form, activation):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_a_layout_never_changes_a_result(case, make_mesh):
     _check(make_mesh, *case)

@@ -49,6 +49,7 @@ def _value_and_slopes(config, logits, mask=None, key=None):
     return value, routing, slopes
 
 
+@pytest.mark.turns(3)
 @by_router
 def test_infinite_logits_have_finite_gates_losses_and_gradients(router):
     logits = jnp.array([[[jnp.inf, 0, 0, 0], [-jnp.inf, jnp.inf, 0, jnp.inf], [-jnp.inf] * 4]])
@@ -67,6 +68,7 @@ def test_noise_without_bound_has_finite_gates_and_gradients():
     assert np.all(np.isfinite(slopes))
 
 
+@pytest.mark.turns(3)
 @by_router
 def test_whatever_padding_holds_changes_nothing(router):
     config, mask = MoEConfig(experts=4, router=router, z_weight=1e-3), jnp.array([[True, True, False]])
@@ -75,6 +77,7 @@ def test_whatever_padding_holds_changes_nothing(router):
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("form", ["sort", "onehot", "dropless"])
 def test_padding_of_a_layer_may_hold_nothing_that_is_a_number(form):
     x, weights, mask = placed.inputs()

@@ -79,6 +79,7 @@ def _check(case, config, key=None):
         np.testing.assert_allclose(loss, [a.losses[name] for a in answers], rtol=1e-6, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.turns(18)
 @by_router
 @by_case
 def test_router_is_the_papers_in_evaluation(case, router):
@@ -97,6 +98,7 @@ def test_variant_is_the_papers(case, changes):
     _check(case, _config(case, **changes), jax.random.key(7))
 
 
+@pytest.mark.turns(6)
 @by_router
 @pytest.mark.parametrize("priority", [False, True])
 def test_padding_changes_nothing_for_real_tokens(router, priority):
@@ -164,6 +166,7 @@ def test_gradient_is_the_papers_slope(router):
     assert not found[12:].any()
 
 
+@pytest.mark.turns(6)
 @by_router
 @pytest.mark.parametrize("case", [HARD[0], SCARCE[1]], ids=lambda case: case.name)
 def test_gradient_is_always_finite(case, router):

@@ -37,6 +37,7 @@ def _buffers(routing, shards, chunks):
     return buffers
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("chunks", [(L,), (5, 5), (4, 3, 3)], ids=str)
 @pytest.mark.parametrize("shards", [1, 2, 3, 6])
 def test_rows_stand_in_their_shards_buffer_sorted_by_expert(shards, chunks):

@@ -20,6 +20,7 @@ CASES = [
 ]
 
 
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])
 @pytest.mark.parametrize(("mesh", "spec", "dim", "axes"), CASES)
 def test_lowest_position_of_the_largest(mesh, spec, dim, axes, lowering, axis_type, check_form):

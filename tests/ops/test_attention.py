@@ -49,6 +49,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("case", CASES)
 def test_value_gradients_and_collectives(case, axis_type, check_form):
     heads, key_heads, mesh, query, key, expected = CASES[case]
@@ -59,6 +60,7 @@ def test_value_gradients_and_collectives(case, axis_type, check_form):
     assert planned == expected
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])
 @pytest.mark.parametrize("case", ["grouped, keys replicated", "queries split along the sequence"])
 @pytest.mark.parametrize(("side", "offset"), [("right", 2), ("left", -1)])

@@ -51,6 +51,7 @@ CASES = {
 }
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients(case, lowering, tiny_blocks, axis_type, check_form):
@@ -69,6 +70,7 @@ def test_values_and_gradients(case, lowering, tiny_blocks, axis_type, check_form
     )  # fmt: skip
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 24))])
 def test_long_chunks_over_a_long_cache(seed, tiny_blocks, make_mesh, place):
     """Rows, new tokens and cached keys in blocks, in any of three placements, int8 among them."""

@@ -70,6 +70,7 @@ def test_what_the_kernels_do_not_take_is_computed_in_blocks(on_tpu, monkeypatch)
     assert not splash.fits(longer, longer, longer)
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if n > 1 else c for n, c in enumerate(CASES)])
 def test_values_and_gradients(case, on_tpu, make_mesh, place):
     *sizes, mesh, query, key = CASES[case]

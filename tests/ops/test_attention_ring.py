@@ -69,6 +69,7 @@ def in_zigzag(devices, **more):
     return f
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("case", "lowering"), PRODUCT)
 def test_value_gradients_and_collectives(case, lowering, axis_type, check_form):
     *_, mesh, query, key = CASES[case]

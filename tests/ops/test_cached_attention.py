@@ -25,6 +25,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("case", CASES)
 def test_value_and_plan(case, make_mesh, place):
     query, key, held, heads, key_heads, expected = CASES[case]
@@ -45,6 +46,7 @@ def test_the_compiler_places_what_is_left_open(specs, make_mesh):
     np.testing.assert_allclose(got, plain(*case.new, *case.cache, case.lengths), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("seed", [*range(9), *(pytest.param(n, marks=pytest.mark.slow) for n in range(9, 90))])
 def test_random_placements(seed, make_mesh, place):
     """Any placement of queries, keys and cache, ragged lengths with 0 and T among them, int8 in every sixth case.
@@ -56,6 +58,7 @@ def test_random_placements(seed, make_mesh, place):
     case.check(mesh, place, ("blocking", "xla", "looped", "blocking")[seed % 4])
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("heads", "key_heads", "specs", "products"),
     [

@@ -27,6 +27,7 @@ FIXED = [
 ]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])
 @pytest.mark.parametrize(("equation", "axis_type"), FIXED)
 def test_values_and_gradients(equation, axis_type, lowering):
@@ -53,6 +54,7 @@ def operands(make_mesh):
     return make
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])
 def test_under_scan_and_remat(operands, axis_type, lowering):
     """Three layers in and out again; the loss is a plain sum, so that gradients are known."""

@@ -36,6 +36,7 @@ def _specs(equation):
     return operands.split(", "), rows
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("mesh", "equation"), CASES)
 def test_value_gradient_and_collectives(mesh, equation, axis_type, check_form):
     specs, rows = _specs(equation)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("every_schedule")
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 
 
-@settings(max_examples=60, derandomize=True, **_COMMON)
+@settings(max_examples=30, derandomize=True, **_COMMON)
 @given(cases())
 def test_equations_give_what_one_device_gives(case):
     check(case)

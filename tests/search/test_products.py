@@ -51,6 +51,7 @@ def planned(found: Product, sizes, mesh, left: int, weights, results, via: int, 
     return made.seconds + sum(each.seconds for each in made.gradients)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_placement_costs_what_its_plan_says(kind):
     rng = random.Random(kind)

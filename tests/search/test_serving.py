@@ -33,6 +33,7 @@ def only_planned(monkeypatch):
     monkeypatch.setattr("gspmd_models.search.parts.serving.CachedAttention._attended", lambda *_: 0.0)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("config", [PARALLEL, SERIAL], ids=["parallel", "serial"])
 def test_a_layout_costs_what_its_program_is_traced_to(config, phase, only_planned, tmp_path):

@@ -93,6 +93,7 @@ IN_TURN = {(name, LOOPED[at % len(LOOPED)]) for at, name in enumerate(PROGRAMS)}
 OTHERS = {*product(PROGRAMS, LOOPED)} - IN_TURN
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("name", "lowering"), [*sorted(IN_TURN), *(pytest.param(*each, marks=pytest.mark.slow) for each in sorted(OTHERS))]
 )

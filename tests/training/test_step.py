@@ -62,6 +62,7 @@ def train(mesh, parameters, optimizer, steps=5):
     return state, losses, moved
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("parameters", "optimizer", "moves"),
     [

@@ -23,6 +23,7 @@ def logits(model: models.Transformer, mesh: jax.sharding.Mesh, tokens: np.ndarra
         return np.asarray(program(models.arrays(model), ids))[..., : model.config.vocabulary]
 
 
+@pytest.mark.turns(5)
 @pytest.mark.parametrize(("name", "preset"), FIRST.items())
 def test_a_checkpoint_of_each_family_gives_the_logits_of_transformers_and_goes_back(
     name, preset, reference, placing, from_folder, tmp_path

@@ -268,6 +268,7 @@ DIAGONAL = [
 ]  # fmt: skip
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_some_of_the_product(name, config, make_mesh):
     """One case of every layout of attention, in which blocks, heads, meshes and lowerings take turns."""
@@ -279,6 +280,7 @@ def test_some_of_the_product(name, config, make_mesh):
     check_placed(name, case, config, make_mesh)
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("case", DIAGONAL, ids=str)
 def test_every_position_is_that_of_a_full_pass(case, config, make_mesh):
     check(case, config, make_mesh)

@@ -49,6 +49,7 @@ def filling(program, folder, at):
     return dataclasses.replace(program, place=place)
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(("steps", "at"), [(40, 6), (8, 6)], ids=["on the way", "at the end"])
 def test_a_save_that_fails_ends_the_run_there(make_program, corpus, small_disk, capfd, steps, at):
     config, program = dataclasses.replace(CONFIG, steps=steps), make_program(steps=steps)[0]
