@@ -20,7 +20,7 @@ from gspmd.hardware.chips import Chip
 from gspmd.search import Choice, Problem, Term
 
 from ..config import ModelConfig
-from .costs import product_terms
+from .parts.part import product_terms
 from .training import TrainingProblem
 
 

@@ -26,7 +26,8 @@ from gspmd.planner.spans import LONGEST, CollectiveSpan, divisions, is_short, lo
 from gspmd.planner.steps import Environment, Product, Routine, Tensor
 
 MARGIN = 0.04
-"""The median error of the model of a product, as a share: no loop is taken for less."""
+"""The median error of the model of a product, as a share: no loop and no stripes are taken for less. Of Llama 2 70B's
+feed-forward layer under zero-3 on 256 TPU v5p the model says that stripes gain 1.9%; compiled they lose 18% of a step."""
 
 SUMMED_MARGIN = 0.12
 """The same for rings whose chunks are of a contracted dimension: their sums wait for nothing, and the TPU compiler has
@@ -96,8 +97,6 @@ class _Chooser:
 
     def margin(self, overlap: Overlap) -> float:
         """The share of blocking's time that a loop has to gain."""
-        if overlap.stripes:  # few and large, as products are in blocking
-            return 0.0
         summed = any(
             dim not in product.einsum.after.dims
             for number, ring in overlap.gathers.items()
