@@ -121,12 +121,12 @@ def table(names: Sequence[str]) -> Iterator[str]:
         config, theirs = CASES[name]
         devices = theirs.stages * theirs.batch * theirs.other
         found = [(price, plan) for plan in plans(config, devices) if (price := priced(config, plan))]
-        best, ours = min(found, key=lambda pair: pair[0].seconds)
+        best, ours = min(found, key=lambda pair: pair[0].seconds, default=(None, "nothing fits"))
         before = priced(config, theirs)
         said = [amount_of_seconds(before.seconds), amount_of_seconds(before.here)] if before else ["does not fit", ""]
-        ratio = f"**{best.seconds / before.seconds:.3f}**" if before else ""
-        cells = (name, str(devices), str(theirs), *said, str(ours), amount_of_seconds(best.seconds), ratio)
-        yield f"| {' | '.join(cells)} |"
+        own = amount_of_seconds(best.seconds) if best else ""
+        ratio = f"**{best.seconds / before.seconds:.3f}**" if before and best else ""
+        yield f"| {' | '.join((name, str(devices), str(theirs), *said, str(ours), own, ratio))} |"
 
 
 def plans(config: ModelConfig, devices: int) -> Iterator[Plan]:

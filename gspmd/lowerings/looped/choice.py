@@ -27,7 +27,7 @@ from gspmd.planner.steps import Environment, Product, Routine, Tensor
 
 MARGIN = 0.04
 """The median error of the model of a product, as a share: no loop and no stripes are taken for less. Of Llama 2 70B's
-feed-forward layer under zero-3 on 256 TPU v5p the model says that stripes gain 1.9%; compiled they lose 18% of a step."""
+feed-forward layer under zero-3 on 256 TPU v5p the model has stripes gain 1.9%; compiled they lose 18% of a step."""
 
 SUMMED_MARGIN = 0.12
 """The same for rings whose chunks are of a contracted dimension: their sums wait for nothing, and the TPU compiler has
