@@ -28,13 +28,14 @@ def stored_specs(layout: Any, other: Any) -> dict[str, str]:
 
 
 def _parameters(layout: Any) -> Iterator[tuple[str, str]]:
-    """Every parameter's key with its spec; those that the layout does not have are left out."""
+    """Every parameter's key with its spec; a section or a key that the layout does not have is left out."""
+    sections = {name.partition(".")[0] for name in layout.table}
 
     def is_written(name: str | None) -> bool:
         return name is not None and (name in layout.table or is_written(KEYS[name].default))
 
     for key in KEYS.values():
-        if key.kind == "parameter" and is_written(key.name):
+        if key.kind == "parameter" and key.section in sections and is_written(key.name):
             yield key.name, layout[key.name]
 
 
