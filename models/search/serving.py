@@ -13,7 +13,8 @@ from ..config import ModelConfig
 from .costs import Costs, Part
 from .parts.ends import Stream
 from .parts.feed_forward import FeedForward
-from .parts.serving import CachedAttention, ParallelBlock, Served
+from .parts.parallel import ParallelBlock
+from .parts.serving import CachedAttention, Served
 from .problem import PhaseProblem
 
 
@@ -61,8 +62,9 @@ class ServingProblem(PhaseProblem):
         costs, config = self.costs, self.costs.config
         residual = costs.place("BLE", "L")
         last = replace(costs, sizes={**costs.sizes, "L": 1})
+        attention = CachedAttention(costs, residual, self.read)
         if config.block == "parallel":
-            blocks: list[Part] = [ParallelBlock(costs, residual, self.read)]
+            blocks: list[Part] = [ParallelBlock(costs, residual, attention)]
         else:
-            blocks = [CachedAttention(costs, residual, self.read), FeedForward(costs, residual, config.layers)]
+            blocks = [attention, FeedForward(costs, residual, config.layers)]
         return [Stream(costs, residual), *blocks, Served(costs, last, residual)]

@@ -26,6 +26,7 @@ class Stream(Part):
     def __init__(self, costs: Costs, residual: Sequence[Spec]):
         super().__init__(costs)
         self.choices = {"residual": tuple(residual)}
+        self.count = 1 if costs.config.block == "parallel" else 2
 
     def terms(self) -> Iterator[Term]:
         """Seconds and bytes of the stream."""
@@ -41,7 +42,7 @@ class Stream(Part):
         costs, scale = self.costs, Spec(("E",), (residual.axes_of("E"),))
         tokens = self._tokens(residual, once=True)
         stack = Spec(("N", "E"), ((), scale.axes[0]))
-        return 2 * costs.config.period * costs.settled(stack, tokens) + costs.settled(scale, tokens), 0.0
+        return self.count * costs.config.period * costs.settled(stack, tokens) + costs.settled(scale, tokens), 0.0
 
     def _tokens(self, residual: Spec, once: bool) -> tuple[str, ...]:
         """The mesh axes of tokens over which a scale's gradient is settled once a step, or in every microbatch.
@@ -56,8 +57,7 @@ class Stream(Part):
 
     def _norms(self, residual: Spec) -> tuple[float, float]:
         """Norms and additions of each layer, two or one of a parallel block; the last norm; what blocks keep."""
-        costs, layers = self.costs, self.costs.config.layers
-        count = 1 if costs.config.block == "parallel" else 2
+        costs, layers, count = self.costs, self.costs.config.layers, self.count
         rows, scale = residual.without("E"), Spec(("E",), (residual.axes_of("E"),))
         statistic = costs.settled(rows, residual.axes_of("E"))
         of_scale = costs.settled(scale, self._tokens(residual, once=False)) if costs.trains else 0.0
