@@ -13,7 +13,7 @@ from ..config import ModelConfig
 from .costs import Costs, Part
 from .parts.ends import Stream
 from .parts.feed_forward import FeedForward
-from .parts.parallel import ParallelBlock
+from .parts.parallel import ServedBlock
 from .parts.serving import CachedAttention, Served
 from .problem import PhaseProblem
 
@@ -64,7 +64,7 @@ class ServingProblem(PhaseProblem):
         last = replace(costs, sizes={**costs.sizes, "L": 1})
         attention = CachedAttention(costs, residual, self.read)
         if config.block == "parallel":
-            blocks: list[Part] = [ParallelBlock(costs, residual, attention)]
+            blocks: list[Part] = [ServedBlock(costs, residual, attention)]
         else:
             blocks = [attention, FeedForward(costs, residual, config.layers)]
         return [Stream(costs, residual), *blocks, Served(costs, last, residual)]

@@ -19,7 +19,7 @@ from .parts.attention import Attention
 from .parts.ends import Ends, Stream
 from .parts.experts import Experts
 from .parts.feed_forward import FeedForward
-from .parts.parallel import ParallelBlock
+from .parts.parallel import TrainedBlock
 from .problem import PhaseProblem
 
 
@@ -65,7 +65,7 @@ class TrainingProblem(PhaseProblem):
         residual = costs.place("BLE")
         parts, attention = [Stream(costs, residual)], Attention(costs, residual)
         if config.block == "parallel":
-            return [*parts, ParallelBlock(costs, residual, attention), Ends(costs, residual)]
+            return [*parts, TrainedBlock(costs, residual, attention), Ends(costs, residual)]
         parts.append(attention)
         routed = config.layers // config.moe.every if config.moe else 0
         if routed < config.layers:
