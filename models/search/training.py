@@ -36,8 +36,8 @@ class TrainingProblem(PhaseProblem):
         microbatches: parts of the batch, one after the other.
 
     Raises:
-        PlanError: the model has what is not searched: parallel blocks, shared experts, dropless dispatch, noisy
-            routers, adapters; or the microbatches do not divide the batch.
+        PlanError: the model has what is not searched: parallel blocks with experts, shared experts, dropless dispatch,
+            noisy routers, adapters; or the microbatches do not divide the batch.
     """
 
     phase = "train"

@@ -16,6 +16,8 @@ from ..weights import Placed, Weight, operand
 
 KEPT = {"full": 1, "dots": 2, "dots-except-hidden": 2, "selective": 6, "none": 8}
 """How many arrays of the residual's size a block keeps."""
+KEPT_PARALLEL = {**KEPT, "dots": 1, "dots-except-hidden": 1, "selective": 4, "none": 6}
+"""Those of a parallel block, which has one norm, and no residual between attention and feed-forward layer."""
 PASSING = 4
 """How many there are besides while a block runs."""
 
@@ -26,7 +28,8 @@ class Stream(Part):
     def __init__(self, costs: Costs, residual: Sequence[Spec]):
         super().__init__(costs)
         self.choices = {"residual": tuple(residual)}
-        self.count = 1 if costs.config.block == "parallel" else 2
+        parallel = costs.config.block == "parallel"
+        self.count, self.kept = (1, KEPT_PARALLEL) if parallel else (2, KEPT)
 
     def terms(self) -> Iterator[Term]:
         """Seconds and bytes of the stream."""
@@ -71,7 +74,7 @@ class Stream(Part):
         each, last = (runs * statistic + of_gradient for runs in (forward, 1))
         elements = costs.local(residual)
         passes = costs.in_memory(count * (2 + 3) * (costs.times + costs.trains), elements, costs.width)
-        held = ((layers * KEPT[costs.remat] if costs.trains else 0) + PASSING) * elements * costs.width
+        held = ((layers * self.kept[costs.remat] if costs.trains else 0) + PASSING) * elements * costs.width
         return layers * (count * each + passes) + last, held
 
     def lines(self, chosen: Mapping[str, Any]) -> Iterator[Line]:

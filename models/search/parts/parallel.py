@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ INPUTS, OUTPUTS = ("attention.in_via", "ffn.in_via"), ("attention.out_via", "ffn
 """The products of the block's input, and those that are added to its output."""
 
 
-class ParallelBlock(Part):
+class ParallelBlock(Part, ABC):
     """Attention and feed-forward layer of one input, whose outputs are added before they are settled.
 
     The input is brought to one place for all weights (the choice `block.input`), and both outputs to one place in which

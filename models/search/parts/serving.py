@@ -10,7 +10,7 @@ from gspmd.annotate import Spec
 from gspmd.ops._attention.placement import placement
 from gspmd.search import Term
 
-from ..costs import FLOAT32, Costs, Line, Part
+from ..costs import FLOAT32, Costs, Line
 from .attention import Attention, Heads, together
 from .ends import Tables
 
