@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 
 from gspmd.annotate import PlanError
@@ -80,7 +81,7 @@ def test_a_layout_costs_what_its_training_step_is_traced_to(only_planned, tmp_pa
     against_trace("dots-except-hidden", 1, 1, tmp_path)
 
 
-OTHERS = [{"kv_heads": 1}, {"kv_heads": 16, "activation": "gelu", "norm": "layer", "norm_bias": True, "tied": True}]
+OTHERS = [{"kv_heads": 1}, {"kv_heads": 16, "activation": "gelu", "norm": "layer", "norm_bias": True}]
 
 
 @pytest.mark.slow
@@ -122,3 +123,17 @@ def test_what_a_block_keeps_less_than_a_serial_one_is_what_is_predicted():
 def test_stages_of_parallel_blocks_are_refused():
     with pytest.raises(PlanError, match="cannot price stages of parallel blocks"):
         StageProblem(PARALLEL, 2, {"x": 2, "y": 2}, CHIP, BATCH, LENGTH)
+
+
+def test_vias_meet_where_they_have_what_they_share_in_one_place():
+    """All that do, and no others: outputs may be partial sums over different mesh axes."""
+    found = one_layer(True, 16)
+    tables = {term.name: term.seconds for term in found.terms}
+    for ends, place in (
+        ("in", lambda via: via.specs[0]),
+        ("out", lambda via: (via.specs[0].axes_of("B"), via.specs[0].axes_of("L"), via.specs[1].axes_of("E"))),
+    ):
+        names = [f"{part}.{ends}_via" for part in ("attention", "ffn")]
+        one, other = (np.isfinite(tables[f"{name}: block.{ends}put"]).astype(int) for name in names)
+        first, second = ([place(via[0]) for via in map(found.vias[n].via, found.choices[n])] for n in names)
+        assert (one.T @ other > 0).tolist() == [[here == there for there in second] for here in first]
