@@ -28,6 +28,7 @@ ROWS = {
     "palm-64-prefill": f"{PALM} tpu-v4:4x4x4 --phase prefill --batch 256 --length 2048",
     "palm-256-decode": f"{PALM} tpu-v4:4x8x8 --phase decode --batch 1024 --length 2048",
     "palm-256-prefill": f"{PALM} tpu-v4:4x8x8 --phase prefill --batch 512 --length 2048",
+    "palm-62b": "--config palm-62b --topology tpu-v4:8x8x8 --batch 512 --length 2048",
     "llama-2-70b": "--config llama-2-70b --topology tpu-v5p:4x8x8 --batch 1024 --length 4096",
     "llama-3.1-405b": "--config llama-3.1-405b --topology tpu-v5p:4x8x8 --batch 512 --length 8192 --microbatches 2",
     "mixtral": "--config mixtral-8x7b --topology tpu-v6e:16x16 --batch 3072 --length 4096 --microbatches 2 "

@@ -61,7 +61,7 @@ class StageProblem(TrainingProblem):
 
     Raises:
         PlanError: as of `TrainingProblem`; or the stages do not divide the stacked layers; or experts' groups are not
-            those of single sequences, or pipelines of experts run side by side.
+            those of single sequences, or pipelines of experts run side by side; or blocks are parallel.
     """
 
     def __init__(
@@ -79,6 +79,11 @@ class StageProblem(TrainingProblem):
         periods = config.layers // config.period
         if periods % stages:
             raise PlanError(f"cannot split {periods} stacked layers into {stages} stages.\n  Choose a divisor.")
+        if config.block == "parallel":
+            raise PlanError(
+                "cannot price stages of parallel blocks.\n"
+                "  Search without stages, or plan and train them with a layout that is given: --layout."
+            )
         if config.moe and (side or config.moe.groups):
             what = "pipelines side by side" if side else f"{config.moe.groups} groups of tokens"
             raise PlanError(f"cannot price stages with experts and {what}.\n  Leave {what} out.")

@@ -13,8 +13,9 @@ from ..config import ModelConfig
 from .costs import Costs
 from .parts.ends import Stream
 from .parts.feed_forward import FeedForward
+from .parts.parallel import ServedBlock
 from .parts.part import Part
-from .parts.serving import CachedAttention, ParallelBlock, Served
+from .parts.serving import CachedAttention, Served
 from .problem import PhaseProblem
 
 
@@ -62,8 +63,9 @@ class ServingProblem(PhaseProblem):
         costs, config = self.costs, self.costs.config
         residual = costs.place("BLE", "L")
         last = replace(costs, sizes={**costs.sizes, "L": 1})
+        attention = CachedAttention(costs, residual, self.read)
         if config.block == "parallel":
-            blocks: list[Part] = [ParallelBlock(costs, residual, self.read)]
+            blocks: list[Part] = [ServedBlock(costs, residual, attention)]
         else:
-            blocks = [CachedAttention(costs, residual, self.read), FeedForward(costs, residual, config.layers)]
+            blocks = [attention, FeedForward(costs, residual, config.layers)]
         return [Stream(costs, residual), *blocks, Served(costs, last, residual)]

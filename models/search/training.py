@@ -19,6 +19,7 @@ from .parts.attention import Attention
 from .parts.ends import Ends, Stream
 from .parts.experts import Experts
 from .parts.feed_forward import FeedForward
+from .parts.parallel import TrainedBlock
 from .parts.part import Part
 from .problem import PhaseProblem
 
@@ -36,8 +37,8 @@ class TrainingProblem(PhaseProblem):
         microbatches: parts of the batch, one after the other.
 
     Raises:
-        PlanError: the model has what is not searched: parallel blocks, shared experts, dropless dispatch, noisy
-            routers, adapters; or the microbatches do not divide the batch.
+        PlanError: the model has what is not searched: parallel blocks with experts, shared experts, dropless dispatch,
+            noisy routers, adapters; or the microbatches do not divide the batch.
     """
 
     phase = "train"
@@ -63,7 +64,10 @@ class TrainingProblem(PhaseProblem):
     def _parts(self) -> list[Part]:
         costs, config = self.costs, self.costs.config
         residual = costs.place("BLE")
-        parts = [Stream(costs, residual), Attention(costs, residual)]
+        parts, attention = [Stream(costs, residual)], Attention(costs, residual)
+        if config.block == "parallel":
+            return [*parts, TrainedBlock(costs, residual, attention), Ends(costs, residual)]
+        parts.append(attention)
         routed = config.layers // config.moe.every if config.moe else 0
         if routed < config.layers:
             parts.append(FeedForward(costs, residual, config.layers - routed))
@@ -74,7 +78,7 @@ class TrainingProblem(PhaseProblem):
 
 def _check(config: ModelConfig) -> None:
     faults = [
-        (config.block == "parallel", "its blocks are parallel"),
+        (bool(config.block == "parallel" and config.moe), "its blocks are parallel, and have experts"),
         (bool(config.moe and config.moe.shared), "it has shared experts"),
         (bool(config.moe and config.moe.dispatch == "dropless"), "its experts take rows, not slots (dropless)"),
         (bool(config.moe and config.moe.noisy), "its router adds noise by a second matrix"),

@@ -173,7 +173,7 @@ def test_renamed_axes_cost_the_same():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"block": "parallel"},
+        {"block": "parallel", "moe": MoEConfig(experts=8)},
         {"moe": MoEConfig(experts=8, dispatch="dropless")},
         {"moe": MoEConfig(experts=8, router="noisy-top-k", k=2)},
     ],

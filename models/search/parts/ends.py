@@ -18,6 +18,8 @@ from .part import Part
 
 KEPT = {"full": 1, "dots": 2, "dots-except-hidden": 2, "selective": 6, "none": 8}
 """How many arrays of the residual's size a block keeps."""
+KEPT_PARALLEL = {**KEPT, "dots": 1, "dots-except-hidden": 1, "selective": 4, "none": 6}
+"""Those of a parallel block, which has one norm, and no residual between attention and feed-forward layer."""
 PASSING = 4
 """How many there are besides while a block runs."""
 
@@ -31,7 +33,7 @@ class Stream(Part):
         super().__init__(costs)
         config = costs.config
         self.choices = {"residual": tuple(residual)}
-        self.norms = 1 if config.block == "parallel" else 2
+        self.norms, self.kept = (1, KEPT_PARALLEL) if config.block == "parallel" else (2, KEPT)
         rows, stack = 1 + config.norm_bias, config.layers // config.period
         self.vectors = (
             Vector("E", "residual", "", stack, rows * self.norms * config.period),
@@ -56,7 +58,7 @@ class Stream(Part):
         each, last = (runs * statistic + costs.trains * of_gradient for runs in (forward, 1))
         elements = costs.local(residual)
         passes = costs.in_memory(self.norms * (2 + 3) * (costs.times + costs.trains), elements, costs.width)
-        held = ((layers * KEPT[costs.remat] if costs.trains else 0) + PASSING) * elements * costs.width
+        held = ((layers * self.kept[costs.remat] if costs.trains else 0) + PASSING) * elements * costs.width
         return layers * (self.norms * each + passes) + last, held
 
     def lines(self, chosen: Mapping[str, Any]) -> Iterator[Line]:
