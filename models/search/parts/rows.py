@@ -41,7 +41,7 @@ def spread(costs: Costs, shards: int) -> dict[str, int]:
 
 
 def sent(costs: Costs, shards: int) -> float:
-    """What is sent of what `spread` multiplies: the buffers, which its whole number of rows may exceed or fall short of."""
+    """The buffers, which alone are sent, as a part of what `spread` multiplies: that has a whole number of rows."""
     buffers, rows = buffered(costs, shards), spread(costs, shards)
     return buffers["C"] * shards / (rows["C"] * rows["X"])
 
