@@ -10,11 +10,13 @@ from gspmd.annotate.errors import PlanError
 from gspmd.hardware.chips import Chip
 
 from ..config import ModelConfig
+from ..decoding.serving import for_serving
 from .costs import Costs
 from .parts.ends import Stream
 from .parts.feed_forward import FeedForward
 from .parts.parallel import ServedBlock
 from .parts.part import Part
+from .parts.served_experts import ServedExperts
 from .parts.serving import CachedAttention, Served
 from .problem import PhaseProblem
 
@@ -26,7 +28,7 @@ class ServingProblem(PhaseProblem):
     each is searched for itself.
 
     Args:
-        config: the model, without experts.
+        config: the model; its experts drop nothing, as they are served.
         mesh: sizes of the mesh axes.
         chip: whose seconds.
         phase: `"prefill"`, `length` tokens of every row into an empty cache; or `"decode"`, one behind a full one.
@@ -36,7 +38,7 @@ class ServingProblem(PhaseProblem):
         dtype: of weights, activations and cache.
 
     Raises:
-        PlanError: the model has experts, which are served dropless.
+        PlanError: experts that choose among tokens, experts in parallel blocks, or shared experts.
     """
 
     def __init__(
@@ -50,11 +52,8 @@ class ServingProblem(PhaseProblem):
         room: int = 0,
         dtype: str = "bfloat16",
     ):
-        if config.moe:
-            raise PlanError(
-                "cannot search layouts to serve this model: its experts take rows, not slots (dropless).\n"
-                "  It is planned and served with a layout that is given: --layout."
-            )
+        _check(config)
+        config = for_serving(config)
         self.phase, self.read = phase, length if phase == "decode" else 0
         sizes = config.sizes(batch, 1 if phase == "decode" else length) | {"T": room or length}
         super().__init__(Costs(config, sizes, dict(mesh), chip, dtype, trains=False))
@@ -67,5 +66,26 @@ class ServingProblem(PhaseProblem):
         if config.block == "parallel":
             blocks: list[Part] = [ServedBlock(costs, residual, attention)]
         else:
-            blocks = [attention, FeedForward(costs, residual, config.layers)]
+            blocks = [attention]
+            if config.expert_layers < config.layers:
+                blocks.append(FeedForward(costs, residual, config.layers - config.expert_layers))
+            if config.expert_layers:
+                blocks.append(ServedExperts(costs, residual, config.expert_layers))
         return [Stream(costs, residual), *blocks, Served(costs, last, residual)]
+
+
+def _check(config: ModelConfig) -> None:
+    moe = config.moe
+    if moe is None:
+        return
+    faults = [
+        (not moe.causal, f"the experts of router {moe.router} choose among tokens that are not there yet"),
+        (config.block == "parallel", "its experts are in parallel blocks"),
+        (bool(moe.shared), "it has shared experts"),
+    ]
+    found = [what for wrong, what in faults if wrong]
+    if found:
+        raise PlanError(
+            f"cannot search layouts to serve this model: {'; '.join(found)}.\n"
+            "  It is planned and served with a layout that is given: --layout."
+        )

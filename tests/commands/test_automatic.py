@@ -1,6 +1,7 @@
 """`--layout auto`: found for the devices at hand, kept, written beside the run, and the same results as on one."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -16,6 +17,7 @@ from gspmd.commands.automatic import kept, searched
 from gspmd.hardware.chips import chip
 from gspmd.layouts import Layout
 from gspmd.layouts.rules.keys import KEYS
+from gspmd.moe import MoEConfig
 from gspmd.search import Search
 from gspmd.training import TrainingConfig
 from gspmd.training.checkpoints import load_parameters
@@ -256,6 +258,26 @@ def test_text_is_that_of_one_device(tmp_path, monkeypatch, capsys):
     mine = Layout.load(path)
     assert shards_weights(mine)
     assert main.main([*flags, "--layout", path, "--devices", "4", "--explain"]) == 0
+
+
+@pytest.mark.slow
+def test_text_of_experts_is_that_of_one_device(tmp_path, monkeypatch, capsys):
+    mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"), devices=jax.devices()[:1])
+    config = replace(CONFIG, layers=2, moe=MoEConfig(experts=4, every=1, router="top-k"))
+    checkpoints.save(
+        models.build(config, Layout.load("replicated"), mesh, jax.random.key(0)), tmp_path / "public",
+        tokenizer=checkpoints.byte_tokenizer(),
+    )  # fmt: skip
+    flags = ["generate", "--checkpoint", str(tmp_path / "public"), "--tokens", "8", "--temperature", "0"]
+    flags += [flag for text in ("def ", "class ", "import ", "for x in ") for flag in ("--prompt", text)]
+    assert main.main([*flags, "--layout", "replicated"]) == 0
+    wanted = capsys.readouterr().out
+    monkeypatch.setattr(searched, "SHARE", 7e-6)
+    assert main.main([*flags, "--layout", "auto", "--devices", "4"]) == 0
+    text, said = capsys.readouterr()
+    assert text == wanted
+    layout = Layout.load(said.partition("It is kept in ")[2].partition(".toml")[0] + ".toml")
+    assert any(Spec.parse(layout[f"moe.{name}"]).used for name in ("w_in", "w_out"))
 
 
 # -- what cannot be had ------------------------------------------------------------------------------------------------

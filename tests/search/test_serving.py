@@ -1,20 +1,24 @@
 """The cost of serving in a search, against `gspmd.trace` of the program that serves."""
 
-import math
 import random
 from dataclasses import replace
+from math import prod
 
 import jax
 import pytest
 
 import gspmd
-from gspmd.annotate import PlanError
+from gspmd.annotate import PlanError, Spec
+from gspmd.annotate.equation import Equation
 from gspmd.audit import topology
 from gspmd.hardware.chips import CHIPS
+from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd.search import Search
-from gspmd_models import ModelConfig
-from gspmd_models.decoding import serving_program
+from gspmd_models import ModelConfig, build
+from gspmd_models.decoding import Generator, Sampling, serving_program
+from gspmd_models.search.answers import Candidate, problem_of
+from gspmd_models.search.answers.presets import picks_of
 from gspmd_models.search.costs import Costs
 from gspmd_models.search.serving import ServingProblem
 from tests.search.layouts import drawn, layout_of
@@ -22,6 +26,8 @@ from tests.search.layouts import drawn, layout_of
 SIZES = {"embed": 1024, "layers": 2, "heads": 16, "head_size": 64, "feed_forward": 4096, "vocabulary": 2048}
 PARALLEL = ModelConfig(**SIZES, kv_heads=1, block="parallel", activation="swiglu")
 SERIAL = ModelConfig(**SIZES, kv_heads=4, tied=False)
+ROUTED = ModelConfig(**SIZES, kv_heads=4, tied=False, moe=MoEConfig(experts=8, every=2, router="top-k"))
+NOISY = ModelConfig(**SIZES, moe=MoEConfig(experts=12, every=1, router="noisy-top-k", k=5), activation="relu")
 BATCH, LENGTH = 16, 256
 MESH = {"x": 2, "y": 2, "z": 2}
 
@@ -33,25 +39,35 @@ def only_planned(monkeypatch):
     monkeypatch.setattr("gspmd_models.search.parts.serving.CachedAttention._attended", lambda *_: 0.0)
 
 
+def traced(config, layout, mesh, phase):
+    """The seconds of a program, but for the product that picks a prompt's last position; and the program."""
+    with gspmd.lowering("blocking"), jax.set_mesh(mesh):
+        program = serving_program(config, layout, mesh, phase, batch=BATCH, length=LENGTH, room=LENGTH)
+        plan = gspmd.trace(program.step, *program.arguments)
+    residual = program.layout.spec("ffn.residual")
+    picked = str(Equation.product(residual, residual.without("E"), residual.without("L")))
+    return sum(each.trips * each.step.seconds for each in plan.entries if each.equation != picked), program
+
+
 @pytest.mark.turns(2)
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize("config", [PARALLEL, SERIAL], ids=["parallel", "serial"])
+@pytest.mark.parametrize(
+    "config", [PARALLEL, SERIAL, ROUTED, NOISY], ids=["parallel", "serial", "experts", "experts everywhere"]
+)
 def test_a_layout_costs_what_its_program_is_traced_to(config, phase, only_planned, tmp_path):
     pytest.importorskip("libtpu")  # what is merged and hoisted is the compiler's
     mesh = topology("tpu-v4:2x2x2").mesh(MESH)
     found = ServingProblem(config, MESH, CHIPS["tpu-v4"], phase, BATCH, LENGTH)
-    problem, rng = found.problem(), random.Random(f"{phase} {config.block}")
+    problem, rng = found.problem(), random.Random(f"{phase} {config.block} {config.moe and config.moe.router}")
     for _ in range(2):
         picks = drawn(problem, rng)
         if "block.output" in picks:  # where two products are added: no line of a layout, and so the planner's to choose
             count = len(found.choices["block.output"])
             picks = min(({**picks, "block.output": n} for n in range(count)), key=problem.cost)
         layout = layout_of(found.lines(picks), tmp_path).lowered("blocking")
-        with gspmd.lowering("blocking"), jax.set_mesh(mesh):
-            program = serving_program(config, layout, mesh, phase, batch=BATCH, length=LENGTH, room=LENGTH)
-            wanted = gspmd.trace(program.step, *program.arguments).seconds
-        # A prompt's last position is picked by a product that the search leaves out.
-        assert problem.cost(picks) == pytest.approx(wanted, rel=1e-6 if phase == "decode" else 5e-3)
+        wanted, _ = traced(config, layout, mesh, phase)
+        # The norm of a prompt's last position is priced as one of all positions.
+        assert problem.cost(picks) == pytest.approx(wanted, rel=1e-6 if phase == "decode" else 1e-4)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
@@ -74,7 +90,7 @@ def test_biases_and_norms_of_heads_send_nothing_and_hold_float32(config, phase, 
         told.append(problem.cost(picks))
         held.append(problem.bytes_of(picks))
         weights = jax.tree.leaves(program.arguments[0])
-        kept.append(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in weights))
+        kept.append(sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in weights))
     assert told[0] == told[1]
     assert wanted[0] == pytest.approx(wanted[1], rel=1e-12)
     assert held[1] - held[0] == kept[1] - kept[0] > 0
@@ -90,7 +106,67 @@ def test_two_dimensional_weight_stationary_layouts_are_cheaper_for_few_tokens():
     assert all(w_in.axes)
 
 
-def test_experts_are_refused():
-    config = ModelConfig(**SIZES, moe=MoEConfig(experts=8))
-    with pytest.raises(PlanError, match="cannot search layouts to serve this model"):
-        ServingProblem(config, MESH, CHIPS["tpu-v4"], "decode", BATCH, LENGTH)
+@pytest.mark.parametrize(
+    ("name", "phase"),
+    [("gshard", "prefill"), ("switch-expert-model", "decode"), ("megatron-1d", "prefill"), ("gshard", "decode")],
+)
+def test_a_preset_costs_what_its_program_with_experts_is_traced_to(name, phase, only_planned):
+    pytest.importorskip("libtpu")
+    mesh, layout = topology("tpu-v4:2x2x2").mesh(MESH), Layout.load(name).lowered("blocking")
+    of = Candidate(problem_of(phase, ROUTED, MESH, CHIPS["tpu-v4"], BATCH, LENGTH), CHIPS["tpu-v4"].hbm_bytes)
+    wanted, program = traced(ROUTED, layout, mesh, phase)
+    found = picks_of(of, Search(of.unlimited), program.layout)
+    assert found.seconds == pytest.approx(wanted, rel=1e-6)
+    weights, vectors = jax.tree.leaves(program.arguments[0]), 8 * ROUTED.embed
+    held = sum(prod(x.sharding.shard_shape(x.shape)) * 2 for x in weights)
+    stored = sum(
+        term.bytes[tuple(found.picks[name] for name in term.of)]
+        for term in of.problem.terms
+        if term.name.startswith("stored: ")
+    )
+    assert held - 2 * vectors <= stored <= held
+
+
+def test_rows_do_not_leave_their_device_between_their_arrival_and_their_answers():
+    found = ServingProblem(ROUTED, MESH, CHIPS["tpu-v4"], "decode", BATCH, LENGTH)
+    problem, rng = found.problem(), random.Random(0)
+    for _ in range(20):
+        chosen = {line.key: line.text for line in found.lines(drawn(problem, rng))}
+        there = Spec.parse(chosen["moe.expert_input"])
+        met = [Spec.parse(chosen[f"moe.{via}"].split(", ")[0]) for via in ("in_via", "out_via")]
+        for spec in (*met, Spec.parse(chosen["moe.hidden"])):
+            assert [spec.axes_of(dim) for dim in "GXC"] == [there.axes_of("G"), there.axes_of("X"), ()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("every", "shape"), [(2, MESH), (1, {"x": 4, "y": 2})])
+def test_random_layouts_of_the_space_generate_what_one_device_does(every, shape, tmp_path):
+    small = {"embed": 32, "layers": 2, "heads": 8, "kv_heads": 4, "head_size": 8, "feed_forward": 64}
+    config = ModelConfig(**small, tied=False, moe=MoEConfig(experts=8, every=every, router="top-k"))
+
+    def texts(layout, sizes):
+        axes = (jax.sharding.AxisType.Explicit,) * len(sizes)
+        mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axes)
+        with jax.set_mesh(mesh), gspmd.lowering("blocking"):
+            generate = Generator(build(config, layout, mesh, jax.random.key(0)))
+            prompts = [[*b"to be or not"], [*b"that is the"]] * 4
+            return generate(prompts, tokens=6, sampling=Sampling(temperature=0)).texts
+
+    wanted = texts(Layout.load("replicated"), {"x": 1, "y": 1, "z": 1})
+    found = ServingProblem(config, shape, CHIPS["tpu-v4"], "decode", 8, 32, dtype="float32")
+    problem, rng = found.problem(), random.Random(every)
+    for _ in range(3):
+        assert texts(layout_of(found.lines(drawn(problem, rng)), tmp_path, tuple(shape)), shape) == wanted
+
+
+REFUSED = {
+    "it has shared experts": {"moe": MoEConfig(experts=8, shared=1)},
+    "its experts are in parallel blocks": {"moe": MoEConfig(experts=8), "block": "parallel"},
+    "the experts of router expert-choice choose among tokens": {"moe": MoEConfig(experts=8, router="expert-choice")},
+}
+
+
+@pytest.mark.parametrize(("words", "changes"), REFUSED.items(), ids=REFUSED)
+def test_what_is_not_searched_is_refused(words, changes):
+    with pytest.raises(PlanError, match=f"cannot search layouts to serve this model: {words}"):
+        ServingProblem(ModelConfig(**SIZES, **changes), MESH, CHIPS["tpu-v4"], "decode", BATCH, LENGTH)

@@ -12,7 +12,7 @@ from gspmd.annotate import Spec
 from gspmd.annotate.errors import PlanError
 from gspmd.ops._plan import plan
 from gspmd.search import Term
-from gspmd.search.products import Member, Passes, Product
+from gspmd.search.products import Member, Operand, Passes, Product
 
 from ..costs import FLOAT32, Costs, Line
 from ..weights import Weight, operand
@@ -21,6 +21,8 @@ from .part import Part
 
 FIGURES = 6
 """Statistics of a group besides the choices of each expert."""
+NO_DENSE_LAYER = {"ffn.w_in": "EF", "ffn.w_gate": "EF", "ffn.hidden": "BLF", "ffn.w_out": "FE"}
+"""What a layout has to write of dense layers, also for a model whose blocks all have experts."""
 
 
 class Experts(Part):
@@ -39,7 +41,7 @@ class Experts(Part):
         self.tokens = costs.sizes["B"] * costs.sizes["L"] // costs.sizes["G"]
         keys = ("moe.w_in", "moe.w_gate")[: self.gates]
         count = layers // stack
-        self.router = Weight("moe.router", "EX", "", stack, count)
+        self.router = Weight("moe.router", "EX", "", stack, (1 + costs.config.moe.noisy) * count)
         self.weights = [
             Weight("moe.w_in", "XEF", "", stack, self.gates * count, keys),
             Weight("moe.w_out", "XFE", "", stack, count),
@@ -59,18 +61,18 @@ class Experts(Part):
         w_in, w_out = (weight.operand(costs, self.choices[weight.key]) for weight in self.weights)
         slots, hidden = (operand(dims, costs.dtype, self.choices[name])
                          for dims, name in (("GXCE", "moe.expert_input"), ("GXCF", "moe.hidden")))  # fmt: skip
-        backward = int(costs.trains)
         again = {"full": (2, 2), "dots-except-hidden": (2, 1)}.get(costs.remat, (1, 1))
-        into = Product(
-            costs.environment, slots, [Member(w_in, hidden, self.gates, "C")], Passes(costs.times, again[0], backward)
-        )
-        out = Product(
-            costs.environment, hidden, [Member(w_out, slots, 1, "C")], Passes(costs.times, again[1], backward)
-        )
+        into = self._product(slots, Member(w_in, hidden, self.gates, "C"), again[0])
+        out = self._product(hidden, Member(w_out, slots, 1, "C"), again[1])
         self.products = {
             "moe.in_via": (into, ("moe.expert_input", "moe.w_in", "moe.hidden"), layers),
             "moe.out_via": (out, ("moe.hidden", "moe.w_out", "moe.expert_input"), layers),
         }
+
+    def _product(self, left: Operand, member: Member, results: int) -> Product:
+        """A product of slots, whose results are made so often."""
+        costs = self.costs
+        return Product(costs.environment, left, [member], Passes(costs.times, results, int(costs.trains)))
 
     def terms(self) -> Iterator[Term]:
         """Tokens to groups and back, slots to experts and back, the router."""
@@ -157,6 +159,8 @@ class Experts(Part):
             yield Line(name, str(chosen[name]), name)
         for weight in self.weights:
             yield from weight.lines(chosen[weight.key])
+        if self.layers == self.costs.config.layers:
+            yield from (Line(key, text, choice="") for key, text in NO_DENSE_LAYER.items())
 
 
 def _sequences(groups: Spec) -> Spec:
