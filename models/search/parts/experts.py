@@ -21,8 +21,6 @@ from .part import Part
 
 FIGURES = 6
 """Statistics of a group besides the choices of each expert."""
-NO_DENSE_LAYER = {"ffn.w_in": "EF", "ffn.w_gate": "EF", "ffn.hidden": "BLF", "ffn.w_out": "FE"}
-"""What a layout has to write of dense layers, also for a model whose blocks all have experts."""
 
 
 class Experts(Part):
@@ -159,8 +157,6 @@ class Experts(Part):
             yield Line(name, str(chosen[name]), name)
         for weight in self.weights:
             yield from weight.lines(chosen[weight.key])
-        if self.layers == self.costs.config.layers:
-            yield from (Line(key, text, choice="") for key, text in NO_DENSE_LAYER.items())
 
 
 def _sequences(groups: Spec) -> Spec:
