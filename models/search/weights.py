@@ -115,6 +115,7 @@ class Weight:
         stacked: layers that are stacked in a leading N; 0 where it stands alone.
         copies: how many such stacks there are.
         keys: the keys of the layout that it stands for.
+        wide: whether it is float32 where it is served, too.
     """
 
     key: str
@@ -123,6 +124,7 @@ class Weight:
     stacked: int = 0
     copies: int = 1
     keys: tuple[str, ...] = ()
+    wide: bool = False
 
     def places(self, costs: Costs) -> tuple[Placed, ...]:
         """Where it may lie, the most shards first: of what costs the same, the one that holds less is taken."""
@@ -142,7 +144,8 @@ class Weight:
         shares = np.array([costs.shards(each.spec) for each in options])
         name = f"stored: {self.key}"
         if not costs.trains:
-            return Term(name, (self.key,), np.zeros(len(options)), bytes=costs.width * (count / shares))
+            width = PARAMETER if self.wide else costs.width
+            return Term(name, (self.key,), np.zeros(len(options)), bytes=width * (count / shares))
         states = np.array([costs.shards(each.optimizer) for each in options])
         sent = sum(self._moved(costs, ends) for ends in zip(*map(self._ends, options)))
         copy = COPY if costs.width < PARAMETER else 0

@@ -39,7 +39,7 @@ class Experts(Part):
         self.tokens = costs.sizes["B"] * costs.sizes["L"] // costs.sizes["G"]
         keys = ("moe.w_in", "moe.w_gate")[: self.gates]
         count = layers // stack
-        self.router = Weight("moe.router", "EX", "", stack, (1 + costs.config.moe.noisy) * count)
+        self.router = Weight("moe.router", "EX", "", stack, (1 + costs.config.moe.noisy) * count, wide=True)
         self.weights = [
             Weight("moe.w_in", "XEF", "", stack, self.gates * count, keys),
             Weight("moe.w_out", "XFE", "", stack, count),
