@@ -283,10 +283,6 @@ def test_text_of_experts_is_that_of_one_device(tmp_path, monkeypatch, capsys):
 # -- what cannot be had ------------------------------------------------------------------------------------------------
 
 BAD = {
-    "shared experts": (
-        ["--model.moe.experts", "4", "--model.moe.shared", "1"],
-        "cannot search layouts to train this model: it has shared experts",
-    ),
     "mesh against devices": (["--mesh", "x=4", "--devices", "8"], "it has 4 devices, but --devices asks for 8. Leave"),
     "too large": (
         ["--model.layers", "300", "--devices", "2"],
