@@ -216,7 +216,7 @@ def test_sections_stand_as_in_presets_and_comments_in_a_column():
     held = candidate()
     lines = written(held, held.solve(), remarks(held, held.solve())).splitlines()
     sections = [line.strip("[]") for line in lines if line.startswith("[")]
-    order = ["mesh", "embedding", "attention", "ffn", "output", "gradients", "optimizer"]
+    order = ["mesh", "lowering", "embedding", "attention", "ffn", "output", "gradients", "optimizer"]
     assert sections == [name for name in order if name in sections]
     assert lines[0] == "# a header"
     for _, block in itertools.groupby(lines, key=bool):

@@ -18,7 +18,7 @@ from gspmd.layouts.rules.keys import KEYS
 from gspmd.search import Answer, NothingFits
 from gspmd.training import ShardingConfig
 from gspmd_models.search.answers import Candidate, Finding, document
-from gspmd_models.search.answers.document import Remark
+from gspmd_models.search.answers.document import LOWERING, Remark
 from gspmd_models.search.answers.presets import Placed
 
 
@@ -122,7 +122,7 @@ def _settings(settings: Settings, listed: Listed, folder: Path) -> offline.Setti
     return offline.Settings(
         settings.config, settings.topology, settings.phase, settings.batch, settings.length, dtype=settings.dtype,
         microbatches=listed.candidate.microbatches, model=listed.candidate.phase.costs.config,
-        sharding=ShardingConfig(layout=name, mesh=mesh, compiler_options=settings.compiler_options),
+        sharding=ShardingConfig(layout=name, mesh=mesh, lowering=LOWERING, compiler_options=settings.compiler_options),
     )  # fmt: skip
 
 

@@ -21,6 +21,8 @@ from gspmd.search import Answer
 from ..costs import Line
 from .candidate import Candidate
 
+LOWERING = "blocking"
+"""What is priced, and so what a found layout asks for."""
 _SAME = 1e-9
 """The fraction of a step by which two layouts cost the same."""
 _SECTIONS = (*PARTS, "gradients", "optimizer", *(name for name in OVERRIDES if name not in ("gradients", "optimizer")))
@@ -95,6 +97,7 @@ def document(candidate: Candidate, answer: Answer, header: Iterable[str], said: 
     blocks = [
         "\n".join(f"# {line}".rstrip() for line in header),
         "\n".join(["[mesh]", *_mesh_lines(candidate.phase.costs.mesh)]),
+        f'[lowering]\ndefault = "{LOWERING}"',
         *(_block(name, of_section, comments) for name, of_section in _sections(lines)),
     ]
     return "\n\n".join(blocks) + "\n"
