@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 import pytest
 
@@ -11,7 +12,7 @@ from gspmd.moe import MoEConfig
 from gspmd.search import NothingFits, Search
 from gspmd_models import ModelConfig
 from gspmd_models.search.answers import Candidate, NoneFits, find, problem_of
-from gspmd_models.search.answers.candidate import NEAR, TOLERANCE
+from gspmd_models.search.answers.candidate import GAIN, NEAR, TOLERANCE
 from gspmd_models.search.answers.microbatches import Range, several, smallest
 from gspmd_models.search.answers.presets import placed_presets
 from gspmd_models.search.relaxed import Relaxed
@@ -126,12 +127,27 @@ def test_the_best_is_the_best_of_all_searched_alone(share):
             continue
     makers, ranges = spaces(limit)
     finding = find(makers, limit, ranges=ranges)
-    cheapest = min(seconds for seconds, _ in known)
+    one, more = (min((took for took, count in known if (count == 1) == first), default=inf) for first in (True, False))
+    cheapest = more if more < one * (1 - GAIN) else one
     assert cheapest * (1 - TOLERANCE) <= finding.bound <= cheapest * (1 + 1e-9)
     assert cheapest * (1 - 1e-9) <= finding.answer.seconds <= cheapest * (1 + 2 * NEAR)
     assert finding.answer.bytes <= limit
     assert finding.microbatches == (1, 2, 4, 8, 16)
     assert finding.best.microbatches in [count for seconds, count in known if seconds <= finding.answer.seconds]
+
+
+@pytest.mark.parametrize("gain", [0.0, 1.0])
+def test_several_microbatches_have_to_gain_what_plans_do_not_know(gain, monkeypatch):
+    """By brute force: several that are cheaper are taken for no less than `GAIN`, or where nothing fits in one."""
+    limit = LEAST + 0.1 * (FREE - LEAST)
+    fits = [each for each in alone(limit) if each.least.bytes <= limit]
+    first = min((each.solve().seconds for each in fits if each.microbatches == 1), default=inf)
+    then = min(each.solve().seconds for each in fits if each.microbatches > 1)
+    monkeypatch.setattr("gspmd_models.search.answers.candidate.GAIN", gain)
+    makers, ranges = spaces(limit)
+    finding = find(makers, limit, ranges=ranges)
+    wanted = min(first, then) if gain == 0 or first == inf else first
+    assert finding.answer.seconds == pytest.approx(wanted, rel=2 * NEAR)
 
 
 def test_where_nothing_fits_the_nearest_is_the_smallest_of_all():

@@ -11,7 +11,7 @@ from math import inf
 from gspmd.search import Answer, NothingFits
 
 from ..problem import PhaseProblem
-from .candidate import NEAR, TIE, Candidate
+from .candidate import GAIN, NEAR, TIE, Candidate, to_beat
 from .microbatches import Range, smallest
 
 
@@ -23,7 +23,7 @@ class Finding:
         best: the mesh of the cheapest answer that fits.
         answer: that answer.
         candidates: all meshes that were looked at, by what they cost or may cost at least.
-        bound: no layout of the space costs less on any of these meshes.
+        bound: no layout of the space costs less on any of these meshes; of an answer in one microbatch, none in one.
         ranges: the numbers of microbatches that were searched besides.
         complete: whether it was not interrupted.
     """
@@ -46,11 +46,15 @@ class Finding:
         count, remats = len({each.named for each in self.candidates}), len({each.remat for each in self.candidates})
         where = "this mesh" if count == 1 else f"{count} meshes"
         chosen = [f"{remats} choices of remat"] * (remats > 1)
-        if len(self.microbatches) > 1:
-            chosen.append(f"{self.microbatches[0]} to {self.microbatches[-1]} microbatches")
+        numbers = self.microbatches
+        if len(numbers) > 1 and self.best.microbatches > 1:
+            chosen.append(f"{numbers[0]} to {numbers[-1]} microbatches")
         beside = f", with {' and '.join(chosen)}" if chosen else ""
         gap = max(NEAR, 1 - self.bound / self.answer.seconds) if self.answer.seconds else NEAR
-        return f"of all layouts on {where}{beside}, none is faster by {gap:.2%}"
+        more = ""
+        if len(numbers) > 1 and self.best.microbatches == 1:
+            more = f"; in {numbers[1]} to {numbers[-1]} microbatches none by {GAIN:.0%}"
+        return f"of all layouts on {where}{beside}, none is faster by {gap:.2%}{more}"
 
     @property
     def promising(self) -> list[Candidate]:
@@ -138,7 +142,7 @@ class _Hunt:
 
         def push(each: Range) -> None:
             self.tell(f"bounds of {each}")
-            each.tighten(self._best.solve().seconds * (1 + 2 * TIE) if self._best else inf)
+            each.tighten(self._to_beat * (1 + 2 * TIE))
             heappush(heap, (each.bound, each.axes, each.counts[0], next(number), each))
 
         number = count()
@@ -172,8 +176,15 @@ class _Hunt:
         """Whether this is cheaper than the best, or as cheap on fewer axes or in fewer microbatches."""
         if self._best is None:
             return True
+        if microbatches > self._best.microbatches == 1 and seconds > self._to_beat:
+            return False
         known, order = self._best.solve().seconds, _order(self._best)
         return seconds < known * (1 - TIE) or (seconds <= known * (1 + TIE) and (axes, microbatches) < order)
+
+    @property
+    def _to_beat(self) -> float:
+        """The seconds below which several microbatches are better than what is known."""
+        return to_beat(self._best.solve().seconds, self._best.microbatches) if self._best else inf
 
     def finding(self) -> Finding:
         """What was found.
@@ -187,7 +198,8 @@ class _Hunt:
             least = nearest and nearest.least
             raise NoneFits(nearest, least, least and least.bytes - self.limit)
         answer, every = best.solve(), sorted(self.candidates, key=_rank)
-        bound = min(each.answer.bound for each in every if each.answer)
+        alike = (each for each in every if each.microbatches == 1 or best.microbatches > 1)
+        bound = min(each.answer.bound for each in alike if each.answer)
         return Finding(best, answer, tuple(every), bound, tuple(self.ranges))
 
     def so_far(self) -> Finding | None:

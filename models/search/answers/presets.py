@@ -12,7 +12,7 @@ from gspmd.layouts import Layout, presets
 from gspmd.layouts.rules.keys import KEYS
 from gspmd.search import Answer, NothingFits, Search
 
-from .candidate import Candidate
+from .candidate import Candidate, to_beat
 from .microbatches import Range
 from .options import Texts, written
 
@@ -75,13 +75,16 @@ def _divided(numbers: Range, layout: Layout, best: Placed, known: Known) -> Plac
     """The best of what is known and of a layout in any of these numbers of microbatches in which it fits."""
     every = [_asked(numbers, layout, own, names, known) for own, names in _orders(numbers, layout)]
     bounds = [_bound(numbers, without) for without in every if isinstance(without, dict)]
-    if min(bounds, default=inf) >= (best.answer.seconds if best.answer and best.fits else inf):
+    enough = to_beat(best.answer.seconds, best.candidate.microbatches) if best.answer and best.fits else inf
+    if min(bounds, default=inf) >= enough:
         return best
     for part in numbers.parts:
         if isinstance(part, Range):
             best = _divided(part, layout, best, known)
         else:
-            best = min([best, *_placings(_Space(part, Search(part.unlimited)), layout, known)], key=_rank)
+            placed = min(_placings(_Space(part, Search(part.unlimited)), layout, known), key=_rank)
+            dearer = placed.answer is not None and placed.answer.seconds > enough
+            best = best if dearer else min(best, placed, key=_rank)
     return best
 
 
