@@ -75,6 +75,7 @@ def rows(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         for number, each in enumerate(programs):
             mesh = ",".join(f"{axis}={size}" for axis, size in each["mesh"].items() if size > 1)
             what = f"{each['name']}, {mesh}" + (f", remat {each['remat']}" if each["remat"] else "")
+            what += f", {each['microbatches']} microbatches" if each.get("microbatches", 1) > 1 else ""
             yield f"| {name if not number else ''} | {what} | {' | '.join(_figures(each, preset))} |"
 
 

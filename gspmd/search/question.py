@@ -124,6 +124,8 @@ class Question:
         Raises:
             NothingFits: No picks are allowed, or all hold too much.
         """
+        if not all(len(kept) for kept in self.tables.kept):
+            raise NothingFits(None, self.problem.limit)
         free = Messages(self.tables, self.buckets, 0.0)
         if math.isinf(free.total()):
             raise NothingFits(None, self.problem.limit)

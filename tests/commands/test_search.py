@@ -68,7 +68,7 @@ def test_a_layout_is_written_with_its_reasons(run, tmp_path):
     text, figures = files["out"].read_text(), json.loads(files["json"].read_text())
     Layout.load(files["out"]).check(SIZES, {"x": 4})
     assert "# mesh       x=4: 4 devices" in text
-    proof = "this mesh, with 5 choices of remat, none is faster by 0.05%; in 2 to 8 microbatches none by 2%"
+    proof = "this mesh, with 5 choices of remat, none is faster by 0.05%; in 2 to 8 microbatches none by 2.00%"
     assert f"# found      of all layouts on {proof}" in text
     assert "; next " in text
     assert files["frontier"].read_bytes().startswith(b"\x89PNG")

@@ -77,11 +77,11 @@ def shortlist(finding: Finding, said: Mapping[str, Remark], count: int) -> list[
     first = {kind: number for number, (kind, _) in reversed([*enumerate(others)])}
     order = [*sorted(first.values()), *(n for n in range(len(others)) if n not in first.values())]
     listed = [Listed("found", finding.best, finding.answer, finding.best.phase.costs.mesh)]
-    written = {_text(listed[0])}
+    written = {_program(listed[0])}
     for each in (others[number][1] for number in order):
-        if len(listed) < count and _text(each) not in written:
+        if len(listed) < count and _program(each) not in written:
             listed.append(each)
-            written.add(_text(each))
+            written.add(_program(each))
     return listed
 
 
@@ -89,6 +89,11 @@ def _kind(candidate: Candidate, name: str) -> str:
     """What a choice is of: an activation, a parameter, or a via."""
     _, key = next(iter(candidate.options.texts[name][0]))
     return KEYS[key].kind
+
+
+def _program(listed: Listed) -> tuple[str, str, int]:
+    """What tells programs apart."""
+    return _text(listed), listed.candidate.remat, listed.candidate.microbatches
 
 
 def _text(listed: Listed) -> str:

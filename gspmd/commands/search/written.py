@@ -25,7 +25,7 @@ def header(
         "model": f"{name}, {model.num_parameters:,} parameters" + (f", remat {remat}" if remat else ""),
         "mesh": f"{finding.best.named}: {finding.best.devices} devices",
         "step": f"batch {settings.batch}, length {length}, {settings.dtype}",
-        "predicted": f"{seconds(answer.seconds)}; lower bound {seconds(finding.bound)}",
+        "predicted": seconds(answer.seconds) + (f"; lower bound {seconds(finding.bound)}" if finding.complete else ""),
         "memory": f"{amount_of_bytes(answer.bytes)} of {amount_of_bytes(target.chip.hbm_bytes)} on each device, "
         f"of which {100 * settings.memory:.3g}% may be used",
         "found": _how(finding),

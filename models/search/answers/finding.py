@@ -23,7 +23,8 @@ class Finding:
         best: the mesh of the cheapest answer that fits.
         answer: that answer.
         candidates: all meshes that were looked at, by what they cost or may cost at least.
-        bound: no layout of the space costs less on any of these meshes; of an answer in one microbatch, none in one.
+        bound: no layout of the candidates costs less; of an answer in one microbatch, none in one.
+        several: of an answer in one microbatch, what no layout in several costs less than.
         ranges: the numbers of microbatches that were searched besides.
         complete: whether it was not interrupted.
     """
@@ -32,6 +33,7 @@ class Finding:
     answer: Answer
     candidates: tuple[Candidate, ...]
     bound: float
+    several: float = inf
     ranges: tuple[Range, ...] = ()
     complete: bool = True
 
@@ -53,7 +55,8 @@ class Finding:
         gap = max(NEAR, 1 - self.bound / self.answer.seconds) if self.answer.seconds else NEAR
         more = ""
         if len(numbers) > 1 and self.best.microbatches == 1:
-            more = f"; in {numbers[1]} to {numbers[-1]} microbatches none by {GAIN:.0%}"
+            least = max(GAIN, 1 - self.several / self.answer.seconds)
+            more = f"; in {numbers[1]} to {numbers[-1]} microbatches none by {least:.2%}"
         return f"of all layouts on {where}{beside}, none is faster by {gap:.2%}{more}"
 
     @property
@@ -198,9 +201,10 @@ class _Hunt:
             least = nearest and nearest.least
             raise NoneFits(nearest, least, least and least.bytes - self.limit)
         answer, every = best.solve(), sorted(self.candidates, key=_rank)
-        alike = (each for each in every if each.microbatches == 1 or best.microbatches > 1)
-        bound = min(each.answer.bound for each in alike if each.answer)
-        return Finding(best, answer, tuple(every), bound, tuple(self.ranges))
+        bounds = [(each.answer.bound, each.microbatches > 1) for each in every if each.answer]
+        several = min((bound for bound, more in bounds if more), default=inf)
+        bound = min(bound for bound, more in bounds if not more or best.microbatches > 1)
+        return Finding(best, answer, tuple(every), bound, several, tuple(self.ranges))
 
     def so_far(self) -> Finding | None:
         """What is known of it at an interrupt; None where nothing is that fits."""
@@ -208,12 +212,14 @@ class _Hunt:
         known = [(each.so_far.seconds, *_order(each), n) for n, each in enumerate(every) if each.so_far]
         if not known:
             return None
-        best = every[min(known)[-1]]
+        one = min((each for each in known if each[2] == 1), default=None)
+        several = min((each for each in known if each[2] > 1), default=None)
+        better = several and (one is None or several[0] <= to_beat(one[0], 1))
+        best = every[(several if better else one)[-1]]  # type: ignore[index]
         best.answer = best.so_far
         assert best.answer is not None
-        bounds = [each.answer.bound if each.answer else each.free.seconds for each in every]
-        bounds += [each.bound for each in self.ranges if each.bound]
-        return Finding(best, best.answer, tuple(every), min(bounds), tuple(self.ranges), complete=False)
+        bound = min(each.answer.bound if each.answer else each.free.seconds for each in every)
+        return Finding(best, best.answer, tuple(every), bound, 0.0, tuple(self.ranges), complete=False)
 
 
 def _rank(candidate: Candidate) -> tuple[float, int, int]:

@@ -55,7 +55,10 @@ def placed_presets(candidates: Iterable[Candidate], ranges: Iterable[Range] = ()
         candidates: the meshes.
         ranges: numbers of microbatches besides, in which those are looked for that fit.
     """
-    spaces = [_Space(each, Search(each.unlimited)) for each in candidates]
+    # Those in several microbatches that the search came to are in its ranges: there a preset has to gain by them.
+    ranges, every = [*ranges], [*candidates]
+    first = [each for each in every if each.microbatches == 1] if ranges else every
+    spaces = [_Space(each, Search(each.unlimited)) for each in first or every]
     layouts = [Layout.load(name) for name in presets()]
     phase = spaces[0].of.phase.phase if spaces else "train"
     layouts = [layout if phase == "train" else layout.phase(phase) for layout in layouts]
