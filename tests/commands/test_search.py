@@ -217,6 +217,21 @@ def test_a_real_interrupt_writes_the_best_so_far(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("ffn.w_in=EF_q", "ffn.w_in cannot be 'EF_q': the mesh has no axis q."),
+        ("ffn.winn=EF", "no line of the search is called 'ffn.winn'."),
+    ],
+)
+def test_a_line_that_is_none_does_not_lose_the_answer(run, asked, said, tmp_path):
+    code, _, err = run("--why", asked, "--mesh", "x=4", "--out", str(tmp_path / "found.toml"))
+    assert code == 2
+    assert f"--why {asked}: " in err
+    assert said in err
+    Layout.load(tmp_path / "found.toml").check(SIZES, {"x": 4})
+
+
+@pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--memory", "1.5"], "--memory is the share of memory that may be used, above 0 and at most 1, not 1.5."),
@@ -230,8 +245,6 @@ def test_a_real_interrupt_writes_the_best_so_far(tmp_path):
         (["--batch", "0"], "batch must be"),
         (["--batch", "8", "--microbatches", "3"], "cannot cut a batch of 8 into 3 microbatches."),
         (["--topology", "tpu-v5p:2x2"], "there is no topology 'tpu-v5p:2x2'"),
-        (["--why", "ffn.w_in=EF_q"], "ffn.w_in cannot be 'EF_q': the mesh has no axis q."),
-        (["--why", "ffn.winn=EF"], "no line of the search is called 'ffn.winn'."),
         (["--microbatches", "0"], "microbatches must be"),
         (["--phase", "decode", "--microbatches", "1"], "--phase decode trains nothing; leave --microbatches out."),
         (["--phase", "trian"], "train"),

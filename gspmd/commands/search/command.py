@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from gspmd.annotate import LayoutError
 from gspmd.commands.search import compiling, figures, picture, shown
 from gspmd.commands.search.missing import nothing_fits
 from gspmd.commands.search.settings import Settings
@@ -69,7 +70,9 @@ def main(argv: Sequence[str], script: str = "") -> int:
         print(message, file=sys.stderr)
         return 1
     report(found, settings, target, argv)
-    return 130 if found.interrupted else 0
+    for fault in found.faults:
+        print(fault, file=sys.stderr)
+    return 130 if found.interrupted else 2 if found.faults else 0
 
 
 def said(progress: Progress, text: str) -> None:
@@ -120,6 +123,7 @@ class Found:
         front: for --frontier.
         stages: for --stages.
         shortlist: for --compile.
+        faults: what was asked with --why and is no line of this mesh; the answer is not lost with it.
         interrupted: whether something is missing.
     """
 
@@ -131,6 +135,7 @@ class Found:
     front: list[Point] = field(default_factory=list)
     stages: pipelines.Table | None = None
     shortlist: list[compiling.Listed] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
     interrupted: bool = False
 
 
@@ -140,7 +145,10 @@ def look_closer(found: Found, settings: Settings, progress: Progress) -> None:
     try:
         for key, _, text in (asked.partition("=") for asked in settings.why):
             progress.begin(f"why not {key}={text}")
-            found.asked.append(why(best, key.strip(), text.strip()))
+            try:
+                found.asked.append(why(best, key.strip(), text.strip()))
+            except LayoutError as fault:
+                found.faults.append(f"--why {key}={text}: {fault}")
         comment(found, progress)
         progress.begin("what presets cost")
         found.presets = placed_presets(found.finding.promising, found.finding.ranges)
