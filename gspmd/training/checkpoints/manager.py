@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +24,9 @@ from gspmd.training.state import TrainState
 
 # Endings of folders that are no checkpoints: half written or half removed; and newer than the one that was resumed.
 _PARTIAL, _ASIDE = ".partial", ".aside"
+
+# What Python says of an array that orbax has not begun to write.
+_NOT_BEGUN = r"coroutine 'async_serialize_from_host\..*' was never awaited"
 
 
 class Checkpoints:
@@ -45,8 +49,7 @@ class Checkpoints:
         self._primary = jax.process_index() == 0
         if self._primary:
             self._clear(f"*{_PARTIAL}*")
-        if getattr(sys.unraisablehook, "func", None) is not _show_unless_closed:
-            sys.unraisablehook = partial(_show_unless_closed, sys.unraisablehook)
+        _silence_unfinished_writes()
         self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._saving: Future | None = None
@@ -170,10 +173,20 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _show_unless_closed(show: Callable[[Any], None], raised: Any) -> None:
-    """Show no traceback for each array that is still being written when the write of another one fails.
+def _silence_unfinished_writes() -> None:
+    """Show nothing for each array that is still to be written when the write of another one fails.
 
-    The array writer reports each to an event loop that orbax has closed by then, in a thread where none can catch it.
+    Orbax closes its event loop by then. The array writer reports to the closed loop, in a thread where none can catch
+    it; a write that has not begun is a coroutine never awaited, of which Python warns whenever it is collected.
     """
-    if not (isinstance(raised.exc_value, RuntimeError) and str(raised.exc_value) == "Event loop is closed"):
+    warnings.filterwarnings("ignore", message=_NOT_BEGUN, category=RuntimeWarning)
+    if getattr(sys.unraisablehook, "func", None) is not _show_unless_unfinished:
+        sys.unraisablehook = partial(_show_unless_unfinished, sys.unraisablehook)
+
+
+def _show_unless_unfinished(show: Callable[[Any], None], raised: Any) -> None:
+    error, said = raised.exc_value, str(raised.exc_value)
+    closed = isinstance(error, RuntimeError) and said == "Event loop is closed"
+    # A warning comes here where warnings are errors.
+    if not closed and not (isinstance(error, RuntimeWarning) and re.match(_NOT_BEGUN, said)):
         show(raised)
