@@ -76,6 +76,7 @@ def rows(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             mesh = ",".join(f"{axis}={size}" for axis, size in each["mesh"].items() if size > 1)
             what = f"{each['name']}, {mesh}" + (f", remat {each['remat']}" if each["remat"] else "")
             what += f", {each['microbatches']} microbatches" if each.get("microbatches", 1) > 1 else ""
+            what += f", {each['lowering']}" if each["lowering"] != "blocking" else ""
             yield f"| {name if not number else ''} | {what} | {' | '.join(_figures(each, preset))} |"
 
 

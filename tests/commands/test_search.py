@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
@@ -313,12 +314,12 @@ def compiler(script, monkeypatch):
 
     def compiled(settings, listed):
         done = []
-        for each in listed:
-            took = seconds.get(each.name, 9.0)
+        looped = [replace(each, lowering="auto") for each in listed if f"{each.name}, lowering auto" in seconds]
+        for each in (*listed, *looped):
+            took = seconds.get(each.called, 9.0)
             line = SimpleNamespace(step_seconds=took, parts=()) if took < float("inf") else None
             report = SimpleNamespace(timeline=line, fits=line is not None, bytes_per_device=1000, compile_seconds=1.0)
-            fields = each.name, each.candidate, each.answer, each.mesh, each.preset
-            done.append(script.compiling.Listed(*fields, report))
+            done.append(replace(each, report=report))
         return sorted(done, key=lambda each: (each.seconds, each.answer.seconds))
 
     monkeypatch.setattr(script.compiling, "compiled", compiled)
@@ -355,6 +356,36 @@ def test_a_preset_whose_program_is_the_fastest_is_the_answer(run, compiler, tmp_
     preset = json.loads((tmp_path / "found.json").read_text())["compiled"][0]
     assert preset["preset"]
     assert f"that of preset {preset['name']}" in (tmp_path / "found.toml").read_text()
+
+
+def test_a_program_that_loops_is_asked_for_where_it_is_the_fastest(run, compiler, tmp_path):
+    path, looped = tmp_path / "found.toml", "found, lowering auto"
+    for seconds, lowering, said in ((10.0, "blocking", "9 s, "), (8.0, "auto", "8 s, ")):
+        compiler[looped] = seconds
+        code, out, _ = run("--compile", "1", "--out", str(path))
+        assert code == 0
+        assert looped in out
+        assert Layout.load(path).lowering == lowering
+        [line] = [line for line in path.read_text().splitlines() if line.startswith("# compiled")]
+        assert said in line
+        assert line.endswith("under lowering auto") == (lowering == "auto")
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("phase", "batch", "loops"), [("prefill", 256, True), ("decode", 512, False)])
+def test_what_auto_loops_is_compiled_so_too(script, tmp_path, monkeypatch, phase, batch, loops):
+    report = SimpleNamespace(timeline=None, fits=False, bytes_per_device=1000, compile_seconds=1.0)
+    monkeypatch.setattr(script.compiling.offline, "compiled", lambda *_: report)
+    monkeypatch.setattr(script.compiling.host, "start", lambda *_: None)
+    flags = ["--config", "palm-540b", "--topology", "tpu-v4:4x4x4", "--mesh", "x=4,y=4,z=4", "--length", "2048"]
+    files = ["--out", str(tmp_path / "found.toml"), "--json", str(tmp_path / "found.json")]
+    asked = [*flags, "--phase", phase, "--batch", str(batch), "--compile", "1", *files]
+    assert commands.guarded(script.main, asked) == 0
+    figures = json.loads((tmp_path / "found.json").read_text())["compiled"]
+    programs = {(each["preset"], each["lowering"]) for each in figures}
+    assert {(False, "blocking"), (True, "blocking")} <= programs
+    assert ((False, "auto") in programs) == loops
 
 
 @needs_libtpu

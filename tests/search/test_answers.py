@@ -308,6 +308,14 @@ def test_no_preset_is_better_than_what_was_found():
         assert each.answer.seconds >= finding.answer.seconds
 
 
+@pytest.mark.parametrize(("phase", "lowering"), [("train", "blocking"), ("prefill", "auto"), ("decode", "auto")])
+def test_the_file_asks_for_the_lowering_that_suits_the_phase(tmp_path, phase, lowering):
+    of = candidate(phase=phase)
+    assert loaded(written(of, of.solve()), tmp_path).lowering == lowering
+    given = document(of, of.solve(), ["a header"], {}, "looped")
+    assert loaded(given, tmp_path).lowering == "looped"
+
+
 @pytest.mark.parametrize("phase", ["train", "decode"])
 def test_on_one_device_all_presets_are_one_layout(phase):
     held = candidate(mesh=(("x", 1),), phase=phase)

@@ -123,6 +123,7 @@ class Found:
         front: for --frontier.
         stages: for --stages.
         shortlist: for --compile.
+        lowering: of the fastest program of those; empty where none was compiled.
         faults: what was asked with --why and is no line of this mesh; the answer is not lost with it.
         interrupted: whether something is missing.
     """
@@ -135,6 +136,7 @@ class Found:
     front: list[Point] = field(default_factory=list)
     stages: pipelines.Table | None = None
     shortlist: list[compiling.Listed] = field(default_factory=list)
+    lowering: str = ""
     faults: list[str] = field(default_factory=list)
     interrupted: bool = False
 
@@ -184,6 +186,8 @@ def compile_best(found: Found, settings: Settings, progress: Progress) -> None:
     listed += compiling.best_preset(found.presets)
     found.shortlist = compiling.compiled(settings, listed)
     fitting = [each for each in found.shortlist if each.report and each.report.fits]
+    if fitting:
+        found.lowering = fitting[0].lowering
     if fitting and fitting[0].name != "found":
         found.finding = replace(found.finding, best=fitting[0].candidate, answer=fitting[0].answer)
         found.said = {}
@@ -194,7 +198,7 @@ def report(found: Found, settings: Settings, target: Slice, argv: Sequence[str])
     """Write the files that were asked for, and print the rest."""
     finding = found.finding
     top = header(settings, target, finding, argv, found.shortlist)
-    text = document(finding.best, finding.answer, top, found.said)
+    text = document(finding.best, finding.answer, top, found.said, found.lowering)
     if settings.out:
         try:
             Path(settings.out).write_text(text, encoding="utf-8")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,14 +11,14 @@ import jax
 
 import gspmd
 from gspmd import host
-from gspmd.audit import Report, topology
+from gspmd.audit import Report, Topology, topology
 from gspmd.commands import compile as offline
 from gspmd.commands.search.settings import Settings
 from gspmd.layouts.rules.keys import KEYS
 from gspmd.search import Answer, NothingFits
 from gspmd.training import ShardingConfig
 from gspmd_models.search.answers import Candidate, Finding, document
-from gspmd_models.search.answers.document import LOWERING, Remark
+from gspmd_models.search.answers.document import PRICED, Remark
 from gspmd_models.search.answers.presets import Placed
 
 
@@ -31,6 +31,7 @@ class Listed:
         candidate, answer: the mesh, and where the layout lies in the space.
         mesh: sizes by the names of the layout's own mesh axes.
         preset: whether it was written.
+        lowering: under which it is compiled; planned it is under `blocking`.
         report: what the compiler made of it.
     """
 
@@ -39,7 +40,13 @@ class Listed:
     answer: Answer
     mesh: Mapping[str, int]
     preset: bool = False
+    lowering: str = PRICED
     report: Report | None = field(default=None, repr=False)
+
+    @property
+    def called(self) -> str:
+        """The name, and the lowering where that is not the one that is planned."""
+        return self.name if self.lowering == PRICED else f"{self.name}, lowering {self.lowering}"
 
     @property
     def seconds(self) -> float:
@@ -103,18 +110,37 @@ def _text(listed: Listed) -> str:
 def compiled(settings: Settings, listed: Iterable[Listed]) -> list[Listed]:
     """The shortlist with what the compiler made of it, the fastest program first, those that do not fit last.
 
+    Each is compiled under `blocking`, and once more under `auto` where that loops some of its products: what that hides
+    the compiler says better than a plan.
+
     Raises:
         PlanError: the compiler for TPUs is not installed, or refuses the slice.
     """
     host.keep_compiled(False)  # JAX cannot read back what was compiled for devices that are not there
     host.start(1, "cpu")
-    target, every, done = topology(settings.topology), [*listed], []
+    target, done = topology(settings.topology), []
     with TemporaryDirectory() as folder:
+        every = [program for each in listed for program in _programs(settings, each, target, Path(folder))]
         for number, each in enumerate(every, 1):
-            called = f"{number} of {len(every)}, {each.name}"
-            report = offline.compiled(_settings(settings, each, Path(folder)), target, called)
-            done.append(Listed(each.name, each.candidate, each.answer, each.mesh, each.preset, report))
+            called = f"{number} of {len(every)}, {each.called}"
+            done.append(replace(each, report=offline.compiled(_settings(settings, each, Path(folder)), target, called)))
     return sorted(done, key=lambda each: (each.seconds, each.answer.seconds))
+
+
+def _programs(settings: Settings, listed: Listed, target: Topology, folder: Path) -> list[Listed]:
+    """A layout as it is planned, and with loops where `auto` makes any."""
+    programs = [listed, replace(listed, lowering="auto")]
+    planned, looped = (_traced(settings, each, target, folder).by_kind_and_axes() for each in programs)
+    return programs if looped != planned else programs[:1]
+
+
+def _traced(settings: Settings, listed: Listed, target: Topology, folder: Path) -> gspmd.ProgramPlan:
+    """The steps of a program."""
+    mesh, asked = target.mesh(listed.mesh), _settings(settings, listed, folder)
+    # What alternatives it takes is no news here.
+    with jax.set_mesh(mesh), gspmd.lowering(listed.lowering), redirect_stderr(StringIO()):
+        program, args, _ = offline.program_of(asked, offline.layout_of(asked), mesh)
+        return gspmd.trace(program, *args)
 
 
 def _settings(settings: Settings, listed: Listed, folder: Path) -> offline.Settings:
@@ -124,10 +150,13 @@ def _settings(settings: Settings, listed: Listed, folder: Path) -> offline.Setti
         name = str(folder / "found.toml")
         Path(name).write_text(_text(listed))
     mesh = ",".join(f"{axis}={size}" for axis, size in listed.mesh.items())
+    sharding = ShardingConfig(
+        layout=name, mesh=mesh, lowering=listed.lowering, compiler_options=settings.compiler_options
+    )
     return offline.Settings(
         settings.config, settings.topology, settings.phase, settings.batch, settings.length, dtype=settings.dtype,
         microbatches=listed.candidate.microbatches, model=listed.candidate.phase.costs.config,
-        sharding=ShardingConfig(layout=name, mesh=mesh, lowering=LOWERING, compiler_options=settings.compiler_options),
+        sharding=sharding,
     )  # fmt: skip
 
 
@@ -144,14 +173,10 @@ def traced(settings: Settings, presets: Iterable[Placed]) -> dict[str, float]:
         if each.answer is not None or not each.usable:
             continue
         try:
-            mesh = topology(settings.topology).mesh(each.mesh)
+            target = topology(settings.topology)
         except gspmd.PlanError:  # no compiler for TPUs is installed, which knows their devices
             return {}
         host.start(1, "cpu")
         listed = Listed(each.name, each.candidate, each.candidate.free, each.mesh, preset=True)
-        asked = _settings(settings, listed, Path())
-        # What alternatives it takes is no news here.
-        with jax.set_mesh(mesh), gspmd.lowering("blocking"), redirect_stderr(StringIO()):
-            program, args, _ = offline.program_of(asked, offline.layout_of(asked), mesh)
-            found[each.name] = gspmd.trace(program, *args).seconds
+        found[each.name] = _traced(settings, listed, target, Path()).seconds
     return found

@@ -83,6 +83,7 @@ def _compiled(each: Listed) -> dict:
         "remat": each.candidate.remat,
         "microbatches": each.candidate.microbatches,
         "preset": each.preset,
+        "lowering": each.lowering,
         "planned_seconds": each.answer.seconds,
         "planned_bytes": each.answer.bytes,
         "seconds": each.seconds if report and report.timeline else None,

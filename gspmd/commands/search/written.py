@@ -9,6 +9,7 @@ from gspmd.commands.search.settings import Settings
 from gspmd.commands.search.slice import Slice
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
 from gspmd_models.search.answers import Candidate, Finding
+from gspmd_models.search.answers.document import PRICED
 
 _OF_NOTHING = ("--out", "--json", "--frontier", "--why")
 """Flags that change nothing in the answer."""
@@ -53,6 +54,7 @@ def _compiled(finding: Finding, shortlist: Iterable[Listed]) -> Iterator[tuple[s
         if each.answer is finding.answer and each.report:
             held = amount_of_bytes(each.report.bytes_per_device)
             preset = f", that of preset {each.name}" if each.preset else ""
+            preset += f", under lowering {each.lowering}" if each.lowering != PRICED else ""
             first = f"the fastest of the programs that were compiled{preset}" if each.report.fits else "it does not fit"
             yield "compiled", f"{seconds(each.seconds)}, {held} on each device: {first}"
             return
