@@ -3,8 +3,9 @@
     python benchmarks/search.py --folder searched --write docs/search.md     # hours: the two largest take one each
     python benchmarks/search.py --folder searched --row palm-64-prefill
 
-Each row is the command of the page with `--compile 1`, in a process of its own, which keeps its figures in the
-folder; rows whose figures are there are not run again. Needs the compiler for TPUs, and no TPU.
+Each row is the command of the page with `--compile 4`, or `--compile 1` in training, in a process of its own, which
+keeps its figures in the folder; rows whose figures are there are not run again. The table has the fastest program of
+those that were found and the fastest of a preset. Needs the compiler for TPUs, and no TPU.
 """
 
 import argparse
@@ -59,25 +60,35 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
     kept = folder / f"{name}.json"
     if not kept.exists():
         fresh = kept.with_suffix(".part")
-        flags = ["--compile", "1", "--out", str(kept.with_suffix(".toml")), "--json", str(fresh)]
+        count = "4" if "--phase" in ROWS[name] else "1"
+        flags = ["--compile", count, "--out", str(kept.with_suffix(".toml")), "--json", str(fresh)]
         subprocess.run([sys.executable, "-m", "gspmd", "search", *shlex.split(ROWS[name]), *flags], check=True)
         fresh.rename(kept)
     return json.loads(kept.read_text())
 
 
 def rows(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """A line for each program: planned and compiled, and its seconds beside the best preset's."""
+    """Two lines for each step: the fastest program that was found, and the best preset's."""
     yield "| step | layout | planned | compiled | of the preset | products | other | copies | waiting | memory |"
     yield f"|:--|:--|{'--:|' * 8}"
     for name, figures in found.items():
-        programs = sorted(figures["compiled"], key=lambda each: each["preset"])
-        preset = next((each["seconds"] for each in programs if each["preset"]), None)
-        for number, each in enumerate(programs):
-            mesh = ",".join(f"{axis}={size}" for axis, size in each["mesh"].items() if size > 1)
-            what = f"{each['name']}, {mesh}" + (f", remat {each['remat']}" if each["remat"] else "")
-            what += f", {each['microbatches']} microbatches" if each.get("microbatches", 1) > 1 else ""
-            what += f", {each['lowering']}" if each["lowering"] != "blocking" else ""
+        fastest = {each["preset"]: each for each in reversed(figures["compiled"])}
+        preset = fastest[True]["seconds"] if True in fastest else None
+        for number, each in enumerate(fastest[which] for which in (False, True) if which in fastest):
+            what = ", ".join(_named(each, len({each["name"] for each in figures["compiled"]}) - 1))
             yield f"| {name if not number else ''} | {what} | {' | '.join(_figures(each, preset))} |"
+
+
+def _named(each: Mapping[str, Any], count: int) -> Iterator[str]:
+    chosen = count > 1 and not each["preset"]
+    yield f"the fastest of {count} found" if chosen else each["name"]
+    yield ",".join(f"{axis}={size}" for axis, size in each["mesh"].items() if size > 1)
+    if each["remat"]:
+        yield f"remat {each['remat']}"
+    if each["microbatches"] > 1:
+        yield f"{each['microbatches']} microbatches"
+    if each["lowering"] != "blocking":
+        yield f"lowering {each['lowering']}"
 
 
 def _figures(each: Mapping[str, Any], preset: float | None) -> Iterator[str]:

@@ -109,8 +109,8 @@ def document(
 def lowering_of(candidate: Candidate) -> str:
     """The lowering that a layout asks for where no compiler has compared any.
 
-    Served it is `auto`, which loops what its model says gains more than the model's error: PaLM 540B's prompts on 16 v5p
-    take 7.12 s so, compiled, and 7.63 s under `blocking`. The model knows forward passes alone, and training has lost by it.
+    Served it is `auto`, which loops what its model says gains more than the model's error: PaLM 540B's prompts on 16
+    TPU v5p take 7.12 s so, compiled, and 7.63 s under `blocking`. The model is of forward passes; training lost by it.
     """
     return PRICED if candidate.phase.costs.trains else "auto"
 
