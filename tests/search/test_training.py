@@ -70,6 +70,7 @@ def local_bytes(tree) -> int:
 
 CASES = [
     (DENSE, "full", 1), (DENSE, "none", 2), (DENSE, "dots", 1), (DENSE, "dots", 2), (DENSE, "selective", 1),
+    (DENSE, "dots-except-hidden", 4),
     (ROUTED, "full", 2), (ROUTED, "dots-except-hidden", 1), (replace(DENSE, norm="layer", norm_bias=True), "full", 1),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
@@ -77,8 +78,7 @@ CASES = [
             (GPT2, "full", 1), (GPT2, "none", 2), (GPT2, "selective", 1), (QWEN, "full", 1),
             (QWEN, "none", 2), (QWEN, "dots-except-hidden", 2), (QWEN, "selective", 1),
             (replace(ROUTED, qk_norm=True), "full", 2), (replace(ROUTED, tied=False), "full", 2),
-            (DENSE, "none", 4), (DENSE, "full", 4), (DENSE, "dots", 4), (DENSE, "dots-except-hidden", 4),
-            (DENSE, "selective", 4),
+            (DENSE, "none", 4), (DENSE, "full", 4), (DENSE, "dots", 4), (DENSE, "selective", 4),
         ]
     ),
 ]  # fmt: skip
