@@ -6,6 +6,7 @@ each placement of interest and keeps the seconds as the rows of a table.
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import takewhile
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from gspmd.planner.graph.placements import sequences
 from gspmd.planner.steps import Environment
 
 Sizes = Mapping[str, int]
+HOISTED = ("all-to-all", "collective-permute")
+"""Steps that compilers move out of a loop in which their operand stays the same: they do not enlarge it."""
 
 
 class Moves:
@@ -63,6 +66,27 @@ class Moves:
         table[:, many < 0] = np.inf
         table = table[index]
         return table if by == "sources" else table.T
+
+    def hoisted(self, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """[sources, targets] seconds of what a loop in which the tensor stays the same takes once: the first steps.
+
+        From the first step that enlarges the tensor on, a chain stays in the loop; so does what follows a slice, whose
+        place compilers count among its operands.
+        """
+        (names, rows), (ends, columns) = (np.unique(each, return_inverse=True) for each in (sources, targets))
+        table = np.zeros((len(names), len(ends)))
+        for column, end in enumerate(ends.tolist()):
+            rest = self.paths.costs_to(end) if end >= 0 else None
+            for row, name in enumerate(names.tolist()):
+                if rest is not None and name >= 0 and np.isfinite(rest[name].real):
+                    table[row, column] = self._first(rest, name)
+        return table[np.ix_(rows, columns)]
+
+    def _first(self, rest: np.ndarray, number: int) -> float:
+        """Seconds of the first steps of a shortest path, given what the rest costs from each placement."""
+        meaning = self.paths.graph.meaning
+        first = takewhile(lambda arc: meaning(arc[0])[0] in HOISTED, self.paths.path(rest, number))
+        return sum((rest[here] - rest[there]).real for _, here, there in first) * 1e-12
 
     def _seconds(self, by: str, number: int, others: np.ndarray) -> np.ndarray:
         if number < 0:

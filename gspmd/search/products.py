@@ -39,12 +39,15 @@ class Operand:
         dtype: what it is held in.
         options: where it may lie.
         gradients: where its gradient is wanted, for each option; None for the same places.
+        invariant: of a weight, whether its product runs in a loop in which it stays the same, so that the first steps
+            of its move run once: `Product.seconds_of_weight` is without them, and `Product.seconds_once` has them.
     """
 
     dims: tuple[str, ...]
     dtype: str
     options: tuple[Spec, ...]
     gradients: tuple[Spec, ...] | None = None
+    invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,10 +144,15 @@ class Product:
 
     def seconds_of_weight(self, member: int) -> np.ndarray:
         """[weight, via] seconds of one member: to the via, and the weight's gradient from it."""
+        of = self.members[member].member
         table = self.passes.moves * self.weight_moves(member)
         if self.passes.backward:
             table = table + self.passes.backward * self.gradient_moves(member)
-        return self.members[member].member.copies * table
+        return of.copies * table - (self.seconds_once(member) if of.weight.invariant else 0.0)
+
+    def seconds_once(self, member: int) -> np.ndarray:
+        """[weight, via] seconds of the first steps of one member's weight to the via, which a loop takes once."""
+        return self.members[member].member.copies * self.passes.moves * self.hoisted_moves(member)
 
     def seconds_of_result(self, member: int) -> np.ndarray:
         """[result, via] seconds of one member: the local products, the result from the via, its cotangent to it."""
@@ -176,6 +184,11 @@ class Product:
         options = joint.weight.numbers(joint.member.weight.options)
         return joint.weight.between(options, joint.weight_nodes[rows], by="sources")
 
+    def hoisted_moves(self, member: int = 0) -> np.ndarray:
+        """[weight, via] seconds of the first steps of these moves, which do not enlarge the weight."""
+        joint, rows = self.members[member], self.vias[:, member]
+        return joint.weight.hoisted(joint.weight.numbers(joint.member.weight.options), joint.weight_nodes[rows])
+
     def gradient_moves(self, member: int = 0) -> np.ndarray:
         """[weight, via] seconds of one member's weight gradient from the via."""
         joint, rows = self.members[member], self.vias[:, member]
@@ -205,11 +218,16 @@ class Product:
         return np.stack(found)
 
 
-def least_apart(left: np.ndarray, right: np.ndarray, elsewhere: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """[i, j] least over vias of left[i] + right[j], where each mesh axis is where one of the two has it."""
-    return np.stack(
-        [np.where(refused & other, np.inf, row + right).min(axis=1) for row, refused in zip(left, elsewhere)]
-    )
+def least_apart(
+    left: np.ndarray, right: np.ndarray, elsewhere: np.ndarray, other: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """[i, j] least over vias of left[i] + right[j], each mesh axis where one of the two has it; and the vias."""
+    vias = np.empty((len(left), len(right)), int)
+    seconds = np.empty(vias.shape)
+    for number, (row, refused) in enumerate(zip(left, elsewhere)):
+        sums = np.where(refused & other, np.inf, row + right)
+        vias[number], seconds[number] = sums.argmin(axis=1), sums.min(axis=1)
+    return seconds, vias
 
 
 class _Joint:

@@ -97,6 +97,13 @@ class Costs:
         """How often what is computed again with its block runs forward."""
         return 1 if self.remat == "none" else 2
 
+    def invariant(self, stacked: int) -> bool:
+        """Whether a weight of so many stacked layers is the same wherever the loop over microbatches takes it.
+
+        One of several layers is another in each trip of the loop over them.
+        """
+        return self.trains and self.microbatches > 1 and self.side is None and stacked <= 1
+
     def place(self, dims: str, whole: Iterable[str] = ()) -> tuple[Spec, ...]:
         """Every placement of a tensor; in stages, with what lies side by side first in the batch and nowhere else."""
         every, side = placements(dims, self.sizes, self.mesh, whole), self.side or ()

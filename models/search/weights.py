@@ -136,7 +136,7 @@ class Weight:
     def operand(self, costs: Costs, options: Sequence[Placed]) -> Operand:
         """The weight as a product takes it."""
         specs, gradients = (tuple(getattr(each, name) for each in options) for name in ("spec", "gradient"))
-        return Operand(tuple(self.dims), costs.dtype, specs, gradients)
+        return Operand(tuple(self.dims), costs.dtype, specs, gradients, costs.invariant(self.stacked))
 
     def stored(self, costs: Costs, options: Sequence[Placed]) -> Term:
         """Its bytes, and in training the seconds of its update: moves, and passes over memory."""

@@ -1,13 +1,16 @@
 """Products priced in every placement at once, against the planner's plan of each with its via."""
 
 import random
+from dataclasses import replace
+from math import prod
 
 import numpy as np
 import pytest
 
 from gspmd.hardware.chips import CHIPS
 from gspmd.ops._plan import plan
-from gspmd.search.moves import environment_of, placements
+from gspmd.planner.graph.resharding import move
+from gspmd.search.moves import Moves, environment_of, placements
 from gspmd.search.products import Member, Operand, Passes, Product
 
 CASES = 40
@@ -69,6 +72,39 @@ def test_every_placement_costs_what_its_plan_says(kind):
             told += sum(found.seconds_of_result(n)[pick, via] for n, pick in enumerate(results))
             wanted = planned(found, sizes, mesh, left, weights, results, via, dtypes)
             assert told == pytest.approx(wanted, rel=1e-9, abs=2e-11)
+
+
+def test_a_loop_takes_once_what_comes_before_a_move_enlarges_its_tensor():
+    rng, found = random.Random(0), {True: 0, False: 0}
+    for mesh in MESHES:
+        sizes, chip = {"V": 96, "E": 32}, CHIPS["tpu-v4"]
+        specs = placements("VE", sizes, mesh)
+        tensor = Moves(environment_of(sizes, mesh, chip), ("V", "E"), "bfloat16")
+        table = tensor.hoisted(tensor.numbers(specs), tensor.numbers(specs))
+        for _ in range(100):
+            before, after = rng.randrange(len(specs)), rng.randrange(len(specs))
+            wanted = 0.0
+            for step in move(specs[before], specs[after], sizes, mesh, 2, chip):
+                if prod(step.after.local_shape(sizes, mesh)) != prod(step.before.local_shape(sizes, mesh)):
+                    break
+                wanted += step.seconds
+            assert table[before, after] == pytest.approx(wanted, abs=1e-11)  # picoseconds are rounded
+            found[wanted > 0] += 1
+    assert min(found.values()) > 50
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_loop_takes_once_is_no_part_of_what_it_repeats(kind):
+    rng = random.Random(kind)
+    plain, *_ = product(rng, kind, ("bfloat16",) * 3)
+    members = [joint.member for joint in plain.members]
+    same = [replace(each, weight=replace(each.weight, invariant=True)) for each in members]
+    found = Product(plain.environment, plain.left, same, plain.passes)
+    for number in range(len(members)):
+        whole, once = plain.seconds_of_weight(number), found.seconds_once(number)
+        assert np.allclose(found.seconds_of_weight(number) + once, whole, rtol=1e-12)
+        assert (once >= 0).all()
+        assert (once <= whole + 1e-15).all()
 
 
 def test_vias_are_all_joint_placements():

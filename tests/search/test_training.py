@@ -69,19 +69,18 @@ def local_bytes(tree) -> int:
 
 
 CASES = [
-    (DENSE, "full", 1), (DENSE, "none", 2), (DENSE, "dots", 1), (DENSE, "selective", 1),
+    (DENSE, "full", 1), (DENSE, "none", 2), (DENSE, "dots", 1), (DENSE, "dots", 2), (DENSE, "selective", 1),
+    (DENSE, "dots-except-hidden", 4),
     (ROUTED, "full", 2), (ROUTED, "dots-except-hidden", 1), (replace(DENSE, norm="layer", norm_bias=True), "full", 1),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
             (GPT2, "full", 1), (GPT2, "none", 2), (GPT2, "selective", 1), (QWEN, "full", 1),
             (QWEN, "none", 2), (QWEN, "dots-except-hidden", 2), (QWEN, "selective", 1),
-            (replace(ROUTED, qk_norm=True), "full", 2),
+            (replace(ROUTED, qk_norm=True), "full", 2), (replace(ROUTED, tied=False), "full", 2),
+            (DENSE, "none", 4), (DENSE, "full", 4), (DENSE, "dots", 4), (DENSE, "selective", 4),
         ]
     ),
-    pytest.param(DENSE, "dots", 2, marks=[pytest.mark.slow, pytest.mark.xfail(reason=(
-        "In two microbatches that keep products a step is priced 18 µs, 0.12%, above its trace; why is not known."
-    ))]),
 ]  # fmt: skip
 
 
@@ -97,8 +96,8 @@ def test_a_layout_costs_what_its_training_step_is_traced_to(config, remat, micro
     layout = layout_of(found.lines(picks), tmp_path)
     layout.check(config.sizes(BATCH, LENGTH), MESH)
     told, wanted = problem.cost(picks), traced(config, layout, mesh, microbatches)
-    # The router has no via, and its gradient is planned freely; some scalars have no line of their own.
-    assert told == pytest.approx(wanted, rel=3e-3 if config.moe else 1e-3)
+    # Of a tied table a compiler may share what lookup and logits move.
+    assert told == pytest.approx(wanted, rel=3e-3 if config.tied else 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +151,8 @@ def test_a_preset_costs_what_it_is_traced_to(name, microbatches, only_planned):
     found = TrainingProblem(DENSE, MESH, CHIPS["tpu-v5p"], BATCH, LENGTH, microbatches=microbatches)
     candidate = Candidate(found, math.inf)
     answer = picks_of(candidate, candidate.search, layout.resolved(DENSE.sizes(BATCH, LENGTH), MESH))
-    assert answer.seconds == pytest.approx(traced(DENSE, layout, mesh, microbatches), rel=1e-3)
+    norm = 1e-5  # that of all gradients is priced over all mesh axes, some of which a preset shards no weight over
+    assert answer.seconds == pytest.approx(traced(DENSE, layout, mesh, microbatches), rel=1e-6, abs=norm)
 
 
 def test_the_best_is_the_cheapest_of_many(only_planned):

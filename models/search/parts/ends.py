@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from gspmd.annotate import Spec
+from gspmd.ops._plan import plan
 from gspmd.search import Term
 from gspmd.search.products import Member, Operand, Passes, Product, least_apart
 
@@ -101,12 +103,17 @@ class Tables(Part):
     def terms(self) -> Iterator[Term]:
         """The lookup."""
         yield from super().terms()
-        name = "embedding.table"
-        yield lookup(self.costs, self.choices["residual"], name, self.choices[name])
+        yield Term("embedding", ("residual", "embedding.table"), self._lookup[0])
+
+    @cached_property
+    def _lookup(self) -> tuple[np.ndarray, np.ndarray]:
+        return lookup(self.costs, self.choices["residual"], self.choices["embedding.table"])
 
     def once(self) -> Iterator[Term]:
         """What the tables hold, and their update."""
         yield from super().once()
+        if self.costs.invariant(0):
+            yield Term("embedding, once", ("residual", "embedding.table"), self._lookup[1])
         for weight in self.weights:
             yield weight.stored(self.costs, self.choices[weight.key])
 
@@ -138,9 +145,10 @@ class Ends(Tables):
     def _loss(self, logits: Spec) -> tuple[float, float]:
         """Three statistics over the vocabulary, and the mean."""
         costs, rows, over = self.costs, logits.without("V"), logits.axes_of("V")
-        tokens, scalar = tuple(axis for axes in rows.axes for axis in axes), Spec((), ())
         seconds = costs.settled(rows, over, "max") + 2 * costs.settled(rows, over)
-        seconds += costs.settled(scalar, tokens)
+        # Of few rows the mean is that of all of them, gathered, rather than a sum of each device's.
+        sizes = {dim: costs.sizes[dim] for dim in rows.dims}
+        seconds += plan(f"{rows} ->", sizes, costs.mesh, "float32", costs.chip, lowering="blocking").seconds
         elements = costs.local(logits)
         return seconds + costs.in_memory(6, elements, FLOAT32), 2 * elements * FLOAT32
 
@@ -152,14 +160,20 @@ class Ends(Tables):
         return Term("labels", ("residual", "output.logits"), self.costs.between("BL", "int32", come, go))
 
 
-def lookup(costs: Costs, residuals: Sequence[Spec], name: str, tables: Sequence[Placed]) -> Term:
-    """[residual, table] seconds to look tokens up, which lie as the residual, and of the table's gradient."""
+def lookup(costs: Costs, residuals: Sequence[Spec], tables: Sequence[Placed]) -> tuple[np.ndarray, np.ndarray]:
+    """[residual, table] seconds to look tokens up, which lie as the residual, and of the table's gradient.
+
+    Behind them the seconds of what a loop over microbatches takes once: the first steps of the table's move.
+    """
     ids = operand("BL", "int32", [each.without("E") for each in residuals])
     table = Operand(tuple("VE"), costs.dtype, *zip(*((each.spec, each.gradient) for each in tables)))
     found = Product(costs.environment, ids, [Member(table, operand("BLE", costs.dtype, residuals))])
     elsewhere = found.elsewhere(residuals), found.elsewhere([each.spec for each in tables])
-    seconds = least_apart(found.seconds_of_left + found.result_moves(), found.weight_moves(), *elsewhere)
+    seconds, vias = least_apart(found.seconds_of_left + found.result_moves(), found.weight_moves(), *elsewhere)
+    hoisted = np.zeros(seconds.shape)
+    if costs.invariant(0):
+        hoisted = np.take_along_axis(found.hoisted_moves(), vias.T, axis=1).T
     if costs.trains:
         there = found.seconds_of_left + found.cotangent_moves()
-        seconds = seconds + least_apart(there, found.gradient_moves(), *elsewhere)
-    return Term("embedding", ("residual", name), seconds)
+        seconds = seconds + least_apart(there, found.gradient_moves(), *elsewhere)[0]
+    return seconds - hoisted, hoisted

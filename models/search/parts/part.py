@@ -48,6 +48,8 @@ class Part:
     def once(self) -> Iterator[Term]:
         """The tables of what happens once in a step, and of what is held all along."""
         yield from settled_once(self.name, self.costs, self.vectors, self.choices)
+        for name, (product, tensors, times) in self.products.items():
+            yield from once_terms(name, product, tensors, times)
         yield from stored(self.name, self.costs, self.vectors, self.choices)
 
     def lines(self, chosen: Mapping[str, Any]) -> Iterator[Line]:
@@ -82,3 +84,10 @@ def product_terms(name: str, product: Product, tensors: Sequence[str], times: in
         seconds, held = times * product.seconds_of_weight(number), copies * product.bytes_of_weight(number)
         yield Term(f"{name}: {weight} {number}", (weight, name), seconds, bytes=held)
         yield Term(f"{name}: to {result} {number}", (result, name), times * product.seconds_of_result(number))
+
+
+def once_terms(name: str, product: Product, tensors: Sequence[str], times: int) -> Iterator[Term]:
+    """What loops over microbatches take once: the first steps of weights that stay the same in them."""
+    for number, (weight, joint) in enumerate(zip(tensors[1::2], product.members)):
+        if joint.member.weight.invariant:
+            yield Term(f"{name}: {weight} {number}, once", (weight, name), times * product.seconds_once(number))
