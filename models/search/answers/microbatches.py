@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
-from gspmd.hardware.chips import Chip
 from gspmd.search import NothingFits, Search
 
-from ...config import ModelConfig
 from ..problem import PhaseProblem
 from ..relaxed import Relaxed
 from ..training import TrainingProblem
+from ..workload import Workload
 from .candidate import TOLERANCE, Candidate
 from .options import Options
 
@@ -46,19 +46,13 @@ class Range:
         self.bound = 0.0
 
     @classmethod
-    def of(
-        cls,
-        limit: float,
-        config: ModelConfig,
-        mesh: Mapping[str, int],
-        chip: Chip,
-        batch: int,
-        length: int,
-        dtype: str = "bfloat16",
-    ) -> Range:
-        """All that are searched besides one; but for the limit, the arguments are those of `TrainingProblem`."""
-        asked = config, mesh, chip, batch, length, dtype
-        return cls(Relaxed(*asked), several(batch), partial(TrainingProblem, *asked), limit)
+    def of(cls, workload: Workload, mesh: Mapping[str, int], limit: float) -> Range:
+        """All numbers that are searched besides one; the workload's own does not count."""
+
+        def make(count: int) -> PhaseProblem:
+            return TrainingProblem(replace(workload, microbatches=count), mesh)
+
+        return cls(Relaxed(workload, mesh), several(workload.batch), make, limit)
 
     def tighten(self, enough: float) -> None:
         """Raise the bound; above `enough` it is not looked for."""
