@@ -20,7 +20,7 @@ from pathlib import Path
 
 from page import write_between
 
-from gspmd.display.units import amount_of_seconds
+from gspmd.display.units import amount_of_seconds, mesh_text
 from gspmd.hardware.chips import Chip
 from gspmd.moe import MoEConfig
 from gspmd.search import NothingFits, Search
@@ -78,8 +78,7 @@ class Plan:
 
     def __str__(self) -> str:
         sizes = {"p": self.stages, "x": self.batch, "y": self.other}
-        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
-        return f"{mesh or 'one device'}; {self.microbatches} microbatches"
+        return f"{mesh_text(sizes, trivial=False) or 'one device'}; {self.microbatches} microbatches"
 
 
 CASES = {

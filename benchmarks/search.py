@@ -18,7 +18,7 @@ from typing import Any
 
 from page import write_between
 
-from gspmd.display.units import amount_of_bytes, amount_of_seconds
+from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
 
 PALM = "--config palm-540b --topology"
 ROWS = {
@@ -73,7 +73,7 @@ def rows(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         programs = sorted(figures["compiled"], key=lambda each: each["preset"])
         preset = next((each["seconds"] for each in programs if each["preset"]), None)
         for number, each in enumerate(programs):
-            mesh = ",".join(f"{axis}={size}" for axis, size in each["mesh"].items() if size > 1)
+            mesh = mesh_text(each["mesh"], trivial=False)
             what = f"{each['name']}, {mesh}" + (f", remat {each['remat']}" if each["remat"] else "")
             what += f", {each['microbatches']} microbatches" if each.get("microbatches", 1) > 1 else ""
             yield f"| {name if not number else ''} | {what} | {' | '.join(_figures(each, preset))} |"

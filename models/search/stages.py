@@ -22,7 +22,7 @@ from math import prod
 import numpy as np
 
 from gspmd.display.tables import Column, Sheet
-from gspmd.display.units import amount_of_bytes, amount_of_seconds
+from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
 from gspmd.search import Answer, NothingFits, Search
 from gspmd.search.stages import NoSplit, Split, Stage, split
 
@@ -272,9 +272,8 @@ def sheet(found: Table) -> Sheet:
     )
     for row in found.rows:
         costs, free = row.problem.costs, found.free.get(row.microbatches)
-        mesh = ",".join(f"{axis}={size}" for axis, size in row.mesh.items())
         cells = (
-            str(row.stages), str(row.microbatches), mesh, "".join(costs.side or ()),
+            str(row.stages), str(row.microbatches), mesh_text(row.mesh), "".join(costs.side or ()),
             amount_of_seconds(row.answer.seconds) if row.answer else "", f"{row.bubble:.0%}",
             f"{row.split.seconds / free.seconds:.3f}" if row.split and free else "",
             amount_of_bytes(row.answer.bytes if row.answer else row.least), "yes" if row.answer else "no",

@@ -211,7 +211,7 @@ def report(found: Found, settings: Settings, target: Slice, argv: Sequence[str])
         print(text)
     if found.presets:
         console.print(shown.comparison(finding, found.presets))
-        for line in shown.unpriced(found.presets, found.traced):
+        for line in shown.outside(found.presets, found.traced):
             console.print(line, markup=False, highlight=False)
     for asked in found.asked:
         console.print(*shown.reasons(asked), sep="\n")

@@ -14,6 +14,7 @@ from gspmd import host
 from gspmd.audit import Report, topology
 from gspmd.commands import compile as offline
 from gspmd.commands.search.settings import Settings
+from gspmd.display.units import mesh_text
 from gspmd.layouts.rules.keys import KEYS
 from gspmd.search import Answer, NothingFits
 from gspmd.training import ShardingConfig
@@ -64,7 +65,7 @@ def shortlist(finding: Finding, said: Mapping[str, Remark], count: int) -> list[
                 (
                     "mesh",
                     Listed(
-                        " ".join(filter(None, (f"mesh {each.named}", each.remat, each.parts))),
+                        " ".join(filter(None, (f"mesh {each.named}", each.remat, each.in_microbatches))),
                         each,
                         each.solve(),
                         each.phase.costs.mesh,
@@ -123,11 +124,13 @@ def _settings(settings: Settings, listed: Listed, folder: Path) -> offline.Setti
     if not listed.preset:
         name = str(folder / "found.toml")
         Path(name).write_text(_text(listed))
-    mesh = ",".join(f"{axis}={size}" for axis, size in listed.mesh.items())
+    sharding = ShardingConfig(
+        layout=name, mesh=mesh_text(listed.mesh), lowering=LOWERING, compiler_options=settings.compiler_options
+    )
     return offline.Settings(
         settings.config, settings.topology, settings.phase, settings.batch, settings.length, dtype=settings.dtype,
         microbatches=listed.candidate.microbatches, model=listed.candidate.phase.costs.config,
-        sharding=ShardingConfig(layout=name, mesh=mesh, lowering=LOWERING, compiler_options=settings.compiler_options),
+        sharding=sharding,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
+from gspmd.display.units import mesh_text
 from gspmd.search import NothingFits, Search
 
 from ..problem import PhaseProblem
@@ -77,7 +78,7 @@ class Range:
             return fault.nearest.bytes if fault.nearest else inf
 
     @cached_property
-    def parts(self) -> list[Range | Candidate]:
+    def halves(self) -> list[Range | Candidate]:
         """The fewer and the more of them; of a single one its problem, which is nothing where no picks are allowed."""
         if len(self.counts) == 1:
             try:
@@ -96,9 +97,8 @@ class Range:
 
     def __str__(self) -> str:
         costs = self.phase.costs
-        mesh = ",".join(f"{axis}={size}" for axis, size in costs.mesh.items())
         numbers = " to ".join(map(str, dict.fromkeys((self.counts[0], self.counts[-1]))))
-        return f"mesh {mesh}, remat {costs.config.remat}, in {numbers} microbatches"
+        return f"mesh {mesh_text(costs.mesh)}, remat {costs.config.remat}, in {numbers} microbatches"
 
 
 def smallest(candidates: Iterable[Candidate], ranges: Iterable[Range]) -> Candidate | None:
@@ -118,6 +118,6 @@ def smallest(candidates: Iterable[Candidate], ranges: Iterable[Range]) -> Candid
             return each
         if least == inf:
             return None
-        for part in each.parts:
-            push(part)
+        for half in each.halves:
+            push(half)
     return None
