@@ -20,7 +20,7 @@ from pathlib import Path
 
 from page import write_between
 
-from gspmd.display.units import amount_of_seconds
+from gspmd.display.units import amount_of_seconds, mesh_text
 from gspmd.hardware.chips import Chip
 from gspmd.moe import MoEConfig
 from gspmd.search import NothingFits, Search
@@ -30,6 +30,7 @@ from gspmd_models.search.pipeline import StageProblem
 from gspmd_models.search.problem import PhaseProblem
 from gspmd_models.search.stages import Prices
 from gspmd_models.search.training import TrainingProblem
+from gspmd_models.search.workload import Workload
 
 V100 = Chip(
     "v100", bf16_flops=125e12, float32_flops=15.7e12, hbm_bytes=16 * 2**30, hbm_bandwidth=900e9,
@@ -77,8 +78,7 @@ class Plan:
 
     def __str__(self) -> str:
         sizes = {"p": self.stages, "x": self.batch, "y": self.other}
-        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
-        return f"{mesh or 'one device'}; {self.microbatches} microbatches"
+        return f"{mesh_text(sizes, trivial=False) or 'one device'}; {self.microbatches} microbatches"
 
 
 CASES = {
@@ -173,11 +173,11 @@ def _priced(config: ModelConfig, plan: Plan) -> Price | None:
 def problem(config: ModelConfig, plan: Plan) -> PhaseProblem:
     """The search problem of a stage; of the whole step where there is one."""
     mesh = {axis: size for axis, size in (("x", plan.batch), ("y", plan.other)) if size > 1} or {"x": 1}
-    asked = V100, BATCH, LENGTH, "bfloat16", plan.microbatches
+    workload = Workload(config, V100, BATCH, LENGTH, microbatches=plan.microbatches)
     if plan.stages == 1:
-        return TrainingProblem(config, mesh, *asked)
+        return TrainingProblem(workload, mesh)
     side = ("x",) if plan.batch > 1 and not config.moe else ()
-    return StageProblem(config, plan.stages, mesh, *asked, side)
+    return StageProblem(workload, plan.stages, mesh, side)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 from page import write_between
 
-from gspmd.display.units import amount_of_bytes, amount_of_seconds
+from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
 
 PALM = "--config palm-540b --topology"
 ROWS = {
@@ -82,7 +82,7 @@ def rows(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 def _named(each: Mapping[str, Any], count: int) -> Iterator[str]:
     chosen = count > 1 and not each["preset"]
     yield f"the fastest of {count} found" if chosen else each["name"]
-    yield ",".join(f"{axis}={size}" for axis, size in each["mesh"].items() if size > 1)
+    yield mesh_text(each["mesh"], trivial=False)
     if each["remat"]:
         yield f"remat {each['remat']}"
     if each["microbatches"] > 1:

@@ -25,6 +25,7 @@ import numpy as np
 import gspmd
 import gspmd_models as models
 from gspmd import host
+from gspmd.display.units import mesh_text
 from gspmd.layouts import Layout, presets
 from gspmd.moe import MoEConfig
 from gspmd.training import OptimizerConfig
@@ -164,7 +165,7 @@ def table(rows: Sequence[Row], load: Load, devices: str) -> Iterator[str]:
 
 def line(row: Row) -> str:
     """One preset's figures."""
-    mesh = ",".join(f"{axis}={size}" for axis, size in row.mesh.items() if size > 1) or "x=1"
+    mesh = mesh_text(row.mesh, trivial=False) or "x=1"
     speeds = [f"{statistics.median(row.tokens_per_second[name]):,.0f}" for name in LOWERINGS]
     low, middle, high = statistics.quantiles(row.ratios, n=4)
     seconds = " and ".join(f"{row.compile_seconds[name]:.1f}" for name in LOWERINGS)

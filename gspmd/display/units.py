@@ -1,4 +1,6 @@
-"""Bytes, operations, seconds and mesh axes as tables and figures print them."""
+"""Bytes, operations, seconds, mesh axes and meshes as tables and figures print them."""
+
+from collections.abc import Mapping
 
 
 def amount_of_bytes(amount: float) -> str:
@@ -50,3 +52,12 @@ def axes_text(axes: tuple[str, ...]) -> str:
     ('yz', 'data,model')
     """
     return ("" if all(len(axis) == 1 for axis in axes) else ",").join(axes)
+
+
+def mesh_text(mesh: Mapping[str, int], *, trivial: bool = True) -> str:
+    """A mesh as `--mesh` reads it; perhaps without its axes of size 1.
+
+    >>> mesh_text({"x": 4, "y": 1}), mesh_text({"x": 4, "y": 1}, trivial=False)
+    ('x=4,y=1', 'x=4')
+    """
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items() if trivial or size > 1)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspmd.annotate import LayoutError, report
+from gspmd.display.units import mesh_text
 from gspmd.layouts.mesh import factorise, nearest
 from gspmd.layouts.rules.check import faults_of
 from gspmd.layouts.rules.table import LayoutTable
@@ -33,7 +34,7 @@ def circumstances(sizes: Mapping[str, int] | None, mesh: Any) -> str:
     """Sizes and mesh as an error names them: " for the sizes B=8 on the mesh x=2"."""
     given = f" for the sizes {', '.join(f'{d}={n}' for d, n in sizes.items())}" if sizes else ""
     shape = mesh if mesh is None or isinstance(mesh, Mapping) else mesh.shape
-    return given + (f" on the mesh {','.join(f'{a}={n}' for a, n in shape.items())}" if shape else "")
+    return given + (f" on the mesh {mesh_text(shape)}" if shape else "")
 
 
 def _dividing(layout: LayoutTable, devices: int, sizes: Mapping[str, int]) -> dict[str, int] | None:

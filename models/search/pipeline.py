@@ -20,18 +20,17 @@ import numpy as np
 
 from gspmd.annotate import Spec
 from gspmd.annotate.errors import PlanError
-from gspmd.hardware.chips import Chip
 from gspmd.hardware.links import collective_seconds
 from gspmd.planner.graph.resharding import move
 from gspmd.search import Term
 from gspmd.search.products import Passes, Product
 
-from ..config import ModelConfig
 from .costs import FLOAT32, Line, lies_beside
 from .parts.ends import Ends, Tables
 from .parts.part import product_terms
 from .training import TrainingProblem
 from .weights import Placed
+from .workload import Workload
 
 AXIS = "p"
 """The mesh axis of the stages."""
@@ -43,14 +42,9 @@ class StageProblem(TrainingProblem):
     """The search problem of a training step in S stages of as many layers each, under 1F1B or GPipe.
 
     Args:
-        config: the model, all of its layers.
+        workload: the step, of all layers and in M microbatches.
         stages: S.
         mesh: sizes of the mesh axes of one stage, all but that of the stages.
-        chip: whose seconds.
-        batch: sequences per step, over all devices.
-        length: tokens per sequence.
-        dtype: compute dtype.
-        microbatches: M.
         side: mesh axes along which pipelines run side by side. Layouts in which more axes split nothing but the batch
             are in the space too, and cost less than is said here: what they cost is said where `side` has them all.
 
@@ -64,18 +58,8 @@ class StageProblem(TrainingProblem):
             those of single sequences, or pipelines of experts run side by side; or blocks are parallel.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        stages: int,
-        mesh: Mapping[str, int],
-        chip: Chip,
-        batch: int,
-        length: int,
-        dtype: str = "bfloat16",
-        microbatches: int = 1,
-        side: tuple[str, ...] = (),
-    ):
+    def __init__(self, workload: Workload, stages: int, mesh: Mapping[str, int], side: tuple[str, ...] = ()):
+        config = workload.config
         periods = config.layers // config.period
         if periods % stages:
             raise PlanError(f"cannot split {periods} stacked layers into {stages} stages.\n  Choose a divisor.")
@@ -88,9 +72,9 @@ class StageProblem(TrainingProblem):
             what = "pipelines side by side" if side else f"{config.moe.groups} groups of tokens"
             raise PlanError(f"cannot price stages with experts and {what}.\n  Leave {what} out.")
         of_stage = replace(config, layers=config.layers // stages)
-        super().__init__(of_stage, mesh, chip, batch, length, dtype, microbatches)
+        super().__init__(replace(workload, config=of_stage), mesh)
         self.costs = replace(self.costs, side=side)
-        self.stages, self.slots = stages, microbatches + stages - 1
+        self.stages, self.slots = stages, workload.microbatches + stages - 1
         self._known: dict[Spec, float] = {}
 
     @cached_property

@@ -16,30 +16,25 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 
-from gspmd.hardware.chips import Chip
 from gspmd.search import Choice, Problem, Term
 
-from ..config import ModelConfig
 from .parts.part import product_terms
 from .training import TrainingProblem
+from .workload import Workload
 
 
 class Relaxed(TrainingProblem):
     """The search problem that bounds those of a training step in 2 microbatches or more on one mesh.
 
-    Its choices have all options that theirs have; the arguments are those of `TrainingProblem`.
+    Its choices have all options that theirs have.
+
+    Args:
+        workload: the step, in whichever number of microbatches.
+        mesh: sizes of the mesh axes.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        mesh: Mapping[str, int],
-        chip: Chip,
-        batch: int,
-        length: int,
-        dtype: str = "bfloat16",
-    ):
-        super().__init__(config, mesh, chip, batch, length, dtype)
+    def __init__(self, workload: Workload, mesh: Mapping[str, int]):
+        super().__init__(replace(workload, microbatches=1), mesh)
         self.costs = replace(self.costs, microbatches=2)  # of several, gradients are partial sums until the step ends
 
     def between(self, fewest: int, most: int, limit: float | None = None) -> Problem:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
 
 from gspmd.annotate.errors import PlanError
-from gspmd.hardware.chips import Chip
 
 from ..config import ModelConfig
 from ..decoding.serving import for_serving
@@ -19,6 +17,7 @@ from .parts.part import Part
 from .parts.served_experts import ServedExperts
 from .parts.serving import CachedAttention, Served
 from .problem import PhaseProblem
+from .workload import Workload
 
 
 class ServingProblem(PhaseProblem):
@@ -28,35 +27,19 @@ class ServingProblem(PhaseProblem):
     each is searched for itself.
 
     Args:
-        config: the model; its experts drop nothing, as they are served.
+        workload: the step, whose phase is `"prefill"` or `"decode"`.
         mesh: sizes of the mesh axes.
-        chip: whose seconds.
-        phase: `"prefill"`, `length` tokens of every row into an empty cache; or `"decode"`, one behind a full one.
-        batch: rows.
-        length: tokens of a row.
-        room: tokens that a row of the cache has room for; 0 for `length`.
-        dtype: of weights, activations and cache.
 
     Raises:
         PlanError: experts that choose among tokens, experts in parallel blocks, or shared experts.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        mesh: Mapping[str, int],
-        chip: Chip,
-        phase: Literal["prefill", "decode"],
-        batch: int,
-        length: int,
-        room: int = 0,
-        dtype: str = "bfloat16",
-    ):
-        _check(config)
-        config = for_serving(config)
-        self.phase, self.read = phase, length if phase == "decode" else 0
-        sizes = config.sizes(batch, 1 if phase == "decode" else length) | {"T": room or length}
-        super().__init__(Costs(config, sizes, dict(mesh), chip, dtype, trains=False))
+    def __init__(self, workload: Workload, mesh: Mapping[str, int]):
+        _check(workload.config)
+        config, length, decodes = for_serving(workload.config), workload.length, workload.phase == "decode"
+        self.phase, self.read = workload.phase, length if decodes else 0
+        sizes = config.sizes(workload.batch, 1 if decodes else length) | {"T": workload.room or length}
+        super().__init__(Costs(config, sizes, dict(mesh), workload.chip, workload.dtype, trains=False))
 
     def _parts(self) -> list[Part]:
         costs, config = self.costs, self.costs.config

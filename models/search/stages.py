@@ -15,23 +15,22 @@ Source: Zheng et al. 2022, Alpa (arXiv 2201.12023), section 5.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import prod
 
 import numpy as np
 
 from gspmd.display.tables import Column, Sheet
-from gspmd.display.units import amount_of_bytes, amount_of_seconds
-from gspmd.hardware.chips import Chip
+from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
 from gspmd.search import Answer, NothingFits, Search
 from gspmd.search.stages import NoSplit, Split, Stage, split
 
-from ..config import ModelConfig
 from .answers.candidate import TOLERANCE, Patience
 from .answers.meshes import meshes
 from .costs import Line
 from .pipeline import AXIS, FORWARD, StageProblem
+from .workload import Workload
 
 MOST = 2
 """Mesh axes of a stage at most: with that of the stages they are the three of a torus."""
@@ -161,26 +160,18 @@ class Table:
 
 
 def table(
-    config: ModelConfig,
+    workload: Workload,
     torus: Sequence[int],
-    chip: Chip,
-    batch: int,
-    length: int,
     limit: float,
-    dtype: str = "bfloat16",
     microbatches: Sequence[int] = (8, 16, 32),
     tell: Callable[[str], None] = lambda text: None,
 ) -> Table:
     """Find the best pipeline for every number of stages and of microbatches.
 
     Args:
-        config: the model.
+        workload: the training step, in whichever number of microbatches.
         torus: devices along each torus axis.
-        chip: whose seconds.
-        batch: sequences per step, over all devices.
-        length: tokens per sequence.
         limit: bytes that a device may hold.
-        dtype: compute dtype.
         microbatches: which numbers of them are tried; those that do not divide the batch are not.
         tell: told what is being done.
 
@@ -189,29 +180,28 @@ def table(
 
     Example:
         >>> from gspmd.hardware.chips import CHIPS
-        >>> small = ModelConfig(layers=4)
-        >>> found = table(small, (2, 2), CHIPS["tpu-v5p"], batch=32, length=64, limit=1e9, microbatches=(4, 8))
+        >>> from gspmd_models import ModelConfig
+        >>> small = Workload(ModelConfig(layers=4), CHIPS["tpu-v5p"], batch=32, length=64)
+        >>> found = table(small, (2, 2), limit=1e9, microbatches=(4, 8))
         >>> [(row.stages, row.microbatches, f"{row.bubble:.0%}") for row in found.rows]
         [(2, 4, '20%'), (2, 8, '11%')]
         >>> str(found.best.lines[-1].text)
         'N_p'
     """
-    rows, periods = [], config.layers // config.period
+    rows, periods = [], workload.config.layers // workload.config.period
     for stages in range(2, max(torus) + 1):
         if periods % stages or not any(size % stages == 0 for size in torus):
             continue
         for count in microbatches:
-            if batch % count == 0:
+            if workload.batch % count == 0:
                 tell(f"{stages} stages, {count} microbatches")
-                made = _problems(config, stages, torus, chip, batch, length, dtype, count)
+                made = _problems(replace(workload, microbatches=count), stages, torus)
                 rows += [row for row in [_best(made, periods, limit)] if row]
     free = {count: _free(rows, count, periods, prod(torus), limit) for count in dict.fromkeys(microbatches)}
     return Table(tuple(rows), {count: found for count, found in free.items() if found})
 
 
-def _problems(
-    config: ModelConfig, stages: int, torus: Sequence[int], chip: Chip, batch: int, length: int, dtype: str, count: int
-) -> Iterator[tuple[int, StageProblem]]:
+def _problems(workload: Workload, stages: int, torus: Sequence[int]) -> Iterator[tuple[int, StageProblem]]:
     """The problem of every mesh in a stage and every choice of pipelines side by side; whole torus axes first."""
     seen = set()
     for size in sorted({size for size in torus if size % stages == 0}):
@@ -222,10 +212,10 @@ def _problems(
                 continue
             seen.add(shape)
             axes = [axis for axis, devices in mesh.items() if devices > 1]
-            for number in range(len(axes) + 1 if not config.moe else 1):
+            for number in range(len(axes) + 1 if not workload.config.moe else 1):
                 for side in combinations(axes, number):
-                    if batch // count % prod(mesh[axis] for axis in side) == 0:
-                        yield size, StageProblem(config, stages, mesh, chip, batch, length, dtype, count, side)
+                    if workload.batch // workload.microbatches % prod(mesh[axis] for axis in side) == 0:
+                        yield size, StageProblem(workload, stages, mesh, side)
 
 
 def _best(made: Iterator[tuple[int, StageProblem]], periods: int, limit: float) -> Row | None:
@@ -282,9 +272,8 @@ def sheet(found: Table) -> Sheet:
     )
     for row in found.rows:
         costs, free = row.problem.costs, found.free.get(row.microbatches)
-        mesh = ",".join(f"{axis}={size}" for axis, size in row.mesh.items())
         cells = (
-            str(row.stages), str(row.microbatches), mesh, "".join(costs.side or ()),
+            str(row.stages), str(row.microbatches), mesh_text(row.mesh), "".join(costs.side or ()),
             amount_of_seconds(row.answer.seconds) if row.answer else "", f"{row.bubble:.0%}",
             f"{row.split.seconds / free.seconds:.3f}" if row.split and free else "",
             amount_of_bytes(row.answer.bytes if row.answer else row.least), "yes" if row.answer else "no",

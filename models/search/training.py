@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gspmd.annotate.errors import PlanError
-from gspmd.hardware.chips import Chip
 
 from ..config import ModelConfig
 from .costs import Costs
@@ -22,19 +21,15 @@ from .parts.feed_forward import FeedForward
 from .parts.parallel import TrainedBlock
 from .parts.part import Part
 from .problem import PhaseProblem
+from .workload import Workload
 
 
 class TrainingProblem(PhaseProblem):
     """The search problem of a model's training step on one mesh.
 
     Args:
-        config: the model.
+        workload: the step.
         mesh: sizes of the mesh axes.
-        chip: whose seconds.
-        batch: sequences per step, over all devices.
-        length: tokens per sequence.
-        dtype: compute dtype.
-        microbatches: parts of the batch, one after the other.
 
     Raises:
         PlanError: the model has what is not searched: parallel blocks with experts, shared experts, dropless dispatch,
@@ -43,23 +38,15 @@ class TrainingProblem(PhaseProblem):
 
     phase = "train"
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        mesh: Mapping[str, int],
-        chip: Chip,
-        batch: int,
-        length: int,
-        dtype: str = "bfloat16",
-        microbatches: int = 1,
-    ):
+    def __init__(self, workload: Workload, mesh: Mapping[str, int]):
+        config, batch, count = workload.config, workload.batch, workload.microbatches
         _check(config)
-        if batch % microbatches:
-            raise PlanError(f"cannot cut a batch of {batch} into {microbatches} microbatches.\n  Choose a divisor.")
-        sizes = config.sizes(batch // microbatches, length)
+        if batch % count:
+            raise PlanError(f"cannot cut a batch of {batch} into {count} microbatches.\n  Choose a divisor.")
+        sizes = config.sizes(batch // count, workload.length)
         if config.moe:
-            sizes |= {"C": config.moe.capacity(batch // microbatches * length // sizes["G"])}
-        super().__init__(Costs(config, sizes, dict(mesh), chip, dtype, microbatches=microbatches))
+            sizes |= {"C": config.moe.capacity(batch // count * workload.length // sizes["G"])}
+        super().__init__(Costs(config, sizes, dict(mesh), workload.chip, workload.dtype, microbatches=count))
 
     def _parts(self) -> list[Part]:
         costs, config = self.costs, self.costs.config

@@ -25,6 +25,7 @@ from gspmd.training.config import parse_mesh
 from gspmd_models import checkpoints
 from gspmd_models.search.answers.options import Options
 from gspmd_models.search.serving import ServingProblem
+from gspmd_models.search.workload import Workload
 
 CONFIG = models.ModelConfig(
     embed=32, layers=1, heads=4, kv_heads=2, head_size=8, feed_forward=64, tied=False, scale_embedding=False
@@ -152,9 +153,10 @@ def test_prompts_are_read_with_the_weights_and_the_cache_to_decode(samples, bloc
     assert {sizes.prefill[key] for key in section} == {*section.values()}
     # What the file says costs what is predicted: activations that were found for other weights would not.
     for phase, rows, length in (("decode", sizes.rows, 512), ("prefill", sizes.prefill_rows, 128)):
-        problem = ServingProblem(model, shape, chip("tpu-v4"), phase, rows, length, 512, "float32")
+        workload = Workload(model, chip("tpu-v4"), rows, length, "float32", phase, room=512)
         said = "step of decoding" if phase == "decode" else "prefill of 128 tokens"
-        assert cost(problem, layout.phase(phase), layout.phase("decode").cache()) == pytest.approx(mine.seconds[said])
+        problem, cache = ServingProblem(workload, shape), layout.phase("decode").cache()
+        assert cost(problem, layout.phase(phase), cache) == pytest.approx(mine.seconds[said])
 
 
 def cost(problem, layout, cache):

@@ -24,6 +24,7 @@ from gspmd_models.search.answers.document import remarks
 from gspmd_models.search.answers.frontier import frontier
 from gspmd_models.search.answers.presets import picks_of, placed_presets
 from gspmd_models.search.answers.why import why
+from gspmd_models.search.workload import Workload
 
 CHIP = CHIPS["tpu-v5p"]
 SIZES = {"vocabulary": 64, "embed": 32, "layers": 2, "heads": 8, "kv_heads": 4, "head_size": 8, "feed_forward": 64}
@@ -34,7 +35,7 @@ BATCH, LENGTH = 8, 16
 
 @cache
 def candidate(config=GATED, mesh=(("x", 4), ("y", 2)), limit=CHIP.hbm_bytes, phase="train"):
-    return Candidate(problem_of(phase, config, dict(mesh), CHIP, BATCH, LENGTH), limit)
+    return Candidate(problem_of(Workload(config, CHIP, BATCH, LENGTH, phase=phase), dict(mesh)), limit)
 
 
 def written(of, answer, said=()):
@@ -78,15 +79,15 @@ def test_meshes_are_all_groupings_of_torus_axes(torus):
     assert all(list(mesh) == list("xyz")[: len(mesh)] for mesh in found)
 
 
-def makers(torus, config=GATED, batch=BATCH, told=None):
-    return [partial(problem_of, "train", config, mesh, CHIP, batch, LENGTH) for mesh in meshes(torus)]
+def makers(every):
+    return [partial(problem_of, Workload(GATED, CHIP, BATCH, LENGTH), mesh) for mesh in every]
 
 
 @pytest.mark.parametrize("share", [1.0, 0.4, 0.02])
 def test_the_best_mesh_is_the_best_of_all_solved_alone(share):
     limit = share * candidate().free.bytes
     alone = []
-    for make in makers((4, 2)):
+    for make in makers(meshes((4, 2))):
         phase = make()
         try:
             alone.append((Search(phase.problem(limit)).best().seconds, phase.costs.mesh))
@@ -94,11 +95,11 @@ def test_the_best_mesh_is_the_best_of_all_solved_alone(share):
             alone.append((float("inf"), fault.nearest.bytes))
     if min(alone, key=lambda each: each[0])[0] == float("inf"):
         with pytest.raises(NoneFits) as none:
-            find(makers((4, 2)), limit)
+            find(makers(meshes((4, 2))), limit)
         assert none.value.over == min(size for _, size in alone) - limit
         assert none.value.nearest.bytes == min(size for _, size in alone)
         return
-    finding = find(makers((4, 2)), limit)
+    finding = find(makers(meshes((4, 2))), limit)
     cheapest = min(seconds for seconds, _ in alone)
     assert (
         cheapest * (1 - TOLERANCE) <= finding.bound <= cheapest <= finding.answer.seconds <= cheapest * (1 + 2 * NEAR)
@@ -143,7 +144,7 @@ def test_the_best_of_random_problems_is_the_best_of_all_their_assignments(seed):
 
 
 def test_a_mesh_that_cannot_win_is_not_solved():
-    finding = find(makers((4, 2)), CHIP.hbm_bytes)
+    finding = find(makers(meshes((4, 2))), CHIP.hbm_bytes)
     others = [each for each in finding.candidates if each is not finding.best]
     assert others
     assert all(each.answer is None and each.free.seconds >= finding.answer.seconds for each in others)
@@ -151,13 +152,13 @@ def test_a_mesh_that_cannot_win_is_not_solved():
 
 def test_of_meshes_that_cost_the_same_the_one_with_fewer_axes_is_taken():
     """With the batch alone to be split, and weights whole, two axes do what one does."""
-    doubled = [partial(problem_of, "train", GATED, mesh, CHIP, BATCH, LENGTH) for mesh in ({"x": 4, "y": 1}, {"x": 4})]
+    doubled = makers([{"x": 4, "y": 1}, {"x": 4}])
     assert find(doubled, CHIP.hbm_bytes).best.phase.costs.mesh == {"x": 4}
     assert find(doubled[::-1], CHIP.hbm_bytes).best.phase.costs.mesh == {"x": 4}
 
 
 def test_an_interrupt_leaves_the_best_so_far(monkeypatch):
-    every = makers((4, 2))
+    every = makers(meshes((4, 2)))
 
     def interrupted():
         raise KeyboardInterrupt
@@ -298,7 +299,7 @@ def test_a_layout_of_the_space_is_found_there_again(config, phase, tmp_path):
 
 
 def test_no_preset_is_better_than_what_was_found():
-    finding = find(makers((4, 2)), CHIP.hbm_bytes)
+    finding = find(makers(meshes((4, 2))), CHIP.hbm_bytes)
     priced = [each for each in placed_presets(finding.candidates) if each.answer]
     named = {"zero-1", "zero-2", "zero-3", "megatron-1d", "data-parallel", "replicated"}
     assert named | {"weight-stationary-1d", "weight-stationary-2d", "weight-gathered-xyz"} <= {
@@ -326,7 +327,7 @@ def test_on_one_device_all_presets_are_one_layout(phase):
 
 
 def test_with_microbatches_all_presets_but_those_without_a_split_batch_are_priced():
-    phase = problem_of("train", GATED, {"x": 4, "y": 2}, CHIP, 2 * BATCH, LENGTH, microbatches=2)
+    phase = problem_of(Workload(GATED, CHIP, 2 * BATCH, LENGTH, microbatches=2), {"x": 4, "y": 2})
     found = [each for each in placed_presets([Candidate(phase, CHIP.hbm_bytes)]) if each.usable]
     assert [each.name for each in found if not each.answer] == ["replicated"]
 

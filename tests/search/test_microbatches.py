@@ -16,7 +16,7 @@ from gspmd_models.search.answers.candidate import GAIN, NEAR, TOLERANCE
 from gspmd_models.search.answers.microbatches import Range, several, smallest
 from gspmd_models.search.answers.presets import placed_presets
 from gspmd_models.search.relaxed import Relaxed
-from gspmd_models.search.training import TrainingProblem
+from gspmd_models.search.workload import Workload
 from tests.search.blocks import small
 from tests.search.layouts import drawn
 
@@ -43,10 +43,10 @@ def picked(of, other, picks):
      (replace(ROUTED, moe=replace(ROUTED.moe, groups=4, capacity_factor=1.1)), "full", {"x": 4}, 16)],
 )  # fmt: skip
 def test_no_layout_costs_or_holds_less_than_its_bound_or_in_fewer_microbatches(config, remat, mesh, batch):
-    draw, asked = random.Random(f"{remat} {batch}"), (replace(config, remat=remat), mesh, CHIP, batch, LENGTH)
-    relaxed, counts, former = Relaxed(*asked), several(batch)[:4], None
+    draw, workload = random.Random(f"{remat} {batch}"), Workload(replace(config, remat=remat), CHIP, batch, LENGTH)
+    relaxed, counts, former = Relaxed(workload, mesh), several(batch)[:4], None
     for count in counts:
-        phase = TrainingProblem(*asked, microbatches=count)
+        phase = problem_of(replace(workload, microbatches=count), mesh)
         problem = phase.problem()
         bounds = [relaxed.between(*each) for each in ((count, count), (2, counts[-1]))]
         for _ in range(6):
@@ -66,12 +66,12 @@ def test_no_layout_costs_or_holds_less_than_its_bound_or_in_fewer_microbatches(c
 def test_a_bound_is_near_what_large_products_cost():
     """So that a number of microbatches that cannot win is not made: weights move as often as they do."""
     config = replace(DENSE, embed=1024, feed_forward=4096, head_size=64, heads=16, kv_heads=16, remat="full")
-    asked = config, {"x": 4, "y": 4}, CHIP, 256, 1024
+    workload, mesh = Workload(config, CHIP, 256, 1024), {"x": 4, "y": 4}
     for count in (2, 8):
-        exact = TrainingProblem(*asked, microbatches=count)
+        exact = problem_of(replace(workload, microbatches=count), mesh)
         limit = 2 * Candidate(exact, 0.0).least.bytes
         found = Search(exact.problem(limit)).best().seconds
-        assert 0.95 * found < Search(Relaxed(*asked).between(count, count, limit)).at_least() <= found
+        assert 0.95 * found < Search(Relaxed(workload, mesh).between(count, count, limit)).at_least() <= found
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -93,10 +93,9 @@ BATCH = 16
 
 
 def spaces(limit, remats=("none", "full")):
-    every = [(replace(DENSE, remat=remat), mesh, CHIP, BATCH, LENGTH) for mesh in MESHES for remat in remats]
-    return [partial(problem_of, "train", *asked) for asked in every], [
-        partial(Range.of, limit, *asked) for asked in every
-    ]
+    workloads = [Workload(replace(DENSE, remat=remat), CHIP, BATCH, LENGTH) for remat in remats]
+    every = [(workload, mesh) for mesh in MESHES for workload in workloads]
+    return [partial(problem_of, *each) for each in every], [partial(Range.of, *each, limit) for each in every]
 
 
 def alone(limit):

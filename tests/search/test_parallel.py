@@ -9,7 +9,6 @@ import pytest
 
 from gspmd.annotate import PlanError
 from gspmd.audit import topology
-from gspmd.hardware.chips import CHIPS
 from gspmd.layouts import Layout
 from gspmd.ops._plan import plan
 from gspmd.search import Search
@@ -18,17 +17,17 @@ from gspmd_models.remat.prediction import predicted
 from gspmd_models.search.parts.ends import Stream
 from gspmd_models.search.pipeline import StageProblem
 from gspmd_models.search.training import TrainingProblem
+from gspmd_models.search.workload import Workload
 from tests.search.layouts import drawn, layout_of
-from tests.search.test_training import BATCH, DENSE, LENGTH, MESH, only_planned, traced  # noqa: F401
+from tests.search.test_training import BATCH, CHIP, DENSE, LENGTH, MESH, only_planned, problem_of, traced  # noqa: F401
 
 PARALLEL = replace(DENSE, block="parallel")
-CHIP = CHIPS["tpu-v5p"]
 
 
 @cache
 def one_layer(gated: bool, kv_heads: int) -> TrainingProblem:
     config = replace(PARALLEL, layers=1, kv_heads=kv_heads, activation="swiglu" if gated else "gelu")
-    return TrainingProblem(config, {"x": 2, "y": 4}, CHIP, BATCH, LENGTH)
+    return problem_of(config, mesh={"x": 2, "y": 4})
 
 
 @pytest.mark.parametrize(("gated", "kv_heads"), [(True, 16), (False, 1)])
@@ -66,7 +65,7 @@ def test_a_block_costs_what_the_plans_of_its_two_equations_say(gated, kv_heads):
 def against_trace(remat: str, microbatches: int, draws: int, folder, **changes) -> None:
     pytest.importorskip("libtpu")  # what is merged and hoisted is the compiler's
     config, mesh = replace(PARALLEL, remat=remat, **changes), topology("tpu-v5p:2x2x2").mesh(MESH)
-    found = TrainingProblem(config, MESH, CHIP, BATCH, LENGTH, microbatches=microbatches)
+    found = problem_of(config, microbatches)
     problem, rng = found.problem(), random.Random(f"{remat} {microbatches} {changes}")
     for _ in range(draws):
         picks = drawn(problem, rng)
@@ -92,7 +91,7 @@ def test_so_do_others_with_every_choice_of_remat(remat, microbatches, changes, o
 
 
 def test_the_best_is_the_cheapest_of_many():
-    found = TrainingProblem(PARALLEL, {"x": 2, "y": 4}, CHIP, BATCH, LENGTH)
+    found = problem_of(PARALLEL, mesh={"x": 2, "y": 4})
     problem, rng = found.problem(), random.Random(0)
     best = Search(problem).best()
     assert best.complete
@@ -112,7 +111,7 @@ def test_what_a_block_keeps_less_than_a_serial_one_is_what_is_predicted():
         less = (kept["serial", remat] - kept["parallel", remat]) / residual
         held = []
         for config in (DENSE, PARALLEL):
-            found = TrainingProblem(replace(config, remat=remat), MESH, CHIP, BATCH, LENGTH)
+            found = problem_of(replace(config, remat=remat))
             stream = next(part for part in found.parts if isinstance(part, Stream))
             held.append(stream.kept[remat])
         assert held[0] - held[1] == round(less)
@@ -121,7 +120,7 @@ def test_what_a_block_keeps_less_than_a_serial_one_is_what_is_predicted():
 
 def test_stages_of_parallel_blocks_are_refused():
     with pytest.raises(PlanError, match="cannot price stages of parallel blocks"):
-        StageProblem(PARALLEL, 2, {"x": 2, "y": 2}, CHIP, BATCH, LENGTH)
+        StageProblem(Workload(PARALLEL, CHIP, BATCH, LENGTH), 2, {"x": 2, "y": 2})
 
 
 def test_vias_meet_where_they_have_what_they_share_in_one_place():

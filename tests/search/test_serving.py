@@ -17,10 +17,11 @@ from gspmd.moe import MoEConfig
 from gspmd.search import Search
 from gspmd_models import ModelConfig, build
 from gspmd_models.decoding import Generator, Sampling, serving_program
-from gspmd_models.search.answers import Candidate, problem_of
+from gspmd_models.search.answers import Candidate
 from gspmd_models.search.answers.presets import picks_of
 from gspmd_models.search.costs import Costs
 from gspmd_models.search.serving import ServingProblem
+from gspmd_models.search.workload import Phase, Workload
 from tests.search.layouts import drawn, layout_of
 
 SIZES = {"embed": 1024, "layers": 2, "heads": 16, "head_size": 64, "feed_forward": 4096, "vocabulary": 2048}
@@ -29,7 +30,12 @@ SERIAL = ModelConfig(**SIZES, kv_heads=4, tied=False)
 ROUTED = ModelConfig(**SIZES, kv_heads=4, tied=False, moe=MoEConfig(experts=8, every=2, router="top-k"))
 NOISY = ModelConfig(**SIZES, moe=MoEConfig(experts=12, every=1, router="noisy-top-k", k=5), activation="relu")
 BATCH, LENGTH = 16, 256
+CHIP = CHIPS["tpu-v4"]
 MESH = {"x": 2, "y": 2, "z": 2}
+
+
+def problem_of(config: ModelConfig, phase: Phase) -> ServingProblem:
+    return ServingProblem(Workload(config, CHIP, BATCH, LENGTH, phase=phase), MESH)
 
 
 @pytest.fixture
@@ -57,7 +63,7 @@ def traced(config, layout, mesh, phase):
 def test_a_layout_costs_what_its_program_is_traced_to(config, phase, only_planned, tmp_path):
     pytest.importorskip("libtpu")  # what is merged and hoisted is the compiler's
     mesh = topology("tpu-v4:2x2x2").mesh(MESH)
-    found = ServingProblem(config, MESH, CHIPS["tpu-v4"], phase, BATCH, LENGTH)
+    found = problem_of(config, phase)
     problem, rng = found.problem(), random.Random(f"{phase} {config.block} {config.moe and config.moe.router}")
     for _ in range(2):
         picks = drawn(problem, rng)
@@ -79,7 +85,7 @@ def test_biases_and_norms_of_heads_send_nothing_and_hold_float32(config, phase, 
     mesh, told, wanted, held, kept = topology("tpu-v4:2x2x2").mesh(MESH), [], [], [], []
     rng, picks = random.Random(phase), None
     for each in (replace(config, norm="layer"), replace(config, norm="layer", norm_bias=True, **vectors)):
-        found = ServingProblem(each, MESH, CHIPS["tpu-v4"], phase, BATCH, LENGTH)
+        found = problem_of(each, phase)
         problem = found.problem()
         picks = picks or drawn(problem, rng)
         layout = layout_of(found.lines(picks), tmp_path).lowered("blocking")
@@ -100,8 +106,8 @@ def test_two_dimensional_weight_stationary_layouts_are_cheaper_for_few_tokens():
     """Pope et al., section 3.2.2: from 16 chips on, E and F are both sharded where few tokens are decoded."""
     wide = ModelConfig(**SIZES | {"embed": 18432, "heads": 48, "head_size": 256, "feed_forward": 73728},
                        kv_heads=1, block="parallel", activation="swiglu")  # fmt: skip
-    found = ServingProblem(wide, {"x": 4, "y": 4, "z": 4}, CHIPS["tpu-v4"], "decode", 64, 2048)
-    best = Search(found.problem(0.9 * CHIPS["tpu-v4"].hbm_bytes)).best()
+    found = ServingProblem(Workload(wide, CHIP, 64, 2048, phase="decode"), {"x": 4, "y": 4, "z": 4})
+    best = Search(found.problem(0.9 * CHIP.hbm_bytes)).best()
     w_in = found.choices["ffn.w_in"][best.picks["ffn.w_in"]].spec
     assert all(w_in.axes)
 
@@ -113,7 +119,7 @@ def test_two_dimensional_weight_stationary_layouts_are_cheaper_for_few_tokens():
 def test_a_preset_costs_what_its_program_with_experts_is_traced_to(name, phase, only_planned):
     pytest.importorskip("libtpu")
     mesh, layout = topology("tpu-v4:2x2x2").mesh(MESH), Layout.load(name).lowered("blocking")
-    of = Candidate(problem_of(phase, ROUTED, MESH, CHIPS["tpu-v4"], BATCH, LENGTH), CHIPS["tpu-v4"].hbm_bytes)
+    of = Candidate(problem_of(ROUTED, phase), CHIP.hbm_bytes)
     wanted, program = traced(ROUTED, layout, mesh, phase)
     found = picks_of(of, Search(of.unlimited), program.layout)
     assert found.seconds == pytest.approx(wanted, rel=1e-6)
@@ -128,7 +134,7 @@ def test_a_preset_costs_what_its_program_with_experts_is_traced_to(name, phase, 
 
 
 def test_rows_do_not_leave_their_device_between_their_arrival_and_their_answers():
-    found = ServingProblem(ROUTED, MESH, CHIPS["tpu-v4"], "decode", BATCH, LENGTH)
+    found = problem_of(ROUTED, "decode")
     problem, rng = found.problem(), random.Random(0)
     for _ in range(20):
         chosen = {line.key: line.text for line in found.lines(drawn(problem, rng))}
@@ -153,7 +159,7 @@ def test_random_layouts_of_the_space_generate_what_one_device_does(every, shape,
             return generate(prompts, tokens=6, sampling=Sampling(temperature=0)).texts
 
     wanted = texts(Layout.load("replicated"), {"x": 1, "y": 1, "z": 1})
-    found = ServingProblem(config, shape, CHIPS["tpu-v4"], "decode", 8, 32, dtype="float32")
+    found = ServingProblem(Workload(config, CHIP, 8, 32, "float32", "decode"), shape)
     problem, rng = found.problem(), random.Random(every)
     for _ in range(3):
         assert texts(layout_of(found.lines(drawn(problem, rng)), tmp_path, tuple(shape)), shape) == wanted
@@ -169,4 +175,4 @@ REFUSED = {
 @pytest.mark.parametrize(("words", "changes"), REFUSED.items(), ids=REFUSED)
 def test_what_is_not_searched_is_refused(words, changes):
     with pytest.raises(PlanError, match=f"cannot search layouts to serve this model: {words}"):
-        ServingProblem(ModelConfig(**SIZES, **changes), MESH, CHIPS["tpu-v4"], "decode", BATCH, LENGTH)
+        problem_of(ModelConfig(**SIZES, **changes), "decode")

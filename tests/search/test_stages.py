@@ -26,6 +26,7 @@ from gspmd_models import ModelConfig, abstract, abstract_batch, abstract_key, st
 from gspmd_models.search.costs import Costs
 from gspmd_models.search.pipeline import StageProblem
 from gspmd_models.search.stages import sheet, table
+from gspmd_models.search.workload import Workload
 from tests.search.layouts import drawn, layout_of
 
 
@@ -156,7 +157,12 @@ DENSE = ModelConfig(
     activation="swiglu",
 )  # fmt: skip
 ROUTED = replace(DENSE, kv_heads=8, tied=True, activation="relu", moe=MoEConfig(experts=8, every=2, router="gshard"))
+CHIP = CHIPS["tpu-v5p"]
 INSIDE = {"x": 2, "y": 2}
+
+
+def problem_of(config: ModelConfig, microbatches: int = 1, side: tuple[str, ...] = (), stages: int = 2) -> StageProblem:
+    return StageProblem(Workload(config, CHIP, BATCH, LENGTH, microbatches=microbatches), stages, INSIDE, side)
 
 
 def traced(config: ModelConfig, layout: Layout, microbatches: int):
@@ -189,7 +195,7 @@ def test_a_pipeline_costs_what_its_training_step_is_traced_to(
     monkeypatch.setattr(Costs, "in_memory", lambda *_: 0.0)
     monkeypatch.setattr("gspmd_models.search.parts.attention.Attention._products", lambda *_: 0.0)
     config = replace(config, remat=remat)
-    found = StageProblem(config, 2, INSIDE, CHIPS["tpu-v5p"], BATCH, LENGTH, microbatches=microbatches, side=side)
+    found = problem_of(config, microbatches, side)
     problem = found.problem()
     picks = Search(problem).best().picks if seed is None else drawn(problem, random.Random(seed))
     layout = layout_of(found.lines(picks), tmp_path, ("p", *INSIDE))
@@ -206,7 +212,7 @@ def test_a_pipeline_costs_what_its_training_step_is_traced_to(
 
 
 def test_where_pipelines_run_side_by_side_nothing_else_lies(tmp_path):
-    found = StageProblem(DENSE, 2, INSIDE, CHIPS["tpu-v5p"], BATCH, LENGTH, microbatches=4, side=("y",))
+    found = problem_of(DENSE, 4, ("y",))
     problem, rng = found.problem(), random.Random(0)
     for _ in range(20):
         layout = layout_of(found.lines(drawn(problem, rng)), tmp_path, ("p", *INSIDE))
@@ -215,7 +221,7 @@ def test_where_pipelines_run_side_by_side_nothing_else_lies(tmp_path):
 
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
 def test_a_stage_holds_the_inputs_that_its_schedule_says(microbatches):
-    found = StageProblem(DENSE, 2, INSIDE, CHIPS["tpu-v5p"], BATCH, LENGTH, microbatches=microbatches)
+    found = problem_of(DENSE, microbatches)
     term = next(term for term in found.terms if term.name == "stream: residual")
     held = [found.costs.local(spec) * 2 for spec in found.choices["residual"]]
     assert term.bytes.tolist() == [Schedule.of("1f1b", 2, microbatches).in_flight * each for each in held]
@@ -223,7 +229,7 @@ def test_a_stage_holds_the_inputs_that_its_schedule_says(microbatches):
 
 @pytest.fixture(scope="module")
 def pipelines():
-    return table(DENSE, (2, 4), CHIPS["tpu-v5p"], BATCH, LENGTH, 95e9, microbatches=(4, 8, 48))
+    return table(Workload(DENSE, CHIP, BATCH, LENGTH), (2, 4), 95e9, microbatches=(4, 8, 48))
 
 
 def test_a_row_is_its_slots_and_what_comes_once(pipelines):
@@ -258,7 +264,7 @@ def test_the_found_pipeline_is_a_layout(pipelines, tmp_path):
 
 def test_the_table_says_what_fits(pipelines):
     least = min(row.answer.bytes for row in pipelines.rows)
-    tight = table(DENSE, (2, 4), CHIPS["tpu-v5p"], BATCH, LENGTH, 0.2 * least, microbatches=(4,))
+    tight = table(Workload(DENSE, CHIP, BATCH, LENGTH), (2, 4), 0.2 * least, microbatches=(4,))
     assert tight.best is None
     assert not tight.free
     assert all(row.least > 0.2 * least and not row.lines for row in tight.rows)
@@ -279,14 +285,14 @@ def test_the_table_says_what_fits(pipelines):
 )
 def test_what_makes_no_stages_is_refused(config, stages, side, told):
     with pytest.raises(PlanError, match=told):
-        StageProblem(config, stages, INSIDE, CHIPS["tpu-v5p"], BATCH, LENGTH, side=side)
+        problem_of(config, 1, side, stages)
 
 
 def test_stages_hold_the_gathered_weights_that_training_holds():
     """Without remat every layer's are kept until the backward pass has come to it."""
     held = {}
     for remat in ("none", "full"):
-        found = StageProblem(replace(DENSE, remat=remat), 2, INSIDE, CHIPS["tpu-v5p"], BATCH, LENGTH)
+        found = problem_of(replace(DENSE, remat=remat))
         term = next(term for term in found.terms if term.name == "ffn.in_via: ffn.w_in 0")
         held[remat] = np.max(term.bytes)
     assert held["none"] == DENSE.layers // 2 * held["full"]

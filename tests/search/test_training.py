@@ -20,6 +20,7 @@ from gspmd_models.search.answers import Candidate
 from gspmd_models.search.answers.presets import picks_of
 from gspmd_models.search.costs import Costs
 from gspmd_models.search.training import TrainingProblem
+from gspmd_models.search.workload import Workload
 from tests.search.layouts import drawn, layout_of
 
 DENSE = ModelConfig(
@@ -40,7 +41,12 @@ BIASED = {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "output_bias": T
 GPT2 = replace(DENSE, kv_heads=16, activation="gelu", norm="layer", norm_bias=True, **BIASED)
 QWEN = replace(DENSE, qkv_bias=True, qk_norm=True)
 BATCH, LENGTH = 64, 512
+CHIP = CHIPS["tpu-v5p"]
 MESH = {"x": 2, "y": 2, "z": 2}
+
+
+def problem_of(config: ModelConfig, microbatches: int = 1, mesh=MESH) -> TrainingProblem:
+    return TrainingProblem(Workload(config, CHIP, BATCH, LENGTH, microbatches=microbatches), mesh)
 
 
 @pytest.fixture
@@ -90,7 +96,7 @@ CASES = [
 def test_a_layout_costs_what_its_training_step_is_traced_to(config, remat, microbatches, draw, only_planned, tmp_path):
     pytest.importorskip("libtpu")  # what is merged and hoisted is the compiler's
     config, mesh = replace(config, remat=remat), topology("tpu-v5p:2x2x2").mesh(MESH)
-    found = TrainingProblem(config, MESH, CHIPS["tpu-v5p"], BATCH, LENGTH, microbatches=microbatches)
+    found = problem_of(config, microbatches)
     problem, rng = found.problem(), random.Random(f"{remat} {microbatches}")
     picks = [drawn(problem, rng) for _ in range(draw + 1)][draw]
     layout = layout_of(found.lines(picks), tmp_path)
@@ -116,7 +122,7 @@ def test_biases_and_norms_of_heads_cost_what_they_add_to_the_trace(
     mesh, told, wanted, held, kept = topology("tpu-v5p:2x2x2").mesh(MESH), [], [], [], []
     rng, picks = random.Random(str(vectors)), None
     for config in (replace(plain, remat=remat), replace(plain, remat=remat, **vectors)):
-        found = TrainingProblem(config, MESH, CHIPS["tpu-v5p"], BATCH, LENGTH, microbatches=microbatches)
+        found = problem_of(config, microbatches)
         problem = found.problem()
         picks = picks or drawn(problem, rng)
         layout = layout_of(found.lines(picks), tmp_path)
@@ -148,7 +154,7 @@ def test_a_preset_costs_what_it_is_traced_to(name, microbatches, only_planned):
     """Keys that are made split along their size; and gradients that are partial sums because there are microbatches."""
     pytest.importorskip("libtpu")
     mesh, layout = topology("tpu-v5p:2x2x2").mesh(MESH), Layout.load(name)
-    found = TrainingProblem(DENSE, MESH, CHIPS["tpu-v5p"], BATCH, LENGTH, microbatches=microbatches)
+    found = problem_of(DENSE, microbatches)
     candidate = Candidate(found, math.inf)
     answer = picks_of(candidate, candidate.search, layout.resolved(DENSE.sizes(BATCH, LENGTH), MESH))
     norm = 1e-5  # that of all gradients is priced over all mesh axes, some of which a preset shards no weight over
@@ -156,8 +162,7 @@ def test_a_preset_costs_what_it_is_traced_to(name, microbatches, only_planned):
 
 
 def test_the_best_is_the_cheapest_of_many(only_planned):
-    chip = CHIPS["tpu-v5p"]
-    problem = TrainingProblem(DENSE, {"x": 2, "y": 4}, chip, BATCH, LENGTH).problem()
+    problem = problem_of(DENSE, mesh={"x": 2, "y": 4}).problem()
     best, rng = Search(problem).best(), random.Random(0)
     assert best.complete
     assert best.seconds == pytest.approx(problem.cost(best.picks))
@@ -165,10 +170,8 @@ def test_the_best_is_the_cheapest_of_many(only_planned):
 
 
 def test_renamed_axes_cost_the_same():
-    chip = CHIPS["tpu-v5p"]
     one, other = (
-        Search(TrainingProblem(DENSE, mesh, chip, BATCH, LENGTH).problem()).best().seconds
-        for mesh in ({"x": 2, "y": 4}, {"y": 2, "x": 4})
+        Search(problem_of(DENSE, mesh=mesh).problem()).best().seconds for mesh in ({"x": 2, "y": 4}, {"y": 2, "x": 4})
     )
     assert one == pytest.approx(other, rel=1e-12)
 
@@ -183,9 +186,9 @@ def test_renamed_axes_cost_the_same():
 )
 def test_what_is_not_searched_is_refused(changes):
     with pytest.raises(PlanError, match="cannot search layouts to train this model"):
-        TrainingProblem(replace(DENSE, **changes), MESH, CHIPS["tpu-v5p"], BATCH, LENGTH)
+        problem_of(replace(DENSE, **changes))
 
 
 def test_microbatches_have_to_divide_the_batch():
     with pytest.raises(PlanError, match="cannot cut a batch of 64 into 3 microbatches"):
-        TrainingProblem(DENSE, MESH, CHIPS["tpu-v5p"], BATCH, LENGTH, microbatches=3)
+        problem_of(DENSE, microbatches=3)

@@ -16,6 +16,7 @@ from gspmd.audit.hlo.origin import by_origin
 from gspmd.audit.hlo.replica_groups import axes_of
 from gspmd.audit.ledgers.entries import Entry
 from gspmd.audit.ledgers.ledger import Ledger
+from gspmd.display.units import mesh_text
 
 
 def ledger(compiled: Any, mesh: Any = None) -> Ledger:
@@ -49,10 +50,9 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
 def of_module(module: Module, mesh: Mapping[str, int]) -> Ledger:
     """The ledger of a parsed module."""
     if module.devices not in (1, prod(mesh.values())):
-        written = ",".join(f"{axis}={size}" for axis, size in mesh.items())
         raise PlanError(
-            f"cannot name the mesh axes of {module.name}: {module.devices} devices run it, and the mesh {written} has "
-            f"{prod(mesh.values())}.\n  Give mesh=, the one that it was compiled for."
+            f"cannot name the mesh axes of {module.name}: {module.devices} devices run it, and the mesh "
+            f"{mesh_text(mesh)} has {prod(mesh.values())}.\n  Give mesh=, the one that it was compiled for."
         )
     reader = _Reader(module, mesh)
     entries, flops = reader.read(module.entry, 1)

@@ -19,7 +19,7 @@ from gspmd.audit.offline.options import check_compiler_options
 from gspmd.audit.offline.report import Report
 from gspmd.audit.offline.tpu import Topology, topology
 from gspmd.audit.simulation.simulator import timeline
-from gspmd.display.units import amount_of_bytes
+from gspmd.display.units import amount_of_bytes, mesh_text
 from gspmd.tracing.program_plan import ProgramPlan
 from gspmd.tracing.trace import check_call, trace
 
@@ -156,7 +156,8 @@ def _mesh(given: Any, target: Topology, args: Any) -> jax.sharding.Mesh:
             )
         if mesh != meshes[-1]:
             raise PlanError(
-                f"cannot compile for {target.name}: there are two meshes, {_axes(mesh)} and {_axes(meshes[-1])}.\n"
+                f"cannot compile for {target.name}: there are two meshes, {mesh_text(mesh.shape)} and "
+                f"{mesh_text(meshes[-1].shape)}.\n"
                 "  Place every argument on the same one."
             )
     return meshes[-1]
@@ -165,10 +166,6 @@ def _mesh(given: Any, target: Topology, args: Any) -> jax.sharding.Mesh:
 def _is_placed(leaf: Any) -> bool:
     sharding = getattr(leaf, "sharding", None)
     return isinstance(sharding, jax.NamedSharding) and isinstance(sharding.mesh, jax.sharding.Mesh)
-
-
-def _axes(mesh: jax.sharding.Mesh) -> str:
-    return ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())
 
 
 def _overfull(held: Sequence[memory.Buffer], target: Topology) -> str:

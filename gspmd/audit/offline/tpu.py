@@ -13,6 +13,7 @@ from gspmd.annotate.errors import PlanError, listed, shown
 from gspmd.audit.offline.libtpu import require_libtpu, slice_devices
 from gspmd.audit.offline.names import POD_CHIPS, read_name, shapes
 from gspmd.audit.offline.torus import lay, nearest
+from gspmd.display.units import mesh_text
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.chips import chip as chip_named
 
@@ -74,9 +75,10 @@ class Topology:
 
     def _wrong(self, axes: Mapping[str, int]) -> str:
         count = f" ({prod(axes.values())} in all)" if axes and all(map(_is_size, axes.values())) else ""
-        fact = f"cannot lay the mesh {_written(axes)}{count} over {self.name}, which has {self.num_devices} devices."
+        laid = f"{mesh_text(axes) or 'without axes'}{count}"
+        fact = f"cannot lay the mesh {laid} over {self.name}, which has {self.num_devices} devices."
         asked = {axis: size if _is_size(size) else 1 for axis, size in axes.items()} or {"x": 1}
-        fits = [_written(dict(zip(asked, sizes))) for sizes in nearest(self.num_devices, tuple(asked.values()))]
+        fits = [mesh_text(dict(zip(asked, sizes))) for sizes in nearest(self.num_devices, tuple(asked.values()))]
         return f"{fact}\n  The sizes have to multiply to {self.num_devices}, as in {listed(fits, 'or')}."
 
     def rings(self, mesh: Mesh) -> dict[str, tuple[int, ...]]:
@@ -145,10 +147,6 @@ def slices(chip: Chip | str) -> Iterator[Topology]:
         raise PlanError(f"{chip.name} comes in no slices.\n  Those that do: {', '.join(POD_CHIPS)}.")
     for shape in shapes(chip):
         yield topology(f"{chip.name}:{'x'.join(map(str, shape))}")
-
-
-def _written(axes: Mapping[str, int]) -> str:
-    return ",".join(f"{axis}={size}" for axis, size in axes.items()) or "without axes"
 
 
 def _is_size(size: object) -> bool:

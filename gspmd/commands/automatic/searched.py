@@ -29,6 +29,7 @@ from gspmd_models.decoding.prefix import most_prompts
 from gspmd_models.search.answers import Finding, NoneFits, document, find, problem_of
 from gspmd_models.search.answers.together import read_beside
 from gspmd_models.search.serving import ServingProblem
+from gspmd_models.search.workload import Workload
 
 Tell = Callable[[str], None]
 
@@ -115,7 +116,8 @@ def for_training(
 
 def _train(question: Question, tell: Tell) -> Found:
     sizes = question.sizes
-    makers = (partial(problem_of, "train", question.model, mesh, question.chip, **sizes) for mesh in question.meshes)
+    workload = Workload(question.model, question.chip, **sizes)
+    makers = (partial(problem_of, workload, mesh) for mesh in question.meshes)
     finding = _complete(find(makers, question.limit, tell))
     parts = f" in {sizes['microbatches']} microbatches" if sizes["microbatches"] > 1 else ""
     step = f"batch {sizes['batch']}, length {sizes['length']}{parts}, {sizes['dtype']}, remat {question.model.remat}"
@@ -161,9 +163,9 @@ def for_serving(
 
 def _serve(question: Question, tell: Tell) -> Found:
     prompts, samples, room, dtype, chunk = question.sizes.values()
-    at = partial(problem_of, config=question.model, chip=question.chip, dtype=dtype)
     rows = prompts * samples
-    makers = (partial(at, "decode", mesh=mesh, batch=rows, length=room) for mesh in question.meshes)
+    workload = Workload(question.model, question.chip, rows, room, dtype, phase="decode", room=room)
+    makers = (partial(problem_of, workload, mesh) for mesh in question.meshes)
     finding = _complete(find(makers, question.limit, tell))
     decode, answer = finding.best.phase, finding.answer
     tell("how prompts are read")
@@ -171,8 +173,8 @@ def _serve(question: Question, tell: Tell) -> Found:
     cache, mesh = decode.choices["heads"][answer.picks["heads"]].cache, decode.costs.mesh
     parts = prod(mesh[axis] for axis in cache.axes_of("B"))
     each = most_prompts([text // samples for text in range(rows)], parts)
-    problem = ServingProblem(question.model, mesh, question.chip, "prefill", each * parts, chunk, room, dtype)
-    prefill = read_beside(problem, decode, answer, question.limit)
+    prompt = replace(workload, phase="prefill", batch=each * parts, length=chunk)
+    prefill = read_beside(ServingProblem(prompt, mesh), decode, answer, question.limit)
     seconds = {"step of decoding": answer.seconds, f"prefill of {chunk} tokens": prefill.answer.seconds}
     step = f"{rows} texts of {prompts} prompts, cache of {room} tokens, {dtype}"
     text = document(finding.best, answer, header("serving", question, finding, seconds, {"step": step}), {})

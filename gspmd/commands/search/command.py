@@ -33,6 +33,7 @@ from gspmd_models.search.answers.microbatches import Range
 from gspmd_models.search.answers.presets import Placed, placed_presets
 from gspmd_models.search.answers.why import Why, why
 from gspmd_models.search.problem import PhaseProblem
+from gspmd_models.search.workload import Workload
 
 
 def run(argv: Sequence[str], script: str = "") -> int:
@@ -86,23 +87,27 @@ def makers(settings: Settings, target: Slice) -> Iterator[Callable[[], PhaseProb
 
     Of the numbers of microbatches it is the one that is given, or 1.
     """
-    asked = settings.batch, settings.length, settings.dtype, settings.microbatches or 1
-    for model, mesh in spaces(settings, target):
-        yield partial(problem_of, settings.phase, model, mesh, target.chip, *asked)
+    for workload, mesh in spaces(settings, target):
+        yield partial(problem_of, workload, mesh)
 
 
 def ranges(settings: Settings, target: Slice) -> Iterator[Callable[[], Range]]:
     """Makers of the numbers of microbatches that are searched besides, likewise; none if it is given."""
-    asked = settings.batch, settings.length, settings.dtype
-    for model, mesh in spaces(settings, target) if settings.searches_microbatches else ():
-        yield partial(Range.of, limit_of(settings, target), model, mesh, target.chip, *asked)
+    for workload, mesh in spaces(settings, target) if settings.searches_microbatches else ():
+        yield partial(Range.of, workload, mesh, limit_of(settings, target))
 
 
-def spaces(settings: Settings, target: Slice) -> Iterator[tuple[ModelConfig, dict[str, int]]]:
-    """Every mesh with every choice of remat that may be taken, as the model that makes it."""
+def spaces(settings: Settings, target: Slice) -> Iterator[tuple[Workload, dict[str, int]]]:
+    """Every mesh with every choice of remat that may be taken, as the workload that makes it."""
     for mesh in [parse_mesh(settings.mesh)] if settings.mesh else meshes(target.torus):
         for remat in settings.remats:
-            yield replace(settings.model, remat=remat), mesh
+            yield workload_of(settings, target, replace(settings.model, remat=remat)), mesh
+
+
+def workload_of(settings: Settings, target: Slice, model: ModelConfig) -> Workload:
+    """What is asked for, of the model with a choice of remat; in one microbatch where their number is searched."""
+    sizes = settings.batch, settings.length, settings.dtype
+    return Workload(model, target.chip, *sizes, phase=settings.phase, microbatches=settings.microbatches or 1)
 
 
 def limit_of(settings: Settings, target: Slice) -> float:
@@ -167,10 +172,9 @@ def look_closer(found: Found, settings: Settings, progress: Progress) -> None:
 
 def staged(best: Candidate, settings: Settings, progress: Progress) -> pipelines.Table:
     """Pipelines on the slice, for every number of stages."""
-    target, model, sizes = Slice.named(settings.topology), best.phase.costs.config, (settings.batch, settings.length)
-    return pipelines.table(
-        model, target.torus, target.chip, *sizes, best.limit, dtype=settings.dtype, tell=partial(said, progress)
-    )
+    target = Slice.named(settings.topology)
+    workload = workload_of(settings, target, best.phase.costs.config)
+    return pipelines.table(workload, target.torus, best.limit, tell=partial(said, progress))
 
 
 def comment(found: Found, progress: Progress) -> None:
@@ -211,7 +215,7 @@ def report(found: Found, settings: Settings, target: Slice, argv: Sequence[str])
         print(text)
     if found.presets:
         console.print(shown.comparison(finding, found.presets))
-        for line in shown.unpriced(found.presets, found.traced):
+        for line in shown.outside(found.presets, found.traced):
             console.print(line, markup=False, highlight=False)
     for asked in found.asked:
         console.print(*shown.reasons(asked), sep="\n")

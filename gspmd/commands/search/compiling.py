@@ -14,6 +14,7 @@ from gspmd import host
 from gspmd.audit import Report, Topology, topology
 from gspmd.commands import compile as offline
 from gspmd.commands.search.settings import Settings
+from gspmd.display.units import mesh_text
 from gspmd.layouts.rules.keys import KEYS
 from gspmd.search import Answer, NothingFits
 from gspmd.training import ShardingConfig
@@ -71,7 +72,7 @@ def shortlist(finding: Finding, said: Mapping[str, Remark], count: int) -> list[
                 (
                     "mesh",
                     Listed(
-                        " ".join(filter(None, (f"mesh {each.named}", each.remat, each.parts))),
+                        " ".join(filter(None, (f"mesh {each.named}", each.remat, each.in_microbatches))),
                         each,
                         each.solve(),
                         each.phase.costs.mesh,
@@ -149,9 +150,11 @@ def _settings(settings: Settings, listed: Listed, folder: Path) -> offline.Setti
     if not listed.preset:
         name = str(folder / "found.toml")
         Path(name).write_text(_text(listed))
-    mesh = ",".join(f"{axis}={size}" for axis, size in listed.mesh.items())
     sharding = ShardingConfig(
-        layout=name, mesh=mesh, lowering=listed.lowering, compiler_options=settings.compiler_options
+        layout=name,
+        mesh=mesh_text(listed.mesh),
+        lowering=listed.lowering,
+        compiler_options=settings.compiler_options,
     )
     return offline.Settings(
         settings.config, settings.topology, settings.phase, settings.batch, settings.length, dtype=settings.dtype,

@@ -34,7 +34,7 @@ def nothing_fits(
     if fault.candidate is None or fault.nearest is None or fault.over is None:
         return f"Nothing fits {target.name}: the sizes of this model and batch have no layout on any of its meshes."
     limit = fault.candidate.limit
-    where = f"{fault.candidate.named} {fault.candidate.parts}".strip()
+    where = f"{fault.candidate.named} {fault.candidate.in_microbatches}".strip()
     fact = (
         f"Nothing fits {target.name}: the smallest layout, on mesh {where}, holds "
         f"{amount_of_bytes(fault.nearest.bytes)} on each device, {amount_of_bytes(fault.over)} more than the "

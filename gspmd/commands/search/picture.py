@@ -73,7 +73,7 @@ def figure(finding: Finding, front: Sequence[Point], presets: Sequence[Placed], 
     axes.set_title(title, loc="left", fontsize=11, weight="bold", color=INK, pad=22)
     under: Any = {"xy": (0, 1), "xycoords": "axes fraction", "xytext": (0, 6), "textcoords": "offset points"}
     remat = finding.best.remat and f"remat {finding.best.remat}"
-    where = ", ".join(filter(None, (finding.best.named, remat, finding.best.parts)))
+    where = ", ".join(filter(None, (finding.best.named, remat, finding.best.in_microbatches)))
     axes.annotate(f"mesh {where}    no layout is in the shade", **under, fontsize=9.5, color=INK)
     return made
 

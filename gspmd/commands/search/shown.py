@@ -7,7 +7,7 @@ from rich.markup import escape
 from gspmd.commands.search.compiling import Listed
 from gspmd.commands.search.written import seconds
 from gspmd.display.tables import Column, Sheet
-from gspmd.display.units import amount_of_bytes
+from gspmd.display.units import amount_of_bytes, mesh_text
 from gspmd_models.search.answers import Candidate, Finding
 from gspmd_models.search.answers.presets import Placed
 from gspmd_models.search.answers.why import Why
@@ -78,11 +78,11 @@ def _columns(names: Sequence[str]) -> list[Column]:
 
 
 def _mesh(mesh: Mapping[str, int]) -> str:
-    return ",".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1)
+    return mesh_text(mesh, trivial=False)
 
 
-def unpriced(presets: Iterable[Placed], traced: Mapping[str, float]) -> list[str]:
-    """A line for each preset that has no row."""
+def outside(presets: Iterable[Placed], traced: Mapping[str, float]) -> list[str]:
+    """A line for each preset that is outside of the space, and so has no row."""
     lines = []
     for each in presets:
         if each.answer is None and each.name in traced:
@@ -164,5 +164,5 @@ def answer_line(finding: Finding, compiled: int) -> str:
     proved = f"no layout costs less than {seconds(finding.bound)}"
     planned = "" if compiled else " Planned, not compiled: --compile 3 asks the compiler."
     remat = finding.best.remat and f"remat {finding.best.remat}"
-    where = ", ".join(filter(None, (finding.best.named, remat, finding.best.parts)))
+    where = ", ".join(filter(None, (finding.best.named, remat, finding.best.in_microbatches)))
     return f"mesh {where}: {seconds(finding.answer.seconds)} a step, {proved}; {held}.{planned}"

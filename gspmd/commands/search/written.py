@@ -20,7 +20,7 @@ def header(
 ) -> list[str]:
     """The lines of the comment, without dates: searching again writes the same."""
     answer, model, remat = finding.answer, settings.model, finding.best.remat
-    length = f"{settings.length} {finding.best.parts}".strip()
+    length = f"{settings.length} {finding.best.in_microbatches}".strip()
     name = Path(settings.config).stem
     facts = {
         "model": f"{name}, {model.num_parameters:,} parameters" + (f", remat {remat}" if remat else ""),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import prod
 
+from gspmd.display.units import mesh_text
 from gspmd.search import Answer, NothingFits, Problem, Search
 
 from ..problem import PhaseProblem
@@ -144,7 +145,7 @@ class Candidate:
     @property
     def named(self) -> str:
         """The mesh, `x=4,y=8`."""
-        return ",".join(f"{axis}={size}" for axis, size in self.phase.costs.mesh.items())
+        return mesh_text(self.phase.costs.mesh)
 
     @property
     def remat(self) -> str:
@@ -158,7 +159,7 @@ class Candidate:
         return self.phase.costs.microbatches
 
     @property
-    def parts(self) -> str:
+    def in_microbatches(self) -> str:
         """`in 4 microbatches`; empty where the batch is not cut."""
         return f"in {self.microbatches} microbatches" if self.microbatches > 1 else ""
 

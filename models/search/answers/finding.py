@@ -8,6 +8,7 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
+from gspmd.display.units import mesh_text
 from gspmd.search import Answer, NothingFits
 
 from ..problem import PhaseProblem
@@ -128,7 +129,7 @@ class _Hunt:
         """Bound each problem without its limit."""
         for make in phases:
             phase = make()
-            self.tell(f"tables of mesh {_mesh(phase)}")
+            self.tell(f"tables of mesh {mesh_text(phase.costs.mesh)}")
             try:
                 self.candidates.append(Candidate(phase, self.limit))
             except NothingFits:  # no picks are allowed at all: the sizes have no such mesh
@@ -156,17 +157,17 @@ class _Hunt:
             bound, axes, fewest, _, each = heappop(heap)
             if bound == inf or not self._may_win(bound, axes, fewest):
                 continue
-            for part in each.parts:
-                if isinstance(part, Range):
-                    push(part)
+            for half in each.halves:
+                if isinstance(half, Range):
+                    push(half)
                 else:
-                    self.candidates.append(part)
-                    self._try(part)
+                    self.candidates.append(half)
+                    self._try(half)
 
     def _try(self, candidate: Candidate) -> None:
         if not self._may_win(candidate.free.seconds, *_order(candidate)):
             return
-        where = f"{candidate.named} {candidate.parts}".strip()
+        where = f"{candidate.named} {candidate.in_microbatches}".strip()
         self.tell(f"mesh {where}: at least {candidate.free.seconds:.4g} s")
         try:
             found = candidate.solve()
@@ -229,7 +230,3 @@ def _rank(candidate: Candidate) -> tuple[float, int, int]:
 def _order(candidate: Candidate) -> tuple[int, int]:
     """Of candidates that cost the same the first is taken."""
     return candidate.axes, candidate.microbatches
-
-
-def _mesh(phase: PhaseProblem) -> str:
-    return ",".join(f"{axis}={size}" for axis, size in phase.costs.mesh.items())

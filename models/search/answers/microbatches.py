@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
-from gspmd.hardware.chips import Chip
+from gspmd.display.units import mesh_text
 from gspmd.search import NothingFits, Search
 
-from ...config import ModelConfig
 from ..problem import PhaseProblem
 from ..relaxed import Relaxed
 from ..training import TrainingProblem
+from ..workload import Workload
 from .candidate import TOLERANCE, Candidate
 from .options import Options
 
@@ -46,19 +47,13 @@ class Range:
         self.bound = 0.0
 
     @classmethod
-    def of(
-        cls,
-        limit: float,
-        config: ModelConfig,
-        mesh: Mapping[str, int],
-        chip: Chip,
-        batch: int,
-        length: int,
-        dtype: str = "bfloat16",
-    ) -> Range:
-        """All that are searched besides one; but for the limit, the arguments are those of `TrainingProblem`."""
-        asked = config, mesh, chip, batch, length, dtype
-        return cls(Relaxed(*asked), several(batch), partial(TrainingProblem, *asked), limit)
+    def of(cls, workload: Workload, mesh: Mapping[str, int], limit: float) -> Range:
+        """All numbers that are searched besides one; the workload's own does not count."""
+
+        def make(count: int) -> PhaseProblem:
+            return TrainingProblem(replace(workload, microbatches=count), mesh)
+
+        return cls(Relaxed(workload, mesh), several(workload.batch), make, limit)
 
     def tighten(self, enough: float) -> None:
         """Raise the bound; above `enough` it is not looked for."""
@@ -83,7 +78,7 @@ class Range:
             return fault.nearest.bytes if fault.nearest else inf
 
     @cached_property
-    def parts(self) -> list[Range | Candidate]:
+    def halves(self) -> list[Range | Candidate]:
         """The fewer and the more of them; of a single one its problem, which is nothing where no picks are allowed."""
         if len(self.counts) == 1:
             try:
@@ -102,9 +97,8 @@ class Range:
 
     def __str__(self) -> str:
         costs = self.phase.costs
-        mesh = ",".join(f"{axis}={size}" for axis, size in costs.mesh.items())
         numbers = " to ".join(map(str, dict.fromkeys((self.counts[0], self.counts[-1]))))
-        return f"mesh {mesh}, remat {costs.config.remat}, in {numbers} microbatches"
+        return f"mesh {mesh_text(costs.mesh)}, remat {costs.config.remat}, in {numbers} microbatches"
 
 
 def smallest(candidates: Iterable[Candidate], ranges: Iterable[Range]) -> Candidate | None:
@@ -124,6 +118,6 @@ def smallest(candidates: Iterable[Candidate], ranges: Iterable[Range]) -> Candid
             return each
         if least == inf:
             return None
-        for part in each.parts:
-            push(part)
+        for half in each.halves:
+            push(half)
     return None

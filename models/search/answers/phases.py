@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
-from gspmd.hardware.chips import Chip
-
-from ...config import ModelConfig
 from ..problem import PhaseProblem
 from ..serving import ServingProblem
 from ..training import TrainingProblem
+from ..workload import Workload
 
 
-def problem_of(
-    phase: Literal["train", "prefill", "decode"],
-    config: ModelConfig,
-    mesh: Mapping[str, int],
-    chip: Chip,
-    batch: int,
-    length: int,
-    dtype: str = "bfloat16",
-    microbatches: int = 1,
-) -> PhaseProblem:
-    """The problem of a phase on one mesh; its arguments are those of `TrainingProblem` and `ServingProblem`.
+def problem_of(workload: Workload, mesh: Mapping[str, int]) -> PhaseProblem:
+    """The problem of a workload on a mesh, whose axes have these sizes.
 
     Raises:
-        PlanError: the model has what is not searched.
+        PlanError: the model has what is not searched; or the microbatches do not divide the batch.
     """
-    if phase == "train":
-        return TrainingProblem(config, mesh, chip, batch, length, dtype, microbatches)
-    return ServingProblem(config, mesh, chip, phase, batch, length, dtype=dtype)
+    return (TrainingProblem if workload.phase == "train" else ServingProblem)(workload, mesh)

@@ -81,11 +81,11 @@ def _divided(numbers: Range, layout: Layout, best: Placed, known: Known) -> Plac
     enough = to_beat(best.answer.seconds, best.candidate.microbatches) if best.answer and best.fits else inf
     if min(bounds, default=inf) >= enough:
         return best
-    for part in numbers.parts:
-        if isinstance(part, Range):
-            best = _divided(part, layout, best, known)
+    for half in numbers.halves:
+        if isinstance(half, Range):
+            best = _divided(half, layout, best, known)
         else:
-            placed = min(_placings(_Space(part, Search(part.unlimited)), layout, known), key=_rank)
+            placed = min(_placings(_Space(half, Search(half.unlimited)), layout, known), key=_rank)
             dearer = placed.answer is not None and placed.answer.seconds > enough
             best = best if dearer else min(best, placed, key=_rank)
     return best
