@@ -26,7 +26,7 @@ from gspmd.training.config import parse_mesh
 from gspmd_models import ModelConfig, search
 from gspmd_models.decoding.batch import checked, coarse
 from gspmd_models.decoding.prefix import most_prompts
-from gspmd_models.search.answers import Finding, NoneFits, document, find, problem_of
+from gspmd_models.search.answers import Finding, NoneFits, Space, document, find, problem_of
 from gspmd_models.search.answers.together import read_beside
 from gspmd_models.search.serving import ServingProblem
 
@@ -115,8 +115,9 @@ def for_training(
 
 def _train(question: Question, tell: Tell) -> Found:
     sizes = question.sizes
-    makers = (partial(problem_of, "train", question.model, mesh, question.chip, **sizes) for mesh in question.meshes)
-    finding = _complete(find(makers, question.limit, tell))
+    of = partial(problem_of, "train", question.model, chip=question.chip, **sizes)
+    spaces = (Space(partial(of, mesh=mesh)) for mesh in question.meshes)
+    finding = _complete(find(spaces, question.limit, tell))
     parts = f" in {sizes['microbatches']} microbatches" if sizes["microbatches"] > 1 else ""
     step = f"batch {sizes['batch']}, length {sizes['length']}{parts}, {sizes['dtype']}, remat {question.model.remat}"
     seconds = {"training step": finding.answer.seconds}
@@ -163,8 +164,8 @@ def _serve(question: Question, tell: Tell) -> Found:
     prompts, samples, room, dtype, chunk = question.sizes.values()
     at = partial(problem_of, config=question.model, chip=question.chip, dtype=dtype)
     rows = prompts * samples
-    makers = (partial(at, "decode", mesh=mesh, batch=rows, length=room) for mesh in question.meshes)
-    finding = _complete(find(makers, question.limit, tell))
+    spaces = (Space(partial(at, "decode", mesh=mesh, batch=rows, length=room)) for mesh in question.meshes)
+    finding = _complete(find(spaces, question.limit, tell))
     decode, answer = finding.best.phase, finding.answer
     tell("how prompts are read")
     # Each part of the cache has the rows of the prompts that its texts begin with.

@@ -49,6 +49,7 @@ class Range:
     def of(
         cls,
         limit: float,
+        *,
         config: ModelConfig,
         mesh: Mapping[str, int],
         chip: Chip,
