@@ -47,8 +47,8 @@ def searches(monkeypatch):
     """The meshes of each search."""
     asked, find = [], searched.find
 
-    def counted(makers, *args):
-        asked.append([*makers])
+    def counted(spaces, *args):
+        asked.append([*spaces])
         return find(asked[-1], *args)
 
     monkeypatch.setattr(searched, "find", counted)

@@ -18,6 +18,7 @@ from gspmd.commands.search.slice import Slice
 from gspmd.layouts import Layout, presets
 from gspmd.search import Search
 from gspmd.training import command as commands
+from gspmd_models.search.answers import Space
 
 ROOT = Path(__file__).parents[2]
 MODEL = """
@@ -160,12 +161,11 @@ def test_the_smallest_slice_is_the_first_on_which_something_fits(script, monkeyp
     monkeypatch.setattr(
         missing, "Candidate", lambda size, limit: SimpleNamespace(least=SimpleNamespace(bytes=1 / size))
     )
-    makers = lambda target: [lambda: target.devices]  # noqa: E731
-    ranges = lambda target: []  # noqa: E731
+    spaces = lambda target: [Space(lambda: target.devices)]  # noqa: E731
     target = Slice.named("tpu-v4:2x2x1")
-    assert missing.next_slice(target, 1 / 20, makers, ranges, print).name == "tpu-v4:2x4x4"
-    assert missing.next_slice(target, 1 / 4096, makers, ranges, print).devices == 4096
-    assert missing.next_slice(target, 1 / 9999, makers, ranges, print) is None
+    assert missing.next_slice(target, 1 / 20, spaces, print).name == "tpu-v4:2x4x4"
+    assert missing.next_slice(target, 1 / 4096, spaces, print).devices == 4096
+    assert missing.next_slice(target, 1 / 9999, spaces, print) is None
 
 
 def test_an_interrupt_of_the_search_writes_the_best_so_far(run, script, monkeypatch, tmp_path):

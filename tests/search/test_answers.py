@@ -18,7 +18,7 @@ from gspmd.layouts import Layout
 from gspmd.search import Choice, NothingFits, Problem, Search, Term
 from gspmd.training import OptimizerConfig, jit_step
 from gspmd_models import step
-from gspmd_models.search.answers import Candidate, NoneFits, document, find, meshes, problem_of
+from gspmd_models.search.answers import Candidate, NoneFits, Space, document, find, meshes, problem_of
 from gspmd_models.search.answers.candidate import NEAR, TOLERANCE
 from gspmd_models.search.answers.document import remarks
 from gspmd_models.search.answers.frontier import frontier
@@ -79,27 +79,28 @@ def test_meshes_are_all_groupings_of_torus_axes(torus):
     assert all(list(mesh) == list("xyz")[: len(mesh)] for mesh in found)
 
 
-def makers(every):
-    return [partial(problem_of, Workload(GATED, CHIP, BATCH, LENGTH), mesh) for mesh in every]
+def spaces(every=None):
+    workload = Workload(GATED, CHIP, BATCH, LENGTH)
+    return [Space(partial(problem_of, workload, mesh)) for mesh in every or meshes((4, 2))]
 
 
 @pytest.mark.parametrize("share", [1.0, 0.4, 0.02])
 def test_the_best_mesh_is_the_best_of_all_solved_alone(share):
     limit = share * candidate().free.bytes
     alone = []
-    for make in makers(meshes((4, 2))):
-        phase = make()
+    for space in spaces():
+        phase = space.phase()
         try:
             alone.append((Search(phase.problem(limit)).best().seconds, phase.costs.mesh))
         except NothingFits as fault:
             alone.append((float("inf"), fault.nearest.bytes))
     if min(alone, key=lambda each: each[0])[0] == float("inf"):
         with pytest.raises(NoneFits) as none:
-            find(makers(meshes((4, 2))), limit)
+            find(spaces(), limit)
         assert none.value.over == min(size for _, size in alone) - limit
         assert none.value.nearest.bytes == min(size for _, size in alone)
         return
-    finding = find(makers(meshes((4, 2))), limit)
+    finding = find(spaces(), limit)
     cheapest = min(seconds for seconds, _ in alone)
     assert (
         cheapest * (1 - TOLERANCE) <= finding.bound <= cheapest <= finding.answer.seconds <= cheapest * (1 + 2 * NEAR)
@@ -130,13 +131,13 @@ def test_the_best_of_random_problems_is_the_best_of_all_their_assignments(seed):
     fitting = [
         (seconds, number) for number, (_, every) in enumerate(phases) for seconds, held in every if held <= limit
     ]
-    makers = [lambda phase=phase: phase for phase, _ in phases]
+    every = [Space(lambda phase=phase: phase) for phase, _ in phases]
     if not fitting:
         with pytest.raises(NoneFits) as none:
-            find(makers, limit)
+            find(every, limit)
         assert none.value.over == min(held for _, every in phases for _, held in every) - limit
         return
-    finding = find(makers, limit)
+    finding = find(every, limit)
     seconds, number = min(fitting)  # of equals the first, which has the fewest axes
     assert finding.answer.seconds == seconds
     assert seconds * (1 - TOLERANCE) <= finding.bound <= seconds
@@ -144,7 +145,7 @@ def test_the_best_of_random_problems_is_the_best_of_all_their_assignments(seed):
 
 
 def test_a_mesh_that_cannot_win_is_not_solved():
-    finding = find(makers(meshes((4, 2))), CHIP.hbm_bytes)
+    finding = find(spaces(), CHIP.hbm_bytes)
     others = [each for each in finding.candidates if each is not finding.best]
     assert others
     assert all(each.answer is None and each.free.seconds >= finding.answer.seconds for each in others)
@@ -152,23 +153,23 @@ def test_a_mesh_that_cannot_win_is_not_solved():
 
 def test_of_meshes_that_cost_the_same_the_one_with_fewer_axes_is_taken():
     """With the batch alone to be split, and weights whole, two axes do what one does."""
-    doubled = makers([{"x": 4, "y": 1}, {"x": 4}])
+    doubled = spaces([{"x": 4, "y": 1}, {"x": 4}])
     assert find(doubled, CHIP.hbm_bytes).best.phase.costs.mesh == {"x": 4}
     assert find(doubled[::-1], CHIP.hbm_bytes).best.phase.costs.mesh == {"x": 4}
 
 
 def test_an_interrupt_leaves_the_best_so_far(monkeypatch):
-    every = makers(meshes((4, 2)))
+    every = spaces()
 
     def interrupted():
         raise KeyboardInterrupt
 
-    finding = find([every[0], interrupted, every[1]], CHIP.hbm_bytes)
+    finding = find([every[0], Space(interrupted), every[1]], CHIP.hbm_bytes)
     assert not finding.complete
-    assert finding.answer == Candidate(every[0](), CHIP.hbm_bytes).solve()
+    assert finding.answer == Candidate(every[0].phase(), CHIP.hbm_bytes).solve()
     assert finding.bound <= finding.answer.seconds
     with pytest.raises(KeyboardInterrupt):
-        find([interrupted, *every], CHIP.hbm_bytes)
+        find([Space(interrupted), *every], CHIP.hbm_bytes)
 
 
 def test_an_interrupt_within_a_search_leaves_what_it_had(monkeypatch):
@@ -184,7 +185,7 @@ def test_an_interrupt_within_a_search_leaves_what_it_had(monkeypatch):
 
     original = Search.best
     monkeypatch.setattr(Search, "best", interrupted)
-    finding = find([lambda: held.phase], limit)
+    finding = find([Space(lambda: held.phase)], limit)
     assert (finding.complete, finding.answer) == (False, best)
     assert finding.bound == best.bound
 
@@ -299,7 +300,7 @@ def test_a_layout_of_the_space_is_found_there_again(config, phase, tmp_path):
 
 
 def test_no_preset_is_better_than_what_was_found():
-    finding = find(makers(meshes((4, 2))), CHIP.hbm_bytes)
+    finding = find(spaces(), CHIP.hbm_bytes)
     priced = [each for each in placed_presets(finding.candidates) if each.answer]
     named = {"zero-1", "zero-2", "zero-3", "megatron-1d", "data-parallel", "replicated"}
     assert named | {"weight-stationary-1d", "weight-stationary-2d", "weight-gathered-xyz"} <= {

@@ -4,15 +4,17 @@ import random
 from dataclasses import replace
 from functools import partial
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 
 from gspmd.hardware.chips import CHIPS
 from gspmd.moe import MoEConfig
-from gspmd.search import NothingFits, Search
+from gspmd.search import Answer, NothingFits, Search
 from gspmd_models import ModelConfig
-from gspmd_models.search.answers import Candidate, NoneFits, find, problem_of
+from gspmd_models.search.answers import Candidate, NoneFits, Space, find, problem_of
 from gspmd_models.search.answers.candidate import GAIN, NEAR, TOLERANCE
+from gspmd_models.search.answers.finding import _Hunt
 from gspmd_models.search.answers.microbatches import Range, several, smallest
 from gspmd_models.search.answers.presets import placed_presets
 from gspmd_models.search.relaxed import Relaxed
@@ -92,19 +94,18 @@ MESHES = ({"x": 4}, {"x": 2, "y": 2})
 BATCH = 16
 
 
-def spaces(limit, remats=("none", "full")):
-    workloads = [Workload(replace(DENSE, remat=remat), CHIP, BATCH, LENGTH) for remat in remats]
-    every = [(workload, mesh) for mesh in MESHES for workload in workloads]
-    return [partial(problem_of, *each) for each in every], [partial(Range.of, *each, limit) for each in every]
+def spaces(remats=("none", "full")):
+    for mesh in MESHES:
+        for remat in remats:
+            workload = Workload(replace(DENSE, remat=remat), CHIP, BATCH, LENGTH)
+            yield Space(partial(problem_of, workload, mesh), partial(Range.of, workload, mesh))
 
 
 def alone(limit):
     """Every candidate of every number of microbatches."""
-    makers, ranges = spaces(limit)
-    every = [make() for make in makers] + [
-        each.make(count) for make in ranges for each in [make()] for count in each.counts
-    ]
-    for phase in every:
+    ranges = [space.several(limit) for space in spaces()]
+    every = [space.phase() for space in spaces()]
+    for phase in every + [each.make(count) for each in ranges for count in each.counts]:
         try:
             yield Candidate(phase, limit)
         except NothingFits:
@@ -124,8 +125,7 @@ def test_the_best_is_the_best_of_all_searched_alone(share):
             known.append((Search(each.problem).best().seconds, each.microbatches))
         except NothingFits:
             continue
-    makers, ranges = spaces(limit)
-    finding = find(makers, limit, ranges=ranges)
+    finding = find(spaces(), limit)
     one, more = (min((took for took, count in known if (count == 1) == first), default=inf) for first in (True, False))
     cheapest = more if more < one * (1 - GAIN) else one
     assert cheapest * (1 - TOLERANCE) <= finding.bound <= cheapest * (1 + 1e-9)
@@ -143,34 +143,51 @@ def test_several_microbatches_have_to_gain_what_plans_do_not_know(gain, monkeypa
     first = min((each.solve().seconds for each in fits if each.microbatches == 1), default=inf)
     then = min(each.solve().seconds for each in fits if each.microbatches > 1)
     monkeypatch.setattr("gspmd_models.search.answers.candidate.GAIN", gain)
-    makers, ranges = spaces(limit)
-    finding = find(makers, limit, ranges=ranges)
+    finding = find(spaces(), limit)
     wanted = min(first, then) if gain == 0 or first == inf else first
     assert finding.answer.seconds == pytest.approx(wanted, rel=2 * NEAR)
 
 
 def test_where_nothing_fits_the_nearest_is_the_smallest_of_all():
     limit = 0.99 * LEAST
-    makers, ranges = spaces(limit)
     with pytest.raises(NoneFits) as none:
-        find(makers, limit, ranges=ranges)
+        find(spaces(), limit)
     assert none.value.nearest.bytes == LEAST
     assert none.value.over == LEAST - limit
     assert none.value.candidate.microbatches > 1
-    assert smallest([], [make() for make in ranges]).least.bytes == LEAST
+    assert smallest([], [space.several(limit) for space in spaces()]).least.bytes == LEAST
 
 
 def test_few_numbers_are_made_and_an_interrupt_leaves_the_best_so_far():
-    makers, ranges = spaces(1e9)
-    finding = find(makers, 1e9, ranges=ranges)
-    assert len(finding.candidates) < 2 * len(makers)
+    every = [*spaces()]
+    assert len(find(every, 1e9).candidates) < 2 * len(every)
 
-    def interrupted():
+    def interrupted(limit):
         raise KeyboardInterrupt
 
-    finding = find(makers, 1e9, ranges=[interrupted])
+    alone = [replace(space, several=None) for space in every]
+    finding = find([replace(every[0], several=interrupted), *alone[1:]], 1e9)
     assert not finding.complete
-    assert finding.answer == find(makers, 1e9).answer
+    assert finding.answer == find(alone, 1e9).answer
+
+
+@pytest.mark.parametrize(
+    ("known", "left"),
+    [([(1, 1.0), (4, 0.99)], 1), ([(1, 1.0), (4, 0.97)], 4), ([(4, 2.0)], 4), ([(2, 1.5), (8, 1.2), (1, 1.3)], 8),
+     ([(1, None), (2, 1.0)], 2), ([(1, 3.0), (2, None)], 1), ([(1, None), (2, None)], None), ([], None)],
+)  # fmt: skip
+def test_at_an_interrupt_several_microbatches_have_to_gain_too(known, left):
+    """What is left of candidates that are known to fit by then, or are not."""
+    hunt = _Hunt(1.0, print)
+    for count, seconds in known:
+        answer = seconds and Answer({}, seconds, 1.0, 0.5, True)
+        free = Answer({}, 0.5, 2.0, 0.5, True)
+        hunt.candidates.append(SimpleNamespace(free=free, so_far=answer, answer=None, axes=1, microbatches=count))
+    found = hunt.so_far()
+    assert (found and found.best.microbatches) == left
+    if found:
+        assert found.answer.seconds == dict(known)[left]
+        assert not found.complete
 
 
 def test_a_preset_takes_the_number_of_microbatches_that_is_best_for_it():
@@ -178,8 +195,7 @@ def test_a_preset_takes_the_number_of_microbatches_that_is_best_for_it():
     every = {}
     for each in placed_presets([*alone(limit)]):
         every[each.name] = each
-    makers, ranges = spaces(limit)
-    finding = find(makers, limit, ranges=ranges)
+    finding = find(spaces(), limit)
     ones = [each for each in finding.candidates if each.microbatches == 1]
     found = {each.name: each for each in placed_presets(ones, finding.ranges)}
     assert any(each.fits and each.candidate.microbatches > 1 for each in found.values())

@@ -26,7 +26,7 @@ from gspmd.training.config import parse_mesh
 from gspmd_models import ModelConfig, search
 from gspmd_models.decoding.batch import checked, coarse
 from gspmd_models.decoding.prefix import most_prompts
-from gspmd_models.search.answers import Finding, NoneFits, document, find, problem_of
+from gspmd_models.search.answers import Finding, NoneFits, Space, document, find, problem_of
 from gspmd_models.search.answers.together import read_beside
 from gspmd_models.search.serving import ServingProblem
 from gspmd_models.search.workload import Workload
@@ -117,8 +117,8 @@ def for_training(
 def _train(question: Question, tell: Tell) -> Found:
     sizes = question.sizes
     workload = Workload(question.model, question.chip, **sizes)
-    makers = (partial(problem_of, workload, mesh) for mesh in question.meshes)
-    finding = _complete(find(makers, question.limit, tell))
+    spaces = (Space(partial(problem_of, workload, mesh)) for mesh in question.meshes)
+    finding = _complete(find(spaces, question.limit, tell))
     parts = f" in {sizes['microbatches']} microbatches" if sizes["microbatches"] > 1 else ""
     step = f"batch {sizes['batch']}, length {sizes['length']}{parts}, {sizes['dtype']}, remat {question.model.remat}"
     seconds = {"training step": finding.answer.seconds}
@@ -165,8 +165,8 @@ def _serve(question: Question, tell: Tell) -> Found:
     prompts, samples, room, dtype, chunk = question.sizes.values()
     rows = prompts * samples
     workload = Workload(question.model, question.chip, rows, room, dtype, phase="decode", room=room)
-    makers = (partial(problem_of, workload, mesh) for mesh in question.meshes)
-    finding = _complete(find(makers, question.limit, tell))
+    spaces = (Space(partial(problem_of, workload, mesh)) for mesh in question.meshes)
+    finding = _complete(find(spaces, question.limit, tell))
     decode, answer = finding.best.phase, finding.answer
     tell("how prompts are read")
     # Each part of the cache has the rows of the prompts that its texts begin with.

@@ -8,7 +8,7 @@ other that fits in memory may be faster: by 0.05% at most, as a rule. Nothing ru
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,12 @@ from gspmd.training import command
 from gspmd.training.config import ConfigError, parse_mesh
 from gspmd_models import ModelConfig
 from gspmd_models.search import stages as pipelines
-from gspmd_models.search.answers import Candidate, Finding, NoneFits, document, find, meshes, problem_of
+from gspmd_models.search.answers import Candidate, Finding, NoneFits, Space, document, find, meshes, problem_of
 from gspmd_models.search.answers.document import Remark, remarks
 from gspmd_models.search.answers.frontier import Point, frontier
 from gspmd_models.search.answers.microbatches import Range
 from gspmd_models.search.answers.presets import Placed, placed_presets
 from gspmd_models.search.answers.why import Why, why
-from gspmd_models.search.problem import PhaseProblem
 from gspmd_models.search.workload import Workload
 
 
@@ -57,11 +56,9 @@ def main(argv: Sequence[str], script: str = "") -> int:
     target = Slice.named(settings.topology)
     with Progress(printing.console(stderr=True), "Searching") as progress:
         try:
-            limit = limit_of(settings, target)
-            finding = find(makers(settings, target), limit, partial(said, progress), ranges(settings, target))
+            finding = find(spaces(settings, target), limit_of(settings, target), partial(said, progress))
         except NoneFits as fault:
-            on = partial(makers, settings), partial(ranges, settings)
-            message = nothing_fits(fault, settings, target, *on, progress.begin)
+            message = nothing_fits(fault, settings, target, partial(spaces, settings), progress.begin)
         else:
             message = ""
             found = Found(finding, interrupted=not finding.complete)
@@ -82,26 +79,13 @@ def said(progress: Progress, text: str) -> None:
     progress.say(text)
 
 
-def makers(settings: Settings, target: Slice) -> Iterator[Callable[[], PhaseProblem]]:
-    """Makers of the problem on each mesh, and in training with each choice of remat that may be taken.
-
-    Of the numbers of microbatches it is the one that is given, or 1.
-    """
-    for workload, mesh in spaces(settings, target):
-        yield partial(problem_of, workload, mesh)
-
-
-def ranges(settings: Settings, target: Slice) -> Iterator[Callable[[], Range]]:
-    """Makers of the numbers of microbatches that are searched besides, likewise; none if it is given."""
-    for workload, mesh in spaces(settings, target) if settings.searches_microbatches else ():
-        yield partial(Range.of, workload, mesh, limit_of(settings, target))
-
-
-def spaces(settings: Settings, target: Slice) -> Iterator[tuple[Workload, dict[str, int]]]:
-    """Every mesh with every choice of remat that may be taken, as the workload that makes it."""
+def spaces(settings: Settings, target: Slice) -> Iterator[Space]:
+    """Every mesh with every choice of remat that may be taken, in the microbatches that are given or in all numbers."""
     for mesh in [parse_mesh(settings.mesh)] if settings.mesh else meshes(target.torus):
         for remat in settings.remats:
-            yield workload_of(settings, target, replace(settings.model, remat=remat)), mesh
+            workload = workload_of(settings, target, replace(settings.model, remat=remat))
+            several = partial(Range.of, workload, mesh) if settings.searches_microbatches else None
+            yield Space(partial(problem_of, workload, mesh), several)
 
 
 def workload_of(settings: Settings, target: Slice, model: ModelConfig) -> Workload:

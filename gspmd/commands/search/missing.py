@@ -6,16 +6,14 @@ from gspmd.commands.search.settings import Settings
 from gspmd.commands.search.slice import Slice
 from gspmd.display.units import amount_of_bytes
 from gspmd.search import NothingFits
-from gspmd_models.search.answers import Candidate, NoneFits
-from gspmd_models.search.answers.microbatches import Range, smallest
-from gspmd_models.search.problem import PhaseProblem
+from gspmd_models.search.answers import Candidate, NoneFits, Space
+from gspmd_models.search.answers.microbatches import smallest
 
-Makers = Callable[[Slice], Iterable[Callable[[], PhaseProblem]]]
-Ranges = Callable[[Slice], Iterable[Callable[[], Range]]]
+Spaces = Callable[[Slice], Iterable[Space]]
 
 
 def nothing_fits(
-    fault: NoneFits, settings: Settings, target: Slice, makers: Makers, ranges: Ranges, tell: Callable[[str], None]
+    fault: NoneFits, settings: Settings, target: Slice, spaces: Spaces, tell: Callable[[str], None]
 ) -> str:
     """The message.
 
@@ -23,8 +21,7 @@ def nothing_fits(
         fault: from `find`.
         settings: of the search.
         target: the slice.
-        makers: of the problems on the meshes of a slice.
-        ranges: makers of the numbers of microbatches that are searched besides.
+        spaces: those of a slice.
         tell: told which slice is tried.
     """
     remedies = ["a smaller --batch"]
@@ -43,25 +40,24 @@ def nothing_fits(
     )
     if settings.mesh:
         return f"{fact}\n  Leave --mesh out, or take a larger slice, {smaller}."
-    larger = next_slice(target, limit, makers, ranges, tell)
+    larger = next_slice(target, limit, spaces, tell)
     remedy = f"It would fit on {larger.name}" if larger else f"No slice of {target.chip.name} is large enough"
     return f"{fact}\n  {remedy}. Otherwise take {smaller}."
 
 
-def next_slice(
-    target: Slice, limit: float, makers: Makers, ranges: Ranges, tell: Callable[[str], None]
-) -> Slice | None:
-    """The smallest larger slice of the chip on some mesh of which something fits."""
+def next_slice(target: Slice, limit: float, spaces: Spaces, tell: Callable[[str], None]) -> Slice | None:
+    """The smallest larger slice of the chip in some space of which something fits."""
     for larger in target.larger():
         tell(f"whether it fits {larger.name}")
-        for make in reversed([*makers(larger)]):  # more axes have more layouts
+        every = [*spaces(larger)][::-1]  # more axes have more layouts
+        for space in every:
             try:
-                if Candidate(make(), limit).least.bytes <= limit:
+                if Candidate(space.phase(), limit).least.bytes <= limit:
                     return larger
             except NothingFits:  # the sizes have no layout on this mesh
                 continue
-        for make in reversed([*ranges(larger)]):
-            least = smallest([], [make()])
+        for several in (space.several for space in every if space.several):
+            least = smallest([], [several(limit)])
             if least and least.least.bytes <= limit:
                 return larger
     return None

@@ -5,8 +5,8 @@ Nothing here but `problem_of` knows of a particular phase: all else asks a `Phas
 
 from .candidate import Candidate
 from .document import document
-from .finding import Finding, NoneFits, find
+from .finding import Finding, NoneFits, Space, find
 from .meshes import meshes
 from .phases import problem_of
 
-__all__ = ["Candidate", "Finding", "NoneFits", "document", "find", "meshes", "problem_of"]
+__all__ = ["Candidate", "Finding", "NoneFits", "Space", "document", "find", "meshes", "problem_of"]

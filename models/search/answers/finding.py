@@ -17,6 +17,20 @@ from .microbatches import Range, smallest
 
 
 @dataclass(frozen=True)
+class Space:
+    """Where layouts are looked for: on one mesh, in training with one choice of remat.
+
+    Attributes:
+        phase: makes the problem there.
+        several: makes the numbers of microbatches that are searched besides, of the bytes that a device may hold; None
+            for none.
+    """
+
+    phase: Callable[[], PhaseProblem]
+    several: Callable[[float], Range] | None = None
+
+
+@dataclass(frozen=True)
 class Finding:
     """The best of several meshes.
 
@@ -83,31 +97,25 @@ class NoneFits(ValueError):
 Tell = Callable[[str], None]
 
 
-def find(
-    phases: Iterable[Callable[[], PhaseProblem]],
-    limit: float,
-    tell: Tell = lambda text: None,
-    ranges: Iterable[Callable[[], Range]] = (),
-) -> Finding:
+def find(spaces: Iterable[Space], limit: float, tell: Tell = lambda text: None) -> Finding:
     """Find the cheapest layout that fits.
 
     An interrupt ends the search with the best so far, if there is one.
 
     Args:
-        phases: makes the problem of each mesh.
+        spaces: where it may be.
         limit: bytes that a device may hold.
         tell: told what is being done.
-        ranges: makes the numbers of microbatches that are searched besides, on each mesh.
 
     Raises:
         NoneFits: there is no layout within the limit.
         KeyboardInterrupt: before anything was found that fits.
     """
-    hunt = _Hunt(limit, tell)
+    hunt, every = _Hunt(limit, tell), [*spaces]
     try:
-        hunt.gather(phases)
+        hunt.gather(every)
         hunt.solve()
-        hunt.divide(ranges)
+        hunt.divide(every)
     except KeyboardInterrupt:
         finding = hunt.so_far()
         if finding is None:
@@ -125,10 +133,10 @@ class _Hunt:
         self.ranges: list[Range] = []
         self._best: Candidate | None = None
 
-    def gather(self, phases: Iterable[Callable[[], PhaseProblem]]) -> None:
-        """Bound each problem without its limit."""
-        for make in phases:
-            phase = make()
+    def gather(self, spaces: Iterable[Space]) -> None:
+        """Bound the problem of each space without its limit."""
+        for space in spaces:
+            phase = space.phase()
             self.tell(f"tables of mesh {mesh_text(phase.costs.mesh)}")
             try:
                 self.candidates.append(Candidate(phase, self.limit))
@@ -140,7 +148,7 @@ class _Hunt:
         for each in sorted(self.candidates, key=_rank):
             self._try(each)
 
-    def divide(self, ranges: Iterable[Callable[[], Range]]) -> None:
+    def divide(self, spaces: Iterable[Space]) -> None:
         """Bound numbers of microbatches, many at a time; halve what may win until there is one, and solve that."""
         heap: list[tuple[float, int, int, int, Range]] = []
 
@@ -150,9 +158,10 @@ class _Hunt:
             heappush(heap, (each.bound, each.axes, each.counts[0], next(number), each))
 
         number = count()
-        for make in ranges:
-            self.ranges.append(make())
-            push(self.ranges[-1])
+        for space in spaces:
+            if space.several:
+                self.ranges.append(space.several(self.limit))
+                push(self.ranges[-1])
         while heap:
             bound, axes, fewest, _, each = heappop(heap)
             if bound == inf or not self._may_win(bound, axes, fewest):
@@ -211,12 +220,12 @@ class _Hunt:
         """What is known of it at an interrupt; None where nothing is that fits."""
         every = sorted(self.candidates, key=_rank)
         known = [(each.so_far.seconds, *_order(each), n) for n, each in enumerate(every) if each.so_far]
-        if not known:
-            return None
         one = min((each for each in known if each[2] == 1), default=None)
         several = min((each for each in known if each[2] > 1), default=None)
-        better = several and (one is None or several[0] <= to_beat(one[0], 1))
-        best = every[(several if better else one)[-1]]  # type: ignore[index]
+        first = several if several and (one is None or several[0] <= to_beat(one[0], 1)) else one
+        if first is None:
+            return None
+        best = every[first[-1]]
         best.answer = best.so_far
         assert best.answer is not None
         bound = min(each.answer.bound if each.answer else each.free.seconds for each in every)
