@@ -1,7 +1,7 @@
 """The best few layouts and the best preset, compiled for the slice: their order is that of the compiled programs."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import redirect_stderr
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
@@ -15,12 +15,14 @@ from gspmd.audit import Report, Topology, topology
 from gspmd.commands import compile as offline
 from gspmd.commands.search.settings import Settings
 from gspmd.display.units import mesh_text
-from gspmd.layouts.rules.keys import KEYS
 from gspmd.search import Answer, NothingFits
 from gspmd.training import ShardingConfig
 from gspmd_models.search.answers import Candidate, Finding, document
 from gspmd_models.search.answers.document import PRICED, Remark
 from gspmd_models.search.answers.presets import Placed
+
+APART = 0.01
+"""The share of a step from which on layouts count as different, so that compiling both says more than compiling one."""
 
 
 @dataclass(frozen=True)
@@ -57,46 +59,38 @@ class Listed:
 
 
 def shortlist(finding: Finding, said: Mapping[str, Remark], count: int) -> list[Listed]:
-    """The answer, the best with another activation, with another weight, and on another mesh, then whatever is next."""
-    others = [
-        (
-            _kind(finding.best, name),
-            Listed(f"another {name}", finding.best, remark.other, finding.best.phase.costs.mesh),
-        )
-        for name, remark in said.items()
-        if remark.other is not None
-    ]
-    for each in finding.candidates if count > 1 else ():
-        try:
-            others += [
-                (
-                    "mesh",
-                    Listed(
-                        " ".join(filter(None, (f"mesh {each.named}", each.remat, each.in_microbatches))),
-                        each,
-                        each.solve(),
-                        each.phase.costs.mesh,
-                    ),
-                )
-            ] * (each != finding.best)
-        except NothingFits:
-            continue
-    others.sort(key=lambda pair: pair[1].answer.seconds)
-    first = {kind: number for number, (kind, _) in reversed([*enumerate(others)])}
-    order = [*sorted(first.values()), *(n for n in range(len(others)) if n not in first.values())]
+    """The answer, and the cheapest layouts that spend a hundredth of a step otherwise than each of those before.
+
+    They are the best with another option of some choice, and the best on another mesh, with another choice of remat or
+    in other microbatches. Where so few are different, the cheapest of the others follow.
+    """
     listed = [Listed("found", finding.best, finding.answer, finding.best.phase.costs.mesh)]
-    written = {_program(listed[0])}
-    for each in (others[number][1] for number in order):
-        if len(listed) < count and _program(each) not in written:
-            listed.append(each)
-            written.add(_program(each))
+    others = sorted(_others(finding, said), key=lambda each: each.answer.seconds) if count > 1 else []
+    for apart in (APART, 0.0):
+        for each in others:
+            written = {_program(other) for other in listed}
+            new = _program(each) not in written and all(_apart(each, other) >= apart for other in listed)
+            listed += [each] * (new and len(listed) < count)
     return listed
 
 
-def _kind(candidate: Candidate, name: str) -> str:
-    """What a choice is of: an activation, a parameter, or a via."""
-    _, key = next(iter(candidate.options.texts[name][0]))
-    return KEYS[key].kind
+def _others(finding: Finding, said: Mapping[str, Remark]) -> Iterator[Listed]:
+    for name, remark in said.items():
+        if remark.other is not None:
+            yield Listed(f"another {name}", finding.best, remark.other, finding.best.phase.costs.mesh)
+    for each in finding.candidates:
+        if each != finding.best:
+            name = " ".join(filter(None, (f"mesh {each.named}", each.remat, each.in_microbatches)))
+            with suppress(NothingFits):
+                yield Listed(name, each, each.solve(), each.phase.costs.mesh)
+
+
+def _apart(one: Listed, other: Listed) -> float:
+    """The share of a step that two layouts spend on other parts of the cost."""
+    if one.candidate != other.candidate:
+        return 1.0
+    ours, theirs = (one.candidate.unlimited.seconds_of(each.answer.picks) for each in (one, other))
+    return sum(abs(seconds - theirs[name]) for name, seconds in ours.items()) / 2 / other.answer.seconds
 
 
 def _program(listed: Listed) -> tuple[str, str, int]:
