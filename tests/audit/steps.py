@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax.sharding import AxisType
@@ -18,17 +18,10 @@ from gspmd.training import OptimizerConfig
 from gspmd.training.step import jit_step
 from gspmd_models import step
 from gspmd_models.parameters import stages_axes
+from tests.references.models import TINY
 
-SMALL = models.ModelConfig(
-    vocabulary=64,
-    embed=32,
-    layers=4,  # two repeats of a dense block and one of experts, so that the backward pass recomputes
-    heads=8,
-    kv_heads=8,
-    head_size=8,
-    feed_forward=64,
-    moe=MoEConfig(experts=8, every=2),
-)
+# Two repeats of a dense block and one of experts, so that the backward pass recomputes.
+SMALL = replace(TINY, layers=4, moe=MoEConfig(experts=8, every=2))
 BATCH, LENGTH, UPDATES = 8, 16, 100
 AXIS_TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 

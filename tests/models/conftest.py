@@ -1,6 +1,7 @@
 """A tiny model, its batch, and the same parameters placed by any layout on any mesh."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.training import load_toml
 from gspmd_models.parameters import nested
+from tests.references.models import TINY
 
 BATCH, LENGTH = 8, 16
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -31,20 +33,7 @@ def load(name: str) -> models.ModelConfig:
 @pytest.fixture
 def config():
     """A function (changes) -> ModelConfig, small, but divisible by 8 wherever a preset divides."""
-
-    def make(**changes) -> models.ModelConfig:
-        sizes = {
-            "embed": 32,
-            "layers": 2,
-            "heads": 8,
-            "kv_heads": 8,
-            "head_size": 8,
-            "feed_forward": 64,
-            "vocabulary": 64,
-        }
-        return models.ModelConfig(**(sizes | changes))
-
-    return make
+    return partial(replace, TINY)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """A layout never changes a result: twenty steps of training give one device's losses, whatever sends what where."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -13,30 +14,12 @@ from gspmd.layouts import Layout, presets
 from gspmd.moe import MoEConfig
 from gspmd.training.state import initial
 from tests.models.conftest import put
+from tests.references.models import TINY
 
 STEPS, TOLERANCE = 20, 1e-4
-SERIAL = models.ModelConfig(
-    vocabulary=64,
-    embed=32,
-    layers=2,
-    heads=8,
-    kv_heads=8,
-    head_size=8,
-    feed_forward=64,
-    remat=False,  # half of the compilation; test_transformer.py recomputes
-    moe=MoEConfig(experts=8, every=2),
-)
-PARALLEL = models.ModelConfig(
-    vocabulary=64,
-    embed=32,
-    layers=2,
-    heads=8,
-    kv_heads=8,
-    head_size=8,
-    feed_forward=64,
-    block="parallel",
-    moe=MoEConfig(experts=8, every=2, router="gshard"),
-)
+# Without remat half of the compilation; test_transformer.py recomputes.
+SERIAL = replace(TINY, remat=False, moe=MoEConfig(experts=8, every=2))
+PARALLEL = replace(TINY, block="parallel", moe=MoEConfig(experts=8, every=2, router="gshard"))
 
 LOWERINGS = ("blocking", "xla", "looped")
 # Each kind of layout and each lowering: weights that stay, weights that are gathered, optimizer state apart from them,

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from functools import cache, partial
 from math import prod
 from types import SimpleNamespace
@@ -25,11 +26,11 @@ from gspmd_models.search.answers.frontier import frontier
 from gspmd_models.search.answers.presets import picks_of, placed_presets
 from gspmd_models.search.answers.why import why
 from gspmd_models.search.workload import Workload
+from tests.references.models import TINY
 
 CHIP = CHIPS["tpu-v5p"]
-SIZES = {"vocabulary": 64, "embed": 32, "layers": 2, "heads": 8, "kv_heads": 4, "head_size": 8, "feed_forward": 64}
-GATED = models.ModelConfig(**SIZES, tied=False)
-PLAIN = models.ModelConfig(**SIZES, activation="gelu", remat="dots")
+GATED = replace(TINY, kv_heads=4, tied=False)
+PLAIN = replace(TINY, kv_heads=4, activation="gelu", remat="dots")
 BATCH, LENGTH = 8, 16
 
 
@@ -255,7 +256,7 @@ def test_options_that_differ_in_the_names_of_axes_alone_are_alike():
     ("share", "steps"), [(0.35, 3), *(pytest.param(share, 50, marks=pytest.mark.slow) for share in (1.0, 0.5, 0.3))]
 )
 def test_a_found_layout_trains_as_one_device_does(share, steps, tmp_path):
-    config = models.ModelConfig(**SIZES, tied=False, remat="full")
+    config = replace(GATED, remat="full")
     held = candidate(config)
     answer = Search(held.within(share * held.free.bytes)).best()
     layout = loaded(written(held, answer), tmp_path)

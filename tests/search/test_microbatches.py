@@ -11,7 +11,6 @@ import pytest
 from gspmd.hardware.chips import CHIPS
 from gspmd.moe import MoEConfig
 from gspmd.search import Answer, NothingFits, Search
-from gspmd_models import ModelConfig
 from gspmd_models.search.answers import Candidate, NoneFits, Space, find, problem_of
 from gspmd_models.search.answers.candidate import GAIN, NEAR, TOLERANCE
 from gspmd_models.search.answers.finding import _Hunt
@@ -19,13 +18,12 @@ from gspmd_models.search.answers.microbatches import Range, several, smallest
 from gspmd_models.search.answers.presets import placed_presets
 from gspmd_models.search.relaxed import Relaxed
 from gspmd_models.search.workload import Workload
+from tests.references.models import TINY
 from tests.search.blocks import small
 from tests.search.layouts import drawn
 
 CHIP = CHIPS["tpu-v5p"]
-DENSE = ModelConfig(
-    vocabulary=64, embed=32, layers=2, heads=4, kv_heads=2, head_size=8, feed_forward=64, activation="swiglu"
-)
+DENSE = replace(TINY, heads=4, kv_heads=2)
 ROUTED = replace(DENSE, layers=4, kv_heads=4, activation="relu", moe=MoEConfig(experts=4, every=2, router="gshard"))
 LENGTH = 32
 

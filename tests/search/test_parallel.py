@@ -18,10 +18,11 @@ from gspmd_models.search.parts.ends import Stream
 from gspmd_models.search.pipeline import StageProblem
 from gspmd_models.search.training import TrainingProblem
 from gspmd_models.search.workload import Workload
+from tests.references.models import WIDE
 from tests.search.layouts import drawn, layout_of
-from tests.search.test_training import BATCH, CHIP, DENSE, LENGTH, MESH, only_planned, problem_of, traced  # noqa: F401
+from tests.search.test_training import BATCH, CHIP, LENGTH, MESH, problem_of, traced
 
-PARALLEL = replace(DENSE, block="parallel")
+PARALLEL = replace(WIDE, block="parallel")
 
 
 @cache
@@ -75,7 +76,7 @@ def against_trace(remat: str, microbatches: int, draws: int, folder, **changes) 
         assert problem.cost(picks) == pytest.approx(wanted, rel=1e-6)
 
 
-def test_a_layout_costs_what_its_training_step_is_traced_to(only_planned, tmp_path):  # noqa: F811
+def test_a_layout_costs_what_its_training_step_is_traced_to(only_planned, tmp_path):
     against_trace("dots-except-hidden", 1, 1, tmp_path)
 
 
@@ -86,7 +87,7 @@ OTHERS = [{"kv_heads": 1}, {"kv_heads": 16, "activation": "gelu", "norm": "layer
 @pytest.mark.parametrize("changes", OTHERS, ids=["multiquery", "multihead"])
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("remat", REMATS)
-def test_so_do_others_with_every_choice_of_remat(remat, microbatches, changes, only_planned, tmp_path):  # noqa: F811
+def test_so_do_others_with_every_choice_of_remat(remat, microbatches, changes, only_planned, tmp_path):
     against_trace(remat, microbatches, 4, tmp_path, **changes)
 
 
@@ -102,15 +103,15 @@ def test_the_best_is_the_cheapest_of_many():
 @pytest.mark.slow
 def test_what_a_block_keeps_less_than_a_serial_one_is_what_is_predicted():
     mesh = topology("tpu-v5p:2x2x2").mesh(MESH)
-    layout, residual = Layout.load("data-parallel"), BATCH * LENGTH // 8 * DENSE.embed * 2
+    layout, residual = Layout.load("data-parallel"), BATCH * LENGTH // 8 * WIDE.embed * 2
     kept = {}
-    for config in (DENSE, PARALLEL):
+    for config in (WIDE, PARALLEL):
         for row in predicted(config, layout, mesh, BATCH, LENGTH, "bfloat16"):
             kept[config.block, row.remat] = row.layer_bytes
     for remat in REMATS:
         less = (kept["serial", remat] - kept["parallel", remat]) / residual
         held = []
-        for config in (DENSE, PARALLEL):
+        for config in (WIDE, PARALLEL):
             found = problem_of(replace(config, remat=remat))
             stream = next(part for part in found.parts if isinstance(part, Stream))
             held.append(stream.kept[remat])

@@ -19,16 +19,17 @@ from gspmd_models import ModelConfig, build
 from gspmd_models.decoding import Generator, Sampling, serving_program
 from gspmd_models.search.answers import Candidate
 from gspmd_models.search.answers.presets import picks_of
-from gspmd_models.search.costs import Costs
 from gspmd_models.search.serving import ServingProblem
 from gspmd_models.search.workload import Phase, Workload
+from tests.references.models import TINY, WIDE
 from tests.search.layouts import drawn, layout_of
 
-SIZES = {"embed": 1024, "layers": 2, "heads": 16, "head_size": 64, "feed_forward": 4096, "vocabulary": 2048}
-PARALLEL = ModelConfig(**SIZES, kv_heads=1, block="parallel", activation="swiglu")
-SERIAL = ModelConfig(**SIZES, kv_heads=4, tied=False)
-ROUTED = ModelConfig(**SIZES, kv_heads=4, tied=False, moe=MoEConfig(experts=8, every=2, router="top-k"))
-NOISY = ModelConfig(**SIZES, moe=MoEConfig(experts=12, every=1, router="noisy-top-k", k=5), activation="relu")
+SERIAL = replace(WIDE, feed_forward=4096)
+PARALLEL = replace(SERIAL, kv_heads=1, tied=True, block="parallel")
+ROUTED = replace(SERIAL, moe=MoEConfig(experts=8, every=2, router="top-k"))
+NOISY = replace(
+    SERIAL, kv_heads=8, tied=True, activation="relu", moe=MoEConfig(experts=12, every=1, router="noisy-top-k", k=5)
+)
 BATCH, LENGTH = 16, 256
 CHIP = CHIPS["tpu-v4"]
 MESH = {"x": 2, "y": 2, "z": 2}
@@ -36,13 +37,6 @@ MESH = {"x": 2, "y": 2, "z": 2}
 
 def problem_of(config: ModelConfig, phase: Phase) -> ServingProblem:
     return ServingProblem(Workload(config, CHIP, BATCH, LENGTH, phase=phase), MESH)
-
-
-@pytest.fixture
-def only_planned(monkeypatch):
-    """Costs without what no plan counts: passes over memory, and attention's own products."""
-    monkeypatch.setattr(Costs, "in_memory", lambda *_: 0.0)
-    monkeypatch.setattr("gspmd_models.search.parts.serving.CachedAttention._attended", lambda *_: 0.0)
 
 
 def traced(config, layout, mesh, phase):
@@ -104,8 +98,7 @@ def test_biases_and_norms_of_heads_send_nothing_and_hold_float32(config, phase, 
 
 def test_two_dimensional_weight_stationary_layouts_are_cheaper_for_few_tokens():
     """Pope et al., section 3.2.2: from 16 chips on, E and F are both sharded where few tokens are decoded."""
-    wide = ModelConfig(**SIZES | {"embed": 18432, "heads": 48, "head_size": 256, "feed_forward": 73728},
-                       kv_heads=1, block="parallel", activation="swiglu")  # fmt: skip
+    wide = replace(PARALLEL, embed=18432, heads=48, head_size=256, feed_forward=73728)
     found = ServingProblem(Workload(wide, CHIP, 64, 2048, phase="decode"), {"x": 4, "y": 4, "z": 4})
     best = Search(found.problem(0.9 * CHIP.hbm_bytes)).best()
     w_in = found.choices["ffn.w_in"][best.picks["ffn.w_in"]].spec
@@ -147,8 +140,8 @@ def test_rows_do_not_leave_their_device_between_their_arrival_and_their_answers(
 @pytest.mark.slow
 @pytest.mark.parametrize(("every", "shape"), [(2, MESH), (1, {"x": 4, "y": 2})])
 def test_random_layouts_of_the_space_generate_what_one_device_does(every, shape, tmp_path):
-    small = {"embed": 32, "layers": 2, "heads": 8, "kv_heads": 4, "head_size": 8, "feed_forward": 64}
-    config = ModelConfig(**small, tied=False, moe=MoEConfig(experts=8, every=every, router="top-k"))
+    experts = MoEConfig(experts=8, every=every, router="top-k")
+    config = replace(TINY, vocabulary=256, kv_heads=4, tied=False, moe=experts)
 
     def texts(layout, sizes):
         axes = (jax.sharding.AxisType.Explicit,) * len(sizes)
@@ -175,4 +168,4 @@ REFUSED = {
 @pytest.mark.parametrize(("words", "changes"), REFUSED.items(), ids=REFUSED)
 def test_what_is_not_searched_is_refused(words, changes):
     with pytest.raises(PlanError, match=f"cannot search layouts to serve this model: {words}"):
-        problem_of(ModelConfig(**SIZES, **changes), "decode")
+        problem_of(replace(SERIAL, **changes), "decode")

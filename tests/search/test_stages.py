@@ -23,10 +23,10 @@ from gspmd.search import Search
 from gspmd.search.stages import NoSplit, Stage, split
 from gspmd.training import OptimizerConfig
 from gspmd_models import ModelConfig, abstract, abstract_batch, abstract_key, step
-from gspmd_models.search.costs import Costs
 from gspmd_models.search.pipeline import StageProblem
 from gspmd_models.search.stages import sheet, table
 from gspmd_models.search.workload import Workload
+from tests.references.models import WIDE
 from tests.search.layouts import drawn, layout_of
 
 
@@ -152,10 +152,7 @@ def test_what_is_no_table_is_refused(arguments, told):
 # -- what a pipeline costs -------------------------------------------------------------------------------------------
 
 BATCH, LENGTH = 64, 512
-DENSE = ModelConfig(
-    embed=512, layers=4, heads=8, kv_heads=4, head_size=64, feed_forward=1024, vocabulary=1024, tied=False,
-    activation="swiglu",
-)  # fmt: skip
+DENSE = replace(WIDE, vocabulary=1024, embed=512, layers=4, heads=8, feed_forward=1024)
 ROUTED = replace(DENSE, kv_heads=8, tied=True, activation="relu", moe=MoEConfig(experts=8, every=2, router="gshard"))
 CHIP = CHIPS["tpu-v5p"]
 INSIDE = {"x": 2, "y": 2}
@@ -188,12 +185,9 @@ def traced(config: ModelConfig, layout: Layout, microbatches: int):
     ],
 )  # fmt: skip
 def test_a_pipeline_costs_what_its_training_step_is_traced_to(
-    config, remat, microbatches, side, seed, monkeypatch, tmp_path
+    config, remat, microbatches, side, seed, only_planned, tmp_path
 ):
     pytest.importorskip("libtpu")
-    # What no plan counts: passes over memory, and attention's own products.
-    monkeypatch.setattr(Costs, "in_memory", lambda *_: 0.0)
-    monkeypatch.setattr("gspmd_models.search.parts.attention.Attention._products", lambda *_: 0.0)
     config = replace(config, remat=remat)
     found = problem_of(config, microbatches, side)
     problem = found.problem()

@@ -18,28 +18,17 @@ from gspmd.training import OptimizerConfig
 from gspmd_models import ModelConfig, abstract, abstract_batch, abstract_key, step
 from gspmd_models.search.answers import Candidate
 from gspmd_models.search.answers.presets import picks_of
-from gspmd_models.search.costs import Costs
 from gspmd_models.search.training import TrainingProblem
 from gspmd_models.search.workload import Workload
+from tests.references.models import WIDE
 from tests.search.layouts import drawn, layout_of
 
-DENSE = ModelConfig(
-    embed=1024,
-    layers=2,
-    heads=16,
-    kv_heads=4,
-    head_size=64,
-    feed_forward=2048,
-    vocabulary=2048,
-    tied=False,
-    activation="swiglu",
-)
 ROUTED = replace(
-    DENSE, layers=4, kv_heads=16, tied=True, activation="relu", moe=MoEConfig(experts=8, every=2, router="gshard")
+    WIDE, layers=4, kv_heads=16, tied=True, activation="relu", moe=MoEConfig(experts=8, every=2, router="gshard")
 )
 BIASED = {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "output_bias": True}
-GPT2 = replace(DENSE, kv_heads=16, activation="gelu", norm="layer", norm_bias=True, **BIASED)
-QWEN = replace(DENSE, qkv_bias=True, qk_norm=True)
+GPT2 = replace(WIDE, kv_heads=16, activation="gelu", norm="layer", norm_bias=True, **BIASED)
+QWEN = replace(WIDE, qkv_bias=True, qk_norm=True)
 BATCH, LENGTH = 64, 512
 CHIP = CHIPS["tpu-v5p"]
 MESH = {"x": 2, "y": 2, "z": 2}
@@ -47,13 +36,6 @@ MESH = {"x": 2, "y": 2, "z": 2}
 
 def problem_of(config: ModelConfig, microbatches: int = 1, mesh=MESH) -> TrainingProblem:
     return TrainingProblem(Workload(config, CHIP, BATCH, LENGTH, microbatches=microbatches), mesh)
-
-
-@pytest.fixture
-def only_planned(monkeypatch):
-    """Costs without what no plan counts: passes over memory, and attention's own products."""
-    monkeypatch.setattr(Costs, "in_memory", lambda *_: 0.0)
-    monkeypatch.setattr("gspmd_models.search.parts.attention.Attention._products", lambda *_: 0.0)
 
 
 def state_of(config: ModelConfig, layout: Layout, mesh):
@@ -75,16 +57,16 @@ def local_bytes(tree) -> int:
 
 
 CASES = [
-    (DENSE, "full", 1), (DENSE, "none", 2), (DENSE, "dots", 1), (DENSE, "dots", 2), (DENSE, "selective", 1),
-    (DENSE, "dots-except-hidden", 4),
-    (ROUTED, "full", 2), (ROUTED, "dots-except-hidden", 1), (replace(DENSE, norm="layer", norm_bias=True), "full", 1),
+    (WIDE, "full", 1), (WIDE, "none", 2), (WIDE, "dots", 1), (WIDE, "dots", 2), (WIDE, "selective", 1),
+    (WIDE, "dots-except-hidden", 4),
+    (ROUTED, "full", 2), (ROUTED, "dots-except-hidden", 1), (replace(WIDE, norm="layer", norm_bias=True), "full", 1),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
             (GPT2, "full", 1), (GPT2, "none", 2), (GPT2, "selective", 1), (QWEN, "full", 1),
             (QWEN, "none", 2), (QWEN, "dots-except-hidden", 2), (QWEN, "selective", 1),
             (replace(ROUTED, qk_norm=True), "full", 2), (replace(ROUTED, tied=False), "full", 2),
-            (DENSE, "none", 4), (DENSE, "full", 4), (DENSE, "dots", 4), (DENSE, "selective", 4),
+            (WIDE, "none", 4), (WIDE, "full", 4), (WIDE, "dots", 4), (WIDE, "selective", 4),
         ]
     ),
 ]  # fmt: skip
@@ -109,8 +91,8 @@ def test_a_layout_costs_what_its_training_step_is_traced_to(config, remat, micro
 @pytest.mark.parametrize(
     ("plain", "vectors", "remat", "microbatches"),
     [
-        (replace(DENSE, tied=True, activation="gelu", norm="layer"), {**BIASED, "norm_bias": True}, "full", 1),
-        (replace(DENSE, norm="layer"), {**BIASED, "norm_bias": True, "qk_norm": True}, "none", 2),
+        (replace(WIDE, tied=True, activation="gelu", norm="layer"), {**BIASED, "norm_bias": True}, "full", 1),
+        (replace(WIDE, norm="layer"), {**BIASED, "norm_bias": True, "qk_norm": True}, "none", 2),
         (replace(ROUTED, tied=False), {"qkv_bias": True, "qk_norm": True, "output_bias": True}, "selective", 1),
     ],
 )
@@ -154,15 +136,15 @@ def test_a_preset_costs_what_it_is_traced_to(name, microbatches, only_planned):
     """Keys that are made split along their size; and gradients that are partial sums because there are microbatches."""
     pytest.importorskip("libtpu")
     mesh, layout = topology("tpu-v5p:2x2x2").mesh(MESH), Layout.load(name)
-    found = problem_of(DENSE, microbatches)
+    found = problem_of(WIDE, microbatches)
     candidate = Candidate(found, math.inf)
-    answer = picks_of(candidate, candidate.search, layout.resolved(DENSE.sizes(BATCH, LENGTH), MESH))
+    answer = picks_of(candidate, candidate.search, layout.resolved(WIDE.sizes(BATCH, LENGTH), MESH))
     norm = 1e-5  # that of all gradients is priced over all mesh axes, some of which a preset shards no weight over
-    assert answer.seconds == pytest.approx(traced(DENSE, layout, mesh, microbatches), rel=1e-6, abs=norm)
+    assert answer.seconds == pytest.approx(traced(WIDE, layout, mesh, microbatches), rel=1e-6, abs=norm)
 
 
 def test_the_best_is_the_cheapest_of_many(only_planned):
-    problem = problem_of(DENSE, mesh={"x": 2, "y": 4}).problem()
+    problem = problem_of(WIDE, mesh={"x": 2, "y": 4}).problem()
     best, rng = Search(problem).best(), random.Random(0)
     assert best.complete
     assert best.seconds == pytest.approx(problem.cost(best.picks))
@@ -171,7 +153,7 @@ def test_the_best_is_the_cheapest_of_many(only_planned):
 
 def test_renamed_axes_cost_the_same():
     one, other = (
-        Search(problem_of(DENSE, mesh=mesh).problem()).best().seconds for mesh in ({"x": 2, "y": 4}, {"y": 2, "x": 4})
+        Search(problem_of(WIDE, mesh=mesh).problem()).best().seconds for mesh in ({"x": 2, "y": 4}, {"y": 2, "x": 4})
     )
     assert one == pytest.approx(other, rel=1e-12)
 
@@ -186,9 +168,9 @@ def test_renamed_axes_cost_the_same():
 )
 def test_what_is_not_searched_is_refused(changes):
     with pytest.raises(PlanError, match="cannot search layouts to train this model"):
-        problem_of(replace(DENSE, **changes))
+        problem_of(replace(WIDE, **changes))
 
 
 def test_microbatches_have_to_divide_the_batch():
     with pytest.raises(PlanError, match="cannot cut a batch of 64 into 3 microbatches"):
-        problem_of(DENSE, microbatches=3)
+        problem_of(WIDE, microbatches=3)

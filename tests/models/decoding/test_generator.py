@@ -14,9 +14,10 @@ from gspmd import LayoutError
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd_models.decoding import GenerationError, for_serving, make_batch
+from tests.references.models import TINY
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9], [5, 4, 3, 2]]
-CONFIG = models.ModelConfig(embed=32, layers=2, heads=8, kv_heads=4, head_size=8, feed_forward=64, vocabulary=64)
+CONFIG = replace(TINY, kv_heads=4)
 
 
 class Machine:

@@ -1,5 +1,7 @@
 """A checkpoint of any layout on any number of devices is restored onto any other, bit for bit."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -9,10 +11,9 @@ from gspmd.layouts import Layout, presets
 from gspmd.moe import MoEConfig
 from gspmd.training import Checkpoints, OptimizerConfig
 from gspmd_models import step
+from tests.references.models import TINY
 
-CONFIG = models.ModelConfig(
-    vocabulary=64, embed=32, layers=4, heads=8, kv_heads=8, head_size=8, feed_forward=64, moe=MoEConfig(experts=8)
-)  # fmt: skip
+CONFIG = replace(TINY, layers=4, moe=MoEConfig(experts=8))
 NAMES = presets()
 
 
