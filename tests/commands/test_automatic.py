@@ -160,7 +160,7 @@ def test_prompts_are_read_with_the_weights_and_the_cache_to_decode(samples, bloc
 def cost(problem, layout, cache):
     """The seconds of a layout by a problem, with a cache that lies so; norms lie as the residual."""
     without = {}
-    for name, options in Options(problem, problem.problem()).texts.items():
+    for name, options in Options(problem).texts.items():
         without[name] = [
             number
             for number, texts in enumerate(options)
