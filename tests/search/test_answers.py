@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from functools import cache, partial
 from math import prod
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import gspmd_models as models
 from gspmd.annotate import LayoutError, Spec
 from gspmd.hardware.chips import CHIPS
 from gspmd.layouts import Layout
+from gspmd.moe import MoEConfig
 from gspmd.search import Choice, NothingFits, Problem, Search, Term
 from gspmd.training import OptimizerConfig, jit_step
 from gspmd_models import step
@@ -237,6 +239,29 @@ def test_what_is_said_of_a_choice_is_what_it_costs_and_what_the_next_best_would(
         other = Search(problem).best(without={name: alike})
         assert remark.more == pytest.approx(other.seconds / answer.seconds - 1)
         assert remark.other.picks[name] not in alike
+
+
+PARALLEL = replace(PLAIN, block="parallel", kv_heads=1)
+ROUTED = replace(GATED, moe=MoEConfig(experts=4, every=2, router="gshard"))
+
+
+@pytest.mark.parametrize(
+    ("config", "phase"),
+    [(GATED, "train"), (PARALLEL, "train"), (ROUTED, "train"), (GATED, "decode"), (PARALLEL, "decode"),
+     (ROUTED, "prefill")],
+)  # fmt: skip
+def test_what_an_option_writes_is_what_a_layout_with_it_has(config, phase):
+    held = candidate(config, (("x", 2), ("y", 2)), phase=phase)
+    first = dict.fromkeys(held.phase.choices, 0)
+    assert list(held.options.texts) == list(first)
+    for name, options in held.options.texts.items():
+        assert len(options) == len(held.phase.choices[name])
+        for number, texts in enumerate(options):
+            lines = held.phase.lines({**first, name: number})
+            assert texts == {(line.section, line.key): line.text for line in lines if line.choice == name}
+            for (section, key), text in texts.items():
+                specs = tuple(map(Spec.parse, text.split(", ")))
+                assert number in held.options.having(name, section, key, specs)
 
 
 def test_options_that_differ_in_the_names_of_axes_alone_are_alike():

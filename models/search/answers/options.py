@@ -48,7 +48,7 @@ class Options:
 
     def _of(self, name: str) -> Iterator[Texts]:
         """The lines of each option of a choice, which are those of the parts that have it."""
-        parts = [part for part in self.phase.parts if name in part.choices or name in part.products]
+        parts = [part for part in self.phase.parts if name in part.choices or name in part.vias]
         first = {other: options[0] for other, options in self.phase.choices.items()}
         for number, option in enumerate(self.phase.choices[name]):
             chosen, picks = {**first, name: option}, {**dict.fromkeys(first, 0), name: number}
