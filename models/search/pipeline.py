@@ -31,6 +31,7 @@ from .costs import FLOAT32, Line, lies_beside
 from .parts.ends import Ends, Tables
 from .parts.part import product_terms
 from .training import TrainingProblem
+from .unsearched import Unsearched
 from .weights import Placed
 
 AXIS = "p"
@@ -80,13 +81,10 @@ class StageProblem(TrainingProblem):
         if periods % stages:
             raise PlanError(f"cannot split {periods} stacked layers into {stages} stages.\n  Choose a divisor.")
         if config.block == "parallel":
-            raise PlanError(
-                "cannot price stages of parallel blocks.\n"
-                "  Search without stages, or plan and train them with a layout that is given: --layout."
-            )
+            raise Unsearched("stages of this model", ["its blocks are parallel"])
         if config.moe and (side or config.moe.groups):
             what = "pipelines side by side" if side else f"{config.moe.groups} groups of tokens"
-            raise PlanError(f"cannot price stages with experts and {what}.\n  Leave {what} out.")
+            raise Unsearched("stages of this model", [f"it has experts and {what}"])
         of_stage = replace(config, layers=config.layers // stages)
         super().__init__(of_stage, mesh, chip, batch, length, dtype, microbatches)
         self.costs = replace(self.costs, side=side)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from gspmd.annotate.errors import PlanError
 from gspmd.hardware.chips import Chip
 
 from ..config import ModelConfig
@@ -19,6 +18,7 @@ from .parts.part import Part
 from .parts.served_experts import ServedExperts
 from .parts.serving import CachedAttention, Served
 from .problem import PhaseProblem
+from .unsearched import Unsearched
 
 
 class ServingProblem(PhaseProblem):
@@ -38,7 +38,7 @@ class ServingProblem(PhaseProblem):
         dtype: of weights, activations and cache.
 
     Raises:
-        PlanError: experts that choose among tokens, experts in parallel blocks, or shared experts.
+        Unsearched: experts that choose among tokens, experts in parallel blocks, or shared experts.
     """
 
     def __init__(
@@ -85,7 +85,4 @@ def _check(config: ModelConfig) -> None:
     ]
     found = [what for wrong, what in faults if wrong]
     if found:
-        raise PlanError(
-            f"cannot search layouts to serve this model: {'; '.join(found)}.\n"
-            "  It is planned and served with a layout that is given: --layout."
-        )
+        raise Unsearched("layouts to serve this model", found)

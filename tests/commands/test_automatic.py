@@ -298,3 +298,12 @@ def test_what_cannot_be_searched_is_one_message(train, flags, words, monkeypatch
     code, said = train("--layout", "auto", *flags)
     assert code == 2
     assert words in said
+
+
+def test_what_is_not_searched_names_what_helps_here(train, tmp_path):
+    config = tmp_path / "dense.toml"
+    config.write_text(config.read_text().replace("[training]", "[model.moe]\nexperts = 8\nshared = 1\n[training]"))
+    code, said = train("--layout", "auto", "--devices", "4")
+    assert code == 2
+    assert "shared" in said
+    assert said.endswith("  Give a layout of your own in place of auto: --layout NAME or --layout FILE.\n")
