@@ -302,8 +302,9 @@ def test_what_cannot_be_searched_is_one_message(train, flags, words, monkeypatch
 
 def test_what_is_not_searched_names_what_helps_here(train, tmp_path):
     config = tmp_path / "dense.toml"
-    config.write_text(config.read_text().replace("[training]", "[model.moe]\nexperts = 8\nshared = 1\n[training]"))
+    table = "[model.moe]\nexperts = 8\nevery = 1\ndispatch = 'dropless'\n"
+    config.write_text(config.read_text().replace("[training]", f"{table}[training]"))
     code, said = train("--layout", "auto", "--devices", "4")
     assert code == 2
-    assert "shared" in said
+    assert "cannot search layouts to train this model: its experts take rows, not slots (dropless).\n" in said
     assert said.endswith("  Give a layout of your own in place of auto: --layout NAME or --layout FILE.\n")
