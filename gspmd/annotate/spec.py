@@ -136,6 +136,8 @@ class Spec:
         """
         if not isinstance(mesh, Mapping):
             mesh = mesh_sizes(mesh)
+        if all(mesh.get(axis) != 1 for names in (*self.axes, self.partial, self.reduced) for axis in names):
+            return self
         *axes, partial, reduced = (
             tuple(axis for axis in names if mesh.get(axis) != 1) for names in (*self.axes, self.partial, self.reduced)
         )

@@ -98,6 +98,8 @@ class Question:
         It is infinite where nothing fits.
         """
         self.enough = enough
+        if all(map(len, self.tables.kept)) and self.tables.least_bytes() > self._ceiling():
+            return math.inf
         try:
             self._relax()
         except NothingFits:

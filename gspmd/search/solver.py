@@ -77,16 +77,18 @@ class Search:
             raise NothingFits(None, self.problem.limit)
         return self._once(allowed, lambda: self._ask(allowed))
 
-    def at_least(self, enough: float = math.inf) -> float:
+    def at_least(self, enough: float = math.inf, without: Mapping[str, Collection[int]] | None = None) -> float:
         """Seconds that no picks which fit fall below: proved without going through any, so not always reached.
 
         Args:
             enough: A bound above which a greater one is not looked for.
+            without: As of `best`.
 
         Returns:
             The bound; infinite where nothing fits.
         """
-        ask = Question(self._tables, self._buckets, lambda: False, lambda answer: None, tolerance=self.tolerance)
+        tables = self._tables.keep(self._allowed({}, without or {}))
+        ask = Question(tables, self._buckets, lambda: False, lambda answer: None, tolerance=self.tolerance)
         return ask.at_least(enough)
 
     def next_best(
@@ -118,7 +120,7 @@ class Search:
         """For each choice which options may be taken."""
         allowed = {choice.name: np.ones(len(choice.options), bool) for choice in self.problem.choices}
         for name, options in [*((name, (option,)) for name, option in fixed.items()), *without.items()]:
-            if name not in allowed or not all(0 <= option < len(allowed[name]) for option in options):
+            if name not in allowed or (options and not 0 <= min(options) <= max(options) < len(allowed[name])):
                 raise ValueError(
                     f"cannot restrict {name!r} to or from options {sorted(options)}: "
                     + (f"it has options 0 to {len(allowed[name]) - 1}." if name in allowed else "it is no choice.")

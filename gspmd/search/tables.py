@@ -65,6 +65,10 @@ class Tables:
                 result[choice] += table.min(axis=tuple(other for other in range(len(of)) if other != axis))
         return result
 
+    def least_bytes(self) -> float:
+        """Bytes that no picks fall below: the least of each term, added up."""
+        return math.fsum(float(table.min()) for table in self.bytes if table is not None)
+
     def seconds_of(self, picks: Sequence[int]) -> float:
         """The seconds of picks."""
         return math.fsum(float(t[tuple([picks[c] for c in of])]) for t, of in zip(self.seconds, self.of))

@@ -91,6 +91,7 @@ def guarded(
     argv: Sequence[str],
     called: str = "",
     errors: tuple[type[Exception], ...] = (),
+    interrupted: str = "Interrupted before the run began.",
 ) -> int:
     """Run a command and return its exit code: its own, or 1 for a failed run, 2 for bad input, 130 for an interrupt.
 
@@ -104,6 +105,7 @@ def guarded(
         argv: the flags.
         called: the command line of the program, for the advice how to resume; `python sys.argv[0]` if not given.
         errors: further types of errors of the user.
+        interrupted: what is said of an interrupt that the command does not answer itself.
     """
     for stream in (sys.stdout, sys.stderr):  # --help and messages do not go through a console
         printing.never_fail(stream)
@@ -130,7 +132,7 @@ def guarded(
         code = 0 if stopped.number == signal.SIGTERM and stopped.step is not None else 128 + stopped.number
         together = stopped.agreed
     except KeyboardInterrupt:
-        message, code = "\nInterrupted before the run began.", 130
+        message, code = f"\n{interrupted}", 130
     except Exception as error:
         if processes.count() == 1:
             raise

@@ -29,6 +29,7 @@ from .costs import FLOAT32, Line, lies_beside
 from .parts.ends import Ends, Tables
 from .parts.part import product_terms
 from .training import TrainingProblem
+from .unsearched import Unsearched
 from .weights import Placed
 from .workload import Workload
 
@@ -64,13 +65,10 @@ class StageProblem(TrainingProblem):
         if periods % stages:
             raise PlanError(f"cannot split {periods} stacked layers into {stages} stages.\n  Choose a divisor.")
         if config.block == "parallel":
-            raise PlanError(
-                "cannot price stages of parallel blocks.\n"
-                "  Search without stages, or plan and train them with a layout that is given: --layout."
-            )
+            raise Unsearched("stages of this model", ["its blocks are parallel"])
         if config.moe and (side or config.moe.groups):
             what = "pipelines side by side" if side else f"{config.moe.groups} groups of tokens"
-            raise PlanError(f"cannot price stages with experts and {what}.\n  Leave {what} out.")
+            raise Unsearched("stages of this model", [f"it has experts and {what}"])
         of_stage = replace(config, layers=config.layers // stages)
         super().__init__(replace(workload, config=of_stage), mesh)
         self.costs = replace(self.costs, side=side)

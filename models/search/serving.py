@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gspmd.annotate.errors import PlanError
-
 from ..config import ModelConfig
 from ..decoding.serving import for_serving
 from .costs import Costs
@@ -17,6 +15,7 @@ from .parts.part import Part
 from .parts.served_experts import ServedExperts
 from .parts.serving import CachedAttention, Served
 from .problem import PhaseProblem
+from .unsearched import Unsearched
 from .workload import Workload
 
 
@@ -31,7 +30,7 @@ class ServingProblem(PhaseProblem):
         mesh: sizes of the mesh axes.
 
     Raises:
-        PlanError: experts that choose among tokens, experts in parallel blocks, or shared experts.
+        Unsearched: experts that choose among tokens, experts in parallel blocks, or shared experts.
     """
 
     def __init__(self, workload: Workload, mesh: Mapping[str, int]):
@@ -68,7 +67,4 @@ def _check(config: ModelConfig) -> None:
     ]
     found = [what for wrong, what in faults if wrong]
     if found:
-        raise PlanError(
-            f"cannot search layouts to serve this model: {'; '.join(found)}.\n"
-            "  It is planned and served with a layout that is given: --layout."
-        )
+        raise Unsearched("layouts to serve this model", found)

@@ -21,6 +21,7 @@ from .parts.feed_forward import FeedForward
 from .parts.parallel import TrainedBlock
 from .parts.part import Part
 from .problem import PhaseProblem
+from .unsearched import Unsearched
 from .workload import Workload
 
 
@@ -73,7 +74,4 @@ def _check(config: ModelConfig) -> None:
     ]
     found = [what for wrong, what in faults if wrong]
     if found:
-        raise PlanError(
-            f"cannot search layouts to train this model: {'; '.join(found)}.\n"
-            "  Such layers are planned and trained with a layout that is given: --layout."
-        )
+        raise Unsearched("layouts to train this model", found)

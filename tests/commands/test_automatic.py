@@ -162,7 +162,7 @@ def test_prompts_are_read_with_the_weights_and_the_cache_to_decode(samples, bloc
 def cost(problem, layout, cache):
     """The seconds of a layout by a problem, with a cache that lies so; norms lie as the residual."""
     without = {}
-    for name, options in Options(problem, problem.problem()).texts.items():
+    for name, options in Options(problem).texts.items():
         without[name] = [
             number
             for number, texts in enumerate(options)
@@ -300,3 +300,13 @@ def test_what_cannot_be_searched_is_one_message(train, flags, words, monkeypatch
     code, said = train("--layout", "auto", *flags)
     assert code == 2
     assert words in said
+
+
+def test_what_is_not_searched_names_what_helps_here(train, tmp_path):
+    config = tmp_path / "dense.toml"
+    table = "[model.moe]\nexperts = 8\nevery = 1\ndispatch = 'dropless'\n"
+    config.write_text(config.read_text().replace("[training]", f"{table}[training]"))
+    code, said = train("--layout", "auto", "--devices", "4")
+    assert code == 2
+    assert "cannot search layouts to train this model: its experts take rows, not slots (dropless).\n" in said
+    assert said.endswith("  Give a layout of your own in place of auto: --layout NAME or --layout FILE.\n")

@@ -199,6 +199,37 @@ def test_an_interrupt_after_the_search_leaves_the_answer(run, script, monkeypatc
     assert "none is faster by" in (tmp_path / "found.toml").read_text()
 
 
+def test_an_interrupt_before_anything_is_found_speaks_of_the_search(script, monkeypatch, capfd):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "find", interrupted)
+    assert script.run(["--config", "tiny", "--topology", "tpu-v5p:2x2x1"]) == 130
+    assert capfd.readouterr().err.endswith("\nInterrupted before a layout was found that fits.\n")
+
+
+@pytest.mark.parametrize(
+    ("table", "flags", "said"),
+    [
+        ("[model.moe]\nexperts = 8\ndispatch = 'dropless'", [],
+         "cannot search layouts to train this model: its experts take rows, not slots (dropless). Search without it; "
+         "gspmd train takes a layout of your own with --layout FILE, and gspmd compile says what it costs."),
+        ("[model.moe]\nexperts = 8\nshared = 1", ["--phase", "decode"],
+         "cannot search layouts to serve this model: it has shared experts. Search without it; gspmd generate takes"),
+        ("block = 'parallel'", ["--stages"],
+         "cannot search stages of this model: its blocks are parallel. Leave --stages out; gspmd train takes"),
+    ],
+)  # fmt: skip
+def test_what_is_not_searched_names_what_helps_here(run, tmp_path, table, flags, said):
+    """`gspmd search` has no --layout of its own."""
+    config = tmp_path / "odd.toml"
+    config.write_text(f"{MODEL}{table}\n")
+    code, out, err = run("--config", str(config), *flags)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "mesh x=" not in err  # nothing was searched before
+
+
 @pytest.mark.slow
 def test_a_real_interrupt_writes_the_best_so_far(tmp_path):
     """A model and a slice whose search takes minutes, for its memory is tight."""

@@ -16,12 +16,13 @@ import gspmd_models as models
 from gspmd.annotate import LayoutError, Spec
 from gspmd.hardware.chips import CHIPS
 from gspmd.layouts import Layout
+from gspmd.moe import MoEConfig
 from gspmd.search import Choice, NothingFits, Problem, Search, Term
 from gspmd.training import OptimizerConfig, jit_step
 from gspmd_models import step
 from gspmd_models.search.answers import Candidate, NoneFits, Space, document, find, meshes, problem_of
 from gspmd_models.search.answers.candidate import NEAR, TOLERANCE
-from gspmd_models.search.answers.document import remarks
+from gspmd_models.search.answers.document import Remark, remarks
 from gspmd_models.search.answers.frontier import frontier
 from gspmd_models.search.answers.presets import picks_of, placed_presets
 from gspmd_models.search.answers.why import why
@@ -238,6 +239,46 @@ def test_what_is_said_of_a_choice_is_what_it_costs_and_what_the_next_best_would(
         other = Search(problem).best(without={name: alike})
         assert remark.more == pytest.approx(other.seconds / answer.seconds - 1)
         assert remark.other.picks[name] not in alike
+
+
+def test_what_is_said_where_there_is_no_next_best():
+    """On one device nothing can be otherwise; at the least memory something can, and does not fit."""
+    alone = candidate(mesh=(("x", 1),))
+    assert {str(each).partition("; ")[2] for _, each in remarks(alone, alone.solve())} == {"the only option"}
+    least = Candidate(candidate().phase, candidate().least.bytes)
+    said = {str(each).partition("; ")[2] for _, each in remarks(least, least.solve())}
+    assert "nothing else fits" in said
+    assert "the only option" not in said
+
+
+@pytest.mark.parametrize(
+    ("more", "text"), [(75.25, "+7,500%"), (0.996, "+100%"), (0.0149, "+1.5%"), (-4.7e-4, "-0.047%")]
+)
+def test_how_much_dearer_is_written_without_exponents(more, text):
+    assert str(Remark(0.5, "EF_x", more)) == f"500 ms; next EF_x: {text}"
+
+
+PARALLEL = replace(PLAIN, block="parallel", kv_heads=1)
+ROUTED = replace(GATED, moe=MoEConfig(experts=4, every=2, router="gshard"))
+
+
+@pytest.mark.parametrize(
+    ("config", "phase"),
+    [(GATED, "train"), (PARALLEL, "train"), (ROUTED, "train"), (GATED, "decode"), (PARALLEL, "decode"),
+     (ROUTED, "prefill")],
+)  # fmt: skip
+def test_what_an_option_writes_is_what_a_layout_with_it_has(config, phase):
+    held = candidate(config, (("x", 2), ("y", 2)), phase=phase)
+    first = dict.fromkeys(held.phase.choices, 0)
+    assert list(held.options.texts) == list(first)
+    for name, options in held.options.texts.items():
+        assert len(options) == len(held.phase.choices[name])
+        for number, texts in enumerate(options):
+            lines = held.phase.lines({**first, name: number})
+            assert texts == {(line.section, line.key): line.text for line in lines if line.choice == name}
+            for (section, key), text in texts.items():
+                specs = tuple(map(Spec.parse, text.split(", ")))
+                assert number in held.options.having(name, section, key, specs)
 
 
 def test_options_that_differ_in_the_names_of_axes_alone_are_alike():

@@ -11,7 +11,7 @@ import pytest
 from gspmd.hardware.chips import CHIPS
 from gspmd.moe import MoEConfig
 from gspmd.search import Answer, NothingFits, Search
-from gspmd_models.search.answers import Candidate, NoneFits, Space, find, problem_of
+from gspmd_models.search.answers import Candidate, NoneFits, Space, find, microbatches, problem_of
 from gspmd_models.search.answers.candidate import GAIN, NEAR, TOLERANCE
 from gspmd_models.search.answers.finding import _Hunt
 from gspmd_models.search.answers.microbatches import Range, several, smallest
@@ -84,6 +84,15 @@ def test_a_bound_is_below_the_cheapest_and_infinite_where_nothing_fits(seed):
     if bound < float("inf"):
         assert search.best().seconds == pytest.approx(cheapest)
         assert search.at_least(0.9 * bound) >= 0.9 * bound
+    draw = random.Random(seed)
+    for _ in range(4):
+        without = {
+            choice.name: draw.sample(range(len(choice.options)), draw.randrange(len(choice.options) + 1))
+            for choice in draw.sample(problem.choices, 2)
+        }
+        rest = problem.cheapest(lambda picks, of=without: not any(picks[name] in gone for name, gone in of.items()))
+        assert (fewer := search.at_least(without=without)) <= rest * (1 + 1e-9)
+        assert (fewer == float("inf")) == (rest == float("inf"))
 
 
 # -- the best of all ---------------------------------------------------------------------------------------------------
@@ -156,6 +165,17 @@ def test_where_nothing_fits_the_nearest_is_the_smallest_of_all():
     assert smallest([], [space.several(limit) for space in spaces()]).least.bytes == LEAST
 
 
+def test_sizes_are_those_of_a_microbatch_where_their_number_is_known():
+    every, seen = [space.several(1e9) for space in spaces()], {}
+    for each in every:
+        assert each.sizes["B"] == BATCH // (each.counts[0] if len(each.counts) == 1 else 1)
+        if len(each.counts) == 1:
+            seen[each.counts[0]] = each.sizes["B"]
+        else:
+            every += each.parts
+    assert seen == {2: 8, 4: 4, 8: 2, 16: 1}
+
+
 def test_few_numbers_are_made_and_an_interrupt_leaves_the_best_so_far():
     every = [*spaces()]
     assert len(find(every, 1e9).candidates) < 2 * len(every)
@@ -188,14 +208,16 @@ def test_at_an_interrupt_several_microbatches_have_to_gain_too(known, left):
         assert not found.complete
 
 
-def test_a_preset_takes_the_number_of_microbatches_that_is_best_for_it():
+def test_a_preset_takes_the_number_of_microbatches_that_is_best_for_it(monkeypatch):
     limit = LEAST + 0.1 * (FREE - LEAST)
     every = {}
     for each in placed_presets([*alone(limit)]):
         every[each.name] = each
     finding = find(spaces(), limit)
-    ones = [each for each in finding.candidates if each.microbatches == 1]
+    ones, made = [each for each in finding.candidates if each.microbatches == 1], []
+    monkeypatch.setattr(microbatches, "Candidate", lambda *asked: made.append(asked) or Candidate(*asked))
     found = {each.name: each for each in placed_presets(ones, finding.ranges)}
+    assert not made  # of all others a bound says enough
     assert any(each.fits and each.candidate.microbatches > 1 for each in found.values())
     for name, each in found.items():
         assert each.fits == every[name].fits

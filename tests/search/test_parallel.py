@@ -120,7 +120,7 @@ def test_what_a_block_keeps_less_than_a_serial_one_is_what_is_predicted():
 
 
 def test_stages_of_parallel_blocks_are_refused():
-    with pytest.raises(PlanError, match="cannot price stages of parallel blocks"):
+    with pytest.raises(PlanError, match="cannot search stages of this model: its blocks are parallel"):
         StageProblem(Workload(PARALLEL, CHIP, BATCH, LENGTH), 2, {"x": 2, "y": 2})
 
 

@@ -273,8 +273,13 @@ def test_the_table_says_what_fits(pipelines):
     ("config", "stages", "side", "told"),
     [
         (DENSE, 3, (), "cannot split 4 stacked layers into 3 stages"),
-        (ROUTED, 2, ("x",), "stages with experts and pipelines side by side"),
-        (replace(ROUTED, moe=replace(ROUTED.moe, groups=4)), 2, (), "stages with experts and 4 groups of tokens"),
+        (ROUTED, 2, ("x",), "cannot search stages of this model: it has experts and pipelines side by side"),
+        (
+            replace(ROUTED, moe=replace(ROUTED.moe, groups=4)),
+            2,
+            (),
+            "model: it has experts and 4 groups of tokens",
+        ),
     ],
 )
 def test_what_makes_no_stages_is_refused(config, stages, side, told):

@@ -17,6 +17,7 @@ from rich.console import Console
 import gspmd
 from gspmd.commands.automatic import kept
 from gspmd.commands.automatic.found import Found, own_of
+from gspmd.commands.search.unpriced import remedied
 from gspmd.display.progress import Progress
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
 from gspmd.hardware.chips import Chip, chip, chip_of_device
@@ -36,6 +37,7 @@ Tell = Callable[[str], None]
 SHARE = 0.9
 """The part of a device's memory that a layout may fill."""
 _AXES = "xyz"
+_OWN = "Give a layout of your own in place of auto: --layout NAME or --layout FILE."
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,8 @@ def _answered(console: Console, question: Question, search: Callable[[Question, 
         began = time.monotonic()
         with Progress(console, "Searching the layout") as progress:
             try:
-                found = search(question, lambda text: progress.begin(f"Searching the layout: {text}"))
+                with remedied(_OWN):
+                    found = search(question, lambda text: progress.begin(f"Searching the layout: {text}"))
             except NoneFits as fault:
                 raise ConfigError("cannot find a layout:", [_nothing_fits(fault, question), remedy]) from None
         return kept.save(question.key, replace(found, took=time.monotonic() - began))

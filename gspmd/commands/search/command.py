@@ -19,6 +19,7 @@ from gspmd.commands.search.missing import nothing_fits
 from gspmd.commands.search.settings import Settings
 from gspmd.commands.search.settings import parse as parse_settings
 from gspmd.commands.search.slice import Slice
+from gspmd.commands.search.unpriced import remedied
 from gspmd.commands.search.written import header
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
@@ -32,6 +33,7 @@ from gspmd_models.search.answers.frontier import Point, frontier
 from gspmd_models.search.answers.microbatches import Range
 from gspmd_models.search.answers.presets import Placed, placed_presets
 from gspmd_models.search.answers.why import Why, why
+from gspmd_models.search.pipeline import StageProblem
 from gspmd_models.search.workload import Workload
 
 
@@ -42,7 +44,10 @@ def run(argv: Sequence[str], script: str = "") -> int:
         argv: the flags.
         script: the file in scripts/ that runs it instead, for the help.
     """
-    return command.guarded(partial(main, script=script), argv, called="" if script else "gspmd search")
+    said = "Interrupted before a layout was found that fits."
+    return command.guarded(
+        partial(main, script=script), argv, called="" if script else "gspmd search", interrupted=said
+    )
 
 
 def parse(argv: Sequence[str], script: str = "") -> Settings:
@@ -56,7 +61,10 @@ def main(argv: Sequence[str], script: str = "") -> int:
     target = Slice.named(settings.topology)
     with Progress(printing.console(stderr=True), "Searching") as progress:
         try:
-            finding = find(spaces(settings, target), limit_of(settings, target), partial(said, progress))
+            with remedied(_remedy(settings)):
+                if settings.stages:  # before minutes of searching
+                    StageProblem(workload_of(settings, target, settings.model), 1, {"x": 1})
+                finding = find(spaces(settings, target), limit_of(settings, target), partial(said, progress))
         except NoneFits as fault:
             message = nothing_fits(fault, settings, target, partial(spaces, settings), progress.begin)
         else:
@@ -71,6 +79,13 @@ def main(argv: Sequence[str], script: str = "") -> int:
     for fault in found.faults:
         print(fault, file=sys.stderr)
     return 130 if found.interrupted else 2 if found.faults else 0
+
+
+def _remedy(settings: Settings) -> str:
+    """What to do about a model that is not searched."""
+    use = "gspmd train" if settings.phase == "train" else "gspmd generate"
+    own = f"{use} takes a layout of your own with --layout FILE, and gspmd compile says what it costs."
+    return f"{'Leave --stages out' if settings.stages else 'Search without it'}; {own}"
 
 
 def said(progress: Progress, text: str) -> None:

@@ -1,9 +1,25 @@
 """What a configuration file may ask for that changes what a step holds or sends, and has no price in a search."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from gspmd.commands.compile import File
+from gspmd.training.config import ConfigError
 from gspmd_models import ModelConfig
+from gspmd_models.search.unsearched import Unsearched
+
+
+@contextmanager
+def remedied(remedy: str) -> Iterator[None]:
+    """Say of what is not searched what helps, in the flags of the command that was run.
+
+    Raises:
+        ConfigError: in place of `Unsearched`.
+    """
+    try:
+        yield
+    except Unsearched as fault:
+        raise ConfigError(fault.fact, [remedy]) from None
 
 
 def unpriced(file: File, model: ModelConfig, trains: bool) -> Iterator[str]:

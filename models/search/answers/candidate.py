@@ -112,10 +112,15 @@ class Candidate:
         """What is known to fit, also after an interrupt."""
         return self.answer or (self.free if self.free.bytes <= self.limit else self.search.so_far)
 
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Of every dimension, in one microbatch."""
+        return self.phase.costs.sizes
+
     @cached_property
     def options(self) -> Options:
         """The options of its choices, as text."""
-        return Options(self.phase, self.problem)
+        return Options(self.phase)
 
     def best(self, without: Mapping[str, Collection[int]]) -> Answer:
         """The cheapest that fits without some options; the best that was found soon is not `complete`.

@@ -35,19 +35,21 @@ class Remark:
     Attributes:
         seconds: of the terms that it is part of.
         next: the text of the next best, with the section that it stands in where that is no part of the model; empty if
-            there is no other.
+            there is no other that fits.
         more: by which fraction of a step that costs more.
         other: the layout in which it stands; where it is not complete, there may be a cheaper one.
+        alone: whether there is no other at all, on one device say, or of sizes that nothing else divides.
     """
 
     seconds: float
     next: str = ""
     more: float = 0.0
     other: Answer | None = field(default=None, repr=False)
+    alone: bool = False
 
     def __str__(self) -> str:
         if not self.next:
-            return f"{amount_of_seconds(self.seconds)}; nothing else fits"
+            return f"{amount_of_seconds(self.seconds)}; {'the only option' if self.alone else 'nothing else fits'}"
         most = "at most " if self.other and not self.other.complete and self.more > 0 else ""
         return f"{amount_of_seconds(self.seconds)}; next {self.next}: {most}{_percent(self.more)}"
 
@@ -59,7 +61,8 @@ def remarks(candidate: Candidate, answer: Answer) -> Iterator[tuple[str, Remark]
         own = sum(seconds[term.name] for term in candidate.problem.terms if choice.name in term.of)
         other = candidate.next_best(answer, choice.name)
         if other is None:
-            yield choice.name, Remark(own)
+            alike = candidate.options.alike(choice.name, answer.picks[choice.name])
+            yield choice.name, Remark(own, alone=len(alike) == len(choice.options))
         else:
             more = other.seconds / answer.seconds - 1
             yield choice.name, Remark(own, _changed(candidate, choice.name, answer, other), more, other)
@@ -77,7 +80,15 @@ def _changed(candidate: Candidate, name: str, answer: Answer, other: Answer) -> 
 
 
 def _percent(fraction: float) -> str:
-    return "the same" if abs(fraction) < _SAME else f"{100 * fraction:+.2g}%"
+    """How much dearer a step is.
+
+    >>> [_percent(each) for each in (0.0, 0.014, -0.00047, 0.996, 2.345, 75.25, 123456.7)]
+    ['the same', '+1.4%', '-0.047%', '+100%', '+230%', '+7,500%', '+12,000,000%']
+    """
+    if abs(fraction) < _SAME:
+        return "the same"
+    amount = float(f"{100 * fraction:.2g}")
+    return f"{amount:+,.0f}%" if abs(amount) >= 10 else f"{amount:+.2g}%"
 
 
 def document(

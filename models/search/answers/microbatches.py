@@ -34,6 +34,7 @@ class Range:
 
     Args:
         phase: the problem that bounds them all.
+        options: of its choices, as text.
         counts: the numbers, ascending.
         make: the problem of one of them.
         limit: bytes that a device may hold.
@@ -42,8 +43,11 @@ class Range:
         bound: no layout that fits costs less in any of them; 0 before `tighten`.
     """
 
-    def __init__(self, phase: Relaxed, counts: Sequence[int], make: Callable[[int], PhaseProblem], limit: float):
-        self.phase, self.counts, self.make, self.limit = phase, tuple(counts), make, limit
+    def __init__(
+        self, phase: Relaxed, options: Options, counts: Sequence[int], make: Callable[[int], PhaseProblem], limit: float
+    ):
+        self.phase, self.options = phase, options
+        self.counts, self.make, self.limit = tuple(counts), make, limit
         self.bound = 0.0
 
     @classmethod
@@ -53,7 +57,8 @@ class Range:
         def make(count: int) -> PhaseProblem:
             return TrainingProblem(replace(workload, microbatches=count), mesh)
 
-        return cls(Relaxed(workload, mesh), several(workload.batch), make, limit)
+        phase = Relaxed(workload, mesh)
+        return cls(phase, Options(phase), several(workload.batch), make, limit)
 
     def tighten(self, enough: float) -> None:
         """Raise the bound; above `enough` it is not looked for."""
@@ -65,9 +70,9 @@ class Range:
         return Search(self.phase.between(self.counts[0], self.counts[-1], self.limit), tolerance=TOLERANCE)
 
     @cached_property
-    def options(self) -> Options:
-        """The options of its choices, as text."""
-        return Options(self.phase, self.search.problem)
+    def sizes(self) -> Mapping[str, int]:
+        """Of every dimension: in one microbatch, and where it is not yet known in how many, in the whole batch."""
+        return (self.make(*self.counts) if len(self.counts) == 1 else self.phase).costs.sizes
 
     @cached_property
     def least(self) -> float:
@@ -85,10 +90,8 @@ class Range:
                 return [Candidate(self.make(*self.counts), self.limit)]
             except NothingFits:
                 return []
-        middle = len(self.counts) // 2
-        return [
-            Range(self.phase, counts, self.make, self.limit) for counts in (self.counts[:middle], self.counts[middle:])
-        ]
+        middle, own = len(self.counts) // 2, (self.phase, self.options)
+        return [Range(*own, counts, self.make, self.limit) for counts in (self.counts[:middle], self.counts[middle:])]
 
     @property
     def axes(self) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 
 from gspmd.annotate import Spec
-from gspmd.search import Problem
 
 from ..problem import PhaseProblem
 
@@ -35,30 +34,42 @@ class Options:
     """What each option of a problem puts into a layout.
 
     Args:
-        phase: writes the lines.
-        problem: has the choices.
+        phase: the problem.
     """
 
-    def __init__(self, phase: PhaseProblem, problem: Problem):
+    def __init__(self, phase: PhaseProblem):
         self.phase = phase
-        self.sizes = {choice.name: len(choice.options) for choice in problem.choices}
+        self._having: dict[tuple[str, str, str], dict[tuple[Spec, ...], frozenset[int]]] = {}
 
     @cached_property
     def texts(self) -> dict[str, tuple[Texts, ...]]:
         """For each choice, the lines of each of its options."""
-        first = dict.fromkeys(self.sizes, 0)
-        return {
-            name: tuple(self._of(name, {**first, name: number}) for number in range(count))
-            for name, count in self.sizes.items()
-        }
+        return {name: tuple(self._of(name)) for name in self.phase.choices}
 
-    def _of(self, name: str, picks: Mapping[str, int]) -> Texts:
-        return {(line.section, line.key): line.text for line in self.phase.lines(picks) if line.choice == name}
+    def _of(self, name: str) -> Iterator[Texts]:
+        """The lines of each option of a choice, which are those of the parts that have it."""
+        parts = [part for part in self.phase.parts if name in part.choices or name in part.vias]
+        first = {other: options[0] for other, options in self.phase.choices.items()}
+        for number, option in enumerate(self.phase.choices[name]):
+            chosen, picks = {**first, name: option}, {**dict.fromkeys(first, 0), name: number}
+            lines = (line for part in parts for line in (*part.lines(chosen), *part.via_lines(picks)))
+            yield {(line.section, line.key): line.text for line in lines if line.choice == name}
 
     @cached_property
     def choices(self) -> dict[tuple[str, str], str]:
         """The choice that each line comes from."""
         return {where: name for name, options in self.texts.items() for texts in options for where in texts}
+
+    def having(self, name: str, section: str, key: str, specs: tuple[Spec, ...]) -> frozenset[int]:
+        """The options of a choice that have these specs in a line: one, or both of a via."""
+        where = name, section, key
+        if where not in self._having:
+            found: dict[tuple[Spec, ...], set[int]] = {}
+            for number, texts in enumerate(self.texts[name]):
+                if (text := written(texts, section, key)) is not None:
+                    found.setdefault(tuple(map(Spec.parse, text.split(", "))), set()).add(number)
+            self._having[where] = {each: frozenset(numbers) for each, numbers in found.items()}
+        return self._having[where].get(specs, frozenset())
 
     def alike(self, name: str, number: int) -> list[int]:
         """The options that are this one but for the order of mesh axes on a dimension, and axes of one size swapped.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import permutations
+from heapq import heappop, heappush
+from itertools import count, permutations
 from math import inf
 
 from gspmd.annotate import LayoutError, Spec
@@ -14,7 +15,7 @@ from gspmd.search import Answer, NothingFits, Search
 
 from .candidate import Candidate, to_beat
 from .microbatches import Range
-from .options import Texts, written
+from .options import Options
 
 Where = tuple[str, str]
 """Section, empty for a part of the model, and key."""
@@ -62,40 +63,45 @@ def placed_presets(candidates: Iterable[Candidate], ranges: Iterable[Range] = ()
     layouts = [Layout.load(name) for name in presets()]
     phase = spaces[0].of.phase.phase if spaces else "train"
     layouts = [layout if phase == "train" else layout.phase(phase) for layout in layouts]
-    known: Known = {}
+    known = _Known()
     found = [min((placed for each in spaces for placed in _placings(each, of, known)), key=_rank) for of in layouts]
-    for number, layout in enumerate(layouts):
-        for each in ranges:
-            found[number] = _divided(each, layout, found[number], known)
-    return sorted(found, key=_rank)
+    return sorted((_divided(ranges, of, best, known) for of, best in zip(layouts, found)), key=_rank)
 
 
 def _rank(placed: Placed) -> tuple[bool, bool, bool, float]:
     return not placed.usable, placed.answer is None, not placed.fits, placed.answer.seconds if placed.answer else 0.0
 
 
-def _divided(numbers: Range, layout: Layout, best: Placed, known: Known) -> Placed:
+def _divided(ranges: Iterable[Range], layout: Layout, best: Placed, known: _Known) -> Placed:
     """The best of what is known and of a layout in any of these numbers of microbatches in which it fits."""
-    every = [_asked(numbers, layout, own, names, known) for own, names in _orders(numbers, layout)]
-    bounds = [_bound(numbers, without) for without in every if isinstance(without, dict)]
-    enough = to_beat(best.answer.seconds, best.candidate.microbatches) if best.answer and best.fits else inf
-    if min(bounds, default=inf) >= enough:
-        return best
-    for half in numbers.halves:
-        if isinstance(half, Range):
-            best = _divided(half, layout, best, known)
-        else:
-            placed = min(_placings(_Space(half, Search(half.unlimited)), layout, known), key=_rank)
-            dearer = placed.answer is not None and placed.answer.seconds > enough
-            best = best if dearer else min(best, placed, key=_rank)
+    heap: list[tuple[float, int, Range]] = []
+    number = count()
+
+    def push(each: Range) -> None:
+        heappush(heap, (_bound(each, layout, _enough(best), known), next(number), each))
+
+    for each in ranges:
+        push(each)
+    while heap and heap[0][0] < (enough := _enough(best)):
+        for part in heappop(heap)[-1].halves:
+            if isinstance(part, Range):
+                push(part)
+            else:
+                placed = min(_placings(_Space(part, Search(part.unlimited)), layout, known), key=_rank)
+                dearer = placed.answer is not None and placed.answer.seconds > enough
+                best = best if dearer else min(best, placed, key=_rank)
     return best
 
 
-def _bound(numbers: Range, without: Mapping[str, Collection[int]]) -> float:
-    try:
-        return numbers.search.best(without=without).bound
-    except NothingFits:
-        return inf
+def _enough(best: Placed) -> float:
+    """The seconds below which several microbatches are better than what is known."""
+    return to_beat(best.answer.seconds, best.candidate.microbatches) if best.answer and best.fits else inf
+
+
+def _bound(numbers: Range, layout: Layout, enough: float, known: _Known) -> float:
+    """What a layout costs at least in any of these numbers; infinite where it does not fit. See `Search.at_least`."""
+    every = (known.asked(numbers, layout, own, names) for own, names in _orders(numbers, layout))
+    return min((numbers.search.at_least(enough, each) for each in every if isinstance(each, dict)), default=inf)
 
 
 @dataclass(frozen=True)
@@ -113,13 +119,13 @@ def _orders(of: Candidate | Range, layout: Layout) -> Iterator[tuple[dict[str, i
         yield dict.fromkeys(layout.axes, 1) | dict(zip(names, mesh.values())), names
 
 
-def _placings(space: _Space, layout: Layout, known: Known) -> Iterator[Placed]:
+def _placings(space: _Space, layout: Layout, known: _Known) -> Iterator[Placed]:
     """The layout with its mesh axes in every order on those of the mesh."""
     candidate = space.of
     if len(layout.axes) < len(candidate.phase.costs.mesh):
         yield Placed(layout.name, candidate, {}, reason="it has fewer mesh axes.", usable=False)
     for own, names in _orders(candidate, layout):
-        without = _asked(candidate, layout, own, names, known)
+        without = known.asked(candidate, layout, own, names)
         if isinstance(without, _Refused):
             yield Placed(layout.name, candidate, own, reason=without.reason, usable=without.usable)
             continue
@@ -137,25 +143,39 @@ class _Refused:
     usable: bool
 
 
-Known = dict[tuple, "Mapping[str, Collection[int]] | _Refused"]
-"""The options that a layout does not have, by layout, order of mesh axes and options: of all choices of remat alike."""
+class _Known:
+    """What was read of layouts: it is the same for all choices of remat."""
 
+    def __init__(self) -> None:
+        self._checked: dict[tuple, Layout | _Refused] = {}
+        self._asked: dict[tuple, dict[str, list[int]] | _Refused] = {}
 
-def _asked(
-    of: Candidate | Range, layout: Layout, own: Mapping[str, int], names: tuple[str, ...], known: Known
-) -> Mapping[str, Collection[int]] | _Refused:
-    """The options that a layout does not have with its axes in this order; or why it is not there."""
-    costs = of.phase.costs
-    key = layout.name, names, *(tuple(each.items()) for each in (costs.mesh, costs.sizes)), costs.microbatches > 1
-    if key not in known:
-        usable = False
-        try:
-            checked = layout.resolved(costs.sizes, own).check(costs.sizes, own)
-            usable = True
-            known[key] = _without(of, checked, dict(zip(names, costs.mesh)))
-        except LayoutError as error:
-            known[key] = _Refused(_short(error), usable)
-    return known[key]
+    def asked(
+        self, of: Candidate | Range, layout: Layout, own: Mapping[str, int], names: tuple[str, ...]
+    ) -> Mapping[str, Collection[int]] | _Refused:
+        """The options that a layout does not have with its axes in this order; or why it is not there."""
+        costs = of.phase.costs
+        checked = self._layout(layout, own, of.sizes)
+        if isinstance(checked, _Refused):
+            return checked
+        space = *(tuple(each.items()) for each in (costs.mesh, costs.sizes)), costs.microbatches > 1
+        key = layout.name, checked.chosen, names, *space
+        if key not in self._asked:
+            try:
+                self._asked[key] = _without(of, checked, dict(zip(names, costs.mesh)))
+            except LayoutError as error:
+                self._asked[key] = _Refused(_short(error), usable=True)
+        return self._asked[key]
+
+    def _layout(self, layout: Layout, own: Mapping[str, int], sizes: Mapping[str, int]) -> Layout | _Refused:
+        """The layout on a mesh of its own axes; or why it cannot be there."""
+        key = layout.name, tuple(own.items()), tuple(sizes.items())
+        if key not in self._checked:
+            try:
+                self._checked[key] = layout.resolved(sizes, own).check(sizes, own)
+            except LayoutError as error:
+                self._checked[key] = _Refused(_short(error), usable=False)
+        return self._checked[key]
 
 
 def _short(error: LayoutError) -> str:
@@ -194,26 +214,28 @@ def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) ->
     Raises:
         LayoutError: a line is not in the space.
     """
-    mesh, count = of.phase.costs.mesh, of.phase.costs.microbatches
+    mesh, parts = of.phase.costs.mesh, of.phase.costs.microbatches
     names = {own: axis for own, axis in names.items() if mesh[axis] > 1}
     stages = layout.table.get("pipeline.layers")
     if stages and any(axis in names for axis in Spec.parse(stages).used):
         raise LayoutError(f"pipeline.layers = '{stages}' is not in the space that is searched.")
     # Several microbatches add to gradients that [gradients] does not have as partial sums, too.
-    loss, without = layout.for_loss(count), dict[str, list[int]]()
+    loss, without = layout.for_loss(parts), dict[str, list[int]]()
     for name, options in of.options.texts.items():
         wanted = dict(_wanted(layout, loss, {where for texts in options for where in texts}, names))
-        fits = [number for number, texts in enumerate(options) if _agrees(texts, wanted)]
+        fits = set(range(len(options)))
+        for where, specs in wanted.items():
+            fits &= of.options.having(name, *where, specs)
         if not fits:
-            raise LayoutError(f"{_odd(layout, options, wanted)} is not in the space that is searched.")
-        without[name] = sorted({*range(len(options))} - {*fits})
+            raise LayoutError(f"{_odd(layout, of.options, name, wanted)} is not in the space that is searched.")
+        without[name] = sorted({*range(len(options))} - fits)
     return without
 
 
-def _odd(layout: Layout, options: Sequence[Texts], wanted: Mapping[Where, tuple[Spec, ...]]) -> str:
+def _odd(layout: Layout, options: Options, name: str, wanted: Mapping[Where, tuple[Spec, ...]]) -> str:
     """The first line that no option has; all lines, where each of them is had by some."""
-    alone = (each for each in wanted.items() if not any(_agrees(texts, dict([each])) for texts in options))
-    odd = next(([where] for where, _ in alone), list(wanted))
+    alone = (where for where, specs in wanted.items() if not options.having(name, *where, specs))
+    odd = next(([where] for where in alone), list(wanted))
     return " with ".join(f"{section} {key}".strip() + f" = '{_text(layout, section, key)}'" for section, key in odd)
 
 
@@ -249,11 +271,3 @@ def _read(text: str, names: Mapping[str, str]) -> tuple[Spec, ...]:
 def _renamed(spec: Spec, names: Mapping[str, str]) -> Spec:
     axes = lambda held: tuple(names[axis] for axis in held if axis in names)  # noqa: E731
     return Spec(spec.dims, tuple(map(axes, spec.axes)), axes(spec.partial))
-
-
-def _agrees(texts: Mapping[Where, str], wanted: Mapping[Where, tuple[Spec, ...]]) -> bool:
-    for (section, key), specs in wanted.items():
-        text = written(texts, section, key)
-        if text is None or tuple(map(Spec.parse, text.split(", "))) != specs:
-            return False
-    return True

@@ -73,12 +73,12 @@ def why(candidate: Candidate, key: str, text: str) -> Why:
     options, best = candidate.options, candidate.solve()
     section, name = _line(candidate, key)
     choice = options.choices[section, name]
-    texts = [written(each, section, name) for each in options.texts[choice]]
     wanted = _read(candidate, key, text)
-    fits = [number for number, each in enumerate(texts) if each and _specs(each) == wanted]
+    fits = options.having(choice, section, name, wanted)
     if not fits:
+        texts = (written(each, section, name) for each in options.texts[choice])
         raise LayoutError(_no_option(candidate, key, wanted, [each for each in texts if each]))
-    without = {choice: sorted({*range(len(texts))} - {*fits})}
+    without = {choice: sorted({*range(len(options.texts[choice]))} - fits)}
     try:
         return Why(key, text, candidate, best, candidate.best(without))
     except NothingFits as fault:
