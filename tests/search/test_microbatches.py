@@ -172,7 +172,7 @@ def test_sizes_are_those_of_a_microbatch_where_their_number_is_known():
         if len(each.counts) == 1:
             seen[each.counts[0]] = each.sizes["B"]
         else:
-            every += each.parts
+            every += each.halves
     assert seen == {2: 8, 4: 4, 8: 2, 16: 1}
 
 
