@@ -242,43 +242,40 @@ def test_losses_are_those_of_one_device_also_from_the_file(train, tmp_path, monk
     assert losses(tmp_path / "again") == losses(tmp_path / "auto")
 
 
-def test_text_is_that_of_one_device(tmp_path, monkeypatch, capsys):
-    mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"), devices=jax.devices()[:1])
-    checkpoints.save(
-        models.build(CONFIG, Layout.load("replicated"), mesh, jax.random.key(0)), tmp_path / "public",
-        tokenizer=checkpoints.byte_tokenizer(),
-    )  # fmt: skip
-    flags = ["generate", "--checkpoint", str(tmp_path / "public"), "--tokens", "8", "--temperature", "0"]
-    flags += [flag for text in ("def ", "class ", "import ", "for x in ") for flag in ("--prompt", text)]
-    assert main.main([*flags, "--layout", "replicated"]) == 0
-    wanted = capsys.readouterr().out
-    monkeypatch.setattr(searched, "SHARE", 3.6e-6)
-    assert main.main([*flags, "--layout", "auto", "--devices", "4"]) == 0
-    text, said = capsys.readouterr()
-    assert text == wanted
-    path = said.partition("It is kept in ")[2].partition(".toml")[0] + ".toml"
-    mine = Layout.load(path)
-    assert shards_weights(mine)
+@pytest.fixture
+def generate(tmp_path, monkeypatch, capsys):
+    """A function (model, share of memory) that continues prompts in a layout that is found for four devices.
+
+    Its text is that of one device; returned are the flags without a layout, and the file of what was found.
+    """
+
+    def run(config, share):
+        mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"), devices=jax.devices()[:1])
+        model = models.build(config, Layout.load("replicated"), mesh, jax.random.key(0))
+        checkpoints.save(model, tmp_path / "public", tokenizer=checkpoints.byte_tokenizer())
+        flags = ["generate", "--checkpoint", str(tmp_path / "public"), "--tokens", "8", "--temperature", "0"]
+        flags += [flag for text in ("def ", "class ", "import ", "for x in ") for flag in ("--prompt", text)]
+        assert main.main([*flags, "--layout", "replicated"]) == 0
+        wanted = capsys.readouterr().out
+        monkeypatch.setattr(searched, "SHARE", share)
+        assert main.main([*flags, "--layout", "auto", "--devices", "4"]) == 0
+        text, said = capsys.readouterr()
+        assert text == wanted
+        return flags, said.partition("It is kept in ")[2].partition(".toml")[0] + ".toml"
+
+    return run
+
+
+def test_text_is_that_of_one_device(generate):
+    flags, path = generate(CONFIG, 3.6e-6)
+    assert shards_weights(Layout.load(path))
     assert main.main([*flags, "--layout", path, "--devices", "4", "--explain"]) == 0
 
 
 @pytest.mark.slow
-def test_text_of_experts_is_that_of_one_device(tmp_path, monkeypatch, capsys):
-    mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"), devices=jax.devices()[:1])
-    config = replace(CONFIG, layers=2, moe=MoEConfig(experts=4, every=1, router="top-k"))
-    checkpoints.save(
-        models.build(config, Layout.load("replicated"), mesh, jax.random.key(0)), tmp_path / "public",
-        tokenizer=checkpoints.byte_tokenizer(),
-    )  # fmt: skip
-    flags = ["generate", "--checkpoint", str(tmp_path / "public"), "--tokens", "8", "--temperature", "0"]
-    flags += [flag for text in ("def ", "class ", "import ", "for x in ") for flag in ("--prompt", text)]
-    assert main.main([*flags, "--layout", "replicated"]) == 0
-    wanted = capsys.readouterr().out
-    monkeypatch.setattr(searched, "SHARE", 7e-6)
-    assert main.main([*flags, "--layout", "auto", "--devices", "4"]) == 0
-    text, said = capsys.readouterr()
-    assert text == wanted
-    layout = Layout.load(said.partition("It is kept in ")[2].partition(".toml")[0] + ".toml")
+def test_text_of_experts_is_that_of_one_device(generate):
+    _, path = generate(replace(CONFIG, layers=2, moe=MoEConfig(experts=4, every=1, router="top-k")), 7e-6)
+    layout = Layout.load(path)
     assert any(Spec.parse(layout[f"moe.{name}"]).used for name in ("w_in", "w_out"))
 
 
