@@ -92,8 +92,7 @@ class StageProblem(TrainingProblem):
         """What a stage runs in its backward slot: everything forward, from its input, and backward."""
         for part in self.parts:
             yield from part.terms()
-            for name, (product, tensors, times) in part.products.items():
-                yield from product_terms(name, product, tensors, times, times if self.costs.holds_all else 1)
+            yield from part.of_products()
 
     def _forward(self) -> Iterator[Term]:
         """What a stage runs in its forward slot: embedding and layers, without the output."""

@@ -12,7 +12,7 @@ from gspmd.search import Choice, Problem, Term
 from gspmd.search.products import Product
 
 from .costs import Costs, Line
-from .parts.part import Part, product_terms
+from .parts.part import Part
 
 
 class PhaseProblem(ABC):
@@ -56,9 +56,7 @@ class PhaseProblem(ABC):
         found, count = [term for part in self.parts for term in part.once()], self.costs.microbatches
         for part in self.parts:
             found += [replace(term, seconds=count * term.seconds) for term in part.terms()]
-            for name, (product, tensors, times) in part.products.items():
-                kept = times if self.costs.holds_all else 1
-                found += product_terms(name, product, tensors, count * times, kept)
+            found += part.of_products(count)
         return found
 
     def problem(self, limit: float | None = None) -> Problem:

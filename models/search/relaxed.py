@@ -18,7 +18,6 @@ from functools import cached_property
 
 from gspmd.search import Choice, Problem, Term
 
-from .parts.part import product_terms
 from .training import TrainingProblem
 from .workload import Workload
 
@@ -53,8 +52,7 @@ class Relaxed(TrainingProblem):
         activations: list[Term] = []
         for part in self.parts:
             activations += part.terms()
-            for name, (product, tensors, times) in part.products.items():
-                for term in product_terms(name, product, tensors, times, times if self.costs.holds_all else 1):
-                    # of a product's tensors, its weights alone are held: gathered
-                    (activations if term.bytes is None else weights).append(term)
+            for term in part.of_products():
+                # of a product's tensors, its weights alone are held: gathered
+                (activations if term.bytes is None else weights).append(term)
         return once, weights, activations

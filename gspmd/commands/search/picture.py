@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gspmd.audit.simulation.bars import FAINT, INK, PALETTE
-from gspmd.commands.search.written import seconds
+from gspmd.commands.search.written import seconds, where
 from gspmd.display.units import amount_of_bytes
 from gspmd_models.search.answers import Finding
 from gspmd_models.search.answers.frontier import SEEN, Point
@@ -72,9 +72,7 @@ def figure(finding: Finding, front: Sequence[Point], presets: Sequence[Placed], 
     axes.spines[:].set_visible(False)
     axes.set_title(title, loc="left", fontsize=11, weight="bold", color=INK, pad=22)
     under: Any = {"xy": (0, 1), "xycoords": "axes fraction", "xytext": (0, 6), "textcoords": "offset points"}
-    remat = finding.best.remat and f"remat {finding.best.remat}"
-    where = ", ".join(filter(None, (finding.best.named, remat, finding.best.in_microbatches)))
-    axes.annotate(f"mesh {where}    no layout is in the shade", **under, fontsize=9.5, color=INK)
+    axes.annotate(f"mesh {where(finding.best)}    no layout is in the shade", **under, fontsize=9.5, color=INK)
     return made
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.markup import escape
 
 from gspmd.commands.search.compiling import Listed
-from gspmd.commands.search.written import seconds
+from gspmd.commands.search.written import seconds, where
 from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_bytes, mesh_text
 from gspmd_models.search.answers import Candidate, Finding
@@ -163,6 +163,4 @@ def answer_line(finding: Finding, compiled: int) -> str:
     held = f"{amount_of_bytes(finding.answer.bytes)} on each device"
     proved = f"no layout costs less than {seconds(finding.bound)}"
     planned = "" if compiled else " Planned, not compiled: --compile 3 asks the compiler."
-    remat = finding.best.remat and f"remat {finding.best.remat}"
-    where = ", ".join(filter(None, (finding.best.named, remat, finding.best.in_microbatches)))
-    return f"mesh {where}: {seconds(finding.answer.seconds)} a step, {proved}; {held}.{planned}"
+    return f"mesh {where(finding.best)}: {seconds(finding.answer.seconds)} a step, {proved}; {held}.{planned}"

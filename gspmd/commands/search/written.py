@@ -60,6 +60,11 @@ def _compiled(finding: Finding, shortlist: Iterable[Listed]) -> Iterator[tuple[s
             return
 
 
+def where(best: Candidate) -> str:
+    """The mesh, and what else a layout was found with: `x=4,y=8, remat full, in 4 microbatches`."""
+    return ", ".join(filter(None, (best.named, best.remat and f"remat {best.remat}", best.in_microbatches)))
+
+
 def seconds(amount: float) -> str:
     """Seconds to five digits, since layouts differ by thousandths."""
     return f"{amount:.5g} s" if amount >= 1 else amount_of_seconds(amount)

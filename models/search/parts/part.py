@@ -45,6 +45,12 @@ class Part:
         """The tables of one microbatch, but for those of its products."""
         yield from settled_each(self.name, self.costs, self.vectors, self.choices)
 
+    def of_products(self, microbatches: int = 1) -> Iterator[Term]:
+        """The tables of its products, in so many microbatches."""
+        for name, (product, tensors, times) in self.products.items():
+            kept = times if self.costs.holds_all else 1
+            yield from product_terms(name, product, tensors, microbatches * times, kept)
+
     def once(self) -> Iterator[Term]:
         """The tables of what happens once in a step, and of what is held all along."""
         yield from settled_once(self.name, self.costs, self.vectors, self.choices)
