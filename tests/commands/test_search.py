@@ -262,6 +262,15 @@ def test_a_line_that_is_none_does_not_lose_the_answer(run, asked, said, tmp_path
     Layout.load(tmp_path / "found.toml").check(SIZES, {"x": 4})
 
 
+def test_all_lines_that_are_none_are_named_at_once(run, tmp_path):
+    lines = ["ffn.w_in=EF_q", "ffn.winn=EF", "ffn.w_in=E_xF_x", "ffn.w_in=FE_q"]
+    flags = [part for line in lines for part in ("--why", line)]
+    code, _, err = run(*flags, "--why", "ffn.hidden=BLF_x", "--mesh", "x=4", "--remat", "full", "--microbatches", "1")
+    assert code == 2
+    assert [err.count(f"--why {line}: ") for line in lines] == [1] * len(lines)
+    assert "needs EF; the mesh has no axis q." in err
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
