@@ -1,23 +1,29 @@
 """`gspmd search`: what it prints and writes, its exit codes, and one message for bad input."""
 
 import importlib
+import itertools
 import json
 import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from gspmd.commands.search.slice import Slice
 from gspmd.layouts import Layout, presets
 from gspmd.search import Search
 from gspmd.training import command as commands
-from gspmd_models.search.answers import Space
+from gspmd_models import ModelConfig
+from gspmd_models.search.answers import Candidate, Finding, Space, problem_of
+from gspmd_models.search.answers.frontier import frontier
+from gspmd_models.search.answers.presets import placed_presets
 
 ROOT = Path(__file__).parents[2]
 MODEL = """
@@ -146,6 +152,53 @@ def test_nothing_fits_says_what_is_nearest_and_what_would_do(run, tmp_path):
     assert float(said[3]) == pytest.approx(1.2e-6 * Slice.named("tpu-v5p:2x2x1").chip.hbm_bytes / 1e3, rel=0.01)
     assert re.search(r"It would fit on tpu-v5p:2x2x2\. Otherwise take a smaller --batch", err)
     assert not (tmp_path / "found.toml").exists()
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.15])
+def test_the_picture_has_the_presets_of_its_mesh_and_no_label_on_another(script, share):
+    config = ModelConfig(layers=8, embed=256, feed_forward=1024, heads=8, head_size=32, remat="full")
+    phase = problem_of("train", config, {"x": 2, "y": 4}, Slice.named("tpu-v5p:2x2x2").chip, 64, 512)
+    least, most = (each.bytes for each in (Candidate(phase, 1e9).least, Candidate(phase, 1e9).free))
+    best = Candidate(phase, least + share * (most - least))
+    finding = Finding(best, best.solve(), (best,), best.solve().bound)
+    presets, front = placed_presets([best]), frontier(best, 4)
+    fitting = next(each for each in presets if each.fits)
+    for number in range(1, 6):  # a row of marks that are nearer than their names are long
+        place = replace(fitting.answer, bytes=fitting.answer.bytes * (1 + number * 0.01))
+        presets.append(replace(fitting, name=f"{fitting.name}-{number}", answer=place))
+    drawn = script.picture.figure(finding, front, presets, "a title")
+    FigureCanvasAgg(drawn).draw()
+    axes = drawn.axes[0]
+    marks = {(*line.get_xdata(), *line.get_ydata()) for line in axes.lines if line.get_marker() == "D"}
+    units = script.picture._frame(finding, front, presets)
+    assert marks <= {(each.answer.bytes / units.bytes[0], each.answer.seconds / units.seconds[0])
+                     for each in presets if each.fits}  # fmt: skip
+    labels = [text for text in axes.texts if "may be used" not in text.get_text() and "shade" not in text.get_text()]
+    assert len(marks) > 2
+    assert len(labels) > 2
+    for one, other in itertools.combinations(labels, 2):
+        assert not one.get_window_extent().overlaps(other.get_window_extent()), (one, other)
+    whole = drawn.bbox
+    assert all(whole.containsx(x) for each in labels for x in each.get_window_extent().intervalx)
+
+
+def test_the_picture_is_of_one_mesh(run, script, monkeypatch, tmp_path):
+    """In the table each preset is on the mesh, with the remat, that is best for it."""
+    seen, figure, placed = [], script.picture.figure, {}
+
+    def places(candidates, ranges=()):
+        found = placed_presets(candidates, ranges)
+        placed[id(found)] = [*candidates]
+        return found
+
+    monkeypatch.setattr(script, "placed_presets", places)
+    monkeypatch.setattr(script.picture, "figure", lambda *asked: seen.append(asked) or figure(*asked))
+    code, _, _ = run("--frontier", str(tmp_path / "front.png"), "--microbatches", "1")
+    finding, _, presets, _ = seen[0]
+    assert code == 0
+    assert len(finding.candidates) > 1
+    assert placed[id(presets)] == [finding.best]
+    assert {id(each.candidate) for each in presets} == {id(finding.best)}
 
 
 def test_nothing_fits_a_given_mesh(run):

@@ -28,7 +28,7 @@ def test_the_table_has_as_many_parameters_as_the_config_counts(config, changes):
 
 
 def test_dense_layers_beside_experts_need_their_lines(config):
-    """`Layout.check` is told that there are experts, and not that other layers have none: the model says so, at once."""
+    """`Layout.check` is told that there are experts, and not that others have none: the model says so, at once."""
     whole = Layout.load("gshard")
     lines = ("ffn.w_in", "ffn.w_gate", "ffn.hidden", "ffn.w_out", "ffn.in_via", "ffn.out_via")
     table = {key: text for key, text in whole.table.items() if key not in lines}

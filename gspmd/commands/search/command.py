@@ -118,7 +118,7 @@ class Found:
         asked: the answers to --why.
         presets: where they are in the space.
         traced: seconds of those that are not.
-        front: for --frontier.
+        front, drawn: for --frontier, the staircase and where presets are on its mesh.
         stages: for --stages.
         shortlist: for --compile.
         faults: what was asked with --why and is no line of this mesh; the answer is not lost with it.
@@ -131,6 +131,7 @@ class Found:
     presets: list[Placed] = field(default_factory=list)
     traced: dict[str, float] = field(default_factory=dict)
     front: list[Point] = field(default_factory=list)
+    drawn: list[Placed] = field(default_factory=list)
     stages: pipelines.Table | None = None
     shortlist: list[compiling.Listed] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -152,7 +153,7 @@ def look_closer(found: Found, settings: Settings, progress: Progress) -> None:
         found.presets = placed_presets(found.finding.promising, found.finding.ranges)
         found.traced = compiling.traced(settings, found.presets)
         if settings.frontier:
-            found.front = frontier(best, tell=progress.begin)
+            found.front, found.drawn = frontier(best, tell=progress.begin), placed_presets([best])
         if settings.stages:
             found.stages = staged(best, settings, progress)
         if settings.compile:
@@ -222,7 +223,7 @@ def report(found: Found, settings: Settings, target: Slice, argv: Sequence[str])
         console.print(shown.compiled(found.shortlist))
     console.print(shown.answer_line(finding, settings.compile), markup=False, highlight=False)
     if settings.frontier and found.front:
-        picture.figure(finding, found.front, found.presets, top[0]).savefig(settings.frontier)
+        picture.figure(finding, found.front, found.drawn, top[0].removesuffix(".")).savefig(settings.frontier)
     if settings.json:
         lists = found.said, found.presets, found.asked, found.front, found.shortlist
         Path(settings.json).write_text(figures.to_json(settings, target, finding, *lists), encoding="utf-8")
