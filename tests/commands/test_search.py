@@ -16,13 +16,16 @@ from types import SimpleNamespace
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+from gspmd.annotate import Spec
 from gspmd.commands.search.slice import Slice
 from gspmd.layouts import Layout, presets
 from gspmd.search import Search
 from gspmd.training import command as commands
 from gspmd_models import ModelConfig
+from gspmd_models.parameters import parameters
 from gspmd_models.search.answers import Candidate, Finding, Space, problem_of
 from gspmd_models.search.answers.frontier import frontier
+from gspmd_models.search.answers.options import Options
 from gspmd_models.search.answers.presets import placed_presets
 
 ROOT = Path(__file__).parents[2]
@@ -471,6 +474,39 @@ def test_stages_are_a_table(run):
     assert "pipelines: the best of each number of stages" in out
     assert "p=2" in out
     assert "--mesh x=4 is of the layout without stages" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("table", ["", "[model.moe]\nexperts = 4\nevery = 2\nrouter = 'gshard'"])
+def test_the_best_pipeline_is_written_beside_the_layout(run, script, monkeypatch, tmp_path, table):
+    """The file is the row of the table: it checks for the model, and its lines alone, searched again, cost the same."""
+    config, path, seen = tmp_path / "deep.toml", tmp_path / "found.toml", []
+    config.write_text(f"{MODEL.replace('layers = 2', 'layers = 4').replace('kv_heads = 4', 'kv_heads = 8')}{table}\n")
+    search = script.pipelines.table
+    monkeypatch.setattr(script.pipelines, "table", lambda *a, **k: seen.append(search(*a, **k)) or seen[-1])
+    code, out, _ = run("--config", str(config), "--batch", "32", "--stages", "--remat", "full", "--out", str(path))
+    best = seen[0].best
+    assert code == 0
+    assert "".join(out.split()).count(f"Thebestpipelineisin{tmp_path / 'found-stages.toml'}:") == 1
+    text = (tmp_path / "found-stages.toml").read_text()
+    assert f" --model.remat full --microbatches {best.microbatches}\n" in text
+    assert "[pipeline]" not in path.read_text()
+    layout, whole = Layout.load(tmp_path / "found-stages.toml"), replace(best.problem.costs.config, layers=4)
+    layout.check(whole.sizes(32, 16), best.mesh)
+    assert layout.table["pipeline.layers"] == "N_p"
+    assert parameters(whole, layout)
+    options, without = Options(best.problem), {}
+    for name, texts in options.texts.items():
+        fits = set(range(len(texts)))
+        for section, key in {where for each in texts for where in each}:
+            text = layout.overrides.get(section, {}).get(key) if section else layout.table.get(key)
+            if text is not None:
+                fits &= options.having(name, section, key, tuple(map(Spec.parse, text.split(", "))))
+            elif section:
+                fits -= {number for number, each in enumerate(texts) if (section, key) in each}
+        without[name] = {*range(len(texts))} - fits
+    again = Search(best.problem.problem()).best(without=without)
+    assert again.seconds == pytest.approx(best.answer.seconds, rel=1e-12)
+    assert again.bytes == best.answer.bytes
 
 
 def test_an_answer_that_cannot_be_written_is_printed(run, tmp_path):

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
+from types import MappingProxyType
 
 from gspmd.display.units import amount_of_seconds
 from gspmd.layouts.mesh import factorise
-from gspmd.layouts.rules.keys import KEYS, OVERRIDES, PARTS
+from gspmd.layouts.rules.keys import KEYS, OVERRIDES, PARTS, PIPELINE
 from gspmd.search import Answer
 
+from ...config import ModelConfig
 from ..costs import Line
 from .candidate import Candidate
 
@@ -25,7 +27,8 @@ LOWERING = "blocking"
 """What is priced, and so what a found layout asks for."""
 _SAME = 1e-9
 """The fraction of a step by which two layouts cost the same."""
-_SECTIONS = (*PARTS, "gradients", "optimizer", *(name for name in OVERRIDES if name not in ("gradients", "optimizer")))
+_LATER = ("gradients", "optimizer")
+_SECTIONS = (PIPELINE, *PARTS, *_LATER, *(name for name in OVERRIDES if name not in _LATER))
 
 
 @dataclass(frozen=True)
@@ -103,20 +106,34 @@ def document(candidate: Candidate, answer: Answer, header: Iterable[str], said: 
     Returns:
         TOML that `gspmd.Layout.load` reads; the same for the same answer.
     """
-    lines = [line for line in candidate.phase.lines(answer.picks) if _is_of(line.key, candidate)]
+    costs = candidate.phase.costs
+    return of_lines(candidate.phase.lines(answer.picks), costs.config, costs.mesh, header, said)
+
+
+def of_lines(
+    lines: Iterable[Line],
+    config: ModelConfig,
+    mesh: Mapping[str, int],
+    header: Iterable[str],
+    said: Mapping[str, Remark] = MappingProxyType({}),
+) -> str:
+    """The text of a layout file, from its lines: of a pipeline say, which is no candidate.
+
+    Args:
+        lines: in any order.
+        config: the model; lines of tensors that it does not have are left out.
+        mesh: sizes of the mesh axes.
+        header, said: as of `document`.
+    """
+    lines = [line for line in lines if config.gated or not line.key.endswith(".w_gate")]
     comments = dict(_comments(lines, said))
     blocks = [
         "\n".join(f"# {line}".rstrip() for line in header),
-        "\n".join(["[mesh]", *_mesh_lines(candidate.phase.costs.mesh)]),
+        "\n".join(["[mesh]", *_mesh_lines(mesh)]),
         f'[lowering]\ndefault = "{LOWERING}"',
         *(_block(name, of_section, comments) for name, of_section in _sections(lines)),
     ]
     return "\n\n".join(blocks) + "\n"
-
-
-def _is_of(key: str, candidate: Candidate) -> bool:
-    """Whether the model has this tensor."""
-    return candidate.phase.costs.config.gated or not key.endswith(".w_gate")
 
 
 def _mesh_lines(mesh: Mapping[str, int]) -> tuple[str, str]:
