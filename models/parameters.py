@@ -12,7 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspmd.annotate import Spec
+from gspmd.annotate import LayoutError, Spec
+from gspmd.annotate.errors import listed
+from gspmd.layouts.rules.keys import KEYS
 from gspmd.layouts.rules.padding import Padded
 
 from .config import ModelConfig
@@ -52,15 +54,32 @@ def parameters(config: ModelConfig, layout: Any) -> dict[str, Parameter]:
 
     Args:
         config: the model.
-        layout: a `gspmd.Layout`, or any mapping from its keys to specs.
+        layout: a `gspmd.Layout`; of a model without experts, any mapping from its keys to specs.
 
     Returns:
         Path, `blocks.0.ffn.w_in`, to its row.
 
     Raises:
+        LayoutError: some layers have no experts, and the layout is of experts alone.
         ValueError: a spec of the layout has other dimensions than the model's tensor.
     """
+    _check_dense(config, layout)
     return dict(_rows(config, layout, lambda key: layout[key]))
+
+
+_DENSE = ("ffn.w_in", "ffn.hidden", "ffn.w_out")
+"""What layers without experts need; `Layout.check` does not know the model, and lets a layout with experts lack it."""
+
+
+def _check_dense(config: ModelConfig, layout: Any) -> None:
+    missing = [key for key in _DENSE if key not in layout.table] if config.moe else []
+    if missing and config.expert_layers < config.layers:
+        lines = (f'{key.partition(".")[2]} = "{KEYS[key].dims}"' for key in missing)
+        raise LayoutError(
+            f"cannot use layout '{layout.name}': {config.layers - config.expert_layers} of the model's {config.layers} "
+            f"layers have no experts, and {listed(missing)} are not written.\n"
+            f"  Write {listed(lines)} in [ffn], with their mesh axes."
+        )
 
 
 def parameter_specs(config: ModelConfig, layout: Any) -> dict[str, tuple[Spec, tuple[int, ...]]]:

@@ -14,12 +14,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+from gspmd.annotate import Spec
 from gspmd.commands.search.slice import Slice
 from gspmd.layouts import Layout, presets
 from gspmd.search import Search
 from gspmd.training import command as commands
-from gspmd_models.search.answers import Space
+from gspmd_models import ModelConfig
+from gspmd_models.parameters import parameters
+from gspmd_models.search.answers import Candidate, Finding, Space, problem_of
+from gspmd_models.search.answers.frontier import frontier
+from gspmd_models.search.answers.options import Options
+from gspmd_models.search.answers.presets import placed_presets
 
 ROOT = Path(__file__).parents[2]
 MODEL = """
@@ -150,6 +157,53 @@ def test_nothing_fits_says_what_is_nearest_and_what_would_do(run, tmp_path):
     assert not (tmp_path / "found.toml").exists()
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.15])
+def test_the_picture_has_the_presets_of_its_mesh_and_no_label_on_another(script, share):
+    config = ModelConfig(layers=8, embed=256, feed_forward=1024, heads=8, head_size=32, remat="full")
+    phase = problem_of("train", config, {"x": 2, "y": 4}, Slice.named("tpu-v5p:2x2x2").chip, 64, 512)
+    least, most = (each.bytes for each in (Candidate(phase, 1e9).least, Candidate(phase, 1e9).free))
+    best = Candidate(phase, least + share * (most - least))
+    finding = Finding(best, best.solve(), (best,), best.solve().bound)
+    presets, front = placed_presets([best]), frontier(best, 4)
+    fitting = next(each for each in presets if each.fits)
+    for number in range(1, 6):  # a row of marks that are nearer than their names are long
+        place = replace(fitting.answer, bytes=fitting.answer.bytes * (1 + number * 0.01))
+        presets.append(replace(fitting, name=f"{fitting.name}-{number}", answer=place))
+    drawn = script.picture.figure(finding, front, presets, "a title")
+    FigureCanvasAgg(drawn).draw()
+    axes = drawn.axes[0]
+    marks = {(*line.get_xdata(), *line.get_ydata()) for line in axes.lines if line.get_marker() == "D"}
+    units = script.picture._frame(finding, front, presets)
+    assert marks <= {(each.answer.bytes / units.bytes[0], each.answer.seconds / units.seconds[0])
+                     for each in presets if each.fits}  # fmt: skip
+    labels = [text for text in axes.texts if "may be used" not in text.get_text() and "shade" not in text.get_text()]
+    assert len(marks) > 2
+    assert len(labels) > 2
+    for one, other in itertools.combinations(labels, 2):
+        assert not one.get_window_extent().overlaps(other.get_window_extent()), (one, other)
+    whole = drawn.bbox
+    assert all(whole.containsx(x) for each in labels for x in each.get_window_extent().intervalx)
+
+
+def test_the_picture_is_of_one_mesh(run, script, monkeypatch, tmp_path):
+    """In the table each preset is on the mesh, with the remat, that is best for it."""
+    seen, figure, placed = [], script.picture.figure, {}
+
+    def places(candidates, ranges=()):
+        found = placed_presets(candidates, ranges)
+        placed[id(found)] = [*candidates]
+        return found
+
+    monkeypatch.setattr(script, "placed_presets", places)
+    monkeypatch.setattr(script.picture, "figure", lambda *asked: seen.append(asked) or figure(*asked))
+    code, _, _ = run("--frontier", str(tmp_path / "front.png"), "--microbatches", "1")
+    finding, _, presets, _ = seen[0]
+    assert code == 0
+    assert len(finding.candidates) > 1
+    assert placed[id(presets)] == [finding.best]
+    assert {id(each.candidate) for each in presets} == {id(finding.best)}
+
+
 def test_nothing_fits_a_given_mesh(run):
     code, _, err = run("--memory", "1e-6", "--mesh", "x=4")
     assert code == 1
@@ -262,6 +316,15 @@ def test_a_line_that_is_none_does_not_lose_the_answer(run, asked, said, tmp_path
     assert f"--why {asked}: " in err
     assert said in err
     Layout.load(tmp_path / "found.toml").check(SIZES, {"x": 4})
+
+
+def test_all_lines_that_are_none_are_named_at_once(run, tmp_path):
+    lines = ["ffn.w_in=EF_q", "ffn.winn=EF", "ffn.w_in=E_xF_x", "ffn.w_in=FE_q"]
+    flags = [part for line in lines for part in ("--why", line)]
+    code, _, err = run(*flags, "--why", "ffn.hidden=BLF_x", "--mesh", "x=4", "--remat", "full", "--microbatches", "1")
+    assert code == 2
+    assert [err.count(f"--why {line}: ") for line in lines] == [1] * len(lines)
+    assert "needs EF; the mesh has no axis q." in err
 
 
 @pytest.mark.parametrize(
@@ -453,6 +516,39 @@ def test_stages_are_a_table(run):
     assert "pipelines: the best of each number of stages" in out
     assert "p=2" in out
     assert "--mesh x=4 is of the layout without stages" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("table", ["", "[model.moe]\nexperts = 4\nevery = 2\nrouter = 'gshard'"])
+def test_the_best_pipeline_is_written_beside_the_layout(run, script, monkeypatch, tmp_path, table):
+    """The file is the row of the table: it checks for the model, and its lines alone, searched again, cost the same."""
+    config, path, seen = tmp_path / "deep.toml", tmp_path / "found.toml", []
+    config.write_text(f"{MODEL.replace('layers = 2', 'layers = 4').replace('kv_heads = 4', 'kv_heads = 8')}{table}\n")
+    search = script.pipelines.table
+    monkeypatch.setattr(script.pipelines, "table", lambda *a, **k: seen.append(search(*a, **k)) or seen[-1])
+    code, out, _ = run("--config", str(config), "--batch", "32", "--stages", "--remat", "full", "--out", str(path))
+    best = seen[0].best
+    assert code == 0
+    assert "".join(out.split()).count(f"Thebestpipelineisin{tmp_path / 'found-stages.toml'}:") == 1
+    text = (tmp_path / "found-stages.toml").read_text()
+    assert f" --model.remat full --microbatches {best.microbatches}\n" in text
+    assert "[pipeline]" not in path.read_text()
+    layout, whole = Layout.load(tmp_path / "found-stages.toml"), replace(best.problem.costs.config, layers=4)
+    layout.check(whole.sizes(32, 16), best.mesh)
+    assert layout.table["pipeline.layers"] == "N_p"
+    assert parameters(whole, layout)
+    options, without = Options(best.problem), {}
+    for name, texts in options.texts.items():
+        fits = set(range(len(texts)))
+        for section, key in {where for each in texts for where in each}:
+            text = layout.overrides.get(section, {}).get(key) if section else layout.table.get(key)
+            if text is not None:
+                fits &= options.having(name, section, key, tuple(map(Spec.parse, text.split(", "))))
+            elif section:
+                fits -= {number for number, each in enumerate(texts) if (section, key) in each}
+        without[name] = {*range(len(texts))} - fits
+    again = Search(best.problem.problem()).best(without=without)
+    assert again.seconds == pytest.approx(best.answer.seconds, rel=1e-12)
+    assert again.bytes == best.answer.bytes
 
 
 def test_an_answer_that_cannot_be_written_is_printed(run, tmp_path):

@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 
 import gspmd
 import gspmd_models as models
-from gspmd.annotate import Spec
+from gspmd.annotate import LayoutError, Spec
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd_models.parameters import Normal, initialise, parameters
@@ -23,6 +25,27 @@ VARIANTS = [
 def test_the_table_has_as_many_parameters_as_the_config_counts(config, changes):
     table = parameters(config(**changes), Layout.load("replicated"))
     assert sum(np.prod(row.shape) for row in table.values()) == config(**changes).num_parameters
+
+
+def test_dense_layers_beside_experts_need_their_lines(config):
+    """`Layout.check` is told that there are experts, and not that others have none: the model says so, at once."""
+    whole = Layout.load("gshard")
+    lines = ("ffn.w_in", "ffn.w_gate", "ffn.hidden", "ffn.w_out", "ffn.in_via", "ffn.out_via")
+    table = {key: text for key, text in whole.table.items() if key not in lines}
+    overrides = {section: {key: text for key, text in held.items() if key not in lines}
+                 for section, held in whole.overrides.items()}  # fmt: skip
+    lacking = replace(whole, table=table, overrides=overrides)
+    mixed, routed = (config(moe=MoEConfig(experts=8, every=every)) for every in (2, 1))
+    for each in (mixed, routed):
+        lacking.check(each.sizes(8, 16))
+    assert parameters(routed, lacking)
+    assert parameters(mixed, whole)
+    with pytest.raises(LayoutError) as fault:
+        parameters(mixed, lacking)
+    assert str(fault.value) == (
+        "cannot use layout 'gshard': 1 of the model's 2 layers have no experts, and ffn.w_in, ffn.hidden and ffn.w_out "
+        'are not written.\n  Write w_in = "EF", hidden = "BLF" and w_out = "FE" in [ffn], with their mesh axes.'
+    )
 
 
 def test_layers_are_stacked_by_their_place_in_the_pattern(config):

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from rich.markup import escape
+
 from gspmd.annotate import LayoutError
 from gspmd.commands.search import compiling, figures, picture, shown
 from gspmd.commands.search.missing import nothing_fits
@@ -20,15 +22,16 @@ from gspmd.commands.search.settings import Settings
 from gspmd.commands.search.settings import parse as parse_settings
 from gspmd.commands.search.slice import Slice
 from gspmd.commands.search.unpriced import remedied
-from gspmd.commands.search.written import header
+from gspmd.commands.search.written import beside, header, header_of_stages, seconds
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
+from gspmd.display.tables import Sheet
 from gspmd.training import command
 from gspmd.training.config import ConfigError, parse_mesh
 from gspmd_models import ModelConfig
 from gspmd_models.search import stages as pipelines
 from gspmd_models.search.answers import Candidate, Finding, NoneFits, Space, document, find, meshes, problem_of
-from gspmd_models.search.answers.document import Remark, remarks
+from gspmd_models.search.answers.document import Remark, of_lines, remarks
 from gspmd_models.search.answers.frontier import Point, frontier
 from gspmd_models.search.answers.microbatches import Range
 from gspmd_models.search.answers.presets import Placed, placed_presets
@@ -124,7 +127,7 @@ class Found:
         asked: the answers to --why.
         presets: where they are in the space.
         traced: seconds of those that are not.
-        front: for --frontier.
+        front, drawn: for --frontier, the staircase and where presets are on its mesh.
         stages: for --stages.
         shortlist: for --compile.
         lowering: of the fastest program of those; empty where none was compiled.
@@ -138,6 +141,7 @@ class Found:
     presets: list[Placed] = field(default_factory=list)
     traced: dict[str, float] = field(default_factory=dict)
     front: list[Point] = field(default_factory=list)
+    drawn: list[Placed] = field(default_factory=list)
     stages: pipelines.Table | None = None
     shortlist: list[compiling.Listed] = field(default_factory=list)
     lowering: str = ""
@@ -160,7 +164,7 @@ def look_closer(found: Found, settings: Settings, progress: Progress) -> None:
         found.presets = placed_presets(found.finding.promising, found.finding.ranges)
         found.traced = compiling.traced(settings, found.presets)
         if settings.frontier:
-            found.front = frontier(best, tell=progress.begin)
+            found.front, found.drawn = frontier(best, tell=progress.begin), placed_presets([best])
         if settings.stages:
             found.stages = staged(best, settings, progress)
         if settings.compile:
@@ -219,24 +223,37 @@ def report(found: Found, settings: Settings, target: Slice, argv: Sequence[str])
     for asked in found.asked:
         console.print(*shown.reasons(asked), sep="\n")
     if found.stages:
-        if found.stages.rows:
-            console.print(pipelines.sheet(found.stages))
-            if settings.mesh:
-                console.print(
-                    f"--mesh {settings.mesh} is of the layout without stages; pipelines have meshes of their own."
-                )
-        else:
-            console.print("pipelines: no number of stages divides the stacked layers and an axis of the slice.")
+        for line in of_stages(found.stages, finding, settings, target, argv):
+            console.print(line, highlight=False)
     if found.shortlist:
         console.print(shown.compiled(found.shortlist))
     console.print(shown.answer_line(finding, settings.compile), markup=False, highlight=False)
     if settings.frontier and found.front:
-        picture.figure(finding, found.front, found.presets, top[0]).savefig(settings.frontier)
+        picture.figure(finding, found.front, found.drawn, top[0].removesuffix(".")).savefig(settings.frontier)
     if settings.json:
         lists = found.said, found.presets, found.asked, found.front, found.shortlist
         Path(settings.json).write_text(figures.to_json(settings, target, finding, *lists), encoding="utf-8")
     if found.interrupted:
         print(interrupted(found, settings), file=sys.stderr)
+
+
+def of_stages(
+    table: pipelines.Table, finding: Finding, settings: Settings, target: Slice, argv: Sequence[str]
+) -> Iterator[Sheet | str]:
+    """What is said of pipelines; the best one is written beside the layout without stages."""
+    if not table.rows:
+        yield "pipelines: no number of stages divides the stacked layers and an axis of the slice."
+        return
+    yield pipelines.sheet(table)
+    if settings.mesh:
+        yield f"--mesh {settings.mesh} is of the layout without stages; pipelines have meshes of their own."
+    best = table.best
+    if settings.out and best and best.answer:
+        path, than = beside(settings.out), finding.answer.seconds
+        top = header_of_stages(settings, target, best, than, argv)
+        path.write_text(of_lines(best.lines, best.problem.costs.config, best.mesh, top), encoding="utf-8")
+        took = f"{seconds(best.answer.seconds)} a step, {best.answer.seconds / than:.3f} of that without stages"
+        yield f"The best pipeline is in {escape(str(path))}: {took}."
 
 
 def interrupted(found: Found, settings: Settings) -> str:

@@ -1,7 +1,8 @@
-"""The picture of seconds against bytes: what memory buys on one mesh, and where the presets are."""
+"""The picture of seconds against bytes: what memory buys on one mesh, and where the presets are on it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log
 from typing import TYPE_CHECKING, Any
 
 from gspmd.audit.simulation.bars import FAINT, INK, PALETTE
@@ -16,7 +17,16 @@ if TYPE_CHECKING:
 
 _FRONT, _FOUND, _PRESET = PALETTE["collective-permute"], PALETTE["all-reduce"], PALETTE["einsum"]
 _NAMED = 2
-"""Presets at one place that are named."""
+"""Presets at about one place that are named."""
+_NEAR = 0.02, 0.03
+"""Parts of the picture's width and height within which marks are at about one place."""
+_LETTER, _LINE = 0.0077, 0.042
+"""The width and the height that a letter of a label takes, likewise."""
+_STEEP = 1.5
+"""The ratio of the picture's seconds from which on they are drawn by their logarithm."""
+
+_Box = tuple[float, float, float, float]
+"""Left, right, bottom and top of a label, as parts of the picture's width and height."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,19 @@ class _Frame:
         return next(((one, unit) for one, unit in ((1.0, "s"), (1e-3, "ms")) if self.bottom >= one), (1e-6, "µs"))
 
     def has(self, held: float, took: float) -> bool:
-        return self.left <= held <= self.right and self.bottom <= took <= self.top
+        """Whether it is seen, with room for a label above it."""
+        x, y = self.place(held, took)
+        return 0 <= x <= 1 and 0 <= y <= 1 - 1.5 * _LINE
+
+    def place(self, held: float, took: float) -> tuple[float, float]:
+        """Where it is, as parts of the picture's width and height."""
+        over = log(took / self.bottom) / log(self.top / self.bottom) if self.steep else None
+        height = (took - self.bottom) / (self.top - self.bottom) if over is None else over
+        return (held - self.left) / (self.right - self.left), height
+
+    @property
+    def steep(self) -> bool:
+        return self.top > _STEEP * self.bottom
 
     def x(self, held: float) -> float:
         return min(held, self.right) / self.bytes[0]
@@ -52,16 +74,22 @@ def figure(finding: Finding, front: Sequence[Point], presets: Sequence[Placed], 
     Args:
         finding: the answer, which is marked.
         front: from `frontier`.
-        presets: marked where they are within the picture.
+        presets: as they are on the mesh of the answer; marked where they are within the picture.
         title: what was searched for.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     made = Figure(figsize=(9.6, 5.4), dpi=150, layout="constrained")
     axes, frame = made.subplots(), _frame(finding, front, presets)
     _staircase(axes, frame, front)
-    _presets(axes, frame, presets)
-    _found(axes, frame, finding)
+    if frame.steep:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+    taken = [_found(axes, frame, finding)]
+    _presets(axes, frame, presets, taken)
     axes.set_xlim(frame.x(frame.left), frame.x(frame.right))
     axes.set_ylim(frame.y(frame.bottom), frame.y(frame.top))
     axes.set_xlabel(f"{frame.bytes[1]} on each device", color=INK, fontsize=9.5)
@@ -85,8 +113,11 @@ def _frame(finding: Finding, front: Sequence[Point], presets: Sequence[Placed]) 
     rise = max(high - low, 0.003 * low)
     near = [each.answer.seconds for each in presets if each.answer and each.fits]
     top = max([high, finding.answer.seconds, *(took for took in near if took < low + 2 * rise)])
+    left, steep = max(least - 0.06 * (right - least), 0.0), top / low
+    if steep > _STEEP:
+        return _Frame(left, right, low / steep**0.13, top * steep**0.12)
     top += 0.12 * max(top - low, 0.01 * low)
-    return _Frame(max(least - 0.06 * (right - least), 0.0), right, max(low - 0.1 * (top - low), 0.5 * low), top)
+    return _Frame(left, right, max(low - 0.1 * (top - low), 0.5 * low), top)
 
 
 def _staircase(axes: Any, frame: _Frame, front: Sequence[Point]) -> None:
@@ -103,20 +134,29 @@ def _staircase(axes: Any, frame: _Frame, front: Sequence[Point]) -> None:
     axes.plot([x[n] for n in unsure], [y[n] for n in unsure], "o", color="white", markersize=2.6, zorder=4)
 
 
-def _presets(axes: Any, frame: _Frame, presets: Sequence[Placed]) -> None:
-    """A mark for each preset that fits; of those that cost the same the first are named."""
-    places: dict[tuple[float, float], list[str]] = {}
+def _presets(axes: Any, frame: _Frame, presets: Sequence[Placed], taken: list[_Box]) -> None:
+    """A mark for each preset that fits, and a label for those at about one place, of which the first are named."""
+    places: list[tuple[float, float, list[str]]] = []
     for each in presets:
-        if each.answer and each.fits and frame.has(each.answer.bytes, each.answer.seconds):
-            places.setdefault((each.answer.bytes, each.answer.seconds), []).append(each.name)
-    for (held, took), names in places.items():
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        if not (each.answer and each.fits and frame.has(each.answer.bytes, each.answer.seconds)):
+            continue
+        held, took = each.answer.bytes, each.answer.seconds
         axes.plot([frame.x(held)], [frame.y(took)], "D", color=_PRESET, markersize=5.5, zorder=5)
-        _label(axes, frame, held, took, ", ".join(names[:_NAMED]) + more, _PRESET, above=True)
+        at = frame.place(held, took)
+        near = (names for *other, names in places
+                if all(abs(one - two) < by for one, two, by in zip(at, frame.place(*other), _NEAR)))  # fmt: skip
+        names = next(near, None)
+        if names is None:
+            places.append((held, took, [each.name]))
+        else:
+            names.append(each.name)
+    for held, took, names in sorted(places):
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        taken.append(_label(axes, frame, held, took, ", ".join(names[:_NAMED]) + more, _PRESET, taken))
 
 
-def _found(axes: Any, frame: _Frame, finding: Finding) -> None:
-    """The answer, and the memory that it may use."""
+def _found(axes: Any, frame: _Frame, finding: Finding) -> _Box:
+    """The answer, and the memory that it may use; where its label is."""
     limit, answer = finding.best.limit, finding.answer
     if limit < frame.right:
         axes.axvline(frame.x(limit), color=FAINT, linewidth=1.1, linestyle=(0, (4, 3)), zorder=2)
@@ -128,13 +168,30 @@ def _found(axes: Any, frame: _Frame, finding: Finding) -> None:
     style = {"markersize": 15, "markeredgecolor": "white", "markeredgewidth": 0.8, "zorder": 6}
     axes.plot([frame.x(answer.bytes)], [frame.y(answer.seconds)], "*", color=_FOUND, **style)
     text = f"found: {seconds(answer.seconds)}, {amount_of_bytes(answer.bytes)}"
-    _label(axes, frame, answer.bytes, answer.seconds, text, _FOUND, above=False)
+    return _label(axes, frame, answer.bytes, answer.seconds, text, _FOUND, (), below=True)
 
 
-def _label(axes: Any, frame: _Frame, held: float, took: float, text: str, color: str, above: bool) -> None:
-    """A name beside a mark, on the right while there is room."""
-    right = held < frame.left + 0.55 * (frame.right - frame.left)
-    style: Any = {"fontsize": 8.5, "color": color, "weight": "bold", "zorder": 7, "textcoords": "offset points"}
-    style |= {"ha": "left" if right else "right", "va": "bottom" if above else "top"}
-    offset = (8 if right else -8, 5 if above else -8)
-    axes.annotate(text, (frame.x(held), frame.y(took)), xytext=offset, **style)
+def _label(
+    axes: Any,
+    frame: _Frame,
+    held: float,
+    took: float,
+    text: str,
+    color: str,
+    taken: Sequence[_Box],
+    below: bool = False,
+) -> _Box:
+    """A name beside a mark, on the right while there is room, and as far up as no other label is there."""
+    x, y = frame.place(held, took)
+    width, right = _LETTER * len(text), x < 0.55
+    left = x + 0.008 if right else x - 0.008 - width
+    low = y - 0.02 - _LINE if below else y + 0.012
+    while any(left < r and l < left + width and low < t and b < low + _LINE for l, r, b, t in taken):
+        low += _LINE
+    if low > y + 0.02:
+        line = {"color": color, "linewidth": 0.7, "zorder": 5, "transform": axes.transAxes}
+        axes.plot([x, x], [y, low + 0.5 * _LINE], **line)
+    style: Any = {"fontsize": 8.5, "color": color, "weight": "bold", "zorder": 7, "va": "center"}
+    middle = left if right else left + width
+    axes.text(middle, low + 0.5 * _LINE, text, transform=axes.transAxes, ha="left" if right else "right", **style)
+    return left, left + width, low, low + _LINE

@@ -10,6 +10,7 @@ from gspmd.commands.search.slice import Slice
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
 from gspmd_models.search.answers import Candidate, Finding
 from gspmd_models.search.answers.document import PRICED
+from gspmd_models.search.stages import Row
 
 _OF_NOTHING = ("--out", "--json", "--frontier", "--why")
 """Flags that change nothing in the answer."""
@@ -41,6 +42,48 @@ def header(
         "",
         f"found with    {shlex.join(['gspmd', 'search', *asked(argv)])}",
         f"to be used    --layout FILE --mesh {finding.best.named}{_trained(finding.best)}",
+    ]
+
+
+def beside(out: str) -> Path:
+    """Where the best pipeline is written beside a layout.
+
+    >>> beside("layouts/found.toml").as_posix()
+    'layouts/found-stages.toml'
+    """
+    path = Path(out)
+    return path.with_name(f"{path.stem}-stages{path.suffix}")
+
+
+def header_of_stages(settings: Settings, target: Slice, row: Row, than: float, argv: Sequence[str]) -> list[str]:
+    """The lines of the comment on a pipeline's file.
+
+    Args:
+        settings, target: of the search.
+        row: the best pipeline, which fits.
+        than: seconds of the layout without stages.
+        argv: the flags.
+    """
+    assert row.answer is not None
+    name, config = Path(settings.config).stem, row.problem.costs.config
+    mesh = ",".join(f"{axis}={size}" for axis, size in row.mesh.items())
+    length = f"{settings.length} in {row.microbatches} microbatches"
+    facts = {
+        "model": f"{name}, {settings.model.num_parameters:,} parameters, remat {config.remat}",
+        "mesh": f"{mesh}: {target.devices} devices",
+        "step": f"batch {settings.batch}, length {length}, {settings.dtype}",
+        "predicted": f"{seconds(row.answer.seconds)}; {seconds(than)} without stages",
+        "memory": f"{amount_of_bytes(row.answer.bytes)} of {amount_of_bytes(target.chip.hbm_bytes)} on each device, "
+        f"of which {100 * settings.memory:.3g}% may be used",
+    }
+    width = max(map(len, facts))
+    return [
+        f"{name}: a pipeline of {row.stages} stages for training on {target.name}, found by exact search.",
+        "",
+        *(f"{fact.ljust(width)}  {text}" for fact, text in facts.items()),
+        "",
+        f"found with    {shlex.join(['gspmd', 'search', *asked(argv)])}",
+        f"to be used    --layout FILE --mesh {mesh} --model.remat {config.remat} --microbatches {row.microbatches}",
     ]
 
 

@@ -12,20 +12,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
+from types import MappingProxyType
 
 from gspmd.display.units import amount_of_seconds
 from gspmd.layouts.mesh import factorise
-from gspmd.layouts.rules.keys import KEYS, OVERRIDES, PARTS
+from gspmd.layouts.rules.keys import KEYS, OVERRIDES, PARTS, PIPELINE
 from gspmd.search import Answer
 
-from ..costs import Line
+from ...config import ModelConfig
+from ..costs import Costs, Line
 from .candidate import Candidate
 
 PRICED = "blocking"
 """The lowering whose seconds are searched."""
 _SAME = 1e-9
 """The fraction of a step by which two layouts cost the same."""
-_SECTIONS = (*PARTS, "gradients", "optimizer", *(name for name in OVERRIDES if name not in ("gradients", "optimizer")))
+_LATER = ("gradients", "optimizer")
+_SECTIONS = (PIPELINE, *PARTS, *_LATER, *(name for name in OVERRIDES if name not in _LATER))
 
 
 @dataclass(frozen=True)
@@ -106,29 +109,46 @@ def document(
     Returns:
         TOML that `gspmd.Layout.load` reads; the same for the same answer.
     """
-    lines = [line for line in candidate.phase.lines(answer.picks) if _is_of(line.key, candidate)]
+    costs = candidate.phase.costs
+    lines = candidate.phase.lines(answer.picks)
+    return of_lines(lines, costs.config, costs.mesh, header, said, lowering or lowering_of(costs))
+
+
+def of_lines(
+    lines: Iterable[Line],
+    config: ModelConfig,
+    mesh: Mapping[str, int],
+    header: Iterable[str],
+    said: Mapping[str, Remark] = MappingProxyType({}),
+    lowering: str = PRICED,
+) -> str:
+    """The text of a layout file, from its lines: of a pipeline say, which is no candidate.
+
+    Args:
+        lines: in any order.
+        config: the model; lines of tensors that it does not have are left out.
+        mesh: sizes of the mesh axes.
+        header, said: as of `document`.
+        lowering: what it asks for.
+    """
+    lines = [line for line in lines if config.gated or not line.key.endswith(".w_gate")]
     comments = dict(_comments(lines, said))
     blocks = [
         "\n".join(f"# {line}".rstrip() for line in header),
-        "\n".join(["[mesh]", *_mesh_lines(candidate.phase.costs.mesh)]),
-        f'[lowering]\ndefault = "{lowering or lowering_of(candidate)}"',
+        "\n".join(["[mesh]", *_mesh_lines(mesh)]),
+        f'[lowering]\ndefault = "{lowering}"',
         *(_block(name, of_section, comments) for name, of_section in _sections(lines)),
     ]
     return "\n\n".join(blocks) + "\n"
 
 
-def lowering_of(candidate: Candidate) -> str:
+def lowering_of(costs: Costs) -> str:
     """The lowering that a layout asks for where no compiler has compared any.
 
     Served it is `auto`, which loops what its model says gains more than the model's error: PaLM 540B's prompts on 16
     TPU v5p take 7.12 s so, compiled, and 7.63 s under `blocking`. The model is of forward passes; training lost by it.
     """
-    return PRICED if candidate.phase.costs.trains else "auto"
-
-
-def _is_of(key: str, candidate: Candidate) -> bool:
-    """Whether the model has this tensor."""
-    return candidate.phase.costs.config.gated or not key.endswith(".w_gate")
+    return PRICED if costs.trains else "auto"
 
 
 def _mesh_lines(mesh: Mapping[str, int]) -> tuple[str, str]:

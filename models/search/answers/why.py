@@ -121,13 +121,14 @@ def _specs(text: str) -> tuple[Spec, ...]:
 
 
 def _no_option(candidate: Candidate, key: str, wanted: tuple[Spec, ...], texts: list[str]) -> str:
-    """The fault of what is no option, and what is possible."""
-    fault = next(_faults(candidate, wanted, _specs(texts[0])), "it does not go with what else this part needs.")
+    """Every fault of what is no option, and what is possible."""
+    faults = dict.fromkeys(_faults(candidate, wanted, _specs(texts[0])))
+    fault = "; ".join(each.removesuffix(".") for each in faults) or "it does not go with what else this part needs"
     distinct = list(dict.fromkeys(texts))
     near = sorted(distinct, key=lambda text: (-_alike(_specs(text), wanted), distinct.index(text)))
     more = f", ... ({len(distinct)} in all)" if len(distinct) > _SHOWN else ""
     asked = ", ".join(map(str, wanted))
-    return f"{key} cannot be '{asked}': {fault}\n  Possible are {', '.join(map(repr, near[:_SHOWN]))}{more}."
+    return f"{key} cannot be '{asked}': {fault}.\n  Possible are {', '.join(map(repr, near[:_SHOWN]))}{more}."
 
 
 def _faults(candidate: Candidate, wanted: tuple[Spec, ...], option: tuple[Spec, ...]) -> Iterator[str]:
@@ -137,7 +138,6 @@ def _faults(candidate: Candidate, wanted: tuple[Spec, ...], option: tuple[Spec, 
     for spec, other in zip(wanted, option):
         if spec.dims != other.dims:
             yield f"'{spec}' has dimensions {''.join(spec.dims)}, and needs {''.join(other.dims)}."
-            return
         for fault in spec.faults(candidate.phase.costs.sizes, candidate.phase.costs.mesh):
             yield fault.fact
 
