@@ -110,6 +110,7 @@ class StageProblem(TrainingProblem):
         """What a stage runs in its backward slot: everything forward, from its input, and backward."""
         for part in self.parts:
             yield from part.terms()
+            yield from part.accumulated()
             for name, (product, tensors, times) in part.products.items():
                 yield from product_terms(name, product, tensors, times, times if self.costs.holds_all else 1)
 

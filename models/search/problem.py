@@ -55,7 +55,8 @@ class PhaseProblem(ABC):
         """Every table."""
         found, count = [term for part in self.parts for term in part.once()], self.costs.microbatches
         for part in self.parts:
-            found += [replace(term, seconds=count * term.seconds) for term in part.terms()]
+            each = (*part.terms(), *part.accumulated())
+            found += [replace(term, seconds=count * term.seconds) for term in each]
             for name, (product, tensors, times) in part.products.items():
                 kept = times if self.costs.holds_all else 1
                 found += product_terms(name, product, tensors, count * times, kept)

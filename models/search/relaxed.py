@@ -58,6 +58,7 @@ class Relaxed(TrainingProblem):
         activations: list[Term] = []
         for part in self.parts:
             activations += part.terms()
+            weights += part.accumulated()
             for name, (product, tensors, times) in part.products.items():
                 for term in product_terms(name, product, tensors, times, times if self.costs.holds_all else 1):
                     # of a product's tensors, its weights alone are held: gathered
