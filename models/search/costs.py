@@ -134,6 +134,19 @@ class Costs:
         """Seconds of so many passes over an array in memory."""
         return passes * elements * width / self.chip.hbm_bandwidth
 
+    def stacked(self, elements: int) -> float:
+        """Seconds to write what all blocks keep into stacks, and to read it from there in the backward pass.
+
+        Of a single repeat of blocks there are no stacks: what its products make stays where it is.
+        """
+        looped = self.trains and self.config.layers > self.config.period
+        return self.in_memory(2, elements, self.width) if looped else 0.0
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are added up in memory: of microbatches, or of the slots of a pipeline."""
+        return self.trains and (self.microbatches > 1 or self.side is not None)
+
     def between(self, dims: str, dtype: str, sources: Sequence[Spec], targets: Sequence[Spec]) -> np.ndarray:
         """[sources, targets] seconds to move a tensor."""
         tensor = Moves(self.environment, tuple(dims), dtype)

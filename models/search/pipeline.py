@@ -92,6 +92,7 @@ class StageProblem(TrainingProblem):
         """What a stage runs in its backward slot: everything forward, from its input, and backward."""
         for part in self.parts:
             yield from part.terms()
+            yield from part.accumulated()
             yield from part.of_products()
 
     def _forward(self) -> Iterator[Term]:

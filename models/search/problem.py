@@ -55,7 +55,8 @@ class PhaseProblem(ABC):
         """Every table."""
         found, count = [term for part in self.parts for term in part.once()], self.costs.microbatches
         for part in self.parts:
-            found += [replace(term, seconds=count * term.seconds) for term in part.terms()]
+            each = (*part.terms(), *part.accumulated())
+            found += [replace(term, seconds=count * term.seconds) for term in each]
             found += part.of_products(count)
         return found
 

@@ -52,6 +52,7 @@ class Relaxed(TrainingProblem):
         activations: list[Term] = []
         for part in self.parts:
             activations += part.terms()
+            weights += part.accumulated()
             for term in part.of_products():
                 # of a product's tensors, its weights alone are held: gathered
                 (activations if term.bytes is None else weights).append(term)

@@ -65,7 +65,7 @@ class Prices:
         once = {term.name for part in problem.parts for term in part.once()}
         for term in problem.terms:
             at = tuple(picks[name] for name in term.of)
-            group = term.name.removesuffix(FORWARD).partition(":")[0].partition(".")[0]
+            group = term.name.removesuffix(FORWARD).removeprefix("accumulated: ").partition(":")[0].partition(".")[0]
             kind = {"stream": "sent", **dict.fromkeys(_INPUT, "first"), **dict.fromkeys(_OUTPUT, "last")}
             if term.name not in once and not term.name.startswith("summed"):
                 seconds[kind.get(group, "layer")] += float(term.seconds[at]) / problem.slots

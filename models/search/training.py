@@ -3,7 +3,8 @@
 Layers of one kind share their specs, so there is one choice for each kind of tensor, and what a layer costs counts once
 for each layer. Every table but a few is the planner's: the products' (`gspmd.search.products`), and the steps of norms,
 attention, embedding, experts and loss. What no plan counts is added as its FLOPs or its passes over memory, since it is
-what sets layouts apart that send the same: attention's own products, what is elementwise, the optimizer's update.
+what sets layouts apart that send the same: attention's own products, what is elementwise, the optimizer's update, what
+blocks keep for the backward pass, and gradients that are added up in memory.
 """
 
 from __future__ import annotations

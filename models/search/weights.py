@@ -152,6 +152,13 @@ class Weight:
         size = held(costs, count, shares, states, copy)
         return Term(name, (self.key,), self.copies * sent + update(costs, count, states), bytes=size)
 
+    def accumulated(self, costs: Costs, options: Sequence[Placed]) -> Term:
+        """Seconds to add a microbatch's gradient, in the compute dtype, to those before, in float32."""
+        count = self.copies * max(self.stacked, 1) * prod(costs.sizes[dim] for dim in self.dims)
+        shares = np.array([costs.shards(each.spec) for each in options])
+        seconds = costs.in_memory(1, count, costs.width + 2 * PARAMETER) / shares
+        return Term(f"accumulated: {self.key}", (self.key,), seconds)
+
     def _ends(self, placed: Placed) -> tuple[tuple[Spec, Spec], ...]:
         """The gradient to the optimizer, the weight to it, and back."""
         spec, state = placed.spec, placed.optimizer

@@ -114,7 +114,7 @@ def test_what_a_block_keeps_less_than_a_serial_one_is_what_is_predicted():
         for config in (WIDE, PARALLEL):
             found = problem_of(replace(config, remat=remat))
             stream = next(part for part in found.parts if isinstance(part, Stream))
-            held.append(stream.kept[remat])
+            held.append(stream.arrays[remat])
         assert held[0] - held[1] == round(less)
         assert abs(less - round(less)) < 0.02  # statistics of norms
 

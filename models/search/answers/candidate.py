@@ -41,8 +41,8 @@ HALVINGS = 6
 
 
 GAIN = 0.02
-"""The fraction of a step's seconds that several microbatches have to gain over one: what they add up in memory, and
-write into stacks again, is not priced, and compiled steps lost more to it than the plan had them gain."""
+"""The fraction of a step's seconds that several microbatches have to gain over one: compiled steps lost more than the
+plan had them gain, to what is neither product nor collective, of which a tenth is priced."""
 
 
 def to_beat(seconds: float, microbatches: int) -> float:

@@ -75,6 +75,7 @@ class Attention(Part):
         """What the core moves and computes."""
         yield from super().terms()
         yield self.over("attention", "heads", self._core)
+        yield from self.kept("heads", self._held)
 
     def once(self) -> Iterator[Term]:
         """What the weights hold, and their update."""
@@ -87,9 +88,13 @@ class Attention(Part):
         costs, query, key = self.costs, heads.query, heads.key
         queries, keys = costs.local(query), costs.local(key)
         rotated = costs.in_memory(2 * (costs.times + costs.trains), queries + keys, costs.width)
-        kept = self.costs.trains and costs.remat in (*KEPT_PRODUCTS, "none")
-        held = kept * self.layers * (queries + 2 * keys) * costs.width
-        return self.layers * (2 * self._keys_moved(query, key) + self._products(query) + rotated), held
+        seconds = self.layers * (2 * self._keys_moved(query, key) + self._products(query) + rotated)
+        return seconds, self._held(heads) * costs.width
+
+    def _held(self, heads: Heads) -> int:
+        """Elements that blocks keep: queries, keys and values."""
+        kept = self.costs.trains and self.costs.remat in (*KEPT_PRODUCTS, "none")
+        return kept * self.layers * (self.costs.local(heads.query) + 2 * self.costs.local(heads.key))
 
     def _products(self, query: Spec) -> float:
         """Seconds of attention's own products, forward, again, and backward, at the chip's full rate."""

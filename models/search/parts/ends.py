@@ -35,7 +35,7 @@ class Stream(Part):
         super().__init__(costs)
         config = costs.config
         self.choices = {"residual": tuple(residual)}
-        self.norms, self.kept = (1, KEPT_PARALLEL) if config.block == "parallel" else (2, KEPT)
+        self.norms, self.arrays = (1, KEPT_PARALLEL) if config.block == "parallel" else (2, KEPT)
         rows, stack = 1 + config.norm_bias, config.layers // config.period
         self.vectors = (
             Vector("E", "residual", "", stack, rows * self.norms * config.period),
@@ -46,6 +46,7 @@ class Stream(Part):
         """Seconds and bytes of the stream."""
         yield from super().terms()
         yield self.over("norms", "residual", self._norms)
+        yield from self.kept("residual", self._held)
 
     def _norms(self, residual: Spec) -> tuple[float, float]:
         """Norms and additions of each layer, two or one of a parallel block; the last norm; what blocks keep."""
@@ -60,8 +61,13 @@ class Stream(Part):
         each, last = (runs * statistic + costs.trains * of_gradient for runs in (forward, 1))
         elements = costs.local(residual)
         passes = costs.in_memory(self.norms * (2 + 3) * (costs.times + costs.trains), elements, costs.width)
-        held = ((layers * self.kept[costs.remat] if costs.trains else 0) + PASSING) * elements * costs.width
+        held = (self._held(residual) + PASSING * elements) * costs.width
         return layers * (self.norms * each + passes) + last, held
+
+    def _held(self, residual: Spec) -> int:
+        """Elements that blocks keep."""
+        costs = self.costs
+        return costs.config.layers * self.arrays[costs.remat] * costs.local(residual) if costs.trains else 0
 
     def lines(self, chosen: Mapping[str, Any]) -> Iterator[Line]:
         """Tokens, residuals and the scales of norms."""

@@ -16,7 +16,7 @@ from gspmd.search.products import Member, Operand, Passes, Product
 
 from ..costs import FLOAT32, Costs, Line
 from ..weights import Weight, operand
-from .feed_forward import activation
+from .feed_forward import activation, kept_of
 from .part import Part
 
 FIGURES = 6
@@ -81,6 +81,7 @@ class Experts(Part):
         yield self.over("statistics", "moe.groups", self._statistics)
         yield self.over("dispatch", "moe.groups", self._dispatch)
         yield self.over("activation", "moe.hidden", partial(activation, self.costs, self.layers, self.gates))
+        yield from self.kept("moe.hidden", partial(kept_of, self.costs, self.layers, self.gates))
 
     def once(self) -> Iterator[Term]:
         """What the weights hold, and their update."""

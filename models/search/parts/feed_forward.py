@@ -60,6 +60,7 @@ class FeedForward(Part):
         """The activation function."""
         yield from super().terms()
         yield self.over("activation", "ffn.hidden", partial(activation, self.costs, self.layers, self.gates))
+        yield from self.kept("ffn.hidden", partial(kept_of, self.costs, self.layers, self.gates))
 
     def once(self) -> Iterator[Term]:
         """What the weights hold, and their update."""
@@ -75,10 +76,14 @@ class FeedForward(Part):
 
 
 def activation(costs: Costs, layers: int, gates: int, hidden: Spec) -> tuple[float, float]:
-    """Seconds of an activation function's passes over the hidden layer, and bytes of what is kept of it."""
+    """Seconds of an activation function's passes over the hidden layer, and bytes of what is held of it."""
     elements = costs.local(hidden)
     passes = (1 + gates) * costs.times + costs.trains * (1 + 2 * gates)
-    kept = {"dots": 0, "selective": 1, "none": 3}.get(costs.remat) if costs.trains else None
-    held = 0 if kept is None else layers * (gates + kept)
-    held = (held + gates + costs.trains) * elements * costs.width
-    return layers * costs.in_memory(passes, elements, costs.width), held
+    held = kept_of(costs, layers, gates, hidden) + (gates + costs.trains) * elements
+    return layers * costs.in_memory(passes, elements, costs.width), held * costs.width
+
+
+def kept_of(costs: Costs, layers: int, gates: int, hidden: Spec) -> int:
+    """Elements of the hidden layer that blocks keep: what is multiplied in, and what the activation function makes."""
+    made = {"dots": 0, "selective": 1, "none": 3}.get(costs.remat) if costs.trains else None
+    return 0 if made is None else layers * (gates + made) * costs.local(hidden)

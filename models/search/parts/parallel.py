@@ -67,6 +67,11 @@ class ParallelBlock(Part, ABC):
     def _shared(self) -> Iterator[Term]:
         """The tables of one layer's input and output."""
 
+    def accumulated(self) -> Iterator[Term]:
+        """Those of attention and feed-forward."""
+        yield from self.attention.accumulated()
+        yield from self.ffn.accumulated()
+
     def once(self) -> Iterator[Term]:
         """What the weights hold, and their update."""
         yield from self.attention.once()

@@ -14,6 +14,7 @@ from gspmd.search.products import Product
 
 from ..costs import Costs, Line
 from ..vectors import Vector, settled_each, settled_once, stored
+from ..weights import Weight
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Part:
         products: by the name of their via, with the choices of their tensors (what comes in, then a weight and its
             result for each member), and how often they run in a step.
         vectors: its biases and scales of norms.
+        weights: its matrices.
     """
 
     name: ClassVar[str] = ""
@@ -35,6 +37,7 @@ class Part:
     choices: dict[str, tuple] = field(default_factory=dict)
     products: dict[str, tuple[Product, tuple[str, ...], int]] = field(default_factory=dict)
     vectors: tuple[Vector, ...] = ()
+    weights: Sequence[Weight] = ()
 
     @property
     def vias(self) -> dict[str, Product]:
@@ -50,6 +53,12 @@ class Part:
         for name, (product, tensors, times) in self.products.items():
             kept = times if self.costs.holds_all else 1
             yield from product_terms(name, product, tensors, microbatches * times, kept)
+
+    def accumulated(self) -> Iterator[Term]:
+        """The tables of one microbatch's gradients, which are added in memory to those before."""
+        if self.costs.accumulates:
+            for weight in self.weights:
+                yield weight.accumulated(self.costs, self.choices[weight.key])
 
     def once(self) -> Iterator[Term]:
         """The tables of what happens once in a step, and of what is held all along."""
@@ -67,6 +76,11 @@ class Part:
         found = [price(option) for option in self.choices[choice]]
         seconds, held = (np.array([each[n] for each in found], float) for n in (0, 1))
         return Term(f"{name}: {choice}", (choice,), seconds, bytes=held)
+
+    def kept(self, choice: str, elements: Callable[[Any], int]) -> Iterator[Term]:
+        """Seconds in which what blocks keep of a tensor is written and read again, from its elements by option."""
+        if self.costs.trains:
+            yield self.over("kept", choice, lambda option: (self.costs.stacked(elements(option)), 0.0))
 
     def via_lines(self, picks: Mapping[str, int]) -> Iterator[Line]:
         """The vias of its products; a second one is that of keys and values."""
