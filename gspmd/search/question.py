@@ -88,7 +88,8 @@ class Question:
         try:
             self._search()
         except _Stopped:
-            return self._known()
+            self.keep(known := self._known())
+            return known
         self.bound = max(self.bound, self.seconds - self.tolerance * abs(self.seconds))
         return replace(self._known(), complete=True)
 
@@ -111,7 +112,8 @@ class Question:
             raise NothingFits(None, self.problem.limit)
         self._narrow()
         if self.best is not None and self.rate:
-            self._try(self.rate)  # few options are left after it
+            # Few options are left after it; and a narrow search that was stopped has proved nothing of all options.
+            self._try(self.rate)
         held = self._relax()
         # A limit within the rounding of sums is settled leaf by leaf.
         if held is not None and not self._proved():
@@ -212,6 +214,7 @@ class Question:
         for _ in range(RATES):
             if self._proved():
                 return
+            self._poll()
             rate = max(0.0, (small[0] - large[0]) / (large[1] - small[1]))
             crossing = large[0] + rate * (large[1] - self.limit)
             line = self._try(rate)
@@ -222,7 +225,6 @@ class Question:
 
     def _try(self, rate: float) -> tuple[float, float]:
         """Take the bound of a rate, and its picks if they fit; their line."""
-        self._poll()
         messages = Messages(self.tables, self.buckets, rate)
         picks = messages.trace()
         line = self._line(picks)

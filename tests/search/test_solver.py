@@ -137,7 +137,9 @@ def test_a_limit_is_kept_to_the_last_bit():
     assert 0 < raised.value.over < 1e-16
 
 
-def test_a_stopped_search_gives_valid_picks_and_a_valid_bound():
+@pytest.mark.parametrize("few", [question.FEW, 1])
+def test_a_stopped_search_gives_valid_picks_and_a_valid_bound(monkeypatch, few):
+    monkeypatch.setattr(question, "FEW", few)  # few options first, and stopped among them
     stopped = 0
     for seed in SEEDS[:150]:
         case = small(seed)
@@ -151,7 +153,7 @@ def test_a_stopped_search_gives_valid_picks_and_a_valid_bound():
                 continue
             answer = search.best()
             assert answer == search.so_far
-            assert answer.bound <= want * (1 + 1e-12) <= answer.seconds * (1 + 1e-9)
+            assert -math.inf < answer.bound <= want * (1 + 1e-12) <= answer.seconds * (1 + 1e-9)
             assert answer.seconds == pytest.approx(problem.cost(answer.picks), rel=1e-12) != math.inf
             assert problem.limit is None or problem.bytes_of(answer.picks) <= problem.limit
             assert not answer.complete or answer.seconds == pytest.approx(want, rel=1e-9)
