@@ -27,6 +27,7 @@ from gspmd_models.search.answers import Candidate, Finding, Space, problem_of
 from gspmd_models.search.answers.frontier import frontier
 from gspmd_models.search.answers.options import Options
 from gspmd_models.search.answers.presets import placed_presets
+from gspmd_models.search.workload import Workload
 
 ROOT = Path(__file__).parents[2]
 MODEL = """
@@ -160,7 +161,7 @@ def test_nothing_fits_says_what_is_nearest_and_what_would_do(run, tmp_path):
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.15])
 def test_the_picture_has_the_presets_of_its_mesh_and_no_label_on_another(script, share):
     config = ModelConfig(layers=8, embed=256, feed_forward=1024, heads=8, head_size=32, remat="full")
-    phase = problem_of("train", config, {"x": 2, "y": 4}, Slice.named("tpu-v5p:2x2x2").chip, 64, 512)
+    phase = problem_of(Workload(config, Slice.named("tpu-v5p:2x2x2").chip, 64, 512), {"x": 2, "y": 4})
     least, most = (each.bytes for each in (Candidate(phase, 1e9).least, Candidate(phase, 1e9).free))
     best = Candidate(phase, least + share * (most - least))
     finding = Finding(best, best.solve(), (best,), best.solve().bound)

@@ -11,19 +11,18 @@ from jax.sharding import AxisType, Mesh
 
 import gspmd
 from gspmd.audit import topology
-from gspmd.hardware.chips import CHIPS
 from gspmd.training import OptimizerConfig
 from gspmd_models import abstract_batch, abstract_key, step
 from gspmd_models.config import REMATS
 from gspmd_models.remat.prediction import predicted
 from gspmd_models.search.relaxed import Relaxed
-from gspmd_models.search.training import TrainingProblem
+from gspmd_models.search.workload import Workload
+from tests.references.models import WIDE
 from tests.search.layouts import drawn, layout_of
 from tests.search.test_microbatches import picked
-from tests.search.test_training import BATCH, DENSE, GPT2, LENGTH, MESH, QWEN, ROUTED, state_of
+from tests.search.test_training import BATCH, CHIP, GPT2, LENGTH, MESH, QWEN, ROUTED, problem_of, state_of
 
-CHIP = CHIPS["tpu-v5p"]
-PARALLEL = replace(DENSE, block="parallel")
+PARALLEL = replace(WIDE, block="parallel")
 
 
 def bytes_passed(problem, picks, name: str) -> float:
@@ -34,14 +33,14 @@ def bytes_passed(problem, picks, name: str) -> float:
 
 @pytest.mark.parametrize(
     ("config", "microbatches"),
-    [(DENSE, 4), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(PARALLEL, 1), (GPT2, 1), (QWEN, 2)])],
+    [(WIDE, 4), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(PARALLEL, 1), (GPT2, 1), (QWEN, 2)])],
 )
 def test_what_blocks_keep_is_written_and_read_once_each(config, microbatches, tmp_path):
     pytest.importorskip("libtpu")
     rng, rows = random.Random(f"{config.block} {microbatches}"), {}
     for remat in REMATS:
         of = replace(config, remat=remat)
-        found = TrainingProblem(of, MESH, CHIP, BATCH, LENGTH, microbatches=microbatches)
+        found = problem_of(of, microbatches)
         problem = found.problem()
         if not rows:
             picks = drawn(problem, rng)
@@ -55,19 +54,19 @@ def test_what_blocks_keep_is_written_and_read_once_each(config, microbatches, tm
 
 
 def test_of_one_repeat_of_blocks_nothing_is_stacked():
-    for config in (replace(DENSE, layers=1), replace(ROUTED, layers=2)):
-        problem = TrainingProblem(config, MESH, CHIP, BATCH, LENGTH).problem()
+    for config in (replace(WIDE, layers=1), replace(ROUTED, layers=2)):
+        problem = problem_of(config).problem()
         assert bytes_passed(problem, drawn(problem, random.Random(0)), "kept: ") == 0
 
 
 @pytest.mark.parametrize(
-    "config", [DENSE, *(pytest.param(each, marks=pytest.mark.slow) for each in [PARALLEL, replace(ROUTED, tied=False)])]
+    "config", [WIDE, *(pytest.param(each, marks=pytest.mark.slow) for each in [PARALLEL, replace(ROUTED, tied=False)])]
 )
 def test_gradients_are_added_in_memory_as_large_as_the_loop_carries_them(config, tmp_path):
     pytest.importorskip("libtpu")
     devices = topology("tpu-v5p:2x2x2").mesh(MESH)
     mesh = Mesh(devices.devices, devices.axis_names, axis_types=(AxisType.Explicit,) * 3)
-    found = TrainingProblem(config, MESH, CHIP, BATCH, LENGTH, microbatches=4)
+    found = problem_of(config, 4)
     problem = found.problem()
     picks = drawn(problem, random.Random(config.block))
     layout = layout_of(found.lines(picks), tmp_path)
@@ -86,10 +85,10 @@ def test_gradients_are_added_in_memory_as_large_as_the_loop_carries_them(config,
 
 def test_the_bound_of_several_microbatches_has_the_same_passes_as_each():
     """And the same moves of the table, of which the first steps are taken once: they do not depend on the batch."""
-    asked = DENSE, {"x": 2, "y": 4}, CHIP, BATCH, LENGTH
-    relaxed = Relaxed(*asked)
+    mesh = {"x": 2, "y": 4}
+    relaxed = Relaxed(Workload(WIDE, CHIP, BATCH, LENGTH), mesh)
     for count in (2, 8):
-        found = TrainingProblem(*asked, microbatches=count)
+        found = problem_of(WIDE, count, mesh)
         problem, bound, widest = found.problem(), relaxed.between(count, count), relaxed.between(2, 16)
         picks = drawn(problem, random.Random(count))
         there = picked(found, relaxed, picks)
@@ -100,5 +99,5 @@ def test_the_bound_of_several_microbatches_has_the_same_passes_as_each():
 
 
 def test_one_microbatch_adds_nothing_in_memory():
-    problem = TrainingProblem(DENSE, MESH, CHIP, BATCH, LENGTH).problem()
+    problem = problem_of(WIDE).problem()
     assert not [term.name for term in problem.terms if term.name.startswith("accumulated")]
