@@ -23,6 +23,8 @@ from tests.search.test_microbatches import picked
 from tests.search.test_training import BATCH, CHIP, GPT2, LENGTH, MESH, QWEN, ROUTED, problem_of, state_of
 
 PARALLEL = replace(WIDE, block="parallel")
+PRICED = {"none": (0.45, 0.9), "selective": (0.8, 1.2)}
+"""The share that is priced of what blocks keep, as docs/search.md says it: operands that were moved are kept besides."""
 
 
 def bytes_passed(problem, picks, name: str) -> float:
@@ -47,10 +49,9 @@ def test_what_blocks_keep_is_written_and_read_once_each(config, microbatches, tm
             layout, mesh = layout_of(found.lines(picks), tmp_path), topology("tpu-v5p:2x2x2").mesh(MESH)
             part = BATCH // microbatches
             rows = {each.remat: each for each in predicted(of, layout, mesh, part, LENGTH, jnp.bfloat16)}
-        # Statistics of norms are left out; what else `none` and `selective` keep is known less well.
-        near = 0.4 if remat in ("none", "selective") else 0.02
-        wanted = 2 * microbatches * rows[remat].bytes
-        assert bytes_passed(problem, picks, "kept: ") == pytest.approx(wanted, rel=near)
+        least, most = PRICED.get(remat, (0.98, 1.0))  # statistics of norms are left out
+        passed = bytes_passed(problem, picks, "kept: ") / (2 * microbatches * rows[remat].bytes)
+        assert least <= passed <= most + 1e-9, remat
 
 
 def test_of_one_repeat_of_blocks_nothing_is_stacked():
