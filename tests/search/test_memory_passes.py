@@ -24,7 +24,7 @@ from tests.search.test_training import BATCH, CHIP, GPT2, LENGTH, MESH, QWEN, RO
 
 PARALLEL = replace(WIDE, block="parallel")
 PRICED = {"none": (0.45, 0.9), "selective": (0.8, 1.2)}
-"""The share that is priced of what blocks keep, as docs/search.md says it: operands that were moved are kept besides."""
+"""The share that is priced of what blocks keep, as docs/search.md says: operands that were moved are kept besides."""
 
 
 def bytes_passed(problem, picks, name: str) -> float:
