@@ -85,9 +85,9 @@ def _named(each: Mapping[str, Any], count: int) -> Iterator[str]:
     yield mesh_text(each["mesh"], trivial=False)
     if each["remat"]:
         yield f"remat {each['remat']}"
-    if each["microbatches"] > 1:
+    if each.get("microbatches", 1) > 1:
         yield f"{each['microbatches']} microbatches"
-    if each["lowering"] != "blocking":
+    if each.get("lowering", "blocking") != "blocking":
         yield f"lowering {each['lowering']}"
 
 

@@ -192,6 +192,27 @@ def test_an_interrupt_within_a_search_leaves_what_it_had(monkeypatch):
     assert finding.bound == best.bound
 
 
+def test_an_interrupt_at_any_moment_leaves_a_bound(monkeypatch):
+    """Also among the few options that a search begins with, of which nothing is proved of all."""
+    monkeypatch.setattr("gspmd.search.question.FEW", 1)
+    held, limit = candidate(), 0.4 * candidate().free.bytes
+    cheapest, left = Search(held.within(limit)).best().seconds, 0
+
+    def interrupted(patience):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        return False
+
+    monkeypatch.setattr("gspmd_models.search.answers.candidate.Patience.__call__", interrupted)
+    for polls in range(8):
+        left = polls
+        finding = find([Space(lambda: held.phase)], limit)
+        assert not finding.complete
+        assert held.free.seconds <= finding.bound <= cheapest * (1 + 1e-9) <= finding.answer.seconds * (1 + 2e-9)
+
+
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 

@@ -142,6 +142,20 @@ def test_the_best_is_the_best_of_all_searched_alone(share):
     assert finding.best.microbatches in [count for seconds, count in known if seconds <= finding.answer.seconds]
 
 
+def test_what_is_proved_of_another_answer_is_true_of_all():
+    """A compiled program in several microbatches may be the fastest, though its layout was not the cheapest."""
+    limit = LEAST + 0.5 * (FREE - LEAST)
+    every = [each for each in alone(limit) if each.least.bytes <= limit]
+    cheapest, finding = min(Search(each.problem).best().seconds for each in every), find(spaces(), limit)
+    counts = set()
+    for each in every:
+        taken = finding.taking(each, each.solve())
+        assert (taken.best, taken.answer) == (each, each.solve())
+        assert taken.bound <= (cheapest if each.microbatches > 1 else finding.answer.seconds) * (1 + 1e-9)
+        counts.add(each.microbatches)
+    assert (finding.best.microbatches, len(counts)) == (1, 5)
+
+
 @pytest.mark.parametrize("gain", [0.0, 1.0])
 def test_several_microbatches_have_to_gain_what_plans_do_not_know(gain, monkeypatch):
     """By brute force: several that are cheaper are taken for no less than `GAIN`, or where nothing fits in one."""

@@ -64,10 +64,8 @@ def main(argv: Sequence[str], script: str = "") -> int:
     target = Slice.named(settings.topology)
     with Progress(printing.console(stderr=True), "Searching") as progress:
         try:
-            with remedied(_remedy(settings)):
-                if settings.stages:  # before minutes of searching
-                    StageProblem(workload_of(settings, target, settings.model), 1, {"x": 1})
-                finding = find(spaces(settings, target), limit_of(settings, target), partial(said, progress))
+            refuse_unsearched(settings, target)
+            finding = find(spaces(settings, target), limit_of(settings, target), partial(said, progress))
         except NoneFits as fault:
             message = nothing_fits(fault, settings, target, partial(spaces, settings), progress.begin)
         else:
@@ -84,11 +82,19 @@ def main(argv: Sequence[str], script: str = "") -> int:
     return 130 if found.interrupted else 2 if found.faults else 0
 
 
-def _remedy(settings: Settings) -> str:
-    """What to do about a model that is not searched."""
+def refuse_unsearched(settings: Settings, target: Slice) -> None:
+    """Refuse what is not searched, before minutes of searching.
+
+    Raises:
+        PlanError: the model, or with --stages stages of it.
+    """
+    workload = workload_of(settings, target, settings.model)
     use = "gspmd train" if settings.phase == "train" else "gspmd generate"
-    own = f"{use} takes a layout of your own with --layout FILE, and gspmd compile says what it costs."
-    return f"{'Leave --stages out' if settings.stages else 'Search without it'}; {own}"
+    with remedied(f"{use} takes a layout of your own with --layout FILE, and gspmd compile says what it costs."):
+        problem_of(workload, {"x": 1})
+    if settings.stages:
+        with remedied("Leave --stages out: without stages it is searched."):
+            StageProblem(workload, 1, {"x": 1})
 
 
 def said(progress: Progress, text: str) -> None:
@@ -163,12 +169,13 @@ def look_closer(found: Found, settings: Settings, progress: Progress) -> None:
         progress.begin("what presets cost")
         found.presets = placed_presets(found.finding.promising, found.finding.ranges)
         found.traced = compiling.traced(settings, found.presets)
-        if settings.frontier:
-            found.front, found.drawn = frontier(best, tell=progress.begin), placed_presets([best])
         if settings.stages:
             found.stages = staged(best, settings, progress)
         if settings.compile:
             compile_best(found, settings, progress)
+        if settings.frontier:  # of the mesh of the answer, which may be another now
+            best = found.finding.best
+            found.front, found.drawn = frontier(best, tell=progress.begin), placed_presets([best])
     except KeyboardInterrupt:
         found.interrupted = True
 
@@ -196,7 +203,7 @@ def compile_best(found: Found, settings: Settings, progress: Progress) -> None:
     if fitting:
         found.lowering = fitting[0].lowering
     if fitting and fitting[0].name != "found":
-        found.finding = replace(found.finding, best=fitting[0].candidate, answer=fitting[0].answer)
+        found.finding = found.finding.taking(fitting[0].candidate, fitting[0].answer)
         found.said = {}
         comment(found, progress)
 
@@ -223,7 +230,7 @@ def report(found: Found, settings: Settings, target: Slice, argv: Sequence[str])
     for asked in found.asked:
         console.print(*shown.reasons(asked), sep="\n")
     if found.stages:
-        for line in of_stages(found.stages, finding, settings, target, argv):
+        for line in of_stages(found, found.stages, settings, target, argv):
             console.print(line, highlight=False)
     if found.shortlist:
         console.print(shown.compiled(found.shortlist))
@@ -238,7 +245,7 @@ def report(found: Found, settings: Settings, target: Slice, argv: Sequence[str])
 
 
 def of_stages(
-    table: pipelines.Table, finding: Finding, settings: Settings, target: Slice, argv: Sequence[str]
+    found: Found, table: pipelines.Table, settings: Settings, target: Slice, argv: Sequence[str]
 ) -> Iterator[Sheet | str]:
     """What is said of pipelines; the best one is written beside the layout without stages."""
     if not table.rows:
@@ -249,9 +256,13 @@ def of_stages(
         yield f"--mesh {settings.mesh} is of the layout without stages; pipelines have meshes of their own."
     best = table.best
     if settings.out and best and best.answer:
-        path, than = beside(settings.out), finding.answer.seconds
+        path, than = beside(settings.out), found.finding.answer.seconds
         top = header_of_stages(settings, target, best, than, argv)
-        path.write_text(of_lines(best.lines, best.problem.costs.config, best.mesh, top), encoding="utf-8")
+        try:
+            path.write_text(of_lines(best.lines, best.problem.costs.config, best.mesh, top), encoding="utf-8")
+        except OSError as error:
+            found.faults.append(f"cannot write the best pipeline to {path}: {error.strerror}.")
+            return
         took = f"{seconds(best.answer.seconds)} a step, {best.answer.seconds / than:.3f} of that without stages"
         yield f"The best pipeline is in {escape(str(path))}: {took}."
 

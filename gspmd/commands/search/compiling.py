@@ -23,6 +23,8 @@ from gspmd_models.search.answers.presets import Placed
 
 APART = 0.01
 """The share of a step from which on layouts count as different, so that compiling both says more than compiling one."""
+SAME = 1e-6
+"""The share up to which they are the same."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def shortlist(finding: Finding, said: Mapping[str, Remark], count: int) -> list[
     """
     listed = [Listed("found", finding.best, finding.answer, finding.best.phase.costs.mesh)]
     others = sorted(_others(finding, said), key=lambda each: each.answer.seconds) if count > 1 else []
-    for apart in (APART, 0.0):
+    for apart in (APART, SAME):
         for each in others:
             written = {_program(other) for other in listed}
             new = _program(each) not in written and all(_apart(each, other) >= apart for other in listed)
@@ -86,11 +88,10 @@ def _others(finding: Finding, said: Mapping[str, Remark]) -> Iterator[Listed]:
 
 
 def _apart(one: Listed, other: Listed) -> float:
-    """The share of a step that two layouts spend on other parts of the cost."""
-    if one.candidate != other.candidate:
-        return 1.0
-    ours, theirs = (one.candidate.unlimited.seconds_of(each.answer.picks) for each in (one, other))
-    return sum(abs(seconds - theirs[name]) for name, seconds in ours.items()) / 2 / other.answer.seconds
+    """The share of a step that two layouts spend on other parts of the cost; none, if mesh axes have other names."""
+    ours, theirs = (each.candidate.unlimited.seconds_of(each.answer.picks) for each in (one, other))
+    moved = sum(abs(ours.get(name, 0.0) - theirs.get(name, 0.0)) for name in {**ours, **theirs})
+    return moved / 2 / other.answer.seconds
 
 
 def _program(listed: Listed) -> tuple[str, str, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from gspmd.commands.search.compiling import Listed
 from gspmd.commands.search.settings import Settings
 from gspmd.commands.search.slice import Slice
-from gspmd.display.units import amount_of_bytes, amount_of_seconds
+from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
 from gspmd_models.search.answers import Candidate, Finding
 from gspmd_models.search.answers.document import PRICED
 from gspmd_models.search.stages import Row
@@ -66,8 +66,7 @@ def header_of_stages(settings: Settings, target: Slice, row: Row, than: float, a
     """
     assert row.answer is not None
     name, config = Path(settings.config).stem, row.problem.costs.config
-    mesh = ",".join(f"{axis}={size}" for axis, size in row.mesh.items())
-    length = f"{settings.length} in {row.microbatches} microbatches"
+    mesh, length = mesh_text(row.mesh), f"{settings.length} in {row.microbatches} microbatches"
     facts = {
         "model": f"{name}, {settings.model.num_parameters:,} parameters, remat {config.remat}",
         "mesh": f"{mesh}: {target.devices} devices",

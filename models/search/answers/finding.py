@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
@@ -73,6 +73,13 @@ class Finding:
             least = max(GAIN, 1 - self.several / self.answer.seconds)
             more = f"; in {numbers[1]} to {numbers[-1]} microbatches none by {least:.2%}"
         return f"of all layouts on {where}{beside}, none is faster by {gap:.2%}{more}"
+
+    def taking(self, best: Candidate, answer: Answer) -> Finding:
+        """The same search with another of its layouts for an answer, and what was proved of that."""
+        bound = self.bound
+        if best.microbatches > 1 and self.best.microbatches == 1:  # several were searched as far as they could be taken
+            bound = min(bound, self.several, to_beat(self.answer.seconds, 1))
+        return replace(self, best=best, answer=answer, bound=bound)
 
     @property
     def promising(self) -> list[Candidate]:
@@ -228,7 +235,7 @@ class _Hunt:
         best = every[first[-1]]
         best.answer = best.so_far
         assert best.answer is not None
-        bound = min(each.answer.bound if each.answer else each.free.seconds for each in every)
+        bound = min(max(each.free.seconds, each.answer.bound if each.answer else 0.0) for each in every)
         return Finding(best, best.answer, tuple(every), bound, 0.0, tuple(self.ranges), complete=False)
 
 

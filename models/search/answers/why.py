@@ -138,6 +138,7 @@ def _faults(candidate: Candidate, wanted: tuple[Spec, ...], option: tuple[Spec, 
     for spec, other in zip(wanted, option):
         if spec.dims != other.dims:
             yield f"'{spec}' has dimensions {''.join(spec.dims)}, and needs {''.join(other.dims)}."
+            continue
         for fault in spec.faults(candidate.phase.costs.sizes, candidate.phase.costs.mesh):
             yield fault.fact
 
