@@ -130,7 +130,8 @@ class Layout(KeyedTable):
 
         The gradient of such a parameter stays a partial sum while layers, microbatches and several uses of it add to
         it. It does where [gradients] says so; with several microbatches, also of every parameter and over all mesh axes
-        that shard the batch, the length or the token groups and not the parameter.
+        that shard the batch, the length or the token groups and not the parameter, but for those whose gradient
+        [gradients] has where the parameter is: that is settled in each microbatch.
 
         >>> Layout.load("zero-2").for_loss()["ffn.w_in"], Layout.load("megatron-1d").for_loss(2)["ffn.w_in"]
         ('EF reduced-xyz', 'EF_yz reduced-x')

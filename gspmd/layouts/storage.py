@@ -95,7 +95,8 @@ def loss_specs(layout: Any, microbatches: int) -> dict[str, Spec]:
     specs = {}
     for key, text in _parameters(layout):
         own, gradient = Spec.parse(text), Spec.parse(layout.gradient(key))
-        summed = _axes_of_rows(layout, key) - own.used if microbatches > 1 else ()
+        at_once = key in layout.overrides.get("gradients", {}) and gradient == own
+        summed = _axes_of_rows(layout, key) - own.used if microbatches > 1 and not at_once else ()
         specs[key] = (gradient if gradient.partial else own.with_partial(tuple(summed))).cotangent
     return specs
 

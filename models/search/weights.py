@@ -57,7 +57,8 @@ def places(
         specs: where the weight may lie.
         sizes: of its dimensions.
         mesh: sizes of the mesh axes.
-        microbatches: with several, gradients stay partial sums, over some of the axes that the weight leaves.
+        microbatches: with several, gradients stay partial sums over some of the axes that the weight leaves, or are
+            settled in each.
         side: in the stages of a pipeline, over these axes and no others.
 
     Returns:
@@ -99,7 +100,7 @@ def _of(
         yield Placed(spec, (), spec)
         yield from (Placed(spec, reduced, state) for state in states for reduced in ((), left))
         return
-    for count in range(len(left), 0, -1):
+    for count in range(len(left), -1, -1):
         for reduced in combinations(left, count):
             yield from (Placed(spec, reduced, state) for state in (spec, *states))
 
@@ -177,13 +178,15 @@ class Weight:
         found = table[np.searchsorted(np.unique(before), before), kind]
         return np.where(before == after, 0.0, found)
 
-    def lines(self, placed: Placed) -> Iterator[Line]:
+    def lines(self, costs: Costs, placed: Placed) -> Iterator[Line]:
         """Its lines in a layout."""
+        # With several microbatches a gradient that is settled in each has to say so.
+        said = costs.microbatches > 1 and costs.side is None and {*costs.axes} - {*placed.spec.used}
         for key in self.keys or (self.key,):
             yield Line(key, str(placed.spec), self.key)
             if placed.optimizer != placed.spec:
                 yield Line(key, str(placed.optimizer), self.key, "optimizer")
-            if placed.reduced:
+            if placed.reduced or said:
                 yield Line(key, str(placed.gradient), self.key, "gradients")
 
 

@@ -252,6 +252,13 @@ def test_a_gradient_is_partial_only_where_its_product_has_the_rows_apart():
     assert {name: taken[f"attention.{name}"] for name in wanted} == wanted
 
 
+def test_a_gradient_that_lies_as_its_parameter_by_the_file_is_no_partial_sum():
+    """Without the line it is one, of several microbatches."""
+    layout = Layout.load("megatron-1d")
+    taken = layout.override({"gradients.ffn.w_in": layout["ffn.w_in"]}).for_loss(microbatches=2)
+    assert (taken["ffn.w_in"], taken["ffn.w_out"]) == ("EF_yz", "F_yzE reduced-x")
+
+
 def test_the_last_norm_has_the_rows_of_the_residual_stream():
     """The logits may lie over other axes than the stream that is normed for them."""
     taken = Layout.load("zero-3").override({"output.logits": "BLV_xyz", "output.norm": "E"}).for_loss(microbatches=2)

@@ -28,8 +28,9 @@ EXPERTS = models.ModelConfig(**SIZES, remat=False, moe=MoEConfig(experts=8, rout
 class Program:
     """A training step on eight host devices, or of the replicated layout on one: compiled, and what it plans."""
 
-    def __init__(self, config, name, kind, lowering, microbatches):
+    def __init__(self, config, name, kind, lowering, microbatches, at_once):
         self.layout = Layout.load(name)
+        self.layout = self.layout.override({f"gradients.{key}": self.layout[key] for key in at_once})
         sizes = self.layout.mesh_for(1 if name == "replicated" else 8)
         devices, types = jax.devices()[: np.prod([*sizes.values()])], (AXIS_TYPES[kind],) * len(sizes)
         self.mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
@@ -59,8 +60,8 @@ class Program:
 
 
 @cache
-def program(config, name, kind="explicit", lowering="blocking", microbatches=2):
-    return Program(config, name, kind, lowering, microbatches)
+def program(config, name, kind="explicit", lowering="blocking", microbatches=2, at_once=()):
+    return Program(config, name, kind, lowering, microbatches, at_once)
 
 
 @cache
@@ -106,6 +107,17 @@ def test_each_weight_is_reduced_once_however_many_layers_and_microbatches():
     assert ledger.compare(built.plan).agrees
     of_weights = [entry for entry in ledger.entries if entry.kind == "all-reduce" and entry.wire_bytes > 64]
     assert of_weights == []
+
+
+@pytest.mark.slow
+def test_a_gradient_that_the_layout_has_where_its_parameter_is_is_settled_in_each_microbatch():
+    once, each = (program(DENSE, "zero-1", at_once=at_once) for at_once in ((), ("ffn.w_in",)))
+    sent = [made.plan.by_kind_and_axes()["all-reduce", ("x",)][1] for made in (once, each)]
+    [whole] = [x for path, x in models.arrays(each.model).items() if path.endswith("ffn.w_in")]
+    # zero-1 brings the partial sum to the optimizer by a reduce-scatter; two microbatches all-reduce all layers of it.
+    assert sent[1] - sent[0] == 2 * (2 * 4 * whole.size * 7 // 8)
+    assert gspmd.ledger(each.compiled).compare(each.plan).agrees
+    np.testing.assert_allclose(each.curve()[:, 0], whole_batches_alone(DENSE)[:, 0], rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -390,10 +390,12 @@ def test_on_one_device_all_presets_are_one_layout(phase):
     assert {each.answer.seconds for each in usable} == {held.free.seconds}
 
 
-def test_with_microbatches_all_presets_but_those_without_a_split_batch_are_priced():
+def test_with_microbatches_all_presets_are_priced():
+    """Also `replicated`, whose gradients have no partial sums to add up."""
     phase = problem_of(Workload(GATED, CHIP, 2 * BATCH, LENGTH, microbatches=2), {"x": 4, "y": 2})
     found = [each for each in placed_presets([Candidate(phase, CHIP.hbm_bytes)]) if each.usable]
-    assert [each.name for each in found if not each.answer] == ["replicated"]
+    assert [each.name for each in found if not each.answer] == []
+    assert "replicated" in [each.name for each in found]
 
 
 def test_a_preset_takes_the_order_of_axes_that_is_best_for_it():

@@ -96,7 +96,8 @@ def test_the_bound_of_several_microbatches_has_the_same_passes_as_each():
         for name in ("kept: ", "accumulated: ", "output.in_via: output.table"):
             passed = bytes_passed(problem, picks, name)
             assert bytes_passed(bound, there, name) == pytest.approx(passed, rel=1e-9)
-            assert 0 < bytes_passed(widest, there, name) <= passed * (1 + 1e-9)
+            assert bytes_passed(widest, there, name) <= passed * (1 + 1e-9)
+            assert passed > 0 or name not in ("kept: ", "accumulated: ")
 
 
 def test_one_microbatch_adds_nothing_in_memory():

@@ -132,7 +132,7 @@ class Attention(Part):
         yield Line("attention.query", str(chosen["heads"].query), "heads")
         yield Line("attention.key", str(chosen["heads"].key), "heads")
         for weight in self.weights:
-            yield from weight.lines(chosen[weight.key])
+            yield from weight.lines(self.costs, chosen[weight.key])
 
 
 def _vectors(config: ModelConfig) -> Iterator[Vector]:

@@ -126,7 +126,7 @@ class Tables(Part):
     def lines(self, chosen: Mapping[str, Any]) -> Iterator[Line]:
         """Tables and logits."""
         for weight in self.weights:
-            yield from weight.lines(chosen[weight.key])
+            yield from weight.lines(self.costs, chosen[weight.key])
         yield Line("output.logits", str(chosen["output.logits"]), "output.logits")
 
 

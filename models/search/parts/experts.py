@@ -151,13 +151,13 @@ class Experts(Part):
     def lines(self, chosen: Mapping[str, Any]) -> Iterator[Line]:
         """Groups, slots, hidden layer and weights."""
         groups = chosen["moe.groups"]
-        yield from self.router.lines(chosen["moe.router"])
+        yield from self.router.lines(self.costs, chosen["moe.router"])
         yield Line("moe.groups", str(groups), "moe.groups")
         yield Line("moe.dispatched", str(Spec(tuple("GXCE"), (groups.axes_of("G"), (), (), ()))), "moe.groups")
         for name in ("moe.expert_input", "moe.hidden"):
             yield Line(name, str(chosen[name]), name)
         for weight in self.weights:
-            yield from weight.lines(chosen[weight.key])
+            yield from weight.lines(self.costs, chosen[weight.key])
 
 
 def _sequences(groups: Spec) -> Spec:

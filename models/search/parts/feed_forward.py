@@ -72,7 +72,7 @@ class FeedForward(Part):
         """Hidden layer and weights; residual and norm are the block's."""
         yield Line("ffn.hidden", str(chosen["ffn.hidden"]), "ffn.hidden")
         for weight in self.weights:
-            yield from weight.lines(chosen[weight.key])
+            yield from weight.lines(self.costs, chosen[weight.key])
 
 
 def activation(costs: Costs, layers: int, gates: int, hidden: Spec) -> tuple[float, float]:
