@@ -112,9 +112,11 @@ def test_what_is_kept_in_part_or_cannot_be_kept_is_searched_again(searches, tmp_
     assert Layout.load(path)["ffn.w_in"] == found().layout["ffn.w_in"]
     path.with_suffix(".json").write_text("{")
     assert not found().before
+    path.write_text(path.read_text().replace("[ffn]", "[ffn"))
+    assert not found().before
     path.unlink()
     assert not found().before
-    assert len(searches) == 3
+    assert len(searches) == 4
     monkeypatch.setenv("GSPMD_CACHE", str(path))  # a file, and no folder
     assert found().place.startswith(f"not kept: cannot write to '{path}/layouts': Not a directory")
 

@@ -154,7 +154,7 @@ def test_nothing_fits_says_what_is_nearest_and_what_would_do(run, tmp_path):
     )
     assert float(said[1]) - float(said[2]) == pytest.approx(float(said[3]), abs=1.1)
     assert float(said[3]) == pytest.approx(1.2e-6 * Slice.named("tpu-v5p:2x2x1").chip.hbm_bytes / 1e3, rel=0.01)
-    assert re.search(r"It would fit on tpu-v5p:2x2x2\. Otherwise take a smaller --batch", err)
+    assert re.search(r"It would fit on tpu-v5p:2x2x2\. Otherwise take a larger --memory\.", err)
     assert not (tmp_path / "found.toml").exists()
 
 
@@ -209,7 +209,7 @@ def test_nothing_fits_a_given_mesh(run):
     code, _, err = run("--memory", "1e-6", "--mesh", "x=4")
     assert code == 1
     assert "that may be used, 0.0001% of " in err
-    assert err.endswith("Leave --mesh out, or take a larger slice, a smaller --batch.")
+    assert err.endswith("Leave --mesh out, or take a larger slice, or a larger --memory.")
 
 
 def test_the_smallest_slice_is_the_first_on_which_something_fits(script, monkeypatch):
@@ -234,9 +234,11 @@ def test_an_interrupt_of_the_search_writes_the_best_so_far(run, script, monkeypa
         return original(search, **asked)
 
     monkeypatch.setattr(Search, "best", best)
-    path = tmp_path / "found.toml"
-    code, _, err = run("--out", str(path))
+    path, figures = tmp_path / "found.toml", tmp_path / "found.json"
+    code, out, err = run("--out", str(path), "--json", str(figures))
     assert code == 130
+    assert "costs less than" not in out
+    assert json.loads(figures.read_text())["bound"] is None
     assert err.endswith(f"Interrupted. The best layout so far is written to {path}; there may be a better one.")
     assert "# found      the best so far: the search was interrupted, and there may be a better one" in path.read_text()
     assert "; next" not in path.read_text()
@@ -322,12 +324,13 @@ def test_a_line_that_is_none_does_not_lose_the_answer(run, asked, said, tmp_path
 
 
 def test_all_lines_that_are_none_are_named_at_once(run, tmp_path):
-    lines = ["ffn.w_in=EF_q", "ffn.winn=EF", "ffn.w_in=E_xF_x", "ffn.w_in=FE_q"]
+    lines = ["ffn.w_in=EF_q", "ffn.winn=EF", "ffn.w_in=E_xF_x", "ffn.w_in=FE_q", "ffn.w_in=Q_xE"]
     flags = [part for line in lines for part in ("--why", line)]
     code, _, err = run(*flags, "--why", "ffn.hidden=BLF_x", "--mesh", "x=4", "--remat", "full", "--microbatches", "1")
     assert code == 2
     assert [err.count(f"--why {line}: ") for line in lines] == [1] * len(lines)
     assert "needs EF; the mesh has no axis q." in err
+    assert "'Q_xE' has dimensions QE, and needs EF. Possible" in err
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Layouts that were found, kept on disk from run to run: a layout file, and beside it what is known of it."""
 
+import hashlib
 import json
 import os
 from dataclasses import asdict, replace
@@ -12,12 +13,14 @@ _KNOWN = ("mesh", "seconds", "chip", "took")
 
 
 def load(key: str) -> Found | None:
-    """What was found for a question of this key; None if there is nothing, or not all of it."""
+    """What was found for a question of this key; None if there is nothing, not all of it, or it is damaged."""
     path = _path(key)
     try:
         known = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        return Found(path.read_text(encoding="utf-8"), **{name: known[name] for name in _KNOWN}, before=True,
-                     place=f"kept in {path}")  # fmt: skip
+        text = path.read_text(encoding="utf-8")
+        if known["digest"] != _digest(text):
+            return None
+        return Found(text, **{name: known[name] for name in _KNOWN}, before=True, place=f"kept in {path}")
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -25,7 +28,7 @@ def load(key: str) -> Found | None:
 def save(key: str, found: Found) -> Found:
     """Keep what was found, if the disk allows it, and return it with the place."""
     path = _path(key)
-    known = {name: value for name, value in asdict(found).items() if name in _KNOWN}
+    known = {name: value for name, value in asdict(found).items() if name in _KNOWN} | {"digest": _digest(found.text)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # The second file is what says that the first is whole.
@@ -36,6 +39,10 @@ def save(key: str, found: Found) -> Found:
     except OSError as error:
         return replace(found, place=f"not kept: cannot write to {str(path.parent)!r}: {error.strerror}")
     return replace(found, place=f"kept in {path}")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _path(key: str) -> Path:

@@ -15,8 +15,10 @@ from gspmd.audit import Report, Topology, topology
 from gspmd.commands import compile as offline
 from gspmd.commands.search.settings import Settings
 from gspmd.display.units import mesh_text
+from gspmd.layouts import Layout
 from gspmd.search import Answer, NothingFits
 from gspmd.training import ShardingConfig
+from gspmd_models.parameters import stages_axes
 from gspmd_models.search.answers import Candidate, Finding, document
 from gspmd_models.search.answers.document import PRICED, Remark
 from gspmd_models.search.answers.presets import Placed
@@ -165,10 +167,13 @@ def best_preset(presets: Sequence[Placed]) -> list[Listed]:
 
 
 def traced(settings: Settings, presets: Iterable[Placed]) -> dict[str, float]:
-    """Seconds by `gspmd.trace` of the presets that are not in the space and can be used; none without libtpu."""
+    """Seconds by `gspmd.trace` of the presets that are not in the space and can be used; none without libtpu.
+
+    Nor of pipelines: their step has slots in which nothing is done, which a trace does not count as a plan does.
+    """
     found = {}
     for each in presets:
-        if each.answer is not None or not each.usable:
+        if each.answer is not None or not each.usable or _staged(each):
             continue
         try:
             target = topology(settings.topology)
@@ -178,3 +183,8 @@ def traced(settings: Settings, presets: Iterable[Placed]) -> dict[str, float]:
         listed = Listed(each.name, each.candidate, each.candidate.free, each.mesh, preset=True)
         found[each.name] = _traced(settings, listed, target, Path()).seconds
     return found
+
+
+def _staged(placed: Placed) -> bool:
+    """Whether a preset is a pipeline on its mesh."""
+    return any(placed.mesh.get(axis, 1) > 1 for axis in stages_axes(Layout.load(placed.name)))

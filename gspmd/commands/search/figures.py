@@ -38,7 +38,7 @@ def to_json(
         "remat": best.remat,
         "limit": best.limit,
         "complete": finding.complete,
-        "bound": finding.bound,
+        "bound": finding.bound if finding.complete else None,
         **_answer(best, finding.answer),
         "next": {name: {"text": each.next, "more": each.more} for name, each in said.items() if each.next},
         "meshes": [

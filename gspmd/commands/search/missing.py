@@ -24,10 +24,12 @@ def nothing_fits(
         spaces: those of a slice.
         tell: told which slice is tried.
     """
-    remedies = ["a smaller --batch"]
+    remedies = ["a smaller --batch"] * (fault.candidate is None or fault.candidate.microbatches < settings.batch)
+    if fault.nearest and fault.nearest.bytes <= target.chip.hbm_bytes:
+        remedies.insert(0, "a larger --memory")
     remedies += ["--remat full"] * (settings.remat not in (None, "full"))
     remedies += ["more --microbatches"] * (settings.microbatches is not None)
-    smaller = ", or ".join(remedies)
+    smaller = ", or ".join(remedies or ["a smaller model"])
     if fault.candidate is None or fault.nearest is None or fault.over is None:
         return f"Nothing fits {target.name}: the sizes of this model and batch have no layout on any of its meshes."
     limit = fault.candidate.limit
@@ -39,7 +41,7 @@ def nothing_fits(
         f"{amount_of_bytes(target.chip.hbm_bytes)}."
     )
     if settings.mesh:
-        return f"{fact}\n  Leave --mesh out, or take a larger slice, {smaller}."
+        return f"{fact}\n  Leave --mesh out, or take a larger slice, or {smaller}."
     larger = next_slice(target, limit, spaces, tell)
     remedy = f"It would fit on {larger.name}" if larger else f"No slice of {target.chip.name} is large enough"
     return f"{fact}\n  {remedy}. Otherwise take {smaller}."

@@ -13,6 +13,7 @@ from gspmd.commands import configs
 from gspmd.commands.compile import File
 from gspmd.commands.search.slice import Slice
 from gspmd.commands.search.unpriced import unpriced
+from gspmd.display.tables import counted
 from gspmd.training import ShardingConfig, command
 from gspmd.training.config import ConfigError, load_toml, parse_mesh
 from gspmd.training.toml import positive
@@ -135,4 +136,4 @@ def _faults(settings: Settings):
         yield from error.faults
     target = Slice.named(settings.topology)
     if settings.mesh and (count := prod(parse_mesh(settings.mesh).values())) != target.devices:
-        yield f"--mesh {settings.mesh} has {count} devices, and {target.name} has {target.devices}."
+        yield f"--mesh {settings.mesh} has {counted(count, 'device')}, and {target.name} has {target.devices}."

@@ -161,6 +161,6 @@ def compiled(shortlist: Sequence[Listed]) -> Sheet:
 def answer_line(finding: Finding, compiled: int) -> str:
     """The answer in one line, and whether it is the compiler's."""
     held = f"{amount_of_bytes(finding.answer.bytes)} on each device"
-    proved = f"no layout costs less than {seconds(finding.bound)}"
+    proved = f", no layout costs less than {seconds(finding.bound)}" if finding.complete else ""
     planned = "" if compiled else " Planned, not compiled: --compile 3 asks the compiler."
-    return f"mesh {where(finding.best)}: {seconds(finding.answer.seconds)} a step, {proved}; {held}.{planned}"
+    return f"mesh {where(finding.best)}: {seconds(finding.answer.seconds)} a step{proved}; {held}.{planned}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from gspmd.commands.search.compiling import Listed
 from gspmd.commands.search.settings import Settings
 from gspmd.commands.search.slice import Slice
+from gspmd.display.tables import counted
 from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
 from gspmd_models.search.answers import Candidate, Finding
 from gspmd_models.search.answers.document import PRICED
@@ -25,7 +26,7 @@ def header(
     name = Path(settings.config).stem
     facts = {
         "model": f"{name}, {model.num_parameters:,} parameters" + (f", remat {remat}" if remat else ""),
-        "mesh": f"{finding.best.named}: {finding.best.devices} devices",
+        "mesh": f"{finding.best.named}: {counted(finding.best.devices, 'device')}",
         "step": f"batch {settings.batch}, length {length}, {settings.dtype}",
         "predicted": seconds(answer.seconds) + (f"; lower bound {seconds(finding.bound)}" if finding.complete else ""),
         "memory": f"{amount_of_bytes(answer.bytes)} of {amount_of_bytes(target.chip.hbm_bytes)} on each device, "
@@ -69,7 +70,7 @@ def header_of_stages(settings: Settings, target: Slice, row: Row, than: float, a
     mesh, length = mesh_text(row.mesh), f"{settings.length} in {row.microbatches} microbatches"
     facts = {
         "model": f"{name}, {settings.model.num_parameters:,} parameters, remat {config.remat}",
-        "mesh": f"{mesh}: {target.devices} devices",
+        "mesh": f"{mesh}: {counted(target.devices, 'device')}",
         "step": f"batch {settings.batch}, length {length}, {settings.dtype}",
         "predicted": f"{seconds(row.answer.seconds)}; {seconds(than)} without stages",
         "memory": f"{amount_of_bytes(row.answer.bytes)} of {amount_of_bytes(target.chip.hbm_bytes)} on each device, "

@@ -138,8 +138,8 @@ def _faults(candidate: Candidate, wanted: tuple[Spec, ...], option: tuple[Spec, 
     for spec, other in zip(wanted, option):
         if spec.dims != other.dims:
             yield f"'{spec}' has dimensions {''.join(spec.dims)}, and needs {''.join(other.dims)}."
-            continue
-        for fault in spec.faults(candidate.phase.costs.sizes, candidate.phase.costs.mesh):
+        sizes = dict.fromkeys(spec.dims, 0) | dict(candidate.phase.costs.sizes)  # a dimension of no size is said above
+        for fault in spec.faults(sizes, candidate.phase.costs.mesh):
             yield fault.fact
 
 
