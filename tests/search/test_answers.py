@@ -507,6 +507,17 @@ def test_the_front_falls_and_nothing_is_below_it():
         assert all(answer.seconds >= point.answer.seconds * (1 - 1e-9) for point in fits)
 
 
+def test_the_answer_is_a_point_of_the_front():
+    of = Candidate(candidate().phase, (candidate().least.bytes + candidate().free.bytes) / 2)
+    answer = of.solve()
+    assert answer not in (of.least, of.free)
+    points = frontier(of, 2)
+    assert answer in [point.answer for point in points]
+    for before, after in itertools.pairwise(points):
+        assert before.answer.bytes < after.answer.bytes
+        assert before.answer.seconds > after.answer.seconds
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_every_point_is_the_cheapest_up_to_its_limit(seed):
     phase, every = random_phase(np.random.default_rng(seed), "x")

@@ -37,6 +37,7 @@ def frontier(
 
     Each search is of a limit between two layouts that are known, where the most is not known yet. Between the limit of
     one point and the bytes of the next there may be layouts that cost less than the former and no less than the latter.
+    The candidate's own answer, if it is known, is one of the points.
 
     Returns:
         Points by their bytes, each cheaper than those before.
@@ -45,6 +46,9 @@ def frontier(
     points = [Point(free, inf)]
     if least < free.bytes:
         points.insert(0, _within(candidate, least))
+    found = candidate.answer
+    if found and least < found.bytes < free.bytes and free.seconds < found.seconds < points[0].answer.seconds:
+        points.insert(1, Point(found, candidate.limit))
     for number in range(searches):
         most = SEEN * free.seconds, SEEN * candidate.limit
         gaps = [(_unknown(*pair, *most), at) for at, pair in enumerate(pairwise(points))]
