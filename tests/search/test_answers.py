@@ -192,10 +192,12 @@ def test_an_interrupt_within_a_search_leaves_what_it_had(monkeypatch):
     assert finding.bound == best.bound
 
 
-def test_an_interrupt_at_any_moment_leaves_a_bound(monkeypatch):
-    """Also among the few options that a search begins with, of which nothing is proved of all."""
+@pytest.mark.parametrize("phase", ["train", "prefill"])
+def test_an_interrupt_at_any_moment_leaves_a_bound(monkeypatch, phase):
+    """Also among the few options that a search of prompts begins with, of which nothing is proved of all."""
     monkeypatch.setattr("gspmd.search.question.FEW", 1)
-    held, limit = candidate(), 0.4 * candidate().free.bytes
+    held = candidate(phase=phase)
+    limit = (held.least.bytes + held.free.bytes) / 2
     cheapest, left = Search(held.within(limit)).best().seconds, 0
 
     def interrupted(patience):
@@ -206,7 +208,7 @@ def test_an_interrupt_at_any_moment_leaves_a_bound(monkeypatch):
         return False
 
     monkeypatch.setattr("gspmd_models.search.answers.candidate.Patience.__call__", interrupted)
-    for polls in range(8):
+    for polls in range(4):
         left = polls
         finding = find([Space(lambda: held.phase)], limit)
         assert not finding.complete
