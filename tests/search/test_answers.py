@@ -192,11 +192,11 @@ def test_an_interrupt_within_a_search_leaves_what_it_had(monkeypatch):
     assert finding.bound == best.bound
 
 
-@pytest.mark.parametrize("phase", ["train", "prefill"])
-def test_an_interrupt_at_any_moment_leaves_a_bound(monkeypatch, phase):
-    """Also among the few options that a search of prompts begins with, of which nothing is proved of all."""
+@pytest.mark.parametrize(("block", "phase"), [("serial", "train"), ("parallel", "prefill")])
+def test_an_interrupt_at_any_moment_leaves_a_bound(monkeypatch, block, phase):
+    """Also among the few options that a search of parallel blocks begins with, of which nothing is proved of all."""
     monkeypatch.setattr("gspmd.search.question.FEW", 1)
-    held = candidate(phase=phase)
+    held = candidate(replace(GATED, block=block), phase=phase)
     limit = (held.least.bytes + held.free.bytes) / 2
     cheapest, left = Search(held.within(limit)).best().seconds, 0
 
