@@ -107,7 +107,8 @@ one after the other. The loss, its figures and the update are those of the whole
 groups of tokens span sequences: groups, their capacity and auxiliary losses are those of a microbatch; and every
 microbatch has random draws of its own. With several of them every layout's gradients stay partial sums until the end of
 the step, over all mesh axes that shard the batch, the length or the token groups and not the parameter; those of
-parameters that are themselves gathered, as in `zero-3`, are reduced once for each microbatch. In a pipeline they
+parameters that are themselves gathered, as in `zero-3`, are reduced once for each microbatch, and so are those that
+[gradients] has where the parameter is, `"ffn.w_in" = "EF"` beside `w_in = "EF"`. In a pipeline they
 are partial over axes that split the batch and nothing else ([pipelines.md](pipelines.md#what-it-sends)).
 
 ```python
