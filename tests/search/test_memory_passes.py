@@ -91,13 +91,15 @@ def test_the_bound_of_several_microbatches_has_the_same_passes_as_each():
     for count in (2, 8):
         found = problem_of(WIDE, count, mesh)
         problem, bound, widest = found.problem(), relaxed.between(count, count), relaxed.between(2, 16)
-        picks = drawn(problem, random.Random(count))
+        draw = random.Random(count)
+        picks = drawn(problem, draw)
+        while not bytes_passed(problem, picks, "output.in_via: output.table"):
+            picks = drawn(problem, draw)
         there = picked(found, relaxed, picks)
         for name in ("kept: ", "accumulated: ", "output.in_via: output.table"):
             passed = bytes_passed(problem, picks, name)
             assert bytes_passed(bound, there, name) == pytest.approx(passed, rel=1e-9)
-            assert bytes_passed(widest, there, name) <= passed * (1 + 1e-9)
-            assert passed > 0 or name not in ("kept: ", "accumulated: ")
+            assert 0 < bytes_passed(widest, there, name) <= passed * (1 + 1e-9)
 
 
 def test_one_microbatch_adds_nothing_in_memory():

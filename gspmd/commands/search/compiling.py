@@ -72,9 +72,8 @@ def shortlist(finding: Finding, said: Mapping[str, Remark], count: int) -> list[
     others = sorted(_others(finding, said), key=lambda each: each.answer.seconds) if count > 1 else []
     for apart in (APART, SAME):
         for each in others:
-            written = {_program(other) for other in listed}
-            new = _program(each) not in written and all(_apart(each, other) >= apart for other in listed)
-            listed += [each] * (new and len(listed) < count)
+            if len(listed) < count and all(_apart(each, other) >= apart for other in listed):
+                listed.append(each)
     return listed
 
 
@@ -94,11 +93,6 @@ def _apart(one: Listed, other: Listed) -> float:
     ours, theirs = (each.candidate.unlimited.seconds_of(each.answer.picks) for each in (one, other))
     moved = sum(abs(ours.get(name, 0.0) - theirs.get(name, 0.0)) for name in {**ours, **theirs})
     return moved / 2 / other.answer.seconds
-
-
-def _program(listed: Listed) -> tuple[str, str, int]:
-    """What tells programs apart."""
-    return _text(listed), listed.candidate.remat, listed.candidate.microbatches
 
 
 def _text(listed: Listed) -> str:
