@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from gspmd.annotate import LayoutError, Spec
 from gspmd.annotate.errors import listed
-from gspmd.layouts.rules.keys import KEYS
+from gspmd.layouts.rules.keys import DENSE, KEYS
 from gspmd.layouts.rules.padding import Padded
 
 from .config import ModelConfig
@@ -67,12 +67,9 @@ def parameters(config: ModelConfig, layout: Any) -> dict[str, Parameter]:
     return dict(_rows(config, layout, lambda key: layout[key]))
 
 
-_DENSE = ("ffn.w_in", "ffn.hidden", "ffn.w_out")
-"""What layers without experts need; `Layout.check` does not know the model, and lets a layout with experts lack it."""
-
-
 def _check_dense(config: ModelConfig, layout: Any) -> None:
-    missing = [key for key in _DENSE if key not in layout.table] if config.moe else []
+    # `Layout.check` does not know the model, and lets a layout with experts lack them.
+    missing = [key for key in DENSE if key not in layout.table] if config.moe else []
     if missing and config.expert_layers < config.layers:
         lines = (f'{key.partition(".")[2]} = "{KEYS[key].dims}"' for key in missing)
         raise LayoutError(

@@ -11,7 +11,7 @@ from gspmd.layouts.rules import own
 from gspmd.layouts.rules.alternatives import resolve, singles, without_partner
 from gspmd.layouts.rules.causes import one_for_each_cause
 from gspmd.layouts.rules.given import GivenSizes, given_sizes
-from gspmd.layouts.rules.keys import ALIKE, KEYS, PARTS, PHASES, Key, keys_of_override
+from gspmd.layouts.rules.keys import ALIKE, DENSE, KEYS, PARTS, PHASES, Key, keys_of_override
 from gspmd.layouts.rules.line import Line, over
 from gspmd.layouts.rules.padding import padding_faults
 from gspmd.layouts.rules.sequence import keys_apart, uneven_chunks
@@ -199,15 +199,11 @@ def _product_faults(line: Line, left: Spec, right: Spec) -> Iterator[Fault]:
 # -- the table as a whole ---------------------------------------------------------------------------------------------
 
 
-_DENSE = frozenset(("ffn.w_in", "ffn.hidden", "ffn.w_out"))
-"""Lines that only feed-forward layers without experts need; norm and residual are those of the block."""
-
-
 def _missing(layout: LayoutTable, sizes: Mapping[str, int]) -> Iterator[Fault]:
     written = {part for name in layout.table for part in (name, name.partition(".")[0])}
     for key in KEYS.values():
         needed = key.section in written or key.section != "moe" or "X" in sizes
-        if key.name in _DENSE and written.isdisjoint(_DENSE):  # of a model with experts all layers may have them
+        if key.name in DENSE and written.isdisjoint(DENSE):  # of a model with experts all layers may have them
             needed = "moe" not in written or bool(sizes and "X" not in sizes)
         if needed and key.name not in layout.table and key.default is None and not key.optional:
             short = key.name.partition(".")[2]

@@ -233,3 +233,7 @@ def keys_of_override(section: str) -> dict[str, Key]:
     if section in ("gradients", "optimizer"):
         return {name: key for name, key in KEYS.items() if key.kind == "parameter"}
     return KEYS
+
+
+DENSE = ("ffn.w_in", "ffn.hidden", "ffn.w_out")
+"""Lines that only feed-forward layers without experts need; norm and residual are those of the block."""
