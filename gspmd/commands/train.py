@@ -26,6 +26,7 @@ import gspmd_models as models
 from gspmd import host
 from gspmd.audit import check_compiler_options
 from gspmd.commands import automatic, configs
+from gspmd.commands.compile import File
 from gspmd.commands.header import in_short, pipeline_of, rounds_in, show_run, show_tensors
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
@@ -122,7 +123,8 @@ def train(settings: Settings, called: str = CALLED) -> None:
         found = None
         if sharding.layout == automatic.NAME:
             devices = start(sharding)
-            found = automatic.for_training(console, settings.model, training, sharding.mesh, devices)
+            asked = File(settings.model, training, settings.lora, settings.optimizer, sharding)
+            found = automatic.for_training(console, asked, sharding.mesh, devices)
             sharding = replace(sharding, mesh=found.mesh)
             settings = replace(settings, sharding=sharding)
         sizes = settings.model.sizes(training.batch, training.length)

@@ -14,6 +14,7 @@ from gspmd import host
 from gspmd.annotate import Spec
 from gspmd.commands import automatic, main
 from gspmd.commands.automatic import kept, searched
+from gspmd.commands.compile import File
 from gspmd.hardware.chips import chip
 from gspmd.layouts import Layout
 from gspmd.layouts.rules.keys import KEYS
@@ -58,7 +59,7 @@ def searches(monkeypatch):
 def found(mesh="", count=4, model=CONFIG, out="", **training):
     """The layout of a training run."""
     asked = TrainingConfig(**{"batch": 8, "length": 16, "out": str(out)} | training)
-    return automatic.for_training(Console(quiet=True), model, asked, mesh, jax.devices()[:count])
+    return automatic.for_training(Console(quiet=True), File(model, asked), mesh, jax.devices()[:count])
 
 
 def serving(count=4, model=CONFIG, prompts=4, samples=2, room=512, mesh=""):
@@ -289,6 +290,15 @@ BAD = {
         ["--model.layers", "300", "--devices", "2"],
         "cannot find a layout:\n  the smallest, on mesh x=2, holds ",
     ),
+    "narrow moments": (
+        ["--moments", "int8"],
+        "layout:\n  [optimizer] moments is 'int8', and priced is what trains whole,",
+    ),
+    "frozen weights": (
+        ["--frozen", "embedding.*"],
+        "layout:\n  [training] frozen is ['embedding.*'], and priced is what",
+    ),
+    "adapters": (["--lora.rank", "4"], "layout:\n  [lora] has adapters of rank 4, which have no price (merged, they "),
     "a change to it": (["--relayout", "2=auto", "--devices", "4"], "no layout is called 'auto'."),
 }
 

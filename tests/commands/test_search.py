@@ -342,7 +342,10 @@ def test_all_lines_that_are_none_are_named_at_once(run, tmp_path):
         (["--out", "found.txt"], "--out writes a TOML file, whose name ends in .toml, not 'found.txt'."),
         (["--frontier", "f.jpg"], "--frontier writes a PNG file, whose name ends in .png, not 'f.jpg'."),
         (["--json", "nowhere/f.json"], "--json nowhere/f.json: there is no folder 'nowhere'."),
-        (["--mesh", "x=2,y=4"], "--mesh x=2,y=4 has 8 devices, and tpu-v5p:2x2x1 has 4."),
+        (
+            ["--mesh", "x=2,y=4"],
+            "--mesh x=2,y=4 has 8 devices, and tpu-v5p:2x2x1 has 4; --topology names another slice.",
+        ),
         (["--mesh", "x"], "cannot read mesh 'x'"),
         (["--batch", "0"], "batch must be"),
         (["--batch", "8", "--microbatches", "3"], "cannot cut a batch of 8 into 3 microbatches."),
@@ -365,8 +368,8 @@ def test_bad_input_is_one_message(run, flags, said):
         ('[optimizer]\nmoments = "int8"', "[optimizer] moments is 'int8', and priced is what trains whole,"),
         ('[training]\nparameter_dtype = "bfloat16"', "[training] parameter_dtype is 'bfloat16', and priced is"),
         ('[training]\nfrozen = ["embedding.*"]', "[training] frozen is ['embedding.*'], and priced is"),
-        ("[lora]\nrank = 8", "[lora] has adapters of rank 8, which have no price;"),
-        ("int8 = true", "[model] int8 has no price:"),
+        ("[lora]\nrank = 8", "[lora] has adapters of rank 8, which have no price (merged, they"),
+        ("int8 = true", "[model] int8 has no price: weights count as what is computed in; leave"),
     ],
 )
 def test_what_would_be_counted_wrong_is_refused(run, tmp_path, table, said):

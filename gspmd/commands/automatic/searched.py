@@ -17,12 +17,13 @@ from rich.console import Console
 import gspmd
 from gspmd.commands.automatic import kept
 from gspmd.commands.automatic.found import Found, own_of
-from gspmd.commands.search.unpriced import remedied
+from gspmd.commands.compile import File
+from gspmd.commands.search.unpriced import remedied, unpriced
 from gspmd.display.progress import Progress
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
 from gspmd.hardware.chips import Chip, chip, chip_of_device
 from gspmd.lowerings.program import DEFAULT_CHIP
-from gspmd.training import ConfigError, TrainingConfig, processes
+from gspmd.training import ConfigError, processes
 from gspmd.training.config import parse_mesh
 from gspmd_models import ModelConfig, search
 from gspmd_models.decoding.batch import checked, coarse
@@ -88,26 +89,27 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def for_training(
-    console: Console, model: ModelConfig, training: TrainingConfig, mesh: str, devices: Sequence[jax.Device]
-) -> Found:
+def for_training(console: Console, file: File, mesh: str, devices: Sequence[jax.Device]) -> Found:
     """The layout in which a run begins: its own where it is resumed, else one that is searched, or was before.
 
     It is said on the console. Of several processes the first one searches.
 
     Args:
         console: where.
-        model, training: what is trained, in which steps.
+        file: what is trained, in which steps: its model, training, adapters and optimizer count.
         mesh: as of `--mesh`; empty for every mesh of the devices.
         devices: of the run.
 
     Raises:
         PlanError: the model has what is not searched.
-        ConfigError: nothing fits in the devices' memory.
+        ConfigError: the step has what would be priced wrong, or nothing fits in the devices' memory.
     """
+    model, training = file.model, file.training
     if training.resume and (found := own_of(training.out)):
         _say(console, found)
         return replace(found, mesh=mesh)
+    if faults := [*unpriced(file, True, ".")]:
+        raise ConfigError("cannot search for a layout:", [*faults, _OWN])
     names = ("batch", "length", "dtype", "microbatches")
     sizes = {name: getattr(training, name) for name in names}
     remedy = "Take more devices, or a smaller batch."

@@ -94,7 +94,8 @@ def parse(argv: Sequence[str], script: str, documentation: str) -> Settings:
     default = Settings(name, **said, model=file.model)
     prog, description = configs.called(documentation, "gspmd search", script)
     settings = command.parse_flags(Settings, argv, default, description, prog)
-    if faults := [*unpriced(file, settings.model, settings.phase == "train"), *_faults(settings)]:
+    asked, remedy = replace(file, model=settings.model), "; leave it out to search for that."
+    if faults := [*unpriced(asked, settings.phase == "train", remedy), *_faults(settings)]:
         raise ConfigError("cannot search:", faults)
     return replace(settings, model=replace(settings.model, remat=settings.remat or settings.model.remat))
 
@@ -136,4 +137,5 @@ def _faults(settings: Settings):
         yield from error.faults
     target = Slice.named(settings.topology)
     if settings.mesh and (count := prod(parse_mesh(settings.mesh).values())) != target.devices:
-        yield f"--mesh {settings.mesh} has {counted(count, 'device')}, and {target.name} has {target.devices}."
+        has = f"--mesh {settings.mesh} has {counted(count, 'device')}, and {target.name} has {target.devices}"
+        yield f"{has}; --topology names another slice."

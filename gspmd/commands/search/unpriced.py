@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 from gspmd.commands.compile import File
 from gspmd.training.config import ConfigError
-from gspmd_models import ModelConfig
 from gspmd_models.search.unsearched import Unsearched
 
 
@@ -22,23 +21,23 @@ def remedied(remedy: str) -> Iterator[None]:
         raise ConfigError(fault.fact, [remedy]) from None
 
 
-def unpriced(file: File, model: ModelConfig, trains: bool) -> Iterator[str]:
-    """Say which settings would be counted wrong, and what to search instead.
+def unpriced(file: File, trains: bool, remedy: str) -> Iterator[str]:
+    """Say which settings would be counted wrong.
 
     Args:
-        file: the tables of the configuration file.
-        model: as flags have changed it.
+        file: the tables of the configuration file, as flags have changed them.
         trains: whether a training step is searched for.
+        remedy: what to do instead, behind each.
     """
-    beside = "and priced is what trains whole, with parameters and moments of float32; leave it out to search for that."
+    priced_is = "and priced is what trains whole, with parameters and moments of float32"
     for name, value, priced in (
         ("[optimizer] moments", file.optimizer.moments, "float32"),
         ("[training] parameter_dtype", file.training.parameter_dtype, "float32"),
         ("[training] frozen", list(file.training.frozen), []),
     ):
         if trains and value != priced:
-            yield f"{name} is {value!r}, {beside}"
-    if lora := model.lora or (file.lora if file.lora.rank else None):
-        yield f"[lora] has adapters of rank {lora.rank}, which have no price; leave it out: merged, they hold nothing."
-    if model.int8:
-        yield "[model] int8 has no price: weights count as what is computed in; set it to false to search for that."
+            yield f"{name} is {value!r}, {priced_is}{remedy}"
+    if lora := file.model.lora or (file.lora if file.lora.rank else None):
+        yield f"[lora] has adapters of rank {lora.rank}, which have no price (merged, they hold nothing){remedy}"
+    if file.model.int8:
+        yield f"[model] int8 has no price: weights count as what is computed in{remedy}"

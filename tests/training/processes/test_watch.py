@@ -62,7 +62,7 @@ def test_a_machine_that_is_lost_is_noticed_by_its_silence(watched, capsys, monke
     made, codes, others = watched(1, 2)
     began = time.monotonic()
     run(made)
-    assert 0.3 <= time.monotonic() - began < 3
+    assert 0.3 <= time.monotonic() - began < 30
     assert (codes, others[0].recv(5)) == ([1], b"beat\0")
     assert "process 0 of 2 has been silent for 0 seconds. Step 4" in capsys.readouterr().err
 
