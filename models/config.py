@@ -111,7 +111,8 @@ class ModelConfig:
     True reads as full, False as none."""
     scan_layers: bool = True
     """Whether blocks are compiled once, as a loop over their stacked weights. False writes all of them out: compiling
-    takes longer by their number, but what they keep for the backward pass is not copied into stacks and out again."""
+    takes longer by their number, but what they keep for the backward pass is not copied into stacks and out again; in
+    several microbatches, and in stages, it is refused."""
     int8: bool = False
     """Whether matrices are int8, with a float32 scale for every channel of their products (`quantize`): to serve."""
     moe: MoEConfig | None = None
