@@ -9,7 +9,7 @@ from ..config import ModelConfig
 from ..decoding.serving import for_serving
 from .costs import Costs
 from .parts.ends import Stream
-from .parts.feed_forward import FeedForward
+from .parts.feed_forward import FeedForward, SharedExperts
 from .parts.parallel import ServedBlock
 from .parts.part import Part
 from .parts.served_experts import ServedExperts
@@ -53,6 +53,8 @@ class ServingProblem(PhaseProblem):
                 blocks.append(FeedForward(costs, residual, config.layers - config.expert_layers))
             if config.expert_layers:
                 blocks.append(ServedExperts(costs, residual, config.expert_layers))
+                if config.moe.shared:
+                    blocks.append(SharedExperts(costs, residual, config.expert_layers))
         return [Stream(costs, residual), *blocks, Served(costs, last, residual)]
 
 
@@ -63,7 +65,6 @@ def _check(config: ModelConfig) -> None:
     faults = [
         (not moe.causal, f"the experts of router {moe.router} choose among tokens that are not there yet"),
         (config.block == "parallel", "its experts are in parallel blocks"),
-        (bool(moe.shared), "it has shared experts"),
     ]
     found = [what for wrong, what in faults if wrong]
     if found:

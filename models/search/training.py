@@ -18,7 +18,7 @@ from .costs import Costs
 from .parts.attention import Attention
 from .parts.ends import Ends, Stream
 from .parts.experts import Experts
-from .parts.feed_forward import FeedForward
+from .parts.feed_forward import FeedForward, SharedExperts
 from .parts.parallel import TrainedBlock
 from .parts.part import Part
 from .problem import PhaseProblem
@@ -62,13 +62,14 @@ class TrainingProblem(PhaseProblem):
             parts.append(FeedForward(costs, residual, config.layers - routed))
         if routed:
             parts.append(Experts(costs, residual, routed))
+            if config.moe.shared:
+                parts.append(SharedExperts(costs, residual, routed))
         return [*parts, Ends(costs, residual)]
 
 
 def _check(config: ModelConfig) -> None:
     faults = [
         (bool(config.block == "parallel" and config.moe), "its blocks are parallel, and have experts"),
-        (bool(config.moe and config.moe.shared), "it has shared experts"),
         (bool(config.moe and config.moe.dispatch == "dropless"), "its experts take rows, not slots (dropless)"),
         (bool(config.moe and config.moe.noisy), "its router adds noise by a second matrix"),
         (bool(config.lora), "it has adapters, beside weights that are not trained"),
