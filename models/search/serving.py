@@ -9,11 +9,12 @@ from ..config import ModelConfig
 from ..decoding.serving import for_serving
 from .costs import Costs
 from .parts.ends import Stream
-from .parts.feed_forward import FeedForward, SharedExperts
+from .parts.feed_forward import FeedForward
 from .parts.parallel import ServedBlock
 from .parts.part import Part
 from .parts.served_experts import ServedExperts
 from .parts.serving import CachedAttention, Served
+from .parts.shared_experts import SharedExperts
 from .problem import PhaseProblem
 from .unsearched import Unsearched
 from .workload import Workload
@@ -52,9 +53,9 @@ class ServingProblem(PhaseProblem):
             if config.expert_layers < config.layers:
                 blocks.append(FeedForward(costs, residual, config.layers - config.expert_layers))
             if config.expert_layers:
-                blocks.append(ServedExperts(costs, residual, config.expert_layers))
+                blocks.append(experts := ServedExperts(costs, residual, config.expert_layers))
                 if config.moe.shared:
-                    blocks.append(SharedExperts(costs, residual, config.expert_layers))
+                    blocks.append(SharedExperts(costs, residual, experts))
         return [Stream(costs, residual), *blocks, Served(costs, last, residual)]
 
 

@@ -18,9 +18,10 @@ from .costs import Costs
 from .parts.attention import Attention
 from .parts.ends import Ends, Stream
 from .parts.experts import Experts
-from .parts.feed_forward import FeedForward, SharedExperts
+from .parts.feed_forward import FeedForward
 from .parts.parallel import TrainedBlock
 from .parts.part import Part
+from .parts.shared_experts import SharedExperts
 from .problem import PhaseProblem
 from .unsearched import Unsearched
 from .workload import Workload
@@ -61,9 +62,9 @@ class TrainingProblem(PhaseProblem):
         if routed < config.layers:
             parts.append(FeedForward(costs, residual, config.layers - routed))
         if routed:
-            parts.append(Experts(costs, residual, routed))
+            parts.append(experts := Experts(costs, residual, routed))
             if config.moe.shared:
-                parts.append(SharedExperts(costs, residual, routed))
+                parts.append(SharedExperts(costs, residual, experts))
         return [*parts, Ends(costs, residual)]
 
 

@@ -1,4 +1,4 @@
-"""The dense feed-forward layers of a step: those without experts, and the experts that every token uses."""
+"""The dense feed-forward layers of a training step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from gspmd.annotate import Spec
 from gspmd.search import Term
 from gspmd.search.products import Member, Passes, Product
 
-from ...vectors import shared_sizes
 from ..costs import Costs, Line
 from ..vectors import Vector
 from ..weights import Weight, operand
@@ -32,8 +31,9 @@ class FeedForward(Part):
     """What the layout's keys of activations and vias begin with, and those of weights."""
 
     def __init__(self, costs: Costs, residual: Sequence[Spec], layers: int):
-        super().__init__(costs)
-        stack = costs.config.layers // costs.config.period
+        # Places are those that the model's sizes divide, by which layouts are checked; what they cost is by its own.
+        super().__init__(replace(costs, sizes=self._sizes(costs)))
+        stack, environment = costs.config.layers // costs.config.period, self.costs.environment
         self.layers, self.gates = layers, 1 + costs.config.gated
         activations, of = self.keys
         self.hidden = f"{activations}hidden"
@@ -50,13 +50,17 @@ class FeedForward(Part):
                           for dims, name in (("BLE", "residual"), ("BLF", self.hidden)))  # fmt: skip
         again, backward = costs.remat in ("full", "dots-except-hidden"), int(costs.trains)
         first = Product(
-            costs.environment, stream, [Member(into, hidden, self.gates)], Passes(costs.times, 1 + again, backward)
+            environment, stream, [Member(into, hidden, self.gates)], Passes(costs.times, 1 + again, backward)
         )
-        second = Product(costs.environment, hidden, [Member(out, stream)], Passes(costs.times, self._ends(), backward))
+        second = Product(environment, hidden, [Member(out, stream)], Passes(costs.times, self._ends(), backward))
         self.products = {
             f"{activations}in_via": (first, ("residual", w_in, self.hidden), layers),
             f"{activations}out_via": (second, (self.hidden, w_out, "residual"), layers),
         }
+
+    def _sizes(self, costs: Costs) -> Mapping[str, int]:
+        """Of every dimension."""
+        return costs.sizes
 
     def _vectors(self, stack: int) -> Iterator[Vector]:
         if self.costs.config.ffn_bias:
@@ -84,22 +88,6 @@ class FeedForward(Part):
         yield Line(self.hidden, str(chosen[self.hidden]), self.hidden)
         for weight in self.weights:
             yield from weight.lines(self.costs, chosen[weight.key])
-
-
-class SharedExperts(FeedForward):
-    """The experts that every token uses, as one dense layer of their joint width; see `models.experts.shared_specs`."""
-
-    name: ClassVar[str] = "shared"
-    keys: ClassVar[tuple[str, str]] = ("moe.shared_", "moe.shared_")
-
-    def __init__(self, costs: Costs, residual: Sequence[Spec], layers: int):
-        super().__init__(replace(costs, sizes=shared_sizes(costs.config, costs.sizes)), residual, layers)
-
-    def _vectors(self, stack: int) -> Iterator[Vector]:
-        yield from ()
-
-    def _ends(self) -> int:
-        return 1
 
 
 def activation(costs: Costs, layers: int, gates: int, hidden: Spec) -> tuple[float, float]:
