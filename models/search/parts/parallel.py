@@ -17,7 +17,7 @@ from gspmd.search.products import Product
 from ..costs import Costs, Line
 from .attention import Attention
 from .feed_forward import FeedForward
-from .part import Part, brought, if_equal, mirrored, product_terms
+from .part import Part, brought, mirrored, product_terms
 
 INPUTS, OUTPUTS = ("attention.in_via", "ffn.in_via"), ("attention.out_via", "ffn.out_via")
 """The products of the block's input, and those that are added to its output."""
@@ -100,7 +100,7 @@ class ServedBlock(ParallelBlock):
         yield Term("block.input", ("residual", "block.input"), between(places, places, by="sources"))
         yield Term("block.output", ("block.output", "residual"), between(self.sums, places, by="targets"))
         for name in INPUTS:
-            yield Term(f"{name}: input", ("block.input", name), if_equal(places, brought(self.vias[name])))
+            yield Term(f"{name}: input", ("block.input", name), _if_equal(places, brought(self.vias[name])))
         for name in OUTPUTS:
             product = self.vias[name]
             table = between(_made(product), self.sums, by="targets") + _local(product)[:, None]
@@ -137,7 +137,7 @@ class TrainedBlock(ParallelBlock):
         yield Term("block.output", ("residual", "block.output"), there + self._added(self.outputs, [1, 1]))
         for names, choice, meetings in ((INPUTS, "block.input", self.inputs), (OUTPUTS, "block.output", self.outputs)):
             for name, kinds, kind in zip(names, meetings.pairs.T, meetings.kinds):
-                yield Term(f"{name}: {choice}", (choice, name), if_equal(kinds, kind))
+                yield Term(f"{name}: {choice}", (choice, name), _if_equal(kinds, kind))
         for name in OUTPUTS:
             yield Term(f"{name}: products", (name,), _local(self.vias[name]))
 
@@ -191,3 +191,8 @@ def _local(product: Product) -> np.ndarray:
     """[via] seconds of the local products, once forward."""
     joint = product.members[0]
     return (joint.forward + product.passes.backward * joint.backward)[product.vias[:, 0]]
+
+
+def _if_equal(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """[one, other] 0 where two numbers are equal, or else inf."""
+    return np.where(one[:, None] == other[None, :], 0.0, np.inf)

@@ -49,7 +49,7 @@ class Part:
         yield from settled_each(self.name, self.costs, self.vectors, self.choices)
 
     def at_least(self) -> Iterator[Term]:
-        """The same tables, or lower ones: as many parts of a batch, one after the other, cost no less than the whole."""
+        """Those tables, or lower ones, of a batch: its parts, one after the other, cost no less than the whole."""
         return self.terms()
 
     def of_products(self, microbatches: int = 1) -> Iterator[Term]:
@@ -125,8 +125,3 @@ def brought(product: Product) -> np.ndarray:
 def mirrored(product: Product) -> np.ndarray:
     """[via] where the result's cotangent is multiplied."""
     return product.members[0].mirror_nodes[product.vias[:, 0]]
-
-
-def if_equal(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """[one, other] 0 where two numbers are equal, or else inf."""
-    return np.where(one[:, None] == other[None, :], 0.0, np.inf)
