@@ -63,7 +63,7 @@ CASES = [
     (WIDE, "full", 1), (WIDE, "none", 2), (WIDE, "dots", 1), (WIDE, "dots", 2), (WIDE, "selective", 1),
     (WIDE, "dots-except-hidden", 4),
     (ROUTED, "full", 2), (ROUTED, "dots-except-hidden", 1), (replace(WIDE, norm="layer", norm_bias=True), "full", 1),
-    (SHARED, "full", 1), (SHARED, "none", 2), (EVERYWHERE, "dots", 4),
+    (SHARED, "full", 1), (EVERYWHERE, "dots", 4),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
@@ -71,7 +71,7 @@ CASES = [
             (QWEN, "none", 2), (QWEN, "dots-except-hidden", 2), (QWEN, "selective", 1),
             (replace(ROUTED, qk_norm=True), "full", 2), (replace(ROUTED, tied=False), "full", 2),
             (WIDE, "none", 4), (WIDE, "full", 4), (WIDE, "dots", 4), (WIDE, "selective", 4),
-            *((SHARED, remat, count) for remat in REMATS for count in (1, 2, 4)),
+            *((SHARED, remat, count) for remat in REMATS for count in (1, 2, 4) if (remat, count) != ("full", 1)),
             *((EVERYWHERE, remat, 1) for remat in REMATS),
         ]
     ),
@@ -97,7 +97,7 @@ def test_a_layout_costs_what_its_training_step_is_traced_to(config, remat, micro
 @pytest.mark.turns(5)
 @pytest.mark.parametrize(
     ("remat", "microbatches"),
-    [("full", 1), ("none", 2), *(pytest.param(remat, 4, marks=pytest.mark.slow) for remat in REMATS)],
+    [("full", 1), *(pytest.param(remat, count, marks=pytest.mark.slow) for remat in REMATS for count in (2, 4))],
 )
 def test_what_moves_to_groups_and_to_shared_experts_moves_once(remat, microbatches, only_planned, tmp_path):
     """Of the normed input and of the sum's cotangent: layouts in which both moves begin with the same steps."""
@@ -154,8 +154,8 @@ def test_biases_and_norms_of_heads_cost_what_they_add_to_the_trace(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 ("weight-gathered-x", 1, WIDE), ("weight-gathered-xy", 1, WIDE), ("weight-stationary-2d", 2, WIDE),
-                ("context-parallel", 2, WIDE), ("switch-expert-model", 2, SHARED), ("zero-3", 1, SHARED),
-                ("zero-2", 2, SHARED), ("megatron-1d", 1, SHARED), ("weight-stationary-2d", 2, SHARED),
+                ("context-parallel", 2, WIDE), ("switch-expert-model", 2, SHARED),
+                ("megatron-1d", 1, SHARED), ("weight-stationary-2d", 2, SHARED),
             ]
         ),
     ],
