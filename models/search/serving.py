@@ -31,7 +31,7 @@ class ServingProblem(PhaseProblem):
         mesh: sizes of the mesh axes.
 
     Raises:
-        Unsearched: experts that choose among tokens, experts in parallel blocks, or shared experts.
+        Unsearched: experts that choose among tokens, or experts in parallel blocks.
     """
 
     def __init__(self, workload: Workload, mesh: Mapping[str, int]):

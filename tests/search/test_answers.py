@@ -252,6 +252,37 @@ def test_sections_stand_as_in_presets_and_comments_in_a_column():
         assert len({line.index("  # ") for line in block if "  # " in line}) <= 1
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_every_line_of_shared_experts_is_written_and_commented_and_again_the_same(gated, tmp_path):
+    config = replace(SHARED, activation="swiglu" if gated else "gelu")
+    texts = set()
+    for _ in range(2):
+        candidate.cache_clear()
+        held = candidate(config, (("x", 2), ("y", 2)))
+        texts.add(written(held, held.solve(), remarks(held, held.solve())))
+    (text,) = texts
+    lines = [line for line in text.splitlines() if line.startswith("shared_")]
+    keys = ["shared_in", *["shared_gate"] * gated, "shared_hidden", "shared_out", "shared_in_via", "shared_out_via"]
+    assert [line.partition(" ")[0] for line in lines] == keys
+    assert all("  # " in line for line in lines)
+    assert not gated or "# with moe.shared_in" in lines[1]
+    loaded(text, tmp_path).check(config.sizes(BATCH, LENGTH), {"x": 2, "y": 2})
+
+
+def test_shared_experts_lie_as_the_width_of_one_divides():
+    """By which layouts are checked, though two together are as wide as the axes could divide."""
+    config = replace(SHARED, feed_forward=6)
+    held = candidate(config, (("x", 4),))
+    vias = [
+        Spec.parse(each["", "moe.shared_in_via"].split(", ")[1]) for each in held.options.texts["moe.shared_in_via"]
+    ]
+    assert any(via.axes_of("F") for via in vias)
+    for answer in some_answers(held, 12):
+        lines = {line.key: line.text for line in held.phase.lines(answer.picks)}
+        of_shared = [text for key, text in lines.items() if key.startswith("moe.shared_")]
+        assert not [text for text in of_shared if "F_" in text]
+
+
 def test_what_is_said_of_a_choice_is_what_it_costs_and_what_the_next_best_would():
     held = candidate()
     answer, problem = held.solve(), held.problem
