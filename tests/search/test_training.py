@@ -28,7 +28,7 @@ ROUTED = replace(
     WIDE, layers=4, kv_heads=16, tied=True, activation="relu", moe=MoEConfig(experts=8, every=2, router="gshard")
 )
 SHARED = replace(WIDE, layers=4, moe=MoEConfig(experts=8, every=2, router="gshard", shared=2))
-EVERYWHERE = replace(WIDE, kv_heads=16, activation="relu", moe=MoEConfig(experts=8, every=1, router="top-k", shared=1))
+EVERYWHERE = replace(WIDE, kv_heads=16, moe=MoEConfig(experts=8, every=1, router="top-k", shared=1))
 BIASED = {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "output_bias": True}
 GPT2 = replace(WIDE, kv_heads=16, activation="gelu", norm="layer", norm_bias=True, **BIASED)
 QWEN = replace(WIDE, qkv_bias=True, qk_norm=True)
