@@ -88,6 +88,36 @@ class Moves:
         first = takewhile(lambda arc: meaning(arc[0])[0] in HOISTED, self.paths.path(rest, number))
         return sum((rest[here] - rest[there]).real for _, here, there in first) * 1e-12
 
+    def shared(self, sources: np.ndarray, ends: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """[sources, ends, others] seconds of the first steps that the moves to two places have in common.
+
+        A program in which one tensor goes to both has these steps once.
+        """
+        places, index = np.unique(np.concatenate([ends, others]), return_inverse=True)
+        onward, took = self._first_steps(np.unique(sources), places)
+        one, other = index[: len(ends), None], index[len(ends) :]
+        seconds = np.zeros((len(sources), len(ends), len(others)))
+        here, same = np.broadcast_to(sources[:, None, None], seconds.shape), np.ones(seconds.shape, bool)
+        while same.any():
+            there = onward[here, one]
+            same = same & (there >= 0) & (there == onward[here, other])
+            seconds += np.where(same, took[here, one], 0.0)
+            here = np.where(same, there, here)
+        return seconds
+
+    def _first_steps(self, sources: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[placement, place] where the first step on the way to a place leads, -1 where it is none; and its seconds."""
+        onward = np.full((len(self.paths.nodes), len(places)), -1)
+        took = np.zeros(onward.shape)
+        for column, place in enumerate(places.tolist()):
+            rest = self.paths.costs_to(place)
+            for source in sources[np.isfinite(rest[sources].real)].tolist():
+                for _, here, there in self.paths.path(rest, source):
+                    if onward[here, column] >= 0:  # from here on it is known
+                        break
+                    onward[here, column], took[here, column] = there, (rest[here] - rest[there]).real * 1e-12
+        return onward, took
+
     def _seconds(self, by: str, number: int, others: np.ndarray) -> np.ndarray:
         if number < 0:
             return np.full(len(others), np.inf)

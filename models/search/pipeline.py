@@ -27,7 +27,7 @@ from gspmd.search.products import Passes, Product
 
 from .costs import FLOAT32, Line, lies_beside
 from .parts.ends import Ends, Tables
-from .parts.part import product_terms
+from .parts.part import Part, product_terms
 from .training import TrainingProblem
 from .unsearched import Unsearched
 from .weights import Placed
@@ -106,12 +106,14 @@ class StageProblem(TrainingProblem):
         for part in alone:
             # of the two ends the lookup alone
             for term in _forward_only(Tables.terms(part) if isinstance(part, Ends) else part.terms()):
-                at = [self._same(name, part.choices[name]) for name in term.of]
+                at = [self._same(name, part) for name in term.of]
                 yield replace(term, seconds=term.seconds[np.ix_(*at)])
 
-    def _same(self, name: str, options: tuple) -> np.ndarray:
+    def _same(self, name: str, part: Part) -> np.ndarray:
         """For each option of a choice, the number of the one in which the forward pass finds the tensor there."""
-        numbers = {_held(option): number for number, option in enumerate(options)}
+        if name in part.vias:  # which are the same in both passes
+            return np.arange(len(part.vias[name].vias))
+        numbers = {_held(option): number for number, option in enumerate(part.choices[name])}
         return np.array([numbers[_held(option)] for option in self.choices[name]])
 
     def _stream(self) -> Term:

@@ -51,7 +51,7 @@ class Relaxed(TrainingProblem):
         weights: list[Term] = []
         activations: list[Term] = []
         for part in self.parts:
-            activations += part.terms()
+            activations += part.at_least()
             weights += part.accumulated()
             for term in part.of_products():
                 # of a product's tensors, its weights alone are held: gathered

@@ -14,6 +14,7 @@ from .parts.parallel import ServedBlock
 from .parts.part import Part
 from .parts.served_experts import ServedExperts
 from .parts.serving import CachedAttention, Served
+from .parts.shared_experts import SharedExperts
 from .problem import PhaseProblem
 from .unsearched import Unsearched
 from .workload import Workload
@@ -30,7 +31,7 @@ class ServingProblem(PhaseProblem):
         mesh: sizes of the mesh axes.
 
     Raises:
-        Unsearched: experts that choose among tokens, experts in parallel blocks, or shared experts.
+        Unsearched: experts that choose among tokens, or experts in parallel blocks.
     """
 
     def __init__(self, workload: Workload, mesh: Mapping[str, int]):
@@ -52,7 +53,9 @@ class ServingProblem(PhaseProblem):
             if config.expert_layers < config.layers:
                 blocks.append(FeedForward(costs, residual, config.layers - config.expert_layers))
             if config.expert_layers:
-                blocks.append(ServedExperts(costs, residual, config.expert_layers))
+                blocks.append(experts := ServedExperts(costs, residual, config.expert_layers))
+                if config.moe.shared:
+                    blocks.append(SharedExperts(costs, residual, experts))
         return [Stream(costs, residual), *blocks, Served(costs, last, residual)]
 
 
@@ -63,7 +66,6 @@ def _check(config: ModelConfig) -> None:
     faults = [
         (not moe.causal, f"the experts of router {moe.router} choose among tokens that are not there yet"),
         (config.block == "parallel", "its experts are in parallel blocks"),
-        (bool(moe.shared), "it has shared experts"),
     ]
     found = [what for wrong, what in faults if wrong]
     if found:

@@ -21,6 +21,7 @@ from .parts.experts import Experts
 from .parts.feed_forward import FeedForward
 from .parts.parallel import TrainedBlock
 from .parts.part import Part
+from .parts.shared_experts import SharedExperts
 from .problem import PhaseProblem
 from .unsearched import Unsearched
 from .workload import Workload
@@ -34,8 +35,8 @@ class TrainingProblem(PhaseProblem):
         mesh: sizes of the mesh axes.
 
     Raises:
-        PlanError: the model has what is not searched: parallel blocks with experts, shared experts, dropless dispatch,
-            noisy routers, adapters; or the microbatches do not divide the batch.
+        PlanError: the model has what is not searched: parallel blocks with experts, dropless dispatch, noisy routers,
+            adapters; or the microbatches do not divide the batch.
     """
 
     phase = "train"
@@ -61,14 +62,15 @@ class TrainingProblem(PhaseProblem):
         if routed < config.layers:
             parts.append(FeedForward(costs, residual, config.layers - routed))
         if routed:
-            parts.append(Experts(costs, residual, routed))
+            parts.append(experts := Experts(costs, residual, routed))
+            if config.moe.shared:
+                parts.append(SharedExperts(costs, residual, experts))
         return [*parts, Ends(costs, residual)]
 
 
 def _check(config: ModelConfig) -> None:
     faults = [
         (bool(config.block == "parallel" and config.moe), "its blocks are parallel, and have experts"),
-        (bool(config.moe and config.moe.shared), "it has shared experts"),
         (bool(config.moe and config.moe.dispatch == "dropless"), "its experts take rows, not slots (dropless)"),
         (bool(config.moe and config.moe.noisy), "its router adds noise by a second matrix"),
         (bool(config.lora), "it has adapters, beside weights that are not trained"),

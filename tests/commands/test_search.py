@@ -271,10 +271,11 @@ def test_an_interrupt_before_anything_is_found_speaks_of_the_search(script, monk
         ("[model.moe]\nexperts = 8\ndispatch = 'dropless'", [],
          "cannot search layouts to train this model: its experts take rows, not slots (dropless). "
          "gspmd train takes a layout of your own with --layout FILE, and gspmd compile says what it costs."),
-        ("[model.moe]\nexperts = 8\nshared = 1", ["--phase", "decode"],
-         "cannot search layouts to serve this model: it has shared experts. gspmd generate takes"),
-        ("[model.moe]\nexperts = 8\nshared = 1", ["--stages"],
-         "cannot search layouts to train this model: it has shared experts. gspmd train takes"),
+        ("[model.moe]\nexperts = 8\nrouter = 'expert-choice'", ["--phase", "decode"],
+         "cannot search layouts to serve this model: the experts of router expert-choice choose among tokens that are "
+         "not there yet. gspmd generate takes"),
+        ("[model.moe]\nexperts = 8\ndispatch = 'dropless'", ["--stages"],
+         "cannot search layouts to train this model: its experts take rows, not slots (dropless). gspmd train takes"),
         ("block = 'parallel'", ["--stages"],
          "cannot search stages of this model: its blocks are parallel. Leave --stages out: without stages it is"),
     ],

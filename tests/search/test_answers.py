@@ -32,6 +32,8 @@ from tests.references.models import TINY
 CHIP = CHIPS["tpu-v5p"]
 GATED = replace(TINY, kv_heads=4, tied=False)
 PLAIN = replace(TINY, kv_heads=4, activation="gelu", remat="dots")
+ROUTED = replace(GATED, moe=MoEConfig(experts=4, every=2, router="gshard"))
+SHARED = replace(ROUTED, moe=replace(ROUTED.moe, shared=2))
 BATCH, LENGTH = 8, 16
 
 
@@ -250,6 +252,37 @@ def test_sections_stand_as_in_presets_and_comments_in_a_column():
         assert len({line.index("  # ") for line in block if "  # " in line}) <= 1
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_every_line_of_shared_experts_is_written_and_commented_and_again_the_same(gated, tmp_path):
+    config = replace(SHARED, activation="swiglu" if gated else "gelu")
+    texts = set()
+    for _ in range(2):
+        candidate.cache_clear()
+        held = candidate(config, (("x", 2), ("y", 2)))
+        texts.add(written(held, held.solve(), remarks(held, held.solve())))
+    (text,) = texts
+    lines = [line for line in text.splitlines() if line.startswith("shared_")]
+    keys = ["shared_in", *["shared_gate"] * gated, "shared_hidden", "shared_out", "shared_in_via", "shared_out_via"]
+    assert [line.partition(" ")[0] for line in lines] == keys
+    assert all("  # " in line for line in lines)
+    assert not gated or "# with moe.shared_in" in lines[1]
+    loaded(text, tmp_path).check(config.sizes(BATCH, LENGTH), {"x": 2, "y": 2})
+
+
+def test_shared_experts_lie_as_the_width_of_one_divides():
+    """By which layouts are checked, though two together are as wide as the axes could divide."""
+    config = replace(SHARED, feed_forward=6)
+    held = candidate(config, (("x", 4),))
+    vias = [
+        Spec.parse(each["", "moe.shared_in_via"].split(", ")[1]) for each in held.options.texts["moe.shared_in_via"]
+    ]
+    assert any(via.axes_of("F") for via in vias)
+    for answer in some_answers(held, 12):
+        lines = {line.key: line.text for line in held.phase.lines(answer.picks)}
+        of_shared = [text for key, text in lines.items() if key.startswith("moe.shared_")]
+        assert not [text for text in of_shared if "F_" in text]
+
+
 def test_what_is_said_of_a_choice_is_what_it_costs_and_what_the_next_best_would():
     held = candidate()
     answer, problem = held.solve(), held.problem
@@ -282,13 +315,12 @@ def test_how_much_dearer_is_written_without_exponents(more, text):
 
 
 PARALLEL = replace(PLAIN, block="parallel", kv_heads=1)
-ROUTED = replace(GATED, moe=MoEConfig(experts=4, every=2, router="gshard"))
 
 
 @pytest.mark.parametrize(
     ("config", "phase"),
     [(GATED, "train"), (PARALLEL, "train"), (ROUTED, "train"), (GATED, "decode"), (PARALLEL, "decode"),
-     (ROUTED, "prefill")],
+     (ROUTED, "prefill"), (SHARED, "train"), (SHARED, "decode")],
 )  # fmt: skip
 def test_what_an_option_writes_is_what_a_layout_with_it_has(config, phase):
     held = candidate(config, (("x", 2), ("y", 2)), phase=phase)
@@ -317,10 +349,15 @@ def test_options_that_differ_in_the_names_of_axes_alone_are_alike():
 
 
 @pytest.mark.parametrize(
-    ("share", "steps"), [(0.35, 3), *(pytest.param(share, 50, marks=pytest.mark.slow) for share in (1.0, 0.5, 0.3))]
+    ("config", "share", "steps"),
+    [
+        (GATED, 0.35, 3),
+        *(pytest.param(GATED, share, 50, marks=pytest.mark.slow) for share in (1.0, 0.5, 0.3)),
+        *(pytest.param(SHARED, share, 50, marks=pytest.mark.slow) for share in (1.0, 0.5)),
+    ],
 )
-def test_a_found_layout_trains_as_one_device_does(share, steps, tmp_path):
-    config = replace(GATED, remat="full")
+def test_a_found_layout_trains_as_one_device_does(config, share, steps, tmp_path):
+    config = replace(config, remat="full")
     held = candidate(config)
     answer = Search(held.within(share * held.free.bytes)).best()
     layout = loaded(written(held, answer), tmp_path)
@@ -352,7 +389,8 @@ def losses(config, layout, sizes, steps):
 
 
 @pytest.mark.parametrize(
-    ("config", "phase"), [(GATED, "train"), (PLAIN, "train"), (GATED, "prefill"), (PLAIN, "decode")]
+    ("config", "phase"),
+    [(GATED, "train"), (PLAIN, "train"), (GATED, "prefill"), (PLAIN, "decode"), (SHARED, "train"), (SHARED, "decode")],
 )
 def test_a_layout_of_the_space_is_found_there_again(config, phase, tmp_path):
     held = candidate(config, phase=phase)
@@ -427,12 +465,16 @@ def test_stages_and_what_else_is_not_searched_is_no_preset_of_the_space():
 
 
 @pytest.mark.parametrize(
-    ("key", "text"),
-    [("ffn.w_in", "E_xF_y"), ("ffn.w_in", "E_{x} F_{y}"), ("attention.key", "B_xLKD"), ("optimizer.ffn.w_out", "F_xyE"),
-     ("ffn.in_via", "B_xLE, EF_y"), ("ffn.residual", "B_xL_yE"), ("attention.key_via", "B_xyLE, EKD")],
+    ("key", "text", "config"),
+    [*((key, text, GATED) for key, text in [
+        ("ffn.w_in", "E_xF_y"), ("ffn.w_in", "E_{x} F_{y}"), ("attention.key", "B_xLKD"),
+        ("optimizer.ffn.w_out", "F_xyE"), ("ffn.in_via", "B_xLE, EF_y"), ("ffn.residual", "B_xL_yE"),
+        ("attention.key_via", "B_xyLE, EKD")]),
+     *((key, text, SHARED) for key, text in [
+        ("moe.shared_in", "E_xF_y"), ("optimizer.moe.shared_out", "F_xyE"), ("moe.shared_in_via", "B_xLE, EF_y")])],
 )  # fmt: skip
-def test_another_line_costs_what_the_search_with_it_given_says(key, text):
-    held = candidate()
+def test_another_line_costs_what_the_search_with_it_given_says(key, text, config):
+    held = candidate(config)
     asked = why(held, key, text)
     wanted = tuple(map(Spec.parse, text.split(", ")))
     section, _, name = key.partition(".") if key.startswith("optimizer") else ("", "", key)

@@ -2,6 +2,8 @@
 
 import random
 from dataclasses import replace
+from itertools import product as product_of
+from itertools import takewhile
 from math import prod
 
 import numpy as np
@@ -89,6 +91,25 @@ def test_a_loop_takes_once_what_comes_before_a_move_enlarges_its_tensor():
                     break
                 wanted += step.seconds
             assert table[before, after] == pytest.approx(wanted, abs=1e-11)  # picoseconds are rounded
+            found[wanted > 0] += 1
+    assert min(found.values()) > 50
+
+
+def test_what_two_moves_have_in_common_are_their_first_steps():
+    rng, found = random.Random(0), {True: 0, False: 0}
+    for mesh in MESHES:
+        sizes, chip = {"B": 16, "L": 8, "E": 96}, CHIPS["tpu-v4"]
+        specs = placements("BLE", sizes, mesh)
+        tensor = Moves(environment_of(sizes, mesh, chip), tuple("BLE"), "bfloat16")
+        every = range(len(specs))
+        sources, ends, others = ([rng.choice(every) for _ in range(9)] for _ in range(3))
+        numbers = tensor.numbers(specs)
+        table = tensor.shared(numbers[sources], numbers[ends], numbers[others])
+        for at, (source, end, other) in zip(np.ndindex(table.shape), product_of(sources, ends, others)):
+            chains = (move(specs[source], specs[to], sizes, mesh, 2, chip) for to in (end, other))
+            common = takewhile(lambda pair: pair[0] == pair[1], zip(*chains))
+            wanted = sum(step.seconds for step, _ in common)
+            assert table[at] == pytest.approx(wanted, abs=1e-11)  # picoseconds are rounded
             found[wanted > 0] += 1
     assert min(found.values()) > 50
 

@@ -30,6 +30,7 @@ ROUTED = replace(SERIAL, moe=MoEConfig(experts=8, every=2, router="top-k"))
 NOISY = replace(
     SERIAL, kv_heads=8, tied=True, activation="relu", moe=MoEConfig(experts=12, every=1, router="noisy-top-k", k=5)
 )
+SHARED = replace(ROUTED, moe=replace(ROUTED.moe, shared=2))
 BATCH, LENGTH = 16, 256
 CHIP = CHIPS["tpu-v4"]
 MESH = {"x": 2, "y": 2, "z": 2}
@@ -52,7 +53,9 @@ def traced(config, layout, mesh, phase):
 @pytest.mark.turns(2)
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize(
-    "config", [PARALLEL, SERIAL, ROUTED, NOISY], ids=["parallel", "serial", "experts", "experts everywhere"]
+    "config",
+    [PARALLEL, SERIAL, ROUTED, NOISY, SHARED],
+    ids=["parallel", "serial", "experts", "experts everywhere", "shared experts"],
 )
 def test_a_layout_costs_what_its_program_is_traced_to(config, phase, only_planned, tmp_path):
     pytest.importorskip("libtpu")  # what is merged and hoisted is the compiler's
@@ -106,14 +109,15 @@ def test_two_dimensional_weight_stationary_layouts_are_cheaper_for_few_tokens():
 
 
 @pytest.mark.parametrize(
-    ("name", "phase"),
-    [("gshard", "prefill"), ("switch-expert-model", "decode"), ("megatron-1d", "prefill"), ("gshard", "decode")],
-)
-def test_a_preset_costs_what_its_program_with_experts_is_traced_to(name, phase, only_planned):
+    ("name", "phase", "config"),
+    [("gshard", "prefill", ROUTED), ("switch-expert-model", "decode", ROUTED), ("megatron-1d", "prefill", ROUTED),
+     ("gshard", "decode", SHARED)],
+)  # fmt: skip
+def test_a_preset_costs_what_its_program_with_experts_is_traced_to(name, phase, config, only_planned):
     pytest.importorskip("libtpu")
     mesh, layout = topology("tpu-v4:2x2x2").mesh(MESH), Layout.load(name).lowered("blocking")
-    of = Candidate(problem_of(ROUTED, phase), CHIP.hbm_bytes)
-    wanted, program = traced(ROUTED, layout, mesh, phase)
+    of = Candidate(problem_of(config, phase), CHIP.hbm_bytes)
+    wanted, program = traced(config, layout, mesh, phase)
     found = picks_of(of, Search(of.unlimited), program.layout)
     assert found.seconds == pytest.approx(wanted, rel=1e-6)
     weights = jax.tree.leaves(program.arguments[0])
@@ -138,9 +142,11 @@ def test_rows_do_not_leave_their_device_between_their_arrival_and_their_answers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("every", "shape"), [(2, MESH), (1, {"x": 4, "y": 2})])
-def test_random_layouts_of_the_space_generate_what_one_device_does(every, shape, tmp_path):
-    experts = MoEConfig(experts=8, every=every, router="top-k")
+@pytest.mark.parametrize(
+    ("every", "shared", "shape"), [(2, 0, MESH), (1, 0, {"x": 4, "y": 2}), (2, 1, {"x": 4, "y": 2})]
+)
+def test_random_layouts_of_the_space_generate_what_one_device_does(every, shared, shape, tmp_path):
+    experts = MoEConfig(experts=8, every=every, router="top-k", shared=shared)
     config = replace(TINY, vocabulary=256, kv_heads=4, tied=False, moe=experts)
 
     def texts(layout, sizes):
@@ -159,7 +165,6 @@ def test_random_layouts_of_the_space_generate_what_one_device_does(every, shape,
 
 
 REFUSED = {
-    "it has shared experts": {"moe": MoEConfig(experts=8, shared=1)},
     "its experts are in parallel blocks": {"moe": MoEConfig(experts=8), "block": "parallel"},
     "the experts of router expert-choice choose among tokens": {"moe": MoEConfig(experts=8, router="expert-choice")},
 }

@@ -180,6 +180,8 @@ def traced(config: ModelConfig, layout: Layout, microbatches: int):
             for case in [
                 (DENSE, "none", 4, ("x", "y"), None), (DENSE, "dots", 4, ("x",), 1), (DENSE, "selective", 1, ("y",), 2),
                 (DENSE, "none", 2, ("y",), 3), (ROUTED, "none", 4, (), None), (ROUTED, "full", 2, (), None),
+                (replace(ROUTED, tied=False, moe=replace(ROUTED.moe, shared=2)), "full", 2, (), None),
+                (replace(ROUTED, tied=False, moe=replace(ROUTED.moe, shared=2)), "dots", 4, (), 4),
             ]
         ),
     ],

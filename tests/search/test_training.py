@@ -16,6 +16,7 @@ from gspmd.moe import MoEConfig
 from gspmd.search import Search
 from gspmd.training import OptimizerConfig
 from gspmd_models import ModelConfig, abstract, abstract_batch, abstract_key, step
+from gspmd_models.config import REMATS
 from gspmd_models.search.answers import Candidate
 from gspmd_models.search.answers.presets import picks_of
 from gspmd_models.search.training import TrainingProblem
@@ -26,6 +27,8 @@ from tests.search.layouts import drawn, layout_of
 ROUTED = replace(
     WIDE, layers=4, kv_heads=16, tied=True, activation="relu", moe=MoEConfig(experts=8, every=2, router="gshard")
 )
+SHARED = replace(WIDE, layers=4, moe=MoEConfig(experts=8, every=2, router="gshard", shared=2))
+EVERYWHERE = replace(WIDE, kv_heads=16, moe=MoEConfig(experts=8, every=1, router="top-k", shared=1))
 BIASED = {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "output_bias": True}
 GPT2 = replace(WIDE, kv_heads=16, activation="gelu", norm="layer", norm_bias=True, **BIASED)
 QWEN = replace(WIDE, qkv_bias=True, qk_norm=True)
@@ -60,6 +63,7 @@ CASES = [
     (WIDE, "full", 1), (WIDE, "none", 2), (WIDE, "dots", 1), (WIDE, "dots", 2), (WIDE, "selective", 1),
     (WIDE, "dots-except-hidden", 4),
     (ROUTED, "full", 2), (ROUTED, "dots-except-hidden", 1), (replace(WIDE, norm="layer", norm_bias=True), "full", 1),
+    (SHARED, "full", 1), (EVERYWHERE, "dots", 4),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
@@ -67,6 +71,8 @@ CASES = [
             (QWEN, "none", 2), (QWEN, "dots-except-hidden", 2), (QWEN, "selective", 1),
             (replace(ROUTED, qk_norm=True), "full", 2), (replace(ROUTED, tied=False), "full", 2),
             (WIDE, "none", 4), (WIDE, "full", 4), (WIDE, "dots", 4), (WIDE, "selective", 4),
+            *((SHARED, remat, count) for remat in REMATS for count in (1, 2, 4) if (remat, count) != ("full", 1)),
+            *((EVERYWHERE, remat, 1) for remat in REMATS),
         ]
     ),
 ]  # fmt: skip
@@ -86,6 +92,27 @@ def test_a_layout_costs_what_its_training_step_is_traced_to(config, remat, micro
     told, wanted = problem.cost(picks), traced(config, layout, mesh, microbatches)
     # Of a tied table a compiler may share what lookup and logits move.
     assert told == pytest.approx(wanted, rel=3e-3 if config.tied else 1e-6)
+
+
+@pytest.mark.turns(5)
+@pytest.mark.parametrize(
+    ("remat", "microbatches"),
+    [("full", 1), *(pytest.param(remat, count, marks=pytest.mark.slow) for remat in REMATS for count in (2, 4))],
+)
+def test_what_moves_to_groups_and_to_shared_experts_moves_once(remat, microbatches, only_planned, tmp_path):
+    """Of the normed input and of the sum's cotangent: layouts in which both moves begin with the same steps."""
+    pytest.importorskip("libtpu")
+    config, mesh = replace(SHARED, remat=remat), topology("tpu-v5p:2x2x2").mesh(MESH)
+    found = problem_of(config, microbatches)
+    problem, rng = found.problem(), random.Random(remat)
+    shared = [f"moe.shared_{name}: moved already, to groups" for name in ("in_via", "out_via")]
+    while True:
+        picks = drawn(problem, rng)
+        seconds = problem.seconds_of(picks)
+        if all(seconds[name] < -1e-5 for name in shared):
+            break
+    layout = layout_of(found.lines(picks), tmp_path)
+    assert problem.cost(picks) == pytest.approx(traced(config, layout, mesh, microbatches), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -120,31 +147,33 @@ def test_biases_and_norms_of_heads_cost_what_they_add_to_the_trace(
 
 
 @pytest.mark.parametrize(
-    ("name", "microbatches"),
+    ("name", "microbatches", "config"),
     [
-        ("weight-stationary-2d", 1), ("megatron-1d", 2),
+        ("weight-stationary-2d", 1, WIDE), ("megatron-1d", 2, WIDE), ("gshard", 1, SHARED),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
-                ("weight-gathered-x", 1), ("weight-gathered-xy", 1), ("weight-stationary-2d", 2),
-                ("context-parallel", 2),
+                ("weight-gathered-x", 1, WIDE), ("weight-gathered-xy", 1, WIDE), ("weight-stationary-2d", 2, WIDE),
+                ("context-parallel", 2, WIDE), ("switch-expert-model", 2, SHARED),
+                ("megatron-1d", 1, SHARED), ("weight-stationary-2d", 2, SHARED),
             ]
         ),
     ],
 )  # fmt: skip
-def test_a_preset_costs_what_it_is_traced_to(name, microbatches, only_planned):
+def test_a_preset_costs_what_it_is_traced_to(name, microbatches, config, only_planned):
     """Keys that are made split along their size; and gradients that are partial sums because there are microbatches."""
     pytest.importorskip("libtpu")
     mesh, layout = topology("tpu-v5p:2x2x2").mesh(MESH), Layout.load(name)
-    found = problem_of(WIDE, microbatches)
+    found = problem_of(config, microbatches)
     candidate = Candidate(found, math.inf)
-    answer = picks_of(candidate, candidate.search, layout.resolved(WIDE.sizes(BATCH, LENGTH), MESH))
+    answer = picks_of(candidate, candidate.search, layout.resolved(config.sizes(BATCH, LENGTH), MESH))
     norm = 1e-5  # that of all gradients is priced over all mesh axes, some of which a preset shards no weight over
-    assert answer.seconds == pytest.approx(traced(WIDE, layout, mesh, microbatches), rel=1e-6, abs=norm)
+    assert answer.seconds == pytest.approx(traced(config, layout, mesh, microbatches), rel=1e-6, abs=norm)
 
 
-def test_the_best_is_the_cheapest_of_many(only_planned):
-    problem = problem_of(WIDE, mesh={"x": 2, "y": 4}).problem()
+@pytest.mark.parametrize("config", [WIDE, SHARED], ids=["dense", "shared experts"])
+def test_the_best_is_the_cheapest_of_many(config, only_planned):
+    problem = problem_of(config, mesh={"x": 2, "y": 4}).problem()
     best, rng = Search(problem).best(), random.Random(0)
     assert best.complete
     assert best.seconds == pytest.approx(problem.cost(best.picks))

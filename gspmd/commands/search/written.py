@@ -109,7 +109,9 @@ def where(best: Candidate) -> str:
 
 
 def seconds(amount: float) -> str:
-    """Seconds to five digits, since layouts differ by thousandths."""
+    """Seconds to five digits, since layouts differ by thousandths; below 0 where two parts of the cost share them."""
+    if amount < 0:
+        return f"-{seconds(-amount)}"
     return f"{amount:.5g} s" if amount >= 1 else amount_of_seconds(amount)
 
 

@@ -254,9 +254,8 @@ def _text(layout: Layout, section: str, key: str) -> str | None:
         return layout.cache(key)
     if section and key in layout.overrides.get(section, {}):
         return str(layout.overrides[section][key])
-    if key not in layout.table and KEYS[key].kind == "via":
-        return None
-    return str(layout[key])
+    text = layout.get(key)
+    return None if text is None else str(text)
 
 
 def _follows(key: str) -> bool:

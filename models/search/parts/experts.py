@@ -45,10 +45,10 @@ class Experts(Part):
             Weight("moe.w_out", "XFE", "", stack, count),
         ]
         groups = tuple(costs.place("GLE", "LE"))
-        sequences = {each for spec in groups if not (each := _sequences(spec)).faults(costs.sizes, costs.mesh)}
+        sequences = {each for spec in groups if not (each := as_sequences(spec)).faults(costs.sizes, costs.mesh)}
         self.choices = {
             "residual": tuple(residual),
-            "moe.groups": tuple(spec for spec in groups if _sequences(spec) in sequences),
+            "moe.groups": tuple(spec for spec in groups if as_sequences(spec) in sequences),
             "moe.expert_input": costs.place("GXCE", "C"),
             "moe.hidden": costs.place("GXCF", "C"),
         }
@@ -92,7 +92,7 @@ class Experts(Part):
     def _regrouped(self) -> Term:
         """[residual, groups] seconds of tokens that come as the residual and are routed as sequences, and back."""
         costs, residual = self.costs, self.choices["residual"]
-        sequences = [_sequences(spec) for spec in self.choices["moe.groups"]]
+        sequences = [as_sequences(spec) for spec in self.choices["moe.groups"]]
         there = costs.between("BLE", costs.dtype, residual, sequences)
         back = costs.between("BLE", costs.dtype, sequences, residual).T
         # What is added to the residual is not computed again, and of the normed input the logits need it once more.
@@ -160,6 +160,6 @@ class Experts(Part):
             yield from weight.lines(self.costs, chosen[weight.key])
 
 
-def _sequences(groups: Spec) -> Spec:
+def as_sequences(groups: Spec) -> Spec:
     """Where sequences lie that are routed as these groups."""
     return groups.rename({"G": "B"})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from gspmd.annotate import Spec
 from gspmd.search import Term
@@ -25,42 +26,56 @@ class FeedForward(Part):
         layers: how many there are.
     """
 
-    name = "ffn"
+    name: ClassVar[str] = "ffn"
+    keys: ClassVar[tuple[str, str]] = ("ffn.", "ffn.w_")
+    """What the layout's keys of activations and vias begin with, and those of weights."""
 
     def __init__(self, costs: Costs, residual: Sequence[Spec], layers: int):
-        super().__init__(costs)
-        stack = costs.config.layers // costs.config.period
+        # Places are those that the model's sizes divide, by which layouts are checked; what they cost is by its own.
+        super().__init__(replace(costs, sizes=self._sizes(costs)))
+        stack, environment = costs.config.layers // costs.config.period, self.costs.environment
         self.layers, self.gates = layers, 1 + costs.config.gated
-        if costs.config.ffn_bias:
-            into = Vector("F", "ffn.hidden", "", stack, self.gates * layers // stack)
-            self.vectors = (into, Vector("E", "residual", "", stack, layers // stack))
-        keys = ("ffn.w_in", "ffn.w_gate")[: self.gates]
+        activations, of = self.keys
+        self.hidden = f"{activations}hidden"
+        w_in, w_out = f"{of}in", f"{of}out"
+        self.vectors = tuple(self._vectors(stack))
         self.weights = [
-            Weight("ffn.w_in", "EF", "", stack, self.gates * layers // stack, keys),
-            Weight("ffn.w_out", "FE", "", stack, layers // stack),
+            Weight(w_in, "EF", "", stack, self.gates * layers // stack, (w_in, f"{of}gate")[: self.gates]),
+            Weight(w_out, "FE", "", stack, layers // stack),
         ]
-        self.choices = {"residual": tuple(residual), "ffn.hidden": costs.place("BLF")}
+        self.choices = {"residual": tuple(residual), self.hidden: costs.place("BLF")}
         self.choices |= {weight.key: weight.places(costs) for weight in self.weights}
-        w_in, w_out = (weight.operand(costs, self.choices[weight.key]) for weight in self.weights)
+        into, out = (weight.operand(costs, self.choices[weight.key]) for weight in self.weights)
         stream, hidden = (operand(dims, costs.dtype, self.choices[name])
-                          for dims, name in (("BLE", "residual"), ("BLF", "ffn.hidden")))  # fmt: skip
+                          for dims, name in (("BLE", "residual"), ("BLF", self.hidden)))  # fmt: skip
         again, backward = costs.remat in ("full", "dots-except-hidden"), int(costs.trains)
-        # What the blocks of a period end with is computed again for the next; what the period ends with is not.
-        ends = 1 if layers == costs.config.layers else costs.times
-        into = Product(
-            costs.environment, stream, [Member(w_in, hidden, self.gates)], Passes(costs.times, 1 + again, backward)
+        first = Product(
+            environment, stream, [Member(into, hidden, self.gates)], Passes(costs.times, 1 + again, backward)
         )
-        out = Product(costs.environment, hidden, [Member(w_out, stream)], Passes(costs.times, ends, backward))
+        second = Product(environment, hidden, [Member(out, stream)], Passes(costs.times, self._ends(), backward))
         self.products = {
-            "ffn.in_via": (into, ("residual", "ffn.w_in", "ffn.hidden"), layers),
-            "ffn.out_via": (out, ("ffn.hidden", "ffn.w_out", "residual"), layers),
+            f"{activations}in_via": (first, ("residual", w_in, self.hidden), layers),
+            f"{activations}out_via": (second, (self.hidden, w_out, "residual"), layers),
         }
+
+    def _sizes(self, costs: Costs) -> Mapping[str, int]:
+        """Of every dimension."""
+        return costs.sizes
+
+    def _vectors(self, stack: int) -> Iterator[Vector]:
+        if self.costs.config.ffn_bias:
+            yield Vector("F", self.hidden, "", stack, self.gates * self.layers // stack)
+            yield Vector("E", "residual", "", stack, self.layers // stack)
+
+    def _ends(self) -> int:
+        """How often the output is made: the next blocks of a period need it again, what the period ends with nobody."""
+        return 1 if self.layers == self.costs.config.layers else self.costs.times
 
     def terms(self) -> Iterator[Term]:
         """The activation function."""
         yield from super().terms()
-        yield self.over("activation", "ffn.hidden", partial(activation, self.costs, self.layers, self.gates))
-        yield from self.kept("ffn.hidden", partial(kept_of, self.costs, self.layers, self.gates))
+        yield self.over("activation", self.hidden, partial(activation, self.costs, self.layers, self.gates))
+        yield from self.kept(self.hidden, partial(kept_of, self.costs, self.layers, self.gates))
 
     def once(self) -> Iterator[Term]:
         """What the weights hold, and their update."""
@@ -70,7 +85,7 @@ class FeedForward(Part):
 
     def lines(self, chosen: Mapping[str, Any]) -> Iterator[Line]:
         """Hidden layer and weights; residual and norm are the block's."""
-        yield Line("ffn.hidden", str(chosen["ffn.hidden"]), "ffn.hidden")
+        yield Line(self.hidden, str(chosen[self.hidden]), self.hidden)
         for weight in self.weights:
             yield from weight.lines(self.costs, chosen[weight.key])
 

@@ -17,7 +17,7 @@ from gspmd.search.products import Product
 from ..costs import Costs, Line
 from .attention import Attention
 from .feed_forward import FeedForward
-from .part import Part, product_terms
+from .part import Part, brought, mirrored, product_terms
 
 INPUTS, OUTPUTS = ("attention.in_via", "ffn.in_via"), ("attention.out_via", "ffn.out_via")
 """The products of the block's input, and those that are added to its output."""
@@ -100,7 +100,7 @@ class ServedBlock(ParallelBlock):
         yield Term("block.input", ("residual", "block.input"), between(places, places, by="sources"))
         yield Term("block.output", ("block.output", "residual"), between(self.sums, places, by="targets"))
         for name in INPUTS:
-            yield Term(f"{name}: input", ("block.input", name), _if_equal(places, _brought(self.vias[name])))
+            yield Term(f"{name}: input", ("block.input", name), _if_equal(places, brought(self.vias[name])))
         for name in OUTPUTS:
             product = self.vias[name]
             table = between(_made(product), self.sums, by="targets") + _local(product)[:, None]
@@ -122,8 +122,8 @@ class TrainedBlock(ParallelBlock):
     def __init__(self, costs: Costs, residual: Sequence[Spec], attention: Attention):
         super().__init__(costs, residual, attention)
         # for each via what it shares: a place that has to be the same, and what it adds to a sum
-        of_inputs = [np.column_stack([_brought(p), *_gradients(p)]) for p in map(self.vias.get, INPUTS)]
-        of_outputs = [np.column_stack([_mirrored(p), _made(p)]) for p in map(self.vias.get, OUTPUTS)]
+        of_inputs = [np.column_stack([brought(p), *_gradients(p)]) for p in map(self.vias.get, INPUTS)]
+        of_outputs = [np.column_stack([mirrored(p), _made(p)]) for p in map(self.vias.get, OUTPUTS)]
         self.inputs, self.outputs = _Meetings(of_inputs), _Meetings(of_outputs)
         self.choices |= {"block.input": self.inputs.options, "block.output": self.outputs.options}
 
@@ -177,11 +177,6 @@ class _Meetings:
         self.options = tuple(map(tuple, self.pairs.tolist()))
 
 
-def _brought(product: Product) -> np.ndarray:
-    """[via] where the common operand is multiplied."""
-    return product.members[0].left_nodes[product.vias[:, 0]]
-
-
 def _gradients(product: Product) -> list[np.ndarray]:
     """For each member [via] where it makes its part of the common operand's gradient."""
     return [joint.gradient_nodes[rows] for joint, rows in zip(product.members, product.vias.T)]
@@ -190,11 +185,6 @@ def _gradients(product: Product) -> list[np.ndarray]:
 def _made(product: Product) -> np.ndarray:
     """[via] where the result is made."""
     return product.members[0].result_nodes[product.vias[:, 0]]
-
-
-def _mirrored(product: Product) -> np.ndarray:
-    """[via] where the result's cotangent is multiplied."""
-    return product.members[0].mirror_nodes[product.vias[:, 0]]
 
 
 def _local(product: Product) -> np.ndarray:

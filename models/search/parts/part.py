@@ -48,6 +48,10 @@ class Part:
         """The tables of one microbatch, but for those of its products."""
         yield from settled_each(self.name, self.costs, self.vectors, self.choices)
 
+    def at_least(self) -> Iterator[Term]:
+        """Those tables, or lower ones, of a batch: its parts, one after the other, cost no less than the whole."""
+        return self.terms()
+
     def of_products(self, microbatches: int = 1) -> Iterator[Term]:
         """The tables of its products, in so many microbatches."""
         for name, (product, tensors, times) in self.products.items():
@@ -111,3 +115,13 @@ def once_terms(name: str, product: Product, tensors: Sequence[str], times: int) 
     for number, (weight, joint) in enumerate(zip(tensors[1::2], product.members)):
         if joint.member.weight.invariant:
             yield Term(f"{name}: {weight} {number}, once", (weight, name), times * product.seconds_once(number))
+
+
+def brought(product: Product) -> np.ndarray:
+    """[via] where the common operand is multiplied."""
+    return product.members[0].left_nodes[product.vias[:, 0]]
+
+
+def mirrored(product: Product) -> np.ndarray:
+    """[via] where the result's cotangent is multiplied."""
+    return product.members[0].mirror_nodes[product.vias[:, 0]]
