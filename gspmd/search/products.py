@@ -106,6 +106,10 @@ class Product:
         self.vias = _together([joint.left_nodes for joint in self.members])
         self._written: dict[int, list[Via]] = {}
 
+    def forward(self) -> "Product":
+        """The same product, run once and forward alone."""
+        return Product(self.environment, self.left, [joint.member for joint in self.members])
+
     def via(self, number: int) -> list[Via]:
         """The via of every member, as a layout writes it."""
         if number not in self._written:

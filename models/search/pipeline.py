@@ -100,9 +100,7 @@ class StageProblem(TrainingProblem):
         alone = TrainingProblem._parts(_Forward(self))
         for part in self.parts:
             for name, (product, tensors, times) in part.products.items() if not isinstance(part, Ends) else ():
-                members = [joint.member for joint in product.members]
-                once = Product(product.environment, product.left, members, Passes())
-                yield from _forward_only(product_terms(name, once, tensors, times))
+                yield from _forward_only(product_terms(name, product.forward(), tensors, times))
         for part in alone:
             # of the two ends the lookup alone
             for term in _forward_only(Tables.terms(part) if isinstance(part, Ends) else part.terms()):

@@ -16,6 +16,7 @@ from gspmd.annotate.errors import PlanError
 from ..config import ModelConfig
 from .costs import Costs
 from .parts.attention import Attention
+from .parts.dropless import Dropless
 from .parts.ends import Ends, Stream
 from .parts.experts import Experts
 from .parts.feed_forward import FeedForward
@@ -34,7 +35,7 @@ class TrainingProblem(PhaseProblem):
         mesh: sizes of the mesh axes.
 
     Raises:
-        PlanError: the model has what is not searched: parallel blocks with experts, shared experts, dropless dispatch,
+        PlanError: the model has what is not searched: parallel blocks with experts, shared experts,
             noisy routers, adapters; or the microbatches do not divide the batch.
     """
 
@@ -61,7 +62,8 @@ class TrainingProblem(PhaseProblem):
         if routed < config.layers:
             parts.append(FeedForward(costs, residual, config.layers - routed))
         if routed:
-            parts.append(Experts(costs, residual, routed))
+            kind = Dropless if config.moe and config.moe.dispatch == "dropless" else Experts
+            parts.append(kind(costs, residual, routed))
         return [*parts, Ends(costs, residual)]
 
 
@@ -69,7 +71,6 @@ def _check(config: ModelConfig) -> None:
     faults = [
         (bool(config.block == "parallel" and config.moe), "its blocks are parallel, and have experts"),
         (bool(config.moe and config.moe.shared), "it has shared experts"),
-        (bool(config.moe and config.moe.dispatch == "dropless"), "its experts take rows, not slots (dropless)"),
         (bool(config.moe and config.moe.noisy), "its router adds noise by a second matrix"),
         (bool(config.lora), "it has adapters, beside weights that are not trained"),
     ]

@@ -8,6 +8,7 @@ say. So a plan, and a price here, takes every buffer as full and its rows as eve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 
@@ -16,9 +17,12 @@ import numpy as np
 from gspmd.annotate import Spec
 from gspmd.moe.dropless.rows import most_rows
 from gspmd.search.moves import environment_of
-from gspmd.search.products import Member, Operand, Product
+from gspmd.search.products import Member, Operand, Passes, Product
 
 from ..costs import Costs
+
+ONCE = Passes()
+"""Forward alone."""
 
 
 def shards_of(spec: Spec, mesh: Mapping[str, int]) -> int:
@@ -53,15 +57,24 @@ class RowProduct(Product):
         costs: of the mesh.
         left: rows [G, X, C, ·], or the hidden layer.
         members: weights and results.
+        passes: how often each part runs; of moves, those of weights.
+        arrivals: how often rows are moved forward.
     """
 
-    def __init__(self, costs: Costs, left: Operand, members: Sequence[Member]):
+    def __init__(
+        self, costs: Costs, left: Operand, members: Sequence[Member], passes: Passes = ONCE, arrivals: int = 1
+    ):
         self.costs = costs
         counts = sorted({shards_of(spec, costs.mesh) for spec in left.options})
         environments = [environment_of(spread(costs, count), costs.mesh, costs.chip) for count in counts]
-        super().__init__(environments[0], left, members)
+        super().__init__(environments[0], left, members, passes)
+        of_rows = replace(passes, moves=arrivals)
         # C is whole: all have the same vias in the same order, and as many rows as the shards of the via make
-        self._kinds = {count: Product(each, left, members) for count, each in zip(counts, environments)}
+        self._kinds = {count: Product(each, left, members, of_rows) for count, each in zip(counts, environments)}
+
+    def forward(self) -> RowProduct:
+        """The same product, run once and forward alone."""
+        return RowProduct(self.costs, self.left, [joint.member for joint in self.members])
 
     @cached_property
     def _met(self) -> list[Spec]:
@@ -94,11 +107,15 @@ class RowProduct(Product):
         return self._staying(self.left.options, seconds)
 
     def seconds_of_result(self, member: int) -> np.ndarray:
-        """[result, via] seconds of one member: the local products, and the result from the via."""
+        """[result, via] seconds of one member: the local products, the result from the via, its cotangent to it."""
 
         def table(product: Product, share: float) -> np.ndarray:
-            local = product.members[member].forward[product.vias[:, member]]
-            return share * product.result_moves(member) + local
+            joint, passes = product.members[member], product.passes
+            moved = passes.results * product.result_moves(member)
+            if passes.backward:
+                moved = moved + passes.backward * product.cotangent_moves(member)
+            local = passes.results * joint.forward + passes.backward * joint.backward
+            return share * moved + local[product.vias[:, member]]
 
         of = self.members[member].member
         return self._staying(of.result.options, of.copies * self._by_shards(table))
