@@ -23,7 +23,6 @@ from gspmd.annotate.errors import PlanError
 from gspmd.hardware.links import collective_seconds
 from gspmd.planner.graph.resharding import move
 from gspmd.search import Term
-from gspmd.search.products import Passes, Product
 
 from .costs import FLOAT32, Line, lies_beside
 from .parts.ends import Ends, Tables

@@ -128,16 +128,12 @@ class Dropless(Experts):
         if not self.keeps:
             return
         costs, hidden = self.costs, self.choices["moe.hidden"]
-        into, out = (self._met(name) for name in ("moe.in_via", "moe.out_via"))
-        arrived = np.array([self.layers * self._local(spec) for spec in into])
-        moved = [[0 if spec == option else self.layers * self._local(spec) for spec in out] for option in hidden]
-        for of, elements in ((("moe.in_via",), arrived), (("moe.hidden", "moe.out_via"), np.array(moved))):
+        met = {name: product.met for name, (product, *_) in self.products.items() if isinstance(product, RowProduct)}
+        arrived, moved = ([self.layers * self._local(spec) for spec in specs] for specs in met.values())
+        stays = [[spec == option for spec in met["moe.out_via"]] for option in hidden]
+        tables = (("moe.in_via",), np.array(arrived)), (("moe.hidden", "moe.out_via"), np.where(stays, 0, moved))
+        for of, elements in tables:
             yield Term(f"kept: rows at {of[-1]}", of, costs.stacked(1) * elements, bytes=costs.width * elements)
-
-    def _met(self, name: str) -> list[Spec]:
-        """Where the rows of a product are multiplied, by the number of its via."""
-        product = self.products[name][0]
-        return [product.via(number)[0].specs[0] for number in range(len(product.vias))]
 
 
 def dispatched(groups: Spec) -> Spec:

@@ -2,7 +2,8 @@
 
 A group sends one buffer of rows to each shard of its experts, which is as long as the most rows that may come: k of a
 token's choices, or all experts of a shard where these are fewer. How many rows an expert will get is the router's to
-say. So a plan, and a price here, takes every buffer as full and its rows as evenly spread over the shard's experts.
+say. So a plan, and a price here, takes every buffer as full and its rows as evenly spread over the shard's experts;
+what moves is the buffers.
 """
 
 from __future__ import annotations
@@ -44,12 +45,6 @@ def spread(costs: Costs, shards: int) -> dict[str, int]:
     return {**sizes, "X": experts, "C": max(1, sizes["C"] * shards // experts)}
 
 
-def sent(costs: Costs, shards: int) -> float:
-    """The buffers, which alone are sent, as a part of what `spread` multiplies: that has a whole number of rows."""
-    buffers, rows = buffered(costs, shards), spread(costs, shards)
-    return buffers["C"] * shards / (rows["C"] * rows["X"])
-
-
 class RowProduct(Product):
     """All placements of a product of rows; X is sharded as the rows arrive, and they do not leave their device.
 
@@ -66,28 +61,34 @@ class RowProduct(Product):
     ):
         self.costs = costs
         counts = sorted({shards_of(spec, costs.mesh) for spec in left.options})
-        environments = [environment_of(spread(costs, count), costs.mesh, costs.chip) for count in counts]
-        super().__init__(environments[0], left, members, passes)
+        multiplied, sent = (
+            [environment_of(sizes(costs, count), costs.mesh, costs.chip) for count in counts]
+            for sizes in (spread, buffered)
+        )
+        super().__init__(multiplied[0], left, members, passes)
         of_rows = replace(passes, moves=arrivals)
         # C is whole: all have the same vias in the same order, and as many rows as the shards of the via make
-        self._kinds = {count: Product(each, left, members, of_rows) for count, each in zip(counts, environments)}
+        self._kinds = {
+            count: Product(environment, left, members, of_rows, travels)
+            for count, environment, travels in zip(counts, multiplied, sent)
+        }
 
     def forward(self) -> RowProduct:
         """The same product, run once and forward alone."""
         return RowProduct(self.costs, self.left, [joint.member for joint in self.members])
 
     @cached_property
-    def _met(self) -> list[Spec]:
-        """Where the left operand is multiplied, for each via."""
+    def met(self) -> list[Spec]:
+        """Where rows are multiplied, for each via."""
         return [self.via(number)[0].specs[0] for number in range(len(self.vias))]
 
     @cached_property
     def _shards(self) -> np.ndarray:
-        return np.array([shards_of(spec, self.costs.mesh) for spec in self._met])
+        return np.array([shards_of(spec, self.costs.mesh) for spec in self.met])
 
-    def _by_shards(self, table: Callable[[Product, float], np.ndarray]) -> np.ndarray:
-        """[option, via] a table, with the rows that the shards of each via make, and the share of them that is sent."""
-        found = {count: table(product, sent(self.costs, count)) for count, product in self._kinds.items()}
+    def _by_shards(self, table: Callable[[Product], np.ndarray]) -> np.ndarray:
+        """[option, via] a table, with the rows that the shards of each via make."""
+        found = {count: table(product) for count, product in self._kinds.items()}
         merged = np.full_like(next(iter(found.values())), np.inf)
         for count, each in found.items():
             merged[:, self._shards == count] = each[:, self._shards == count]
@@ -95,7 +96,7 @@ class RowProduct(Product):
 
     def _staying(self, options: Sequence[Spec], seconds: np.ndarray) -> np.ndarray:
         """Seconds where G and X lie at the via as in an option, and infinity elsewhere."""
-        here, there = ([(spec.axes_of("G"), spec.axes_of("X")) for spec in specs] for specs in (options, self._met))
+        here, there = ([(spec.axes_of("G"), spec.axes_of("X")) for spec in specs] for specs in (options, self.met))
         number = {place: n for n, place in enumerate(dict.fromkeys((*here, *there)))}
         rows, columns = (np.array([number[place] for place in places]) for places in (here, there))
         return np.where(rows[:, None] == columns[None, :], seconds, np.inf)
@@ -103,19 +104,9 @@ class RowProduct(Product):
     @cached_property
     def seconds_of_left(self) -> np.ndarray:
         """[left, via] seconds to the via, of rows that arrived there."""
-        seconds = self._by_shards(lambda product, share: share * product.seconds_of_left)
-        return self._staying(self.left.options, seconds)
+        return self._staying(self.left.options, self._by_shards(lambda product: product.seconds_of_left))
 
     def seconds_of_result(self, member: int) -> np.ndarray:
         """[result, via] seconds of one member: the local products, the result from the via, its cotangent to it."""
-
-        def table(product: Product, share: float) -> np.ndarray:
-            joint, passes = product.members[member], product.passes
-            moved = passes.results * product.result_moves(member)
-            if passes.backward:
-                moved = moved + passes.backward * product.cotangent_moves(member)
-            local = passes.results * joint.forward + passes.backward * joint.backward
-            return share * moved + local[product.vias[:, member]]
-
-        of = self.members[member].member
-        return self._staying(of.result.options, of.copies * self._by_shards(table))
+        options = self.members[member].member.result.options
+        return self._staying(options, self._by_shards(lambda product: product.seconds_of_result(member)))
