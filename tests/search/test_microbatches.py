@@ -25,6 +25,7 @@ from tests.search.layouts import drawn
 CHIP = CHIPS["tpu-v5p"]
 DENSE = replace(TINY, heads=4, kv_heads=2)
 ROUTED = replace(DENSE, layers=4, kv_heads=4, activation="relu", moe=MoEConfig(experts=4, every=2, router="gshard"))
+ROWS = replace(ROUTED, moe=replace(ROUTED.moe, dispatch="dropless"))
 LENGTH = 32
 
 
@@ -40,7 +41,9 @@ def picked(of, other, picks):
     [(DENSE, "none", {"x": 4}, 16), (replace(DENSE, tied=False), "full", {"x": 2, "y": 2}, 16),
      (DENSE, "dots", {"x": 2, "y": 4}, 24), (replace(DENSE, norm="layer"), "selective", {"x": 2, "y": 2}, 512),
      (ROUTED, "dots-except-hidden", {"x": 2, "y": 2}, 16),
-     (replace(ROUTED, moe=replace(ROUTED.moe, groups=4, capacity_factor=1.1)), "full", {"x": 4}, 16)],
+     (replace(ROUTED, moe=replace(ROUTED.moe, groups=4, capacity_factor=1.1)), "full", {"x": 4}, 16),
+     (ROWS, "dots", {"x": 2, "y": 2}, 16),
+     (replace(ROWS, moe=replace(ROWS.moe, experts=20, groups=4)), "selective", {"x": 4}, 16)],
 )  # fmt: skip
 def test_no_layout_costs_or_holds_less_than_its_bound_or_in_fewer_microbatches(config, remat, mesh, batch):
     draw, workload = random.Random(f"{remat} {batch}"), Workload(replace(config, remat=remat), CHIP, batch, LENGTH)

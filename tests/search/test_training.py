@@ -16,6 +16,7 @@ from gspmd.moe import MoEConfig
 from gspmd.search import Search
 from gspmd.training import OptimizerConfig
 from gspmd_models import ModelConfig, abstract, abstract_batch, abstract_key, step
+from gspmd_models.config import REMATS
 from gspmd_models.search.answers import Candidate
 from gspmd_models.search.answers.presets import picks_of
 from gspmd_models.search.training import TrainingProblem
@@ -26,6 +27,9 @@ from tests.search.layouts import drawn, layout_of
 ROUTED = replace(
     WIDE, layers=4, kv_heads=16, tied=True, activation="relu", moe=MoEConfig(experts=8, every=2, router="gshard")
 )
+ROWS = replace(ROUTED, tied=False, activation="swiglu", moe=MoEConfig(experts=8, router="top-k", dispatch="dropless"))
+UNEVEN = replace(ROWS, layers=2, activation="relu", moe=replace(ROWS.moe, experts=12, every=1, k=5))
+"""Whose experts are all layers, and whose rows are no whole number for each expert."""
 BIASED = {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "output_bias": True}
 GPT2 = replace(WIDE, kv_heads=16, activation="gelu", norm="layer", norm_bias=True, **BIASED)
 QWEN = replace(WIDE, qkv_bias=True, qk_norm=True)
@@ -59,7 +63,8 @@ def local_bytes(tree) -> int:
 CASES = [
     (WIDE, "full", 1), (WIDE, "none", 2), (WIDE, "dots", 1), (WIDE, "dots", 2), (WIDE, "selective", 1),
     (WIDE, "dots-except-hidden", 4),
-    (ROUTED, "full", 2), (ROUTED, "dots-except-hidden", 1), (replace(WIDE, norm="layer", norm_bias=True), "full", 1),
+    (ROUTED, "full", 2), (ROUTED, "dots-except-hidden", 1), (ROWS, "dots", 2), (UNEVEN, "full", 1),
+    (replace(WIDE, norm="layer", norm_bias=True), "full", 1),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
@@ -67,6 +72,8 @@ CASES = [
             (QWEN, "none", 2), (QWEN, "dots-except-hidden", 2), (QWEN, "selective", 1),
             (replace(ROUTED, qk_norm=True), "full", 2), (replace(ROUTED, tied=False), "full", 2),
             (WIDE, "none", 4), (WIDE, "full", 4), (WIDE, "dots", 4), (WIDE, "selective", 4),
+            *((ROWS, remat, count) for remat in REMATS for count in (1, 2, 4) if (remat, count) != ("dots", 2)),
+            (UNEVEN, "none", 1), (UNEVEN, "dots", 4), (UNEVEN, "dots-except-hidden", 2), (UNEVEN, "selective", 1),
         ]
     ),
 ]  # fmt: skip
@@ -162,7 +169,6 @@ def test_renamed_axes_cost_the_same():
     "changes",
     [
         {"block": "parallel", "moe": MoEConfig(experts=8)},
-        {"moe": MoEConfig(experts=8, dispatch="dropless")},
         {"moe": MoEConfig(experts=8, router="noisy-top-k", k=2)},
     ],
 )

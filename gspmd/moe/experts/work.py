@@ -213,8 +213,8 @@ def products(work: Work, ctx: Context) -> tuple[Products, Products]:
 
 def _planned(work: Work, ctx: Context, equation: Equation, via: Via | None) -> Products:
     sizes = dict(work.sizes)
-    if work.rows:  # as many slots for each expert as it has rows when all have the same
-        sizes["C"] = max(1, work.capacity * work.rows.shards // sizes["X"])
+    if work.rows:  # as many slots for each expert as it has rows when all have the same, rounded up as slots are
+        sizes["C"] = -(-work.capacity * work.rows.shards // sizes["X"])
     dtypes = (work.dtype, *[work.weight_dtype] * (sum(len(operand.specs) for operand in equation.operands) - 1))
     planned = lambda via: make_plan(  # noqa: E731
         equation, tuple(sizes.items()), ctx.axes, dtypes, ctx.chip, "blocking", via

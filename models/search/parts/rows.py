@@ -40,9 +40,9 @@ def buffered(costs: Costs, shards: int) -> dict[str, int]:
 
 
 def spread(costs: Costs, shards: int) -> dict[str, int]:
-    """The sizes of what is multiplied, [G, X, C, E]: the rows of the buffers evenly over all experts, one at least."""
+    """The sizes of what is multiplied, [G, X, C, E]: the rows of the buffers evenly over all experts, rounded up."""
     experts, sizes = costs.sizes["X"], buffered(costs, shards)
-    return {**sizes, "X": experts, "C": max(1, sizes["C"] * shards // experts)}
+    return {**sizes, "X": experts, "C": -(-sizes["C"] * shards // experts)}
 
 
 class RowProduct(Product):
