@@ -35,8 +35,8 @@ class TrainingProblem(PhaseProblem):
         mesh: sizes of the mesh axes.
 
     Raises:
-        PlanError: the model has what is not searched: parallel blocks with experts, shared experts,
-            noisy routers, adapters; or the microbatches do not divide the batch.
+        PlanError: the model has what is not searched: parallel blocks with experts, shared experts, noisy
+            routers, adapters; or the microbatches do not divide the batch.
     """
 
     phase = "train"

@@ -3,21 +3,30 @@
 import itertools
 import random
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 import pytest
 
 from gspmd.annotate import Spec
+from gspmd.annotate.equation import Via
 from gspmd.layouts import Layout
+from gspmd.lowerings.program import Context
 from gspmd.moe import MoEConfig
+from gspmd.moe.dropless.rows import most_rows
+from gspmd.moe.experts.work import Buffers, Work, products
 from gspmd.search import NothingFits, Search
 from gspmd_models.search.answers.document import remarks
 from gspmd_models.search.answers.presets import placed_presets
+from gspmd_models.search.training import TrainingProblem
+from gspmd_models.search.workload import Workload
+from tests.references.models import WIDE
 from tests.search.layouts import drawn
-from tests.search.test_answers import BATCH, GATED, LENGTH, candidate, loaded, losses, some_answers, written
+from tests.search.test_answers import BATCH, CHIP, GATED, LENGTH, candidate, loaded, losses, some_answers, written
 
 SMALL = replace(GATED, moe=MoEConfig(experts=4, every=2, router="top-k", dispatch="dropless"))
 MESH = (("x", 2), ("y", 2))
+ROWS = replace(WIDE, activation="relu", moe=MoEConfig(experts=8, every=1, router="top-k", dispatch="dropless"))
 FREE = ("moe.groups", "moe.expert_input", "moe.hidden", "moe.in_via", "moe.out_via")
 """Choices of rows, which are tried in every combination."""
 
@@ -31,6 +40,33 @@ def test_rows_do_not_leave_their_device_between_their_arrival_and_their_answers(
         met = [Spec.parse(chosen[f"moe.{via}"].split(", ")[0]) for via in ("in_via", "out_via")]
         for spec in (*met, Spec.parse(chosen["moe.hidden"])):
             assert [spec.axes_of(dim) for dim in "GXC"] == [there.axes_of("G"), there.axes_of("X"), ()]
+
+
+@pytest.mark.parametrize("batch", [16, 64])
+def test_no_step_of_rows_cuts_what_their_buffers_do_not_have(batch):
+    """X of a buffer is the shards of the experts, whatever is multiplied with it; so every step of the plan can run."""
+    mesh = {"x": 2, "y": 2, "z": 2}
+    workload, rng = Workload(ROWS, CHIP, batch, LENGTH), random.Random(batch)
+    found, context = TrainingProblem(workload, mesh), Context(tuple(mesh.items()), CHIP, True, "blocking")
+    sizes = {"G": batch, "L": LENGTH, "X": 8, "E": ROWS.embed, "F": ROWS.feed_forward}
+    problem = found.problem()
+    for _ in range(12):
+        chosen = {line.key: line.text for line in found.lines(drawn(problem, rng)) if not line.section}
+        there, hidden, dispatched, w_in, w_out = (
+            Spec.parse(chosen[f"moe.{name}"]) for name in ("expert_input", "hidden", "dispatched", "w_in", "w_out")
+        )
+        vias = [Via.of(*map(Spec.parse, chosen[f"moe.{name}"].split(", "))) for name in ("in_via", "out_via")]
+        shards = prod(mesh[axis] for axis in there.axes_of("X"))
+        buffers = {**sizes, "X": shards, "C": most_rows(LENGTH, 2, 8, shards)}
+        work = Work(
+            dispatched, there, hidden, (w_in,), w_out, *vias, "relu", tuple({**sizes, "C": buffers["C"]}.items()),
+            "bfloat16", "bfloat16", rows=Buffers(shards, 2),
+        )  # fmt: skip
+        for each in products(work, context):
+            for step in (*each.forward.routine.steps, *each.backward.routine.steps):
+                for spec in (step.before, step.after):
+                    if "C" in spec.dims and step.kind != "einsum":
+                        assert not spec.faults({dim: buffers[dim] for dim in spec.dims}, mesh)
 
 
 @pytest.mark.parametrize("seed", range(4))
