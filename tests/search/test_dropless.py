@@ -42,13 +42,15 @@ def test_rows_do_not_leave_their_device_between_their_arrival_and_their_answers(
             assert [spec.axes_of(dim) for dim in "GXC"] == [there.axes_of("G"), there.axes_of("X"), ()]
 
 
-@pytest.mark.parametrize("batch", [16, 64])
-def test_no_step_of_rows_cuts_what_their_buffers_do_not_have(batch):
-    """X of a buffer is the shards of the experts, whatever is multiplied with it; so every step of the plan can run."""
-    mesh = {"x": 2, "y": 2, "z": 2}
-    workload, rng = Workload(ROWS, CHIP, batch, LENGTH), random.Random(batch)
+def test_no_step_of_rows_cuts_what_their_buffers_do_not_have():
+    """X of a buffer is the shards of the experts, whatever is multiplied with it; so every step of the plan can run.
+
+    Few groups cannot be cut in place of X, and rows are many enough that moving them takes its time.
+    """
+    batch, length, mesh = 4, 512, {"x": 2, "y": 2, "z": 2}
+    workload, rng = Workload(ROWS, CHIP, batch, length), random.Random(1)
     found, context = TrainingProblem(workload, mesh), Context(tuple(mesh.items()), CHIP, True, "blocking")
-    sizes = {"G": batch, "L": LENGTH, "X": 8, "E": ROWS.embed, "F": ROWS.feed_forward}
+    sizes = {"G": batch, "L": length, "X": 8, "E": ROWS.embed, "F": ROWS.feed_forward}
     problem = found.problem()
     for _ in range(12):
         chosen = {line.key: line.text for line in found.lines(drawn(problem, rng)) if not line.section}
@@ -57,7 +59,7 @@ def test_no_step_of_rows_cuts_what_their_buffers_do_not_have(batch):
         )
         vias = [Via.of(*map(Spec.parse, chosen[f"moe.{name}"].split(", "))) for name in ("in_via", "out_via")]
         shards = prod(mesh[axis] for axis in there.axes_of("X"))
-        buffers = {**sizes, "X": shards, "C": most_rows(LENGTH, 2, 8, shards)}
+        buffers = {**sizes, "X": shards, "C": most_rows(length, 2, 8, shards)}
         work = Work(
             dispatched, there, hidden, (w_in,), w_out, *vias, "relu", tuple({**sizes, "C": buffers["C"]}.items()),
             "bfloat16", "bfloat16", rows=Buffers(shards, 2),
