@@ -38,7 +38,7 @@ def bytes_passed(problem, picks, name: str) -> float:
     ("config", "microbatches"),
     [
         (WIDE, 4),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in [(PARALLEL, 1), (GPT2, 1), (QWEN, 2), (ROWS, 1)]),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [(PARALLEL, 1), (GPT2, 1), (QWEN, 2), (EVERY, 1)]),
     ],
 )
 def test_what_blocks_keep_is_written_and_read_once_each(config, microbatches, tmp_path):

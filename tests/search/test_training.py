@@ -127,27 +127,27 @@ def test_biases_and_norms_of_heads_cost_what_they_add_to_the_trace(
 
 
 @pytest.mark.parametrize(
-    ("name", "microbatches"),
+    ("config", "name", "microbatches"),
     [
-        ("weight-stationary-2d", 1), ("megatron-1d", 2),
+        (WIDE, "weight-stationary-2d", 1), (WIDE, "megatron-1d", 2), (ROWS, "gshard", 1),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
-                ("weight-gathered-x", 1), ("weight-gathered-xy", 1), ("weight-stationary-2d", 2),
-                ("context-parallel", 2),
+                (WIDE, "weight-gathered-x", 1), (WIDE, "weight-gathered-xy", 1), (WIDE, "weight-stationary-2d", 2),
+                (WIDE, "context-parallel", 2), (ROWS, "switch-expert-model", 2),
             ]
         ),
     ],
 )  # fmt: skip
-def test_a_preset_costs_what_it_is_traced_to(name, microbatches, only_planned):
+def test_a_preset_costs_what_it_is_traced_to(config, name, microbatches, only_planned):
     """Keys that are made split along their size; and gradients that are partial sums because there are microbatches."""
     pytest.importorskip("libtpu")
     mesh, layout = topology("tpu-v5p:2x2x2").mesh(MESH), Layout.load(name)
-    found = problem_of(WIDE, microbatches)
+    found = problem_of(config, microbatches)
     candidate = Candidate(found, math.inf)
-    answer = picks_of(candidate, candidate.search, layout.resolved(WIDE.sizes(BATCH, LENGTH), MESH))
+    answer = picks_of(candidate, candidate.search, layout.resolved(config.sizes(BATCH, LENGTH), MESH))
     norm = 1e-5  # that of all gradients is priced over all mesh axes, some of which a preset shards no weight over
-    assert answer.seconds == pytest.approx(traced(WIDE, layout, mesh, microbatches), rel=1e-6, abs=norm)
+    assert answer.seconds == pytest.approx(traced(config, layout, mesh, microbatches), rel=1e-6, abs=norm)
 
 
 def test_the_best_is_the_cheapest_of_many(only_planned):
