@@ -60,8 +60,8 @@ section `[prefill]` has what is otherwise while prompts are read.
 
 The search takes every parameter as trained, with moments and parameters in float32, and a served model's weights and
 cache in its compute dtype: `frozen`, bfloat16 parameters, int8 moments and int8 weights take less than it counts.
-Adapters, noisy routers, dropless experts and parallel blocks with experts in training, in serving experts in parallel
-blocks, and the stages of a pipeline are not searched; they are one error, and take a layout that is given.
+Adapters, noisy routers and parallel blocks with experts in training, in serving experts in parallel blocks, and the
+stages of a pipeline are not searched; they are one error, and take a layout that is given.
 
 ## Keys
 

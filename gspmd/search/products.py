@@ -89,6 +89,8 @@ class Product:
         left: the common operand.
         members: weights and results.
         passes: how often each part runs.
+        travels: of the left operand and the results where they move, if they are of another shape there; None for the
+            same.
 
     Attributes:
         vias: for each via, the number of a joint placement of every member.
@@ -100,11 +102,16 @@ class Product:
         left: Operand,
         members: Sequence[Member],
         passes: Passes = Passes(),
+        travels: Environment | None = None,
     ):
         self.environment, self.left, self.passes = environment, left, passes
-        self.members = tuple(_Joint(environment, left, member) for member in members)
+        self.members = tuple(_Joint(environment, left, member, travels or environment) for member in members)
         self.vias = _together([joint.left_nodes for joint in self.members])
         self._written: dict[int, list[Via]] = {}
+
+    def forward(self) -> "Product":
+        """The same product, run once and forward alone."""
+        return Product(self.environment, self.left, [joint.member for joint in self.members])
 
     def via(self, number: int) -> list[Via]:
         """The via of every member, as a layout writes it."""
@@ -233,7 +240,7 @@ def least_apart(
 class _Joint:
     """The joint placements of the left operand and one weight: a row for each."""
 
-    def __init__(self, environment: Environment, left: Operand, member: Member):
+    def __init__(self, environment: Environment, left: Operand, member: Member, travels: Environment):
         self.environment, self.member, sizes = environment, member, dict(environment.sizes)
         weight, result = member.weight, member.result
         self.dims = tuple(dict.fromkeys((*left.dims, *weight.dims)))
@@ -241,9 +248,8 @@ class _Joint:
         self.counts = counts
         self.rows, _, _ = placements(len(counts), allowed(self.dims, sizes, counts, member.whole), [])
         self.masks = sequences(len(counts)).mask[self.rows]
-        self.left, self.weight, self.result = (
-            Moves(environment, each.dims, each.dtype) for each in (left, weight, result)
-        )
+        self.left, self.result = (Moves(travels, each.dims, each.dtype) for each in (left, result))
+        self.weight = Moves(environment, weight.dims, weight.dtype)
         self._local_sizes = [sizes[dim] for dim in self.dims]
         self._tensors = {"left": left, "weight": weight, "result": result}
         self.left_nodes, self.weight_nodes = self._nodes(self.left, ()), self._nodes(self.weight, ())

@@ -6,6 +6,8 @@ from math import prod
 from types import MappingProxyType
 from typing import Any
 
+from jax.extend.core import Literal
+
 from gspmd.hardware.links import wire_bytes
 from gspmd.lowerings import one_row
 from gspmd.lowerings.scopes import step_numbers
@@ -114,7 +116,8 @@ def _operations(call: Any, region: Region, equation: str) -> Iterator[tuple[int,
         for each in program.eqns:
             number = step_number(each)
             placed = inside.visit(each, ("", 0) if number is None else (equation, number))
-            if number is not None:
+            # What reads nothing is no part of the step: JAX takes it out of a loop alone, as an iota of rows.
+            if number is not None and any(not isinstance(var, Literal) for var in each.invars):
                 yield number, placed.region, _operation(each, placed.first)
             yield from _operations(each, inside, equation)
         region.leave(call, program)

@@ -23,7 +23,6 @@ from gspmd.annotate.errors import PlanError
 from gspmd.hardware.links import collective_seconds
 from gspmd.planner.graph.resharding import move
 from gspmd.search import Term
-from gspmd.search.products import Passes, Product
 
 from .costs import FLOAT32, Line, lies_beside
 from .parts.ends import Ends, Tables
@@ -56,7 +55,8 @@ class StageProblem(TrainingProblem):
 
     Raises:
         PlanError: as of `TrainingProblem`; or the stages do not divide the stacked layers; or experts' groups are not
-            those of single sequences, or pipelines of experts run side by side; or blocks are parallel.
+            those of single sequences, or pipelines of experts run side by side; or blocks are parallel, or
+            written out.
     """
 
     def __init__(self, workload: Workload, stages: int, mesh: Mapping[str, int], side: tuple[str, ...] = ()):
@@ -66,6 +66,8 @@ class StageProblem(TrainingProblem):
             raise PlanError(f"cannot split {periods} stacked layers into {stages} stages.\n  Choose a divisor.")
         if config.block == "parallel":
             raise Unsearched("stages of this model", ["its blocks are parallel"])
+        if not config.scan_layers:
+            raise Unsearched("stages of this model", ["its blocks are written out (scan_layers = false)"])
         if config.moe and (side or config.moe.groups):
             what = "pipelines side by side" if side else f"{config.moe.groups} groups of tokens"
             raise Unsearched("stages of this model", [f"it has experts and {what}"])
@@ -100,9 +102,7 @@ class StageProblem(TrainingProblem):
         alone = TrainingProblem._parts(_Forward(self))
         for part in self.parts:
             for name, (product, tensors, times) in part.products.items() if not isinstance(part, Ends) else ():
-                members = [joint.member for joint in product.members]
-                once = Product(product.environment, product.left, members, Passes())
-                yield from _forward_only(product_terms(name, once, tensors, times))
+                yield from _forward_only(product_terms(name, product.forward(), tensors, times))
         for part in alone:
             # of the two ends the lookup alone
             for term in _forward_only(Tables.terms(part) if isinstance(part, Ends) else part.terms()):

@@ -16,6 +16,7 @@ from gspmd.annotate.errors import PlanError
 from ..config import ModelConfig
 from .costs import Costs
 from .parts.attention import Attention
+from .parts.dropless import Dropless
 from .parts.ends import Ends, Stream
 from .parts.experts import Experts
 from .parts.feed_forward import FeedForward
@@ -35,15 +36,15 @@ class TrainingProblem(PhaseProblem):
         mesh: sizes of the mesh axes.
 
     Raises:
-        PlanError: the model has what is not searched: parallel blocks with experts, dropless dispatch, noisy routers,
-            adapters; or the microbatches do not divide the batch.
+        PlanError: the model has what is not searched: parallel blocks with experts, noisy routers, adapters; or the
+            microbatches do not divide the batch, or are a loop around blocks that are written out.
     """
 
     phase = "train"
 
     def __init__(self, workload: Workload, mesh: Mapping[str, int]):
         config, batch, count = workload.config, workload.batch, workload.microbatches
-        _check(config)
+        _check(config, count)
         if batch % count:
             raise PlanError(f"cannot cut a batch of {batch} into {count} microbatches.\n  Choose a divisor.")
         sizes = config.sizes(batch // count, workload.length)
@@ -62,17 +63,21 @@ class TrainingProblem(PhaseProblem):
         if routed < config.layers:
             parts.append(FeedForward(costs, residual, config.layers - routed))
         if routed:
-            parts.append(experts := Experts(costs, residual, routed))
+            kind = Dropless if config.moe and config.moe.dispatch == "dropless" else Experts
+            parts.append(experts := kind(costs, residual, routed))
             if config.moe.shared:
                 parts.append(SharedExperts(costs, residual, experts))
         return [*parts, Ends(costs, residual)]
 
 
-def _check(config: ModelConfig) -> None:
+def _check(config: ModelConfig, microbatches: int) -> None:
     faults = [
         (bool(config.block == "parallel" and config.moe), "its blocks are parallel, and have experts"),
-        (bool(config.moe and config.moe.dispatch == "dropless"), "its experts take rows, not slots (dropless)"),
         (bool(config.moe and config.moe.noisy), "its router adds noise by a second matrix"),
+        (
+            not config.scan_layers and microbatches > 1,
+            "its blocks are written out (scan_layers = false), for one microbatch and no stages",
+        ),
         (bool(config.lora), "it has adapters, beside weights that are not trained"),
     ]
     found = [what for wrong, what in faults if wrong]

@@ -313,9 +313,9 @@ def test_what_cannot_be_searched_is_one_message(train, flags, words, monkeypatch
 
 def test_what_is_not_searched_names_what_helps_here(train, tmp_path):
     config = tmp_path / "dense.toml"
-    table = "[model.moe]\nexperts = 8\nevery = 1\ndispatch = 'dropless'\n"
+    table = "[model.moe]\nexperts = 8\nevery = 1\nrouter = 'noisy-top-k'\n"
     config.write_text(config.read_text().replace("[training]", f"{table}[training]"))
     code, said = train("--layout", "auto", "--devices", "4")
     assert code == 2
-    assert "cannot search layouts to train this model: its experts take rows, not slots (dropless).\n" in said
+    assert "cannot search layouts to train this model: its router adds noise by a second matrix.\n" in said
     assert said.endswith("  Give a layout of your own in place of auto: --layout NAME or --layout FILE.\n")

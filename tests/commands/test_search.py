@@ -268,8 +268,8 @@ def test_an_interrupt_before_anything_is_found_speaks_of_the_search(script, monk
 @pytest.mark.parametrize(
     ("table", "flags", "said"),
     [
-        ("[model.moe]\nexperts = 8\ndispatch = 'dropless'", [],
-         "cannot search layouts to train this model: its experts take rows, not slots (dropless). "
+        ("[model.moe]\nexperts = 8\nrouter = 'noisy-top-k'", [],
+         "cannot search layouts to train this model: its router adds noise by a second matrix. "
          "gspmd train takes a layout of your own with --layout FILE, and gspmd compile says what it costs."),
         ("[model.moe]\nexperts = 8\nrouter = 'expert-choice'", ["--phase", "decode"],
          "cannot search layouts to serve this model: the experts of router expert-choice choose among tokens that are "

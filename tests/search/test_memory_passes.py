@@ -20,10 +20,11 @@ from gspmd_models.search.workload import Workload
 from tests.references.models import WIDE
 from tests.search.layouts import drawn, layout_of
 from tests.search.test_microbatches import picked
-from tests.search.test_training import BATCH, CHIP, GPT2, LENGTH, MESH, QWEN, ROUTED, problem_of, state_of
+from tests.search.test_training import BATCH, CHIP, GPT2, LENGTH, MESH, QWEN, ROUTED, ROWS, problem_of, state_of
 
 PARALLEL = replace(WIDE, block="parallel")
-PRICED = {"none": (0.45, 0.9), "selective": (0.8, 1.2)}
+EVERY = replace(ROWS, layers=2, moe=replace(ROWS.moe, every=1))
+PRICED = {"none": (0.45, 1.05), "selective": (0.8, 1.2)}
 """The share that is priced of what blocks keep, as docs/search.md says: operands that were moved are kept besides."""
 
 
@@ -35,7 +36,10 @@ def bytes_passed(problem, picks, name: str) -> float:
 
 @pytest.mark.parametrize(
     ("config", "microbatches"),
-    [(WIDE, 4), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(PARALLEL, 1), (GPT2, 1), (QWEN, 2)])],
+    [
+        (WIDE, 4),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [(PARALLEL, 1), (GPT2, 1), (QWEN, 2), (EVERY, 1)]),
+    ],
 )
 def test_what_blocks_keep_is_written_and_read_once_each(config, microbatches, tmp_path):
     pytest.importorskip("libtpu")
@@ -55,13 +59,14 @@ def test_what_blocks_keep_is_written_and_read_once_each(config, microbatches, tm
 
 
 def test_of_one_repeat_of_blocks_nothing_is_stacked():
-    for config in (replace(WIDE, layers=1), replace(ROUTED, layers=2)):
+    for config in (replace(WIDE, layers=1), replace(ROUTED, layers=2), replace(ROWS, layers=2)):
         problem = problem_of(config).problem()
         assert bytes_passed(problem, drawn(problem, random.Random(0)), "kept: ") == 0
 
 
 @pytest.mark.parametrize(
-    "config", [WIDE, *(pytest.param(each, marks=pytest.mark.slow) for each in [PARALLEL, replace(ROUTED, tied=False)])]
+    "config",
+    [WIDE, *(pytest.param(each, marks=pytest.mark.slow) for each in [PARALLEL, replace(ROUTED, tied=False), ROWS])],
 )
 def test_gradients_are_added_in_memory_as_large_as_the_loop_carries_them(config, tmp_path):
     pytest.importorskip("libtpu")

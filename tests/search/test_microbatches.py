@@ -26,6 +26,7 @@ CHIP = CHIPS["tpu-v5p"]
 DENSE = replace(TINY, heads=4, kv_heads=2)
 ROUTED = replace(DENSE, layers=4, kv_heads=4, activation="relu", moe=MoEConfig(experts=4, every=2, router="gshard"))
 SHARED = replace(ROUTED, tied=False, activation="swiglu", moe=replace(ROUTED.moe, shared=2))
+ROWS = replace(ROUTED, moe=replace(ROUTED.moe, dispatch="dropless"))
 LENGTH = 32
 
 
@@ -42,7 +43,9 @@ def picked(of, other, picks):
      (DENSE, "dots", {"x": 2, "y": 4}, 24), (replace(DENSE, norm="layer"), "selective", {"x": 2, "y": 2}, 512),
      (ROUTED, "dots-except-hidden", {"x": 2, "y": 2}, 16),
      (replace(ROUTED, moe=replace(ROUTED.moe, groups=4, capacity_factor=1.1)), "full", {"x": 4}, 16),
-     (SHARED, "full", {"x": 2, "y": 2}, 16), (replace(SHARED, layers=2), "none", {"x": 2, "y": 4}, 64)],
+     (SHARED, "full", {"x": 2, "y": 2}, 16), (replace(SHARED, layers=2), "none", {"x": 2, "y": 4}, 64),
+     (ROWS, "dots", {"x": 2, "y": 2}, 16),
+     (replace(ROWS, moe=replace(ROWS.moe, experts=20, groups=4)), "selective", {"x": 4}, 16)],
 )  # fmt: skip
 def test_no_layout_costs_or_holds_less_than_its_bound_or_in_fewer_microbatches(config, remat, mesh, batch):
     draw, workload = random.Random(f"{remat} {batch}"), Workload(replace(config, remat=remat), CHIP, batch, LENGTH)

@@ -154,6 +154,7 @@ def test_what_is_no_table_is_refused(arguments, told):
 BATCH, LENGTH = 64, 512
 DENSE = replace(WIDE, vocabulary=1024, embed=512, layers=4, heads=8, feed_forward=1024)
 ROUTED = replace(DENSE, kv_heads=8, tied=True, activation="relu", moe=MoEConfig(experts=8, every=2, router="gshard"))
+ROWS = replace(ROUTED, tied=False, activation="swiglu", moe=MoEConfig(experts=8, router="top-k", dispatch="dropless"))
 CHIP = CHIPS["tpu-v5p"]
 INSIDE = {"x": 2, "y": 2}
 
@@ -182,6 +183,7 @@ def traced(config: ModelConfig, layout: Layout, microbatches: int):
                 (DENSE, "none", 2, ("y",), 3), (ROUTED, "none", 4, (), None), (ROUTED, "full", 2, (), None),
                 (replace(ROUTED, tied=False, moe=replace(ROUTED.moe, shared=2)), "full", 2, (), None),
                 (replace(ROUTED, tied=False, moe=replace(ROUTED.moe, shared=2)), "dots", 4, (), 4),
+                (ROWS, "dots", 4, (), 4), (ROWS, "none", 2, (), None),
             ]
         ),
     ],

@@ -29,6 +29,9 @@ ROUTED = replace(
 )
 SHARED = replace(WIDE, layers=4, moe=MoEConfig(experts=8, every=2, router="gshard", shared=2))
 EVERYWHERE = replace(WIDE, kv_heads=16, moe=MoEConfig(experts=8, every=1, router="top-k", shared=1))
+ROWS = replace(ROUTED, tied=False, activation="swiglu", moe=MoEConfig(experts=8, router="top-k", dispatch="dropless"))
+UNEVEN = replace(ROWS, layers=2, activation="relu", moe=replace(ROWS.moe, experts=12, every=1, k=5))
+"""Whose experts are all layers, and whose rows are no whole number for each expert."""
 BIASED = {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "output_bias": True}
 GPT2 = replace(WIDE, kv_heads=16, activation="gelu", norm="layer", norm_bias=True, **BIASED)
 QWEN = replace(WIDE, qkv_bias=True, qk_norm=True)
@@ -64,6 +67,7 @@ CASES = [
     (WIDE, "dots-except-hidden", 4),
     (ROUTED, "full", 2), (ROUTED, "dots-except-hidden", 1), (replace(WIDE, norm="layer", norm_bias=True), "full", 1),
     (SHARED, "full", 1), (EVERYWHERE, "dots", 4),
+    (ROWS, "dots", 2), (UNEVEN, "full", 1),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
@@ -73,6 +77,8 @@ CASES = [
             (WIDE, "none", 4), (WIDE, "full", 4), (WIDE, "dots", 4), (WIDE, "selective", 4),
             *((SHARED, remat, count) for remat in REMATS for count in (1, 2, 4) if (remat, count) != ("full", 1)),
             *((EVERYWHERE, remat, 1) for remat in REMATS),
+            *((ROWS, remat, count) for remat in REMATS for count in (1, 2, 4) if (remat, count) != ("dots", 2)),
+            (UNEVEN, "none", 1), (UNEVEN, "dots", 4), (UNEVEN, "dots-except-hidden", 2), (UNEVEN, "selective", 1),
         ]
     ),
 ]  # fmt: skip
@@ -147,20 +153,20 @@ def test_biases_and_norms_of_heads_cost_what_they_add_to_the_trace(
 
 
 @pytest.mark.parametrize(
-    ("name", "microbatches", "config"),
+    ("config", "name", "microbatches"),
     [
-        ("weight-stationary-2d", 1, WIDE), ("megatron-1d", 2, WIDE), ("gshard", 1, SHARED),
+        (WIDE, "weight-stationary-2d", 1), (WIDE, "megatron-1d", 2), (SHARED, "gshard", 1), (ROWS, "gshard", 1),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
-                ("weight-gathered-x", 1, WIDE), ("weight-gathered-xy", 1, WIDE), ("weight-stationary-2d", 2, WIDE),
-                ("context-parallel", 2, WIDE), ("switch-expert-model", 2, SHARED),
-                ("megatron-1d", 1, SHARED), ("weight-stationary-2d", 2, SHARED),
+                (WIDE, "weight-gathered-x", 1), (WIDE, "weight-gathered-xy", 1), (WIDE, "weight-stationary-2d", 2),
+                (WIDE, "context-parallel", 2), (ROWS, "switch-expert-model", 2), (SHARED, "switch-expert-model", 2),
+                (SHARED, "megatron-1d", 1), (SHARED, "weight-stationary-2d", 2),
             ]
         ),
     ],
 )  # fmt: skip
-def test_a_preset_costs_what_it_is_traced_to(name, microbatches, config, only_planned):
+def test_a_preset_costs_what_it_is_traced_to(config, name, microbatches, only_planned):
     """Keys that are made split along their size; and gradients that are partial sums because there are microbatches."""
     pytest.importorskip("libtpu")
     mesh, layout = topology("tpu-v5p:2x2x2").mesh(MESH), Layout.load(name)
@@ -191,7 +197,6 @@ def test_renamed_axes_cost_the_same():
     "changes",
     [
         {"block": "parallel", "moe": MoEConfig(experts=8)},
-        {"moe": MoEConfig(experts=8, dispatch="dropless")},
         {"moe": MoEConfig(experts=8, router="noisy-top-k", k=2)},
     ],
 )

@@ -11,11 +11,14 @@ from jax import lax
 
 import gspmd
 from gspmd.audit import topology
+from gspmd.moe import MoEConfig
 from gspmd.planner.steps import Step
 from gspmd.tracing.compilers import HOST, OTHER
 from gspmd.tracing.regions import Region
 from gspmd.tracing.steps import TracedStep
 from gspmd.tracing.value_numbering import Numbering
+from tests.moe.placed import LAYOUTS, E, F, G, L, X
+from tests.moe.placed import layer as expert_layer
 
 pytestmark = pytest.mark.usefixtures("every_schedule")
 
@@ -360,6 +363,25 @@ def test_planned_is_compiled_for_a_tpu(name):
     mesh = topology("tpu-v4:2x2x2").mesh({"x": 4, "y": 2})
     planned, compiled = both(mesh, TPU[name], {"x": ("BE_x", (256, 512))})
     assert planned == compiled
+
+
+@pytest.mark.skipif(not util.find_spec("libtpu"), reason="needs libtpu, the compiler for TPUs")
+def test_what_reads_nothing_is_no_product_outside_its_loop():
+    """JAX takes the numbers of rows, to which a grouped product is masked, out of the loop over layers alone."""
+    layout, names = LAYOUTS["one axis"], ("router", "w_in", "w_out")
+    shapes = {"groups": (G, L, E), "router": (E, X), "w_in": (X, E, F), "w_out": (X, F, E)}
+    run = expert_layer(layout, MoEConfig(experts=X, router="gshard", dispatch="dropless"), "relu")
+
+    def loss(x, *weights):
+        return lax.scan(lambda c, _: (run(c, dict(zip(names, weights)), None)[0], None), x, None, length=3)[0].sum()
+
+    mesh = topology("tpu-v4:2x2x1").mesh(layout.mesh)
+    plan = plan_of(
+        mesh, jax.grad(loss, range(4)), {name: (layout.specs[name], shape) for name, shape in shapes.items()}
+    )
+    products = [each for each in plan.entries if each.step.kind == "einsum" and "experts" in each.equation]
+    assert len(products) == 6
+    assert {each.trips for each in products} == {3}
 
 
 def test_a_step_may_share_a_part_of_its_permutes():

@@ -17,7 +17,7 @@ from gspmd.moe.experts.dropout import Dropout
 from gspmd.moe.experts.stages import StageEquation
 from gspmd.planner.graph.resharding import move
 from gspmd.planner.plan import Plan
-from gspmd.planner.steps import Step
+from gspmd.planner.steps import Routine, Step, Tensor
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,15 @@ def scaled(x: jax.Array, scale: jax.Array | None, expert: jax.Array | None = Non
 
 @dataclass(frozen=True)
 class Products:
-    """One equation of the experts, with its gradient; operand 0 is of slots, the others are weights."""
+    """One equation of the experts, with its gradient; operand 0 is of slots, the others are weights.
+
+    Attributes:
+        plan: of the equation.
+        buffers: the sizes of rows as they move, if slots are rows.
+    """
 
     plan: Plan
+    buffers: tuple[tuple[str, int], ...] = ()
 
     @property
     def kept(self) -> tuple[tuple[int, Spec, bool], ...]:
@@ -151,7 +157,8 @@ class Products:
     def forward(self) -> StageEquation:
         """The equation itself."""
         inputs, outputs = self._tensors
-        return StageEquation(self.plan.routine, inputs, outputs, frozenset(range(1, len(inputs))))
+        routine = self._moving(self.plan.routine, inputs, outputs)
+        return StageEquation(routine, inputs, outputs, frozenset(range(1, len(inputs))))
 
     @cached_property
     def backward(self) -> StageEquation:
@@ -160,7 +167,30 @@ class Products:
         moves, first = self.plan.routine.moves, len(outputs)
         weights = frozenset(first + n for n, found in enumerate(moves) if found.source)
         held = (*outputs, *(inputs[found.source] for found in moves))
-        return StageEquation(self.plan.backward, held, inputs, weights, frozenset(range(1, len(inputs))))
+        routine = self._moving(self.plan.backward, held, inputs)
+        return StageEquation(routine, held, inputs, weights, frozenset(range(1, len(inputs))))
+
+    def _moving(self, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Routine:
+        """The routine with rows moved as the buffers that they are in, whose X is not that of weights."""
+        if not self.buffers:
+            return routine
+        sizes, plan = dict(self.buffers), self.plan
+        chain = lambda before, after, of: move(before, after, sizes, plan.mesh, of.itemsize, plan.chip, of.name)  # noqa: E731
+        moves, products, sums = list(routine.moves), list(routine.products), list(routine.outputs)
+        for n, found in enumerate(moves):
+            if found.steps and "C" in found.spec.dims:
+                moves[n] = replace(found, steps=chain(found.steps[0].before, found.spec, inputs[found.source]))
+        for n, output in enumerate(sums):
+            if "C" not in output.spec.dims:
+                continue
+            made = {products[p].einsum.after for p in output.products}
+            # The parts of a sum are added where they are made, if they are made alike, and else where they go.
+            there = made.pop() if len(made) == 1 else output.spec
+            for p in output.products:
+                steps = chain(products[p].einsum.after, there, outputs[n])
+                products[p] = replace(products[p], steps=steps, spec=there)
+            sums[n] = replace(output, steps=chain(there, output.spec, outputs[n]))
+        return replace(routine, moves=tuple(moves), products=tuple(products), outputs=tuple(sums))
 
     @property
     def _tensors(self):
@@ -183,8 +213,8 @@ def products(work: Work, ctx: Context) -> tuple[Products, Products]:
 
 def _planned(work: Work, ctx: Context, equation: Equation, via: Via | None) -> Products:
     sizes = dict(work.sizes)
-    if work.rows:  # as many slots for each expert as it has rows when all have the same
-        sizes["C"] = max(1, work.capacity * work.rows.shards // sizes["X"])
+    if work.rows:  # as many slots for each expert as it has rows when all have the same, rounded up as slots are
+        sizes["C"] = -(-work.capacity * work.rows.shards // sizes["X"])
     dtypes = (work.dtype, *[work.weight_dtype] * (sum(len(operand.specs) for operand in equation.operands) - 1))
     planned = lambda via: make_plan(  # noqa: E731
         equation, tuple(sizes.items()), ctx.axes, dtypes, ctx.chip, "blocking", via
@@ -193,7 +223,8 @@ def _planned(work: Work, ctx: Context, equation: Equation, via: Via | None) -> P
     if not work.rows:
         return Products(plan)
     _refuse_exchange(work, plan)
-    return Products(plan if via else planned(_pins(plan)))  # a gradient that is free may move rows
+    pinned = plan if via else planned(_pins(plan))  # a gradient that is free may move rows
+    return Products(pinned, tuple(work.slots(work.capacity).items()))
 
 
 def _pins(plan: Plan) -> Via:

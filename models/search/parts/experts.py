@@ -73,12 +73,16 @@ class Experts(Part):
         return Product(costs.environment, left, [member], Passes(costs.times, results, int(costs.trains)))
 
     def terms(self) -> Iterator[Term]:
-        """Tokens to groups and back, slots to experts and back, the router."""
+        """Tokens to groups and back, the router, slots to experts and back."""
         yield from super().terms()
         yield self._regrouped()
-        yield self._exchanged()
         yield self._routed()
         yield self.over("statistics", "moe.groups", self._statistics)
+        yield from self._through()
+
+    def _through(self) -> Iterator[Term]:
+        """From groups to experts and back, but for the products."""
+        yield self._exchanged()
         yield self.over("dispatch", "moe.groups", self._dispatch)
         yield self.over("activation", "moe.hidden", partial(activation, self.costs, self.layers, self.gates))
         yield from self.kept("moe.hidden", partial(kept_of, self.costs, self.layers, self.gates))

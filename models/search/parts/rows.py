@@ -2,12 +2,14 @@
 
 A group sends one buffer of rows to each shard of its experts, which is as long as the most rows that may come: k of a
 token's choices, or all experts of a shard where these are fewer. How many rows an expert will get is the router's to
-say. So a plan, and a price here, takes every buffer as full and its rows as evenly spread over the shard's experts.
+say. So a plan, and a price here, takes every buffer as full and its rows as evenly spread over the shard's experts;
+what moves is the buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 
@@ -16,9 +18,12 @@ import numpy as np
 from gspmd.annotate import Spec
 from gspmd.moe.dropless.rows import most_rows
 from gspmd.search.moves import environment_of
-from gspmd.search.products import Member, Operand, Product
+from gspmd.search.products import Member, Operand, Passes, Product
 
 from ..costs import Costs
+
+ONCE = Passes()
+"""Forward alone."""
 
 
 def shards_of(spec: Spec, mesh: Mapping[str, int]) -> int:
@@ -35,15 +40,9 @@ def buffered(costs: Costs, shards: int) -> dict[str, int]:
 
 
 def spread(costs: Costs, shards: int) -> dict[str, int]:
-    """The sizes of what is multiplied, [G, X, C, E]: the rows of the buffers evenly over all experts, one at least."""
+    """The sizes of what is multiplied, [G, X, C, E]: the rows of the buffers evenly over all experts, rounded up."""
     experts, sizes = costs.sizes["X"], buffered(costs, shards)
-    return {**sizes, "X": experts, "C": max(1, sizes["C"] * shards // experts)}
-
-
-def sent(costs: Costs, shards: int) -> float:
-    """The buffers, which alone are sent, as a part of what `spread` multiplies: that has a whole number of rows."""
-    buffers, rows = buffered(costs, shards), spread(costs, shards)
-    return buffers["C"] * shards / (rows["C"] * rows["X"])
+    return {**sizes, "X": experts, "C": -(-sizes["C"] * shards // experts)}
 
 
 class RowProduct(Product):
@@ -53,28 +52,43 @@ class RowProduct(Product):
         costs: of the mesh.
         left: rows [G, X, C, ·], or the hidden layer.
         members: weights and results.
+        passes: how often each part runs; of moves, those of weights.
+        arrivals: how often rows are moved forward.
     """
 
-    def __init__(self, costs: Costs, left: Operand, members: Sequence[Member]):
+    def __init__(
+        self, costs: Costs, left: Operand, members: Sequence[Member], passes: Passes = ONCE, arrivals: int = 1
+    ):
         self.costs = costs
         counts = sorted({shards_of(spec, costs.mesh) for spec in left.options})
-        environments = [environment_of(spread(costs, count), costs.mesh, costs.chip) for count in counts]
-        super().__init__(environments[0], left, members)
+        multiplied, sent = (
+            [environment_of(sizes(costs, count), costs.mesh, costs.chip) for count in counts]
+            for sizes in (spread, buffered)
+        )
+        super().__init__(multiplied[0], left, members, passes)
+        of_rows = replace(passes, moves=arrivals)
         # C is whole: all have the same vias in the same order, and as many rows as the shards of the via make
-        self._kinds = {count: Product(each, left, members) for count, each in zip(counts, environments)}
+        self._kinds = {
+            count: Product(environment, left, members, of_rows, travels)
+            for count, environment, travels in zip(counts, multiplied, sent)
+        }
+
+    def forward(self) -> RowProduct:
+        """The same product, run once and forward alone."""
+        return RowProduct(self.costs, self.left, [joint.member for joint in self.members])
 
     @cached_property
-    def _met(self) -> list[Spec]:
-        """Where the left operand is multiplied, for each via."""
+    def met(self) -> list[Spec]:
+        """Where rows are multiplied, for each via."""
         return [self.via(number)[0].specs[0] for number in range(len(self.vias))]
 
     @cached_property
     def _shards(self) -> np.ndarray:
-        return np.array([shards_of(spec, self.costs.mesh) for spec in self._met])
+        return np.array([shards_of(spec, self.costs.mesh) for spec in self.met])
 
-    def _by_shards(self, table: Callable[[Product, float], np.ndarray]) -> np.ndarray:
-        """[option, via] a table, with the rows that the shards of each via make, and the share of them that is sent."""
-        found = {count: table(product, sent(self.costs, count)) for count, product in self._kinds.items()}
+    def _by_shards(self, table: Callable[[Product], np.ndarray]) -> np.ndarray:
+        """[option, via] a table, with the rows that the shards of each via make."""
+        found = {count: table(product) for count, product in self._kinds.items()}
         merged = np.full_like(next(iter(found.values())), np.inf)
         for count, each in found.items():
             merged[:, self._shards == count] = each[:, self._shards == count]
@@ -82,7 +96,7 @@ class RowProduct(Product):
 
     def _staying(self, options: Sequence[Spec], seconds: np.ndarray) -> np.ndarray:
         """Seconds where G and X lie at the via as in an option, and infinity elsewhere."""
-        here, there = ([(spec.axes_of("G"), spec.axes_of("X")) for spec in specs] for specs in (options, self._met))
+        here, there = ([(spec.axes_of("G"), spec.axes_of("X")) for spec in specs] for specs in (options, self.met))
         number = {place: n for n, place in enumerate(dict.fromkeys((*here, *there)))}
         rows, columns = (np.array([number[place] for place in places]) for places in (here, there))
         return np.where(rows[:, None] == columns[None, :], seconds, np.inf)
@@ -90,15 +104,9 @@ class RowProduct(Product):
     @cached_property
     def seconds_of_left(self) -> np.ndarray:
         """[left, via] seconds to the via, of rows that arrived there."""
-        seconds = self._by_shards(lambda product, share: share * product.seconds_of_left)
-        return self._staying(self.left.options, seconds)
+        return self._staying(self.left.options, self._by_shards(lambda product: product.seconds_of_left))
 
     def seconds_of_result(self, member: int) -> np.ndarray:
-        """[result, via] seconds of one member: the local products, and the result from the via."""
-
-        def table(product: Product, share: float) -> np.ndarray:
-            local = product.members[member].forward[product.vias[:, member]]
-            return share * product.result_moves(member) + local
-
-        of = self.members[member].member
-        return self._staying(of.result.options, of.copies * self._by_shards(table))
+        """[result, via] seconds of one member: the local products, the result from the via, its cotangent to it."""
+        options = self.members[member].member.result.options
+        return self._staying(options, self._by_shards(lambda product: product.seconds_of_result(member)))
