@@ -32,6 +32,8 @@ EVERYWHERE = replace(WIDE, kv_heads=16, moe=MoEConfig(experts=8, every=1, router
 ROWS = replace(ROUTED, tied=False, activation="swiglu", moe=MoEConfig(experts=8, router="top-k", dispatch="dropless"))
 UNEVEN = replace(ROWS, layers=2, activation="relu", moe=replace(ROWS.moe, experts=12, every=1, k=5))
 """Whose experts are all layers, and whose rows are no whole number for each expert."""
+DEEPSEEK = replace(ROWS, moe=replace(ROWS.moe, shared=2))
+WRITTEN = replace(SHARED, scan_layers=False)
 BIASED = {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "output_bias": True}
 GPT2 = replace(WIDE, kv_heads=16, activation="gelu", norm="layer", norm_bias=True, **BIASED)
 QWEN = replace(WIDE, qkv_bias=True, qk_norm=True)
@@ -67,7 +69,7 @@ CASES = [
     (WIDE, "dots-except-hidden", 4),
     (ROUTED, "full", 2), (ROUTED, "dots-except-hidden", 1), (replace(WIDE, norm="layer", norm_bias=True), "full", 1),
     (SHARED, "full", 1), (EVERYWHERE, "dots", 4),
-    (ROWS, "dots", 2), (UNEVEN, "full", 1),
+    (ROWS, "dots", 2), (UNEVEN, "full", 1), (DEEPSEEK, "selective", 1),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
@@ -77,6 +79,8 @@ CASES = [
             (WIDE, "none", 4), (WIDE, "full", 4), (WIDE, "dots", 4), (WIDE, "selective", 4),
             *((SHARED, remat, count) for remat in REMATS for count in (1, 2, 4) if (remat, count) != ("full", 1)),
             *((EVERYWHERE, remat, 1) for remat in REMATS),
+            (DEEPSEEK, "full", 2), (DEEPSEEK, "dots", 1), (DEEPSEEK, "none", 4),
+            *((WRITTEN, remat, 1) for remat in REMATS),
             *((ROWS, remat, count) for remat in REMATS for count in (1, 2, 4) if (remat, count) != ("dots", 2)),
             (UNEVEN, "none", 1), (UNEVEN, "dots", 4), (UNEVEN, "dots-except-hidden", 2), (UNEVEN, "selective", 1),
         ]
