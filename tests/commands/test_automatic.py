@@ -234,8 +234,15 @@ def test_a_run_keeps_its_layout_and_resumes_with_it(train, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_one_device_also_from_the_file(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(searched, "SHARE", SMALL)
+@pytest.mark.parametrize(
+    ("table", "share"),
+    [("", SMALL), ("[model.moe]\nexperts = 4\nevery = 1\nrouter = 'top-k'\ndispatch = 'dropless'\n", 1.0)],
+    ids=["dense", "dropless"],
+)
+def test_losses_are_those_of_one_device_also_from_the_file(train, tmp_path, monkeypatch, table, share):
+    config = tmp_path / "dense.toml"
+    config.write_text(config.read_text().replace("[training]", f"{table}[training]"))
+    monkeypatch.setattr(searched, "SHARE", share)
     assert train("--layout", "replicated", "--devices", "1", "--out", "one")[0] == 0
     assert train("--layout", "auto", "--mesh", "x=2,y=2", "--out", "auto")[0] == 0
     assert train("--layout", "auto/layout.toml", "--mesh", "x=2,y=2", "--out", "again")[0] == 0
