@@ -109,10 +109,6 @@ class ModelConfig:
     """What the backward pass recomputes: none; full, each block from its input; dots, all but products with weights;
     dots-except-hidden, the feed-forward layer's hidden ones too; selective, attention alone (`gspmd_models.remat`).
     True reads as full, False as none."""
-    scan_layers: bool = True
-    """Whether blocks are compiled once, as a loop over their stacked weights. False writes all of them out: compiling
-    takes longer by their number, but what they keep for the backward pass is not copied into stacks and out again; in
-    several microbatches, and in stages, it is refused."""
     int8: bool = False
     """Whether matrices are int8, with a float32 scale for every channel of their products (`quantize`): to serve."""
     moe: MoEConfig | None = None

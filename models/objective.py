@@ -125,23 +125,6 @@ def check_rounds(rounds: int, *layouts: Any) -> None:
         raise PlanError(f"rounds is {rounds}, and no layout here has stages to go round; set rounds to 1.")
 
 
-def check_scan_layers(config: ModelConfig, microbatches: int, *layouts: Any) -> None:
-    """Refuse blocks that are written out where another loop is around them: over microbatches, or in stages.
-
-    Compilers would take what each sends out of that loop, and a device would hold all weights whole at once.
-
-    Raises:
-        PlanError: so.
-    """
-    if not config.scan_layers and (microbatches > 1 or any(map(stages_axes, layouts))):
-        where = "in the stages of a pipeline" if any(map(stages_axes, layouts)) else f"in {microbatches} microbatches"
-        raise PlanError(
-            f"cannot write blocks out (scan_layers = false) {where}: what moves their weights would leave the loop "
-            "over microbatches, and all of them would be whole at once.\n"
-            "  Set scan_layers to true, or use one microbatch and a layout without stages."
-        )
-
-
 def for_stages(config: ModelConfig, layout: Any) -> Any:
     """Return a layout with parameters as the loss of a pipeline takes them in training: `EF_yz reduced-x`.
 

@@ -28,7 +28,7 @@ from gspmd.training.toml import ConfigError
 
 from .config import ModelConfig
 from .finetuning.freezing import trained_paths
-from .objective import batch_spec, check_rounds, check_scan_layers, for_stages, loss
+from .objective import batch_spec, check_rounds, for_stages, loss
 from .parameters import gradient_specs, nested, optimizer_specs, parameter_specs, parameters, stages_axes
 from .shapes import stored_dtype
 from .transformer import Transformer, arrays, with_arrays
@@ -73,11 +73,9 @@ def training_step(
         random key. Call or lower it under `jax.set_mesh`.
 
     Raises:
-        PlanError: more than one round, and no stages; blocks that are written out, in several microbatches or stages;
-            or [gradients] has a partial sum that stages cannot leave.
+        PlanError: more than one round, and no stages; or [gradients] has a partial sum that stages cannot leave.
     """
     check_rounds(rounds, model.layout)
-    check_scan_layers(model.config, microbatches, model.layout)
     config, trained = model.config, trained_paths(model.config, model.layout, frozen)
     # The stages of a pipeline take the microbatches, and the loss is that of the whole batch.
     in_stages = bool(stages_axes(model.layout))

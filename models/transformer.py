@@ -133,8 +133,7 @@ def run_blocks(
             each.append(figures)
         return x, jax.tree.map(lambda *rows: jnp.stack(rows), *each)
     # With one repeat a backward pass would hold everything it recomputes at once, and save no memory.
-    body = recomputed(step, config.remat if repeats > 1 else "none")
-    return jax.lax.scan(body, x, (weights, keys), unroll=not config.scan_layers)
+    return jax.lax.scan(recomputed(step, config.remat if repeats > 1 else "none"), x, (weights, keys))
 
 
 class Embedding(nnx.Module):

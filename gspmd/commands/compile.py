@@ -31,7 +31,7 @@ from gspmd.training.toml import positive
 from gspmd_models import ModelConfig, step
 from gspmd_models.decoding import serving_program
 from gspmd_models.finetuning.config import LoraConfig
-from gspmd_models.objective import check_rounds, check_scan_layers, schedule_of
+from gspmd_models.objective import check_rounds, schedule_of
 from gspmd_models.remat.prediction import show_remat
 
 DEFAULT = configs.find("palm-8b")
@@ -182,7 +182,6 @@ def smallest(settings: Settings, asked: Topology) -> Report:
     layout = phase_layout(settings)  # what is wrong with the layout itself is wrong on every slice
     if settings.phase == "train":
         check_rounds(settings.sharding.rounds, layout)
-        check_scan_layers(settings.model, settings.microbatches, layout)
     for target in slices(asked.chip):
         try:
             mesh_of(settings, target)
@@ -226,7 +225,6 @@ def mesh_of(settings: Settings, target: Topology) -> jax.sharding.Mesh:
         layout_of(settings).phase("decode").check(config.sizes(settings.batch, 1) | served, shape)
     if settings.phase == "train":
         check_rounds(sharding.rounds, layout)
-        check_scan_layers(config, settings.microbatches, layout)
         how = sharding.schedule, settings.microbatches, sharding.rounds
         schedule_of(config, layout.resolved(sizes, shape), shape, *how)
     return target.mesh(shape, sharding.axis_types)

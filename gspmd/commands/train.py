@@ -52,7 +52,7 @@ from gspmd.training.step import Step, jit_step
 from gspmd_models import ModelConfig, checkpoints, step
 from gspmd_models.finetuning.config import LoraConfig
 from gspmd_models.finetuning.merging import merge, with_adapters
-from gspmd_models.objective import check_rounds, check_scan_layers
+from gspmd_models.objective import check_rounds
 from gspmd_models.remat.prediction import show_remat
 
 CALLED = "gspmd train"
@@ -131,9 +131,7 @@ def train(settings: Settings, called: str = CALLED) -> None:
         arrangements = arrange(training, sharding, sizes, found.layout if found else None)
         check_compiler_options(sharding.compiled_with)
         progress.begin("Reading the settings")
-        layouts = [arrangement.layout for arrangement in arrangements]
-        check_rounds(sharding.rounds, *layouts)
-        check_scan_layers(settings.model, training.microbatches, *layouts)
+        check_rounds(sharding.rounds, *(arrangement.layout for arrangement in arrangements))
         states = [abstract_state(settings, arrangement) for arrangement in arrangements]
         check_same_form([*zip(map(str, arrangements), states)])
     show_run(console, settings, arrangements, kept)

@@ -58,10 +58,9 @@ RUN/layout.toml`, with the mesh that stands at the top of the file, begins anoth
 it after the search, and the prediction is without them. To generate, weights and cache lie as is best to decode, and a
 section `[prefill]` has what is otherwise while prompts are read.
 
-The search takes every parameter as trained, with moments and parameters in float32, and a served model's weights and
-cache in its compute dtype: `frozen`, bfloat16 parameters, int8 moments and int8 weights take less than it counts.
-Adapters, noisy routers and parallel blocks with experts in training, in serving experts in parallel blocks, and the
-stages of a pipeline are not searched; they are one error, and take a layout that is given.
+Training refuses `auto` with adapters, frozen weights, bfloat16 parameters, int8 moments, noisy routers, and experts in
+parallel blocks; serving refuses experts in parallel blocks, and counts int8 weights as what is computed in. Each refusal is
+one error, and a layout that is given does what `auto` does not, as for the stages of a pipeline.
 
 ## Keys
 

@@ -213,7 +213,7 @@ def _inactive_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
 
 
 #: Fields that change nothing that a checkpoint holds. √E is folded into the tables.
-FREE = ("vocabulary_multiple", "remat", "scan_layers", "lora", "scale_embedding", "int8")
+FREE = ("vocabulary_multiple", "remat", "lora", "scale_embedding", "int8")
 
 
 def _reasons(family: Family, config: ModelConfig) -> list[str]:

@@ -114,7 +114,7 @@ def _read(
             x, _ = block(x, key=None, train=False, mask=mask, past=past)
         return x, [past.new for past in pasts]
 
-    x, new = jax.lax.scan(layer, x, (weights, cache.layers), unroll=not model.config.scan_layers)
+    x, new = jax.lax.scan(layer, x, (weights, cache.layers))
     key, added = layout.spec("attention.key"), length if counts is None else counts
     with jax.named_scope("cache"):
         written = [

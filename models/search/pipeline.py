@@ -55,8 +55,7 @@ class StageProblem(TrainingProblem):
 
     Raises:
         PlanError: as of `TrainingProblem`; or the stages do not divide the stacked layers; or experts' groups are not
-            those of single sequences, or pipelines of experts run side by side; or blocks are parallel, or
-            written out.
+            those of single sequences, or pipelines of experts run side by side; or blocks are parallel.
     """
 
     def __init__(self, workload: Workload, stages: int, mesh: Mapping[str, int], side: tuple[str, ...] = ()):
@@ -66,8 +65,6 @@ class StageProblem(TrainingProblem):
             raise PlanError(f"cannot split {periods} stacked layers into {stages} stages.\n  Choose a divisor.")
         if config.block == "parallel":
             raise Unsearched("stages of this model", ["its blocks are parallel"])
-        if not config.scan_layers:
-            raise Unsearched("stages of this model", ["its blocks are written out (scan_layers = false)"])
         if config.moe and (side or config.moe.groups):
             what = "pipelines side by side" if side else f"{config.moe.groups} groups of tokens"
             raise Unsearched("stages of this model", [f"it has experts and {what}"])

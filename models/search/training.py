@@ -37,14 +37,14 @@ class TrainingProblem(PhaseProblem):
 
     Raises:
         PlanError: the model has what is not searched: parallel blocks with experts, noisy routers, adapters; or the
-            microbatches do not divide the batch, or are a loop around blocks that are written out.
+            microbatches do not divide the batch.
     """
 
     phase = "train"
 
     def __init__(self, workload: Workload, mesh: Mapping[str, int]):
         config, batch, count = workload.config, workload.batch, workload.microbatches
-        _check(config, count)
+        _check(config)
         if batch % count:
             raise PlanError(f"cannot cut a batch of {batch} into {count} microbatches.\n  Choose a divisor.")
         sizes = config.sizes(batch // count, workload.length)
@@ -63,21 +63,17 @@ class TrainingProblem(PhaseProblem):
         if routed < config.layers:
             parts.append(FeedForward(costs, residual, config.layers - routed))
         if routed:
-            kind = Dropless if config.moe and config.moe.dispatch == "dropless" else Experts
+            kind = Dropless if config.moe.dispatch == "dropless" else Experts
             parts.append(experts := kind(costs, residual, routed))
             if config.moe.shared:
                 parts.append(SharedExperts(costs, residual, experts))
         return [*parts, Ends(costs, residual)]
 
 
-def _check(config: ModelConfig, microbatches: int) -> None:
+def _check(config: ModelConfig) -> None:
     faults = [
         (bool(config.block == "parallel" and config.moe), "its blocks are parallel, and have experts"),
         (bool(config.moe and config.moe.noisy), "its router adds noise by a second matrix"),
-        (
-            not config.scan_layers and microbatches > 1,
-            "its blocks are written out (scan_layers = false), for one microbatch and no stages",
-        ),
         (bool(config.lora), "it has adapters, beside weights that are not trained"),
     ]
     found = [what for wrong, what in faults if wrong]

@@ -274,11 +274,8 @@ def test_an_interrupt_before_anything_is_found_speaks_of_the_search(script, monk
         ("[model.moe]\nexperts = 8\nrouter = 'expert-choice'", ["--phase", "decode"],
          "cannot search layouts to serve this model: the experts of router expert-choice choose among tokens that are "
          "not there yet. gspmd generate takes"),
-        ("scan_layers = false", ["--microbatches", "2"],
-         "cannot search layouts to train this model: its blocks are written out (scan_layers = false), for one "
-         "microbatch and no stages. gspmd train takes"),
-        ("scan_layers = false", ["--stages"],
-         "cannot search stages of this model: its blocks are written out (scan_layers = false). Leave --stages out: "),
+        ("[model.moe]\nexperts = 8\ngroups = 4", ["--stages"],
+         "cannot search stages of this model: it has experts and 4 groups of tokens. Leave --stages out: without stages"),
         ("block = 'parallel'", ["--stages"],
          "cannot search stages of this model: its blocks are parallel. Leave --stages out: without stages it is"),
     ],

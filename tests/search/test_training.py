@@ -33,7 +33,6 @@ ROWS = replace(ROUTED, tied=False, activation="swiglu", moe=MoEConfig(experts=8,
 UNEVEN = replace(ROWS, layers=2, activation="relu", moe=replace(ROWS.moe, experts=12, every=1, k=5))
 """Whose experts are all layers, and whose rows are no whole number for each expert."""
 DEEPSEEK = replace(ROWS, moe=replace(ROWS.moe, shared=2))
-WRITTEN = replace(SHARED, scan_layers=False)
 BIASED = {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "output_bias": True}
 GPT2 = replace(WIDE, kv_heads=16, activation="gelu", norm="layer", norm_bias=True, **BIASED)
 QWEN = replace(WIDE, qkv_bias=True, qk_norm=True)
@@ -80,7 +79,6 @@ CASES = [
             *((SHARED, remat, count) for remat in REMATS for count in (1, 2, 4) if (remat, count) != ("full", 1)),
             *((EVERYWHERE, remat, 1) for remat in REMATS),
             (DEEPSEEK, "full", 2), (DEEPSEEK, "dots", 1), (DEEPSEEK, "none", 4),
-            *((WRITTEN, remat, 1) for remat in REMATS),
             *((ROWS, remat, count) for remat in REMATS for count in (1, 2, 4) if (remat, count) != ("dots", 2)),
             (UNEVEN, "none", 1), (UNEVEN, "dots", 4), (UNEVEN, "dots-except-hidden", 2), (UNEVEN, "selective", 1),
         ]

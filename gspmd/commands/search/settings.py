@@ -77,8 +77,7 @@ class Settings:
     @property
     def searches_microbatches(self) -> bool:
         """Whether their number is searched, and there is more than one."""
-        one = self.microbatches is not None or not self.model.scan_layers
-        return self.phase == "train" and not one and bool(several(self.batch))
+        return self.phase == "train" and self.microbatches is None and bool(several(self.batch))
 
 
 def parse(argv: Sequence[str], script: str, documentation: str) -> Settings:

@@ -83,7 +83,7 @@ class Part:
 
     def kept(self, choice: str, elements: Callable[[Any], int]) -> Iterator[Term]:
         """Seconds in which what blocks keep of a tensor is written and read again, from its elements by option."""
-        if self.costs.trains and self.costs.config.scan_layers:
+        if self.costs.trains:
             yield self.over("kept", choice, lambda option: (self.costs.stacked(elements(option)), 0.0))
 
     def via_lines(self, picks: Mapping[str, int]) -> Iterator[Line]:

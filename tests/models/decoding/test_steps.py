@@ -290,7 +290,7 @@ def test_every_position_is_that_of_a_full_pass(case, config, make_mesh):
 @pytest.mark.parametrize("preset", presets())
 def test_every_preset_reads_and_decodes(preset, config, make_mesh):
     number = presets().index(preset)
-    settings = {"moe": MoEConfig(router=("switch", "gshard", "top-k")[number % 3]), "scan_layers": number % 2 == 0}
+    settings = {"moe": MoEConfig(router=("switch", "gshard", "top-k")[number % 3])}
     if preset == "pipeline":
         settings["layers"] = 4  # two stages of a dense layer and one of experts
     case = Case(settings, preset, lowering=LOWERINGS[number % 3], axis_type=[*AXIS_TYPES][number % 2])
