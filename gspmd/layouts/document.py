@@ -59,8 +59,8 @@ it after the search, and the prediction is without them. To generate, weights an
 section `[prefill]` has what is otherwise while prompts are read.
 
 Training refuses `auto` with adapters, frozen weights, bfloat16 parameters, int8 moments, noisy routers, and experts in
-parallel blocks; serving refuses experts in parallel blocks, and counts int8 weights as what is computed in. Each refusal is
-one error, and a layout that is given does what `auto` does not, as for the stages of a pipeline.
+parallel blocks; serving refuses experts in parallel blocks, and counts int8 weights as what is computed in. Each
+refusal is one error, and a layout that is given does what `auto` does not, as for the stages of a pipeline.
 
 ## Keys
 

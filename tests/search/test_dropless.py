@@ -23,6 +23,7 @@ from gspmd_models.search.workload import Workload
 from tests.references.models import WIDE
 from tests.search.layouts import drawn
 from tests.search.test_answers import BATCH, CHIP, GATED, LENGTH, candidate, loaded, losses, some_answers, written
+from tests.search.test_serving import ROUTED, problem_of
 
 SMALL = replace(GATED, moe=MoEConfig(experts=4, every=2, router="top-k", dispatch="dropless"))
 MESH = (("x", 2), ("y", 2))
@@ -31,8 +32,9 @@ FREE = ("moe.groups", "moe.expert_input", "moe.hidden", "moe.in_via", "moe.out_v
 """Choices of rows, which are tried in every combination."""
 
 
-def test_rows_do_not_leave_their_device_between_their_arrival_and_their_answers():
-    found = candidate(SMALL, MESH).phase
+@pytest.mark.parametrize("phase", ["train", "decode"])
+def test_rows_do_not_leave_their_device_between_their_arrival_and_their_answers(phase):
+    found = candidate(SMALL, MESH).phase if phase == "train" else problem_of(ROUTED, phase)
     problem, rng = found.problem(), random.Random(0)
     for _ in range(20):
         chosen = {line.key: line.text for line in found.lines(drawn(problem, rng)) if not line.section}

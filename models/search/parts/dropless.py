@@ -12,7 +12,7 @@ from gspmd.search import Term
 from gspmd.search.moves import Moves, environment_of
 from gspmd.search.products import Member, Operand, Passes, Product
 
-from .experts import Experts
+from .experts import Experts, dispatched
 from .rows import RowProduct, buffered, shards_of, spread
 
 UNDER_WAY = 4
@@ -134,8 +134,3 @@ class Dropless(Experts):
         tables = (("moe.in_via",), np.array(arrived)), (("moe.hidden", "moe.out_via"), np.where(stays, 0, moved))
         for of, elements in tables:
             yield Term(f"kept: rows at {of[-1]}", of, costs.stacked(1) * elements, bytes=costs.width * elements)
-
-
-def dispatched(groups: Spec) -> Spec:
-    """Where the slots or rows of these groups lie before they travel."""
-    return Spec(tuple("GXCE"), (groups.axes_of("G"), (), (), ()))

@@ -106,10 +106,9 @@ class Experts(Part):
     def _exchanged(self) -> Term:
         """[groups, experts' slots] seconds of the all-to-alls."""
         costs = self.costs
-        dispatched = [Spec(tuple("GXCE"), (spec.axes_of("G"), (), (), ())) for spec in self.choices["moe.groups"]]
-        held = self.choices["moe.expert_input"]
-        there = costs.between("GXCE", costs.dtype, dispatched, held)
-        back = costs.between("GXCE", costs.dtype, held, dispatched).T
+        leave, arrive = [*map(dispatched, self.choices["moe.groups"])], self.choices["moe.expert_input"]
+        there = costs.between("GXCE", costs.dtype, leave, arrive)
+        back = costs.between("GXCE", costs.dtype, arrive, leave).T
         sent = 1 if costs.remat in ("selective", "none") else 2
         answered = 2 if costs.remat == "full" else 1
         total = (sent + costs.trains) * there + (answered + costs.trains) * back
@@ -148,7 +147,7 @@ class Experts(Part):
     def _dispatch(self, groups: Spec) -> tuple[float, float]:
         """Passes over the slots of a device's groups: filled, emptied, and the same backward."""
         costs = self.costs
-        slots = costs.local(Spec(tuple("GXCE"), (groups.axes_of("G"), (), (), ())))
+        slots = costs.local(dispatched(groups))
         held = 4 * slots * costs.width
         return self.layers * costs.in_memory(4 * (costs.times + costs.trains), slots, costs.width), held
 
@@ -157,7 +156,7 @@ class Experts(Part):
         groups = chosen["moe.groups"]
         yield from self.router.lines(self.costs, chosen["moe.router"])
         yield Line("moe.groups", str(groups), "moe.groups")
-        yield Line("moe.dispatched", str(Spec(tuple("GXCE"), (groups.axes_of("G"), (), (), ()))), "moe.groups")
+        yield Line("moe.dispatched", str(dispatched(groups)), "moe.groups")
         for name in ("moe.expert_input", "moe.hidden"):
             yield Line(name, str(chosen[name]), name)
         for weight in self.weights:
@@ -167,3 +166,8 @@ class Experts(Part):
 def as_sequences(groups: Spec) -> Spec:
     """Where sequences lie that are routed as these groups."""
     return groups.rename({"G": "B"})
+
+
+def dispatched(groups: Spec) -> Spec:
+    """Where the slots or rows of these groups lie before they travel."""
+    return Spec(tuple("GXCE"), (groups.axes_of("G"), (), (), ()))
