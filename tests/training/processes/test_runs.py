@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 SIZES = "[model]\nembed = 16\nlayers = 1\nheads = 8\nkv_heads = 8\nhead_size = 4\nfeed_forward = 32\n"
 FLAGS = ["--config", "small.toml", "--platform", "cpu", "--devices", "8", "--data", "a.txt", "--length", "16"]
-FLAGS += ["--batch", "8", "--steps", "120", "--save-every", "20", "--validation-every", "0", "--sample-bytes", "0"]
+FLAGS += ["--batch", "8", "--steps", "240", "--save-every", "20", "--validation-every", "0", "--sample-bytes", "0"]
 FLAGS += ["--final-validation-batches", "1"]
 # After a process is gone; the rest must be over long before.
 LIMIT = 60
@@ -80,7 +80,7 @@ def undisturbed(folder):
     assert (said[0][1], said[1]) == ("", ("", ""))
     assert (folder / "two" / "loss.png").exists()
     found = losses(folder / "two")
-    assert len(found) == 120
+    assert len(found) == 240
     np.testing.assert_allclose(found, losses(folder / "one"), rtol=1e-4)
     return found
 
