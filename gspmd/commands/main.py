@@ -3,11 +3,14 @@
 This is imported before anything can be done about an interrupt, so it imports nothing that takes time.
 """
 
+import _thread
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from importlib import import_module
 from threading import current_thread, main_thread
 from types import FrameType
@@ -55,6 +58,7 @@ def script(name: str, file: str) -> int:
 
 def _process(name: str, flags: Sequence[str], file: str = "") -> int:
     """Run a command, with which the process ends."""
+    sys.unraisablehook = partial(_interrupt_again, sys.unraisablehook)
     try:
         code = _run(name, flags, file, ends=True)
     finally:
@@ -121,6 +125,23 @@ def _end(number: int, frame: FrameType | None) -> None:
     cursor = b"\x1b[?25h" if sys.stderr.isatty() else b""  # which a line that changes has hidden
     os.write(2, cursor + b"\nInterrupted.\n")
     os._exit(130)
+
+
+def _interrupt_again(show: Callable[[Any], None], raised: Any) -> None:
+    """Interrupt once more, and soon, where the exception of an interrupt came up in code that Python lets none leave.
+
+    That is a callback of the garbage collector or a finalizer. JAX has such a callback; a signal that arrives during a
+    collection, which takes longer the more there is, comes up in it.
+    """
+    if not issubclass(raised.exc_type, KeyboardInterrupt):
+        return show(raised)
+    number = getattr(raised.exc_type, "number", signal.SIGINT)
+    _thread.start_new_thread(_interrupt_soon, (number,))  # a Thread takes locks, which may be held here
+
+
+def _interrupt_soon(number: int) -> None:
+    time.sleep(0.02)  # until the callback has returned
+    os.kill(os.getpid(), number)  # rather than _thread.interrupt_main, which ends no wait
 
 
 def _without_command(name: str) -> int:

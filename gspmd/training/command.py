@@ -26,7 +26,7 @@ from gspmd.training.flags import parse_relayout
 from gspmd.training.run.folder import newest_run
 from gspmd.training.run.guard import Diverged
 from gspmd.training.run.loop import Unwritable
-from gspmd.training.run.signals import Interrupted, Terminated, terminable
+from gspmd.training.run.signals import Interrupted, terminable
 from gspmd.training.toml import ConfigError, beside, from_mapping, load_toml, to_mapping
 
 T = TypeVar("T")
@@ -166,8 +166,7 @@ def interrupts(out: Path, called: str = "") -> Iterator[None]:
         with terminable(), processes.watching(lambda: _saved(out, called)):
             yield
     except KeyboardInterrupt as stopped:
-        number = signal.SIGTERM if isinstance(stopped, Terminated) else signal.SIGINT
-        raise Interrupted(newest(out), out, number) from None
+        raise Interrupted(newest(out), out, getattr(stopped, "number", signal.SIGINT)) from None
     except OSError as error:
         named = error.filename if isinstance(error.filename, str) else None
         elsewhere = named is not None and not Path(named).resolve().is_relative_to(out.resolve())

@@ -143,3 +143,44 @@ def test_a_script_is_thin_and_says_what_to_install(path, tmp_path):
     assert done.stderr == (
         "No module named 'gspmd'. Install gspmd first: pip install -e . in the folder of the checkout.\n"
     )
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "gc.callbacks[:] = [lambda stage, info: stage == 'stop' and interrupt()]; gc.collect(); gc.callbacks.clear()",
+        "type('Held', (), {'__del__': interrupt})()",
+        "kept = weakref.ref(type('Held', (), {})(), interrupt)",
+    ],
+    ids=["a callback of the garbage collector", "a finalizer", "the callback of a weak reference"],
+)
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_an_interrupt_is_not_lost_in(inside, number, code):
+    """Python lets no exception leave these, and prints it."""
+    program = f"""
+import gc, signal, sys, time, types, weakref
+from gspmd.commands import main
+
+def interrupt(*_):
+    signal.raise_signal(signal.{number})
+
+class Terminated(KeyboardInterrupt):
+    number = signal.SIGTERM
+
+def terminate(*_):
+    raise Terminated
+
+def run(flags, file):
+    signal.signal(signal.SIGTERM, terminate)
+    {inside}
+    try:
+        time.sleep(30)
+    except Terminated:
+        return 143
+
+main.import_module = lambda name: types.SimpleNamespace(run=run)
+sys.argv = ["gspmd", "train"]
+sys.exit(main.main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (code, "\nInterrupted.\n" if number == "SIGINT" else "")

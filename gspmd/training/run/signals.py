@@ -27,7 +27,13 @@ class Interrupted(Exception):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, where it is not deferred."""
+    """SIGTERM, where it is not deferred.
+
+    Attributes:
+        number: the signal.
+    """
+
+    number = signal.SIGTERM
 
 
 class Stop:
