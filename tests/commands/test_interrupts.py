@@ -89,25 +89,68 @@ sys.exit(main())
     assert (done.returncode, done.stdout, done.stderr) == (130, "printed []\n", SAID)
 
 
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "gc.callbacks[:] = [lambda stage, info: stage == 'stop' and interrupt()]; gc.collect(); gc.callbacks.clear()",
+        "type('Held', (), {'__del__': interrupt})()",
+        "kept = weakref.ref(type('Held', (), {})(), interrupt)",
+    ],
+    ids=["a callback of the garbage collector", "a finalizer", "the callback of a weak reference"],
+)
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_an_interrupt_is_not_lost_in(inside, number, code):
+    """Python lets no exception leave these, and prints it."""
+    program = f"""
+import gc, signal, sys, time, types, weakref
+from gspmd.commands import main
+
+def interrupt(*_):
+    signal.raise_signal(signal.{number})
+
+class Terminated(KeyboardInterrupt):
+    number = signal.SIGTERM
+
+def terminate(*_):
+    raise Terminated
+
+def run(flags, file):
+    signal.signal(signal.SIGTERM, terminate)
+    {inside}
+    try:
+        time.sleep(30)
+    except Terminated:
+        return 143
+
+main.import_module = lambda name: types.SimpleNamespace(run=run)
+sys.argv = ["gspmd", "train"]
+sys.exit(main.main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert (done.returncode, done.stderr) == (code, SAID if number == "SIGINT" else "")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags",
+    ("run", "flags"),
     [
-        ["-m", "gspmd", "explain", *EXPLAIN],
-        ["scripts/generate.py", "--checkpoint", "nowhere", "--prompt", "x"],
+        (PACKAGE, ["explain", *EXPLAIN]),
+        (SCRIPT.format("scripts/generate.py"), ["--checkpoint", "nowhere", "--prompt", "x"]),
     ],
     ids=["explain", "generate"],
 )
-def test_at_any_moment(flags):
-    """The interpreter itself takes the first tenth of a second; a command that has ended keeps its own exit code."""
+def test_at_any_moment(run, flags):
+    """A command that has ended keeps its own exit code."""
+    # Until the interpreter has started, and has imported this, nothing can be done.
+    program = "import runpy, sys; import gspmd.commands.main; print('begun', flush=True); "
+    given = [sys.executable, "-c", program + f"sys.argv[1:] = {flags!r}; runpy.{run}"]
     began = time.perf_counter()
-    whole = subprocess.run([sys.executable, *flags], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    whole = subprocess.run(given, capture_output=True, text=True, cwd=ROOT, timeout=300)
     seconds = time.perf_counter() - began
-    for share in (0.15, 0.4, 0.7, 0.9):
-        with subprocess.Popen(
-            [sys.executable, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-        ) as process:
-            time.sleep(max(0.15, share * seconds))
+    for share in (0.1, 0.4, 0.7, 0.9):
+        with subprocess.Popen(given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+            assert process.stdout.readline() == "begun\n"
+            time.sleep(max(0.1, share * seconds))
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=300)
         assert process.returncode in (130, whole.returncode), err

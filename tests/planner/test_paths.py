@@ -1,6 +1,7 @@
 """Where the planner's numbers and memory end: large tensors, many mesh axes, many dimensions, much that is kept."""
 
 import gc
+import sys
 
 import numpy as np
 import pytest
@@ -66,6 +67,43 @@ def test_what_is_kept_is_bounded(monkeypatch):
         paths.shortest_paths((2**number, 3 * 5 * 7**number), mesh, 2, V4, frozenset())
     arcs = [each.arcs for each in graphs() if not any(each is other for other in before)]
     assert 0 < sum(arcs) <= 20_000 + max(arcs)
+
+
+def interrupted(call, moment):
+    """Whether a call is interrupted in its line of this number, rather than over before; all else is an error."""
+    lines = 0
+
+    def trace(frame, event, value):
+        nonlocal lines
+        lines += 1
+        if lines == moment:
+            sys.settrace(before)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interrupt_at_any_moment_comes_out_and_spoils_nothing(monkeypatch):
+    """In the hash of a chip too, which is Python's code, called from where C might make another error of it."""
+    monkeypatch.setattr(paths, "_MOST_KEPT", 3)
+    mesh = (("x", 2), ("y", 2))
+    sizes = (8, 16, 32, 64)
+    latest = lambda: [paths.shortest_paths((size,), mesh, 2, V4, frozenset()) for size in sizes]  # noqa: E731
+    wanted = [shortest.costs_from(0) for shortest in latest()]
+    moment = 1
+    while interrupted(latest, moment):
+        assert [list(shortest.costs_from(0)) for shortest in latest()] == [list(costs) for costs in wanted]
+        moment += 1
+    assert moment > 100
 
 
 def test_costs_that_are_kept_cannot_be_written_to():

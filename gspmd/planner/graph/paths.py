@@ -11,7 +11,6 @@ numpy compares by the real part and then by the imaginary part. Both are whole n
 are ties: a step that costs more than a quarter of 2⁵³ is left out, and a tensor that cannot do without one is refused.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from threading import Lock
@@ -185,7 +184,8 @@ class ShortestPaths:
             raise too_large(name, self.shape, self._whole, LARGEST // STEPS, LARGEST / 1e12)
 
 
-_kept: OrderedDict[tuple, ShortestPaths] = OrderedDict()
+#: The latest last. An OrderedDict would make a KeyError of an interrupt that comes while it computes a key's hash.
+_kept: dict[tuple, ShortestPaths] = {}
 _MOST_KEPT, _MOST_ARCS = 256, 1 << 25
 _lock = Lock()
 
@@ -196,12 +196,16 @@ def shortest_paths(
     """The `ShortestPaths` of these arguments; the latest are kept."""
     key = shape, mesh, itemsize, chip, partial, scatters
     with _lock:
-        made = _kept[key] = _kept.pop(key, None) or ShortestPaths(*key)
-        # Tensors that differ in size alone share a graph.
-        arcs = lambda: sum({id(each.graph): each.graph.arcs for each in _kept.values()}.values())  # noqa: E731
-        while len(_kept) > 1 and (len(_kept) > _MOST_KEPT or arcs() > _MOST_ARCS):
-            _kept.popitem(last=False)
+        known = _kept.pop(key, None)
+        made = _kept[key] = known or ShortestPaths(*key)
+        while known is None and len(_kept) > 1 and (len(_kept) > _MOST_KEPT or _arcs_kept() > _MOST_ARCS):
+            del _kept[next(iter(_kept))]
         return made
+
+
+def _arcs_kept() -> int:
+    """Arcs of all graphs; tensors that differ in size alone share one."""
+    return sum({id(each.graph): each.graph.arcs for each in _kept.values()}.values())
 
 
 def forget() -> None:

@@ -32,7 +32,7 @@ def test_a_killed_command_goes_on_likewise(tmp_path):
     """As a user has it: experts and a router with noise on 8 devices, killed in the middle."""
     (tmp_path / "a.txt").write_text("".join(f"line {number}\n" for number in range(2000)))
     flags = ["--config", str(ROOT / "configs" / "tiny.toml"), "--platform", "cpu", "--devices", "8", "--data", "a.txt"]
-    flags += ["--steps", "8", "--save-every", "1", "--sample-bytes", "0", "--final-validation-batches", "1"]
+    flags += ["--steps", "16", "--save-every", "1", "--sample-bytes", "0", "--final-validation-batches", "1"]
     flags += ["--model.moe.router", "gshard"]
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"), "PYTHONPATH": str(ROOT)}
 
