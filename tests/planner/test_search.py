@@ -1,13 +1,14 @@
 """The search against brute force: every placement of every operand, every chain in and out."""
 
 import random
-import time
 
 import pytest
 
 import gspmd
 from gspmd import PlanError
 from gspmd.hardware.chips import chip
+from gspmd.planner.graph import paths
+from gspmd.planner.graph.transitions import Arcs
 from gspmd.planner.steps import total_cost
 from tests.references import brute
 from tests.references.volume import scaled
@@ -140,13 +141,21 @@ def test_gradients_of_a_group(sizes):
 @pytest.mark.parametrize(
     ("equation", "mesh", "limit"),
     [
-        ("B_wLE_xyz, E_xH_yzD -> B_wLH_yzxD", {"w": 2, "x": 4, "y": 4, "z": 4}, 0.3),
-        ("B_vwLE_xyz, E_xH_yzD -> B_vwLH_yzxD", {"v": 2, "w": 2, "x": 4, "y": 4, "z": 4}, 3.0),
+        ("B_wLE_xyz, E_xH_yzD -> B_wLH_yzxD", {"w": 2, "x": 4, "y": 4, "z": 4}, 700_000),
+        ("B_vwLE_xyz, E_xH_yzD -> B_vwLH_yzxD", {"v": 2, "w": 2, "x": 4, "y": 4, "z": 4}, 10_000_000),
     ],
     ids=["four axes", "five axes"],
 )
-def test_a_plan_is_made_in_time(equation, mesh, limit):
-    """Processor time, five times what was measured or more."""
-    start = time.process_time()
-    gspmd.plan(equation, {"B": 512, "L": 2048, "E": 18432, "H": 64, "D": 264}, mesh, lowering="blocking")
-    assert time.process_time() - start < limit
+def test_a_plan_looks_at_few_arcs(monkeypatch, equation, mesh, limit):
+    """What planning takes its time for: arcs of all rounds of all tensors; the limits are 15% above the counts."""
+    looked_at = []
+    relax = Arcs.relax
+
+    def counted(arcs, *given):
+        looked_at.append(len(arcs.tail))
+        return relax(arcs, *given)
+
+    monkeypatch.setattr(Arcs, "relax", counted)
+    paths.forget()  # and no other test plans these sizes
+    gspmd.plan(equation, {"B": 512, "L": 2176, "E": 18432, "H": 64, "D": 264}, mesh, lowering="blocking")
+    assert 0 < sum(looked_at) <= limit
