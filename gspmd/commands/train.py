@@ -124,7 +124,7 @@ def train(settings: Settings, called: str = CALLED) -> None:
         if sharding.layout == automatic.NAME:
             devices = start(sharding)
             asked = File(settings.model, training, settings.lora, settings.optimizer, sharding)
-            found = automatic.for_training(console, asked, sharding.mesh, devices)
+            found = automatic.for_training(console, asked, devices)
             sharding = replace(sharding, mesh=found.mesh)
             settings = replace(settings, sharding=sharding)
         sizes = settings.model.sizes(training.batch, training.length)

@@ -20,7 +20,7 @@ from gspmd.layouts import Layout
 from gspmd.layouts.rules.keys import KEYS
 from gspmd.moe import MoEConfig
 from gspmd.search import Search
-from gspmd.training import TrainingConfig
+from gspmd.training import ShardingConfig, TrainingConfig
 from gspmd.training.checkpoints import load_parameters
 from gspmd.training.config import parse_mesh
 from gspmd_models import checkpoints
@@ -59,7 +59,8 @@ def searches(monkeypatch):
 def found(mesh="", count=4, model=CONFIG, out="", **training):
     """The layout of a training run."""
     asked = TrainingConfig(**{"batch": 8, "length": 16, "out": str(out)} | training)
-    return automatic.for_training(Console(quiet=True), File(model, asked), mesh, jax.devices()[:count])
+    file = File(model, asked, sharding=ShardingConfig(mesh=mesh))
+    return automatic.for_training(Console(quiet=True), file, jax.devices()[:count])
 
 
 def serving(count=4, model=CONFIG, prompts=4, samples=2, room=512, mesh=""):

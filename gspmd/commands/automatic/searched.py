@@ -89,15 +89,14 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def for_training(console: Console, file: File, mesh: str, devices: Sequence[jax.Device]) -> Found:
+def for_training(console: Console, file: File, devices: Sequence[jax.Device]) -> Found:
     """The layout in which a run begins: its own where it is resumed, else one that is searched, or was before.
 
     It is said on the console. Of several processes the first one searches.
 
     Args:
         console: where.
-        file: what is trained, in which steps: its model, training, adapters and optimizer count.
-        mesh: as of `--mesh`; empty for every mesh of the devices.
+        file: what is trained, in which steps; of its sharding, the mesh: if that is empty, every mesh of the devices.
         devices: of the run.
 
     Raises:
@@ -107,7 +106,7 @@ def for_training(console: Console, file: File, mesh: str, devices: Sequence[jax.
     model, training = file.model, file.training
     if training.resume and (found := own_of(training.out)):
         _say(console, found)
-        return replace(found, mesh=mesh)
+        return replace(found, mesh=file.sharding.mesh)
     if faults := [*unpriced(file, True, ".")]:
         raise ConfigError("cannot search for a layout:", [*faults, _OWN])
     names = ("batch", "length", "dtype", "microbatches")
@@ -115,7 +114,7 @@ def for_training(console: Console, file: File, mesh: str, devices: Sequence[jax.
     remedy = "Take more devices, or a smaller batch."
     if model.remat != "full":
         remedy = "Take more devices, a smaller batch, or --model.remat full."
-    return _answered(console, _question(model, mesh, devices, sizes), _train, remedy)
+    return _answered(console, _question(model, file.sharding.mesh, devices, sizes), _train, remedy)
 
 
 def _train(question: Question, tell: Tell) -> Found:
@@ -146,7 +145,9 @@ def for_serving(
     """The layout to continue prompts in: to decode, and beside it what is otherwise while they are read.
 
     Args:
-        console, model, mesh, devices: as of `for_training`.
+        console, devices: as of `for_training`.
+        model: whose weights are there.
+        mesh: as of `--mesh`; empty for every mesh of the devices.
         dtype: of weights, activations and cache.
         prompts, tokens, samples, chunk, cache_length: as of `gspmd_models.decoding.make_batch`.
 
