@@ -212,7 +212,10 @@ class _Run:
             self.console.print(f"step {step}: [yellow]{sentence}[/]")
 
     def finish(self, state: TrainState) -> None:
-        """Validate on up to `final_validation_batches` of held-out text, and write the last object of metrics.jsonl."""
+        """Validate on up to `final_validation_batches` of held-out text, and write the last object of metrics.jsonl.
+
+        A signal that comes in the last batch stops the run after that.
+        """
         self._wait()
         limit = self.config.final_validation_batches
         what = self.config.batch, self.config.length
@@ -228,6 +231,8 @@ class _Run:
             f"Held-out text: [bold green]{result['val_bits_per_byte']:.3f}[/] bits per byte; gzip: {gzip:.3f} "
             f"({count_of(self.corpus.files[1], self.corpus.unit)}, each compressed by itself)."
         )
+        if self.stop.agreed():
+            self.interrupt(int(state.step))
 
     def validate(self, state: TrainState, limit: int = 0) -> dict[str, float]:
         """Bits per byte of `limit` batches of held-out text, or of all; empty if interrupted."""

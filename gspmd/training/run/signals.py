@@ -1,6 +1,8 @@
 """SIGINT and SIGTERM: deferred to the end of a step, where the run saves and stops."""
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,8 +38,13 @@ class Terminated(KeyboardInterrupt):
     number = signal.SIGTERM
 
 
+_HEARD = b"\nStopping at the end of this step. To stop at once: interrupt again.\n"
+
+
 class Stop:
     """Defer SIGINT and SIGTERM until the end of a step; a second signal interrupts at once.
+
+    Who presses Ctrl-C in a terminal is told so: a step may take long, and the first one is compiled.
 
     Attributes:
         number: the first signal; None before it.
@@ -69,6 +76,8 @@ class Stop:
         if self.asked:
             _raise(number, frame)
         self.number = number
+        if number == signal.SIGINT and sys.stderr is not None and sys.stderr.isatty():
+            os.write(2, _HEARD)  # print may be at work where the signal comes, and cannot be entered again
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():

@@ -204,6 +204,18 @@ def test_a_profile_of_steps_that_are_done_is_refused(make_program, corpus, conso
         fit(replace(CONFIG, resume=True, profile="6:7"), make_program()[0], corpus, tmp_path, console)
 
 
+def test_a_signal_in_the_last_batch_of_validation_stops_the_run_with_its_figure(
+    make_program, corpus, console, tmp_path
+):
+    """What comes after, pictures and a sample that has to be compiled, is not begun."""
+    program, config = make_program()[0], replace(CONFIG, steps=2, validation_every=0, final_validation_batches=1)
+    stopping, called = dataclasses.replace(program, evaluate=Stopped(program.evaluate)), []
+    with pytest.raises(Interrupted) as stop:
+        fit(config, stopping, corpus, tmp_path, console, last=lambda *_: called.append(1))
+    assert (stop.value.step, called) == (2, [])
+    assert "val_bits_per_byte" in metrics.read(tmp_path)[-1]
+
+
 def test_handlers_are_put_back(make_program, corpus, console, tmp_path):
     before = signal.getsignal(signal.SIGINT)
     fit(replace(CONFIG, steps=1), make_program()[0], corpus, tmp_path, console)

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import signal
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -61,6 +62,17 @@ def test_a_second_signal_interrupts_at_once():
             with pytest.raises(raised):
                 os.kill(os.getpid(), number)
             assert stop.number == signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("number", "terminal"), [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, True)]
+)
+def test_ctrl_c_in_a_terminal_is_answered_at_once(monkeypatch, capfd, number, terminal):
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(isatty=lambda: terminal))
+    with Stop() as stop:
+        os.kill(os.getpid(), number)
+    said = "\nStopping at the end of this step. To stop at once: interrupt again.\n"
+    assert (stop.number, capfd.readouterr().err) == (number, said if terminal and number == signal.SIGINT else "")
 
 
 def test_the_handler_is_put_back():
