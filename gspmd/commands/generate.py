@@ -9,8 +9,6 @@ DIR holds config.json, safetensors and tokenizer.json, or a run of `gspmd train`
 comes, everything else to standard error.
 """
 
-import errno
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -132,13 +130,6 @@ def main(argv: Sequence[str], script: str = "") -> int:
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return 130
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered would fail once more at the end
-        if error.errno == errno.ENOSPC:
-            print(f"The text cannot be written: {error.strerror}.", file=sys.stderr)
-        return 1
 
 
 def generate(settings: Settings) -> int:

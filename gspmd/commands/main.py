@@ -4,6 +4,7 @@ This is imported before anything can be done about an interrupt, so it imports n
 """
 
 import _thread
+import errno
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from functools import partial
 from importlib import import_module
 from threading import current_thread, main_thread
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import gspmd
 
@@ -60,16 +61,50 @@ def _process(name: str, flags: Sequence[str], file: str = "") -> int:
     """Run a command, with which the process ends."""
     sys.unraisablehook = partial(_interrupt_again, sys.unraisablehook)
     try:
-        code = _run(name, flags, file, ends=True)
+        code = _written(partial(_run, name, flags, file, ends=True))
     finally:
         if _raises():  # the command has ended, and libraries tidy up
             signal.signal(signal.SIGINT, signal.SIG_IGN)
     if code == 130:  # XLA may still be compiling in threads of its own, which crash when they are taken down
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):
-                stream.flush()
         os._exit(code)
     return code
+
+
+def _written(command: Callable[[], int]) -> int:
+    """Run a command to where its output is written; return its exit code, or another one where that is not possible.
+
+    Of an output that is closed, as by `| head`, nothing is said: who closed it has seen enough.
+    """
+    try:
+        try:
+            code = command()
+        except SystemExit:  # of --help
+            _flush()
+            raise
+        _flush()
+        return code
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        full = error.errno == errno.ENOSPC
+        if full:
+            with suppress(OSError):
+                print(f"Standard output cannot be written: {error.strerror}.", file=sys.stderr, flush=True)
+        for stream in _streams():
+            try:
+                stream.flush()
+            except OSError:  # what is left in it would fail once more when the interpreter ends
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return 1 if full else 128 + signal.SIGPIPE
+
+
+def _streams() -> list[TextIO]:
+    return [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
+
+
+def _flush() -> None:
+    for stream in _streams():
+        stream.flush()
 
 
 def _run(name: str, flags: Sequence[str], file: str = "", ends: bool = False) -> int:

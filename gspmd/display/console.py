@@ -5,10 +5,12 @@ Everything that is printed comes through here: `console` for what a program says
 are made in `tables`.
 """
 
+import errno
 import os
 import shutil
 import sys
 from io import StringIO
+from threading import current_thread, main_thread
 from typing import Any
 
 from rich.console import Console
@@ -22,7 +24,7 @@ _WIDE = 140
 
 
 def console(width: int | None = None, *, stderr: bool = False, highlight: bool = False) -> Console:
-    """A rich console whose output never fails to encode.
+    """A rich console whose output never fails to encode; where it is closed, that is a BrokenPipeError.
 
     Args:
         width: columns where there is no terminal and `COLUMNS` is not set; by default those of `rich`.
@@ -32,7 +34,18 @@ def console(width: int | None = None, *, stderr: bool = False, highlight: bool =
     stream = sys.stderr if stderr else sys.stdout
     never_fail(stream)
     free = (stream is not None and stream.isatty()) or "COLUMNS" in os.environ
-    return Console(width=None if free else width, stderr=stderr, highlight=highlight)
+    return _Console(width=None if free else width, stderr=stderr, highlight=highlight)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Raise what `print` does, for the command to end as it should; rich would end the process at once.
+
+        A thread that says what takes long leaves it to the next who prints.
+        """
+        del self._buffer[:]
+        if current_thread() is main_thread():
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def never_fail(stream: Any) -> None:

@@ -159,7 +159,7 @@ def interrupts(out: Path, called: str = "") -> Iterator[None]:
     Where another process is lost, its message names the checkpoint likewise.
 
     Raises:
-        Interrupted: in place of KeyboardInterrupt, and at SIGTERM.
+        Interrupted: in place of KeyboardInterrupt, at SIGTERM, and where standard output is closed.
         Unwritable: in place of OSError.
     """
     try:
@@ -167,6 +167,8 @@ def interrupts(out: Path, called: str = "") -> Iterator[None]:
             yield
     except KeyboardInterrupt as stopped:
         raise Interrupted(newest(out), out, getattr(stopped, "number", signal.SIGINT)) from None
+    except BrokenPipeError:
+        raise Interrupted(newest(out), out, signal.SIGPIPE) from None
     except OSError as error:
         named = error.filename if isinstance(error.filename, str) else None
         elsewhere = named is not None and not Path(named).resolve().is_relative_to(out.resolve())

@@ -1,7 +1,5 @@
 """`gspmd generate`: public checkpoints and runs of ours, text on standard output, one message for bad input."""
 
-import errno
-import os
 import signal
 import sys
 from io import StringIO
@@ -262,20 +260,3 @@ def test_an_interrupt_between_two_bursts_ends_the_text(capsys, public, monkeypat
     assert code == 130
     assert text.startswith("def ")
     assert said.endswith("\nInterrupted.\n")
-
-
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [(errno.EPIPE, ""), (errno.ENOSPC, "The text cannot be written: No space left on device.\n")],
-    ids=["closed", "full"],
-)
-def test_an_output_that_takes_no_more_is_no_traceback(capsys, public, monkeypatch, number, said):
-    def failing(*_):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(generate, "write", failing)
-    monkeypatch.setattr(os, "dup2", lambda *_: None)
-    code, _, err = run(capsys, "--checkpoint", public, "--prompt", "def ")
-    assert code == 1
-    assert err.split("the run.\n")[-1].endswith(said)
-    assert "Traceback" not in err

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from matplotlib import image
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 
 from gspmd import host
@@ -169,6 +170,22 @@ def test_the_curve_says_what_it_is_and_of_which_run(tmp_path, monkeypatch):
     assert [label.get_text().rpartition(" ")[0] for label in axes.texts] == ["training", "held out", "gzip"]
     assert axes.get_title(loc="right") == "001 · zero-3 on 8 devices"
     assert "001 · zero-3 on 8 devices" in [text.get_text() for text in saved[1].texts]
+
+
+def test_held_out_text_far_above_the_rest_is_cut_off_and_labels_are_not(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure))
+    steps = range(1, 61)
+    early = [{"step": at, "bits_per_byte": 1.0 + 40 / at**2, "val_bits_per_byte": 1.1 + 40 / at} for at in steps]
+    plots.loss_curve(early, tmp_path / "loss.png", "a run")
+    canvas, (axes,) = FigureCanvasAgg(drawn[0]), drawn[0].axes
+    canvas.draw()
+    for label in axes.texts:
+        box = label.get_window_extent()
+        assert 0 <= box.x0 < box.x1 <= drawn[0].bbox.x1, label.get_text()
+    points = next(line for line in axes.lines if line.get_marker() == "o")
+    assert 0 < len(points.get_ydata()) < 60
+    assert max(points.get_ydata()) <= axes.get_ylim()[1]
 
 
 def test_a_short_run_can_be_drawn(tmp_path):

@@ -39,7 +39,7 @@ def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "")
     ends += [(float(smooth[-1]), "training", _BLUE)] if len(bits) else []
     if tested:
         points = [row["step"] for row in tested], [row["val_bits_per_byte"] for row in tested]
-        axes.plot(*points, "o-", color=_RED, markersize=5, linewidth=1.2, clip_on=False, zorder=3)
+        axes.plot(*points, color=_RED, linewidth=1.2, zorder=3)
         ends.append((points[1][-1], "held out", _RED))
     if gzip:
         axes.axhline(gzip[0], color=_GREEN, linestyle=(0, (4, 3)), linewidth=1.4)
@@ -53,6 +53,11 @@ def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "")
         top = min(bits.max(), 2.2 * np.median(bits))
         floor = min(bits.min(), *(value for value, *_ in ends))
         axes.set_ylim(floor - 0.06 * (top - floor), top + 0.03 * (top - floor))
+    # Whole points at the edges, and none beyond: the layout would make room for those.
+    top = axes.get_ylim()[1]
+    seen = [(row["step"], value) for row in tested if (value := row["val_bits_per_byte"]) <= top]
+    dots = [step for step, _ in seen], [value for _, value in seen]
+    axes.plot(*dots, "o", color=_RED, markersize=5, clip_on=False, zorder=3)
     _label_ends(axes, ends)
     _save(figure, path)
 

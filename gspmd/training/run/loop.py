@@ -80,7 +80,8 @@ def fit(
         The last state.
 
     Raises:
-        Interrupted: after SIGINT or SIGTERM, once a checkpoint is saved. An interrupted validation writes no figure.
+        Interrupted: after SIGINT or SIGTERM, or where the console's output is closed, once a checkpoint is saved. An
+            interrupted validation writes no figure.
         Diverged: more than `config.non_finite` losses or gradients were not finite.
         ConfigError: there is no checkpoint to resume from, or it does not fit.
         OSError: `out` can no longer be written; complete checkpoints stay intact. A save that fails is noticed at the
@@ -89,7 +90,7 @@ def fit(
     programs = program if isinstance(program, Mapping) else {0: lambda: program}
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     with ExitStack() as opened:
-        with Stop() as stop, Checkpoints(out, keep=config.keep, tell=say) as checkpoints:
+        with Stop() as stop, stop.closed(console), Checkpoints(out, keep=config.keep, tell=say) as checkpoints:
             resumed_at, position, skipped = None, None, 0
             if config.resume:
                 with Progress(console, "Looking for the checkpoint"):

@@ -4,13 +4,14 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
 import jax
 from jax.experimental import multihost_utils
+from rich.console import Console
 
 
 class Interrupted(Exception):
@@ -38,6 +39,7 @@ class Terminated(KeyboardInterrupt):
     number = signal.SIGTERM
 
 
+_CLOSED = b"\nStandard output is closed: stopping at the end of this step.\n"
 _HEARD = b"\nStopping at the end of this step. To stop at once: interrupt again.\n"
 
 
@@ -60,6 +62,22 @@ class Stop:
             except ValueError:  # not the main thread, which alone can handle signals
                 break
         return self
+
+    @contextmanager
+    def closed(self, console: Console) -> Iterator[None]:
+        """Take it for a signal where what the console writes to is closed, as a pipe is whose reader has ended."""
+
+        def ask() -> None:
+            console.quiet = True
+            self.number = self.number or signal.SIGPIPE
+            with suppress(OSError):
+                os.write(2, _CLOSED)
+
+        console.on_broken_pipe = ask  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del console.on_broken_pipe
 
     @property
     def asked(self) -> bool:

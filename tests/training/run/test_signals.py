@@ -1,6 +1,8 @@
 """SIGTERM saves and counts as done; SIGINT saves and counts as interrupted."""
 
 import dataclasses
+import errno
+import io
 import os
 import signal
 from itertools import count
@@ -73,6 +75,26 @@ def test_ctrl_c_in_a_terminal_is_answered_at_once(monkeypatch, capfd, number, te
         os.kill(os.getpid(), number)
     said = "\nStopping at the end of this step. To stop at once: interrupt again.\n"
     assert (stop.number, capfd.readouterr().err) == (number, said if terminal and number == signal.SIGINT else "")
+
+
+def test_an_output_that_is_closed_saves_at_the_end_of_a_step(make_program, corpus, tmp_path, capfd):
+    """As `gspmd train | tee log` has it, where tee ends."""
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            if "step 1/20" in text:
+                raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+            return super().write(text)
+
+    def run(argv):
+        with command.interrupts(tmp_path):
+            fit(CONFIG, make_program()[0], corpus, tmp_path, Console(file=Closed()))
+
+    assert command.guarded(run, []) == 128 + signal.SIGPIPE
+    said = capfd.readouterr().err
+    assert said.startswith("\nStandard output is closed: stopping at the end of this step.\n")
+    assert "\nInterrupted after step 1. To go on: python " in said
+    assert newest(tmp_path) == 1
 
 
 def test_the_handler_is_put_back():
