@@ -196,16 +196,12 @@ def shortest_paths(
     """The `ShortestPaths` of these arguments; the latest are kept."""
     key = shape, mesh, itemsize, chip, partial, scatters
     with _lock:
-        known = _kept.pop(key, None)
-        made = _kept[key] = known or ShortestPaths(*key)
-        while known is None and len(_kept) > 1 and (len(_kept) > _MOST_KEPT or _arcs_kept() > _MOST_ARCS):
+        made = _kept[key] = _kept.pop(key, None) or ShortestPaths(*key)
+        # Tensors that differ in size alone share a graph.
+        arcs = lambda: sum({id(each.graph): each.graph.arcs for each in _kept.values()}.values())  # noqa: E731
+        while len(_kept) > 1 and (len(_kept) > _MOST_KEPT or arcs() > _MOST_ARCS):
             del _kept[next(iter(_kept))]
         return made
-
-
-def _arcs_kept() -> int:
-    """Arcs of all graphs; tensors that differ in size alone share one."""
-    return sum({id(each.graph): each.graph.arcs for each in _kept.values()}.values())
 
 
 def forget() -> None:
