@@ -106,6 +106,15 @@ def _by_test(items: Iterable[pytest.Item]) -> ItemsView[str, list[pytest.Item]]:
 _counted = 0.0
 
 
+@pytest.fixture(scope="module")
+def benchmarks() -> Iterator[None]:
+    """Lets a module's tests import the scripts of benchmarks/, which import one another from their own folder."""
+    folder = str(Path(__file__).parents[1] / "benchmarks")
+    sys.path.insert(0, folder)
+    yield
+    sys.path.remove(folder)
+
+
 @pytest.fixture(autouse=True)
 def few_memory_maps() -> Iterator[None]:
     """Forgets compiled programs before they are too many: each holds memory maps, and a process may have 65530.

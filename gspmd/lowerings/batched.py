@@ -1,4 +1,4 @@
-"""Batched products in the one order of dimensions that XLA:CPU multiplies as it stands."""
+"""Batched products as batches of matrices, whose order in memory is multiplied as it stands: on CPUs, and on TPUs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,32 @@ from jax import lax
 
 def einsum(letters: str, *operands: jax.Array, precision: Any = None, preferred_element_type: Any = None) -> jax.Array:
     """`jnp.einsum` for CPUs: a batched product in that order, where dimensions can be merged."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if len(operands) == 2 and (mesh.size == 1 or mesh.are_all_axes_manual) and (in_order := batched(letters)):
+    if len(operands) == 2 and _are_whole() and (in_order := batched(letters)):
         return in_order(*operands, precision)
     return jnp.einsum(letters, *operands, precision=precision, preferred_element_type=preferred_element_type)
+
+
+def einsum_in_tiles(
+    letters: str, *operands: jax.Array, precision: Any = None, preferred_element_type: Any = None
+) -> jax.Array:
+    """`jnp.einsum` for TPUs: a product for each expert as one of matrices, where every row stays in its tile.
+
+    Of `[G, X, C, F]` libtpu 0.0.42 chooses an order in memory for each product, and copies what is between two that
+    chose differently: with 8 slots of a group for each expert it copied hidden layers, in 0.9 ms of a layer of 6.3.
+    Matrices have two orders. Where the dimensions do not fill tiles, merging them is such a copy itself: with 4 slots
+    the layer took 2.5 times as long.
+    """
+    if len(operands) == 2 and _are_whole():
+        product = batched(letters)
+        if product and product.fills_tiles(*(x.shape for x in operands)):
+            return product(*operands, precision, preferred_element_type)
+    return jnp.einsum(letters, *operands, precision=precision, preferred_element_type=preferred_element_type)
+
+
+def _are_whole() -> bool:
+    """Whether an array is what one device holds."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.size == 1 or mesh.are_all_axes_manual
 
 
 @dataclass(frozen=True)
@@ -34,15 +56,25 @@ class Batched:
     left: tuple[str, ...]
     right: tuple[str, ...]
 
-    def __call__(self, x: jax.Array, w: jax.Array, precision=None) -> jax.Array:
+    def __call__(self, x: jax.Array, w: jax.Array, precision: Any = None, into: Any = None) -> jax.Array:
         """Multiply arrays that lie whole on this device."""
         left, right, result = self.letters
         sizes = dict(zip(left + right, x.shape + w.shape))
         x, x_contracts = self._matrices(x, left, self.left, sizes)
         w, w_contracts = self._matrices(w, right, self.right, sizes)
-        y = lax.dot_general(x, w, (((x_contracts,), (w_contracts,)), ((0,), (0,))), precision=precision)
+        numbers = (((x_contracts,), (w_contracts,)), ((0,), (0,)))
+        y = lax.dot_general(x, w, numbers, precision=precision, preferred_element_type=into)
         dims = (*self.batch, *self.left, *self.right)
         return y.reshape([sizes[dim] for dim in dims]).transpose([dims.index(dim) for dim in result])
+
+    def fills_tiles(self, *shapes: tuple[int, ...]) -> bool:
+        """Whether it is one matrix a batch, and merging moves nothing on a TPU, whose tiles are 8 rows of 128 lanes."""
+        if len(self.batch) > 1 or not self.left or not self.right:
+            return False
+        sizes = {dim: size for dims, shape in zip(self.letters, shapes) for dim, size in zip(dims, shape)}
+        minor = [dims[-1] for dims in (self.contracted, self.left, self.right) if len(dims) > 1]
+        tile = {dim: 128 if any(dims.endswith(dim) for dims in self.letters) else 8 for dim in minor}
+        return all(sizes[dim] % size == 0 for dim, size in tile.items())
 
     def _matrices(self, x: jax.Array, dims: str, free: Sequence[str], sizes: dict) -> tuple[jax.Array, int]:
         """An operand as [batch, rows, columns], and which of the two is contracted: the one that stands first stays."""

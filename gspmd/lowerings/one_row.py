@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gspmd.lowerings.batched import einsum_in_tiles
+
 SCOPE = "one_row"
 """The named scope of a product that has a row of zeros besides its own."""
 
@@ -25,7 +27,7 @@ def einsum(letters: str, *operands: jax.Array, precision: Any = None, preferred_
     options = {"precision": precision, "preferred_element_type": preferred_element_type}
     found = _row(letters, *operands) if len(operands) == 2 else None
     if found is None:
-        return jnp.einsum(letters, *operands, **options)
+        return einsum_in_tiles(letters, *operands, **options)
     number, dim = found
     inputs, result = letters.split("->")
     x, pair = operands[number], list(operands)

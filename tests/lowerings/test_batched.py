@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd.lowerings.batched import batched
+from gspmd.lowerings.batched import batched, einsum_in_tiles
 from gspmd.lowerings.local_einsum import local_einsum
 
 LETTERS = [
@@ -17,7 +17,7 @@ LETTERS = [
     "EXF,XE->FX",
     "XCE,XE->XC",
 ]
-SIZES = dict(zip("GXCEFBLKQDT", (2, 3, 4, 5, 6, 2, 3, 2, 4, 5, 6)))
+SIZES = dict(zip("GXCEFBLKQDTH", (2, 3, 4, 5, 6, 2, 3, 2, 4, 5, 6, 2)))
 
 
 def _operands(letters):
@@ -52,3 +52,28 @@ def test_parts_of_arrays_are_left_to_the_compiler(make_mesh):
     with jax.set_mesh(make_mesh({"x": 2}, "auto")):
         program = jax.make_jaxpr(lambda *arrays: local_einsum("GXCE,XEF->GXCF", *arrays))(*operands)
     assert "reshape" not in str(program)
+
+
+TILES = [
+    ("GXCE,XEF->GXCF", {"C": 8}, True),
+    ("GXCF,GXCE->XEF", {"C": 16}, True),
+    ("XCE,XEF->XCF", {"C": 3}, True),  # nothing is merged
+    ("GXCE,XEF->GXCF", {"C": 4}, False),
+    ("GXCE,XEF->GXCF", {"C": 1}, False),
+    ("GXCE,XEHD->GXCHD", {"C": 8, "D": 64}, False),  # half of the lanes
+    ("GXCE,XEHD->GXCHD", {"C": 8, "D": 128}, True),
+    ("BHLD,BHTD->BHLT", {}, False),
+    ("XCE,XE->XC", {"C": 8}, False),
+]
+
+
+@pytest.mark.parametrize(("letters", "sizes", "merged"), TILES, ids=str)
+def test_on_a_tpu_only_whole_tiles_are_merged(letters, sizes, merged, make_mesh):
+    draw = np.random.default_rng(0)
+    dims = letters.split("->")[0].split(",")
+    operands = [draw.integers(-4, 5, [sizes.get(d, SIZES[d]) for d in each]).astype(np.float32) for each in dims]
+    with jax.set_mesh(make_mesh({"x": 1})):
+        program = jax.make_jaxpr(lambda *arrays: einsum_in_tiles(letters, *arrays))(*operands)
+        np.testing.assert_array_equal(einsum_in_tiles(letters, *operands), np.einsum(letters, *operands))
+    (product,) = (each for each in program.eqns if each.primitive.name == "dot_general")
+    assert all(x.aval.ndim == 3 for x in product.invars) is merged

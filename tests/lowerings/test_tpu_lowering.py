@@ -90,6 +90,27 @@ def test_an_all_to_all_of_rows_is_the_one_of_dimensions(make_mesh, sizes, axes):
         np.testing.assert_array_equal(rows, x, err_msg=str(pair))  # it moves, and changes nothing
 
 
+@pytest.mark.parametrize(("sizes", "axes"), [MESHES[1], MESHES[2], MESHES[5], MESHES[6]], ids=str)
+def test_slots_travel_as_other_rows_do(make_mesh, sizes, axes):
+    """One expert or several on a device, one group or several, one slot or several."""
+    parts = np.prod([sizes[axis] for axis in axes])
+    shapes = [(g * parts, x * parts, slots, 5) for g in (1, 2) for x in (1, 3) for slots in (1, 4)]
+    cases = [(drawn(shape, "float32"), split) for shape in shapes for split in (0, 1)]
+
+    def program(*pieces):
+        splits = [split for _, split in cases]
+        rows = [tpu.slots_to_all(x, axes, split, sizes) for x, split in zip(pieces, splits)]
+        return rows, [tpu.all_to_all(x, axes, split, 1 - split, sizes) for x, split in zip(pieces, splits)]
+
+    before, after = tuple(spec(4, 1 - split, axes) for _, split in cases), [spec(4, split, axes) for _, split in cases]
+    mapped = jax.shard_map(
+        program, mesh=make_mesh(sizes, "auto"), in_specs=before, out_specs=(after, after), check_vma=False
+    )
+    for (x, split), slots, rows in zip(cases, *jax.jit(mapped)(*(x for x, _ in cases))):
+        np.testing.assert_array_equal(slots, x, err_msg=f"{x.shape} {split}")
+        np.testing.assert_array_equal(rows, x, err_msg=f"{x.shape} {split}")
+
+
 EQUATIONS = [
     ("BE_x, E_xF_yz -> BF_yzx", ((8, 16), (16, 32))),
     ("B_zE_xy, EF -> B_zF_yx", ((8, 16), (16, 32))),

@@ -17,6 +17,8 @@ Found by compiling for v4 to v6e with jax 0.10.2 (libtpu 0.0.42); `python benchm
 - an all-to-all that cuts one dimension and puts the pieces together along another is taken apart only after the order
   in memory is chosen: of `[1, X, 1, E]`, one slot for each expert, it pads every row to a tile, and takes the padding
   out by sums over dimensions of size 1. Of rows `[X, E]`, cut and joined along the first dimension, nothing is padded;
+- the rows of several experts arrive from each device in turn. Transposed, they are copied twice, since those of one
+  expert from one device fill no tile; a gather of rows, by numbers that are known, moves each of them once;
 - dimensions of size 1 (`L` of `[B, 1, E]`) keep the compiler from any of this, so they are dropped on the way;
 - what is gathered along the last dimension in pieces that are no multiples of 128 is reordered behind the gather, which
   costs less where the pieces come along a dimension of their own, unless another dimension fills the lanes.
@@ -83,13 +85,40 @@ def all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, concat: int, mes
     """A tiled all-to-all over mesh axes, of whole rows: what a device sends to each other one, along one dimension."""
     if x.ndim - 1 in (split, concat):
         return lax.all_to_all(x, axes, split_axis=split, concat_axis=concat, tiled=True)
-    parts, of = prod(mesh[axis] for axis in axes), [split]
-    if {split, concat} == {0, 1} and x.ndim > 3:
-        of.append(2)  # slots [G, X, C, E], which are gathered expert by expert
-    pieces = jnp.moveaxis(x.reshape(*x.shape[:split], parts, -1, *x.shape[split + 1 :]), of, range(len(of)))
-    rows = lax.all_to_all(pieces.reshape(-1, x.shape[-1]), axes, split_axis=0, concat_axis=0, tiled=True)
-    pieces = jnp.moveaxis(rows.reshape(pieces.shape), range(len(of)), [concat, *of[1:]])
+    parts = prod(mesh[axis] for axis in axes)
+    pieces = jnp.moveaxis(x.reshape(*x.shape[:split], parts, -1, *x.shape[split + 1 :]), split, 0)
+    pieces = jnp.moveaxis(_exchanged(pieces, axes), 0, concat)
     return pieces.reshape(*pieces.shape[:concat], -1, *pieces.shape[concat + 2 :])
+
+
+def slots_to_all(x: jax.Array, axes: tuple[str, ...], split: int, mesh: Mapping[str, int]) -> jax.Array:
+    """`all_to_all` of slots `[G, X, C, E]` to their experts (`split` is 1), or of their answers back to groups (0).
+
+    In memory slots lie expert by expert on either side: so dispatch gathers them, and so products read them.
+    """
+    parts, (groups, experts, *rest) = prod(mesh[axis] for axis in axes), x.shape
+    x = x.swapaxes(0, 1)
+    if split:
+        pieces = _reordered(_exchanged(x.reshape(parts, experts // parts, groups, *rest), axes))
+        return pieces.reshape(experts // parts, parts * groups, *rest).swapaxes(0, 1)
+    pieces = _exchanged(_reordered(x.reshape(experts, parts, groups // parts, *rest)), axes)
+    return pieces.reshape(parts * experts, groups // parts, *rest).swapaxes(0, 1)
+
+
+def _exchanged(pieces: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Piece i of `[parts, ..., E]` to device i, and in its place the one that device i has for this device."""
+    rows = pieces.reshape(-1, pieces.shape[-1])
+    return lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True).reshape(pieces.shape)
+
+
+def _reordered(pieces: jax.Array) -> jax.Array:
+    """Swap the first two of `[X, parts, G, C, E]`, row by row."""
+    first, second, *rest, width = pieces.shape
+    if first == 1 or second == 1:
+        return pieces.swapaxes(0, 1)
+    order = jnp.arange(prod(pieces.shape[:-1]), dtype=jnp.int32).reshape(first, second, -1).swapaxes(0, 1)
+    rows = pieces.reshape(-1, width).at[order.reshape(-1)].get(mode="promise_in_bounds", unique_indices=True)
+    return rows.reshape(second, first, *rest, width)
 
 
 def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, size: int) -> list[Part]:
