@@ -490,6 +490,28 @@ def test_layouts_of_the_shortlist_differ_in_substance(run, script, compiler, mon
         assert moved >= 0.02 * min(one.answer.seconds, other.answer.seconds)
 
 
+def test_no_layout_is_compiled_twice_with_axes_swapped_in_a_part_of_it(script):
+    """Some parts of their costs differ, and all of it is the same: the compiler finds no difference."""
+
+    def listed(name, seconds, size, parts):
+        answer = SimpleNamespace(seconds=seconds, bytes=size, picks=parts)
+        candidate = SimpleNamespace(
+            unlimited=SimpleNamespace(seconds_of=dict), solve=lambda: answer, named=name, remat="", in_microbatches="",
+            phase=SimpleNamespace(costs=SimpleNamespace(mesh={})),
+        )  # fmt: skip
+        return candidate, answer
+
+    found, _ = listed("found", 1.0, 10, {"a": 0.6, "b": 0.4})
+    others = [
+        listed("twin", 1.0, 10, {"a": 0.4, "b": 0.6})[0],
+        listed("smaller", 1.0, 9, {"a": 0.3, "b": 0.7})[0],
+        listed("dearer", 1.1, 10, {"a": 0.5, "b": 0.6})[0],
+    ]
+    finding = SimpleNamespace(best=found, answer=found.solve(), candidates=[found, *others])
+    names = [each.name for each in script.compiling.shortlist(finding, {}, 4)]
+    assert names == ["found", "mesh smaller", "mesh dearer"]
+
+
 @needs_libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize(("phase", "batch", "loops"), [("prefill", 256, True), ("decode", 512, False)])

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, field, replace
 from io import StringIO
+from math import isclose
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -72,7 +73,9 @@ def shortlist(finding: Finding, said: Mapping[str, Remark], count: int) -> list[
     others = sorted(_others(finding, said), key=lambda each: each.answer.seconds) if count > 1 else []
     for apart in (APART, SAME):
         for each in others:
-            if len(listed) < count and all(_apart(each, other) >= apart for other in listed):
+            if len(listed) < count and all(
+                _apart(each, other) >= apart and not _twins(each, other) for other in listed
+            ):
                 listed.append(each)
     return listed
 
@@ -93,6 +96,12 @@ def _apart(one: Listed, other: Listed) -> float:
     ours, theirs = (each.candidate.unlimited.seconds_of(each.answer.picks) for each in (one, other))
     moved = sum(abs(ours.get(name, 0.0) - theirs.get(name, 0.0)) for name in {**ours, **theirs})
     return moved / 2 / other.answer.seconds
+
+
+def _twins(one: Listed, other: Listed) -> bool:
+    """Whether two layouts are one, with mesh axes of equal sizes swapped in part of it: they cost the same."""
+    alike = isclose(one.answer.seconds, other.answer.seconds, rel_tol=1e-9)
+    return alike and isclose(one.answer.bytes, other.answer.bytes, rel_tol=1e-9)
 
 
 def _text(listed: Listed) -> str:
