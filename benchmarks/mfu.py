@@ -45,6 +45,7 @@ class Run:
         mfu: as published.
         tokens: per second and chip, as published.
         causal: whether the published count of FLOPs takes half of attention's scores.
+        options: of the compiler, as published with the run.
     """
 
     flags: str
@@ -54,18 +55,34 @@ class Run:
     mfu: float
     tokens: float
     causal: bool = False
+    options: tuple[str, ...] = ()
 
     @property
     def command(self) -> str:
         """What a reader types."""
-        return f"gspmd compile --phase train {self.flags} --batch {self.chips * self.rows} --length {self.length}"
+        sizes = f"--batch {self.chips * self.rows} --length {self.length}"
+        options = "".join(f" --compiler-options {each}" for each in self.options)
+        return f"gspmd compile --phase train {self.flags} {sizes}{options}"
 
 
+ASYNCHRONOUS = (
+    "xla_tpu_enable_async_collective_fusion=true", "xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps=true", "xla_tpu_overlap_compute_collective_tc=true",
+    "xla_enable_async_all_gather=true",
+)  # fmt: skip
+"""MaxText's CF_FOR_ALL_GATHER: gathers run beside what is computed."""
+OVERLAPPED = ("xla_tpu_enable_data_parallel_all_reduce_opt=true", "xla_tpu_data_parallel_opt_different_sized_ops=true")
+"""Its DATA_PARALLEL_OVERLAP."""
+BACKWARD = (
+    "xla_tpu_megacore_fusion_allow_ags=false", "xla_enable_async_collective_permute=true",
+    "xla_tpu_enable_ag_backward_pipelining=true",
+)  # fmt: skip
+"""What its script for Llama 2 70B has besides."""
 RUNS = {
     "llama-2-70b-v5p": Run(
         "--config llama-2-70b --topology tpu-v5p:4x8x8 --layout zero-3 --lowering blocking "
         "--model.remat dots-except-hidden",
-        256, 4, 4096, 0.654, 692,
+        256, 4, 4096, 0.654, 692, options=(*ASYNCHRONOUS, *OVERLAPPED, *BACKWARD),
     ),
     "llama-3.1-405b-v6e": Run(
         "--config llama-3.1-405b --topology tpu-v6e:16x16 --layout benchmarks/fsdp-tensor.toml --mesh x=64,y=4 "
@@ -75,14 +92,17 @@ RUNS = {
     "llama-3.1-405b-v5p": Run(
         "--config llama-3.1-405b --topology tpu-v5p:8x8x8 --layout zero-3 --lowering blocking --microbatches 2",
         512, 2, 8192, 0.685, 124.6, causal=True,
+        options=("xla_tpu_scoped_vmem_limit_kib=98304", *ASYNCHRONOUS),
     ),
     "mixtral-8x7b-v6e": Run(
-        "--config mixtral-8x7b --topology tpu-v6e:16x16 --layout zero-3 --lowering blocking --microbatches 2 "
-        "--compiler-options xla_tpu_scoped_vmem_limit_kib=81920",
+        "--config mixtral-8x7b --topology tpu-v6e:16x16 --layout zero-3 --lowering blocking --microbatches 2",
         256, 12, 4096, 0.3523, 3899,
+        options=("xla_tpu_scoped_vmem_limit_kib=81920", *ASYNCHRONOUS, *OVERLAPPED),
     ),
 }  # fmt: skip
-"""MaxText's docs/reference/models/tiering.md, and tpu-recipes for 405B on v5p (68.5% = 314.5 of 459 TFLOP/s)."""
+"""MaxText's docs/reference/models/tiering.md, and tpu-recipes for 405B on v5p (68.5% = 314.5 of 459 TFLOP/s). Options:
+its configs/v5p/llama2_70b.sh and benchmarks/xla_flags_library.py; training/v5p/Llama3.1-405B-MaxText of the recipes,
+whose HOST_OFFLOAD_FLAGS are for what is kept in the host's memory, and nothing is here."""
 
 
 def flops_per_token(config: ModelConfig, length: int, causal: bool = False) -> float:

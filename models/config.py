@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from gspmd.annotate.errors import suggestion
@@ -247,7 +248,7 @@ def _faults(config: ModelConfig):
             remedy = f"one of {', '.join(known)}" + (f". {near}" if near else "")
             yield f"{name} is {getattr(config, name)!r}; it must be {remedy}"
     for name in ("rope_base", "norm_epsilon"):
-        if getattr(config, name) <= 0:
+        if not 0 < getattr(config, name) < inf:
             yield f"{name} is {getattr(config, name)}; it must be positive"
     if not 0 <= config.rotary_size <= config.head_size:
         yield f"rotary_size is {config.rotary_size}; it must be at most head_size ({config.head_size}), or 0 for all"

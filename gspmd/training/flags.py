@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gspmd.annotate.parser import NAME
 from gspmd.layouts.read import is_path
 from gspmd.training.toml import ConfigError
 
@@ -113,8 +114,11 @@ def parse_mesh(text: str) -> dict[str, int]:
     faults = []
     for part in text.split(","):
         axis, equals, size = (piece.strip() for piece in part.partition("="))
-        if not (axis.isidentifier() and equals and size.removeprefix("-").isdecimal()):
+        number = size.removeprefix("-")
+        if not (axis.isidentifier() and equals and number.isdecimal() and number.isascii()):
             faults.append(f"{part.strip()!r} is not AXIS=SIZE; write x=4,y=2.")
+        elif not NAME.fullmatch(axis):
+            faults.append(f"mesh axes are named by a lowercase letter and then letters, digits or _, not {axis!r}.")
         elif axis in mesh:
             faults.append(f"mesh axis {axis} comes twice.")
         elif int(size) < 1:

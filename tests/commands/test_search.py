@@ -324,6 +324,21 @@ def test_a_line_that_is_none_does_not_lose_the_answer(run, asked, said, tmp_path
     Layout.load(tmp_path / "found.toml").check(SIZES, {"x": 4})
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device")
+def test_figures_that_cannot_be_written_do_not_lose_the_answer(run, tmp_path):
+    code, _, err = run("--mesh", "x=4", "--json", "/dev/full", "--out", str(tmp_path / "found.toml"))
+    assert code == 2
+    assert err.endswith("cannot write --json /dev/full: No space left on device.")
+    Layout.load(tmp_path / "found.toml").check(SIZES, {"x": 4})
+
+
+def test_groups_that_do_not_divide_the_tokens_are_refused_before_anything_is_searched(run, tmp_path):
+    (tmp_path / "groups.toml").write_text(f"{MODEL}[model.moe]\nexperts = 4\ngroups = 3\n")
+    code, _, err = run("--config", str(tmp_path / "groups.toml"))
+    assert code == 2
+    assert "model.moe.groups must divide the tokens of a batch, 8 × 16 = 128, but is 3." in err
+
+
 def test_all_lines_that_are_none_are_named_at_once(run, tmp_path):
     lines = ["ffn.w_in=EF_q", "ffn.winn=EF", "ffn.w_in=E_xF_x", "ffn.w_in=FE_q", "ffn.w_in=Q_xE"]
     flags = [part for line in lines for part in ("--why", line)]
@@ -343,6 +358,9 @@ def test_all_lines_that_are_none_are_named_at_once(run, tmp_path):
         (["--out", "found.txt"], "--out writes a TOML file, whose name ends in .toml, not 'found.txt'."),
         (["--frontier", "f.jpg"], "--frontier writes a PNG file, whose name ends in .png, not 'f.jpg'."),
         (["--json", "nowhere/f.json"], "--json nowhere/f.json: there is no folder 'nowhere'."),
+        (["--json", "."], "--json .: it is a folder; give a file."),
+        (["--frontier", f"{'a' * 300}.png"], f"--frontier {'a' * 40}...: File name too long."),
+        (["--mesh", "X=4"], "mesh axes are named by a lowercase letter and then letters, digits or _, not 'X'."),
         (
             ["--mesh", "x=2,y=4"],
             "--mesh x=2,y=4 has 8 devices, and tpu-v5p:2x2x1 has 4; --topology names another slice.",

@@ -105,6 +105,8 @@ def test_mesh():
         ("x=-4", "mesh 'x=-4': mesh axis x must have a positive size, but has -4."),
         ("x=²", "mesh 'x=²': 'x=²' is not AXIS=SIZE; write x=4,y=2."),
         ("x=--4", "mesh 'x=--4': 'x=--4' is not AXIS=SIZE; write x=4,y=2."),
+        ("x=４", "mesh 'x=４': 'x=４' is not AXIS=SIZE; write x=4,y=2."),
+        ("X=4", "mesh 'X=4': mesh axes are named by a lowercase letter and then letters, digits or _, not 'X'."),
         ("x=0", "mesh 'x=0': mesh axis x must have a positive size, but has 0."),
     ],
 )

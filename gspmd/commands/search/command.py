@@ -8,7 +8,7 @@ other that fits in memory may be faster: by 0.05% at most, as a rule. Nothing ru
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -236,12 +236,24 @@ def report(found: Found, settings: Settings, target: Slice, argv: Sequence[str])
         console.print(shown.compiled(found.shortlist))
     console.print(shown.answer_line(finding, settings.compile), markup=False, highlight=False)
     if settings.frontier and found.front:
-        picture.figure(finding, found.front, found.drawn, top[0].removesuffix(".")).savefig(settings.frontier)
+        drawn = picture.figure(finding, found.front, found.drawn, top[0].removesuffix("."))
+        found.faults += unwritten("--frontier", settings.frontier, partial(drawn.savefig, settings.frontier))
     if settings.json:
         lists = found.said, found.presets, found.asked, found.front, found.shortlist
-        Path(settings.json).write_text(figures.to_json(settings, target, finding, *lists), encoding="utf-8")
+        text = figures.to_json(settings, target, finding, *lists)
+        write = partial(Path(settings.json).write_text, text, encoding="utf-8")
+        found.faults += unwritten("--json", settings.json, write)
     if found.interrupted:
         print(interrupted(found, settings), file=sys.stderr)
+
+
+def unwritten(flag: str, path: str, write: Callable[[], object]) -> list[str]:
+    """Write a file; return what is to be said where that is not possible."""
+    try:
+        write()
+    except OSError as error:
+        return [f"cannot write {flag} {path}: {error.strerror}."]
+    return []
 
 
 def of_stages(

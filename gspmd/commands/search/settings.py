@@ -1,6 +1,7 @@
 """The flags of `gspmd search`."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -100,6 +101,23 @@ def parse(argv: Sequence[str], script: str, documentation: str) -> Settings:
     return replace(settings, model=replace(settings.model, remat=settings.remat or settings.model.remat))
 
 
+def _no_file(flag: str, path: Path):
+    """Why a file cannot be written there, as far as that is known before it is."""
+    try:
+        if "\0" in str(path):
+            yield f"--{flag} {path!s:.40}: a name has no null characters."
+        elif not path.parent.is_dir():
+            yield f"--{flag} {path}: there is no folder {str(path.parent)!r}."
+        elif path.is_dir():
+            yield f"--{flag} {path}: it is a folder; give a file."
+        elif path.exists() and not os.access(path, os.W_OK):
+            yield f"--{flag} {path}: the file must not be written."
+        elif not path.exists() and not os.access(path.parent, os.W_OK):
+            yield f"--{flag} {path}: in the folder nothing may be written."
+    except OSError as error:  # a name that is too long
+        yield f"--{flag} {path!s:.40}...: {error.strerror}."
+
+
 def _faults(settings: Settings):
     numbers: list[str] = []
     given = {} if settings.microbatches is None else {"microbatches": settings.microbatches}
@@ -107,6 +125,10 @@ def _faults(settings: Settings):
     yield from numbers
     if not 0 < settings.memory <= 1:
         yield f"--memory is the share of memory that may be used, above 0 and at most 1, not {settings.memory}."
+    groups, tokens = settings.model.moe and settings.model.moe.groups, settings.batch * settings.length
+    if settings.phase == "train" and groups and tokens > 0 and tokens % groups:
+        product = f"{settings.batch} × {settings.length} = {tokens}"
+        yield f"model.moe.groups must divide the tokens of a batch, {product}, but is {groups}."
     if settings.compile < 0:
         yield f"--compile is a number of layouts, 0 or more, not {settings.compile}."
     if settings.phase != "train":
@@ -124,9 +146,8 @@ def _faults(settings: Settings):
         if not (key.strip() and equals and spec.strip()):
             yield f"--why reads KEY=SPEC, such as ffn.w_in=EF_x, not {asked!r}."
     for flag in ("out", "json", "frontier"):
-        path = Path(getattr(settings, flag))
-        if not path.parent.is_dir():
-            yield f"--{flag} {path}: there is no folder {str(path.parent)!r}."
+        if given := getattr(settings, flag):
+            yield from _no_file(flag, Path(given))
     for flag, suffix, kind in (("out", ".toml", "a TOML file"), ("frontier", ".png", "a PNG file")):
         given = getattr(settings, flag)
         if given and Path(given).suffix != suffix:
