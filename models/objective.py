@@ -125,6 +125,17 @@ def check_rounds(rounds: int, *layouts: Any) -> None:
         raise PlanError(f"rounds is {rounds}, and no layout here has stages to go round; set rounds to 1.")
 
 
+def check_stages(rounds: int, schedule: str, *layouts: Any) -> None:
+    """Refuse rounds, or another schedule than the default, where there are no stages, in none of the layouts.
+
+    Raises:
+        PlanError: so.
+    """
+    check_rounds(rounds, *layouts)
+    if schedule != "1f1b" and not any(map(stages_axes, layouts)):
+        raise PlanError(f"schedule is {schedule}, and no layout here has stages; leave it out.")
+
+
 def for_stages(config: ModelConfig, layout: Any) -> Any:
     """Return a layout with parameters as the loss of a pipeline takes them in training: `EF_yz reduced-x`.
 

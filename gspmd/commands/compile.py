@@ -31,7 +31,7 @@ from gspmd.training.toml import positive
 from gspmd_models import ModelConfig, step
 from gspmd_models.decoding import serving_program
 from gspmd_models.finetuning.config import LoraConfig
-from gspmd_models.objective import check_rounds, schedule_of
+from gspmd_models.objective import check_stages, schedule_of
 from gspmd_models.remat.prediction import show_remat
 
 DEFAULT = configs.find("palm-8b")
@@ -181,7 +181,7 @@ def smallest(settings: Settings, asked: Topology) -> Report:
     report, reason = None, ""
     layout = phase_layout(settings)  # what is wrong with the layout itself is wrong on every slice
     if settings.phase == "train":
-        check_rounds(settings.sharding.rounds, layout)
+        check_stages(settings.sharding.rounds, settings.sharding.schedule, layout)
     for target in slices(asked.chip):
         try:
             mesh_of(settings, target)
@@ -224,7 +224,7 @@ def mesh_of(settings: Settings, target: Topology) -> jax.sharding.Mesh:
     if settings.phase == "prefill":  # weights and cache are stored as for decoding
         layout_of(settings).phase("decode").check(config.sizes(settings.batch, 1) | served, shape)
     if settings.phase == "train":
-        check_rounds(sharding.rounds, layout)
+        check_stages(sharding.rounds, sharding.schedule, layout)
         how = sharding.schedule, settings.microbatches, sharding.rounds
         schedule_of(config, layout.resolved(sizes, shape), shape, *how)
     return target.mesh(shape, sharding.axis_types)

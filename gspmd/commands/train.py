@@ -45,14 +45,14 @@ from gspmd.training.arrangement import Arrangement, arrange, start
 from gspmd.training.reporting import memory, report, speed
 from gspmd.training.reporting.metrics import Metrics
 from gspmd.training.reporting.weights_and_biases import check_installed
-from gspmd.training.run.folder import choose_out
+from gspmd.training.run.folder import choose_out, held
 from gspmd.training.run.relayout import check_same_form
 from gspmd.training.state import TrainState, shardings
 from gspmd.training.step import Step, jit_step
 from gspmd_models import ModelConfig, checkpoints, step
 from gspmd_models.finetuning.config import LoraConfig
 from gspmd_models.finetuning.merging import merge, with_adapters
-from gspmd_models.objective import check_rounds
+from gspmd_models.objective import check_stages
 from gspmd_models.remat.prediction import show_remat
 
 CALLED = "gspmd train"
@@ -129,9 +129,11 @@ def train(settings: Settings, called: str = CALLED) -> None:
             settings = replace(settings, sharding=sharding)
         sizes = settings.model.sizes(training.batch, training.length)
         arrangements = arrange(training, sharding, sizes, found.layout if found else None)
+        for arrangement in arrangements:
+            check_microbatch(settings, arrangement)
         check_compiler_options(sharding.compiled_with)
         progress.begin("Reading the settings")
-        check_rounds(sharding.rounds, *(arrangement.layout for arrangement in arrangements))
+        check_stages(sharding.rounds, sharding.schedule, *(arrangement.layout for arrangement in arrangements))
         states = [abstract_state(settings, arrangement) for arrangement in arrangements]
         check_same_form([*zip(map(str, arrangements), states)])
     show_run(console, settings, arrangements, kept)
@@ -154,11 +156,11 @@ def train(settings: Settings, called: str = CALLED) -> None:
     )  # fmt: skip
     data.check_size(corpus, training.batch, training.length)
     out = processes.agreed(lambda: choose_out(training.out, resume=training.resume, step=training.resume_step))
-    console.print(f"Text: {corpus.describe()}.\nOut: {out}", soft_wrap=True, markup=False)
-    if found and processes.first():
-        found.write(out)
-    programs = {each.after: partial(make_program, console, settings, each) for each in arrangements}
-    with command.interrupts(out, called):
+    with held(out), command.interrupts(out, called):
+        console.print(f"Text: {corpus.describe()}.\nOut: {out}", soft_wrap=True, markup=False)
+        if found and processes.first():
+            found.write(out)
+        programs = {each.after: partial(make_program, console, settings, each) for each in arrangements}
         if tokenizer and processes.first():
             checkpoints.keep_tokenizer(out / "tokenizer", tokenizer, settings.checkpoint)
         last, kept_settings = arrangements[-1], command.kept_settings(settings)
@@ -178,6 +180,22 @@ def train(settings: Settings, called: str = CALLED) -> None:
             moe = settings.model.moe
             prompt = training.prompt if moe is None or moe.causal else None
             report.closing(console, out, time.monotonic() - began, command.next_commands(out, reached, prompt, called))
+
+
+def check_microbatch(settings: Settings, arrangement: Arrangement) -> None:
+    """Refuse microbatches that are smaller than a layout can shard; what does not divide the batch is refused later.
+
+    Raises:
+        LayoutError: with every fault.
+    """
+    training, count = settings.training, settings.training.microbatches
+    if count == 1 or training.batch % count:
+        return
+    try:
+        arrangement.layout.check(settings.model.sizes(training.batch // count, training.length), arrangement.mesh)
+    except gspmd.LayoutError as error:
+        each = f"These are the sizes of a microbatch, of which --microbatches {count} makes {count} of --batch"
+        raise gspmd.LayoutError(f"{error}\n  {each} {training.batch}.") from None
 
 
 def of_checkpoint(settings: Settings, argv: Sequence[str]) -> Settings:

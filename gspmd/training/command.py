@@ -49,9 +49,9 @@ def parse(
     Args:
         cls: a dataclass of settings.
         argv: the flags. `--config FILE` names the TOML file. `--resume` without it starts from the settings of the run,
-            without its platform and devices, its meshes if `--devices` is given, its `--set` if `--layout` or `--set`
-            is, and its changes of layout if `--layout` or `--relayout` is. `--resume STEP` is `--resume --resume-step
-            STEP`.
+            without its platform, its number of devices if `--devices`, `--mesh` or `--platform` is given, its meshes
+            if `--devices` is, its `--set` if `--layout` or `--set` is, and its changes of layout if `--layout` or
+            `--relayout` is. `--resume STEP` is `--resume --resume-step STEP`.
         default: the TOML file if neither is given.
         find: from the name in --config or `default` to the path of the TOML file.
         description: for --help.
@@ -65,7 +65,7 @@ def parse(
     early.add_argument("--config", nargs="?")
     early.add_argument("--out", nargs="?")
     early.add_argument("--resume", action="store_true")
-    for flag in ("--devices", "--layout", "--set", "--relayout"):
+    for flag in ("--devices", "--mesh", "--platform", "--layout", "--set", "--relayout"):
         early.add_argument(flag, nargs="?", const="")
     known, _ = early.parse_known_args(argv)
     if known.config:
@@ -226,13 +226,15 @@ def _spelled_out(argv: Sequence[str]) -> list[str]:
 
 def _carried_over(settings: dict[str, Any], given: Mapping[str, str | None]) -> dict[str, Any]:
     """Settings of a run for a resume, without those of a machine and those that a flag replaces."""
-    dropped = {"platform", "devices", "distributed"}
+    dropped = {"platform", "distributed"}
+    if any(given[flag] is not None for flag in ("devices", "mesh", "platform")):
+        dropped.add("devices")
     if given["devices"] is not None:
         dropped.add("mesh")
     if given["layout"] is not None or given["set"] is not None:
         dropped.add("set")
     if given["layout"] is not None:
-        dropped.add("rounds")  # of the stages of the layout before
+        dropped |= {"rounds", "schedule"}  # of the stages of the layout before
     training, sharding = dict(settings.get("training", {})), settings.get("sharding", {})
     changes = [parse_relayout(change) for change in training.pop("relayout", ())]
     if given["layout"] is None and given["relayout"] is None:

@@ -118,6 +118,14 @@ BAD = {
         ["--config", "tiny", "--rounds", "2"],
         "rounds is 2, and no layout here has stages to go round; set rounds to 1.",
     ),
+    "a schedule without stages": (
+        ["--config", "tiny", "--schedule", "gpipe"],
+        "schedule is gpipe, and no layout here has stages; leave it out.",
+    ),
+    "microbatches too small for a layout": (
+        ["--config", "tiny", "--batch", "16", "--microbatches", "4"],
+        "  These are the sizes of a microbatch, of which --microbatches 4 makes 4 of --batch 16.",
+    ),
     "layers that make no rounds": (
         [*IN_STAGES, "--model.layers", "12", "--rounds", "2", "--microbatches", "2"],
         "6 stacked layers do not make 2 rounds of 2 stages.\n"

@@ -60,8 +60,7 @@ TILES = [
     ("XCE,XEF->XCF", {"C": 3}, True),  # nothing is merged
     ("GXCE,XEF->GXCF", {"C": 4}, False),
     ("GXCE,XEF->GXCF", {"C": 1}, False),
-    ("GXCE,XEHD->GXCHD", {"C": 8, "D": 64}, False),  # half of the lanes
-    ("GXCE,XEHD->GXCHD", {"C": 8, "D": 128}, True),
+    ("GXCE,XEHD->GXCHD", {"C": 8, "D": 128}, False),  # lanes would be merged
     ("BHLD,BHTD->BHLT", {}, False),
     ("XCE,XE->XC", {"C": 8}, False),
 ]

@@ -111,6 +111,18 @@ def test_slots_travel_as_other_rows_do(make_mesh, sizes, axes):
         np.testing.assert_array_equal(rows, x, err_msg=f"{x.shape} {split}")
 
 
+@pytest.mark.parametrize(("equation", "gathered"), [("G_xXCE -> GX_xCE", True), ("B_xLHD -> BL_xHD", False)])
+def test_slots_alone_are_put_in_order_by_a_gather(monkeypatch, make_mesh, equation, gathered):
+    with jax.set_mesh(make_mesh({"x": 2})):
+        x = gspmd.annotate(drawn((4, 4, 2, 8), "float32"), equation.partition(" -> ")[0])
+        monkeypatch.setattr(target, "device_kind", lambda: "TPU v4")
+        jax.clear_caches()
+        program = str(jax.make_jaxpr(lambda x: gspmd.reshard(x, equation))(x))
+        jax.clear_caches()
+    assert "all_to_all" in program
+    assert ("gather" in program.replace("all_gather", "")) is gathered
+
+
 EQUATIONS = [
     ("BE_x, E_xF_yz -> BF_yzx", ((8, 16), (16, 32))),
     ("B_zE_xy, EF -> B_zF_yx", ((8, 16), (16, 32))),

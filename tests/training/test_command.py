@@ -38,10 +38,15 @@ def resumed(tmp_path):
     return lambda *flags: command.parse(Settings, ["--resume", "--out", str(tmp_path), *flags])
 
 
-def test_a_resume_leaves_the_machine_open(resumed):
+def test_a_resume_leaves_the_platform_open(resumed):
     found = resumed()
     assert found.training == replace(STARTED.training, resume=True, out=found.training.out)
-    assert found.sharding == replace(STARTED.sharding, platform=None, devices=None)
+    assert found.sharding == replace(STARTED.sharding, platform=None)  # on as many devices, or it is not the same run
+
+
+@pytest.mark.parametrize("flags", [["--platform", "cpu"], ["--mesh", "x=8"]])
+def test_another_machine_has_devices_of_its_own(resumed, flags):
+    assert resumed(*flags).sharding.devices is None
 
 
 @pytest.mark.parametrize("flags", [["--resume", "300"], ["--resume=300"], ["--resume", "--resume-step", "300"]])

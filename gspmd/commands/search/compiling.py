@@ -67,7 +67,8 @@ def shortlist(finding: Finding, said: Mapping[str, Remark], count: int) -> list[
     """The answer, and the cheapest layouts that spend a hundredth of a step otherwise than each of those before.
 
     They are the best with another option of some choice, and the best on another mesh, with another choice of remat or
-    in other microbatches. Where so few are different, the cheapest of the others follow.
+    in other microbatches. Where so few are different, the cheapest of the others follow, but for those that cost the
+    same.
     """
     listed = [Listed("found", finding.best, finding.answer, finding.best.phase.costs.mesh)]
     others = sorted(_others(finding, said), key=lambda each: each.answer.seconds) if count > 1 else []
@@ -99,7 +100,10 @@ def _apart(one: Listed, other: Listed) -> float:
 
 
 def _twins(one: Listed, other: Listed) -> bool:
-    """Whether two layouts are one, with mesh axes of equal sizes swapped in part of it: they cost the same."""
+    """Whether two layouts cost the same in seconds and in bytes.
+
+    They are taken for one, with mesh axes of equal sizes swapped in a part of it, of which the compiler made the same.
+    """
     alike = isclose(one.answer.seconds, other.answer.seconds, rel_tol=1e-9)
     return alike and isclose(one.answer.bytes, other.answer.bytes, rel_tol=1e-9)
 

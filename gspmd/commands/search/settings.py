@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -108,12 +109,13 @@ def _no_file(flag: str, path: Path):
             yield f"--{flag} {path!s:.40}: a name has no null characters."
         elif not path.parent.is_dir():
             yield f"--{flag} {path}: there is no folder {str(path.parent)!r}."
-        elif path.is_dir():
+        elif stat.S_ISDIR(os.stat(path).st_mode):
             yield f"--{flag} {path}: it is a folder; give a file."
-        elif path.exists() and not os.access(path, os.W_OK):
-            yield f"--{flag} {path}: the file must not be written."
-        elif not path.exists() and not os.access(path.parent, os.W_OK):
-            yield f"--{flag} {path}: in the folder nothing may be written."
+        elif not os.access(path, os.W_OK):
+            yield f"--{flag} {path}: the file is read-only."
+    except FileNotFoundError:
+        if not os.access(path.parent, os.W_OK):
+            yield f"--{flag} {path}: the folder is read-only."
     except OSError as error:  # a name that is too long
         yield f"--{flag} {path!s:.40}...: {error.strerror}."
 

@@ -74,7 +74,8 @@ def _all_to_all(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) 
     if target.is_tpu():
         from gspmd.lowerings.blocking import tpu
 
-        if "".join(step.before.dims) == "GXCE" and {split, concat} == {0, 1}:
+        # Of slots it is known how they lie in memory before and after.
+        if step.before.dims == tuple("GXCE") and {split, concat} == {0, 1}:
             return tpu.slots_to_all(x, step.axes, split, mesh)
         return tpu.all_to_all(x, step.axes, split, concat, mesh)
     return lax.all_to_all(x, step.axes, split_axis=split, concat_axis=concat, tiled=True)

@@ -1,7 +1,11 @@
-"""The folder of a run: the one that is named, the newest, or a new one."""
+"""The folder of a run: the one that is named, the newest, or a new one; and that one run has it at a time."""
 
+import fcntl
+import os
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from gspmd.training.checkpoints import check_step, newest
@@ -10,8 +14,11 @@ from gspmd.training.toml import ConfigError
 RUNS = Path("runs")
 
 
+_held: dict[Path, int] = {}
+
+
 def choose_out(out: str, *, resume: bool, step: int | None = None) -> Path:
-    """Return the run's folder, created if needed, and checked to be writable.
+    """Return the run's folder, created if needed, checked to be writable, and kept from other runs (`held`).
 
     Args:
         out: the folder; "" for the newest run on a resume, and for a new folder under runs/ otherwise.
@@ -19,7 +26,7 @@ def choose_out(out: str, *, resume: bool, step: int | None = None) -> Path:
         step: of the checkpoint that it must hold; None for any.
 
     Raises:
-        ConfigError: it cannot be written, or holds a run that would be overwritten.
+        ConfigError: it cannot be written, another run writes there, or it holds a run that would be overwritten.
     """
     path = Path(out) if out else newest_run() if resume else _fresh()
     at = newest(path)
@@ -36,7 +43,36 @@ def choose_out(out: str, *, resume: bool, step: int | None = None) -> Path:
             pass
     except OSError as error:
         raise ConfigError(f"cannot write to {str(path)!r}:", [f"{error.strerror}. Choose another --out."]) from None
+    _hold(path)
     return path
+
+
+def _hold(path: Path) -> None:
+    """Lock the folder itself, which leaves no file behind; the lock ends with the process, however that ends.
+
+    A file system that knows no locks of folders, as some that several machines share, keeps no other run away.
+    """
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        remedy = "Wait for its end, or choose another --out."
+        raise ConfigError(f"cannot write to {str(path)!r}:", ["another run writes there now.", remedy]) from None
+    except OSError:
+        os.close(folder)
+        return
+    _held[path] = folder
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """While this lasts, the folder that `choose_out` chose is kept from other runs; afterwards they may have it."""
+    try:
+        yield
+    finally:
+        if (folder := _held.pop(path, None)) is not None:
+            os.close(folder)
 
 
 def newest_run() -> Path:
