@@ -74,10 +74,7 @@ def _all_to_all(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) 
     if target.is_tpu():
         from gspmd.lowerings.blocking import tpu
 
-        # Of slots it is known how they lie in memory before and after.
-        if step.before.dims == tuple("GXCE") and {split, concat} == {0, 1}:
-            return tpu.slots_to_all(x, step.axes, split, mesh)
-        return tpu.all_to_all(x, step.axes, split, concat, mesh)
+        return tpu.all_to_all(x, step.axes, split, concat, mesh, step.before.dims)
     return lax.all_to_all(x, step.axes, split_axis=split, concat_axis=concat, tiled=True)
 
 

@@ -81,8 +81,15 @@ def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Ma
     return x
 
 
-def all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, concat: int, mesh: Mapping[str, int]) -> jax.Array:
-    """A tiled all-to-all over mesh axes, of whole rows: what a device sends to each other one, along one dimension."""
+def all_to_all(
+    x: jax.Array, axes: tuple[str, ...], split: int, concat: int, mesh: Mapping[str, int], dims: tuple[str, ...] = ()
+) -> jax.Array:
+    """A tiled all-to-all over mesh axes, of whole rows: what a device sends to each other one, along one dimension.
+
+    Of slots, whose dimensions are GXCE, it is known how they lie in memory on either side.
+    """
+    if dims == tuple("GXCE") and {split, concat} == {0, 1}:
+        return slots_to_all(x, axes, split, mesh)
     if x.ndim - 1 in (split, concat):
         return lax.all_to_all(x, axes, split_axis=split, concat_axis=concat, tiled=True)
     parts = prod(mesh[axis] for axis in axes)

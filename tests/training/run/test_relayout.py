@@ -130,7 +130,9 @@ def test_a_batch_that_does_not_fit_a_later_layout_is_refused_before_training(sta
     monkeypatch.chdir(tmp_path)
     flags = ["--config", TINY, "--devices", "8", "--microbatches", "2", "--layout", "megatron-1d"]
     assert main.main(["train", *flags, "--relayout", "1=zero-3", "--out", "run"]) == 2
-    assert "cannot split a batch of 8 sequences over 8 devices" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "cannot use layout 'zero-3' for the sizes B=4," in said
+    assert "These are the sizes of a microbatch, of which --microbatches 2 makes 2 of --batch 8." in said
     assert not (tmp_path / "run").exists()
 
 
