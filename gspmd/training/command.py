@@ -192,16 +192,13 @@ def check_model(training: TrainingConfig, model: Any, tokens: int | None = None)
         ConfigError: with every fault.
     """
     faults = []
-    groups, step = model.moe and model.moe.groups, training.batch * training.length
     if tokens is None and model.vocabulary != 256:
         larger = " Give the file of its tokenizer with --tokenizer." if model.vocabulary > 256 else ""
         faults.append(f"model.vocabulary must be 256, since the data is bytes, but is {model.vocabulary}.{larger}")
     if tokens is not None and tokens > model.vocabulary:
         fault = f"the tokenizer {training.tokenizer!r} has {tokens:,} tokens, but model.vocabulary is "
         faults.append(f"{fault}{model.vocabulary:,}; it must be at least as large.")
-    if groups and step % groups:
-        product = f"{training.batch} × {training.length} = {step}"
-        faults.append(f"model.moe.groups must divide the tokens of a batch, {product}, but is {groups}.")
+    faults += group_faults(model, training.batch, training.length)
     if model.int8:
         faults.append("model.int8 is to serve: leave it out, and sample with 'gspmd generate --weights int8'.")
     if training.sample_bytes and model.moe and not model.moe.causal:
@@ -209,6 +206,15 @@ def check_model(training: TrainingConfig, model: Any, tokens: int | None = None)
         faults.append(fault + "set sample_bytes to 0, or take another router.")
     if faults:
         raise ConfigError("cannot train this model:", faults)
+
+
+def group_faults(model: Any, batch: int, length: int) -> list[str]:
+    """What is wrong with the groups of a model's experts for batches of these sizes."""
+    groups, tokens = model.moe and model.moe.groups, batch * length
+    if not groups or tokens % groups == 0:
+        return []
+    product = f"{batch} × {length} = {tokens}"
+    return [f"model.moe.groups must divide the tokens of a batch, {product}, but is {groups}."]
 
 
 def _spelled_out(argv: Sequence[str]) -> list[str]:

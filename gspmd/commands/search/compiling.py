@@ -74,9 +74,7 @@ def shortlist(finding: Finding, said: Mapping[str, Remark], count: int) -> list[
     others = sorted(_others(finding, said), key=lambda each: each.answer.seconds) if count > 1 else []
     for apart in (APART, SAME):
         for each in others:
-            if len(listed) < count and all(
-                _apart(each, other) >= apart and not _twins(each, other) for other in listed
-            ):
+            if len(listed) < count and all(_apart(each, other) >= apart for other in listed):
                 listed.append(each)
     return listed
 
@@ -93,19 +91,16 @@ def _others(finding: Finding, said: Mapping[str, Remark]) -> Iterator[Listed]:
 
 
 def _apart(one: Listed, other: Listed) -> float:
-    """The share of a step that two layouts spend on other parts of the cost; none, if mesh axes have other names."""
+    """The share of a step that two layouts spend on other parts of the cost; none, if mesh axes have other names.
+
+    Nor if they cost the same in seconds and in bytes: they are taken for one, with mesh axes of equal sizes swapped in
+    a part of it, of which the compiler made the same.
+    """
+    if all(isclose(getattr(one.answer, of), getattr(other.answer, of), rel_tol=1e-9) for of in ("seconds", "bytes")):
+        return 0.0
     ours, theirs = (each.candidate.unlimited.seconds_of(each.answer.picks) for each in (one, other))
     moved = sum(abs(ours.get(name, 0.0) - theirs.get(name, 0.0)) for name in {**ours, **theirs})
     return moved / 2 / other.answer.seconds
-
-
-def _twins(one: Listed, other: Listed) -> bool:
-    """Whether two layouts cost the same in seconds and in bytes.
-
-    They are taken for one, with mesh axes of equal sizes swapped in a part of it, of which the compiler made the same.
-    """
-    alike = isclose(one.answer.seconds, other.answer.seconds, rel_tol=1e-9)
-    return alike and isclose(one.answer.bytes, other.answer.bytes, rel_tol=1e-9)
 
 
 def _text(listed: Listed) -> str:

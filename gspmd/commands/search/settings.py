@@ -127,10 +127,8 @@ def _faults(settings: Settings):
     yield from numbers
     if not 0 < settings.memory <= 1:
         yield f"--memory is the share of memory that may be used, above 0 and at most 1, not {settings.memory}."
-    groups, tokens = settings.model.moe and settings.model.moe.groups, settings.batch * settings.length
-    if settings.phase == "train" and groups and tokens > 0 and tokens % groups:
-        product = f"{settings.batch} × {settings.length} = {tokens}"
-        yield f"model.moe.groups must divide the tokens of a batch, {product}, but is {groups}."
+    if settings.phase == "train" and not numbers:
+        yield from command.group_faults(settings.model, settings.batch, settings.length)
     if settings.compile < 0:
         yield f"--compile is a number of layouts, 0 or more, not {settings.compile}."
     if settings.phase != "train":

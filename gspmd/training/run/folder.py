@@ -12,9 +12,8 @@ from gspmd.training.checkpoints import check_step, newest
 from gspmd.training.toml import ConfigError
 
 RUNS = Path("runs")
-
-
 _held: dict[Path, int] = {}
+"""The open folders that this process has locked."""
 
 
 def choose_out(out: str, *, resume: bool, step: int | None = None) -> Path:
@@ -52,7 +51,10 @@ def _hold(path: Path) -> None:
 
     A file system that knows no locks of folders, as some that several machines share, keeps no other run away.
     """
-    folder = os.open(path, os.O_RDONLY)
+    try:
+        folder = os.open(path, os.O_RDONLY)
+    except OSError:  # it may be written and not read
+        return
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -62,7 +64,7 @@ def _hold(path: Path) -> None:
     except OSError:
         os.close(folder)
         return
-    _held[path] = folder
+    _held[path.resolve()] = folder
 
 
 @contextmanager
@@ -71,7 +73,7 @@ def held(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if (folder := _held.pop(path, None)) is not None:
+        if (folder := _held.pop(path.resolve(), None)) is not None:
             os.close(folder)
 
 
