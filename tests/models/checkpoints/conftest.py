@@ -77,11 +77,10 @@ def continued(model: Any, tokens: np.ndarray, count: int) -> np.ndarray:
 
     if not count:
         return tokens
-    ids, kept = torch.tensor(tokens), None
+    ids = torch.tensor(tokens)
     with torch.no_grad():
-        for _ in range(count):
-            out = model(ids if kept is None else ids[:, -1:], past_key_values=kept, use_cache=True)
-            kept, ids = out.past_key_values, torch.cat([ids, out.logits[:, -1:].argmax(-1)], dim=1)
+        for _ in range(count):  # without a cache, whose name in the call is not the same in all releases
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
     return ids.numpy()
 
 
