@@ -18,6 +18,8 @@ from gspmd.search.moves import Moves, environment_of, placements
 
 from ..config import ModelConfig
 
+STAGES = "p"
+"""The mesh axis of a pipeline's stages."""
 FLOAT32 = 4
 """Bytes of a statistic."""
 KEPT_PRODUCTS = ("dots", "dots-except-hidden", "selective")
@@ -56,6 +58,7 @@ class Costs:
         side: in the stages of a pipeline, the mesh axes along which pipelines run side by side: they split the batch
             and nothing else, and gradients stay partial sums over them, and over no others, until the step ends.
             None where there are no stages.
+        stages: of a pipeline, whose mesh axis `STAGES` is not one of `mesh`.
     """
 
     config: ModelConfig
@@ -66,6 +69,7 @@ class Costs:
     trains: bool = True
     microbatches: int = 1
     side: tuple[str, ...] | None = None
+    stages: int = 1
 
     @cached_property
     def environment(self) -> Environment:
@@ -129,6 +133,13 @@ class Costs:
     def settled(self, spec: Spec, axes: Sequence[str], reduce: str = "sum") -> float:
         """Seconds to add up a float32 statistic that is split over mesh axes."""
         return self.moved(spec.with_partial(tuple(axes)), spec, FLOAT32, reduce) if axes else 0.0
+
+    def summed(self, spec: Spec, axes: Sequence[str] = ()) -> float:
+        """Seconds to add a float32 tensor up over mesh axes and over all stages."""
+        partial = (STAGES, *axes) if self.stages > 1 else tuple(axes)
+        mesh = {STAGES: self.stages, **self.mesh}
+        steps = move(spec.with_partial(partial), spec, self.sizes, mesh, FLOAT32, self.chip) if partial else ()
+        return sum(step.seconds for step in steps)
 
     def in_memory(self, passes: float, elements: int, width: int) -> float:
         """Seconds of so many passes over an array in memory."""

@@ -21,10 +21,9 @@ import numpy as np
 from gspmd.annotate import Spec
 from gspmd.annotate.errors import PlanError
 from gspmd.hardware.links import collective_seconds
-from gspmd.planner.graph.resharding import move
 from gspmd.search import Term
 
-from .costs import FLOAT32, Line, lies_beside
+from .costs import STAGES, Line, lies_beside
 from .parts.ends import Ends, Tables
 from .parts.part import Part, product_terms
 from .training import TrainingProblem
@@ -32,8 +31,6 @@ from .unsearched import Unsearched
 from .weights import Placed
 from .workload import Workload
 
-AXIS = "p"
-"""The mesh axis of the stages."""
 FORWARD = ", forward"
 """Behind the name of a term that has a part's seconds of the forward slots."""
 
@@ -70,13 +67,13 @@ class StageProblem(TrainingProblem):
             raise Unsearched("stages of this model", [f"it has experts and {what}"])
         of_stage = replace(config, layers=config.layers // stages)
         super().__init__(replace(workload, config=of_stage), mesh)
-        self.costs = replace(self.costs, side=side)
+        self.costs = replace(self.costs, side=side, stages=stages)
         self.stages, self.slots = stages, workload.microbatches + stages - 1
         self._known: dict[Spec, float] = {}
 
     @cached_property
-    def terms(self) -> list[Term]:
-        """Every table: what happens once, and as often as there are slots the rest."""
+    def tables(self) -> list[Term]:
+        """Those of what happens once, and as often as there are slots the rest."""
         found = [term for part in self.parts for term in part.once()]
         for count, terms in ((self.forward_slots, self._forward()), (self.slots, self._backward())):
             found += [replace(term, seconds=count * term.seconds) for term in terms]
@@ -111,14 +108,14 @@ class StageProblem(TrainingProblem):
         if name in part.vias:  # which are the same in both passes
             return np.arange(len(part.vias[name].vias))
         numbers = {_held(option): number for number, option in enumerate(part.choices[name])}
-        return np.array([numbers[_held(option)] for option in self.choices[name]])
+        return np.array([numbers[_held(option)] for option in self.choices_of_parts[name]])
 
     def _stream(self) -> Term:
         """A permute to the next stage, one back to the previous; and the inputs that wait for their backward pass."""
-        costs, residuals = self.costs, self.choices["residual"]
+        costs, residuals = self.costs, self.choices_of_parts["residual"]
         local = np.array([costs.local(spec) * costs.width for spec in residuals])
-        mesh = {AXIS: self.stages, **costs.mesh}
-        sent = [collective_seconds("collective-permute", (AXIS,), mesh, each, costs.chip) for each in local]
+        mesh = {STAGES: self.stages, **costs.mesh}
+        sent = [collective_seconds("collective-permute", (STAGES,), mesh, each, costs.chip) for each in local]
         # A single last tick, as two stages have, sends nothing.
         count = self.forward_slots + self.slots - (self.stages == 2) if self.stages > 1 else 0
         # All stages run one program, so each has the room that the first one needs.
@@ -128,21 +125,20 @@ class StageProblem(TrainingProblem):
     def _copies(self) -> Iterator[Term]:
         """The gradients of tables, last norm and bias, of which each stage has a copy, are summed over the stages."""
         for weight in next(part for part in self.parts if isinstance(part, Ends)).weights:
-            seconds = [self._summed(placed.spec) for placed in self.choices[weight.key]]
+            seconds = [self._summed(placed.spec) for placed in self.choices_of_parts[weight.key]]
             yield Term(f"summed over stages: {weight.key}", (weight.key,), np.array(seconds))
         for part in self.parts:
             for vector in (each for each in part.vectors if not each.stacked):
-                seconds = [vector.copies * self._summed(vector.spec(each)) for each in self.choices[vector.choice]]
+                seconds = [
+                    vector.copies * self._summed(vector.spec(each)) for each in self.choices_of_parts[vector.choice]
+                ]
                 name = f"summed over stages: {part.name}.vectors {vector.choice}"
                 yield Term(name, (vector.choice,), np.array(seconds))
 
     def _summed(self, spec: Spec) -> float:
         """Seconds to add up a gradient over the stages."""
         if spec not in self._known:
-            costs, mesh = self.costs, {AXIS: self.stages, **self.costs.mesh}
-            summed = spec.with_partial((AXIS,))
-            steps = move(summed, spec, costs.sizes, mesh, FLOAT32, costs.chip) if self.stages > 1 else ()
-            self._known[spec] = sum(step.seconds for step in steps)
+            self._known[spec] = self.costs.summed(spec)
         return self._known[spec]
 
     def _beside(self) -> Iterator[Term]:
@@ -157,7 +153,7 @@ class StageProblem(TrainingProblem):
 
     def lines(self, picks: Mapping[str, int]) -> list[Line]:
         """The lines of the layout that these picks stand for, that of the pipeline behind them."""
-        return [*super().lines(picks), Line("pipeline.layers", f"N_{AXIS}", "pipeline")]
+        return [*super().lines(picks), Line("pipeline.layers", f"N_{STAGES}", "pipeline")]
 
 
 class _Forward:

@@ -40,6 +40,11 @@ class PhaseProblem(ABC):
     @cached_property
     def choices(self) -> dict[str, Sequence[Any]]:
         """Every choice and its options; of a product its vias by number."""
+        return self.choices_of_parts
+
+    @cached_property
+    def choices_of_parts(self) -> dict[str, Sequence[Any]]:
+        """Those of the parts."""
         named: dict[str, Sequence[Any]] = {}
         for part in self.parts:
             named |= part.choices
@@ -53,6 +58,11 @@ class PhaseProblem(ABC):
     @cached_property
     def terms(self) -> list[Term]:
         """Every table."""
+        return self.tables
+
+    @cached_property
+    def tables(self) -> list[Term]:
+        """Those of the parts."""
         found, count = [term for part in self.parts for term in part.once()], self.costs.microbatches
         for part in self.parts:
             each = (*part.terms(), *part.accumulated())

@@ -12,9 +12,10 @@ in a step, which may cost less.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from gspmd.search import Choice, Problem, Term
 
@@ -25,7 +26,8 @@ from .workload import Workload
 class Relaxed(TrainingProblem):
     """The search problem that bounds those of a training step in 2 microbatches or more on one mesh.
 
-    Its choices have all options that theirs have.
+    Its choices have all options that theirs have. The global norm of the gradients, which costs no less than nothing,
+    is left out.
 
     Args:
         workload: the step, in whichever number of microbatches.
@@ -35,6 +37,11 @@ class Relaxed(TrainingProblem):
     def __init__(self, workload: Workload, mesh: Mapping[str, int]):
         super().__init__(replace(workload, microbatches=1), mesh)
         self.costs = replace(self.costs, microbatches=2)  # of several, gradients are partial sums until the step ends
+
+    @property
+    def choices(self) -> Mapping[str, Sequence[Any]]:
+        """Those of the parts."""
+        return self.choices_of_parts
 
     def between(self, fewest: int, most: int, limit: float | None = None) -> Problem:
         """The problem whose answer is no worse than that of any number of microbatches from the fewest to the most."""

@@ -28,8 +28,9 @@ from gspmd.search.stages import NoSplit, Split, Stage, split
 
 from .answers.candidate import TOLERANCE, Patience
 from .answers.meshes import meshes
-from .costs import Line
-from .pipeline import AXIS, FORWARD, StageProblem
+from .costs import STAGES, Line
+from .parts.global_norm import NORM
+from .pipeline import FORWARD, StageProblem
 from .workload import Workload
 
 MOST = 2
@@ -67,7 +68,7 @@ class Prices:
             at = tuple(picks[name] for name in term.of)
             group = term.name.removesuffix(FORWARD).removeprefix("accumulated: ").partition(":")[0].partition(".")[0]
             kind = {"stream": "sent", **dict.fromkeys(_INPUT, "first"), **dict.fromkeys(_OUTPUT, "last")}
-            if term.name not in once and not term.name.startswith("summed"):
+            if term.name not in once and not term.name.startswith(("summed", NORM)):
                 seconds[kind.get(group, "layer")] += float(term.seconds[at]) / problem.slots
             if term.bytes is not None:
                 ends = group in _OUTPUT or term.name.startswith(("stored: embedding", "stored: output"))
@@ -126,7 +127,7 @@ class Row:
     @property
     def mesh(self) -> dict[str, int]:
         """The sizes of all mesh axes, that of the stages first."""
-        return {AXIS: self.stages, **self.problem.costs.mesh}
+        return {STAGES: self.stages, **self.problem.costs.mesh}
 
     @property
     def bubble(self) -> float:

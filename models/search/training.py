@@ -9,9 +9,12 @@ blocks keep for the backward pass, and gradients that are added up in memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 from gspmd.annotate.errors import PlanError
+from gspmd.search import Term
 
 from ..config import ModelConfig
 from .costs import Costs
@@ -20,6 +23,7 @@ from .parts.dropless import Dropless
 from .parts.ends import Ends, Stream
 from .parts.experts import Experts
 from .parts.feed_forward import FeedForward
+from .parts.global_norm import NORM, axes_to_sum, terms_of
 from .parts.parallel import TrainedBlock
 from .parts.part import Part
 from .parts.shared_experts import SharedExperts
@@ -51,6 +55,20 @@ class TrainingProblem(PhaseProblem):
         if config.moe:
             sizes |= {"C": config.moe.capacity(batch // count * workload.length // sizes["G"])}
         super().__init__(Costs(config, sizes, dict(mesh), workload.chip, workload.dtype, microbatches=count))
+
+    @cached_property
+    def choices(self) -> dict[str, Sequence[Any]]:
+        """Those of the parts, and the mesh axes over which the global norm of the gradients is summed."""
+        return {**self.choices_of_parts, NORM: self._summed_over}
+
+    @cached_property
+    def terms(self) -> list[Term]:
+        """Every table."""
+        return [*self.tables, *terms_of(self.costs, self.parts, self._summed_over)]
+
+    @cached_property
+    def _summed_over(self) -> tuple[tuple[str, ...], ...]:
+        return axes_to_sum(self.costs, self.tables)
 
     def _parts(self) -> list[Part]:
         costs, config = self.costs, self.costs.config

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from gspmd.layouts import Layout
+from gspmd_models.search.parts.global_norm import NORM
 
 
 def layout_of(lines, folder: Path, axes: tuple[str, ...] = ("x", "y", "z")) -> Layout:
@@ -21,18 +22,30 @@ def layout_of(lines, folder: Path, axes: tuple[str, ...] = ("x", "y", "z")) -> L
     return Layout.load(file)
 
 
-def drawn(problem, rng: random.Random) -> dict[str, int]:
-    """Random picks of finite cost: vias last, since they hang on all others."""
+def drawn(problem, rng: random.Random, sharded: int | None = None) -> dict[str, int]:
+    """Random picks of finite cost: vias last, since they hang on all others.
+
+    The axes of the norm are the fewest that the others allow; `sharded` is the number of those that may shard weights.
+    """
     while True:
-        picks: dict[str, int] = {}
+        picks = {NORM: sharded} if sharded is not None else {}
         for choice in sorted(problem.choices, key=lambda choice: choice.name.endswith("_via")):
-            allowed = np.ones(len(choice.options), bool)
-            for term in problem.terms:
-                if choice.name in term.of and {*term.of} <= {*picks, choice.name}:
-                    at = tuple(slice(None) if name == choice.name else picks[name] for name in term.of)
-                    allowed &= np.isfinite(term.seconds[at])
-            if not allowed.any():
-                break
-            picks[choice.name] = int(rng.choice(np.flatnonzero(allowed).tolist()))
+            if choice.name != NORM:
+                possible = np.flatnonzero(allowed(problem, choice, picks)).tolist()
+                if not possible:
+                    break
+                picks[choice.name] = int(rng.choice(possible))
         else:
+            for norm in (choice for choice in problem.choices if choice.name == NORM):
+                picks[NORM] = int(np.argmax(allowed(problem, norm, picks)))
             return picks
+
+
+def allowed(problem, choice, picks: dict[str, int]) -> np.ndarray:
+    """Which options have finite cost beside these picks."""
+    found = np.ones(len(choice.options), bool)
+    for term in problem.terms:
+        if choice.name in term.of and {*term.of} <= {*picks, choice.name}:
+            at = tuple(slice(None) if name == choice.name else picks[name] for name in term.of)
+            found &= np.isfinite(term.seconds[at])
+    return found

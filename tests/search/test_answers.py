@@ -26,6 +26,7 @@ from gspmd_models.search.answers.document import Remark, remarks
 from gspmd_models.search.answers.frontier import frontier
 from gspmd_models.search.answers.presets import picks_of, placed_presets
 from gspmd_models.search.answers.why import why
+from gspmd_models.search.parts.global_norm import NORM
 from gspmd_models.search.workload import Workload
 from tests.references.models import TINY
 
@@ -287,7 +288,7 @@ def test_what_is_said_of_a_choice_is_what_it_costs_and_what_the_next_best_would(
     held = candidate()
     answer, problem = held.solve(), held.problem
     terms, said = problem.seconds_of(answer.picks), dict(remarks(held, answer))
-    assert list(said) == [choice.name for choice in problem.choices]
+    assert list(said) == [choice.name for choice in problem.choices if choice.name != NORM]
     for name, remark in said.items():
         own = [term.name for term in problem.terms if name in term.of]
         assert remark.seconds == pytest.approx(sum(terms[each] for each in own))

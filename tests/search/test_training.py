@@ -19,6 +19,7 @@ from gspmd_models import ModelConfig, abstract, abstract_batch, abstract_key, st
 from gspmd_models.config import REMATS
 from gspmd_models.search.answers import Candidate
 from gspmd_models.search.answers.presets import picks_of
+from gspmd_models.search.parts.global_norm import NORM
 from gspmd_models.search.training import TrainingProblem
 from gspmd_models.search.workload import Workload
 from tests.references.models import WIDE
@@ -100,6 +101,25 @@ def test_a_layout_costs_what_its_training_step_is_traced_to(config, remat, micro
     told, wanted = problem.cost(picks), traced(config, layout, mesh, microbatches)
     # Of a tied table a compiler may share what lookup and logits move.
     assert told == pytest.approx(wanted, rel=3e-3 if config.tied else 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "axes", "microbatches"),
+    [
+        (WIDE, (), 1),
+        (GPT2, ("y",), 2),
+        (replace(ROUTED, tied=False), ("x", "z"), 1),
+        (replace(WIDE, block="parallel"), ("z",), 1),
+    ],
+)
+def test_the_norm_is_summed_over_the_axes_that_shard_weights_alone(config, axes, microbatches, only_planned, tmp_path):
+    pytest.importorskip("libtpu")
+    mesh, found = topology("tpu-v5p:2x2x2").mesh(MESH), problem_of(config, microbatches)
+    problem = found.problem()
+    picks = drawn(problem, random.Random(1), found.choices[NORM].index(axes))
+    assert found.choices[NORM][picks[NORM]] == axes
+    layout = layout_of(found.lines(picks), tmp_path)
+    assert problem.cost(picks) == pytest.approx(traced(config, layout, mesh, microbatches), rel=1e-6)
 
 
 @pytest.mark.turns(5)

@@ -58,9 +58,11 @@ class Remark:
 
 
 def remarks(candidate: Candidate, answer: Answer) -> Iterator[tuple[str, Remark]]:
-    """What is said of each choice of an answer, one after the other, since each is a search of its own."""
+    """What is said of each choice that has lines, one after the other, since each is a search of its own."""
     seconds = candidate.problem.seconds_of(answer.picks)
     for choice in candidate.problem.choices:
+        if not any(candidate.options.texts[choice.name]):
+            continue
         own = sum(seconds[term.name] for term in candidate.problem.terms if choice.name in term.of)
         other = candidate.next_best(answer, choice.name)
         if other is None:

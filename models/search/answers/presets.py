@@ -228,7 +228,8 @@ def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) ->
             fits &= of.options.having(name, *where, specs)
         if not fits:
             raise LayoutError(f"{_odd(layout, of.options, name, wanted)} is not in the space that is searched.")
-        without[name] = sorted({*range(len(options))} - fits)
+        if gone := sorted({*range(len(options))} - fits):
+            without[name] = gone
     return without
 
 

@@ -142,12 +142,6 @@ class Ends(Tables):
         yield self.over("loss", "output.logits", self._loss)
         yield self._labels()
 
-    def once(self) -> Iterator[Term]:
-        """What the tables hold, and their update; the global norm of all gradients."""
-        yield from super().once()
-        norm = self.costs.settled(Spec((), ()), self.costs.axes)
-        yield Term("norm of gradients", ("output.logits",), np.full(len(self.choices["output.logits"]), norm))
-
     def _loss(self, logits: Spec) -> tuple[float, float]:
         """Three statistics over the vocabulary, and the mean."""
         costs, rows, over = self.costs, logits.without("V"), logits.axes_of("V")

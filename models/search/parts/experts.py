@@ -39,10 +39,10 @@ class Experts(Part):
         self.tokens = costs.sizes["B"] * costs.sizes["L"] // costs.sizes["G"]
         keys = ("moe.w_in", "moe.w_gate")[: self.gates]
         count = layers // stack
-        self.router = Weight("moe.router", "EX", "", stack, (1 + costs.config.moe.noisy) * count, wide=True)
         self.weights = [
             Weight("moe.w_in", "XEF", "", stack, self.gates * count, keys),
             Weight("moe.w_out", "XFE", "", stack, count),
+            Weight("moe.router", "EX", "", stack, (1 + costs.config.moe.noisy) * count, wide=True),
         ]
         groups = tuple(costs.place("GLE", "LE"))
         sequences = {each for spec in groups if not (each := as_sequences(spec)).faults(costs.sizes, costs.mesh)}
@@ -55,8 +55,8 @@ class Experts(Part):
         self.choices |= {weight.key: weight.places(costs) for weight in self.weights}
         # Small, and a plan of its own in every place: whole, or over all mesh axes in their order.
         kept = {Spec(tuple("EX"), axes) for axes in (((), ()), (costs.axes, ()), ((), costs.axes))}
-        self.choices["moe.router"] = tuple(each for each in self.router.places(costs) if each.spec in kept)
-        w_in, w_out = (weight.operand(costs, self.choices[weight.key]) for weight in self.weights)
+        self.choices["moe.router"] = tuple(each for each in self.choices["moe.router"] if each.spec in kept)
+        w_in, w_out = (weight.operand(costs, self.choices[weight.key]) for weight in self.weights[:2])
         slots, hidden = (operand(dims, costs.dtype, self.choices[name])
                          for dims, name in (("GXCE", "moe.expert_input"), ("GXCF", "moe.hidden")))  # fmt: skip
         again = {"full": (2, 2), "dots-except-hidden": (2, 1)}.get(costs.remat, (1, 1))
@@ -90,7 +90,7 @@ class Experts(Part):
     def once(self) -> Iterator[Term]:
         """What the weights hold, and their update."""
         yield from super().once()
-        for weight in (self.router, *self.weights):
+        for weight in self.weights:
             yield weight.stored(self.costs, self.choices[weight.key])
 
     def _regrouped(self) -> Term:
@@ -154,7 +154,6 @@ class Experts(Part):
     def lines(self, chosen: Mapping[str, Any]) -> Iterator[Line]:
         """Groups, slots, hidden layer and weights."""
         groups = chosen["moe.groups"]
-        yield from self.router.lines(self.costs, chosen["moe.router"])
         yield Line("moe.groups", str(groups), "moe.groups")
         yield Line("moe.dispatched", str(dispatched(groups)), "moe.groups")
         for name in ("moe.expert_input", "moe.hidden"):

@@ -45,6 +45,8 @@ class ParallelBlock(Part, ABC):
         self.sums = np.arange(len(self.stream.paths.nodes))
         self.places = self.stream.numbers(residual)
         self.choices = {**self.attention.choices, **self.ffn.choices}
+        self.weights = [*self.attention.weights, *self.ffn.weights]
+        self.vectors = (*self.attention.vectors, *self.ffn.vectors)
 
     @property
     def vias(self) -> dict[str, Product]:
@@ -66,11 +68,6 @@ class ParallelBlock(Part, ABC):
     @abstractmethod
     def _shared(self) -> Iterator[Term]:
         """The tables of one layer's input and output."""
-
-    def accumulated(self) -> Iterator[Term]:
-        """Those of attention and feed-forward."""
-        yield from self.attention.accumulated()
-        yield from self.ffn.accumulated()
 
     def once(self) -> Iterator[Term]:
         """What the weights hold, and their update."""
