@@ -72,11 +72,15 @@ def context(lowering_name: str | None = None) -> Context:
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """What a program computes, and its steps; `backward` is set where JAX differentiates the program by itself."""
+    """What a program computes, its steps, and the seconds by which loops end them sooner.
+
+    `backward` is set where JAX differentiates the program by itself.
+    """
 
     equation: str
     steps: tuple[Step, ...]
     backward: tuple[Step, ...] | None = None
+    hidden_seconds: float = 0.0
 
 
 class ProgramName(str):
@@ -117,7 +121,14 @@ def named(program: Callable, planned: PlannedProgram) -> Callable:
 
 
 def run(
-    ctx: Context, name: str, steps: Sequence[Step], body: Callable, in_specs: Sequence, out_specs: Any, *arrays: Any
+    ctx: Context,
+    name: str,
+    steps: Sequence[Step],
+    body: Callable,
+    in_specs: Sequence,
+    out_specs: Any,
+    *arrays: Any,
+    hidden_seconds: float = 0.0,
 ) -> Any:
     """Run a shard_map over the whole mesh whose collectives are the planned `steps`.
 
@@ -131,6 +142,7 @@ def run(
         in_specs: one Spec per array.
         out_specs: a Spec, or a tuple of them, as `body` returns arrays.
         arrays: placed as `in_specs` say.
+        hidden_seconds: how much sooner the steps end because some of them overlap.
 
     Raises:
         SpecError: under Explicit axes, an array's type is not what its spec says.
@@ -139,7 +151,7 @@ def run(
     pairs = enumerate(zip(in_specs, arrays, strict=True))
     ins = tuple(input_partition(ctx, spec, x, number, name) for number, (spec, x) in pairs)
     outs = jax.tree.map(Spec.partition_spec, out_specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
-    return _jitted(PlannedProgram(name, tuple(steps)), body, ins, outs)(*arrays)
+    return _jitted(PlannedProgram(name, tuple(steps), None, hidden_seconds), body, ins, outs)(*arrays)
 
 
 @lru_cache(maxsize=4096)

@@ -121,6 +121,11 @@ class Plan:
         """The rings of the backward routine."""
         return self._backward_overlap[0]
 
+    @property
+    def backward_hidden_seconds(self) -> float:
+        """How much sooner the backward routine ends for that."""
+        return self._backward_overlap[1]
+
     @cached_property
     def _backward_overlap(self) -> tuple[Overlap, float]:
         return self.overlapping(self.backward, *self.backward_tensors, self.environment)

@@ -91,6 +91,11 @@ class Search:
         ask = Question(tables, self._buckets, lambda: False, lambda answer: None, tolerance=self.tolerance)
         return ask.at_least(enough)
 
+    def bounds(self) -> dict[str, np.ndarray]:
+        """For every choice, what all picks with each of its options cost at least, if they fit; infinite of none."""
+        allowed = self._allowed({}, {})
+        return dict(zip((choice.name for choice in self.problem.choices), self._bounds_of(allowed)))
+
     def next_best(
         self,
         answer: Answer,

@@ -60,12 +60,15 @@ class ProgramPlan(Printed):
         shared: steps that use the result of an equal step among the entries; they send nothing, and count nowhere.
         lowered: the equations under lowering `xla`, whose collectives the compiler chooses.
         notes: what could not be counted.
+        hidden_seconds: how much sooner it ends because loops overlap what is sent with products, under lowering
+            `looped`, and `auto` where it loops: the sum of what each plan says.
     """
 
     entries: tuple[PlannedStep, ...]
     shared: tuple[PlannedStep, ...] = ()
     lowered: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+    hidden_seconds: float = 0.0
 
     @property
     def steps(self) -> tuple[Step, ...]:

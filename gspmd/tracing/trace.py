@@ -51,7 +51,7 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
     shared = tuple(step for step in steps if step.first)
     lowered = (program.equation for program in _programs(jaxpr) if program.backward is not None)
     notes = (*dict.fromkeys(_loop_notes(jaxpr)), *_merge_notes(shared, numbering))
-    return ProgramPlan(entries, shared, frozenset(lowered), notes)
+    return ProgramPlan(entries, shared, frozenset(lowered), notes, _hidden(jaxpr))
 
 
 def check_call(doing: str, fn: Any, arguments: tuple, keywords: Mapping[str, Any] | None = None) -> None:
@@ -139,6 +139,18 @@ def _called(equation: Any, region: Region, is_backward: bool) -> Iterator[list[P
 
 def _size(steps: list[PlannedStep]) -> tuple[int, float, int]:
     return ProgramPlan(tuple(step for step in steps if not step.first)).size
+
+
+def _hidden(jaxpr: Jaxpr) -> float:
+    """Seconds that loops hide; of a conditional, those of the branch that hides most."""
+    seconds = 0.0
+    for equation in jaxpr.eqns:
+        if program := program_of(equation):
+            seconds += program.hidden_seconds
+        elif inside := [_hidden(inner) for inner in inner_jaxprs(equation)]:
+            trips = equation.params["length"] if equation.primitive.name == "scan" else 1
+            seconds += trips * (max(inside) if equation.primitive.name == "cond" else sum(inside))
+    return seconds
 
 
 def _is_backward(equation: Any, inherited: bool) -> bool:

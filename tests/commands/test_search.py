@@ -431,6 +431,11 @@ def test_the_compiler_has_the_devices_of_a_slice(name):
 
 
 @pytest.fixture
+def shortlist():
+    return importlib.import_module("gspmd.commands.search.shortlist")
+
+
+@pytest.fixture
 def compiler(script, monkeypatch):
     """Takes the place of the compiler: seconds by name, infinite for what does not fit."""
     seconds = {}
@@ -508,7 +513,7 @@ def test_layouts_of_the_shortlist_differ_in_substance(run, script, compiler, mon
         assert moved >= 0.02 * min(one.answer.seconds, other.answer.seconds)
 
 
-def test_no_layout_is_compiled_twice_with_axes_swapped_in_a_part_of_it(script):
+def test_no_layout_is_compiled_twice_with_axes_swapped_in_a_part_of_it(shortlist):
     """Some parts of their costs differ, and all of it is the same: the compiler finds no difference."""
 
     def listed(name, seconds, size, parts):
@@ -526,8 +531,41 @@ def test_no_layout_is_compiled_twice_with_axes_swapped_in_a_part_of_it(script):
         listed("dearer", 1.1, 10, {"a": 0.5, "b": 0.6})[0],
     ]
     finding = SimpleNamespace(best=found, answer=found.solve(), candidates=[found, *others])
-    names = [each.name for each in script.compiling.shortlist(finding, {}, 4)]
+    names = [each.name for each in shortlist.trained(finding, {}, [], 4)]
     assert names == ["found", "mesh smaller", "mesh dearer"]
+    hiding = [
+        replace(shortlist.found(SimpleNamespace(best=each, answer=each.solve())), name=each.named, hidden=hidden)
+        for each, hidden in ((found, 0.0), (others[0], 0.2), (others[1], 0.2))
+    ]
+    assert [each.name for each in shortlist.different(hiding, 3)] == ["found", "twin", "smaller"]
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_of_layouts_to_serve_those_that_end_soonest_with_loops_are_compiled(
+    run, script, shortlist, compiler, monkeypatch, phase
+):
+    """One of them hides its whole step, and so does one of the presets, which is there as it is planned best, too."""
+    listed, pools = [], []
+
+    def with_loops(settings, pool):
+        pools.append([*pool])
+        dearest = max(pools[-1], key=lambda each: each.answer.seconds)
+        for each in pools[-1]:
+            yield replace(each, lowering="auto", hidden=each.answer.seconds * (each == dearest))
+
+    monkeypatch.setattr(shortlist, "with_loops", with_loops)
+    monkeypatch.setattr(shortlist, "MORE", 1e6)  # a hop is a long time in steps as short as these
+    monkeypatch.setattr(script.compiling, "compiled", lambda settings, found: listed.extend(found) or [])
+    assert run("--compile", "4", "--phase", phase)[0] == 0
+    ours, presets = [each for each in listed if not each.preset], [each for each in listed if each.preset]
+    assert (ours[0].name, len(ours)) == ("found", min(4, len(pools[0])))
+    assert ours[1].hidden > 0
+    cheapest = min(pools[1], key=lambda each: each.answer.seconds)
+    assert presets[0].answer.seconds == cheapest.answer.seconds
+    assert presets[-1].expected == min(each.expected for each in [*presets, *pools[1]])
+    names = [each.name for each in pools[0]]
+    assert {name.split()[0] for name in names} == {"found", "mesh", "with"}
+    assert not any(name.startswith(("with embedding", "with output")) for name in names)
 
 
 @needs_libtpu

@@ -24,6 +24,7 @@ from gspmd_models.search.answers import Candidate, NoneFits, Space, document, fi
 from gspmd_models.search.answers.candidate import NEAR, TOLERANCE
 from gspmd_models.search.answers.document import Remark, remarks
 from gspmd_models.search.answers.frontier import frontier
+from gspmd_models.search.answers.nearby import KINDS, in_ends, nearby
 from gspmd_models.search.answers.presets import picks_of, placed_presets
 from gspmd_models.search.answers.why import why
 from gspmd_models.search.parts.global_norm import NORM
@@ -296,6 +297,30 @@ def test_what_is_said_of_a_choice_is_what_it_costs_and_what_the_next_best_would(
         other = Search(problem).best(without={name: alike})
         assert remark.more == pytest.approx(other.seconds / answer.seconds - 1)
         assert remark.other.picks[name] not in alike
+
+
+@pytest.mark.parametrize("share", [1e3, 0.3])
+def test_near_an_answer_are_the_cheapest_with_each_tensor_sharded_otherwise(share):
+    held = candidate(mesh=(("x", 2), ("y", 2)), phase="prefill")
+    limit = held.least.bytes + share * (held.free.bytes - held.least.bytes)
+    held = Candidate(held.phase, limit)
+    most, exact = 1e6 * held.solve().seconds, Search(held.problem)
+    found, wanted = [*nearby(held, most)], set()
+    for name, options in held.options.texts.items():
+        costs = []
+        for kind in () if in_ends(name) else held.options.kinds(name):
+            assert sorted(held.options.alike(name, kind[0])) == kind
+            try:
+                costs.append(exact.best(without={name: {*range(len(options))} - {*kind}}).seconds)
+            except NothingFits:
+                continue
+        wanted |= {round(each * 1e15) for each in sorted(costs)[:KINDS] if each <= most}
+    seconds = {round(answer.seconds * 1e15) for _, answer in found}
+    assert seconds <= {round(each * 1e15) for each in map(exact.problem.cost, (answer.picks for _, answer in found))}
+    assert all(answer.seconds <= most and answer.bytes <= limit for _, answer in found)
+    assert len({(answer.seconds, answer.bytes) for _, answer in found}) == len(found) > 5
+    # Without a limit bounds are reached, so none of the cheapest is missing.
+    assert share < 1 or wanted <= seconds
 
 
 def test_what_is_said_where_there_is_no_next_best():

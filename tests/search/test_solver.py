@@ -276,3 +276,17 @@ def test_a_choice_without_another_option_has_no_next_best():
     with pytest.raises(NothingFits) as fault:
         search.best(without={"two": [0, 1]})
     assert fault.value.nearest is None
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_bound_of_an_option_is_below_all_that_fit_with_it(seed):
+    problem = small(seed)
+    search = Search(problem.problem())
+    for _ in range(2):  # once as if there were no limit, and with what a search has learned of it
+        for name, costs in search.bounds().items():
+            for option, bound in enumerate(costs):
+                least = problem.cheapest(lambda picks, name=name, option=option: picks[name] == option)
+                assert bound <= least * (1 + 1e-9)
+        if problem.cheapest() == math.inf:
+            break
+        search.best()

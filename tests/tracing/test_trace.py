@@ -246,3 +246,32 @@ def test_an_argument_that_is_no_array_is_named(wrong):
     with pytest.raises(gspmd.PlanError, match=r"argument \[1\]\['w'\] is ") as told:
         gspmd.trace(lambda x, tree: x, 1.0, {"v": None, "w": wrong})
     assert "Give arrays, jax.ShapeDtypeStruct or numbers" in str(told.value)
+
+
+def test_a_function_hides_what_its_plans_hide():
+    """Under auto, on a slice; a scan as often as it runs, its gradient the backward routine's besides."""
+    pytest.importorskip("libtpu")
+    equation, sizes, via = "BL_xE, EF_x -> BLF_x", {"B": 8, "L": 2048, "E": 8192, "F": 32768}, "BLE, EF_x"
+    plan = gspmd.plan(equation, sizes, {"x": 8}, chip="tpu-v4", via=via)
+    assert min(plan.hidden_seconds, plan.backward_hidden_seconds) > 0
+
+    def scanned(x, w):
+        each = lambda total, _: (total + gspmd.einsum(equation, x, w, via=via).astype("float32").sum(), None)  # noqa: E731
+        return jax.lax.scan(each, 0.0, None, length=3)[0]
+
+    mesh = gspmd.audit.topology("tpu-v4:2x2x2").mesh({"x": 8})
+    with jax.set_mesh(mesh):
+        x, w = (
+            jax.ShapeDtypeStruct(shape, "bfloat16", sharding=jax.NamedSharding(mesh, jax.P(*placed)))
+            for shape, placed in (((8, 2048, 8192), (None, "x", None)), ((8192, 32768), (None, "x")))
+        )
+        with gspmd.lowering("auto"):
+            assert gspmd.trace(scanned, x, w).hidden_seconds == pytest.approx(3 * plan.hidden_seconds)
+            squared = lambda x, w: (gspmd.einsum(equation, x, w, via=via).astype("float32") ** 2).sum()  # noqa: E731
+            both = gspmd.trace(jax.value_and_grad(squared, argnums=(0, 1)), x, w).hidden_seconds
+            assert both == pytest.approx(plan.hidden_seconds + plan.backward_hidden_seconds)
+            branches = lambda p, x, w: jax.lax.cond(p, scanned, lambda x, w: 0.0, x, w)  # noqa: E731
+            assert gspmd.trace(branches, jax.ShapeDtypeStruct((), "bool"), x, w).hidden_seconds == pytest.approx(
+                3 * plan.hidden_seconds
+            )
+        assert gspmd.trace(scanned, x, w).hidden_seconds == 0.0

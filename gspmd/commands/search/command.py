@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from gspmd.annotate import LayoutError
-from gspmd.commands.search import compiling, figures, picture, shown
+from gspmd.commands.search import compiling, figures, picture, shortlist, shown
 from gspmd.commands.search.missing import nothing_fits
 from gspmd.commands.search.settings import Settings
 from gspmd.commands.search.settings import parse as parse_settings
@@ -196,8 +196,12 @@ def comment(found: Found, progress: Progress) -> None:
 
 def compile_best(found: Found, settings: Settings, progress: Progress) -> None:
     """Compile the shortlist; the answer is then the layout whose program is the fastest, a preset's if it is that."""
-    listed = compiling.shortlist(found.finding, found.said, settings.compile)
-    listed += compiling.best_preset(found.presets)
+    finding, count = found.finding, settings.compile
+    if settings.phase == "train":
+        listed = shortlist.trained(finding, found.said, found.presets, count)
+    else:
+        progress.begin("what loops hide in the cheapest layouts")
+        listed = shortlist.served(settings, finding, found.presets, count)
     found.shortlist = compiling.compiled(settings, listed)
     fitting = [each for each in found.shortlist if each.report and each.report.fits]
     if fitting:

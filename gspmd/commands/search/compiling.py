@@ -1,10 +1,9 @@
-"""The best few layouts and the best preset, compiled for the slice: their order is that of the compiled programs."""
+"""Layouts as programs for the slice: traced, which says what loops hide, and compiled."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field, replace
 from io import StringIO
-from math import isclose
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,17 +16,12 @@ from gspmd.commands import compile as offline
 from gspmd.commands.search.settings import Settings
 from gspmd.display.units import mesh_text
 from gspmd.layouts import Layout
-from gspmd.search import Answer, NothingFits
+from gspmd.search import Answer
 from gspmd.training import ShardingConfig
 from gspmd_models.parameters import stages_axes
-from gspmd_models.search.answers import Candidate, Finding, document
-from gspmd_models.search.answers.document import PRICED, Remark
+from gspmd_models.search.answers import Candidate, document
+from gspmd_models.search.answers.document import PRICED
 from gspmd_models.search.answers.presets import Placed
-
-APART = 0.01
-"""The share of a step from which on layouts count as different, so that compiling both says more than compiling one."""
-SAME = 1e-6
-"""The share up to which they are the same."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +34,7 @@ class Listed:
         mesh: sizes by the names of the layout's own mesh axes.
         preset: whether it was written.
         lowering: under which it is compiled; planned it is under `blocking`.
+        hidden: seconds that the loops of that lowering hide, by the model of `auto`.
         report: what the compiler made of it.
     """
 
@@ -49,6 +44,7 @@ class Listed:
     mesh: Mapping[str, int]
     preset: bool = False
     lowering: str = PRICED
+    hidden: float = 0.0
     report: Report | None = field(default=None, repr=False)
 
     @property
@@ -57,50 +53,15 @@ class Listed:
         return self.name if self.lowering == PRICED else f"{self.name}, lowering {self.lowering}"
 
     @property
+    def expected(self) -> float:
+        """Planned seconds, less what loops hide."""
+        return self.answer.seconds - self.hidden
+
+    @property
     def seconds(self) -> float:
         """Those of the compiled program; infinite if it does not fit."""
         line = self.report and self.report.timeline
         return line.step_seconds if line else float("inf")
-
-
-def shortlist(finding: Finding, said: Mapping[str, Remark], count: int) -> list[Listed]:
-    """The answer, and the cheapest layouts that spend a hundredth of a step otherwise than each of those before.
-
-    They are the best with another option of some choice, and the best on another mesh, with another choice of remat or
-    in other microbatches. Where so few are different, the cheapest of the others follow, but for those that cost the
-    same.
-    """
-    listed = [Listed("found", finding.best, finding.answer, finding.best.phase.costs.mesh)]
-    others = sorted(_others(finding, said), key=lambda each: each.answer.seconds) if count > 1 else []
-    for apart in (APART, SAME):
-        for each in others:
-            if len(listed) < count and all(_apart(each, other) >= apart for other in listed):
-                listed.append(each)
-    return listed
-
-
-def _others(finding: Finding, said: Mapping[str, Remark]) -> Iterator[Listed]:
-    for name, remark in said.items():
-        if remark.other is not None:
-            yield Listed(f"another {name}", finding.best, remark.other, finding.best.phase.costs.mesh)
-    for each in finding.candidates:
-        if each != finding.best:
-            name = " ".join(filter(None, (f"mesh {each.named}", each.remat, each.in_microbatches)))
-            with suppress(NothingFits):
-                yield Listed(name, each, each.solve(), each.phase.costs.mesh)
-
-
-def _apart(one: Listed, other: Listed) -> float:
-    """The share of a step that two layouts spend on other parts of the cost; none, if mesh axes have other names.
-
-    Nor if they cost the same in seconds and in bytes: they are taken for one, with mesh axes of equal sizes swapped in
-    a part of it, of which the compiler made the same.
-    """
-    if all(isclose(getattr(one.answer, of), getattr(other.answer, of), rel_tol=1e-9) for of in ("seconds", "bytes")):
-        return 0.0
-    ours, theirs = (each.candidate.unlimited.seconds_of(each.answer.picks) for each in (one, other))
-    moved = sum(abs(ours.get(name, 0.0) - theirs.get(name, 0.0)) for name in {**ours, **theirs})
-    return moved / 2 / other.answer.seconds
 
 
 def _text(listed: Listed) -> str:
@@ -129,9 +90,25 @@ def compiled(settings: Settings, listed: Iterable[Listed]) -> list[Listed]:
 
 def _programs(settings: Settings, listed: Listed, target: Topology, folder: Path) -> list[Listed]:
     """A layout as it is planned, and with loops where `auto` makes any."""
-    programs = [listed, replace(listed, lowering="auto")]
-    planned, looped = (_traced(settings, each, target, folder).by_kind_and_axes() for each in programs)
-    return programs if looped != planned else programs[:1]
+    blocking, auto = (replace(listed, lowering=name, hidden=0.0) for name in (PRICED, "auto"))
+    planned, looped = (_traced(settings, each, target, folder) for each in (blocking, auto))
+    if looped.by_kind_and_axes() == planned.by_kind_and_axes():
+        return [blocking]
+    return [blocking, replace(auto, hidden=looped.hidden_seconds)]
+
+
+def with_loops(settings: Settings, listed: Iterable[Listed]) -> Iterator[Listed]:
+    """Layouts under `auto`, with what its loops hide.
+
+    Raises:
+        PlanError: the compiler for TPUs is not installed, or refuses the slice.
+    """
+    host.start(1, "cpu")
+    target = topology(settings.topology)
+    with TemporaryDirectory() as folder:
+        for each in listed:
+            auto = replace(each, lowering="auto")
+            yield replace(auto, hidden=_traced(settings, auto, target, Path(folder)).hidden_seconds)
 
 
 def _traced(settings: Settings, listed: Listed, target: Topology, folder: Path) -> gspmd.ProgramPlan:
@@ -160,12 +137,6 @@ def _settings(settings: Settings, listed: Listed, folder: Path) -> offline.Setti
         microbatches=listed.candidate.microbatches, model=listed.candidate.phase.costs.config,
         sharding=sharding,
     )  # fmt: skip
-
-
-def best_preset(presets: Sequence[Placed]) -> list[Listed]:
-    """The cheapest preset that fits, in a list; an empty one where none does."""
-    fitting = ((each, each.answer) for each in presets if each.answer and each.fits)
-    return [Listed(each.name, each.candidate, answer, each.mesh, preset=True) for each, answer in fitting][:1]
 
 
 def traced(settings: Settings, presets: Iterable[Placed]) -> dict[str, float]:

@@ -85,6 +85,7 @@ def _compiled(each: Listed) -> dict:
         "preset": each.preset,
         "lowering": each.lowering,
         "planned_seconds": each.answer.seconds,
+        "hidden_seconds": each.hidden,
         "planned_bytes": each.answer.bytes,
         "seconds": each.seconds if report and report.timeline else None,
         "bytes": report and report.bytes_per_device,

@@ -149,7 +149,7 @@ def compiled(shortlist: Sequence[Listed]) -> Sheet:
         ratio = f"{each.seconds / best:.3f}" if ran and best is not None and best < float("inf") else ""
         cells = (
             each.called, _mesh(each.mesh), *(str(getattr(each.candidate, name)) for name in trained),
-            seconds(each.answer.seconds),
+            seconds(each.expected),
             seconds(each.seconds) if ran else "", ratio,
             amount_of_bytes(each.answer.bytes), amount_of_bytes(report.bytes_per_device) if report else "",
             "yes" if report and report.fits else "no",

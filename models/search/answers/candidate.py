@@ -131,6 +131,15 @@ class Candidate:
         self.patience.left = MOST
         return self.search.best(without=without)
 
+    def soon(self, without: Mapping[str, Collection[int]]) -> Answer:
+        """The same, of a search that is given up sooner.
+
+        Raises:
+            NothingFits: nothing was found.
+        """
+        self.patience.left = LESS
+        return self.search.best(without=without)
+
     def next_best(self, answer: Answer, name: str) -> Answer | None:
         """The cheapest that fits in which one choice is another than an answer's, by more than names of axes.
 

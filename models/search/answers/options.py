@@ -79,6 +79,13 @@ class Options:
         shapes = self._shapes[name]
         return [other for other, shape in enumerate(shapes) if shape == shapes[number]]
 
+    def kinds(self, name: str) -> list[list[int]]:
+        """The options of a choice, those that are alike together; none of a choice that has no lines."""
+        kinds: dict[tuple, list[int]] = {}
+        for number, shape in enumerate(self._shapes[name]):
+            kinds.setdefault(shape, []).append(number)
+        return [*kinds.values()] if any(self.texts[name]) else []
+
     @cached_property
     def _shapes(self) -> dict[str, list[tuple]]:
         return {

@@ -1,0 +1,117 @@
+"""Which layouts are worth compiling: the best few different ones, and the best presets."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from math import isclose
+
+from gspmd.commands.search.compiling import Listed, with_loops
+from gspmd.commands.search.settings import Settings
+from gspmd.search import NothingFits
+from gspmd_models.search.answers import Finding
+from gspmd_models.search.answers.document import Remark
+from gspmd_models.search.answers.nearby import in_ends, nearby
+from gspmd_models.search.answers.presets import Placed, placed_presets
+
+APART = 0.01
+"""The share of a step from which on layouts count as different, so that compiling both says more than compiling one."""
+SAME = 1e-6
+"""The share up to which they are the same."""
+
+MORE = 0.15
+"""By which share of a step a layout to serve may be planned dearer than the cheapest: loops may hide more."""
+
+
+def trained(finding: Finding, said: Mapping[str, Remark], presets: Sequence[Placed], count: int) -> list[Listed]:
+    """The answer and the cheapest layouts that are different, and the cheapest preset.
+
+    They are the best with another option of some choice, and the best on another mesh, with another choice of remat or
+    in other microbatches.
+    """
+    others = sorted(_others(finding, said), key=lambda each: each.answer.seconds) if count > 1 else []
+    return [*different([found(finding), *others], count), *_of_presets(presets)[:1]]
+
+
+def served(settings: Settings, finding: Finding, presets: Sequence[Placed], count: int) -> list[Listed]:
+    """The same of a prompt or of decoding, where loops under `auto` hide much of what is sent: those that end soonest.
+
+    They are looked for among layouts that cost up to `MORE` than the answer: the cheapest on each mesh with each way to
+    shard each tensor. So are presets, which may be best on another mesh than as they are planned.
+    """
+    most = (1 + MORE) * finding.answer.seconds
+    pool = [found(finding), *(_near(finding, most) if count > 1 else ())]
+    answer, *near = with_loops(settings, pool)
+    listed = different([answer, *sorted(near, key=lambda each: each.expected)], count)
+    every = [placed for each in finding.promising for placed in placed_presets([each])]
+    looped = with_loops(settings, (each for each in _of_presets(every) if each.answer.seconds <= most))
+    best = min(looped, key=lambda each: each.expected, default=None)
+    planned = _of_presets(presets)[:1]
+    return [*listed, *planned, *([best] if best and (best.name, best.mesh) not in _names(planned) else [])]
+
+
+def found(finding: Finding) -> Listed:
+    """The answer."""
+    return Listed("found", finding.best, finding.answer, finding.best.phase.costs.mesh)
+
+
+def different(listed: Sequence[Listed], count: int) -> list[Listed]:
+    """So many of them: the first, and the next that spend a hundredth of a step otherwise than each of those before.
+
+    Where so few are different, the first of the others follow, but for those that cost the same.
+    """
+    taken = [*listed[:1]]
+    for apart in (APART, SAME):
+        for each in listed:
+            if len(taken) < count and all(_apart(each, other) >= apart for other in taken):
+                taken.append(each)
+    return taken
+
+
+def _others(finding: Finding, said: Mapping[str, Remark]) -> Iterator[Listed]:
+    for name, remark in said.items():
+        if remark.other is not None:
+            yield Listed(f"another {name}", finding.best, remark.other, finding.best.phase.costs.mesh)
+    for each in finding.candidates:
+        if each != finding.best:
+            name = " ".join(filter(None, (f"mesh {each.named}", each.remat, each.in_microbatches)))
+            with suppress(NothingFits):
+                yield Listed(name, each, each.solve(), each.phase.costs.mesh)
+
+
+def _near(finding: Finding, most: float) -> Iterator[Listed]:
+    for each in finding.promising:
+        mesh = each.phase.costs.mesh
+        if each != finding.best:
+            with suppress(NothingFits):
+                yield Listed(f"mesh {each.named}", each, each.solve(), mesh)
+        for name, answer in nearby(each, most):
+            texts = each.options.texts[name][answer.picks[name]].items()
+            line = next(f"{key} {text}" for (_, key), text in texts if not in_ends(key))
+            yield Listed(f"with {line}", each, answer, mesh)
+
+
+def _apart(one: Listed, other: Listed) -> float:
+    """The share of a step that two layouts spend on other parts of the cost, or hide; none, if axes have other names.
+
+    Nor if they cost and hide the same: they are taken for one, with mesh axes of equal sizes swapped in a part of it,
+    of which the compiler made the same.
+    """
+    figures = zip(*((each.answer.seconds, each.answer.bytes, each.hidden) for each in (one, other)))
+    if all(isclose(*each, rel_tol=1e-9) for each in figures):
+        return 0.0
+    ours, theirs = (each.candidate.unlimited.seconds_of(each.answer.picks) for each in (one, other))
+    moved = sum(abs(ours.get(name, 0.0) - theirs.get(name, 0.0)) for name in {**ours, **theirs})
+    return max(moved / 2, abs(one.hidden - other.hidden)) / other.answer.seconds
+
+
+def _of_presets(presets: Sequence[Placed]) -> list[Listed]:
+    """The presets that fit, in their order; of those that are one layout the first."""
+    found: dict[tuple, Listed] = {}
+    for each in presets:
+        if each.answer and each.fits:
+            listed = Listed(each.name, each.candidate, each.answer, each.mesh, preset=True)
+            found.setdefault((each.candidate.named, *each.answer.picks.items()), listed)
+    return [*found.values()]
+
+
+def _names(listed: Sequence[Listed]) -> list[tuple[str, Mapping[str, int]]]:
+    return [(each.name, each.mesh) for each in listed]

@@ -1,0 +1,51 @@
+"""Layouts that are little dearer than the cheapest: among them is one that is faster by what no price has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isclose
+
+from gspmd.search import Answer, NothingFits
+
+from .candidate import TIE, Candidate
+
+KINDS = 3
+"""Ways to shard each tensor that are gone through, the cheapest first."""
+
+
+def nearby(candidate: Candidate, most: float) -> Iterator[tuple[str, Answer]]:
+    """For every tensor of the layers, the cheapest layouts that fit with it sharded in one way or in another.
+
+    Args:
+        candidate: the mesh.
+        most: seconds; what costs more is left out.
+
+    Yields:
+        The choice, and the answer; of answers that cost the same in seconds and bytes the first.
+    """
+    known: list[Answer] = []
+    for name, costs in candidate.search.bounds().items():
+        kinds = [] if in_ends(name) else candidate.options.kinds(name)
+        for kind in sorted(kinds, key=lambda kind: costs[kind].min())[:KINDS]:
+            if costs[kind].min() > most:
+                break
+            try:
+                answer = candidate.soon(without={name: {*range(len(costs))} - {*kind}})
+            except NothingFits:
+                continue
+            if answer.seconds <= most and not any(_same(answer, other) for other in known):
+                known.append(answer)
+                yield name, answer
+
+
+def in_ends(key: str) -> bool:
+    """Whether a line is of a part that a step has once, beside the many layers.
+
+    >>> [in_ends(key) for key in ("embedding.tokens", "attention.residual", "output.in_via")]
+    [True, False, True]
+    """
+    return key.partition(".")[0] in ("embedding", "output")
+
+
+def _same(one: Answer, other: Answer) -> bool:
+    return isclose(one.seconds, other.seconds, rel_tol=TIE) and one.bytes == other.bytes
