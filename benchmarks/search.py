@@ -75,7 +75,8 @@ def rows(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         fastest = {each["preset"]: each for each in reversed(figures["compiled"])}
         preset = fastest[True]["seconds"] if True in fastest else None
         for number, each in enumerate(fastest[which] for which in (False, True) if which in fastest):
-            what = ", ".join(_named(each, len({each["name"] for each in figures["compiled"]}) - 1))
+            ours = {other["name"] for other in figures["compiled"] if not other["preset"]}
+            what = ", ".join(_named(each, len(ours)))
             yield f"| {name if not number else ''} | {what} | {' | '.join(_figures(each, preset))} |"
 
 

@@ -92,7 +92,7 @@ class Search:
         return ask.at_least(enough)
 
     def bounds(self) -> dict[str, np.ndarray]:
-        """For every choice, what all picks with each of its options cost at least, if they fit; infinite of none."""
+        """For every choice what all picks with each of its options cost at least, infinite where none fit."""
         allowed = self._allowed({}, {})
         return dict(zip((choice.name for choice in self.problem.choices), self._bounds_of(allowed)))
 

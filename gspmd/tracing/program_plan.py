@@ -28,6 +28,7 @@ class PlannedStep:
         number: its number among the steps of that equation.
         dtype: what a collective sends, as HLO names it: `f32`, `bf16`; empty in a forecast.
         first: equation and number of an earlier step with the same result, which this one uses instead of running.
+        hidden_seconds: of a collective, its share of what the equation's loops hide, all trips together.
     """
 
     step: Step
@@ -36,6 +37,7 @@ class PlannedStep:
     number: int = 0
     dtype: str = ""
     first: tuple[str, int] | None = None
+    hidden_seconds: float = 0.0
 
     @property
     def wire_bytes(self) -> int:
@@ -60,15 +62,12 @@ class ProgramPlan(Printed):
         shared: steps that use the result of an equal step among the entries; they send nothing, and count nowhere.
         lowered: the equations under lowering `xla`, whose collectives the compiler chooses.
         notes: what could not be counted.
-        hidden_seconds: how much sooner it ends because loops overlap what is sent with products, under lowering
-            `looped`, and `auto` where it loops: the sum of what each plan says.
     """
 
     entries: tuple[PlannedStep, ...]
     shared: tuple[PlannedStep, ...] = ()
     lowered: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
-    hidden_seconds: float = 0.0
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -89,6 +88,15 @@ class ProgramPlan(Printed):
     def seconds(self) -> float:
         """Predicted seconds of the planned steps, nothing overlapped."""
         return sum(entry.step.seconds * entry.trips for entry in self.entries)
+
+    @property
+    def hidden_seconds(self) -> float:
+        """How much sooner the steps end because loops send beside products: as the plan of each equation says.
+
+        Of an equation that runs in part, as what it sends has been sent before, it is a part; of experts, whose chunks
+        overlap with one another, none.
+        """
+        return sum(entry.hidden_seconds for entry in self.entries)
 
     @property
     def flops(self) -> int:
@@ -136,5 +144,7 @@ def of_equation(plan: Plan) -> ProgramPlan:
     title, dtypes = str(plan.equation), {*plan.dtypes}
     dtype = hlo_name(plan.dtypes[0]) if len(dtypes) == 1 else ""
     steps = [replace(s, kind="collective-permute") if id(s) in looped else s for s in plan.steps]
-    entries = [PlannedStep(step, 1, title, number, dtype) for number, step in enumerate(steps)]
+    sent = sum(step.seconds for step in steps if step.is_collective)
+    hidden = [plan.hidden_seconds * step.seconds / sent if sent and step.is_collective else 0.0 for step in steps]
+    entries = [PlannedStep(step, 1, title, n, dtype, None, hidden[n]) for n, step in enumerate(steps)]
     return ProgramPlan(tuple(entries), lowered=frozenset({title} if plan.lowering == "xla" else ()))

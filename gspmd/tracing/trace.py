@@ -51,7 +51,7 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
     shared = tuple(step for step in steps if step.first)
     lowered = (program.equation for program in _programs(jaxpr) if program.backward is not None)
     notes = (*dict.fromkeys(_loop_notes(jaxpr)), *_merge_notes(shared, numbering))
-    return ProgramPlan(entries, shared, frozenset(lowered), notes, _hidden(jaxpr))
+    return ProgramPlan(entries, shared, frozenset(lowered), notes)
 
 
 def check_call(doing: str, fn: Any, arguments: tuple, keywords: Mapping[str, Any] | None = None) -> None:
@@ -141,18 +141,6 @@ def _size(steps: list[PlannedStep]) -> tuple[int, float, int]:
     return ProgramPlan(tuple(step for step in steps if not step.first)).size
 
 
-def _hidden(jaxpr: Jaxpr) -> float:
-    """Seconds that loops hide; of a conditional, those of the branch that hides most."""
-    seconds = 0.0
-    for equation in jaxpr.eqns:
-        if program := program_of(equation):
-            seconds += program.hidden_seconds
-        elif inside := [_hidden(inner) for inner in inner_jaxprs(equation)]:
-            trips = equation.params["length"] if equation.primitive.name == "scan" else 1
-            seconds += trips * (max(inside) if equation.primitive.name == "cond" else sum(inside))
-    return seconds
-
-
 def _is_backward(equation: Any, inherited: bool) -> bool:
     """Whether an operation belongs to a backward pass; recomputation inside one is forward again."""
     scopes = str(equation.source_info.name_stack).split("/")
@@ -165,9 +153,12 @@ def _steps_of_program(call: Any, program: PlannedProgram, region: Region, is_bac
     """The steps of one planned program that are left in it."""
     if program.backward is None:
         mesh, traced = _mesh_of(call), traced_steps(call, region, program.equation)
+        sent = sum(step.seconds for step in program.steps if step.is_collective)
+        share = program.hidden_seconds / sent if sent else 0.0
         for (number, trips), each in sorted(traced.items(), key=lambda item: item[0]):
             for step, first in each.as_executed(program.steps[number], mesh):
-                yield PlannedStep(step, trips, program.equation, number, each.dtype, first)
+                hidden = share * step.seconds * trips if step.is_collective else 0.0
+                yield PlannedStep(step, trips, program.equation, number, each.dtype, first, hidden)
     elif _computes(call, program):  # the compiler chooses the collectives: no scopes, so all steps count
         for number, step in enumerate(program.backward if is_backward else program.steps):
             yield PlannedStep(step, region.trips, program.equation, number)

@@ -136,9 +136,10 @@ class Costs:
 
     def summed(self, spec: Spec, axes: Sequence[str] = ()) -> float:
         """Seconds to add a float32 tensor up over mesh axes and over all stages."""
-        partial = (STAGES, *axes) if self.stages > 1 else tuple(axes)
+        if self.stages == 1:
+            return self.settled(spec, axes)
         mesh = {STAGES: self.stages, **self.mesh}
-        steps = move(spec.with_partial(partial), spec, self.sizes, mesh, FLOAT32, self.chip) if partial else ()
+        steps = move(spec.with_partial((STAGES, *axes)), spec, self.sizes, mesh, FLOAT32, self.chip)
         return sum(step.seconds for step in steps)
 
     def in_memory(self, passes: float, elements: int, width: int) -> float:

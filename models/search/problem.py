@@ -70,6 +70,11 @@ class PhaseProblem(ABC):
             found += part.of_products(count)
         return found
 
+    @property
+    def too_dear(self) -> float:
+        """Seconds by which a layout may be priced above what it costs."""
+        return 0.0
+
     def problem(self, limit: float | None = None) -> Problem:
         """Choices and terms; `limit` is the bytes that a device may hold."""
         return Problem([Choice(name, tuple(options)) for name, options in self.choices.items()], self.terms, limit)

@@ -12,10 +12,9 @@ in a step, which may cost less.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 from gspmd.search import Choice, Problem, Term
 
@@ -38,10 +37,9 @@ class Relaxed(TrainingProblem):
         super().__init__(replace(workload, microbatches=1), mesh)
         self.costs = replace(self.costs, microbatches=2)  # of several, gradients are partial sums until the step ends
 
-    @property
-    def choices(self) -> Mapping[str, Sequence[Any]]:
-        """Those of the parts."""
-        return self.choices_of_parts
+    @cached_property
+    def _summed_over(self) -> tuple[tuple[str, ...], ...]:
+        return ()
 
     def between(self, fewest: int, most: int, limit: float | None = None) -> Problem:
         """The problem whose answer is no worse than that of any number of microbatches from the fewest to the most."""

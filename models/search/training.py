@@ -23,7 +23,7 @@ from .parts.dropless import Dropless
 from .parts.ends import Ends, Stream
 from .parts.experts import Experts
 from .parts.feed_forward import FeedForward
-from .parts.global_norm import NORM, axes_to_sum, terms_of
+from .parts.global_norm import NORM, SCALAR, axes_to_sum, terms_of
 from .parts.parallel import TrainedBlock
 from .parts.part import Part
 from .parts.shared_experts import SharedExperts
@@ -59,16 +59,23 @@ class TrainingProblem(PhaseProblem):
     @cached_property
     def choices(self) -> dict[str, Sequence[Any]]:
         """Those of the parts, and the mesh axes over which the global norm of the gradients is summed."""
-        return {**self.choices_of_parts, NORM: self._summed_over}
+        return self.choices_of_parts | ({NORM: self._summed_over} if self._summed_over else {})
 
     @cached_property
     def terms(self) -> list[Term]:
         """Every table."""
         return [*self.tables, *terms_of(self.costs, self.parts, self._summed_over)]
 
+    @property
+    def too_dear(self) -> float:
+        """Seconds of the global norm where it is priced over all mesh axes, of which some may shard no weight."""
+        over = self._summed_over
+        return self.costs.summed(SCALAR, over[0]) if len(over) == 1 else 0.0
+
     @cached_property
     def _summed_over(self) -> tuple[tuple[str, ...], ...]:
-        return axes_to_sum(self.costs, self.tables)
+        """Sets of mesh axes over which the global norm may be summed; none, where it is left out."""
+        return axes_to_sum(self.costs, self.choices_of_parts, self.tables)
 
     def _parts(self) -> list[Part]:
         costs, config = self.costs, self.costs.config

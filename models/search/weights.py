@@ -116,7 +116,7 @@ class Weight:
         stacked: layers that are stacked in a leading N; 0 where it stands alone.
         copies: how many such stacks there are.
         keys: the keys of the layout that it stands for.
-        wide: whether it is float32 where it is served, too.
+        wide: whether it is float32 wherever it is used, in a step as served.
     """
 
     key: str
@@ -154,10 +154,11 @@ class Weight:
         return Term(name, (self.key,), self.copies * sent + update(costs, count, states), bytes=size)
 
     def accumulated(self, costs: Costs, options: Sequence[Placed]) -> Term:
-        """Seconds to add a microbatch's gradient, in the compute dtype, to those before, in float32."""
+        """Seconds to add a microbatch's gradient, in the dtype that it is made in, to those before, in float32."""
         count = self.copies * max(self.stacked, 1) * prod(costs.sizes[dim] for dim in self.dims)
         shares = np.array([costs.shards(each.spec) for each in options])
-        seconds = costs.in_memory(1, count, costs.width + 2 * PARAMETER) / shares
+        made = PARAMETER if self.wide else costs.width
+        seconds = costs.in_memory(1, count, made + 2 * PARAMETER) / shares
         return Term(f"accumulated: {self.key}", (self.key,), seconds)
 
     def _ends(self, placed: Placed) -> tuple[tuple[Spec, Spec], ...]:

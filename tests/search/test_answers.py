@@ -126,7 +126,7 @@ def random_phase(draw, axes):
         for a, b, c in itertools.product(range(4), repeat=3)
     ]
     costs = SimpleNamespace(mesh=dict.fromkeys(axes, 2), microbatches=1)
-    return SimpleNamespace(costs=costs, problem=lambda limit: Problem(choices, terms, limit)), every
+    return SimpleNamespace(costs=costs, too_dear=0.0, problem=lambda limit: Problem(choices, terms, limit)), every
 
 
 @pytest.mark.parametrize("seed", range(16))

@@ -249,29 +249,47 @@ def test_an_argument_that_is_no_array_is_named(wrong):
 
 
 def test_a_function_hides_what_its_plans_hide():
-    """Under auto, on a slice; a scan as often as it runs, its gradient the backward routine's besides."""
+    """Under auto, on a slice: in loops and gradients, under vmap, in the branch that counts, of what is sent once."""
     pytest.importorskip("libtpu")
     equation, sizes, via = "BL_xE, EF_x -> BLF_x", {"B": 8, "L": 2048, "E": 8192, "F": 32768}, "BLE, EF_x"
     plan = gspmd.plan(equation, sizes, {"x": 8}, chip="tpu-v4", via=via)
     assert min(plan.hidden_seconds, plan.backward_hidden_seconds) > 0
 
-    def scanned(x, w):
-        each = lambda total, _: (total + gspmd.einsum(equation, x, w, via=via).astype("float32").sum(), None)  # noqa: E731
-        return jax.lax.scan(each, 0.0, None, length=3)[0]
+    def layer(x, w):
+        return (gspmd.einsum(equation, x, w, via=via).astype("float32") ** 2).sum()
+
+    def layers(x, w):
+        return jax.lax.scan(lambda x, _: (2 * x, layer(x, w)), x, None, length=3)[1].sum()
+
+    def gathers(x, w):
+        whole = gspmd.reshard(gspmd.reshard(w, "EF_x -> EF") * 2, "EF -> EF_x")
+        return gspmd.reshard(whole * 3, "EF_x -> EF").astype("float32").sum() + x.astype("float32").sum()
 
     mesh = gspmd.audit.topology("tpu-v4:2x2x2").mesh({"x": 8})
-    with jax.set_mesh(mesh):
-        x, w = (
+    with jax.set_mesh(mesh), gspmd.lowering("auto"):
+        x, w, many = (
             jax.ShapeDtypeStruct(shape, "bfloat16", sharding=jax.NamedSharding(mesh, jax.P(*placed)))
-            for shape, placed in (((8, 2048, 8192), (None, "x", None)), ((8192, 32768), (None, "x")))
-        )
-        with gspmd.lowering("auto"):
-            assert gspmd.trace(scanned, x, w).hidden_seconds == pytest.approx(3 * plan.hidden_seconds)
-            squared = lambda x, w: (gspmd.einsum(equation, x, w, via=via).astype("float32") ** 2).sum()  # noqa: E731
-            both = gspmd.trace(jax.value_and_grad(squared, argnums=(0, 1)), x, w).hidden_seconds
-            assert both == pytest.approx(plan.hidden_seconds + plan.backward_hidden_seconds)
-            branches = lambda p, x, w: jax.lax.cond(p, scanned, lambda x, w: 0.0, x, w)  # noqa: E731
-            assert gspmd.trace(branches, jax.ShapeDtypeStruct((), "bool"), x, w).hidden_seconds == pytest.approx(
-                3 * plan.hidden_seconds
+            for shape, placed in (
+                ((8, 2048, 8192), (None, "x", None)),
+                ((8192, 32768), (None, "x")),
+                ((4, 8, 2048, 8192), (None, None, "x", None)),
             )
-        assert gspmd.trace(scanned, x, w).hidden_seconds == 0.0
+        )
+
+        def hidden(fn, *arguments):
+            traced = gspmd.trace(fn, *arguments)
+            sent = sum(entry.step.seconds * entry.trips for entry in traced.entries if entry.step.is_collective)
+            assert 0 <= traced.hidden_seconds <= sent * (1 + 1e-9)
+            return traced.hidden_seconds / plan.hidden_seconds
+
+        assert hidden(layer, x, w) == pytest.approx(1)
+        assert hidden(layers, x, w) == pytest.approx(3)
+        assert hidden(jax.vmap(layer, (0, None)), many, w) == pytest.approx(4)
+        backward = plan.backward_hidden_seconds / plan.hidden_seconds
+        # what both passes send is counted once
+        assert 1 < hidden(jax.value_and_grad(layer, argnums=(0, 1)), x, w) <= 1 + backward
+        # one operand of two products travels once
+        assert hidden(lambda x, w: layer(x, w) + layer(x, 2 * w), x, w) == pytest.approx(1)
+        assert hidden(lambda p, x, w: jax.lax.cond(p, layer, gathers, x, w), True, x, w) == hidden(gathers, x, w) == 0
+        with gspmd.lowering("blocking"):
+            assert hidden(layers, x, w) == 0

@@ -94,7 +94,8 @@ def _programs(settings: Settings, listed: Listed, target: Topology, folder: Path
     planned, looped = (_traced(settings, each, target, folder) for each in (blocking, auto))
     if looped.by_kind_and_axes() == planned.by_kind_and_axes():
         return [blocking]
-    return [blocking, replace(auto, hidden=looped.hidden_seconds)]
+    # The model of what loops hide is of forward passes: in training they lost where it has them gain.
+    return [blocking, replace(auto, hidden=looped.hidden_seconds if settings.phase != "train" else 0.0)]
 
 
 def with_loops(settings: Settings, listed: Iterable[Listed]) -> Iterator[Listed]:

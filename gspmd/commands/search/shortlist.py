@@ -37,10 +37,10 @@ def served(settings: Settings, finding: Finding, presets: Sequence[Placed], coun
     They are looked for among layouts that cost up to `MORE` than the answer: the cheapest on each mesh with each way to
     shard each tensor. So are presets, which may be best on another mesh than as they are planned.
     """
-    most = (1 + MORE) * finding.answer.seconds
-    pool = [found(finding), *(_near(finding, most) if count > 1 else ())]
-    answer, *near = with_loops(settings, pool)
-    listed = different([answer, *sorted(near, key=lambda each: each.expected)], count)
+    most, listed = (1 + MORE) * finding.answer.seconds, [found(finding)]
+    if count > 1:
+        answer, *near = with_loops(settings, [*listed, *_near(finding, most)])
+        listed = different([answer, *sorted(near, key=lambda each: each.expected)], count)
     every = [placed for each in finding.promising for placed in placed_presets([each])]
     looped = with_loops(settings, (each for each in _of_presets(every) if each.answer.seconds <= most))
     best = min(looped, key=lambda each: each.expected, default=None)
@@ -80,13 +80,13 @@ def _others(finding: Finding, said: Mapping[str, Remark]) -> Iterator[Listed]:
 def _near(finding: Finding, most: float) -> Iterator[Listed]:
     for each in finding.promising:
         mesh = each.phase.costs.mesh
-        if each != finding.best:
-            with suppress(NothingFits):
+        with suppress(NothingFits):
+            if each != finding.best and each.solve().seconds <= most:
                 yield Listed(f"mesh {each.named}", each, each.solve(), mesh)
-        for name, answer in nearby(each, most):
-            texts = each.options.texts[name][answer.picks[name]].items()
-            line = next(f"{key} {text}" for (_, key), text in texts if not in_ends(key))
-            yield Listed(f"with {line}", each, answer, mesh)
+            for name, answer in nearby(each, most):
+                texts = each.options.texts[name][answer.picks[name]].items()
+                line = next(f"{key} {text}" for (_, key), text in texts if not in_ends(key))
+                yield Listed(f"with {line}", each, answer, mesh)
 
 
 def _apart(one: Listed, other: Listed) -> float:

@@ -129,11 +129,13 @@ def compiled(shortlist: Sequence[Listed]) -> Sheet:
     """The compiled programs in their order, with what was planned of them."""
     best = min((each.seconds for each in shortlist if each.preset), default=None)
     trained = _trained(each.candidate for each in shortlist)
+    hides = any(each.hidden for each in shortlist)
     names = (
         "layout",
         "mesh",
         *trained,
         "planned",
+        *["loops hide"] * hides,
         "compiled",
         "of preset",
         "planned memory",
@@ -149,7 +151,7 @@ def compiled(shortlist: Sequence[Listed]) -> Sheet:
         ratio = f"{each.seconds / best:.3f}" if ran and best is not None and best < float("inf") else ""
         cells = (
             each.called, _mesh(each.mesh), *(str(getattr(each.candidate, name)) for name in trained),
-            seconds(each.expected),
+            seconds(each.answer.seconds), *[seconds(each.hidden) if each.hidden else ""] * hides,
             seconds(each.seconds) if ran else "", ratio,
             amount_of_bytes(each.answer.bytes), amount_of_bytes(report.bytes_per_device) if report else "",
             "yes" if report and report.fits else "no",

@@ -218,7 +218,8 @@ class _Hunt:
             least = nearest and nearest.least
             raise NoneFits(nearest, least, least and least.bytes - self.limit)
         answer, every = best.solve(), sorted(self.candidates, key=_rank)
-        bounds = [(each.answer.bound, each.microbatches > 1) for each in every if each.answer]
+        dear = max(each.phase.too_dear for each in every)
+        bounds = [(each.answer.bound - dear, each.microbatches > 1) for each in every if each.answer]
         several = min((bound for bound, more in bounds if more), default=inf)
         bound = min(bound for bound, more in bounds if not more or best.microbatches > 1)
         return Finding(best, answer, tuple(every), bound, several, tuple(self.ranges))

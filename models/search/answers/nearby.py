@@ -16,14 +16,19 @@ KINDS = 3
 def nearby(candidate: Candidate, most: float) -> Iterator[tuple[str, Answer]]:
     """For every tensor of the layers, the cheapest layouts that fit with it sharded in one way or in another.
 
+    The cheapest of all is not among them.
+
     Args:
         candidate: the mesh.
         most: seconds; what costs more is left out.
 
     Yields:
         The choice, and the answer; of answers that cost the same in seconds and bytes the first.
+
+    Raises:
+        NothingFits: nothing does.
     """
-    known: list[Answer] = []
+    known = [candidate.solve()]
     for name, costs in candidate.search.bounds().items():
         kinds = [] if in_ends(name) else candidate.options.kinds(name)
         for kind in sorted(kinds, key=lambda kind: costs[kind].min())[:KINDS]:
@@ -39,7 +44,7 @@ def nearby(candidate: Candidate, most: float) -> Iterator[tuple[str, Answer]]:
 
 
 def in_ends(key: str) -> bool:
-    """Whether a line is of a part that a step has once, beside the many layers.
+    """Whether a line, or a choice, is of a part that a step has once, beside the many layers.
 
     >>> [in_ends(key) for key in ("embedding.tokens", "attention.residual", "output.in_via")]
     [True, False, True]

@@ -2,45 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 
 from gspmd.annotate import Spec
-from gspmd.search import Term
+from gspmd.search import Choice, NothingFits, Problem, Search, Term
 
 from ..costs import Costs
 from .part import Part
 
 NORM = "norm of gradients"
 """The choice of mesh axes, and its term. It has no line: the axes follow from where the optimizer's state lies."""
-SHARE = 1e-3
-"""Below this fraction of what a step takes at least, the sum counts as one over all mesh axes: to search a choice on
-which all weights hang takes two or three times as long."""
+SCALAR = Spec((), ())
+SHARE = 5e-4
+"""Where the sum takes no more than this fraction of the cheapest step, it is priced over all mesh axes. A search with
+the choice, on which all weights hang, takes two or three times as long."""
 
 
-def axes_to_sum(costs: Costs, terms: Iterable[Term]) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes over which the norm may be summed: any of them, or only all, where no step costs that little.
+def axes_to_sum(
+    costs: Costs, choices: Mapping[str, Sequence[Any]], tables: Sequence[Term]
+) -> tuple[tuple[str, ...], ...]:
+    """The sets of mesh axes over which the norm may be summed: all of them, or that of all axes alone.
 
     Args:
         costs: of the mesh.
-        terms: what a step takes besides.
+        choices, tables: of what a step takes besides.
     """
-    every = costs.axes
-    if costs.summed(Spec((), ()), every) <= SHARE * sum(float(term.seconds.min()) for term in terms):
+    every, seconds = costs.axes, costs.summed(SCALAR, costs.axes)
+    if not every or seconds <= SHARE * sum(float(term.seconds.min()) for term in tables):  # which is quick, and less
+        return (every,)
+    try:
+        cheapest = Search(Problem([Choice(name, tuple(of)) for name, of in choices.items()], tables)).best()
+    except NothingFits:  # nor will it with the norm
+        return (every,)
+    if seconds <= SHARE * cheapest.seconds:
         return (every,)
     return tuple(axes for count in range(len(every) + 1) for axes in combinations(every, count))
 
 
 def terms_of(costs: Costs, parts: Sequence[Part], options: Sequence[tuple[str, ...]]) -> Iterator[Term]:
-    """Seconds of the sum, an option for each set of axes; and that they are all which shard some trained tensor."""
-    yield Term(NORM, (NORM,), np.array([costs.summed(Spec((), ()), axes) for axes in options]))
-    if len(options) > 1:
-        for name, sharded in _sharded(parts).items():
-            within = [[used <= {*axes} for axes in options] for used in sharded]
-            yield Term(f"{NORM}: {name}", (name, NORM), np.where(within, 0.0, np.inf))
+    """Seconds of the sum, for each set of axes; and that it has every axis that shards some trained tensor."""
+    if options:
+        yield Term(NORM, (NORM,), np.array([costs.summed(SCALAR, axes) for axes in options]))
+    for name, sharded in _sharded(parts).items() if len(options) > 1 else ():
+        within = [[used <= {*axes} for axes in options] for used in sharded]
+        yield Term(f"{NORM}: {name}", (name, NORM), np.where(within, 0.0, np.inf))
 
 
 def _sharded(parts: Sequence[Part]) -> dict[str, list[set[str]]]:
