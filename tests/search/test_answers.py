@@ -319,8 +319,8 @@ def test_near_an_answer_are_the_cheapest_with_each_tensor_sharded_otherwise(shar
     assert seconds <= {round(each * 1e15) for each in map(exact.problem.cost, (answer.picks for _, answer in found))}
     assert all(answer.seconds <= most and answer.bytes <= limit for _, answer in found)
     assert len({(answer.seconds, answer.bytes) for _, answer in found}) == len(found) > 5
-    # Without a limit bounds are reached, so none of the cheapest is missing.
-    assert share < 1 or wanted <= seconds
+    # Without a limit bounds are reached, so none of the cheapest is missing, but for the answer itself.
+    assert share < 1 or wanted <= seconds | {round(held.solve().seconds * 1e15)}
 
 
 def test_what_is_said_where_there_is_no_next_best():

@@ -288,8 +288,8 @@ def test_a_function_hides_what_its_plans_hide():
         backward = plan.backward_hidden_seconds / plan.hidden_seconds
         # what both passes send is counted once
         assert 1 < hidden(jax.value_and_grad(layer, argnums=(0, 1)), x, w) <= 1 + backward
-        # one operand of two products travels once
-        assert hidden(lambda x, w: layer(x, w) + layer(x, 2 * w), x, w) == pytest.approx(1)
+        # what two products have from the same permutes hides behind one of them
+        assert 1 < hidden(lambda x, w: layer(x, w) + layer(x, 2 * w), x, w) < 2
         assert hidden(lambda p, x, w: jax.lax.cond(p, layer, gathers, x, w), True, x, w) == hidden(gathers, x, w) == 0
         with gspmd.lowering("blocking"):
             assert hidden(layers, x, w) == 0
