@@ -3,9 +3,9 @@
     python benchmarks/search.py --folder searched --write docs/search.md     # hours: the two largest take one each
     python benchmarks/search.py --folder searched --row palm-64-prefill
 
-Each row is the command of the page with `--compile 4`, or `--compile 1` in training, in a process of its own, which
-keeps its figures in the folder; rows whose figures are there are not run again. The table has the fastest program of
-those that were found and the fastest of a preset. Needs the compiler for TPUs, and no TPU.
+Each row is a command, `gspmd search` with these flags, in a process of its own, which keeps its figures in the folder;
+rows whose figures are there are not run again. The table has the fastest program of those that were found and the
+fastest of a preset. Needs the compiler for TPUs, and no TPU.
 """
 
 import argparse
@@ -23,19 +23,20 @@ from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
 
 PALM = "--config palm-540b --topology"
 ROWS = {
-    "palm-16-decode": f"{PALM} tpu-v5p:2x2x4 --phase decode --batch 256 --length 2048",
-    "palm-16-prefill": f"{PALM} tpu-v5p:2x2x4 --phase prefill --batch 16 --length 2048",
-    "palm-64-decode": f"{PALM} tpu-v4:4x4x4 --phase decode --batch 512 --length 2048",
-    "palm-64-prefill": f"{PALM} tpu-v4:4x4x4 --phase prefill --batch 256 --length 2048",
-    "palm-256-decode": f"{PALM} tpu-v4:4x8x8 --phase decode --batch 1024 --length 2048",
-    "palm-256-prefill": f"{PALM} tpu-v4:4x8x8 --phase prefill --batch 512 --length 2048",
-    "palm-62b": "--config palm-62b --topology tpu-v4:8x8x8 --batch 512 --length 2048",
-    "llama-2-70b": "--config llama-2-70b --topology tpu-v5p:4x8x8 --batch 1024 --length 4096",
-    "llama-3.1-405b": "--config llama-3.1-405b --topology tpu-v5p:4x8x8 --batch 512 --length 8192 --microbatches 2",
+    "palm-16-decode": f"{PALM} tpu-v5p:2x2x4 --phase decode --batch 256 --length 2048 --compile 4",
+    "palm-16-prefill": f"{PALM} tpu-v5p:2x2x4 --phase prefill --batch 16 --length 2048 --compile 4",
+    "palm-64-decode": f"{PALM} tpu-v4:4x4x4 --phase decode --batch 512 --length 2048 --compile 4",
+    "palm-64-prefill": f"{PALM} tpu-v4:4x4x4 --phase prefill --batch 256 --length 2048 --compile 4",
+    "palm-256-decode": f"{PALM} tpu-v4:4x8x8 --phase decode --batch 1024 --length 2048 --compile 4",
+    "palm-256-prefill": f"{PALM} tpu-v4:4x8x8 --phase prefill --batch 512 --length 2048 --compile 4",
+    "palm-62b": "--config palm-62b --topology tpu-v4:8x8x8 --batch 512 --length 2048 --compile 1",
+    "llama-2-70b": "--config llama-2-70b --topology tpu-v5p:4x8x8 --batch 1024 --length 4096 --compile 4",
+    "llama-3.1-405b": "--config llama-3.1-405b --topology tpu-v5p:4x8x8 --batch 512 --length 8192 --microbatches 2 "
+    "--compile 1",
     "mixtral": "--config mixtral-8x7b --topology tpu-v6e:16x16 --batch 3072 --length 4096 --microbatches 2 "
-    "--compiler-options xla_tpu_scoped_vmem_limit_kib=81920",
-    "switch-c": "--config switch-c --topology tpu-v5p:8x8x16 --batch 1024 --length 512",
-    "gshard-600b": "--config gshard-600b --topology tpu-v5p:8x8x16 --batch 4096 --length 1024",
+    "--compiler-options xla_tpu_scoped_vmem_limit_kib=81920 --compile 1",
+    "switch-c": "--config switch-c --topology tpu-v5p:8x8x16 --batch 1024 --length 512 --compile 4",
+    "gshard-600b": "--config gshard-600b --topology tpu-v5p:8x8x16 --batch 4096 --length 1024 --compile 1",
 }
 """Flags of `gspmd search`. PaLM 540B in bfloat16 does not fit on 16 v4, whose memory holds 31 of its 67 GB."""
 MARKS = "<!-- rows: python benchmarks/search.py -->", "<!-- end of rows -->"
@@ -60,8 +61,7 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
     kept = folder / f"{name}.json"
     if not kept.exists():
         fresh = kept.with_suffix(".part")
-        count = "4" if "--phase" in ROWS[name] else "1"
-        flags = ["--compile", count, "--out", str(kept.with_suffix(".toml")), "--json", str(fresh)]
+        flags = ["--out", str(kept.with_suffix(".toml")), "--json", str(fresh)]
         subprocess.run([sys.executable, "-m", "gspmd", "search", *shlex.split(ROWS[name]), *flags], check=True)
         fresh.rename(kept)
     return json.loads(kept.read_text())
