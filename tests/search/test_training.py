@@ -3,12 +3,13 @@
 import math
 import random
 from dataclasses import replace
+from functools import partial
 
 import jax
 import pytest
 
 import gspmd
-from gspmd.annotate import PlanError
+from gspmd.annotate import PlanError, Spec
 from gspmd.audit import topology
 from gspmd.hardware.chips import CHIPS
 from gspmd.layouts import Layout
@@ -17,7 +18,7 @@ from gspmd.search import Search
 from gspmd.training import OptimizerConfig
 from gspmd_models import ModelConfig, abstract, abstract_batch, abstract_key, step
 from gspmd_models.config import REMATS
-from gspmd_models.search.answers import Candidate
+from gspmd_models.search.answers import Candidate, Space, find
 from gspmd_models.search.answers.presets import picks_of
 from gspmd_models.search.parts.global_norm import NORM
 from gspmd_models.search.training import TrainingProblem
@@ -108,18 +109,34 @@ def test_a_layout_costs_what_its_training_step_is_traced_to(config, remat, micro
     [
         (WIDE, (), 1),
         (GPT2, ("y",), 2),
-        (replace(ROUTED, tied=False), ("x", "z"), 1),
-        (replace(WIDE, block="parallel"), ("z",), 1),
+        (replace(ROUTED, tied=False), ("x",), 1),
+        (replace(WIDE, block="parallel"), ("y",), 1),
+        (WIDE, ("x", "y"), 1),
     ],
 )
 def test_the_norm_is_summed_over_the_axes_that_shard_weights_alone(config, axes, microbatches, only_planned, tmp_path):
     pytest.importorskip("libtpu")
-    mesh, found = topology("tpu-v5p:2x2x2").mesh(MESH), problem_of(config, microbatches)
+    sizes = {"x": 4, "y": 2}
+    mesh, found = topology("tpu-v5p:2x2x2").mesh(sizes), problem_of(config, microbatches, sizes)
     problem = found.problem()
     picks = drawn(problem, random.Random(1), found.choices[NORM].index(axes))
     assert found.choices[NORM][picks[NORM]] == axes
-    layout = layout_of(found.lines(picks), tmp_path)
+    assert found.too_dear == 0.0
+    layout = layout_of(found.lines(picks), tmp_path, ("x", "y"))
     assert problem.cost(picks) == pytest.approx(traced(config, layout, mesh, microbatches), rel=1e-6)
+
+
+@pytest.mark.parametrize(("mesh", "size"), [({"x": 2, "y": 2, "z": 2}, "small"), ({"x": 4, "y": 2}, "large")])
+def test_where_the_norm_is_priced_over_all_axes_less_is_proved(mesh, size):
+    """On many axes, and of steps to which it is nothing: what its price may be too much is no part of the bound."""
+    config = WIDE if size == "small" else replace(WIDE, embed=8192, feed_forward=32768, layers=64)
+    space = Space(partial(problem_of, config, 1, mesh))
+    phase = space.phase()
+    assert phase.choices[NORM] == (tuple(mesh),)
+    finding = find([space], 1e15)
+    norm = phase.costs.settled(Spec((), ()), tuple(mesh))
+    assert phase.too_dear == pytest.approx(norm)
+    assert finding.bound == pytest.approx(Search(phase.problem()).best().seconds - norm)
 
 
 @pytest.mark.turns(5)

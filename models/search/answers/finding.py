@@ -218,8 +218,7 @@ class _Hunt:
             least = nearest and nearest.least
             raise NoneFits(nearest, least, least and least.bytes - self.limit)
         answer, every = best.solve(), sorted(self.candidates, key=_rank)
-        dear = max(each.phase.too_dear for each in every)
-        bounds = [(each.answer.bound - dear, each.microbatches > 1) for each in every if each.answer]
+        bounds = [(bound, each.microbatches > 1) for each in every if (bound := _proved(each, answer)) < inf]
         several = min((bound for bound, more in bounds if more), default=inf)
         bound = min(bound for bound, more in bounds if not more or best.microbatches > 1)
         return Finding(best, answer, tuple(every), bound, several, tuple(self.ranges))
@@ -238,6 +237,15 @@ class _Hunt:
         assert best.answer is not None
         bound = min(max(each.free.seconds, each.answer.bound if each.answer else 0.0) for each in every)
         return Finding(best, best.answer, tuple(every), bound, 0.0, tuple(self.ranges), complete=False)
+
+
+def _proved(candidate: Candidate, answer: Answer) -> float:
+    """What a layout on a mesh costs at least, where prices there may be above that; infinite where it is not known."""
+    if candidate.answer:
+        return candidate.answer.bound - candidate.phase.too_dear
+    # It was left out because of what it is priced at least, or nothing fits.
+    left = candidate.phase.too_dear and candidate.free.seconds >= answer.seconds * (1 - TIE)
+    return candidate.free.seconds - candidate.phase.too_dear if left else inf
 
 
 def _rank(candidate: Candidate) -> tuple[float, int, int]:

@@ -18,8 +18,10 @@ NORM = "norm of gradients"
 """The choice of mesh axes, and its term. It has no line: the axes follow from where the optimizer's state lies."""
 SCALAR = Spec((), ())
 SHARE = 5e-4
-"""Where the sum takes no more than this fraction of the cheapest step, it is priced over all mesh axes. A search with
-the choice, on which all weights hang, takes two or three times as long."""
+"""Where the sum takes no more than this fraction of the cheapest step, it is priced over all mesh axes."""
+MOST = 2
+"""Mesh axes up to which there is a choice. All weights hang on it, so that a search goes through everything with each
+set of axes: with the eight sets of three axes it took ten times as long, or was too large."""
 
 
 def axes_to_sum(
@@ -32,7 +34,9 @@ def axes_to_sum(
         choices, tables: of what a step takes besides.
     """
     every, seconds = costs.axes, costs.summed(SCALAR, costs.axes)
-    if not every or seconds <= SHARE * sum(float(term.seconds.min()) for term in tables):  # which is quick, and less
+    if len(every) not in range(1, MOST + 1) or seconds <= SHARE * sum(
+        float(term.seconds.min()) for term in tables
+    ):  # which is quick, and less
         return (every,)
     try:
         cheapest = Search(Problem([Choice(name, tuple(of)) for name, of in choices.items()], tables)).best()
