@@ -32,10 +32,11 @@ def trained(finding: Finding, said: Mapping[str, Remark], presets: Sequence[Plac
 
 
 def served(settings: Settings, finding: Finding, presets: Sequence[Placed], count: int) -> list[Listed]:
-    """The same of a prompt or of decoding, where loops under `auto` hide much of what is sent: those that end soonest.
+    """The answer, and the layouts that end soonest with what loops under `auto` hide; the presets that are best so.
 
-    They are looked for among layouts that cost up to `MORE` than the answer: the cheapest on each mesh with each way to
-    shard each tensor. So are presets, which may be best on another mesh than as they are planned.
+    Of layouts that cost up to `MORE` than the answer the cheapest on each mesh are traced, with each tensor sharded in
+    one way or another (`nearby`), and all presets on each mesh. The preset that is planned the cheapest is listed, and
+    behind it the one that ends soonest, where that is another, or on another mesh.
     """
     most, listed = (1 + MORE) * finding.answer.seconds, [found(finding)]
     if count > 1:
