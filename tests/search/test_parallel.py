@@ -76,15 +76,20 @@ def against_trace(remat: str, microbatches: int, draws: int, folder, **changes) 
         assert problem.cost(picks) == pytest.approx(wanted, rel=1e-6)
 
 
-def test_a_layout_costs_what_its_training_step_is_traced_to(only_planned, tmp_path):
-    against_trace("dots-except-hidden", 1, 1, tmp_path)
+BIASED = {"out_bias": True, "ffn_bias": True}
+"""Both outputs, which are added: their gradients are one."""
 
 
-OTHERS = [{"kv_heads": 1}, {"kv_heads": 16, "activation": "gelu", "norm": "layer", "norm_bias": True}]
+@pytest.mark.parametrize(("remat", "changes"), [("dots-except-hidden", {}), ("full", BIASED)])
+def test_a_layout_costs_what_its_training_step_is_traced_to(remat, changes, only_planned, tmp_path):
+    against_trace(remat, 1, 1, tmp_path, **changes)
+
+
+OTHERS = [{"kv_heads": 1}, {"kv_heads": 16, "activation": "gelu", "norm": "layer", "norm_bias": True}, BIASED]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", OTHERS, ids=["multiquery", "multihead"])
+@pytest.mark.parametrize("changes", OTHERS, ids=["multiquery", "multihead", "biased"])
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("remat", REMATS)
 def test_so_do_others_with_every_choice_of_remat(remat, microbatches, changes, only_planned, tmp_path):

@@ -15,6 +15,7 @@ from gspmd.search.moves import Moves
 from gspmd.search.products import Product
 
 from ..costs import Costs, Line
+from ..vectors import settled_each
 from .attention import Attention
 from .feed_forward import FeedForward
 from .part import Part, brought, mirrored, product_terms
@@ -123,6 +124,13 @@ class TrainedBlock(ParallelBlock):
         of_outputs = [np.column_stack([mirrored(p), _made(p)]) for p in map(self.vias.get, OUTPUTS)]
         self.inputs, self.outputs = _Meetings(of_inputs), _Meetings(of_outputs)
         self.choices |= {"block.input": self.inputs.options, "block.output": self.outputs.options}
+
+    def terms(self) -> Iterator[Term]:
+        """Those of the block; less one of the sums of the biases of both outputs, whose gradients are one."""
+        yield from super().terms()
+        bias = [vector for vector in self.vectors if (vector.dims, vector.choice) == ("E", "residual")]
+        for term in settled_each("both biases", self.costs, bias[1:], self.choices):
+            yield replace(term, seconds=-term.seconds)
 
     def _shared(self) -> Iterator[Term]:
         products = [self.vias[name] for name in INPUTS]
