@@ -72,10 +72,7 @@ def context(lowering_name: str | None = None) -> Context:
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """What a program computes, its steps, and the seconds by which loops end them sooner.
-
-    `backward` is set where JAX differentiates the program by itself.
-    """
+    """What a program computes, its steps, what their loops hide; `backward` is set where JAX differentiates it."""
 
     equation: str
     steps: tuple[Step, ...]
@@ -121,15 +118,9 @@ def named(program: Callable, planned: PlannedProgram) -> Callable:
 
 
 def run(
-    ctx: Context,
-    name: str,
-    steps: Sequence[Step],
-    body: Callable,
-    in_specs: Sequence,
-    out_specs: Any,
-    *arrays: Any,
+    ctx: Context, name: str, steps: Sequence[Step], body: Callable, in_specs: Sequence, out_specs: Any, *arrays: Any,
     hidden_seconds: float = 0.0,
-) -> Any:
+) -> Any:  # fmt: skip
     """Run a shard_map over the whole mesh whose collectives are the planned `steps`.
 
     Never differentiate through it: `gradient.with_gradient` stands outside, whose backward pass is another `run`.
@@ -179,7 +170,9 @@ def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
         if not free:
             return body(*arrays)
         wanted = jax.tree.map(lambda spec: jax.P(*spec.partitions), outs, is_leaf=_is_partition) if alone else outs
-        run = _without_elements if any(x.size == 0 for x in arrays) else jax.shard_map
+        run = jax.shard_map
+        if any(x.size == 0 for x in arrays):
+            from gspmd.lowerings.transformations.empty import shard_map as run
         results = run(body, in_specs=ins, out_specs=wanted, axis_names=free, check_vma=False)(*arrays)
         return jax.tree.map(_typed, outs, results, is_leaf=_is_partition) if alone else results
 
@@ -189,24 +182,6 @@ def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
     from gspmd.lowerings.transformations.partial_sums import unbatched
 
     return unbatched(run_mapped, ins, outs)
-
-
-def _without_elements(body: Callable, *, in_specs: Any, **options: Any) -> Callable:
-    """A shard_map of pieces without elements, whose results depend on one input, and so on none that XLA throws away.
-
-    XLA replaces what has no elements by a constant, and cannot read the body of a shard_map that is left without any
-    input ("expected at least one operand ... GlobalToLocalShape", jaxlib 0.10.2).
-    """
-
-    def held(zero, *pieces):
-        return jax.tree.map(lambda x: x + zero.astype(x.dtype), body(*pieces))
-
-    def run(*arrays):
-        ins = (in_specs,) * len(arrays) if _is_partition(in_specs) else in_specs
-        whole = jax.shard_map(held, in_specs=(jax.P(), *ins), **options)
-        return whole(jax.numpy.zeros((), "int8"), *arrays)
-
-    return run
 
 
 def _is_partition(leaf: Any) -> bool:

@@ -119,15 +119,11 @@ class Plan:
     @property
     def backward_loops(self) -> Overlap:
         """The rings of the backward routine."""
-        return self._backward_overlap[0]
-
-    @property
-    def backward_hidden_seconds(self) -> float:
-        """How much sooner the backward routine ends for that."""
-        return self._backward_overlap[1]
+        return self.backward_overlap[0]
 
     @cached_property
-    def _backward_overlap(self) -> tuple[Overlap, float]:
+    def backward_overlap(self) -> tuple[Overlap, float]:
+        """The rings of the backward routine, and how much sooner it ends for them."""
         return self.overlapping(self.backward, *self.backward_tensors, self.environment)
 
     @cached_property
@@ -138,7 +134,7 @@ class Plan:
         """
         from gspmd.planner.gradients import parts
 
-        overlap, hidden = self._backward_overlap
+        overlap, hidden = self.backward_overlap
         return tuple(
             replace(
                 self,

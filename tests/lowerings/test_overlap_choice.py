@@ -97,7 +97,7 @@ def test_gradients_share_what_is_hidden_and_none_ends_before_it_begins():
     sizes = {"B": 65536, "E": 8192, "F": 32768}
     whole = plan("B_xE, E_xF -> B_xF", sizes, {"x": 64}, via="B_xE, EF")
     hidden = sum(gradient.hidden_seconds for gradient in whole.gradients)
-    assert hidden == pytest.approx(whole._backward_overlap[1])
+    assert hidden == pytest.approx(whole.backward_overlap[1])
     assert hidden > 0
     assert all(gradient.seconds > 0 for gradient in whole.gradients)
 

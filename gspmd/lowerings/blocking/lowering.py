@@ -48,8 +48,8 @@ def passes(call: Call, executor: Callable) -> Passes:
 
     def forward(*arrays):
         outs = (equation.outputs, kept_specs)
-        hidden = plan.hidden_seconds
-        results, kept = run(ctx, title, plan.steps, forward_body, specs, outs, *arrays, hidden_seconds=hidden)
+        what = ctx, title, plan.steps, forward_body, specs, outs
+        results, kept = run(*what, *arrays, hidden_seconds=plan.hidden_seconds)
         kept = dict(zip(moved, kept))
         return results, tuple(kept.get(number, arrays[move.source]) for number, move in enumerate(moves))
 
@@ -57,9 +57,8 @@ def passes(call: Call, executor: Callable) -> Passes:
         held = [plan.kept[n] if n in moved else specs[move.source] for n, move in enumerate(moves)]
         ins = [*(spec.cotangent for spec in equation.outputs), *held]
         outs = tuple(spec.cotangent for spec in specs)
-        arrays, hidden = (*cotangents, *residuals), plan.backward_hidden_seconds
-        name, steps = f"gradient of {title}", plan.backward.steps
-        return run(ctx, name, steps, backward_body, ins, outs, *arrays, hidden_seconds=hidden)
+        what = ctx, f"gradient of {title}", plan.backward.steps, backward_body, ins, outs
+        return run(*what, *cotangents, *residuals, hidden_seconds=plan.backward_overlap[1])
 
     if not any(spec.partial for spec in (*specs, *kept_specs)):
         return Passes(forward, backward)
