@@ -34,9 +34,8 @@ def axes_to_sum(
         choices, tables: of what a step takes besides.
     """
     every, seconds = costs.axes, costs.summed(SCALAR, costs.axes)
-    if len(every) not in range(1, MOST + 1) or seconds <= SHARE * sum(
-        float(term.seconds.min()) for term in tables
-    ):  # which is quick, and less
+    # The least of each term is quick to add up, and no more than a step takes.
+    if not 1 <= len(every) <= MOST or seconds <= SHARE * sum(float(term.seconds.min()) for term in tables):
         return (every,)
     try:
         cheapest = Search(Problem([Choice(name, tuple(of)) for name, of in choices.items()], tables)).best()
