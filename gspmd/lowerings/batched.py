@@ -1,6 +1,8 @@
 """Batched products as batches of matrices, whose order in memory is multiplied as it stands: on CPUs, and on TPUs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -18,6 +20,19 @@ def einsum(letters: str, *operands: jax.Array, precision: Any = None, preferred_
     return jnp.einsum(letters, *operands, precision=precision, preferred_element_type=preferred_element_type)
 
 
+_IN_TILES = ContextVar("in_tiles", default=True)
+
+
+@contextmanager
+def as_compiled() -> Iterator[None]:
+    """Products inside lie as the compiler chooses, also where they would be those of matrices."""
+    token = _IN_TILES.set(False)
+    try:
+        yield
+    finally:
+        _IN_TILES.reset(token)
+
+
 def einsum_in_tiles(
     letters: str, *operands: jax.Array, precision: Any = None, preferred_element_type: Any = None
 ) -> jax.Array:
@@ -28,7 +43,7 @@ def einsum_in_tiles(
     of them to copy hidden layers, and takes 5.2. Alone such a product gains nothing. Where the dimensions do not fill
     tiles, merging them is a copy itself: with 4 slots the layer took 2.5 times as long.
     """
-    if len(operands) == 2 and _are_whole():
+    if len(operands) == 2 and _IN_TILES.get() and _are_whole():
         product = batched(letters)
         if product and product.fills_tiles(*(x.shape for x in operands)):
             return product(*operands, precision, preferred_element_type)
