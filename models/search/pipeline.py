@@ -46,7 +46,6 @@ class StageProblem(TrainingProblem):
             are in the space too, and cost less than is said here: what they cost is said where `side` has them all.
 
     Attributes:
-        stages: S.
         slots: in which each stage runs its layers backward: M + S - 1. As many run forward; of one microbatch nobody
             takes what the last stage makes there, so it is not made.
 
@@ -68,7 +67,7 @@ class StageProblem(TrainingProblem):
         of_stage = replace(config, layers=config.layers // stages)
         super().__init__(replace(workload, config=of_stage), mesh)
         self.costs = replace(self.costs, side=side, stages=stages)
-        self.stages, self.slots = stages, workload.microbatches + stages - 1
+        self.slots = workload.microbatches + stages - 1
         self._known: dict[Spec, float] = {}
 
     @cached_property
@@ -78,6 +77,11 @@ class StageProblem(TrainingProblem):
         for count, terms in ((self.forward_slots, self._forward()), (self.slots, self._backward())):
             found += [replace(term, seconds=count * term.seconds) for term in terms]
         return [*found, self._stream(), *self._copies(), *self._beside()]
+
+    @property
+    def stages(self) -> int:
+        """S."""
+        return self.costs.stages
 
     @property
     def forward_slots(self) -> int:
