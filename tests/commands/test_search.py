@@ -538,6 +538,8 @@ def test_no_layout_is_compiled_twice_with_axes_swapped_in_a_part_of_it(shortlist
         for each, hidden in ((found, 0.0), (others[0], 0.2), (others[1], 0.2))
     ]
     assert [each.name for each in shortlist.different(hiding, 3)] == ["found", "twin", "smaller"]
+    alike = [hiding[0], replace(hiding[0], name="hides more", hidden=0.2), replace(hiding[0], name="the same")]
+    assert [each.name for each in shortlist.different(alike, 3)] == ["found", "hides more"]
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
