@@ -205,10 +205,17 @@ def layout_of(settings: Settings) -> Layout:
 
 def phase_layout(settings: Settings) -> Layout:
     """The layout as the phase that is compiled has it."""
-    if settings.phase not in ("prefill", "decode"):
+    if settings.phase == "decode":
+        return decoding_layout(settings)
+    if settings.phase != "prefill":
         return layout_of(settings)
     layout = Layout.load(settings.prefill_layout) if settings.prefill_layout else layout_of(settings)
-    return layout.phase(settings.phase)
+    return layout.phase("prefill")
+
+
+def decoding_layout(settings: Settings) -> Layout:
+    """The layout as decoding has it, which cannot divide one position: L is whole in it, whatever prompts have."""
+    return layout_of(settings).phase("decode").one_position()
 
 
 def mesh_of(settings: Settings, target: Topology) -> jax.sharding.Mesh:
@@ -222,7 +229,7 @@ def mesh_of(settings: Settings, target: Topology) -> jax.sharding.Mesh:
     else:
         shape = layout.mesh_for(target.num_devices, sizes)
     if settings.phase == "prefill":  # weights and cache are stored as for decoding
-        layout_of(settings).phase("decode").check(config.sizes(settings.batch, 1) | served, shape)
+        decoding_layout(settings).check(config.sizes(settings.batch, 1) | served, shape)
     if settings.phase == "train":
         check_stages(sharding.rounds, sharding.schedule, layout)
         how = sharding.schedule, settings.microbatches, sharding.rounds

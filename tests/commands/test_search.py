@@ -588,6 +588,31 @@ def test_what_auto_loops_is_compiled_so_too(script, tmp_path, monkeypatch, phase
 
 
 @needs_libtpu
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_layout_that_cuts_prompts_along_their_length_is_compiled(run, script, monkeypatch, tmp_path, phase):
+    """One row is read on four devices so; what it is written to is taken by `gspmd compile`, in either phase."""
+    config, path = tmp_path / "wide.toml", tmp_path / "found.toml"
+    wide = MODEL.replace("embed = 32", "embed = 1024").replace("feed_forward = 64", "feed_forward = 4096")
+    config.write_text(wide.replace("head_size = 8", "head_size = 128"))
+    compiled, report = [], SimpleNamespace(timeline=None, fits=False, bytes_per_device=1000, compile_seconds=1.0)
+    offline = script.compiling.offline
+
+    def check(settings, target, called):
+        compiled.append(offline.mesh_of(settings, target))
+        return report
+
+    monkeypatch.setattr(offline, "compiled", check)
+    monkeypatch.setattr(script.compiling.host, "start", lambda *_: None)
+    flags = ["--config", str(config), "--batch", "1", "--length", "8192", "--mesh", "x=4"]
+    assert run(*flags, "--phase", "prefill", "--compile", "1", "--out", str(path))[0] == 0
+    assert "BL_xF, FE" in path.read_text()
+    assert compiled
+    options = ["--topology", "tpu-v5p:2x2x1", "--layout", str(path), "--phase", phase]
+    settings = offline.parse([*flags, *options])
+    assert offline.mesh_of(settings, script.compiling.topology(settings.topology)).shape == {"x": 4}
+
+
+@needs_libtpu
 @pytest.mark.slow
 def test_the_shortlist_is_compiled(script, capfd, tmp_path, monkeypatch):
     config, path = tmp_path / "tiny.toml", tmp_path / "found.json"

@@ -137,6 +137,16 @@ def test_a_mesh_has_to_divide_the_sizes_of_its_phase(script, mesh):
 
 
 @needs_libtpu
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_one_position_is_whole_where_prompts_are_cut_along_their_length(script, phase):
+    cut = {"ffn.hidden": "B_xL_yF_z", "ffn.in_via": "B_xL_yE, EF_z", "ffn.out_via": "B_xL_yF_z, F_zE"}
+    changes = [flag for change in cut.items() for flag in ("--set", "=".join(change))]
+    flags = [*TINY, *V4, "--phase", phase, "--batch", "8", "--layout", "weight-gathered-xy", *changes]
+    settings = script.parse([*flags, "--mesh", "x=2,y=2,z=1"])
+    assert script.mesh_of(settings, topology(settings.topology)).shape["y"] == 2
+
+
+@needs_libtpu
 def test_a_decoded_token_reads_all_that_the_cache_has_room_for(script, monkeypatch):
     found = []
     monkeypatch.setattr(script, "compile_offline", lambda *_, flops, **__: found.append(flops))
