@@ -41,6 +41,11 @@ head_size = 8
 feed_forward = 64
 tied = false
 """
+WIDE = (
+    MODEL.replace("= 32", "= 1024")
+    .replace("feed_forward = 64", "feed_forward = 4096")
+    .replace("size = 8", "size = 128")
+)
 SIZES = {"B": 8, "L": 16, "E": 32, "F": 64, "H": 8, "K": 4, "D": 8, "V": 64, "N": 2, "T": 16}
 needs_libtpu = pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 
@@ -440,7 +445,7 @@ def compiler(script, monkeypatch):
     """Takes the place of the compiler: seconds by name, infinite for what does not fit."""
     seconds = {}
 
-    def compiled(settings, listed):
+    def compiled(settings, listed, both=True):
         done = []
         looped = [replace(each, lowering="auto") for each in listed if f"{each.name}, lowering auto" in seconds]
         for each in (*listed, *looped):
@@ -496,6 +501,39 @@ def test_a_program_that_loops_is_asked_for_where_it_is_the_fastest(run, compiler
         [line] = [line for line in path.read_text().splitlines() if line.startswith("# compiled")]
         assert said in line
         assert line.endswith("under lowering auto") == (lowering == "auto")
+
+
+def test_a_preset_that_is_the_fastest_is_improved(run, script, compiler, tmp_path):
+    """By single lines, those that gain the most in the plan, and by the faster ones of them together."""
+    files = ["--out", str(tmp_path / "found.toml"), "--json", str(tmp_path / "found.json")]
+    config = tmp_path / "wide.toml"
+    config.write_text(WIDE)
+    flags = ["--config", str(config), "--batch", "8", "--length", "128", "--mesh", "x=4", "--remat", "none"]
+    flags += ["--microbatches", "1", "--compile", "3", *files]
+
+    def compiled(**seconds):
+        compiler.clear()
+        compiler.update({name.replace("_", " "): took for name, took in seconds.items()})
+        assert run(*flags)[0] == 0
+        return json.loads((tmp_path / "found.json").read_text())["compiled"]
+
+    preset = next(each["name"] for each in compiled() if each["preset"])
+    listed = compiled(**{preset: 1.0})
+    ours = [each for each in listed if each["name"].startswith(f"{preset}, with ")]
+    of_preset = next(each["planned_seconds"] for each in listed if each["preset"])
+    assert len(ours) == 3
+    assert all(each["planned_seconds"] < of_preset and not each["preset"] for each in ours)
+    assert f"that of preset {preset}" in (tmp_path / "found.toml").read_text()
+
+    names = [each["name"] for each in sorted(ours, key=lambda each: each["planned_seconds"])]
+    faster = {preset: 1.0, names[0]: 0.9, names[1]: 1.1, names[2]: 0.95}
+    listed = compiled(**faster, **{f"{preset}, with all that is faster": 0.8})
+    assert [each["name"] for each in listed][:4] == [f"{preset}, with all that is faster", names[0], names[2], preset]
+    text = (tmp_path / "found.toml").read_text()
+    assert "# compiled   800 ms, 1 kB on each device: the fastest of the programs that were compiled\n" in text
+    lines = json.loads((tmp_path / "found.json").read_text())["lines"]
+    key_and_spec = [name.removeprefix(f"{preset}, with ").split(" ", 1) for name in names]
+    assert [lines[key] == spec for key, spec in key_and_spec] == [True, False, True]
 
 
 @pytest.mark.parametrize("flags", [["--mesh", "x=4", "--remat", "none", "--microbatches", "1"], ["--remat", "full"]])
@@ -592,8 +630,7 @@ def test_what_auto_loops_is_compiled_so_too(script, tmp_path, monkeypatch, phase
 def test_a_layout_that_cuts_prompts_along_their_length_is_compiled(run, script, monkeypatch, tmp_path, phase):
     """One row is read on four devices so; what it is written to is taken by `gspmd compile`, in either phase."""
     config, path = tmp_path / "wide.toml", tmp_path / "found.toml"
-    wide = MODEL.replace("embed = 32", "embed = 1024").replace("feed_forward = 64", "feed_forward = 4096")
-    config.write_text(wide.replace("head_size = 8", "head_size = 128"))
+    config.write_text(WIDE)
     compiled, report = [], SimpleNamespace(timeline=None, fits=False, bytes_per_device=1000, compile_seconds=1.0)
     offline = script.compiling.offline
 

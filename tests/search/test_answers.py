@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from math import prod
@@ -24,7 +25,7 @@ from gspmd_models.search.answers import Candidate, NoneFits, Space, document, fi
 from gspmd_models.search.answers.candidate import NEAR, TOLERANCE
 from gspmd_models.search.answers.document import Remark, remarks
 from gspmd_models.search.answers.frontier import frontier
-from gspmd_models.search.answers.nearby import KINDS, in_ends, nearby
+from gspmd_models.search.answers.nearby import KINDS, improved, in_ends, nearby, with_picks
 from gspmd_models.search.answers.presets import picks_of, placed_presets
 from gspmd_models.search.answers.why import why
 from gspmd_models.search.parts.global_norm import NORM
@@ -323,6 +324,33 @@ def test_near_an_answer_are_the_cheapest_with_each_tensor_sharded_otherwise(shar
     assert share < 1 or wanted <= seconds | {round(held.solve().seconds * 1e15)}
 
 
+PARALLEL = replace(PLAIN, block="parallel", kv_heads=1)
+
+
+@pytest.mark.parametrize(("config", "phase"), [(GATED, "train"), (PARALLEL, "decode"), (ROUTED, "train")])
+def test_a_layout_is_improved_by_one_line_at_a_time(config, phase):
+    """By each that makes it cheaper, all others as they are, and as far as any option of it does."""
+    held = candidate(config, (("x", 4),), phase=phase)
+    for placed in placed_presets([held])[-3:]:
+        if not placed.answer:
+            continue
+        picks = placed.answer.picks
+        found = dict(improved(held, picks))
+        written = {name for name, texts in held.options.texts.items() if any(texts)}
+        for name in written:
+            every = []
+            for option in range(len(held.phase.choices[name])):
+                fixed = {other: {*range(len(held.phase.choices[other]))} - {picks[other]} for other in written - {name}}
+                fixed[name] = {*range(len(held.phase.choices[name]))} - {option}
+                with suppress(NothingFits):
+                    every.append(Search(held.problem).best(without=fixed).seconds)
+            gains = min(every) < with_picks(held, picks).seconds * (1 - NEAR)
+            assert gains == (name in found)
+            if gains:
+                assert found[name].seconds == pytest.approx(min(every), rel=1e-9)
+                assert all(found[name].picks[other] == picks[other] for other in written - {name})
+
+
 def test_what_is_said_where_there_is_no_next_best():
     """On one device nothing can be otherwise; at the least memory something can, and does not fit."""
     alone = candidate(mesh=(("x", 1),))
@@ -338,9 +366,6 @@ def test_what_is_said_where_there_is_no_next_best():
 )
 def test_how_much_dearer_is_written_without_exponents(more, text):
     assert str(Remark(0.5, "EF_x", more)) == f"500 ms; next EF_x: {text}"
-
-
-PARALLEL = replace(PLAIN, block="parallel", kv_heads=1)
 
 
 @pytest.mark.parametrize(

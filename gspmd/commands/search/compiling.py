@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field, replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -68,11 +69,14 @@ def _text(listed: Listed) -> str:
     return document(listed.candidate, listed.answer, (), {})
 
 
-def compiled(settings: Settings, listed: Iterable[Listed]) -> list[Listed]:
+def compiled(settings: Settings, listed: Iterable[Listed], both: bool = True) -> list[Listed]:
     """The shortlist with what the compiler made of it, the fastest program first, those that do not fit last.
 
-    Each is compiled under `blocking`, and once more under `auto` where that loops some of its products: what that hides
-    the compiler says better than a plan.
+    Args:
+        settings: of the search.
+        listed: the layouts.
+        both: compile each under `blocking`, and once more under `auto` where that loops some of its products, which
+            says better than a plan what that hides; or else only under the lowering that it is listed with.
 
     Raises:
         PlanError: the compiler for TPUs is not installed, or refuses the slice.
@@ -81,11 +85,17 @@ def compiled(settings: Settings, listed: Iterable[Listed]) -> list[Listed]:
     host.start(1, "cpu")
     target, done = topology(settings.topology), []
     with TemporaryDirectory() as folder:
-        every = [program for each in listed for program in _programs(settings, each, target, Path(folder))]
+        programs = partial(_programs, settings, target=target, folder=Path(folder)) if both else lambda each: [each]
+        every = [program for each in listed for program in programs(each)]
         for number, each in enumerate(every, 1):
             called = f"{number} of {len(every)}, {each.called}"
             done.append(replace(each, report=offline.compiled(_settings(settings, each, Path(folder)), target, called)))
-    return sorted(done, key=lambda each: (each.seconds, each.answer.seconds))
+    return fastest(done)
+
+
+def fastest(listed: Iterable[Listed]) -> list[Listed]:
+    """Compiled layouts, the fastest program first, those that do not fit last."""
+    return sorted(listed, key=lambda each: (each.seconds, each.answer.seconds))
 
 
 def _programs(settings: Settings, listed: Listed, target: Topology, folder: Path) -> list[Listed]:

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import isclose
 
 from gspmd.commands.search.compiling import Listed, with_loops
 from gspmd.commands.search.settings import Settings
-from gspmd.search import NothingFits
-from gspmd_models.search.answers import Finding
+from gspmd.search import Answer, NothingFits
+from gspmd_models.search.answers import Candidate, Finding, nearby
 from gspmd_models.search.answers.document import Remark
-from gspmd_models.search.answers.nearby import in_ends, nearby
 from gspmd_models.search.answers.presets import Placed, placed_presets
 
 APART = 0.01
@@ -49,6 +49,33 @@ def served(settings: Settings, finding: Finding, presets: Sequence[Placed], coun
     return [*listed, *planned, *([best] if best and (best.name, best.mesh) not in _names(planned) else [])]
 
 
+def improved(preset: Listed, count: int) -> list[tuple[str, Listed]]:
+    """So many layouts that are a preset but for one choice, those that gain the most by the plan.
+
+    Returns:
+        The choice, and the layout, to be compiled under the lowering of the preset.
+    """
+    candidate, picks = preset.candidate, preset.answer.picks
+    return [
+        (name, _changed(preset, answer, _line(candidate, name, answer.picks, picks)))
+        for name, answer in nearby.improved(candidate, picks)[:count]
+    ]
+
+
+def together(preset: Listed, improved: Sequence[tuple[str, Listed]]) -> list[Listed]:
+    """The preset with all of these choices as they are; none if there are fewer than two, or where it does not fit."""
+    picks = {**preset.answer.picks, **{name: each.answer.picks[name] for name, each in improved}}
+    if len(improved) > 1:
+        with suppress(NothingFits):
+            return [_changed(preset, nearby.with_picks(preset.candidate, picks), "all that is faster")]
+    return []
+
+
+def _changed(preset: Listed, answer: Answer, name: str) -> Listed:
+    mesh = preset.candidate.phase.costs.mesh
+    return replace(preset, name=f"{preset.name}, with {name}", answer=answer, mesh=mesh, preset=False, report=None)
+
+
 def found(finding: Finding) -> Listed:
     """The answer."""
     return Listed("found", finding.best, finding.answer, finding.best.phase.costs.mesh)
@@ -84,10 +111,17 @@ def _near(finding: Finding, most: float) -> Iterator[Listed]:
         with suppress(NothingFits):
             if each != finding.best and each.solve().seconds <= most:
                 yield Listed(f"mesh {each.named}", each, each.solve(), mesh)
-            for name, answer in nearby(each, most):
-                texts = each.options.texts[name][answer.picks[name]].items()
-                line = next(f"{key} {text}" for (_, key), text in texts if not in_ends(key))
-                yield Listed(f"with {line}", each, answer, mesh)
+            for name, answer in nearby.nearby(each, most):
+                yield Listed(f"with {_line(each, name, answer.picks)}", each, answer, mesh)
+
+
+def _line(candidate: Candidate, name: str, picks: Mapping[str, int], before: Mapping[str, int] | None = None) -> str:
+    """The first line that a choice writes, of the layers if of any; of those that are others than before."""
+    options = candidate.options.texts[name]
+    known = options[before[name]] if before else {}
+    texts = {where: text for where, text in options[picks[name]].items() if known.get(where) != text}
+    (section, key), text = min(texts.items(), key=lambda each: nearby.in_ends(each[0][1]))
+    return f"{section}.{key} {text}" if section else f"{key} {text}"
 
 
 def _apart(one: Listed, other: Listed) -> float:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from math import isclose
 
 from gspmd.search import Answer, NothingFits
 
-from .candidate import TIE, Candidate
+from .candidate import NEAR, TIE, Candidate
 
 KINDS = 3
 """Ways to shard each tensor that are gone through, the cheapest first."""
@@ -41,6 +41,34 @@ def nearby(candidate: Candidate, most: float) -> Iterator[tuple[str, Answer]]:
             if answer.seconds <= most and not any(_same(answer, other) for other in known):
                 known.append(answer)
                 yield name, answer
+
+
+def improved(candidate: Candidate, picks: Mapping[str, int]) -> list[tuple[str, Answer]]:
+    """For every choice that writes lines, the layout that is cheaper with other ones, and all else as it is.
+
+    Args:
+        candidate: the mesh.
+        picks: the layout, which fits.
+
+    Returns:
+        The choices, and the cheapest that fit; the cheapest first, none that gain less than 0.05% of a step.
+    """
+    enough = with_picks(candidate, picks).seconds * (1 - NEAR)
+    found = [
+        (name, with_picks(candidate, picks, {name})) for name, texts in candidate.options.texts.items() if any(texts)
+    ]
+    return sorted((each for each in found if each[1].seconds < enough), key=lambda each: each[1].seconds)
+
+
+def with_picks(candidate: Candidate, picks: Mapping[str, int], free: Collection[str] = ()) -> Answer:
+    """The cheapest layout that fits with these options, but for the choices that are free, and those without lines.
+
+    Raises:
+        NothingFits: there is none.
+    """
+    texts = candidate.options.texts
+    held = [name for name in picks if name not in free and any(texts[name])]
+    return candidate.soon({name: {*range(len(texts[name]))} - {picks[name]} for name in held})
 
 
 def in_ends(key: str) -> bool:
