@@ -205,17 +205,15 @@ def layout_of(settings: Settings) -> Layout:
 
 def phase_layout(settings: Settings) -> Layout:
     """The layout as the phase that is compiled has it."""
-    if settings.phase == "decode":
-        return decoding_layout(settings)
-    if settings.phase != "prefill":
-        return layout_of(settings)
-    layout = Layout.load(settings.prefill_layout) if settings.prefill_layout else layout_of(settings)
-    return layout.phase("prefill")
-
-
-def decoding_layout(settings: Settings) -> Layout:
-    """The layout as decoding has it, which cannot divide one position: L is whole in it, whatever prompts have."""
-    return layout_of(settings).phase("decode").one_position()
+    layout = layout_of(settings)
+    if settings.phase == "prefill" and settings.prefill_layout:
+        layout = Layout.load(settings.prefill_layout)
+    if settings.phase in ("prefill", "decode"):
+        layout = layout.phase(settings.phase)
+    if settings.phase != "decode":
+        return layout
+    layout.check()
+    return layout.one_position()  # L is whole in what decodes, whatever prompts have: one position cannot be divided
 
 
 def mesh_of(settings: Settings, target: Topology) -> jax.sharding.Mesh:
@@ -228,8 +226,9 @@ def mesh_of(settings: Settings, target: Topology) -> jax.sharding.Mesh:
         layout.check(sizes, shape)
     else:
         shape = layout.mesh_for(target.num_devices, sizes)
-    if settings.phase == "prefill":  # weights and cache are stored as for decoding
-        decoding_layout(settings).check(config.sizes(settings.batch, 1) | served, shape)
+    if served:  # for prefill, too: weights and cache are stored as for decoding
+        one = config.sizes(settings.batch, 1) | served
+        layout_of(settings).phase("decode").resolved(one, shape).one_position().check(one, shape)
     if settings.phase == "train":
         check_stages(sharding.rounds, sharding.schedule, layout)
         how = sharding.schedule, settings.microbatches, sharding.rounds

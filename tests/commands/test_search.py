@@ -19,6 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from gspmd.annotate import Spec
 from gspmd.commands.search.slice import Slice
 from gspmd.layouts import Layout, presets
+from gspmd.moe import MoEConfig
 from gspmd.search import Search
 from gspmd.training import command as commands
 from gspmd_models import ModelConfig
@@ -447,7 +448,9 @@ def compiler(script, monkeypatch):
 
     def compiled(settings, listed, both=True):
         done = []
-        looped = [replace(each, lowering="auto") for each in listed if f"{each.name}, lowering auto" in seconds]
+        looped = [
+            replace(each, lowering="auto") for each in listed if both and f"{each.name}, lowering auto" in seconds
+        ]
         for each in (*listed, *looped):
             took = seconds.get(each.called, 9.0)
             line = SimpleNamespace(step_seconds=took, parts=()) if took < float("inf") else None
@@ -503,37 +506,78 @@ def test_a_program_that_loops_is_asked_for_where_it_is_the_fastest(run, compiler
         assert line.endswith("under lowering auto") == (lowering == "auto")
 
 
-def test_a_preset_that_is_the_fastest_is_improved(run, script, compiler, tmp_path):
-    """By single lines, those that gain the most in the plan, and by the faster ones of them together."""
-    files = ["--out", str(tmp_path / "found.toml"), "--json", str(tmp_path / "found.json")]
-    config = tmp_path / "wide.toml"
+@pytest.fixture
+def improve(run, compiler, tmp_path):
+    """A function of seconds by name that returns what was compiled, and the layout file, of one that gains by lines."""
+    config, files = (
+        tmp_path / "wide.toml",
+        ["--out", str(tmp_path / "found.toml"), "--json", str(tmp_path / "found.json")],
+    )
     config.write_text(WIDE)
     flags = ["--config", str(config), "--batch", "8", "--length", "128", "--mesh", "x=4", "--remat", "none"]
-    flags += ["--microbatches", "1", "--compile", "3", *files]
 
-    def compiled(**seconds):
+    def compiled(seconds, code=0):
         compiler.clear()
-        compiler.update({name.replace("_", " "): took for name, took in seconds.items()})
-        assert run(*flags)[0] == 0
-        return json.loads((tmp_path / "found.json").read_text())["compiled"]
+        compiler.update(seconds)
+        assert run(*flags, "--microbatches", "1", "--compile", "3", *files)[0] == code
+        return json.loads((tmp_path / "found.json").read_text())["compiled"], (tmp_path / "found.toml").read_text()
 
-    preset = next(each["name"] for each in compiled() if each["preset"])
-    listed = compiled(**{preset: 1.0})
+    return compiled
+
+
+def test_a_preset_that_is_the_fastest_is_improved(improve, tmp_path):
+    """By single lines, those that gain the most in the plan, and by the faster ones of them together."""
+    preset = next(each["name"] for each in improve({})[0] if each["preset"])
+    listed, text = improve({preset: 1.0})
     ours = [each for each in listed if each["name"].startswith(f"{preset}, with ")]
     of_preset = next(each["planned_seconds"] for each in listed if each["preset"])
     assert len(ours) == 3
     assert all(each["planned_seconds"] < of_preset and not each["preset"] for each in ours)
-    assert f"that of preset {preset}" in (tmp_path / "found.toml").read_text()
+    assert f"that of preset {preset}" in text
 
     names = [each["name"] for each in sorted(ours, key=lambda each: each["planned_seconds"])]
-    faster = {preset: 1.0, names[0]: 0.9, names[1]: 1.1, names[2]: 0.95}
-    listed = compiled(**faster, **{f"{preset}, with all that is faster": 0.8})
-    assert [each["name"] for each in listed][:4] == [f"{preset}, with all that is faster", names[0], names[2], preset]
-    text = (tmp_path / "found.toml").read_text()
+    faster, every = {preset: 1.0, names[0]: 0.9, names[1]: 1.1, names[2]: 0.95}, f"{preset}, with all that is faster"
+    listed, text = improve({**faster, every: 0.8})
+    assert [each["name"] for each in listed][:4] == [every, names[0], names[2], preset]
     assert "# compiled   800 ms, 1 kB on each device: the fastest of the programs that were compiled\n" in text
     lines = json.loads((tmp_path / "found.json").read_text())["lines"]
     key_and_spec = [name.removeprefix(f"{preset}, with ").split(" ", 1) for name in names]
     assert [lines[key] == spec for key, spec in key_and_spec] == [True, False, True]
+
+    assert every not in [each["name"] for each in improve({preset: 1.0, names[0]: 0.9})[0]]
+    listed, _ = improve({f"{preset}, lowering auto": 0.9, f"{names[0]}, lowering auto": 0.8})
+    assert [each["lowering"] for each in listed if each["name"] in names] == ["auto"] * 3
+    assert listed[0]["name"] == names[0]
+
+
+def test_an_interrupt_while_a_preset_is_improved_keeps_the_fastest(improve, shortlist, monkeypatch):
+    preset = next(each["name"] for each in improve({})[0] if each["preset"])
+    names = [each["name"] for each in improve({preset: 1.0})[0] if ", with " in each["name"]]
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shortlist, "together", interrupted)
+    listed, text = improve({preset: 1.0, names[1]: 0.9}, 130)
+    assert listed[0]["name"] == names[1]
+    assert "# compiled   900 ms, 1 kB on each device: the fastest of the programs that were compiled\n" in text
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_every_line_that_improves_a_preset_has_a_name(shortlist, experts):
+    """Also one that is left out: of a parameter whose optimizer state lies otherwise."""
+    moe = MoEConfig(experts=experts, router="gshard") if experts else None
+    config = ModelConfig(vocabulary=64, embed=32, layers=2, heads=8, kv_heads=4, head_size=8, feed_forward=64, moe=moe)
+    phase = problem_of(Workload(config, Slice.named("tpu-v5p:2x2x1").chip, 8, 16), {"x": 4})
+    settings, improved = SimpleNamespace(phase="train"), 0
+    for each in placed_presets([Candidate(phase, 1e12)]):
+        if each.answer:
+            preset = shortlist.Listed(each.name, each.candidate, each.answer, each.mesh, preset=True)
+            names = [listed.name for listed in shortlist.improved(settings, preset, 99)]
+            assert len({*names}) == len(names)
+            assert all(re.fullmatch(rf"{each.name}, with [a-z_.]+ [A-Za-z_, -]+", name) for name in names)
+            improved += len(names)
+    assert improved > 20
 
 
 @pytest.mark.parametrize("flags", [["--mesh", "x=4", "--remat", "none", "--microbatches", "1"], ["--remat", "full"]])

@@ -147,6 +147,20 @@ def test_one_position_is_whole_where_prompts_are_cut_along_their_length(script, 
 
 
 @needs_libtpu
+@pytest.mark.parametrize(
+    ("hidden", "message"),
+    [(("B_xL_yF_z", "B_xyLF_z"), "none of the 2 alternatives of .ffn. divides"), ("B_xL+F", "ffn.hidden = B_xL")],
+)
+def test_what_decodes_is_checked_as_it_runs(script, monkeypatch, hidden, message):
+    """Alternatives are chosen for one position, and then L is whole; what cannot be read is a fault of the layout."""
+    layout = gspmd.Layout.load("megatron-1d").override({"ffn.hidden": hidden})
+    monkeypatch.setattr(script, "layout_of", lambda _: layout)
+    settings = script.parse([*TINY, *V4, "--phase", "decode", "--batch", "2", "--mesh", "x=2,y=2,z=1"])
+    with pytest.raises(gspmd.LayoutError, match=message):
+        script.mesh_of(settings, topology(settings.topology))
+
+
+@needs_libtpu
 def test_a_decoded_token_reads_all_that_the_cache_has_room_for(script, monkeypatch):
     found = []
     monkeypatch.setattr(script, "compile_offline", lambda *_, flops, **__: found.append(flops))

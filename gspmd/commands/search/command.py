@@ -202,36 +202,36 @@ def compile_best(found: Found, settings: Settings, progress: Progress) -> None:
     else:
         progress.begin("what loops hide in the cheapest layouts")
         listed = shortlist.served(settings, finding, found.presets, count)
-    found.shortlist = compiling.compiled(settings, listed)
-    take_fastest(found)
+    take_fastest(found, compiling.compiled(settings, listed))
     improve_preset(found, settings, progress)
-    take_fastest(found)
     if not found.said:
         comment(found, progress)
 
 
-def take_fastest(found: Found) -> None:
-    """Make the layout of the fastest program the answer; what was said of another is forgotten."""
-    for first in found.shortlist[:1]:
-        if first.report and first.report.fits:
-            found.lowering = first.lowering
-            if first.answer is not found.finding.answer:
-                found.finding, found.said = found.finding.taking(first.candidate, first.answer), {}
+def take_fastest(found: Found, programs: Sequence[compiling.Listed]) -> None:
+    """Add programs to the shortlist. The answer is the layout of the fastest; what was said of another is forgotten."""
+    found.shortlist = compiling.fastest([*found.shortlist, *programs])
+    first = next((each for each in found.shortlist if each.fits), None)
+    if first:
+        found.lowering = first.lowering
+        if first.answer is not found.finding.answer:
+            found.finding, found.said = found.finding.taking(first.candidate, first.answer), {}
 
 
 def improve_preset(found: Found, settings: Settings, progress: Progress) -> None:
     """Where the fastest program is a preset's, compile it with other lines too, each alone, and then the faster ones
-    together: among the lines in which the answer differs may be one that gains and one that loses more."""
-    first = found.shortlist[0] if found.shortlist else None
-    if not first or not first.preset or first.seconds == float("inf"):
+    together: among the lines in which the answer differs may be one that gains and one that loses more.
+
+    They are written as the search writes a layout, with its mesh axes, norms and biases, and not as the preset.
+    """
+    first = next((each for each in found.shortlist if each.fits), None)
+    if not first or not first.preset:
         return
     progress.begin(f"what would improve {first.name}")
-    improved = shortlist.improved(first, settings.compile)
-    alone = compiling.compiled(settings, [each for _, each in improved], both=False)
-    found.shortlist = compiling.fastest([*found.shortlist, *alone])
-    faster = {each.name for each in alone if each.seconds < first.seconds}
-    every = shortlist.together(first, [(name, each) for name, each in improved if each.name in faster])
-    found.shortlist = compiling.fastest([*found.shortlist, *compiling.compiled(settings, every, both=False)])
+    alone = compiling.compiled(settings, shortlist.improved(settings, first, settings.compile), both=False)
+    take_fastest(found, alone)
+    faster = [each for each in alone if each.seconds < first.seconds]
+    take_fastest(found, compiling.compiled(settings, shortlist.together(settings, first, faster), both=False))
 
 
 def report(found: Found, settings: Settings, target: Slice, argv: Sequence[str]) -> None:

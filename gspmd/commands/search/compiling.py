@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field, replace
-from functools import partial
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,6 +58,11 @@ class Listed:
         return self.answer.seconds - self.hidden
 
     @property
+    def fits(self) -> bool:
+        """Whether it is compiled and fits."""
+        return self.report is not None and self.report.fits
+
+    @property
     def seconds(self) -> float:
         """Those of the compiled program; infinite if it does not fit."""
         line = self.report and self.report.timeline
@@ -85,8 +89,8 @@ def compiled(settings: Settings, listed: Iterable[Listed], both: bool = True) ->
     host.start(1, "cpu")
     target, done = topology(settings.topology), []
     with TemporaryDirectory() as folder:
-        programs = partial(_programs, settings, target=target, folder=Path(folder)) if both else lambda each: [each]
-        every = [program for each in listed for program in programs(each)]
+        where = target, Path(folder)
+        every = [program for each in listed for program in (_programs(settings, each, *where) if both else [each])]
         for number, each in enumerate(every, 1):
             called = f"{number} of {len(every)}, {each.called}"
             done.append(replace(each, report=offline.compiled(_settings(settings, each, Path(folder)), target, called)))

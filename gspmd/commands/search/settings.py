@@ -58,7 +58,8 @@ class Settings:
     """Also search pipelines: a table of stages and microbatches, each with the best layout of a stage, on
     every mesh that the rest of the torus makes, whatever --mesh says."""
     compile: int = 0
-    """How many of the best different layouts are compiled, beside the best preset; 0 for a planned answer only."""
+    """How many of the best different layouts are compiled, beside the best preset; where that is the fastest, with how
+    many other lines, too. 0 for a planned answer only."""
     compiler_options: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """With --compile, an option of the compiler, such as xla_tpu_scoped_vmem_limit_kib=81920; repeatable."""
     out: str = ""

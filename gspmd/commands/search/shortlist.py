@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from math import isclose
 
 from gspmd.commands.search.compiling import Listed, with_loops
 from gspmd.commands.search.settings import Settings
 from gspmd.search import Answer, NothingFits
 from gspmd_models.search.answers import Candidate, Finding, nearby
-from gspmd_models.search.answers.document import Remark
+from gspmd_models.search.answers.document import PRICED, Remark, changed
 from gspmd_models.search.answers.presets import Placed, placed_presets
 
 APART = 0.01
@@ -49,31 +48,38 @@ def served(settings: Settings, finding: Finding, presets: Sequence[Placed], coun
     return [*listed, *planned, *([best] if best and (best.name, best.mesh) not in _names(planned) else [])]
 
 
-def improved(preset: Listed, count: int) -> list[tuple[str, Listed]]:
-    """So many layouts that are a preset but for one choice, those that gain the most by the plan.
-
-    Returns:
-        The choice, and the layout, to be compiled under the lowering of the preset.
-    """
-    candidate, picks = preset.candidate, preset.answer.picks
-    return [
-        (name, _changed(preset, answer, _line(candidate, name, answer.picks, picks)))
-        for name, answer in nearby.improved(candidate, picks)[:count]
-    ]
+def improved(settings: Settings, preset: Listed, count: int) -> list[Listed]:
+    """So many layouts that are a preset but for one choice, those that gain the most by the plan."""
+    before = preset.answer
+    found = []
+    for name, answer in nearby.improved(preset.candidate, before.picks)[:count]:
+        if answer.picks[name] != before.picks[name]:  # a search that was given up may not have come to another
+            (section, key), text = changed(preset.candidate, name, before, answer)
+            found.append(_instead(preset, answer, f"{section}.{key} {text}" if section else f"{key} {text}"))
+    return _hiding(settings, found)
 
 
-def together(preset: Listed, improved: Sequence[tuple[str, Listed]]) -> list[Listed]:
-    """The preset with all of these choices as they are; none if there are fewer than two, or where it does not fit."""
-    picks = {**preset.answer.picks, **{name: each.answer.picks[name] for name, each in improved}}
-    if len(improved) > 1:
+def together(settings: Settings, preset: Listed, faster: Sequence[Listed]) -> list[Listed]:
+    """The preset with what is other in all of these; none of fewer than two, or where that does not fit."""
+    before = preset.answer.picks
+    others = {name: pick for each in faster for name, pick in each.answer.picks.items() if pick != before[name]}
+    if len(faster) > 1:
         with suppress(NothingFits):
-            return [_changed(preset, nearby.with_picks(preset.candidate, picks), "all that is faster")]
+            answer = nearby.with_picks(preset.candidate, {**before, **others})
+            return _hiding(settings, [_instead(preset, answer, "all that is faster")])
     return []
 
 
-def _changed(preset: Listed, answer: Answer, name: str) -> Listed:
+def _instead(preset: Listed, answer: Answer, name: str) -> Listed:
+    """A preset with another line, to be compiled under the lowering of the preset."""
     mesh = preset.candidate.phase.costs.mesh
-    return replace(preset, name=f"{preset.name}, with {name}", answer=answer, mesh=mesh, preset=False, report=None)
+    return Listed(f"{preset.name}, with {name}", preset.candidate, answer, mesh, lowering=preset.lowering)
+
+
+def _hiding(settings: Settings, listed: Sequence[Listed]) -> list[Listed]:
+    """The layouts with what their loops hide, where that is known of layouts."""
+    looped = settings.phase != "train" and any(each.lowering != PRICED for each in listed)
+    return [*with_loops(settings, listed)] if looped else [*listed]
 
 
 def found(finding: Finding) -> Listed:
@@ -112,16 +118,13 @@ def _near(finding: Finding, most: float) -> Iterator[Listed]:
             if each != finding.best and each.solve().seconds <= most:
                 yield Listed(f"mesh {each.named}", each, each.solve(), mesh)
             for name, answer in nearby.nearby(each, most):
-                yield Listed(f"with {_line(each, name, answer.picks)}", each, answer, mesh)
+                yield Listed(f"with {_line(each, name, answer)}", each, answer, mesh)
 
 
-def _line(candidate: Candidate, name: str, picks: Mapping[str, int], before: Mapping[str, int] | None = None) -> str:
-    """The first line that a choice writes, of the layers if of any; of those that are others than before."""
-    options = candidate.options.texts[name]
-    known = options[before[name]] if before else {}
-    texts = {where: text for where, text in options[picks[name]].items() if known.get(where) != text}
-    (section, key), text = min(texts.items(), key=lambda each: nearby.in_ends(each[0][1]))
-    return f"{section}.{key} {text}" if section else f"{key} {text}"
+def _line(candidate: Candidate, name: str, answer: Answer) -> str:
+    """The first line of the layers that a choice writes."""
+    texts = candidate.options.texts[name][answer.picks[name]].items()
+    return next(f"{key} {text}" for (_, key), text in texts if not nearby.in_ends(key))
 
 
 def _apart(one: Listed, other: Listed) -> float:

@@ -131,14 +131,16 @@ class Candidate:
         self.patience.left = MOST
         return self.search.best(without=without)
 
-    def soon(self, without: Mapping[str, Collection[int]]) -> Answer:
-        """The same, of a search that is given up sooner.
+    def soon(
+        self, without: Mapping[str, Collection[int]] | None = None, fixed: Mapping[str, int] | None = None
+    ) -> Answer:
+        """The same, and with some options, of a search that is given up sooner.
 
         Raises:
             NothingFits: nothing was found.
         """
         self.patience.left = LESS
-        return self.search.best(without=without)
+        return self.search.best(fixed, without)
 
     def next_best(self, answer: Answer, name: str) -> Answer | None:
         """The cheapest that fits in which one choice is another than an answer's, by more than names of axes.

@@ -67,8 +67,7 @@ def with_picks(candidate: Candidate, picks: Mapping[str, int], free: Collection[
         NothingFits: there is none.
     """
     texts = candidate.options.texts
-    held = [name for name in picks if name not in free and any(texts[name])]
-    return candidate.soon({name: {*range(len(texts[name]))} - {picks[name]} for name in held})
+    return candidate.soon(fixed={name: pick for name, pick in picks.items() if name not in free and any(texts[name])})
 
 
 def in_ends(key: str) -> bool:
