@@ -534,6 +534,7 @@ def test_a_preset_that_is_the_fastest_is_improved(improve, tmp_path):
     assert len(ours) == 3
     assert all(each["planned_seconds"] < of_preset and not each["preset"] for each in ours)
     assert f"that of preset {preset}" in text
+    assert not any("embedding.tokens" in each["name"] for each in ours)  # small, and where the residual is
 
     names = [each["name"] for each in sorted(ours, key=lambda each: each["planned_seconds"])]
     faster, every = {preset: 1.0, names[0]: 0.9, names[1]: 1.1, names[2]: 0.95}, f"{preset}, with all that is faster"
@@ -548,6 +549,25 @@ def test_a_preset_that_is_the_fastest_is_improved(improve, tmp_path):
     listed, _ = improve({f"{preset}, lowering auto": 0.9, f"{names[0]}, lowering auto": 0.8})
     assert [each["lowering"] for each in listed if each["name"] in names] == ["auto"] * 3
     assert listed[0]["name"] == names[0]
+
+
+def test_an_interrupt_while_compiling_keeps_what_is_compiled(run, script, monkeypatch, compiler, tmp_path):
+    every = script.compiling.compiled
+
+    def compiled(settings, listed, both=True):
+        yield from [each for each in every(settings, listed) if each.name == "found"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script.compiling, "compiled", compiled)
+    path, figures = tmp_path / "found.toml", tmp_path / "found.json"
+    compiler |= {"found, lowering auto": 8.0}
+    code, out, _ = run("--compile", "2", "--mesh", "x=4", "--out", str(path), "--json", str(figures))
+    assert code == 130
+    assert "# compiled   8 s, 1 kB on each device: the fastest of the programs that were compiled" in path.read_text()
+    listed = json.loads(figures.read_text())["compiled"]
+    assert [each["lowering"] for each in listed] == ["auto", "blocking"]
+    assert listed[0]["lines"] == json.loads(figures.read_text())["lines"]
+    assert "compiled for the slice, the fastest first" in out
 
 
 def test_an_interrupt_while_a_preset_is_improved_keeps_the_fastest(improve, shortlist, monkeypatch):
@@ -583,7 +603,7 @@ def test_every_line_that_improves_a_preset_has_a_name(shortlist, experts):
 @pytest.mark.parametrize("flags", [["--mesh", "x=4", "--remat", "none", "--microbatches", "1"], ["--remat", "full"]])
 def test_layouts_of_the_shortlist_differ_in_substance(run, script, compiler, monkeypatch, flags):
     listed = []
-    monkeypatch.setattr(script.compiling, "compiled", lambda settings, found: listed.extend(found) or [])
+    monkeypatch.setattr(script.compiling, "compiled", lambda settings, found, both=True: listed.extend(found) or [])
     assert run("--compile", "4", *flags)[0] == 0
     found = [each for each in listed if not each.preset]
     spent = [each.candidate.unlimited.seconds_of(each.answer.picks) for each in found]
@@ -639,7 +659,7 @@ def test_of_layouts_to_serve_those_that_end_soonest_with_loops_are_compiled(
 
     monkeypatch.setattr(shortlist, "with_loops", with_loops)
     monkeypatch.setattr(shortlist, "MORE", 1e6)  # a hop is a long time in steps as short as these
-    monkeypatch.setattr(script.compiling, "compiled", lambda settings, found: listed.extend(found) or [])
+    monkeypatch.setattr(script.compiling, "compiled", lambda settings, found, both=True: listed.extend(found) or [])
     assert run("--compile", "4", "--phase", phase)[0] == 0
     ours, presets = [each for each in listed if not each.preset], [each for each in listed if each.preset]
     assert (ours[0].name, len(ours)) == ("found", min(4, len(pools[0])))

@@ -8,7 +8,7 @@ other that fits in memory may be faster: by 0.05% at most, as a rule. Nothing ru
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -208,14 +208,18 @@ def compile_best(found: Found, settings: Settings, progress: Progress) -> None:
         comment(found, progress)
 
 
-def take_fastest(found: Found, programs: Sequence[compiling.Listed]) -> None:
-    """Add programs to the shortlist. The answer is the layout of the fastest; what was said of another is forgotten."""
-    found.shortlist = compiling.fastest([*found.shortlist, *programs])
-    first = next((each for each in found.shortlist if each.fits), None)
-    if first:
-        found.lowering = first.lowering
-        if first.answer is not found.finding.answer:
-            found.finding, found.said = found.finding.taking(first.candidate, first.answer), {}
+def take_fastest(found: Found, programs: Iterable[compiling.Listed]) -> None:
+    """Add programs to the shortlist as they are compiled, and make the layout of the fastest the answer.
+
+    What was said of another layout is forgotten then.
+    """
+    for each in programs:
+        found.shortlist = compiling.fastest([*found.shortlist, each])
+        first = next((each for each in found.shortlist if each.fits), None)
+        if first:
+            found.lowering = first.lowering
+            if first.answer is not found.finding.answer:
+                found.finding, found.said = found.finding.taking(first.candidate, first.answer), {}
 
 
 def improve_preset(found: Found, settings: Settings, progress: Progress) -> None:
@@ -228,9 +232,10 @@ def improve_preset(found: Found, settings: Settings, progress: Progress) -> None
     if not first or not first.preset:
         return
     progress.begin(f"what would improve {first.name}")
-    alone = compiling.compiled(settings, shortlist.improved(settings, first, settings.compile), both=False)
-    take_fastest(found, alone)
-    faster = [each for each in alone if each.seconds < first.seconds]
+    improved = shortlist.improved(settings, first, settings.compile)
+    take_fastest(found, compiling.compiled(settings, improved, both=False))
+    names = {each.name for each in improved}
+    faster = [each for each in found.shortlist if each.name in names and each.seconds < first.seconds]
     take_fastest(found, compiling.compiled(settings, shortlist.together(settings, first, faster), both=False))
 
 
@@ -250,7 +255,8 @@ def report(found: Found, settings: Settings, target: Slice, argv: Sequence[str])
     if not settings.out:
         print(text)
     if found.presets:
-        console.print(shown.comparison(finding, found.presets))
+        written = next((each.name for each in found.shortlist if each.answer is finding.answer), "found")
+        console.print(shown.comparison(finding, found.presets, written))
         for line in shown.outside(found.presets, found.traced):
             console.print(line, markup=False, highlight=False)
     for asked in found.asked:

@@ -73,8 +73,8 @@ def _text(listed: Listed) -> str:
     return document(listed.candidate, listed.answer, (), {})
 
 
-def compiled(settings: Settings, listed: Iterable[Listed], both: bool = True) -> list[Listed]:
-    """The shortlist with what the compiler made of it, the fastest program first, those that do not fit last.
+def compiled(settings: Settings, listed: Iterable[Listed], both: bool = True) -> Iterator[Listed]:
+    """The layouts with what the compiler made of them, one after the other.
 
     Args:
         settings: of the search.
@@ -87,14 +87,13 @@ def compiled(settings: Settings, listed: Iterable[Listed], both: bool = True) ->
     """
     host.keep_compiled(False)  # JAX cannot read back what was compiled for devices that are not there
     host.start(1, "cpu")
-    target, done = topology(settings.topology), []
+    target = topology(settings.topology)
     with TemporaryDirectory() as folder:
         where = target, Path(folder)
         every = [program for each in listed for program in (_programs(settings, each, *where) if both else [each])]
         for number, each in enumerate(every, 1):
             called = f"{number} of {len(every)}, {each.called}"
-            done.append(replace(each, report=offline.compiled(_settings(settings, each, Path(folder)), target, called)))
-    return fastest(done)
+            yield replace(each, report=offline.compiled(_settings(settings, each, Path(folder)), target, called))
 
 
 def fastest(listed: Iterable[Listed]) -> list[Listed]:

@@ -62,14 +62,19 @@ def to_json(
 
 
 def _answer(candidate: Candidate, answer: Answer) -> dict:
-    lines = candidate.phase.lines(answer.picks)
     return {
         "mesh": dict(candidate.phase.costs.mesh),
         "seconds": answer.seconds,
         "bytes": answer.bytes,
         "terms": candidate.unlimited.seconds_of(answer.picks),
-        "lines": {f"{line.section}.{line.key}" if line.section else line.key: line.text for line in lines},
+        "lines": _lines(candidate, answer),
     }
+
+
+def _lines(candidate: Candidate, answer: Answer) -> dict[str, str]:
+    """The lines of the layout, key to text."""
+    lines = candidate.phase.lines(answer.picks)
+    return {f"{line.section}.{line.key}" if line.section else line.key: line.text for line in lines}
 
 
 def _compiled(each: Listed) -> dict:
@@ -92,4 +97,5 @@ def _compiled(each: Listed) -> dict:
         "fits": report and report.fits,
         "compile_seconds": report and report.compile_seconds,
         "spent": spent,
+        "lines": _lines(each.candidate, each.answer),
     }

@@ -54,7 +54,8 @@ def improved(settings: Settings, preset: Listed, count: int) -> list[Listed]:
     found = []
     for name, answer in nearby.improved(preset.candidate, before.picks)[:count]:
         if answer.picks[name] != before.picks[name]:  # a search that was given up may not have come to another
-            (section, key), text = changed(preset.candidate, name, before, answer)
+            lines = changed(preset.candidate, name, before, answer)
+            (section, key), text = min(lines, key=lambda line: nearby.in_ends(line[0][1]))
             found.append(_instead(preset, answer, f"{section}.{key} {text}" if section else f"{key} {text}"))
     return _hiding(settings, found)
 

@@ -29,9 +29,10 @@ def groups(terms: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def comparison(finding: Finding, presets: Iterable[Placed]) -> Sheet:
-    """The answer beside every preset, by the parts of the cost."""
-    rows = [("found", finding.best, finding.best.named, finding.answer)]
+def comparison(finding: Finding, presets: Iterable[Placed], written: str = "found") -> Sheet:
+    """The answer beside every preset, by the parts of the cost; `written` is its name among what was compiled."""
+    own_name, ratio_of = ("found", "of found") if written == "found" else (f"written: {written}", "of written")
+    rows = [(own_name, finding.best, finding.best.named, finding.answer)]
     rows += [(each.name, each.candidate, _mesh(each.mesh), each.answer) for each in presets if each.answer]
     costs = [groups(candidate.unlimited.seconds_of(answer.picks)) for _, candidate, _, answer in rows]
     dearest = max(
@@ -40,13 +41,16 @@ def comparison(finding: Finding, presets: Iterable[Placed]) -> Sheet:
     fitting = costs[: _fitting(rows)]
     own = [group for group in costs[0] if max(each.get(group, 0.0) for each in fitting) > _SMALL * dearest]
     trained = _trained(candidate for _, candidate, _, _ in rows)
-    names = ("layout", "mesh", *trained, "a step", "of found", *own, "rest", "memory", "fits")
-    sheet = Sheet("the layout that was found, and every preset on the mesh that is best for it", _columns(names))
+    names = ("layout", "mesh", *trained, "a step", ratio_of, *own, "rest", "memory", "fits")
+    sheet = Sheet(
+        f"the layout that was {ratio_of.removeprefix('of ')}, and every preset on the mesh that is best for it",
+        _columns(names),
+    )
     for (name, candidate, mesh, answer), cost in zip(rows, costs):
         parts = [cost.get(group, 0.0) for group in own]
         parts.append(sum(cost.values()) - sum(parts))
         fits = answer.bytes <= candidate.limit
-        style = "[bold]{}[/]" if name == "found" else "{}" if fits else "[dim]{}[/]"
+        style = "[bold]{}[/]" if name == own_name else "{}" if fits else "[dim]{}[/]"
         ratio = f"{answer.seconds / finding.answer.seconds:.3f}"
         what = (name, mesh, *(str(getattr(candidate, each)) for each in trained))
         cells = (*what, seconds(answer.seconds), ratio, *map(seconds, parts), amount_of_bytes(answer.bytes))
@@ -68,7 +72,8 @@ def _fitting(rows: Sequence[tuple]) -> int:
 
 def _columns(names: Sequence[str]) -> list[Column]:
     """Parts of the cost, the last first, make room where the terminal is narrow."""
-    kept = {"layout": 0, "a step": 0, "of found": 0, "memory": 0, "fits": 0, "mesh": 1, "remat": 1, "microbatches": 1}
+    kept = dict.fromkeys(("layout", "a step", "of found", "of written", "memory", "fits"), 0)
+    kept |= dict.fromkeys(("mesh", "remat", "microbatches"), 1)
     return [
         Column(
             name, "left" if name in ("layout", "mesh", "remat", "fits") else "right", goes=kept.get(name, 2 + number)

@@ -75,21 +75,22 @@ def remarks(candidate: Candidate, answer: Answer) -> Iterator[tuple[str, Remark]
 
 def _changed(candidate: Candidate, name: str, answer: Answer, other: Answer) -> str:
     """The first line of a choice that is another in the other answer."""
-    (section, key), text = changed(candidate, name, answer, other)
+    (section, key), text = next(changed(candidate, name, answer, other))
     first = next(iter(candidate.options.texts[name][answer.picks[name]]))
     before = f"{section} " if section else "" if key == first[1] else f"{key.partition('.')[2]} "
     return f"{before}{text}"
 
 
-def changed(candidate: Candidate, name: str, answer: Answer, other: Answer) -> tuple[tuple[str, str], str]:
-    """Section, key and text of the first line of a choice that is another in the other answer.
+def changed(candidate: Candidate, name: str, answer: Answer, other: Answer) -> Iterator[tuple[tuple[str, str], str]]:
+    """Section and key, and text, of each line of a choice that is another in the other answer.
 
     The text of a line of a section that the other one does not have is that of the parameter.
     """
     texts = candidate.options.texts[name]
     ours, theirs = texts[answer.picks[name]], texts[other.picks[name]]
-    section, key = next(where for where in {**theirs, **ours} if ours.get(where) != theirs.get(where))
-    return (section, key), theirs.get((section, key), theirs.get(("", key), ""))
+    for section, key in {**theirs, **ours}:
+        if ours.get((section, key)) != theirs.get((section, key)):
+            yield (section, key), theirs.get((section, key), theirs.get(("", key), ""))
 
 
 def _percent(fraction: float) -> str:
