@@ -36,7 +36,7 @@ ROWS = {
     "mixtral": "--config mixtral-8x7b --topology tpu-v6e:16x16 --batch 3072 --length 4096 --microbatches 2 "
     "--compiler-options xla_tpu_scoped_vmem_limit_kib=81920 --compile 1",
     "switch-c": "--config switch-c --topology tpu-v5p:8x8x16 --batch 1024 --length 512 --compile 4",
-    "gshard-600b": "--config gshard-600b --topology tpu-v5p:8x8x16 --batch 4096 --length 1024 --compile 1",
+    "gshard-600b": "--config gshard-600b --topology tpu-v5p:8x8x16 --batch 4096 --length 1024 --compile 4",
 }
 """Flags of `gspmd search`. PaLM 540B in bfloat16 does not fit on 16 v4, whose memory holds 31 of its 67 GB."""
 MARKS = "<!-- rows: python benchmarks/search.py -->", "<!-- end of rows -->"
