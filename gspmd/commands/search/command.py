@@ -129,6 +129,7 @@ class Found:
 
     Attributes:
         finding: the answer.
+        planned: the answer before anything was compiled.
         said: what is said of each choice.
         asked: the answers to --why.
         presets: where they are in the space.
@@ -153,6 +154,14 @@ class Found:
     lowering: str = ""
     faults: list[str] = field(default_factory=list)
     interrupted: bool = False
+
+    def __post_init__(self) -> None:
+        self.planned = self.finding
+
+    @property
+    def fastest(self) -> compiling.Listed | None:
+        """The fastest of the compiled programs that fit."""
+        return next((each for each in self.shortlist if each.fits), None)
 
 
 def look_closer(found: Found, settings: Settings, progress: Progress) -> None:
@@ -215,11 +224,10 @@ def take_fastest(found: Found, programs: Iterable[compiling.Listed]) -> None:
     """
     for each in programs:
         found.shortlist = compiling.fastest([*found.shortlist, each])
-        first = next((each for each in found.shortlist if each.fits), None)
-        if first:
+        if first := found.fastest:
             found.lowering = first.lowering
-            if first.answer is not found.finding.answer:
-                found.finding, found.said = found.finding.taking(first.candidate, first.answer), {}
+            if first.answer is not found.finding.answer:  # whose bound is that of the search, whatever was between
+                found.finding, found.said = found.planned.taking(first.candidate, first.answer), {}
 
 
 def improve_preset(found: Found, settings: Settings, progress: Progress) -> None:
@@ -228,7 +236,7 @@ def improve_preset(found: Found, settings: Settings, progress: Progress) -> None
 
     They are written as the search writes a layout, with its mesh axes, norms and biases, and not as the preset.
     """
-    first = next((each for each in found.shortlist if each.fits), None)
+    first = found.fastest
     if not first or not first.preset:
         return
     progress.begin(f"what would improve {first.name}")
