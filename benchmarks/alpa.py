@@ -24,11 +24,11 @@ from gspmd.display.units import amount_of_seconds, mesh_text
 from gspmd.hardware.chips import Chip
 from gspmd.moe import MoEConfig
 from gspmd.search import NothingFits, Search
+from gspmd.search.answers.candidate import TOLERANCE, StepBudget
+from gspmd.search.phase import PhaseProblem
 from gspmd_models import ModelConfig
-from gspmd_models.search.answers.candidate import TOLERANCE, Patience
 from gspmd_models.search.pipeline import StageProblem
-from gspmd_models.search.problem import PhaseProblem
-from gspmd_models.search.stages import Prices
+from gspmd_models.search.stages import StagePrices
 from gspmd_models.search.training import TrainingProblem
 from gspmd_models.search.workload import Workload
 
@@ -149,7 +149,7 @@ class Price:
 
 
 def priced(config: ModelConfig, plan: Plan) -> Price | None:
-    """What a plan takes with the best specs and choice of remat; None if nothing fits."""
+    """Return the seconds of a plan with the best specs and choice of remat; None if nothing fits."""
     found = [_priced(replace(config, remat=remat), plan) for remat in ("none", "full")]
     return min(filter(None, found), key=lambda price: price.seconds, default=None)
 
@@ -157,13 +157,13 @@ def priced(config: ModelConfig, plan: Plan) -> Price | None:
 def _priced(config: ModelConfig, plan: Plan) -> Price | None:
     asked = problem(config, plan)
     try:
-        answer = Search(asked.problem(0.9 * V100.hbm_bytes), Patience(), TOLERANCE).best()
+        answer = Search(asked.problem(0.9 * V100.hbm_bytes), StepBudget(), TOLERANCE).best()
     except NothingFits:
         return None
     if not isinstance(asked, StageProblem):
         return Price(answer.seconds, answer.seconds)
     own = config.layers // config.period // plan.stages
-    prices = Prices.of(asked, answer.picks, own)
+    prices = StagePrices.of(asked, answer.picks, own)
     inner = own * prices.layer + prices.sent
     stages = [prices.first + inner, *[inner] * (plan.stages - 2), inner + prices.last]
     once = answer.seconds - asked.slots * (prices.first + inner + prices.last)

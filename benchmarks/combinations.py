@@ -39,7 +39,7 @@ EXPERTS = replace(DENSE, moe=MoEConfig(experts=8, every=2))
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What the stages of a row compute when, and of how many layers."""
+    """The schedule of the stages of a row, and their number of layers."""
 
     schedule: str
     microbatches: int
@@ -48,7 +48,7 @@ class Pipeline:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """As `training_step` takes them."""
+        """Return the arguments of `training_step`."""
         return {"schedule": self.schedule, "microbatches": self.microbatches, "rounds": self.rounds}
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What a reader calls it."""
+        """Return the name that a reader gives it."""
         changed = ", ".join(f"{key} {spec}" for key, spec in self.change.items() if key in _TOLD)
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         stages = f" {self.pipeline}" if self.pipeline else ""
@@ -170,7 +170,7 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a row.
+    """The outcome of a row.
 
     Attributes:
         difference: the largest of a loss from one device's, as a share.

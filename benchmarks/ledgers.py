@@ -1,4 +1,4 @@
-"""What a training step of every preset sends, planned beside compiled, as Markdown tables.
+"""Ledgers of a training step of every preset, planned beside compiled, as Markdown tables.
 
     python benchmarks/ledgers.py --lowering xla                              # eight host devices, float32
     python benchmarks/ledgers.py --topology tpu-v4:4x4x4 --dtype bfloat16    # the real TPU compiler, no TPU needed
@@ -163,7 +163,7 @@ def totals(comparison: Comparison) -> Iterator[str]:
 
 
 def ratio(planned: int, compiled: int) -> str:
-    """How much of what was planned is sent."""
+    """Return the share of what was planned that is sent."""
     return "=" if planned == compiled else f"× {compiled / planned:.2f}" if planned and compiled else ""
 
 
@@ -184,7 +184,7 @@ def by_step(comparison: Comparison) -> Iterator[str]:
 
 
 def by_equation(plan: ProgramPlan, ledger: Ledger) -> Iterator[str]:
-    """What each equation sends, its gradient's moves included, where that is not what was planned."""
+    """Yield the bytes that each equation sends, its gradient's moves included, where they are not what was planned."""
     planned = sent([(e.equation, e.step.kind, e.step.axes, e.wire_bytes) for e in plan.entries if e.step.is_collective])
     compiled = sent([(e.equation or line(e.source), e.kind, e.axes, e.wire_bytes) for e in ledger.entries])
     names = [name for name in {**planned, **compiled} if planned.get(name) != compiled.get(name)]

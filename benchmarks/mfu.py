@@ -59,7 +59,7 @@ class Run:
 
     @property
     def command(self) -> str:
-        """What a reader types."""
+        """Return the command as a reader types it."""
         sizes = f"--batch {self.chips * self.rows} --length {self.length}"
         options = "".join(f" --compiler-options {each}" for each in self.options)
         return f"gspmd compile --phase train {self.flags} {sizes}{options}"
@@ -77,7 +77,7 @@ BACKWARD = (
     "xla_tpu_megacore_fusion_allow_ags=false", "xla_enable_async_collective_permute=true",
     "xla_tpu_enable_ag_backward_pipelining=true",
 )  # fmt: skip
-"""What its script for Llama 2 70B has besides."""
+"""Options that its script for Llama 2 70B has besides."""
 RUNS = {
     "llama-2-70b-v5p": Run(
         "--config llama-2-70b --topology tpu-v5p:4x8x8 --layout zero-3 --lowering blocking "
@@ -158,7 +158,7 @@ def compared(kept: Kept, names: Sequence[str]) -> Iterator[str]:
 
 
 def parts(kept: Kept, names: Sequence[str]) -> Iterator[str]:
-    """What takes the time of each step, in shares of it."""
+    """Yield the shares of each step's time by what takes them."""
     yield "| step | products | other instructions | copies waited for | collectives waited for | hidden | as planned |"
     yield "|---|--:|--:|--:|--:|--:|---|"
     for name in names:
@@ -176,7 +176,7 @@ def parts(kept: Kept, names: Sequence[str]) -> Iterator[str]:
 
 
 def scopes(name: str, found: dict[str, Any]) -> Iterator[str]:
-    """What takes most of a step, by category and by the line of the source that asked for it."""
+    """Yield the largest parts of a step, by category and by the line of the source that asked for them."""
     largest = sorted(found["lines"].items(), key=lambda line: -line[1])[:6]
     told = "; ".join(f"{what} {seconds / found['step']:.1%}" for what, seconds in largest)
     yield f"- {name}: {told}."

@@ -111,7 +111,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def _results(out: Path) -> dict[str, dict[str, Any]]:
-    """Of each model: FLOPs per token, and of each finished seed the held-out bits per byte by step."""
+    """Return, for each model, FLOPs per token, and the held-out bits per byte by step of each finished seed."""
     found = {}
     for name, (_, rival) in MODELS.items():
         runs = {seed: [row for row in _rows(_folder(out, name, seed)) if "val_bits_per_byte" in row] for seed in SEEDS}

@@ -81,7 +81,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one implementation."""
+    """The measurements of one implementation."""
 
     implementation: str
     experts: int
@@ -128,7 +128,7 @@ def main() -> None:
 
 
 def kept(path: Path) -> dict[tuple, Row]:
-    """What an earlier run wrote."""
+    """Return the results that an earlier run wrote."""
     taken = lambda kind, each: kind(**{field.name: each[field.name] for field in fields(kind)})  # noqa: E731
     rows = [(taken(Case, each), taken(Row, each)) for each in json.loads(path.read_text())]
     return {(case, row.implementation, row.step): row for case, row in rows}
@@ -200,7 +200,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Case], Callable]] = {
     "dropless": lambda case: ours(case, "dropless", 1),
     **moe_peers.PEERS,
 }
-"""What is measured, by name; each is built when its turn has come."""
+"""Return the implementations to measure, by name; each is built when its turn has come."""
 
 
 def inputs(case: Case, name: str) -> tuple:

@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def table(kept: Kept) -> Iterator[str]:
-    """What both layers compute, waiting apart."""
+    """Yield the seconds that both layers compute, waiting apart."""
     found = {name: kept(name, lambda each=name: measured(each)) for name in LAYERS}
     yield "| layer | computing | products | other | of dense | waiting |"
     yield "|---|--:|--:|--:|--:|--:|"

@@ -118,7 +118,7 @@ PEERS = {"plain one-hot": plain_onehot, "plain ragged_dot": plain_ragged_dot, "h
 
 
 def versions() -> dict[str, str]:
-    """Of what is installed."""
+    """Return the versions of what is installed."""
     found = {}
     for name in ("jax", "haliax", "levanter"):
         try:

@@ -1,4 +1,4 @@
-"""What a benchmark found: kept in a file, in tables between two marks of a page, and as labels in a picture."""
+"""The findings of a benchmark: kept in a file, in tables between two marks of a page, and as labels in a picture."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -32,7 +32,7 @@ from gspmd_models import ModelConfig, abstract_cache
 from gspmd_models.decoding import rank_serving, serving_layouts, serving_program
 
 SHARE = 0.3
-"""Of the 32 GiB of a chip's memory, what the cache may take (the paper's table 1)."""
+"""The part of the 32 GiB of a chip's memory that the cache may take (the paper's table 1)."""
 HEADS = {"padding.H": 64}
 TILE = 8
 BATCH = "weight-stationary-2d B_xyzLHD B_xyzTKD"

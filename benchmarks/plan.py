@@ -1,4 +1,4 @@
-"""How long planning takes: a first plan, a cached one, and the plans of the gradients.
+"""The time that planning takes: a first plan, a cached one, and the plans of the gradients.
 
     python benchmarks/plan.py                  # a table of medians, in milliseconds and microseconds
     python benchmarks/plan.py --json plan.json # the same as plain data

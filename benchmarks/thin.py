@@ -1,4 +1,4 @@
-"""What thin matrix products cost on TPUs, as their compiler estimates it, beside the model that the planner uses.
+"""The cost of thin matrix products on TPUs, as their compiler estimates it, beside the model that the planner uses.
 
     python benchmarks/thin.py --chip tpu-v4                   # compile offline; measured, model, their ratio
     python benchmarks/thin.py --chip tpu-v4 --json thin.json  # and write the same as plain data
@@ -173,7 +173,7 @@ def compiled(machine: Topology, run: Callable, sizes: list[tuple[int, ...]]) -> 
 
 
 def bodies(module: Module) -> Iterator[Computation]:
-    """What the loops run."""
+    """Yield the bodies of loops."""
     for computation in module.computations.values():
         for each in computation.instructions:
             if each.opcode == "while":
@@ -219,7 +219,8 @@ def fit(samples: Sequence[Sample], chip: Chip) -> Efficiency:
 
 
 def errors(rows: list[dict]) -> dict[str, tuple[int, float, float]]:
-    """How far the model is off, over all and form by form: products, median and 90th percentile of |ratio - 1|."""
+    """Return how far the model is off, over all and form by form: products, median and 90th percentile of |ratio -
+    1|."""
     found = {}
     for form in ("all", *FORMS):
         off = [abs(row["model"] / row["seconds"] - 1) for row in rows if form in ("all", row["form"])]

@@ -1,4 +1,5 @@
-"""What lowering `looped` costs a training step on fake devices: tokens per second beside blocking's, preset by preset.
+"""The cost of lowering `looped` for a training step on fake devices: tokens per second beside blocking's, preset by
+preset.
 
     python benchmarks/training_throughput.py                          # every preset, half an hour on two cores
     python benchmarks/training_throughput.py --quick                  # a smaller model, fewer steps: eight minutes
@@ -46,7 +47,7 @@ MODEL = models.ModelConfig(
 
 @dataclass(frozen=True)
 class Load:
-    """What is timed: a model, sequences, their length, and how often both lowerings take their turn."""
+    """The case that is timed: a model, sequences, their length, and how often both lowerings take their turn."""
 
     model: models.ModelConfig = MODEL
     batch: int = 16
@@ -69,7 +70,7 @@ class Row:
 
     @property
     def ratios(self) -> list[float]:
-        """Of every turn, looped's tokens per second as a multiple of blocking's."""
+        """Return looped's tokens per second as a multiple of blocking's, for every turn."""
         blocking, looped = (self.tokens_per_second[name] for name in LOWERINGS)
         return [second / first for first, second in zip(blocking, looped)]
 

@@ -1,16 +1,19 @@
 """Write the sharding as the papers write it; see what it costs; run it."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from gspmd import host
 
+TYPE_CHECKING = False  # as that of typing, which takes longer to import than all of this
 if TYPE_CHECKING:
+    from typing import Any
+
     from gspmd import audit as audit
     from gspmd import layouts as layouts
     from gspmd import moe as moe
     from gspmd import ops as ops
     from gspmd import pipeline as pipeline
+    from gspmd import search as search
     from gspmd import training as training
     from gspmd.annotate import LayoutError, PlanError, Spec, SpecError, annotate
     from gspmd.audit import Ledger, ledger
@@ -39,7 +42,7 @@ _HOMES = {
     "reshard": "gspmd.ops._einsum",
     "trace": "gspmd.tracing.trace",
 }
-_ROOMS = ("audit", "layouts", "moe", "ops", "pipeline", "training")
+_ROOMS = ("audit", "layouts", "moe", "ops", "pipeline", "search", "training")
 
 host.quiet_libtpu()  # before JAX loads it in search of a TPU
 
@@ -63,8 +66,8 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # The package gspmd.annotate can be called as its function; collectives is the name that ops had.
+def __getattr__(name: str) -> "Any":
+    # The packages annotate and search can be called as their functions; collectives is the name that ops had.
     if name in _ROOMS or name in ("annotate", "collectives"):
         return import_module(f"gspmd.{name}")
     if name in _HOMES:

@@ -1,8 +1,19 @@
-"""`python -m gspmd`, which is `gspmd`."""
+"""The process of a command: `python -m gspmd`, `gspmd`, and the files in scripts/ begin here.
+
+An interrupt that comes while libraries are imported would end in a traceback, or be taken for a module that is not
+there, and SIGTERM would end the process without a word. So the first thing is to let them end it in one line. Nothing
+else imports this file: a program that uses gspmd as a library keeps its own handlers.
+"""
 
 import sys
 
-from gspmd.commands.main import main
+from gspmd.commands.interrupts import end_at_once
+
+end_at_once()
+
+from gspmd.commands.main import main, script  # noqa: E402
+
+__all__ = ["main", "script"]
 
 if __name__ == "__main__":
     sys.exit(main())

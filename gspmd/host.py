@@ -1,26 +1,21 @@
 """Devices: fake ones on this host's cores, or what an accelerator offers.
 
 Everything that must happen before JAX starts a backend happens here, and nowhere else. So does what must happen before
-JAX is imported: `import gspmd` comes here, and a command has to be able to end before that takes its second.
+JAX is imported: `import gspmd` comes here, and a command can end in one line only once that is done. So what takes a
+millisecond to import is imported in the functions that need it.
 """
 
 from __future__ import annotations
 
 import atexit
-import hashlib
 import os
-import platform
-import secrets
-import shutil
-import warnings
-from collections.abc import Sequence
-from contextlib import suppress
-from glob import glob
-from pathlib import Path
-from tempfile import TemporaryFile, gettempdir
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # as that of typing, which takes as long to import as all of this
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+    from typing import Any
+
     import jax
 
 # XLA:CPU serves all fake devices from one pool with a thread per core. Collectives that wait for each other hold
@@ -41,10 +36,11 @@ WITHOUT_TPU = {
 }
 # The schedule of every kernel, by which gspmd.audit knows how long it takes: HLO has no estimate for a Pallas kernel.
 # The folder is this process's alone: a child inherits the environment, and containers may share folders and numbers.
-_SCHEDULES = f"--xla_jf_dump_to={gettempdir()}/gspmd-schedules-"
-_OWN = secrets.token_hex(8)
+_TEMPORARY = next((os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)), "/tmp")
+_SCHEDULES = f"--xla_jf_dump_to={_TEMPORARY}/gspmd-schedules-"
+_OWN = os.urandom(8).hex()
 # What a container's processes may take of the host's memory, in bytes, or "max".
-_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_LIMIT = "/sys/fs/cgroup/memory.max"
 _DUMPED = "--xla_jf_dump_llo_text=true", "--xla_jf_dump_llo_pass_label_regex=final_bundles"
 
 
@@ -74,7 +70,7 @@ def use_host_devices(count: int) -> None:
         raise HostError(f"cannot make {said:.40} host devices: their number must be a whole one, and at least 1.")
     quiet_libtpu()
     os.environ["NPROC"] = str(max(_THREADS, 4 * count, int(os.environ.get("NPROC") or 0)))
-    if jax.config.jax_num_cpu_devices == count:  # type: ignore[attr-defined]
+    if _option("jax_num_cpu_devices") == count:
         return
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -141,6 +137,8 @@ def start(devices: int | None = None, platform: str | None = None, *, host_devic
 
 def cache_folder(name: str) -> Path:
     """The folder of what is kept from run to run: under $GSPMD_CACHE, $XDG_CACHE_HOME/gspmd or ~/.cache/gspmd."""
+    from pathlib import Path
+
     base = os.environ.get("GSPMD_CACHE")
     return Path(base or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gspmd") / name
 
@@ -157,15 +155,19 @@ def keep_compiled(wanted: bool = True) -> str:
     Returns:
         Where they are kept; or why they are not.
     """
+    import warnings
+    from pathlib import Path
+    from tempfile import TemporaryFile
+
     import jax
 
     # Op names and source lines, which the ledger and profiles read, belong to a program as much as its instructions.
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     if not wanted:
         jax.config.update("jax_enable_compilation_cache", False)
-    if not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
+    if not _option("jax_enable_compilation_cache"):
         return "not kept"
-    own = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    own = _option("jax_compilation_cache_dir")
     folder = Path(own) if own else cache_folder("compiled") / _cpu()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -182,8 +184,12 @@ def keep_compiled(wanted: bool = True) -> str:
 
 def _cpu() -> str:
     """The kind of this machine's CPU, and a digest of what it can do."""
+    import hashlib
+    import platform
+
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        with open("/proc/cpuinfo") as file:
+            lines = file.read().splitlines()
     except OSError:
         lines = [platform.processor()]
     able = next((line for line in lines if line.startswith(("flags", "Features"))), lines[0] if lines else "")
@@ -215,8 +221,11 @@ def memory(devices: Sequence[jax.Device]) -> int | None:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # not a POSIX system
         return None
-    with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
-        there = min(there, int(_LIMIT.read_text()))
+    try:
+        with open(_LIMIT) as file:
+            there = min(there, int(file.read()))
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        pass
     return there // len(devices)
 
 
@@ -227,7 +236,7 @@ def quiet_libtpu() -> None:
         flags = [flag for flag in flags if not flag.startswith(_SCHEDULES) and flag not in _DUMPED]
         os.environ["LIBTPU_INIT_ARGS"] = " ".join(flags)
     # A machine with TPUs has one of these files per chip, and knows its own answers.
-    if not (glob("/dev/accel[0-9]*") or glob("/dev/vfio/[0-9]*")):
+    if not (_numbered("/dev/accel") or _numbered("/dev/vfio/")):
         for variable, value in WITHOUT_TPU.items():
             os.environ.setdefault(variable, value)
         if not any(flag.startswith("--xla_jf_dump_") for flag in flags):  # a dump of the user's own
@@ -238,18 +247,37 @@ def quiet_libtpu() -> None:
 
 
 def schedules_folder() -> Path:
-    """Where libtpu, loaded by this process, writes the schedules of what it compiles."""
+    """Return the folder where libtpu, loaded by this process, writes the schedules of what it compiles."""
+    from pathlib import Path
+
     return Path((_SCHEDULES + _OWN).partition("=")[2])
 
 
+def _numbered(prefix: str) -> bool:
+    """Return whether there is a file whose path is a prefix and then a digit."""
+    folder, _, name = prefix.rpartition("/")
+    try:
+        return any(found[len(name) : len(name) + 1].isdigit() for found in os.listdir(folder) if found.startswith(name))
+    except OSError:
+        return False
+
+
 def _forget_schedules() -> None:
-    shutil.rmtree(schedules_folder(), ignore_errors=True)
+    if os.path.isdir(folder := schedules_folder()):  # not where nothing was compiled for a TPU
+        import shutil
+
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _option(name: str) -> Any:
+    """Return an option of JAX, which the types of JAX 0.10 leave out of `jax.config`."""
+    import jax
+
+    return getattr(jax.config, name)
 
 
 def _no_gpu(found: str) -> str:
-    import jax
-
-    named = jax.config.jax_platforms  # type: ignore[attr-defined]
+    named = _option("jax_platforms")
     why = f"JAX_PLATFORMS is {named!r}; unset it." if named else "Install JAX for CUDA or ROCm, or drop --platform."
     return f"cannot start platform 'gpu': the best that JAX finds here is {found!r}.\n  {why}"
 

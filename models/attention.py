@@ -8,21 +8,18 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import gspmd
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
-from gspmd.layouts.section import SectionSpecs
-from gspmd.layouts.vias import heads_in
+from gspmd.layouts import Layout
 from gspmd.ops._attention import attention
 from gspmd.ops._attention.zigzag import ring_size, zigzag_positions
-from gspmd.ops._norm import rms_norm
 
 from .config import ModelConfig
-from .finetuning.adapters import adapted, hold_adapters
-from .vectors import biased, masked, matrix, norm, optional, padded_dimensions, scaled
+from .layer import Layer
+from .vectors import masked, padded_dimensions
 
 LONGEST = 2**20
 """Positions from which on `rotate` is not exact."""
@@ -38,91 +35,70 @@ class Past(Protocol):
         """Attention of rotated queries to the cache and to the keys and values given, which it keeps."""
 
 
-class Attention(nnx.Module):
+class Attention(Layer):
     """Causal self-attention on the residual stream.
 
-    The parallel block calls `weights_in`, `core` and `weight_out` itself, to share collectives with its feed-forward.
+    The parallel block calls `core` and what stands around it itself, to share collectives with its feed-forward.
     """
 
-    def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
-        self.config, self.specs, self.dtype = config, SectionSpecs(layout.section("attention")), dtype
-        self.norm, self.norm_bias = optional(weights, "norm"), optional(weights, "norm_bias")
-        self.w_q, self.w_k, self.w_v = (nnx.Param(weights[name]) for name in ("w_q", "w_k", "w_v"))
-        self.s_q, self.s_k, self.s_v = (optional(weights, name) for name in ("s_q", "s_k", "s_v"))
-        self.b_q, self.b_k, self.b_v = (optional(weights, name) for name in ("b_q", "b_k", "b_v"))
-        self.q_norm, self.k_norm = optional(weights, "q_norm"), optional(weights, "k_norm")
-        self.w_o, self.s_o, self.b_o = nnx.Param(weights["w_o"]), optional(weights, "s_o"), optional(weights, "b_o")
+    def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, jax.Array], dtype: Any):
+        super().__init__(config, layout.section("attention"), weights, dtype)
         self.padded = padded_dimensions(config, layout).get("H")
-        hold_adapters(self, weights)
 
     def __call__(self, x: jax.Array, past: Past | None = None) -> jax.Array:
         """The output [B, L, E] that is added to the residual stream, placed as `attention.residual`."""
-        at = self.specs
-        y = norm(self.config, x, self.norm, self.norm_bias, at.residual, at.norm, at.norm_bias)
-        return self.attend(y, at.residual, past)
+        return self.attend("residual", self.normed("residual", x), past)
 
-    def attend(self, y: jax.Array, residual: Spec, past: Past | None = None) -> jax.Array:
-        """Attention of a normed input [B, L, E]; input and output are placed as `residual`."""
-        at = self.specs
-        into = Equation.product(residual, (at.w_q, at.w_k, at.w_v), (at.query, at.key, at.key))
-        products = gspmd.einsum(into, y, self.weights_in(), via=heads_in(at))
-        mixed = self.core(*self.adapted_in(products, y, residual), past)
-        out = Equation.product(at.query, at.w_o, residual)
-        added = self.adapted_out(gspmd.einsum(out, mixed, self.weight_out(), via=at.out_via), mixed, residual)
-        added = checkpoint_name(added, "attention.added")
-        return biased(scaled(added, self.s_o, residual, at.b_o), self.b_o, residual, at.b_o)
+    def attend(self, where: str, y: jax.Array, past: Past | None = None) -> jax.Array:
+        """Attention of a normed input [B, L, E]; input and output are placed as the line `where`."""
+        weights = self.matrices("w_q", "w_k", "w_v")
+        # [B, L, E] -> [B, L, H, D], and [B, L, K, D] twice
+        products = self.at.einsum(f"{where}, (w_q, w_k, w_v) -> (query, key, key)", y, weights)
+        mixed = self.core(*self.heads(where, products, y), past)
+        out = f"query, w_o -> {where}"  # [B, L, H, D] -> [B, L, E]
+        added = self.adapted(out, self.at.einsum(out, mixed, self.matrix("w_o")), mixed)
+        return self.affine(where, checkpoint_name(added, "attention.added"), "o")
+
+    def heads(self, where: str, products: Sequence[jax.Array], y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [B, L, H, D], keys and values [B, L, K, D] of y, from its products with the three weights.
+
+        They are what the model has besides: adapters, scales, biases, and norms of heads.
+        """
+        found = []
+        for x, line, weight, kept in zip(products, ("query", "key", "key"), "qkv", ("query", "key", "value")):
+            x = checkpoint_name(self.adapted(f"{where}, w_{weight} -> {line}", x, y), f"attention.{kept}")
+            found.append(self.affine(line, x, weight))
+        q, k, v = found
+        if self.config.qk_norm:
+            epsilon = self.config.norm_epsilon
+            q = self.at.rms_norm("query, q_norm", q, self.vector("q_norm"), epsilon=epsilon)
+            k = self.at.rms_norm("key, k_norm", k, self.vector("k_norm"), epsilon=epsilon)
+        return q, k, v
 
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array, past: Past | None = None) -> jax.Array:
-        """Softmax attention of projected queries [B, L, H, D] and keys [B, L, K, D], placed as the queries.
+        """Softmax attention of queries [B, L, H, D] and keys [B, L, K, D], placed as the queries.
 
         The sequences begin here, in zigzag order if keys are cut over them, or go on after their `past`.
         """
-        q, k, v = (checkpoint_name(x, f"attention.{name}") for x, name in ((q, "query"), (k, "key"), (v, "value")))
-        (q, k, v), query, key = self.heads(q, k, v), self.specs.query, self.specs.key
+        query, key = self.at.spec("query"), self.at.spec("key")
         if past is None:
+            if fault := self.config.length_fault(q.shape[1]):
+                raise ValueError(f"cannot run this model: {fault}.")
             angles = _cos_sin(zigzag_positions(q.shape[1], ring_size(key)), _turns(self.config))
-            q, k = checkpoint_name(tuple(rotate(x, self.config, angles) for x in (q, k)), "attention.rotated")
+            # Compilers make one constant of both tables, placed as queries cut over L, and gather it for whole keys.
+            cut = _along(query, angles) if query.axes_of("L") != key.axes_of("L") else angles
+            turned = rotate(q, self.config, cut), rotate(k, self.config, angles)
+            q, k = checkpoint_name(turned, "attention.rotated")
             out = attention(q, k, v, query, key, causal=True)
         else:
             q, k = (rotate(x, self.config, past.angles(spec)) for x, spec in ((q, query), (k, key)))
             out = past.attend(q, k, v, query, key)
         return masked(out, self.padded, "H", query)
 
-    def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Projected queries, keys and values with the scales, biases and norms of heads that the model has."""
-        at, epsilon = self.specs, self.config.norm_epsilon
-        q = scaled(q, self.s_q, at.query, at.b_q)
-        k, v = scaled(k, self.s_k, at.key, at.b_k), scaled(v, self.s_v, at.key, at.b_v)
-        q = biased(q, self.b_q, at.query, at.b_q)
-        k, v = biased(k, self.b_k, at.key, at.b_k), biased(v, self.b_v, at.key, at.b_v)
-        if self.config.qk_norm:
-            q = rms_norm(q, self.q_norm[...], at.query, at.q_norm, epsilon=epsilon)
-            k = rms_norm(k, self.k_norm[...], at.key, at.k_norm, epsilon=epsilon)
-        return q, k, v
 
-    def adapted_in(self, products: Sequence[jax.Array], y: jax.Array, residual: Spec) -> list[jax.Array]:
-        """Projected queries, keys and values of y, which lies at `residual`, with those of their adapters."""
-        at = self.specs
-        of = (("w_q", at.w_q, at.query), ("w_k", at.w_k, at.key), ("w_v", at.w_v, at.key))
-        return [
-            adapted(self, name, f"attention.{name}", x, y, residual, weight, result)
-            for x, (name, weight, result) in zip(products, of)
-        ]
-
-    def adapted_out(self, added: jax.Array, mixed: jax.Array, residual: Spec) -> jax.Array:
-        """The output projection of what attention found, at `residual`, with that of its adapter."""
-        return adapted(self, "w_o", "attention.w_o", added, mixed, self.specs.query, self.specs.w_o, residual)
-
-    def weights_in(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The query, key and value projections in the compute dtype, or int8."""
-        return tuple(matrix(w, self.dtype) for w in (self.w_q, self.w_k, self.w_v))
-
-    def weight_out(self) -> jax.Array:
-        """The output projection in the compute dtype, or int8."""
-        return matrix(self.w_o, self.dtype)
-
-
-def rotate(x: jax.Array, config: ModelConfig, angles: tuple[jax.Array, jax.Array] | None = None) -> jax.Array:
+def rotate(
+    x: jax.Array, config: ModelConfig, angles: tuple[jax.Array | np.ndarray, jax.Array | np.ndarray] | None = None
+) -> jax.Array:
     """Apply rotary position embedding: rotate pair i of R/2 by position · base^(-2i/R).
 
     The first R = `config.rotary` elements of a head are rotated, in pairs (x[i], x[i + R/2]) or (x[2i], x[2i + 1]) as
@@ -175,6 +151,14 @@ def _cos_sin(positions: np.ndarray, turns: np.ndarray) -> tuple[np.ndarray, np.n
     """Cosine and sine of the angles of positions [L] that are known, [1, L, 1, R/2]."""
     angles = (2 * np.pi * positions[:, None] * turns)[None, :, None, :]
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _along(spec: Spec, angles: tuple[np.ndarray, np.ndarray]) -> tuple[jax.Array, jax.Array]:
+    """Angles [1, L, 1, R/2] of known positions, each device with those of its part of a spec's L."""
+    whole = Spec(("B", "L", "H", "D"), ((), (), (), ()))
+    move = Equation.move(whole, whole.with_axes("L", spec.axes_of("L")))
+    cos, sin = (gspmd.reshard(jnp.asarray(table), move) for table in angles)
+    return cos, sin
 
 
 def angles_at(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:

@@ -11,24 +11,22 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import gspmd
-from gspmd.annotate.equation import Equation, Via
-from gspmd.layouts.section import SectionSpecs
-from gspmd.layouts.vias import heads_in
+from gspmd.layouts import Layout
 
 from .attention import Attention, Past
 from .config import ModelConfig
 from .experts import Experts, moved
 from .feed_forward import FeedForward
-from .vectors import biased, norm, optional, scaled
+from .layer import Layer
 
 
 class Block(nnx.Module):
     """x + Attention(norm x), then x + FeedForward(norm x)."""
 
-    def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, Any], dtype: Any):
+    def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any):
         self.residuals = (layout.spec("attention.residual"), layout.spec("ffn.residual"))
         self.attention = Attention(config, layout, weights["attention"], dtype)
-        _feed_forward(self, config, layout, weights, dtype)
+        self.layout, (self.ffn, self.moe) = layout, _feed_forward(config, layout, weights, dtype)
 
     def __call__(
         self,
@@ -44,23 +42,27 @@ class Block(nnx.Module):
         with part(self.layout, "attention"):
             x = x + self.attention(x, past)
         x = checkpoint_name(moved(x, attention, ffn), "ffn.residual")
-        with part(self.layout, "ffn" if self.moe is None else "moe"):
-            y, figures = (self.ffn(x), {}) if self.moe is None else self.moe(x, key=key, train=train, mask=mask)
+        if self.moe is not None:
+            with part(self.layout, "moe"):
+                y, figures = self.moe(x, key=key, train=train, mask=mask)
+        else:
+            assert self.ffn is not None
+            with part(self.layout, "ffn"):
+                y, figures = self.ffn(x), {}
         return moved(x + y, ffn, attention), figures
 
 
-class ParallelBlock(nnx.Module):
+class ParallelBlock(Layer):
     """x + Attention(norm x) + FeedForward(norm x): one norm, one gather of the input, one reduction of the output.
 
     Source: Chowdhery et al. 2022, PaLM (arXiv 2204.02311), section 2; Pope et al. 2022 (arXiv 2211.05102), section 3.4.
     Differs: with experts, attention and experts reduce their outputs separately.
     """
 
-    def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, Any], dtype: Any):
-        self.config = config
-        self.norm, self.norm_bias = nnx.Param(weights["norm"]), optional(weights, "norm_bias")
+    def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any):
+        super().__init__(config, layout.section("ffn"), weights, dtype)
         self.attention = Attention(config, layout, weights["attention"], dtype)
-        _feed_forward(self, config, layout, weights, dtype)
+        self.layout, (self.ffn, self.moe) = layout, _feed_forward(config, layout, weights, dtype)
 
     def __call__(
         self,
@@ -73,62 +75,58 @@ class ParallelBlock(nnx.Module):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The residual stream after the block, and the figures of its experts, if it has any."""
         with part(self.layout, "ffn" if self.moe is None else "moe"):
-            ffn = self.specs
-            y = norm(self.config, x, self.norm, self.norm_bias, ffn.residual, ffn.norm, ffn.norm_bias)
+            y = self.normed("residual", x)
             if self.moe is None:
-                return x + self.both(y, past), {}
+                assert self.ffn is not None
+                return x + self.both(y, self.ffn, past), {}
             added, figures = self.moe.mix(y, key=key, train=train, mask=mask)
         with part(self.layout, "attention"):
-            return x + self.attention.attend(y, self.specs.residual, past) + added, figures
+            return x + self.attention.attend("ffn.residual", y, past) + added, figures
 
-    def both(self, y: jax.Array, past: Past | None = None) -> jax.Array:
+    def both(self, y: jax.Array, ffn: FeedForward, past: Past | None = None) -> jax.Array:
         """Attention and feed-forward of one normed input [B, L, E], added before their partial sums are reduced."""
-        at, ffn = self.attention.specs, self.specs
-        weights, results = (at.w_q, at.w_k, at.w_v), (at.query, at.key, at.key)
-        products = gspmd.einsum(
-            Equation.product(ffn.residual, weights + self.ffn.specs_in(), results + self.ffn.specs_hidden()),
-            y,
-            (*self.attention.weights_in(), *self.ffn.weights_in()),
-            via=_together(heads_in(at), self.ffn.in_via()),
-        )
+        attention = self.attention
+        # [B, L, E] -> [B, L, H, D], [B, L, K, D] twice, and [B, L, F] once, and once more for a gate
+        if self.config.gated:
+            into = (
+                "residual, (attention.w_q, attention.w_k, attention.w_v, w_in, w_gate)"
+                " -> (attention.query, attention.key, attention.key, hidden, hidden)"
+            )
+        else:
+            into = (
+                "residual, (attention.w_q, attention.w_k, attention.w_v, w_in)"
+                " -> (attention.query, attention.key, attention.key, hidden)"
+            )
+        names = ("w_in", "w_gate")[: 1 + self.config.gated]
+        weights = attention.matrices("w_q", "w_k", "w_v") + ffn.matrices(*names)
+        q, k, v, *products = self.at.einsum(into, y, weights)
         with jax.named_scope("attention"):
-            mixed = self.attention.core(*self.attention.adapted_in(products[:3], y, ffn.residual), past)
-        active = self.ffn.activate(*self.ffn.adapted_in(products[3:], y))
-        added = gspmd.einsum(
-            Equation.sum_of([(ffn.hidden, ffn.w_out), (at.query, at.w_o)], ffn.residual),
+            mixed = attention.core(*attention.heads("ffn.residual", (q, k, v), y), past)
+        active = ffn.activate(products, y)
+        # [B, L, F] and [B, L, H, D] -> [B, L, E]
+        added = self.at.einsum(
+            "hidden, w_out + attention.query, attention.w_o -> residual",
             active,
-            self.ffn.weight_out(),
+            ffn.matrix("w_out"),
             mixed,
-            self.attention.weight_out(),
-            via=_sum(ffn.out_via, at.out_via),
+            attention.matrix("w_o"),
         )
-        added = self.ffn.adapted_out(self.attention.adapted_out(added, mixed, ffn.residual), active)
-        added = scaled(added, self.ffn.s_out, ffn.residual, self.ffn.specs.b_out)  # that of both weights
-        added = biased(added, self.attention.b_o, ffn.residual, at.b_o)
-        return biased(added, self.ffn.b_out, ffn.residual, self.ffn.specs.b_out)
+        added = attention.adapted("query, w_o -> ffn.residual", added, mixed)
+        added = ffn.adapted("hidden, w_out -> residual", added, active)
+        added = ffn.scaled("residual", added, "out")  # those of both weights
+        return ffn.biased("residual", attention.biased("ffn.residual", added, "o"), "out")
 
 
-def _feed_forward(block: Any, config: ModelConfig, layout: Any, weights: Mapping[str, Any], dtype: Any) -> None:
-    block.layout, block.specs = layout, SectionSpecs(layout.section("ffn"))
-    block.ffn = FeedForward(config, layout, weights["ffn"], dtype) if "ffn" in weights else None
-    block.moe = Experts(config, layout, weights["moe"], dtype) if "moe" in weights else None
-
-
-def _together(attention: Via | None, ffn: Via | None) -> Via | None:
-    """The via of one input and the weights of both branches; None unless both pin the input to the same spec."""
-    if attention is None or ffn is None:
-        return None
-    (left, *heads), (other, *hidden) = attention.specs, ffn.specs
-    return Via.of(left, (*heads, *hidden)) if left == other else None
-
-
-def _sum(ffn: Via | None, attention: Via | None) -> Via | None:
-    """The via of the sum of two products; None unless the layout pins both."""
-    return None if ffn is None or attention is None else Via.sum_of([ffn.specs, attention.specs])
+def _feed_forward(
+    config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any
+) -> tuple[FeedForward | None, Experts | None]:
+    """The dense layer or the experts of a block, whichever there are weights of."""
+    ffn = FeedForward(config, layout, weights["ffn"], dtype) if "ffn" in weights else None
+    return ffn, Experts(config, layout, weights["moe"], dtype) if "moe" in weights else None
 
 
 @contextmanager
-def part(layout: Any, name: str) -> Iterator[None]:
+def part(layout: Layout, name: str) -> Iterator[None]:
     """Run a part of the model under its named scope, and under the lowering that the layout has for it.
 
     Args:

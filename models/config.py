@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import Literal
+from typing import Literal, get_args
 
 from gspmd.annotate.errors import suggestion
 from gspmd.moe.config import MoEConfig
@@ -15,7 +15,8 @@ from .finetuning.config import LoraConfig
 BLOCKS = ("serial", "parallel")
 NORMS = ("rms", "layer")
 PAIRS = ("halves", "neighbours")
-REMATS = ("none", "full", "dots-except-hidden", "dots", "selective")
+Remat = Literal["none", "full", "dots-except-hidden", "dots", "selective"]
+REMATS: tuple[Remat, ...] = get_args(Remat)
 
 
 @dataclass(frozen=True)
@@ -95,21 +96,27 @@ class ModelConfig:
     rope_base: float = 10000.0
     """Base of the rotary position embedding's wavelengths."""
     rope_scaling: RopeScaling | None = None
-    """How long wavelengths are stretched (Llama 3.1); None for not at all."""
+    """Stretching of long wavelengths (Llama 3.1); None for none."""
     rotary_size: int = 0
-    """How many elements of a head, its first, are rotated by position; 0 for all."""
+    """Elements of a head, its first, that are rotated by position; 0 for all."""
     rotary_pairs: str = "halves"
-    """Which elements are rotated together: those of two halves, or neighbours (GPT-J)."""
+    """Elements that are rotated together: those of two halves, or neighbours (GPT-J)."""
     norm: str = "rms"
     """rms, or layer, which subtracts the mean too."""
     norm_bias: bool = False
     """Whether layer norms have a bias."""
     norm_epsilon: float = 1e-6
     """Added to the mean square, or the variance, in every norm."""
-    remat: Literal["none", "full", "dots-except-hidden", "dots", "selective", True, False] = "full"
-    """What the backward pass recomputes: none; full, each block from its input; dots, all but products with weights;
+    remat: Literal[Remat, True, False] = "full"
+    """Recomputation in the backward pass: none; full, each block from its input; dots, all but products with weights;
     dots-except-hidden, the feed-forward layer's hidden ones too; selective, attention alone (`gspmd_models.remat`).
     True reads as full, False as none."""
+    context_length: int | None = None
+    """Tokens of the longest text that the model was made for, as a public checkpoint says; longer ones are not
+    generated. None where nothing says so."""
+    sliding_window: int | None = None
+    """Last tokens that attention of a public checkpoint looks back over. Here it looks back over all, which is the same
+    up to so many tokens; longer sequences are refused. None where it looks back over all."""
     int8: bool = False
     """Whether matrices are int8, with a float32 scale for every channel of their products (`quantize`): to serve."""
     moe: MoEConfig | None = None
@@ -127,13 +134,24 @@ class ModelConfig:
             raise ValueError("this model cannot be built:\n" + "\n".join(f"  {fault}" for fault in faults))
 
     @property
+    def remat_name(self) -> Remat:
+        """`remat`, which is a name by now."""
+        assert not isinstance(self.remat, bool)
+        return self.remat
+
+    @property
     def gated(self) -> bool:
         """Whether the feed-forward layer has a gate, a second input weight."""
         return self.activation in GATED
 
     @property
+    def is_dropless(self) -> bool:
+        """Whether there are experts, and they do without capacity."""
+        return self.moe is not None and self.moe.dispatch == "dropless"
+
+    @property
     def rotary(self) -> int:
-        """How many elements of a head are rotated by position."""
+        """Elements of a head that are rotated by position."""
         return self.rotary_size or self.head_size
 
     @property
@@ -206,6 +224,19 @@ class ModelConfig:
         products = self.num_active_parameters - self._vectors - looked_up
         return 6 * products + 12 * self.layers * self.heads * self.head_size * length
 
+    def length_fault(self, tokens: int) -> str:
+        """Say why attention to a sequence of so many tokens would not be the model's own; empty if it is.
+
+        >>> ModelConfig(sliding_window=4096).length_fault(4096)
+        ''
+        """
+        if self.sliding_window is None or tokens <= self.sliding_window:
+            return ""
+        return (
+            f"a sequence has {tokens} tokens, and attention of this model looks back over the last "
+            f"{self.sliding_window} only (sliding_window), which is not supported for longer ones"
+        )
+
     def sizes(self, batch: int, length: int) -> dict[str, int]:
         """The size of every dimension that a layout may shard, for `Layout.check`.
 
@@ -241,12 +272,17 @@ def _faults(config: ModelConfig):
     for name in ("vocabulary", "vocabulary_multiple", "embed", "layers", "heads", *_WIDTHS):
         if getattr(config, name) < 1:
             yield f"{name} is {getattr(config, name)}; it must be at least 1"
+        elif getattr(config, name) >= 2**31:  # XLA counts the elements of a dimension so
+            yield f"{name} is {getattr(config, name)}; it must be less than 2**31"
     choices = {"activation": tuple(PLAIN), "block": BLOCKS, "norm": NORMS, "rotary_pairs": PAIRS, "remat": REMATS}
     for name, known in choices.items():
         if getattr(config, name) not in known:
             near = suggestion(str(getattr(config, name)), known).strip()
             remedy = f"one of {', '.join(known)}" + (f". {near}" if near else "")
             yield f"{name} is {getattr(config, name)!r}; it must be {remedy}"
+    for name in ("context_length", "sliding_window"):
+        if getattr(config, name) is not None and getattr(config, name) < 1:
+            yield f"{name} is {getattr(config, name)}; it must be at least 1, or be left out"
     for name in ("rope_base", "norm_epsilon"):
         if not 0 < getattr(config, name) < inf:
             yield f"{name} is {getattr(config, name)}; it must be positive"
@@ -272,7 +308,7 @@ def _faults(config: ModelConfig):
 
 
 def _has(config: ModelConfig, key: str) -> bool:
-    """Whether the model has a weight that may have an adapter."""
+    """Return whether the model has a weight that may have an adapter."""
     section, name = key.split(".")
     if name.endswith("gate") and not config.gated:
         return False

@@ -4,48 +4,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
-from flax import nnx
 from jax.sharding import AxisType
 
 import gspmd
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
-from gspmd.layouts.section import SectionSpecs
+from gspmd.layouts import Layout
+from gspmd.layouts.section import Section
 from gspmd.moe import expert_layer
 from gspmd.ops._attention.zigzag import in_order, ring_size, zigzag
 
 from .config import ModelConfig
 from .feed_forward import FeedForward
-from .vectors import masked, matrix, norm, optional, padded_dimensions
+from .layer import Layer
+from .vectors import masked, padded_dimensions
+
+MATRICES = ("w_in", "w_gate", "w_out")
+VECTORS = ("router", "router_noise", "s_in", "s_gate", "s_out")
 
 
-class Experts(nnx.Module):
+class Experts(Layer):
     """A feed-forward layer of X experts, of which every token uses a few; see `gspmd.moe`."""
 
-    def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
-        self.config, self.dtype, self.key = config, dtype, layout.spec("attention.key")
-        self.specs, self.moe = SectionSpecs(layout.section("ffn")), SectionSpecs(layout.section("moe"))
-        self.norm, self.norm_bias = optional(weights, "norm"), optional(weights, "norm_bias")
-        self.router = nnx.Param(weights["router"])
-        self.router_noise = nnx.Param(weights["router_noise"]) if config.moe.noisy else None
-        self.w_in = nnx.Param(weights["w_in"])
-        self.w_gate = nnx.Param(weights["w_gate"]) if config.gated else None
-        self.w_out, self.padded = nnx.Param(weights["w_out"]), padded_dimensions(config, layout).get("F")
-        self.s_in, self.s_gate, self.s_out = (optional(weights, name) for name in ("s_in", "s_gate", "s_out"))
+    def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any):
+        assert config.moe is not None
+        super().__init__(config, layout.section("ffn"), weights, dtype)
+        self.moe, self.settings, self.key = layout.section("moe"), config.moe, layout.spec("attention.key")
+        self.padded = padded_dimensions(config, layout).get("F")
         shared = weights.get("shared")
-        self.shared = None if shared is None else FeedForward(config, layout, shared, dtype, shared_specs(layout))
+        self.shared = None if shared is None else FeedForward(config, layout, shared, dtype, shared_section(layout))
 
     def __call__(
         self, x: jax.Array, *, key: jax.Array | None, train: bool, mask: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The output [B, L, E] that is added to the residual stream, and the figures of the experts' load."""
-        ffn = self.specs
-        y = norm(self.config, x, self.norm, self.norm_bias, ffn.residual, ffn.norm, ffn.norm_bias)
-        return self.mix(y, key=key, train=train, mask=mask)
+        return self.mix(self.normed("residual", x), key=key, train=train, mask=mask)
 
     def mix(
         self, y: jax.Array, *, key: jax.Array | None, train: bool, mask: jax.Array | None = None
@@ -61,16 +57,16 @@ class Experts(nnx.Module):
         Returns:
             The output, and the figures of `expert_layer`, with its loss as `aux_loss`.
         """
-        residual, groups = self.specs.residual, self.moe.groups
+        residual, groups = self.at.spec("residual"), self.moe.spec("groups")
         sequences = groups.rename({"G": "B"})
-        count, shape = self.config.moe.groups or y.shape[0], y.shape
+        count, shape = self.settings.groups or y.shape[0], y.shape
         into = (count, y.shape[0] * y.shape[1] // count)
         tokens = in_order(moved(y, residual, sequences), ring_size(self.key))  # by which places in experts are given
         answers, loss, stats = expert_layer(
             regroup(tokens, (*into, y.shape[2]), groups),
             self.weights(),
             self.moe,
-            self.config.moe,
+            self.settings,
             key=key,
             train=train,
             mask=None if mask is None else regroup(mask, into, groups.without("E")),
@@ -81,51 +77,24 @@ class Experts(nnx.Module):
 
     def weights(self) -> dict[str, jax.Array]:
         """The experts' weights in the compute dtype, or int8 and their scales; and the router's in float32."""
-        vectors = {"router": self.router, "router_noise": self.router_noise}
-        vectors |= {"s_in": self.s_in, "s_gate": self.s_gate, "s_out": self.s_out}
-        named = {"w_in": self.w_in, "w_gate": self.w_gate, "w_out": self.w_out}
-        cast = {name: matrix(w, self.dtype) for name, w in named.items() if w is not None}
+        held = [name for name in MATRICES + VECTORS if self.parameter(name) is not None]
+        found = {name: self.matrix(name) if name in MATRICES else self.vector(name) for name in held}
         # rows of 0 take no part of the hidden layer, and send no gradient into it
-        cast["w_out"] = masked(cast["w_out"], self.padded, "F", self.moe.w_out)
-        return {name: w[...] for name, w in vectors.items() if w is not None} | cast
+        found["w_out"] = masked(found["w_out"], self.padded, "F", self.moe.spec("w_out"))
+        return found
 
 
-@dataclass(frozen=True)
-class SharedSpecs:
-    """The specs of the shared experts, as those of a feed-forward layer."""
-
-    residual: str
-    w_in: str
-    w_gate: str
-    hidden: str
-    w_out: str
-    in_via: str | None
-    out_via: str | None
-    b_in: str
-    b_gate: str
-    b_out: str
-
-
-def shared_specs(layout: Any) -> SharedSpecs:
-    """Return the specs of the shared experts in a layout.
+def shared_section(layout: Layout) -> Section:
+    """Return the lines of the shared experts in a layout, by the names of a feed-forward layer's.
 
     Source: Dai et al. 2024, DeepSeekMoE (arXiv 2401.06066), §3.2.
     Differs: the shared experts are one layer of their total width, which equals the sum of their outputs.
     """
-    moe = layout.section("moe")
-    named = {name: getattr(moe, f"shared_{name.removeprefix('w_')}") for name in ("w_in", "w_gate", "w_out", "hidden")}
-    return SharedSpecs(
-        residual=layout["ffn.residual"],
-        in_via=moe.shared_in_via,
-        out_via=moe.shared_out_via,
-        b_in=moe.shared_scale,
-        b_gate=moe.shared_scale,
-        b_out=layout["ffn.b_out"],
-        **named,
-    )
+    names = {"w_in": "in", "w_gate": "gate", "w_out": "out", "hidden": "hidden", "b_in": "scale", "b_gate": "scale"}
+    return layout.section("ffn").renamed({name: f"moe.shared_{key}" for name, key in names.items()})
 
 
-def tokens_spec(layout: Any) -> Spec:
+def tokens_spec(layout: Layout) -> Spec:
     """The spec of per-token arrays [B, L] of the experts: that of their groups, with B for G."""
     return layout.spec("moe.groups").rename({"G": "B"}).without("E")
 

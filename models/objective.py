@@ -9,11 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AxisType
 
 import gspmd
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
-from gspmd.annotate.errors import PlanError
+from gspmd.annotate.errors import LayoutError, PlanError, report
+from gspmd.layouts import Layout
+from gspmd.layouts.rules.causes import one_for_each_cause
+from gspmd.layouts.rules.line import Line
 from gspmd.layouts.rules.stages import data_axes
 from gspmd.ops._attention.zigzag import ring_size, zigzag
 from gspmd.ops._cross_entropy import cross_entropy
@@ -73,7 +77,7 @@ def loss(
     return (entropy + aux["aux_loss"] if train and figures else entropy), aux
 
 
-def _mean_cross_entropy(layout: Any, logits: jax.Array, labels: jax.Array) -> jax.Array:
+def _mean_cross_entropy(layout: Layout, logits: jax.Array, labels: jax.Array) -> jax.Array:
     with part(layout, "output"):
         each = cross_entropy(logits, labels, layout["output.logits"])
         return gspmd.reshard(each, Equation.move(label_spec(layout), SCALAR)) / each.size
@@ -81,7 +85,7 @@ def _mean_cross_entropy(layout: Any, logits: jax.Array, labels: jax.Array) -> ja
 
 def schedule_of(
     config: ModelConfig,
-    layout: Any,
+    layout: Layout,
     mesh: Mapping[str, int],
     schedule: str = "1f1b",
     microbatches: int = 1,
@@ -136,7 +140,36 @@ def check_stages(rounds: int, schedule: str, *layouts: Any) -> None:
         raise PlanError(f"schedule is {schedule}, and no layout here has stages; leave it out.")
 
 
-def for_stages(config: ModelConfig, layout: Any) -> Any:
+def check_lowering_of_stages(config: ModelConfig, layout: Layout, mesh: jax.sharding.Mesh, schedule: str) -> None:
+    """Refuse lowering `xla` in stages that cannot be trained with it, before anything is traced.
+
+    The compiler's choice needs a region of Auto axes within the shard_map of the stages. Under Auto axes there is none,
+    unless gradients are partial sums, which are taken under Explicit axes; and a backward pass in two parts cannot cut
+    it. Lookups of embeddings are planned in stages, whatever the lowering.
+
+    Raises:
+        LayoutError: naming every such line of [lowering].
+    """
+    stages = stages_axes(layout)
+    data = () if config.moe else data_axes(layout)
+    if not stages or not {*mesh.axis_names} - {*stages, *data}:  # arrays are whole in the stages
+        return
+    if AxisType.Auto in mesh.axis_types and not data:
+        fact, remedy = "stages under Auto mesh axes cannot leave collectives to the compiler.", "or Explicit axes"
+    elif schedule == "zero-bubble":
+        fact, remedy = "a backward pass in two parts cannot leave collectives to the compiler.", "or another schedule"
+    else:
+        return
+    feed_forward = ("ffn", "moe") if config.moe and config.moe.every > 1 else ("moe",) if config.moe else ("ffn",)
+    parts = ("default", "attention", *feed_forward, "output")
+    wrong = [part for part in parts if layout.lowerings.get(part) == "xla"]
+    faults = [Line(part, "xla", "lowering").at_text(fact, f"Use 'blocking', {remedy}.") for part in wrong]
+    if faults:
+        doing = f"cannot train with schedule {schedule} in the stages of layout '{layout.name}'"
+        raise report(LayoutError, doing, one_for_each_cause(faults))
+
+
+def for_stages(config: ModelConfig, layout: Layout) -> Any:
     """Return a layout with parameters as the loss of a pipeline takes them in training: `EF_yz reduced-x`.
 
     Their gradients are partial sums until the end of the step, over the mesh axes along which pipelines run side by
@@ -199,7 +232,9 @@ def _pipelined(
         with part(layout, "embedding"):
             return Embedding(config, layout, nested(shared)["embedding"], dtype)(inputs)
 
-    def chunk(weights: Values, x: jax.Array, batch: Values, number: jax.Array) -> tuple[jax.Array, jax.Array, Values]:
+    def chunk(
+        weights: Mapping[str, Any], x: jax.Array, batch: Values, number: jax.Array
+    ) -> tuple[jax.Array, jax.Array, Values]:
         definition, held = nnx.split(blocks(config, layout, weights["blocks"], dtype))
         stack = definition, cast_matrices(held, dtype)
         each = periods // (table.stages * table.rounds)
@@ -210,9 +245,9 @@ def _pipelined(
 
     def last(shared: Values, x: jax.Array, batch: Values) -> jax.Array:
         of = nested(shared)
-        tied = Embedding(config, layout, of["embedding"], dtype)
+        embedding = Embedding(config, layout, of["embedding"], dtype)
         with part(layout, "output"):
-            logits = Output(config, layout, of["output"], dtype)(x, (tied.table, tied.scale) if config.tied else None)
+            logits = Output(config, layout, of["output"], dtype)(x, embedding)
         return _mean_cross_entropy(layout, logits, split_tokens(batch["tokens"], layout)[1])
 
     held, at = {path: rows[path].spec.without_partial() for path in shared}, stream(config, layout)
@@ -231,17 +266,17 @@ def _of_layers(x: jax.Array, axis: str) -> jax.Array:
     return x.reshape(-1, *x.shape[2:])
 
 
-def batch_spec(layout: Any) -> Spec:
+def batch_spec(layout: Layout) -> Spec:
     """The spec of a batch of tokens [B, L+1]: `embedding.tokens` with L unsharded, since few meshes divide L+1."""
     return layout.spec("embedding.tokens").with_axes("L", ())
 
 
-def label_spec(layout: Any) -> Spec:
+def label_spec(layout: Layout) -> Spec:
     """The spec of labels [B, L]: that of the logits without V."""
     return layout.spec("output.logits").without("V")
 
 
-def split_tokens(tokens: jax.Array, layout: Any) -> tuple[jax.Array, jax.Array]:
+def split_tokens(tokens: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
     """Split [B, L+1] into inputs and labels, each [B, L], placed and ordered as `Transformer.hidden` takes them."""
     whole = batch_spec(layout)
     devices = ring_size(layout.spec("attention.key"))

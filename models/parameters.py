@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from gspmd.annotate import LayoutError, Spec
-from gspmd.annotate.errors import listed
+from gspmd.annotate.errors import SpecError, listed, report
+from gspmd.layouts import Layout
+from gspmd.layouts.initial import Constant, Initialiser, Normal, drawer, folded
+from gspmd.layouts.initial import nested as nested
+from gspmd.layouts.rules.causes import one_for_each_cause
 from gspmd.layouts.rules.keys import DENSE, KEYS
 from gspmd.layouts.rules.padding import Padded
 
@@ -21,8 +22,6 @@ from .config import ModelConfig
 from .finetuning.adapters import adapter_specs
 from .finetuning.config import TARGETS
 from .vectors import SCALES, SHARED, pad, padded_dimensions, shared_sizes, wide_sizes
-
-Initialiser = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Parameter:
         return tuple(each.real if each else size for each, size in zip(self.padding, self.shape))
 
 
-def parameters(config: ModelConfig, layout: Any) -> dict[str, Parameter]:
+def parameters(config: ModelConfig, layout: Layout) -> dict[str, Parameter]:
     """Return every parameter by its path in the module, in the order in which the model uses them.
 
     Args:
@@ -67,7 +66,7 @@ def parameters(config: ModelConfig, layout: Any) -> dict[str, Parameter]:
     return dict(_rows(config, layout, lambda key: layout[key]))
 
 
-def _check_dense(config: ModelConfig, layout: Any) -> None:
+def _check_dense(config: ModelConfig, layout: Layout) -> None:
     # `Layout.check` does not know the model, and lets a layout with experts lack them.
     missing = [key for key in DENSE if key not in layout.table] if config.moe else []
     if missing and config.expert_layers < config.layers:
@@ -79,25 +78,45 @@ def _check_dense(config: ModelConfig, layout: Any) -> None:
         )
 
 
-def parameter_specs(config: ModelConfig, layout: Any) -> dict[str, tuple[Spec, tuple[int, ...]]]:
+def parameter_specs(config: ModelConfig, layout: Layout) -> dict[str, tuple[Spec, tuple[int, ...]]]:
     """Return path to spec and shape of every parameter."""
     return {path: (row.spec, row.shape) for path, row in parameters(config, layout).items()}
 
 
-def optimizer_specs(config: ModelConfig, layout: Any) -> dict[str, Spec]:
+def optimizer_specs(config: ModelConfig, layout: Layout) -> dict[str, Spec]:
     """Return path to the spec of a parameter's optimizer state: its own unless the layout overrides it."""
     return {path: row.spec for path, row in _rows(config, layout, layout.optimizer)}
 
 
-def gradient_specs(config: ModelConfig, layout: Any) -> dict[str, Spec]:
+def gradient_specs(config: ModelConfig, layout: Layout) -> dict[str, Spec]:
     """Return path to the spec of a parameter's gradient: its own unless the layout overrides it."""
     return {path: row.spec for path, row in _rows(config, layout, layout.gradient)}
 
 
-def stages_axes(layout: Any) -> tuple[str, ...]:
+def stages_axes(layout: Layout) -> tuple[str, ...]:
     """The mesh axis over which the stacked layers are split into the stages of a pipeline; empty where they are not."""
     layers = layout.get("pipeline.layers")
     return () if layers is None else Spec.parse(layers).axes_of("N")
+
+
+def check_placed(
+    doing: str, rows: Mapping[str, Parameter], mesh: Any, kind: type[SpecError] | type[LayoutError] = SpecError
+) -> None:
+    """Raise one error for all parameters that cannot be placed on a mesh, of which JAX would tell of the first one.
+
+    Args:
+        doing: the beginning of the message.
+        rows: the table.
+        mesh: devices with named axes; `Layout.check` lets it lack axes of the layout.
+        kind: of the error.
+    """
+    faults = [
+        replace(fault, text=f"{row.key} = {fault.text}", start=fault.start + at, end=fault.end + at)
+        for row in rows.values()
+        for at, fault in ((len(f"{row.key} = "), fault) for fault in row.spec.faults(row.shape, mesh))
+    ]
+    if faults:
+        raise report(kind, doing, one_for_each_cause(dict.fromkeys(faults)))
 
 
 def initialise(rows: Mapping[str, Parameter], mesh: jax.sharding.Mesh, key: jax.Array) -> dict[str, jax.Array]:
@@ -112,30 +131,13 @@ def initialise(rows: Mapping[str, Parameter], mesh: jax.sharding.Mesh, key: jax.
         Path to array. The real values do not depend on the layout, and its padding is 0.
     """
     with jax.set_mesh(mesh):
-        return {path: _drawer(row)(_folded(key, path)) for path, row in rows.items()}
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert paths to a tree: `{"a.b": 1, "a.c": 2}` to `{"a": {"b": 1, "c": 2}}`."""
-    tree: dict[str, Any] = {}
-    for path, value in values.items():
-        *inner, last = path.split(".")
-        branch = tree
-        for name in inner:
-            branch = branch.setdefault(name, {})
-        branch[last] = value
-    return tree
-
-
-def _folded(key: jax.Array, path: str) -> jax.Array:
-    return jax.random.fold_in(key, zlib.crc32(path.encode()))
+        return {path: _drawer(row)(folded(key, path)) for path, row in rows.items()}
 
 
 def _drawer(row: Parameter) -> Callable[[jax.Array], jax.Array]:
     return _compiled(row.initialise, row.real_shape, row.spec.partition_spec(), row.spec.dims[0] == "N", row.padding)
 
 
-@lru_cache(maxsize=256)
 def _compiled(
     begin: Initialiser,
     shape: tuple[int, ...],
@@ -143,20 +145,21 @@ def _compiled(
     stacked: bool,
     padding: tuple[Padded | None, ...] = (),
 ) -> Callable[[jax.Array], jax.Array]:
-    """Compile key -> initial array; parameters of equal distribution, shape and sharding share the program."""
-
-    def draw(key: jax.Array) -> jax.Array:
-        if not stacked:
-            return pad(begin(key, shape), padding)
-        # A loop over layers compiles faster than one draw of the whole stack.
-        one = lambda key: pad(begin(key, shape[1:]), padding[1:])  # noqa: E731
-        return jax.lax.map(one, jax.random.split(key, shape[0]))
-
-    # Under Explicit axes a drawn array would be typed as replicated, and so held whole by every device.
-    return jax.jit(lambda key: jax.sharding.auto_axes(draw, out_sharding=placed)(key), out_shardings=placed)
+    if any(padding):
+        begin = _WithPadding(begin, padding[1:] if stacked else padding)
+    return drawer(begin, shape, placed, stacked)
 
 
-def _rows(config: ModelConfig, layout: Any, spec_of: Callable[[str], str]) -> Iterator[tuple[str, Parameter]]:
+@dataclass(frozen=True)
+class _WithPadding:
+    begin: Initialiser
+    padding: tuple[Padded | None, ...]
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return pad(self.begin(key, shape), self.padding)
+
+
+def _rows(config: ModelConfig, layout: Layout, spec_of: Callable[[str], str]) -> Iterator[tuple[str, Parameter]]:
     sizes, wide = config.sizes(batch=1, length=1), wide_sizes(config, layout)
 
     def row(path: str, key: str, dims: str, begin: Initialiser, stack: int = 0) -> tuple[str, Parameter]:
@@ -170,8 +173,9 @@ def _rows(config: ModelConfig, layout: Any, spec_of: Callable[[str], str]) -> It
     def adapters(path: str, key: str, dims: str, stack: int) -> Iterator[tuple[str, Parameter]]:
         """A and B of a weight, whose product begins as 0."""
         _, weight = row(path, key, dims, zeros)
-        along = dict(zip(dims, zip(weight.shape, weight.padding))) | {"R": (config.lora.rank, None)}
-        begin = {"a": scaled(TARGETS[key][0], sizes), "b": zeros}
+        assert config.lora is not None
+        along = {**dict(zip(dims, zip(weight.shape, weight.padding))), "R": (config.lora.rank, None)}
+        begin: dict[str, Initialiser] = {"a": scaled(TARGETS[key][0], sizes), "b": zeros}
         for side, spec in zip("ab", adapter_specs(key, weight.spec)):
             shape, padding = zip(*(along[dim] for dim in spec.dims))
             if stack:
@@ -215,7 +219,7 @@ def _block(config: ModelConfig, place: int, sizes: Mapping[str, int]) -> Iterato
     yield "attention.w_o", "attention.w_o", "HDE", scaled("HD", sizes, depth=config.layers)
     if config.out_bias:
         yield "attention.b_o", "attention.b_o", "E", zeros
-    experts = config.moe is not None and place == config.period - 1
+    experts = config.moe if place == config.period - 1 else None
     section, lead = ("moe", "X") if experts else ("ffn", "")
     if serial:
         yield from _norm(config, f"{section}.", "ffn")
@@ -223,9 +227,9 @@ def _block(config: ModelConfig, place: int, sizes: Mapping[str, int]) -> Iterato
         # A small variance keeps early routing nearly even. Fedus et al. 2021, section 2.4, reduce the variance of all
         # matrices to 0.1; here only the router's, and matrices at the end of a branch are scaled by depth.
         # Noisy gating starts with logits 0 and equal noise (Shazeer et al. 2017, appendix A).
-        begin = zeros if config.moe.noisy else scaled("E", sizes, variance=config.moe.router_scale)
+        begin = zeros if experts.noisy else scaled("E", sizes, variance=experts.router_scale)
         yield "moe.router", "moe.router", "EX", begin
-        if config.moe.noisy:
+        if experts.noisy:
             yield "moe.router_noise", "moe.router_noise", "EX", zeros
     for name in ("w_in", "w_gate") if config.gated else ("w_in",):
         yield f"{section}.{name}", f"{section}.{name}", f"{lead}EF", scaled("E", sizes)
@@ -235,7 +239,7 @@ def _block(config: ModelConfig, place: int, sizes: Mapping[str, int]) -> Iterato
     yield f"{section}.w_out", f"{section}.w_out", f"{lead}FE", scaled("F", sizes, depth=config.layers)
     if config.ffn_bias:
         yield "ffn.b_out", "ffn.b_out", "E", zeros
-    if experts and config.moe.shared:
+    if experts and experts.shared:
         yield from _shared(config, shared_sizes(config, sizes))
 
 
@@ -256,37 +260,6 @@ def _shared(config: ModelConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str
     for name in ("in", "gate") if config.gated else ("in",):
         yield f"moe.shared.w_{name}", f"moe.shared_{name}", "EF", scaled("E", sizes)
     yield "moe.shared.w_out", "moe.shared_out", "FE", scaled("F", sizes, depth=config.layers)
-
-
-@dataclass(frozen=True)
-class Normal:
-    """Truncated normal initializer; equal ones share a compiled program.
-
-    Example:
-        >>> round(float(Normal(0.5)(jax.random.key(0), (1000,)).std()), 1)
-        0.5
-    """
-
-    deviation: float
-
-    def __call__(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        # A unit normal truncated at two standard deviations has a standard deviation of 0.8796.
-        return jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32) * (self.deviation / 0.87962566)
-
-
-@dataclass(frozen=True)
-class Constant:
-    """Constant initializer.
-
-    Example:
-        >>> Constant(0.5)(jax.random.key(0), (2,)).tolist()
-        [0.5, 0.5]
-    """
-
-    value: float
-
-    def __call__(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        return jnp.full(shape, self.value, jnp.float32)
 
 
 def scaled(summed: str, sizes: Mapping[str, int], variance: float = 1.0, depth: int = 0) -> Normal:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import add
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 
 from .config import ModelConfig
 from .parameters import Parameter, nested, parameters, shares_scale
-from .transformer import Transformer, arrays
+from .transformer import Transformer, arrays, mesh_of
 from .vectors import SCALES
 
 
@@ -23,9 +24,9 @@ def quantize(model: Transformer) -> Transformer:
 
         int8[:, f] = clip(round(w[:, f] / scale[f]), -127, 127),  x · w ≈ (x · int8) * scale
 
-    scale[f] is max |w[:, f]| / 127. For channels of up to 256 numbers it is the one with the least squared error among
-    65 near that, itself among them: 15% less error at 24 numbers, 5% at 96. Of wider ones it would be 2% for 65 passes
-    over the weights.
+    scale[f] is max |w[:, f]| / 127, or NaN where a weight of the channel is not finite. For channels of up to 256
+    numbers it is the one with the least squared error among 65 near that, itself among them: 15% less error at 24
+    numbers, 5% at 96. Of wider ones it would be 2% for 65 passes over the weights.
 
     Embedding tables have a scale for every row, which is a token's vector and a channel of the logits; experts' weights
     one for every expert and channel. In a parallel block w_o and w_out share theirs, by the larger maximum: their
@@ -85,7 +86,7 @@ def quantize_together(rows: dict[str, Parameter], weights: dict[str, jax.Array],
     of_scale, held = rows[scale].spec, [rows[path].spec for path in weights]
     summed = tuple(tuple(d for d, dim in enumerate(spec.dims) if dim not in of_scale.dims) for spec in held)
     placed = [spec.partition_spec() for spec in (*held, of_scale)]
-    with jax.set_mesh(next(iter(weights.values())).sharding.mesh):
+    with jax.set_mesh(mesh_of(weights)):
         made = _quantizer(summed, tuple(placed))(*weights.values())
     return dict(zip([*weights, scale], made))
 
@@ -106,14 +107,14 @@ def _least_error(weights: Sequence[jax.Array], summed: tuple[tuple[int, ...], ..
 
     def error(scale: jax.Array) -> jax.Array:
         near = (_rounded(w, scale, over) * jnp.expand_dims(scale, over) for w, over in zip(weights, summed))
-        return sum(jnp.sum(jnp.square(w - x), over) for w, x, over in zip(weights, near, summed))
+        return reduce(add, (jnp.sum(jnp.square(w - x), over) for w, x, over in zip(weights, near, summed)))
 
     def nearer(best: tuple[jax.Array, jax.Array], factor: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
         least, scale = best
         found = error(widest * factor)
         return (jnp.minimum(found, least), jnp.where(found < least, widest * factor, scale)), None
 
-    return jax.lax.scan(nearer, (jnp.full_like(widest, jnp.inf), widest), _FACTORS)[0][1]
+    return jax.lax.scan(nearer, (jnp.full_like(widest, jnp.inf), widest), jnp.asarray(_FACTORS))[0][1]
 
 
 @lru_cache(maxsize=256)
@@ -125,6 +126,10 @@ def _quantizer(summed: tuple[tuple[int, ...], ...], placed: tuple[jax.P, ...]) -
         scale = jnp.where(scale > 0, scale, 1.0)
         if max(math.prod(w.shape[d] for d in over) for w, over in zip(wide, summed)) <= NARROW:
             scale = _least_error(wide, summed, scale)
+        # A NaN or an infinity would be rounded to a number that looks sound, and the maximum may pass over a NaN (on
+        # CPUs it does in wide channels). So the scale becomes NaN, and with it the channel's products.
+        for w, over in zip(wide, summed):
+            scale = jnp.where(jnp.isfinite(w).all(over), scale, jnp.nan)
         return *(_rounded(w, scale, over).astype(jnp.int8) for w, over in zip(wide, summed)), scale
 
     # Once for Explicit axes, where it is the type, and once for Auto axes, where the compiler would choose.

@@ -8,13 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from gspmd.annotate import Spec
+from gspmd.layouts import Layout
+from gspmd.layouts.initial import abstract as _placed
+from gspmd.layouts.initial import abstract_key as abstract_key
+from gspmd.layouts.initial import nested
 
 from .config import ModelConfig
 from .objective import batch_spec
-from .parameters import Parameter, nested, parameters
+from .parameters import Parameter, check_placed, parameters
 from .transformer import Transformer
 from .vectors import SHARED, shared_sizes, wide_sizes
 
@@ -27,7 +30,7 @@ WIDE = (
 
 def abstract(
     config: ModelConfig,
-    layout: Any,
+    layout: Layout,
     mesh: jax.sharding.Mesh,
     dtype: Any = jnp.float32,
     *,
@@ -47,7 +50,7 @@ def abstract(
         A model whose `arrays` are arguments to lower a program with; `with_arrays` replaces them inside of it.
 
     Raises:
-        ValueError: if a spec does not fit the model.
+        ValueError: if a spec does not fit the model or the mesh.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -59,28 +62,23 @@ def abstract(
     """
     config = replace(config, int8=jnp.dtype(stored) == jnp.int8)
     rows = parameters(config, layout)
+    check_placed("cannot place the model", rows, mesh)
     values = {path: _placed(row.spec, row.shape, stored_dtype(row, stored), mesh) for path, row in rows.items()}
     return Transformer(config, layout, nested(values), jnp.dtype(dtype))
 
 
-def abstract_tokens(layout: Any, mesh: jax.sharding.Mesh, batch: int, length: int) -> jax.ShapeDtypeStruct:
+def abstract_tokens(layout: Layout, mesh: jax.sharding.Mesh, batch: int, length: int) -> jax.ShapeDtypeStruct:
     """The input of a forward step: int32 [B, L], placed as `embedding.tokens`."""
     return _placed(layout.spec("embedding.tokens"), (batch, length), jnp.int32, mesh)
 
 
-def abstract_batch(layout: Any, mesh: jax.sharding.Mesh, batch: int, length: int) -> jax.ShapeDtypeStruct:
+def abstract_batch(layout: Layout, mesh: jax.sharding.Mesh, batch: int, length: int) -> jax.ShapeDtypeStruct:
     """The input of a training step: int32 [B, L+1], placed as `batch_spec`."""
     return _placed(batch_spec(layout), (batch, length + 1), jnp.int32, mesh)
 
 
-def abstract_key(mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
-    """A random key, replicated."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=NamedSharding(mesh, jax.P()))
-
-
 def activation_specs(
-    config: ModelConfig, layout: Any, batch: int, length: int
+    config: ModelConfig, layout: Layout, batch: int, length: int
 ) -> dict[str, tuple[Spec, tuple[int, ...]]]:
     """Return layout key to spec and global shape of every activation of a training step, in order of the forward pass.
 
@@ -114,10 +112,6 @@ def activation_specs(
 def stored_dtype(row: Parameter, stored: Any) -> Any:
     """The dtype of a parameter in a model whose matrices are kept in `stored`."""
     return jnp.float32 if row.key.rpartition(".")[2] in WIDE else stored
-
-
-def _placed(spec: Spec, shape: tuple[int, ...], dtype: Any, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec.partition_spec()))
 
 
 def _keys(config: ModelConfig) -> Iterator[str]:

@@ -6,35 +6,181 @@ Not imported with `models`, since it imports `gspmd.training` and its libraries.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-import gspmd
 from gspmd.annotate import Spec
-from gspmd.annotate.errors import PlanError
-from gspmd.ops._global_norm import global_norm
+from gspmd.annotate.errors import LayoutError
+from gspmd.layouts import Layout
+from gspmd.layouts.initial import nested
 from gspmd.training.config import OptimizerConfig
-from gspmd.training.optimizer import adamw
-from gspmd.training.optimizer import schedule as rate_by_step
-from gspmd.training.optimizer.int8 import block_faults
-from gspmd.training.optimizer.masters import with_masters
-from gspmd.training.state import TrainState, abstract_initial, initial, shardings
-from gspmd.training.step import Microbatches, Step, make_step, plan_moves
-from gspmd.training.toml import ConfigError
+from gspmd.training.model import Row
+from gspmd.training.state import TrainState
+from gspmd.training.step import Step, Update, building
 
 from .config import ModelConfig
 from .finetuning.freezing import trained_paths
 from .objective import batch_spec, check_rounds, for_stages, loss
-from .parameters import gradient_specs, nested, optimizer_specs, parameter_specs, parameters, stages_axes
-from .shapes import stored_dtype
+from .parameters import gradient_specs, optimizer_specs, parameters, stages_axes
+from .shapes import WIDE
 from .transformer import Transformer, arrays, with_arrays
 
-T = TypeVar("T")
 Parameters = Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Language:
+    """The transformer as the builder of training steps takes it, a `gspmd.training.model.Trainable`.
+
+    Attributes:
+        config: sizes and choices.
+        dtype: compute dtype.
+        schedule: of a pipeline, where a layout splits the layers into stages: `"1f1b"`, `"gpipe"` or `"zero-bubble"`.
+        rounds: of a pipeline, chunks of layers of each stage.
+
+    Example:
+        >>> from gspmd.layouts import Layout
+        >>> from gspmd.training import OptimizerConfig
+        >>> from gspmd.training.step import Update, abstract_program
+        >>> program = abstract_program(Language(ModelConfig()), Update(OptimizerConfig(), steps=10), batch=8, length=64)
+        >>> step, state, tokens, key = program(Layout.load("megatron-1d"), jax.make_mesh((1, 1, 1), ("x", "y", "z")))
+        >>> state.params["blocks.0.ffn.w_in"].shape, tokens.shape
+        ((4, 128, 256), (8, 65))
+    """
+
+    config: ModelConfig
+    dtype: Any = jnp.float32
+    schedule: str = "1f1b"
+    rounds: int = 1
+
+    def sizes(self, batch: int, length: int) -> dict[str, int]:
+        """Return the size of every dimension."""
+        return self.config.sizes(batch, length)
+
+    def rows(self, layout: Layout) -> dict[str, Row]:
+        """Return every parameter by its path in the module."""
+        return {
+            path: Row(row.key, row.spec, row.shape, row.key.rpartition(".")[2] in WIDE)
+            for path, row in parameters(self.config, layout).items()
+        }
+
+    def optimizer_specs(self, layout: Layout) -> dict[str, Spec]:
+        """Return where the optimizer state of each parameter lies."""
+        return optimizer_specs(self.config, layout)
+
+    def gradient_specs(self, layout: Layout) -> dict[str, Spec]:
+        """Return where the gradient of each parameter lies on its way to the optimizer."""
+        return gradient_specs(self.config, layout)
+
+    def trained(self, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
+        """Return the paths of the parameters that are trained: with adapters (`ModelConfig.lora`), these alone."""
+        return trained_paths(self.config, layout, frozen)
+
+    def batch_spec(self, layout: Layout) -> Spec:
+        """Return where a batch of tokens [B, L+1] lies."""
+        return batch_spec(layout)
+
+    def cut(self, layout: Layout, microbatches: int) -> int:
+        """Return into how many parts the step cuts a batch; the stages of a pipeline take the parts themselves."""
+        return 1 if stages_axes(layout) else microbatches
+
+    def for_loss(self, layout: Layout, microbatches: int) -> Any:
+        """Return the layout with parameters as the loss takes them: see `Layout.for_loss`, and `for_stages`."""
+        return for_stages(self.config, layout) if stages_axes(layout) else layout.for_loss(microbatches)
+
+    def loss(
+        self, layout: Layout, params: Mapping[str, Any], tokens: jax.Array, key: jax.Array, microbatches: int
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return the loss of a training step, and its figures; in stages, of the whole batch."""
+        model, how = self._placed(layout, params), {"schedule": self.schedule, **self._rounds(layout, microbatches)}
+        return loss(model, tokens, key=key, **how) if stages_axes(layout) else loss(model, tokens, key=key)
+
+    def cross_entropy(
+        self, layout: Layout, params: Mapping[str, Any], tokens: jax.Array, microbatches: int
+    ) -> jax.Array:
+        """Return the mean next-token cross-entropy of an evaluation."""
+
+        def entropy(params: Parameters, tokens: jax.Array) -> jax.Array:
+            how = self._rounds(layout, microbatches)
+            return loss(self._placed(layout, params), tokens, train=False, **how)[1]["cross_entropy"]
+
+        if not stages_axes(layout) or jax.sharding.get_abstract_mesh().are_all_axes_explicit:
+            return entropy(params, tokens)
+        # Under Auto axes stages train under Explicit ones of the same mesh, which take every lowering.
+        specs = {path: row.spec.partition_spec() for path, row in parameters(self.config, layout).items()}
+        placed = specs, batch_spec(layout).partition_spec()
+        return jax.sharding.explicit_axes(entropy, in_sharding=placed)(dict(params), tokens)
+
+    def check(
+        self, layout: Layout, mesh: Any, batch: int, length: int, microbatches: int = 1, frozen: Sequence[str] = ()
+    ) -> None:
+        """Refuse a layout that a training step of these sizes, or its evaluation, cannot take (`check_step`)."""
+        check_step(self.config, layout, mesh, batch, length, microbatches, frozen)
+
+    def _placed(self, layout: Layout, params: Mapping[str, Any]) -> Transformer:
+        return Transformer(self.config, layout, nested(params), self.dtype)
+
+    def _rounds(self, layout: Layout, microbatches: int) -> dict[str, Any]:
+        return {"microbatches": microbatches, "rounds": self.rounds} if stages_axes(layout) else {}
+
+
+def check_step(
+    config: ModelConfig,
+    layout: Layout,
+    mesh: Any,
+    batch: int,
+    length: int,
+    microbatches: int = 1,
+    frozen: Sequence[str] = (),
+) -> None:
+    """Refuse a layout that a training step of these sizes, or its evaluation, cannot take, before a model is built.
+
+    Args:
+        config: the model's.
+        layout: a `gspmd.Layout`, resolved.
+        mesh: with the layout's axes, or their sizes.
+        batch: sequences per step, over all devices.
+        length: tokens per sequence.
+        microbatches: parts of the batch.
+        frozen: patterns of parameters that stay as they are, as of `trained_paths`.
+
+    Raises:
+        LayoutError: with every fault.
+    """
+    each = batch // microbatches
+    sizes = {**config.sizes(each, length), "B": batch, "M": microbatches}
+    layout.check(sizes, mesh, dropless=config.is_dropless)
+    rows = parameters(config, layout)  # of a layout without faults
+    layout.check(sizes, mesh, trained={rows[path].key for path in trained_paths(config, layout, frozen)})
+    check_slots(config, layout, mesh, each, length, train=True)
+    # Evaluation has a capacity factor of its own, and would be refused only after the first hundred steps.
+    check_slots(config, layout, mesh, batch, length, train=False)
+
+
+def check_slots(config: ModelConfig, layout: Layout, mesh: Any, batch: int, length: int, *, train: bool) -> None:
+    """Refuse experts whose slots do not divide as the layout shards them; dropless has no slots of its own.
+
+    Args:
+        config, layout, mesh, length: as of `check_step`.
+        batch: sequences whose tokens are routed together.
+        train: whether the experts have their capacity of training.
+
+    Raises:
+        LayoutError: with every fault.
+    """
+    moe = config.moe
+    if moe is None or config.is_dropless:
+        return
+    factor, used = ("capacity_factor", moe) if train else ("evaluation_capacity_factor", moe.evaluation())
+    sizes = config.sizes(batch, length)
+    try:
+        layout.check(sizes | {"C": used.capacity(batch * length // sizes["G"])}, mesh)
+    except LayoutError as error:
+        remedy = f"C is the slots that an expert has for each group, by model.moe.{factor} {getattr(moe, factor)}."
+        raise LayoutError(f"{error}\n  {remedy}", error.faults) from None
 
 
 def training_step(
@@ -75,48 +221,8 @@ def training_step(
     Raises:
         PlanError: more than one round, and no stages; or [gradients] has a partial sum that stages cannot leave.
     """
-    check_rounds(rounds, model.layout)
-    config, trained = model.config, trained_paths(model.config, model.layout, frozen)
-    # The stages of a pipeline take the microbatches, and the loss is that of the whole batch.
-    in_stages = bool(stages_axes(model.layout))
-    stages = {"microbatches": microbatches, "schedule": schedule, "rounds": rounds} if in_stages else {}
-    layout = for_stages(config, model.layout) if in_stages else model.layout.for_loss(microbatches)
-    taken = _specs(config, layout)
-    specs, kept, gradients = (
-        _of(trained, each(config, model.layout)) for each in (_specs, optimizer_specs, gradient_specs)
-    )
-    # A partial sum comes as the loss leaves it.
-    gradients = {path: taken[path].cotangent if spec.partial else spec for path, spec in gradients.items()}
-    moves = plan_moves(specs, kept, gspmd.reshard, gradients, _of(trained, taken))
-    held = {path: spec for path, spec in _specs(config, model.layout).items() if path not in specs}
-    frozen_moves = plan_moves(held, held, gspmd.reshard, loss=_of(list(held), taken))
-
-    def step(state: TrainState, tokens: jax.Array, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
-        if held and moves.partial and not jax.sharding.get_abstract_mesh().are_all_axes_explicit:
-            raise PlanError(
-                "cannot keep gradients partial sums beside frozen parameters under Auto mesh axes.\n"
-                "  Use Explicit axes, or one microbatch and [gradients] without partialsum-."
-            )
-        still = {path: value for path, value in state.params.items() if path in held}
-        there = frozen_moves.to_loss(still)
-
-        def of_trained(params: Parameters, tokens: jax.Array, key: jax.Array):
-            of_all = Transformer(config, layout, nested({**there, **params}), model.dtype)
-            return loss(of_all, tokens, key=key, **stages)
-
-        update = make_step(
-            of_trained,
-            _transform(model, optimizer, steps, trained, parameter_dtype),
-            rate_by_step(optimizer, steps),
-            limit=optimizer.clip,
-            norm=partial(global_norm, specs=kept),
-            moves=moves,
-            microbatches=Microbatches(1 if in_stages else microbatches, batch_spec(model.layout)),
-        )
-        state, metrics = update(replace(state, params=_of(trained, state.params)), tokens, key)
-        return replace(state, params={**still, **state.params}), metrics
-
-    return step
+    update = Update(optimizer, steps, microbatches, tuple(frozen), parameter_dtype)
+    return building.training_step(_language(model, schedule, rounds), model.layout, update)
 
 
 def initial_state(
@@ -129,7 +235,8 @@ def initial_state(
     parameter_dtype: Any = jnp.float32,
 ) -> TrainState:
     """The state before the first update: all parameters, and the initial optimizer state of those that are trained."""
-    return _state(initial, model, optimizer, steps, mesh, frozen, parameter_dtype)
+    update = Update(optimizer, steps, frozen=tuple(frozen), parameter_dtype=parameter_dtype)
+    return building.initial_state(_language(model), model.layout, arrays(model), update, mesh)
 
 
 def abstract_state(
@@ -142,26 +249,8 @@ def abstract_state(
     parameter_dtype: Any = jnp.float32,
 ) -> TrainState:
     """Shapes, dtypes and shardings of `initial_state`; the model may be abstract."""
-    return _state(abstract_initial, model, optimizer, steps, mesh, frozen, parameter_dtype)
-
-
-def _state(begin, model, optimizer, steps, mesh, frozen, parameter_dtype) -> TrainState:
-    trained, values = trained_paths(model.config, model.layout, frozen), arrays(model)
-    rows, kept = parameters(model.config, model.layout), _of(trained, optimizer_specs(model.config, model.layout))
-    if optimizer.moments == "int8":
-        shapes = {path: rows[path].shape for path in trained}
-        local = {path: spec.local_shape(shapes[path], dict(mesh.shape)) for path, spec in kept.items()}
-        if faults := block_faults(shapes, local, optimizer.moments_block):
-            raise ConfigError("cannot keep the optimizer's moments:", faults)
-    state = begin(_of(trained, values), _transform(model, optimizer, steps, trained, parameter_dtype), mesh, kept)
-    stored = {path: _cast(value, stored_dtype(rows[path], parameter_dtype)) for path, value in values.items()}
-    return replace(state, params=stored)
-
-
-def _cast(value: jax.Array | jax.ShapeDtypeStruct, dtype: Any) -> jax.Array | jax.ShapeDtypeStruct:
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(value.shape, dtype, sharding=value.sharding)
-    return value.astype(dtype)
+    update = Update(optimizer, steps, frozen=tuple(frozen), parameter_dtype=parameter_dtype)
+    return building.abstract_state(_language(model), model.layout, arrays(model), update, mesh)
 
 
 def abstract_gradients(
@@ -177,10 +266,7 @@ def abstract_gradients(
         mesh: the mesh.
         frozen: as of `training_step`.
     """
-    specs, kept = gradient_specs(model.config, model.layout), optimizer_specs(model.config, model.layout)
-    placed = shardings({path: kept[path] if spec.partial else spec for path, spec in specs.items()}, mesh)
-    shapes = {path: params[path] for path in trained_paths(model.config, model.layout, frozen)}
-    return {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed[path]) for path, x in shapes.items()}
+    return building.abstract_gradients(_language(model), model.layout, params, mesh, frozen)
 
 
 def evaluation_step(
@@ -196,22 +282,7 @@ def evaluation_step(
     Raises:
         PlanError: more than one round, and no stages.
     """
-    check_rounds(rounds, model.layout)
-
-    stages = {"microbatches": microbatches, "rounds": rounds} if stages_axes(model.layout) else {}
-
-    def entropy(params: Parameters, tokens: jax.Array) -> jax.Array:
-        return loss(with_arrays(model, params), tokens, train=False, **stages)[1]["cross_entropy"]
-
-    def evaluate(params: Parameters, tokens: jax.Array) -> jax.Array:
-        if not stages or jax.sharding.get_abstract_mesh().are_all_axes_explicit:
-            return entropy(params, tokens)
-        # Under Auto axes stages train under Explicit ones of the same mesh, which take every lowering.
-        specs = {path: spec.partition_spec() for path, spec in _specs(model.config, model.layout).items()}
-        placed = specs, batch_spec(model.layout).partition_spec()
-        return jax.sharding.explicit_axes(entropy, in_sharding=placed)(dict(params), tokens)
-
-    return evaluate
+    return building.evaluation_step(_language(model, rounds=rounds), model.layout, microbatches)
 
 
 def forward_step(model: Transformer) -> Callable[[Parameters, jax.Array], jax.Array]:
@@ -223,19 +294,6 @@ def forward_step(model: Transformer) -> Callable[[Parameters, jax.Array], jax.Ar
     return forward
 
 
-def _transform(
-    model: Transformer, optimizer: OptimizerConfig, steps: int, trained: Sequence[str], parameter_dtype: Any
-) -> Any:
-    """AdamW with weight decay for matrices only: norms have one dimension besides the stacked N."""
-    rows = _of(trained, parameter_specs(model.config, model.layout))
-    decayed = {path: len(set(spec.dims) - {"N"}) > 1 for path, (spec, _) in rows.items()}
-    transform = adamw(optimizer, steps, decayed)
-    return transform if jnp.dtype(parameter_dtype) == jnp.float32 else with_masters(transform)
-
-
-def _specs(config: ModelConfig, layout: Any) -> dict[str, Spec]:
-    return {path: spec for path, (spec, _) in parameter_specs(config, layout).items()}
-
-
-def _of(paths: Sequence[str], values: Mapping[str, T]) -> dict[str, T]:
-    return {path: values[path] for path in paths}
+def _language(model: Transformer, schedule: str = "1f1b", rounds: int = 1) -> Language:
+    check_rounds(rounds, model.layout)
+    return Language(model.config, model.dtype, schedule, rounds)

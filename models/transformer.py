@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 import gspmd
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
-from gspmd.annotate.errors import SpecError, report
-from gspmd.layouts.rules.causes import one_for_each_cause
-from gspmd.layouts.section import SectionSpecs
+from gspmd.layouts import Layout
+from gspmd.ops._argmax import PADDING
 from gspmd.ops._attention.zigzag import in_order, ring_size, zigzag
 from gspmd.ops._embedding import embed
 
 from .blocks import Block, ParallelBlock, part
 from .config import ModelConfig
 from .experts import moved
-from .finetuning.adapters import adapted, hold_adapters
-from .parameters import initialise, nested, parameters, stages_axes
+from .layer import Layer
+from .parameters import check_placed, initialise, nested, parameters, stages_axes
 from .remat.names import recomputed
-from .vectors import along, biased, cast_matrices, matrix, norm, optional, padded_dimensions, scaled
+from .vectors import along, cast_matrices, padded_dimensions, scaled
 
 Figures = dict[str, jax.Array]
 Stack = tuple[Any, Any]
@@ -40,7 +39,7 @@ class Transformer(nnx.Module):
     leading N; each step of a scan over N runs one period.
     """
 
-    def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, Any], dtype: Any = jnp.float32):
+    def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any = jnp.float32):
         self.config, self.layout, self.dtype = config, layout, dtype
         self.embedding = Embedding(config, layout, weights["embedding"], dtype)
         self.blocks = blocks(config, layout, weights["blocks"], dtype)
@@ -86,17 +85,17 @@ class Transformer(nnx.Module):
         definition, weights = nnx.split(self.blocks)
         if not stages_axes(self.layout):
             return definition, weights
-        rows, flat = parameters(self.config, self.layout), nnx.to_flat_state(weights)
-        for path, leaf in flat:
+        rows, gathered = parameters(self.config, self.layout), []
+        for path, leaf in nnx.to_flat_state(weights):
             spec = rows[".".join(map(str, ("blocks", *path)))].spec
-            leaf.set_value(moved(leaf.get_value(), spec, spec.with_axes("N", ())))
-        return definition, nnx.from_flat_state(flat)
+            # The leaf is the model's own, which keeps its weights where they are.
+            gathered.append((path, leaf.replace(moved(leaf.get_value(), spec, spec.with_axes("N", ())))))
+        return definition, nnx.from_flat_state(gathered)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Float32 logits [B, L, V] of a residual stream [B, L, E] that is placed as `stream`."""
-        tied = (self.embedding.table, self.embedding.scale) if self.config.tied else None
         with part(self.layout, "output"):
-            return self.output(x, tied)
+            return self.output(x, self.embedding)
 
 
 def run_blocks(
@@ -133,59 +132,52 @@ def run_blocks(
             each.append(figures)
         return x, jax.tree.map(lambda *rows: jnp.stack(rows), *each)
     # With one repeat a backward pass would hold everything it recomputes at once, and save no memory.
-    return jax.lax.scan(recomputed(step, config.remat if repeats > 1 else "none"), x, (weights, keys))
+    return jax.lax.scan(recomputed(step, config.remat_name if repeats > 1 else "none"), x, (weights, keys))
 
 
-class Embedding(nnx.Module):
+class Embedding(Layer):
     """The embedding table."""
 
-    def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
-        self.dtype, self.factor = dtype, math.sqrt(config.embed) if config.scale_embedding else 1.0
-        at = SectionSpecs(layout.section("embedding"))
-        self.equation = Equation.product(at.tokens, at.table, stream(config, layout))
-        self.spec, self.scale_spec = at.table, layout.spec("output.bias")
-        self.table, self.scale = nnx.Param(weights["table"]), optional(weights, "scale")
+    def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, jax.Array], dtype: Any):
+        super().__init__(config, layout.section("embedding"), weights, dtype)
+        self.factor = math.sqrt(config.embed) if config.scale_embedding else 1.0
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Rows of the table, times √E if the configuration scales them, placed as the residual stream."""
-        table, options = matrix(self.table, self.dtype), {}
-        if self.scale is not None:
-            scales = moved(self.scale[...], self.scale_spec, self.spec.without("E"))
+        equation, options = self.at.equation(f"tokens, table -> {stream_line(self.config)}"), {}
+        if self.parameter("scale") is not None:
+            along_rows = self.at.spec("table").without("E")
+            scales = moved(self.vector("scale"), self.at.spec("output.bias"), along_rows)
             options = {"scales": scales, "dtype": self.dtype}
-        return embed(tokens, table, self.equation, **options) * self.factor
+        return embed(tokens, self.matrix("table"), equation, **options) * self.factor  # [B, L] -> [B, L, E]
 
 
-class Output(nnx.Module):
+class Output(Layer):
     """The last norm, and the logits by the embedding table or an own one."""
 
-    def __init__(self, config: ModelConfig, layout: Any, weights: Mapping[str, jax.Array], dtype: Any):
-        self.config, self.dtype = config, dtype
-        self.residual, self.specs = stream(config, layout), SectionSpecs(layout.section("output"))
-        self.table_spec = layout.spec("embedding.table" if config.tied else "output.table")
-        self.norm, self.norm_bias = nnx.Param(weights["norm"]), optional(weights, "norm_bias")
-        self.table, self.scale = optional(weights, "table"), optional(weights, "scale")
-        self.bias = optional(weights, "bias")
+    def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, jax.Array], dtype: Any):
+        super().__init__(config, layout.section("output"), weights, dtype)
         self.padded = padded_dimensions(config, layout).get("V")
-        hold_adapters(self, weights)
 
-    def __call__(self, x: jax.Array, tied: tuple[nnx.Param, nnx.Param | None] | None) -> jax.Array:
+    def __call__(self, x: jax.Array, embedding: Embedding) -> jax.Array:
         """Float32 logits [B, L, V] of x, by the tied table and its scales, or by an own one."""
-        residual, logits = self.residual, self.specs.logits
-        table, scale = (self.table, self.scale) if tied is None else tied
-        y = norm(self.config, x, self.norm, self.norm_bias, residual, self.specs.norm, self.specs.norm_bias)
-        equation = Equation.product(residual, self.table_spec, logits)
-        weight = matrix(table, self.dtype)
-        product = gspmd.einsum(equation, y, weight, via=self.specs.in_via, preferred_element_type=jnp.float32)
-        product = adapted(self, "table", "output.table", product, y, residual, self.table_spec, logits)
-        product = biased(scaled(product, scale, logits, self.specs.bias), self.bias, logits, self.specs.bias)
+        line, holder = ("embedding.table", embedding) if self.config.tied else ("table", self)
+        where, logits = stream_line(self.config), self.at.spec("logits")
+        out, y = f"{where}, {line} -> logits", self.normed(where, x)  # [B, L, E] -> [B, L, V]
+        table = holder.matrix("table")
+        product = self.at.einsum(out, y, table, via="in_via", preferred_element_type=jnp.float32)
+        product = self.adapted(out, product, y)
+        if (scale := holder.parameter("scale")) is not None:
+            product = scaled(product, scale[...], logits, self.at.spec("bias"))
+        if (bias := self.parameter("bias")) is not None:
+            product = self.at.add_bias("logits, bias", product, bias[...])
         if self.padded is None:
             return product
-        # no token is padding; finite, so that 0 times it is 0
-        return product + along(np.where(self.padded.origins < 0, -1e30, 0.0), "V", logits)
+        return product + along(np.where(self.padded.origins < 0, PADDING, 0.0), "V", logits)  # no token is padding
 
 
 def _reordered(order: Callable[[jax.Array, int], jax.Array], x: jax.Array, spec: Spec, devices: int) -> jax.Array:
-    """What is cut along L, in another order of its tokens: gathered for it, and cut again."""
+    """Bring what is cut along L into another order of its tokens: it is gathered for that, and cut again."""
     if devices == 1:
         return x
     whole = spec.with_axes("L", ())
@@ -193,19 +185,24 @@ def _reordered(order: Callable[[jax.Array, int], jax.Array], x: jax.Array, spec:
     return gspmd.reshard(x, Equation.move(whole, spec))
 
 
-def blocks(config: ModelConfig, layout: Any, weights: Mapping[str, Any], dtype: Any) -> nnx.List:
+def blocks(config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any) -> nnx.List:
     """The blocks of one period, each with the weights of all periods, stacked in a leading N."""
     block = ParallelBlock if config.block == "parallel" else Block
     return nnx.List([block(config, layout, weights[str(i)], dtype) for i in range(config.period)])
 
 
-def stream(config: ModelConfig, layout: Any) -> Spec:
-    """The spec of the residual stream between blocks: that of the first layer of a block."""
-    return layout.spec("attention.residual" if config.block == "serial" else "ffn.residual")
+def stream_line(config: ModelConfig) -> str:
+    """The line of the residual stream between blocks: that of the first layer of a block."""
+    return "attention.residual" if config.block == "serial" else "ffn.residual"
+
+
+def stream(config: ModelConfig, layout: Layout) -> Spec:
+    """The spec of the residual stream between blocks."""
+    return layout.spec(stream_line(config))
 
 
 def build(
-    config: ModelConfig, layout: Any, mesh: jax.sharding.Mesh, key: jax.Array, dtype: Any = jnp.float32
+    config: ModelConfig, layout: Layout, mesh: jax.sharding.Mesh, key: jax.Array, dtype: Any = jnp.float32
 ) -> Transformer:
     """Build a model with initial parameters, each drawn with its sharding.
 
@@ -225,13 +222,7 @@ def build(
     if config.int8:
         raise ValueError("a model of int8 weights cannot be built from a key. Build it with int8 off, and quantize it.")
     rows = parameters(config, layout)
-    faults = [  # of all parameters: JAX would tell of the first one, and not which it is
-        replace(fault, text=f"{row.key} = {fault.text}", start=fault.start + at, end=fault.end + at)
-        for row in rows.values()
-        for at, fault in ((len(f"{row.key} = "), fault) for fault in row.spec.faults(row.shape, mesh))
-    ]
-    if faults:
-        raise report(SpecError, "cannot build the model", one_for_each_cause(dict.fromkeys(faults)))
+    check_placed("cannot build the model", rows, mesh)
     return Transformer(config, layout, nested(initialise(rows, mesh, key)), jnp.dtype(dtype))
 
 
@@ -241,6 +232,18 @@ def arrays(model: Transformer) -> dict[str, jax.Array]:
     return {path: leaves[path].get_value() for path in parameters(model.config, model.layout)}
 
 
-def with_arrays(model: Transformer, values: Mapping[str, jax.Array]) -> Transformer:
-    """Return the same model with other parameters, by path; `values` may be tracers."""
+def mesh_of(values: Mapping[str, Any]) -> Mesh:
+    """Return the mesh on which parameters lie.
+
+    Raises:
+        ValueError: they lie on no mesh of devices.
+    """
+    sharding = getattr(next(iter(values.values())), "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        raise ValueError("the model's parameters lie on no mesh.\n  Build or load the model on one.")
+    return sharding.mesh
+
+
+def with_arrays(model: Transformer, values: Mapping[str, Any]) -> Transformer:
+    """Return the same model with other parameters, by path; `values` may be tracers, or shapes."""
     return Transformer(model.config, model.layout, nested(values), model.dtype)

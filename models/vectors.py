@@ -1,4 +1,4 @@
-"""What a layer does with its vectors: the norm before it, scales and biases after its products, and what is padding."""
+"""Operations on weights besides products: dtypes, the scales of int8, and padding."""
 
 from __future__ import annotations
 
@@ -9,47 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 import gspmd
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
 from gspmd.layouts import Layout
 from gspmd.layouts.rules.padding import Padded, paddings
-from gspmd.ops._bias import add_bias
-from gspmd.ops._layer_norm import layer_norm
-from gspmd.ops._norm import rms_norm
 
 from .config import ModelConfig
-
-
-def optional(weights: Mapping[str, jax.Array], name: str) -> nnx.Param | None:
-    """The parameter of a name; None where the configuration asks for none."""
-    return nnx.Param(weights[name]) if name in weights else None
-
-
-def norm(
-    config: ModelConfig,
-    x: jax.Array,
-    scale: nnx.Param,
-    bias: nnx.Param | None,
-    spec: Spec,
-    scale_spec: Spec,
-    bias_spec: Spec,
-) -> jax.Array:
-    """Normalise [B, L, E] over E by the configuration's norm; the result lies as x does, at `spec`."""
-    if config.norm == "rms":
-        y = rms_norm(x, scale[...], spec, scale_spec, epsilon=config.norm_epsilon)
-    else:
-        shift = None if bias is None else bias[...]
-        y = layer_norm(x, scale[...], shift, spec, scale_spec, bias_spec, epsilon=config.norm_epsilon)
-    return checkpoint_name(y, "norm")
-
-
-def biased(x: jax.Array, bias: nnx.Param | None, spec: Spec, bias_spec: Spec) -> jax.Array:
-    """Add a bias over the last dimensions of x, which lies at `spec`; without one, x as it is."""
-    return x if bias is None else add_bias(x, bias[...], spec, bias_spec)
-
 
 SCALES = {
     "embedding.table": ("scale", "output.bias", "V"),
@@ -76,7 +43,7 @@ def matrix(weight: nnx.Param, dtype: Any) -> jax.Array:
     return weight[...] if weight[...].dtype == jnp.int8 else weight[...].astype(dtype)
 
 
-def cast_matrices(blocks: nnx.State, dtype: Any) -> nnx.State:
+def cast_matrices(blocks: Any, dtype: Any) -> Any:
     """The stacked weights of blocks, with all matrices as `matrix` gives them.
 
     Cast before the loop over layers, their gradients are stacked in the compute dtype, in which each is computed: half
@@ -90,15 +57,13 @@ def cast_matrices(blocks: nnx.State, dtype: Any) -> nnx.State:
     return jax.tree.map_with_path(cast, blocks)
 
 
-def scaled(x: jax.Array, scale: nnx.Param | None, spec: Spec, scale_spec: Spec) -> jax.Array:
+def scaled(x: jax.Array, scale: jax.Array, spec: Spec, scale_spec: Spec) -> jax.Array:
     """Multiply the product of an int8 weight, which lies at `spec`, by the scales of its last dimensions, in float32.
 
-    They are brought to where x has those dimensions, if they lie elsewhere. Without scales, x as it is.
+    They are brought to where x has those dimensions, if they lie elsewhere.
     """
-    if scale is None:
-        return x
     used = Spec(scale_spec.dims, spec.axes[-len(scale_spec.dims) :])
-    factor = scale[...] if used == scale_spec else gspmd.reshard(scale[...], Equation.move(scale_spec, used))
+    factor = scale if used == scale_spec else gspmd.reshard(scale, Equation.move(scale_spec, used))
     return (x.astype(jnp.float32) * jnp.expand_dims(factor, range(x.ndim - factor.ndim))).astype(x.dtype)
 
 
@@ -121,6 +86,7 @@ SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_s
 
 def shared_sizes(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the sizes of dimensions in the shared experts."""
+    assert config.moe is not None
     return {**sizes, "F": config.moe.shared * sizes["F"]}
 
 
@@ -136,13 +102,13 @@ def pad(values: jax.Array, padding: tuple[Padded | None, ...]) -> jax.Array:
     return values
 
 
-def wide_sizes(config: ModelConfig, layout: Any, batch: int = 1, length: int = 1) -> dict[str, int]:
+def wide_sizes(config: ModelConfig, layout: Layout, batch: int = 1, length: int = 1) -> dict[str, int]:
     """Return the sizes that tensors have under a layout: the model's, padded as the layout asks."""
     sizes = config.sizes(batch, length)
     return layout.padded(sizes) if isinstance(layout, Layout) else sizes
 
 
-def padded_dimensions(config: ModelConfig, layout: Any, *, shared: bool = False) -> dict[str, Padded]:
+def padded_dimensions(config: ModelConfig, layout: Layout, *, shared: bool = False) -> dict[str, Padded]:
     """Return the dimensions of parameters that are padded, by the layout or by `vocabulary_multiple`.
 
     Args:

@@ -3,7 +3,7 @@
 import sys
 
 try:
-    from gspmd.commands.main import script
+    from gspmd.__main__ import script
 except ModuleNotFoundError as error:
     sys.exit(f"{error}. Install gspmd first: pip install -e . in the folder of the checkout.")
 

@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -13,6 +14,7 @@ from importlib.abc import MetaPathFinder
 from importlib.util import spec_from_file_location
 from pathlib import Path
 
+import hypothesis
 import jax
 import pytest
 
@@ -45,6 +47,16 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "true"
 jax.config.update("jax_enable_compilation_cache", False)
 # What tracing leaves behind is kept in caches, so looking for garbage every 700 objects takes a tenth of the time.
 gc.set_threshold(100_000, 20, 20)
+
+# Where the suite is started in the background of a script, or under nohup, these are ignored, and all that tests start
+# would inherit that: whoever tests an interrupt would wait for its answer.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
+
+# On a machine that is loaded a case may take any time; what is slow is no fault of what is tested.
+hypothesis.settings.register_profile("loaded", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("loaded")
 
 host.use_host_devices(8)
 jax.config.update("jax_platforms", "cpu")

@@ -1,17 +1,11 @@
-"""The files of the house, what they import, and what there is to read of them.
-
-python -m tests.house        what one blocking einsum needs, in reading order, with lines and lines of code
-"""
+"""The files of the house, and what each of them imports."""
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-OTHER_LOWERINGS = ("gspmd.lowerings.looped", "gspmd.lowerings.xla")
-EINSUM = ("gspmd.ops._einsum", "gspmd.lowerings.blocking.lowering")
-"""Where a call begins, and the one lowering that it chooses."""
 
 
 def module_of(path: Path) -> str:
@@ -55,47 +49,3 @@ def _at_once(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     for node in body:
         if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
             yield node
-
-
-def closure(*starts: str, without: tuple[str, ...] = (), everywhere: bool = False) -> list[str]:
-    """All files that these need, a file before those that it imports; the package's own front door left out."""
-    seen: dict[str, None] = {}
-    waiting = list(reversed(starts))
-    while waiting:
-        module = waiting.pop()
-        if module not in seen and module != "gspmd" and not module.startswith(without or ("-",)):
-            seen[module] = None
-            packages = [".".join(module.split(".")[:n]) for n in range(2, module.count(".") + 1)]
-            waiting += reversed([name for name in (*packages, *imports(module, everywhere)) if name in FILES])
-    return list(seen)
-
-
-def lines(module: str) -> tuple[int, int]:
-    """Lines of a file, and those of them that are code: no blanks, comments and docstrings."""
-    text = FILES[module].read_text()
-    strings = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr) and _is_text(node.value)]
-    said = {number for node in strings for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
-    written = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
-    return len(written), len([line for number, line in written if line and line[0] != "#" and number not in said])
-
-
-def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
-
-
-def total(modules: Iterable[str]) -> tuple[int, int, int]:
-    """Files that have code, their lines, and those of code."""
-    sizes = [size for size in map(lines, modules) if size[1]]
-    return len(sizes), sum(size for size, _ in sizes), sum(code for _, code in sizes)
-
-
-def main() -> None:
-    """Print the table."""
-    needed = [module for module in closure(*EINSUM, without=OTHER_LOWERINGS) if lines(module)[1]]
-    for module in needed:
-        print("{:5} {:5}  {}".format(*lines(module), module))
-    print("{1:5} {2:5}  in {0} files".format(*total(needed)))
-
-
-if __name__ == "__main__":
-    main()

@@ -7,13 +7,15 @@
 What is run, by the language behind the fence:
 
 - `python`: a block stands alone, with imports and devices of its own, as a reader pastes it who begins there. What it
-  prints stands in a block without a language right below it, `...` for any text. A session (`>>>`) goes on where the
-  page's last one stopped, and is a doctest.
+  prints stands in a block without a language right below it, `...` for any text. Where a release of JAX prints
+  something else, "Since JAX 0.12:" and a second such block follow. A session (`>>>`) goes on where the page's last one
+  stopped, and is a doctest.
 - `sh`: in the shell, in a folder that has the project's files; a block without a language right below it is the output.
 - `toml` is read. `text`, `console` and `ebnf` are looked at by readers alone.
 
 A comment on the line above a block changes that, and says why:
 
+    <!-- saved as mixer.py -->               not run: the blocks below find it as that file
     <!-- run slow: ... -->                   not in the fast suite
     <!-- run slow, needs libtpu: ... -->     and only where the compiler for TPUs is installed
     <!-- run slow, with --steps 2: ... -->   with flags behind each of its commands
@@ -29,6 +31,7 @@ import sys
 import tempfile
 import tomllib
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,7 +41,9 @@ _FENCE = re.compile(r"^```(?P<language>[^\n`]*)\n(?P<code>.*?)^```$", re.DOTALL 
 _MARK = re.compile(
     r"<!-- run (?P<when>never|slow)(?P<tpu>, needs libtpu)?(?:, with (?P<flags>[^:]+))?: (?P<reason>[^\n]+) -->\n$"
 )
+_SAVED = re.compile(r"<!-- saved as (?P<name>[\w.]+) -->\n$")
 _ALONE = "import sys; exec(compile(sys.stdin.read(), sys.argv[1], 'exec'), {'__name__': '__main__'})"
+_SINCE = re.compile(r"\s*Since JAX (?P<release>[\d.]+):\s*")
 _DIFFERS = "it shows"
 _SESSION = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -53,8 +58,9 @@ class Block:
         when: "fast", "slow" or "never"; `reason` says why it is not fast.
         flags: what is put behind each command of a shell.
         needs_libtpu: whether it compiles for TPUs.
-        shown: the output that the page shows below it, None where it shows none.
+        shown: the output that the page shows below it for the installed JAX, None where it shows none.
         span: where that stands in the page.
+        file: the name that its code is saved under, in place of running it.
     """
 
     line: int
@@ -66,11 +72,12 @@ class Block:
     needs_libtpu: bool = False
     shown: str | None = None
     span: tuple[int, int] = (0, 0)
+    file: str = ""
 
     @property
     def is_run(self) -> bool:
         """Whether there is something to run, now or when there is more time."""
-        return self.language in ("python", "sh") and self.when != "never"
+        return self.language in ("python", "sh") and self.when != "never" and not self.file
 
 
 def blocks_of(text: str) -> tuple[list[Block], list[str]]:
@@ -80,35 +87,62 @@ def blocks_of(text: str) -> tuple[list[Block], list[str]]:
         language, code = each["language"].strip(), each["code"]
         line = text.count("\n", 0, each.start("code")) + 1
         above = text[text.rfind("\n", 0, max(each.start() - 1, 0)) + 1 : each.start()]
-        marked = _MARK.match(above)
-        follows = blocks and blocks[-1].language in ("python", "sh") and not text[end : each.start()].strip()
-        if follows and not language:
+        marked, saved = _MARK.match(above), _SAVED.match(above)
+        between = text[end : each.start()]
+        is_output = not language and blocks and blocks[-1].language in ("python", "sh")
+        since = _SINCE.fullmatch(between) if is_output and blocks[-1].shown is not None else None
+        if since:
+            if _release(version("jax")) >= _release(since["release"]):
+                blocks[-1] = replace(blocks[-1], shown=code, span=each.span("code"))
+        elif is_output and not between.strip():
             blocks[-1] = replace(blocks[-1], shown=code, span=each.span("code"))
         elif language not in ("python", "sh", "toml", *READ_ONLY):
             faults.append(f"line {line}: a block of {language or 'no language'}: write ```text where nothing is run")
         else:
             given = marked.groupdict() if marked else {}
-            blocks.append(Block(line, language, code, given.get("when") or "fast", given.get("reason") or "",
-                                given.get("flags") or "", bool(given.get("tpu"))))  # fmt: skip
+            blocks.append(
+                Block(
+                    line,
+                    language,
+                    code,
+                    given.get("when") or "fast",
+                    given.get("reason") or "",
+                    given.get("flags") or "",
+                    bool(given.get("tpu")),
+                    file=saved["name"] if saved else "",
+                )
+            )
         if above.startswith("<!-- run") and not marked:
             faults.append(f"line {line}: cannot read the comment above it: {above.strip()}")
         end = each.end()
     return blocks, faults
 
 
+def _release(name: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", name))
+
+
 class Page:
-    """A page whose blocks are run; its session, in this process."""
+    """A page whose blocks are run; its session, in this process.
+
+    Processes are handed `os.environ`. Else they would inherit what readline, which doctest loads since Python 3.13,
+    tells the C library alone: that there are 80 columns.
+    """
 
     def __init__(self, path: Path, folder: Path):
         self.path, self.folder, self.session = path, folder, {"__name__": "__main__"}
 
     def run(self, block: Block) -> tuple[str, str]:
         """What the block printed, and what is wrong with that; nothing where nothing is."""
+        if block.file:
+            Path(self.folder, block.file).write_text(block.code)
         if block.language == "toml":
             try:
                 tomllib.loads(block.code)
             except tomllib.TOMLDecodeError as error:
                 return "", f"TOMLDecodeError: {error}"
+            return "", ""
+        if block.file:
             return "", ""
         if block.language == "sh":
             return self._shell(block)
@@ -117,7 +151,7 @@ class Page:
     def _code(self, block: Block) -> tuple[str, str]:
         done = subprocess.run(
             [sys.executable, "-c", _ALONE, f"{self.path.stem}.py"], input=block.code,
-            cwd=self.folder, capture_output=True, text=True, check=False,
+            cwd=self.folder, capture_output=True, text=True, check=False, env={**os.environ},
         )  # fmt: skip
         if done.returncode:
             return done.stdout, f"exit code {done.returncode}\n{done.stderr[-4000:]}"
@@ -135,8 +169,9 @@ class Page:
     def _shell(self, block: Block) -> tuple[str, str]:
         code = re.sub(r"(?<!\\)\n", lambda end: f" {block.flags}\n", block.code) if block.flags else block.code
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", code], cwd=self.folder, capture_output=True, text=True, check=False
-        )
+            ["bash", "-euo", "pipefail", "-c", code], cwd=self.folder, capture_output=True, text=True, check=False,
+            env={**os.environ},
+        )  # fmt: skip
         if done.returncode:
             return done.stdout, f"{code}exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
         return done.stdout, _difference(block, done.stdout) if block.shown is not None else ""

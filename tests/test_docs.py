@@ -93,6 +93,14 @@ def test_what_does_not_run_is_found(shown, between, fence, fault, tmp_path):
         assert fault in str(error.value)
 
 
+def test_a_block_may_print_something_else_since_a_release_of_jax():
+    since = "```python\nprint(1)\n```\n\n```\n1\n```\n\nSince JAX {}:\n\n```\n2\n```\n"
+    for release, shown in (("0.1", "2\n"), ("99", "1\n")):
+        blocks, faults = blocks_of(since.format(release))
+        assert [block.shown for block in blocks] == [shown]
+        assert not faults
+
+
 def test_blocks_stand_alone_and_sessions_go_on(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```python\nx = 1\n```\n```python\n>>> y = 2\n\n```\n```python\n>>> y\n2\n\n```\n")
@@ -124,3 +132,10 @@ def test_write_keeps_what_a_block_that_fails_should_have_printed(tmp_path):
         _run(page, "--write")
     assert "```\n1\n```" in page.read_text()
     assert "boom\n```\n```\n3\n```" in page.read_text()
+
+
+def test_a_block_may_be_a_file_of_those_below(tmp_path):
+    page, saved = tmp_path / "page.md", "<!-- saved as one.py -->\n```python\n{}\n```\n"
+    page.write_text(saved.format("ONE = 1") + "```python\nfrom one import ONE\nprint(ONE)\n```\n```\n1\n```\n")
+    _run(page)
+    assert [block.is_run for block in blocks_of(page.read_text())[0]] == [False, True]

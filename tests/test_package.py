@@ -8,7 +8,7 @@ import pytest
 
 import gspmd
 
-ROOMS = ("audit", "host", "layouts", "moe", "ops", "pipeline", "training")
+ROOMS = ("audit", "host", "layouts", "moe", "ops", "pipeline", "search", "training")
 
 
 def test_the_version_is_that_of_the_package():

@@ -157,8 +157,30 @@ def test_one_wrong_argument_is_taken_or_refused_by_one_short_error_of_ours(name,
                 raise AssertionError(f"{said} raises {type(error).__name__}: {str(error)[:200]}") from error
 
 
+@pytest.mark.skipif(not _has_libtpu(), reason="libtpu, the TPU compiler, is not installed")
+def test_wrong_options_of_compile_offline_are_refused_before_anything_is_planned(monkeypatch):
+    monkeypatch.setattr("gspmd.audit.offline.compilation.trace", lambda *_: pytest.fail("it was planned"))
+    topology = audit.topology("tpu-v4:2x2x1")
+    x = jax.ShapeDtypeStruct((8, 8), "float32", sharding=jax.NamedSharding(topology.mesh({"x": 4}), jax.P("x")))
+    wrong = {
+        "compiler_options": ["x", 5, [1], {1: 2}, {"no_such_option": 1}],
+        "donate_argnums": [None, 5, "x", ["x"], [0.5], (1,), np.ones((2, 2)), object()],
+        "auto_layout_argnums": [5, "x", (None,), (7,), jax.ShapeDtypeStruct((8,), "float32")],
+        "out_shardings": [5, "x", np.ones(2), {"a": int}],
+        "progress": [None, "x", 5],
+        "mesh": ["x", 5, {"x": 3}],
+        "flops": ["x", -1, None],
+        "topology": ["x", None, {"x": 4}],
+    }
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(OURS) as error:
+                audit.compile_offline(lambda x: x * 2, x, **{"topology": topology, name: value})
+            assert "\n  " in str(error.value), f"{name}={value!r} has no remedy: {error.value}"
+
+
 def test_every_public_function_is_tried():
-    tried = {"trace"} | {getattr(fn, "__name__", "") for fn, *_ in CALLS.values()}
+    tried = {"trace", "compile_offline"} | {getattr(fn, "__name__", "") for fn, *_ in CALLS.values()}
     rooms = (gspmd, audit, ops, layouts, moe)
     public = {name for room in rooms for name in room.__all__ if inspect.isfunction(getattr(room, name))}
-    assert public - tried <= {"compile_offline", "expert_layer", "presets", "slices"}
+    assert public - tried <= {"expert_layer", "presets", "slices"}

@@ -1,4 +1,4 @@
-"""What a string means: specs, equations, and the calls that place arrays by them.
+"""The notation: specs, equations, and the calls that place arrays by them.
 
 This package is callable, as the public function that it is named for: `gspmd.annotate(x, "BLE_x")` places an array.
 """

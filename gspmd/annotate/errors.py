@@ -11,6 +11,7 @@ Code that finds a fault writes a `Fault`; the public function that was called co
 How a message is drawn stands in `diagnosis/message.py`, which is imported when there is one to draw.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -96,7 +97,12 @@ def shown(value: object) -> str:
         return f"{article(_ARRAYS.get(name, name))} of {dtype}, of shape {shape}"
     if isinstance(value, str):
         return repr(value if len(value) <= _SHOWN else f"{value[: _SHOWN - 1]}…")
-    text = repr(value)
+    if isinstance(value, int) and value.bit_length() > 300:  # Python itself writes no more than 4,300 digits
+        return f"about {'-' * (value < 0)}10^{math.log10(abs(value)):.0f}"
+    try:
+        text = repr(value)
+    except ValueError:  # it holds such a number
+        return article(type(value).__name__)
     fits = len(text) <= _SHOWN and text.isprintable() and " at 0x" not in text
     return text if fits else article(type(value).__name__)
 

@@ -16,7 +16,7 @@ _CAPITALS = frozenset(string.ascii_uppercase)
 
 @dataclass(frozen=True)
 class Spec:
-    """How one tensor lies on a mesh, in the notation of the papers: `B_xLE_yz partialsum-w`.
+    """The placement of one tensor on a mesh, in the notation of the papers: `B_xLE_yz partialsum-w`.
 
     Two specs are equal when they mean the same; `str` gives the canonical text, which parses back.
 
@@ -206,7 +206,7 @@ class Spec:
         return faults_of(self, sizes, mesh)
 
     def _fits(self, sizes: Mapping[str, int] | Sequence[int], mesh: Mapping[str, int]) -> bool:
-        """Whether the mesh has every axis, and every dimension has a size that its axes divide."""
+        """Return whether the mesh has every axis, and every dimension has a size that its axes divide."""
         if not isinstance(sizes, Mapping):
             if len(sizes) != len(self.dims):
                 return False

@@ -1,5 +1,6 @@
 """Read the sizes that a caller gives, of dimensions and of mesh axes."""
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, overload
@@ -29,6 +30,9 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
             raise SpecError(
                 f"mesh axis {axis} has size {shown(size)}.\n  The size of a mesh axis is a whole number, 1 or more."
             )
+    if math.prod(sizes.values()) >= LARGEST:
+        shape = ", ".join(f"{axis}={shown(size)}" for axis, size in sizes.items())
+        raise SpecError(f"no machine has a mesh {shape}.\n  A mesh has fewer than 2^40 devices.")
     return {axis: int(size) for axis, size in sizes.items()}
 
 

@@ -1,4 +1,4 @@
-"""What the compiler made of it: ledgers, machines one does not have, memory, and time."""
+"""The compiler's side: ledgers, machines one does not have, memory, and time."""
 
 from gspmd.audit.hlo import HloError
 from gspmd.audit.ledgers.comparison import Comparison

@@ -1,5 +1,6 @@
 """Checks of the arguments that several calls of this room take."""
 
+from collections.abc import Sequence
 from math import isfinite
 from numbers import Real
 from os import PathLike
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from gspmd.annotate.errors import PlanError, shown
+from gspmd.annotate.validation import whole
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
@@ -21,7 +23,7 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
         PlanError: it is neither.
     """
     try:
-        sizes = dict(getattr(mesh, "shape", mesh))
+        sizes: dict[str, Any] = dict(getattr(mesh, "shape", mesh))
     except (TypeError, ValueError):
         sizes = {"": None}
     if not all(isinstance(size, (int, np.integer)) for size in sizes.values()):
@@ -38,9 +40,31 @@ def operations(flops: Any) -> float:
     Raises:
         PlanError: it is no such number.
     """
-    if not isinstance(flops, Real) or isinstance(flops, bool) or not isfinite(flops) or flops < 0:
+    number = isinstance(flops, Real) and not isinstance(flops, bool)
+    if not number or not isfinite(flops) or flops < 0:
         raise PlanError(f"cannot count {shown(flops)} operations.\n  Give flops= of one execution, as a number.")
     return flops
+
+
+def argument_numbers(name: str, given: Any, count: int) -> tuple[int, ...]:
+    """Numbers of arguments, counted from 0 or from behind, as for `jax.jit`.
+
+    Args:
+        name: of the keyword, for the error.
+        given: what stands there.
+        count: how many arguments there are.
+
+    Raises:
+        PlanError: it is no sequence of such numbers.
+    """
+    numbers = [whole(each) for each in given] if isinstance(given, Sequence) and not isinstance(given, str) else [None]
+    known = [number for number in numbers if number is not None and -count <= number < count]
+    if len(known) < len(numbers):
+        raise PlanError(
+            f"cannot take {name}={shown(given)}: there are {count} arguments.\n"
+            f"  Give their numbers, counted from 0, such as {name}=(0,)."
+        )
+    return tuple(number % count for number in known)
 
 
 def file_path(given: Any) -> Path:

@@ -6,13 +6,13 @@
 Nothing is allocated and nothing runs; all times are simulated. Exit code 1 if the model does not fit.
 """
 
-import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import tyro
@@ -21,12 +21,15 @@ import gspmd
 import gspmd_models as models
 from gspmd import host
 from gspmd.audit import Report, Topology, compile_offline, gantt, perfetto, slices, topology
-from gspmd.commands import configs
+from gspmd.commands import configs, own
+from gspmd.commands.file import file_of
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
 from gspmd.layouts import Layout
-from gspmd.training import OptimizerConfig, ShardingConfig, TrainingConfig, command
-from gspmd.training.config import ConfigError, load_toml, parse_mesh
+from gspmd.training import OptimizerConfig, ShardingConfig, command
+from gspmd.training.config import ConfigError, parse_mesh
+from gspmd.training.model import Own, finding
+from gspmd.training.step import Update, abstract_program
 from gspmd.training.toml import positive
 from gspmd_models import ModelConfig, step
 from gspmd_models.decoding import serving_program
@@ -40,27 +43,17 @@ TRAINED = ("microbatches", "parameter_dtype", "frozen")
 
 
 @dataclass(frozen=True)
-class File:
-    """The tables that a configuration file may have; of [training] counts what `Settings` has, too."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    sharding: ShardingConfig = field(default_factory=ShardingConfig)
-
-
-@dataclass(frozen=True)
 class Settings:
-    """What to compile, for which slice, and where to put what is found."""
+    """A program to compile, the slice, and the files for the results."""
 
     config: str = DEFAULT
     """TOML file with a table [model], and perhaps [training], [lora], [optimizer] and [sharding]."""
     topology: str = "tpu-v4:4x4x4"
     """Chip and torus, such as tpu-v4:4x4x4, tpu-v5p:8x8x16 or tpu-v6e:16x16."""
     phase: Literal["forward", "train", "prefill", "decode"] = "forward"
-    """forward: tokens to logits, weights in --dtype. train: a whole update, as `gspmd train` makes it.
-    prefill, decode: what `gspmd generate` runs, --length tokens of every row into a cache, or one behind a full one."""
+    """forward: tokens to logits, weights in --dtype. train: a whole update, as of `gspmd train`; a --model has this one
+    alone. prefill, decode: what `gspmd generate` runs, --length tokens of every row into a cache, or one behind a full
+    one."""
     batch: int = 32
     """Sequences, over all devices."""
     length: int = 256
@@ -68,7 +61,7 @@ class Settings:
     microbatches: int = 1
     """Parts of a training step's batch, as of `gspmd train`."""
     parameter_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What a training step stores matrices in, as of `gspmd train`."""
+    """Dtype in which a training step stores matrices, as of `gspmd train`."""
     frozen: tuple[str, ...] = ()
     """Patterns of parameters that a training step leaves as they are, as of `gspmd train`."""
     room: int = 0
@@ -76,11 +69,11 @@ class Settings:
     prefill_layout: str = ""
     """Another layout for --phase prefill, which reads the weights where --layout stores them: preset or TOML file."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """What the model computes in."""
+    """Dtype that the model computes in."""
     weights: Literal["dtype", "int8"] = "dtype"
-    """How prefill and decode store matrices: in --dtype, or int8; int8 ones have a float32 scale for every channel."""
+    """Dtype in which prefill and decode store matrices; int8 ones have a float32 scale for every channel."""
     cache: Literal["dtype", "int8"] = "dtype"
-    """How prefill and decode keep keys and values: in --dtype, or int8 with a float32 scale for each token and head."""
+    """Dtype in which prefill and decode keep keys and values; int8 has a float32 scale for each token and head."""
     smallest: bool = False
     """Look for the smallest slice of the chip that the model fits on, from the least that could hold its arguments."""
     json: str = ""
@@ -91,6 +84,8 @@ class Settings:
     """File for the timeline, to open in ui.perfetto.dev."""
     gantt: str = ""
     """PNG file for the timeline."""
+    model_class: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:NAME")] = ""
+    """A model of one's own, as of `gspmd train`; without --config, the model alone."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: tyro.conf.OmitArgPrefixes[OptimizerConfig] = field(default_factory=OptimizerConfig)
@@ -116,7 +111,7 @@ def main(argv: Sequence[str], script: str = "") -> int:
     asked = topology(settings.topology)
     report = smallest(settings, asked) if settings.smallest else compiled(settings, asked)
     console.print(report)
-    if settings.phase == "train" and not settings.smallest:
+    if settings.phase == "train" and not settings.smallest and not own.is_own(settings):
         layout, mesh = layout_of(settings), mesh_of(settings, asked)
         layout = layout.resolved(settings.model.sizes(settings.batch, settings.length), mesh)
         show_remat(console, settings.model, layout, mesh, settings.batch, settings.length, settings.dtype)
@@ -126,19 +121,22 @@ def main(argv: Sequence[str], script: str = "") -> int:
 
 def parse(argv: Sequence[str], script: str = "") -> Settings:
     """The settings: those of the file, replaced by flags."""
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    early.add_argument("--config", default=DEFAULT)
-    name = early.parse_known_args(list(argv))[0].config
-    file = load_toml(File, configs.find(name))
+    file, name = file_of(argv, DEFAULT)
     said = {name: getattr(file.training, name) for name in ("batch", "length", *TRAINED)}
-    default = Settings(name, **said, model=file.model, lora=file.lora, optimizer=file.optimizer, sharding=file.sharding)
+    said |= {name: getattr(file, name) for name in ("model_class", "model", "lora", "optimizer", "sharding")}
+    typed = finding.typed_with(Settings, type(file.model)) if own.is_own(file) else Settings
+    default = typed(name, **said, phase="train" if own.is_own(file) else "forward")
     prog, description = configs.called(__doc__, "gspmd compile", script)
-    settings = command.parse_flags(Settings, argv, default, description, prog)
+    settings = command.parse_flags(typed, argv, default, description, prog)
     faults: list[str] = []
+    if own.is_own(settings):
+        own.refuse(settings, "cannot compile a model of one's own:")
+        if settings.phase != "train":
+            faults.append(f"a model of one's own has a training step alone; leave --phase {settings.phase} out.")
     positive(faults, batch=settings.batch, length=settings.length, microbatches=settings.microbatches)
     if settings.room < 0 or 0 < settings.room < settings.length:
         faults.append(f"--room has to be 0, or at least --length {settings.length}, not {settings.room}.")
-    if settings.model.lora:
+    if not own.is_own(settings) and settings.model.lora:
         faults.append("adapters stand in a table of their own: write [lora] in place of [model.lora].")
     if settings.phase != "train" and (given := for_training(settings, default)):
         faults.append(f"--phase {settings.phase} trains nothing; leave {', '.join(given)} out.")
@@ -155,12 +153,14 @@ def parse(argv: Sequence[str], script: str = "") -> Settings:
         faults.append("--smallest tries slices of many sizes; leave --mesh out.")
     for flag in ("json", "hlo", "trace", "gantt"):
         path = Path(getattr(settings, flag))
-        if not path.parent.is_dir():
+        if not os.path.isdir(path.parent):
             faults.append(f"--{flag} {path}: there is no folder {str(path.parent)!r}.")
     if settings.gantt and Path(settings.gantt).suffix != ".png":
         faults.append(f"--gantt writes a PNG file, whose name ends in .png, not {settings.gantt!r}.")
     if faults:
         raise ConfigError("cannot compile:", faults)
+    if own.is_own(settings):
+        return settings
     # What was trained with adapters is served with them in its weights.
     lora = settings.lora if settings.phase == "train" and settings.lora.rank else None
     return replace(settings, model=replace(settings.model, lora=lora))
@@ -231,8 +231,13 @@ def mesh_of(settings: Settings, target: Topology) -> jax.sharding.Mesh:
         layout_of(settings).phase("decode").resolved(one, shape).one_position().check(one, shape)
     if settings.phase == "train":
         check_stages(sharding.rounds, sharding.schedule, layout)
-        how = sharding.schedule, settings.microbatches, sharding.rounds
-        schedule_of(config, layout.resolved(sizes, shape), shape, *how)
+        at = layout.resolved(sizes, shape), shape
+        own.trainable(settings, settings.dtype).check(*at, settings.batch, settings.length, settings.microbatches)
+    if settings.phase == "train" and not own.is_own(settings):
+        schedule_of(config, *at, sharding.schedule, settings.microbatches, sharding.rounds)
+    if settings.phase == "forward":
+        at = layout.resolved(sizes, shape), shape
+        step.check_slots(config, *at, settings.batch, settings.length, train=False)
     return target.mesh(shape, sharding.axis_types)
 
 
@@ -242,9 +247,14 @@ def compiled(settings: Settings, target: Topology, called: str = "") -> Report:
     program, args, options = program_of(settings, layout, mesh)
     # one token of every row, which reads all that the cache has room for, or all tokens, which read one another
     read, seen = (1, settings.room or settings.length) if settings.phase == "decode" else (settings.length,) * 2
-    flops = settings.batch * read * config.flops_per_token(seen)
+    if own.is_own(settings):
+        of_one, at = Own(settings.model), layout.resolved(config.sizes(settings.batch, settings.length), mesh)
+        each, parameters = of_one.flops_per_token(at, seen), of_one.num_parameters(at)
+    else:
+        each, parameters = config.flops_per_token(seen), config.num_parameters
+    flops = settings.batch * read * each
     flops /= 1 if settings.phase == "train" else 3  # a backward pass is two forward passes
-    named = called or f"{config.num_parameters:,} parameters, {layout.name}, {target.name}"
+    named = called or f"{parameters:,} parameters, {layout.name}, {target.name}"
     console = printing.console(stderr=True)
     with gspmd.lowering(layout.lowering or "auto"), Progress(console, named) as progress:
 
@@ -260,32 +270,29 @@ def compiled(settings: Settings, target: Topology, called: str = "") -> Report:
 
 
 def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tuple, dict[str, Any]]:
-    """What is compiled, its abstract arguments, and which of them it overwrites or may order as it likes."""
+    """Return the program to compile, its abstract arguments, and which of them it overwrites or may reorder."""
     train, config = settings.phase == "train", settings.model
     if settings.phase in ("prefill", "decode"):
         room, prefill = settings.room or settings.length, settings.prefill_layout
-        program = serving_program(
+        served = serving_program(
             config, layout, mesh, settings.phase, batch=settings.batch, length=settings.length, room=room,
             prefill=Layout.load(prefill) if prefill else None, dtype=settings.dtype,
             **{name: "int8" for name in ("weights", "cache") if getattr(settings, name) == "int8"},
         )  # fmt: skip
-        say_chosen(program.layout)
-        numbers = {"donate_argnums": program.donated, "auto_layout_argnums": program.stored}
+        say_chosen(served.layout)
+        numbers = {"donate_argnums": served.donated, "auto_layout_argnums": served.stored}
         options: dict[str, Any] = {name: (number,) for name, number in numbers.items()}
-        return program.step, program.arguments, options
+        return served.step, served.arguments, options
     layout = layout.resolved(config.sizes(settings.batch, settings.length), mesh)
     say_chosen(layout)
-    stored = "float32" if train else settings.dtype
-    model = models.abstract(config, layout, mesh, settings.dtype, stored=stored)
     if not train:
+        model = models.abstract(config, layout, mesh, settings.dtype, stored=settings.dtype)
         tokens = models.abstract_tokens(layout, mesh, settings.batch, settings.length)
         return step.forward_step(model), (models.arrays(model), tokens), {}
-    of_state: dict[str, Any] = {"frozen": settings.frozen, "parameter_dtype": settings.parameter_dtype}
-    state = step.abstract_state(model, settings.optimizer, 1000, mesh, **of_state)
-    batch = models.abstract_batch(layout, mesh, settings.batch, settings.length)
-    pipeline = settings.microbatches, settings.sharding.schedule, settings.sharding.rounds
-    update = step.training_step(model, settings.optimizer, 1000, *pipeline, **of_state)
-    return update, (state, batch, models.abstract_key(mesh)), {"donate_argnums": (0,)}
+    update = Update(settings.optimizer, 1000, settings.microbatches, settings.frozen, settings.parameter_dtype)
+    program = abstract_program(own.trainable(settings, settings.dtype), update, settings.batch, settings.length)
+    made, *arguments = program(layout, mesh)
+    return made, tuple(arguments), {"donate_argnums": (0,)}
 
 
 def say_chosen(layout: Layout) -> None:

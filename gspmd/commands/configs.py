@@ -1,5 +1,6 @@
 """The configurations that are shipped, and how a command is introduced in its help."""
 
+import os
 import re
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def find(name: str) -> str:
         >>> Path(find("tiny")).name, find("mine/tiny.toml")
         ('tiny.toml', 'mine/tiny.toml')
     """
-    if "/" in name or name.endswith(".toml") or Path(name).exists():
+    if "/" in name or name.endswith(".toml") or os.path.exists(name):
         return name
     shipped = sorted(path.stem for path in FOLDER.glob("*.toml"))
     if name not in shipped:

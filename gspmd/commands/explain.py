@@ -1,4 +1,4 @@
-"""What an equation will do on a mesh, drawn as the papers draw it, with the plans of its gradients.
+"""An equation on a mesh: its plan, drawn as the papers draw it, with the plans of its gradients.
 
     gspmd explain "BLE_xyz, E_xF_yz -> BLF_yzx" --mesh x=4,y=4,z=4 --sizes B=512,L=1,E=18432,F=73728
 
@@ -10,9 +10,11 @@ import sys
 from collections.abc import Sequence
 
 import gspmd
+from gspmd.annotate.errors import shown
 from gspmd.display.console import console
 from gspmd.lowerings.default import LOWERINGS
 from gspmd.planner import drawing
+from gspmd.reading import WHOLE, whole_number
 
 
 def run(argv: Sequence[str], script: str = "") -> int:
@@ -66,9 +68,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 def _numbers(text: str) -> dict[str, int]:
     pairs = [pair.partition("=") for pair in text.split(",")]
-    wrong = next(("".join(pair) for pair in pairs if not pair[0].strip() or not pair[2].strip().isdecimal()), None)
-    if wrong is not None:
-        raise argparse.ArgumentTypeError(f"{wrong!r} is not a name and a size, such as x=4.")
+    for name, equals, size in pairs:
+        if not (name.strip() and equals):
+            raise argparse.ArgumentTypeError(f"{shown(name + equals + size)} is not a name and a size, such as x=4.")
+        if whole_number(size) is None:
+            raise argparse.ArgumentTypeError(f"{name.strip()} has size {shown(size.strip())}, which is not {WHOLE}.")
     names = [name.strip() for name, *_ in pairs]
     if len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{text!r} gives a size twice.")

@@ -31,14 +31,14 @@ _DOING = "cannot export:"
 
 @dataclass(frozen=True)
 class Settings:
-    """What is written, where to, and how."""
+    """A checkpoint to write, its place, and its format."""
 
     folder: tyro.conf.Positional[str] = ""
     """Folder of a run of `gspmd train`; its newest checkpoint is taken."""
     out: tyro.conf.Positional[str] = ""
     """New folder."""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    """What the tensors are kept in."""
+    """Dtype in which the tensors are kept."""
 
 
 def run(argv: Sequence[str], script: str = "") -> int:
@@ -81,4 +81,4 @@ def main(argv: Sequence[str], script: str = "") -> int:
 
 def promised(kept: Path) -> int:
     """Tokens of the longest sequence of the checkpoint that a run began with; 0 if it began with none."""
-    return described(kept).length or 0 if (kept / "config.json").exists() else 0
+    return described(kept).config.context_length or 0 if (kept / "config.json").exists() else 0

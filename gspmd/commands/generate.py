@@ -18,21 +18,26 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
+import jax.numpy as jnp
 import tyro
 from rich.console import Console
 
 import gspmd
 import gspmd_models as models
 from gspmd import host
-from gspmd.commands import automatic, configs, overview
-from gspmd.commands.source import Source
+from gspmd.commands import automatic, configs, overview, train
+from gspmd.commands.source import Source, layout_of, own_run, tokenizer_of
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
 from gspmd.display.units import amount_of_seconds
+from gspmd.interruption import number_of
 from gspmd.layouts import Layout
+from gspmd.reading import ReadError, read_text
 from gspmd.training import ShardingConfig, command
 from gspmd.training.arrangement import make_mesh, start
+from gspmd.training.checkpoints import load_parameters, newest_intact
 from gspmd.training.config import ConfigError
+from gspmd.training.model import Own
 from gspmd.training.reporting import report
 from gspmd.training.run.signals import Stop
 from gspmd_models import checkpoints, decoding
@@ -42,7 +47,7 @@ _DOING = "cannot generate text:"
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """How the next token is drawn; the filters apply in this order."""
+    """Settings of sampling; the filters apply in this order."""
 
     temperature: float = 1.0
     """Divides the logits; 0 takes the likeliest token."""
@@ -56,7 +61,7 @@ class SamplingFlags:
 
 @dataclass(frozen=True)
 class Sharding(ShardingConfig):
-    """Which devices, which mesh over them, and which layout on it."""
+    """The devices, the mesh over them, and the layout on it."""
 
     devices: int | None = None
     """Number of devices; all of an accelerator, or one of a CPU, if not given."""
@@ -68,7 +73,7 @@ class Sharding(ShardingConfig):
 
 @dataclass(frozen=True)
 class Settings:
-    """What is continued, with which model, and where it runs."""
+    """The prompts to continue, the model, and where it runs."""
 
     checkpoint: str = ""
     """Folder of a public checkpoint, or of a run of `gspmd train`."""
@@ -95,11 +100,11 @@ class Settings:
     cache_length: int | None = None
     """Tokens of a text that the cache has room for; as many as are needed, or a few more, if not given."""
     weights: Literal["int8"] | None = None
-    """What matrices are kept in, with a scale for every channel; the compute type if not given."""
+    """Dtype in which matrices are kept, with a scale for every channel; the compute type if not given."""
     cache: Literal["int8"] | None = None
-    """What keys and values are kept in, with a scale for every token and head; the compute type if not given."""
+    """Dtype in which keys and values are kept, with a scale for every token and head; the compute type if not given."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """What the model computes in, and is kept in; float32 on a CPU and bfloat16 elsewhere if not given."""
+    """Dtype that the model computes in, and is kept in; float32 on a CPU and bfloat16 elsewhere if not given."""
     compile_cache: bool = True
     """Whether compiled programs are kept on disk, where the next start finds them."""
     explain: bool = False
@@ -127,21 +132,22 @@ def main(argv: Sequence[str], script: str = "") -> int:
     except (checkpoints.CheckpointError, decoding.GenerationError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         print("\nInterrupted.", file=sys.stderr)
-        return 130
+        return 128 + number_of(stopped)
 
 
 def generate(settings: Settings) -> int:
     """Continue the prompts, or explain what that would take."""
     prompts, sampling = prompts_of(settings), decoding.Sampling(**vars(settings.sampling))
-    if not 0 <= settings.seed < 2**32:
-        raise ConfigError(_DOING, [f"seed is {settings.seed}; it must be at least 0, and less than 2**32."])
     if not settings.checkpoint:
         raise ConfigError(_DOING, ["--checkpoint names the folder of the model; it is missing."])
     if "" in settings.stop:
         raise ConfigError(_DOING, ["--stop is empty, which every text would end with; give at least one character."])
-    source, console = Source.at(Path(settings.checkpoint)), printing.console(120, stderr=True)
+    folder, console = Path(settings.checkpoint), printing.console(120, stderr=True)
+    if run := own_run(folder):
+        return generate_own(console, settings, folder, run, prompts, sampling)
+    source = Source.at(folder)
     config, ids = decoding.for_serving(source.config), [source.tokenizer.encode(prompt) for prompt in prompts]
     sharding, named = arranged(console, settings, config, ids)
     layout = source.layout(settings.decode_layout or named, sharding)
@@ -156,6 +162,7 @@ def generate(settings: Settings) -> int:
     options: dict[str, Any] = {"chunk": settings.chunk, "burst": burst, "int8": settings.cache == "int8"}
     with jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"), Stop() as stop:
         batch = decoding.make_batch(config, layout, prefill, mesh, ids, settings.tokens, chunk=settings.chunk, **job)
+        decoding.check_seeds(settings.seed, batch.texts)
         decode = batch.sizes.decode
         shapes = models.abstract(config, decode, mesh, dtype, stored=settings.weights or dtype)
         planned = models.Generator(shapes, layout, prefill, **options)  # with the faults of its settings
@@ -179,6 +186,86 @@ def generate(settings: Settings) -> int:
     return 0
 
 
+def generate_own(
+    console: Console,
+    settings: Settings,
+    folder: Path,
+    run: train.Settings,
+    prompts: Sequence[str],
+    sampling: decoding.Sampling,
+) -> int:
+    """Continue the prompts with the model of a run that is one's own, or explain what that would take."""
+    tokenizer = tokenizer_of(folder)
+    subject = Own(run.model)
+    refuse_for_own(settings, subject)
+    vocabulary = subject.fixed_sizes().get("V", 256)
+    ids = decoding.read_prompts(
+        vocabulary, [tokenizer.encode(prompt) for prompt in prompts], settings.tokens,
+        samples=settings.samples, chunk=settings.chunk, cache_length=settings.cache_length,
+    )  # fmt: skip
+    texts = settings.samples * len(ids)
+    decoding.check_seeds(settings.seed, texts)
+    named = layout_of(folder, run, settings.sharding.layout, settings.sharding)
+    with Progress(console, "Starting the devices"):
+        kept = host.keep_compiled(settings.compile_cache)
+        mesh = make_mesh(settings.sharding, named.one_position(), subject.fixed_sizes(), host_devices=1)
+    subject = replace(subject, dtype=dtype_on([*mesh.devices.flat], settings))
+    room = settings.cache_length or decoding.coarse(max(map(len, ids)) + settings.tokens - 1)
+    with jax.set_mesh(mesh), gspmd.lowering(named.lowering or "auto"), Stop() as stop:
+        rows, layout = decoding.fewest_rows(subject, named, mesh, texts, room)
+        burst = min(settings.burst, max(settings.tokens, 1))
+        writer = decoding.Stepwise(subject, layout, rows, room, settings.chunk, burst)
+        like = {
+            path: jax.ShapeDtypeStruct(
+                row.shape,
+                jnp.dtype(subject.dtype) if row.is_matrix and not row.float32 else jnp.float32,
+                sharding=jax.NamedSharding(mesh, row.spec.partition_spec()),
+            )
+            for path, row in subject.rows(layout).items()
+        }
+        if settings.explain:
+            overview.explain_own(printing.console(120), writer, like)
+            return 0
+        facts = overview.facts_of_own(run.model_class, subject, layout, mesh)
+        report.header(console, facts | {"programs": kept})
+        with Progress(console, "Loading the model"):
+            step = newest_intact(folder, partial(print, file=sys.stderr), "cannot load the parameters:")
+            params = load_parameters(folder, step, like)
+        console.print(f"Loaded: step {step} of the run.", soft_wrap=True, markup=False)
+        ended: set[int] = set()
+        bursts = writer.stream(
+            params, ids, settings.tokens, samples=settings.samples, sampling=sampling, seed=settings.seed,
+            stop=sorted(tokenizer.ends), ended=ended,
+        )  # fmt: skip
+        written = [decoding.Text(tokenizer, of, settings.stop) for of in ids for _ in range(settings.samples)]
+        write(console, prompts, written, unless_stopped(bursts, stop), ended)
+    return 0
+
+
+def refuse_for_own(settings: Settings, subject: Own) -> None:
+    """Refuse what a model of one's own does not have.
+
+    Raises:
+        ConfigError: with every fault.
+    """
+    faults = []
+    if not subject.decodes:
+        faults.append(
+            f"{subject.name}, a model of one's own, has no methods kept and step, by which it would read token after "
+            "token; see gspmd.training.model.Decoder."
+        )
+    for flag in ("weights", "cache"):
+        if getattr(settings, flag):
+            faults.append(f"--{flag} int8 is for the models that come with gspmd; leave it out.")
+    for flag in ("prefill-layout", "decode-layout"):
+        if getattr(settings, flag.replace("-", "_")):
+            faults.append(f"--{flag}: a model of one's own has one layout to read and to decode; give it as --layout.")
+    if settings.sharding.layout == automatic.NAME:
+        faults.append("no layout is searched for it here; leave --layout out for that of the run, or name a file.")
+    if faults:
+        raise ConfigError(_DOING, faults)
+
+
 def arranged(
     console: Console, settings: Settings, config: models.ModelConfig, ids: Sequence[Sequence[int]]
 ) -> tuple[Sharding, str | Layout]:
@@ -189,17 +276,20 @@ def arranged(
     if settings.prefill_layout or settings.decode_layout:
         fault = "--layout auto finds the layout of both phases; leave out --prefill-layout and --decode-layout."
         raise ConfigError(_DOING, [fault])
+    from gspmd.commands.automatic.searched import for_serving  # the search, which no other layout needs
+
     with Progress(console, "Starting the devices"):
         devices = start(sharding, host_devices=1)
-    found = automatic.for_serving(
+    found = for_serving(
         console, config, sharding.mesh, devices, dtype_on(devices, settings), ids, settings.tokens,
         samples=settings.samples, chunk=settings.chunk, cache_length=settings.cache_length,
+        weights=settings.weights or "dtype", cache=settings.cache or "dtype",
     )  # fmt: skip
     return replace(sharding, mesh=found.mesh), found.layout
 
 
 def dtype_on(devices: Sequence[jax.Device], settings: Settings) -> str:
-    """What the model computes in on these devices."""
+    """Return the dtype that the model computes in on these devices."""
     return settings.dtype or ("float32" if devices[0].platform == "cpu" else "bfloat16")
 
 
@@ -210,7 +300,7 @@ def unless_stopped(bursts: Iterator[decoding.Burst], stop: Stop) -> Iterator[dec
         if burst is None:
             return
         yield burst
-    raise KeyboardInterrupt
+    stop.interrupt()
 
 
 def prompts_of(settings: Settings) -> list[str]:
@@ -218,9 +308,9 @@ def prompts_of(settings: Settings) -> list[str]:
     prompts, name = list(settings.prompt), settings.prompt_file
     if name:
         try:
-            prompts.append(sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8"
+            prompts.append(sys.stdin.read() if name == "-" else read_text(name))
+        except (OSError, UnicodeDecodeError, ReadError) as error:
+            reason = error if isinstance(error, ReadError) else getattr(error, "strerror", None) or "it is not UTF-8"
             raise ConfigError(_DOING, [f"the prompt in {name!r} cannot be read: {reason}."]) from None
     if any("\ud800" <= letter <= "\udfff" for prompt in prompts for letter in prompt):  # bytes that Python escaped
         raise ConfigError(_DOING, ["a prompt is not UTF-8."])

@@ -1,4 +1,4 @@
-"""What a run is, before its first step: the header, and where every tensor stands; and in a few words."""
+"""The header of a run, before its first step, with the placement of every tensor; and the same in a few words."""
 
 import math
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from rich.console import Console
 
 import gspmd_models as models
 from gspmd import host
+from gspmd.commands import own
 from gspmd.display.units import amount_of_flops
 from gspmd.layouts import Layout
 from gspmd.pipeline.schedule import Schedule
 from gspmd.training import processes
 from gspmd.training.arrangement import Arrangement
 from gspmd.training.reporting import report, speed
-from gspmd_models.finetuning.freezing import trained_paths
 from gspmd_models.objective import schedule_of
 from gspmd_models.parameters import stages_axes
 
@@ -24,14 +24,11 @@ def show_run(console: Console, settings: Any, arrangements: Sequence[Arrangement
     """The header: what is run, and on what; `kept` says where compiled programs are."""
     (layout, mesh), changes = (arrangements[0].layout, arrangements[0].mesh), arrangements[1:]
     training, model, sharding = settings.training, settings.model, settings.sharding
-    flops = training.batch * training.length * model.flops_per_token(training.length)
     lines = {
         "devices": host.describe(list(mesh.devices.flat)),
         "mesh": f"{', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())} ({sharding.axis_types} axes)",
         "layout": f"{layout.name}, lowering {layout.lowering or 'auto'}",
-        "model": f"{model.num_parameters:,} parameters, {model.num_active_parameters:,} of them active per token",
-        "step": f"{training.batch} × {training.length} tokens, {amount_of_flops(flops)} in {training.dtype}, "
-        f"remat {model.remat}",
+        **(own.facts(settings, layout) if own.is_own(settings) else _facts(settings)),
         "peak": speed.describe_peak([*mesh.devices.flat], training.dtype),
         "programs": kept,
     }
@@ -43,35 +40,50 @@ def show_run(console: Console, settings: Any, arrangements: Sequence[Arrangement
         lines["pipeline"] = "; ".join(
             f"{f'after step {after} ' if after else ''}{table.describe()}" for after, table in tables.items()
         )
-    trained, shapes = trained_paths(model, layout, training.frozen), models.parameter_specs(model, layout)
-    if len(trained) < len(shapes):
-        lines["trained"] = f"{sum(math.prod(shapes[path][1]) for path in trained):,} parameters, the others frozen"
+    subject = own.trainable(settings)
+    trained, rows = subject.trained(layout, training.frozen), subject.rows(layout)
+    if len(trained) < len(rows):
+        lines["trained"] = f"{sum(math.prod(rows[path].shape) for path in trained):,} parameters, the others frozen"
     if layout.chosen:
         lines["alternatives"] = "; ".join(layout.chosen)
     if layout.padding:
         sizes = model.sizes(training.batch, training.length)
         wide = {dim: size for dim, size in layout.padded(sizes).items() if size != sizes[dim]}
         lines["padding"] = ", ".join(f"{dim} from {sizes[dim]} to {size}" for dim, size in wide.items()) or "none"
-    if moe := model.moe:
+    if moe := None if own.is_own(settings) else model.moe:
         lines["experts"] = f"{moe.experts}, router {moe.router}, dispatch {moe.dispatch}"
     report.header(console, lines)
 
 
+def _facts(settings: Any) -> dict[str, str]:
+    training, model = settings.training, settings.model
+    flops = training.batch * training.length * model.flops_per_token(training.length)
+    return {
+        "model": f"{model.num_parameters:,} parameters, {model.num_active_parameters:,} of them active per token",
+        "step": f"{training.batch} × {training.length} tokens, {amount_of_flops(flops)} in {training.dtype}, "
+        f"remat {model.remat}",
+    }
+
+
 def pipeline_of(settings: Any, arrangement: Arrangement) -> Schedule | None:
     """The schedule of the stages in an arrangement; None where it has none."""
+    if own.is_own(settings):
+        return None
     training, sharding, mesh = settings.training, settings.sharding, arrangement.mesh.shape
     how = sharding.schedule, training.microbatches, rounds_in(settings, arrangement.layout)
     return schedule_of(settings.model, arrangement.layout, mesh, *how)
 
 
 def rounds_in(settings: Any, layout: Layout) -> int:
-    """How often a microbatch goes round the stages of one of a run's layouts; once where it has none."""
+    """Return how often a microbatch goes round the stages of one of a run's layouts; once where it has none."""
     return settings.sharding.rounds if stages_axes(layout) else 1
 
 
 def show_tensors(console: Console, settings: Any, layout: Layout, mesh: Mesh) -> None:
-    """Where every tensor stands."""
+    """Show the placement of every tensor."""
     training, model = settings.training, settings.model
+    if own.is_own(settings):
+        return own.show_tensors(console, settings, layout, mesh)
     report.show_tensors(console, "Parameters", models.parameter_specs(model, layout), mesh, training.parameter_dtype)
     activations = models.activation_specs(model, layout, training.batch, training.length)
     report.show_tensors(console, "Activations", activations, mesh, training.dtype)
@@ -79,6 +91,7 @@ def show_tensors(console: Console, settings: Any, layout: Layout, mesh: Mesh) ->
 
 def in_short(settings: Any, arrangement: Arrangement) -> str:
     """The run in a few words, for its pictures."""
-    experts = f", {settings.model.moe.experts} experts" if settings.model.moe else ""
+    moe = None if own.is_own(settings) else settings.model.moe
+    experts = f", {moe.experts} experts" if moe else ""
     devices = arrangement.mesh.size
     return f"{arrangement.layout.name} on {devices} device{'s' * (devices > 1)}{experts}"

@@ -1,6 +1,6 @@
 """`gspmd COMMAND ...`: which commands there are, and how one is started.
 
-This is imported before anything can be done about an interrupt, so it imports nothing that takes time.
+This imports nothing that takes time: a command that is misspelled is told at once.
 """
 
 import _thread
@@ -14,10 +14,12 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from threading import current_thread, main_thread
-from types import FrameType
 from typing import Any, TextIO
 
 import gspmd
+from gspmd.commands.interrupts import end, end_as_usual, end_at_once
+from gspmd.display import terminal
+from gspmd.interruption import number_of
 
 #: Command -> what it does. Each is a module of this package with `run(argv, script) -> exit code`.
 COMMANDS = {
@@ -62,10 +64,12 @@ def _process(name: str, flags: Sequence[str], file: str = "") -> int:
     sys.unraisablehook = partial(_interrupt_again, sys.unraisablehook)
     try:
         code = _written(partial(_run, name, flags, file, ends=True))
+    except KeyboardInterrupt as stopped:  # while the last of the output was written
+        code = 128 + number_of(stopped)
     finally:
         if _raises():  # the command has ended, and libraries tidy up
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if code == 130:  # XLA may still be compiling in threads of its own, which crash when they are taken down
+    if code > 128:  # XLA may still be compiling in threads of its own, which crash when they are taken down
         os._exit(code)
     return code
 
@@ -73,7 +77,7 @@ def _process(name: str, flags: Sequence[str], file: str = "") -> int:
 def _written(command: Callable[[], int]) -> int:
     """Run a command to where its output is written; return its exit code, or another one where that is not possible.
 
-    Of an output that is closed, as by `| head`, nothing is said: who closed it has seen enough.
+    Of an output that is closed, as by `| head` or with its terminal, nothing is said: who closed it has seen enough.
     """
     try:
         try:
@@ -84,7 +88,8 @@ def _written(command: Callable[[], int]) -> int:
         _flush()
         return code
     except OSError as error:
-        if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC):
+        gone = error.errno == errno.EIO and (terminal.hung_up(terminal.OUT) or terminal.hung_up(terminal.ERR))
+        if error.filename is not None or not (gone or error.errno in (errno.EPIPE, errno.ENOSPC)):
             raise
         full = error.errno == errno.ENOSPC
         if full:
@@ -95,7 +100,7 @@ def _written(command: Callable[[], int]) -> int:
                 stream.flush()
             except OSError:  # what is left in it would fail once more when the interpreter ends
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        return 1 if full else 128 + signal.SIGPIPE
+        return 1 if full else 128 + signal.SIGPIPE  # also of a terminal: no SIGHUP has come
 
 
 def _streams() -> list[TextIO]:
@@ -121,25 +126,25 @@ def _run(name: str, flags: Sequence[str], file: str = "", ends: bool = False) ->
                 print(f"{error}. Install gspmd first; in a checkout: pip install -e .", file=sys.stderr)
                 return 2
         return command.run(flags, file)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         print("\nInterrupted.", file=sys.stderr)
-        return 130
+        return 128 + number_of(stopped)
 
 
 @contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """Let an interrupt end the process, in one line, where there is nothing to save: while libraries are imported.
+    """Let a signal end the process, in one line, where there is nothing to save: while libraries are imported.
 
     As an exception it may come up anywhere in them, and some print it, or take it for a module that is not there.
     """
-    ours = _raises()
+    ours = current_thread() is main_thread()  # only there can signals be handled
     if ours:
-        signal.signal(signal.SIGINT, _end)
+        end_at_once()
     try:
         yield
     finally:
         if ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            end_as_usual()
 
 
 def _starting() -> Any:
@@ -151,15 +156,9 @@ def _starting() -> Any:
 
 
 def _raises() -> bool:
-    """Whether an interrupt raises KeyboardInterrupt here, rather than being ignored, or the concern of the caller."""
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    """Whether an interrupt is this process's own concern, rather than being ignored, or the concern of the caller."""
+    usual = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, end)
     return usual and current_thread() is main_thread()
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    cursor = b"\x1b[?25h" if sys.stderr.isatty() else b""  # which a line that changes has hidden
-    os.write(2, cursor + b"\nInterrupted.\n")
-    os._exit(130)
 
 
 def _interrupt_again(show: Callable[[Any], None], raised: Any) -> None:
@@ -170,7 +169,7 @@ def _interrupt_again(show: Callable[[Any], None], raised: Any) -> None:
     """
     if not issubclass(raised.exc_type, KeyboardInterrupt):
         return show(raised)
-    number = getattr(raised.exc_type, "number", signal.SIGINT)
+    number = number_of(raised.exc_type)
     _thread.start_new_thread(_interrupt_soon, (number,))  # a Thread takes locks, which may be held here
 
 

@@ -1,7 +1,10 @@
-"""What a generation runs on, sends and holds, said before anything is loaded."""
+"""An overview of a generation, before anything is loaded: its devices, and what it sends and holds."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -10,12 +13,14 @@ import gspmd_models as models
 from gspmd import host
 from gspmd.commands.source import Source
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
+from gspmd.layouts import Layout
+from gspmd.training.model import Own
 from gspmd.training.reporting import memory
 from gspmd_models import decoding
 
 
 def facts(source: Source, sizes: decoding.Sizes, mesh: Mesh, dtype: str) -> dict[str, str]:
-    """What is run, and on what, in a few lines."""
+    """Return the model and the devices in a few lines."""
     config, prefill, decode = source.config, sizes.prefill, sizes.decode
     chosen = {"chosen": "; ".join(dict.fromkeys((*prefill.chosen, *decode.chosen)))}
     layouts = prefill.name if prefill.name == decode.name else f"{prefill.name} to read, {decode.name} to decode"
@@ -27,6 +32,28 @@ def facts(source: Source, sizes: decoding.Sizes, mesh: Mesh, dtype: str) -> dict
         "model": f"{config.num_parameters:,} parameters{active}, in {dtype}",
         **{name: lines for name, lines in chosen.items() if lines},
     }
+
+
+def facts_of_own(name: str, model: Own, layout: Layout, mesh: Mesh) -> dict[str, str]:
+    """Return the same of a model of one's own."""
+    chosen = {"chosen": "; ".join(layout.chosen)} if layout.chosen else {}
+    return {
+        "devices": host.describe(list(mesh.devices.flat)),
+        "mesh": ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+        "layout": f"{layout.name}, lowering {layout.lowering or 'auto'}",
+        "model": f"{name or model.name}, {model.num_parameters(layout):,} parameters, in {jnp.dtype(model.dtype)}",
+        **chosen,
+    }
+
+
+def explain_own(console: Console, writer: decoding.Stepwise, params: Mapping[str, Any]) -> None:
+    """Print the plan of a step of a model of one's own."""
+    whole = jax.NamedSharding(jax.sharding.get_mesh(), jax.P())
+    tokens, position = (jax.ShapeDtypeStruct(shape, "int32", sharding=whole) for shape in ((writer.rows, 1), ()))
+    plan = gspmd.trace(writer.step, params, writer.abstract_kept, tokens, position)
+    work = f"{amount_of_bytes(plan.wire_bytes)} sent, {amount_of_seconds(plan.seconds)} planned"
+    console.print(f"[bold]step[/]: {writer.rows} × 1 token, {work}")
+    console.print(plan.table())
 
 
 def explain(console: Console, generator: models.Generator, sizes: decoding.Sizes) -> None:
@@ -44,7 +71,7 @@ def explain(console: Console, generator: models.Generator, sizes: decoding.Sizes
 
 
 def held(generator: models.Generator, sizes: decoding.Sizes) -> dict[str, Any]:
-    """What devices hold from the first token to the last."""
+    """Return the arrays that devices hold from the first token to the last."""
     return {"weights": models.arrays(generator.model), "cache": generator.abstract_cache(sizes, sizes.rows)}
 
 

@@ -1,4 +1,4 @@
-"""Where a model that is served comes from: a public checkpoint, or a run."""
+"""The source of a model that is served: a public checkpoint, or a run."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -8,18 +8,19 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 import gspmd_models as models
-from gspmd.commands import automatic, train
+from gspmd.commands import automatic, own, train
 from gspmd.layouts import Layout
 from gspmd.training import ShardingConfig
-from gspmd.training.checkpoints import load_parameters, load_settings, newest, newest_intact
-from gspmd.training.toml import from_mapping
+from gspmd.training.checkpoints import checksums, load_parameters, load_settings, newest, newest_intact
+from gspmd.training.model.finding import with_model
+from gspmd.training.toml import ConfigError, from_mapping
 from gspmd_models import checkpoints
 from gspmd_models.finetuning.merging import merge
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the model comes from: a public checkpoint, or a run of ours (then with its settings)."""
+    """The source of a model: a public checkpoint, or a run of ours (then with its settings)."""
 
     folder: Path
     config: models.ModelConfig
@@ -31,24 +32,14 @@ class Source:
         """The checkpoint or run in a folder. Raises CheckpointError or ConfigError if it holds neither."""
         if newest(folder) is None:
             return cls(folder, checkpoints.model_config(folder), checkpoints.tokenizer(folder))
-        run = from_mapping(train.Settings, load_settings(folder), source=str(folder / "config.json"))
-        kept = folder / "tokenizer"
-        return cls(
-            folder,
-            replace(run.model, lora=None),
-            checkpoints.tokenizer(kept) if kept.is_dir() else checkpoints.byte_tokenizer(),
-            run,
-        )
+        kept_settings = load_settings(folder)
+        own.refuse_named(kept_settings, f"cannot use the run in {str(folder)!r}:")
+        run = from_mapping(train.Settings, kept_settings, source=str(folder / "config.json"))
+        return cls(folder, replace(run.model, lora=None), tokenizer_of(folder), run)
 
     def layout(self, name: str | Layout, sharding: ShardingConfig) -> Layout:
         """A layout with the changes of `--set` and `--lowering`; without a name the run's own, or megatron-1d."""
-        own = Layout.load("megatron-1d")
-        if self.run is not None:
-            found = self.run.sharding.layout == automatic.NAME
-            own = Layout.load(self.folder / automatic.FILE if found else self.run.sharding.layout)
-            own = own.override(self.run.sharding.overrides)
-        layout = (Layout.load(name) if name else own).override(sharding.overrides)
-        return layout.lowered(sharding.lowering) if sharding.lowering else layout
+        return layout_of(self.folder, self.run, name, sharding)
 
     def load(self, layout: Layout, mesh: Mesh, dtype: str, *, int8: bool = False) -> tuple[models.Transformer, str]:
         """The model, placed by a layout, and what loading it took."""
@@ -59,3 +50,38 @@ class Source:
         step = newest_intact(self.folder, partial(print, file=sys.stderr), "cannot load the parameters:")
         model = merge(models.with_arrays(like, load_parameters(self.folder, step, models.arrays(like))))
         return models.quantize(model) if int8 else model, f"step {step} of the run"
+
+
+def tokenizer_of(folder: Path) -> checkpoints.Tokenizer:
+    """Return the tokenizer that a run keeps, or that of bytes.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    kept = folder / "tokenizer"
+    if (kept / checksums.FILE).exists() and (fault := checksums.fault_of(kept)):  # earlier versions wrote none
+        remedy = "A resume of the run writes it anew."
+        raise ConfigError("cannot read the tokenizer of the run:", [f"{str(kept)!r} is damaged: {fault}.", remedy])
+    return checkpoints.tokenizer(kept) if kept.is_dir() else checkpoints.byte_tokenizer()
+
+
+def layout_of(folder: Path, run: train.Settings | None, name: str | Layout, sharding: ShardingConfig) -> Layout:
+    """Return a layout with the changes of `--set` and `--lowering`; without a name the run's own, or megatron-1d."""
+    own = Layout.load("megatron-1d")
+    if run is not None and not name:
+        found = run.sharding.layout == automatic.NAME
+        own = Layout.load(folder / automatic.FILE if found else run.sharding.layout).override(run.sharding.overrides)
+    layout = (Layout.load(name) if name else own).override(sharding.overrides)
+    return layout.lowered(sharding.lowering) if sharding.lowering else layout
+
+
+def own_run(folder: Path) -> train.Settings | None:
+    """Return the settings of a run whose model is one's own; None of other folders.
+
+    Raises:
+        ConfigError: its class is not found any more, or is another one now.
+    """
+    if newest(folder) is None:
+        return None
+    typed, values = with_model(train.Settings, load_settings(folder), folder=folder)
+    return None if typed is train.Settings else from_mapping(typed, values, source=str(folder / "config.json"))

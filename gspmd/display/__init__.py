@@ -1,1 +1,1 @@
-"""How figures and tables are printed: on terminals, in files and in notebooks."""
+"""Figures and tables, printed on terminals, in files and in notebooks."""

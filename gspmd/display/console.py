@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from gspmd.display import terminal
 from gspmd.display.plain import HANDLER, printable
 
 __all__ = ["columns", "console", "html", "never_fail", "printable", "text"]
@@ -46,6 +47,15 @@ class _Console(Console):
         del self._buffer[:]
         if current_thread() is main_thread():
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    def _check_buffer(self) -> None:
+        # A terminal that is closed fails with another error than a pipe, and rich knows that of a pipe only.
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            if error.errno != errno.EIO or not terminal.hung_up(self.file.fileno()):
+                raise
+            self.on_broken_pipe()
 
 
 def never_fail(stream: Any) -> None:

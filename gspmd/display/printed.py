@@ -1,4 +1,5 @@
-"""What `print` and a notebook show of an object that has a `__rich__`; rich is imported when something is printed."""
+"""The text that `print` and a notebook show of an object with a `__rich__`; rich is imported when something is
+printed."""
 
 
 class Printed:

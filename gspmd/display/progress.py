@@ -15,7 +15,7 @@ from gspmd.display.units import amount_of_bytes
 _EVERY, _SOON, _POLL = 2.0, 0.8, 0.2
 """Seconds where there is no terminal: between two lines, to the first one at least, and between two looks at these."""
 _SHARE, _SELDOM = 1 / 150, 60.0
-"""What takes long is said more seldom: after this share of the time it has taken, and at least once a minute."""
+"""The share of the time it has taken after which a long task is said again, and at least once a minute."""
 
 What = str | Callable[[], str]
 

@@ -83,7 +83,7 @@ class Chip(Printed):
         return f"{self.name} · {nodes} {'nodes' if self.is_switch else 'slices'} of {full}{self.node_devices}"
 
     def wraps(self, size: int) -> bool:
-        """Whether a mesh axis of `size` chips along one torus axis is a ring (has wrap-around links)."""
+        """Return whether a mesh axis of `size` chips along one torus axis is a ring (has wrap-around links)."""
         return size % self.wrap_multiple == 0
 
     def flops(self, dtype: str) -> float:

@@ -39,7 +39,7 @@ def wire_bytes(kind: str, group: int, buffer: float) -> int:
 
 
 class Occupancy(NamedTuple):
-    """How long a collective keeps links and network busy, when nothing else uses them.
+    """Seconds for which a collective keeps links and network busy, when nothing else uses them.
 
     Attributes:
         links: seconds for which the links of a node are busy.
@@ -105,7 +105,7 @@ def _in_parts(first: Sequence[str], axes: Sequence[str], mesh: Mapping[str, int]
 
 
 def occupancy(kind: str, sizes: Sequence[int], group: int, near: int, buffer: float, chip: Chip) -> Occupancy:
-    """How long a collective keeps links and network busy.
+    """Return how long a collective keeps links and network busy.
 
     With a buffer S, a group of K devices, m of them on each node, and bandwidths W:
 

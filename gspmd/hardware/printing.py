@@ -1,4 +1,4 @@
-"""How a chip prints: a table of its figures with their sources, and one line."""
+"""The printed form of a chip: a table of its figures with their sources, and one line."""
 
 from collections.abc import Mapping
 from typing import Any

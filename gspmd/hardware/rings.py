@@ -1,4 +1,4 @@
-"""What a step of a looped collective einsum costs: every device sends to its neighbour along one mesh axis."""
+"""The cost of a step of a looped collective einsum: every device sends to its neighbour along one mesh axis."""
 
 from collections.abc import Mapping
 

@@ -58,9 +58,10 @@ RUN/layout.toml`, with the mesh that stands at the top of the file, begins anoth
 it after the search, and the prediction is without them. To generate, weights and cache lie as is best to decode, and a
 section `[prefill]` has what is otherwise while prompts are read.
 
-Training refuses `auto` with adapters, frozen weights, bfloat16 parameters, int8 moments, noisy routers, and experts in
-parallel blocks; serving refuses experts in parallel blocks, and counts int8 weights as what is computed in. Each
-refusal is one error, and a layout that is given does what `auto` does not, as for the stages of a pipeline.
+Training searches for whatever it trains, but for the stages of a pipeline, and with adapters for more than two mesh
+axes; serving for whatever it serves, with weights and cache as `--weights` and `--cache` keep them. For a
+model of one's own it is `gspmd search --model`, and then `--layout FILE`. Each refusal is one error, and a layout that
+is given does what `auto` does not.
 
 ## Keys
 
@@ -74,12 +75,12 @@ _AGREE = """
 These have to be sharded alike, because no equation stands between them: {pairs}.
 
 Key/value heads K lie over the mesh axes of the query heads H, over the first of these axes, or whole; in serving, where
-attention moves both to the cache, anywhere. Their length L is whole, or over the mesh axes of the queries' L: then keys
-go round a ring of these devices, and training brings tokens and labels into zigzag order (see
-[attention.md](attention.md)). Token groups G take the place of the batch B, one for each
-sequence unless the model says otherwise. Layers that are scanned share one spec; their stacked
-dimension N is implicit, and whole unless `[pipeline]` splits it into stages along a mesh axis, over which nothing else
-may lie ([pipelines.md](pipelines.md)).
+attention moves both to the cache, anywhere. No device may have query heads of two groups in part. Their length L is
+whole, or over the mesh axes of the queries' L: then keys go round a ring of these devices, and training brings tokens
+and labels into zigzag order (see [attention.md](attention.md)). Token groups G take the place of the batch B, one for
+each sequence unless the model says otherwise. Layers that are scanned share one spec; their stacked dimension N is
+implicit, and whole unless `[pipeline]` splits it into stages along a mesh axis, over which nothing else may lie
+([pipelines.md](pipelines.md)).
 
 ## Sections that override
 
@@ -108,6 +109,8 @@ the step, over all mesh axes that shard the batch, the length or the token group
 parameters that are themselves gathered, as in `zero-3`, are reduced once for each microbatch, and so are those that
 [gradients] has where the parameter is, `"ffn.w_in" = "EF"` beside `w_in = "EF"`. In a pipeline they
 are partial over axes that split the batch and nothing else ([pipelines.md](pipelines.md#what-it-sends)).
+`Layout.check` takes their number as M, `{{"B": 12, "M": 3}}`: what has to divide is the part of the batch that is
+one of them, and no via may take such an axis off the rows that a gradient is summed over.
 
 ```python
 import gspmd
@@ -233,7 +236,35 @@ on, and an override, or a file on top of this one, may shard it otherwise but no
 is two specs. Each letter is one of the table of dimensions, stands in `[dimensions]` with its meaning, or has a size
 where the layout is checked. Every overriding section takes keys of one's own, and `[lowering]` the section's name.
 Model code asks for `layout.ssm.state` or `layout["ssm.state"]`. What looks like a section above misspelt, as `[fnn]`
-with a `w_in`, is an error.
+with a `w_in`, is an error. A file with sections of its own needs no base, and only the lines that its model has
+([your-model.md](your-model.md)); one that is missing is named where the model asks for it.
+
+## Equations in the names of lines
+
+A section computes by the names of its lines, and those of other sections with theirs in front. The names become the
+specs of `gspmd.einsum`, and operands meet where the layout says for the weight: `ffn.in_via` is for `w_in`, and for a
+`w_gate` beside it.
+
+```python
+import gspmd
+
+ffn = gspmd.Layout.load("weight-stationary-2d").ffn
+print(ffn.equation("residual, (w_in, w_gate) -> (hidden, hidden)"))
+print(ffn.via("residual, (w_in, w_gate) -> (hidden, hidden)"))
+print(ffn.equation("hidden, w_out + attention.query, attention.w_o -> residual"))
+```
+
+```
+BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx)
+BLE_x, (E_xF_yz, E_xF_yz)
+BLF_yzx, F_yzE_x + B_xyzLHD, H_yzDE_x -> BLE_xyz
+```
+
+Under `jax.set_mesh`, `h, gate = ffn.einsum("residual, (w_in, w_gate) -> (hidden, hidden)", x, (w_in, w_gate))` is that
+product; `ffn.move("residual -> attention.residual", x)` is a move, and nothing where both specs are one;
+`ffn.rms_norm("residual, norm", x, scale)`, `ffn.layer_norm("residual, norm, norm_bias", x, scale, bias)` and
+`ffn.add_bias("hidden, b_in", x, b)` are those of `gspmd.ops`. A via of a section of one's own is named in the call,
+`via="in_via"`. The models here are written so: `models/feed_forward.py`, `models/attention.py`, `models/blocks.py`.
 
 ## Presets
 

@@ -1,4 +1,4 @@
-"""What a layout says of one tensor, by key, and of one part of the model."""
+"""A layout's answers for one tensor, by key, and for one part of the model."""
 
 from typing import Any
 

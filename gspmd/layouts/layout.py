@@ -1,6 +1,6 @@
 """The layout: a table of specs for a whole model, and the mesh for a number of devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
@@ -236,23 +236,35 @@ class Layout(KeyedTable):
         """
         return overridden(self, specs)
 
-    def check(self, sizes: Mapping[str, int] | None = None, mesh: Any = None) -> "Layout":
+    def check(
+        self,
+        sizes: Mapping[str, int] | None = None,
+        mesh: Any = None,
+        *,
+        dropless: bool = False,
+        trained: Collection[str] = (),
+    ) -> "Layout":
         """Check the whole table for these sizes on this mesh, and return the layout.
 
         Args:
           sizes: size of each dimension by letter; dimensions without a size are assumed to divide. Token groups G are
-            as many as sequences B unless given; the section of the experts is required only if X is given.
+            as many as sequences B unless given; the section of the experts is required only if X is given. M is the
+            number of microbatches that a training step cuts the batch B into, each of which has to divide.
           mesh: mesh axis sizes by name, or a `jax.sharding.Mesh`; None checks the table only.
+          dropless: whether the model's experts do without capacity (`MoEConfig.dispatch`): no line may move their rows.
+          trained: keys of parameters that have a gradient. Of biases, norms and tables among them, which models may
+            lack, [gradients] may have partial sums only over mesh axes that shard their rows.
 
         Raises:
           LayoutError: lists every fault: unknown or missing keys, unreadable specs, wrong dimensions, undeclared mesh
-            axes, sizes that do not divide, tensors that have to be sharded alike and are not.
+            axes, sizes that do not divide, tensors that have to be sharded alike and are not, vias that a gradient
+            which [gradients] leaves a partial sum does not survive.
 
         Example:
           >>> Layout.load("megatron-1d").check({"B": 8, "F": 256}, {"x": 2, "y": 4}).name
           'megatron-1d'
         """
-        faults = faults_of(self, read_sizes(sizes), mesh)
+        faults = faults_of(self, read_sizes(sizes), mesh, dropless, trained)
         if faults:
             raise report(LayoutError, f"cannot use layout '{self.name}'{circumstances(sizes, mesh)}", faults)
         return self

@@ -23,6 +23,11 @@ def factorise(devices: int, axes: Sequence[str], order: Sequence[str]) -> dict[s
     count = whole(devices)
     if count is None or not 1 <= count < _MOST:
         raise LayoutError(f"no mesh has {shown(devices)} devices.\n  Give a whole number of devices, 1 or more.")
+    if unknown := [axis for axis in order if axis not in axes]:
+        has = f"it has {', '.join(axes)}" if axes else "it has none"
+        raise LayoutError(
+            f"no mesh is factored over axis {shown(unknown[0])}: {has}.\n  Name it in axes of [mesh] too."
+        )
     mesh = dict.fromkeys(axes, 1)
     for prime, axis in zip(sorted(_primes(count), reverse=True), cycle(order)):
         mesh[axis] *= prime

@@ -9,6 +9,7 @@ from gspmd.annotate.errors import shown
 from gspmd.annotate.validation import whole
 from gspmd.layouts.rules.keys import OVERRIDES, PHASES, SERVING
 from gspmd.layouts.rules.table import LayoutTable, Text
+from gspmd.reading import WHOLE, whole_number
 
 OfTable = TypeVar("OfTable", bound=LayoutTable)
 
@@ -24,11 +25,11 @@ def overridden(layout: OfTable, specs: Any) -> OfTable:
     # as in a file: what is said of both phases of serving comes before what is said of one
     for key, value in sorted(specs.items(), key=lambda entry: not str(entry[0]).startswith(f"{SERVING}.")):
         section, _, rest = key.partition(".") if isinstance(key, str) else ("", "", "")
-        text, multiple = _text(value), whole(int(value) if isinstance(value, str) and value.isdecimal() else value)
+        text, multiple = _text(value), whole_number(value) if isinstance(value, str) else whole(value)
         if section == "padding" and multiple is not None:
             layout = replace(layout, padding={**layout.padding, rest: multiple})
         elif not isinstance(key, str) or text is None or (section == "padding"):
-            remedy = "The multiple of a padding is a whole number." * (section == "padding")
+            remedy = f"The multiple of a padding is {WHOLE}." * (section == "padding")
             doing = f"cannot override {shown(key)} with {shown(value)}"
             raise LayoutError(f"{doing}.\n  {remedy or 'A key and its spec are strings.'}")
         elif section == "lowering":

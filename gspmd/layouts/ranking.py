@@ -17,7 +17,6 @@ from gspmd.hardware.dtypes import dtype_name
 from gspmd.layouts import printed
 from gspmd.layouts.layout import Layout
 from gspmd.layouts.mesh import read_sizes
-from gspmd.layouts.section import SectionSpecs
 from gspmd.ops._plan import plan
 from gspmd.planner.plan import Plan
 
@@ -137,11 +136,11 @@ def equations(layout: Layout, gated: bool = False) -> tuple[tuple[Equation, Via 
     >>> equations(Layout.load("megatron-1d"))[1]
     (<Equation 'B_xLF_yz, F_yzE -> B_xLE'>, <Via 'B_xLF_yz, F_yzE'>)
     """
-    ffn = SectionSpecs(layout.section("ffn"))
-    residual = ffn.residual
-    weights, hidden = ((ffn.w_in, ffn.w_gate), (ffn.hidden, ffn.hidden)) if gated else (ffn.w_in, ffn.hidden)
-    into, out = Equation.product(residual, weights, hidden), Equation.product(ffn.hidden, ffn.w_out, residual)
-    return (into, ffn.in_via), (out, ffn.out_via)
+    ffn = layout.section("ffn")
+    into = "residual, (w_in, w_gate) -> (hidden, hidden)" if gated else "residual, w_in -> hidden"
+    both = into, "hidden, w_out -> residual"
+    first, second = ((ffn.equation(text), ffn.via(text)) for text in both)
+    return first, second
 
 
 def _layouts(names: Any) -> list[Layout]:

@@ -1,6 +1,6 @@
 """Read the fields of a layout from a preset or a TOML file, without checking them."""
 
-import tomllib
+import os
 from importlib.resources import files
 from os import PathLike, fspath
 from pathlib import Path
@@ -10,6 +10,7 @@ from gspmd.annotate import LayoutError
 from gspmd.annotate.errors import listed, shown, suggestion
 from gspmd.layouts.rules import own
 from gspmd.layouts.rules.keys import OVERRIDES, PHASES, SERVING
+from gspmd.reading import LARGEST_TOML, ReadError, parse_toml, read_text
 
 _PRESETS = files(__package__).joinpath("presets")
 
@@ -28,7 +29,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def is_path(name: str) -> bool:
-    """Whether a layout's name is a path: it has a slash, or ends in `.toml`.
+    """Return whether a layout's name is a path: it has a slash, or ends in `.toml`.
 
     >>> is_path("mine.toml"), is_path("megatron-1d")
     (True, False)
@@ -49,11 +50,10 @@ def text_of(name: str | PathLike) -> str:
     if not is_path(path):
         return _preset_text(path)
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = "it is not UTF-8 text" if isinstance(error, UnicodeError) else getattr(error, "strerror", error)
+        return read_text(path, LARGEST_TOML)
+    except ReadError as error:
         raise LayoutError(
-            f"cannot read the layout file '{path}': {reason}.\n  A name without a slash or .toml is a preset."
+            f"cannot read the layout file '{path}': {error}.\n  A name without a slash or .toml is a preset."
         ) from None
 
 
@@ -78,16 +78,17 @@ def fields(name: str | PathLike, below: tuple[Path, ...] = ()) -> dict[str, Any]
 
 def _document(name: str | PathLike) -> dict[str, Any]:
     try:
-        return tomllib.loads(text_of(name))
-    except tomllib.TOMLDecodeError as error:
+        return parse_toml(text_of(name))
+    except ReadError as error:
         raise LayoutError(f"cannot read the layout file '{fspath(name)}': {error}.\n  It has to be TOML.") from None
 
 
 def _base_fields(base: Any, name: str | PathLike, below: tuple[Path, ...]) -> dict[str, Any]:
     """Read the fields of a file's base; if the base is a path, it is relative to the folder of the file."""
-    chain = (*below, Path(name).resolve())
+    # As Path.resolve, which has an error of its own for links in a circle.
+    chain = (*below, Path(os.path.realpath(name)))
     path = Path(name).parent / base if isinstance(base, str) and is_path(base) else None
-    if not isinstance(base, str) or (path and path.resolve() in chain):
+    if not isinstance(base, str) or "\0" in base or (path and Path(os.path.realpath(path)) in chain):
         raise LayoutError(
             f"the layout '{fspath(name)}' cannot have the base {shown(base)}.\n  Name a preset or another file."
         )

@@ -1,12 +1,14 @@
-"""One part of a layout by attribute, as text for people and as specs for programs; and the look-up behind both."""
+"""One part of a layout: specs by attribute, equations by the names of lines, and the look-up behind both."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gspmd.annotate import LayoutError, Spec
-from gspmd.annotate.equation import parse_via
+from gspmd.annotate.equation import Equation, Via, parse_via
 from gspmd.annotate.errors import shown, suggestion
+from gspmd.layouts import naming
+from gspmd.layouts.naming import UnresolvedError
 from gspmd.layouts.rules.keys import KEYS
 from gspmd.layouts.rules.table import Text
 
@@ -15,21 +17,30 @@ Table = Mapping[str, Text]
 
 @dataclass(frozen=True)
 class Section:
-    """One part of a layout by attribute: `ffn.w_in`; an optional key that is absent is None.
+    """One part of a layout: its specs as text by attribute, `ffn.w_in`, and equations in the names of its lines.
+
+    An optional key that is absent is None. No line may be called as a method of this class.
 
     Attributes:
       lowering: the lowering that the layout asks of this part; None leaves it to the caller.
+
+    Example:
+      >>> from gspmd.layouts import Layout
+      >>> ffn = Layout.load("weight-stationary-2d").ffn
+      >>> ffn.w_in, ffn.equation("residual, (w_in, w_gate) -> (hidden, hidden)")
+      ('E_xF_yz', <Equation 'BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx)'>)
     """
 
     _part: str
     _specs: Table
     lowering: str | None = None
+    _names: Mapping[str, str] = field(default_factory=dict)
 
     def __getattr__(self, key: str) -> str | None:
         if key.startswith("_"):  # looked up while a copy is made
             raise AttributeError(key)
         try:
-            return look_up(self._specs, f"{self._part}.{key}")
+            return look_up(self._specs, self.key_of(key))
         except UnresolvedError:
             raise
         except LayoutError as error:
@@ -41,6 +52,183 @@ class Section:
 
     def __hash__(self) -> int:
         return hash((self._part, str(sorted(self._specs.items(), key=str))))
+
+    def renamed(self, names: Mapping[str, str]) -> "Section":
+        """Return this section with other names for some keys of the layout, as for a second layer of one kind.
+
+        >>> from gspmd.layouts import Layout
+        >>> shared = Layout.load("gshard").ffn.renamed({"w_in": "moe.shared_in", "hidden": "moe.shared_hidden"})
+        >>> shared.key_of("w_in"), shared.key_of("residual")
+        ('moe.shared_in', 'ffn.residual')
+        """
+        return replace(self, _names={**self._names, **names})
+
+    def key_of(self, name: str) -> str:
+        """Return the key of a name in the layout: `w_in` of this section, `attention.query` of another one."""
+        if not isinstance(name, str):
+            raise LayoutError(f"no line of a layout is called {shown(name)}.\n  A name is a string, such as 'w_in'.")
+        if name in self._names:
+            return self._names[name]
+        return name if "." in name else f"{self._part}.{name}"
+
+    def spec(self, name: str) -> Spec:
+        """Return the spec of a tensor by its name.
+
+        Raises:
+          LayoutError: there is no such line, or it is absent, or has alternatives (see `Layout.resolved`).
+        """
+        key = self.key_of(name)
+        text = self._look_up(key)
+        if key.endswith("via"):
+            raise LayoutError(f"{key} says where two operands meet, and is no spec.\n  Read it as layout[{key!r}].")
+        if text is None:
+            raise LayoutError(f"the layout does not write {key}, which is optional.")
+        return Spec.parse(text)
+
+    def _look_up(self, key: str) -> str | None:
+        return look_up(self._specs, key)
+
+    # -- computing ----------------------------------------------------------------------------------------------------
+
+    def equation(self, text: str) -> Equation:
+        """Return an equation that is written in the names of lines, in their specs.
+
+        Args:
+          text: `"residual, w_in -> hidden"`; lines of other sections have theirs in front, `"attention.query"`.
+
+        Raises:
+          LayoutError: something in it is no name of a tensor in this layout.
+          SpecError: it is no equation, or the specs do not go together.
+        """
+        return naming.named_equation(text, self.key_of, self._look_up)[0]
+
+    def via(self, text: str) -> Via | None:
+        """Return where operands of an equation meet, as the lines for its weights say; None if there are none.
+
+        >>> from gspmd.layouts import Layout
+        >>> Layout.load("weight-stationary-2d").attention.via("residual, (w_q, w_k, w_v) -> (query, key, key)")
+        <Via 'BLE_x, (E_xH_yzD, E_xKD_yz, E_xKD_yz)'>
+        """
+        return naming.pinned(*naming.named_equation(text, self.key_of, self._look_up), self._look_up)
+
+    def einsum(self, text: str, *operands: Any, via: str | None = None, **options: Any) -> Any:
+        """Compute an equation in the names of lines; the layout also says where operands meet.
+
+        Args:
+          text: as for `equation`.
+          operands: as `gspmd.einsum` takes them.
+          via: the name of the line that pins this product; None looks for the line of the weight, `in_via` for `w_in`.
+          options: those of `gspmd.einsum`.
+
+        Returns:
+          The result, placed as its line says, or a tuple of the results.
+
+        Raises:
+          LayoutError, SpecError: as `equation`. PlanError, SpecError: as `gspmd.einsum`.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> from gspmd.layouts import Layout
+          >>> ffn = Layout.load("megatron-1d").ffn
+          >>> x, w_in, w_gate = jnp.ones((2, 3, 4)), jnp.ones((4, 8)), jnp.ones((4, 8))
+          >>> with jax.set_mesh(jax.make_mesh((1, 1, 1), ("x", "y", "z"))):
+          ...     h, gate = ffn.einsum("residual, (w_in, w_gate) -> (hidden, hidden)", x, (w_in, w_gate))
+          >>> h.shape  # [B, L, F]
+          (2, 3, 8)
+        """
+        from gspmd.ops._einsum import einsum
+
+        equation, keys = naming.named_equation(text, self.key_of, self._look_up)
+        if via is None:
+            met = naming.pinned(equation, keys, self._look_up)
+        else:
+            line = self._look_up(self.key_of(via))
+            met = None if line is None else parse_via(line)
+        return einsum(equation, *operands, via=met, **options)
+
+    def move(self, text: str, x: Any, **options: Any) -> Any:
+        """Bring an array from one line's spec to another's; it is returned as it is where both agree.
+
+        Args:
+          text: the two lines, `"residual -> attention.residual"`.
+          x: an array that lies as the first line says.
+          options: those of `gspmd.reshard`.
+
+        Returns:
+          The array, placed as the second line says.
+
+        Raises:
+          LayoutError, SpecError: as `equation`, or the text is no move.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> from gspmd.layouts import Layout
+          >>> ffn = Layout.load("replicated").ffn
+          >>> with jax.set_mesh(jax.make_mesh((1, 1, 1), ("x", "y", "z"))):
+          ...     ffn.move("residual -> attention.residual", jnp.ones((2, 3, 4))).shape
+          (2, 3, 4)
+        """
+        from gspmd.ops._einsum import reshard
+
+        equation = self.equation(text)
+        if not equation.is_move:
+            raise LayoutError(f"cannot move an array by {text!r}.\n  Write it as 'residual -> ffn.residual'.")
+        before, after = equation.specs
+        return x if before == after else reshard(x, equation, **options)
+
+    def rms_norm(self, text: str, x: Any, scale: Any, **options: Any) -> Any:
+        """Normalise x [B, L, E] over E with `gspmd.ops.rms_norm`, which has the formula.
+
+        Args:
+          text: the lines of x and of the scale, `"residual, norm"`.
+          x: [B, L, E]; the result lies as it does.
+          scale: [E].
+          options: those of `gspmd.ops.rms_norm`.
+
+        Raises:
+          LayoutError: a name is no line, or there are not two.
+        """
+        from gspmd.ops._norm import rms_norm
+
+        return rms_norm(x, scale, *self._lines(text, 2), **options)
+
+    def layer_norm(self, text: str, x: Any, scale: Any, bias: Any = None, **options: Any) -> Any:
+        """Standardise x [B, L, E] over E with `gspmd.ops.layer_norm`, which has the formula.
+
+        Args:
+          text: the lines of x, of the scale and of the bias, `"residual, norm, norm_bias"`.
+          x: [B, L, E]; the result lies as it does.
+          scale, bias: [E]; no bias where it is None.
+          options: those of `gspmd.ops.layer_norm`.
+
+        Raises:
+          LayoutError: a name is no line, or there are not three.
+        """
+        from gspmd.ops._layer_norm import layer_norm
+
+        return layer_norm(x, scale, bias, *self._lines(text, 3), **options)
+
+    def add_bias(self, text: str, x: Any, bias: Any) -> Any:
+        """Add a bias [F] to x [B, L, F] with `gspmd.ops.add_bias`.
+
+        Args:
+          text: the lines of x and of the bias, `"hidden, b_in"`.
+          x: [B, L, F], or with other dimensions; the result lies as it does.
+          bias: the last dimensions of x.
+
+        Raises:
+          LayoutError: a name is no line, or there are not two.
+        """
+        from gspmd.ops._bias import add_bias
+
+        return add_bias(x, bias, *self._lines(text, 2))
+
+    def _lines(self, text: str, count: int) -> list[Spec]:
+        """Return the specs of so many lines, `"residual, norm"`."""
+        names = [name.strip() for name in text.split(",")] if isinstance(text, str) else []
+        if len(names) != count:
+            raise LayoutError(f"cannot read {shown(text)}: {count} lines are wanted, as in 'residual, norm'.")
+        return [self.spec(name) for name in names]
 
 
 @dataclass(frozen=True)
@@ -65,10 +253,6 @@ class SectionSpecs:
         if text is None:
             return None
         return parse_via(text) if key.endswith("via") else Spec.parse(text)  # both remember what they have parsed
-
-
-class UnresolvedError(LayoutError):
-    """A key has alternatives, and none has been chosen yet."""
 
 
 def one_spec(text: Text, key: str) -> str:

@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gspmd.annotate import LayoutError, Spec, parse_via
+from gspmd.annotate.equation import Via
+from gspmd.layouts.keyed import KeyedTable
 from gspmd.layouts.rules.keys import KEYS
 from gspmd.layouts.rules.table import Text
-from gspmd.layouts.vias import whole_length
 
 
-def stored_specs(layout: Any, other: Any) -> dict[str, str]:
+def stored_specs(layout: KeyedTable, other: Any) -> dict[str, str]:
     """Return what a layout has to write to store parameters and cache as another one does: key to spec.
 
     Args:
@@ -27,7 +28,7 @@ def stored_specs(layout: Any, other: Any) -> dict[str, str]:
     return {**dict(_parameters(other)), "cache.attention.key": other.cache()}
 
 
-def _parameters(layout: Any) -> Iterator[tuple[str, str]]:
+def _parameters(layout: KeyedTable) -> Iterator[tuple[str, str]]:
     """Every parameter's key with its spec; a section or a key that the layout does not have is left out."""
     sections = {name.partition(".")[0] for name in layout.table}
 
@@ -83,15 +84,15 @@ def _changed(table: Mapping[str, Text], kinds: Sequence[str], change: Callable[[
 def _one_position(text: str, kind: str) -> str:
     """A spec or a via with L whole; the text as it stands where L is whole already."""
     if kind == "via":
-        via = parse_via(text)
-        sharded = "L" in via.specs[0].dims and via.specs[0].axes_of("L")
-        return ", ".join(map(str, whole_length(via).specs)) if sharded else text
+        activation, weight = parse_via(text).specs
+        sharded = "L" in activation.dims and activation.axes_of("L")
+        return str(Via.of(activation.with_axes("L", ()), weight)) if sharded else text
     spec = Spec.parse(text)
     return str(spec.with_axes("L", ())) if "L" in spec.dims and spec.axes_of("L") else text
 
 
-def loss_specs(layout: Any, microbatches: int) -> dict[str, Spec]:
-    """Where the loss of a training step takes each parameter; see `Layout.for_loss`."""
+def loss_specs(layout: KeyedTable, microbatches: int) -> dict[str, Spec]:
+    """Return the placement in which the loss of a training step takes each parameter; see `Layout.for_loss`."""
     specs = {}
     for key, text in _parameters(layout):
         own, gradient = Spec.parse(text), Spec.parse(layout.gradient(key))
@@ -101,7 +102,7 @@ def loss_specs(layout: Any, microbatches: int) -> dict[str, Spec]:
     return specs
 
 
-def _axes_of_rows(layout: Any, key: str) -> set[str]:
+def _axes_of_rows(layout: KeyedTable, key: str) -> set[str]:
     """The mesh axes that shard the rows, tokens or slots, over which a parameter's gradient is summed."""
     beside = next((name for name, keys in _BESIDE.items() if key in keys), None)
     if beside and not key.partition(".")[2].startswith(("w_", "shared_")):  # a vector, and heads are rows too

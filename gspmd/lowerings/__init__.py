@@ -1,1 +1,1 @@
-"""From a plan to a program."""
+"""Lowerings: from a plan to a program."""

@@ -51,7 +51,7 @@ def einsum_in_tiles(
 
 
 def _are_whole() -> bool:
-    """Whether an array is what one device holds."""
+    """Return whether an array is what one device holds."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.size == 1 or mesh.are_all_axes_manual
 
@@ -83,7 +83,7 @@ class Batched:
         return y.reshape([sizes[dim] for dim in dims]).transpose([dims.index(dim) for dim in result])
 
     def fills_tiles(self, *shapes: tuple[int, ...]) -> bool:
-        """Whether it is one matrix a batch, whose merged rows fill tiles of 8 on a TPU; lanes are not merged."""
+        """Return whether it is one matrix a batch, whose merged rows fill tiles of 8 on a TPU; lanes are not merged."""
         if len(self.batch) > 1 or not self.left or not self.right:
             return False
         sizes = {dim: size for dims, shape in zip(self.letters, shapes) for dim, size in zip(dims, shape)}
@@ -103,7 +103,7 @@ class Batched:
 
 @lru_cache(maxsize=1024)
 def batched(letters: str) -> Batched | None:
-    """How to multiply two operands batch by batch; None for an einsum that is no such product.
+    """Return how to multiply two operands batch by batch; None for an einsum that is no such product.
 
     `jnp.einsum` puts the batch in front, and leaves the order of what else there is to the compiler, which on CPUs
     copies operands, results and gradients into other orders: a mixture of experts took 1.6 times as long.

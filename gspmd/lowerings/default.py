@@ -1,10 +1,11 @@
-"""How plans become programs: the default inside a `with gspmd.lowering(...)`."""
+"""The lowering in force: the default inside a `with gspmd.lowering(...)`."""
 
 from contextlib import AbstractContextManager
 
 import jax
 
 from gspmd.annotate.errors import PlanError, shown, suggestion
+from gspmd.hardware.chips import Chip
 from gspmd.planner.overlap import SCHEDULES
 
 LOWERINGS = (
@@ -16,6 +17,7 @@ LOWERINGS = (
 )
 
 _default = jax.make_user_context(default_value="auto")  # part of jit's cache key, so no stale program
+_chip = jax.make_user_context(default_value=None)
 
 
 def lowering(name: str) -> AbstractContextManager:
@@ -36,6 +38,16 @@ def lowering(name: str) -> AbstractContextManager:
         'xla'
     """
     return _default(checked(name))
+
+
+def planned_for(chip: Chip) -> AbstractContextManager:
+    """Plan with a chip's figures inside a `with` block, on meshes whose devices are not known."""
+    return _chip(chip)
+
+
+def chip_in_force() -> Chip | None:
+    """Return the chip of `planned_for`; None outside."""
+    return _chip.value
 
 
 def current() -> str:

@@ -30,7 +30,7 @@ def check_all_manual() -> None:
 
 
 def open_in_shard_map(spec: Spec) -> str:
-    """Why a dimension cannot be left to the compiler in a shard_map."""
+    """Say why a dimension cannot be left to the compiler in a shard_map."""
     whole = Spec(spec.dims, tuple(() if axes == (OPEN,) else axes for axes in spec.axes), spec.partial, spec.reduced)
     return (
         f"'{spec}' leaves a dimension to the compiler, which places nothing in a shard_map, as the stages of a pipeline"
@@ -39,7 +39,7 @@ def open_in_shard_map(spec: Spec) -> str:
 
 
 def open_under_explicit(spec: Spec) -> str:
-    """Why a dimension cannot be left to the compiler under Explicit axes."""
+    """Say why a dimension cannot be left to the compiler under Explicit axes."""
     return (
         f"'{spec}' leaves a dimension to the compiler; under Explicit mesh axes every placement is a type.\n"
         "  Name its mesh axes, or make the mesh with Auto axes and run it with lowering='xla'."

@@ -39,7 +39,8 @@ def einsum(letters: str, *operands: jax.Array, precision: Any = None, preferred_
 
 
 def _row(letters: str, *operands: jax.Array) -> tuple[int, str] | None:
-    """Which operand is one row of a product with a matrix, and the last of its dimensions that only the result has."""
+    """Return the operand that is one row of a product with a matrix, and the last dimension that only the result
+    has."""
     inputs, result = letters.split("->")
     held = inputs.split(",")
     sizes = {dim: size for dims, x in zip(held, operands) for dim, size in zip(dims, x.shape)}

@@ -27,12 +27,12 @@ def make_plan(
 
 
 def overlapping(lowering: str) -> Overlapping:
-    """What a lowering overlaps with the einsums."""
+    """Return what a lowering overlaps with the einsums."""
     return nothing_overlaps if lowering in ("xla", "blocking") else partial(_overlap, lowering)
 
 
 def _overlap(lowering: str, routine, inputs, outputs, environment) -> tuple[Overlap, float]:
-    """What is looped; where a dimension is empty there is nothing to hide."""
+    """Return the loops; where a dimension is empty there is nothing to hide."""
     from gspmd.lowerings.looped.choice import plan_overlap  # here alone, so that the other lowerings need none of it
 
     if 0 in dict(environment.sizes).values():

@@ -18,11 +18,13 @@ from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.chips import Chip, chip, chip_of_device
 from gspmd.lowerings import default
+from gspmd.lowerings.partitioner import may_abort
 from gspmd.lowerings.scopes import program_scope
 from gspmd.planner.steps import Step
+from gspmd.planner.unknown import UnknownStep, is_unknown
 
 DEFAULT_CHIP = "tpu-v4"
-"""Whose figures plans are made with on devices that chips.toml does not list, such as host devices."""
+"""The chip whose figures plans are made with on devices that chips.toml does not list, such as host devices."""
 
 # -- the mesh in force -------------------------------------------------------------------------------------------------
 
@@ -42,6 +44,11 @@ class Context:
         """Size of every mesh axis."""
         return dict(self.axes)
 
+    @property
+    def compiler_chooses(self) -> bool:
+        """Whether an operation is plain code between annotations: under lowering `xla`, where XLA survives that."""
+        return self.lowering == "xla" and not may_abort(self.mesh)
+
 
 def context(lowering_name: str | None = None) -> Context:
     """The context of a call. It is read once, when an operation is called: its gradient uses the same.
@@ -60,7 +67,7 @@ def context(lowering_name: str | None = None) -> Context:
         raise PlanError("the mesh mixes Explicit and Auto axes.\n  Make it with axes of one type.")
     axes = tuple((axis, size) for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
     device = mesh.abstract_device
-    known = chip_of_device(device.device_kind) if device is not None else None
+    known = chip_of_device(device.device_kind) if device is not None else default.chip_in_force()
     chosen = default.resolve(lowering_name)
     if chosen == "auto" and known is None:  # host devices share their cores with what they send: nothing is hidden
         chosen = "blocking"
@@ -72,7 +79,8 @@ def context(lowering_name: str | None = None) -> Context:
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """What a program computes, its steps, what their loops hide; `backward` is set where JAX differentiates it."""
+    """A planned program: its function, its steps, and the seconds its loops hide; `backward` is set where JAX
+    differentiates it."""
 
     equation: str
     steps: tuple[Step, ...]
@@ -139,6 +147,8 @@ def run(
         SpecError: under Explicit axes, an array's type is not what its spec says.
         PlanError: under Auto axes, an array is a partial sum.
     """
+    if is_unknown(ctx.mesh) and not all(isinstance(step, UnknownStep) for step in steps):
+        raise PlanError(f"cannot search where '{name}' is computed: its steps cannot be planned before it is known.")
     pairs = enumerate(zip(in_specs, arrays, strict=True))
     ins = tuple(input_partition(ctx, spec, x, number, name) for number, (spec, x) in pairs)
     outs = jax.tree.map(Spec.partition_spec, out_specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
@@ -202,7 +212,7 @@ def input_partition(ctx: Context, spec: Spec, x: Any, number: int, name: str) ->
 
 
 def partial_under_auto(spec: Spec) -> str:
-    """Why a partial sum cannot cross an equation's border under Auto axes."""
+    """Say why a partial sum cannot cross an equation's border under Auto axes."""
     return (
         f"a partial sum, '{spec}', cannot enter or leave an equation under Auto mesh axes.\n"
         "  Use Explicit axes (the default of jax.make_mesh), or settle it inside the equation."

@@ -31,7 +31,7 @@ def step_name(number: int, step: Step) -> str:
 
 
 class StepName(NamedTuple):
-    """What the name of a step's scope says."""
+    """The parts of the name of a step's scope."""
 
     number: int
     kind: str

@@ -4,7 +4,9 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from numbers import Integral, Real
+from operator import le
 from typing import Any
 
 from gspmd.annotate.errors import PlanError, SpecError, shown, suggestion
@@ -174,7 +176,7 @@ _MAY_BE_NONE = ("groups", "k", "z_weight", "jitter")
 def _number_faults(config: MoEConfig) -> Iterator[str]:
     for name, least in (("experts", 1), ("every", 1), ("groups", 1), ("k", 1), ("shared", 0)):
         value = getattr(config, name)
-        if not _fits(name, value, Integral, lambda value, least=least: value >= least):
+        if not _fits(name, value, Integral, partial(le, least)):
             yield f"{name} is {shown(value)}; it must be a whole number, at least {least}."
     for name in ("capacity_factor", "evaluation_capacity_factor", "importance_weight", "load_weight", "aux_weight",
                  "z_weight", "router_scale"):  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a layer reports of its router: the auxiliary loss, and statistics."""
+"""The figures that a layer reports of its router: the auxiliary loss, and statistics."""
 
 import jax
 import jax.numpy as jnp

@@ -109,7 +109,7 @@ def prng_key(doing: str, key: Any) -> None:
     raise PlanError(f"cannot {doing}: {fact}.\n  {remedy}.")
 
 
-def attributes(doing: str, layout: Any, names: Sequence[str]) -> None:
+def attributes(doing: str, layout: object, names: Sequence[str]) -> None:
     """Refuse a layout that lacks some keys of its moe section.
 
     Raises:
@@ -124,7 +124,7 @@ def attributes(doing: str, layout: Any, names: Sequence[str]) -> None:
 
 
 def is_known(value: Any) -> bool:
-    """Whether the values of an array can be read: it is not traced, and all of it is on this host."""
+    """Return whether the values of an array can be read: it is not traced, and all of it is on this host."""
     if isinstance(value, jax.Array):
         return not isinstance(value, jax.core.Tracer) and value.is_fully_addressable
     return isinstance(value, np.ndarray)

@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd.annotate.equation import Equation
 from gspmd.annotate.errors import PlanError, SpecError
+from gspmd.layouts import Section
 from gspmd.layouts.section import SectionSpecs
 from gspmd.moe import inputs
 from gspmd.moe.config import MoEConfig
@@ -27,7 +29,7 @@ from gspmd.ops._einsum import einsum
 def expert_layer(
     x: jax.Array,
     weights: Mapping[str, jax.Array],
-    layout: Any,
+    layout: Section,
     config: MoEConfig,
     *,
     key: jax.Array | None = None,
@@ -92,8 +94,9 @@ def expert_layer(
         return jnp.zeros_like(x), jnp.float32(0), no_figures(config)
     logits = checkpoint_name(_logits(x, weights, places, specs, config, jitter_key), "moe.logits")
     routing, summary = _route(logits, config, places, route_key, mask)
-    dropped = train and key is not None and config.dropout > 0
-    experts = Experts(weights, specs, config, activation, jax.random.fold_in(key, 2) if dropped else None)
+    dropped = train and config.dropout > 0
+    dropout_key = jax.random.fold_in(key, 2) if dropped and key is not None else None
+    experts = Experts(weights, specs, config, activation, dropout_key)
     if config.capacity(x.shape[1]):
         y = (by_rows if config.dispatch == "dropless" else by_slots)(x, routing, experts, places)
     else:
@@ -123,7 +126,9 @@ def _checked(x, weights, layout, config, key, mask, activation):
     return *_of_one_dtype(x, _weights(x, weights, config, activation)), mask
 
 
-def _weights(x: jax.Array, weights: Mapping[str, Any], config: MoEConfig, activation: str) -> dict[str, jax.Array]:
+def _weights(
+    x: jax.Array, weights: Mapping[str, Any], config: MoEConfig, activation: str
+) -> dict[str, jax.Array | np.ndarray]:
     """The weights that router and activation need, with their shapes checked."""
     matrices = ["w_in", *["w_gate"] * (activation in GATED), "w_out"]
     quantized = isinstance(weights, Mapping) and getattr(weights.get("w_in"), "dtype", None) == jnp.int8
@@ -152,7 +157,9 @@ def _weights(x: jax.Array, weights: Mapping[str, Any], config: MoEConfig, activa
     return arrays
 
 
-def _of_one_dtype(x: jax.Array, weights: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _of_one_dtype(
+    x: jax.Array, weights: Mapping[str, jax.Array | np.ndarray]
+) -> tuple[jax.Array, dict[str, jax.Array | np.ndarray]]:
     """Cast tokens and the experts' weights to their joint dtype, so that every lowering sends and multiplies in it.
 
     Weights of int8, and their scales, stay what they are.
@@ -161,7 +168,7 @@ def _of_one_dtype(x: jax.Array, weights: Mapping[str, jax.Array]) -> tuple[jax.A
         return x, dict(weights)
     experts = [name for name in weights if not name.startswith("router")]
     joint = jnp.result_type(x, *(weights[name] for name in experts))
-    return x.astype(joint), weights | {name: weights[name].astype(joint) for name in experts}
+    return x.astype(joint), {**weights} | {name: weights[name].astype(joint) for name in experts}
 
 
 def _logits(x, weights, places: Places, specs: SectionSpecs, config: MoEConfig, key: jax.Array | None) -> jax.Array:
@@ -192,8 +199,8 @@ def _route(logits: jax.Array, config: MoEConfig, places: Places, key, mask) -> t
     ins = (places.per_group("LR"), *(places.per_group("LX"[: x.ndim - 1]) for x in extra))
     outs = (choices, choices, choices, choices, places.per_group("S"))
     name = f"{config.router} router {places.per_group('LX')}"
-    *arrays, summary = run_local(name, body, ins, outs, logits, *extra)
-    return Routing(*arrays, {}, config.experts, config.capacity(logits.shape[1])), summary
+    expert, slot, gate, kept, summary = run_local(name, body, ins, outs, logits, *extra)
+    return Routing(expert, slot, gate, kept, {}, config.experts, config.capacity(logits.shape[1])), summary
 
 
 @lru_cache

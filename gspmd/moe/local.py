@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import context, run
 from gspmd.lowerings.transformations.gradient import with_gradient
-from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.lowerings.xla.constrained import left_to_compiler
 
 Body = Callable[..., tuple[jax.Array, ...]]
 
@@ -31,7 +31,7 @@ def run_local(
     in_specs, out_specs = tuple(in_specs), tuple(out_specs)
     ctx = context()
     if ctx.lowering == "xla":
-        return compiler_chooses(ctx, body, in_specs, out_specs, *arrays, name=name)
+        return left_to_compiler(ctx, body, in_specs, out_specs, *arrays, name=name)
     return _local((ctx, name, body, in_specs, out_specs), *arrays)
 
 

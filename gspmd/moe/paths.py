@@ -55,7 +55,7 @@ class Experts:
         return (*(self.weights[name] for name in self.names), self.weights["w_out"])
 
     def work(self, x: jax.Array, capacity: int, places: Places) -> Work:
-        """What the experts compute for `capacity` slots of each group."""
+        """Return the work of the experts for `capacity` slots of each group."""
         specs, (groups, tokens, size) = self.specs, x.shape
         experts, _, features = self.weights["w_in"].shape
         dropout = None if self.key is None else Dropout(self.config.dropout, tokens, features)
@@ -138,7 +138,8 @@ def _by_equations(ctx: Context, slots: jax.Array, experts: Experts, work: Work) 
     h = checkpoint_name(h if len(w_in) > 1 else (h,), "moe.hidden")
     h = activated(*map(scaled, h, s_in))
     if work.dropout is not None:
-        h = drop(ctx, h, hidden, *experts.words, work.dropout)
+        (words,) = experts.words
+        h = drop(ctx, h, hidden, words, work.dropout)
     h = checkpoint_name(h, "moe.active")
     y = scaled(einsum(Equation.product(hidden, work.w_out, there), h, w_out, via=work.out_via), s_out)
     return checkpoint_name(reshard(y, Equation.move(there, work.dispatched)), "moe.answers")
@@ -155,7 +156,10 @@ def _combine(answers: jax.Array, routing: Routing, config: MoEConfig, places: Pl
 
 @lru_cache
 def _combine_body(experts: int, capacity: int, form: str, together: bool):
-    return lambda answers, *routing: (from_slots(answers, Routing(*routing, {}, experts, capacity), form, together),)
+    def body(answers, expert, slot, gate, kept):
+        return (from_slots(answers, Routing(expert, slot, gate, kept, {}, experts, capacity), form, together),)
+
+    return body
 
 
 def by_rows(x: jax.Array, routing: Routing, experts: Experts, places: Places) -> jax.Array:
@@ -201,7 +205,7 @@ def _buffers(x: jax.Array, routing: Routing, experts: Experts) -> tuple[Buffers,
 
 @dataclass(frozen=True)
 class _Sent:
-    """How rows are placed in send buffers."""
+    """The placement of rows in send buffers."""
 
     experts: int
     shards: int

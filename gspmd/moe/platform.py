@@ -26,5 +26,9 @@ def current_platform() -> str:
 
 
 def grouped_form() -> str:
-    """The fastest form of a grouped product: "blocks" on CPUs, whose `lax.ragged_dot` is dense; "ragged" elsewhere."""
-    return "blocks" if current_platform() == "cpu" else "ragged"
+    """Return the fastest form of a grouped product: "ragged" on TPUs, and "blocks" where `lax.ragged_dot` is dense.
+
+    On CPUs and on GPUs XLA multiplies every row with every expert's weights: on an H200, 8 experts take 7.5 times a
+    dense product of the rows, and 64 experts 61 times; in blocks 3.7 and 5.4 times (docs/gpus.md).
+    """
+    return "ragged" if current_platform() == "tpu" else "blocks"

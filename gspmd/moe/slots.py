@@ -1,7 +1,10 @@
 """Dispatch tokens to capacity slots and combine the answers: by gathers, or by the papers' one-hot einsums."""
 
+import operator
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +25,7 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
 
     "sort" scatters to each slot the int32 number of its choice, whose token is number // k, and gathers activations by
     it: its time grows with the slots. "onehot" is the papers' einsum GLXC, GLE -> GXCE: its time grows with
-    tokens · slots. Both give the same result.
+    tokens · slots. Both give the same result: NaN or inf in a token reaches the slots of that token and no others.
 
     Args:
         x: [G, L, E].
@@ -68,11 +71,11 @@ def to_slots(
     gather for each group leaves them group by group, and every slot is copied twice on its way.
     """
     if form == "onehot":
-        taken = _one_hot(routing, routing.kept, experts, capacity).astype(x.dtype)
-        return jnp.einsum("GLXC,GLE->GXCE", taken, x, precision="highest")
+        by_einsum, by_gather = (partial(f, experts, capacity) for f in (_spread_by_einsum, _spread_by_gather))
+        return _if_finite(by_einsum, by_gather, (x,), (routing.expert, routing.slot, routing.kept))
     groups, tokens, size = x.shape
     if not together:
-        return spread(x, *_rows(routing, experts, capacity)).reshape(groups, experts, capacity, size)
+        return _spread_by_gather(experts, capacity, x, routing.expert, routing.slot, routing.kept)
     rows = spread(x.reshape(1, groups * tokens, size), *_rows_together(routing, experts, capacity))
     return rows.reshape(experts, groups, capacity, size).swapaxes(0, 1)
 
@@ -114,11 +117,10 @@ def from_slots(y: jax.Array, routing: Routing, form: str, together: bool = False
     """`combine` of a device's own groups, `together` as `to_slots` says."""
     groups, experts, capacity, size = y.shape
     if form == "onehot":
-        weights = _one_hot(routing, routing.gate, experts, capacity)
-        return jnp.einsum("GLXC,GXCE->GLE", weights, y.astype(jnp.float32), precision="highest").astype(y.dtype)
+        indices = routing.expert, routing.slot, routing.kept
+        return _if_finite(_collect_by_einsum, _collect_by_gather, (y, routing.gate), indices)
     if not together:
-        rows = y.reshape(groups, experts * capacity, size)
-        return collect(rows, routing.gate, *_rows(routing, experts, capacity))
+        return _collect_by_gather(y, routing.gate, routing.expert, routing.slot, routing.kept)
     _, tokens, choices = routing.gate.shape
     rows = _apart(y.swapaxes(0, 1).reshape(1, experts * groups * capacity, size))
     gate = routing.gate.reshape(1, groups * tokens, choices)
@@ -162,7 +164,7 @@ def _in_range(doing: str, routing: Routing, experts: int, capacity: int) -> Rout
     expert, slot, kept = map(np.asarray, arrays) if known else arrays
     beyond = kept & ((slot >= capacity) | (slot < 0) | (expert >= experts) | (expert < 0))
     if not known:
-        return replace(routing, kept=kept & ~beyond)
+        return replace(routing, kept=routing.kept & ~beyond)
     if np.any(beyond):
         g, l, k = np.argwhere(beyond)[0].tolist()
         raise SpecError(
@@ -172,23 +174,87 @@ def _in_range(doing: str, routing: Routing, experts: int, capacity: int) -> Rout
     return routing
 
 
-def _one_hot(routing: Routing, values: jax.Array, experts: int, capacity: int) -> jax.Array:
+# -- by one-hot einsums ------------------------------------------------------------------------------------------------
+
+
+Form = Callable[..., jax.Array]
+"""(floating-point arrays, then indices) -> an array; to be static under jit, it closes over no array."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _if_finite(by_einsum: Form, by_gather: Form, values: tuple[jax.Array, ...], indices: tuple) -> jax.Array:
+    """Compute by einsum where every value is finite, and otherwise by gathers, which give the same.
+
+    A one-hot einsum multiplies every value by zeros, and 0 · NaN and 0 · inf are NaN: one expert or token that is not
+    finite would make all of its group NaN, in the values as in the gradients. A gather reads only what it takes.
+    """
+    return _by_either(by_einsum, by_gather, values, *values, *indices)
+
+
+def _by_either(by_einsum: Form, by_gather: Form, read: Any, *operands: Any) -> Any:
+    finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(read)]
+    return jax.lax.cond(jnp.stack(finite).all(), by_einsum, by_gather, *operands)
+
+
+def _if_finite_forward(by_einsum, by_gather, values, indices):
+    return _if_finite(by_einsum, by_gather, values, indices), (values, indices)
+
+
+def _if_finite_backward(by_einsum, by_gather, saved, cotangent):
+    values, indices = saved
+    einsum_back, gather_back = partial(_transposed, by_einsum), partial(_transposed, by_gather)
+    return _by_either(einsum_back, gather_back, (values, cotangent), values, indices, cotangent), None
+
+
+def _transposed(form: Form, values: tuple[jax.Array, ...], indices: tuple, cotangent: jax.Array) -> tuple:
+    return jax.vjp(lambda *values: form(*values, *indices), *values)[1](cotangent)
+
+
+_if_finite.defvjp(_if_finite_forward, _if_finite_backward)
+
+
+def _spread_by_einsum(experts: int, capacity: int, x: jax.Array, expert, slot, kept) -> jax.Array:
+    taken = _one_hot(kept, expert, slot, kept, experts, capacity).astype(x.dtype)
+    return jnp.einsum("GLXC,GLE->GXCE", taken, x, precision="highest")
+
+
+def _collect_by_einsum(y: jax.Array, gate: jax.Array, expert, slot, kept) -> jax.Array:
+    weights = _one_hot(gate, expert, slot, kept, *y.shape[1:3])
+    return jnp.einsum("GLXC,GXCE->GLE", weights, y.astype(jnp.float32), precision="highest").astype(y.dtype)
+
+
+def _one_hot(values: jax.Array, expert, slot, kept, experts: int, capacity: int) -> jax.Array:
     """Place values [G, L, k] at their expert and slot: [G, L, X, C]."""
-    weights = jnp.where(routing.kept, values.astype(jnp.float32), 0)
-    at_expert = jax.nn.one_hot(routing.expert, experts, dtype=jnp.float32) * weights[..., None]
-    at_slot = jax.nn.one_hot(routing.slot, capacity, dtype=jnp.float32)
+    weights = jnp.where(kept, values.astype(jnp.float32), 0)
+    at_expert = jax.nn.one_hot(expert, experts, dtype=jnp.float32) * weights[..., None]
+    at_slot = jax.nn.one_hot(slot, capacity, dtype=jnp.float32)
     return jnp.einsum("GLKX,GLKC->GLXC", at_expert, at_slot, precision="highest")
 
 
-def _rows(routing: Routing, experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
+# -- by gathers --------------------------------------------------------------------------------------------------------
+
+
+def _spread_by_gather(experts: int, capacity: int, x: jax.Array, expert, slot, kept) -> jax.Array:
+    groups, _, size = x.shape
+    rows = spread(x, *_rows(expert, slot, kept, experts, capacity))
+    return rows.reshape(groups, experts, capacity, size)
+
+
+def _collect_by_gather(y: jax.Array, gate: jax.Array, expert, slot, kept) -> jax.Array:
+    groups, experts, capacity, size = y.shape
+    rows = y.reshape(groups, experts * capacity, size)
+    return collect(rows, gate, *_rows(expert, slot, kept, experts, capacity))
+
+
+def _rows(expert: jax.Array, slot: jax.Array, kept: jax.Array, experts: int, capacity: int) -> tuple:
     """The maps from slots to choices and from choices to slots; one past the end stands for none.
 
     Returns:
         holder: [G, X·C] int32, the number token · k + choice of the choice in each slot, L·k for an empty slot.
         place: [G, L, k] int32, the row expert · C + slot of each choice, X·C for a choice without a slot.
     """
-    groups, tokens, choices = routing.expert.shape
-    place = jnp.where(routing.kept, routing.expert * capacity + routing.slot, experts * capacity)
+    groups, tokens, choices = expert.shape
+    place = jnp.where(kept, expert * capacity + slot, experts * capacity)
     empty = jnp.full((experts * capacity,), tokens * choices, jnp.int32)
     number = jnp.arange(tokens * choices, dtype=jnp.int32)
     holder = jax.vmap(lambda at: empty.at[at].set(number, mode="drop"))(place.reshape(groups, -1))
@@ -221,6 +287,12 @@ def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
     return rows.at[index].get(mode="fill", fill_value=0)
 
 
+def _token(holder: jax.Array, place: jax.Array) -> jax.Array:
+    """The token of each row's choice, [G, R]; L for an empty row, as all are of a routing without choices."""
+    _, tokens, choices = place.shape
+    return holder // choices if choices else jnp.full_like(holder, tokens)
+
+
 @jax.custom_vjp
 def spread(x: jax.Array, holder: jax.Array, place: jax.Array) -> jax.Array:
     """Copy each token to the rows of its choices; the gradient sums a token's rows in float32.
@@ -237,7 +309,7 @@ def spread(x: jax.Array, holder: jax.Array, place: jax.Array) -> jax.Array:
         >>> spread(jnp.array([[[1.0], [2.0]]]), jnp.array([[1, 2, 0]]), jnp.array([[[2], [0]]]))[0, :, 0].tolist()
         [2.0, 0.0, 1.0]
     """
-    return _apart(_take(x, holder // place.shape[-1]))
+    return _apart(_take(x, _token(holder, place)))
 
 
 def _spread_forward(x, holder, place):
@@ -277,7 +349,7 @@ def _collect_forward(rows, gate, holder, place):
 
 def _collect_backward(saved, cotangent):
     rows, gate, holder, place = saved
-    answer = _take(cotangent, holder // gate.shape[-1]).astype(gate.dtype)
+    answer = _take(cotangent, _token(holder, place)).astype(gate.dtype)
     weight = _take(gate.reshape(gate.shape[0], -1), holder)
     # One product for each row, then a gather of scalars: the rows of each choice are not gathered again.
     gates = _take(jnp.sum(answer * rows.astype(gate.dtype), axis=-1), place)
@@ -294,6 +366,8 @@ def _sum_by_token(rows: jax.Array, gate: jax.Array | None, holder: jax.Array, pl
         weight = 1 if gate is None else _take(gate.reshape(groups, -1), holder)[..., None]
         blank = jnp.zeros((groups, tokens, rows.shape[-1]), jnp.float32)
         add = jax.vmap(lambda blank, at, row: blank.at[at].add(row, mode="drop"))
-        return add(blank, holder // choices, weight * rows.astype(jnp.float32))
+        return add(blank, _token(holder, place), weight * rows.astype(jnp.float32))
+    if not choices:  # a routing made by hand may send no token anywhere
+        return jnp.zeros((groups, tokens, rows.shape[-1]), jnp.float32)
     parts = [_take(rows, place[..., j]).astype(jnp.float32) for j in range(choices)]
-    return sum(parts if gate is None else [gate[..., j, None] * part for j, part in enumerate(parts)])
+    return reduce(operator.add, parts if gate is None else [gate[..., j, None] * part for j, part in enumerate(parts)])

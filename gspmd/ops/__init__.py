@@ -1,4 +1,4 @@
-"""What model code calls between its einsums: planned operations on placed arrays.
+"""Planned operations on placed arrays, which model code calls between its einsums.
 
 `gspmd.einsum` and `gspmd.reshard` stand in this room too, and are names of the package itself.
 """

@@ -1,4 +1,4 @@
-"""Where the largest number of a row stands, when the row lies on several devices."""
+"""The place of the largest number of a row that lies on several devices."""
 
 from functools import lru_cache, partial
 
@@ -8,15 +8,21 @@ import jax.numpy as jnp
 from gspmd.annotate.errors import SpecError, report, shown
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
-from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.planned_op import Chains, dimension, fault, read, settle, shard_index, sizes_of
 
 _POSITION = jnp.iinfo(jnp.int32)
 
+PADDING = -1e30
+"""The logit of a token that pads a vocabulary: finite, so that 0 times it is 0."""
+
 
 def argmax(logits: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
-    """The position of the largest number along one dimension; ties go to the lowest position.
+    """Return the position of the largest number along one dimension; ties go to the lowest position.
+
+    NaN, and -1e30, which is the logit of a vocabulary's padding, count as -inf: so a row never gives a position of the
+    padding behind it, not even one in which nothing else is larger than -inf.
 
     Two all-reduces of [B, L] over the mesh axes of the dimension: the maximum, then the lowest position that has it.
 
@@ -38,7 +44,7 @@ def argmax(logits: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
         ...     print(argmax(gspmd.annotate(jnp.array([[0.0, 2.0, 2.0]]), "BV_x"), "BV_x", "V"))
         [1]
 
-    Differs: `jnp.argmax` finds the first NaN; here a row with a NaN has no defined answer but a valid position.
+    Differs: `jnp.argmax` finds the first NaN.
     """
     ctx = context()
     doing = f"cannot take the argmax of '{spec}' over {shown(dim)}"
@@ -48,13 +54,21 @@ def argmax(logits: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
     if not logits.shape[at]:
         raise report(SpecError, doing, [fault(spec, dim, f"{dim} has size 0: no position has the largest number.")])
     logits = jax.lax.stop_gradient(logits)
-    if ctx.lowering == "xla":
-        return compiler_chooses(ctx, partial(_plain, at), (spec,), spec.without(dim), logits, name=f"argmax {spec}")
+    if ctx.compiler_chooses:
+        return left_to_compiler(ctx, partial(_plain, at), (spec,), spec.without(dim), logits, name=f"argmax {spec}")
     return _argmax(spec, at, ctx, logits)
 
 
 def _plain(at: int, logits: jax.Array) -> jax.Array:
-    return jnp.argmax(logits, axis=at).astype(jnp.int32)
+    return jnp.argmax(_ranked(logits), axis=at).astype(jnp.int32)
+
+
+def _ranked(logits: jax.Array) -> jax.Array:
+    """Numbers as they are compared: what cannot be an answer is -inf, of which the lowest position is taken."""
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        return logits
+    padding = jnp.asarray(PADDING, logits.dtype)  # rounded as a logit of that dtype is
+    return jnp.where(jnp.isnan(logits) | (logits == padding), -jnp.inf, logits)
 
 
 def _argmax(spec: Spec, at: int, ctx: Context, logits: jax.Array) -> jax.Array:
@@ -72,8 +86,7 @@ def _value(spec: Spec, at: int, shape: tuple[int, ...], width: int, ctx: Context
     )
 
     def body(logits):
-        _, lowest = first_maximum(logits, at, axes, chains)
-        return jnp.minimum(lowest, shape[at] - 1)
+        return first_maximum(_ranked(logits), at, axes, chains)[1]
 
     return chains.steps, body
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gspmd.annotate.errors import Fault, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
-from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.planned_op import FLOAT32, Chains, float32, planned_op, read, sizes_of
 from gspmd.planner.graph.resharding import move
@@ -53,8 +53,8 @@ def add_bias(x: jax.Array, bias: jax.Array, spec: str | Spec, bias_spec: str | S
         fact = f"the bias has to be over the last dimensions of x, of shape {x.shape}; its shape is {bias.shape}."
         text = str(form.bias)
         raise report(SpecError, doing, [Fault(text, 0, len(text), fact)]) from None
-    if ctx.lowering == "xla" and not form.bias.reduced:
-        return compiler_chooses(ctx, _plain, (form.x, form.bias), form.x, x, bias, name=f"bias {form.x}")
+    if ctx.compiler_chooses and not form.bias.reduced:
+        return left_to_compiler(ctx, _plain, (form.x, form.bias), form.x, x, bias, name=f"bias {form.x}")
     return _bias(form, ctx, x, bias)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gspmd.annotate.errors import Fault, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
-from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops._softmax import Normaliser
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import number
@@ -68,11 +68,11 @@ def cross_entropy(
         labels = jnp.clip(labels, -1 if jnp.issubdtype(labels.dtype, jnp.signedinteger) else 0, logits.shape[-1])
     labels = labels.astype(jnp.int32)
     weights = None if mask is None else jax.lax.stop_gradient(float32(mask))
-    if ctx.lowering == "xla":
+    if ctx.compiler_chooses:
         rows = form.rows
         arrays = (logits, labels) if weights is None else (logits, labels, weights)
         ins, name = (spec, rows, rows)[: len(arrays)], f"cross_entropy {spec}"
-        return compiler_chooses(ctx, partial(_plain, z_loss), ins, rows, *arrays, name=name)
+        return left_to_compiler(ctx, partial(_plain, z_loss), ins, rows, *arrays, name=name)
     return _loss(form, ctx, logits, labels, weights)
 
 
@@ -90,7 +90,7 @@ class _Loss:
         return self.normaliser.statistic
 
     def hits(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
-        """Where each label stands in this device's part of the vocabulary: a one-hot row, or zeros."""
+        """Return the place of each label in this device's part of the vocabulary: a one-hot row, or zeros."""
         here = labels - shard_index(self.logits.axes[-1]) * logits.shape[-1]
         return here[..., None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
 

@@ -88,10 +88,8 @@ def einsum(
     if any(spec.partial for spec in equation.outputs):
         from gspmd.lowerings.transformations.hoisting import never_hoisted
 
-        # Outside of the program, which JAX takes out of a loop whole where it is not differentiated. Every result has a
-        # product of the first operand, or of a member of it.
-        first = len(equation.operands[0].specs)
-        flat[:first] = map(never_hoisted, flat[:first])
+        # Outside of the program, which JAX takes out of a loop whole where it is not differentiated.
+        flat = never_hoisted(*flat)
     results = program(*flat)
     return tuple(results) if equation.group else results[0]
 
@@ -132,7 +130,7 @@ def _shapes(equation: Equation, flat: Sequence[jax.Array]) -> list[tuple]:
 
 @lru_cache(maxsize=4096)
 def _program(call: Call) -> Callable:
-    """From a flat list of arrays to a tuple of results; cached, so that jit finds it again."""
+    """Return the function of a flat list of arrays to a tuple of results; cached, so that jit finds it again."""
     equation = call.equation
     equation.check(dict(call.sizes), call.context.mesh)
     for spec in equation.specs:

@@ -17,11 +17,12 @@ from gspmd.annotate.spec import Spec
 from gspmd.hardware.chips import Chip
 from gspmd.lowerings import target
 from gspmd.lowerings.program import Context, context, run
-from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.planned_op import FLOAT32, Chains, fault, float32, planned_op, read, shard_index, sizes_of
 from gspmd.planner.graph.resharding import move
 from gspmd.planner.steps import Step, total_cost
+from gspmd.planner.unknown import UnknownStep, UnknownSteps, is_unknown
 
 
 def embed(
@@ -72,23 +73,29 @@ def embed(
     for x in (x for x in rest if x.shape != table.shape[:1]):
         fact = f"scales have shape {x.shape}, and have to be one a row, {table.shape[:1]}."
         raise report(SpecError, doing, [fault(lookup.table, lookup.table.dims[0], fact)])
-    if ctx.lowering == "xla" and not lookup.table.reduced:
+    # In a shard_map over some mesh axes, as the stages of a pipeline are, XLA aborts on some gathers that lie over the
+    # others (docs/compiler.md): there rows are looked up as planned.
+    if ctx.compiler_chooses and not (lookup.table.reduced or ctx.in_shard_map):
         rows = partial(_rows, 0, form.scaled)
-        return compiler_chooses(ctx, rows, form.specs, lookup.rows, ids, table, *rest, name=f"embed {lookup}")
+        return left_to_compiler(ctx, rows, form.specs, lookup.rows, ids, table, *rest, name=f"embed {lookup}")
     return _embed(form, ctx, ids, table, *rest)
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """Where ids, table and rows lie, as given or while the lookup runs (then rows may be a partial sum)."""
+    """The places of ids, table and rows, as given or while the lookup runs (then rows may be a partial sum)."""
 
     ids: Spec
     table: Spec
     rows: Spec
 
+    def without_trivial(self, mesh: Mapping[str, int]) -> "Lookup":
+        """The same without mesh axes of size 1."""
+        return Lookup(*(spec.without_trivial(mesh) for spec in (self.ids, self.table, self.rows)))
+
     @property
     def scales(self) -> Spec:
-        """Where the scales of the table's rows lie."""
+        """Return the place of the scales of the table's rows."""
         return self.table.without(self.table.dims[1])
 
     @property
@@ -137,7 +144,7 @@ def _wide(ids: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Route:
-    """How the lookup runs: where all three lie meanwhile, and the steps that bring them there and back.
+    """The route of a lookup: where all three lie meanwhile, and the steps that bring them there and back.
 
     In a gradient `rows` bring the cotangent to where it is added up, and `table` brings the table's gradient to where
     the table is.
@@ -241,7 +248,7 @@ class _Embed:
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """Where the operands lie."""
+        """Return the places of the operands."""
         operands = self.given.ids, self.given.table
         return operands if self.scaled is None else (*operands, self.given.scales)
 
@@ -249,7 +256,25 @@ class _Embed:
         sizes = sizes_of(self.given.ids, ids) | sizes_of(self.given.table, self.shape)
         widths = (id_bytes, self.dtype.itemsize, (self.scaled or self.dtype).itemsize)
         widths += () if self.scaled is None else (FLOAT32,)
-        return route(self.given, backward, tuple(sizes.items()), widths, tuple(ctx.mesh.items()), ctx.chip)
+        asked = self.given, backward, tuple(sizes.items()), widths
+        if not is_unknown(ctx.mesh):
+            return route(*asked, tuple(ctx.mesh.items()), ctx.chip)
+        beside = self.given.rows.without(self.given.rows.dims[-1])
+        # To bring ids there costs next to nothing, and they would be a choice of their own.
+        if self.given.ids != beside:
+            raise PlanError(f"cannot search where ids lie, '{self.given.ids}', apart from the rows found, '{beside}'.")
+        # How the lookup is divided is not known either: each of its marks stands for what becomes of one tensor.
+        chains = {
+            name: (UnknownStep.of(UnknownSteps(routed, (*asked, ctx), name), spec, spec),)
+            for name, spec in (("ids", self.given.ids), ("table", self.given.table), ("rows", self.given.rows))
+        }
+        return Route(self.given.without_trivial(ctx.mesh), **chains)
+
+
+def routed(given: Lookup, backward: bool, sizes: tuple, widths: tuple[int, ...], ctx: Context):
+    """The steps of a lookup by tensor, once it is known where they lie; scales move with the table."""
+    found = route(given, backward, sizes, widths, tuple(ctx.mesh.items()), ctx.chip)
+    return {"ids": found.ids, "table": (*found.table, *found.scales), "rows": found.rows}
 
 
 def _forward(form: _Embed, ctx: Context, ids: jax.Array, *tables: jax.Array):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from gspmd.annotate.errors import SpecError, shown
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
-from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.planned_op import Chains, float32, planned_op, read, settle, shard_index
 
@@ -58,8 +58,8 @@ def global_norm(tree: Any, specs: Any) -> jax.Array:
     specs = tuple(read(said, text, leaf, ctx) for said, text, leaf in zip(doing, texts, leaves))
     if not leaves:
         return jnp.zeros((), jnp.float32)
-    if ctx.lowering == "xla":
-        return compiler_chooses(ctx, _plain, specs, _SCALAR, *leaves, name="global_norm")
+    if ctx.compiler_chooses:
+        return left_to_compiler(ctx, _plain, specs, _SCALAR, *leaves, name="global_norm")
     return _norm(_Norm(specs), ctx, *leaves)
 
 
@@ -73,7 +73,7 @@ class _Norm:
         return tuple(sorted(set().union(*(spec.used for spec in self.specs))))
 
     def counted(self, spec: Spec) -> jax.Array | bool:
-        """Whether this device counts its part of a tensor: the first of those that hold the same part."""
+        """Return whether this device counts its part of a tensor: the first of those that hold the same part."""
         copies = [axis for axis in self.axes if axis not in spec.used]
         return shard_index(copies) == 0
 

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
-from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops._norm import along_rows, check_row
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import number
@@ -72,9 +72,9 @@ def layer_norm(
     if bias is not None and of_bias is not None:
         check_row(doing, rows, of_bias, x, bias, "bias")
     more = () if bias is None else (bias,)
-    if ctx.lowering == "xla" and not any(row.reduced for row in form.ins):
+    if ctx.compiler_chooses and not any(row.reduced for row in form.ins):
         name = f"layer_norm {form.x}"
-        return compiler_chooses(ctx, partial(_plain, form.epsilon), form.ins, form.x, x, scale, *more, name=name)
+        return left_to_compiler(ctx, partial(_plain, form.epsilon), form.ins, form.x, x, scale, *more, name=name)
     return _layer_norm(form, ctx, x, scale, *more)
 
 

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from gspmd.annotate.errors import Fault, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
-from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import number
 from gspmd.ops.interface.planned_op import (
@@ -66,9 +66,9 @@ def rms_norm(
     epsilon = number(doing, "epsilon", epsilon)
     form = _Norm(read(doing, spec, x, ctx), read(doing, scale_spec, scale, ctx, weight=True), epsilon)
     check_row(doing, form.x, form.scale, x, scale, "scale")
-    if ctx.lowering == "xla" and not form.scale.reduced:  # no compiler can be asked for a partial sum
+    if ctx.compiler_chooses and not form.scale.reduced:  # no compiler can be asked for a partial sum
         ins, name = (form.x, form.scale), f"rms_norm {form.x}"
-        return compiler_chooses(ctx, partial(_plain, epsilon), ins, form.x, x, scale, name=name)
+        return left_to_compiler(ctx, partial(_plain, epsilon), ins, form.x, x, scale, name=name)
     return _norm(form, ctx, x, scale)
 
 

@@ -12,7 +12,7 @@ from jax.extend.random import threefry2x32_p
 from gspmd.annotate.errors import PlanError, SpecError, shown
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
-from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops._argmax import first_maximum
 from gspmd.ops._threshold import CANDIDATES, WORDS, mass, ordered, threshold, words
 from gspmd.ops.interface.operands import array
@@ -98,15 +98,15 @@ def sample(
     settings = [jnp.broadcast_to(jnp.asarray(x, _SETTINGS[name].dtype), count) for name, x in given.items()]
     inputs = (jax.lax.stop_gradient(logits), seeds, positions, *settings)
     ins, name = (spec, *[Spec(rows.dims[:1], ((),))] * 6), f"sample {spec}"
-    if ctx.lowering == "xla":
+    if ctx.compiler_chooses:
         whole = replace(form, spec=Spec(spec.dims, ((),) * len(spec.dims)))
-        return compiler_chooses(ctx, _value(whole, logits.shape, ctx)[1], ins, rows, *inputs, name=name)
+        return left_to_compiler(ctx, _value(whole, logits.shape, ctx)[1], ins, rows, *inputs, name=name)
     return run(ctx, name, *_value(form, logits.shape, ctx), ins, rows, *inputs)
 
 
 @dataclass(frozen=True)
 class _Setting:
-    """What a setting may be, and the number that leaves its steps out."""
+    """The values that a setting may have, and the number that leaves its steps out."""
 
     dtype: str
     low: float
@@ -129,7 +129,7 @@ _SETTINGS = {
 
 
 def _check(doing: str, name: str, given: Any, rows: Spec, count: int) -> bool:
-    """Whether a setting needs its steps: not if it is one number, known here, that turns it off."""
+    """Return whether a setting needs its steps: not if it is one number, known here, that turns it off."""
     setting = _SETTINGS[name]
     x = array(doing, name, given, "integers" if setting.dtype == "int32" else "real numbers")
     if x.shape:
@@ -154,7 +154,7 @@ def _per_row(doing: str, name: str, x: jax.Array, rows: Spec, count: int) -> jax
 
 @dataclass(frozen=True)
 class _Sampling:
-    """Where the logits lie, and the settings that are not off."""
+    """The place of the logits, and the settings that are not off."""
 
     spec: Spec
     at: int

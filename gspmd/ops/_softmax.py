@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from gspmd.annotate.errors import SpecError, shown
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
-from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.planned_op import Chains, dimension, float32, planned_op, read, settle, sizes_of
 from gspmd.planner.steps import Step
@@ -44,9 +44,9 @@ def logsumexp(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
     Source: Blanchard, Higham and Higham 2021, *Accurately computing the log-sum-exp and softmax functions*, section 3.
     """
     form, x, ctx = _read(f"cannot take the logsumexp of '{spec}' over {shown(dim)}", x, spec, dim)
-    if ctx.lowering == "xla":
+    if ctx.compiler_chooses:
         plain = partial(_plain_logsumexp, form.at)
-        return compiler_chooses(ctx, plain, (form.x,), form.statistic, x, name=f"logsumexp {form.x}")
+        return left_to_compiler(ctx, plain, (form.x,), form.statistic, x, name=f"logsumexp {form.x}")
     return _logsumexp(form, ctx, x)
 
 
@@ -80,8 +80,8 @@ def softmax(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
     form, x, ctx = _read(doing, x, spec, dim)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise SpecError(f"{doing}: x is {x.dtype}.\n  Cast it to floating numbers: the result has its dtype.")
-    if ctx.lowering == "xla":
-        return compiler_chooses(ctx, partial(_plain_softmax, form.at), (form.x,), form.x, x, name=f"softmax {form.x}")
+    if ctx.compiler_chooses:
+        return left_to_compiler(ctx, partial(_plain_softmax, form.at), (form.x,), form.x, x, name=f"softmax {form.x}")
     return _softmax(form, ctx, x)
 
 

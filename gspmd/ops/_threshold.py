@@ -15,9 +15,9 @@ from gspmd.ops.interface.planned_op import Chains, float32
 
 _PLACES = (32, *range(29, 0, -3), 0)  # where the digits begin that are found together: three bits, two at last
 CANDIDATES = tuple((1 << high - low) - (high < 32) for high, low in pairwise(_PLACES))
-"""How many sums per row and word each all-reduce takes: 8, then 7, as the lowest is known from the one before."""
+"""Sums per row and word that each all-reduce takes: 8, then 7, as the lowest is known from the one before."""
 WORDS = 3
-"""How many words of int32 a mass has."""
+"""Words of int32 that a mass has."""
 
 
 def ordered(x: jax.Array) -> jax.Array:
@@ -62,7 +62,7 @@ def words(weights: jax.Array, bits: int) -> list[jax.Array]:
 
 
 def mass(totals: jax.Array, bits: int) -> jax.Array:
-    """What sums of words [..., 3] stand for, in units of 2^-bits; rounded, but the larger is never the smaller."""
+    """Return the mass that sums of words [..., 3] stand for, in units of 2^-bits: rounded, but in their order."""
     high, middle, low = (totals[..., n] for n in range(WORDS))
     middle += low >> bits
     high += middle >> bits

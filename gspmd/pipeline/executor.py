@@ -17,18 +17,20 @@ from jax import lax
 
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.links import collective_seconds, wire_bytes
+from gspmd.lowerings.marks import marked
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.scopes import step_scope
 from gspmd.pipeline.schedule import Schedule
 from gspmd.pipeline.split import Halves, split
 from gspmd.planner.steps import Step
+from gspmd.planner.unknown import UnknownStep, UnknownSteps, is_unknown
 
 Tree = Any
 
 
 @dataclass(frozen=True)
 class Stages:
-    """What the stages of a pipeline compute: three functions of whole arrays on the other mesh axes.
+    """The computations of the stages of a pipeline: three functions of whole arrays on the other mesh axes.
 
     Attributes:
         first: (shared, batch) -> x, the stream that enters the first stage; such as an embedding.
@@ -43,7 +45,7 @@ class Stages:
 
 
 class Results(NamedTuple):
-    """What one stage has computed after the last tick.
+    """The results of one stage after the last tick.
 
     Attributes:
         loss: its part of the loss: that of the last stage, and of its chunks.
@@ -58,7 +60,7 @@ class Results(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What a stage carries from tick to tick."""
+    """The carry of a stage from tick to tick."""
 
     activation: jax.Array  # what the stage before has sent
     cotangent: Any  # what the stage behind has sent
@@ -68,7 +70,7 @@ class _State(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Executor:
+class PipelineExecutor:
     """One stage of a pipeline, while its shard_map is traced.
 
     Attributes:
@@ -224,7 +226,7 @@ class Executor:
         return sums._replace(loss=sums.loss + share(loss), figures=figures)
 
     def _sent(self, x: jax.Array, by: int) -> jax.Array:
-        """What the stage before (by = 1) or behind (by = -1) has computed: one permute, of which the plan is a step."""
+        """Send the results of the stage before (by = 1) or behind (by = -1) by one permute, a step of the plan."""
         stages, rounds = self.schedule.stages, self.schedule.rounds
         pairs = [(stage, (stage + by) % stages) for stage in range(stages)]
         if rounds == 1:  # the last stage has none behind it
@@ -232,17 +234,33 @@ class Executor:
         if stages == 1:  # a chunk follows on its own stage, or none does
             return x if pairs else jnp.zeros_like(x)
         ctx = context()
-        step = self._step(ctx, x)
+        sends = self.stream, x.shape, x.dtype.itemsize, ctx, self.axis, stages
+        step: Step
+        if is_unknown(ctx.mesh):
+            step = UnknownStep.of(UnknownSteps(sent, sends, "stream"), self.stream, self.stream, "stream")
+        else:
+            (step,) = sent(*sends)["stream"]
         name = f"{self.stream} to the {'next' if by == 1 else 'previous'} stage"
         return run(ctx, name, (step,), _body(self.axis, tuple(pairs), step), (self.stream,), self.stream, x)
 
-    def _step(self, ctx: Context, x: jax.Array) -> Step:
-        mesh = {self.axis: self.schedule.stages, **ctx.mesh}
-        held = int(np.prod(self.stream.local_shape(x.shape, ctx.mesh))) * x.dtype.itemsize
-        kind, axes = "collective-permute", (self.axis,)
-        seconds = collective_seconds(kind, axes, mesh, held, ctx.chip)
-        sent = wire_bytes(kind, self.schedule.stages, held)
-        return Step(kind, axes, sent, seconds, self.stream, self.stream, "stream")
+
+def sent(
+    stream: Spec, shape: tuple[int, ...], width: int, ctx: Context, axis: str, stages: int
+) -> dict[str, tuple[Step, ...]]:
+    """Return the step that sends a stream to a stage beside, under the name of the tensor.
+
+    Args:
+        stream: where it lies in a stage.
+        shape: of the whole.
+        width: bytes of an element.
+        ctx: of a stage.
+        axis: the mesh axis of the stages.
+        stages: how many there are.
+    """
+    held = int(np.prod(stream.local_shape(shape, ctx.mesh))) * width
+    kind, mesh = "collective-permute", {axis: stages, **ctx.mesh}
+    seconds = collective_seconds(kind, (axis,), mesh, held, ctx.chip)
+    return {"stream": (Step(kind, (axis,), wire_bytes(kind, stages, held), seconds, stream, stream, "stream"),)}
 
 
 class _Row(NamedTuple):
@@ -256,8 +274,12 @@ class _Row(NamedTuple):
 
 
 def _at(tree: Tree, index: jax.Array | int) -> Tree:
-    """Row `index` of every array."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
+    """Row `index` of every array.
+
+    The only row is the same at every tick, and so is what is computed from it: a stage's only layer gathers its weights
+    once, before the loop over the ticks. Compilers find that out, and the trace when it is written so.
+    """
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, 0 if x.shape[0] == 1 else index, 0, keepdims=False), tree)
 
 
 def _add_at(into: jax.Array, index: jax.Array, x: jax.Array) -> jax.Array:
@@ -274,7 +296,7 @@ def _with_gradients(sums: Results, row: _Row, of_shared: Tree, of_weights: Tree)
 
 
 def _zeros(x: Any, partition: jax.P, *more: int) -> jax.Array:
-    """As many zeros as `more` says of arrays like x, placed as one of them."""
+    """Return as many zeros as `more` says of arrays like x, placed as one of them."""
     zeros = jnp.zeros((*more, *x.shape), x.dtype)
     return jax.reshard(zeros, jax.P(*(None for _ in more), *partition)) if context().explicit else zeros
 
@@ -284,6 +306,9 @@ def _body(axis: str, pairs: tuple[tuple[int, int], ...], step: Step) -> Callable
     """The permute of a step; the same function for the same step, so that its program is compiled once."""
 
     def body(piece: jax.Array) -> jax.Array:
+        if isinstance(step, UnknownStep):
+            assert step.what is not None
+            return lax.ppermute(marked(piece, step.what), axis, pairs)
         with step_scope(0, step):
             return lax.ppermute(piece, axis, pairs)
 

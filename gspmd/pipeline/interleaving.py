@@ -24,13 +24,13 @@ from gspmd.annotate.validation import whole
 from gspmd.hardware.links import collective_seconds, wire_bytes
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.scopes import step_scope
-from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops.interface.planned_op import planned_op, read, shard_index
 from gspmd.planner.steps import Step
 
 
-class Chunk(NamedTuple):
-    """Where a stage stores a chunk, and where a stage needs it."""
+class StageChunk(NamedTuple):
+    """The place of a chunk: where a stage stores it, and where a stage needs it."""
 
     source: int
     place: int
@@ -78,8 +78,8 @@ def in_rounds(x: jax.Array, spec: str | Spec, rounds: int) -> jax.Array:
             f"  Their number has to be a multiple of {rounds * stages}."
         )
     form = _Form(spec, rounds)
-    if ctx.lowering == "xla" and not spec.reduced:
-        return compiler_chooses(ctx, form.split, (spec,), form.after, x, name=str(form))
+    if ctx.compiler_chooses and not spec.reduced:
+        return left_to_compiler(ctx, form.split, (spec,), form.after, x, name=str(form))
     return _routed(form, ctx, x)
 
 
@@ -101,7 +101,7 @@ class _Form:
 
 
 def _send(form: _Form, ctx: Context, x: jax.Array, *, back: bool) -> jax.Array:
-    """From [N, ...] to [R, N/R, ...], or back, by planned permutes."""
+    """Bring [N, ...] to [R, N/R, ...], or back, by planned permutes."""
     before, after = (form.after.cotangent, form.spec.cotangent) if back else (form.spec, form.after)
     axes = tuple(axis for axis in form.spec.axes[0] if ctx.mesh[axis] > 1)
     stages = prod(ctx.mesh[axis] for axis in axes)
@@ -125,7 +125,7 @@ def _body(axes: tuple[str, ...], stages: int, rounds: int, step: Step, back: boo
     """The permutes on one device; the same function for the same ones, so that their program is compiled once."""
     stay, *permutes = routes(stages, rounds)
     if back:
-        stay, *permutes = (tuple(Chunk(*each[2:], *each[:2]) for each in chunks) for chunks in (stay, *permutes))
+        stay, *permutes = (tuple(StageChunk(*each[2:], *each[:2]) for each in chunks) for chunks in (stay, *permutes))
 
     def body(piece: jax.Array) -> jax.Array:
         rest, here = piece.shape[1 + back :], shard_index(axes)
@@ -159,7 +159,7 @@ def _of(table: np.ndarray, stage: jax.Array | int) -> jax.Array:
 
 
 @lru_cache(maxsize=256)
-def routes(stages: int, rounds: int) -> tuple[tuple[Chunk, ...], ...]:
+def routes(stages: int, rounds: int) -> tuple[tuple[StageChunk, ...], ...]:
     """The chunks that stay where they are, and then those of each permute: no stage sends two in one, or receives two.
 
     >>> stay, permute = routes(stages=2, rounds=2)
@@ -167,7 +167,8 @@ def routes(stages: int, rounds: int) -> tuple[tuple[Chunk, ...], ...]:
     [(0, 1), (1, 0)]
     """
     chunks = [
-        Chunk(number // rounds, number % rounds, number % stages, number // stages) for number in range(rounds * stages)
+        StageChunk(number // rounds, number % rounds, number % stages, number // stages)
+        for number in range(rounds * stages)
     ]
     sent = [chunk for chunk in chunks if chunk.source != chunk.target]
     stay = tuple(chunk for chunk in chunks if chunk.source == chunk.target)

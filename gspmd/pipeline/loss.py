@@ -16,7 +16,7 @@ from gspmd.lowerings.manual import on_no_axes, open_in_shard_map
 from gspmd.lowerings.program import mapped
 from gspmd.ops._einsum import reshard
 from gspmd.pipeline.calls import apart
-from gspmd.pipeline.executor import Executor, Results, Stages
+from gspmd.pipeline.executor import PipelineExecutor, Results, Stages
 from gspmd.pipeline.schedule import Schedule
 
 Tree = Any
@@ -107,7 +107,7 @@ def pipelined(
         mesh = jax.sharding.get_abstract_mesh()
         _check(mesh, schedule, axis, data, arrays[:2])
         batches = schedule.microbatches * prod(mesh.shape[name] for name in data)
-        executor = Executor(stages, schedule, axis, stream, batches)
+        executor = PipelineExecutor(stages, schedule, axis, stream, batches)
         results = _region(executor, data, jax.tree.map(_whole, arrays))
         figures = jax.tree.map(lambda x: _over_data(x, axis, data), results.figures)
         return (_summed(Spec((), ()), results.loss, (axis, *data)), figures), results
@@ -147,7 +147,7 @@ def _whole(x: jax.Array) -> jax.Array:
     return mapped(lambda piece: piece, partition, jax.P(*partition.partitions))(x) if partition.reduced else x
 
 
-def _region(executor: Executor, data: tuple[str, ...], arrays: tuple[Tree, Tree, Tree]) -> Results:
+def _region(executor: PipelineExecutor, data: tuple[str, ...], arrays: tuple[Tree, Tree, Tree]) -> Results:
     """Run the executor in a shard_map over the axes of the stages and of the data; it sees the others as they were.
 
     JAX 0.10.2 has no partial sums in a shard_map over some axes only. One over those of the data needs none: what a
@@ -222,7 +222,7 @@ def _partition(x: jax.Array) -> jax.P:
 
 
 def _along(partition: jax.P, axes: tuple[str, ...]) -> jax.P:
-    """What a partition has of some mesh axes."""
+    """Return the part of a partition over some mesh axes."""
     entries = ((entry,) if isinstance(entry, str) else entry or () for entry in partition)
     return jax.P(*(tuple(name for name in entry if name in axes) or None for entry in entries))
 

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Ticks = Sequence[Mapping[str, Sequence[Any]]]
-"""Of each tick the slots by kind: for each stage the `Work` that it does, or None."""
+"""The slots of each tick by kind: for each stage the `Work` that it does, or None."""
 
 _COLOURS = {
     "forward": ("#cfe3f7", "#2f6fb0"),
@@ -46,7 +46,7 @@ def _has_rounds(ticks: Ticks) -> bool:
 
 
 def _name(kind: str, work: Any, several: bool) -> str:
-    """What a slot is called."""
+    """Return the name of a slot."""
     if work is None:
         return "."
     return f"{kind[0].upper()}{work.microbatch}{chr(ord('a') + work.round) if several else ''}"

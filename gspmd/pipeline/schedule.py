@@ -37,12 +37,12 @@ class Work(NamedTuple):
 
 
 Slot = tuple[Work | None, ...]
-"""What each stage computes."""
+"""The work of each stage."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every stage computes at every tick.
+    """The work of every stage at every tick.
 
     Attributes:
         name: one of `SCHEDULES`, or `"forward"` for the forward pass alone.
@@ -150,7 +150,7 @@ class Schedule:
 
     @cached_property
     def residuals(self) -> Mapping[tuple[str, int, int], int]:
-        """Where it keeps what gradients of weights need, from the backward pass on."""
+        """Return the place where it keeps what gradients of weights need, from the backward pass on."""
         return self._places("backward", "weights")
 
     def _places(self, begin: str, end: str) -> Mapping[tuple[str, int, int], int]:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
-from jax.interpreters import partial_eval
 
 from gspmd.annotate.errors import PlanError
+from gspmd.jax_internals import without_unused_results
 from gspmd.lowerings.scopes import innermost
 from gspmd.tracing.jaxprs import all_equations, inner_jaxprs
 
@@ -98,9 +98,8 @@ def _needed(whole: Jaxpr, results: list[Any], there: set[Any]) -> list[Any]:
         used = [var in wanted for var in equation.outvars]
         if not any(used):
             continue
-        rule = None if all(used) else partial_eval.dce_rules.get(equation.primitive)
-        if rule is not None:
-            less: Any = rule(used, equation)[1]
+        if not all(used):
+            less = without_unused_results(equation, used)
             # What falls off on the way, as an operand that has been gathered, is kept rather than made again.
             equation = less if _operations(less) < _operations(equation) else equation
         found.append(equation)

@@ -1,1 +1,1 @@
-"""From an equation to its plan: the collectives and local einsums that it takes."""
+"""The planner: from an equation to the collectives and local einsums that it takes."""

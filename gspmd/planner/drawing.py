@@ -28,7 +28,7 @@ _BREAKS = ((), (1,), (1, 3), (1, 2, 3))  # before which cells of a step a line i
 
 
 class PlanFigures(Protocol):
-    """What of a plan is drawn, or written down; see `Plan`, which has it."""
+    """The figures of a plan that are drawn, or written down; see `Plan`, which has them."""
 
     equation: Equation
     sizes: Mapping[str, int]

@@ -57,7 +57,8 @@ def backward(
 def backward_tensors(
     routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], kept: Sequence[Spec]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What the backward routine of `routine` takes, the cotangents and then the residuals, and what it gives."""
+    """Return the tensors that the backward routine of `routine` takes, the cotangents and then the residuals, and those
+    that it gives."""
     cotangents = [
         replace(t, spec=t.spec.with_partial(t.reduced), name=_numbered("cotangent", i, outputs))
         for i, t in enumerate(outputs)
@@ -104,7 +105,8 @@ def _gradient_group(routine: Routine, output: int, cotangents, residuals, aims, 
 
 
 def _mirror(routine: Routine, output: int, cotangent: Spec) -> Spec | None:
-    """Where the local einsums of an output leave it, in the cotangent's order; None where several terms differ."""
+    """Return the place where the local einsums of an output leave it, in the cotangent's order; None where several
+    terms differ."""
     left = {routine.products[p].einsum.after.without_partial() for p in routine.outputs[output].products}
     if len(left) != 1:
         return None

@@ -1,4 +1,4 @@
-"""How many bytes a routine holds at once: its buffers as they come and go, and as compilers lay them out.
+"""The bytes that a routine holds at once: its buffers as they come and go, and as compilers lay them out.
 
 Operands and results are held all along. Between them every step makes a buffer, which lives until the last step that
 reads it; a result's memory is used for others until the result is written. Compilers hold more than the steps say where
@@ -34,7 +34,7 @@ class Buffer:
     last: int = 0
 
     def overlaps(self, other: "Buffer") -> bool:
-        """Whether both are in use at some time."""
+        """Return whether both are in use at some time."""
         return self.made <= other.last and other.made <= self.last
 
 
@@ -117,13 +117,13 @@ class Footprint:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _make(self, spec: Spec, dtype: str, *read: Value, parts: int = 1, front: str = "") -> Value:
-        """What an instruction makes of others; all of them are held while it runs."""
+        """Make the value of an instruction; all that it reads is held while it runs."""
         made = tuple(Buffer(self._bytes(spec, dtype) // parts) for _ in range(parts))
         self.made.append(Value(spec, made, front, read, level=1 + max(value.level for value in read)))
         return self.made[-1]
 
     def _fuse(self, spec: Spec, dtype: str, *read: Value, parts: int = 1, front: str = "") -> Value:
-        """What a fusion makes: of what the fusions before it read, if there were some."""
+        """Make the value of a fusion, which reads what fusions before it have read, if there were some."""
         gone = {id(value) for value in read if value.fused}
         self.made = [value for value in self.made if id(value) not in gone]
         sources = [source for value in read for source in (value.read if value.fused else (value,))]
@@ -171,7 +171,7 @@ class Footprint:
     # -- products and results ------------------------------------------------------------------------------------------
 
     def _local_einsum(self, number: int, product: Product, moved: Sequence[Value]) -> Value:
-        """What a local einsum leaves."""
+        """Make the value that a local einsum leaves."""
         left, after, dtype = moved[product.left], product.einsum.after, self._dtype_of(number, product)
         if product.passes_through:
             return self._ordered(left, after.dims, dtype)
@@ -244,7 +244,7 @@ class Footprint:
 
 
 class _Order:
-    """In which order of dimensions a product takes its operands, and leaves its result."""
+    """The orders of dimensions in which a product takes its operands, and leaves its result."""
 
     def __init__(self, left: Sequence[str], right: Sequence[str], after: Sequence[str]):
         self.sides = left, right
@@ -261,7 +261,7 @@ class _Order:
             self.results.append((*self.batch, *free[1], *free[0]))
 
     def scattered(self, side: int, wide: set[str]) -> bool:
-        """Whether an operand has to be copied before it is multiplied; dimensions of size 1 stand anywhere."""
+        """Return whether an operand has to be copied before it is multiplied; dimensions of size 1 stand anywhere."""
         dims = (self.batch, self.contracted, self.free[side])
         batch, contracted, free = ([dim for dim in each if dim in wide] for each in dims)
         orders = [free + contracted, contracted + free]

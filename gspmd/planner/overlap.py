@@ -1,4 +1,4 @@
-"""Which gathers and reduce-scatters of a routine run inside its einsums, and by which schedule: as data."""
+"""The gathers and reduce-scatters of a routine that run inside its einsums, and by which schedule: as data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from gspmd.planner.steps import Routine
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the shards of a tensor go round a ring. All that is known of a schedule is here.
+    """A way for the shards of a tensor to go round a ring. All that is known of a schedule is here.
 
     Attributes:
         signs: a shard is cut into so many parts, and each goes round in its direction, +1 or -1.
@@ -43,7 +43,7 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class Ring:
-    """How a ring of permutes gathers, or reduce-scatters, the shards of one tensor.
+    """A ring of permutes that gathers, or reduce-scatters, the shards of one tensor.
 
     Attributes:
         axes: the mesh axes that the loop goes over, outermost first; none: the tensor is gathered before it is used.
@@ -89,7 +89,7 @@ class Overlap:
         return bool(self.gathers or self.scatters)
 
     def part(self, moves: Sequence[int], output: int) -> "Overlap":
-        """What of this belongs to one output and the moves that it needs, by their new numbers."""
+        """Return the part of this that belongs to one output and the moves that it needs, by their new numbers."""
         gathers = {new: self.gathers[old] for new, old in enumerate(moves) if old in self.gathers}
         scatters = {0: self.scatters[output]} if output in self.scatters else {}
         return Overlap(gathers, scatters, self.stripes if gathers or scatters else None)

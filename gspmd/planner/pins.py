@@ -1,4 +1,4 @@
-"""Where a `via` pins the operands of an equation."""
+"""Pins: the places to which a `via` brings the operands of an equation."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +15,7 @@ def pins(equation: Equation, via: Via, sizes: Mapping[str, int], mesh: Mapping[s
         PlanError: one leaves a dimension open.
     """
     flat = [spec for operand in equation.operands for spec in operand.specs]
-    pinned = _spread_over_groups(equation, via.specs, flat)
+    pinned = spread_over_groups(equation, via.specs, flat)
     if [set(spec.dims) for spec in pinned] != [set(spec.dims) for spec in flat]:
         raise SpecError(
             f"cannot plan '{equation}' via '{via.text}': the specs do not have the operands' dimensions.\n"
@@ -30,7 +30,7 @@ def pins(equation: Equation, via: Via, sizes: Mapping[str, int], mesh: Mapping[s
     return [_ordered_as(spec, like).without_trivial(mesh) for spec, like in zip(pinned, flat)]
 
 
-def _spread_over_groups(equation: Equation, pinned: Sequence[Spec], flat: Sequence[Spec]) -> list[Spec]:
+def spread_over_groups(equation: Equation, pinned: Sequence[Spec], flat: Sequence[Spec]) -> list[Spec]:
     """A via may write a group's spec once where its members have the same dimensions."""
     if len(pinned) == len(flat) or len(pinned) != len(equation.operands):
         return list(pinned)

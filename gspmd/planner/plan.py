@@ -16,7 +16,7 @@ from gspmd.planner.routines import plan_routine
 from gspmd.planner.steps import Environment, Routine, Step, Tensor
 
 Overlapping = Callable[[Routine, Sequence[Tensor], Sequence[Tensor], Environment], tuple[Overlap, float]]
-"""What of a routine overlaps with its einsums, and the seconds that this hides."""
+"""A function to the parts of a routine that overlap with its einsums, and the seconds that this hides."""
 
 
 def nothing_overlaps(*_: object) -> tuple[Overlap, float]:
@@ -93,7 +93,7 @@ class Plan:
 
     @property
     def environment(self) -> Environment:
-        """What its costs depend on."""
+        """The environment that its costs depend on."""
         return Environment.of(tuple(self.sizes.items()), tuple(self.mesh.items()), self.chip)
 
     @cached_property
@@ -106,7 +106,7 @@ class Plan:
 
     @cached_property
     def backward_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What the backward routine takes, the cotangents and then the residuals, and what it gives."""
+        """Tensors that the backward routine takes, the cotangents and then the residuals, and those that it gives."""
         from gspmd.planner.gradients import backward_tensors
 
         return backward_tensors(self.routine, self.inputs, self.outputs, self.kept)

@@ -1,4 +1,4 @@
-"""From an equation to its routine.
+"""Routines: from an equation to its steps.
 
     product   one search
     group     one search for several products of one operand, which is moved once
@@ -16,7 +16,7 @@ import numpy as np
 from gspmd.annotate.equation import Equation
 from gspmd.annotate.spec import Spec
 from gspmd.planner.graph.resharding import move
-from gspmd.planner.graph.search import NoPlacement, ResultCosts, SearchResult, result_costs, search
+from gspmd.planner.graph.search import NoPlacement, PlacedGroup, ResultCosts, result_costs, search
 from gspmd.planner.steps import Contraction, Environment, Move, Output, Product, Routine, Step, Tensor
 
 
@@ -72,12 +72,12 @@ class ProductGroup:
     contractions: tuple[Contraction, ...]
     pinned: Spec | None = None
 
-    def search(self, environment: Environment) -> SearchResult:
+    def search(self, environment: Environment) -> PlacedGroup:
         """The cheapest placements of the operands, and the steps around their products."""
         return search(environment, self.tensor, self.contractions, self.pinned)
 
     def result_costs(self, environment: Environment, aimed: int = 0) -> ResultCosts:
-        """What the group costs for every placement of the result of contraction `aimed`."""
+        """Return the costs of the group for every placement of the result of contraction `aimed`."""
         return result_costs(environment, self.tensor, self.contractions, self.pinned, aimed)
 
     def towards(self, placement: Spec) -> "ProductGroup":
@@ -104,7 +104,7 @@ def _product_groups(equation: Equation, inputs, outputs, via) -> list[ProductGro
     return groups
 
 
-def _search_group(group: ProductGroup, environment: Environment) -> list[tuple[ProductGroup, SearchResult]]:
+def _search_group(group: ProductGroup, environment: Environment) -> list[tuple[ProductGroup, PlacedGroup]]:
     """Search one placement of the common operand for all products; one each, where no placement serves all of them.
 
     That is so where the results are partial sums over different mesh axes.
@@ -166,7 +166,7 @@ class RoutineBuilder:
         self.products: list[Product] = []
         self.outputs: list[Output] = []
 
-    def add(self, group: ProductGroup, result: SearchResult) -> list[int]:
+    def add(self, group: ProductGroup, result: PlacedGroup) -> list[int]:
         """Add the moves and products of a group as they were searched; the products' numbers."""
         left, first = self._move(group.left, result.left, result.left_steps), len(self.products)
         for source, choice in zip(group.rights, result.choices):

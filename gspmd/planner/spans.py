@@ -1,4 +1,5 @@
-"""What a run of gathers, or of reduce-scatters, does to a tensor as a whole, and the pieces that it is cut into."""
+"""Spans: what a run of gathers, or of reduce-scatters, does to a tensor as a whole, and the pieces that it is cut
+into."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class CollectiveSpan:
         return tuple(axis for axes in self.changed_axes.values() for axis in axes)
 
     def step_number(self, axis: str) -> int:
-        """Which of the run's steps goes over an axis."""
+        """Return the step of the run that goes over an axis."""
         return next(number for number, step in enumerate(self.steps) if axis in step.axes)
 
 
@@ -70,7 +71,7 @@ def divisions(span: CollectiveSpan, mesh: Mapping[str, int]) -> Iterator[tuple[t
 
 
 def is_short(span: CollectiveSpan, looped: Sequence[str], within: Sequence[str], mesh: Mapping[str, int]) -> bool:
-    """Whether no axis has more than `LONGEST` hops that stand in the program one by one.
+    """Return whether no axis has more than `LONGEST` hops that stand in the program one by one.
 
     What is gathered along one axis is a loop in the program too.
     """
@@ -110,7 +111,7 @@ def local_shape(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int]) -
 
 
 def cut(size: int, number: int) -> list[tuple[int, int]]:
-    """Where each of `number` parts of a size begins and how long it is, as equal as may be; empty ones left out.
+    """Return where each of `number` parts of a size begins and how long it is, as equal as may be; empty ones left out.
 
     >>> cut(5, 2), cut(1, 2)
     ([(0, 3), (3, 2)], [(0, 1)])

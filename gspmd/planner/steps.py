@@ -52,12 +52,12 @@ class Step:
 
     @property
     def source(self) -> str:
-        """What it is made from: one spec, or the two of a product."""
+        """The source: one spec, or the two of a product."""
         return str(self.before) if self.other is None else f"{self.before} · {self.other}"
 
     @property
     def amount(self) -> str:
-        """What it sends, or how much an einsum computes, for a reader."""
+        """Bytes sent, or FLOPs of an einsum, for a reader."""
         from gspmd.display.units import amount_of_bytes, amount_of_flops
 
         return amount_of_flops(self.flops) if self.kind == "einsum" else amount_of_bytes(self.wire_bytes)
@@ -149,7 +149,7 @@ def picoseconds(seconds: float) -> int:
 
 @dataclass(frozen=True)
 class Environment:
-    """What costs depend on: the sizes, the mesh without axes of size 1, and the chip."""
+    """The environment that costs depend on: the sizes, the mesh without axes of size 1, and the chip."""
 
     sizes: tuple[tuple[str, int], ...]
     mesh: tuple[tuple[str, int], ...]

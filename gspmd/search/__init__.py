@@ -1,6 +1,7 @@
-"""Exact search: the cheapest options of a few choices whose costs hang together, proved by a lower bound.
+"""Exact search: the cheapest layout of a program, and the cheapest options of choices whose costs hang together.
 
-Numbers in, numbers out: nothing here knows what the choices mean.
+`gspmd.search(build, layout, mesh, sizes)` finds a layout: see `gspmd.search.finding.search`. What it is solved by knows
+nothing of layouts: numbers in, numbers out.
 
 Example:
     >>> import numpy as np
@@ -14,8 +15,36 @@ Example:
     Answer(picks={'weight': 1, 'hidden': 1}, seconds=3.0, bytes=2.0, bound=3.0, complete=True)
 """
 
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from gspmd.search.answer import Answer, NothingFits
 from gspmd.search.problem import Choice, Problem, Term
 from gspmd.search.solver import Search
 
-__all__ = ["Answer", "Choice", "NothingFits", "Problem", "Search", "Term"]
+if TYPE_CHECKING:
+    from gspmd.search.finding import Found
+
+__all__ = ["Answer", "Choice", "Found", "NothingFits", "Problem", "Search", "Term"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Found":  # which imports JAX, as the solver does not
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    return import_module(f"{__name__}.finding").Found
+
+
+class _CallablePackage(ModuleType):
+    """A package that can be called as its function: `gspmd.search` is both, and neither may hide the other."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Search the cheapest layout of a program; see `gspmd.search.finding.search`."""
+        return import_module(f"{__name__}.finding").search(*args, **options)
+
+    def __reduce__(self) -> tuple:
+        return import_module, (self.__name__,)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

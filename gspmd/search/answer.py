@@ -1,4 +1,4 @@
-"""What a search answers: picks with their cost and what is proved of it, or that nothing fits."""
+"""Answers of a search: picks with their cost and what is proved of it, or that nothing fits."""
 
 from dataclasses import dataclass
 

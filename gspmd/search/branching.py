@@ -64,7 +64,7 @@ class Branching:
                 yield from self._below(level + 1, costs[:, option])
 
     def _dominated(self, level: int, seconds: float, held: float) -> bool:
-        """Whether a level was begun, in the same context, with as few seconds and bytes; if not, it is now."""
+        """Return whether a level was begun, in the same context, with as few seconds and bytes; if not, it is now."""
         # In order of seconds, and so of falling bytes.
         before = self._seen.setdefault((level, *(self._picks[choice] for choice in self._context[level])), [])
         place = bisect_right(before, seconds + ROUNDING * abs(seconds), key=lambda point: point[0])

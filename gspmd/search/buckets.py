@@ -107,7 +107,7 @@ class Messages:
         return math.fsum(message.item() for message in self.messages if message.ndim == 1)
 
     def row(self, at: int, picks: Sequence[int]) -> np.ndarray:
-        """Of one bucket the cost of each option, with all that was eliminated before it."""
+        """Return the cost of each option of one bucket, with all that was eliminated before it."""
         where = tuple([picks[choice] for choice in self.buckets[at].scope])
         rows = (t[tuple([i if size > 1 else 0 for i, size in zip(where, t.shape)])] for t in self._inputs[at])
         return np.add.reduce([np.broadcast_to(row, self._sizes[self.buckets[at].choice]) for row in rows])
@@ -158,7 +158,7 @@ def _align(table: np.ndarray, of: tuple[int, ...], axes: tuple[int, ...]) -> np.
     """A table over some of the axes with all of them, the others of length 1; in memory in this order, for speed."""
     present = [of.index(choice) for choice in axes if choice in of]
     table = np.ascontiguousarray(table.transpose(present))
-    return np.expand_dims(table, [i for i, choice in enumerate(axes) if choice not in of])
+    return np.expand_dims(table, tuple(i for i, choice in enumerate(axes) if choice not in of))
 
 
 def least(tables: Sequence[np.ndarray], keep: Sequence[bool]) -> np.ndarray:

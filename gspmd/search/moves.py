@@ -1,6 +1,6 @@
-"""What it costs to move one tensor between many placements at once, as tables.
+"""Costs of moving one tensor between many placements at once, as tables.
 
-A plan asks for one shortest path; a search asks for all of them. `Moves` runs the planner's shortest paths once for
+A plan asks for one shortest path; a search asks for all of them. `MoveCosts` runs the planner's shortest paths once for
 each placement of interest and keeps the seconds as the rows of a table.
 """
 
@@ -11,38 +11,43 @@ from itertools import takewhile
 import numpy as np
 
 from gspmd.annotate.spec import Spec
-from gspmd.hardware.chips import Chip
 from gspmd.hardware.dtypes import itemsize, wire_of
 from gspmd.planner.graph.paths import ShortestPaths, shortest_paths
 from gspmd.planner.graph.placements import placements as all_placements
 from gspmd.planner.graph.placements import sequences
-from gspmd.planner.steps import Environment
+from gspmd.planner.steps import Environment, Step
 
 Sizes = Mapping[str, int]
 HOISTED = ("all-to-all", "collective-permute")
 """Steps that compilers move out of a loop in which their operand stays the same: they do not enlarge it."""
 
 
-class Moves:
+class MoveCosts:
     """Seconds between the placements of one tensor, which may be a partial sum where a path begins.
 
     Args:
         environment: mesh and chip; its sizes are those of all dimensions.
         dims: the tensor's dimensions.
         dtype: what it is held in, and crosses the wire in.
+        width: bytes of an element on the wire; by default those of the dtype.
+        reduce: what a partial sum stands for, as of `gspmd.planner.graph.resharding.move`.
     """
 
-    def __init__(self, environment: Environment, dims: Sequence[str], dtype: str):
-        self.environment, self.dims, self.dtype = environment, tuple(dims), dtype
+    def __init__(
+        self, environment: Environment, dims: Sequence[str], dtype: str, width: int | None = None, reduce: str = "sum"
+    ):
+        self.environment, self.dims, self.dtype, self.reduce = environment, tuple(dims), dtype, reduce
+        self.width = itemsize(wire_of(dtype, summed=True)) if width is None else width
         sizes = dict(environment.sizes)
         self.shape = tuple(sizes[dim] for dim in self.dims)
         self._axes = tuple(axis for axis, _ in environment.mesh)
+        self._steps: dict[tuple[int, int, int], tuple[Step, ...]] = {}
 
     @cached_property
     def paths(self) -> ShortestPaths:
         """The planner's graph of this tensor."""
-        width = itemsize(wire_of(self.dtype, summed=True))
-        return shortest_paths(self.shape, self.environment.mesh, width, self.environment.chip, frozenset(self._axes))
+        axes, sums = frozenset(self._axes), self.reduce == "sum"
+        return shortest_paths(self.shape, self.environment.mesh, self.width, self.environment.chip, axes, sums)
 
     def numbers(self, specs: Iterable[Spec]) -> np.ndarray:
         """The graph's numbers of placements; -1 of one that does not divide."""
@@ -67,6 +72,22 @@ class Moves:
         table = table[index]
         return table if by == "sources" else table.T
 
+    def steps_between(self, sources: np.ndarray, targets: np.ndarray) -> list[list[tuple[Step, ...]]]:
+        """[source][target] the chains of steps; none where there is no chain."""
+        table: list[list[tuple[Step, ...]]] = [[()] * len(targets) for _ in sources]
+        for column, end in enumerate(targets.tolist()):
+            rest = self.paths.costs_to(end) if end >= 0 else None
+            for row, name in enumerate(sources.tolist()):
+                if rest is not None and name >= 0 and np.isfinite(rest[name].real):
+                    path = self.paths.path(rest, name)
+                    table[row][column] = tuple(step for arc in path for step in self._step(arc))
+        return table
+
+    def _step(self, arc: tuple[int, int, int]) -> tuple[Step, ...]:
+        if arc not in self._steps:
+            self._steps[arc] = self.paths.steps([arc], self.dims, "")
+        return self._steps[arc]
+
     def hoisted(self, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """[sources, targets] seconds of what a loop in which the tensor stays the same takes once: the first steps.
 
@@ -88,35 +109,45 @@ class Moves:
         first = takewhile(lambda arc: meaning(arc[0])[0] in HOISTED, self.paths.path(rest, number))
         return sum((rest[here] - rest[there]).real for _, here, there in first) * 1e-12
 
-    def shared(self, sources: np.ndarray, ends: np.ndarray, others: np.ndarray) -> np.ndarray:
+    def shared(self, sources: np.ndarray, ends: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[sources, ends, others] seconds of the first steps that the moves to two places have in common.
 
         A program in which one tensor goes to both has these steps once.
+
+        Returns:
+            The seconds, and those of the first of these steps that leave a loop in which the tensor stays the same.
         """
         places, index = np.unique(np.concatenate([ends, others]), return_inverse=True)
-        onward, took = self._first_steps(np.unique(sources), places)
+        onward, took, leaves = self._first_steps(np.unique(sources), places)
         one, other = index[: len(ends), None], index[len(ends) :]
         seconds = np.zeros((len(sources), len(ends), len(others)))
+        leaving = np.zeros(seconds.shape)
         here, same = np.broadcast_to(sources[:, None, None], seconds.shape), np.ones(seconds.shape, bool)
+        outside = same
         while same.any():
             there = onward[here, one]
             same = same & (there >= 0) & (there == onward[here, other])
+            outside = outside & same & leaves[here, one]
             seconds += np.where(same, took[here, one], 0.0)
+            leaving += np.where(outside, took[here, one], 0.0)
             here = np.where(same, there, here)
-        return seconds
+        return seconds, leaving
 
-    def _first_steps(self, sources: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[placement, place] where the first step on the way to a place leads, -1 where it is none; and its seconds."""
+    def _first_steps(self, sources: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[placement, place] where the first step on the way to a place leads, -1 where it is none; its seconds; and
+        whether it may leave a loop."""
         onward = np.full((len(self.paths.nodes), len(places)), -1)
-        took = np.zeros(onward.shape)
+        took, leaves = np.zeros(onward.shape), np.zeros(onward.shape, bool)
+        meaning = self.paths.graph.meaning
         for column, place in enumerate(places.tolist()):
             rest = self.paths.costs_to(place)
             for source in sources[np.isfinite(rest[sources].real)].tolist():
-                for _, here, there in self.paths.path(rest, source):
+                for code, here, there in self.paths.path(rest, source):
                     if onward[here, column] >= 0:  # from here on it is known
                         break
                     onward[here, column], took[here, column] = there, (rest[here] - rest[there]).real * 1e-12
-        return onward, took
+                    leaves[here, column] = meaning(code)[0] in HOISTED
+        return onward, took, leaves
 
     def _seconds(self, by: str, number: int, others: np.ndarray) -> np.ndarray:
         if number < 0:
@@ -157,8 +188,3 @@ def allowed(
 
     kept = set(whole)
     return tuple(frozenset({0}) if dim in kept else fitting(sizes[dim], tuple(counts)) for dim in dims)
-
-
-def environment_of(sizes: Sizes, mesh: Sizes, chip: Chip) -> Environment:
-    """The planner's environment of these sizes."""
-    return Environment.of(tuple(sizes.items()), tuple(mesh.items()), chip)

@@ -31,14 +31,14 @@ RATES = 60
 FEW = 50
 """Options of a choice among which good picks are looked for first."""
 NEAR = 1e-4
-"""How near to the greatest bound, as a fraction of it, a rate is good enough: one more takes longer than branching."""
+"""The fraction of the greatest bound within which a rate is good enough: one more takes longer than branching."""
 
 
 class _Stopped(Exception):
     """The search was asked to stop."""
 
 
-class Question:
+class BoundedSearch:
     """One search: the best picks so far, and the best bound.
 
     Args:
@@ -94,7 +94,7 @@ class Question:
         return replace(self._known(), complete=True)
 
     def at_least(self, enough: float) -> float:
-        """What all picks that fit cost at least, by the best rate alone; no better than `enough` is asked for.
+        """Return the least that all picks that fit cost, by the best rate alone; no better than `enough` is asked for.
 
         It is infinite where nothing fits.
         """
@@ -149,7 +149,7 @@ class Question:
 
     @property
     def seconds(self) -> float:
-        """Those of the best picks so far."""
+        """Seconds of the best picks so far."""
         return math.inf if self.best is None else self.best.seconds
 
     def _line(self, picks: list[int]) -> tuple[float, float]:
@@ -199,7 +199,7 @@ class Question:
             np.argsort(np.argsort(costs, kind="stable")) < (FEW if few else len(costs))
             for costs, few in zip(self.tables.apart(), many)
         ]
-        first = Question(
+        first = BoundedSearch(
             self.tables.keep(masks), self.buckets, self.stop, self.keep, self.rate, -math.inf, self.tolerance
         )
         with suppress(NothingFits):

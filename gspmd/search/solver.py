@@ -13,13 +13,13 @@ import numpy as np
 from gspmd.search.answer import Answer, NothingFits
 from gspmd.search.buckets import Messages, eliminate
 from gspmd.search.problem import Problem
-from gspmd.search.question import Question
+from gspmd.search.question import BoundedSearch
 from gspmd.search.tables import Tables
 
 FIRST = 64
 """Options besides those that bounds call for, among which others are searched first."""
 GROWTH = 4
-"""How many times as many options are searched where nothing among them fits."""
+"""The factor by which more options are searched where nothing among them fits."""
 MARGIN = 1e-9
 """The fraction of a bound by which rounding may not be the reason that an option is left out."""
 
@@ -88,7 +88,7 @@ class Search:
             The bound; infinite where nothing fits.
         """
         tables = self._tables.keep(self._allowed({}, without or {}))
-        ask = Question(tables, self._buckets, lambda: False, lambda answer: None, tolerance=self.tolerance)
+        ask = BoundedSearch(tables, self._buckets, lambda: False, lambda answer: None, tolerance=self.tolerance)
         return ask.at_least(enough)
 
     def bounds(self) -> dict[str, np.ndarray]:
@@ -153,7 +153,7 @@ class Search:
         return self.so_far
 
     def _ask(self, allowed: list[np.ndarray], outside: float = math.inf) -> Answer:
-        question = Question(
+        question = BoundedSearch(
             self._tables.keep(allowed), self._buckets, self.stop, self._keep, self._rate, outside, self.tolerance
         )
         answer = question.answer()

@@ -107,7 +107,7 @@ def split(
 
 @dataclass(frozen=True, eq=False)
 class _Space:
-    """What may be chosen: as `split` is asked."""
+    """The choices that there are, as `split` is asked."""
 
     table: np.ndarray
     sizes: tuple[int, ...]
@@ -268,7 +268,7 @@ def _check(table: np.ndarray, sizes: Sequence[int], devices: int, microbatches: 
 
 
 def _fault(space: _Space, alike: bool) -> str:
-    """Why there is no split, and what would help."""
+    """Say why there is no split, and what would help."""
 
     def possible(table: np.ndarray, fits: Fits | None) -> bool:
         space_of = _Space(table, space.sizes, space.devices, fits)

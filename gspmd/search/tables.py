@@ -11,7 +11,8 @@ from gspmd.search.problem import Problem
 
 @dataclass(frozen=True)
 class Tables:
-    """What the search adds up. Choices and terms go by number, and picks by index among the options that are kept.
+    """The tables that a search adds up. Choices and terms go by number, and picks by index among the options that are
+    kept.
 
     Attributes:
         problem: Where the tables come from.

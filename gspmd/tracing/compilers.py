@@ -1,9 +1,9 @@
-"""How compilers eliminate common subexpressions, and which operations they move out of loops.
+"""Compilers' rules for common subexpressions, and for the operations they move out of loops.
 
 In XLA's words: `HloCSE` and `WhileLoopInvariantCodeMotion`.
 
-Source: programs compiled with jax 0.10.2 for host devices and, with libtpu 0.0.42, for TPU v4; tests/tracing hold both
-to it.
+Source: programs compiled for host devices with jaxlib 0.10.2 and 0.12.0 and, with the libtpu that belongs to each
+(0.0.42, 0.0.50), for TPU v4; tests/tracing hold all of them to it.
 """
 
 from dataclasses import dataclass
@@ -13,26 +13,31 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
+from gspmd.jax_internals import HOST_MERGES_ACROSS_BARRIERS
+
 
 @dataclass(frozen=True)
 class Compiler:
-    """What a compiler does with equal and with loop-invariant values.
+    """A compiler's treatment of equal and of loop-invariant values.
 
     Attributes:
         is_host: whether it compiles for host devices (XLA:CPU). That compiler hoists everything invariant, conditionals
-            included, out of all loops around it; and once it has expanded optimization barriers it eliminates common
-            subexpressions again, all-reduces excepted. Any other compiler hoists an operation out of one loop, and only
-            if its results are no larger than its operands (so no all-gather); it never merges across a barrier.
+            included, out of all loops around it. Any other compiler hoists an operation out of one loop, and only if
+            its results are no larger than its operands (so no all-gather).
+        merges_across_barriers: whether it eliminates common subexpressions again, all-reduces excepted, once it has
+            expanded optimization barriers. XLA:CPU did so until jaxlib 0.10; no other compiler does.
     """
 
     is_host: bool
+    merges_across_barriers: bool = False
 
     def hoists(self, equation: Any) -> bool:
-        """Whether a loop-invariant operation is moved out of its loop."""
+        """Return whether a loop-invariant operation is moved out of its loop."""
         return self.is_host or not _inflates_size(equation)
 
 
-HOST, OTHER = Compiler(True), Compiler(False)
+HOST = Compiler(is_host=True, merges_across_barriers=HOST_MERGES_ACROSS_BARRIERS)
+OTHER = Compiler(is_host=False)
 
 
 def compiler_in_use() -> Compiler:

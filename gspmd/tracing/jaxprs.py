@@ -1,11 +1,15 @@
 """Jaxprs: the programs that an equation calls, dead code, and what a loop does with its operands."""
 
+import weakref
 from collections.abc import Callable, Iterator
+from functools import lru_cache
+from hashlib import sha256
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.extend.core.primitives import closed_call_p
-from jax.interpreters import partial_eval
+
+from gspmd import jax_internals
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
@@ -17,6 +21,14 @@ def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
                 yield inner
 
 
+def constants_of(equation: Any, inner: Jaxpr) -> Iterator[tuple[Any, Any]]:
+    """Yield the constants of a program that an equation calls, each as a variable and its value."""
+    for value in equation.params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(one, ClosedJaxpr) and one.jaxpr is inner:
+                yield from zip(inner.constvars, one.consts, strict=True)
+
+
 def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
     """Every equation of a program and of the programs that it calls."""
     for equation in jaxpr.eqns:
@@ -25,13 +37,21 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
             yield from all_equations(inner)
 
 
+_WITH_RULES = {"custom_vmap_call": "call", "custom_vjp_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+"""Primitives that call a program and say how it is transformed, and the parameter that has the program."""
+
+
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     """The program less what none of its results needs."""
-    return partial_eval.dce_jaxpr(_plain(jaxpr, {}), [True] * len(jaxpr.outvars))[0]
+    return jax_internals.without_dead_code(_plain(jaxpr, {}))
 
 
 def _plain(jaxpr: Jaxpr, done: dict[int, Jaxpr]) -> Jaxpr:
-    """The program with plain calls instead of `custom_vmap_call`, into which JAX's elimination does not look."""
+    """The program with plain calls in place of those with rules for transformations.
+
+    JAX's elimination does not look into a `custom_vmap_call`, and keeps all operands of the other two, whether they are
+    used or not. Compilers inline them.
+    """
     if id(jaxpr) not in done:
         equations = [_plainly_called(equation, done) for equation in jaxpr.eqns]
         same = all(new is old for new, old in zip(equations, jaxpr.eqns))
@@ -41,9 +61,8 @@ def _plain(jaxpr: Jaxpr, done: dict[int, Jaxpr]) -> Jaxpr:
 
 def _plainly_called(equation: Any, done: dict[int, Jaxpr]) -> Any:
     equation = changed_inside(equation, lambda jaxpr: _plain(jaxpr, done))
-    if equation.primitive.name == "custom_vmap_call":
-        return equation.replace(primitive=closed_call_p, params={"call_jaxpr": equation.params["call"]})
-    return equation
+    called = equation.params.get(_WITH_RULES.get(equation.primitive.name))
+    return equation if called is None else equation.replace(primitive=closed_call_p, params={"call_jaxpr": called})
 
 
 def changed_inside(equation: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
@@ -64,26 +83,82 @@ def changed_inside(equation: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
 
 
 def expression(equation: Any) -> tuple[str, str]:
-    """What an equation does to its operands: the primitive, and its parameters in one order (JAX's own varies)."""
-    return equation.primitive.name, str(sorted(equation.params.items(), key=lambda item: item[0]))
+    """Return the operation of an equation: the primitive, and its parameters in one order (JAX's own varies)."""
+    params = sorted(equation.params.items(), key=lambda item: item[0])
+    return equation.primitive.name, str([(name, _text(value)) for name, value in params])
+
+
+def _text(value: Any) -> Any:
+    """A parameter, or what stands for a program in it."""
+    if isinstance(value, (tuple, list)):
+        return [_text(one) for one in value] if any(isinstance(one, (ClosedJaxpr, Jaxpr)) for one in value) else value
+    if isinstance(value, (ClosedJaxpr, Jaxpr)):
+        return fingerprint(value)
+    # Of a rule of differentiation, which is made anew at each call, the name: nothing of it runs in this program.
+    is_function = callable(value) and not isinstance(value, type)
+    return getattr(value, "__name__", type(value).__name__) if is_function else value
+
+
+def fingerprint(jaxpr: ClosedJaxpr | Jaxpr) -> str:
+    """Return a text that programs share which do the same, whatever their variables are called.
+
+    It says what the program's own text says, but each program that it calls is read once: texts of loops in loops
+    would be written again for every loop around them.
+    """
+    jaxpr = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+    if jaxpr in _fingerprints:
+        return _fingerprints[jaxpr]
+    names: dict[Any, int] = {}
+
+    def made(var: Any) -> str:
+        return f"{names.setdefault(var, len(names))}:{_type(var.aval)}"
+
+    def used(var: Any) -> str:
+        return f"{var.val!r}:{_type(var.aval)}" if isinstance(var, Literal) else str(names.get(var, id(var)))
+
+    lines = [" ".join(map(made, (*jaxpr.constvars, *jaxpr.invars)))]
+    for equation in jaxpr.eqns:
+        operands, (name, params) = [used(var) for var in equation.invars], expression(equation)
+        lines.append(f"{' '.join(map(made, equation.outvars))} = {name} {params} {' '.join(operands)}")
+    lines.append(" ".join(map(used, jaxpr.outvars)))
+    _fingerprints[jaxpr] = sha256("\n".join(lines).encode()).hexdigest()
+    return _fingerprints[jaxpr]
+
+
+_fingerprints: weakref.WeakKeyDictionary[Jaxpr, str] = weakref.WeakKeyDictionary()
+
+
+@lru_cache(maxsize=1 << 14)
+def _type(aval: Any) -> str:
+    return str(aval)
 
 
 def has_effects(equation: Any) -> bool:
-    """Whether an equation does more than compute its results; naming a mesh axis is no effect."""
+    """Return whether an equation does more than compute its results; naming a mesh axis is no effect."""
     return not {type(effect).__name__ for effect in equation.effects} <= {"NamedAxisEffect"}
 
 
 def runs_once(equation: Any) -> bool:
-    """Whether an equation is a scan of a single trip, which XLA unrolls."""
+    """Return whether an equation is a scan of a single trip, which XLA unrolls."""
     return equation.primitive.name == "scan" and equation.params["length"] == 1
 
 
+def is_reshape(equation: Any) -> bool:
+    """Return whether an equation changes only the shape, in row-major order, as a broadcast to more dimensions may."""
+    name, params = equation.primitive.name, equation.params
+    if name == "broadcast_in_dim":
+        places = params["broadcast_dimensions"]
+        same_size = equation.invars[0].aval.size == equation.outvars[0].aval.size
+        return len(equation.invars) == 1 and same_size and list(places) == sorted(places)
+    return name == "squeeze" or (name == "reshape" and params["dimensions"] is None and len(equation.invars) == 1)
+
+
 def is_stacked(outer: Any, inner: Any) -> bool:
-    """Whether a scan takes or makes a variable slice by slice, rather than whole."""
+    """Return whether a scan takes or makes a variable slice by slice, rather than whole."""
     return len(getattr(outer.aval, "shape", ())) > len(getattr(inner.aval, "shape", ()))
 
 
 def is_carried_unchanged(body: Jaxpr, place: int, constants: int) -> bool:
-    """Whether a loop's body returns its operand at this place as it is; the constants come first."""
+    """Return whether a loop's body returns its operand at this place as it is; the constants come first."""
     carried = place - constants
     return carried < len(body.outvars) and body.outvars[carried] is body.invars[place]

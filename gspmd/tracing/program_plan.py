@@ -91,7 +91,7 @@ class ProgramPlan(Printed):
 
     @property
     def hidden_seconds(self) -> float:
-        """How much sooner the steps end because loops send beside products: as the plan of each equation says.
+        """Seconds by which the steps end sooner because loops send beside products, as the plan of each equation says.
 
         Of an equation that runs in part, as what it sends has been sent before, it is a part; of experts, whose chunks
         overlap with one another, none.

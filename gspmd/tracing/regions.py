@@ -4,23 +4,38 @@ A region is a straight piece of a program: all of it but the bodies of its loops
 their own. See `gspmd.tracing.value_numbering`.
 """
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
+from gspmd.jax_internals import CLOSED_CALL, scan_operands
 from gspmd.lowerings.transformations.gradient import ENTERING
 from gspmd.lowerings.transformations.hoisting import NEVER_HOISTED
-from gspmd.tracing.jaxprs import expression, has_effects, inner_jaxprs, is_carried_unchanged, is_stacked, runs_once
+from gspmd.planner.unknown import MARK
+from gspmd.tracing.jaxprs import (
+    constants_of,
+    expression,
+    has_effects,
+    inner_jaxprs,
+    is_carried_unchanged,
+    is_reshape,
+    is_stacked,
+    runs_once,
+)
 from gspmd.tracing.value_numbering import Numbering, StepKey
 
 _REDUCTIONS = ("psum", "pmax")
-_COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "ppermute", *_REDUCTIONS)
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "ppermute", *_REDUCTIONS, MARK)
 _BARRIER = "optimization_barrier"
 _NOTHING = (NEVER_HOISTED, ENTERING, "name")
 """Operations that are nothing to a compiler; `name` is what `jax.checkpoint` may keep by its name."""
 
-_CALLS = ("jit", "pjit", "closed_call", "shard_map", "custom_partitioning")
+_CALLS = ("jit", "pjit", CLOSED_CALL, "shard_map", "custom_partitioning")
 _CALLS += tuple(f"custom_{kind}_call" for kind in ("jvp", "vjp", "vmap"))
 _RECOMPUTED = ("remat2", "checkpoint")
 _LOOPS = ("scan", "while")
@@ -50,7 +65,8 @@ class Value(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where an operation runs once it is hoisted, and which step has computed the same there before, if any has."""
+    """The place where an operation runs once it is hoisted, and the step that has computed the same there before, if
+    any has."""
 
     region: "Region"
     first: StepKey | None = None
@@ -89,8 +105,21 @@ class Region:
         operands = [self._value(var) for var in equation.invars]
         call = self._call(equation, operands)
         region = self._entered(equation, inner, operands)
+        region.bind_constants(constants_of(equation, inner))
         self.numbering.calls.append(call)
         return region
+
+    def bind_constants(self, constants: Iterable[tuple[Any, Any]]) -> None:
+        """Bind the constants of a program, as pairs of variables and arrays: equal arrays are one value.
+
+        JAX writes an array that a function closes over into the program, as often as the function names it, and every
+        compiler merges constants of the same type and content.
+        """
+        for var, array in constants:
+            if not isinstance(var.aval, jax.core.ShapedArray) or not getattr(array, "is_fully_addressable", True):
+                continue  # a reference, or what no single process could write
+            number = self.numbering.of("constant", str(var.aval), _content(array, var.aval.dtype))
+            self._values[var] = Value(number, number, [*self.ancestors()][-1], number)
 
     def _entered(self, equation: Any, inner: Jaxpr, operands: list[Value]) -> "Region":
         if self._is_call(equation, inner):
@@ -121,7 +150,7 @@ class Region:
             self._note_fusion(equation.primitive.name, results, ())
 
     def _call(self, equation: Any, operands: list[Value]) -> int | None:
-        """Which call inside a planned program this is; None outside, where `captured` numbers are those of values."""
+        """Return which call inside a planned program this is; None outside, where `captured` has numbers of values."""
         around, number = self.numbering.calls[-1], self.numbering.of
         if around is not None and equation.primitive.name in _LOOPS:
             return number("in", self._loop(equation, operands).barrierless)
@@ -143,7 +172,7 @@ class Region:
         body._is_uncertain = bool(body._loops) and loop.number not in body._loops
         body._loops.add(loop.number)
         operands = operands[equation.params.get("cond_nconsts", 0) :]
-        constants = equation.params["num_consts" if is_scan else "body_nconsts"]
+        constants = scan_operands(equation)[0] if is_scan else equation.params["body_nconsts"]
         changing = body._elements("carried", loop._replace(number=loop.barrierless), len(operands))
         for place, var in enumerate(inner.invars):
             invariant = place < constants or is_carried_unchanged(inner, place, constants)
@@ -176,7 +205,7 @@ class Region:
         kept = equation.params.get("prevent_cse", False) if equation.primitive.name in _RECOMPUTED else False
         each = (kept,) * len(operands) if isinstance(kept, bool) else kept
         waits = [one and equation.params["differentiated"] for one in each]
-        behind = iter(self._behind_barrier([value for value, wait in zip(operands, waits) if wait]))
+        behind = iter(self._behind_barrier(equation, [value for value, wait in zip(operands, waits) if wait]))
         return [next(behind) if wait else value for value, wait in zip(operands, waits)]
 
     def _across(self, equation: Any, side: str, values: Sequence[Value]) -> list[Value]:
@@ -198,7 +227,10 @@ class Region:
         """Number the results of an operation that belongs to a step; say where it runs, and what has computed it."""
         operands, name = [self._value(var) for var in equation.invars], equation.primitive.name
         if name in (_BARRIER, *_NOTHING):
-            self._bind(equation.outvars, self._behind_barrier(operands) if name == _BARRIER else operands)
+            self._bind(equation.outvars, self._behind_barrier(equation, operands) if name == _BARRIER else operands)
+            return Placement(self)
+        if is_reshape(equation):
+            self._bind(equation.outvars, [self._reshaped(equation, operands[0])])
             return Placement(self)
         if has_effects(equation) or any(True for _ in inner_jaxprs(equation)):
             # New values each time: a jaxpr may be called from many places with the same variables.
@@ -213,6 +245,22 @@ class Region:
         self._bind(equation.outvars, results)
         self._note_fusion(name, [result, *results], operands)
         return region._computed(result, step) if name in (*_COLLECTIVES, "dot_general") else Placement(region)
+
+    def _reshaped(self, equation: Any, value: Value) -> Value:
+        """A value in another shape: a compiler reshapes only what it was made as, and not at all if the shape is back.
+
+        JAX itself reshapes scalars: those that one half of a differentiated shard_map hands to the other are vectors of
+        one element on the way.
+        """
+        shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+        region = self._hoisted([value])  # it is as large as before
+        number, barrierless = (self._reshaped_number(side, *shapes) for side in value.numbers_in(region))
+        return Value(number, barrierless, region, self._captured(equation, [value]))
+
+    def _reshaped_number(self, number: int, before: tuple, after: tuple) -> int:
+        made_by = self.numbering.expressions[number]
+        origin, shape = made_by[1:3] if made_by[0] == "reshaped" else (number, before)
+        return origin if shape == after else self.numbering.of("reshaped", origin, shape, after)
 
     def _computed(self, result: Value, step: StepKey) -> Placement:
         """Make a collective or a product available; where it is already, say which step has computed it."""
@@ -232,13 +280,19 @@ class Region:
         if is_fused or any(value.number != value.barrierless and value.barrierless in noted for value in operands):
             noted.update(value.barrierless for value in results if value.number != value.barrierless)
 
-    def _behind_barrier(self, values: Sequence[Value]) -> list[Value]:
-        """Values behind an optimization barrier: none is available before all are."""
+    def _behind_barrier(self, equation: Any, values: Sequence[Value]) -> list[Value]:
+        """Values behind an optimization barrier: none is available before all are.
+
+        Two barriers of the same values are one: every compiler eliminates the second as a common subexpression.
+        """
         region = self._hoisted(values)
-        new = [region._new() for _ in values]
-        if not self.numbering.compiler.is_host:
-            return new
-        return [one._replace(barrierless=value.numbers_in(region)[1]) for one, value in zip(new, values)]
+        number = self.numbering.of(_BARRIER, id(region), *_sides(values, region)[0])
+        results = region._elements(
+            "result", Value(number, number, region, self._captured(equation, values)), len(values)
+        )
+        if not self.numbering.compiler.merges_across_barriers:
+            return results
+        return [one._replace(barrierless=value.numbers_in(region)[1]) for one, value in zip(results, values)]
 
     def _hoisted(self, operands: Sequence[Value], hoists: bool = True) -> "Region":
         """The region in which an operation runs: outside the loops in which all its operands are invariant."""
@@ -249,6 +303,10 @@ class Region:
         return region
 
     # -- values --------------------------------------------------------------------------------------------------------
+
+    def number_of(self, var: Any, region: "Region") -> int:
+        """The value number of a variable of this region, as an operation in a region around it sees it."""
+        return self._value(var).numbers_in(region)[0]
 
     def _value(self, var: Any) -> Value:
         if isinstance(var, Literal):
@@ -282,6 +340,22 @@ class Region:
         numbers = (whole.number, whole.barrierless, whole.captured)
         sides = zip(*([self.numbering.of(what, one, place) for place in range(count)] for one in numbers))
         return [Value(number, barrierless, self, captured) for number, barrierless, captured in sides]
+
+
+_contents: dict[int, tuple[weakref.ref, bytes]] = {}  # of arrays that are alive, by identity
+
+
+def _content(array: Any, dtype: Any) -> bytes:
+    """Hash what is in an array. The hash of one of JAX's, which nobody can change, is kept as long as the array is."""
+    key = id(array)
+    if key in _contents and _contents[key][0]() is array:
+        return _contents[key][1]
+    is_random = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    numbers = np.ascontiguousarray(jax.random.key_data(array) if is_random else array)
+    content = sha256(numbers.reshape(-1).view(np.uint8).data).digest()  # without a copy
+    if isinstance(array, jax.Array):
+        _contents[key] = weakref.ref(array, lambda _: _contents.pop(key, None)), content
+    return content
 
 
 def _sides(operands: Sequence[Value], region: Region) -> list[tuple[int, ...]]:

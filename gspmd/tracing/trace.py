@@ -44,9 +44,12 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
         0
     """
     check_call("trace", fn, abstract, keywords)
-    jaxpr = without_dead_code(jax.make_jaxpr(fn)(*abstract, **keywords).jaxpr)
+    closed = jax.make_jaxpr(fn)(*abstract, **keywords)
+    jaxpr = without_dead_code(closed.jaxpr)
     numbering = Numbering(compiler_in_use())
-    steps = tuple(_steps(jaxpr, Region(numbering)))
+    region = Region(numbering)
+    region.bind_constants(zip(jaxpr.constvars, closed.consts, strict=True))
+    steps = tuple(_steps(jaxpr, region))
     entries = tuple(step for step in steps if not step.first)
     shared = tuple(step for step in steps if step.first)
     lowered = (program.equation for program in _programs(jaxpr) if program.backward is not None)
@@ -142,7 +145,7 @@ def _size(steps: list[PlannedStep]) -> tuple[int, float, int]:
 
 
 def _is_backward(equation: Any, inherited: bool) -> bool:
-    """Whether an operation belongs to a backward pass; recomputation inside one is forward again."""
+    """Return whether an operation belongs to a backward pass; recomputation inside one is forward again."""
     scopes = str(equation.source_info.name_stack).split("/")
     if "rematted_computation" in scopes:
         return False

@@ -4,8 +4,9 @@ Two operations get the same value number if they are the same primitive, with th
 same numbers: XLA's common subexpression elimination (`HloCSE`) merges them. Numbers pass through calls, recomputation,
 and loops of a single trip, which XLA unrolls. An operation that is invariant in a loop belongs to the region outside,
 as far as the compiler hoists it (`gspmd.tracing.compilers`), and may equal an expression that is available there.
-Loops, conditionals, operations with effects, and optimization barriers make new values. `gspmd.tracing.regions` walks
-a program in this way; here are the tables that all its regions share.
+Conditionals and operations with effects make new values, and so does an optimization barrier, though two barriers of
+the same values are one. `gspmd.tracing.regions` walks a program in this way; here are the tables that all its regions
+share.
 """
 
 from collections.abc import Hashable

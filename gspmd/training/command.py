@@ -1,14 +1,16 @@
 """The command line of a training run: settings from file, run folder and flags; error messages; exit codes."""
 
 import argparse
+import io
 import logging
 import shlex
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import fields, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,21 +20,30 @@ import tyro
 from gspmd import host
 from gspmd.annotate.errors import LayoutError, PlanError, SpecError
 from gspmd.display import console as printing
+from gspmd.display import terminal
+from gspmd.interruption import number_of
 from gspmd.training import processes
 from gspmd.training.checkpoints import load_settings, newest
 from gspmd.training.choices import REGISTRY
 from gspmd.training.config import TrainingConfig
 from gspmd.training.flags import parse_relayout
+from gspmd.training.model.finding import with_model
 from gspmd.training.run.folder import newest_run
 from gspmd.training.run.guard import Diverged
 from gspmd.training.run.loop import Unwritable
-from gspmd.training.run.signals import Interrupted, terminable
-from gspmd.training.toml import ConfigError, beside, from_mapping, load_toml, to_mapping
+from gspmd.training.run.signals import Interrupted, terminable, unheard
+from gspmd.training.toml import ConfigError, Dataclass, beside, from_mapping, load_toml, to_mapping
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Dataclass)
 
-_STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
+# Booleans are pairs, --tied and --no-tied: with one of them, the one that changes the default, which flags there are
+# would depend on the file that the defaults come from, and a run could not be resumed with the flags that began it.
+_STYLE = (tyro.conf.AvoidSubcommands,)
 _USER_ERRORS = (ConfigError, host.HostError, SpecError, PlanError, LayoutError)
+
+
+class FlagError(ValueError):
+    """Flags that cannot be read, with what the parser has to say of them."""
 
 
 def parse(
@@ -47,43 +58,85 @@ def parse(
     """Read settings from a TOML file and from flags, which take precedence.
 
     Args:
-        cls: a dataclass of settings.
+        cls: a dataclass of settings. If it has a field `model_class`, `--model` or `class` in [model] names a model of
+            one's own, whose fields then are those of [model] (`gspmd.training.model.finding`); of such a model without
+            `--config`, `default` is not read.
         argv: the flags. `--config FILE` names the TOML file. `--resume` without it starts from the settings of the run,
-            without its platform, its number of devices if `--devices`, `--mesh` or `--platform` is given, its meshes
-            if `--devices` is, its `--set` if `--layout` or `--set` is, and its changes of layout if `--layout` or
-            `--relayout` is. `--resume STEP` is `--resume --resume-step STEP`.
+            without its platform, its number of devices if `--devices` or `--mesh` is given, its meshes if `--devices`
+            is, its `--set` if `--layout` or `--set` is, and its changes of layout if `--layout` or `--relayout` is.
+            `--resume STEP` is `--resume --resume-step STEP`, and excludes another step.
         default: the TOML file if neither is given.
         find: from the name in --config or `default` to the path of the TOML file.
         description: for --help.
         prog: the program name in --help; `sys.argv[0]` if not given.
 
     Raises:
-        ConfigError: from `load_toml`, or from the dataclasses.
+        ConfigError: from `load_toml`, or from the dataclasses; the step to resume from is said more than once.
+        FlagError: as of `parse_flags`; a flag has a value that takes none.
     """
     argv = _spelled_out(argv)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     early.add_argument("--config", nargs="?")
     early.add_argument("--out", nargs="?")
-    early.add_argument("--resume", action="store_true")
-    for flag in ("--devices", "--mesh", "--platform", "--layout", "--set", "--relayout"):
+    early.add_argument("--resume", action=argparse.BooleanOptionalAction, default=False)
+    for flag in ("--devices", "--mesh", "--layout", "--set", "--relayout"):
         early.add_argument(flag, nargs="?", const="")
-    known, _ = early.parse_known_args(argv)
+    early.add_argument("--model", nargs="?", const="", default="")
+    try:
+        known, _ = early.parse_known_args(argv)
+    except argparse.ArgumentError as error:  # such as --no-resume=3
+        raise FlagError(f"the flags cannot be read: {error}.") from None
+    may_be_own = any(field.name == "model_class" for field in fields(cls))
+    own = known.model if may_be_own else ""
+
+    def typed(cls: type[T], values: Mapping[str, Any], folder: Path) -> tuple[type[T], Mapping[str, Any]]:
+        again = known.resume and not known.config
+        return with_model(cls, values, own, folder, again=again) if may_be_own else (cls, values)
+
     if known.config:
-        base = load_toml(cls, find(known.config))
+        path = find(known.config)
+        base = load_toml(cls, path, partial(typed, folder=Path(path).parent))
     elif known.resume:
         out = Path(known.out) if known.out else newest_run()
-        settings = _carried_over(load_settings(out), given=vars(known))
+        cls, settings = typed(cls, _carried_over(load_settings(out), given=vars(known)), folder=out)
         base = from_mapping(cls, settings, source=str(out / "config.json"))
+    elif own:
+        cls, settings = typed(cls, {}, folder=Path())
+        base = from_mapping(cls, settings)
     else:
         base = load_toml(cls, find(default)) if default else cls()
-    return parse_flags(cls, argv, base, description, prog)
+    return parse_flags(type(base), argv, base, description, prog)
+
+
+def distributed(argv: Sequence[str]) -> str:
+    """Return what the flags give as `--distributed`, whatever else is right or wrong about them; "" for --help.
+
+    >>> distributed(["--steps", "many", "--distributed=auto"])
+    'auto'
+    """
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    early.add_argument("--distributed", nargs="?", const="", default="")
+    known, _ = early.parse_known_args(argv)
+    return "" if {"-h", "--help"} & {*argv} else known.distributed
 
 
 def parse_flags(cls: type[T], argv: Sequence[str], base: T, description: str = "", prog: str | None = None) -> T:
-    """Read settings from flags, with defaults from `base`."""
-    return tyro.cli(
-        cls, prog=prog, args=list(argv), default=base, description=description, config=_STYLE, registry=REGISTRY
-    )
+    """Read settings from flags, with defaults from `base`.
+
+    Raises:
+        FlagError: in one of several processes, what is wrong with the flags; elsewhere it is printed, and the process
+            ends.
+    """
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said) if processes.several() else nullcontext():
+            return tyro.cli(
+                cls, prog=prog, args=list(argv), default=base, description=description, config=_STYLE, registry=REGISTRY
+            )
+    except SystemExit as ended:
+        if not ended.code or not processes.several():
+            raise
+        raise FlagError(f"the flags cannot be read:\n{said.getvalue().strip()}") from None
 
 
 def guarded(
@@ -113,42 +166,69 @@ def guarded(
     # events warns of each loss that is not finite.
     for name in ("absl", "asyncio", "tensorboardX"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    refused: tuple[type[Exception], ...] = (*_USER_ERRORS, *errors)
     together = False  # whether all processes come to this end
+    sure = True  # whether the fault is this process's own, and not perhaps a consequence of the loss of another one
     try:
-        code = command(argv) or 0
+        with terminable(), _naming_files():
+            _check_encoding(argv)
+            code = command(argv) or 0
         processes.leave()
         return code
-    except (*_USER_ERRORS, *errors) as error:
+    except FlagError as error:
+        message, code = str(error), 2
+    except refused as error:
         message, code = f"{type(error).__name__}: {error}", 2
     except Diverged as error:
         message, code, together = f"The run failed: {error}{_advice(error.step, error.out, called)}", 1, True
     except Unwritable as error:
-        when = "To go on, once there is room" if error.file is None else "To go on, once it can be used"
-        go_on = _advice(error.step, error.out, called, when)
+        go_on = _advice(error.step, error.out, called, ", ".join(filter(None, ("To go on", error.once))))
         message, code = f"The run failed: {error}{go_on}", 1
     except Interrupted as stopped:
         message = f"\n{str(stopped).capitalize()}.{_advice(stopped.step, stopped.out, called)}"
         # Schedulers end jobs with SIGTERM, and count one that has saved its work as done.
         code = 0 if stopped.number == signal.SIGTERM and stopped.step is not None else 128 + stopped.number
         together = stopped.agreed
-    except KeyboardInterrupt:
-        message, code = f"\n{interrupted}", 130
+    except KeyboardInterrupt as stopped:
+        message, code = f"\n{interrupted}", 128 + number_of(stopped)
     except Exception as error:
-        if processes.count() == 1:
+        if not processes.several():
             raise
-        processes.settle()
-        message, code = "".join(traceback.format_exception(error)), 1
-    if processes.first():
-        print(message, file=sys.stderr)
-    if together:
+        message, code, sure = "".join(traceback.format_exception(error)).rstrip(), 1, False
+    terminal.leave()
+    if processes.several() and not together:
+        processes.fail(code, message, sure=sure)  # which may wait for processes that are still to come
+    with unheard():
+        if processes.first():
+            print(message, file=sys.stderr)
         processes.leave()
-    else:
-        processes.fail(code, message)
     return code
 
 
+def _check_encoding(argv: Sequence[str]) -> None:
+    """Refuse flags that are not UTF-8: libraries cannot open such names, and a run's config.json cannot hold them.
+
+    Raises:
+        ConfigError: with each of them.
+    """
+    faults = [f"{flag!r:.200} is not UTF-8." for flag in argv if any("\ud800" <= each <= "\udfff" for each in flag)]
+    if faults:
+        raise ConfigError("cannot read the flags:", faults)
+
+
+@contextmanager
+def _naming_files() -> Iterator[None]:
+    """Convert what the system says of a named file, such as that its name is too long, to an error of the user."""
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(error.filename, str):  # such as a closed standard output
+            raise
+        raise ConfigError(f"cannot use {error.filename!r}:", [f"{error.strerror or error}."]) from None
+
+
 def _advice(step: int | None, out: Path, called: str, when: str = "To go on") -> str:
-    """How to resume a run, if a step is saved."""
+    """Return how to resume a run, if a step is saved."""
     return "" if step is None else f" {when}: {_resume_command(out, called)}"
 
 
@@ -159,20 +239,20 @@ def interrupts(out: Path, called: str = "") -> Iterator[None]:
     Where another process is lost, its message names the checkpoint likewise.
 
     Raises:
-        Interrupted: in place of KeyboardInterrupt, at SIGTERM, and where standard output is closed.
+        Interrupted: in place of KeyboardInterrupt, at SIGTERM and SIGHUP, and where standard output is closed.
         Unwritable: in place of OSError.
     """
     try:
         with terminable(), processes.watching(lambda: _saved(out, called)):
             yield
     except KeyboardInterrupt as stopped:
-        raise Interrupted(newest(out), out, getattr(stopped, "number", signal.SIGINT)) from None
+        with unheard():
+            step = newest(out)
+        raise Interrupted(step, out, number_of(stopped)) from None
     except BrokenPipeError:
         raise Interrupted(newest(out), out, signal.SIGPIPE) from None
     except OSError as error:
-        named = error.filename if isinstance(error.filename, str) else None
-        elsewhere = named is not None and not Path(named).resolve().is_relative_to(out.resolve())
-        raise Unwritable(error.strerror or str(error), newest(out), out, named if elsewhere else None) from None
+        raise Unwritable(error, newest(out), out) from None
 
 
 def _saved(out: Path, called: str) -> str:
@@ -209,7 +289,7 @@ def check_model(training: TrainingConfig, model: Any, tokens: int | None = None)
 
 
 def group_faults(model: Any, batch: int, length: int) -> list[str]:
-    """What is wrong with the groups of a model's experts for batches of these sizes."""
+    """Return the faults of the groups of a model's experts for batches of these sizes."""
     groups, tokens = model.moe and model.moe.groups, batch * length
     if not groups or tokens % groups == 0:
         return []
@@ -218,22 +298,35 @@ def group_faults(model: Any, batch: int, length: int) -> list[str]:
 
 
 def _spelled_out(argv: Sequence[str]) -> list[str]:
-    """Flags with `--resume STEP` and `--resume=STEP` written as the two settings that they are.
+    """Return flags with `--resume STEP` as the two settings that it is, and names with hyphens, as tyro reads them.
 
     >>> _spelled_out(["--resume", "300", "--steps", "400"])
     ['--resume', '--resume-step', '300', '--steps', '400']
+
+    Raises:
+        ConfigError: the step to resume from is said more than once.
     """
-    words = [word for flag in argv for word in (flag.split("=") if flag.startswith("--resume=") else [flag])]
+    hyphened = [_hyphened(flag) for flag in argv]
+    words = [word for flag in hyphened for word in (flag.split("=") if flag.startswith("--resume=") else [flag])]
     steps = [here for here, (flag, value) in enumerate(pairwise(words), 1) if flag == "--resume" and value.isdecimal()]
+    others = [flag for flag in words if flag.split("=")[0] == "--resume-step"]
+    if steps and len(steps) + len(others) > 1:
+        fault = "flags name the step to resume from more than once; write --resume STEP, once."
+        raise ConfigError("cannot read the flags:", [fault])
     for here in reversed(steps):
         words.insert(here, "--resume-step")
     return words
 
 
+def _hyphened(flag: str) -> str:
+    name, equals, value = flag.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}" if name.startswith("--") else flag
+
+
 def _carried_over(settings: dict[str, Any], given: Mapping[str, str | None]) -> dict[str, Any]:
     """Settings of a run for a resume, without those of a machine and those that a flag replaces."""
     dropped = {"platform", "distributed"}
-    if any(given[flag] is not None for flag in ("devices", "mesh", "platform")):
+    if given["devices"] is not None or given["mesh"] is not None:
         dropped.add("devices")
     if given["devices"] is not None:
         dropped.add("mesh")
@@ -241,7 +334,11 @@ def _carried_over(settings: dict[str, Any], given: Mapping[str, str | None]) -> 
         dropped.add("set")
     if given["layout"] is not None:
         dropped |= {"rounds", "schedule"}  # of the stages of the layout before
-    training, sharding = dict(settings.get("training", {})), settings.get("sharding", {})
+    training, sharding = settings.get("training", {}), settings.get("sharding", {})
+    changed = training.get("relayout", ()) if isinstance(training, dict) and isinstance(sharding, dict) else None
+    if not isinstance(changed, list | tuple) or not all(isinstance(change, str) for change in changed):
+        return settings  # damaged, as `from_mapping` will say
+    training = dict(training)
     changes = [parse_relayout(change) for change in training.pop("relayout", ())]
     if given["layout"] is None and given["relayout"] is None:
         training["relayout"] = [str(each if given["devices"] is None else replace(each, mesh="")) for each in changes]
@@ -280,6 +377,8 @@ def kept_settings(settings: Any) -> dict[str, Any]:
     """The settings to save for a resume, with absolute paths, without those of one start only."""
     kept = to_mapping(beside(settings, Path.cwd()))
     kept.pop("config", None)
+    if name := kept.pop("model_class", ""):
+        kept["model"] = {"class": name, **kept["model"]}
     for name in ("resume", "resume_step", "profile"):
         kept.get("training", {}).pop(name, None)
     return kept

@@ -6,21 +6,27 @@ import os
 import typing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import tyro
 
 from gspmd.lowerings.default import LOWERINGS
 from gspmd.pipeline.schedule import SCHEDULES
 from gspmd.training.flags import layout_beside, parse_mesh, parse_processes, parse_profile, parse_relayout
-from gspmd.training.toml import ConfigError, load_toml, not_a_choice, not_negative, positive
+from gspmd.training.toml import ConfigError, Dataclass, load_toml, not_a_choice, not_negative, positive
+
+if TYPE_CHECKING:  # a type checker reads no names that are computed
+    Lowering: TypeAlias = str
+    Schedule: TypeAlias = str
+else:
+    Lowering, Schedule = Literal[LOWERINGS], Literal[SCHEDULES]
 
 __all__ = ["ConfigError", "OptimizerConfig", "ShardingConfig", "TrainingConfig", "load_toml", "parse_mesh"]
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How long, on what, and where to."""
+    """The length of a run, its data, and its folder."""
 
     steps: int = 400
     """Number of updates."""
@@ -29,9 +35,10 @@ class TrainingConfig:
     length: int = 256
     """Tokens that a sequence predicts: bytes, without a tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the model computes in."""
+    """Dtype that the model computes in."""
     parameter_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What matrices are stored and sent in; those of bfloat16 have float32 masters, which lie with the optimizer."""
+    """Dtype in which matrices are stored and sent; those of bfloat16 have float32 masters, which lie with the
+    optimizer."""
     data: tuple[str, ...] = ()
     """Files of text, JSON lines (.jsonl) or Parquet, or glob patterns ('path/*.txt', quoted; in a file, they begin in
     that file's folder); none for the source of Python's standard library."""
@@ -71,11 +78,11 @@ class TrainingConfig:
     relayout: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A change of layout after a step, such as 200=zero-3, or 200=zero-3:x=4,y=2 with its mesh; repeatable."""
     log: Literal["wandb"] | None = None
-    """Where figures, pictures and texts go beside metrics.jsonl and TensorBoard: wandb for Weights & Biases."""
+    """Service for figures, pictures and texts beside metrics.jsonl and TensorBoard: wandb for Weights & Biases."""
     profile: str = ""
     """Steps to profile, FROM:TO, such as 20:24; the XProf trace goes to profile/ in the run's folder."""
     prompt: str = "def "
-    """What the generated text at the end begins with."""
+    """Beginning of the text that is generated at the end."""
     sample_bytes: int = 256
     """Length of that text in tokens: bytes, without a tokenizer; 0 for none."""
 
@@ -84,7 +91,7 @@ class TrainingConfig:
         positive(faults, steps=self.steps, batch=self.batch, length=self.length, microbatches=self.microbatches)
         if self.microbatches > 1 and self.batch % self.microbatches:
             faults.append(f"microbatches must divide the batch, {self.batch}, but is {self.microbatches}.")
-        not_negative(faults, seed=self.seed, validation_every=self.validation_every, save_every=self.save_every)
+        not_negative(faults, validation_every=self.validation_every, save_every=self.save_every)
         not_negative(faults, sample_bytes=self.sample_bytes, non_finite=self.non_finite)
         positive(faults, keep=self.keep)
         if self.resume_step is not None and not self.resume:
@@ -93,8 +100,10 @@ class TrainingConfig:
         positive(faults, validation_batches=self.validation_batches)
         if not self.prompt:
             faults.append("prompt must not be empty: generated text needs something to begin with.")
-        if self.seed >= 2**32:
-            faults.append(f"seed must be less than 2**32, but is {self.seed}.")
+        if self.seed < 0:
+            faults.append(f"seed must not be negative, but is {self.seed}.")
+        elif self.seed >= 2**32 - 1:  # a key has 32 bits, and that of the router's noise is of the next seed
+            faults.append(f"seed must be less than 2**32 - 1, but is {self.seed}.")
         if not 0 < self.validation_fraction < 1:
             faults.append(f"validation_fraction must be between 0 and 1, but is {self.validation_fraction}.")
         _check_relayouts(self.relayout, self.steps, faults)
@@ -108,11 +117,10 @@ class TrainingConfig:
         >>> TrainingConfig(data=("text/*.txt", "/all.txt")).beside(Path("mine")).data
         ('mine/text/*.txt', '/all.txt')
         """
-        paths = {name: getattr(self, name) for name in ("data_cache", "tokenizer")}
-        given = {name: os.path.join(folder, path) for name, path in paths.items() if path}
+        cache, tokenizer = (path and os.path.join(folder, path) for path in (self.data_cache, self.tokenizer))
         data = tuple(_pattern_beside(pattern, folder) for pattern in self.data)
         relayout = tuple(parse_relayout(change).beside(folder) for change in self.relayout)
-        return replace(self, data=data, relayout=tuple(map(str, relayout)), **given)
+        return replace(self, data=data, data_cache=cache, tokenizer=tokenizer, relayout=tuple(map(str, relayout)))
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,7 @@ class OptimizerConfig:
     clip: float = 1.0
     """Largest global norm of a gradient; 0 for no clipping."""
     moments: Literal["float32", "int8"] = "float32"
-    """What Adam's moments are kept in; int8: in blocks with a scale, rounded stochastically."""
+    """Dtype in which Adam's moments are kept; int8: in blocks with a scale, rounded stochastically."""
     moments_block: int = 64
     """Numbers that share a scale in int8, along the last dimension of a parameter; a device has whole blocks."""
 
@@ -144,29 +152,36 @@ class OptimizerConfig:
         faults: list[str] = []
         positive(faults, learning_rate=self.learning_rate, epsilon=self.epsilon, moments_block=self.moments_block)
         not_negative(faults, weight_decay=self.weight_decay, clip=self.clip)
-        for name in ("warmup", "final_fraction", "beta1", "beta2"):
+        for name in ("warmup", "final_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 faults.append(f"{name} must be between 0 and 1, but is {getattr(self, name)}.")
+        for name in ("beta1", "beta2"):
+            # Adam divides its moments by 1 - beta^step, which is 0 where nothing decays.
+            if not 0 <= getattr(self, name) < 1:
+                faults.append(f"{name} must be at least 0 and less than 1, but is {getattr(self, name)}.")
+        if self.moments != "int8" and self.moments_block != type(self).moments_block:
+            fault = f"moments_block is {self.moments_block}, and moments are {self.moments}, which have no blocks"
+            faults.append(f"{fault}; set moments to int8, or leave moments_block out.")
         _literals(self, faults)
         _refuse("optimizer", faults)
 
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """Which devices, which mesh over them, and which layout on it."""
+    """The devices, the mesh over them, and the layout on it."""
 
     layout: str = "gshard"
     """A preset's name, the path of a layout file (in a file, it begins in that file's folder), or auto, for runs and
     generated text: the layout is then searched for the devices at hand, or for --mesh."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """One change to the layout, such as ffn.w_in=E_xF_y; repeatable."""
-    lowering: Literal[LOWERINGS] | None = None
-    """How a plan becomes a program; the layout's own choice if not given."""
-    schedule: Literal[SCHEDULES] = "1f1b"
+    lowering: Lowering | None = None
+    """Lowering by which a plan becomes a program; the layout's own choice if not given."""
+    schedule: Schedule = "1f1b"
     """Order of a pipeline's forward and backward passes, where the layout splits the layers into stages."""
     rounds: int = 1
-    """How often a microbatch goes round these stages, each of which has so many chunks of layers; more than one make
-    the schedule interleaved."""
+    """Times that a microbatch goes round these stages, each of which has so many chunks of layers; more than one
+    make the schedule interleaved."""
     mesh: str = ""
     """Mesh axes and their sizes, such as x=4,y=2; factored by the layout's rule if not given."""
     axis_types: Literal["explicit", "auto"] = "explicit"
@@ -174,7 +189,7 @@ class ShardingConfig:
     compiler_options: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """An option of the compiler for the step, such as xla_tpu_scoped_vmem_limit_kib=81920; repeatable."""
     platform: Literal["cpu", "gpu", "tpu"] | None = None
-    """Where to run; the best that JAX finds if not given."""
+    """Platform to run on; the best that JAX finds if not given."""
     devices: int | None = None
     """Number of devices of all processes; all of an accelerator, or 8 fake ones on a CPU, if not given."""
     distributed: str = ""
@@ -261,7 +276,7 @@ def _check_profile(text: str, steps: int, faults: list[str]) -> None:
         faults.append(f"profile is {text!r}, but the run has {steps} steps; name earlier ones.")
 
 
-def _literals(config: object, faults: list[str]) -> None:
+def _literals(config: Dataclass, faults: list[str]) -> None:
     """Add a fault for every Literal field with another value."""
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):

@@ -4,8 +4,10 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gspmd.annotate.errors import shown
 from gspmd.annotate.parser import NAME
 from gspmd.layouts.read import is_path
+from gspmd.reading import WHOLE, whole_number
 from gspmd.training.toml import ConfigError
 
 
@@ -59,10 +61,12 @@ def parse_processes(text: str) -> Processes:
     address, *parts = (part.strip() for part in text.split(","))
     name, _, port = address.rpartition(":")
     given = dict(part.split("=", 1) for part in parts if "=" in part)
-    numbers = all(value.isdecimal() for value in given.values())
+    numbers = all(whole_number(value) is not None for value in (port, *given.values()))
     fault = ""
-    if not (name and port.isdecimal() and len(parts) == 2 and {*given} == {"processes", "process"} and numbers):
+    if not (name and len(parts) == 2 and {*given} == {"processes", "process"} and numbers):
         fault = f"distributed must be auto or HOST:PORT,processes=N,process=I, but is {text!r}."
+    elif not 0 < int(port) < 2**16:
+        fault = f"distributed has port {int(port)}; give one from 1 to 65535, in {text!r}."
     elif int(given["process"]) >= int(given["processes"]):
         most = int(given["processes"]) - 1
         fault = f"distributed has processes 0 to {most}, but this one is to be process {int(given['process'])}."
@@ -87,12 +91,12 @@ def parse_relayout(text: str) -> Relayout:
     layout, colon, mesh = rest.rpartition(":")
     if not (colon and "=" in mesh):  # a colon may be part of a path
         layout, mesh = rest, ""
-    if not (equals and step.strip().isdecimal() and layout.strip()):
+    if not (equals and (after := whole_number(step)) is not None and layout.strip()):
         fault = f"relayout must read STEP=LAYOUT, such as 200=zero-3 or 200=zero-3:x=8, but is {text!r}."
         raise ConfigError(f"cannot read the change of layout {text!r}:", [fault])
     if mesh:
         parse_mesh(mesh)
-    return Relayout(int(step), layout.strip(), mesh.strip())
+    return Relayout(after, layout.strip(), mesh.strip())
 
 
 def layout_beside(layout: str, folder: Path) -> str:
@@ -114,19 +118,21 @@ def parse_mesh(text: str) -> dict[str, int]:
     faults = []
     for part in text.split(","):
         axis, equals, size = (piece.strip() for piece in part.partition("="))
-        number = size.removeprefix("-")
-        if not (axis.isidentifier() and equals and number.isdecimal() and number.isascii()):
+        number = whole_number(size.removeprefix("-"))
+        if axis.isidentifier() and equals and number is None:
+            faults.append(f"mesh axis {axis} has size {shown(size)}, which is not {WHOLE}.")
+        elif not (axis.isidentifier() and equals):
             faults.append(f"{part.strip()!r} is not AXIS=SIZE; write x=4,y=2.")
         elif not NAME.fullmatch(axis):
             faults.append(f"mesh axes are named by a lowercase letter and then letters, digits or _, not {axis!r}.")
         elif axis in mesh:
             faults.append(f"mesh axis {axis} comes twice.")
-        elif int(size) < 1:
+        elif size.startswith("-") or not number:
             faults.append(f"mesh axis {axis} must have a positive size, but has {size}.")
         else:
-            mesh[axis] = int(size)
+            mesh[axis] = number
     if faults:
-        raise ConfigError(f"cannot read mesh {text!r}:", [f"mesh {text!r}: {fault}" for fault in faults])
+        raise ConfigError(f"cannot read mesh {shown(text)}:", [f"mesh {shown(text)}: {fault}" for fault in faults])
     return mesh
 
 
@@ -140,10 +146,10 @@ def parse_profile(text: str) -> tuple[int, int]:
     Raises:
         ConfigError: the text is not FROM:TO, with 1 at least for FROM, and FROM at least for TO.
     """
-    first, colon, last = (part.strip() for part in text.partition(":"))
-    if not (colon and first.isdecimal() and last.isdecimal()):
+    first, colon, last = text.partition(":")
+    begin, end = whole_number(first), whole_number(last)
+    if not colon or begin is None or end is None:
         raise ConfigError("cannot profile:", [f"profile must read FROM:TO, such as 20:24, but is {text!r}."])
-    begin, end = int(first), int(last)
     if begin < 1:
         raise ConfigError("cannot profile:", [f"profile is {text!r}, but 1 is the first step."])
     if end < begin:

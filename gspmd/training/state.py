@@ -65,7 +65,8 @@ def abstract_initial(
         optimizer = optax.tree_map_params(
             transform, _placed, shapes, like, transform_non_params=lambda leaf: _placed(leaf, everywhere)
         )
-    return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere), abstract(params), optimizer)
+    step = _placed(jax.ShapeDtypeStruct((), jnp.int32), everywhere)
+    return TrainState(step, abstract(params), optimizer)
 
 
 def abstract(state: Tree) -> Tree:
@@ -73,7 +74,8 @@ def abstract(state: Tree) -> Tree:
     return jax.tree.map(lambda leaf: _placed(leaf, leaf.sharding), state)
 
 
-def _placed(leaf: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+def _placed(leaf: Any, sharding: NamedSharding | None) -> Any:
+    """Return a `jax.ShapeDtypeStruct`, to stand in a state where the array would."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 

@@ -3,30 +3,54 @@
 import dataclasses
 import difflib
 import math
-import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
-T = TypeVar("T")
+from gspmd.reading import MissingError, ReadError, read_toml
+
+
+class Dataclass(Protocol):
+    """An instance of a dataclass, as `dataclasses` tells one."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+T = TypeVar("T", bound=Dataclass)
+
+
+_LINES, _WIDTH = 24, 600  # of a message; text that somebody gives may be of any length
 
 
 class ConfigError(ValueError):
-    """An invalid configuration. The message lists every fault, one per line."""
+    """An invalid configuration. The message lists the faults, one per line; `.faults` holds every one."""
 
     def __init__(self, doing: str, faults: typing.Sequence[str]):
         self.faults = tuple(faults)
-        super().__init__("\n".join([doing, *(f"  {fault}" for fault in self.faults)]))
+        more = len(self.faults) - _LINES
+        lines = [_shortened(doing), *(f"  {_shortened(fault)}" for fault in self.faults[:_LINES])]
+        super().__init__("\n".join(lines + [f"  ... and {more} more."] * (more > 0)))
 
 
-def load_toml(cls: type[T], path: str | Path) -> T:
+def _shortened(line: str) -> str:
+    """A line without its middle, if it is too long to be read."""
+    return line if len(line) <= _WIDTH else f"{line[: _WIDTH // 2]} … {line[-_WIDTH // 2 :]}"
+
+
+Typing = Callable[[type[T], Mapping[str, Any]], tuple[type[T], Mapping[str, Any]]]
+"""A function from a dataclass and the values of a file to the dataclass that they are read as, and to the values
+that it has."""
+
+
+def load_toml(cls: type[T], path: str | Path, typed: Typing | None = None) -> T:
     """Read a TOML file as the dataclass `cls`; its tables are the nested dataclasses.
 
     Args:
         cls: a dataclass of numbers, strings, booleans, tuples, literals and dataclasses, each perhaps `| None`.
         path: the file. Missing keys keep their defaults.
+        typed: where the values say what dataclass they are read as; None for `cls`.
 
     Returns:
         An instance of `cls`, with relative paths taken from the file's folder.
@@ -35,26 +59,28 @@ def load_toml(cls: type[T], path: str | Path) -> T:
         ConfigError: the file cannot be read, is not TOML, or has unknown keys or values of a wrong type; all at once.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read config {str(path)!r}:", [_reason(error, Path(path))]) from None
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"cannot read config {str(path)!r}:", [f"it is not TOML: {error}."]) from None
+        values = read_toml(path)
+    except ReadError as error:
+        hint = _near(Path(path)) if isinstance(error, MissingError) else ""
+        raise ConfigError(f"cannot read config {str(path)!r}:", [f"{error}.{hint}"]) from None
+    cls, values = typed(cls, values) if typed else (cls, values)
     return beside(from_mapping(cls, values, source=str(path)), Path(path).parent)
 
 
 def beside(config: T, folder: Path) -> T:
     """Take the relative paths of a configuration from a folder, by the method `beside` of its dataclasses."""
     inner = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    moved = {name: beside(value, folder) for name, value in inner.items() if dataclasses.is_dataclass(value)}
+    moved = {name: beside(value, folder) for name, value in inner.items() if _is_instance(value)}
     config = dataclasses.replace(config, **moved)
     return config.beside(folder) if hasattr(config, "beside") else config
 
 
+def _is_instance(value: Any) -> typing.TypeGuard[Dataclass]:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
 def from_mapping(cls: type[T], values: Mapping[str, Any], *, source: str = "the given values") -> T:
-    """As `load_toml`, from a mapping.
+    """Read settings as `load_toml` does, from a mapping.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True)
@@ -84,18 +110,41 @@ def to_mapping(config: Any) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in out.items()}
 
 
+#: Steps, sizes and counts are below this: on the devices they are int32.
+LIMIT = 2**31
+
+
 def positive(faults: list[str], **values: float | None) -> None:
-    """Add a fault for every value that is not a finite number above zero; None passes."""
+    """Add a fault for every value that is not a finite number above zero, or not below `LIMIT` if whole; None passes.
+
+    Example:
+        >>> faults = []
+        >>> positive(faults, steps=10**18, batch=0, length=None, learning_rate=float("nan"))
+        >>> print("\\n".join(faults))
+        batch must be positive, but is 0.
+        learning_rate must be positive, but is nan.
+        steps must be less than 2**31, but is 1000000000000000000.
+    """
     for name, value in values.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
+        if value is not None and not value > 0:
             faults.append(f"{name} must be positive, but is {value}.")
+    _bounded(faults, values)
 
 
 def not_negative(faults: list[str], **values: float | None) -> None:
-    """Add a fault for every value that is negative or not finite; None passes."""
+    """Check numbers as `positive` does, and let zero pass too."""
     for name, value in values.items():
-        if value is not None and not (value >= 0 and math.isfinite(value)):
+        if value is not None and not value >= 0:
             faults.append(f"{name} must not be negative, but is {value}.")
+    _bounded(faults, values)
+
+
+def _bounded(faults: list[str], values: Mapping[str, float | None]) -> None:
+    for name, value in values.items():
+        if isinstance(value, int) and value >= LIMIT:
+            faults.append(f"{name} must be less than 2**31, but is {value}.")
+        elif value == math.inf:
+            faults.append(f"{name} must be finite, but is {value}.")
 
 
 def not_a_choice(name: str, value: object, choices: typing.Sequence) -> str:
@@ -135,11 +184,22 @@ def _unknown(key: str, known: list[str]) -> str:
     return f"unknown key {key!r}; known keys: {', '.join(known)}."
 
 
+def _text_fault(text: str) -> str | None:
+    """Say why a text cannot be a setting; None if it can."""
+    if "\0" in text:  # which no name of a file can have
+        return "must have no null bytes"
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a name in another encoding, which a run's config.json could not be read back with
+        return "must be UTF-8"
+    return None
+
+
 def _convert(hint: Any, value: Any, key: str, faults: list[str]) -> Any:
     hint, optional = _unwrap(hint)
     if value is None and optional:
         return None
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         if isinstance(value, Mapping):
             return _build(hint, value, f"{key}.", faults)
     elif typing.get_origin(hint) is typing.Literal:
@@ -147,9 +207,15 @@ def _convert(hint: Any, value: Any, key: str, faults: list[str]) -> Any:
     elif typing.get_origin(hint) is tuple and isinstance(value, list | tuple):
         inner = typing.get_args(hint)[0]
         return tuple(_convert(inner, item, f"{key}[{i}]", faults) for i, item in enumerate(value))
+    elif hint is str and isinstance(value, str) and (fault := _text_fault(value)):
+        faults.append(f"{key} {fault}, but is {value!r:.80}.")
+        return None
     elif _fits(hint, value):
-        return float(value) if hint is float else value
-    faults.append(f"{key} must be {_wanted(hint)}, but is {value!r}.")
+        try:
+            return float(value) if hint is float else value
+        except OverflowError:  # a whole number of 400 digits, as JSON can have it
+            pass
+    faults.append(f"{key} must be {_wanted(hint)}, but is {value!r:.200}.")
     return None
 
 
@@ -187,11 +253,9 @@ def _wanted(hint: Any) -> str:
     return {int: "an integer", float: "a number", str: "a string", bool: "true or false"}.get(hint, str(hint))
 
 
-def _reason(error: Exception, path: Path) -> str:
-    if isinstance(error, FileNotFoundError):
-        # In the same folder, or in one within it, such as configs/.
-        there = {str(near): near.stem for depth in ("*.toml", "*/*.toml") for near in path.parent.glob(depth)}
-        close = difflib.get_close_matches(path.stem, there.values(), n=1, cutoff=0.7)
-        hints = [f" Did you mean {name!r}?" for name, stem in there.items() if stem in close]
-        return f"there is no such file.{''.join(hints[:1])}"
-    return f"{getattr(error, 'strerror', None) or error}."
+def _near(path: Path) -> str:
+    """Suggest a file of a name that is near, in the same folder, or in one within it, such as configs/."""
+    there = {str(near): near.stem for depth in ("*.toml", "*/*.toml") for near in path.parent.glob(depth)}
+    close = difflib.get_close_matches(path.stem, there.values(), n=1, cutoff=0.7)
+    hints = [f" Did you mean {name!r}?" for name, stem in there.items() if stem in close]
+    return "".join(hints[:1])

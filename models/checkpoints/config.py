@@ -8,14 +8,18 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from gspmd.annotate.errors import suggestion
 from gspmd.moe.config import MoEConfig
+from gspmd.reading import folder_fault
 
 from ..config import ModelConfig
 from .families import FAMILIES, Family
+from .families.entries import IGNORED, INACTIVE, REMEDIES, in_json, is_number, is_whole
 from .families.family import REQUIRED
+from .families.rope import ENTRIES as ROPE
 from .families.rope import read_rope, rope_reasons, write_rope
-from .files import DTYPES, CheckpointError, Files, read_json
+from .families.window import ENTRIES as WINDOW
+from .families.window import read_window, write_window
+from .files import ADAPTER, DTYPES, CheckpointError, Files, other_format, read_json
 
 
 def model_config(directory: str | os.PathLike) -> ModelConfig:
@@ -42,21 +46,19 @@ def model_config(directory: str | os.PathLike) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Described:
-    """What config.json says of a checkpoint.
+    """A checkpoint, as its config.json describes it.
 
     Attributes:
         family: whose tensors it has.
         config: the model.
         factors: path of a parameter, without "blocks.0.", to the factor by which it is its tensor.
         remark: where the tensors say otherwise than config.json, what; else empty.
-        length: tokens of the longest sequence; None if it does not say.
     """
 
     family: Family
     config: ModelConfig
     factors: Mapping[str, float]
     remark: str = ""
-    length: int | None = None
 
 
 def described(directory: str | os.PathLike) -> Described:
@@ -65,14 +67,19 @@ def described(directory: str | os.PathLike) -> Described:
     Tables that differ are two, whatever config.json says, as transformers has it.
     """
     doing = f"cannot read the model of checkpoint {str(directory)!r}:"
-    if not Path(directory).is_dir():
-        raise CheckpointError(doing, ["there is no such folder."])
-    json = read_json(Path(directory) / "config.json", doing)
+    fault, path = folder_fault(directory), Path(directory) / "config.json"
+    if (fault or not path.exists()) and (other := other_format(Path(directory))):
+        raise CheckpointError(doing, [other])
+    if fault:
+        raise CheckpointError(doing, [f"{fault}."])
+    if (path.parent / ADAPTER).exists():
+        # transformers with peft reads such a folder as the adapted model, and without peft as the one of config.json.
+        fact = f"it holds a LoRA adapter ({ADAPTER}) beside a model, and which of the two is meant it does not say."
+        remedy = "Merge them with peft's merge_and_unload(), or take the adapter's files out to read the model alone."
+        raise CheckpointError(doing, [f"{fact} {remedy}"])
+    json = read_json(path, doing)
     family = _family(json, doing)
-    try:
-        found = _described(family, json, doing)
-    except (TypeError, AttributeError) as error:  # the types of entries that few files have are not checked one by one
-        raise CheckpointError(doing, [f"config.json has an entry of a wrong type: {error}."]) from None
+    found = _described(family, json, doing)
     if not found.config.tied:
         return found
     first, second = (family.tensors[path].name for path in ("embedding.table", "output.table"))
@@ -89,31 +96,37 @@ def described(directory: str | os.PathLike) -> Described:
 
 
 def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described:
-    faults = list(_inactive_faults(family, json))
+    faults = [*_unknown_faults(family, json), *_inactive_faults(family, json)]
     values: dict[str, Any] = dict(family.fixed)
     for name, option in family.options.items():
-        key, value = option.of(json)
-        if value is REQUIRED:
+        entries = option.entries(json)
+        (key, value), *others = entries.items()
+        if any(other != value for _, other in others):
+            given = ", ".join(f"{key} is {in_json(value)}" for key, value in entries.items())
+            faults.append(f"{given}; they are names of one entry: leave out all but one.")
+        elif value is REQUIRED:
             faults.append(f"{key} is missing.")
         elif option.names is None and not callable(value) and not _fits(name, value):
-            faults.append(f"{key} is {'null' if value is None else repr(value)}, which is no {_KINDS[_kind(name)]}.")
+            faults.append(f"{key} is {in_json(value)}; it must be {_KINDS[_kind(name)]}.")
         elif name == "rotary_size" and value == 0:  # here it would stand for the whole head
             faults.append(f"{key} is 0: models that do not rotate by position are not supported.")
         elif option.names is not None and value not in [*option.names]:
             known = ", ".join(map(repr, option.names))
-            faults.append(f"{key} is {value!r}, which is not supported; supported: {known}.")
+            faults.append(f"{key} is {in_json(value)}, which is not supported; supported: {known}.")
         else:
             values[name] = option.names[value] if option.names else value
+    length = _length(family, json, faults)
+    scale = json.get("logit_scale", family.logit_scale) if family.logit_scale is not None else 1.0
+    if not is_number(scale):
+        faults.append(f"logit_scale is {in_json(scale)}; it must be a number.")
     if not faults and not values.get("heads"):
         faults.append("its attention has no heads.")
     if faults:
         raise CheckpointError(doing, faults)
     values |= {name: value(values) for name, value in values.items() if callable(value)}
     values |= {name: function(values) for name, function in family.derived.items()}
-    try:
-        values |= read_rope(family, json, values["head_size"], faults)
-    except ValueError as error:
-        faults.append(f"its rotary embedding cannot be read: {error}.")
+    values |= {"context_length": length, "sliding_window": read_window(family.window, json, values["layers"], faults)}
+    values |= read_rope(family, json, values["head_size"], faults)
     moe = {name.removeprefix("moe."): values.pop(name) for name in [*values] if name.startswith("moe.")}
     if faults:
         raise CheckpointError(doing, faults)
@@ -123,8 +136,18 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
         config = ModelConfig(**values, scale_embedding=family.scale_embedding)
     except ValueError as error:
         raise CheckpointError(doing, str(error).splitlines()) from None
-    scale = 1.0 if family.logit_scale is None else json.get("logit_scale", family.logit_scale) + 0.0
-    return Described(family, config, {"output.norm": scale}, length=json.get(family.length))
+    return Described(family, config, {"output.norm": float(scale)})
+
+
+def _length(family: Family, json: Mapping[str, Any], faults: list[str]) -> int | None:
+    """Tokens of the longest text; None if config.json does not say."""
+    given = {key: json[key] for key in family.length if key in json}
+    for key, value in given.items():
+        if not is_whole(value) or value < 1:
+            faults.append(f"{key} is {in_json(value)}; it must be a whole number of tokens.")
+    if len(set(map(in_json, given.values()))) > 1:
+        faults.append(f"{' and '.join(given)} differ, and are names of one entry: leave out all but one.")
+    return next(iter(given.values()), None)
 
 
 def expressing(config: ModelConfig) -> Family:
@@ -158,26 +181,36 @@ def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dic
             value = next(theirs for theirs, ours in option.names.items() if ours == value)
         json[option.keys[0]] = value
     json |= {key: values[0] for key, values in family.inactive.items()}
-    json |= write_rope(family, config) | {family.length: length, "torch_dtype": dtype}
-    if family.window is not None:
-        json |= {"sliding_window": None, "use_sliding_window": False}
+    # Attention here looks back over all tokens, which is the model's own up to its sliding window.
+    length = min(length, config.sliding_window or length)
+    json |= write_rope(family, config) | {family.length[0]: length, "torch_dtype": dtype}
+    json |= write_window(family.window)
     if family.logit_scale is not None:
         json["logit_scale"] = 1.0
     return json
 
 
 def _family(json: Mapping[str, Any], doing: str) -> Family:
-    named = json.get("architectures") or []
-    for family in FAMILIES:
-        if family.architecture in named or (not named and json.get("model_type") == family.model_type):
-            return family
-    name = named[0] if named else json.get("model_type")
-    known = ", ".join(family.architecture for family in FAMILIES)
-    near = suggestion(str(name), [family.architecture for family in FAMILIES])
-    raise CheckpointError(doing, [f"its architecture is {name!r}, which is not known. {near}Known: {known}."])
+    """The family that `architectures` names, or else `model_type`."""
+    named, kind = json.get("architectures") or [], json.get("model_type")
+    if not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
+        raise CheckpointError(doing, [f"architectures is {in_json(named)}; it must be a list of names."])
+    known = {family.architecture: family for family in FAMILIES}
+    names = named or [family.architecture for family in FAMILIES if family.model_type == kind]
+    family = next((known[name] for name in names if name in known), None)
+    if not names and kind is None:
+        raise CheckpointError(doing, ["config.json names no model: it has neither architectures nor model_type."])
+    if family is None:
+        # No name is suggested: an architecture is no misspelling of another one.
+        name = in_json(names[0] if names else kind)
+        raise CheckpointError(doing, [f"its architecture is {name}, which is not known. Known: {', '.join(known)}."])
+    if json.get("model_type", family.model_type) != family.model_type:
+        fault = f"architectures names {family.architecture}, and model_type is {in_json(kind)}, not "
+        raise CheckpointError(doing, [f"{fault}{family.model_type!r}: they are of different families."])
+    return family
 
 
-_KINDS = {int: "whole number", float: "number", bool: "true or false"}
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def _kind(name: str) -> type:
@@ -192,32 +225,39 @@ def _fits(name: str, value: Any) -> bool:
     return isinstance(value, bool) == (kind is bool) and isinstance(value, (int, float) if kind is float else kind)
 
 
-def _inactive_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
-    """What config.json asks for, and models here do not have."""
-    if json.get("quantization_config"):
-        yield "quantization_config: its weights are quantized; take a checkpoint with plain ones."
-    for key, values in family.inactive.items():
-        if json.get(key, values[0]) not in values:
-            yield f"{key} is {json[key]!r}, which is not supported; {values[0]!r} is."
-    if family.window is None:
-        return
-    size, used = json.get("sliding_window", family.window[0]), json.get("use_sliding_window", family.window[1])
-    kinds, layers = json.get("layer_types"), json.get("num_hidden_layers", 0)
-    slides = "sliding_attention" in kinds if kinds else used and json.get("max_window_layers", 0) < layers
-    longest = json.get(family.length, float("inf"))
-    if slides and size is not None and size < longest:
+def known_entries(family: Family) -> frozenset[str]:
+    """Return the entries of config.json that are read, or known to change nothing, or so under some value."""
+    read = {key for option in family.options.values() for key in option.keys}
+    read |= {*family.length, *WINDOW} | ({*ROPE} if family.rope_base is not None else set())
+    read |= {"logit_scale"} if family.logit_scale is not None else set()
+    return frozenset(read | {*family.inactive, *family.ignored_entries, *INACTIVE, *IGNORED})
+
+
+def _unknown_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
+    """Entries of which it is not known here what they change."""
+    known = known_entries(family)
+    for key in (key for key in json if key not in known):
         yield (
-            f"sliding_window is {size}, and sequences have up to {longest} tokens: attention to the last {size} only "
-            "is not supported."
+            f"{key} is {in_json(json[key])}, an entry of config.json that is not known here for {family.title}; "
+            "if it changes nothing that the model computes, delete it."
         )
 
 
+def _inactive_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
+    """Faults of entries that ask for something models here do not have."""
+    for key, values in {**INACTIVE, **family.inactive}.items():
+        value = json.get(key, values[0])
+        if value not in values:
+            remedy = REMEDIES.get(key, f"which is not supported; {in_json(values[0])} is")
+            yield f"{key} is {in_json(value)}, {remedy}."
+
+
 #: Fields that change nothing that a checkpoint holds. √E is folded into the tables.
-FREE = ("vocabulary_multiple", "remat", "lora", "scale_embedding", "int8")
+FREE = ("vocabulary_multiple", "remat", "lora", "scale_embedding", "int8", "context_length", "sliding_window")
 
 
 def _reasons(family: Family, config: ModelConfig) -> list[str]:
-    """Why a model does not belong to a family; nothing if it does."""
+    """Say why a model does not belong to a family; nothing if it does."""
     names = [each.name for each in fields(config) if each.name not in (*FREE, "moe")]
     names += [f"moe.{each.name}" for each in fields(MoEConfig)] if config.moe else []
     values = {name: _value(config, name) for name in names}
@@ -256,11 +296,11 @@ def _value(config: ModelConfig, name: str) -> Any:
     """The value of a field, or the one in whose stead it stands."""
     if name == "rotary_size":
         return config.rotary
-    if name == "moe.k":
+    if config.moe and name == "moe.k":
         return config.moe.choices
-    if name == "moe.router" and config.moe.router in _TOP_K:
+    if config.moe and name == "moe.router" and config.moe.router in _TOP_K:
         return "top-k"
-    if name == "moe.renormalize" and config.moe.router in _TOP_K:
+    if config.moe and name == "moe.renormalize" and config.moe.router in _TOP_K:
         return _TOP_K[config.moe.router]
     value: Any = config
     for part in name.split("."):

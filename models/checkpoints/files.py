@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,19 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from gspmd import reading
+
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 #: The dtypes of weights that are read, as the format names them.
-DTYPES = {"F32": np.dtype("float32"), "F16": np.dtype("float16"), "BF16": np.dtype(jnp.bfloat16)}
+DTYPES: dict[str, np.dtype] = {"F32": np.dtype("float32"), "F16": np.dtype("float16"), "BF16": np.dtype(jnp.bfloat16)}
+
+#: Bits of an element of every dtype that the format knows: a tensor that is not read takes room in its file too.
+_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
+}  # fmt: skip
 
 
 _SHOWN = 100
@@ -37,7 +45,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: row-major, from byte `start` of its file."""
+    """The place of a tensor: row-major, from byte `start` of its file."""
 
     path: Path
     dtype: str
@@ -58,10 +66,14 @@ class Files:
         directory: the checkpoint's folder.
 
     Raises:
-        CheckpointError: listing every file that is missing, truncated or malformed.
+        CheckpointError: listing every file that is missing, truncated or malformed; or the index names a file outside
+            of the folder. (A file of the folder may be a symbolic link to one elsewhere, as in a download cache.)
 
     Source: the format is public, https://github.com/huggingface/safetensors: eight bytes with the length of a JSON
-        header, the header, and the tensors' bytes.
+        header, the header, and the tensors' bytes, which leave no gap, do not overlap, and end with the file. What
+        that library refuses is refused here.
+    Differs: a name that comes twice is refused, of which the format says that readers may differ; so is a header that
+        is deeply nested.
     """
 
     def __init__(self, directory: str | os.PathLike):
@@ -70,8 +82,8 @@ class Files:
         self.bytes = 0
         self._maps: dict[Path, mmap.mmap] = {}
         doing = f"cannot read the checkpoint {str(self.directory)!r}:"
-        if not self.directory.is_dir():
-            raise CheckpointError(doing, ["there is no such folder."])
+        if fault := reading.folder_fault(self.directory):
+            raise CheckpointError(doing, [other_format(self.directory) or f"{fault}."])
         faults: list[str] = []
         for path, named in self._files(doing).items():
             size, tensors = _header(path, faults)
@@ -145,37 +157,113 @@ class Files:
     def _files(self, doing: str) -> dict[Path, list[str] | None]:
         """The files, each with the tensors that the index promises; None without an index."""
         index = self.directory / INDEX
-        if not index.exists():
-            if not (self.directory / WHOLE).exists():
+        if not os.path.lexists(index):
+            if not os.path.lexists(self.directory / WHOLE):
+                if other := other_format(self.directory):
+                    raise CheckpointError(doing, [other])
                 others = sorted(path.name for path in self.directory.iterdir())[:8]
                 found = f"it holds {', '.join(others)}" if others else "it is empty"
                 raise CheckpointError(doing, [f"there is neither {WHOLE} nor {INDEX} in it; {found}."])
             return {self.directory / WHOLE: None}
-        weights = read_json(index, doing).get("weight_map")
+        weights = read_json(index, doing, unique=True).get("weight_map")
         if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
             raise CheckpointError(doing, [f"{INDEX} has no weight_map from tensors to files."])
-        files: dict[Path, list[str] | None] = {}
+        if outside := sorted({file for file in weights.values() if not reading.is_inside(file)}):
+            faults = [f"{INDEX} names {file!r}, which is not in the checkpoint's folder." for file in outside]
+            raise CheckpointError(doing, faults)
+        files: dict[Path, list[str]] = {}
         for name, file in weights.items():
             files.setdefault(self.directory / file, []).append(name)
-        missing = [f"{path.name} is missing; {INDEX} names it." for path in files if not path.exists()]
+        missing = [f"{path.name} is missing; {INDEX} names it." for path in files if not os.path.lexists(path)]
         if missing:
             raise CheckpointError(doing, missing)
-        return files
+        return {**files}
 
 
-def read_json(path: Path, doing: str) -> dict[str, Any]:
+def all_finite(values: np.ndarray) -> bool:
+    """Return whether floating numbers have neither a NaN nor an infinity, by two passes over them and no copy.
+
+    In every IEEE format these are the bit patterns from infinity's on, once with each sign: the largest of all patterns
+    as signed integers without the sign bit, and as unsigned ones with it.
+
+    Example:
+        >>> all_finite(np.array([1.0, -2.0])), all_finite(np.array([1.0, -np.inf]))
+        (True, False)
+    """
+    if not values.size:
+        return True
+    width = values.dtype.itemsize
+    infinity = np.array(np.inf, values.dtype)
+    return bool(
+        values.view(f"i{width}").max() < infinity.view(f"i{width}")
+        and values.view(f"u{width}").max() < (-infinity).view(f"u{width}")
+    )
+
+
+ADAPTER = "adapter_config.json"
+
+_SAVE = "transformers' AutoModelForCausalLM.from_pretrained({}).save_pretrained(OUT)"
+
+#: How names of files end that hold weights in other ways: what they are, and what to do.
+_FORMATS = {
+    # Without dequantize=True transformers keeps GGUF's blocks, and cannot save them.
+    ".gguf": "a GGUF file, which is not read here. transformers' AutoModelForCausalLM.from_pretrained(DIR, "
+    "gguf_file=NAME, quantization_config=GgufConfig(dequantize=True)).save_pretrained(OUT) writes config.json and "
+    "safetensors, and AutoTokenizer likewise tokenizer.json; give that folder.",
+    ".bin": f"weights of torch, which may run code when they are read. {_SAVE.format('DIR')} writes them as "
+    "safetensors; give that folder.",
+    ".pth": "weights of torch as a model's authors publish them. Take the version of the model in the format of "
+    "transformers, with config.json and safetensors.",
+    ".safetensors": f"which are not all files of a checkpoint: it has config.json, and {WHOLE} or {INDEX}. Take "
+    "all from where it comes from.",
+}
+
+
+def other_format(path: Path) -> str:
+    """Return what a folder or file holds in place of a checkpoint, and what to do; empty if it is nothing known."""
+    is_folder = os.path.isdir(path)  # where Path's own raise for a name that no file can have
+    names = sorted(os.listdir(path)) if is_folder else [path.name] if os.path.isfile(path) else []
+    holds = "it holds" if is_folder else "it is"
+    if ADAPTER in names:
+        return (
+            f"{holds} a LoRA adapter ({ADAPTER}), which is a change to the weights of {_base(path / ADAPTER)}, and no "
+            "model. Merge the two, and give the folder that this writes: peft's AutoPeftModelForCausalLM"
+            ".from_pretrained(DIR).merge_and_unload().save_pretrained(OUT)."
+        )
+    for ending, remedy in _FORMATS.items():
+        found = [name for name in names if name.endswith(ending)]
+        if found:
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            return f"{holds} {found[0]}{more}, {remedy}"
+    return ""
+
+
+def _base(adapter: Path) -> str:
+    """The model that a LoRA adapter changes, as a message calls it."""
+    try:
+        name = read_json(adapter, "").get("base_model_name_or_path")
+    except CheckpointError:
+        name = None
+    return repr(name) if isinstance(name, str) else "another one"
+
+
+def read_json(path: Path, doing: str, *, unique: bool = False) -> dict[str, Any]:
     """Read a JSON file that holds an object.
+
+    Args:
+        path: the file.
+        doing: what the error says first.
+        unique: whether a key may not come twice.
 
     Raises:
         CheckpointError: there is none, or it is something else.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        value = reading.read_json(path, unique=unique)
+    except reading.MissingError:
         raise CheckpointError(doing, [f"{path.name} is missing."]) from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or f"it is not JSON: {error}"
-        raise CheckpointError(doing, [f"{path.name} cannot be read: {reason}."]) from None
+    except reading.ReadError as error:
+        raise CheckpointError(doing, [f"{path.name} cannot be read: {error}."]) from None
     if not isinstance(value, dict):
         raise CheckpointError(doing, [f"{path.name} holds no JSON object."])
     return value
@@ -186,48 +274,81 @@ _LONGEST = 100_000_000
 
 
 def _header(path: Path, faults: list[str]) -> tuple[int, dict[str, StoredTensor]]:
-    """The size of a file, and its tensors; adds to the faults what is wrong with it."""
+    """Return the size of a file, and its tensors; add to the faults what is wrong with it."""
     try:
-        opened = path.open("rb")
-    except OSError as error:
-        faults.append(f"{path.name} cannot be read: {error.strerror}.")
+        with reading.open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or (8 + length > size and length <= _LONGEST):
+                needed = f"{8 + length:,} bytes for its header" if size >= 8 else "8 bytes"
+                faults.append(f"{path.name} is truncated: it has {size:,} bytes, and needs {needed} alone.")
+                return size, {}
+            if length > _LONGEST:
+                faults.append(f"{path.name} is no safetensors file: its header would have {length:,} bytes.")
+                return size, {}
+            text = file.read(length)
+    except (OSError, reading.ReadError) as error:
+        faults.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}.")
         return 0, {}
-    with opened as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or 8 + length > size:
-            needed = f"{8 + length:,} bytes for its header" if size >= 8 else "8 bytes"
-            faults.append(f"{path.name} is truncated: it has {size:,} bytes, and needs {needed} alone.")
-            return size, {}
-        if length > _LONGEST:
-            faults.append(f"{path.name} is no safetensors file: its header would have {length:,} bytes.")
-            return size, {}
-        try:
-            entries = json.loads(file.read(length).decode())
-            tensors = dict(_tensors(path, entries, 8 + length))
-        except ValueError as error:
-            faults.append(f"{path.name} has a header that cannot be read: {error}.")
-            return size, {}
-    ends = {name: entry["data_offsets"][1] for name, entry in entries.items() if name in tensors}
-    needed = 8 + length + max(ends.values(), default=0)
-    if needed > size:
-        faults.append(f"{path.name} is truncated: it has {size:,} bytes, and its header describes {needed:,}.")
-    return size, tensors
+    try:
+        found = _extents(text)
+    except ValueError as error:
+        faults.append(f"{path.name} has a header that cannot be read: {error}.")
+        return size, {}
+    end = 8 + length + found[-1].end if found else 8 + length
+    if end > size:
+        faults.append(f"{path.name} is truncated: it has {size:,} bytes, and its header describes {end:,}.")
+    elif end < size:
+        faults.append(f"{path.name} has {size:,} bytes, of which its header describes {end:,}.")
+    return size, {each.name: StoredTensor(path, each.dtype, each.shape, 8 + length + each.start) for each in found}
 
 
-def _tensors(path: Path, entries: Any, begin: int) -> Iterator[tuple[str, StoredTensor]]:
+@dataclass(frozen=True)
+class _Extent:
+    """A tensor of a header, with its bytes from `start` to `end` behind the header."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def _extents(header: bytes) -> list[_Extent]:
+    """Return the tensors of a header, in the order of their bytes, which they divide among them.
+
+    Raises:
+        ValueError: the header is malformed, or its tensors overlap or leave a gap.
+    """
+    entries = reading.parse_json(header.decode(), unique=True)
     if not isinstance(entries, dict):
         raise ValueError("it is no JSON object")
-    for name, entry in entries.items():
-        if name == "__metadata__":
-            continue
-        match entry:
-            case {"shape": [*sizes], "dtype": str(dtype), "data_offsets": [start, end]}:
-                shape = tuple(sizes)
-            case _:
-                raise ValueError(f"{name} lacks a shape, a dtype or two data_offsets")
-        if not all(isinstance(number, int) and number >= 0 for number in (*shape, start, end)):
-            raise ValueError(f"{name} has the shape {shape} from {start} to {end}")
-        if dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != end - start:
-            raise ValueError(f"{name} is {dtype} of shape {shape}, and has {end - start:,} bytes")
-        yield name, StoredTensor(path, dtype, shape, begin + start)
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("__metadata__ is no object of texts")
+    found = [_extent(name, entry) for name, entry in entries.items()]
+    found.sort(key=lambda each: (each.start, each.end))
+    before, last = 0, ""
+    for each in found:
+        if each.start < before:
+            raise ValueError(f"{each.name} begins at byte {each.start:,}, where {last} still goes on to {before:,}")
+        if each.start > before:
+            raise ValueError(f"{each.name} begins at byte {each.start:,}, and nothing is in the bytes from {before:,}")
+        before, last = each.end, each.name
+    return found
+
+
+def _extent(name: str, entry: Any) -> _Extent:
+    match entry:
+        case {"shape": [*sizes], "dtype": str(dtype), "data_offsets": [start, end]}:
+            shape = tuple(sizes)
+        case _:
+            raise ValueError(f"{name} lacks a shape, a dtype or two data_offsets")
+    if not all(type(number) is int and 0 <= number < 2**64 for number in (*shape, start, end)):
+        raise ValueError(f"{name} has the shape {shape} from {start} to {end}")
+    if dtype not in _BITS:
+        raise ValueError(f"{name} has the dtype {dtype!r}, which the format does not know")
+    # Python's integers do not overflow, so that a product of huge sizes is no small number.
+    if math.prod(shape) * _BITS[dtype] != 8 * (end - start):
+        raise ValueError(f"{name} is {dtype} of shape {shape}, and has {end - start:,} bytes")
+    return _Extent(name, dtype, shape, start, end)

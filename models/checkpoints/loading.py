@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -15,21 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from gspmd.annotate import LayoutError
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
+from gspmd.layouts import Layout
 
 from ..config import ModelConfig
-from ..parameters import nested, parameters
+from ..parameters import check_placed, nested, parameters
 from ..quantization import quantize_together, scale_groups
 from ..shapes import stored_dtype
 from ..transformer import Transformer
 from .config import Described, described
-from .files import DTYPES, CheckpointError, Files
-from .sources import Source, sources
+from .files import DTYPES, CheckpointError, Files, all_finite
+from .sources import Region, Source, sources
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What loading a checkpoint took in this process; `print` shows it.
+    """The cost of loading a checkpoint in this process; `print` shows it.
 
     Attributes:
         tensors: tensors of the checkpoint that were read, in whole or in part.
@@ -56,7 +59,7 @@ class LoadReport:
 
 
 def load(
-    directory: str | os.PathLike, layout: Any, mesh: Mesh, dtype: Any = jnp.bfloat16, *, int8: bool = False
+    directory: str | os.PathLike, layout: Layout, mesh: Mesh, dtype: Any = jnp.bfloat16, *, int8: bool = False
 ) -> tuple[Transformer, LoadReport]:
     """Build the model of a public checkpoint, with every parameter placed by a layout.
 
@@ -76,7 +79,8 @@ def load(
 
     Raises:
         CheckpointError: a ValueError: as `model_config`; or files are missing or truncated; or, all of them named,
-            tensors are missing, unexpected, misshapen or of another dtype.
+            tensors are missing, unexpected, misshapen or of another dtype; or, once all are read, some have NaN,
+            infinities, or values that `dtype` cannot hold.
         LayoutError: a ValueError: the layout does not fit the model, or the model's sizes the mesh.
 
     Differs: the layout may pad a dimension, or the model its vocabulary; what the checkpoint does not have is 0.
@@ -91,6 +95,7 @@ def load(
         sizes = config.sizes(batch=1, length=1)
         layout.check({dim: size for dim, size in sizes.items() if dim not in "BLTG"}, mesh)
         table = sources(checkpoint, config, layout)
+        check_placed(f"cannot load the checkpoint {str(directory)!r}", parameters(config, layout), mesh, LayoutError)
         _check(checkpoint, config, table, files)
         reader, values = _Reader(files, mesh, pool), {}
         if int8:
@@ -103,6 +108,9 @@ def load(
         for path, source in table.items():
             if path not in values:
                 values[path] = reader.array(source, stored_dtype(source.row, dtype))
+        if reader.faulty:
+            doing = f"cannot load {checkpoint.family.architecture} from {str(files.directory)!r}:"
+            raise CheckpointError(doing, reader.faults())
         report = LoadReport(
             tensors=sum(1 for source in table.values() for _ in source.names()),
             bytes_read=reader.bytes,
@@ -140,11 +148,16 @@ def _tensor_faults(wanted: dict[str, tuple[int, ...]], files: Files) -> Iterator
 
 
 class _Reader:
-    """Reads parameters shard after shard, and counts bytes."""
+    """Reads parameters shard after shard, counts bytes, and notes values that are not finite.
+
+    A model with one of them answers with NaN, or, where int8 rounds it, with numbers that mean nothing. It is cheapest
+    to look while a part of a tensor is in the processor's caches.
+    """
 
     def __init__(self, files: Files, mesh: Mesh, pool: ThreadPoolExecutor):
         self.files, self.mesh = files, mesh
         self.bytes = self.most = 0
+        self.faulty: dict[str, tuple[int, float, np.dtype]] = {}
         self.pool = pool
 
     def array(self, source: Source, dtype: np.dtype) -> jax.Array:
@@ -152,6 +165,7 @@ class _Reader:
         shape, sharding = source.row.shape, NamedSharding(self.mesh, source.row.spec.partition_spec())
         devices_of: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
         for device, index in sharding.addressable_devices_indices_map(shape).items():
+            assert index is not None  # it is that of a device of this process
             bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape))
             devices_of.setdefault(bounds, []).append(device)
         arrays: list[jax.Array] = []
@@ -170,10 +184,36 @@ class _Reader:
             count = 0
             for place, region in source.pieces(index, numbers):
                 out = shard[place].transpose(source.order)
-                count += self.files.read_into(out, source.name(numbers), source.split, region)
+                with np.errstate(over="ignore", invalid="ignore"):  # told below, with the tensor's name
+                    count += self.files.read_into(out, source.name(numbers), source.split, region)
+                if not all_finite(shard[place]):
+                    self._note(source, numbers, region, dtype)
                 if source.factor != 1.0 or source.stored.offset:
                     out[...] = source.factor * (out.astype(np.float32) + source.stored.offset)
             return count
 
         self.bytes += sum(self.pool.map(read, source.counts(index)))
         return jax.block_until_ready([jax.device_put(shard, device) for device in devices])
+
+    def _note(self, source: Source, numbers: tuple[int, ...], region: Region, dtype: np.dtype) -> None:
+        """Note how many values of a region are not finite, or the largest of those that only `dtype` makes infinite."""
+        name = source.name(numbers)
+        stored = np.empty([part.stop - part.start for part in region], self.files.dtype(name))
+        self.files.read_into(stored, name, source.split, region)
+        finite = np.isfinite(stored.astype(np.float32))
+        largest = float(np.abs(stored[finite].astype(np.float32)).max(initial=0.0))
+        count, beyond, _ = self.faulty.get(name, (0, 0.0, dtype))
+        self.faulty[name] = count + int((~finite).sum()), max(beyond, largest), dtype
+
+    def faults(self) -> list[str]:
+        """Say of each tensor that is not finite what it has, in the order of the checkpoint's files."""
+        told = []
+        for name in (name for name in self.files.tensors if name in self.faulty):
+            count, largest, dtype = self.faulty[name]
+            total = math.prod(self.files.tensors[name].shape)
+            if count:
+                told.append(f"{name} has {count:,} of {total:,} values that are NaN or infinite; take an intact copy.")
+            else:
+                limit = float(jnp.finfo(dtype).max)
+                told.append(f"{name} has {largest:.6g}, and {dtype} ends at {limit:.6g}; take another dtype.")
+        return told

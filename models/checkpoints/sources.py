@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint a parameter consists of, and which part of each a shard needs."""
+"""The tensors of a checkpoint that a parameter consists of, and the part of each that a shard needs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any
 
+from gspmd.layouts import Layout
 from gspmd.layouts.rules.padding import Padded
 
 from ..config import ModelConfig
@@ -92,7 +92,7 @@ class Source:
             ones; and the region of the tensor, in the order of `dims`.
         """
         at = dict(zip(self.counted, numbers))
-        runs = []
+        runs: list[list[tuple[int | slice, slice]]] = []
         for dim, part, padded, size in zip(self.row.spec.dims, index, self.row.padding, self.row.shape):
             if dim in at:
                 runs.append([(at[dim] - part.indices(size)[0], slice(at[dim], at[dim] + 1))])
@@ -116,7 +116,7 @@ def _runs(start: int, stop: int, padded: Padded | None) -> Iterator[tuple[slice,
             yield slice(first - start, last - start), slice(first - shift, last - shift)
 
 
-def sources(checkpoint: Described, config: ModelConfig, layout: Any) -> dict[str, Source]:
+def sources(checkpoint: Described, config: ModelConfig, layout: Layout) -> dict[str, Source]:
     """Return the source of every parameter by its path.
 
     Args:

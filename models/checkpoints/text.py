@@ -12,6 +12,8 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from gspmd.reading import ReadError, read_text
+
 from .files import CheckpointError, read_json
 
 FILE = "tokenizer.json"
@@ -26,7 +28,8 @@ class Tokenizer:
         settings: tokenizer_config.json.
 
     Args:
-        backend: the library's tokenizer.
+        backend: the library's tokenizer. Its truncation and padding are turned off: a prompt is neither cut nor
+            filled up, as in transformers, where the caller asks for either.
         ends: ids of end-of-text tokens.
         begin: id of the beginning-of-text token.
         settings: what tokenizer_config.json says.
@@ -44,6 +47,8 @@ class Tokenizer:
         begin: int | None = None,
         settings: Mapping[str, Any] | None = None,
     ):
+        backend.no_truncation()
+        backend.no_padding()
         self.backend, self.ends, self.begin, self.settings = backend, frozenset(ends), begin, dict(settings or {})
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -123,10 +128,10 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
     """
     folder, file = Path(directory), FILE
     doing = f"cannot read the tokenizer of checkpoint {str(folder)!r}:"
-    if folder.is_file() or (folder.suffix == ".json" and not folder.is_dir()):
+    if os.path.isfile(folder) or (folder.suffix == ".json" and not os.path.isdir(folder)):
         folder, file, doing = folder.parent, folder.name, f"cannot read the tokenizer {str(folder)!r}:"
-    if not (folder / file).exists():
-        others = [name for name in ("tokenizer.model", "vocab.json", "vocab.bpe") if (folder / name).exists()]
+    if not os.path.lexists(folder / file):
+        others = [name for name in ("tokenizer.model", "vocab.json", "vocab.bpe") if os.path.lexists(folder / name)]
         remedy = (
             f"there is {' and '.join(others)}; convert it: transformers' AutoTokenizer.from_pretrained(DIR)"
             ".save_pretrained(DIR) writes tokenizer.json."
@@ -134,21 +139,50 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
             else "take it from where the checkpoint comes from."
         )
         raise CheckpointError(doing, [f"{file} is missing; {remedy}"])
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(folder / file))
-    except Exception as error:  # the library raises nothing narrower
-        raise CheckpointError(doing, [f"{file} cannot be read: {error}."]) from None
+    backend = _backend(folder / file, doing)
     settings = _optional(folder / "tokenizer_config.json", doing)
-    ids = {}
-    for name in ("eos", "bos"):
-        found = None
-        for other in ("generation_config.json", "config.json"):
-            found = found if found is not None else _optional(folder / other, doing).get(f"{name}_token_id")
-        token = settings.get(f"{name}_token")
-        if found is None and token is not None:
-            found = backend.token_to_id(token["content"] if isinstance(token, dict) else token)
-        ids[name] = [] if found is None else found if isinstance(found, list) else [found]
-    return Tokenizer(backend, ids["eos"], ids["bos"][0] if ids["bos"] else None, settings)
+    named = [(name, _optional(folder / name, doing)) for name in ("generation_config.json", "config.json")]
+    ends, begins = (_ids(kind, named, settings, backend, doing) for kind in ("eos", "bos"))
+    return Tokenizer(backend, ends, begins[0] if begins else None, settings)
+
+
+def _ids(
+    kind: str,
+    named: Sequence[tuple[str, Mapping[str, Any]]],
+    settings: Mapping[str, Any],
+    backend: tokenizers.Tokenizer,
+    doing: str,
+) -> list[int]:
+    """The ids of end-of-text ("eos") or beginning-of-text ("bos") tokens, of the first file that names some."""
+    key = f"{kind}_token_id"
+    for file, entries in named:
+        found = entries.get(key)
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < 2**31 for each in ids):
+                fault = f"{key} of {file} is {found!r:.80}; it must be a token's id, or a list of ids."
+                raise CheckpointError(doing, [fault])
+            return ids
+    token = settings.get(f"{kind}_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    if token is not None and not isinstance(token, str):
+        fault = f"{kind}_token of tokenizer_config.json is {token!r:.80}; it must be a token's text."
+        raise CheckpointError(doing, [fault])
+    found = None if token is None else backend.token_to_id(token)
+    return [] if found is None else [found]
+
+
+def _backend(path: Path, doing: str) -> tokenizers.Tokenizer:
+    """Read a file by the library, which is handed its text: it would wait for ever for a FIFO."""
+    try:
+        return tokenizers.Tokenizer.from_str(read_text(path))
+    except ReadError as error:
+        fault = f"{path.name} cannot be read: {error}."
+    except BaseException as error:  # the library raises plain Exceptions, and panics, which are none
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        fault = f"{path.name} cannot be read: {error!s:.500}."
+    raise CheckpointError(doing, [fault])
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -169,7 +203,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _optional(path: Path, doing: str) -> dict[str, Any]:
-    return read_json(path, doing) if path.exists() else {}
+    return read_json(path, doing) if os.path.lexists(path) else {}
 
 
 def keep_tokenizer(folder: Path, tokenizer: Tokenizer, checkpoint: str) -> None:

@@ -1,17 +1,18 @@
 """Text generation through a key/value cache.
 
-Reading order: cache, memory, serving, steps, loop, prefix, batch, generator, text; programs and ranking, for chips that
-are not here.
+Reading order: cache, memory, serving, steps, loop, prefix, batch, generator, text; stepwise, for models of one's own;
+programs and ranking, for chips that are not here.
 """
 
-from .batch import Batch, Sizes, make_batch
+from .batch import Batch, Sizes, coarse, make_batch, read_prompts
 from .cache import Cache, abstract_cache, cache_spec, empty_cache
 from .generator import Burst, Generated, Generator
 from .loop import Sampling, decode_loop
 from .programs import Program, serving_program
 from .ranking import Served, rank_serving, serving_layouts
-from .serving import GenerationError, for_serving, phases, served
+from .serving import GenerationError, check_length, check_seeds, for_serving, phases, served
 from .steps import decode_step, prefill_step
+from .stepwise import Stepwise, fewest_rows
 from .text import Text
 
 __all__ = [
@@ -25,17 +26,23 @@ __all__ = [
     "Sampling",
     "Served",
     "Sizes",
+    "Stepwise",
     "Text",
     "abstract_cache",
     "cache_spec",
+    "check_length",
+    "check_seeds",
+    "coarse",
     "decode_loop",
     "decode_step",
     "empty_cache",
+    "fewest_rows",
     "for_serving",
     "make_batch",
     "phases",
     "prefill_step",
     "rank_serving",
+    "read_prompts",
     "served",
     "serving_layouts",
     "serving_program",

@@ -1,4 +1,4 @@
-"""What is generated together: texts in rows, their prompts in chunks, and the layouts for so many of them."""
+"""A batch that is generated together: texts in rows, their prompts in chunks, and the layouts for so many of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import jax
 import numpy as np
 
 from gspmd.annotate import LayoutError
+from gspmd.layouts import Layout
 
 from ..attention import LONGEST
 from ..config import ModelConfig
 from .cache import cache_spec
 from .prefix import Shares, most_prompts, shares
-from .serving import GenerationError, for_serving, least_length, least_rows, phases
+from .serving import GenerationError, check_length, for_serving, least_length, least_rows, phases
 
 MOST_TEXTS = 2**16
 """Texts that are generated at a time: more than devices hold the caches of, and few enough to count on the host."""
@@ -24,7 +25,7 @@ MOST_TEXTS = 2**16
 
 @dataclass(frozen=True)
 class Sizes:
-    """What programs are compiled for.
+    """The sizes that programs are compiled for.
 
     Attributes:
         rows: of the decode loop, R.
@@ -81,7 +82,7 @@ class Batch:
 
 def make_batch(
     config: ModelConfig,
-    layout: Any,
+    layout: Layout,
     prefill: Any,
     mesh: jax.sharding.Mesh,
     prompts: Sequence[Sequence[int]],
@@ -106,7 +107,8 @@ def make_batch(
             few programs serve all lengths.
 
     Raises:
-        GenerationError: nothing to continue, a token that the model does not have, or a text longer than the cache.
+        GenerationError: nothing to continue, a token that the model does not have, or a text longer than the cache or
+            than the model was made for.
         LayoutError: the mesh does not divide the model's sizes, the chunk or the cache.
     """
     config = for_serving(config)
@@ -133,7 +135,7 @@ def make_batch(
 
 
 def _fewest_rows(
-    config: ModelConfig, layout: Any, prefill: Any, mesh: jax.sharding.Mesh, texts: int, cache_length: int | None
+    config: ModelConfig, layout: Layout, prefill: Any, mesh: jax.sharding.Mesh, texts: int, cache_length: int | None
 ) -> tuple[int, Any, Any]:
     """The fewest rows for so many texts, and the layouts for them."""
     faults = []
@@ -150,7 +152,7 @@ def _fewest_rows(
 
 
 def _layouts(
-    config: ModelConfig, layout: Any, prefill: Any, mesh: jax.sharding.Mesh, rows: int, prefill_rows: int,
+    config: ModelConfig, layout: Layout, prefill: Any, mesh: jax.sharding.Mesh, rows: int, prefill_rows: int,
     cache_length: int | None,
 ) -> tuple[Any, Any] | None:  # fmt: skip
     """The layouts for reading and for decoding so many rows; None if the mesh does not divide the rows."""
@@ -176,6 +178,29 @@ def checked(
     The arguments are those of `make_batch`.
 
     Raises:
+        GenerationError: as of `read_prompts`; or a text is longer than the model was made for.
+    """
+    held = read_prompts(config.vocabulary, prompts, tokens, samples=samples, chunk=chunk, cache_length=cache_length)
+    check_length(config, max(map(len, held)), tokens)
+    return held
+
+
+def read_prompts(
+    vocabulary: int,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    *,
+    samples: int,
+    chunk: int,
+    cache_length: int | None,
+) -> tuple[np.ndarray, ...]:
+    """Return the prompts of any model as arrays.
+
+    Args:
+        vocabulary: how many tokens it has.
+        prompts, tokens, samples, chunk, cache_length: as of `make_batch`.
+
+    Raises:
         GenerationError: nothing to continue, a token that the model does not have, or a text longer than the cache.
     """
     if not len(prompts):
@@ -183,7 +208,7 @@ def checked(
     for name, value in (("tokens", tokens), ("samples", samples), ("chunk", chunk)):
         if value < 1:
             raise GenerationError(f"{name} is {value}; it must be at least 1")
-    vocabulary, held = config.vocabulary, tuple(np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts)
+    held = tuple(np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts)
     for number, ids in enumerate(held):
         if not ids.size:
             which = f" (prompt {number + 1} of {len(held)})" if len(held) > 1 else ""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from gspmd.annotate import Spec
+from gspmd.layouts import Layout
 
 from ..config import ModelConfig
 from ..vectors import wide_sizes
@@ -49,7 +50,7 @@ class Cache:
         return self.keys[0].shape[3]
 
 
-def cache_spec(layout: Any) -> Spec:
+def cache_spec(layout: Layout) -> Spec:
     """The spec of the keys and values of one layer, [B, K, T, D] in memory: `Layout.cache`, whose letters are BTKD."""
     held, dims = Spec.parse(layout.cache()), ("B", "K", "T", "D")
     return Spec(dims, tuple(map(held.axes_of, dims)))
@@ -62,7 +63,7 @@ def stacked(spec: Spec) -> Spec:
 
 def abstract_cache(
     config: ModelConfig,
-    layout: Any,
+    layout: Layout,
     mesh: jax.sharding.Mesh,
     batch: int,
     length: int,
@@ -102,12 +103,13 @@ def abstract_cache(
 
     held = tensors(spec, shape, jnp.int8 if int8 else jnp.dtype(dtype))
     scaled = tensors(scales, shape[:3], jnp.float32) if int8 else None
-    return Cache(held, held, scaled, scaled, abstract_whole(mesh, (batch,), jnp.int32))
+    lengths: Any = abstract_whole(mesh, (batch,), jnp.int32)
+    return Cache(held, held, scaled, scaled, lengths)
 
 
 def empty_cache(
     config: ModelConfig,
-    layout: Any,
+    layout: Layout,
     mesh: jax.sharding.Mesh,
     batch: int,
     length: int,

@@ -14,16 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from gspmd.layouts import Layout
 from gspmd.lowerings.default import current as current_lowering
 
 from ..shapes import abstract_tokens
 from ..transformer import Transformer, arrays, with_arrays
 from .batch import Batch, Sizes, make_batch
 from .cache import Cache, abstract_cache, abstract_whole, cache_spec, zeros
-from .loop import NOTHING, PLAIN, Rows, Sampling, decode_loop
-from .memory import Formats, any_order, put, shapes
+from .loop import NOTHING, PLAIN, UNDEFINED, Rows, Sampling, decode_loop
+from .memory import Formats, any_order, format_of, not_finite, put, shapes
 from .prefix import copy_rows
-from .serving import GenerationError, for_serving, served
+from .serving import GenerationError, check_seeds, for_serving, served
 from .steps import decode_step, prefill_step
 
 
@@ -81,6 +82,8 @@ class Generator:
         chunk: the most tokens of a prompt that are read in one step.
         burst: tokens of a text that come to the host together.
         int8: whether keys and values are kept as int8, with a float32 scale for each token and head.
+        compiled: called once the programs are compiled, before the first of them runs: processes wait there for one
+            another.
 
     Raises:
         GenerationError: a burst under 1, or a router that reads later tokens.
@@ -103,18 +106,19 @@ class Generator:
     def __init__(
         self,
         model: Transformer,
-        layout: Any = None,
-        prefill: Any = None,
+        layout: Layout | None = None,
+        prefill: Layout | None = None,
         *,
         chunk: int = 128,
         burst: int = 8,
         int8: bool = False,
+        compiled: Callable[[], None] = lambda: None,
     ):
         if burst < 1:
             raise GenerationError(f"burst is {burst}; it must be at least 1")
         for_serving(model.config)
         self.model, self.layout, self.prefill = model, model.layout if layout is None else layout, prefill
-        self.chunk, self.burst, self.int8 = chunk, burst, int8
+        self.chunk, self.burst, self.int8, self.compiled = chunk, burst, int8, compiled
         self._models: dict[Any, Transformer] = {}  # of shapes
         self._compiled: dict[Any, Any] = {}
         self._formats: dict[Any, Formats] = {}  # in which each placement of the weights is stored
@@ -144,7 +148,7 @@ class Generator:
             tokens: the most that a text adds to its prompt.
             samples: texts of each prompt. Text number i, counted over all prompts, has the seed `seed + i`.
             sampling: how tokens are drawn.
-            seed: of the first text, from 0 to 2³² - 1.
+            seed: of the first text; those of all texts are from 0 to 2³² - 1.
             stop: tokens that end a text; they are not part of it.
             cache_length: tokens that the cache has room for in a row; when None as many as are needed, or a few more.
             ended: numbers of texts that shall end; the caller may add to it between two bursts.
@@ -153,19 +157,24 @@ class Generator:
             An iterator; the first burst is the first token of every text.
 
         Raises:
-            GenerationError: nothing to continue, a token that the model does not have, or a text longer than the cache.
+            GenerationError: nothing to continue, a token that the model does not have, a text longer than the cache or
+                than the model was made for, or one whose seed has more than 32 bits; while iterating, a text whose
+                logits are NaN, after the burst with all tokens before it.
             LayoutError: the mesh does not divide the model's sizes, the rows, the chunk or the cache.
         """
         batch = self.batch(prompts, tokens, samples=samples, cache_length=cache_length)
+        check_seeds(seed, batch.texts)
         return self._bursts(batch, tokens, sampling, seed, tuple(stop), ended)
 
     def batch(
         self, prompts: Sequence[Sequence[int]], tokens: int, *, samples: int = 1, cache_length: int | None = None
     ) -> Batch:
         """Return how prompts are laid out in rows and chunks; arguments and errors as of `stream`."""
-        mesh, options = jax.sharding.get_mesh(), {"samples": samples, "cache_length": cache_length}
-        config = self.model.config
-        return make_batch(config, self.layout, self.prefill, mesh, prompts, tokens, chunk=self.chunk, **options)
+        config, mesh = self.model.config, jax.sharding.get_mesh()
+        return make_batch(
+            config, self.layout, self.prefill, mesh, prompts, tokens,
+            samples=samples, chunk=self.chunk, cache_length=cache_length,
+        )  # fmt: skip
 
     def _bursts(
         self, batch: Batch, tokens: int, sampling: Sampling, seed: int, stop: tuple[int, ...], ended: Collection[int]
@@ -173,9 +182,10 @@ class Generator:
         sizes, whole = batch.sizes, NamedSharding(jax.sharding.get_mesh(), jax.P())
         put = lambda values, dtype=np.int32: jax.device_put(np.asarray(values, dtype), whole)  # noqa: E731
         empty, prefill, share, loop = self._programs(batch, sampling, stop)
+        self.compiled()
         weights, (_, ids_like, *_) = self._stored(sizes.decode), self.programs(sizes)["prefill"][1]
         numbers = np.arange(sizes.rows)
-        seeds = put((seed + numbers) % 2**32, np.uint32)
+        seeds = put(np.where(numbers < batch.texts, seed + numbers, 0), np.uint32)
         cache = jax.block_until_ready(empty())
         began = time.perf_counter()
         for ids, counts in batch.chunks():
@@ -197,9 +207,14 @@ class Generator:
         for steps, following in zip(limits, (*limits[1:], 0)):
             written, coming = coming, launch(following) if following else coming
             found = np.asarray(written)[: batch.texts, :steps]
-            counts += (found != NOTHING).sum(axis=1)
-            over = ((found == NOTHING).any(axis=1) | (counts == tokens)).tolist()
-            yield Burst([row[row != NOTHING].tolist() for row in found], over, time.perf_counter() - began)
+            real, undefined = found >= 0, (found == UNDEFINED).any(axis=1)
+            counts += real.sum(axis=1)
+            over = ((found == NOTHING).any(axis=1) & ~undefined | (counts == tokens)).tolist()
+            if real.any() or not undefined.any():
+                yield Burst([row[row >= 0].tolist() for row in found], over, time.perf_counter() - began)
+            if undefined.any():
+                text = int(undefined.argmax())
+                raise GenerationError(_undefined(text, int(counts[text]), not_finite(weights), self.model.dtype))
             if all(over):
                 return
 
@@ -217,7 +232,7 @@ class Generator:
         }
 
     def _programs(self, batch: Batch, sampling: Sampling, stop: tuple[int, ...]) -> tuple[Any, ...]:
-        """What makes an empty cache, reads a chunk, copies shared prompts (None if there are none), and decodes."""
+        """Return the programs that make an empty cache, read a chunk, copy shared prompts (or None), and decode."""
         sizes, mesh = batch.sizes, jax.sharding.get_mesh()
         fresh = len(batch.chunks()) == 1  # then prompts attend to nothing before them
         steps = self.programs(sizes, fresh=fresh)
@@ -240,11 +255,11 @@ class Generator:
             share = self._program(("share", sizes), copied, given, (), _places(large))
         return empty, prefill, share, loop
 
-    def _stored(self, layout: Any) -> dict[str, jax.Array]:
+    def _stored(self, layout: Layout) -> dict[str, jax.Array]:
         """The weights as the programs of a layout take them; those that are not so are moved, and `model` with them."""
         model, weights = self._served(layout), arrays(self.model)
         formats = self._formats[_placements(arrays(model))]
-        if any(x.format != formats[path] for path, x in weights.items()):
+        if any(format_of(x) != formats[path] for path, x in weights.items()):
             self.model = model  # which lets go of the weights, so that each can leave its old place
             gc.collect()  # modules of Flax refer to themselves
             try:
@@ -253,7 +268,7 @@ class Generator:
                 self.model = with_arrays(model, weights)
         return weights
 
-    def _served(self, layout: Any) -> Transformer:
+    def _served(self, layout: Layout) -> Transformer:
         """The model in a layout, with shapes in place of weights."""
         key = layout, jax.sharding.get_mesh()
         if key not in self._models:
@@ -272,7 +287,9 @@ class Generator:
         """Compile a function once; `weights` are the formats of its first argument."""
         key = name, jax.sharding.get_mesh(), current_lowering()
         if key not in self._compiled:
-            placed = {} if weights is None else {"in_shardings": (weights, *map(_places, given[1:]))}
+            placed: dict[str, Any] = {}
+            if weights is not None:
+                placed["in_shardings"] = (weights, *map(_places, given[1:]))
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=out, **placed)
             self._compiled[key] = jitted.lower(*given).compile()
         return self._compiled[key]
@@ -285,6 +302,17 @@ class Generator:
 
 def _placements(weights: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(x.sharding for x in weights.values())
+
+
+def _undefined(text: int, count: int, weights: Sequence[str], dtype: Any) -> str:
+    """Say that the logits of a text give no token, and which weights that comes from."""
+    shown = f"{', '.join(weights[:8])}{f' and {len(weights) - 8} more' if len(weights) > 8 else ''}"
+    cause = (
+        f"{shown} {'have' if len(weights) > 1 else 'has'} NaN or infinity: take a model whose weights are finite."
+        if weights
+        else f"Its weights are finite, so what is computed from them in {jnp.dtype(dtype)} is not: check the model."
+    )
+    return f"cannot continue text {text + 1} after {count} new tokens: the model's logits are no numbers.\n  {cause}"
 
 
 def _places(tree: Any) -> Any:

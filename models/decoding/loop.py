@@ -22,10 +22,16 @@ from .steps import decode_step
 NOTHING = -1
 """Stands in the output where a row has no token: it has ended."""
 
+UNDEFINED = -2
+"""Stands in the output where a row ends because no token can be drawn: its logits have a NaN, or none is a number."""
+
+# At lower temperatures sound logits overflow float32, and are mistaken for those of a broken model.
+_LEAST_TEMPERATURE = 1e-30
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn from the logits.
+    """The settings with which the next token is drawn from the logits.
 
     The filters apply in the order temperature, top-k, top-p (of what top-k left), min-p, as in `transformers`.
 
@@ -51,6 +57,11 @@ class Sampling:
         if not 0 <= self.temperature < math.inf:
             faults.append(
                 f"temperature is {self.temperature}; it must be a finite number, and not negative (0 takes the "
+                "likeliest token)"
+            )
+        elif 0 < self.temperature < _LEAST_TEMPERATURE:
+            faults.append(
+                f"temperature is {self.temperature}; logits divided by it may be more than float32 holds (0 takes the "
                 "likeliest token)"
             )
         if self.top_k < 0:
@@ -106,7 +117,8 @@ def decode_loop(model: Transformer, sampling: Sampling, stop: Sequence[int], ste
     Returns:
         A pure function, to be compiled with the rows donated, of the weights, the rows, seeds [B] uint32, alive [B]
         bool (False ends a row), and limit, an int32 scalar, how many of the steps to take. It returns the rows
-        and tokens [B, steps] int32, `NOTHING` after a row's end. Everything but the cache is whole on every device.
+        and tokens [B, steps] int32, `UNDEFINED` where logits give no token, and `NOTHING` after a row's end.
+        Everything but the cache is whole on every device.
     """
     decode = decode_step(model)
     spec = model.layout.one_position().spec("output.logits").without("L")
@@ -128,11 +140,12 @@ def decode_loop(model: Transformer, sampling: Sampling, stop: Sequence[int], ste
             logits, cache = decode(weights, rows.tokens, rows.cache)
             active, tokens = rows.left > 0, drawn(logits, seeds, cache.lengths)
             ends = jnp.isin(tokens, jnp.asarray(stop, jnp.int32)) if stop else jnp.zeros_like(active)
-            shown = jnp.where(active & ~ends, tokens, NOTHING)
+            undefined = tokens < 0
+            shown = jnp.where(active & ~ends, jnp.where(undefined, UNDEFINED, tokens), NOTHING)
             written = jax.lax.dynamic_update_slice_in_dim(written, shown[:, None], step, axis=1)
             cache = replace(cache, lengths=jnp.where(active, cache.lengths, rows.cache.lengths))
-            left = jnp.where(active & ~ends, rows.left - 1, 0)
-            return step + 1, Rows(cache, jnp.where(active, tokens, rows.tokens), left), written
+            left = jnp.where(active & ~ends & ~undefined, rows.left - 1, 0)
+            return step + 1, Rows(cache, jnp.where(active & ~undefined, tokens, rows.tokens), left), written
 
         rows = replace(rows, left=jnp.where(alive, rows.left, 0))
         nothing = jnp.full((rows.tokens.shape[0], steps), NOTHING, jnp.int32)

@@ -1,4 +1,4 @@
-"""The order of dimensions in the memory of a device, which the compiler chooses for weights."""
+"""Weights in the memory of the devices: the order of their dimensions, which the compiler chooses, and faulty ones."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 
 Formats = Mapping[str, Format]
-"""Of each weight: on which devices its parts lie, and in which order of dimensions."""
+"""The devices on which the parts of each weight lie, and their order of dimensions."""
 
 
 def any_order(weights: Mapping[str, Any]) -> dict[str, Format]:
@@ -26,6 +27,11 @@ def shapes(weights: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
     return {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in weights.items()}
 
 
+def format_of(x: Any) -> Format:
+    """Return the format of an array; JAX's types leave it out of `jax.Array`."""
+    return x.format
+
+
 def put(weights: dict[str, jax.Array], formats: Formats) -> None:
     """Bring weights to these formats, one by one: a moved one leaves its old place before the next one moves.
 
@@ -34,5 +40,11 @@ def put(weights: dict[str, jax.Array], formats: Formats) -> None:
         formats: of each of them.
     """
     for path, wanted in formats.items():
-        if weights[path].format != wanted:
+        if format_of(weights[path]) != wanted:
             weights[path] = jax.block_until_ready(jax.device_put(weights[path], wanted))
+
+
+def not_finite(weights: Mapping[str, jax.Array]) -> list[str]:
+    """Return the paths of weights, or of their scales, that have a NaN or an infinity."""
+    faulty = jax.jit(lambda x: ~jnp.isfinite(x).all())
+    return [path for path, x in weights.items() if jnp.issubdtype(x.dtype, jnp.floating) and bool(faulty(x))]

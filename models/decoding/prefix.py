@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gspmd.annotate import Spec
+from gspmd.layouts import Layout
 from gspmd.lowerings.program import context, run
 
 from .cache import Cache, cache_spec, stacked
@@ -18,7 +18,7 @@ from .cache import Cache, cache_spec, stacked
 
 @dataclass(frozen=True)
 class Shares:
-    """Which prompt each row reads, and which of the rows read each row of text goes on from.
+    """The prompt that each row reads, and the one of the rows read that each row of text goes on from.
 
     Attributes:
         prompts: for each row of the prefill, the number of its prompt; `None` for a row without one.
@@ -64,7 +64,7 @@ def _parts(owners: Sequence[int | None], shards: int) -> list[Sequence[int | Non
     return [owners[start : start + size] for start in range(0, len(owners), size)]
 
 
-def copy_rows(cache: Cache, sources: jax.Array, lengths: jax.Array, layout: Any) -> Cache:
+def copy_rows(cache: Cache, sources: jax.Array, lengths: jax.Array, layout: Layout) -> Cache:
     """Return a cache whose rows are copies of those of another, each device copying its own: nothing is sent.
 
     Args:
@@ -79,7 +79,8 @@ def copy_rows(cache: Cache, sources: jax.Array, lengths: jax.Array, layout: Any)
         spec = stacked(held if array.ndim == 5 else held.without("D"))
         return run(context(), f"copy rows of {spec}", (), _taken, (spec, rows), spec, array, sources)
 
-    return Cache(*(each and tuple(map(copied, each)) for each in cache.layers), lengths=lengths)
+    keys, values, key_scales, value_scales = (each and tuple(map(copied, each)) for each in cache.layers)
+    return Cache(keys, values, key_scales, value_scales, lengths)
 
 
 def _taken(array: jax.Array, sources: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gspmd.layouts import Layout
 from gspmd.layouts.rules.keys import PHASES
 
 from ..config import ModelConfig
@@ -32,7 +33,7 @@ class Program:
         tokens: how many one execution reads, over all rows.
     """
 
-    layout: Any
+    layout: Layout
     step: Callable[..., Any]
     arguments: tuple[Any, ...]
     donated: int
@@ -42,7 +43,7 @@ class Program:
 
 def serving_program(
     config: ModelConfig,
-    layout: Any,
+    layout: Layout,
     mesh: jax.sharding.Mesh,
     phase: str,
     *,

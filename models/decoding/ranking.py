@@ -1,4 +1,4 @@
-"""Which layout serves a model best: whole-model layouts ranked by the planned seconds of the actual step."""
+"""A ranking of layouts to serve a model, by the planned seconds of the actual step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEED_FORWARD = (
 """The presets whose feed-forward layers are tried."""
 
 _REFUSALS = LayoutError, SpecError, PlanError
-"""What says of sizes and a mesh that a layout does not fit them; anything else is a fault of another kind."""
+"""Errors which say that sizes and a mesh do not fit a layout; anything else is a fault of another kind."""
 
 
 @dataclass(frozen=True, repr=False)

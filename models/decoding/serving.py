@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from gspmd.annotate import LayoutError, Spec
+from gspmd.layouts import Layout
 
 from ..config import ModelConfig
 from ..parameters import nested, parameter_specs
@@ -18,11 +19,11 @@ from .cache import cache_spec
 
 
 class GenerationError(ValueError):
-    """What cannot be generated, and why."""
+    """Something cannot be generated; the message says what, and why."""
 
 
 def phases(
-    layout: Any,
+    layout: Layout,
     prefill: Any = None,
     *,
     sizes: tuple[Mapping[str, int], Mapping[str, int]] | None = None,
@@ -55,6 +56,45 @@ def phases(
     return reading.stored_as(decode), decode
 
 
+def check_seeds(seed: int, texts: int) -> None:
+    """Refuse seeds of texts that do not fit into 32 bits, where they would be those of other texts.
+
+    Args:
+        seed: of the first text; each of the others has the next one.
+        texts: how many there are.
+
+    Raises:
+        GenerationError: one is negative, or larger than 2³² - 1.
+    """
+    if seed < 0:
+        raise GenerationError(f"seed is {seed}; it must be at least 0")
+    if seed + texts > 2**32:
+        of = f", and the last of {texts} texts has seed {seed + texts - 1}" if texts > 1 else ""
+        raise GenerationError(f"seed is {seed}{of}; a seed must be less than 2**32")
+
+
+def check_length(config: ModelConfig, prompt: int, tokens: int) -> None:
+    """Refuse texts that are longer than the model was made for, or than its attention is right for.
+
+    Args:
+        config: of the model.
+        prompt: tokens of the longest prompt.
+        tokens: the most that a text adds to it.
+
+    Raises:
+        GenerationError: it says how many there are, and how many there may be.
+    """
+    text = f"a prompt of {prompt} tokens and {tokens} more"
+    if config.context_length is not None and prompt + tokens > config.context_length:
+        raise GenerationError(
+            f"{text} are a text of {prompt + tokens}, and the model was made for at most {config.context_length} "
+            "(context_length; max_position_embeddings in the config.json of most checkpoints), beyond which what it "
+            "writes gets worse unnoticed; shorten the prompt, or ask for fewer tokens"
+        )
+    if fault := config.length_fault(prompt + tokens - 1):  # the last token of a text is never read
+        raise GenerationError(f"{text}: {fault}; shorten the prompt, or ask for fewer tokens")
+
+
 def for_serving(config: ModelConfig) -> ModelConfig:
     """Return the config with which a model reads prompts and decodes: every token gets all the experts it asks for.
 
@@ -78,13 +118,14 @@ def for_serving(config: ModelConfig) -> ModelConfig:
     return replace(config, moe=replace(moe, dispatch="dropless", groups=None))
 
 
-def served(model: Transformer, layout: Any) -> Transformer:
+def served(model: Transformer, layout: Layout) -> Transformer:
     """Return the model as it is served in another layout; parameters that this one stores elsewhere are moved once.
 
     Raises:
         LayoutError: that layout pads the model's dimensions to other sizes.
     """
-    config, values = for_serving(model.config), arrays(model)
+    config = for_serving(model.config)
+    values: dict[str, Any] = dict(arrays(model))
     mesh, wanted = jax.sharding.get_mesh(), parameter_specs(config, layout)
     wrong = [(path, shape) for path, (_, shape) in wanted.items() if values[path].shape != shape]
     if wrong:
@@ -108,7 +149,7 @@ def one_position(model: Transformer) -> Transformer:
     return Transformer(model.config, model.layout.one_position(), nested(arrays(model)), model.dtype)
 
 
-def least_rows(config: ModelConfig, layout: Any, mesh: jax.sharding.Mesh) -> int:
+def least_rows(config: ModelConfig, layout: Layout, mesh: jax.sharding.Mesh) -> int:
     """The smallest number of rows that the mesh axes of B divide in every activation and in the cache."""
     batch = [spec.axes_of("B") for spec in (*_activations(layout), cache_spec(layout))]
     if config.moe:
@@ -116,13 +157,13 @@ def least_rows(config: ModelConfig, layout: Any, mesh: jax.sharding.Mesh) -> int
     return _least(mesh, batch)
 
 
-def least_length(layout: Any, mesh: jax.sharding.Mesh) -> int:
+def least_length(layout: Layout, mesh: jax.sharding.Mesh) -> int:
     """The smallest number of positions that the mesh axes of L divide in every activation."""
     return _least(mesh, [spec.axes_of("L") for spec in _activations(layout)])
 
 
-def _activations(layout: Any) -> list[Spec]:
-    """Those of tokens and blocks; a layout for experts in all layers has no hidden layer besides theirs."""
+def _activations(layout: Layout) -> list[Spec]:
+    """Return the activations of tokens and blocks; a layout with experts in all layers has no hidden ones besides."""
     keys = ("attention.residual", "attention.query", "attention.key", "ffn.residual", "ffn.hidden")
     written = (key for key in keys if key != "ffn.hidden" or key in layout.table)
     return [layout.spec(key) for key in ("embedding.tokens", *written, "output.logits")]

@@ -14,7 +14,8 @@ from flax import nnx
 import gspmd
 from gspmd import ops
 from gspmd.annotate import Spec
-from gspmd.annotate.equation import Equation
+from gspmd.annotate.equation import Equation, Via
+from gspmd.planner.unknown import is_unknown
 
 from ..attention import angles_at
 from ..blocks import part
@@ -54,7 +55,8 @@ def prefill_step(
         chosen = jnp.arange(tokens.shape[1])[None] == counts[:, None] - 1
         chosen = moved(chosen.astype(x.dtype), Spec(("B", "L"), ((), ())), position)
         pick = Equation.product(residual, position, residual.without("L"))
-        last = gspmd.einsum(pick, x, chosen, precision=jax.lax.Precision.HIGHEST)
+        there = Via.of(residual, position)  # nothing has to travel for it
+        last = gspmd.einsum(pick, x, chosen, via=there, precision=jax.lax.Precision.HIGHEST)
         return _logits(one_position(model), weights, last[:, None]), cache
 
     return prefill
@@ -117,11 +119,11 @@ def _read(
     x, new = jax.lax.scan(layer, x, (weights, cache.layers))
     key, added = layout.spec("attention.key"), length if counts is None else counts
     with jax.named_scope("cache"):
-        written = [
+        keys, values, key_scales, value_scales = (
             held and tuple(_written(array, each[which], chunk, key) for array, each in zip(held, new))
             for which, held in enumerate(cache.layers)
-        ]
-    return x, Cache(*written, lengths=cache.lengths + added)
+        )
+    return x, Cache(keys, values, key_scales, value_scales, cache.lengths + added)
 
 
 def _written(array: jax.Array, new: jax.Array, chunk: Chunk, key: Spec) -> jax.Array:
@@ -133,7 +135,7 @@ def _written(array: jax.Array, new: jax.Array, chunk: Chunk, key: Spec) -> jax.A
 
 @dataclass(frozen=True)
 class Chunk:
-    """What the layers of one step share.
+    """The values that the layers of one step share.
 
     Attributes:
         lengths: [B] int32, the tokens of each row that are in the cache already.
@@ -192,7 +194,9 @@ class LayerCache:
         if self.chunk.fresh and (shared % devices == 0 or devices % shared == 0):  # no device has parts of two groups
             # Where a cache stands between them, keys may lie apart from the queries; here they come to these.
             held = key_spec.axes[2]
-            near = (query_spec.axes[0], (), held if held == heads[: len(held)] else (), ())
+            # of lines that are not known yet attention says that their first heads have to lie alike
+            stays = held == heads[: len(held)] or is_unknown(held)
+            near = (query_spec.axes[0], (), held if stays else (), ())
             beside = Spec(key_spec.dims, near)
             k, v = moved(k, key_spec, beside), moved(v, key_spec, beside)
             return ops.attention(q, k, v, query_spec, beside)

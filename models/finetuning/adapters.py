@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import jax
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import gspmd
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
 
-from ..vectors import matrix
 from .config import TARGETS
 
 
@@ -30,37 +26,21 @@ def adapter_specs(key: str, weight: Spec) -> tuple[Spec, Spec]:
     return a, replace(weight, dims=("R", *outputs), axes=((), *map(weight.axes_of, outputs)))
 
 
-def hold_adapters(module: nnx.Module, weights: Mapping[str, Any]) -> None:
-    """Give a layer the adapters that there are among its weights: `w_q_a` and `w_q_b` of `w_q`."""
-    for name in weights:
-        if name.endswith(("_a", "_b")):
-            setattr(module, name, nnx.Param(weights[name]))
-
-
-def adapted(
-    module: Any, name: str, key: str, product: jax.Array, x: jax.Array, operand: Spec, weight: Spec, result: Spec
-) -> jax.Array:
-    """Add (alpha / rank) · (x·A)·B to the product of x and a weight; without an adapter, the product as it is.
+def adapter(key: str, product: Equation, x: jax.Array, down: jax.Array, up: jax.Array) -> jax.Array:
+    """Multiply x by a low-rank adapter: (x·A)·B, placed as the product of x and the weight.
 
     The two products beside the weight's cost 2·R/E + 2·R/F of it, and need no gradient of a matrix as large as the
     weight, which merging them at every step would.
 
     Args:
-        module: the layer that holds the adapters, if there are any.
-        name: of the weight in the layer.
         key: of the weight in the layout.
-        product: x·W.
+        product: the equation of x, the weight and their product.
         x: the weight's operand.
-        operand, weight, result: the specs of x, of the weight and of the product.
+        down, up: A and B.
     """
-    down, up = (getattr(module, f"{name}_{side}", None) for side in "ab")
-    if down is None:
-        return product
+    operand, weight, result = product.specs
     a, b = adapter_specs(key, weight)
     kept = [dim for dim in operand.dims if dim not in TARGETS[key][0]]
     middle = Spec((*kept, "R"), (*map(operand.axes_of, kept), ()))
-    narrow = gspmd.einsum(Equation.product(operand, a, middle), x, matrix(down, x.dtype))
-    narrow = checkpoint_name(narrow, "lora.middle")
-    wide = gspmd.einsum(Equation.product(middle, b, result), narrow, matrix(up, x.dtype))
-    lora = module.config.lora
-    return product + (lora.alpha / lora.rank * wide).astype(product.dtype)
+    narrow = checkpoint_name(gspmd.einsum(Equation.product(operand, a, middle), x, down), "lora.middle")
+    return gspmd.einsum(Equation.product(middle, b, result), narrow, up)

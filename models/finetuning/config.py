@@ -1,8 +1,9 @@
-"""Which weights have low-rank adapters, and how wide and how strong these are."""
+"""The weights that have low-rank adapters, and how wide and how strong these are."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from math import inf
 
 from gspmd.annotate.errors import suggestion
 
@@ -31,7 +32,7 @@ class LoraConfig:
     rank: int = 0
     """Columns of A, and rows of B; 0 for no adapters, and a model that is trained whole."""
     alpha: float = 16.0
-    """What the adapters' product is multiplied by, over the rank."""
+    """Factor of the adapters' product, over the rank."""
     targets: tuple[str, ...] = ("attention.w_q", "attention.w_v")
     """The weights that have adapters, by their keys in a layout."""
 
@@ -39,8 +40,14 @@ class LoraConfig:
         faults = []
         if self.rank < 0:
             faults.append(f"lora.rank is {self.rank}; it must not be negative")
-        if not self.alpha > 0:
+        elif self.rank >= 2**31:
+            faults.append(f"lora.rank is {self.rank}; it must be less than 2**31")
+        if not 0 < self.alpha < inf:
             faults.append(f"lora.alpha is {self.alpha}; it must be positive")
+        unread = [f.name for f in fields(self) if f.name != "rank" and getattr(self, f.name) != f.default]
+        if self.rank == 0 and unread:  # the whole model would be trained, with no word of what was asked for
+            named = " and ".join(f"lora.{name}" for name in unread)
+            faults.append(f"{named} cannot be set where lora.rank is 0 and nothing has adapters; give lora.rank")
         if not self.targets:
             faults.append("lora.targets is empty; name a weight, such as attention.w_q")
         for key in self.targets:

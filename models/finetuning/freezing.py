@@ -1,19 +1,17 @@
-"""Which parameters are trained: all but those that a pattern freezes; with adapters, these alone."""
+"""The parameters that are trained: all but those that a pattern freezes; with adapters, these alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
-from typing import Any
 
-from gspmd.annotate.errors import suggestion
-from gspmd.training.toml import ConfigError
+from gspmd.layouts import Layout
+from gspmd.training.model.freezing import trained_paths as of_patterns
 
 from ..config import ModelConfig
 from ..parameters import parameters, stages_axes
 
 
-def trained_paths(config: ModelConfig, layout: Any, frozen: Sequence[str] = ()) -> tuple[str, ...]:
+def trained_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the paths of the parameters that are trained, in the order of `parameters`.
 
     Args:
@@ -30,21 +28,9 @@ def trained_paths(config: ModelConfig, layout: Any, frozen: Sequence[str] = ()) 
         >>> trained_paths(ModelConfig(), Layout.load("replicated"), frozen=("blocks.*", "embedding.*"))
         ('output.norm',)
     """
-    rows, faults = parameters(config, layout), []
+    rows = parameters(config, layout)
     keys = {path: f"{row.key}{path[-2:]}" if path.endswith(("_a", "_b")) else row.key for path, row in rows.items()}
     still: set[str] = set()
-    for pattern in frozen:
-        found = {path for path, key in keys.items() if fnmatchcase(path, pattern) or fnmatchcase(key, pattern)}
-        if not found:
-            near = suggestion(pattern, (*keys, *keys.values())).strip() or f"They are {', '.join(keys)}."
-            faults.append(f"frozen has {pattern!r}, which matches no parameter. {near}")
-        still |= found
     if config.lora:
-        still |= {path for path in rows if f"{path[:-2]}" not in rows or not path.endswith(("_a", "_b"))}
-    if not faults and len(still) == len(rows):
-        faults.append(f"frozen {', '.join(map(repr, frozen))} leaves no parameter to train.")
-    if still and stages_axes(layout):
-        faults.append("the stages of a pipeline train all parameters; leave [lora] and frozen out, or the stages.")
-    if faults:
-        raise ConfigError("cannot train this model:", faults)
-    return tuple(path for path in rows if path not in still)
+        still = {path for path in rows if f"{path[:-2]}" not in rows or not path.endswith(("_a", "_b"))}
+    return of_patterns(keys, frozen, still, stages=bool(stages_axes(layout)))

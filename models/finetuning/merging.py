@@ -12,7 +12,7 @@ import gspmd
 from gspmd.annotate.equation import Equation
 
 from ..parameters import initialise, nested, parameters
-from ..transformer import Transformer, arrays
+from ..transformer import Transformer, arrays, mesh_of
 from .config import LoraConfig
 
 
@@ -28,10 +28,10 @@ def merge(model: Transformer) -> Transformer:
         return model
     values, rows, config = arrays(model), parameters(model.config, model.layout), replace(model.config, lora=None)
     merged = {path: values[path] for path in parameters(config, model.layout)}
-    mesh = next(iter(merged.values())).sharding.mesh
+    mesh = mesh_of(merged)
 
     def sum_of(path: str, weight: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        equation = Equation.product(*(rows[f"{path}_{side}"].spec for side in "ab"), rows[path].spec)
+        equation = Equation.product(rows[f"{path}_a"].spec, rows[f"{path}_b"].spec, rows[path].spec)
         added = gspmd.einsum(equation, a.astype(jnp.float32), b.astype(jnp.float32))
         return (weight.astype(jnp.float32) + lora.alpha / lora.rank * added).astype(weight.dtype)
 
@@ -52,5 +52,5 @@ def with_adapters(model: Transformer, lora: LoraConfig | None, key: jax.Array) -
         return model
     values, config = arrays(model), replace(model.config, lora=lora)
     rows = {path: row for path, row in parameters(config, model.layout).items() if path not in values}
-    values |= initialise(rows, next(iter(values.values())).sharding.mesh, key)
+    values |= initialise(rows, mesh_of(values), key)
     return Transformer(config, model.layout, nested(values), model.dtype)

@@ -1,1 +1,1 @@
-"""What a backward pass computes again, by name, and what each choice takes."""
+"""Rematerialization: what a backward pass computes again, by name, and what each choice takes."""

@@ -30,11 +30,12 @@ PRODUCTS = (
     "attention.query", "attention.key", "attention.value", "attention.added", "ffn.hidden", "moe.logits", "moe.hidden",
     "moe.answers", "lora.middle", STATISTIC,
 )  # fmt: skip
-"""What dots keeps: products with weights, and the statistics of norms, which are small."""
+"""Names that dots keeps: products with weights, and the statistics of norms, which are small."""
 OPERANDS = (
     "norm", "attention.rotated", MIXED, "ffn.residual", "ffn.active", "moe.slots", "moe.active",
 )  # fmt: skip
-"""What selective keeps too: what products, norms and attention take. Of all these JAX keeps what a gradient reads."""
+"""Names that selective keeps too: what products, norms and attention take. Of all these JAX keeps what a gradient
+reads."""
 
 
 def recomputed(body: Callable, remat: str) -> Callable:

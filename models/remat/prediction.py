@@ -1,4 +1,4 @@
-"""What each choice of rematerialization takes: bytes kept for the backward pass, and FLOPs computed again."""
+"""The cost of each choice of rematerialization: bytes kept for the backward pass, and FLOPs computed again."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from rich.console import Console
 import gspmd
 from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds
+from gspmd.jax_internals import CLOSED_CALL, scan_operands
+from gspmd.layouts import Layout
 from gspmd.lowerings.program import context
 from gspmd.ops.interface.kernels import kernel_work
 from gspmd.tracing.jaxprs import inner_jaxprs, without_dead_code
@@ -47,12 +49,12 @@ class Recomputation:
 
     @property
     def bytes(self) -> int:
-        """What all layers keep."""
+        """Bytes that all layers keep."""
         return self.layers * self.layer_bytes
 
 
 def predicted(
-    config: ModelConfig, layout: Any, mesh: Mesh, batch: int, length: int, dtype: Any = jnp.float32
+    config: ModelConfig, layout: Layout, mesh: Mesh, batch: int, length: int, dtype: Any = jnp.float32
 ) -> tuple[Recomputation, ...]:
     """Predict bytes and FLOPs of every choice of rematerialization, from the program that JAX differentiates.
 
@@ -104,7 +106,7 @@ def predicted(
 
 
 def show_remat(
-    console: Console, config: ModelConfig, layout: Any, mesh: Mesh, batch: int, length: int, dtype: Any = jnp.float32
+    console: Console, config: ModelConfig, layout: Layout, mesh: Mesh, batch: int, length: int, dtype: Any = jnp.float32
 ) -> None:
     """Print `predicted` as a table, the model's own choice in bold; nothing where blocks are never recomputed."""
     columns = (
@@ -128,7 +130,7 @@ def _kept(program: Jaxpr, repeats: int) -> int:
     """Bytes on one device of one slice of every stack that the forward scan over layers makes."""
     scans = (each for each in _equations(program) if each.primitive.name == "scan")
     scan = next(each for each in scans if each.params["length"] == repeats)
-    stacks = [var.aval for var in scan.outvars[scan.params["num_carry"] :]]
+    stacks = [var.aval for var in scan.outvars[scan_operands(scan)[1] :]]
     return sum(math.prod(aval.sharding.shard_shape(aval.shape)[1:]) * aval.dtype.itemsize for aval in stacks)
 
 
@@ -136,7 +138,7 @@ def _equations(program: Jaxpr) -> Iterator[Any]:
     """The equations of a program, and of what it calls outside of loops and planned programs."""
     for equation in program.eqns:
         yield equation
-        if equation.primitive.name in ("jit", "closed_call"):
+        if equation.primitive.name in ("jit", CLOSED_CALL):
             for inner in inner_jaxprs(equation):
                 yield from _equations(inner)
 
@@ -152,8 +154,10 @@ def _flops(program: Jaxpr, scopes: str = "") -> int:
             continue
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
-            shape = equation.invars[0].aval.shape
-            total += 2 * equation.outvars[0].aval.size * math.prod(shape[at] for at in contracted)
+            left: Any = equation.invars[0].aval
+            result: Any = equation.outvars[0].aval
+            shape = left.shape
+            total += 2 * result.size * math.prod(shape[at] for at in contracted)
         inner = [_flops(each, here) for each in inner_jaxprs(equation)]
         if inner:
             each = max(inner) if equation.primitive.name == "cond" else sum(inner)

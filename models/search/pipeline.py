@@ -1,42 +1,71 @@
-"""The search problem of a pipeline's training step: one stage, which all stages are, on the mesh that each of them has.
+"""The search problem of a pipeline's training step, read from the program of all stages.
 
-A step is M + S - 1 slots, in which every stage computes, also where it waits (`gspmd.pipeline`), and what comes once:
-gradients are reduced over the mesh axes along which pipelines run side by side, what every stage has a copy of is
-summed over the stages, and the optimizer updates. In a slot a stage runs its layers forward, and in its backward pass
-forward again, from their input, then backward; embedding and output are on every stage, and computed in every slot.
-
-Left out: what rounds send, where there is more than one; routers' figures and the loss, a few bytes at the end of the
-step. Where attention brings keys to queries, the forward pass counts what its gradient sends too.
+The mesh axes of the stages, and those along which pipelines run side by side, are those of the program that is traced;
+what lies over the others is unknown. A step is M + S - 1 slots, in which every stage computes, also where it waits
+(`gspmd.pipeline`), and what comes once, outside of them: gradients are reduced over the mesh axes along which pipelines
+run side by side, what every stage has a copy of is summed over the stages, and the optimizer updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from functools import cached_property
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from math import prod
 
-import numpy as np
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 
-from gspmd.annotate import Spec
 from gspmd.annotate.errors import PlanError
-from gspmd.hardware.links import collective_seconds
-from gspmd.search import Term
+from gspmd.hardware.dtypes import itemsize
+from gspmd.layouts import Layout
+from gspmd.lowerings.program import program_of
+from gspmd.pipeline.executor import sent
+from gspmd.planner.unknown import UnknownSteps, unknowns_in
+from gspmd.search.finding import MeshProblem
+from gspmd.search.held import work
+from gspmd.search.lines import Lines
+from gspmd.search.phase import Case, LayoutLine, PhaseProblem
+from gspmd.search.pricing import Table
+from gspmd.search.program import Build, TracedProgram, read
+from gspmd.tracing.jaxprs import inner_jaxprs
+from gspmd.training.step import Update, abstract_program
 
-from .costs import STAGES, Line, lies_beside
-from .parts.ends import Ends, Tables
-from .parts.part import Part, product_terms
-from .training import TrainingProblem
+from ..config import ModelConfig
+from ..step import Language
 from .unsearched import Unsearched
-from .weights import Placed
-from .workload import Workload
+from .workload import Workload, absent_of, base_of
 
-FORWARD = ", forward"
-"""Behind the name of a term that has a part's seconds of the forward slots."""
+STAGES = "p"
+"""The mesh axis of a pipeline's stages."""
 
 
-class StageProblem(TrainingProblem):
-    """The search problem of a training step in S stages of as many layers each, under 1F1B or GPipe.
+@dataclass(frozen=True)
+class Slots:
+    """Seconds and bytes of a step in stages, taken apart.
+
+    Attributes:
+        first, last: seconds of one microbatch in a stage, of the embedding, and of output and loss.
+        sent: of the permutes to the stages beside it.
+        layers: of everything else, the layers of a stage.
+        once: of what a step does outside of its slots.
+        ends_bytes: that embedding and output hold.
+        input_bytes: of one microbatch, the input of a stage, which waits for its backward pass.
+        layers_bytes: that all else holds.
+    """
+
+    first: float
+    last: float
+    sent: float
+    layers: float
+    once: float
+    ends_bytes: float
+    input_bytes: float
+    layers_bytes: float
+
+
+class StageProblem(PhaseProblem):
+    """The search problem of a training step in S stages of as many layers each, under 1F1B.
 
     Args:
         workload: the step, of all layers and in M microbatches.
@@ -50,128 +79,157 @@ class StageProblem(TrainingProblem):
             takes what the last stage makes there, so it is not made.
 
     Raises:
-        PlanError: as of `TrainingProblem`; or the stages do not divide the stacked layers; or experts' groups are not
-            those of single sequences, or pipelines of experts run side by side; or blocks are parallel.
+        PlanError: the stages do not divide the stacked layers, or the microbatches the batch; or pipelines of experts
+            run side by side, or groups of tokens span microbatches; or parameters are frozen.
     """
 
+    phase = "train"
+
     def __init__(self, workload: Workload, stages: int, mesh: Mapping[str, int], side: tuple[str, ...] = ()):
-        config = workload.config
+        config, batch, count = workload.config, workload.batch, workload.microbatches
         periods = config.layers // config.period
         if periods % stages:
             raise PlanError(f"cannot split {periods} stacked layers into {stages} stages.\n  Choose a divisor.")
-        if config.block == "parallel":
-            raise Unsearched("stages of this model", ["its blocks are parallel"])
+        if batch % count:
+            raise PlanError(f"cannot cut a batch of {batch} into {count} microbatches.\n  Choose a divisor.")
         if config.moe and (side or config.moe.groups):
             what = "pipelines side by side" if side else f"{config.moe.groups} groups of tokens"
             raise Unsearched("stages of this model", [f"it has experts and {what}"])
-        of_stage = replace(config, layers=config.layers // stages)
-        super().__init__(replace(workload, config=of_stage), mesh)
-        self.costs = replace(self.costs, side=side, stages=stages)
-        self.slots = workload.microbatches + stages - 1
-        self._known: dict[Spec, float] = {}
-
-    @cached_property
-    def tables(self) -> list[Term]:
-        """Those of what happens once, and as often as there are slots the rest."""
-        found = [term for part in self.parts for term in part.once()]
-        for count, terms in ((self.forward_slots, self._forward()), (self.slots, self._backward())):
-            found += [replace(term, seconds=count * term.seconds) for term in terms]
-        return [*found, self._stream(), *self._copies(), *self._beside()]
+        if config.lora or workload.update.frozen:
+            raise Unsearched("stages of this model", ["some of its parameters are not trained"])
+        sizes = config.sizes(batch // count, workload.length)
+        if config.moe and not config.is_dropless:
+            sizes |= {"C": config.moe.capacity(batch // count * workload.length // sizes["G"])}
+        super().__init__(
+            Case(
+                config, sizes, dict(mesh), workload.chip, workload.dtype, microbatches=count, side=tuple(side),
+                stages=stages, remat=config.remat_name, absent=absent_of(config),
+            )
+        )  # fmt: skip
+        self._step = config, workload.dtype, batch, workload.length, replace(workload.update, microbatches=count)
+        self.slots = count + stages - 1
 
     @property
     def stages(self) -> int:
         """S."""
-        return self.costs.stages
+        return self.case.stages
 
     @property
-    def forward_slots(self) -> int:
-        """In which each stage runs forward."""
-        return self.slots - (self.costs.microbatches == 1)
+    def settles(self) -> bool:
+        """Not written: stages settle them in every slot, but over the axes of pipelines side by side."""
+        return False
 
-    def _backward(self) -> Iterator[Term]:
-        """What a stage runs in its backward slot: everything forward, from its input, and backward."""
-        for part in self.parts:
-            yield from part.terms()
-            yield from part.accumulated()
-            yield from part.of_products()
+    @cached_property
+    def question(self) -> MeshProblem:
+        """The search for the layout of all stages."""
+        case = self.case
+        beside = {axis: self.axes[axis] for axis in case.side if axis in self.axes}
+        built, lines, program = read_stages(*self._step, case.stages, tuple(beside.items()))
+        whole = {STAGES: case.stages, **self.axes}
+        return MeshProblem(built, program, lines, self.axes, case.chip, case.microbatches, case.sizes, whole=whole)
 
-    def _forward(self) -> Iterator[Term]:
-        """What a stage runs in its forward slot: embedding and layers, without the output."""
-        alone = TrainingProblem._parts(_Forward(self))
-        for part in self.parts:
-            for name, (product, tensors, times) in part.products.items() if not isinstance(part, Ends) else ():
-                yield from _forward_only(product_terms(name, product.forward(), tensors, times))
-        for part in alone:
-            # of the two ends the lookup alone
-            for term in _forward_only(Tables.terms(part) if isinstance(part, Ends) else part.terms()):
-                at = [self._same(name, part) for name in term.of]
-                yield replace(term, seconds=term.seconds[np.ix_(*at)])
-
-    def _same(self, name: str, part: Part) -> np.ndarray:
-        """For each option of a choice, the number of the one in which the forward pass finds the tensor there."""
-        if name in part.vias:  # which are the same in both passes
-            return np.arange(len(part.vias[name].vias))
-        numbers = {_held(option): number for number, option in enumerate(part.choices[name])}
-        return np.array([numbers[_held(option)] for option in self.choices_of_parts[name]])
-
-    def _stream(self) -> Term:
-        """A permute to the next stage, one back to the previous; and the inputs that wait for their backward pass."""
-        costs, residuals = self.costs, self.choices_of_parts["residual"]
-        local = np.array([costs.local(spec) * costs.width for spec in residuals])
-        mesh = {STAGES: self.stages, **costs.mesh}
-        sent = [collective_seconds("collective-permute", (STAGES,), mesh, each, costs.chip) for each in local]
-        # A single last tick, as two stages have, sends nothing.
-        count = self.forward_slots + self.slots - (self.stages == 2) if self.stages > 1 else 0
-        # All stages run one program, so each has the room that the first one needs.
-        waiting = min(costs.microbatches, 2 * self.stages - 1)
-        return Term("stream: residual", ("residual",), count * np.array(sent), bytes=waiting * local.astype(float))
-
-    def _copies(self) -> Iterator[Term]:
-        """The gradients of tables, last norm and bias, of which each stage has a copy, are summed over the stages."""
-        for weight in next(part for part in self.parts if isinstance(part, Ends)).weights:
-            seconds = [self._summed(placed.spec) for placed in self.choices_of_parts[weight.key]]
-            yield Term(f"summed over stages: {weight.key}", (weight.key,), np.array(seconds))
-        for part in self.parts:
-            for vector in (each for each in part.vectors if not each.stacked):
-                seconds = [
-                    vector.copies * self._summed(vector.spec(each)) for each in self.choices_of_parts[vector.choice]
-                ]
-                name = f"summed over stages: {part.name}.vectors {vector.choice}"
-                yield Term(name, (vector.choice,), np.array(seconds))
-
-    def _summed(self, spec: Spec) -> float:
-        """Seconds to add up a gradient over the stages."""
-        if spec not in self._known:
-            self._known[spec] = self.costs.summed(spec)
-        return self._known[spec]
-
-    def _beside(self) -> Iterator[Term]:
-        """Vias in which an axis of pipelines side by side lies elsewhere are not allowed."""
-        side = self.costs.side
-        for name, product in self.vias.items() if side else ():
-            lies = [
-                all(lies_beside(spec, side) for via in product.via(number) for spec in via.specs)
-                for number in range(len(product.vias))
-            ]
-            yield Term(f"side by side: {name}", (name,), np.where(lies, 0.0, np.inf))
-
-    def lines(self, picks: Mapping[str, int]) -> list[Line]:
+    def lines(self, picks: Mapping[str, int]) -> list[LayoutLine]:
         """The lines of the layout that these picks stand for, that of the pipeline behind them."""
-        return [*super().lines(picks), Line("pipeline.layers", f"N_{STAGES}", "pipeline")]
+        return [*super().lines(picks), LayoutLine("pipeline.layers", f"N_{STAGES}", "pipeline")]
+
+    # -- what a slot is made of ----------------------------------------------------------------------------------------
+
+    def apart(self, picks: Mapping[str, int]) -> Slots:
+        """Take the seconds and bytes of picks apart, by the lines of the layout that they hang on."""
+        question, case = self.question, self.case
+        at = [picks[option.name] for option in question.prices.choices]
+
+        def total(tables: Iterable[Table]) -> float:
+            return sum(float(table[tuple(at[number] for number in of)]) for of, table in tables)
+
+        seconds = {"first": 0.0, "last": 0.0, "sent": 0.0, "layers": 0.0}
+        for use in question.program.uses:
+            if use.inside:
+                is_sent = isinstance(use.what, UnknownSteps) and use.what.plan is sent
+                place = "sent" if is_sent else self._place(unknowns_in(use.what))
+                seconds[place] += total(question.tables([use]))
+        done = work(_inside(question.program.jaxpr))
+        passes = {array: count * array.size / case.chip.hbm_bandwidth for array, count in done.passed.items()}
+        products = {array: flops / case.chip.flops("bfloat16") for array, flops in done.flops.items()}
+        for amounts in (passes, products):
+            for array, amount in amounts.items():
+                seconds[self._place(array.unknowns)] += total([question.prices.shared(array.unknowns, amount)])
+        held = {"ends": 0.0, "layers": 0.0}
+        for arrays in (question.stored, question.others):
+            for array, count in arrays.items():
+                place = "layers" if self._place(array.unknowns) == "layers" else "ends"
+                held[place] += total(question.spread({array: count}))
+        stream = prod(case.sizes[dim] for dim in "BLE") * itemsize(case.dtype)
+        stream //= prod(size for axis, size in case.mesh.items() if axis in case.side)
+        waits = total([question.prices.shared(unknowns_in(question.lines.spec("ffn.residual", "BLE")), float(stream))])
+        waiting = min(case.microbatches, 2 * self.stages - 1)
+        return Slots(
+            **{place: value / self.slots for place, value in seconds.items()},
+            once=self.problem().cost(picks) - sum(seconds.values()),
+            ends_bytes=held["ends"],
+            input_bytes=waits,
+            layers_bytes=held["layers"] - waiting * waits,
+        )
+
+    def _place(self, unknowns: Iterable[str]) -> str:
+        """Return the part of a stage that has these unknowns: embedding, output, or what is between them."""
+        lines = {line.removeprefix("optimizer.").removeprefix("gradients.") for line in self._lines_of({*unknowns})}
+        if any(line.startswith("output.") and line not in _AS_STREAM for line in lines):
+            return "last"
+        return "first" if "embedding.table" in lines else "layers"
+
+    def _lines_of(self, unknowns: set[str]) -> list[str]:
+        return self.question.lines.lines_of(unknowns) if unknowns else []
 
 
-class _Forward:
-    """Stands for the problem where only its costs are asked for: those of a forward pass."""
-
-    def __init__(self, of: StageProblem):
-        self.costs = replace(of.costs, trains=False)
+_AS_STREAM = ("output.norm",)
+"""Lines of the output that lie as the stream does."""
 
 
-def _forward_only(terms: Any) -> Iterator[Term]:
-    """The same seconds under a name of their own; what is held is counted with the backward pass."""
-    for term in terms:
-        yield replace(term, name=f"{term.name}{FORWARD}", bytes=None)
+def _inside(jaxpr: Jaxpr) -> Jaxpr:
+    """The program that stages run: that of the shard_map over their mesh axis."""
+    for equation in jaxpr.eqns:
+        if program_of(equation) is None:
+            inner = [*inner_jaxprs(equation)]
+            if equation.primitive.name == "shard_map":
+                return inner[0]
+            found = [each for each in map(_inside, inner) if each is not jaxpr and each.eqns]
+            if found:
+                return found[0]
+    return jaxpr.replace(eqns=[])
 
 
-def _held(option: Any) -> Any:
-    return option.spec if isinstance(option, Placed) else option
+@lru_cache(maxsize=128)
+def read_stages(
+    config: ModelConfig,
+    dtype: str,
+    batch: int,
+    length: int,
+    update: Update,
+    stages: int,
+    beside: tuple[tuple[str, int], ...],
+) -> tuple[Build, Lines, TracedProgram]:
+    """Return how a training step in stages is built, with its lines and its program.
+
+    Args:
+        config, dtype, batch, length, update: the step.
+        stages: how many.
+        beside: mesh axes, with their sizes, along which pipelines run side by side.
+    """
+    build = abstract_program(Language(config, jnp.dtype(dtype)), update, batch, length)
+    alike = _lines(replace(config, remat="none"))
+    around = {STAGES: stages, **dict(beside)}
+    lines = replace(alike.copy(), around=around, beside=tuple(axis for axis, _ in beside))
+    program = read(build, lines)
+    alike.tie_as(lines)
+    return build, lines, program
+
+
+@lru_cache(maxsize=64)
+def _lines(config: ModelConfig) -> Lines:
+    """The lines of a model whose layers are stages, tied as any of its programs so far has wanted them."""
+    layout = Layout.load(base_of(config)).override({"pipeline.layers": f"N_{STAGES}"})
+    lines = Lines.of(layout, {})
+    for name in lines.trained:
+        lines.hold(lines.owed(name))
+    return lines

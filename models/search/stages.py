@@ -7,7 +7,7 @@ splits them: alike, as a pipeline here runs them, each stage with embedding and 
 submeshes of every size, where these two are on the first and the last stage only.
 
 Left out: rounds, and stages over more than one torus axis. Where stages take a part of a torus axis, what is left of it
-counts as a ring, which it is not (`Row.along`).
+counts as a ring, which it is not (`PipelineRow.along`).
 
 Source: Zheng et al. 2022, Alpa (arXiv 2201.12023), section 5.
 """
@@ -24,22 +24,20 @@ import numpy as np
 from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
 from gspmd.search import Answer, NothingFits, Search
+from gspmd.search.answers.candidate import TOLERANCE, StepBudget
+from gspmd.search.answers.meshes import meshes
+from gspmd.search.phase import LayoutLine
 from gspmd.search.stages import NoSplit, Split, Stage, split
 
-from .answers.candidate import TOLERANCE, Patience
-from .answers.meshes import meshes
-from .costs import STAGES, Line
-from .parts.global_norm import NORM
-from .pipeline import FORWARD, StageProblem
+from .pipeline import STAGES, StageProblem
 from .workload import Workload
 
 MOST = 2
 """Mesh axes of a stage at most: with that of the stages they are the three of a torus."""
-_INPUT, _OUTPUT = ("embedding",), ("output", "loss", "labels")
 
 
 @dataclass(frozen=True)
-class Prices:
+class StagePrices:
     """Seconds of a microbatch and bytes, taken apart: of a layer, of embedding and output, of what is sent.
 
     Attributes:
@@ -59,25 +57,12 @@ class Prices:
     input_bytes: float
 
     @classmethod
-    def of(cls, problem: StageProblem, picks: Mapping[str, int], layers: int) -> Prices:
-        """Those of an answer, in a stage of so many stacked layers."""
-        seconds = {"first": 0.0, "last": 0.0, "sent": 0.0, "layer": 0.0}
-        held = {"ends": 0.0, "input": 0.0, "layer": 0.0}
-        once = {term.name for part in problem.parts for term in part.once()}
-        for term in problem.terms:
-            at = tuple(picks[name] for name in term.of)
-            group = term.name.removesuffix(FORWARD).removeprefix("accumulated: ").partition(":")[0].partition(".")[0]
-            kind = {"stream": "sent", **dict.fromkeys(_INPUT, "first"), **dict.fromkeys(_OUTPUT, "last")}
-            if term.name not in once and not term.name.startswith(("summed", NORM)):
-                seconds[kind.get(group, "layer")] += float(term.seconds[at]) / problem.slots
-            if term.bytes is not None:
-                ends = group in _OUTPUT or term.name.startswith(("stored: embedding", "stored: output"))
-                amount = float(np.broadcast_to(term.bytes, term.seconds.shape)[at])
-                held["input" if group == "stream" else "ends" if ends else "layer"] += amount
-        waiting = min(problem.costs.microbatches, 2 * problem.stages - 1)
+    def of(cls, problem: StageProblem, picks: Mapping[str, int], layers: int) -> StagePrices:
+        """Return the seconds and bytes of an answer, in a stage of so many stacked layers."""
+        slots = problem.apart(picks)
         return cls(
-            seconds["layer"] / layers, seconds["first"], seconds["last"], seconds["sent"],
-            held["layer"] / layers, held["ends"], held["input"] / waiting,
+            slots.layers / layers, slots.first, slots.last, slots.sent,
+            slots.layers_bytes / layers, slots.ends_bytes, slots.input_bytes,
         )  # fmt: skip
 
     def alike(self, layers: int) -> np.ndarray:
@@ -102,13 +87,13 @@ class Prices:
 
 
 @dataclass(frozen=True)
-class Row:
+class PipelineRow:
     """The best pipeline of so many stages and microbatches.
 
     Attributes:
         stages, microbatches: S and M.
         along: devices along the torus axis that the stages lie on; all of them are stages only if they are S.
-        problem: of the best mesh in a stage, with `problem.costs.mesh` and `problem.costs.side`.
+        problem: of the best mesh in a stage, with `problem.case.mesh` and `problem.case.side`.
         answer: to it: the seconds of a step, and bytes of a device; None where nothing fits.
         prices: of its layers.
         split: the layers in stages that are alike, whose seconds are a step's but for what comes once.
@@ -120,14 +105,14 @@ class Row:
     along: int
     problem: StageProblem
     answer: Answer | None
-    prices: Prices | None
+    prices: StagePrices | None
     split: Split | None
     least: float = 0.0
 
     @property
     def mesh(self) -> dict[str, int]:
         """The sizes of all mesh axes, that of the stages first."""
-        return {STAGES: self.stages, **self.problem.costs.mesh}
+        return {STAGES: self.stages, **self.problem.case.mesh}
 
     @property
     def bubble(self) -> float:
@@ -135,7 +120,7 @@ class Row:
         return (self.stages - 1) / (self.microbatches + self.stages - 1)
 
     @property
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[LayoutLine]:
         """The lines of the layout; none where nothing fits."""
         return self.problem.lines(self.answer.picks) if self.answer else []
 
@@ -150,11 +135,11 @@ class Table:
             the rows with so many microbatches that fit, in order.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[PipelineRow, ...]
     free: Mapping[int, Split]
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> PipelineRow | None:
         """The row with the fewest seconds, with the fewest stages of those that are the same; None if nothing fits."""
         found = [row for row in self.rows if row.answer]
         return min(found, key=lambda row: (float(f"{_seconds(row):.9g}"), row.stages), default=None)
@@ -219,8 +204,8 @@ def _problems(workload: Workload, stages: int, torus: Sequence[int]) -> Iterator
                         yield size, StageProblem(workload, stages, mesh, side)
 
 
-def _best(made: Iterator[tuple[int, StageProblem]], periods: int, limit: float) -> Row | None:
-    best: Row | None = None
+def _best(made: Iterator[tuple[int, StageProblem]], periods: int, limit: float) -> PipelineRow | None:
+    best: PipelineRow | None = None
     for along, problem in made:
         row = _solved(along, problem, periods, limit)
         if row is not None and (best is None or _rank(row) < _rank(best)):
@@ -228,26 +213,28 @@ def _best(made: Iterator[tuple[int, StageProblem]], periods: int, limit: float) 
     return best
 
 
-def _solved(along: int, problem: StageProblem, periods: int, limit: float) -> Row | None:
-    stages, count = problem.stages, problem.costs.microbatches
+def _solved(along: int, problem: StageProblem, periods: int, limit: float) -> PipelineRow | None:
+    stages, count = problem.stages, problem.case.microbatches
     try:
-        answer = Search(problem.problem(limit), Patience(), TOLERANCE).best()
+        answer = Search(problem.problem(limit), StepBudget(), TOLERANCE).best()
     except NothingFits as fault:
-        return fault.nearest and Row(stages, count, along, problem, None, None, None, fault.nearest.bytes)
-    prices = Prices.of(problem, answer.picks, periods // stages)
+        if fault.nearest is None:
+            return None
+        return PipelineRow(stages, count, along, problem, None, None, None, fault.nearest.bytes)
+    prices = StagePrices.of(problem, answer.picks, periods // stages)
     alike = split(prices.alike(periods), (1,), stages, count, alike=True)
-    return Row(stages, count, along, problem, answer, prices, alike)
+    return PipelineRow(stages, count, along, problem, answer, prices, alike)
 
 
-def _seconds(row: Row) -> float:
+def _seconds(row: PipelineRow) -> float:
     return row.answer.seconds if row.answer else float("inf")
 
 
-def _rank(row: Row) -> tuple[float, float]:
+def _rank(row: PipelineRow) -> tuple[float, float]:
     return _seconds(row), row.least
 
 
-def _free(rows: Sequence[Row], count: int, periods: int, devices: int, limit: float) -> Split | None:
+def _free(rows: Sequence[PipelineRow], count: int, periods: int, devices: int, limit: float) -> Split | None:
     """The cheapest split of any kind over the prices of all submeshes."""
     prices = [(row.stages, row.prices) for row in rows if row.prices and row.microbatches == count]
     if not prices:
@@ -272,9 +259,9 @@ def sheet(found: Table) -> Sheet:
         [Column(name, "left" if name in left else "right", goes=name == "of any split") for name in names],
     )
     for row in found.rows:
-        costs, free = row.problem.costs, found.free.get(row.microbatches)
+        case, free = row.problem.case, found.free.get(row.microbatches)
         cells = (
-            str(row.stages), str(row.microbatches), mesh_text(row.mesh), "".join(costs.side or ()),
+            str(row.stages), str(row.microbatches), mesh_text(row.mesh), "".join(case.side),
             amount_of_seconds(row.answer.seconds) if row.answer else "", f"{row.bubble:.0%}",
             f"{row.split.seconds / free.seconds:.3f}" if row.split and free else "",
             amount_of_bytes(row.answer.bytes if row.answer else row.least), "yes" if row.answer else "no",

@@ -1,106 +1,159 @@
-"""The search problem of a training step: choices of a model's specs, and what each costs in seconds and bytes.
-
-Layers of one kind share their specs, so there is one choice for each kind of tensor, and what a layer costs counts once
-for each layer. Every table but a few is the planner's: the products' (`gspmd.search.products`), and the steps of norms,
-attention, embedding, experts and loss. What no plan counts is added as its FLOPs or its passes over memory, since it is
-what sets layouts apart that send the same: attention's own products, what is elementwise, the optimizer's update, what
-blocks keep for the backward pass, and gradients that are added up in memory.
-"""
+"""The search problem of a training step, and one that bounds it in any number of microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property, lru_cache
+
+import jax.numpy as jnp
 
 from gspmd.annotate.errors import PlanError
-from gspmd.search import Term
+from gspmd.layouts import Layout
+from gspmd.planner.unknown import dims_in
+from gspmd.search import Problem
+from gspmd.search.finding import MeshProblem
+from gspmd.search.held import HeldArray
+from gspmd.search.lines import Lines
+from gspmd.search.phase import Case, PhaseProblem, RelaxedProblem, read_alike
+from gspmd.search.pricing import Table
+from gspmd.search.program import Build, TracedProgram
+from gspmd.training.step import Update, abstract_program
 
 from ..config import ModelConfig
-from .costs import Costs
-from .parts.attention import Attention
-from .parts.dropless import Dropless
-from .parts.ends import Ends, Stream
-from .parts.experts import Experts
-from .parts.feed_forward import FeedForward
-from .parts.global_norm import NORM, SCALAR, axes_to_sum, terms_of
-from .parts.parallel import TrainedBlock
-from .parts.part import Part
-from .parts.shared_experts import SharedExperts
-from .problem import PhaseProblem
-from .unsearched import Unsearched
-from .workload import Workload
+from ..step import Language
+from .workload import Workload, absent_of, base_of
+
+MOST_WITH_ADAPTERS = 2
+"""Mesh axes of a model with adapters. No line says where an adapter meets its operand, so that its products are planned
+for every place of all their tensors: a minute on two axes, and hours on three."""
+
+
+_TOKENS = ("B", "G", "C")
+"""Dimensions whose size is another in another number of microbatches."""
 
 
 class TrainingProblem(PhaseProblem):
-    """The search problem of a model's training step on one mesh.
+    """The search problem of a training step on one mesh, whose terms are read from the program.
 
     Args:
         workload: the step.
         mesh: sizes of the mesh axes.
 
     Raises:
-        PlanError: the model has what is not searched: parallel blocks with experts, noisy routers, adapters; or the
-            microbatches do not divide the batch.
+        PlanError: the microbatches do not divide the batch, or the program has what cannot be searched.
     """
 
     phase = "train"
 
     def __init__(self, workload: Workload, mesh: Mapping[str, int]):
         config, batch, count = workload.config, workload.batch, workload.microbatches
-        _check(config)
         if batch % count:
             raise PlanError(f"cannot cut a batch of {batch} into {count} microbatches.\n  Choose a divisor.")
         sizes = config.sizes(batch // count, workload.length)
-        if config.moe:
+        if config.moe and not config.is_dropless:
             sizes |= {"C": config.moe.capacity(batch // count * workload.length // sizes["G"])}
-        super().__init__(Costs(config, sizes, dict(mesh), workload.chip, workload.dtype, microbatches=count))
+        if config.lora and sum(size > 1 for size in mesh.values()) > MOST_WITH_ADAPTERS:
+            raise PlanError(
+                f"cannot search layouts of adapters on the {len(mesh)} mesh axes {', '.join(mesh)}: their products are "
+                f"planned one by one, which takes hours.\n  Search a mesh of {MOST_WITH_ADAPTERS} axes."
+            )
+        super().__init__(
+            Case(
+                config, sizes, dict(mesh), workload.chip, workload.dtype, microbatches=count,
+                remat=config.remat_name, absent=absent_of(config),
+            )
+        )  # fmt: skip
+        self._step = config, workload.dtype, batch, workload.length, workload.update, workload.fixed
 
     @cached_property
-    def choices(self) -> dict[str, Sequence[Any]]:
-        """Those of the parts, and the mesh axes over which the global norm of the gradients is summed."""
-        return self.choices_of_parts | ({NORM: self._summed_over} if self._summed_over else {})
+    def question(self) -> MeshProblem:
+        """The search on this mesh."""
+        case = self.case
+        # Of several microbatches memory is counted at one moment, so that more of them never hold more.
+        like = self._read(2)[2] if case.microbatches > 2 else None
+        built, lines, program = self._read(case.microbatches)
+        return MeshProblem(built, program, lines, self.axes, case.chip, case.microbatches, case.sizes, like)
+
+    def _read(self, microbatches: int) -> tuple[Build, Lines, TracedProgram]:
+        *asked, update, fixed = self._step
+        return read_step(*asked, replace(update, microbatches=microbatches), fixed)
+
+
+class RelaxedTraining(TrainingProblem, RelaxedProblem):
+    """The search problem that bounds a training step in 2 microbatches or more on one mesh.
+
+    In M microbatches, weights move M times in place of 2. Activations, one part of the batch after the other, take no
+    less time than in two parts, and hold no less than 2/M of what these hold; gathered weights and gradients, as much:
+
+        seconds ≥ once + M/2 · weights + activations in two,    bytes ≥ arguments + weights + 2/M · activations in two
+
+    So the seconds of the fewest with the bytes of the most bound all numbers between them. The options are those of two
+    microbatches, which all others are among. The global norm of the gradients, which costs no less than nothing, is
+    left out.
+
+    Args:
+        workload: the step, in whichever number of microbatches.
+        mesh: sizes of the mesh axes.
+    """
+
+    def __init__(self, workload: Workload, mesh: Mapping[str, int]):
+        super().__init__(replace(workload, microbatches=2), mesh)
+
+    def between(self, fewest: int, most: int, limit: float | None = None) -> Problem:
+        """Return the problem whose answer is no worse than that of any number of microbatches between these two."""
+        once, each = self._tables
+        question, weights = self.question, self._weights
+        others = {array: count if array in weights else 2 / most * count for array, count in question.others.items()}
+        moe = self._step[0].moe
+        if moe and moe.groups:
+            # Groups that span sequences are smaller in a smaller part, and so is what is masked: tokens by their slots.
+            once, others = [(of, 2 / most * table) for of, table in once], {}
+        seconds = [*once, *((of, fewest / 2 * table) for of, table in each)]
+        held = [*question.arguments, *question.spread(others)]
+        return self.question.stated(seconds, held, limit)
 
     @cached_property
-    def terms(self) -> list[Term]:
-        """Every table."""
-        return [*self.tables, *terms_of(self.costs, self.parts, self._summed_over)]
-
-    @property
-    def too_dear(self) -> float:
-        """Seconds of the global norm where it is priced over all mesh axes, of which some may shard no weight."""
-        over = self._summed_over
-        return self.costs.summed(SCALAR, over[0]) if len(over) == 1 else 0.0
+    def _weights(self) -> set[HeldArray]:
+        """Arrays that are as large in any number of microbatches: sharded, and over no tokens."""
+        lines = self.question.lines
+        pairs = [pair for each in lines.tensors().values() for pair in each]
+        tokens = {unknown for dim, unknown in pairs if dim in _TOKENS}
+        return {each for each in self.question.others if each.unknowns and not tokens.intersection(each.unknowns)}
 
     @cached_property
-    def _summed_over(self) -> tuple[tuple[str, ...], ...]:
-        """Sets of mesh axes over which the global norm may be summed; none, where it is left out."""
-        return axes_to_sum(self.costs, self.choices_of_parts, self.tables)
-
-    def _parts(self) -> list[Part]:
-        costs, config = self.costs, self.costs.config
-        residual = costs.place("BLE")
-        parts, attention = [Stream(costs, residual)], Attention(costs, residual)
-        if config.block == "parallel":
-            return [*parts, TrainedBlock(costs, residual, attention), Ends(costs, residual)]
-        parts.append(attention)
-        routed = config.layers // config.moe.every if config.moe else 0
-        if routed < config.layers:
-            parts.append(FeedForward(costs, residual, config.layers - routed))
-        if routed:
-            kind = Dropless if config.moe.dispatch == "dropless" else Experts
-            parts.append(experts := kind(costs, residual, routed))
-            if config.moe.shared:
-                parts.append(SharedExperts(costs, residual, experts))
-        return [*parts, Ends(costs, residual)]
+    def _tables(self) -> tuple[list[Table], list[Table]]:
+        """Seconds of what does not run more often, and of weights."""
+        question, tables = self.question, self.question.prices.tables
+        _, _, in_one = self._read(1)
+        before = in_one.times
+        # What runs more often than in one microbatch, and is no part of the batch, is of a weight.
+        weights = [
+            use for use in question.uses if "B" not in dims_in(use.what) and use.times > before.get(use.what, use.times)
+        ]
+        rest = [use for use in question.uses if use not in weights]
+        # Of a tensor that stays the same in the loop the first steps of its move leave it.
+        staying = [replace(use, once=0 if use.once < use.times else use.times) for use in weights]
+        leaving = [replace(use, times=use.once) for use in weights if use.once < use.times]
+        first = [*tables(leaving), *((of, -table) for of, table in tables(replace(use, once=0) for use in leaving))]
+        return [*tables(rest), *question.beside, *first], tables(staying)
 
 
-def _check(config: ModelConfig) -> None:
-    faults = [
-        (bool(config.block == "parallel" and config.moe), "its blocks are parallel, and have experts"),
-        (bool(config.moe and config.moe.noisy), "its router adds noise by a second matrix"),
-        (bool(config.lora), "it has adapters, beside weights that are not trained"),
-    ]
-    found = [what for wrong, what in faults if wrong]
-    if found:
-        raise Unsearched("layouts to train this model", found)
+@lru_cache(maxsize=64)
+def read_step(
+    config: ModelConfig, dtype: str, batch: int, length: int, update: Update, fixed: tuple[tuple[str, str], ...] = ()
+) -> tuple[Build, Lines, TracedProgram]:
+    """Return how a training step is built, with its lines and its program, which are the same on every mesh."""
+    build = abstract_program(Language(config, jnp.dtype(dtype)), update, batch, length)
+    return build, *read_alike(build, _lines(replace(config, remat="none"), fixed))
+
+
+@lru_cache(maxsize=64)
+def _lines(config: ModelConfig, fixed: tuple[tuple[str, str], ...]) -> Lines:
+    """The lines of a model that is trained, tied as any of its programs so far has wanted them."""
+    lines = Lines.of(Layout.load(base_of(config)), dict(fixed))
+    if config.lora:
+        # [gradients] is of the adapters then, and the rules of a layout are those of the weights beside them.
+        for name in lines.trained:
+            lines.hold(lines.owed(name))
+    return lines

@@ -1,4 +1,4 @@
-"""What is said of a model that a search does not price."""
+"""Models that a search does not price, and what is said of them."""
 
 from __future__ import annotations
 

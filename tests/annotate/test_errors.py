@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import gspmd
 from gspmd import LayoutError, PlanError, Spec, SpecError
 from gspmd.annotate import Fault, report
 from gspmd.annotate.errors import shown
@@ -370,7 +371,23 @@ def test_many_faults_are_counted_and_a_long_text_is_cut_around_the_caret():
         ("a\nb", r"'a\nb'"),
         (np.ones((2, 3)), "an array of float64, of shape (2, 3)"),
         (list(range(100)), "a list"),
+        (10**24, str(10**24)),
     ],
 )
 def test_what_is_given_is_shown_on_one_short_line(value, said):
     assert shown(value) == said
+
+
+def test_numbers_that_python_itself_does_not_write_are_shown_too():
+    assert shown(-(10**5000)) == "about -10^5000"
+    assert shown({"x": 10**5000}) == "a dict"
+    sizes, mesh = {"B": 10**5000, "E": 8}, {"x": 2}
+    for call in (
+        lambda: gspmd.plan("B_xE -> BE", sizes=sizes, mesh=mesh),
+        lambda: gspmd.plan("B_xE -> BE", sizes={"B": 8, "E": 8}, mesh={"x": 10**5000}),
+        lambda: Spec.parse("B_x").local_shape((10**5000,), mesh),
+        lambda: gspmd.Layout.load("megatron-1d").check(sizes, {"x": 2, "y": 4}),
+    ):
+        with pytest.raises(ValueError, match=r"about 10\^5000") as error:
+            call()
+        assert isinstance(error.value, (SpecError, LayoutError))

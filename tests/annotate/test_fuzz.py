@@ -1,19 +1,14 @@
 """Whatever text is given, it is read or refused by a SpecError whose carets lie inside it."""
 
-import random
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspmd import Spec, SpecError
 from gspmd.annotate import Equation, parse_equation, parse_via
+from tests.references.random_texts import PIECES, faults, texts
+from tests.references.volume import scaled
 
-PIECES = [
-    "A", "B", "E_x", "E_xy", "E_{data,model}", "E_?", "_", "x", "data", "{", "}", "(", ")", "()", ",", "+", "->", "-",
-    ">", "=>", "→", " ", "\n", "\x1c", "partialsum-", "reduced-", "partialsum-x", "(partialsum-{x,y})", "?", "1", "é",
-    "ª", "-->", "<-", "=", ":", "⟶", "\\to", "*", ";", "·", ", ", ",)", "F_z", "BLE_xyz", "E_xF_yz", "\ufe0f", "\0",
-]  # fmt: skip
 TEXT = st.one_of(st.text(max_size=30), st.lists(st.sampled_from(PIECES), max_size=14).map("".join))
 RIGHT = [
     "BLE_xyz, E_xF_yz -> BLF_yzx", "BLE_xyz -> B_xyzLE", "BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx)",
@@ -32,23 +27,25 @@ def test_any_text_is_read_or_refused(parse, text):
 @pytest.mark.slow
 @pytest.mark.parametrize("parse", PARSERS)
 def test_twenty_thousand_texts_are_read_or_refused(parse):
-    """Half of them of pieces, the others right but for a few characters."""
-    draw = random.Random(0)
-    read = sum(_read_or_refused(parse, text) for _ in range(10_000) for text in (_of_pieces(draw), _nearly_right(draw)))
-    assert read > 100  # not all is refused
+    """Half of them of pieces, the others right but for a few characters, and some of them long."""
+    read = []
+    found = faults(lambda text: read.append(_read_or_refused(parse, text)), texts(0, scaled(20_000), RIGHT), SpecError)
+    assert not found, "\n".join(found[:20])
+    assert sum(read) > 0.005 * len(read)  # not all is refused
 
 
-def _of_pieces(draw: random.Random) -> str:
-    return "".join(draw.choices(PIECES, k=draw.randrange(15)))
+@pytest.mark.parametrize("parse", PARSERS)
+def test_long_texts_are_read_or_refused(parse):
+    """Text of thousands of characters is refused in time and in a few lines."""
+    found = faults(lambda text: _read_or_refused(parse, text), texts(1, 300, RIGHT), SpecError)
+    assert not found, "\n".join(found[:20])
 
 
-def _nearly_right(draw: random.Random) -> str:
-    text = list(draw.choice(RIGHT))
-    for _ in range(draw.randrange(4)):
-        at = draw.randrange(len(text))
-        text[at : at + draw.randrange(3)] = draw.choice(["", draw.choice(PIECES), chr(draw.randrange(0x3000))])
-        text = text or [" "]
-    return "".join(text)
+@pytest.mark.parametrize("piece", ["x=4,", "B_xLE, ", "=", "(", "B_{", "partialsum-", "é", "\n"])
+@pytest.mark.parametrize("parse", PARSERS)
+def test_the_time_to_refuse_grows_with_the_text_alone(parse, piece):
+    """It was quadratic: each '=' had the whole text searched for an arrow."""
+    assert not faults(lambda text: _read_or_refused(parse, text), iter([piece * 4_000]), SpecError)
 
 
 def _read_or_refused(parse, text: str) -> bool:

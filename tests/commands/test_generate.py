@@ -1,11 +1,16 @@
 """`gspmd generate`: public checkpoints and runs of ours, text on standard output, one message for bad input."""
 
+import json
+import os
+import shutil
 import signal
 import sys
 from io import StringIO
 
 import jax
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import gspmd_models as models
 from gspmd import host
@@ -50,7 +55,11 @@ def public(model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(model, tmp_path_factory):
     """The folder of a run of the same model."""
-    folder = tmp_path_factory.mktemp("run")
+    return kept(model, tmp_path_factory.mktemp("run"))
+
+
+def kept(model, folder):
+    """Make a folder that of a run, stopped at its first step; return its name."""
     mesh = models.arrays(model)["output.norm"].sharding.mesh
     with jax.set_mesh(mesh):
         state = step.initial_state(model, OptimizerConfig(), 1, mesh)
@@ -89,6 +98,19 @@ def test_flags_of_layouts_chunks_and_int8_reach_the_programs(capsys, public):
     assert near.startswith("def ")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_between_two_bursts_ends_it_in_one_line(capsys, public, monkeypatch, number):
+    def write(console, prompts, texts, bursts, ended):
+        next(bursts)
+        os.kill(os.getpid(), number)
+        next(bursts)
+
+    monkeypatch.setattr(generate, "write", write)
+    code, _, said = run(capsys, "--checkpoint", public, "--prompt", "def ", "--tokens", "8", "--burst", "2")
+    assert code == 128 + number
+    assert said.endswith("\nInterrupted.\n")
+
+
 def test_several_texts_stand_one_after_another(capsys, public, monkeypatch):
     monkeypatch.setattr(sys, "stdin", StringIO("class "))
     flags = ["--checkpoint", public, "--prompt", "def ", "--prompt-file", "-", "--samples", "2", "--tokens", "5"]
@@ -117,6 +139,22 @@ def test_a_text_that_ends_before_an_earlier_one_is_written_once(capsys):
     )
     generate.write(printing.console(stderr=True), ["p"], texts, bursts, set())
     assert capsys.readouterr().out == "=== text 1 of 2 ===\npxxxx\n=== text 2 of 2 ===\npya\n"
+
+
+def test_a_text_may_be_as_long_as_the_window_that_its_model_has(capsys, public, tmp_path):
+    folder = tmp_path / "windowed"
+    shutil.copytree(public, folder)
+    entries = json.loads((folder / "config.json").read_text())
+    entries |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 12}
+    del entries["attention_bias"], entries["mlp_bias"]
+    (folder / "config.json").write_text(json.dumps(entries))
+    flags = ["--prompt", "def ", "--temperature", "0", "--tokens"]
+    whole = run(capsys, "--checkpoint", public, *flags, "9")
+    assert run(capsys, "--checkpoint", str(folder), *flags, "9")[:2] == whole[:2]
+    assert whole[0] == 0
+    code, text, said = run(capsys, "--checkpoint", str(folder), *flags, "10")
+    assert (code, text) == (2, "")
+    assert "attention of this model looks back over the last 12 only (sliding_window)" in said
 
 
 def test_explain_loads_nothing(capsys, public, monkeypatch):
@@ -166,11 +204,26 @@ def test_explain_loads_nothing(capsys, public, monkeypatch):
             "GenerationError: a prompt of 4 tokens and 128 more need a cache of 131 tokens, and it has room for 9; "
             "shorten them, or give the cache more",
         ),
-        (["--seed", "-1"], "ConfigError: cannot generate text:\n  seed is -1; it must be at least 0"),
+        (
+            ["--tokens", "2045"],
+            "GenerationError: a prompt of 4 tokens and 2045 more are a text of 2049, and the model was made for at "
+            "most 2048 (context_length; max_position_embeddings in the config.json",
+        ),
+        (
+            ["--checkpoint", "model.gguf"],
+            "CheckpointError: cannot read the model of checkpoint 'model.gguf':\n  it is ",
+        ),
+        (["--seed", "-1"], "GenerationError: seed is -1; it must be at least 0"),
+        (["--seed", f"{2**32}"], "GenerationError: seed is 4294967296; a seed must be less than 2**32"),
+        (
+            ["--seed", f"{2**32 - 1}", "--samples", "3"],
+            "GenerationError: seed is 4294967295, and the last of 3 texts has seed 4294967297; a seed must be less "
+            "than 2**32",
+        ),
         (["--samples", "0"], "GenerationError: samples is 0; it must be at least 1"),
         (["--burst", "0"], "GenerationError: burst is 0; it must be at least 1"),
         (["--stop", ""], "ConfigError: cannot generate text:\n  --stop is empty"),
-        (["--prompt", "a\udcff"], "ConfigError: cannot generate text:\n  a prompt is not UTF-8."),
+        (["--prompt", "a\udcff"], "ConfigError: cannot read the flags:\n  'a\\udcff' is not UTF-8."),
         (["--chunk", "0"], "GenerationError: chunk is 0; it must be at least 1"),
         (["--layout", "megatron-1d", "--mesh", "y=8"], "LayoutError: cannot use layout 'megatron-1d'"),
         (["--prompt-file", "nowhere"], "ConfigError: cannot generate text:\n  the prompt in 'nowhere' cannot be read"),
@@ -180,6 +233,7 @@ def test_explain_loads_nothing(capsys, public, monkeypatch):
 )
 def test_bad_input_is_one_message(capsys, public, flags, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.gguf").touch()
     (tmp_path / "own.toml").write_text('base = "megatron-1d"\n[mesh]\naxes = ["x", "y", "z", "w"]\nfactor = ["y"]\n')
     monkeypatch.setattr(checkpoints, "load", None)
     checkpoint_flags = [] if not flags or "--checkpoint" in flags else ["--checkpoint", public]
@@ -188,6 +242,37 @@ def test_bad_input_is_one_message(capsys, public, flags, message, tmp_path, monk
     assert text == ""
     assert said.startswith(message)
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("flags", [[], ["--weights", "int8"], ["--dtype", "bfloat16", "--temperature", "0"]])
+def test_a_checkpoint_with_nan_is_one_message(capsys, public, flags, tmp_path):
+    folder = tmp_path / "faulty"
+    shutil.copytree(public, folder)
+    values = load_file(folder / "model.safetensors")
+    values["model.layers.1.mlp.up_proj.weight"][3, 4] = np.nan
+    save_file(values, folder / "model.safetensors")
+    code, text, said = run(capsys, "--checkpoint", str(folder), "--prompt", "def ", *flags)
+    assert (code, text) == (2, "")
+    assert "Traceback" not in said
+    assert said.endswith(
+        f"CheckpointError: cannot load LlamaForCausalLM from '{folder}':\n"
+        "  model.layers.1.mlp.up_proj.weight has 1 of 2,048 values that are NaN or infinite; take an intact copy.\n"
+    )
+
+
+@pytest.mark.parametrize("flags", [[], ["--weights", "int8"]])
+def test_a_run_that_diverged_is_one_message(capsys, model, flags, tmp_path):
+    values = models.arrays(model)
+    values["blocks.0.attention.w_v"] = values["blocks.0.attention.w_v"].at[0, 1, 1, 1].set(np.inf)
+    kept(models.with_arrays(model, values), tmp_path)
+    code, text, said = run(capsys, "--checkpoint", str(tmp_path), "--prompt", "def ", "--tokens", "3", *flags)
+    assert (code, text) == (2, "")
+    assert "Traceback" not in said
+    assert said.endswith(
+        "GenerationError: cannot continue text 1 after 0 new tokens: the model's logits are no numbers.\n"
+        f"  blocks.0.attention.{'s_v' if flags else 'w_v'} has NaN or infinity: "
+        "take a model whose weights are finite.\n"
+    )
 
 
 def test_what_devices_have_no_room_for_is_refused_before_it_is_loaded(capsys, public, model, monkeypatch):

@@ -1,6 +1,7 @@
 """A command whose output is closed, as by `| head`, or full ends with an exit code that says so, and no traceback."""
 
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def closed():
         os.close(writer)
 
 
-@pytest.fixture(params=["closed", "full"])
+@pytest.fixture(params=["closed", "hung up", "full"])
 def output(request):
     """A stream that takes nothing; and the exit code and message that it makes."""
     if request.param == "full":
@@ -56,6 +57,12 @@ def output(request):
             pytest.skip("this machine has no /dev/full")
         with open("/dev/full", "w") as stream:
             yield stream, (1, FULL)
+        return
+    if request.param == "hung up":
+        terminal, stream = pty.openpty()
+        os.close(terminal)
+        yield stream, (141, "")
+        os.close(stream)
         return
     with closed() as stream:
         yield stream, (141, "")

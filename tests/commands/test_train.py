@@ -14,10 +14,13 @@ from tokenizers import models as kinds
 
 import gspmd_models as models
 from gspmd import host
+from gspmd.annotate import PlanError
 from gspmd.commands import configs, header, main, train
+from gspmd.commands.source import Source
 from gspmd.layouts import Layout
 from gspmd.training import TrainingConfig, command
 from gspmd.training.arrangement import Arrangement, arrange
+from gspmd.training.checkpoints import save_settings
 from gspmd.training.reporting import metrics
 from gspmd.training.toml import ConfigError
 from gspmd_models import checkpoints
@@ -64,7 +67,7 @@ def files(tmp_path_factory):
 def test_a_run_begins_with_the_weights_of_the_checkpoint_in_any_layout(files, make_mesh, dtype):
     given = train.Settings(checkpoint=str(files / "public"), training=TrainingConfig(dtype=dtype))
     settings = train.of_checkpoint(given, [])
-    assert settings.model == CONFIG
+    assert settings.model == dataclasses.replace(CONFIG, context_length=512)
     assert settings.training.tokenizer == str(files / "public")
     layout = Layout.load("zero-3")
     model = train.begin(Console(), settings, Arrangement(0, layout, make_mesh(layout.mesh_for(8))))
@@ -73,6 +76,32 @@ def test_a_run_begins_with_the_weights_of_the_checkpoint_in_any_layout(files, ma
         assert value.dtype == np.float32
         np.testing.assert_array_equal(value, wanted, err_msg=path)
     assert model.dtype == dtype
+
+
+def test_a_run_at_longer_sequences_writes_as_long_texts(files):
+    given = train.Settings(checkpoint=str(files / "public"), training=TrainingConfig(length=1024))
+    assert train.of_checkpoint(given, []).model.context_length == 1024
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "words"),
+    [
+        (
+            {"sliding_window": 64},
+            {},
+            "a sequence has 256 tokens, and attention of this model looks back over the last 64",
+        ),
+        (
+            {"context_length": 64},
+            {"length": 16},
+            "are a text of .*, and the model was made for at most 64.*--sample-bytes",
+        ),
+    ],
+)
+def test_what_a_model_is_not_right_for_is_refused_before_training(changes, flags, words):
+    model = dataclasses.replace(models.ModelConfig(), **changes)
+    with pytest.raises(ConfigError, match=words):
+        train.train(train.Settings(model=model, training=TrainingConfig(**flags)))
 
 
 def test_what_cannot_begin_with_a_checkpoint_is_one_message(files):
@@ -84,10 +113,50 @@ def test_what_cannot_begin_with_a_checkpoint_is_one_message(files):
     assert error.value.faults == (
         "the checkpoint 'DIR' says what model it is; leave out --model.layers, --model.moe.k.",
     )
-    given = train.Settings(checkpoint="DIR", training=TrainingConfig(resume=True))
-    with pytest.raises(ConfigError, match="--from begins a run, and --resume goes on with one; leave one of the two"):
-        train.of_checkpoint(given, ["--resume", "--from=DIR"])
-    assert train.of_checkpoint(given, ["--resume", "--model.layers", "3"]) is given
+
+
+def test_a_resume_may_name_the_checkpoint_that_its_run_began_with(files, monkeypatch, tmp_path):
+    monkeypatch.chdir(files)
+    out = TrainingConfig(resume=True, out=str(tmp_path))
+    begun = train.of_checkpoint(train.Settings(checkpoint="public"), ["--from", "public"])
+    (tmp_path / "config.json").write_text(json.dumps(command.kept_settings(begun)))
+    by_folder = dataclasses.replace(begun, training=out)
+    assert train.of_checkpoint(by_folder, ["--resume", "--from", "public", "--model.remat", "none"]) is by_folder
+    file = train.Settings(checkpoint="public", training=out)  # which has a model of its own, that does not count
+    by_file = train.of_checkpoint(file, ["--config", "finetune", "--from", "public", "--resume"])
+    assert (by_file.model, by_file.training.tokenizer) == (begun.model, "public")
+    for settings, began in (
+        (begun, f"with the checkpoint '{files}/public'"),
+        (train.Settings(), "with random weights"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(command.kept_settings(settings)))
+        with pytest.raises(ConfigError, match=f"began {began}, and not with 'other'. Leave --from out, or begin"):
+            train.of_checkpoint(dataclasses.replace(file, checkpoint="other"), ["--resume", "--from", "other"])
+
+
+def test_no_damage_of_the_tokenizer_that_a_run_keeps_is_believed(files, tmp_path):
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    settings = train.of_checkpoint(train.Settings(checkpoint=str(files / "public")), [])
+    save_settings(tmp_path, command.kept_settings(settings))
+    kept, tokenizer = tmp_path / "tokenizer", checkpoints.tokenizer(files / "public")
+    said = io.StringIO()
+    for _ in range(2):  # at the start, and at a resume
+        train.keep_tokenizer(Console(file=said, width=500), kept, tokenizer, str(files / "public"))
+    assert Source.at(tmp_path).tokenizer.encode(TEXT) == tokenizer.encode(TEXT)
+    assert said.getvalue() == ""
+    for path in sorted(kept.iterdir()):
+        content = path.read_bytes()
+        flipped = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
+        for damaged in (flipped, content[: len(content) // 2], b""):
+            path.write_bytes(damaged)
+            with pytest.raises(
+                ConfigError, match=f"tokenizer' is damaged: .*{path.name}.*\n  A resume of the run writes"
+            ):
+                Source.at(tmp_path)
+            train.keep_tokenizer(Console(file=said, width=500), kept, tokenizer, str(files / "public"))
+            assert "tokenizer' is damaged, and written anew: " in said.getvalue()
+            assert path.read_bytes() == content
+        assert Source.at(tmp_path).tokenizer.encode(TEXT) == tokenizer.encode(TEXT)
 
 
 def test_a_resumed_run_has_the_adapters_that_it_is_told_of():
@@ -102,6 +171,8 @@ def test_a_resumed_run_has_the_adapters_that_it_is_told_of():
 
 
 IN_STAGES = ["--config", "tiny", "--layout", "pipeline", "--mesh", "p=2,x=4"]
+SLOTS = ["--config", "tiny", "--mesh", "x=8", "--set", "moe.expert_input=GXC_xE", "--set", "moe.hidden=GXC_xF"]
+SLOTS += ["--set", "moe.in_via=GXC_xE, XEF", "--set", "moe.out_via=GXC_xF, XFE"]
 BAD = {
     "no checkpoint": (["--from", "nowhere"], "there is no such folder."),
     "a tokenizer that is none": (["--tokenizer", "texts.jsonl"], "texts.jsonl cannot be read: "),
@@ -124,7 +195,44 @@ BAD = {
     ),
     "microbatches too small for a layout": (
         ["--config", "tiny", "--batch", "16", "--microbatches", "4"],
-        "  These are the sizes of a microbatch, of which --microbatches 4 makes 4 of --batch 16.",
+        "That is the size of a microbatch, of which there are M=4.",
+    ),
+    "microbatches of a pipeline that are too small for its layout": (
+        ["--layout", "pipeline", "--mesh", "p=2,x=3", "--batch", "12", "--microbatches", "3"],
+        "dimension B has size 4, which mesh axis x (size 3) does not divide.",
+    ),
+    "a via that a partial gradient does not survive": (
+        ["--config", "tiny", "--layout", "zero-2", "--devices", "8", "--set", "ffn.in_via=BLE, EF_x"],
+        "    ffn.in_via = BLE, EF_x\n",
+    ),
+    "a via that gradients of several microbatches do not survive": (
+        [
+            "--config",
+            "tiny",
+            "--layout",
+            "data-parallel",
+            "--devices",
+            "2",
+            "--batch",
+            "16",
+            "--microbatches",
+            "2",
+            "--set",
+            "ffn.in_via=BLE, EF_x",
+        ],
+        "    ffn.in_via = BLE, EF_x\n",
+    ),
+    "rows that would move": (
+        ["--config", "tiny", "--devices", "8", "--model.moe.dispatch", "dropless", "--set", "moe.hidden=GXCF_x"],
+        "    moe.hidden = GXCF_x\n",
+    ),
+    "slots of experts that do not divide": (
+        [*SLOTS, "--model.moe.capacity-factor", "1.1"],
+        "  C is the slots that an expert has for each group, by model.moe.capacity_factor 1.1.",
+    ),
+    "slots that do not divide in evaluation": (
+        [*SLOTS, "--model.moe.capacity-factor", "4", "--model.moe.evaluation-capacity-factor", "1.1"],
+        "  C is the slots that an expert has for each group, by model.moe.evaluation_capacity_factor 1.1.",
     ),
     "layers that make no rounds": (
         [*IN_STAGES, "--model.layers", "12", "--rounds", "2", "--microbatches", "2"],
@@ -138,6 +246,14 @@ BAD = {
     "frozen parameters in stages": (
         [*IN_STAGES, "--model.layers", "4", "--frozen", "embedding.*"],
         "the stages of a pipeline train all parameters; leave [lora] and frozen out, or the stages.",
+    ),
+    "lowering xla in stages under Auto axes": (
+        [*IN_STAGES, "--model.layers", "4", "--axis-types", "auto", "--set", "lowering.attention=xla"],
+        "    [lowering] attention = xla\n",
+    ),
+    "lowering xla in a backward pass of two parts": (
+        [*IN_STAGES, "--model.layers", "4", "--schedule", "zero-bubble", "--lowering", "xla"],
+        "    [lowering] default = xla\n",
     ),
     "an option of no compiler": (
         ["--config", "tiny", "--compiler-options", "xla_cpu_fastest=true"],
@@ -156,8 +272,17 @@ def test_bad_input_is_one_message(files, flags, words, monkeypatch, capsys):
     monkeypatch.chdir(files)
     assert main.main(["train", *flags]) == 2
     said = capsys.readouterr().err
-    assert words in said or (words.startswith("'texts") and "... and 100 more." in said)
+    assert words in said or (words.startswith("'texts") and "... and 180 more." in said)
     assert "Traceback" not in said
+
+
+def test_what_only_tracing_knows_is_said_before_the_text_is_read(monkeypatch, capsys):
+    def refused(state, tokens, key):
+        raise PlanError("only tracing knows.")
+
+    monkeypatch.setattr(train, "build_step", lambda settings, model: refused)
+    assert main.main(["train", "--config", "tiny", "--data", "nowhere.txt"]) == 2
+    assert "only tracing knows." in capsys.readouterr().err
 
 
 def test_the_header_has_the_schedule_of_every_layout():
@@ -235,7 +360,7 @@ def test_the_commands_of_the_closing_box_run(monkeypatch, tmp_path, capsys):
     again, sample = (shlex.split(line) for line in box.splitlines() if line.strip().startswith("gspmd "))
     assert again == ["gspmd", "train", "--resume", "--out", "my run", "--steps", "4"]
     assert main.main([*again[1:], "--sample-bytes", "0"]) == 0
-    assert [row["step"] for row in metrics.read("my run")] == [1, 2, 3, 4, 4]
+    assert [row["step"] for row in metrics.read("my run")] == [1, 2, 2, 3, 4, 4]
     capsys.readouterr()
     assert main.main([*sample[1:], "--tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("def ")

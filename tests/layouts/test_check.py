@@ -41,6 +41,14 @@ def test_the_message_in_full():
     )
 
 
+@pytest.mark.parametrize(("section", "value"), [("lowering", '"xla"'), ("ffn", '"EF"'), ("padding", "3")])
+def test_a_section_with_a_value(section, value, tmp_path):
+    file = tmp_path / "flat.toml"
+    file.write_text(f'base = "megatron-1d"\n{section} = {value}\n')
+    wanted = f"{section!r} is a section, and here it has a value.\n  Write [{section}], and lines below."
+    assert wanted in fault(Layout.load(str(file)))
+
+
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
@@ -224,3 +232,22 @@ def test_the_layout_of_a_phase_is_held_to_its_own_sizes():
         layout.phase("prefill").check(sizes, mesh)
     with pytest.raises(LayoutError, match=r"\[prefill\] attention.query = BHLD"):
         layout.override({"prefill.attention.query": "BHLD"}).phase("decode").check(sizes, mesh)
+
+
+def test_query_heads_that_part_groups_are_refused():
+    """Heads 2 and 3 are of one group, since a key head serves 2, and lie on two devices, since each has 3."""
+    layout = Layout.load("replicated").override({"attention.query": "BLH_xD"})
+    with pytest.raises(LayoutError) as error:
+        layout.check({"H": 6, "K": 3}, {"x": 2})
+    assert str(error.value).partition("\n")[2] == (
+        "    attention.query = BLH_xD\n"
+        "                        ^^^\n"
+        "  a device has 3 of 6 query heads, and 2 share each of the 3 key heads ('BLKD' in attention.key): some device "
+        "would need parts of two groups.\n"
+        "  Shard H over mesh axes whose size divides 3, or is a multiple of it, or leave it whole."
+    )
+    layout.check({"H": 6, "K": 6}, {"x": 2})
+    layout.check({"H": 6, "K": 1}, {"x": 2})
+    layout.check({"H": 6, "K": 3}, {"x": 3})
+    layout.override({"attention.query": "BLH_xyD"}).check({"H": 6, "K": 3}, {"x": 3, "y": 2})
+    layout.phase("decode").check({"H": 6, "K": 3}, {"x": 2})  # queries are moved to the cache

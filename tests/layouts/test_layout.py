@@ -7,6 +7,7 @@ import pytest
 
 from gspmd.annotate import LayoutError
 from gspmd.layouts import Layout
+from gspmd.layouts.mesh import factorise
 
 
 def test_a_file_may_stand_on_a_preset(tmp_path):
@@ -146,12 +147,17 @@ def test_devices_are_dealt_out_by_prime_factors(devices, mesh):
             lambda: Layout.load("megatron"),
             "no layout is called 'megatron'.\n  Did you mean 'megatron-1d'? Presets: replicated",
         ),
-        (lambda: Layout.load("no/such.toml"), "cannot read the layout file 'no/such.toml': No such file or directory."),
+        (lambda: Layout.load("no/such.toml"), "cannot read the layout file 'no/such.toml': there is no such file."),
         (lambda: Layout.load("zero-3")["ffn.win"], "no layout has a key 'ffn.win'.\n  Did you mean 'ffn.w_in'?"),
         (lambda: Layout.load("zero-3").section("fnn"), "no part of a layout is called 'fnn'.\n  Did you mean 'ffn'?"),
         (lambda: Layout.load("zero-3").mesh_for(0), "no mesh has 0 devices."),
         (lambda: Layout.load("zero-3").mesh_for(2.5), "no mesh has 2.5 devices.\n  Give a whole number of devices"),
         (lambda: Layout.load("zero-3").mesh_for(None), "no mesh has None devices."),
+        (
+            lambda: factorise(4, ("x", "y"), ("z",)),
+            "no mesh is factored over axis 'z': it has x, y.\n  Name it in axes",
+        ),
+        (lambda: factorise(4, (), ("z",)), "no mesh is factored over axis 'z': it has none."),
         (lambda: Layout.load(None), "cannot load a layout from None.\n  Give a preset's name or the path"),
         (lambda: Layout.load(b"zero-3"), "cannot load a layout from b'zero-3'."),
         (lambda: Layout.load("a\0.toml"), "cannot read the layout file"),
@@ -202,7 +208,7 @@ def test_a_base_is_looked_for_beside_its_file(tmp_path, monkeypatch):
     (tmp_path / "under.toml").unlink()
     with pytest.raises(LayoutError) as error:
         Layout.load(tmp_path / "deep" / "below.toml")
-    assert f"cannot read the layout file '{tmp_path}/deep/../under.toml': No such file" in str(error.value)
+    assert f"cannot read the layout file '{tmp_path}/deep/../under.toml': there is no such file" in str(error.value)
     assert str(error.value).startswith(f"the layout '{tmp_path}/deep/below.toml' has the base '../under.toml': ")
 
 

@@ -112,6 +112,13 @@ def test_a_name_that_is_merely_like_a_known_one_is_ones_own(load):
     load('base = "megatron-1d"\n[decoder]\ncross = "BLE"\n[attn]\nmemory = "BE"\n').check(SIZES, MESH)
 
 
+def test_a_layout_of_no_transformer_has_sections_of_any_name(load):
+    layout = load('[mesh]\naxes = ["x"]\nfactor = ["x"]\n[mem]\nw_in = "EF"\nhidden = "BLF"\n[fnn]\nw_in = "EF_x"\n')
+    layout.check({"B": 4, "L": 8, "E": 16, "F": 32}, {"x": 2})
+    assert layout.own == {"mem.w_in": "EF", "mem.hidden": "BLF", "fnn.w_in": "EF"}
+    load('base = "megatron-1d"\n[mem]\nw_in = "EF"\n').check(SIZES, MESH)  # which is not `moe`, either
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [('state = "S"', "'state' is no dimension.\n  A dimension is one capital letter."),
@@ -126,3 +133,23 @@ def test_the_example_of_the_page_is_a_layout(load):
     (text,) = re.findall(r"```toml\n(base = .*?)```", markdown(), flags=re.DOTALL)
     layout = load(text).check(SIZES, MESH)
     assert (layout.ssm.state, layout.dimensions) == ("B_xS_yzE", {"S": "state"})
+
+
+ALONE = """
+[mesh]
+axes = ["x", "y"]
+factor = ["x"]
+[embedding]
+tokens = "B_xL"
+[ssm]
+state = "B_xLE_y"
+"""
+
+
+def test_a_file_with_a_section_of_ones_own_has_only_the_lines_of_its_model(load):
+    layout = load(ALONE).check(SIZES, MESH)
+    assert layout.mesh_for(4, SIZES) == {"x": 4, "y": 1}
+    with pytest.raises(LayoutError, match=r"the layout does not write attention\.w_q, and nothing stands in for it\."):
+        layout.spec("attention.w_q")
+    with pytest.raises(LayoutError, match=r"embedding\.table is missing"):
+        load(ALONE.partition("[ssm]")[0]).check(SIZES, MESH)

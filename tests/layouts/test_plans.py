@@ -12,8 +12,6 @@ from gspmd.annotate import Spec
 from gspmd.layouts import Layout, Ranking, presets, rank
 from gspmd.layouts.ranking import equations
 from gspmd.layouts.rules.alternatives import singles
-from gspmd.layouts.section import SectionSpecs
-from gspmd.layouts.vias import heads_in
 from gspmd.ops._plan import plan
 
 MESHES = ({"x": 4, "y": 4, "z": 4}, {"x": 2, "y": 4, "z": 8}, {"x": 3, "y": 2, "z": 2})
@@ -156,7 +154,7 @@ def test_what_cannot_be_ranked(change, message):
 def model_equations(layout: Layout):
     """Every equation of a transformer with this layout, with its via: forward; the planner adds the gradients."""
     at, ffn, moe, out = (layout.section(part) for part in ("attention", "ffn", "moe", "output"))
-    heads = heads_in(SectionSpecs(at))
+    heads = at.via("residual, (w_q, w_k, w_v) -> (query, key, key)")
     yield f"{at.residual}, ({at.w_q}, {at.w_k}, {at.w_v}) -> ({at.query}, {at.key}, {at.key})", heads
     yield f"{at.query}, {at.w_o} -> {at.residual}", at.out_via
     yield from ((str(equation), via) for equation, via in equations(layout, gated=True))

@@ -117,13 +117,13 @@ def arrays(make_mesh):
         yield x, w, v * EIGHTH
 
 
-def _value_and_gradients(f):
-    return jax.jit(jax.value_and_grad(lambda *arrays: (f(*arrays) ** 2).sum(), argnums=(0, 1, 2)))
+def _value_and_gradients(f, argnums):
+    return jax.jit(jax.value_and_grad(lambda *arrays: (f(*arrays) ** 2).sum(), argnums=argnums))
 
 
-def _is_right(program, plain, arrays):
-    want = _value_and_gradients(plain)(*(np.asarray(x) for x in arrays))
-    jax.tree.map(np.testing.assert_array_equal, _value_and_gradients(program)(*arrays), want)
+def _is_right(program, plain, arrays, argnums=(0, 1, 2)):
+    want = _value_and_gradients(plain, argnums)(*(np.asarray(x) for x in arrays))
+    jax.tree.map(np.testing.assert_array_equal, _value_and_gradients(program, argnums)(*arrays), want)
 
 
 @pytest.mark.turns(13)
@@ -132,6 +132,22 @@ def _is_right(program, plain, arrays):
 def test_a_partial_sum_goes_through(arrays, program, lowering):
     with gspmd.lowering(lowering):
         _is_right(program, RIGHT[program] or _settled_plainly, arrays)
+
+
+@pytest.mark.turns(8)
+@pytest.mark.parametrize("argnums", [0, 1])
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("program", RIGHT, ids=lambda f: f.__name__.strip("_"))
+def test_a_partial_sum_is_differentiated_in_one_operand(arrays, program, lowering, argnums):
+    with gspmd.lowering(lowering):
+        _is_right(program, RIGHT[program] or _settled_plainly, arrays, argnums)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_a_recomputed_loop_is_differentiated_in_the_second_operand_alone(arrays, lowering):
+    """JAX then asks for no tangent of the first one, which keeps the equation in its loop, and must not lose it."""
+    with gspmd.lowering(lowering):
+        _is_right(_added_alike_in_a_recomputed_loop, RIGHT[_added_alike], arrays, argnums=1)
 
 
 def _either(f):
@@ -210,9 +226,9 @@ def test_second_derivatives_are_right_under_xla_and_right_or_refused_otherwise(a
 @pytest.mark.parametrize("program", [_recomputed, _jitted, _branches], ids=lambda f: f.__name__.strip("_"))
 def test_the_gradient_of_a_value_that_came_with_a_gradient_is_right_or_refused(arrays, program, lowering):
     with_gradient = lambda *arrays: jax.vjp(program, *arrays)[0]  # noqa: E731
-    want = _value_and_gradients(RIGHT[program])(*(np.asarray(x) for x in arrays))
+    want = _value_and_gradients(RIGHT[program], (0, 1, 2))(*(np.asarray(x) for x in arrays))
     with gspmd.lowering(lowering):
-        got = _or_refused(lambda: _value_and_gradients(with_gradient)(*arrays))
+        got = _or_refused(lambda: _value_and_gradients(with_gradient, (0, 1, 2))(*arrays))
     if isinstance(got, str):
         assert "cannot differentiate twice an equation" in got
     else:

@@ -1,13 +1,13 @@
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gspmd.annotate import Spec
-from gspmd.annotate.equation import parse_via
 from gspmd.layouts import Layout
 from gspmd_models import ModelConfig
 from gspmd_models.attention import rotate
-from gspmd_models.blocks import _together
 
 
 def test_rotation_turns_pairs_by_position():
@@ -45,10 +45,20 @@ def test_rotation_is_float32_inside():
 
 
 def test_the_parallel_block_pins_its_shared_input_only_where_both_agree():
-    heads, hidden = parse_via("BLE_x, (E_xHD, E_xKD, E_xKD)"), parse_via("BLE_x, (E_xF, E_xF)")
-    assert str(_together(heads, hidden)) == "BLE_x, (E_xHD, E_xKD, E_xKD, E_xF, E_xF)"
-    assert _together(parse_via("BLE, (EHD, EKD, EKD)"), hidden) is None
-    assert _together(None, hidden) is None
+    layout = Layout.load("weight-stationary-2d")
+    both = (
+        "residual, (attention.w_q, attention.w_k, attention.w_v, w_in, w_gate)"
+        " -> (attention.query, attention.key, attention.key, hidden, hidden)"
+    )
+    at, ffn = {"attention.in_via": "BLE_x, E_xHD"}, {"ffn.in_via": "BLE_x, E_xF"}
+    assert str(layout.override({**at, **ffn}).ffn.via(both)).startswith("BLE_x, (E_xHD, E_xKD")
+    assert str(layout.override({**at, **ffn}).ffn.via(both)).endswith(", E_xF, E_xF)")
+    assert (
+        layout.override({"attention.in_via": "BLE, EHD", "attention.key_via": "BLE, EKD", **ffn}).ffn.via(both) is None
+    )
+    for absent in (at, ffn):
+        table = {key: text for key, text in layout.override(absent).table.items() if "via" not in key or key in absent}
+        assert replace(layout, table=table).ffn.via(both) is None
 
 
 def test_presets_keep_length_and_head_size_whole_in_the_core():

@@ -8,7 +8,7 @@ import gspmd
 import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
-from gspmd_models.experts import shared_specs
+from gspmd_models.experts import shared_section
 from gspmd_models.parameters import parameters
 from tests.models.conftest import put
 
@@ -29,11 +29,16 @@ def test_shared_experts_are_parameters_of_their_own(config):
 
 def test_shared_experts_lie_as_a_dense_layer_unless_the_layout_says_otherwise():
     layout = Layout.load("switch-expert-model")
-    specs = shared_specs(layout)
+    specs = shared_section(layout)
     assert (specs.w_in, specs.w_gate, specs.hidden, specs.w_out) == ("EF_y", "EF_y", "B_zxLF_y", "F_yE")
-    assert (specs.in_via, specs.out_via) == (layout["ffn.in_via"], layout["ffn.out_via"])
-    other = shared_specs(layout.override({"moe.shared_in": "EF", "moe.shared_in_via": "B_zxLE, EF"}))
-    assert (other.w_in, other.w_gate, other.w_out, other.in_via) == ("EF", "EF", "F_yE", "B_zxLE, EF")
+    into = "residual, (w_in, w_gate) -> (hidden, hidden)"
+    assert (str(specs.via(into)), str(specs.via("hidden, w_out -> residual"))) == (
+        str(layout.ffn.via(into)),
+        layout["ffn.out_via"],
+    )
+    other = shared_section(layout.override({"moe.shared_in": "EF", "moe.shared_in_via": "B_zxLE, EF"}))
+    assert (other.w_in, other.w_gate, other.w_out) == ("EF", "EF", "F_yE")
+    assert str(other.via(into)) == "B_zxLE, (EF, EF)"
 
 
 def test_shared_experts_are_added_to_the_others(config, one_device, tokens):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -31,18 +32,47 @@ def start(settings, preset, make_mesh, devices=8, kind="explicit"):
     return models.build(settings, layout, mesh, jax.random.key(0)), mesh
 
 
-def train(model, mesh, tokens, lowering, steps, optimizer=OPTIMIZER, microbatches=1, **options):
-    """Losses of some steps on one batch, the last state, and the compiled step."""
+def prepare(model, mesh, tokens, lowering, steps, optimizer=OPTIMIZER, microbatches=1, **options):
+    """The compiled step, and its arguments: the first state, a batch and a key."""
     with jax.set_mesh(mesh), gspmd.lowering(lowering):
         state = step.initial_state(model, optimizer, steps, mesh, **options)
         batch, key = put(tokens, model.layout, mesh), jax.random.key(1)
         update = jit_step(step.training_step(model, optimizer, steps, microbatches, **options), state)
-        program = update.lower(state, batch, key).compile()
-        losses = []
-        for _ in range(steps):
-            state, figures = program(state, batch, key)
-            losses.append(float(figures["loss"]))
-    return np.array(losses), state, program
+        return update.lower(state, batch, key).compile(), state, batch, key
+
+
+def run(program, state, batch, key, steps):
+    """Losses of some steps on one batch, and the last state."""
+    losses = []
+    for _ in range(steps):
+        state, figures = program(state, batch, key)
+        losses.append(float(figures["loss"]))
+    return np.array(losses), state
+
+
+def train(model, mesh, tokens, lowering, steps, *rest, **options):
+    """Losses of some steps on one batch, the last state, and the compiled step."""
+    program, *arguments = prepare(model, mesh, tokens, lowering, steps, *rest, **options)
+    return *run(program, *arguments, steps), program
+
+
+def to_neighbours(rng, state):
+    """A state whose float32 parameters, or masters, are each the next float above or below, or stay."""
+
+    def moved(x):
+        if x.dtype != "float32":
+            return x
+        value = np.asarray(x)
+        neighbours = np.stack([value, np.nextafter(value, -np.inf), np.nextafter(value, np.inf)])
+        choice = rng.integers(3, size=(1, *x.shape))
+        return jax.device_put(np.take_along_axis(neighbours, choice, 0)[0], x.sharding)
+
+    params = {path: moved(x) for path, x in state.params.items()}
+    masters = getattr(state.optimizer, "masters", None)
+    if masters is None:
+        return replace(state, params=params)
+    moved_masters = {path: moved(x) for path, x in masters.items()}
+    return replace(state, params=params, optimizer=state.optimizer._replace(masters=moved_masters))
 
 
 def test_adapters_train_alone_as_on_one_device(config, make_mesh, tokens):
@@ -172,6 +202,14 @@ def test_frozen_patterns_are_checked(config):
         trained_paths(settings, layout, ("*",))
 
 
+def test_settings_of_adapters_without_a_rank_are_refused():
+    """The model would be trained whole, with no word of them."""
+    with pytest.raises(ValueError) as error:
+        LoraConfig(alpha=3.0, targets=("ffn.w_in",))
+    fact = "cannot be set where lora.rank is 0 and nothing has adapters; give lora.rank"
+    assert str(error.value) == f"lora.alpha and lora.targets {fact}"
+
+
 def test_targets_are_checked(config):
     with pytest.raises(ValueError, match=r"Did you mean 'attention\.w_q'\?"):
         LoraConfig(4, targets=("attention.q",))
@@ -179,11 +217,10 @@ def test_targets_are_checked(config):
         config(activation="gelu", lora=LoraConfig(4, targets=("ffn.w_gate",)))
 
 
-# Where a sum taken in another order rounds to another bfloat16, a parameter differs by 2^-8 of itself for a step.
 NARROW = {
-    "frozen": (1e-4, OPTIMIZER, {"frozen": ("embedding.*", "attention.w_q")}),
-    "bfloat16 parameters": (3e-4, OPTIMIZER, {"parameter_dtype": "bfloat16"}),
-    "int8 moments": (1e-4, replace(OPTIMIZER, moments="int8", moments_block=2), {}),
+    "frozen": (OPTIMIZER, {"frozen": ("embedding.*", "attention.w_q")}),
+    "bfloat16 parameters": (OPTIMIZER, {"parameter_dtype": "bfloat16"}),
+    "int8 moments": (replace(OPTIMIZER, moments="int8", moments_block=2), {}),
 }
 
 
@@ -202,17 +239,29 @@ def test_fifty_steps_are_those_of_one_device(config, make_mesh, tokens, name, pr
 
 @pytest.mark.slow
 def test_ten_steps_with_masters_are_those_of_one_device(config, make_mesh, tokens):
-    given = NARROW["bfloat16 parameters"][1:]
-    state = curves(config, make_mesh, tokens, "megatron-1d", "blocking", 10, 1e-4, *given)
+    given = NARROW["bfloat16 parameters"]
+    state = curves(config, make_mesh, tokens, "megatron-1d", "blocking", 10, *given)
     assert state.params["blocks.0.ffn.w_in"].dtype == "bfloat16"
     assert state.optimizer.masters["blocks.0.ffn.w_in"].dtype == "float32"
 
 
-def curves(config, make_mesh, tokens, preset, lowering, steps, bound, optimizer, options):
-    """The losses of a layout are those of one device; the state of the former."""
+def curves(config, make_mesh, tokens, preset, lowering, steps, optimizer, options):
+    """The losses of a layout are those of one device; the state of the former.
+
+    Narrow state amplifies rounding: where a sum in another order moves a moment across a boundary of int8, the moment
+    changes by 1/127 of its block's largest. So after ten steps the bound is what one device makes of it: three times
+    the most that four runs differ whose parameters begin at a neighbouring float, 0.4 to 2.1e-4 each for int8.
+    """
     settings = config(layers=1, remat="none")
     losses, state, _ = train(*start(settings, preset, make_mesh), tokens, lowering, steps, optimizer, **options)
-    wanted, _, _ = train(*start(settings, "replicated", make_mesh, 1), tokens, lowering, steps, optimizer, **options)
+    program, first, batch, key = prepare(
+        *start(settings, "replicated", make_mesh, 1), tokens, lowering, steps, optimizer, **options
+    )
+    beginnings = [first]  # copied for each run, since a step donates its state
+    beginnings += [to_neighbours(np.random.default_rng(seed), beginnings[0]) for seed in range(4)]
+    wanted, *nearby = (run(program, jax.tree.map(jnp.copy, state), batch, key, steps)[0] for state in beginnings)
+    bound = max(3 * max(abs(losses / wanted - 1).max() for losses in nearby), 1e-5)
+    np.testing.assert_allclose(losses[:10], wanted[:10], rtol=min(bound, 3e-5))
     np.testing.assert_allclose(losses, wanted, rtol=bound)
     assert losses[-1] < losses[0] - 0.1
     return state

@@ -58,7 +58,9 @@ def test_padding_has_no_effect_on_values_and_gets_no_gradient(
         if drawn is None:
             drawn = values
         for path in values if at is layout else ():
-            np.testing.assert_allclose(gather(values[path], rows[path]), drawn[path], rtol=1e-6, err_msg=path)
+            # Normal numbers near 0 are rounded as the uniform ones that they are made of, which have absolute errors.
+            got, close = gather(values[path], rows[path]), 1e-7 * np.abs(drawn[path]).max()
+            np.testing.assert_allclose(got, drawn[path], rtol=1e-6, atol=close, err_msg=path)
             assert values[path].shape == rows[path].shape
             is_real = pad(np.ones(rows[path].real_shape, bool), rows[path].padding)
             assert not np.any(values[path][~is_real])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import gspmd
 import gspmd_models as models
@@ -15,7 +16,7 @@ from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd.training import OptimizerConfig
 from gspmd_models import step
-from gspmd_models.objective import for_stages
+from gspmd_models.objective import check_lowering_of_stages, for_stages
 from tests.models.conftest import put
 
 STEPS = 50
@@ -120,3 +121,58 @@ def test_stages_are_gathered_outside_of_the_loss(config, make_mesh, one_device, 
         plan = gspmd.trace(run, models.arrays(model), ids)
         np.testing.assert_allclose(np.asarray(run(models.arrays(model), ids)), wanted, atol=2e-5)
     assert {(step.kind, step.axes) for step in plan.steps if "p" in step.axes} == {("all-gather", ("p",))}
+
+
+def test_a_model_whose_stages_are_gathered_keeps_its_weights_in_stages(config, make_mesh, axis_type):
+    layout, mesh = Layout.load("pipeline"), make_mesh({"p": 2, "x": 1, "y": 1, "z": 1}, axis_type)
+    with jax.set_mesh(mesh):
+        model = models.build(config(layers=2, moe=None), layout, mesh, jax.random.key(0))
+        before = {path: (id(x), x.sharding) for path, x in models.arrays(model).items()}
+        model.stacked()
+        jax.make_jaxpr(lambda: [leaf.get_value() for _, leaf in nnx.to_flat_state(model.stacked()[1])])()
+        assert {path: (id(x), x.sharding) for path, x in models.arrays(model).items()} == before
+
+
+@pytest.mark.parametrize("elsewhere", [None, "device", "mesh"])
+def test_ids_that_lie_elsewhere_are_refused_with_where_they_belong(config, make_mesh, elsewhere):
+    layout, mesh = Layout.load("pipeline"), make_mesh({"p": 1, "x": 2, "y": 1, "z": 1})
+    with jax.set_mesh(mesh):
+        model, ids = models.build(config(moe=None), layout, mesh, jax.random.key(0)), np.zeros((2, 4), np.int32)
+        if elsewhere:
+            other = jax.sharding.Mesh(jax.devices()[2:4], "x", axis_types=(jax.sharding.AxisType.Explicit,))
+            ids = jax.device_put(
+                ids, jax.devices()[3] if elsewhere == "device" else jax.NamedSharding(other, jax.P("x"))
+            )
+        with pytest.raises(SpecError, match="B_xL") as error:
+            model(ids)
+    remedy = "gspmd.annotate(x, 'B_xL')" if elsewhere else "gspmd.reshard(x, 'BL -> B_xL')"
+    assert f"by {remedy}" in str(error.value) or f": {remedy}" in str(error.value)
+
+
+def test_the_only_layer_of_a_stage_gathers_its_weights_once_and_that_is_planned(config, make_mesh):
+    """The gather was planned for every tick, and compiled before the loop over them."""
+    layout = Layout.load("pipeline").override({"ffn.w_in": "E_xF_y", "ffn.in_via": "B_xLE, EF_y"})
+    mesh, optimizer = make_mesh({"p": 2, "x": 2, "y": 1, "z": 1}), OptimizerConfig()
+    small = config(layers=2)
+    with jax.set_mesh(mesh), gspmd.lowering("blocking"):
+        model = models.abstract(small, layout, mesh)
+        state = step.abstract_state(model, optimizer, STEPS, mesh)
+        update = jax.jit(step.training_step(model, optimizer, STEPS, 2))
+        arguments = state, models.abstract_batch(layout, mesh, 8, 16), models.abstract_key(mesh)
+        comparison = gspmd.ledger(update.lower(*arguments).compile()).compare(gspmd.trace(update, *arguments))
+    assert comparison.agrees, comparison
+
+
+@pytest.mark.parametrize(
+    ("axis_type", "schedule", "lowerings"),
+    [
+        ("explicit", "1f1b", {"default": "xla"}),
+        ("auto", "gpipe", {"default": "xla"}),  # gradients are partial sums, which Explicit axes have
+        ("explicit", "zero-bubble", {"embedding": "xla", "moe": "xla"}),
+    ],
+)
+def test_lowering_xla_is_not_refused_where_stages_have_it(axis_type, schedule, lowerings, make_mesh):
+    layout = Layout.load("pipeline").override({f"lowering.{part}": name for part, name in lowerings.items()})
+    check_lowering_of_stages(
+        models.ModelConfig(moe=None), layout, make_mesh({"p": 2, "x": 2, "y": 2}, axis_type), schedule
+    )

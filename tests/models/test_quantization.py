@@ -180,3 +180,29 @@ def test_a_prompt_is_read_and_continued_with_int8(cache, config, make_mesh):
             found.append(logits)
     want = on_one_device(settings, scaled_up(model), make_mesh)[:, READ - 1 :]
     assert off(np.stack(found, axis=1), want) < (0.02 if cache else 1e-5)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("embed", [64, 512])
+def test_a_channel_that_is_not_finite_has_a_scale_that_is_not(value, embed, config, make_mesh):
+    """And no other channel; in wide ones XLA's maximum passes over a NaN."""
+    model, _, mesh = made("replicated", config(embed=embed, block="parallel"), make_mesh)
+    values = models.arrays(model)
+    with jax.set_mesh(mesh):
+        values["blocks.0.ffn.w_in"] = values["blocks.0.ffn.w_in"].at[0, 3, 5].set(value)
+        values["blocks.0.attention.w_o"] = values["blocks.0.attention.w_o"].at[1, 1, 1, 7].set(value)
+        quantized = models.arrays(models.quantize(models.with_arrays(model, values)))
+    faulty = {path: np.argwhere(~np.isfinite(x)).tolist() for path, x in quantized.items()}
+    # w_o and w_out of a parallel block have their scales in common
+    assert {path: at for path, at in faulty.items() if at} == {
+        "blocks.0.ffn.s_in": [[0, 5]], "blocks.0.ffn.s_out": [[1, 7]]
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("place", [np.asarray, lambda x: jax.device_put(x, jax.devices()[0])], ids=["numpy", "device"])
+def test_weights_on_no_mesh_are_refused(place, config, make_mesh):
+    model, layout, _ = made("replicated", config(), make_mesh)
+    values = {path: place(np.asarray(x)) for path, x in models.arrays(model).items()}
+    loose = models.Transformer(model.config, layout, nested(values), jnp.float32)
+    with pytest.raises(ValueError, match="parameters lie on no mesh"):
+        models.quantize(loose)

@@ -51,3 +51,17 @@ def test_a_model_whose_sequences_are_cut_takes_and_gives_the_order_of_positions(
         where = jax.NamedSharding(mesh, layout.spec("embedding.tokens").partition_spec())
         got, _ = jax.jit(placed(alone, layout, mesh))(jax.device_put(ids, where))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_queries_that_are_cut_along_the_sequence_are_turned_without_a_collective(config, make_mesh):
+    """One constant of angles served whole keys too, and was gathered for them in every layer."""
+    layout = Layout.load("megatron-1d").override({"attention.query": "B_xL_zH_yD", "attention.key": "B_xLK_yD"})
+    small, mesh = config(), make_mesh({"x": 1, "y": 2, "z": 2})
+    layout.check(small.sizes(BATCH, LENGTH), mesh)
+    with jax.set_mesh(mesh), gspmd.lowering("blocking"):
+        model = models.abstract(small, layout, mesh)
+        slope = jax.grad(lambda values, ids: models.loss(models.with_arrays(model, values), ids)[0])
+        arguments = models.arrays(model), models.abstract_batch(layout, mesh, BATCH, LENGTH)
+        ledger = gspmd.ledger(jax.jit(slope).lower(*arguments).compile())
+        comparison = ledger.compare(gspmd.trace(slope, *arguments))
+    assert comparison.agrees, comparison

@@ -193,3 +193,69 @@ def test_a_form_without_slots_is_refused():
     routing = route(jnp.zeros((1, 4, 8)), MoEConfig())
     with pytest.raises(ValueError, match=r"'dropless'\.\n  Choose from sort, onehot; dropless has no slots"):
         dispatch(jnp.ones((1, 4, 2)), routing, 8, 1, form="dropless")
+
+
+BAD = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
+
+
+@pytest.fixture(scope="module")
+def sparse():
+    """Two groups of 6 tokens, some without a slot, and an expert that nobody chose: tokens, their routing, slots."""
+    config = MoEConfig(experts=4, router="gshard", capacity_factor=0.75)
+    logits = jax.random.normal(jax.random.key(0), (2, 6, 4)).at[..., 3].set(-30.0)
+    routing = route(logits, config)
+    assert not routing.kept.all()
+    assert not np.any(np.asarray(routing.expert)[np.asarray(routing.kept)] == 3)
+    return jax.random.normal(jax.random.key(1), (2, 6, 3)), routing, config.capacity(6)
+
+
+def _values_and_gradients(form, x, routing, capacity, spoil):
+    """Slots and answers, with the gradients of tokens, of the experts' answers and of gates; `spoil` changes some."""
+    slots, back = jax.vjp(lambda x: dispatch(x, routing, 4, capacity, form=form), spoil.get("x", lambda x: x)(x))
+    answers = spoil.get("answers", lambda y: y)(jnp.sin(slots))
+    y, pull = jax.vjp(lambda y, gate: combine(y, replace(routing, gate=gate), form=form), answers, routing.gate)
+    of_answers, of_gate = pull(spoil.get("cotangent", lambda y: y)(jnp.cos(y)))
+    return slots, y, of_answers, of_gate, *back(spoil.get("of_slots", lambda y: y)(of_answers))
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("where", ["x", "answers", "cotangent", "of_slots"])
+def test_what_is_not_finite_reaches_the_same_places_by_either_form(sparse, where, bad):
+    x, routing, capacity = sparse
+    place = {"x": (1, 2, 1), "answers": (0, 1, 0, 2), "cotangent": (1, 0, 0), "of_slots": (0, 0, 0, 0)}
+    spoil = {where: lambda array: array.at[place[where]].set(BAD[bad])}
+    found = [_values_and_gradients(form, x, routing, capacity, spoil) for form in FORMS]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *found)
+    assert not all(np.isfinite(array).all() for array in found[0])
+
+
+@by_form
+def test_an_expert_that_got_no_token_spoils_nothing(sparse, form):
+    x, routing, capacity = sparse
+    spoil = {name: lambda array: array.at[:, 3].set(jnp.nan) for name in ("answers", "of_slots")}
+    found = _values_and_gradients(form, x, routing, capacity, spoil)
+    assert all(np.isfinite(array).all() for array in found)
+    jax.tree.map(close, found, _values_and_gradients(form, x, routing, capacity, {}))
+
+
+@by_form
+def test_a_token_that_is_not_finite_spoils_its_own_output_alone(sparse, form):
+    x, routing, capacity = sparse
+    y = combine(dispatch(x.at[1, 2].set(jnp.nan), routing, 4, capacity, form=form), routing, form=form)
+    spoiled = np.zeros((2, 6), bool)
+    spoiled[1, 2] = np.asarray(routing.kept)[1, 2].any()
+    assert spoiled.any()
+    np.testing.assert_array_equal(np.isnan(y).any(-1), spoiled)
+
+
+@by_form
+def test_a_routing_without_choices_sends_no_token_and_answers_0(form):
+    none, x = jnp.zeros((1, 3, 0)), jnp.ones((1, 3, 4))
+    routing = Routing(none.astype(int), none.astype(int), none, none.astype(bool), {})
+
+    def answers(x):
+        return combine(1.0 + dispatch(x, routing, 2, 2, form=form), routing, form=form)
+
+    assert not np.any(dispatch(x, routing, 2, 2, form=form))
+    assert answers(x).tolist() == [[[0.0] * 4] * 3]
+    assert not np.any(jax.grad(lambda x: answers(x).sum())(x))

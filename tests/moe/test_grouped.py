@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gspmd.moe.dropless.grouped import grouped_matmul
-from gspmd.moe.platform import BLOCKS
+from gspmd.moe.platform import BLOCKS, grouped_form
 
 E, F = 3, 5
 LARGE, SMALL = BLOCKS
@@ -105,3 +105,9 @@ def test_faults_are_named():
         grouped_matmul(rows, weights, jnp.array([1, 1, 1]), form="padded")
     with pytest.raises(ValueError, match=r"found \(4, 2\), \(3, 2, 5\), \(2,\)"):
         grouped_matmul(rows, weights, jnp.array([1, 1]))
+
+
+@pytest.mark.parametrize(("platform", "form"), [("cpu", "blocks"), ("gpu", "blocks"), ("tpu", "ragged")])
+def test_the_compilers_own_grouped_product_is_taken_where_it_is_none_of_every_expert(platform, form, monkeypatch):
+    monkeypatch.setattr("gspmd.moe.platform.current_platform", lambda: platform)
+    assert grouped_form() == form

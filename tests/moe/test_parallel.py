@@ -131,7 +131,7 @@ def test_rows_that_would_have_to_move_are_refused(_, section, wrong, make_mesh):
         f"    {wrong}",
         f"    {'^' * len(wrong)}",
         "  rows, sorted by expert, stay where they arrive: G, X and C have to lie as in 'GX_xCE'.",
-        "  Change that spec or pin it by a via, or use dispatch 'sort'.",
+        "  Change that spec, or pin it by the layout's moe.in_via, or use dispatch 'sort'.",
     ]
 
 

@@ -10,6 +10,8 @@ import pytest
 
 import gspmd
 from gspmd.hardware.links import wire_bytes
+from gspmd.lowerings.partitioner import may_abort
+from tests.references.compiled import group_size
 
 _INSTRUCTION = re.compile(
     r"= (?P<type>\(.*?\)|\S+) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
@@ -23,7 +25,7 @@ def sent(text: str) -> dict[tuple[str, int], tuple[int, int]]:
     for line in text.splitlines():
         found = _INSTRUCTION.search(line)
         if found:
-            kind, group = found["kind"], _group(line)
+            kind, group = found["kind"], 0 if "source_target_pairs" in line else group_size(line)
             arrays = [_bytes(array) for array in _ARRAY.finditer(found["type"])]
             if kind == "all-to-all":  # a tuple of the parts that one array is cut into
                 arrays = [sum(arrays)]
@@ -31,12 +33,6 @@ def sent(text: str) -> dict[tuple[str, int], tuple[int, int]]:
             counts[kind, group] += len(arrays)
             total[kind, group] += sum(wire_bytes(kind, group, size * scale) for size in arrays)
     return {key: (counts[key], total[key]) for key in counts}
-
-
-def _group(line: str) -> int:
-    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
-    counted = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
-    return listed[1].count(",") + 1 if listed else int(counted[1]) if counted else 0
 
 
 def _bytes(array: re.Match) -> int:
@@ -95,7 +91,7 @@ def check_form(make_mesh, place):
         assert got[0].sharding.is_equivalent_to(placed[0].sharding, got[0].ndim)
         for at, gradient in zip(wrt, got[1]):
             assert gradient.sharding.is_equivalent_to(placed[at + 1].sharding, gradient.ndim)
-        if lowering == "blocking":
+        if lowering == "blocking" or (lowering == "xla" and may_abort(mesh.shape)):  # rings merge arrays in one permute
             assert sent(compiled.as_text()) == _by_group(planned, dict(mesh.shape))
         return {key: count for key, (count, _) in planned.items()}
 

@@ -150,13 +150,14 @@ def test_what_is_kept_is_not_computed_again(on_tpu, make_mesh):
     arrays = _arrays(130, 2, 1, 64)
 
     def kernels(*kept):
-        def layer(q, _):
-            y = attention(checkpoint_name(q, "q"), *arrays[1:], "BLHD", "BTKD")
+        def layer(q, keys):
+            y = attention(checkpoint_name(q, "q"), *keys, "BLHD", "BTKD")
             return jnp.sin(y), None
 
         policy = jax.checkpoint_policies.save_only_these_names(*kept)
         stacked = jax.checkpoint(layer, policy=policy)
-        return _kernels(jax.grad(lambda q: jax.lax.scan(stacked, q, None, length=2)[0].sum()), arrays[0])
+        total = lambda q, *keys: jax.lax.scan(stacked, q, [jnp.stack([x, x]) for x in keys])[0].sum()  # noqa: E731
+        return _kernels(jax.grad(total, argnums=(0, 1, 2)), *arrays)
 
     forward, *backward = "splash_mqa_fwd_residuals", "splash_mqa_dq_no_residuals", "splash_mqa_dkv_no_residuals"
     with jax.set_mesh(make_mesh({"x": 1}, "auto")), gspmd.lowering("blocking"):

@@ -9,6 +9,7 @@ import pytest
 
 import gspmd
 from gspmd.ops._embedding import embed
+from tests.references.own_process import faults
 
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(0, 24, size=(4, 6)).astype(np.int32)
@@ -178,3 +179,9 @@ def test_scales_come_with_the_dtype_of_what_is_scaled(make_mesh):
         look = lambda scales: embed(jnp.asarray(IDS), table, "BL, VE -> BLE", scales=scales, dtype=jnp.float32)  # noqa: E731
         with pytest.raises(gspmd.PlanError, match="rows of an int8 table have no gradient"):
             jax.grad(lambda scales: look(scales).sum())(jnp.ones(24))
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_lookups_of_stages_are_planned_under_xla_too(kind):
+    """In a process of its own, which XLA would end on this gather: docs/compiler.md."""
+    assert faults([("random_operations:check_lookup_in_stages", [kind])]) == []

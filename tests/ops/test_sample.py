@@ -7,6 +7,7 @@ import pytest
 
 import gspmd
 from gspmd import ops
+from gspmd.lowerings.partitioner import may_abort
 from gspmd.ops._threshold import mass, words
 
 RNG = np.random.default_rng(0)
@@ -103,7 +104,8 @@ def test_tokens_are_those_of_plain_numpy(mesh, spec, settings, planned, lowering
         mesh=mesh, axis_type=axis_type, lowering=lowering, wrt=(),
     )  # fmt: skip
     axes = tuple(sorted(gspmd.Spec.parse(spec).axes_of("V")))
-    assert counted == ({("all-reduce", axes): planned} if planned and lowering == "blocking" else {})
+    plans = lowering == "blocking" or may_abort(mesh)
+    assert counted == ({("all-reduce", axes): planned} if planned and plans else {})
 
 
 def drawn(mesh, logits, spec="BV_x", lowering="blocking", **settings):

@@ -383,7 +383,7 @@ ERRORS = [
         (
             {"sizes": SIZES | {"E": wrong}},
             SpecError,
-            f"cannot shard 'BE_x, EF -> BF' for the sizes B=8, E={wrong}, F=32\n"
+            f"cannot shard 'BE_x, EF -> BF' for the sizes B=8, E={wrong!r}, F=32\n"
             "    BE_x, EF -> BF\n     ^^^\n"
             f"  dimension E has size {wrong!r}.\n  A size is a whole number, and not negative.\n"
             "  The same in 1 more place: 'E'.",
@@ -397,6 +397,11 @@ ERRORS = [
         "    BE_x, EF -> BF\n    ^\n"
         f"  dimension B has size {2**40}.\n  No array has a dimension of 2^40 or more.\n"
         "  The same in 1 more place: 'B'.",
+    ),
+    (
+        {"mesh": {"x": 2**20, "y": 2**20}},
+        SpecError,
+        f"no machine has a mesh x={2**20}, y={2**20}.\n  A mesh has fewer than 2^40 devices.",
     ),
     (
         {"sizes": {"B": 8, "F": 2}},

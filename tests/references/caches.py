@@ -93,12 +93,12 @@ def random_spec(rng, dims, sizes, mesh):
     return str(gspmd.Spec(tuple(dims), tuple(tuple(axes[dim]) for dim in dims)))
 
 
-def random_case(seed):
-    """A mesh, and a case on it with the dimensions of the cache in any order."""
+def random_case(seed, mesh=None, factor=1):
+    """A mesh, and a case on it with the dimensions of the cache in any order, some of them `factor` times as long."""
     rng = np.random.default_rng(seed)
-    mesh = MESHES[seed % 3]
+    mesh = mesh or MESHES[seed % 3]
     sizes = {
-        dim: int(rng.choice(some))
+        dim: int(rng.choice(some)) * (factor if dim in "BT" or (dim == "K" and factor > 1 and rng.integers(2)) else 1)
         for dim, some in zip("BLTKD", ((2, 4, 8, 1), (1, 2, 3, 4), (8, 4, 1, 16), (1, 2, 3, 4), (2, 4, 1)))
     }
     sizes["H"] = sizes["K"] * int(rng.choice((1, 2, 4, 8, 3)))

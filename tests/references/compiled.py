@@ -47,7 +47,7 @@ def _found(text: str) -> list[tuple[str, int, int]]:
         for line in lines:
             if match := _COLLECTIVE.search(line):
                 arrays = [prod(_numbers(a["shape"])) * int(a["bits"]) // 8 for a in _ARRAY.finditer(match["type"])]
-                kind, group = match["kind"], _group(line)
+                kind, group = match["kind"], group_size(line)
                 if kind == "all-to-all":  # a tuple of the parts that one array is cut into
                     arrays = [sum(arrays)]
                 grown = group if kind == "reduce-scatter" else 1
@@ -85,7 +85,8 @@ def _numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",") if n]
 
 
-def _group(line: str) -> int:
+def group_size(line: str) -> int:
+    """How many devices a collective's groups have; of a permute, which has pairs, 2."""
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     counted = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
     if listed:

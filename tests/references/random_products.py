@@ -4,6 +4,7 @@ Unlike those of random_equations.py, nearly every mesh axis shards something in 
 product seldom agree; that is where XLA's partitioner has been seen to be wrong.
 """
 
+from collections.abc import Sequence
 from math import lcm, prod
 
 import numpy as np
@@ -11,21 +12,23 @@ import numpy as np
 from gspmd.annotate import Equation, Operand, Spec, Term
 from tests.references.random_equations import Case
 
-MESHES = ((3, 2), (2, 3), (4, 2), (2, 2, 2), (8,), (5,), (3,))
+Meshes = Sequence[tuple[int, ...]]
+MESHES: Meshes = ((3, 2), (2, 3), (4, 2), (2, 2, 2), (8,), (5,), (3,))
 FORMS = ("product", "product", "product", "product", "move", "group", "sum")
 
 
-def draw(seed: int, form: str | None = None) -> Case:
+def draw(seed: int, form: str | None = None, meshes: Meshes = MESHES, lowerings: Sequence[str] = ("xla",)) -> Case:
     """The case of a seed; a failing one is run again by its number."""
     rng = np.random.default_rng(seed)
-    mesh = dict(zip("xyz", MESHES[rng.integers(len(MESHES))]))
+    mesh = dict(zip("xyz", meshes[rng.integers(len(meshes))]))
     axis_type = ("explicit", "auto")[rng.integers(2)]
     equation = _equation(rng, form or FORMS[rng.integers(len(FORMS))], tuple(mesh))
     sizes = {}
     for dim in sorted({dim for spec in equation.specs for dim in spec.dims}):
         parts = [prod(mesh[a] for a in spec.axes_of(dim)) for spec in equation.specs if dim in spec.dims]
         sizes[dim] = lcm(*parts) * int(rng.integers(1, 3))
-    return Case(str(equation), tuple(sizes.items()), tuple(mesh.items()), axis_type, "xla")
+    lowering = lowerings[rng.integers(len(lowerings))]
+    return Case(str(equation), tuple(sizes.items()), tuple(mesh.items()), axis_type, lowering)
 
 
 def _equation(rng, form: str, axes: tuple[str, ...]) -> Equation:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from gspmd.layouts import Layout
-from gspmd_models.search.parts.global_norm import NORM
+from gspmd.search.finding import NORM
 
 
 def layout_of(lines, folder: Path, axes: tuple[str, ...] = ("x", "y", "z")) -> Layout:

@@ -16,8 +16,8 @@ from gspmd.moe import MoEConfig
 from gspmd.moe.dropless.rows import most_rows
 from gspmd.moe.experts.work import Buffers, Work, products
 from gspmd.search import NothingFits, Search
-from gspmd_models.search.answers.document import remarks
-from gspmd_models.search.answers.presets import placed_presets
+from gspmd.search.answers.document import remarks
+from gspmd.search.answers.presets import placed_presets
 from gspmd_models.search.training import TrainingProblem
 from gspmd_models.search.workload import Workload
 from tests.references.models import WIDE
@@ -117,7 +117,7 @@ def test_a_found_layout_trains_as_one_device_does(share, tmp_path):
         answer = Search(held.within(share * held.free.bytes)).best()
     except NothingFits:
         answer = held.least
-    layout, sizes = loaded(written(held, answer), tmp_path), held.phase.costs.mesh
+    layout, sizes = loaded(written(held, answer), tmp_path), held.phase.case.mesh
     found = losses(config, layout, sizes, 50)
     wanted = losses(config, Layout.load("replicated"), {"x": 1, "y": 1, "z": 1}, 50)
     assert wanted[-1] < wanted[0] - 0.05
@@ -131,6 +131,6 @@ def test_random_layouts_of_the_space_train_as_one_device_does(seed, tmp_path):
     held = candidate(config, (("x", 2), ("y", 2), ("z", 2)) if seed % 2 else (("x", 4), ("y", 2)))
     picks = drawn(held.unlimited, random.Random(seed))
     answer = Search(held.unlimited).best(fixed=picks)
-    found = losses(config, loaded(written(held, answer), tmp_path), held.phase.costs.mesh, 5)
+    found = losses(config, loaded(written(held, answer), tmp_path), held.phase.case.mesh, 5)
     wanted = losses(config, Layout.load("replicated"), {"x": 1, "y": 1, "z": 1}, 5)
     np.testing.assert_allclose(found, wanted, rtol=1e-4)

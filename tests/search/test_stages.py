@@ -19,10 +19,14 @@ from gspmd.layouts import Layout
 from gspmd.layouts.rules.stages import data_axes
 from gspmd.moe import MoEConfig
 from gspmd.pipeline import Schedule
-from gspmd.search import Search
+from gspmd.planner.unknown import unknowns_in
+from gspmd.search import Problem, Search
+from gspmd.search.finding import NORM
+from gspmd.search.held import HeldArray
 from gspmd.search.stages import NoSplit, Stage, split
 from gspmd.training import OptimizerConfig
 from gspmd_models import ModelConfig, abstract, abstract_batch, abstract_key, step
+from gspmd_models.finetuning.config import LoraConfig
 from gspmd_models.search.pipeline import StageProblem
 from gspmd_models.search.stages import sheet, table
 from gspmd_models.search.workload import Workload
@@ -163,82 +167,126 @@ def problem_of(config: ModelConfig, microbatches: int = 1, side: tuple[str, ...]
     return StageProblem(Workload(config, CHIP, BATCH, LENGTH, microbatches=microbatches), stages, INSIDE, side)
 
 
-def traced(config: ModelConfig, layout: Layout, microbatches: int):
-    mesh = topology("tpu-v5p:2x2x2").mesh({"p": 2, **INSIDE})
+def step_of(found: StageProblem, layout: Layout):
+    """A step in stages, with its mesh, a compiler's topology, and its arguments."""
+    case = found.case
+    mesh = topology(f"tpu-v5p:{case.stages}x2x2").mesh({"p": case.stages, **INSIDE})
     with jax.set_mesh(mesh), gspmd.lowering("blocking"):
-        model = abstract(config, layout, mesh, "bfloat16")
+        model = abstract(case.config, layout, mesh, "bfloat16")
         state = step.abstract_state(model, OptimizerConfig(), 10, mesh)
-        update = step.training_step(model, OptimizerConfig(), 10, microbatches)
-        return gspmd.trace(update, state, abstract_batch(layout, mesh, BATCH, LENGTH), abstract_key(mesh))
+        update = step.training_step(model, OptimizerConfig(), 10, case.microbatches)
+        return mesh, update, (state, abstract_batch(layout, mesh, BATCH, LENGTH), abstract_key(mesh))
+
+
+def traced(found: StageProblem, layout: Layout):
+    mesh, update, arguments = step_of(found, layout)
+    with jax.set_mesh(mesh), gspmd.lowering("blocking"):
+        return gspmd.trace(update, *arguments)
+
+
+def planned(found: StageProblem, problem: Problem, picks: dict[str, int]) -> float:
+    """Seconds of planned steps: tables by place, and the norm of all gradients."""
+    question = found.question
+    at = [picks[option.name] for option in question.prices.choices]
+    tables = sum(float(table[tuple(at[number] for number in of)]) for of, table in question.planned)
+    return tables + float(problem.seconds_of(picks).get(NORM, 0.0))
 
 
 @pytest.mark.parametrize(
-    ("config", "remat", "microbatches", "side", "seed"),
+    ("config", "remat", "microbatches", "side", "stages"),
     [
-        (DENSE, "full", 4, (), 0),
+        (DENSE, "full", 4, (), 2),
+        (DENSE, "none", 2, ("y",), 2),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
-                (DENSE, "none", 4, ("x", "y"), None), (DENSE, "dots", 4, ("x",), 1), (DENSE, "selective", 1, ("y",), 2),
-                (DENSE, "none", 2, ("y",), 3), (ROUTED, "none", 4, (), None), (ROUTED, "full", 2, (), None),
-                (replace(ROUTED, tied=False, moe=replace(ROUTED.moe, shared=2)), "full", 2, (), None),
-                (replace(ROUTED, tied=False, moe=replace(ROUTED.moe, shared=2)), "dots", 4, (), 4),
-                (ROWS, "dots", 4, (), 4), (ROWS, "none", 2, (), None),
+                (DENSE, "none", 4, ("x", "y"), 2), (DENSE, "dots", 4, ("x",), 4),
+                (replace(DENSE, block="parallel", qkv_bias=True), "none", 4, ("x",), 2),
+                (replace(DENSE, ffn_bias=True, tied=True), "full", 8, (), 4),
+                (ROUTED, "none", 4, (), 2), (ROUTED, "full", 2, (), 2),
+                (replace(ROUTED, tied=False, moe=replace(ROUTED.moe, shared=2)), "dots", 4, (), 2),
+                (ROWS, "dots", 4, (), 2), (ROWS, "none", 2, (), 2),
             ]
+        ),
+        # With one microbatch some ticks compute the same, which compilers and the trace do once: up to 1.2%.
+        pytest.param(
+            DENSE, "selective", 1, ("y",), 2,
+            marks=[pytest.mark.slow, pytest.mark.xfail(strict=True, reason="ticks that are alike are priced apart")],
         ),
     ],
 )  # fmt: skip
-def test_a_pipeline_costs_what_its_training_step_is_traced_to(
-    config, remat, microbatches, side, seed, only_planned, tmp_path
-):
+def test_a_pipeline_costs_what_its_training_step_is_traced_to(config, remat, microbatches, side, stages, tmp_path):
     pytest.importorskip("libtpu")
-    config = replace(config, remat=remat)
-    found = problem_of(config, microbatches, side)
-    problem = found.problem()
-    picks = Search(problem).best().picks if seed is None else drawn(problem, random.Random(seed))
-    layout = layout_of(found.lines(picks), tmp_path, ("p", *INSIDE))
-    layout.check(config.sizes(BATCH, LENGTH), {"p": 2, **INSIDE})
-    if not config.moe:
-        assert data_axes(layout) == side
-    plan = traced(config, layout, microbatches)
-    assert problem.cost(picks) == pytest.approx(plan.seconds, rel=0.012)
-    residual = found.choices["residual"][picks["residual"]]
+    found = problem_of(replace(config, remat=remat), microbatches, side, stages)
+    problem, rng = found.problem(), random.Random(0)
+    for number in range(4):
+        picks = drawn(problem, rng) if number else Search(problem).best().picks
+        layout = layout_of(found.lines(picks), tmp_path, ("p", *INSIDE))
+        layout.check(config.sizes(BATCH, LENGTH), {"p": stages, **INSIDE})
+        if not config.moe:
+            assert data_axes(layout)[: len(side)] == side
+        if config.moe or data_axes(layout) == side:
+            plan = traced(found, layout)
+            # a picosecond for each step is rounded up
+            assert planned(found, problem, picks) == pytest.approx(plan.seconds, rel=2e-6)
     # Two stages have one slot less to send back in: after the last, nobody takes it; nor the only one's last result.
-    sends = 2 * (microbatches + 1) - 1 - (microbatches == 1)
+    sends = 2 * (microbatches + stages - 1) - (stages == 2) - (microbatches == 1)
     sent = sum(each.wire_bytes for each in plan.steps if (each.kind, each.axes) == ("collective-permute", ("p",)))
-    assert sent == sends * found.costs.local(residual) * 2
+    held = layout.spec("ffn.residual").local_shape((BATCH // microbatches, LENGTH, config.embed), INSIDE)
+    assert sent == sends * math.prod(held) * 2
 
 
-def test_where_pipelines_run_side_by_side_nothing_else_lies(tmp_path):
+MEDIUM = replace(DENSE, vocabulary=8192, embed=1024, feed_forward=4096)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "remat", "microbatches", "side", "stages"),
+    [(MEDIUM, "none", 4, ("x",), 2), (ROUTED, "full", 4, (), 2)],
+)
+def test_a_pipeline_holds_what_the_compiler_says(config, remat, microbatches, side, stages, tmp_path):
+    pytest.importorskip("libtpu")
+    found = problem_of(replace(config, remat=remat), microbatches, side, stages)
+    answer = Search(found.problem()).best()
+    layout = layout_of(found.lines(answer.picks), tmp_path, ("p", *INSIDE))
+    mesh, update, arguments = step_of(found, layout)
+    with jax.set_mesh(mesh), gspmd.lowering("blocking"):
+        compiled = jax.jit(update, donate_argnums=0).lower(*arguments).compile()
+    assert answer.bytes == pytest.approx(compiled.memory_analysis().peak_memory_in_bytes, rel=0.16)
+
+
+def test_where_pipelines_run_side_by_side_nothing_but_the_optimizer_lies(tmp_path):
     found = problem_of(DENSE, 4, ("y",))
     problem, rng = found.problem(), random.Random(0)
+    shards = 0
     for _ in range(20):
         layout = layout_of(found.lines(drawn(problem, rng)), tmp_path, ("p", *INSIDE))
         assert data_axes(layout)[:1] == ("y",)
+        shards += "y" in layout.optimizer("ffn.w_in")
+    assert shards
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
 def test_a_stage_holds_the_inputs_that_its_schedule_says(microbatches):
     found = problem_of(DENSE, microbatches)
-    term = next(term for term in found.terms if term.name == "stream: residual")
-    held = [found.costs.local(spec) * 2 for spec in found.choices["residual"]]
-    assert term.bytes.tolist() == [Schedule.of("1f1b", 2, microbatches).in_flight * each for each in held]
+    waiting = Schedule.of("1f1b", 2, microbatches).in_flight
+    stream = BATCH // microbatches * LENGTH * DENSE.embed * 2
+    over = unknowns_in(found.question.lines.spec("ffn.residual", "BLE"))
+    assert HeldArray(waiting * stream, tuple(sorted(over))) in found.question.others
 
 
 @pytest.fixture(scope="module")
 def pipelines():
-    return table(Workload(DENSE, CHIP, BATCH, LENGTH), (2, 4), 95e9, microbatches=(4, 8, 48))
+    return table(Workload(DENSE, CHIP, BATCH, LENGTH), (8,), 95e9, microbatches=(4, 8, 48))
 
 
 def test_a_row_is_its_slots_and_what_comes_once(pipelines):
     assert [(row.stages, row.microbatches) for row in pipelines.rows] == [(2, 4), (2, 8), (4, 4), (4, 8)]
     for row in pipelines.rows:
-        once = sum(
-            seconds
-            for name, seconds in row.problem.problem().seconds_of(row.answer.picks).items()
-            if name.startswith(("stored", "summed", "norm of", "gradients of"))
-        )
-        assert row.split.seconds + once == pytest.approx(row.answer.seconds, rel=1e-9)
+        slots = row.problem.apart(row.answer.picks)
+        assert slots.once > 0
+        assert min(slots.first, slots.last, slots.sent, slots.layers) >= 0
+        assert row.split.seconds + slots.once == pytest.approx(row.answer.seconds, rel=1e-9)
         waits = 1 - row.microbatches * row.split.slowest / row.split.seconds
         assert row.bubble == pytest.approx(waits) == Schedule.of("1f1b", row.stages, row.microbatches).bubble
         assert math.prod(row.mesh.values()) == 8
@@ -262,7 +310,7 @@ def test_the_found_pipeline_is_a_layout(pipelines, tmp_path):
 
 def test_the_table_says_what_fits(pipelines):
     least = min(row.answer.bytes for row in pipelines.rows)
-    tight = table(Workload(DENSE, CHIP, BATCH, LENGTH), (2, 4), 0.2 * least, microbatches=(4,))
+    tight = table(Workload(DENSE, CHIP, BATCH, LENGTH), (8,), 0.2 * least, microbatches=(4,))
     assert tight.best is None
     assert not tight.free
     assert all(row.least > 0.2 * least and not row.lines for row in tight.rows)
@@ -278,24 +326,10 @@ def test_the_table_says_what_fits(pipelines):
     [
         (DENSE, 3, (), "cannot split 4 stacked layers into 3 stages"),
         (ROUTED, 2, ("x",), "cannot search stages of this model: it has experts and pipelines side by side"),
-        (
-            replace(ROUTED, moe=replace(ROUTED.moe, groups=4)),
-            2,
-            (),
-            "model: it has experts and 4 groups of tokens",
-        ),
+        (replace(ROUTED, moe=replace(ROUTED.moe, groups=4)), 2, (), "model: it has experts and 4 groups of tokens"),
+        (replace(DENSE, lora=LoraConfig(4)), 2, (), "model: some of its parameters are not trained"),
     ],
 )
 def test_what_makes_no_stages_is_refused(config, stages, side, told):
     with pytest.raises(PlanError, match=told):
         problem_of(config, 1, side, stages)
-
-
-def test_stages_hold_the_gathered_weights_that_training_holds():
-    """Without remat every layer's are kept until the backward pass has come to it."""
-    held = {}
-    for remat in ("none", "full"):
-        found = problem_of(replace(DENSE, remat=remat))
-        term = next(term for term in found.terms if term.name == "ffn.in_via: ffn.w_in 0")
-        held[remat] = np.max(term.bytes)
-    assert held["none"] == DENSE.layers // 2 * held["full"]

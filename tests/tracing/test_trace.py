@@ -157,6 +157,33 @@ def test_what_nobody_uses_is_not_counted(arguments):
     assert plan.steps == ()
 
 
+@jax.custom_vjp
+def _sine(x, w):
+    return jnp.sin(x)
+
+
+_sine.defvjp(lambda x, w: (jnp.sin(x), x), lambda x, cotangent: (cotangent * jnp.cos(x), None))
+
+
+@jax.custom_jvp
+def _cosine(x, w):
+    return jnp.cos(x)
+
+
+_cosine.defjvp(lambda operands, tangents: (jnp.cos(operands[0]), -jnp.sin(operands[0]) * tangents[0]))
+
+
+@pytest.mark.parametrize("first", [_sine, _cosine])
+def test_what_a_function_with_a_rule_of_its_own_ignores_is_not_counted(arguments, first):
+    def run(x, w, v):
+        return first(x, gspmd.reshard(w, "E_xF_yz -> EF"))
+
+    mesh, abstract = arguments
+    with jax.set_mesh(mesh):
+        assert gspmd.trace(run, *abstract).steps == ()
+        assert not compiled.collectives(jax.jit(run).lower(*abstract).compile().as_text())
+
+
 def test_a_conditional_counts_its_largest_branch(arguments):
     mesh, abstract = arguments
     with jax.set_mesh(mesh):

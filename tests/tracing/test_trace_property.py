@@ -37,12 +37,23 @@ def scanned(f, wrapped=lambda body: body):
     return lambda *arrays: jax.lax.scan(lambda c, _: body(c, *arrays), jnp.float32(1), None, length=3)[1]
 
 
+def scanned_once(f):
+    """A single trip, as of a model with one period of layers: a loop to JAX, and straight code to a compiler."""
+
+    def layer(carried, operands):
+        return carried, f(*operands)
+
+    return lambda *arrays: jax.lax.scan(layer, None, [x[None] for x in arrays])[1]
+
+
 PROGRAMS = {
     "alone": lambda f: f,
     "and again": lambda f: lambda *arrays: (*f(*arrays), *sines(f)(*arrays)),
     "jitted": jitted,
     "recomputed": lambda f: jax.checkpoint(sines(f)),
     "scanned": scanned,
+    "scanned once": lambda f: scanned_once(sines(f)),
+    "scanned once and recomputed": lambda f: scanned_once(jax.checkpoint(sines(f))),
     "scanned and recomputed": lambda f: scanned(sines(f), jax.checkpoint),
     "scanned twice over": lambda f: scanned(lambda *arrays: scanned(f)(*arrays)),
 }
@@ -110,3 +121,21 @@ def test_planned_is_compiled(case, program, gradients):
 @given(case=cases(), program=st.sampled_from(list(PROGRAMS)), gradients=st.booleans())
 def test_planned_is_compiled_for_many(case, program, gradients):
     check(case, program, gradients)
+
+
+@pytest.mark.parametrize("lowering", ["looped", "looped:one-way", "looped:halves", "looped:paired"])
+@pytest.mark.parametrize(
+    ("equation", "mesh"),
+    [
+        ("BL_xE, (EHD, EKD_xy, E_yKD) -> (BLHD, BLKD, BLKD)", {"x": 2, "y": 2}),
+        ("G_yLE, E_xyX -> G_yLX", {"x": 4, "y": 2}),
+    ],
+)
+def test_a_gradient_shares_the_permutes_of_nested_rings(equation, mesh, lowering):
+    """Of one layer, forward and backward send the same chunks round, which are placed by the same indices.
+
+    JAX computes indices once for both, in a half of the shard_map of its own that hands them on as vectors.
+    """
+    sizes = {"B": 4, "L": 4, "E": 16, "H": 4, "D": 4, "K": 4, "G": 4, "X": 8}
+    case = Case(equation, tuple(sizes.items()), tuple(mesh.items()), "explicit", lowering)
+    check(case, "scanned once", gradients=True)

@@ -1,7 +1,9 @@
 """The command line: what a resume takes over, what a model must fit, and what an interrupt says."""
 
 import json
+import os
 import re
+import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,9 +46,12 @@ def test_a_resume_leaves_the_platform_open(resumed):
     assert found.sharding == replace(STARTED.sharding, platform=None)  # on as many devices, or it is not the same run
 
 
-@pytest.mark.parametrize("flags", [["--platform", "cpu"], ["--mesh", "x=8"]])
-def test_another_machine_has_devices_of_its_own(resumed, flags):
-    assert resumed(*flags).sharding.devices is None
+def test_another_platform_has_as_many_devices(resumed):
+    assert resumed("--platform", "gpu").sharding == replace(STARTED.sharding, platform="gpu")
+
+
+def test_a_resume_may_be_taken_back(resumed):
+    assert not resumed("--no-resume").training.resume
 
 
 @pytest.mark.parametrize("flags", [["--resume", "300"], ["--resume=300"], ["--resume", "--resume-step", "300"]])
@@ -60,6 +65,22 @@ def test_a_step_to_resume_from_needs_a_resume(capsys):
     with pytest.raises(SystemExit):
         command.parse(Settings, ["--resume-step", "300"])
     assert "resume_step needs resume; write --resume 300." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--resume", "1", "--resume-step", "2"],
+        ["--resume", "1", "--resume_step", "2"],
+        ["--resume-step=2", "--resume=1"],
+        ["--resume", "1", "--resume", "2"],
+    ],
+)
+def test_a_step_to_resume_from_is_said_once(flags):
+    with pytest.raises(ConfigError) as error:
+        command.parse(Settings, flags)
+    fault = "flags name the step to resume from more than once; write --resume STEP, once."
+    assert str(error.value) == f"cannot read the flags:\n  {fault}"
 
 
 def test_another_mesh_needs_no_devices(resumed):
@@ -210,6 +231,20 @@ def test_an_interrupt_before_the_run(capsys):
     assert capsys.readouterr().err == "\nInterrupted before the run began.\n"
 
 
+def test_a_signal_while_the_newest_checkpoint_is_looked_for_changes_nothing(capsys, monkeypatch, tmp_path):
+    def newest(out):
+        os.kill(os.getpid(), signal.SIGINT)
+        return 7
+
+    def run(argv):
+        with command.interrupts(tmp_path):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "newest", newest)
+    assert command.guarded(run, []) == 130
+    assert capsys.readouterr().err.startswith("\nInterrupted after step 7.")
+
+
 def test_a_file_of_others_that_fails_is_not_blamed_on_the_runs_folder(capsys, tmp_path):
     def run(argv):
         with command.interrupts(tmp_path):
@@ -220,3 +255,79 @@ def test_a_file_of_others_that_fails_is_not_blamed_on_the_runs_folder(capsys, tm
     assert capsys.readouterr().err == (
         f"The run failed: cannot use {named!r}: No such file or directory; no step is saved.\n"
     )
+
+
+@pytest.mark.parametrize("damage", [{"training": 3}, {"training": {"relayout": [5]}}, {"sharding": "x"}])
+def test_settings_of_a_run_of_wrong_types_are_one_message(tmp_path, damage):
+    (tmp_path / "config.json").write_text(json.dumps(damage))
+    with pytest.raises(ConfigError, match=f"{next(iter(damage))}.* must be "):
+        command.parse(Settings, ["--resume", "--out", str(tmp_path)])
+
+
+def test_what_the_system_says_of_a_named_file_is_one_message(capsys, tmp_path):
+    def run(argv):
+        (tmp_path / ("n" * 5000)).read_bytes()
+
+    assert command.guarded(run, []) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"ConfigError: cannot use '{tmp_path}/nnn")
+    assert said.endswith("nnn':\n  File name too long.\n")
+
+
+@pytest.mark.parametrize(("error", "code", "sure"), [
+    (ConfigError("cannot do it:", ["a fault."]), 2, True),
+    (command.FlagError("the flags cannot be read"), 2, True),
+    (RuntimeError("nobody expects it"), 1, False),
+    (MemoryError("nor that"), 1, False),
+    (KeyboardInterrupt(), 130, True),
+])  # fmt: skip
+def test_any_error_of_one_of_several_processes_reaches_the_others(monkeypatch, capsys, error, code, sure):
+    class Over(BaseException):
+        """In place of the end of the process."""
+
+    def fail(code, message, *, sure=True):
+        told.append((code, str(error) in message, sure))
+        raise Over
+
+    told = []
+    monkeypatch.setattr(command.processes, "several", lambda: True)
+    monkeypatch.setattr(command.processes, "fail", fail)
+
+    def failing(_):
+        raise error
+
+    with pytest.raises(Over):
+        command.guarded(failing, [])
+    assert told == [(code, True, sure)]
+
+
+def test_flags_that_one_of_several_processes_cannot_read_are_an_error_with_the_text(monkeypatch, capsys):
+    monkeypatch.setattr(command.processes, "several", lambda: True)
+    with pytest.raises(command.FlagError, match=r"(?s)the flags cannot be read:.*--batch.*'many'"):
+        command.parse(Settings, ["--batch", "many"])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_value_of_a_flag_that_takes_none_is_one_message(capsys):
+    assert command.distributed(["--help=3", "--distributed", "auto"]) == "auto"
+
+    def run(argv):
+        command.parse(Settings, argv)
+
+    assert command.guarded(run, ["--no-resume=3"]) == 2
+    said = capsys.readouterr().err
+    assert said == "the flags cannot be read: argument --resume/--no-resume: ignored explicit argument '3'.\n"
+
+
+def test_where_processes_are_joined_is_known_before_the_flags_are_read():
+    at = "node1:1234,processes=2,process=1"
+    assert command.distributed(["--distributed", at, "--steps", "many", "--nonsense"]) == at
+    assert command.distributed([f"--distributed={at}"]) == at
+    assert command.distributed(["--distributed", at, "--help"]) == ""
+    assert command.distributed(["--steps", "4"]) == ""
+
+
+def test_a_flag_that_is_not_utf8_is_refused_before_anything_runs(capsys):
+    """Such as a name in another encoding, which Python hands on with half of surrogate pairs."""
+    assert command.guarded(lambda argv: pytest.fail("it ran"), ["--out", "caf\udce9"]) == 2
+    assert capsys.readouterr().err == "ConfigError: cannot read the flags:\n  'caf\\udce9' is not UTF-8.\n"

@@ -30,13 +30,20 @@ def test_negative_numbers():
 
 def test_not_a_number():
     assert faults(OptimizerConfig, learning_rate=float("nan")) == ("learning_rate must be positive, but is nan.",)
-    assert faults(OptimizerConfig, clip=float("inf")) == ("clip must not be negative, but is inf.",)
+    assert faults(OptimizerConfig, clip=float("inf")) == ("clip must be finite, but is inf.",)
 
 
 def test_shares():
     wanted = ("validation_fraction must be between 0 and 1, but is 1.0.",)
     assert faults(TrainingConfig, validation_fraction=1.0) == wanted
     assert faults(OptimizerConfig, warmup=2.0) == ("warmup must be between 0 and 1, but is 2.0.",)
+
+
+@pytest.mark.parametrize("name", ["beta1", "beta2"])
+@pytest.mark.parametrize("beta", [1.0, -0.1, float("nan")])
+def test_moments_decay(name, beta):
+    assert faults(OptimizerConfig, **{name: beta}) == (f"{name} must be at least 0 and less than 1, but is {beta}.",)
+    assert not getattr(OptimizerConfig(**{name: 0.0}), name)
 
 
 def test_choices():
@@ -52,8 +59,9 @@ def test_every_lowering_may_be_asked_for(lowering):
     assert ShardingConfig(lowering=lowering).lowering == lowering
 
 
-def test_seed_fits_a_key():
-    assert faults(TrainingConfig, seed=2**32) == ("seed must be less than 2**32, but is 4294967296.",)
+def test_seed_and_the_next_one_fit_a_key():
+    assert TrainingConfig(seed=2**32 - 2).seed == 2**32 - 2
+    assert faults(TrainingConfig, seed=2**32 - 1) == ("seed must be less than 2**32 - 1, but is 4294967295.",)
 
 
 def test_processes():
@@ -68,6 +76,9 @@ def test_processes():
         "node:1,process=0",
     ):
         assert faults(ShardingConfig, distributed=wrong) == (f"{form}{wrong!r}.",)
+    for port in (99999, 65536, 0):
+        port_fault = f"distributed has port {port}; give one from 1 to 65535, in 'node:{port},processes=2,process=1'."
+        assert faults(ShardingConfig, distributed=f"node:{port},processes=2,process=1") == (port_fault,)
     most = ("distributed has processes 0 to 1, but this one is to be process 2.",)
     assert faults(ShardingConfig, distributed="node:1,processes=2,process=2") == most
 
@@ -100,12 +111,12 @@ def test_mesh():
     [
         ("x4", "mesh 'x4': 'x4' is not AXIS=SIZE; write x=4,y=2."),
         ("x=4,", "mesh 'x=4,': '' is not AXIS=SIZE; write x=4,y=2."),
-        ("x=a", "mesh 'x=a': 'x=a' is not AXIS=SIZE; write x=4,y=2."),
+        ("x=a", "mesh 'x=a': mesh axis x has size 'a', which is not a whole number of at most 18 digits."),
         ("x=4,x=2", "mesh 'x=4,x=2': mesh axis x comes twice."),
         ("x=-4", "mesh 'x=-4': mesh axis x must have a positive size, but has -4."),
-        ("x=²", "mesh 'x=²': 'x=²' is not AXIS=SIZE; write x=4,y=2."),
-        ("x=--4", "mesh 'x=--4': 'x=--4' is not AXIS=SIZE; write x=4,y=2."),
-        ("x=４", "mesh 'x=４': 'x=４' is not AXIS=SIZE; write x=4,y=2."),
+        ("x=²", "mesh 'x=²': mesh axis x has size '²', which is not a whole number of at most 18 digits."),
+        ("x=--4", "mesh 'x=--4': mesh axis x has size '--4', which is not a whole number of at most 18 digits."),
+        ("x=４", "mesh 'x=４': mesh axis x has size '４', which is not a whole number of at most 18 digits."),
         ("X=4", "mesh 'X=4': mesh axes are named by a lowercase letter and then letters, digits or _, not 'X'."),
         ("x=0", "mesh 'x=0': mesh axis x must have a positive size, but has 0."),
     ],
@@ -160,5 +171,11 @@ def test_relative_paths_of_a_file_begin_beside_it(tmp_path, monkeypatch):
 
 def test_a_layout_that_is_not_there_is_named_by_where_it_was_looked_for(tmp_path):
     (tmp_path / "run.toml").write_text('[sharding]\nlayout = "none.toml"\n')
-    with pytest.raises(LayoutError, match=re.escape(f"'{tmp_path}/none.toml': No such file")):
+    with pytest.raises(LayoutError, match=re.escape(f"'{tmp_path}/none.toml': there is no such file")):
         Layout.load(load_toml(File, tmp_path / "run.toml").sharding.layout)
+
+
+def test_blocks_of_moments_that_have_none_are_refused():
+    fault = "moments_block is 7, and moments are float32, which have no blocks"
+    assert faults(OptimizerConfig, moments_block=7) == (f"{fault}; set moments to int8, or leave moments_block out.",)
+    assert OptimizerConfig(moments="int8", moments_block=7).moments_block == 7

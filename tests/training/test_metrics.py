@@ -13,7 +13,7 @@ from matplotlib import image
 from tensorboardX.proto.event_pb2 import Event
 
 from gspmd.training.reporting import plots
-from gspmd.training.reporting.metrics import Metrics, read
+from gspmd.training.reporting.metrics import Metrics, best_validation, read
 from gspmd.training.toml import ConfigError
 
 FIGURES = {
@@ -157,6 +157,16 @@ def test_a_last_line_cut_short_is_left_out_and_any_other_is_named(tmp_path):
         with pytest.raises(ConfigError):
             Metrics(tmp_path, resumed_at=1)
         assert path.read_text() == before
+
+
+def test_scores_between_updates_are_held_against_one_another(tmp_path):
+    """A validation at the end reads more text, and stays in the file where a run goes on."""
+    with Metrics(tmp_path) as metrics:
+        metrics.write(1, {"loss": 2.0, "val_bits_per_byte": 3.0})
+        metrics.write(2, {"loss": 2.0})
+        metrics.write(2, {"val_bits_per_byte": 2.0})
+    assert best_validation(tmp_path) == (2.0, 2)
+    assert best_validation(tmp_path, of_updates=True) == (3.0, 1)
 
 
 def test_a_disk_that_is_full_on_a_resume_costs_no_figures(tmp_path, small_files):

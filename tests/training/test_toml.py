@@ -77,6 +77,8 @@ def test_what_a_dataclass_refuses_is_a_fault_of_the_file():
         ({"data": "a"}, "data must be a list, but is 'a'."),
         ({"data": ["a", 1]}, "data[1] must be a string, but is 1."),
         ({"inner": 3}, "inner must be a table, but is 3."),
+        ({"name": "a\0"}, "name must have no null bytes, but is 'a\\x00'."),
+        ({"data": ["a", "\udcff"]}, "data[1] must be UTF-8, but is '\\udcff'."),
     ],
 )
 def test_wrong_types(values, fault):

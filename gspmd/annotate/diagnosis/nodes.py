@@ -1,4 +1,4 @@
-"""What the diagnosing reader finds in a text: specs, operands and terms, each with its place."""
+"""The parts of a text that the diagnosing reader finds: specs, operands and terms, each with its place."""
 
 import re
 import string

@@ -19,6 +19,8 @@ class EquationReader(Reader):
         super().__init__(text)
         # A spec may have spaces, and so may the one to the right of the arrow, which stands alone.
         self.has_others, self.depth = True, 0
+        # Found once: a text of thousands of '=' would be searched as often.
+        self.has_arrow = ARROW.search(text) is not None
 
     def sides(self) -> list[list[LocatedTerm]]:
         """Read the terms on each side of the arrow; more than two sides are a fault."""
@@ -59,7 +61,7 @@ class EquationReader(Reader):
         if ARROW.match(self.text, self.at):
             return True
         # A sign that hardly looks like an arrow, such as '=', is taken for one if the text has no other.
-        return _ARROW_MEANT.match(self.text, self.at) is not None and not ARROW.search(self.text)
+        return _ARROW_MEANT.match(self.text, self.at) is not None and not self.has_arrow
 
     def _comma(self) -> bool:
         """Consume a comma, or what is meant as one."""
@@ -101,7 +103,7 @@ class EquationReader(Reader):
         )
 
     def _at_another(self, spec: LocatedSpec) -> bool:
-        """Whether another spec begins here, after a space: its first word repeats a dimension of this one."""
+        """Return whether another spec begins here, after a space: its first word repeats a dimension of this one."""
         if not (self.has_others and spec.dims and self.peek() in CAPITALS and self.text[self.at - 1].isspace()):
             return False
         word = _WORD_AHEAD.match(self.text, self.at)

@@ -1,4 +1,4 @@
-"""What is wrong with where an array lies: the errors of `annotate()` and of the check of an array's type.
+"""Faults of where an array lies: the errors of `annotate()` and of the check of an array's type.
 
 As in `sizes.py`, a spec is any object with the fields of a `Spec`.
 """

@@ -1,4 +1,4 @@
-"""What is wrong with sizes: every fault of a spec or an equation on a mesh, for the sizes or the shapes of its arrays.
+"""Faults of sizes: those of a spec or an equation on a mesh, for the sizes or the shapes of its arrays.
 
 A spec is any object with the fields of a `Spec` here: the spec asks for its faults, and is not imported in turn.
 """
@@ -55,8 +55,9 @@ def no_local_shape(spec: Any) -> SpecError:
 def sizes_text(sizes: Mapping[str, int] | Sequence[int]) -> str:
     """The sizes in a sentence: 'the sizes B=8, E=6', or 'an array of shape (8, 6)'."""
     if isinstance(sizes, Mapping):
-        return "the sizes " + ", ".join(f"{d}={n}" for d, n in sizes.items()) if sizes else "no sizes"
-    return f"an array of shape {tuple(sizes)}"
+        return "the sizes " + ", ".join(f"{d}={shown(n)}" for d, n in sizes.items()) if sizes else "no sizes"
+    shape = ", ".join(map(shown, sizes))
+    return f"an array of shape ({shape}{',' * (len(sizes) == 1)})"
 
 
 def _unknown_axes(spec: Any, at: int, mesh: Mapping[str, int]) -> list[Fault]:
@@ -95,7 +96,9 @@ def _size_fault(spec: Any, at: int, sizes: Mapping[str, int], mesh: Mapping[str,
         fact = f"dimension {dim} has size {shown(size)}."
         return fault_at(spec, at, fact, "A size is a whole number, and not negative.")
     if size >= LARGEST:
-        return fault_at(spec, at, f"dimension {dim} has size {size}.", "No array has a dimension of 2^40 or more.")
+        return fault_at(
+            spec, at, f"dimension {dim} has size {shown(size)}.", "No array has a dimension of 2^40 or more."
+        )
     if size % parts == 0:
         return None
     below = size // parts * parts
@@ -129,8 +132,7 @@ def unfit_sizes(equation: Any, sizes: Any, faults: Iterable[Sequence[Fault]]) ->
         )
     spans = equation.spans
     placed = [_placed(fault, equation, spans, at) for at, found in enumerate(faults) for fault in found]
-    given = ", ".join(f"{dim}={size}" for dim, size in sizes.items())
-    return report(SpecError, f"cannot shard {equation.text!r} for the sizes {given}", _one_for_each_cause(placed))
+    return report(SpecError, f"cannot shard {equation.text!r} for {sizes_text(sizes)}", _one_for_each_cause(placed))
 
 
 def unfit_shapes(equation: Any, shapes: Any) -> SpecError:

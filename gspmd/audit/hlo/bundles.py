@@ -1,4 +1,4 @@
-"""What the TPU compiler scheduled for a Pallas kernel: cycles by part of its loop, from the bundles it prints.
+"""The schedule of a Pallas kernel on a TPU: cycles by part of its loop, from the bundles that the compiler prints.
 
 A core executes one bundle of instructions in each cycle, in order. HLO has no estimate for a kernel, but the compiler's
 dump of its last schedule ("final_bundles") has every bundle, with its branches and the number of trips of its loop.
@@ -54,9 +54,9 @@ class KernelSchedule:
         if len(loops) != 1 or len(back) != 1 or len(trips) != 1:
             return None
         within = [(at, to) for at, to in branches if loops[0] <= at < back[0]]
-        if any(to is None for _, to in within):
+        skipped = [(at + _DELAY, to) for at, to in within if to is not None]
+        if len(skipped) < len(within):
             return None
-        skipped = [(at + _DELAY, to) for at, to in within]
         innermost = [
             (start, end)
             for start, end in skipped
@@ -69,7 +69,8 @@ class KernelSchedule:
         return cls(int(trips[0]), body - sum(parts.values()), parts[True], parts[False], len(bundles) - body)
 
     def seconds(self, work: KernelWork, chip: Chip) -> float:
-        """Of a kernel that does such work: products take no less than at the chip's peak, bytes than at its bandwidth.
+        """Return the seconds of a kernel that does such work: no less than its products take at the chip's peak, nor
+        than its bytes take at its bandwidth.
 
         Waits for transfers are not in the schedule, but for the bandwidth.
         """

@@ -11,7 +11,7 @@ _SAME = ("copy", "bitcast", "convert", "copy-done", "copy-start", "reshape", "br
 
 
 def trips(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """How often a loop's body runs each time the loop is executed.
+    """Return the number of times a loop's body runs each time the loop is executed.
 
     XLA:CPU and XLA:GPU annotate it (`known_trip_count`). The TPU compiler does not: there the condition compares a
     counter, an element of the loop's tuple, with a bound; the counter's initial value and its step are read from the
@@ -41,15 +41,18 @@ def _counted(module: Module, computation: Computation, loop: Instruction) -> int
     if sum(bool(step) for step in steps) != 1:
         return None
     counter = 0 if steps[0] else 1
-    start = _value_in(module, computation, loop, places[counter])
+    place, step, other = places[counter], steps[counter], places[1 - counter]
+    assert place is not None  # it has the one step that is known
+    assert step is not None
+    start = _value_in(module, computation, loop, place)
     bound = _constant(condition, sides[1 - counter])
-    if bound is None and places[1 - counter] is not None:
-        bound = _value_in(module, computation, loop, places[1 - counter])
+    if bound is None and other is not None:
+        bound = _value_in(module, computation, loop, other)
     if start is None or bound is None:
         return None
     if counter == 1:
         direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)
-    return _count(direction, start, bound, steps[counter])
+    return _count(direction, start, bound, step)
 
 
 def _count(direction: str, start: int, bound: int, step: int) -> int | None:
@@ -77,11 +80,11 @@ def _comparison(module: Module, condition: Computation) -> tuple[str, tuple[str,
     compare = _through(inner, inner.root)
     if compare.opcode != "compare":
         return None
-    sides = []
-    for name in compare.operands[:2]:
-        side = _through(inner, inner.by_name[name])
-        sides.append(root.operands[int(side.arguments)] if side.opcode == "parameter" else _literal(side))
-    return None if None in sides else (compare.attribute("direction"), (sides[0], sides[1]))
+    sides = (_through(inner, inner.by_name[name]) for name in compare.operands[:2])
+    left, right = (
+        root.operands[int(side.arguments)] if side.opcode == "parameter" else _literal(side) for side in sides
+    )
+    return None if left is None or right is None else (compare.attribute("direction"), (left, right))
 
 
 def _through(computation: Computation, instruction: Instruction) -> Instruction:

@@ -112,7 +112,7 @@ class Instruction:
 
     @property
     def kernel_work(self) -> KernelWork | None:
-        """What the kernel that it calls computes; None where nothing says so."""
+        """Return the work of the kernel that it calls; None where nothing says so."""
         return kernel_work(self.op_name) if self.is_kernel else None
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Where a compiled instruction comes from, by its metadata: the equation and step of a plan, and the source line."""
+"""The origin of a compiled instruction, by its metadata: the equation and step of a plan, and the source line."""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _KERNELS = f"{Path(jax.__file__).parent / 'experimental' / 'pallas'}{os.sep}"
 """The directory of JAX's kernels, whose lines nobody asked for either."""
 
 _NEAR = 4
-"""How many producers are searched for a source line if the compiler left a collective without one."""
+"""Producers that are searched for a source line if the compiler left a collective without one."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Origin:
 def origin(
     module: Module, computation: Computation, scheduled: Instruction, instruction: Instruction, ours: str = OURS
 ) -> Origin:
-    """Where an instruction comes from.
+    """Return the origin of an instruction.
 
     A compiler that rewrites a reduction drops its metadata. The reduction's computation still has the scopes, and the
     source line is then that of the operand.
@@ -54,7 +54,7 @@ def origin(
 
 
 def _producers(computation: Computation, instruction: Instruction) -> list[Instruction]:
-    """What produces an instruction's first operand, and the first operand of that, for a few steps."""
+    """Return the producer of an instruction's first operand, that of its own first operand, and a few more."""
     producers = []
     while instruction.operands and len(producers) < _NEAR:
         instruction = computation.by_name[instruction.operands[0]]

@@ -63,22 +63,21 @@ def parse(text: str) -> Module:
 
 def _body(lines: Iterator[str]) -> Iterator[Instruction]:
     """The instructions of a computation. What the text of a kernel's metadata breaks goes on in the next line."""
-    begun = ""
+    begun, text = None, ""
     for line in lines:
-        ends = _END.match(line)
-        if ends or _START.match(line):
+        ends, begins = _END.match(line), _START.match(line)
+        if ends or begins:
             if begun:
-                yield _instruction(begun)
-            begun = line
+                yield _instruction(begun, text)
+            begun, text = begins, line
         elif begun:
-            begun += line
+            text += line
         if ends:
             return
 
 
-def _instruction(line: str) -> Instruction:
-    """`  ROOT %name = type opcode(arguments), attributes`."""
-    start = _START.match(line)
+def _instruction(start: re.Match[str], line: str) -> Instruction:
+    """`  ROOT %name = type opcode(arguments), attributes`, of which `start` is what stands before the type."""
     kind = until(line, start.end(), " ")
     at = start.end() + len(kind) + 1
     opcode, _, _ = line[at:].partition("(")

@@ -11,6 +11,7 @@ from math import prod
 
 import numpy as np
 
+from gspmd.annotate.errors import PlanError
 from gspmd.audit.hlo.module import Instruction
 from gspmd.audit.hlo.text import integers
 
@@ -44,6 +45,11 @@ def _groups(text: str, devices: int) -> Groups:
 def _of_iota(text: str) -> Groups:
     """`[4,2]<=[2,4]T(1,0)`: the numbers 0 to 7 as a 2 by 4 array, transposed, cut into four groups of two."""
     parts = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if not parts:
+        raise PlanError(
+            f"cannot read the replica groups {text!r}: this notation is not known.\n"
+            "  Give the text of a program that a supported release of JAX compiled."
+        )
     shape, dims, order = (integers(part or "") for part in parts.groups())
     numbers = np.arange(prod(dims)).reshape(dims)
     return _rows((numbers.transpose(order) if order else numbers).reshape(shape[0], -1))
@@ -88,7 +94,7 @@ def pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
 
 
 def is_permute(instruction: Instruction) -> bool:
-    """Whether a collective has (source, target) pairs, possibly none, instead of groups."""
+    """Return whether a collective has (source, target) pairs, possibly none, instead of groups."""
     return bool(instruction.attribute("source_target_pairs"))
 
 

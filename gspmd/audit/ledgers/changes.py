@@ -53,7 +53,7 @@ class Difference(Printed):
         return bool(self.rows) or self.flops[0] != self.flops[1]
 
     def table(self) -> Sheet:
-        """What changed, as a rich table with the totals of bytes and operations."""
+        """Return the changes as a rich table with the totals of bytes and operations."""
         sheet = Sheet(f"{self._title}: what one device sends", _COLUMNS)
         for row in self.rows:
             amounts = [f"{n} × {amount_of_bytes(sent / n)}" if n else "none" for n, sent in (row.before, row.after)]
@@ -97,7 +97,7 @@ def _change(before: int, after: int) -> str:
 
 
 def changes(before: Iterable[Entry], after: Iterable[Entry]) -> tuple[Change, ...]:
-    """What changes from some entries to others, most bytes first."""
+    """Return the changes from some entries to others, most bytes first."""
     sums = _sums(before), _sums(after)
     both = [Change(*key, *(each.get(key, (0, 0)) for each in sums)) for key in sorted({*sums[0], *sums[1]})]
     changed = [row for row in both if row.before != row.after]

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
@@ -78,7 +78,7 @@ class Comparison(Printed):
         return ", ".join(f"{len(self[verdict])} {verdict}" for verdict in VERDICTS if self[verdict]) or "none"
 
     def __rich__(self) -> Group:
-        shown = [self.table(), Text(f"steps: {self._counted}")]
+        shown: list[RenderableType] = [self.table(), Text(f"steps: {self._counted}")]
         shown += [self.steps_table()] if self.differing else []
         return Group(*shown, *(Text(f"note: {note}") for note in self.notes))
 

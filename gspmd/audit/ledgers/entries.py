@@ -56,7 +56,7 @@ class Entry:
 
 
 def asked_for_by(equation: str, step: str, source: str) -> str:
-    """What asked for a collective: the equation with its step, and the source line; or the compiler."""
+    """Return the origin of a collective: the equation with its step, and the source line; or the compiler."""
     planned = " ".join(part for part in (equation, step_text(step)) if part)
     return "  ".join(part for part in (planned, short(source)) if part) or "the compiler"
 

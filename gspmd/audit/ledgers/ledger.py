@@ -24,7 +24,7 @@ from gspmd.tracing.program_plan import ProgramPlan, of_equation
 
 @dataclass(frozen=True, repr=False)
 class Ledger(Printed):
-    """What one device of a compiled program sends and multiplies in one execution.
+    """The collectives and products of one device in one execution of a compiled program.
 
     A conditional counts its branch with the most bytes. A loop whose trip count depends on computed values counts once,
     and is named in `notes`.
@@ -57,7 +57,7 @@ class Ledger(Printed):
         return compare(self, plan)
 
     def diff(self, other: "Ledger") -> Difference:
-        """What changes from this ledger to another, by kind, mesh axes and dtype; false if nothing does."""
+        """Return the changes from this ledger to another, by kind, mesh axes and dtype; false if there are none."""
         return difference(self, other)
 
     def to_json(self) -> str:

@@ -35,12 +35,12 @@ def by_name(entries: Iterable[Entry]) -> dict[Name, list[Entry]]:
 
 
 def planned_total(steps: Sequence[PlannedStep]) -> tuple[int, int]:
-    """How often steps run, and the bytes they send."""
+    """Return how often steps run, and the bytes they send."""
     return sum(step.trips for step in steps), sum(step.wire_bytes for step in steps)
 
 
 def compiled_total(entries: Sequence[Entry]) -> tuple[int, int]:
-    """How often entries run, and the bytes they send."""
+    """Return how often entries run, and the bytes they send."""
     return sum(entry.count for entry in entries), sum(entry.wire_bytes for entry in entries)
 
 
@@ -98,15 +98,17 @@ def under_axes_of_steps(planned: Mapping[Name, list[PlannedStep]], entries: Sequ
     """The entries; a step compiled in parts, each over some of its axes, has all entries under the axes of the step."""
     axes = {}
     for name, found in by_name(entries).items():
-        step = planned[name][0].step if name in planned else None
+        if name not in planned:
+            continue
+        step = planned[name][0].step
         over = {axis for entry in found for axis in entry.axes}
-        enough = compiled_total(found)[1] >= planned_total(planned.get(name, ()))[1]
-        covered = step and (_covers(step, over) or (over == {*UNNAMED} and enough))  # parts of an axis have no name
+        enough = compiled_total(found)[1] >= planned_total(planned[name])[1]
+        covered = _covers(step, over) or (over == {*UNNAMED} and enough)  # parts of an axis have no name
         if covered and all(entry.kind == step.kind for entry in found):
             axes[name] = step.axes
     return [replace(entry, axes=axes.get((entry.equation, entry.step), entry.axes)) for entry in entries]
 
 
 def _covers(step: Step, over: set[str]) -> bool:
-    """Whether these are all axes of a step; a permute may move nothing along some of them."""
+    """Return whether these are all axes of a step; a permute may move nothing along some of them."""
     return over == set(step.axes) or (step.kind == "collective-permute" and over < set(step.axes))

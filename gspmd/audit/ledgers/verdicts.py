@@ -1,4 +1,4 @@
-"""What became of every planned step: a verdict for each, and for each collective that no step asked for."""
+"""Verdicts: one for every planned step, and one for each collective that no step asked for."""
 
 import re
 from collections import defaultdict
@@ -56,7 +56,9 @@ def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[Row]:
             row = replace(row, verdict="as planned", how=row.how or _COMBINED, compiled=row.planned)
         yield row
     for name, steps in planned_steps(plan.shared).items():
-        equation, number = steps[0].first
+        first = steps[0].first
+        assert first is not None  # that is what a shared step is
+        equation, number = first
         other = f" of {equation}" if equation != name[0] else ""
         yield _row("shared", f"with step {number}{other}" if equation else "", name, steps, [])
 
@@ -101,7 +103,7 @@ def _judged(planned: Steps, entries: Sequence[Entry], plan: ProgramPlan) -> Iter
 
 
 def _stands_in_for(entry: Entry, steps: Sequence[PlannedStep]) -> bool:
-    """Whether a collective without a step's scope is exactly what these steps would send."""
+    """Return whether a collective without a step's scope is exactly what these steps would send."""
     same = _kind_and_axes(entry) == _kind_and_axes(steps[0].step)
     return not entry.step and same and entry.wire_bytes == planned_total(steps)[1]
 
@@ -142,7 +144,7 @@ def _compared(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]
 
 
 def _rewriting(planned: PlannedStep, entries: Sequence[Entry], in_full: bool) -> str:
-    """How a compiler rewrote a step; empty if each execution is the planned collective.
+    """Return how a compiler rewrote a step; empty if each execution is the planned collective.
 
     In full: all planned bytes are sent, so several arrays in one collective are the step's own.
     """
@@ -163,14 +165,14 @@ def _rewriting(planned: PlannedStep, entries: Sequence[Entry], in_full: bool) ->
 
 
 def _size_change(planned: str, compiled: str, ratio: float) -> list[str]:
-    """Why one execution sends more or less than planned: another dtype, or else padding."""
+    """Say why one execution sends more or less than planned: another dtype, or else padding."""
     if planned and planned != compiled and (_bits(compiled) - _bits(planned)) * (ratio - 1) > 0:
         return [f"{compiled} on the wire"]
     return ["padded"] if ratio > 1 else []
 
 
 def _bits(dtype: str) -> int:
-    """Of `bf16`, `f8e4m3fn`, `s32`, ...; a boolean is a byte."""
+    """Return the bits of `bf16`, `f8e4m3fn`, `s32`, ...; a boolean is a byte."""
     digits = re.search(r"\d+", dtype)
     return int(digits[0]) if digits else 8
 

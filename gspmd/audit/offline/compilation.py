@@ -9,7 +9,7 @@ import jax
 from jax.experimental.layout import Format, Layout
 
 from gspmd.annotate.errors import PlanError, shown
-from gspmd.audit.arguments import operations
+from gspmd.audit.arguments import argument_numbers, operations
 from gspmd.audit.hlo import parse
 from gspmd.audit.ledgers.reader import of_module
 from gspmd.audit.offline import memory
@@ -62,8 +62,8 @@ def compile_offline(
         A `Report`; if memory does not suffice, one that says so, with the plan's figures.
 
     Raises:
-        PlanError: there is no such topology, the mesh does not fit it, libtpu is missing, no argument has a mesh, or
-            the compiler does not know an option.
+        PlanError: there is no such topology, the mesh does not fit it, libtpu is missing, no argument has a mesh, the
+            compiler does not know an option or refuses the program, or another argument has the wrong type.
 
     Example:
         >>> topology = gspmd.audit.topology("tpu-v4:4x4x4")             # doctest: +SKIP
@@ -72,8 +72,15 @@ def compile_offline(
     """
     target = _topology(topology)
     check_call("compile", fn, abstract_args)
+    if not callable(progress):
+        raise PlanError(f"cannot tell {shown(progress)} what starts.\n  Give a function of one text, such as print.")
+    donated, ordered = (
+        argument_numbers(name, given, len(abstract_args))
+        for name, given in (("donate_argnums", donate_argnums), ("auto_layout_argnums", auto_layout_argnums))
+    )
+    _check_shardings(out_shardings)
     share = operations(flops) / target.num_devices
-    placed, chosen = _mesh(mesh, target, abstract_args), dict(compiler_options or {})
+    placed, chosen = _mesh(mesh, target, abstract_args), {} if compiler_options is None else compiler_options
     check_compiler_options(chosen, target.devices[0])
     sizes, began = dict(placed.shape), time.perf_counter()
     held = tuple(memory.arguments(abstract_args, sizes))
@@ -83,10 +90,10 @@ def compile_offline(
         compiled, module, reason = None, None, _overfull(held, target)
         if not reason:
             progress("lowering")
-            options = _formats(abstract_args, auto_layout_argnums)
+            options = _formats(abstract_args, ordered)
             if out_shardings is not None:
                 options["out_shardings"] = out_shardings
-            jitted = jax.jit(fn, donate_argnums=tuple(donate_argnums), **options)
+            jitted = jax.jit(fn, donate_argnums=donated, **options)
             lowered = jitted.lower(*abstract_args)
             progress("compiling")
             with own_schedules():
@@ -117,6 +124,19 @@ def _topology(given: Topology | str) -> Topology:
             "  Give a name, such as 'tpu-v4:4x4x4', or gspmd.audit.topology('tpu-v4:4x4x4')."
         )
     return topology(given)
+
+
+def _check_shardings(given: Any) -> None:
+    wrong = next((leaf for leaf in jax.tree.leaves(given, is_leaf=_is_sharding) if not _is_sharding(leaf)), None)
+    if wrong is not None:
+        raise PlanError(
+            f"cannot place the results by {shown(wrong)} in out_shardings: it is no sharding.\n"
+            "  Give a tree of jax.NamedSharding or jax.P, as the results are one, or leave it out."
+        )
+
+
+def _is_sharding(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.sharding.Sharding, jax.P, Format))
 
 
 def _formats(args: Sequence[Any], chosen: Sequence[int]) -> dict[str, Any]:
@@ -169,7 +189,7 @@ def _is_placed(leaf: Any) -> bool:
 
 
 def _overfull(held: Sequence[memory.Buffer], target: Topology) -> str:
-    """Why the arguments alone do not fit; empty if they do."""
+    """Say why the arguments alone do not fit; empty if they do."""
     taken, room = sum(buffer.bytes for buffer in held), target.chip.hbm_bytes
     if taken <= room:
         return ""
@@ -177,13 +197,14 @@ def _overfull(held: Sequence[memory.Buffer], target: Topology) -> str:
 
 
 def _compile(lowered: Any, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """The compiled program; or None, and the compiler's message that memory does not suffice."""
+    """Return the compiled program; or None, and the compiler's message that memory does not suffice."""
     try:
         return lowered.compile(compiler_options=options or None), ""
     except jax.errors.JaxRuntimeError as error:
-        if not _FULL.search(str(error)):
-            raise
-        return None, str(error).partition("RESOURCE_EXHAUSTED: ")[2].strip()
+        if _FULL.search(str(error)):
+            return None, str(error).partition("RESOURCE_EXHAUSTED: ")[2].strip()
+        given = f" with {', '.join(f'{name}={value}' for name, value in options.items())}" if options else ""
+        raise PlanError(f"cannot compile the program{given}.\n  The compiler says: {str(error).strip()}") from error
 
 
 def _too_large(

@@ -1,4 +1,4 @@
-"""What the memory of a device holds: the largest buffers of a program, and what would make each smaller."""
+"""The memory of a device: the largest buffers of a program, and the changes that make each smaller."""
 
 import re
 from collections import Counter
@@ -60,7 +60,7 @@ def arguments(args: Any, mesh: Mapping[str, int]) -> list[Buffer]:
 
 
 def _on_host(leaf: Any) -> bool:
-    """Whether an argument lies in host memory."""
+    """Return whether an argument lies in host memory."""
     return "host" in (getattr(getattr(leaf, "sharding", None), "memory_kind", None) or "")
 
 
@@ -71,7 +71,7 @@ def values(jaxpr: Jaxpr, manual: bool = False) -> list[Buffer]:
 
     Leaves out: that the compiler fuses some of them away, and lets others share a buffer.
     """
-    buffers = []
+    buffers: list[Buffer | None] = []
     for equation in jaxpr.eqns:
         inner = [*inner_jaxprs(equation)]
         for each in inner:

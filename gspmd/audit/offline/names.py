@@ -56,7 +56,7 @@ def _chip(head: str) -> Chip | None:
 
 
 def _impossible(chip: Chip, shape: tuple[int, ...]) -> str:
-    """Why no such slice exists, though the compiler would describe one; empty if it may exist."""
+    """Say why no such slice exists, though the compiler would describe one; empty if it may exist."""
     pod, sizes = POD_CHIPS[chip.name], "x".join(map(str, shape))
     side = isqrt(pod)
     if len(shape) != chip.torus:

@@ -33,10 +33,14 @@ def check_compiler_options(options: Mapping[str, Any], device: "jax.Device | Non
     if not (device is None or isinstance(device, jax.Device)):
         raise PlanError(f"cannot compile for {shown(device)}.\n  Give one of jax.devices(), or of a topology.")
     device = device or jax.devices()[0]
-    number = jax.ShapeDtypeStruct((), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
+    # A mesh of its own: JAX refuses a number on one device where a mesh of others is in force.
+    mesh = jax.sharding.Mesh([device], ("device",))
+    with jax.set_mesh(mesh):
+        number = jax.ShapeDtypeStruct((), "float32", sharding=jax.NamedSharding(mesh, jax.P()))
+        lowered = jax.jit(lambda x: x + 1).lower(number)
     for name, value in options.items():
         try:
-            jax.jit(lambda x: x + 1).lower(number).compile(compiler_options={name: value})
+            lowered.compile(compiler_options={name: value})
         except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:
             reason = str(error).partition("INVALID_ARGUMENT: ")[2].strip() or str(error)
             raise PlanError(

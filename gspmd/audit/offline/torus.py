@@ -1,4 +1,4 @@
-"""How the axes of a mesh are laid over the axes of a torus, in sizes alone."""
+"""The mapping of mesh axes to the axes of a torus, in sizes alone."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache

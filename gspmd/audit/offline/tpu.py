@@ -150,14 +150,15 @@ def slices(chip: Chip | str) -> Iterator[Topology]:
 
 
 def _is_size(size: object) -> bool:
-    return isinstance(size, int | np.integer) and not isinstance(size, bool) and size > 0
+    return isinstance(size, int | np.integer) and not isinstance(size, bool) and bool(size > 0)
 
 
 def _axis_type(kind: "str | AxisType") -> AxisType:
     known = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
-    if not isinstance(kind, str | AxisType) or kind not in (*known, *known.values()):
+    named = known.get(kind) if isinstance(kind, str) else kind
+    if not isinstance(named, AxisType) or named not in known.values():
         raise PlanError(f"no mesh axis has the type {shown(kind)}.\n  Take 'explicit' or 'auto'.")
-    return known.get(kind, kind)
+    return named
 
 
 @cache

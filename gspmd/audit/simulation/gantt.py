@@ -117,7 +117,7 @@ def _marks(timeline: Timeline) -> dict[Span, int]:
 
 
 def _overlap(timeline: Timeline, *loops: Span) -> bool:
-    """Whether the marks of two loops would overlap, each a line with a number in its middle."""
+    """Return whether the marks of two loops would overlap, each a line with a number in its middle."""
     first, second = loops
     halves = [max(loop.seconds, width_of(_times(loop), _MARK) * _end(timeline) / DRAWN * 1.2) / 2 for loop in loops]
     apart = abs(first.start + first.seconds / 2 - second.start - second.seconds / 2)
@@ -147,7 +147,7 @@ def _height(tier: int) -> float:
 
 
 def _depth(timeline: Timeline, loop: Span) -> int:
-    """How deeply loops are nested inside a loop; their marks lie under its own."""
+    """Return how deeply loops are nested inside a loop; their marks lie under its own."""
     end = loop.start + loop.seconds
     inside = [span for span in _loops(timeline) if span.start >= loop.start and span.start + span.seconds <= end]
     return 1 + max(_depth(timeline, span) for span in inside[: inside.index(loop)]) if inside.index(loop) else 0

@@ -45,7 +45,8 @@ class Interpreter:
             number = int(instruction.attribute("index"))
             return operands[0].get(number) if isinstance(operands[0], dict) else operands[0]
         if opcode.endswith("-done"):
-            return self.machine.wait(_number(operands[0]))
+            self.machine.wait(_number(operands[0]))
+            return None
         if opcode == "while":
             return self._loop(computation, instruction, operands[0])
         if opcode == "conditional":
@@ -58,10 +59,14 @@ class Interpreter:
         """Compute, send or copy. A transfer's number passes through instructions that take it as an operand."""
         sent = collective(self.module, computation, instruction, self.devices)
         if sent and sent.phase == "done":
-            return self.machine.wait(_number(operands[0]))
+            self.machine.wait(_number(operands[0]))
+            return None
         if sent:
             number = self._send(computation, instruction, sent)
-            return number if sent.phase == "start" else self.machine.wait(number)
+            if sent.phase == "start":
+                return number
+            self.machine.wait(number)
+            return None
         if instruction.opcode.endswith("-start"):
             return self._copy(computation, instruction)
         self._compute(computation, instruction)
@@ -122,12 +127,14 @@ class Interpreter:
 
     def _conditional(self, conditional: Instruction, arguments: list[Value]) -> Value:
         """Run every branch from the same state, and continue after the slowest."""
-        before, taken = self.machine, None
+        before = self.machine
+        taken: tuple[Machine, Value] | None = None
         for name, argument in zip(conditional.called, arguments):
             self.machine = before.copy()
             value = self.run(self.module.computations[name], [argument])
             if taken is None or self.machine.elapsed > taken[0].elapsed:
                 taken = self.machine, value
+        assert taken is not None  # a conditional has branches
         self.machine, value = taken
         return value
 

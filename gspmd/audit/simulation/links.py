@@ -1,4 +1,4 @@
-"""Which links a compiled collective uses, and for how long if nothing else uses them."""
+"""The links that a compiled collective uses, and for how long if nothing else uses them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,7 @@
 """One device in simulated time: a clock, what it computes, and the transfers in flight meanwhile."""
 
-from collections import Counter
-from collections.abc import Hashable
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from gspmd.audit.simulation.links import MEMORY, Link, Transfer
@@ -69,13 +69,13 @@ class Machine:
     now: float = 0.0
     in_flight: dict[int, _InFlight] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
-    sums: Counter = field(default_factory=Counter)
+    sums: defaultdict[Hashable, float] = field(default_factory=lambda: defaultdict(int))
     started: int = 0
 
     def copy(self) -> "Machine":
         """The same state, from which another branch can continue."""
         in_flight = {number: replace(transfer) for number, transfer in self.in_flight.items()}
-        return Machine(self.now, in_flight, list(self.spans), Counter(self.sums), self.started)
+        return Machine(self.now, in_flight, list(self.spans), self.sums.copy(), self.started)
 
     @property
     def elapsed(self) -> float:
@@ -103,7 +103,7 @@ class Machine:
 
     def wait(self, number: int | None) -> None:
         """Wait until a transfer is finished. Waiting for a copy counts as computing, bound by memory."""
-        while transfer := self.in_flight.get(number):
+        while number is not None and (transfer := self.in_flight.get(number)):
             passed = self._advance(float("inf"), transfer)
             self.sums["memory"] += passed if transfer.is_copy else 0.0
 
@@ -119,11 +119,11 @@ class Machine:
             self.sums[span.category, span.rows, figure] += amount
 
     def transfer_state(self) -> Hashable:
-        """What is in flight, to the femtosecond: iterations of a loop that start in the same state are alike."""
+        """Return the transfers in flight, to the femtosecond: iterations that start in the same state are alike."""
         transfers = self.in_flight.values()
         return tuple((each.span.instruction, round(each.busy, 15), round(each.latency, 15)) for each in transfers)
 
-    def repeat(self, sums: Counter, recorded: int, more: int) -> None:
+    def repeat(self, sums: Mapping[Hashable, float], recorded: int, more: int) -> None:
         """Count all that has happened since a moment (its sums, its number of spans) so many times more."""
         for key in list(self.sums):
             self.sums[key] += more * (self.sums[key] - sums[key])
@@ -151,7 +151,7 @@ class Machine:
         return passed
 
     def _sharing(self, transfer: _InFlight) -> int:
-        """How many transfers share the most contended link of this one."""
+        """Return the number of transfers that share the most contended link of this one."""
         busy = [other.links for other in self.in_flight.values() if other.busy]
         return max((sum(link in links for links in busy) for link in transfer.links), default=1)
 

@@ -140,7 +140,8 @@ def _read(module: Module, inner: Computation, number: int) -> int:
 def _used(module: Module, inner: Computation, value: Instruction) -> int:
     total = 0
     for user in inner.instructions:
-        renamed, read = [], []
+        renamed: list[int] = []
+        read: list[int] = []
         for number, name in enumerate(user.operands):
             if name == value.name:
                 (renamed if number in _aliased(user) else read).append(number)

@@ -98,10 +98,13 @@ def _parts(machine: Machine) -> tuple[Part, ...]:
     sums = machine.sums
     keys = dict.fromkeys(key[:2] for key in sums if isinstance(key, tuple) and key[0] != "loop")
     parts = [
-        Part(category, () if rows[0] in ("compute", "memory") else rows, *(sums[category, rows, n] for n in _SUMMED))
+        Part(
+            category,
+            () if rows[0] in ("compute", "memory") else rows,
+            int(sums[category, rows, "count"]),
+            sums[category, rows, "seconds"],
+            sums[category, rows, "exposed"],
+        )
         for category, rows in keys
     ]
     return tuple(sorted(parts, key=lambda part: -part.seconds))
-
-
-_SUMMED = ("count", "seconds", "exposed")

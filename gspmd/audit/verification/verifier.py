@@ -64,7 +64,7 @@ def verify(
 def _partings(
     fn: Callable, name: str, args: Any, mesh: jax.sharding.Mesh, names: Sequence[str], gradients: bool, seed: int
 ) -> tuple[list[Parting], int]:
-    """Where the lowerings differ from one device, and how many arrays were compared."""
+    """Return where the lowerings differ from one device, and how many arrays were compared."""
     first = mesh.devices.reshape(-1)[:1].reshape((1,) * mesh.devices.ndim)
     one = jax.sharding.Mesh(first, mesh.axis_names, mesh.axis_types)
     try:
@@ -153,7 +153,7 @@ def _equations(jaxpr: Any) -> Iterator[tuple[str, tuple]]:
 
 
 def _verified(text: str, shapes: tuple, name: str, seed: int) -> bool:
-    """Whether an equation is right by itself; one that cannot run alone counts as right."""
+    """Return whether an equation is right by itself; one that cannot run alone counts as right."""
     try:
         equation = parse_equation(text)
     except SpecError:  # another planned operation

@@ -1,9 +1,8 @@
 """`--layout auto`: the layout of a run is searched for the devices at hand, kept, and written beside its checkpoints.
 
-Reading order: found, kept, searched.
+Reading order: found, kept, searched. The last, which imports the search, is imported where a layout is searched.
 """
 
-from gspmd.commands.automatic.found import FILE, NAME, Found, own
-from gspmd.commands.automatic.searched import for_serving, for_training
+from gspmd.commands.automatic.found import FILE, NAME, FoundLayout, own
 
-__all__ = ["FILE", "NAME", "Found", "for_serving", "for_training", "own"]
+__all__ = ["FILE", "NAME", "FoundLayout", "own"]

@@ -1,5 +1,6 @@
 """A layout that was found for a run: its file, its mesh, and what is said of it."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -7,16 +8,18 @@ from tempfile import TemporaryDirectory
 
 from gspmd.display.units import amount_of_seconds
 from gspmd.layouts import Layout
+from gspmd.reading import ReadError, read_text
+from gspmd.training import ConfigError
 from gspmd.training.run.folder import newest_run
 
 NAME = "auto"
-"""What `--layout` says for it."""
+"""The value of `--layout` that asks for a search."""
 FILE = "layout.toml"
-"""What it is called in the folder of a run."""
+"""The name of its file in the folder of a run."""
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundLayout:
     """A layout that was found.
 
     Attributes:
@@ -59,12 +62,17 @@ class Found:
         return f"Layout: {how}, for mesh {self.mesh}. Predicted are {times} on {self.chip}. It is {self.place}."
 
 
-def own(folder: Path) -> Found | None:
-    """What was found when the run in this folder began; None if its layout was not searched, or its file is gone."""
+def own(folder: Path) -> FoundLayout | None:
+    """Return the layout found when the run in this folder began; None if it was not searched, or its file is gone."""
     path = folder / FILE
-    return Found(path.read_text(encoding="utf-8"), place=str(path)) if path.is_file() else None
+    if not os.path.lexists(path):
+        return None
+    try:
+        return FoundLayout(read_text(path), place=str(path))
+    except ReadError as error:
+        raise ConfigError("cannot read the run's layout:", [f"{str(path)!r}: {error}."]) from None
 
 
-def own_of(out: str) -> Found | None:
-    """Likewise of the run that is resumed: by its folder, or the newest."""
+def own_of(out: str) -> FoundLayout | None:
+    """Return the same for the run that is resumed: by its folder, or the newest."""
     return own(Path(out) if out else newest_run())

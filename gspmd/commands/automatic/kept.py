@@ -7,25 +7,33 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from gspmd import host
-from gspmd.commands.automatic.found import Found
+from gspmd.commands.automatic.found import FoundLayout
+from gspmd.reading import read_json, read_text
 
 _KNOWN = ("mesh", "seconds", "chip", "took")
 
 
-def load(key: str) -> Found | None:
-    """What was found for a question of this key; None if there is nothing, not all of it, or it is damaged."""
+def load(key: str) -> FoundLayout | None:
+    """Return the layout found for a question of this key; None if there is none, or it is damaged."""
     path = _path(key)
     try:
-        known = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        text = path.read_text(encoding="utf-8")
+        known, text = read_json(path.with_suffix(".json")), read_text(path)
         if known["digest"] != _digest(text):
             return None
-        return Found(text, **{name: known[name] for name in _KNOWN}, before=True, place=f"kept in {path}")
-    except (OSError, ValueError, KeyError, TypeError):
+        found = FoundLayout(text, **{name: known[name] for name in _KNOWN}, before=True, place=f"kept in {path}")
+        return found if _is_whole(found) else None
+    except (ValueError, KeyError, TypeError):  # ReadError is a ValueError
         return None
 
 
-def save(key: str, found: Found) -> Found:
+def _is_whole(found: FoundLayout) -> bool:
+    """Return whether what was read of a layout is what `save` writes."""
+    if not (isinstance(found.mesh, str) and isinstance(found.chip, str) and isinstance(found.seconds, dict)):
+        return False
+    return all(type(each) in (int, float) and 0 <= each < 1e15 for each in (found.took, *found.seconds.values()))
+
+
+def save(key: str, found: FoundLayout) -> FoundLayout:
     """Keep what was found, if the disk allows it, and return it with the place."""
     path = _path(key)
     known = {name: value for name, value in asdict(found).items() if name in _KNOWN} | {"digest": _digest(found.text)}

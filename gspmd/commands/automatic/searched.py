@@ -15,23 +15,27 @@ import jax
 from rich.console import Console
 
 import gspmd
+import gspmd_models as models
+from gspmd.annotate import Spec
 from gspmd.commands.automatic import kept
-from gspmd.commands.automatic.found import Found, own_of
-from gspmd.commands.compile import File
+from gspmd.commands.automatic.found import FoundLayout, own_of
+from gspmd.commands.file import File
 from gspmd.commands.search.unpriced import remedied, unpriced
 from gspmd.display.progress import Progress
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
 from gspmd.hardware.chips import Chip, chip, chip_of_device
 from gspmd.lowerings.program import DEFAULT_CHIP
+from gspmd.search.answers import NoneFits, SearchResult, Space, document, find
+from gspmd.search.answers.together import read_beside
+from gspmd.search.pricing import forget
 from gspmd.training import ConfigError, processes
 from gspmd.training.config import parse_mesh
-from gspmd_models import ModelConfig, search
+from gspmd.training.step import Update
+from gspmd_models import ModelConfig
 from gspmd_models.decoding.batch import checked, coarse
 from gspmd_models.decoding.prefix import most_prompts
-from gspmd_models.search.answers import Finding, NoneFits, Space, document, find, problem_of
-from gspmd_models.search.answers.together import read_beside
-from gspmd_models.search.serving import ServingProblem
-from gspmd_models.search.workload import Workload
+from gspmd_models.search.phases import problem_of, searched
+from gspmd_models.search.workload import STEPS, Stored, Workload
 
 Tell = Callable[[str], None]
 
@@ -42,8 +46,8 @@ _OWN = "Give a layout of your own in place of auto: --layout NAME or --layout FI
 
 
 @dataclass(frozen=True)
-class Question:
-    """What a layout is searched for.
+class LayoutQuestion:
+    """The question that a search for a layout answers.
 
     Attributes:
         model: its configuration.
@@ -66,7 +70,7 @@ class Question:
 
     @property
     def devices(self) -> str:
-        """Whose seconds and bytes these are."""
+        """The devices whose seconds and bytes these are."""
         return self.chip.name if self.listed else f"{self.chip.name}, which stands in for devices that are not listed"
 
     @property
@@ -79,9 +83,9 @@ class Question:
 
 @cache
 def _code() -> str:
-    """A digest of the sources of searching and pricing: a layout is not kept beyond a change of costs."""
-    rooms = (Path(gspmd.__file__).parent / room for room in ("search", "planner", "hardware"))
-    files = [file for room in (*rooms, Path(search.__file__).parent) for file in sorted(room.rglob("*.[pt][yo]*"))]
+    """A digest of the sources: a layout is not kept beyond a change of costs, which are read from programs, too."""
+    roots = Path(gspmd.__file__).parent, Path(models.__file__).parent
+    files = [file for root in roots for file in sorted(root.rglob("*.[pt][yo]*"))]
     digest = hashlib.sha256(gspmd.__version__.encode())
     for file in files:
         if file.suffix in (".py", ".toml"):
@@ -89,7 +93,7 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def for_training(console: Console, file: File, devices: Sequence[jax.Device]) -> Found:
+def for_training(console: Console, file: File, devices: Sequence[jax.Device]) -> FoundLayout:
     """The layout in which a run begins: its own where it is resumed, else one that is searched, or was before.
 
     It is said on the console. Of several processes the first one searches.
@@ -110,14 +114,16 @@ def for_training(console: Console, file: File, devices: Sequence[jax.Device]) ->
     if faults := [*unpriced(file, True, ".")]:
         raise ConfigError("cannot search for a layout:", [*faults, _OWN])
     names = ("batch", "length", "dtype", "microbatches")
-    sizes = {name: getattr(training, name) for name in names}
+    sizes: dict[str, Any] = {name: getattr(training, name) for name in names}
+    frozen, dtype = tuple(training.frozen), training.parameter_dtype
+    sizes["update"] = Update(file.optimizer, STEPS, frozen=frozen, parameter_dtype=dtype)
     remedy = "Take more devices, or a smaller batch."
     if model.remat != "full":
         remedy = "Take more devices, a smaller batch, or --model.remat full."
     return _answered(console, _question(model, file.sharding.mesh, devices, sizes), _train, remedy)
 
 
-def _train(question: Question, tell: Tell) -> Found:
+def _train(question: LayoutQuestion, tell: Tell) -> FoundLayout:
     sizes = question.sizes
     workload = Workload(question.model, question.chip, **sizes)
     spaces = (Space(partial(problem_of, workload, mesh)) for mesh in question.meshes)
@@ -126,7 +132,7 @@ def _train(question: Question, tell: Tell) -> Found:
     step = f"batch {sizes['batch']}, length {sizes['length']}{parts}, {sizes['dtype']}, remat {question.model.remat}"
     seconds = {"training step": finding.answer.seconds}
     text = document(finding.best, finding.answer, header("training", question, finding, seconds, {"step": step}), {})
-    return Found(text, finding.best.named, seconds, question.devices)
+    return FoundLayout(text, finding.best.named, seconds, question.devices)
 
 
 def for_serving(
@@ -141,15 +147,18 @@ def for_serving(
     samples: int,
     chunk: int,
     cache_length: int | None,
-) -> Found:
+    weights: Stored = "dtype",
+    cache: Stored = "dtype",
+) -> FoundLayout:
     """The layout to continue prompts in: to decode, and beside it what is otherwise while they are read.
 
     Args:
         console, devices: as of `for_training`.
         model: whose weights are there.
         mesh: as of `--mesh`; empty for every mesh of the devices.
-        dtype: of weights, activations and cache.
+        dtype: of activations, and of weights and cache that are not int8.
         prompts, tokens, samples, chunk, cache_length: as of `gspmd_models.decoding.make_batch`.
+        weights, cache: as of `gspmd_models.search.workload.Workload`.
 
     Raises:
         GenerationError: as of `make_batch`.
@@ -160,33 +169,36 @@ def for_serving(
     room = cache_length or coarse(longest + tokens - 1)
     sizes = {
         "prompts": len(prompts), "samples": samples, "room": room, "dtype": dtype,
-        "chunk": min(chunk, coarse(longest - 1)),
+        "chunk": min(chunk, coarse(longest - 1)), "weights": weights, "cache": cache,
     }  # fmt: skip
     remedy = "Take more devices, fewer texts, or a shorter cache."
     return _answered(console, _question(model, mesh, devices, sizes), _serve, remedy)
 
 
-def _serve(question: Question, tell: Tell) -> Found:
-    prompts, samples, room, dtype, chunk = question.sizes.values()
-    rows = prompts * samples
-    workload = Workload(question.model, question.chip, rows, room, dtype, phase="decode", room=room)
+def _serve(question: LayoutQuestion, tell: Tell) -> FoundLayout:
+    prompts, samples, room, dtype, chunk, *rest = question.sizes.values()
+    rows, kinds = prompts * samples, dict(zip(("weights", "cache"), rest))
+    workload = Workload(question.model, question.chip, rows, room, dtype, phase="decode", room=room, **kinds)
     spaces = (Space(partial(problem_of, workload, mesh)) for mesh in question.meshes)
     finding = _complete(find(spaces, question.limit, tell))
     decode, answer = finding.best.phase, finding.answer
     tell("how prompts are read")
     # Each part of the cache has the rows of the prompts that its texts begin with.
-    cache, mesh = decode.choices["heads"][answer.picks["heads"]].cache, decode.costs.mesh
+    mesh = decode.case.mesh
+    stored = (line for line in decode.lines(answer.picks) if line.section == "cache")
+    cache = Spec.parse(next(line.text for line in stored if line.key == "attention.key"))
     parts = prod(mesh[axis] for axis in cache.axes_of("B"))
     each = most_prompts([text // samples for text in range(rows)], parts)
     prompt = replace(workload, phase="prefill", batch=each * parts, length=chunk)
-    prefill = read_beside(ServingProblem(prompt, mesh), decode, answer, question.limit)
+    prefill = read_beside(problem_of(prompt, mesh), decode, answer, question.limit)
     seconds = {"step of decoding": answer.seconds, f"prefill of {chunk} tokens": prefill.answer.seconds}
     step = f"{rows} texts of {prompts} prompts, cache of {room} tokens, {dtype}"
+    step += "".join(f", int8 {name}" for name, kind in kinds.items() if kind == "int8")
     text = document(finding.best, answer, header("serving", question, finding, seconds, {"step": step}), {})
-    return Found(text + prefill.text, finding.best.named, seconds, question.devices)
+    return FoundLayout(text + prefill.text, finding.best.named, seconds, question.devices)
 
 
-def _complete(finding: Finding) -> Finding:
+def _complete(finding: SearchResult) -> SearchResult:
     """The finding, unless an interrupt came before it was proved: that was meant for the run."""
     if not finding.complete:
         raise KeyboardInterrupt
@@ -194,7 +206,11 @@ def _complete(finding: Finding) -> Finding:
 
 
 def header(
-    purpose: str, question: Question, finding: Finding, seconds: Mapping[str, float], facts: Mapping[str, str]
+    purpose: str,
+    question: LayoutQuestion,
+    finding: SearchResult,
+    seconds: Mapping[str, float],
+    facts: Mapping[str, str],
 ) -> Iterator[str]:
     """The comment at the top of the file."""
     best = finding.best
@@ -216,15 +232,15 @@ def header(
     yield f"To be used with --layout FILE --mesh {best.named}"
 
 
-def _question(model: ModelConfig, mesh: str, devices: Sequence[jax.Device], sizes: Mapping[str, Any]) -> Question:
+def _question(model: ModelConfig, mesh: str, devices: Sequence[jax.Device], sizes: Mapping[str, Any]) -> LayoutQuestion:
     listed = chip_of_device(devices[0].device_kind)
     used = listed or chip(DEFAULT_CHIP)
     if mesh:
         given = parse_mesh(mesh)
         tried = [{axis: size for axis, size in given.items() if size > 1} or given]
     else:
-        tried = meshes(len(devices), used)
-    return Question(model, used, tried, sizes, listed is not None)
+        tried = [*searched(meshes(len(devices), used), model)]
+    return LayoutQuestion(model, used, tried, sizes, listed is not None)
 
 
 def meshes(devices: int, of: Chip) -> list[dict[str, int]]:
@@ -255,7 +271,9 @@ def _factors(number: int, least: int, most: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in _factors(number // first, first, most - 1))
 
 
-def _answered(console: Console, question: Question, search: Callable[[Question, Tell], Found], remedy: str) -> Found:
+def _answered(
+    console: Console, question: LayoutQuestion, search: Callable[[LayoutQuestion, Tell], FoundLayout], remedy: str
+) -> FoundLayout:
     """The answer that is kept, or that of a search; the same in all processes, and said.
 
     Args:
@@ -265,7 +283,7 @@ def _answered(console: Console, question: Question, search: Callable[[Question, 
         remedy: what to do where nothing fits.
     """
 
-    def searched() -> Found:
+    def searched() -> FoundLayout:
         began = time.monotonic()
         with Progress(console, "Searching the layout") as progress:
             try:
@@ -273,18 +291,20 @@ def _answered(console: Console, question: Question, search: Callable[[Question, 
                     found = search(question, lambda text: progress.begin(f"Searching the layout: {text}"))
             except NoneFits as fault:
                 raise ConfigError("cannot find a layout:", [_nothing_fits(fault, question), remedy]) from None
+            finally:
+                forget()
         return kept.save(question.key, replace(found, took=time.monotonic() - began))
 
-    found = Found(**json.loads(processes.told(lambda: json.dumps(asdict(kept.load(question.key) or searched())))))
+    found = FoundLayout(**json.loads(processes.told(lambda: json.dumps(asdict(kept.load(question.key) or searched())))))
     _say(console, found)
     return found
 
 
-def _say(console: Console, found: Found) -> None:
+def _say(console: Console, found: FoundLayout) -> None:
     console.print(str(found), soft_wrap=True, markup=False, highlight=False)
 
 
-def _nothing_fits(fault: NoneFits, question: Question) -> str:
+def _nothing_fits(fault: NoneFits, question: LayoutQuestion) -> str:
     if fault.candidate is None or fault.nearest is None or fault.over is None:
         tried = "the mesh" if len(question.meshes) == 1 else "any mesh of the devices"
         return f"the sizes of model and batch have none on {tried}."

@@ -2,40 +2,45 @@
 
     gspmd search --config llama-2-70b --topology tpu-v5p:4x8x8 --batch 1024 --length 4096 --out found.toml
 
+    gspmd search --model mixer:Mixer --layout mixer.toml --topology tpu-v5e:8x8 --batch 512 --out found.toml
+
 Layouts are priced as gspmd plans them, on every mesh whose axes are whole torus axes. The answer says by how much any
-other that fits in memory may be faster: by 0.05% at most, as a rule. Nothing runs, and nothing is compiled unless
---compile asks for it. Exit code 1 if nothing fits.
+other that fits in memory may be faster: by 0.05% at most, as a rule. Of a model of one's own, every line of --layout is
+searched. Nothing runs, and nothing is compiled unless --compile asks for it. Exit code 1 if nothing fits.
 """
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from rich.markup import escape
 
+from gspmd import host
 from gspmd.annotate import LayoutError
-from gspmd.commands.search import compiling, figures, picture, shortlist, shown
+from gspmd.commands.own import is_own
+from gspmd.commands.search import compiling, figures, own, picture, shortlist, shown
 from gspmd.commands.search.missing import nothing_fits
 from gspmd.commands.search.settings import Settings
 from gspmd.commands.search.settings import parse as parse_settings
 from gspmd.commands.search.slice import Slice
 from gspmd.commands.search.unpriced import remedied
-from gspmd.commands.search.written import beside, header, header_of_stages, seconds
+from gspmd.commands.search.written import beside, header, header_of_stages, save, seconds
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
 from gspmd.display.tables import Sheet
+from gspmd.search.answers import Candidate, NoneFits, SearchResult, Space, document, find, meshes
+from gspmd.search.answers.document import LineCost, of_lines, remarks
+from gspmd.search.answers.frontier import Point, frontier
+from gspmd.search.answers.presets import Placed, placed_presets
+from gspmd.search.answers.why import Why, why
 from gspmd.training import command
-from gspmd.training.config import ConfigError, parse_mesh
+from gspmd.training.config import parse_mesh
 from gspmd_models import ModelConfig
 from gspmd_models.search import stages as pipelines
-from gspmd_models.search.answers import Candidate, Finding, NoneFits, Space, document, find, meshes, problem_of
-from gspmd_models.search.answers.document import Remark, of_lines, remarks
-from gspmd_models.search.answers.frontier import Point, frontier
-from gspmd_models.search.answers.microbatches import Range
-from gspmd_models.search.answers.presets import Placed, placed_presets
-from gspmd_models.search.answers.why import Why, why
+from gspmd_models.search.phases import problem_of, searched, several_of
 from gspmd_models.search.pipeline import StageProblem
 from gspmd_models.search.workload import Workload
 
@@ -47,10 +52,16 @@ def run(argv: Sequence[str], script: str = "") -> int:
         argv: the flags.
         script: the file in scripts/ that runs it instead, for the help.
     """
+
+    def begin(argv: Sequence[str]) -> int:
+        # Before a program is read: what is compiled later is for devices that are not there. Where JAX has started
+        # already, as in a program of one's own, its devices will do.
+        with suppress(host.HostError):
+            host.start(1, "cpu")
+        return main(argv, script)
+
     said = "Interrupted before a layout was found that fits."
-    return command.guarded(
-        partial(main, script=script), argv, called="" if script else "gspmd search", interrupted=said
-    )
+    return command.guarded(begin, argv, called="" if script else "gspmd search", interrupted=said)
 
 
 def parse(argv: Sequence[str], script: str = "") -> Settings:
@@ -65,12 +76,13 @@ def main(argv: Sequence[str], script: str = "") -> int:
     with Progress(printing.console(stderr=True), "Searching") as progress:
         try:
             refuse_unsearched(settings, target)
-            finding = find(spaces(settings, target), limit_of(settings, target), partial(said, progress))
+            every = spaces(settings)
+            finding = find(every(target), limit_of(settings, target), partial(said, progress))
         except NoneFits as fault:
-            message = nothing_fits(fault, settings, target, partial(spaces, settings), progress.begin)
+            message = nothing_fits(fault, settings, target, every, progress.begin)
         else:
             message = ""
-            found = Found(finding, interrupted=not finding.complete)
+            found = Results(finding, interrupted=not finding.complete)
             if finding.complete:
                 look_closer(found, settings, progress)
     if message:
@@ -88,6 +100,8 @@ def refuse_unsearched(settings: Settings, target: Slice) -> None:
     Raises:
         PlanError: the model, or with --stages stages of it.
     """
+    if is_own(settings):  # whose program says it when it is read
+        return
     workload = workload_of(settings, target, settings.model)
     use = "gspmd train" if settings.phase == "train" else "gspmd generate"
     with remedied(f"{use} takes a layout of your own with --layout FILE, and gspmd compile says what it costs."):
@@ -103,19 +117,32 @@ def said(progress: Progress, text: str) -> None:
     progress.say(text)
 
 
-def spaces(settings: Settings, target: Slice) -> Iterator[Space]:
-    """Every mesh with every choice of remat that may be taken, in the microbatches that are given or in all numbers."""
-    for mesh in [parse_mesh(settings.mesh)] if settings.mesh else meshes(target.torus):
-        for remat in settings.remats:
-            workload = workload_of(settings, target, replace(settings.model, remat=remat))
-            several = partial(Range.of, workload, mesh) if settings.searches_microbatches else None
-            yield Space(partial(problem_of, workload, mesh), several)
+def spaces(settings: Settings) -> Callable[[Slice], Iterable[Space]]:
+    """Return a function from a slice to every mesh of it, with every choice of remat that may be taken, in the
+    microbatches that are given or in all numbers."""
+    if is_own(settings):
+        return own.spaces(settings)
+
+    def of(target: Slice) -> Iterator[Space]:
+        every = [parse_mesh(settings.mesh)] if settings.mesh else searched(meshes(target.torus), settings.model)
+        for mesh in every:
+            for remat in settings.remats:
+                workload = workload_of(settings, target, replace(settings.model, remat=remat))
+                several = partial(several_of, workload, mesh) if settings.searches_microbatches else None
+                yield Space(partial(problem_of, workload, mesh), several)
+
+    return of
 
 
 def workload_of(settings: Settings, target: Slice, model: ModelConfig) -> Workload:
-    """What is asked for, of the model with a choice of remat; in one microbatch where their number is searched."""
+    """Return the workload of the model with a choice of remat; in one microbatch where their number is searched."""
     sizes = settings.batch, settings.length, settings.dtype
-    return Workload(model, target.chip, *sizes, phase=settings.phase, microbatches=settings.microbatches or 1)
+    count, update = settings.microbatches or 1, settings.update
+    stored = {"weights": settings.weights, "cache": settings.cache}
+    fixed = tuple(settings.given.items())
+    return Workload(
+        model, target.chip, *sizes, phase=settings.phase, microbatches=count, update=update, fixed=fixed, **stored
+    )
 
 
 def limit_of(settings: Settings, target: Slice) -> float:
@@ -124,8 +151,8 @@ def limit_of(settings: Settings, target: Slice) -> float:
 
 
 @dataclass
-class Found:
-    """What is known, more with every step of `look_closer`.
+class Results:
+    """The results of a command, to which every step of `look_closer` adds.
 
     Attributes:
         finding: the answer.
@@ -142,8 +169,8 @@ class Found:
         interrupted: whether something is missing.
     """
 
-    finding: Finding
-    said: dict[str, Remark] = field(default_factory=dict)
+    finding: SearchResult
+    said: dict[str, LineCost] = field(default_factory=dict)
     asked: list[Why] = field(default_factory=list)
     presets: list[Placed] = field(default_factory=list)
     traced: dict[str, float] = field(default_factory=dict)
@@ -164,7 +191,7 @@ class Found:
         return next((each for each in self.shortlist if each.fits), None)
 
 
-def look_closer(found: Found, settings: Settings, progress: Progress) -> None:
+def look_closer(found: Results, settings: Settings, progress: Progress) -> None:
     """All that is asked about the answer, until an interrupt."""
     best = found.finding.best
     try:
@@ -175,16 +202,18 @@ def look_closer(found: Found, settings: Settings, progress: Progress) -> None:
             except LayoutError as fault:
                 found.faults.append(f"--why {key}={text}: {fault}")
         comment(found, progress)
-        progress.begin("what presets cost")
-        found.presets = placed_presets(found.finding.promising, found.finding.ranges)
-        found.traced = compiling.traced(settings, found.presets)
+        if not is_own(settings):  # presets are layouts of our models
+            progress.begin("what presets cost")
+            found.presets = placed_presets(found.finding.promising, found.finding.ranges)
+            found.traced = compiling.traced(settings, found.presets)
         if settings.stages:
             found.stages = staged(best, settings, progress)
         if settings.compile:
             compile_best(found, settings, progress)
         if settings.frontier:  # of the mesh of the answer, which may be another now
             best = found.finding.best
-            found.front, found.drawn = frontier(best, tell=progress.begin), placed_presets([best])
+            found.front = frontier(best, tell=progress.begin)
+            found.drawn = [] if is_own(settings) else placed_presets([best])
     except KeyboardInterrupt:
         found.interrupted = True
 
@@ -192,18 +221,18 @@ def look_closer(found: Found, settings: Settings, progress: Progress) -> None:
 def staged(best: Candidate, settings: Settings, progress: Progress) -> pipelines.Table:
     """Pipelines on the slice, for every number of stages."""
     target = Slice.named(settings.topology)
-    workload = workload_of(settings, target, best.phase.costs.config)
+    workload = workload_of(settings, target, best.phase.case.config)
     return pipelines.table(workload, target.torus, best.limit, tell=partial(said, progress))
 
 
-def comment(found: Found, progress: Progress) -> None:
+def comment(found: Results, progress: Progress) -> None:
     """Find what is said of each choice."""
     progress.begin("what each line costs, and what the next best would")
     for name, remark in remarks(found.finding.best, found.finding.answer):
         found.said[name] = remark
 
 
-def compile_best(found: Found, settings: Settings, progress: Progress) -> None:
+def compile_best(found: Results, settings: Settings, progress: Progress) -> None:
     """Compile the shortlist; the answer is then the layout whose program is the fastest, a preset's if it is that."""
     finding, count = found.finding, settings.compile
     if settings.phase == "train":
@@ -217,7 +246,7 @@ def compile_best(found: Found, settings: Settings, progress: Progress) -> None:
         comment(found, progress)
 
 
-def take_fastest(found: Found, programs: Iterable[compiling.Listed]) -> None:
+def take_fastest(found: Results, programs: Iterable[compiling.Listed]) -> None:
     """Add programs to the shortlist as they are compiled, and make the layout of the fastest the answer.
 
     What was said of another layout is forgotten then.
@@ -230,9 +259,9 @@ def take_fastest(found: Found, programs: Iterable[compiling.Listed]) -> None:
                 found.finding, found.said = found.planned.taking(first.candidate, first.answer), {}
 
 
-def improve_preset(found: Found, settings: Settings, progress: Progress) -> None:
-    """Where the fastest program is a preset's, compile it with other lines too, each alone, and then the faster ones
-    together: among the lines in which the answer differs may be one that gains and one that loses more.
+def improve_preset(found: Results, settings: Settings, progress: Progress) -> None:
+    """Compile other lines where the fastest program is a preset's: each alone, and then the faster ones together. Among
+    the lines in which the answer differs may be one that gains and one that loses more.
 
     They are written as the search writes a layout, with its mesh axes, norms and biases, and not as the preset.
     """
@@ -247,21 +276,13 @@ def improve_preset(found: Found, settings: Settings, progress: Progress) -> None
     take_fastest(found, compiling.compiled(settings, shortlist.together(settings, first, faster), both=False))
 
 
-def report(found: Found, settings: Settings, target: Slice, argv: Sequence[str]) -> None:
+def report(found: Results, settings: Settings, target: Slice, argv: Sequence[str]) -> None:
     """Write the files that were asked for, and print the rest."""
     finding = found.finding
     top = header(settings, target, finding, argv, found.shortlist)
     text = document(finding.best, finding.answer, top, found.said, found.lowering)
-    if settings.out:
-        try:
-            Path(settings.out).write_text(text, encoding="utf-8")
-        except OSError as error:  # minutes of searching are not lost with it
-            print(text)
-            why = f"--out {settings.out}: {error.strerror}. The layout is printed above; write it elsewhere."
-            raise ConfigError("cannot write the layout that was found:", [why]) from None
+    save(text, settings.out)
     console = printing.console(140)
-    if not settings.out:
-        print(text)
     if found.presets:
         written = next((each.name for each in found.shortlist if each.answer is finding.answer), "found")
         console.print(shown.comparison(finding, found.presets, written))
@@ -274,7 +295,7 @@ def report(found: Found, settings: Settings, target: Slice, argv: Sequence[str])
             console.print(line, highlight=False)
     if found.shortlist:
         console.print(shown.compiled(found.shortlist))
-    console.print(shown.answer_line(finding, settings.compile), markup=False, highlight=False)
+    console.print(shown.answer_line(finding, settings.compile), markup=False, highlight=False, soft_wrap=True)
     if settings.frontier and found.front:
         drawn = picture.figure(finding, found.front, found.drawn, top[0].removesuffix("."))
         found.faults += unwritten("--frontier", settings.frontier, partial(drawn.savefig, settings.frontier))
@@ -297,9 +318,9 @@ def unwritten(flag: str, path: str, write: Callable[[], object]) -> list[str]:
 
 
 def of_stages(
-    found: Found, table: pipelines.Table, settings: Settings, target: Slice, argv: Sequence[str]
+    found: Results, table: pipelines.Table, settings: Settings, target: Slice, argv: Sequence[str]
 ) -> Iterator[Sheet | str]:
-    """What is said of pipelines; the best one is written beside the layout without stages."""
+    """Yield the table of pipelines, and write the best one beside the layout without stages."""
     if not table.rows:
         yield "pipelines: no number of stages divides the stacked layers and an axis of the slice."
         return
@@ -311,7 +332,7 @@ def of_stages(
         path, than = beside(settings.out), found.finding.answer.seconds
         top = header_of_stages(settings, target, best, than, argv)
         try:
-            path.write_text(of_lines(best.lines, best.problem.costs.config, best.mesh, top), encoding="utf-8")
+            path.write_text(of_lines(best.lines, best.problem.case, top, mesh=best.mesh), encoding="utf-8")
         except OSError as error:
             found.faults.append(f"cannot write the best pipeline to {path}: {error.strerror}.")
             return
@@ -319,8 +340,8 @@ def of_stages(
         yield f"The best pipeline is in {escape(str(path))}: {took}."
 
 
-def interrupted(found: Found, settings: Settings) -> str:
-    """What there is after an interrupt."""
+def interrupted(found: Results, settings: Settings) -> str:
+    """Return the message of an interrupted search."""
     where = f"written to {settings.out}" if settings.out else "printed"
     if found.finding.complete:
         return f"\nInterrupted. The best layout is {where}; some of what is said about it is missing."

@@ -17,11 +17,11 @@ from gspmd.commands.search.settings import Settings
 from gspmd.display.units import mesh_text
 from gspmd.layouts import Layout
 from gspmd.search import Answer
+from gspmd.search.answers import Candidate, document
+from gspmd.search.answers.document import PRICED
+from gspmd.search.answers.presets import Placed
 from gspmd.training import ShardingConfig
 from gspmd_models.parameters import stages_axes
-from gspmd_models.search.answers import Candidate, document
-from gspmd_models.search.answers.document import PRICED
-from gspmd_models.search.answers.presets import Placed
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Listed:
 
     @property
     def seconds(self) -> float:
-        """Those of the compiled program; infinite if it does not fit."""
+        """Seconds of the compiled program; infinite if it does not fit."""
         line = self.report and self.report.timeline
         return line.step_seconds if line else float("inf")
 
@@ -135,7 +135,7 @@ def _traced(settings: Settings, listed: Listed, target: Topology, folder: Path) 
 
 
 def _settings(settings: Settings, listed: Listed, folder: Path) -> offline.Settings:
-    """Those of `gspmd compile` for a layout."""
+    """Return the settings of `gspmd compile` for a layout."""
     name = listed.name
     if not listed.preset:
         name = str(folder / "found.toml")
@@ -146,9 +146,12 @@ def _settings(settings: Settings, listed: Listed, folder: Path) -> offline.Setti
         lowering=listed.lowering,
         compiler_options=settings.compiler_options,
     )
+    update = settings.update
     return offline.Settings(
         settings.config, settings.topology, settings.phase, settings.batch, settings.length, dtype=settings.dtype,
-        microbatches=listed.candidate.microbatches, model=listed.candidate.phase.costs.config,
+        weights=settings.weights, cache=settings.cache, microbatches=listed.candidate.microbatches,
+        parameter_dtype=update.parameter_dtype, frozen=update.frozen, optimizer=update.optimizer,
+        model_class=settings.model_class, model=listed.candidate.phase.case.config or settings.model,
         sharding=sharding,
     )  # fmt: skip
 
@@ -173,5 +176,5 @@ def traced(settings: Settings, presets: Iterable[Placed]) -> dict[str, float]:
 
 
 def _staged(placed: Placed) -> bool:
-    """Whether a preset is a pipeline on its mesh."""
+    """Return whether a preset is a pipeline on its mesh."""
     return any(placed.mesh.get(axis, 1) > 1 for axis in stages_axes(Layout.load(placed.name)))

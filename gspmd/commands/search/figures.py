@@ -8,18 +8,18 @@ from gspmd.commands.search.compiling import Listed
 from gspmd.commands.search.settings import Settings
 from gspmd.commands.search.slice import Slice
 from gspmd.search import Answer
-from gspmd_models.search.answers import Candidate, Finding
-from gspmd_models.search.answers.document import Remark
-from gspmd_models.search.answers.frontier import Point
-from gspmd_models.search.answers.presets import Placed
-from gspmd_models.search.answers.why import Why
+from gspmd.search.answers import Candidate, SearchResult
+from gspmd.search.answers.document import LineCost
+from gspmd.search.answers.frontier import Point
+from gspmd.search.answers.presets import Placed
+from gspmd.search.answers.why import Why
 
 
 def to_json(
     settings: Settings,
     target: Slice,
-    finding: Finding,
-    said: Mapping[str, Remark],
+    finding: SearchResult,
+    said: Mapping[str, LineCost],
     presets: Iterable[Placed],
     asked: Iterable[Why],
     front: Sequence[Point],
@@ -42,7 +42,7 @@ def to_json(
         **_answer(best, finding.answer),
         "next": {name: {"text": each.next, "more": each.more} for name, each in said.items() if each.next},
         "meshes": [
-            {"mesh": dict(each.phase.costs.mesh), "remat": each.remat, "microbatches": each.microbatches,
+            {"mesh": dict(each.phase.case.mesh), "remat": each.remat, "microbatches": each.microbatches,
              "bound": each.free.seconds, "seconds": each.answer and each.answer.seconds}
             for each in finding.candidates
         ],
@@ -63,7 +63,7 @@ def to_json(
 
 def _answer(candidate: Candidate, answer: Answer) -> dict:
     return {
-        "mesh": dict(candidate.phase.costs.mesh),
+        "mesh": dict(candidate.phase.case.mesh),
         "seconds": answer.seconds,
         "bytes": answer.bytes,
         "terms": candidate.unlimited.seconds_of(answer.picks),

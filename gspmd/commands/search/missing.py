@@ -1,4 +1,5 @@
-"""What is said where nothing fits: the nearest, by how much, and the smallest slice of the chip that would do."""
+"""The message where nothing fits: the nearest layout, by how much it is too large, and the smallest slice that would
+do."""
 
 from collections.abc import Callable, Iterable
 
@@ -6,8 +7,8 @@ from gspmd.commands.search.settings import Settings
 from gspmd.commands.search.slice import Slice
 from gspmd.display.units import amount_of_bytes
 from gspmd.search import NothingFits
-from gspmd_models.search.answers import Candidate, NoneFits, Space
-from gspmd_models.search.answers.microbatches import smallest
+from gspmd.search.answers import Candidate, NoneFits, Space
+from gspmd.search.answers.microbatches import smallest
 
 Spaces = Callable[[Slice], Iterable[Space]]
 

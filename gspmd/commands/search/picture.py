@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from gspmd.audit.simulation.bars import FAINT, INK, PALETTE
 from gspmd.commands.search.written import seconds, where
 from gspmd.display.units import amount_of_bytes
-from gspmd_models.search.answers import Finding
-from gspmd_models.search.answers.frontier import SEEN, Point
-from gspmd_models.search.answers.presets import Placed
+from gspmd.search.answers import SearchResult
+from gspmd.search.answers.frontier import SEEN, Point
+from gspmd.search.answers.presets import Placed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +31,8 @@ _Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class _Frame:
-    """What of the plane is seen: bytes from left to right, seconds from bottom to top, and the units of both."""
+    """The part of the plane that is seen: bytes from left to right, seconds from bottom to top, and the units of
+    both."""
 
     left: float
     right: float
@@ -47,12 +48,12 @@ class _Frame:
         return next(((one, unit) for one, unit in ((1.0, "s"), (1e-3, "ms")) if self.bottom >= one), (1e-6, "µs"))
 
     def has(self, held: float, took: float) -> bool:
-        """Whether it is seen, with room for a label above it."""
+        """Return whether it is seen, with room for a label above it."""
         x, y = self.place(held, took)
         return 0 <= x <= 1 and 0 <= y <= 1 - 1.5 * _LINE
 
     def place(self, held: float, took: float) -> tuple[float, float]:
-        """Where it is, as parts of the picture's width and height."""
+        """Return its place as parts of the picture's width and height."""
         over = log(took / self.bottom) / log(self.top / self.bottom) if self.steep else None
         height = (took - self.bottom) / (self.top - self.bottom) if over is None else over
         return (held - self.left) / (self.right - self.left), height
@@ -68,7 +69,7 @@ class _Frame:
         return took / self.seconds[0]
 
 
-def figure(finding: Finding, front: Sequence[Point], presets: Sequence[Placed], title: str) -> "Figure":
+def figure(finding: SearchResult, front: Sequence[Point], presets: Sequence[Placed], title: str) -> "Figure":
     """Draw the cheapest layout for every amount of memory as a staircase, with the region below in which there is none.
 
     Args:
@@ -104,8 +105,9 @@ def figure(finding: Finding, front: Sequence[Point], presets: Sequence[Placed], 
     return made
 
 
-def _frame(finding: Finding, front: Sequence[Point], presets: Sequence[Placed]) -> _Frame:
-    """From the smallest layout to behind the limit or the largest, and from the cheapest to what is not much dearer."""
+def _frame(finding: SearchResult, front: Sequence[Point], presets: Sequence[Placed]) -> _Frame:
+    """Return a frame from the smallest layout to beyond the limit or the largest, and from the cheapest to those not
+    much dearer."""
     least, most = front[0].answer.bytes, max(front[-1].answer.bytes, finding.answer.bytes)
     right = max(finding.answer.bytes, min(1.05 * most, SEEN * finding.best.limit))
     right += 0.05 * (right - least)
@@ -155,7 +157,7 @@ def _presets(axes: Any, frame: _Frame, presets: Sequence[Placed], taken: list[_B
         taken.append(_label(axes, frame, held, took, ", ".join(names[:_NAMED]) + more, _PRESET, taken))
 
 
-def _found(axes: Any, frame: _Frame, finding: Finding) -> _Box:
+def _found(axes: Any, frame: _Frame, finding: SearchResult) -> _Box:
     """The answer, and the memory that it may use; where its label is."""
     limit, answer = finding.best.limit, finding.answer
     if limit < frame.right:

@@ -1,37 +1,44 @@
 """The flags of `gspmd search`."""
 
-import argparse
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import jax.numpy as jnp
 import tyro
 
 from gspmd.commands import configs
-from gspmd.commands.compile import File
+from gspmd.commands.file import File, file_of
+from gspmd.commands.own import is_own
 from gspmd.commands.search.slice import Slice
 from gspmd.commands.search.unpriced import unpriced
 from gspmd.display.tables import counted
-from gspmd.training import ShardingConfig, command
-from gspmd.training.config import ConfigError, load_toml, parse_mesh
+from gspmd.layouts import Layout
+from gspmd.search.answers.microbatches import several
+from gspmd.training import OptimizerConfig, ShardingConfig, command
+from gspmd.training.config import ConfigError, parse_mesh
+from gspmd.training.model import Own
+from gspmd.training.model.finding import typed_with
+from gspmd.training.step import Update
 from gspmd.training.toml import positive
 from gspmd_models import ModelConfig
 from gspmd_models.config import REMATS
-from gspmd_models.search.answers.microbatches import several
+from gspmd_models.search.workload import STEPS
 
 DEFAULT = configs.find("llama-2-70b")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to find a layout for, and where to put it."""
+    """The model and slice to find a layout for, and the files for the answer."""
 
     config: str = DEFAULT
-    """TOML file with a table [model], and perhaps [training]."""
+    """TOML file with a table [model], and perhaps [training], [optimizer] and, of a model of one's own, [sharding]
+    layout."""
     topology: str = "tpu-v5p:4x8x8"
     """Chip and torus, such as tpu-v4:4x4x4, tpu-v5p:8x8x16 or tpu-v6e:16x16."""
     phase: Literal["train", "prefill", "decode"] = "train"
@@ -47,19 +54,28 @@ class Settings:
     """Parts of a training step's batch, as of `gspmd train`; of 1, 2, 4, ... that divide it what is best, if not given,
     whatever [training] says."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """What the model computes in."""
+    """Dtype that the model computes in."""
+    weights: Literal["dtype", "int8"] = "dtype"
+    """Dtype in which prefill and decode store matrices; int8 ones have a float32 scale for every channel."""
+    cache: Literal["dtype", "int8"] = "dtype"
+    """Dtype in which prefill and decode keep keys and values; int8 has a float32 scale for each token and head."""
     remat: Literal["none", "full", "dots-except-hidden", "dots", "selective"] | None = None
-    """What the backward pass computes again; what is best, if not given."""
+    """Choice of what the backward pass computes again; the best one, if not given."""
     memory: float = 0.9
     """Share of a device's memory that may be used."""
+    layout: str = ""
+    """TOML file whose lines are searched, for a model of one's own; what it writes counts for nothing but
+    dimensions."""
+    fixed: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A line that is not searched, with its spec, such as ffn.w_in=EF_x; repeatable."""
     why: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A line to ask about, such as ffn.w_in=EF_x: what that would cost, and what would change with it; repeatable."""
     stages: bool = False
     """Also search pipelines: a table of stages and microbatches, each with the best layout of a stage, on
     every mesh that the rest of the torus makes, whatever --mesh says."""
     compile: int = 0
-    """How many of the best different layouts are compiled, beside the best preset; where that is the fastest, with how
-    many other lines, too. 0 for a planned answer only."""
+    """Number of different layouts, the best ones, that are compiled beside the best preset; where that is the
+    fastest, of other lines that are compiled with it, too. 0 for a planned answer only."""
     compiler_options: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """With --compile, an option of the compiler, such as xla_tpu_scoped_vmem_limit_kib=81920; repeatable."""
     out: str = ""
@@ -68,7 +84,40 @@ class Settings:
     """File for the figures."""
     frontier: str = ""
     """PNG file for the picture of seconds against bytes."""
+    update: Annotated[Update, tyro.conf.Suppress, tyro.conf.Fixed] = field(
+        default_factory=lambda: Update(OptimizerConfig(), STEPS)
+    )
+    """The update of a training step, as [optimizer] and [training] of the file say it."""
+    model_class: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:NAME")] = ""
+    """A model of one's own, as of `gspmd train`; without --config, the model alone."""
     model: ModelConfig = field(default_factory=ModelConfig)
+
+    @property
+    def subject(self) -> Own:
+        """The model of one's own, as the builder of training steps takes it."""
+        return Own(self.model, jnp.dtype(self.dtype))
+
+    @property
+    def name(self) -> str:
+        """The name of the model, for the first line of a file."""
+        return self.subject.name if is_own(self) else Path(self.config).stem
+
+    @property
+    def called(self) -> str:
+        """The model as the flags name it, without a folder."""
+        return (self.model_class or self.name) if is_own(self) else self.name
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameters."""
+        if is_own(self):
+            return self.subject.num_parameters(Layout.load(self.layout))
+        return self.model.num_parameters
+
+    @property
+    def given(self) -> dict[str, str]:
+        """The lines that are not searched, with their specs."""
+        return {key.strip(): spec.strip() for key, _, spec in (each.partition("=") for each in self.fixed)}
 
     @property
     def remats(self) -> tuple[Any, ...]:
@@ -89,26 +138,68 @@ def parse(argv: Sequence[str], script: str, documentation: str) -> Settings:
     Raises:
         ConfigError: with every fault.
     """
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    early.add_argument("--config", default=DEFAULT)
-    name = early.parse_known_args(list(argv))[0].config
-    file = load_toml(File, configs.find(name))
-    said = {each: getattr(file.training, each) for each in ("batch", "length")}
-    default = Settings(name, **said, model=file.model)
+    file, name = file_of(argv, DEFAULT)
+    training, own = file.training, is_own(file)
+    said: dict[str, Any] = {each: getattr(training, each) for each in ("batch", "length")}
+    said["update"] = Update(
+        file.optimizer, STEPS, frozen=tuple(training.frozen), parameter_dtype=training.parameter_dtype
+    )
+    if own:
+        layout = file.sharding.layout  # whose default is a preset, which has no lines of such a model
+        said |= {"layout": "" if layout == ShardingConfig().layout else layout, "model": file.model}
+        cls = typed_with(Settings, type(file.model))
+    else:
+        cls, lora = Settings, file.lora if file.lora.rank else file.model.lora
+        said["model"] = replace(file.model, lora=lora)
     prog, description = configs.called(documentation, "gspmd search", script)
-    settings = command.parse_flags(Settings, argv, default, description, prog)
-    asked, remedy = replace(file, model=settings.model), "; leave it out to search for that."
-    if faults := [*unpriced(asked, settings.phase == "train", remedy), *_faults(settings)]:
-        raise ConfigError("cannot search:", faults)
+    default = cls(name, **said, model_class=file.model_class)
+    settings = command.parse_flags(cls, argv, default, description, prog)
+    if own:
+        faults = [*_faults_of_own(file, settings)]
+    else:
+        asked, remedy = replace(file, model=settings.model), "; leave it out to search for that."
+        faults = [*unpriced(asked, settings.phase == "train", remedy)]
+    if faults := [*faults, *_faults(settings)]:
+        raise ConfigError("cannot search a model of one's own:" if own else "cannot search:", faults)
+    if own:
+        return settings
     return replace(settings, model=replace(settings.model, remat=settings.remat or settings.model.remat))
 
 
-def _no_file(flag: str, path: Path):
-    """Why a file cannot be written there, as far as that is known before it is."""
+def _faults_of_own(file: File, settings: Settings) -> Iterator[str]:
+    """Say what is missing for a model of one's own, and what says nothing of it."""
+    if not settings.layout:
+        yield "its lines are those of a layout; give --layout FILE, of which the dimensions alone count."
+    if file.lora.rank:
+        yield "adapters are for the matrices of our own models; leave [lora] out, or freeze parameters."
+    if ours := [*_for_ours(settings)]:
+        yield f"{', '.join(ours)}: for the models that come with gspmd alone; leave them out."
+
+
+def _for_ours(settings: Settings) -> Iterator[str]:
+    """The flags that are given and say nothing of a model of one's own."""
+    if settings.stages:
+        yield "--stages"
+    if settings.remat is not None:
+        yield "--remat"
+    for name in ("weights", "cache"):
+        if getattr(settings, name) != "dtype":
+            yield f"--{name} {getattr(settings, name)}"
+    if settings.phase != "train":
+        yield f"--phase {settings.phase}"
+
+
+def _no_file(flag: str, given: str, suffix: str, kind: str) -> Iterator[str]:
+    """Say why a file cannot be written there, as far as that is known before it is."""
+    path = Path(given)
+    if not given:
+        return
+    if suffix and path.suffix != suffix:
+        yield f"--{flag} writes {kind}, whose name ends in {suffix}, not {given!r}."
     try:
         if "\0" in str(path):
             yield f"--{flag} {path!s:.40}: a name has no null characters."
-        elif not path.parent.is_dir():
+        elif not os.path.isdir(path.parent):
             yield f"--{flag} {path}: there is no folder {str(path.parent)!r}."
         elif stat.S_ISDIR(os.stat(path).st_mode):
             yield f"--{flag} {path}: it is a folder; give a file."
@@ -126,13 +217,20 @@ def _faults(settings: Settings):
     given = {} if settings.microbatches is None else {"microbatches": settings.microbatches}
     positive(numbers, batch=settings.batch, length=settings.length, **given)
     yield from numbers
-    if not 0 < settings.memory <= 1:
-        yield f"--memory is the share of memory that may be used, above 0 and at most 1, not {settings.memory}."
-    if settings.phase == "train" and not numbers:
+    yield from _faults_of_slice(settings)
+    yield from _faults_of_lines(settings)
+    if is_own(settings):
+        if not numbers and settings.batch % (settings.microbatches or 1):
+            yield f"a batch of {settings.batch} is not cut into {settings.microbatches} microbatches; choose a divisor."
+    elif settings.phase == "train" and not numbers:
         yield from command.group_faults(settings.model, settings.batch, settings.length)
     if settings.compile < 0:
         yield f"--compile is a number of layouts, 0 or more, not {settings.compile}."
-    if settings.phase != "train":
+    if settings.phase == "train" and not is_own(settings):
+        for flag, given in (("weights", settings.weights), ("cache", settings.cache)):
+            if given == "int8":
+                yield f"--{flag} int8 is for --phase prefill and decode, not train."
+    if settings.phase != "train" and not is_own(settings):
         for flag, given in (
             ("stages", settings.stages),
             ("microbatches", settings.microbatches is not None),
@@ -142,21 +240,32 @@ def _faults(settings: Settings):
                 yield f"--phase {settings.phase} trains nothing; leave --{flag} out."
     if settings.compiler_options and not settings.compile:
         yield "--compiler-options are for programs that are compiled: add --compile 3, or leave them out."
-    for asked in settings.why:
-        key, equals, spec = asked.partition("=")
-        if not (key.strip() and equals and spec.strip()):
-            yield f"--why reads KEY=SPEC, such as ffn.w_in=EF_x, not {asked!r}."
-    for flag in ("out", "json", "frontier"):
-        if given := getattr(settings, flag):
-            yield from _no_file(flag, Path(given))
-    for flag, suffix, kind in (("out", ".toml", "a TOML file"), ("frontier", ".png", "a PNG file")):
-        given = getattr(settings, flag)
-        if given and Path(given).suffix != suffix:
-            yield f"--{flag} writes {kind}, whose name ends in {suffix}, not {given!r}."
+    for flag, suffix, kind in (("json", "", ""), ("frontier", ".png", "a PNG file")):
+        yield from _no_file(flag, getattr(settings, flag), suffix, kind)
     try:
         ShardingConfig(compiler_options=settings.compiler_options)
     except ConfigError as error:
         yield from error.faults
+
+
+def _faults_of_lines(settings: Settings) -> Iterator[str]:
+    """Say what is wrong with the lines that are asked about or given."""
+    for flag in ("why", "fixed"):
+        for asked in getattr(settings, flag):
+            key, equals, spec = asked.partition("=")
+            if not (key.strip() and equals and spec.strip()):
+                yield f"--{flag} reads KEY=SPEC, such as ffn.w_in=EF_x, not {asked!r}."
+    if settings.layout and not is_own(settings):
+        yield "--layout is of a model of one's own (--model); the lines of this model are known. Leave it out."
+    if settings.fixed and settings.stages:
+        yield "--fixed gives lines of a layout without stages; leave it, or --stages, out."
+
+
+def _faults_of_slice(settings: Settings) -> Iterator[str]:
+    """Say what is wrong with the slice, its mesh, its memory, or the file for the layout."""
+    if not 0 < settings.memory <= 1:
+        yield f"--memory is the share of memory that may be used, above 0 and at most 1, not {settings.memory}."
+    yield from _no_file("out", settings.out, ".toml", "a TOML file")
     target = Slice.named(settings.topology)
     if settings.mesh and (count := prod(parse_mesh(settings.mesh).values())) != target.devices:
         has = f"--mesh {settings.mesh} has {counted(count, 'device')}, and {target.name} has {target.devices}"

@@ -1,4 +1,4 @@
-"""Which layouts are worth compiling: the best few different ones, and the best presets."""
+"""The layouts that are worth compiling: the best few different ones, and the best presets."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -7,9 +7,9 @@ from math import isclose
 from gspmd.commands.search.compiling import Listed, with_loops
 from gspmd.commands.search.settings import Settings
 from gspmd.search import Answer, NothingFits
-from gspmd_models.search.answers import Candidate, Finding, nearby
-from gspmd_models.search.answers.document import PRICED, Remark, changed
-from gspmd_models.search.answers.presets import Placed, placed_presets
+from gspmd.search.answers import Candidate, SearchResult, nearby
+from gspmd.search.answers.document import PRICED, LineCost, changed
+from gspmd.search.answers.presets import Placed, placed_presets
 
 APART = 0.01
 """The share of a step from which on layouts count as different, so that compiling both says more than compiling one."""
@@ -20,7 +20,7 @@ MORE = 0.15
 """By which share of a step a layout to serve may be planned dearer than the cheapest: loops may hide more."""
 
 
-def trained(finding: Finding, said: Mapping[str, Remark], presets: Sequence[Placed], count: int) -> list[Listed]:
+def trained(finding: SearchResult, said: Mapping[str, LineCost], presets: Sequence[Placed], count: int) -> list[Listed]:
     """The answer and the cheapest layouts that are different, and the cheapest preset.
 
     They are the best with another option of some choice, and the best on another mesh, with another choice of remat or
@@ -30,7 +30,7 @@ def trained(finding: Finding, said: Mapping[str, Remark], presets: Sequence[Plac
     return [*different([found(finding), *others], count), *_of_presets(presets)[:1]]
 
 
-def served(settings: Settings, finding: Finding, presets: Sequence[Placed], count: int) -> list[Listed]:
+def served(settings: Settings, finding: SearchResult, presets: Sequence[Placed], count: int) -> list[Listed]:
     """The answer, and the layouts that end soonest with what loops under `auto` hide; the presets that are best so.
 
     Of layouts that cost up to `MORE` than the answer the cheapest on each mesh are traced, with each tensor sharded in
@@ -73,7 +73,7 @@ def together(settings: Settings, preset: Listed, faster: Sequence[Listed]) -> li
 
 def _instead(preset: Listed, answer: Answer, name: str) -> Listed:
     """A preset with another line, to be compiled under the lowering of the preset."""
-    mesh = preset.candidate.phase.costs.mesh
+    mesh = preset.candidate.phase.case.mesh
     return Listed(f"{preset.name}, with {name}", preset.candidate, answer, mesh, lowering=preset.lowering)
 
 
@@ -83,9 +83,9 @@ def _hiding(settings: Settings, listed: Sequence[Listed]) -> list[Listed]:
     return [*with_loops(settings, listed)] if looped else [*listed]
 
 
-def found(finding: Finding) -> Listed:
+def found(finding: SearchResult) -> Listed:
     """The answer."""
-    return Listed("found", finding.best, finding.answer, finding.best.phase.costs.mesh)
+    return Listed("found", finding.best, finding.answer, finding.best.phase.case.mesh)
 
 
 def different(listed: Sequence[Listed], count: int) -> list[Listed]:
@@ -101,20 +101,20 @@ def different(listed: Sequence[Listed], count: int) -> list[Listed]:
     return taken
 
 
-def _others(finding: Finding, said: Mapping[str, Remark]) -> Iterator[Listed]:
+def _others(finding: SearchResult, said: Mapping[str, LineCost]) -> Iterator[Listed]:
     for name, remark in said.items():
         if remark.other is not None:
-            yield Listed(f"another {name}", finding.best, remark.other, finding.best.phase.costs.mesh)
+            yield Listed(f"another {name}", finding.best, remark.other, finding.best.phase.case.mesh)
     for each in finding.candidates:
         if each != finding.best:
             name = " ".join(filter(None, (f"mesh {each.named}", each.remat, each.in_microbatches)))
             with suppress(NothingFits):
-                yield Listed(name, each, each.solve(), each.phase.costs.mesh)
+                yield Listed(name, each, each.solve(), each.phase.case.mesh)
 
 
-def _near(finding: Finding, most: float) -> Iterator[Listed]:
+def _near(finding: SearchResult, most: float) -> Iterator[Listed]:
     for each in finding.promising:
-        mesh = each.phase.costs.mesh
+        mesh = each.phase.case.mesh
         with suppress(NothingFits):
             if each != finding.best and each.solve().seconds <= most:
                 yield Listed(f"mesh {each.named}", each, each.solve(), mesh)

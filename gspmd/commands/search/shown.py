@@ -1,4 +1,4 @@
-"""What `gspmd search` prints: the answer beside every preset, what another line would cost, and what is missing."""
+"""The output of `gspmd search`: the answer beside every preset, the cost of another line, and what is missing."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -8,9 +8,9 @@ from gspmd.commands.search.compiling import Listed
 from gspmd.commands.search.written import seconds, where
 from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_bytes, mesh_text
-from gspmd_models.search.answers import Candidate, Finding
-from gspmd_models.search.answers.presets import Placed
-from gspmd_models.search.answers.why import Why
+from gspmd.search.answers import Candidate, SearchResult
+from gspmd.search.answers.presets import Placed
+from gspmd.search.answers.why import Why
 
 _SMALL = 0.005
 """The share of the dearest layout's seconds below which a part of the cost has no column of its own."""
@@ -29,7 +29,7 @@ def groups(terms: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def comparison(finding: Finding, presets: Iterable[Placed], written: str = "found") -> Sheet:
+def comparison(finding: SearchResult, presets: Iterable[Placed], written: str = "found") -> Sheet:
     """The answer beside every preset, by the parts of the cost; `written` is its name among what was compiled."""
     own_name, ratio_of = ("found", "of found") if written == "found" else (f"written: {written}", "of written")
     rows = [(own_name, finding.best, finding.best.named, finding.answer)]
@@ -59,14 +59,14 @@ def comparison(finding: Finding, presets: Iterable[Placed], written: str = "foun
 
 
 def _trained(candidates: Iterable[Candidate]) -> list[str]:
-    """What of remat and microbatches is said of each layout: in training alone, and of microbatches if any are cut."""
+    """Return which of remat and microbatches are columns: in training alone, and microbatches if any are cut."""
     every = [*candidates]
     cut = any(each.microbatches > 1 for each in every)
-    return ["remat", *["microbatches"] * cut] if every[0].remat else []
+    return [*["remat"] * bool(every[0].remat), *["microbatches"] * cut]
 
 
 def _fitting(rows: Sequence[tuple]) -> int:
-    """How many rows fit: they come first."""
+    """Return the number of rows that fit: they come first."""
     return sum(answer.bytes <= candidate.limit for _, candidate, _, answer in rows)
 
 
@@ -101,7 +101,7 @@ def outside(presets: Iterable[Placed], traced: Mapping[str, float]) -> list[str]
 
 
 def reasons(asked: Why) -> list[Sheet]:
-    """What another line would cost, by term, and which other lines would change."""
+    """Return the cost of another line, by term, and the other lines that would change."""
     ours, theirs = asked.best.seconds, asked.answer.seconds
     most = "" if asked.answer.complete else "at most "
     title = f"{asked.key} = {asked.text}: {most}{seconds(theirs)}, {theirs / ours - 1:+.2%}"
@@ -132,7 +132,8 @@ def _signed_bytes(amount: float) -> str:
 
 def compiled(shortlist: Sequence[Listed]) -> Sheet:
     """The compiled programs in their order, with what was planned of them."""
-    best = min((each.seconds for each in shortlist if each.preset), default=None)
+    presets = [each.seconds for each in shortlist if each.preset]
+    best = min(presets, default=None)
     trained = _trained(each.candidate for each in shortlist)
     hides = any(each.hidden for each in shortlist)
     names = (
@@ -142,7 +143,7 @@ def compiled(shortlist: Sequence[Listed]) -> Sheet:
         "planned",
         *["loops hide"] * hides,
         "compiled",
-        "of preset",
+        *["of preset"] * bool(presets),
         "planned memory",
         "compiled memory",
         "fits",
@@ -157,7 +158,7 @@ def compiled(shortlist: Sequence[Listed]) -> Sheet:
         cells = (
             each.called, _mesh(each.mesh), *(str(getattr(each.candidate, name)) for name in trained),
             seconds(each.answer.seconds), *[seconds(each.hidden) if each.hidden else ""] * hides,
-            seconds(each.seconds) if ran else "", ratio,
+            seconds(each.seconds) if ran else "", *[ratio] * bool(presets),
             amount_of_bytes(each.answer.bytes), amount_of_bytes(report.bytes_per_device) if report else "",
             "yes" if report and report.fits else "no",
         )  # fmt: skip
@@ -165,7 +166,7 @@ def compiled(shortlist: Sequence[Listed]) -> Sheet:
     return sheet
 
 
-def answer_line(finding: Finding, compiled: int) -> str:
+def answer_line(finding: SearchResult, compiled: int) -> str:
     """The answer in one line, and whether it is the compiler's."""
     held = f"{amount_of_bytes(finding.answer.bytes)} on each device"
     proved = f", no layout costs less than {seconds(finding.bound)}" if finding.complete else ""

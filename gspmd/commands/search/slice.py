@@ -41,7 +41,7 @@ class Slice:
 
     @property
     def devices(self) -> int:
-        """How many it has."""
+        """Number of devices."""
         return prod(self.torus)
 
     def larger(self) -> Iterator["Slice"]:

@@ -1,9 +1,9 @@
-"""What a configuration file may ask for that changes what a step holds or sends, and has no price in a search."""
+"""Settings of a configuration file that change what a step holds or sends, and have no price in a search."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gspmd.commands.compile import File
+from gspmd.commands.file import File
 from gspmd.training.config import ConfigError
 from gspmd_models.search.unsearched import Unsearched
 
@@ -29,15 +29,9 @@ def unpriced(file: File, trains: bool, remedy: str) -> Iterator[str]:
         trains: whether a training step is searched for.
         remedy: what to do instead, behind each.
     """
-    priced_is = "and priced is what trains whole, with parameters and moments of float32"
-    for name, value, priced in (
-        ("[optimizer] moments", file.optimizer.moments, "float32"),
-        ("[training] parameter_dtype", file.training.parameter_dtype, "float32"),
-        ("[training] frozen", list(file.training.frozen), []),
-    ):
-        if trains and value != priced:
-            yield f"{name} is {value!r}, {priced_is}{remedy}"
-    if lora := file.model.lora or (file.lora if file.lora.rank else None):
+    lora = file.model.lora or (file.lora if file.lora.rank else None)
+    if lora and not trains:
         yield f"[lora] has adapters of rank {lora.rank}, which have no price (merged, they hold nothing){remedy}"
     if file.model.int8:
-        yield f"[model] int8 has no price: weights count as what is computed in{remedy}"
+        served = "" if trains else ": --weights int8 is what searches for them"
+        yield f"[model] int8 is of weights that are stored so{served}{remedy}"

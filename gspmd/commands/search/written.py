@@ -1,53 +1,77 @@
-"""What a found layout says of itself at the top of its file."""
+"""The comment at the top of the file of a found layout."""
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from gspmd.commands.own import is_own
 from gspmd.commands.search.compiling import Listed
 from gspmd.commands.search.settings import Settings
 from gspmd.commands.search.slice import Slice
 from gspmd.display.tables import counted
 from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
-from gspmd_models.search.answers import Candidate, Finding
-from gspmd_models.search.answers.document import PRICED
-from gspmd_models.search.stages import Row
+from gspmd.search.answers import Candidate, SearchResult
+from gspmd.search.answers.document import PRICED
+from gspmd.training.config import ConfigError
+from gspmd_models.search.stages import PipelineRow
 
 _OF_NOTHING = ("--out", "--json", "--frontier", "--why")
 """Flags that change nothing in the answer."""
+_OF_SEARCH = (*_OF_NOTHING, "--layout", "--topology", "--phase", "--mesh", "--memory", "--fixed", "--batch", "--length",
+              "--microbatches", "--dtype", "--compile", "--compiler-options")  # fmt: skip
+"""Flags that `gspmd train` does not take, or that are written out for it."""
 
 
 def header(
-    settings: Settings, target: Slice, finding: Finding, argv: Sequence[str], shortlist: Iterable[Listed] = ()
+    settings: Settings, target: Slice, finding: SearchResult, argv: Sequence[str], shortlist: Iterable[Listed] = ()
 ) -> list[str]:
     """The lines of the comment, without dates: searching again writes the same."""
-    answer, model, remat = finding.answer, settings.model, finding.best.remat
+    answer, remat = finding.answer, finding.best.remat
     length = f"{settings.length} {finding.best.in_microbatches}".strip()
-    name = Path(settings.config).stem
+    parameters = f"{settings.num_parameters:,} parameters"
     facts = {
-        "model": f"{name}, {model.num_parameters:,} parameters" + (f", remat {remat}" if remat else ""),
+        "model": f"{settings.called}, {parameters}" + (f", remat {remat}" if remat else ""),
         "mesh": f"{finding.best.named}: {counted(finding.best.devices, 'device')}",
-        "step": f"batch {settings.batch}, length {length}, {settings.dtype}",
+        "step": f"batch {settings.batch}, length {length}, {settings.dtype}{_stored(settings)}",
         "predicted": seconds(answer.seconds) + (f"; lower bound {seconds(finding.bound)}" if finding.complete else ""),
         "memory": f"{amount_of_bytes(answer.bytes)} of {amount_of_bytes(target.chip.hbm_bytes)} on each device, "
         f"of which {100 * settings.memory:.3g}% may be used",
         "found": _how(finding),
         **dict(_compiled(finding, shortlist)),
     }
-    width = max(map(len, facts))
     verb = {"train": "training", "prefill": "reading prompts", "decode": "decoding"}[settings.phase]
+    title = f"{settings.name}: a layout for {verb} on {target.name}, found by exact search."
+    return comment(title, facts, argv, _used(settings, finding.best, argv))
+
+
+def _stored(settings: Settings) -> str:
+    """Name what is stored in int8: `, int8 weights and int8 cache`; empty for nothing."""
+    kinds = [f"int8 {name}" for name in ("weights", "cache") if getattr(settings, name) == "int8"]
+    return f", {' and '.join(kinds)}" if kinds else ""
+
+
+def comment(title: str, facts: Mapping[str, str], argv: Sequence[str], used: str) -> list[str]:
+    """The lines of a comment.
+
+    Args:
+        title: what was found.
+        facts: what is said of it, by name.
+        argv: the flags that it was found with.
+        used: the command that takes it, or the flags of that.
+    """
+    width = max(map(len, facts))
     return [
-        f"{name}: a layout for {verb} on {target.name}, found by exact search.",
+        title,
         "",
         *(f"{fact.ljust(width)}  {text}" for fact, text in facts.items()),
         "",
         f"found with    {shlex.join(['gspmd', 'search', *asked(argv)])}",
-        f"to be used    --layout FILE --mesh {finding.best.named}{_trained(finding.best)}",
+        f"to be used    {used}",
     ]
 
 
 def beside(out: str) -> Path:
-    """Where the best pipeline is written beside a layout.
+    """Return the path of the best pipeline beside a layout.
 
     >>> beside("layouts/found.toml").as_posix()
     'layouts/found-stages.toml'
@@ -56,7 +80,9 @@ def beside(out: str) -> Path:
     return path.with_name(f"{path.stem}-stages{path.suffix}")
 
 
-def header_of_stages(settings: Settings, target: Slice, row: Row, than: float, argv: Sequence[str]) -> list[str]:
+def header_of_stages(
+    settings: Settings, target: Slice, row: PipelineRow, than: float, argv: Sequence[str]
+) -> list[str]:
     """The lines of the comment on a pipeline's file.
 
     Args:
@@ -66,7 +92,7 @@ def header_of_stages(settings: Settings, target: Slice, row: Row, than: float, a
         argv: the flags.
     """
     assert row.answer is not None
-    name, config = Path(settings.config).stem, row.problem.costs.config
+    name, config = Path(settings.config).stem, row.problem.case.config
     mesh, length = mesh_text(row.mesh), f"{settings.length} in {row.microbatches} microbatches"
     facts = {
         "model": f"{name}, {settings.model.num_parameters:,} parameters, remat {config.remat}",
@@ -76,23 +102,27 @@ def header_of_stages(settings: Settings, target: Slice, row: Row, than: float, a
         "memory": f"{amount_of_bytes(row.answer.bytes)} of {amount_of_bytes(target.chip.hbm_bytes)} on each device, "
         f"of which {100 * settings.memory:.3g}% may be used",
     }
-    width = max(map(len, facts))
-    return [
-        f"{name}: a pipeline of {row.stages} stages for training on {target.name}, found by exact search.",
-        "",
-        *(f"{fact.ljust(width)}  {text}" for fact, text in facts.items()),
-        "",
-        f"found with    {shlex.join(['gspmd', 'search', *asked(argv)])}",
-        f"to be used    --layout FILE --mesh {mesh} --model.remat {config.remat} --microbatches {row.microbatches}",
-    ]
+    title = f"{name}: a pipeline of {row.stages} stages for training on {target.name}, found by exact search."
+    used = f"--layout FILE --mesh {mesh} --model.remat {config.remat} --microbatches {row.microbatches}"
+    return comment(title, facts, argv, used)
 
 
-def _trained(best: Candidate) -> str:
-    """The flags of `gspmd train` that the layout was found with; the config may say otherwise."""
-    return f" --model.remat {best.remat} --microbatches {best.microbatches}" if best.remat else ""
+def _used(settings: Settings, best: Candidate, argv: Sequence[str]) -> str:
+    """The flags with which the layout was found, where the config may say otherwise; of a model of one's own, the
+    whole command, since its file is named in it."""
+    if not is_own(settings):
+        remat = f" --model.remat {best.remat} --microbatches {best.microbatches}" if best.remat else ""
+        return f"--layout FILE --mesh {best.named}{remat}"
+    return shlex.join(
+        [
+            "gspmd", "train", *asked(argv, _OF_SEARCH), "--layout", settings.out or "FILE", "--mesh", best.named,
+            "--batch", f"{settings.batch}", "--length", f"{settings.length}", "--microbatches", f"{best.microbatches}",
+            "--dtype", settings.dtype,
+        ]
+    )  # fmt: skip
 
 
-def _compiled(finding: Finding, shortlist: Iterable[Listed]) -> Iterator[tuple[str, str]]:
+def _compiled(finding: SearchResult, shortlist: Iterable[Listed]) -> Iterator[tuple[str, str]]:
     for each in shortlist:
         if each.answer is finding.answer and each.report:
             held = amount_of_bytes(each.report.bytes_per_device)
@@ -115,21 +145,38 @@ def seconds(amount: float) -> str:
     return f"{amount:.5g} s" if amount >= 1 else amount_of_seconds(amount)
 
 
-def _how(finding: Finding) -> str:
+def _how(finding: SearchResult) -> str:
     if not finding.complete:
         return "the best so far: the search was interrupted, and there may be a better one"
     return finding.proof
 
 
-def asked(argv: Sequence[str]) -> list[str]:
-    """The flags that the answer depends on.
+def asked(argv: Sequence[str], without: Collection[str] = _OF_NOTHING) -> list[str]:
+    """The flags that the answer depends on, or all but some others.
 
     >>> asked(["--batch", "8", "--out", "a.toml", "--json=b"])
     ['--batch', '8']
     """
     kept, skip = [], False
     for word in argv:
-        if not skip and word.partition("=")[0] not in _OF_NOTHING:
+        if not skip and word.partition("=")[0] not in without:
             kept.append(word)
-        skip = not skip and word in _OF_NOTHING
+        skip = not skip and word in without
     return kept
+
+
+def save(text: str, out: str) -> None:
+    """Write a layout that was found, or print it where there is no name.
+
+    Raises:
+        ConfigError: the file cannot be written; the layout is printed then, so that no search is lost with it.
+    """
+    if not out:
+        print(text)
+        return
+    try:
+        Path(out).write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(text)
+        why = f"--out {out}: {error.strerror}. The layout is printed above; write it elsewhere."
+        raise ConfigError("cannot write the layout that was found:", [why]) from None

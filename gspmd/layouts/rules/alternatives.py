@@ -8,7 +8,7 @@ from gspmd.annotate import Fault
 from gspmd.annotate.errors import listed
 from gspmd.layouts.rules.keys import ALIKE, PHASES
 from gspmd.layouts.rules.line import Line
-from gspmd.layouts.rules.table import Choice, LayoutTable
+from gspmd.layouts.rules.table import ChosenAlternatives, LayoutTable
 
 Lists = Mapping[str, tuple[str, ...]]
 OfTable = TypeVar("OfTable", bound=LayoutTable)
@@ -38,7 +38,7 @@ def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) 
             faults += wrong
             taken = {key: texts[at] for key, texts in lists.items()}
             single[section] |= taken
-            choices.append(Choice(section, section or part, at, max(map(len, lists.values())), taken))
+            choices.append(ChosenAlternatives(section, section or part, at, max(map(len, lists.values())), taken))
     if not choices:
         return layout, faults
     return replace(layout, table=single.pop(""), overrides=single, choices=tuple(choices)), faults

@@ -1,19 +1,24 @@
 """All faults of a layout: each rule reads the whole table and yields every fault."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
 from gspmd.annotate import Fault, Spec, SpecError, mesh_sizes, parse_via
 from gspmd.annotate.errors import listed, shown, suggestion
+from gspmd.layouts.keyed import KeyedTable
 from gspmd.layouts.rules import own
 from gspmd.layouts.rules.alternatives import resolve, singles, without_partner
 from gspmd.layouts.rules.causes import one_for_each_cause
 from gspmd.layouts.rules.given import GivenSizes, given_sizes
+from gspmd.layouts.rules.gradients import faults_of_rows, partial_faults
+from gspmd.layouts.rules.heads import parted_groups
 from gspmd.layouts.rules.keys import ALIKE, DENSE, KEYS, PARTS, PHASES, Key, keys_of_override
 from gspmd.layouts.rules.line import Line, over
+from gspmd.layouts.rules.microbatches import microbatch_faults
 from gspmd.layouts.rules.padding import padding_faults
+from gspmd.layouts.rules.rows import rows_faults
 from gspmd.layouts.rules.sequence import keys_apart, uneven_chunks
 from gspmd.layouts.rules.stages import stages_faults
 from gspmd.layouts.rules.table import LayoutTable
@@ -24,13 +29,22 @@ Specs = Mapping[str, Spec]
 OfTable = TypeVar("OfTable", bound=LayoutTable)
 
 
-def faults_of(layout: LayoutTable, sizes: Mapping[str, int], mesh: Any) -> list[Fault]:
-    """Return a layout's faults for these sizes on this mesh (None: all axes have size 1), one for every cause."""
+def faults_of(
+    layout: KeyedTable, sizes: Mapping[str, int], mesh: Any, dropless: bool = False, trained: Collection[str] = ()
+) -> list[Fault]:
+    """Return a layout's faults for these sizes on this mesh (None: all axes have size 1), one for every cause.
+
+    `dropless` asks for a layout whose experts can do without capacity, `trained` for gradients of these parameters.
+    """
     faults = [*_declaration_faults(layout), *(mesh_faults(mesh, layout.axes) if mesh is not None else ())]
     single, of_lists = resolved(layout, sizes, mesh)
     given = given_sizes(layout, {} if of_lists else sizes, mesh)
-    faults += [*padding_faults(layout.padding), *of_lists]
+    faults += [*padding_faults(layout.padding), *microbatch_faults(layout, sizes), *of_lists]
     faults += [*_faults(single, given), *_faults_of_alternatives(layout)]
+    if not (faults or layout.serves or layout.own):  # of a model of our own, whose equations are known
+        faults += partial_faults(single, given.mesh, given.microbatches)
+        faults += faults_of_rows(single, given.mesh, given.microbatches, trained)
+        faults += rows_faults(single, given.mesh) if dropless else ()
     return one_for_each_cause(dict.fromkeys(faults))
 
 
@@ -59,7 +73,7 @@ def resolved(layout: OfTable, sizes: Mapping[str, int], mesh: Any) -> tuple[OfTa
 def _faults(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
     """Faults of a layout whose alternatives have been chosen, but for those of a phase."""
     yield from (*_faults_of_table(layout, given), *_missing(layout, given.sizes))
-    yield from own.dimension_faults(layout.own, layout.dimensions, given.sizes)
+    yield from own.naming_faults(layout.own, layout.dimensions, given.sizes)
     yield from _lowering_faults(layout.lowerings, own.sections(layout.own))
 
 
@@ -69,6 +83,11 @@ def _faults_of_table(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
     specs, wrong = _read("", layout.table, KEYS | more, given)
     yield from (*wrong, *_disagreements("", layout.table, specs, layout.serves), *_key_via(layout.table))
     yield from uneven_chunks(layout.table.get("attention.key"), specs.get("attention.key"), given)
+    query = layout.table.get("attention.query")
+    # Serving moves both to the cache.
+    if isinstance(query, str) and not layout.serves and {"attention.query", "attention.key"} <= specs.keys():
+        line = Line("attention.query", query)
+        yield from parted_groups(line, specs["attention.query"], specs["attention.key"], given)
     yield from stages_faults("", layout.table, specs, specs)
     for section, lines in layout.overrides.items():
         # In the layout of a phase its section is part of the table; the other one's batch and length are not known.
@@ -156,6 +175,9 @@ def _unknown_key(line: Line, keys: Mapping[str, Key]) -> Fault:
         fact = f"{line.name} is {'an' if kind == 'activation' else 'a'} {kind}, which has no place in this section."
         return line.at_key(fact, f"It holds {', '.join(keys)}.")
     known = (*dict.fromkeys([*own.KNOWN, *own.sections(keys)]),)
+    if line.name in known:  # `lowering = "xla"` above all tables of a file: the section itself, with a value
+        fact = f"{section!r} is a section, and here it has a value."
+        return line.at_key(fact, f"Write [{section}], and lines below.")
     if section not in PARTS and section not in known[len(own.KNOWN) :]:
         remedy = f"{suggestion(section, known)}Sections: {', '.join(known)}, and those that a file adds."
         return line.at_key(f"no section of a layout is called {section!r}.", remedy)
@@ -200,6 +222,8 @@ def _product_faults(line: Line, left: Spec, right: Spec) -> Iterator[Fault]:
 
 
 def _missing(layout: LayoutTable, sizes: Mapping[str, int]) -> Iterator[Fault]:
+    if layout.own:  # of a model of one's own, which says itself which of these lines it has
+        return
     written = {part for name in layout.table for part in (name, name.partition(".")[0])}
     for key in KEYS.values():
         needed = key.section in written or key.section != "moe" or "X" in sizes

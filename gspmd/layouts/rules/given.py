@@ -6,6 +6,7 @@ from typing import Any
 
 from gspmd.annotate import Fault, Spec
 from gspmd.layouts.mesh import complete
+from gspmd.layouts.rules.microbatches import microbatches, named, of_microbatch
 from gspmd.layouts.rules.padding import padded, padding_faults, proposal
 from gspmd.layouts.rules.table import LayoutTable
 
@@ -13,10 +14,10 @@ from gspmd.layouts.rules.table import LayoutTable
 class GivenSizes:
     """Sizes and mesh to check specs against; dimensions without a size are assumed to divide."""
 
-    def __init__(self, sizes: Mapping[str, int], mesh: Mapping[str, int]):
+    def __init__(self, sizes: Mapping[str, int], mesh: Mapping[str, int], microbatches: int = 1, *, pads: bool = True):
         # G is B by default, and is checked only if there are experts.
         self.sizes = {**({"G": sizes["B"]} if {"B", "X"} <= set(sizes) else {}), **sizes}
-        self.mesh = dict(mesh)
+        self.mesh, self.microbatches, self.pads = dict(mesh), microbatches, pads
 
     def faults(self, spec: Spec) -> list[Fault]:
         wrong = spec.faults({**dict.fromkeys(spec.dims, 0), **self.sizes}, self.mesh)
@@ -24,8 +25,11 @@ class GivenSizes:
 
     def _of_size(self, fault: Fault, dim: str, size: int, parts: int) -> Fault:
         """The fault of a size that does not divide, with its cause, and with padding among the remedies."""
-        remedy = " ".join(filter(None, (fault.remedy, proposal(dim, size, parts))))
-        return replace(fault, remedy=remedy, cause=self._cause(dim, size, parts))
+        remedy = " ".join(filter(None, (fault.remedy, proposal(dim, size, parts) if self.pads else "")))
+        fault = replace(fault, remedy=remedy, cause=self._cause(dim, size, parts))
+        if self.microbatches > 1 and fault.cause[0] == "B":
+            return named(fault, self.microbatches)
+        return fault
 
     def _cause(self, dim: str, size: int, parts: int) -> tuple:
         """The cause of a size that does not divide; G and B of one size count as one cause."""
@@ -33,6 +37,11 @@ class GivenSizes:
 
 
 def given_sizes(layout: LayoutTable, sizes: Mapping[str, int], mesh: Any) -> GivenSizes:
-    """Return the sizes, padded where the layout pads them, and the mesh with every axis of the layout (None: all 1)."""
+    """Return the sizes, padded where the layout pads them, and the mesh with every axis of the layout (None: all 1).
+
+    Where they say how many microbatches M there are, they are those of one microbatch.
+    """
     axes = {axis: size for axis, size in complete(mesh or {}, layout.axes).items() if axis in layout.axes}
-    return GivenSizes({} if any(padding_faults(layout.padding)) else padded(sizes, layout.padding), axes)
+    sizes, count = of_microbatch(layout, sizes), microbatches(layout, sizes)
+    wide = {} if any(padding_faults(layout.padding)) else padded(sizes, layout.padding)
+    return GivenSizes(wide, axes, count, pads=not layout.own)  # the models that come with gspmd alone can pad

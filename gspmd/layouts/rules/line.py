@@ -53,7 +53,7 @@ class Line:
 
 
 def over(axes: Sequence[str]) -> str:
-    """How a dimension lies, for a sentence.
+    """Return the placement of a dimension, for a sentence.
 
     >>> over(("x", "y")), over(())
     ('sharded over x and y', 'whole')

@@ -14,6 +14,21 @@ KNOWN = (*PARTS, PIPELINE, *OVERRIDES, SERVING, "mesh", "lowering", "dimensions"
 
 _VIA = "_via"
 
+#: The methods and attributes of `gspmd.layouts.section.Section`: no line may be called as one of them.
+METHODS = (
+    "add_bias",
+    "einsum",
+    "equation",
+    "key_of",
+    "layer_norm",
+    "lowering",
+    "move",
+    "renamed",
+    "rms_norm",
+    "spec",
+    "via",
+)
+
 Dims = str | tuple[str, ...]
 """The dimensions of a tensor, `"BSE"`, or those of a via's operands, `("BSE", "ES")`."""
 
@@ -26,10 +41,10 @@ def declared(table: Mapping[str, Any]) -> dict[str, Dims]:
     >>> declared({"ssm.state": "B_xSE_y", "ssm.in_via": "BSE_y, E_yF", "ffn.w_in": "EF", "fnn.w_in": "EF"})
     {'ssm.state': 'BSE', 'ssm.in_via': ('BSE', 'EF')}
     """
-    result = {}
+    result, written = {}, sections(table)
     for name, text in table.items():
         section, dot, key = name.partition(".")
-        if dot and section.isidentifier() and section not in KNOWN and not misspelt(section, key):
+        if dot and section.isidentifier() and section not in KNOWN and not misspelt(section, key, written):
             result[name] = _dims(text, via=key.endswith(_VIA))
     return result
 
@@ -44,14 +59,27 @@ def keys(own: Mapping[str, Dims]) -> dict[str, Key]:
     return {name: _key(name, dims) for name, dims in own.items()}
 
 
-def misspelt(section: str, key: str) -> str:
+_BLOCKS = {"attention", "ffn", "moe"}
+
+
+def misspelt(section: str, key: str, written: Iterable[str] = PARTS) -> str:
     """Return the known section of which this is a misspelling: similar in name, with a similar key; else empty.
 
-    >>> misspelt("fnn", "w_in"), misspelt("optimiser", "ffn.w_in"), misspelt("decoder", "cross")
-    ('ffn', 'optimizer', '')
+    A layout with none of the sections of a transformer's blocks is for another model, whose sections have any name.
+
+    Args:
+      section, key: of the line.
+      written: all sections of the layout.
+
+    >>> misspelt("fnn", "w_in"), misspelt("optimiser", "ffn.w_in")
+    ('ffn', 'optimizer')
+    >>> misspelt("decoder", "cross"), misspelt("mem", "w_in"), misspelt("fnn", "w_in", ["embedding", "fnn", "output"])
+    ('', '', '')
     """
     for near in get_close_matches(section, KNOWN, n=1, cutoff=0.6):
         if near in PARTS:
+            if _BLOCKS.isdisjoint(written) or not _one_slip(section, near):
+                return ""
             theirs = [known.name.partition(".")[2] for known in of_part(near)]
             return near if get_close_matches(key, theirs, n=1, cutoff=0.75) else ""
         if near in OVERRIDES or near == SERVING:
@@ -60,8 +88,17 @@ def misspelt(section: str, key: str) -> str:
     return ""
 
 
-def dimension_faults(own: Mapping[str, Dims], letters: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[Fault]:
-    """Yield a fault for every invalid line of [dimensions], and for every user-defined letter without a meaning."""
+def _one_slip(name: str, known: str) -> bool:
+    """Return whether names of one length differ by a letter that is replaced, or by letters that are swapped.
+
+    The matcher of close names counts letters in common, so that `mem` is like `moe`; other lengths are left to it.
+    """
+    others = sum(one != other for one, other in zip(name, known))
+    return len(name) != len(known) or others <= 1 or sorted(name) == sorted(known)
+
+
+def naming_faults(own: Mapping[str, Dims], letters: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[Fault]:
+    """Yield a fault for every invalid name: in [dimensions], of a letter without a meaning, of a line like a method."""
     for letter, meaning in letters.items():
         line = Line(letter, str(meaning), "dimensions")
         if not (len(letter) == 1 and letter.isascii() and letter.isupper()):
@@ -70,6 +107,11 @@ def dimension_faults(own: Mapping[str, Dims], letters: Mapping[str, Any], sizes:
             yield line.at_key(f"dimension {letter} is {DIMENSIONS[letter]} in every layout.", "Take another letter.")
         elif not isinstance(meaning, str):
             yield line.at_text(f"the meaning of {letter} must be a string, and is {shown(meaning)}.")
+    for name in own:
+        if (short := name.partition(".")[2]) in METHODS:
+            yield Line(name).at_key(
+                f"a section computes with `{short}`, which is no name of a line.", "Take another name."
+            )
     known = {*DIMENSIONS, *letters, *sizes}
     for name, dims in own.items():
         for letter in (letter for letter in "".join(dims) if letter not in known):

@@ -82,7 +82,7 @@ class Padded:
 
     @property
     def origins(self) -> np.ndarray:
-        """Which real entry stands at each place; -1 for padding."""
+        """Return the real entry that stands at each place; -1 for padding."""
         places = np.full((self.wide_runs, self.wide_length), -1)
         places[: self.runs, : self.length] = np.arange(self.real).reshape(self.runs, self.length)
         return places.reshape(-1)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gspmd.annotate import Fault, Spec, parse_via
+from gspmd.layouts.keyed import KeyedTable
 from gspmd.layouts.rules.keys import KEYS
 from gspmd.layouts.rules.line import Line
 
@@ -34,7 +35,7 @@ def stages_faults(
                 yield Line(key, table[key], section).at_dim(spec, dim, fact, f"Write '{kept}'.")
 
 
-def data_axes(layout: Any) -> tuple[str, ...]:
+def data_axes(layout: KeyedTable) -> tuple[str, ...]:
     """The mesh axes along which pipelines run side by side, each on sequences of its own.
 
     They split the batch and nothing else, and stand first there in every spec.

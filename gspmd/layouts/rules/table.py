@@ -10,7 +10,7 @@ Text = str | tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenAlternatives:
     """The alternatives that were taken in one section.
 
     Attributes:
@@ -29,7 +29,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class LayoutTable:
-    """What a layout says; `gspmd.layouts.Layout` describes its fields."""
+    """The fields of a layout; `gspmd.layouts.Layout` describes them."""
 
     name: str
     axes: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class LayoutTable:
     dimensions: Mapping[str, str] = field(default_factory=dict)
     own: Mapping[str, Dims] | None = None
     padding: Mapping[str, int] = field(default_factory=dict)
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[ChosenAlternatives, ...] = ()
     serves: str = ""
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class LayoutTable:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """Which alternatives `resolved` took, a line for each section that has some; not what was overridden since."""
+        """Alternatives that `resolved` took, a line for each section that has some; none that were overridden since."""
         lines = []
         for choice in self.choices:
             table = self.overrides.get(choice.section, {}) if choice.section else self.table

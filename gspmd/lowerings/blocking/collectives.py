@@ -12,6 +12,7 @@ from gspmd.annotate.spec import Spec
 from gspmd.lowerings import target
 from gspmd.lowerings.scopes import step_scope
 from gspmd.planner.steps import Chain, Step
+from gspmd.planner.unknown import UnknownStep
 
 
 def emit(chain: Chain, x: jax.Array, mesh: Mapping[str, int], *, reduce: str = "sum") -> jax.Array:
@@ -31,7 +32,7 @@ def emit(chain: Chain, x: jax.Array, mesh: Mapping[str, int], *, reduce: str = "
 
 
 def _nothing(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> jax.Array:
-    """What a step makes of a piece without elements."""
+    """Return the result of a step on a piece without elements."""
     sizes = zip(x.shape, step.before.axes, step.after.axes)
     shape = [size * prod(mesh[axis] for axis in old) // prod(mesh[axis] for axis in new) for size, old, new in sizes]
     return jnp.zeros(shape, x.dtype)
@@ -78,6 +79,14 @@ def _all_to_all(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) 
     return lax.all_to_all(x, step.axes, split_axis=split, concat_axis=concat, tiled=True)
 
 
+def _unknown(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+    from gspmd.lowerings.marks import marked  # here alone: no program that runs has such a step
+
+    assert isinstance(step, UnknownStep)
+    assert step.what is not None
+    return marked(x, step.what)
+
+
 def _permute(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
     axes = tuple(axis for axis in mesh if mesh[axis] > 1)
     return lax.ppermute(x, axes, permutation(step.before, step.after, {axis: mesh[axis] for axis in axes}))
@@ -90,6 +99,7 @@ _EMIT = {
     "all-to-all": _all_to_all,
     "slice": _slice,
     "collective-permute": _permute,
+    "unknown": _unknown,
 }
 
 
@@ -133,7 +143,7 @@ def _stride(spec: Spec, axis: str, mesh: Mapping[str, int]) -> tuple[str, int] |
 
 
 def _piece(spec: Spec, device: Mapping[str, int], mesh: Mapping[str, int], still: Sequence[str]) -> tuple[int, ...]:
-    """Which piece of the tensor a device holds: its index along every dimension, its summand, and where it stays."""
+    """Return the piece of a tensor that a device holds: its index along each dimension, its summand, where it stays."""
     index = [device[axis] for axis in still]
     for axes in (*spec.axes, *((axis,) for axis in spec.partial)):
         position = 0

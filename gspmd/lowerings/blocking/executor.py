@@ -85,7 +85,7 @@ class Executor:
         return local_einsum(letters, *operands, precision=self.precision)
 
     def send_product(self, number: int, value: jax.Array) -> jax.Array:
-        """What a product's local einsum has left, brought to where it is added."""
+        """Bring the result of a product's local einsum to where it is added."""
         return self.send(self.chains.products[number], value, self.outputs[self.output_of(number)].wire)
 
     def output_of(self, product: int) -> int:

@@ -185,7 +185,7 @@ def _in_front(x: jax.Array, part: Part) -> jax.Array:
 
 
 def _leads(x: jax.Array, dimension: int, parts: int) -> bool:
-    """Whether the compiler would sum the whole along the last dimension."""
+    """Return whether the compiler would sum the whole along the last dimension."""
     if x.dtype.itemsize > 2 or dimension != x.ndim - 1 or x.ndim == 1:
         return False
     size = x.shape[-1] // parts

@@ -76,7 +76,7 @@ class Accumulator:
         self.result = self.latest = put(self.result, self.dims, region, value, add=self.adds)
 
     def state(self):
-        """What a loop carries: the product so far."""
+        """The carry of a loop: the product so far."""
         return self.result if self.placed else list(self.parts.values())
 
     def load(self, state) -> None:

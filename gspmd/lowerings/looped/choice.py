@@ -1,4 +1,5 @@
-"""Which gathers and reduce-scatters of a routine run inside its einsums, and by which schedule: the cheapest by cost.
+"""The gathers and reduce-scatters of a routine that run inside its einsums, and by which schedule: the cheapest by
+cost.
 
 A ring is worth it where
 
@@ -35,8 +36,8 @@ been seen to send every chunk before it multiplies the first (PaLM, 512 tokens, 
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What to overlap, and the seconds of everything with it."""
+class OverlapChoice:
+    """The collectives to overlap, and the seconds of everything with them."""
 
     overlap: Overlap
     seconds: float
@@ -106,7 +107,7 @@ class _Chooser:
         )
         return SUMMED_MARGIN if summed else MARGIN
 
-    def choices(self) -> Iterator[Choice]:
+    def choices(self) -> Iterator[OverlapChoice]:
         """Rings in the einsums, and every number of stripes.
 
         Under `looped` nothing is gathered whole. Where two operands of one product are gathered, rings would leave one
@@ -126,13 +127,13 @@ class _Chooser:
             yield from self._by_stripes(Stripes(dim, sizes))
 
     def _both(self) -> bool:
-        """Whether an operand of a result that is scattered is gathered."""
+        """Return whether an operand of a result that is scattered is gathered."""
         made = [p for number in self.scatters for p in self._made(number)]
         return any(p.left in self.gathers or p.right in self.gathers for p in made)
 
     # -- rings ---------------------------------------------------------------------------------------------------------
 
-    def _by_rings(self) -> Choice:
+    def _by_rings(self) -> OverlapChoice:
         gathers, scatters, seconds, done = {}, {}, 0.0, []
         # The most bytes first: of two operands of one product, a ring can bring only one.
         for number in sorted(self.gathers, key=lambda n: -sum(step.wire_bytes for step in self.gathers[n].steps)):
@@ -152,7 +153,7 @@ class _Chooser:
             scatters |= {number: ring} if ring else {}
             seconds, done = seconds + taken, done + products
         seconds += sum(self.costs.product(p, {}) for p in self.routine.products if p not in done)
-        return Choice(Overlap(gathers, scatters), seconds)
+        return OverlapChoice(Overlap(gathers, scatters), seconds)
 
     def _cheapest(self, span: CollectiveSpan, products: Sequence[Product], cost) -> tuple[Ring | None, float]:
         """The best ring of a tensor, and its seconds with its products; no ring where blocking is as good."""
@@ -186,14 +187,14 @@ class _Chooser:
 
     # -- stripes -------------------------------------------------------------------------------------------------------
 
-    def _by_stripes(self, stripes: Stripes) -> Iterator[Choice]:
+    def _by_stripes(self, stripes: Stripes) -> Iterator[OverlapChoice]:
         for schedule in self.schedules:
             gathers = {n: self._first(span, schedule) for n, span in self.gathers.items()}
             scatters = {n: self._scattered(stripes, n, span, schedule) for n, span in self.scatters.items()}
             gathered = [(span, gathers[n], ()) for n, span in self.gathers.items()]
             settled = [(span, scatters[n], self._made(n)) for n, span in self.scatters.items()]
             seconds = self.costs.striped(stripes, gathered, settled)
-            yield Choice(Overlap(gathers, scatters, stripes), seconds)
+            yield OverlapChoice(Overlap(gathers, scatters, stripes), seconds)
 
     def _scattered(self, stripes: Stripes, number: int, span: CollectiveSpan, schedule: str) -> Ring:
         """The ring of a stripe's result: inside its products, as far as that makes none too thin."""

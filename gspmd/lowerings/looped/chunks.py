@@ -1,4 +1,4 @@
-"""Where the chunks of a ring lie in the whole tensor, and the permutes that bring them."""
+"""The chunks of a ring: where they lie in the whole tensor, and the permutes that bring them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from gspmd.planner.overlap import Ring, Schedule
 from gspmd.planner.spans import CollectiveSpan
 
 Region = Mapping[str, tuple[jax.Array | int, int]]
-"""Where a chunk lies in a local tensor: by dimension, the first index and how many; other dimensions are whole."""
+"""The place of a chunk in a local tensor: by dimension, the first index and how many; other dimensions are whole."""
 
 
 def part_of(x: jax.Array, dims: Sequence[str], region: Region) -> jax.Array:
@@ -85,7 +85,7 @@ class RingTransfer:
         return self.shard[dim] * prod(self.mesh[axis] for axis in self._over(dim, self.ring.within))
 
     def block(self, offset: Offset, zero: jax.Array | int = 0) -> Region:
-        """Where in the whole tensor the chunk of the devices `offset` behind lies.
+        """Return the place in the whole tensor of the chunk of the devices `offset` behind.
 
         `zero` is added to the indices, so that whatever uses the region waits for it.
         """
@@ -94,7 +94,7 @@ class RingTransfer:
         return {dim: (index[dim] * self.chunk(dim), self.chunk(dim)) for dim in dims}
 
     def along(self, axis: str, offset: Offset, size: int) -> Region:
-        """Where the piece of the device `offset` behind along one axis lies, of this size."""
+        """Return the place of the piece, of this size, of the device `offset` behind along one axis."""
         return {self.dim(axis): (self.place(axis, offset) * size, size)}
 
     def place(self, axis: str, offset: Offset) -> jax.Array:
@@ -117,7 +117,7 @@ class RingTransfer:
         return [axis for axis in self.span.changed_axes.get(dim, ()) if axis in axes and self.mesh[axis] > 1]
 
     def _index(self, dim: str, axes: Sequence[str], offset: Offset) -> jax.Array | int:
-        """Which chunk along a dimension: the axes' places, major first."""
+        """Return the number of a chunk along a dimension: the axes' places, major first."""
         index: jax.Array | int = 0
         for axis in self._over(dim, axes):
             index = index * self.mesh[axis] + self.place(axis, offset)

@@ -1,4 +1,4 @@
-"""What rings and stripes cost: products in chunks, the busiest link, and the parts of both that hide nothing.
+"""The cost of rings and stripes: products in chunks, the busiest link, and the parts of both that hide nothing.
 
 Not modelled: links that other equations use at the same time, and what the compiler's scheduler does not see.
 """
@@ -73,7 +73,7 @@ class Costs:
         return self.links(inner), self.links(loop), compute
 
     def _inner(self, shard: float, axes: Sequence[str], schedule: str, sign: int) -> list[Sent]:
-        """What is sent along the axes within a chunk: axis by axis, minor first, with ever larger pieces."""
+        """Return the transfers along the axes within a chunk: axis by axis, minor first, with ever larger pieces."""
         sent = []
         for axis in reversed(axes):
             sent.append((shard, hops_by_link([axis], self.mesh, schedule, sign)))

@@ -70,7 +70,7 @@ class LoopedExecutor(Executor):
         return values
 
     def _stop(self, number: int) -> int | None:
-        """Where a move's last gathers, which run here, begin among its steps."""
+        """Return the step of a move at which its last gathers begin, which run here."""
         return len(self.routine.moves[number].steps) - len(self.spans[number].steps) if number in self.spans else None
 
     def _dims_of(self, move: int) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ class LoopedExecutor(Executor):
     # -- all-gather, then einsum ---------------------------------------------------------------------------------------
 
     def _transfer(self, number: int, shard: jax.Array) -> RingTransfer:
-        """How the operand of a move is gathered; a shard may be a stripe of what a device holds."""
+        """Return how the operand of a move is gathered; a shard may be a stripe of what a device holds."""
         span, wire = self.spans[number], self.inputs[self.routine.moves[number].source].wire
         first, shape = self.chains.moves[number].first + self._stop(number), dict(zip(span.shard.dims, shard.shape))
         return RingTransfer(span, self.overlap.gathers[number], self.mesh, shape, first, wire)

@@ -19,7 +19,7 @@ Link = tuple[str, int]
 """A mesh axis, and a direction along it."""
 
 Offset = Mapping[str, int]
-"""How many places behind, by mesh axis, modulo its size; 0 for an axis that is not there."""
+"""A number of places behind, by mesh axis, modulo its size; 0 for an axis that is not there."""
 
 
 @dataclass(frozen=True)

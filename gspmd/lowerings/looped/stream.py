@@ -30,7 +30,7 @@ class ChunkStream:
         self.waves = [[0], *([n for n, _ in some] for _, some in groupby(enumerate(self.hops, 1), lambda n: n[1].wave))]
 
     def region(self, offset: Offset) -> Region:
-        """Where in the whole operand the chunk of the devices `offset` behind lies."""
+        """Return the place in the whole operand of the chunk of the devices `offset` behind."""
         return self.transfer.divided(self.transfer.block(offset), self.start, self.size)
 
     def unpacked(self, chunk: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Which dimension of a routine can be cut into stripes, and into how many; what they cost is in `cost`."""
+"""Stripes: the dimension of a routine that can be cut, and into how many; `cost` has what they cost."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class _Striping:
     scatters: Mapping[int, CollectiveSpan]
 
     def allows(self, dim: str) -> bool:
-        """Whether no collective changes a dimension, and everything that is sent and every product has it."""
+        """Return whether no collective changes a dimension, and everything that is sent and every product has it."""
         return all(self._stays(dim, *each) for each in self._chains()) and self._everywhere(dim)
 
     def _chains(self) -> Iterator[tuple[tuple[Step, ...], CollectiveSpan | None, tuple[str, ...]]]:

@@ -1,1 +1,1 @@
-"""What JAX's transformations have to be told of planned programs: gradients, `vmap`, partial sums in loops."""
+"""Planned programs under JAX's transformations: gradients, `vmap`, partial sums in loops."""

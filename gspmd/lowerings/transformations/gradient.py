@@ -15,9 +15,10 @@ from typing import Any
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.interpreters import ad, batching, mlir
 
 from gspmd.annotate.errors import PlanError
+from gspmd.lowerings.transformations.passing import passing
 
 
 def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], str] = str) -> Callable:
@@ -64,16 +65,6 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
     return checked
 
 
-def _passing(name: str) -> Primitive:
-    """An operation whose results are its operands."""
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-    primitive.def_impl(lambda *arrays, **_: list(arrays))
-    primitive.def_abstract_eval(lambda *arrays, **_: arrays)
-    mlir.register_lowering(primitive, lambda _, *arrays, **__: arrays)
-    return primitive
-
-
 # -- several results under vmap ---------------------------------------------------------------------------------------
 
 
@@ -90,20 +81,10 @@ def _batch_of_all(axis: Any, results: Sequence[jax.Array], dims: Sequence[int | 
     return _together.bind(*whole), [0] * len(whole)
 
 
-_together = _passing("gspmd_together")
+TOGETHER = "gspmd_together"
+_together = passing(TOGETHER)
 ad.primitive_jvps[_together] = lambda results, tangents: (_together.bind(*results), tangents)
 batching.fancy_primitive_batchers[_together] = _batch_of_all
-
-
-def _without_unused(used: list[bool], equation: Any) -> tuple[list[bool], Any]:
-    """Results that nobody uses are not kept alive by those that stand beside them, in what `gspmd.trace` counts."""
-    if not any(used):
-        return used, None
-    invars, outvars = ([x for x, each in zip(side, used) if each] for side in (equation.invars, equation.outvars))
-    return used, equation.replace(invars=invars, outvars=outvars)
-
-
-partial_eval.dce_rules[_together] = _without_unused
 
 
 # -- forward mode -----------------------------------------------------------------------------------------------------
@@ -113,7 +94,7 @@ _tangent = Primitive("gspmd_tangent")
 """A tangent that can be batched and transposed, and nothing else; reverse mode has transposed it before it runs."""
 
 ENTERING = "gspmd_entering"
-_entering = _passing(ENTERING)  # all arrays of a program at once, since JAX takes long for one primitive each
+_entering = passing(ENTERING)  # all arrays of a program at once, since JAX takes long for one primitive each
 ad.primitive_jvps[_entering] = lambda arrays, tangents, *, title: (
     list(arrays),  # not entering again: a derivative of the derivative may be forward
     [t if isinstance(t, ad.Zero) else _tangent.bind(t, title=title) for t in tangents],

@@ -5,73 +5,58 @@ as a constant. A partial sum that enters a loop so is counted wrongly (docs/comp
 inside.
 
 JAX finds what to hoist by partial evaluation: it evaluates the loop's body with the constants known and everything else
-unknown, and hoists what is known. So an operand of such an equation passes through the primitive below, whose result is
-unknown. But JAX also separates primals from tangents by partial evaluation, and there the same result has to be known.
-The primitive itself says which of the two is meant, since JAX caches the jaxprs of called functions whoever calls them:
-its JVP rule writes `known=True`, and the partial evaluation of the JVP takes that off again.
+unknown, and hoists what is known. So the operands of such an equation pass through the primitive below, whose results
+are unknown. But JAX also separates primals from tangents by partial evaluation, and there the same results have to be
+known. The primitive itself says which of the two is meant, since JAX caches the jaxprs of called functions whoever
+calls them: its JVP rule writes `known=True`, and the partial evaluation of the JVP takes that off again.
+
+All operands pass together, though one that is unknown would do: JAX asks for a JVP where some operand has a tangent. If
+that were another one, what depends on none would stay unknown among the tangents, where JAX cannot transpose it.
 """
 
-import sys
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
-from jax.interpreters import partial_eval as pe
+from jax.interpreters import ad, batching
+
+from gspmd.jax_internals import is_hoisted_from_checkpoint, set_partial_evaluation
+from gspmd.lowerings.transformations.passing import passing
 
 NEVER_HOISTED = "gspmd_anew"
 
 
-def never_hoisted(x: jax.Array) -> jax.Array:
-    """The same array; what is computed from it stays in its loop, and is computed at every step."""
-    return _never_hoisted.bind(x, known=False)
+def never_hoisted(*arrays: jax.Array) -> list[jax.Array]:
+    """Return the same arrays; what is computed from them stays in its loop, and is computed at every step."""
+    return _never_hoisted.bind(*arrays, known=False)
 
 
-_never_hoisted = Primitive(NEVER_HOISTED)
-_never_hoisted.def_impl(lambda x, *, known: x)
-_never_hoisted.def_abstract_eval(lambda x, *, known: x)
-mlir.register_lowering(_never_hoisted, lambda _, x, *, known: [x])
+_never_hoisted = passing(NEVER_HOISTED)
 ad.primitive_jvps[_never_hoisted] = lambda primals, tangents, *, known: (
     _never_hoisted.bind(*primals, known=True),
-    tangents[0],
+    tangents,
 )
-batching.primitive_batchers[_never_hoisted] = lambda xs, dims, *, known: (
-    _never_hoisted.bind(*xs, known=known),
-    dims[0],
-)
+batching.primitive_batchers[_never_hoisted] = lambda xs, dims, *, known: (_never_hoisted.bind(*xs, known=known), dims)
 
 
-def _evaluated(trace: Any, x: Any, *, known: bool) -> Any:
+def _evaluated(trace: Any, *xs: Any, known: bool) -> list[Any]:
     """The rule of partial evaluation; the trace is JAX's, and so is what it makes of a value that is not known yet."""
-    if known and x.is_known():
-        return trace.new_const(never_hoisted(x.pval.get_known()))
-    return trace.default_process_primitive(_never_hoisted, [trace.instantiate_const(x)], {"known": known})
+    if known and all(x.is_known() for x in xs):
+        return [trace.new_const(value) for value in never_hoisted(*(x.pval.get_known() for x in xs))]
+    return trace.default_process_primitive(_never_hoisted, [*map(trace.instantiate_const, xs)], {"known": known})
 
 
 def _evaluated_in_checkpoint(saveable: Any, unknown: list[bool], there: list[bool], equation: Any) -> tuple:
     """The rule where partial evaluation goes through a `jax.checkpoint`, or a loop in one.
 
     Returns:
-        What is computed now, if it is known; what is computed again; whether the result is unknown; whether it is
-        there for what is computed again; what has to be kept for that.
+        What is computed now, if all is known; what is computed again; which results are unknown; which are there for
+        what is computed again; what has to be kept for that.
     """
-    waits = unknown[0] or (not equation.params["known"] and _is_all_known())
+    hoists = not equation.params["known"] and is_hoisted_from_checkpoint()
+    waits, count = hoists or any(unknown), len(unknown)
     now = None if waits else equation.replace(params={"known": False})
-    return now, equation, [waits], [True], [] if there[0] else list(equation.invars)
+    kept = [x for x, each in zip(equation.invars, there) if not each]
+    return now, equation, [waits] * count, [True] * count, kept
 
 
-def _is_all_known() -> bool:
-    """Whether JAX evaluates a `jax.checkpoint` that has no unknown operand: one that it would take out of a loop.
-
-    Only the function of JAX that asks knows that, and it stands further up the stack.
-    """
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "remat_partial_eval" and frame.f_globals["__name__"] == "jax._src.ad_checkpoint":
-            return not any(frame.f_locals["in_unknowns"])
-        frame = frame.f_back
-    return False
-
-
-pe.custom_partial_eval_rules[_never_hoisted] = _evaluated
-pe.partial_eval_jaxpr_custom_rules[_never_hoisted] = _evaluated_in_checkpoint  # type: ignore[assignment]
+set_partial_evaluation(_never_hoisted, _evaluated, _evaluated_in_checkpoint)

@@ -1,4 +1,4 @@
-"""What JAX cannot do with a partial sum: work around it, or refuse.
+"""Partial sums where JAX cannot handle them: worked around, or refused.
 
 Under JAX 0.10.2 an unreduced array cannot be stacked, so that a loop cannot keep it as a residual, and `vmap` cannot
 look at its type (docs/compiler.md). As a constant of a loop it is counted wrongly, which `hoisting` prevents.

@@ -13,7 +13,7 @@ from gspmd.lowerings.program import Context, input_partition, own_promotion
 from gspmd.lowerings.scopes import program_scope
 
 
-def compiler_chooses(
+def left_to_compiler(
     ctx: Context, f: Callable, in_specs: Sequence[Spec], out_specs: Any, *arrays: jax.Array, name: str = ""
 ) -> Any:
     """Run plain code on placed arrays and let the compiler insert the collectives; differentiable by JAX.

@@ -11,10 +11,11 @@ from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.call import Call, Passes
 from gspmd.lowerings.local_einsum import local_einsum
+from gspmd.lowerings.partitioner import may_abort, open_where_it_may_abort
 from gspmd.lowerings.program import PlannedProgram, named
 from gspmd.lowerings.scopes import program_scope
 from gspmd.lowerings.transformations.partial_sums import storable
-from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.lowerings.xla.places import Lift, Places, pairs, pinned_places, planned_places
 from gspmd.lowerings.xla.summands import (
     gradients,
@@ -39,7 +40,10 @@ def lower(call: Call) -> Passes:
     letters = summand_letters([*specs, *equation.outputs])
     ins, outs = ([lifted(spec, letters) for spec in some] for some in (specs, equation.outputs))
     lift, steps, backward = Lift(letters, ctx.mesh), (), ()
-    if any(spec.is_open for spec in (*specs, *equation.outputs)):  # an open dimension has no forecast
+    unknown = next((spec for spec in (*specs, *equation.outputs) if spec.is_open), None)
+    if unknown is not None and may_abort(ctx.mesh):
+        raise PlanError(open_where_it_may_abort(unknown, ctx.mesh))
+    if unknown is not None:  # an open dimension has no forecast
         pinned = [] if call.via is None else pins(equation, call.via, dict(call.sizes), ctx.mesh)
         places = pinned_places(equation, pinned)
     else:
@@ -51,7 +55,7 @@ def lower(call: Call) -> Passes:
     def program(*arrays):
         with jax.named_scope(program_scope(str(equation))):
             arrays = [to_dimensions(spec, new, x) for spec, new, x in zip(specs, ins, arrays)]
-            results = compiler_chooses(ctx, compute, ins, tuple(outs), *arrays)
+            results = left_to_compiler(ctx, compute, ins, tuple(outs), *arrays)
             return tuple(to_partial(new, spec, x) for spec, new, x in zip(equation.outputs, outs, results))
 
     program = named(program, PlannedProgram(str(equation), steps, backward))
@@ -80,7 +84,7 @@ def _differentiated(
         cotangents = [
             to_dimensions(spec.cotangent, new, x) for spec, new, x in zip(equation.outputs, given, cotangents)
         ]
-        results = compiler_chooses(ctx, compute, (*ins, *given), tuple(outs), *arrays, *cotangents)
+        results = left_to_compiler(ctx, compute, (*ins, *given), tuple(outs), *arrays, *cotangents)
         return tuple(to_partial(new, spec.cotangent, x) for spec, new, x in zip(specs, outs, results))
 
     backward = named(transposed, PlannedProgram(f"gradient of {equation}", steps, steps))
@@ -97,20 +101,26 @@ def _plain(
     for members in pairs(equation):
         parts = []
         for pair, output in zip(members, outs):
-            multiply = partial(_product, [ins[n] for n in pair], output, pair, next(known), lift, precision, dtype)
+            place = next(known)
+            multiply = partial(_product, [ins[n] for n in pair], output, pair, place, lift, precision, dtype)
             # Kept for the gradient are the operands as they came, and not as they were gathered.
-            parts.append(jax.checkpoint(multiply, prevent_cse=False)(*(arrays[n] for n in pair)))
+            parts.append((jax.checkpoint(multiply, prevent_cse=False)(*(arrays[n] for n in pair)), place))
         sums.append(parts)
-    return tuple(sum(parts[1:], parts[0]).astype(dtype) for parts in zip(*sums))
+    results = []
+    for output, parts in zip(outs, zip(*sums)):
+        (first, place), *rest = parts
+        total = sum((y for y, _ in rest), first)
+        results.append(lift.along(output.dims, total, place.output).astype(dtype))
+    return tuple(results)
 
 
 def _product(specs, output: Spec, numbers, place: Places, lift: Lift, precision, dtype, *arrays) -> jax.Array:
     """One product, accumulated in float32; summands that only the result has are cut out of the operands."""
-    pair = [lift.bring(spec, x, place.operands.get(n)) for spec, x, n in zip(specs, arrays, numbers)]
+    pair = [lift.bring(spec, x, place.operands.get(n, ())) for spec, x, n in zip(specs, arrays, numbers)]
     pair = with_summands(pair, output, lift)
     y = _multiplied(pair, output, precision, dtype)
     # The cotangent meets the operands here too, and of one mind with them.
-    return y if place.result is None else lift.constrain(output.dims, y, place.result)[1]
+    return lift.along(output.dims, y, place.result)
 
 
 def _multiplied(pair, output: Spec, precision, dtype) -> jax.Array:

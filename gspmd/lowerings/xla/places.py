@@ -1,11 +1,12 @@
-"""Where a plan's products meet: what lowering `xla` holds the compiler to.
+"""The places where a plan's products meet, to which lowering `xla` holds the compiler.
 
 XLA's partitioner multiplies operands of one mind, in which a dimension lies alike wherever it stands. Of operands that
 disagree it has been seen to forget one of two sums (docs/compiler.md), so nothing is multiplied before it lies where
-the plan has it. How it gets there, and which collectives settle the result, is the compiler's choice.
+the plan has it. How it gets there, and which collectives settle the result, is the compiler's choice; but on a mesh
+where that choice may end the process (`splits_badly`), an array is constrained after each step of the plan.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 
@@ -13,18 +14,29 @@ import jax
 
 from gspmd.annotate.equation import Equation
 from gspmd.annotate.spec import Spec
+from gspmd.lowerings.partitioner import splits_badly
 from gspmd.planner.plan import Plan
+from gspmd.planner.steps import Step
+
+Route = tuple[Spec, ...]
+"""The specs that an array is constrained to, one after the other."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the operands of one product lie, by their numbers in the equation, and what the local einsum leaves there.
+    """The place of one product.
 
-    Empty, with no result, for a product that no plan is known of.
+    Attributes:
+        operands: the route of each operand, by its number in the equation, to where the operands meet. A product that
+            no plan is known of may lack some.
+        result: the route of the result: what the local einsum leaves, and then to where products are added. Empty for
+            a product that no plan is known of.
+        output: the route of their sum to the output.
     """
 
-    operands: Mapping[int, Spec]
-    result: Spec | None = None
+    operands: Mapping[int, Route]
+    result: Route = ()
+    output: Route = ()
 
 
 @dataclass(frozen=True)
@@ -34,24 +46,29 @@ class Lift:
     letters: Mapping[str, str]
     mesh: Mapping[str, int]
 
-    def bring(self, spec: Spec, x: jax.Array, place: Spec | None) -> tuple[Spec, jax.Array]:
-        """An operand, its sums lifted, where a product wants it: what the plan settles on the way is summed."""
-        if place is None:
+    def bring(self, spec: Spec, x: jax.Array, route: Route) -> tuple[Spec, jax.Array]:
+        """An operand, its sums lifted, where a product wants it: what the plan settles on the way is summed first."""
+        if not route:
             return spec, x
         settled = [
             letter
             for axis, letter in self.letters.items()
-            if letter in spec.dims and axis not in place.partial and self.mesh[axis] > 1
+            if letter in spec.dims and axis not in route[-1].partial and self.mesh[axis] > 1
         ]
         if settled:
             x, spec = x.sum(tuple(spec.dims.index(letter) for letter in settled)), spec.without(*settled)
-        return self.constrain(spec.dims, x, place)
+        return self.placed(spec.dims, route[-1]), self.along(spec.dims, x, route)
 
-    def constrain(self, dims: Sequence[str], x: jax.Array, place: Spec) -> tuple[Spec, jax.Array]:
-        """An array of these dimensions as `place` has those it knows; summands stay on their own devices."""
+    def along(self, dims: Sequence[str], x: jax.Array, route: Iterable[Spec]) -> jax.Array:
+        """An array of these dimensions, constrained to each spec of a route, one after the other."""
+        for place in route:
+            x = jax.lax.with_sharding_constraint(x, self.placed(dims, place).partition_spec())
+        return x
+
+    def placed(self, dims: Sequence[str], place: Spec) -> Spec:
+        """The spec of an array of these dimensions where `place` says; summands stay on their own devices."""
         axes = dict(zip(place.dims, place.axes)) | {letter: (axis,) for axis, letter in self.letters.items()}
-        here = Spec(tuple(dims), tuple(axes[dim] for dim in dims))
-        return here, jax.lax.with_sharding_constraint(x, here.partition_spec())
+        return Spec(tuple(dims), tuple(axes[dim] for dim in dims))
 
 
 def pairs(equation: Equation) -> list[list[tuple[int, ...]]]:
@@ -68,15 +85,25 @@ def pairs(equation: Equation) -> list[list[tuple[int, ...]]]:
 
 def planned_places(plan: Plan) -> list[Places]:
     """The places of every product of a plan, in the plan's order."""
-    routine = plan.routine
-    moves = [[routine.moves[n] for n in (p.left, p.right) if n is not None] for p in routine.products]
-    return [
-        Places({move.source: move.spec for move in brought}, product.einsum.after)
-        for brought, product in zip(moves, routine.products)
-    ]
+    routine, every = plan.routine, splits_badly(plan.mesh)
+    outputs = {number: output for output in routine.outputs for number in output.products}
+    places = []
+    for number, product_ in enumerate(routine.products):
+        moves = [routine.moves[n] for n in (product_.left, product_.right) if n is not None]
+        left, output = product_.einsum.after, outputs[number]
+        if every:
+            brought = {move.source: (routine.inputs[move.source], *_after(move.steps)) for move in moves}
+            places.append(Places(brought, (left, *_after(product_.steps)), _after(output.steps)))
+        else:
+            places.append(Places({move.source: (move.spec,) for move in moves}, (left,)))
+    return places
+
+
+def _after(steps: Iterable[Step]) -> Route:
+    return tuple(step.after for step in steps)
 
 
 def pinned_places(equation: Equation, pinned: Sequence[Spec | None]) -> list[Places]:
     """The places that `via` pins in an equation without a plan, since it leaves a dimension open; empty without one."""
-    known = {number: pin for number, pin in enumerate(pinned) if pin is not None}
+    known = {number: (pin,) for number, pin in enumerate(pinned) if pin is not None}
     return [Places({n: known[n] for n in pair if n in known}) for term in pairs(equation) for pair in term]

@@ -88,11 +88,13 @@ def gradients(
     for members in pairs(equation):
         for pair, (given, cotangent) in zip(members, cotangents):
             place = next(known)
-            met = lift.constrain(given.dims, cotangent, place.result)
+            # The way of the forward pass, backwards.
+            way = reversed((*place.result, *place.output))
+            met = lift.placed(given.dims, place.result[0]), lift.along(given.dims, cotangent, way)
             for own in pair:
                 others = [lift.bring(ins[n], arrays[n], place.operands[n]) for n in pair if n != own]
                 part = _toward(outs[own], with_summands([met, *others], outs[own], lift), sizes)
-                parts[own].append(lift.constrain(outs[own].dims, part, place.operands[own])[1])
+                parts[own].append(lift.along(outs[own].dims, part, reversed(place.operands[own])))
     return tuple(sum(each[1:], each[0]).astype(x.dtype) for each, x in zip(parts, arrays))
 
 

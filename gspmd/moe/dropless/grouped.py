@@ -27,14 +27,15 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, for
 
         y[r] = rows[r] · weights[x]      for sizes[0] + … + sizes[x - 1] <= r < sizes[0] + … + sizes[x]
 
-    "ragged" is `lax.ragged_dot`: a grouped kernel on GPUs and TPUs, but a product of every row with every expert's
-    weights on CPUs. "blocks" is a loop over blocks of rows of one expert, whose time grows with the rows only.
+    "ragged" is `lax.ragged_dot`: a grouped kernel on TPUs, but a product of every row with every expert's weights on
+    CPUs and GPUs (docs/gpus.md). "blocks" is a loop over blocks of rows of one expert, whose time grows with the rows
+    only.
 
     Args:
         rows: [R, E], sorted by expert.
         weights: [X, E, F].
         sizes: [X] int32, the number of rows of each expert, R in all at most. Rows beyond them give 0, with gradient 0.
-        form: "ragged" or "blocks"; None is "blocks" on CPUs, and "ragged" elsewhere.
+        form: "ragged" or "blocks"; None is "ragged" on TPUs, and "blocks" elsewhere.
 
     Returns:
         [R, F], of the rows' dtype, accumulated in float32.
@@ -74,7 +75,7 @@ def grouped_outer(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> ja
     return _outer(grouped_form(), rows, cotangent, sizes.astype(jnp.int32))
 
 
-def _fact(rows: tuple, weights: tuple, sizes: jax.Array) -> str:
+def _fact(rows: tuple, weights: tuple, sizes: jax.Array | np.ndarray) -> str:
     if sizes.shape != weights[:1] or rows[1] != weights[1]:
         return f"the shapes do not agree; found {rows}, {weights}, {sizes.shape}."
     if not weights[0]:

@@ -4,12 +4,15 @@ A group sends each shard one buffer of rows, sorted by expert, and the number of
 shard sorts the buffers of all groups into one sequence by expert.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import jax
 import jax.numpy as jnp
 
+from gspmd.annotate.spec import Spec
 from gspmd.moe.routers.routing import Routing, queue
 
 
@@ -20,6 +23,31 @@ def most_rows(tokens: int, choices: int, experts: int, shards: int) -> int:
     (100, 200)
     """
     return tokens * min(choices, experts // shards)
+
+
+@dataclass(frozen=True)
+class RowSizes:
+    """The sizes of rows, which depend on how many shards the experts have.
+
+    Attributes:
+        sizes: of G, X, E, F, and of C where the experts are whole.
+        choices: experts of each token, k.
+    """
+
+    sizes: tuple[tuple[str, int], ...]
+    choices: int
+
+    def sent(self, at: Spec, mesh: Mapping[str, int]) -> dict[str, int]:
+        """The sizes of buffers, whose X is their number, if the experts lie as X does in a spec."""
+        sizes = dict(self.sizes)
+        shards, experts = prod(mesh[axis] for axis in at.axes_of("X")), sizes["X"]
+        tokens = sizes["C"] // most_rows(1, self.choices, experts, 1)
+        return sizes | {"X": shards, "C": most_rows(tokens, self.choices, experts, shards)}
+
+    def multiplied(self, at: Spec, mesh: Mapping[str, int]) -> dict[str, int]:
+        """The sizes of products: as many rows for each expert as it has when all have the same, rounded up."""
+        sent, experts = self.sent(at, mesh), dict(self.sizes)["X"]
+        return sent | {"X": experts, "C": -(-sent["C"] * sent["X"] // experts)}
 
 
 def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
@@ -52,7 +80,7 @@ def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, .
 
 
 def place_rows_here(routing: Routing, experts: int) -> tuple[jax.Array, jax.Array]:
-    """As `place_rows`, if nothing is sent: the rows of all groups together, sorted by expert, [1, G · L, k]."""
+    """Place rows as `place_rows` does, if nothing is sent: those of all groups, sorted by expert, [1, G · L, k]."""
     count = rows_of_experts(routing.expert, routing.slot, experts)
     total = jnp.sum(count, axis=0)
     first = (_before(total)[None] + jnp.cumsum(count, axis=0) - count).astype(jnp.int32)

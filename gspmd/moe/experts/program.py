@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.blocking.collectives import emit
+from gspmd.lowerings.blocking.executor import Executor
 from gspmd.lowerings.program import Context, run
 from gspmd.moe.dropless.rows import Rows
 from gspmd.moe.experts.activation import ACTIVATIONS
@@ -21,6 +22,7 @@ from gspmd.moe.experts.exchange import Exchange
 from gspmd.moe.experts.stages import Stage
 from gspmd.moe.experts.work import Products, Work, products, scaled
 from gspmd.planner.steps import NumberedSteps
+from gspmd.planner.unknown import is_unknown
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -89,16 +91,31 @@ class _Program:
         program = NumberedSteps()
         self.counted = program.add(work.counted(ctx))
         self.exchange = Exchange(work, ctx, program)
-        self.stages = [self._stage(each.forward, program) for each in (self.into, self.out)]
+        runs = self._executors(ctx)
+        self.stages = [self._stage(each.forward, program, run) for each, run in zip((self.into, self.out), runs[:2])]
         self.steps = tuple(program.steps)
         program = NumberedSteps()
         self.exchange_back = Exchange(work, ctx, program)
-        self.stages_back = [self._stage(each.backward, program) for each in (self.into, self.out)]
+        self.stages_back = [
+            self._stage(each.backward, program, run) for each, run in zip((self.into, self.out), runs[2:])
+        ]
         self.backward_steps = tuple(program.steps)
+        if is_unknown(ctx.mesh):  # its products are marked, and not planned
+            self.steps, self.backward_steps = (), ()
 
-    def _stage(self, equation, program: NumberedSteps) -> Stage:
+    def _stage(self, equation, program: NumberedSteps, executor: type[Executor]) -> Stage:
         shares = [size / sum(self.work.chunks) for size in self.work.chunks]
-        return Stage(equation, dict(self.work.sizes), self.mesh, shares, program)
+        return Stage(equation, dict(self.work.sizes), self.mesh, shares, program, executor)
+
+    def _executors(self, ctx: Context) -> list[type[Executor]]:
+        """Return the executors of both equations and of their gradients."""
+        if not is_unknown(ctx.mesh):
+            return [Executor] * 4
+        from gspmd.moe.experts.unknown import marking, stage_marks  # here alone: no program that runs is marked
+
+        work, pairs = self.work, ((self.into, self.work.in_via), (self.out, self.work.out_via))
+        marks = [stage_marks(each.plan, work.row_sizes, via, ctx) for each, via in pairs]
+        return [marking(each[back]) for back in (0, 1) for each in marks]
 
     # -- what goes in, and what is kept for the gradient ---------------------------------------------------------------
 
@@ -144,7 +161,7 @@ class _Program:
     # -- the value -----------------------------------------------------------------------------------------------------
 
     def forward(self, slots: jax.Array, *rest: jax.Array):
-        """From local pieces to the answers, what is kept of every chunk, and the weights that moved."""
+        """Compute the answers from local pieces, what is kept of every chunk, and the weights that moved."""
         weights, extras = rest[: len(self.work.weights)], rest[len(self.work.weights) :]
         counts = emit(self.counted, extras[0], self.mesh) if self.work.rows else None
         into, out = self.stages
@@ -155,12 +172,13 @@ class _Program:
         scales = extras[first : first + len(self.work.scales)] or (None,) * len(self.work.weights)
         for number in range(len(self.work.chunks)):
             rows = self._rows(counts, number)
+            sizes = None if rows is None else rows.sizes
             x = self._sorted(rows, exchange.dispatch(number))
-            h, _, arrived = into.chunk(number, {0: x}, moved_in, rows and rows.sizes)
+            h, _, arrived = into.chunk(number, {0: x}, moved_in, sizes)
             expert = rows.origin()[1] if rows and self.work.quantized else None
             hidden = tuple(scaled(h[n], scale, expert) for n, scale in zip(sorted(h), scales))
             h = self._activated(hidden, number, rows, extras)
-            y, _, on = out.chunk(number, {0: h}, moved_out, rows and rows.sizes)
+            y, _, on = out.chunk(number, {0: h}, moved_out, sizes)
             exchange.combine(number, self._unsorted(rows, scaled(y[0], scales[-1], expert)))
             behind = _of_slots(self.out, on, always=False)
             kept.append((*_of_slots(self.into, arrived, always=True), *hidden, *behind, *_counts(rows)))
@@ -182,13 +200,14 @@ class _Program:
             return h
         spec, dropout, words = self.work.hidden, self.work.dropout, extras[-1]
         if rows is not None:
-            return dropout.scaled(h, dropout.of_rows(words, spec, h.shape, rows.counts.shape, rows.origin()[:3]))
+            groups, experts = rows.counts.shape
+            return dropout.scaled(h, dropout.of_rows(words, spec, h.shape, (groups, experts), rows.origin()[:3]))
         return dropout.scaled(h, dropout.of_slots(words, spec, h.shape, sum(self.work.chunks[:number])))
 
     # -- the gradient --------------------------------------------------------------------------------------------------
 
     def backward(self, cotangent: jax.Array, *rest: jax.Array):
-        """From the cotangent of the answers, and what was kept, to those of the slots and of all weights."""
+        """Compute the cotangents of the slots and of all weights from that of the answers and from what was kept."""
         sizes = [len(specs) for specs in self.kept_specs]
         flat, rest = rest[: sum(sizes)], rest[sum(sizes) :]
         held, extras = rest[: len(self.held_specs)], rest[len(self.held_specs) :]
@@ -212,13 +231,13 @@ class _Program:
         return tuple(stage.weights(each) for stage, each in zip(self.stages_back, (into, out)))
 
     def _chunk_back(self, number: int, g: jax.Array, kept: Sequence[jax.Array], weights, extras):
-        """From a chunk's cotangent where the experts are, that of its slots, and products of all weight gradients."""
+        """Compute a chunk's cotangent of its slots from that where the experts are, and all weights' products."""
         rows = Rows(kept[-1], self.work.chunks[number], self.stays) if self.work.rows else None
         arrived = [n for n, (source, *_) in enumerate(self.into.kept) if source == 0]
         on = [n for n, (source, *_) in enumerate(self.out.kept) if source == 0]
         slots, hidden = kept[: len(arrived)], kept[len(arrived) : len(arrived) + len(self.work.w_in)]
         moved = iter(kept[len(arrived) + len(hidden) :])
-        sizes, (into, out) = rows and rows.sizes, self.stages_back
+        sizes, (into, out) = None if rows is None else rows.sizes, self.stages_back
         g = self._sorted(rows, g)
         h, pull = jax.vjp(lambda *hidden: self._activated(hidden, number, rows, extras), *hidden)
         held = {1 + n: next(moved) if self.out.kept[n][2] else h for n in on}

@@ -45,6 +45,7 @@ class Stage:
         sizes, mesh: of its dimensions and of the mesh axes.
         shares: what of the slots every chunk has.
         program: where its steps are added.
+        executor: what runs it: by default an `Executor`.
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class Stage:
         mesh: Mapping[str, int],
         shares: Sequence[float],
         program: NumberedSteps,
+        executor: type[Executor] = Executor,
     ):
-        self.equation, self.sizes, self.mesh = equation, sizes, mesh
+        self.equation, self.sizes, self.mesh, self._runs = equation, sizes, mesh, executor
         routine = equation.routine
         self.once = {n: program.add(m.steps) for n, m in enumerate(routine.moves) if m.source in equation.weights}
         self.late = {p for n in equation.sums for p in routine.outputs[n].products}
@@ -83,7 +85,7 @@ class Stage:
     def _executor(self, chains: RoutineChains, rows: jax.Array | None = None) -> Executor:
         """Runs steps by their numbers in the program; sorted rows are multiplied by their own expert's weights."""
         equation, multiply = self.equation, None if rows is None else partial(_grouped, rows)
-        return Executor(
+        return self._runs(
             equation.routine, equation.inputs, equation.outputs, self.sizes, self.mesh, chains=chains, multiply=multiply
         )
 
@@ -125,8 +127,9 @@ class Stage:
         return {n: executor.output(n, values) for n in self.equation.sums}
 
 
-def _grouped(rows: jax.Array, einsum: Step, *operands: jax.Array) -> jax.Array:
-    return grouped_product(*operands, einsum.before.dims, einsum.other.dims, einsum.after.dims, sizes=rows)
+def _grouped(rows: jax.Array, einsum: Step, left: jax.Array, right: jax.Array) -> jax.Array:
+    assert einsum.other is not None  # it has two operands
+    return grouped_product(left, right, einsum.before.dims, einsum.other.dims, einsum.after.dims, sizes=rows)
 
 
 def grouped_product(left, right, left_dims, right_dims, dims, *, sizes: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What the experts are asked to do with the slots of tokens: specs, sizes, chunks; and its plans."""
+"""The work of the experts on the slots of tokens: specs, sizes, chunks; and its plans."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +13,13 @@ from gspmd.annotate.spec import Spec
 from gspmd.hardware.dtypes import itemsize
 from gspmd.lowerings.plan import make_plan
 from gspmd.lowerings.program import Context
+from gspmd.moe.dropless.rows import RowSizes
 from gspmd.moe.experts.dropout import Dropout
 from gspmd.moe.experts.stages import StageEquation
 from gspmd.planner.graph.resharding import move
 from gspmd.planner.plan import Plan
 from gspmd.planner.steps import Routine, Step, Tensor
+from gspmd.planner.unknown import UnknownStep, UnknownSteps, is_unknown
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Work:
 
     @property
     def scales(self) -> tuple[Spec, ...]:
-        """Where the scales of int8 weights are multiplied with, in the order of the weights; none of others."""
+        """Return where the scales of int8 weights are multiplied in, in the order of the weights; none of others."""
         products = (*(self.hidden for _ in self.w_in), self.there) if self.quantized else ()
         return tuple(product.without("G", "C") for product in products)
 
@@ -95,9 +97,9 @@ class Work:
 
     @property
     def counts(self) -> tuple[Spec, Spec]:
-        """Where the counts of rows are, before and after they travel: [G, X], and a count for each chunk."""
-        pair = (spec.without("C").without("E") for spec in (self.dispatched, self.there))
-        return tuple(Spec((*spec.dims, "N"), (*spec.axes, ())) for spec in pair)
+        """Return the places of the counts of rows, before and after they travel: [G, X], and a count for each chunk."""
+        before, after = (spec.without("C").without("E") for spec in (self.dispatched, self.there))
+        return Spec((*before.dims, "N"), (*before.axes, ())), Spec((*after.dims, "N"), (*after.axes, ()))
 
     def slots(self, capacity: int) -> dict[str, int]:
         """The sizes of slots, or of rows, whose X is the number of buffers."""
@@ -105,22 +107,38 @@ class Work:
 
     def there_and_back(self, ctx: Context, capacity: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
         """The steps that bring so many slots to their experts, and those that bring the answers back."""
+        if self.rows and is_unknown(ctx.mesh):
+            return self._unknown("slots", ctx), self._unknown("answers", ctx)
         sizes, width = self.slots(capacity), itemsize(self.dtype)
         there = move(self.dispatched, self.there, sizes, ctx.mesh, width, ctx.chip, "slots")
         return there, move(self.there, self.dispatched, sizes, ctx.mesh, width, ctx.chip, "answers")
 
     def counted(self, ctx: Context) -> tuple[Step, ...]:
         """The steps that bring the counts."""
+        if self.rows and is_unknown(ctx.mesh):
+            return self._unknown("counts", ctx)
         sizes = dict(self.sizes) | {"N": len(self.chunks)}
         return move(*self.counts, sizes, ctx.mesh, itemsize("int32"), ctx.chip, "counts") if self.rows else ()
 
+    def _unknown(self, name: str, ctx: Context) -> tuple[Step, ...]:
+        from gspmd.moe.experts.unknown import rows_sent  # here alone: no program that runs has such a step
+
+        asked = self.dispatched, self.there, self.row_sizes, self.dtype, ctx
+        return (UnknownStep.of(UnknownSteps(rows_sent, asked, name), self.dispatched, self.there, name),)
+
+    @property
+    def row_sizes(self) -> RowSizes:
+        """The sizes of rows wherever the experts lie, of work whose experts are whole."""
+        assert self.rows is not None
+        return RowSizes(self.sizes, self.rows.choices)
+
     def stays(self, ctx: Context) -> bool:
-        """Whether a device has all experts for its own groups, whose rows can then be sorted where they are."""
+        """Return whether a device has all experts for its own groups, whose rows can then be sorted where they are."""
         before, after = (spec.without_trivial(ctx.mesh) for spec in (self.dispatched, self.there))
         return not after.axes_of("X") and before.axes_of("G") == after.axes_of("G")
 
     def crosses(self, ctx: Context) -> bool:
-        """Whether slots leave their device."""
+        """Return whether slots leave their device."""
         return any(step.is_collective for step in self.there_and_back(ctx, self.capacity)[0])
 
 
@@ -151,7 +169,10 @@ class Products:
     @property
     def kept(self) -> tuple[tuple[int, Spec, bool], ...]:
         """For every move its source, the spec it leads to, and whether it is more than the operand as it was."""
-        return tuple((m.source, spec, bool(m.steps)) for m, spec in zip(self.plan.routine.moves, self.plan.kept))
+        moves = is_unknown(self.plan.mesh)  # as all may
+        return tuple(
+            (m.source, spec, moves or bool(m.steps)) for m, spec in zip(self.plan.routine.moves, self.plan.kept)
+        )
 
     @cached_property
     def forward(self) -> StageEquation:
@@ -206,12 +227,12 @@ def products(work: Work, ctx: Context) -> tuple[Products, Products]:
         LayoutError: rows would have to be exchanged within an equation.
     """
     return (
-        _planned(work, ctx, work.equation_in, work.in_via),
-        _planned(work, ctx, Equation.product(work.hidden, work.w_out, work.there), work.out_via),
+        _planned(work, ctx, work.equation_in, work.in_via, "moe.in_via"),
+        _planned(work, ctx, Equation.product(work.hidden, work.w_out, work.there), work.out_via, "moe.out_via"),
     )
 
 
-def _planned(work: Work, ctx: Context, equation: Equation, via: Via | None) -> Products:
+def _planned(work: Work, ctx: Context, equation: Equation, via: Via | None, line: str) -> Products:
     sizes = dict(work.sizes)
     if work.rows:  # as many slots for each expert as it has rows when all have the same, rounded up as slots are
         sizes["C"] = -(-work.capacity * work.rows.shards // sizes["X"])
@@ -222,30 +243,33 @@ def _planned(work: Work, ctx: Context, equation: Equation, via: Via | None) -> P
     plan = planned(via)
     if not work.rows:
         return Products(plan)
-    _refuse_exchange(work, plan)
+    _refuse_exchange(work, plan, line)
     pinned = plan if via else planned(_pins(plan))  # a gradient that is free may move rows
     return Products(pinned, tuple(work.slots(work.capacity).items()))
 
 
 def _pins(plan: Plan) -> Via:
-    """Where a plan brings its operands, as a via."""
+    """Return the places to which a plan brings its operands, as a via."""
     specs = {found.source: found.spec for found in plan.routine.moves}
     first, *others = (specs[n] for n in sorted(specs))
     return Via.of(first, others if len(others) > 1 else others[0])
 
 
-def _refuse_exchange(work: Work, plan: Plan) -> None:
+def _refuse_exchange(work: Work, plan: Plan, line: str) -> None:
     """Rows have to stay on their device from their arrival on, with all weights of their experts."""
     wanted = {dim: work.there.without_trivial(plan.mesh).axes_of(dim) for dim in "GXC"} | {"C": ()}
-    used: Sequence[Spec] = [product.einsum.before for product in plan.routine.products]
-    used = [*used, *(product.einsum.other for product in plan.routine.products), work.there, work.hidden]
-    for spec in (spec.without_trivial(plan.mesh) for spec in used):
+    einsums = [product.einsum for product in plan.routine.products]
+    operands = [spec for einsum in einsums for spec in (einsum.before, einsum.other) if spec is not None]
+    for spec in (spec.without_trivial(plan.mesh) for spec in (*operands, work.there, work.hidden)):
         wrong = [dim for dim in "GXC" if dim in spec.dims and spec.axes_of(dim) != wanted[dim]]
         if wrong:
             place = replace(work.there, axes=tuple(wanted.get(d, a) for d, a in zip(work.there.dims, work.there.axes)))
-            raise report(LayoutError, f"cannot run '{plan.equation}' with dispatch 'dropless'", [_stay(spec, place)])
+            raise report(
+                LayoutError, f"cannot run '{plan.equation}' with dispatch 'dropless'", [_stay(spec, place, line)]
+            )
 
 
-def _stay(spec: Spec, place: Spec) -> Fault:
+def _stay(spec: Spec, place: Spec, line: str) -> Fault:
     fact = f"rows, sorted by expert, stay where they arrive: G, X and C have to lie as in '{place}'."
-    return Fault(str(spec), 0, len(str(spec)), fact, "Change that spec or pin it by a via, or use dispatch 'sort'.")
+    remedy = f"Change that spec, or pin it by the layout's {line}, or use dispatch 'sort'."
+    return Fault(str(spec), 0, len(str(spec)), fact, remedy)

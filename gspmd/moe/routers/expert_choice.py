@@ -9,7 +9,7 @@ from gspmd.moe.routers.rule import router
 
 
 @router("expert-choice")
-def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) -> Routing:
+def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array) -> Routing:
     """Send each expert the C tokens of a group that give it the highest probability, whatever else they are sent to.
 
         S = softmax(logits) over the experts     I, G = topC(Sᵀ) over the tokens     C = (L / X) · factor

@@ -1,5 +1,8 @@
 """Noisy top-k gating, with a smooth estimate of each expert's load in its loss."""
 
+from functools import reduce
+from operator import add
+
 import jax
 import jax.numpy as jnp
 
@@ -55,7 +58,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
     gates = jax.nn.softmax(chosen(noisy, expert), axis=-1)
     importance = jnp.sum(per_expert(jnp.where(mask[..., None], gates, 0), expert, config.experts), axis=1)
     if draws is None or config.choices == config.experts:
-        load = sum(counts(expert[..., k], mask, config.experts) for k in range(config.choices))
+        load = reduce(add, (counts(expert[..., k], mask, config.experts) for k in range(config.choices)))
     else:
         load = jnp.sum(jnp.where(mask[..., None], _probability(clean, noisy, width, ranked), 0), axis=1)
     losses = {

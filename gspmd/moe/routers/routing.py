@@ -160,7 +160,7 @@ def _sum_in_any_order(parts: jax.Array) -> jax.Array:
     Sorting them first would do as well, in ten times the time.
     """
     bits = min(20, 31 - (parts.shape[-1] - 1).bit_length())  # per number, so that the sum of all fits a word
-    total, rest = 0.0, parts
+    total, rest = jnp.float32(0), parts
     for place in range(1, 1 + -(-38 // bits)):
         rest = rest * 2.0**bits
         whole = jnp.floor(rest)

@@ -10,7 +10,7 @@ from gspmd.moe.routers.rule import router
 
 
 @router("switch")
-def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) -> Routing:
+def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array) -> Routing:
     """Send each token to its most probable expert, in the order of the tokens, while the expert has free slots.
 
         p = softmax(logits)          i = argmax p          gate = p_i          C = (L / X) · factor

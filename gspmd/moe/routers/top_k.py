@@ -9,7 +9,7 @@ from gspmd.moe.routers.rule import router
 
 
 @router("top-k")
-def route(logits: jax.Array, config: MoEConfig, draws: None, mask: jax.Array) -> Routing:
+def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array) -> Routing:
     """Send each token to its k most probable experts while slots are free; dispatch "dropless" has no limit.
 
         p = softmax(logits)          e1 .. ek = topk(p)          C = (k L / X) · factor

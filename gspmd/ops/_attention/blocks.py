@@ -23,7 +23,7 @@ _MULTIPLES = 16, 128
 
 @dataclass(frozen=True)
 class Blocks:
-    """How many rows, queries and keys a block has. Blocks of keys may overlap; rows and queries are whole numbers."""
+    """Rows, queries and keys of a block. Blocks of keys may overlap; rows and queries are whole numbers."""
 
     rows: int
     queries: int
@@ -66,7 +66,7 @@ def _even(size: int, most: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Form:
-    """What blocked attention depends on besides arrays."""
+    """The options of blocked attention, besides arrays."""
 
     blocks: Blocks
     scale: float
@@ -261,7 +261,7 @@ def _add(whole, part, begin):
 
 
 def _seen(form: Form, at, seen, ahead):
-    """Which keys of the block its queries attend to, as it broadcasts to [B, K, Q, L, T]; None for all."""
+    """Return the keys of the block that its queries attend to, as it broadcasts to [B, K, Q, L, T]; None for all."""
     blocks, visible = form.blocks, None
     if seen is not None:
         visible = jax.lax.dynamic_slice(seen, (at[0], at[2]), (blocks.rows, blocks.keys))[:, None, None, None, :]
@@ -274,7 +274,7 @@ def _seen(form: Form, at, seen, ahead):
 
 
 def _again(form: Form, at, keys: int):
-    """Which keys of the block were in the block before; None for none, where blocks divide the keys."""
+    """Return the keys of the block that were in the block before; None for none, where blocks divide the keys."""
     if keys % form.blocks.keys == 0:
         return None
     shape = (1, 1, 1, 1, form.blocks.keys)

@@ -1,6 +1,6 @@
-"""What stands in a key/value cache: writing new keys at each row's own position, and keys as int8 with scales."""
+"""The contents of a key/value cache: new keys written at each row's own position, and keys as int8 with scales."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import jax
@@ -11,11 +11,12 @@ from gspmd.annotate.arrays import refuse_elsewhere
 from gspmd.annotate.errors import PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
-from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops._attention.placement import by_position
 from gspmd.ops.interface.operands import array
-from gspmd.ops.interface.planned_op import Chains, fault, planned_op, read, shard_index, sizes_of
-from gspmd.planner.graph.resharding import move
+from gspmd.ops.interface.planned_op import Chains, fault, planned_op, read, shard_index, steps_of
+from gspmd.planner.steps import Step
+from gspmd.planner.unknown import UnknownMove, UnknownMoves, UnknownStep, is_unknown
 
 
 def write_cache(
@@ -77,10 +78,10 @@ def write_cache(
     layers = next(letter for letter in "NSPQUWZ" if letter not in held.dims + key.dims)
     held, key = (Spec((layers, *spec.dims), ((), *spec.axes)) for spec in (held, key))
     form = _Form(held, key, (0, *(1 + at for at in order)))
-    if ctx.lowering == "xla":
+    if ctx.compiler_chooses:
         ins = (form.cache, form.new, Spec(("B",), ((),)))
         f = partial(_scattered, form.order)
-        return compiler_chooses(ctx, f, ins, form.cache, cache, new, lengths, name=form.name)
+        return left_to_compiler(ctx, f, ins, form.cache, cache, new, lengths, name=form.name)
     return _planned(form, ctx, cache, new, lengths)
 
 
@@ -115,7 +116,7 @@ class _Form:
     cache: Spec
     new: Spec
     order: tuple[int, ...]
-    """Where the cache has layers, batch, length, heads and head size."""
+    """Positions of layers, batch, length, heads and head size in the cache."""
 
     @property
     def name(self) -> str:
@@ -135,20 +136,17 @@ def _refuse(form: _Form, ctx: Context, residuals, g):
     )
 
 
+_CALLED = {"new": "new keys", "lengths": "lengths"}
+"""Names in plans of the tensors that move."""
+
 _planned = planned_op(_forward, _refuse, lambda form: form.name)
 
 
 @lru_cache(maxsize=1024)
 def _value(form: _Form, shape: tuple[int, ...], width: int, ctx: Context):
     held, order = form.cache.without_trivial(ctx.mesh), form.order
-    layers, batch, parts, *rest = (held.axes[at] for at in order)
-    rows = Spec(("B",), ((),))
-    there = Spec(form.new.dims, (layers, batch, (), *rest))
-    chains = Chains(
-        ctx.mesh,
-        new=move(form.new, there, sizes_of(form.new, shape), ctx.mesh, width, ctx.chip, "new keys"),
-        lengths=move(rows, Spec(("B",), (batch,)), {"B": shape[1]}, ctx.mesh, 4, ctx.chip, "lengths"),
-    )
+    parts = held.axes[order[2]]
+    chains = Chains(ctx.mesh, **_chains_of(form, shape, width, ctx))
 
     def body(cache, new, lengths):
         new, lengths = chains.send("new", new), chains.send("lengths", lengths)
@@ -156,6 +154,28 @@ def _value(form: _Form, shape: tuple[int, ...], width: int, ctx: Context):
         return _written(cache, new, lengths - shard_index(parts) * cache.shape[order[2]], *order[1:3])
 
     return chains.steps, body
+
+
+def _chains_of(form: _Form, shape: tuple[int, ...], width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
+    """The steps that bring new keys, and the lengths, to where the cache lies."""
+    if not is_unknown(ctx.mesh):
+        return {name: steps_of(each, ctx, _CALLED[name]) for name, each in _moves(form, shape, width, ctx).items()}
+    asked = replace(form, new=Spec(form.new.dims, ((),) * len(form.new.dims))), shape, width, ctx
+    marks = {
+        "new": UnknownMoves(_moves, asked, "new", before=form.new),
+        "lengths": UnknownMoves(_moves, asked, "lengths"),
+    }
+    return {name: (UnknownStep.of(mark, form.new, form.new),) for name, mark in marks.items()}
+
+
+def _moves(form: _Form, shape: tuple[int, ...], width: int, ctx: Context) -> dict[str, UnknownMove]:
+    held, rows = form.cache.without_trivial(ctx.mesh), Spec(("B",), ((),))
+    layers, batch, _, *rest = (held.axes[at] for at in form.order)
+    there = Spec(form.new.dims, (layers, batch, (), *rest))
+    return {
+        "new": UnknownMove((form.new,), there, shape, width),
+        "lengths": UnknownMove((rows,), Spec(("B",), (batch,)), shape[1:2], 4),
+    }
 
 
 def _written(cache: jax.Array, new: jax.Array, lengths: jax.Array, batch: int, along: int) -> jax.Array:

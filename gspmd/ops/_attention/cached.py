@@ -1,7 +1,7 @@
 """Attention of new tokens to a key/value cache: queries come to where the cache lies, and the cache stays."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
 
@@ -11,15 +11,16 @@ import jax.numpy as jnp
 from gspmd.annotate.errors import Fault, PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
-from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops._attention.kernels import splash
 from gspmd.ops._attention.local import ALONE, Shards, local_attended
 from gspmd.ops._attention.online import Attended
 from gspmd.ops._attention.placement import Placement, by_position, placement
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import number
-from gspmd.ops.interface.planned_op import Chains, fault, planned_op, read, settle, shard_index, sizes_of
-from gspmd.planner.graph.resharding import move
+from gspmd.ops.interface.planned_op import FLOAT32, Chains, fault, planned_op, read, shard_index, steps_of
+from gspmd.planner.steps import Step
+from gspmd.planner.unknown import UnknownMove, UnknownMoves, UnknownStep, is_unknown
 
 
 def cached_attention(
@@ -100,11 +101,20 @@ def cached_attention(
     ordered = Spec(tuple(held.dims[at] for at in order), tuple(held.axes[at] for at in order))
     form = _Form(query, key, ordered, scale, quantized, f"cached attention {query}, {held}")
     operands = q, k, v, *cache, lengths
-    if ctx.lowering == "xla":
+    if ctx.compiler_chooses:
         at = placement(form.query, form.key, form.cache, q.shape, k.shape[2], ctx.mesh)
         f = partial(_whole, form.scale, at, ctx.mesh)
-        return compiler_chooses(ctx, f, form.inputs, form.query, *operands, name=form.name)
+        return left_to_compiler(ctx, f, form.inputs, form.query, *operands, name=form.name)
     return _planned(form, ctx, *operands)
+
+
+_Shapes = tuple[tuple[tuple[int, ...], int], ...]
+"""The shape of every operand, and the bytes of an element."""
+
+_CACHED = ("cached keys", "cached values", "key scales", "value scales")
+_COMBINED = ("lengths", "maximum", "total", "result")
+_CALLED = {"key": "new keys", "value": "new values", "total": "denominator"}
+"""Names in plans of tensors that are called otherwise here."""
 
 
 @dataclass(frozen=True)
@@ -195,36 +205,16 @@ _planned = planned_op(_forward, _refuse, lambda form: form.name)
 
 
 @lru_cache(maxsize=1024)
-def _value(form: _Form, shapes: tuple[tuple[tuple[int, ...], int], ...], ctx: Context):
+def _value(form: _Form, shapes: _Shapes, ctx: Context):
     at = placement(form.query, form.key, form.cache, shapes[0][0], shapes[1][0][2], ctx.mesh)
     parts = at.cache.axes[1]
-
-    def chain(src: Spec, dst: Spec, shape: tuple[int, ...], width: int, name: str):
-        return move(src, dst, sizes_of(src, shape), ctx.mesh, width, ctx.chip, name)
-
-    per_row, per_query = Spec(("B",), ((),)), at.query.without(at.query.dims[3])
-    scales = at.cache.without(at.cache.dims[3])
-    there = {"cached keys": at.cache, "cached values": at.cache, "key scales": scales, "value scales": scales}
-    cache_chains = {
-        name: chain(src, dst, *shape, name)
-        for (name, dst), src, shape in zip(there.items(), form.inputs[3:-1], shapes[3:-1])
-    }
-    sizes = sizes_of(per_query, shapes[0][0])
-    chains = Chains(
-        ctx.mesh,
-        query=chain(form.query, at.query, *shapes[0], "query"),
-        key=chain(form.key, at.key, *shapes[1], "new keys"),
-        value=chain(form.key, at.key, *shapes[2], "new values"),
-        **cache_chains,
-        lengths=chain(per_row, Spec(("B",), (at.query.axes[0],)), shapes[0][0][:1], 4, "lengths"),
-        maximum=settle(per_query, parts, sizes, ctx, name="maximum", reduce="max"),
-        total=settle(per_query, parts, sizes, ctx, name="denominator"),
-        result=chain(at.query.with_partial(parts), form.query, *shapes[0], "result"),
-    )
+    chains = Chains(ctx.mesh, **_chains_of(form, shapes, ctx))
+    names = (*_CACHED[: 4 if form.quantized else 2], "lengths")
+    in_parts = bool(parts) or is_unknown(ctx.mesh)
 
     def body(q, k, v, *rest):
         q, k, v = chains.send("query", q), chains.send("key", k), chains.send("value", v)
-        *cache, lengths = (chains.send(name, x) for name, x in zip((*cache_chains, "lengths"), rest))
+        *cache, lengths = (chains.send(name, x) for name, x in zip(names, rest))
         k, v, *cache = at.share.pick(k, v, *cache)
         part = shard_index(parts)
         ahead, counted = None, None  # where neither queries nor new keys are cut, later keys can be left out
@@ -233,7 +223,7 @@ def _value(form: _Form, shapes: tuple[tuple[tuple[int, ...], int], ...], ctx: Co
         if parts and not at.key.axes[1]:
             counted = jnp.broadcast_to(part == 0, k.shape[:2])  # whole on every part, each new key counts once
         found = _attended(form.scale, q, k, v, cache, lengths - part * cache[0].shape[1], ahead, counted)
-        if parts:
+        if in_parts:
             total, values = found.relative_to(chains.send("maximum", found.top, reduce="max"))
             found = found._replace(total=chains.send("total", total), values=values)
         return chains.send("result", found.output(q.dtype))
@@ -241,8 +231,42 @@ def _value(form: _Form, shapes: tuple[tuple[tuple[int, ...], int], ...], ctx: Co
     return chains.steps, body
 
 
+def _chains_of(form: _Form, shapes: _Shapes, ctx: Context) -> dict[str, tuple[Step, ...]]:
+    """The steps of everything that moves, by name."""
+    if not is_unknown(ctx.mesh):
+        return {name: steps_of(each, ctx, _CALLED.get(name, name)) for name, each in _moves(form, shapes, ctx).items()}
+    # What comes to the cache, and where, is not known either. Where new keys come from does not matter to that.
+    asked = replace(form, key=Spec(form.key.dims, ((),) * 4)), shapes, ctx
+    names = ("query", "key", "value", *_CACHED[: 4 if form.quantized else 2], *_COMBINED)
+    comes = {"key": form.key, "value": form.key}
+    marks = {name: UnknownMoves(_moves, asked, name, before=comes.get(name)) for name in names}
+    return {name: (UnknownStep.of(mark, form.query, form.query),) for name, mark in marks.items()}
+
+
+def _moves(form: _Form, shapes: _Shapes, ctx: Context) -> dict[str, UnknownMove]:
+    """Return every move, by the name of its tensor."""
+    at = placement(form.query, form.key, form.cache, shapes[0][0], shapes[1][0][2], ctx.mesh)
+    parts = at.cache.axes[1]
+    per_row, per_query = Spec(("B",), ((),)), at.query.without(at.query.dims[3])
+    scales = at.cache.without(at.cache.dims[3])
+    there = (at.cache, at.cache, scales, scales)
+    cached = zip(_CACHED, form.inputs[3:-1], there, shapes[3:-1])
+    (queries, width), (keys, key_width), (values, value_width) = shapes[:3]
+    rows, split = queries[:3], per_query.with_partial(parts)
+    return {
+        "query": UnknownMove((form.query,), at.query, queries, width),
+        "key": UnknownMove((form.key,), at.key, keys, key_width),
+        "value": UnknownMove((form.key,), at.key, values, value_width),
+        **{name: UnknownMove((src,), dst, *shape) for name, src, dst, shape in cached},
+        "lengths": UnknownMove((per_row,), Spec(("B",), (at.query.axes[0],)), queries[:1], 4),
+        "maximum": UnknownMove((split,), per_query, rows, FLOAT32, "max"),
+        "total": UnknownMove((split,), per_query, rows, FLOAT32),
+        "result": UnknownMove((at.query.with_partial(parts),), form.query, queries, width),
+    }
+
+
 def _attended(scale: float | None, q, k, v, cache, lengths, ahead=None, counted=None, shards=None) -> Attended:
-    """What queries [B, L, H, D] attend to: [B, L, H] and [B, L, H, D].
+    """Return the result of queries [B, L, H, D]: [B, L, H] and [B, L, H, D].
 
     Args:
         scale, q, k, v: as in `cached_attention`; the keys may be some of the new tokens'.

@@ -1,4 +1,4 @@
-"""How chunks of keys come to queries, and how the gradients of those keys go home: round a ring, or gathered."""
+"""The way of chunks of keys to queries, and of the gradients of those keys home: round a ring, or gathered."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ class Gathered:
         self.devices = prod(chains.mesh[axis] for axis in axes)
 
     def device(self, place: jax.Array | int) -> jax.Array | int:
-        """Which one is so many places behind."""
+        """Return the device that is so many places behind."""
         return (shard_index(self.axes) - place) % self.devices
 
     def visit(self, f: Callable, state, chunks: Sequence[jax.Array]):
@@ -140,7 +140,7 @@ class Ring(Gathered):
 def is_looped(
     ctx: Context, axes: Sequence[str], queries: tuple[int, ...], chunk: int, dtype: str, steps: Sequence[Step]
 ) -> bool:
-    """Whether chunks go round a ring: as the lowering says; under `auto`, where value and gradient take less so.
+    """Return whether chunks go round a ring: as the lowering says; under `auto`, where value and gradient take less so.
 
     Args:
         ctx: of the call.

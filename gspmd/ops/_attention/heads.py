@@ -1,4 +1,4 @@
-"""Which key heads a device's query heads attend to, and whether it has them."""
+"""The key heads that a device's query heads attend to, and whether it has them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from gspmd.ops.interface.planned_op import fault, shard_index
 
 @dataclass(frozen=True)
 class Share:
-    """How query heads that are split finer than key heads find theirs.
+    """The way in which query heads that are split finer than key heads find theirs.
 
     `sliced` are the axes over which key heads are split once more; over `common` each device uses one of the `heads`
     key heads left, together with others.
@@ -34,7 +34,7 @@ class Share:
 
 
 def share(finer: Sequence[str], heads: int, mesh: Mapping[str, int]) -> Share | None:
-    """How query heads that `finer` axes split once more share the `heads` key heads that a device has.
+    """Return how query heads that `finer` axes split once more share the `heads` key heads that a device has.
 
     Returns:
         None where some device would need parts of two groups.

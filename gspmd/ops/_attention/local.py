@@ -77,7 +77,7 @@ def local_attended(
     *scales: jax.Array,
     shards: Shards = ALONE,
 ) -> Attended:
-    """What queries find among some of their keys, as [B, L, H]; in blocks where the logits are many.
+    """Attend to some of the keys, and return the statistics too, as [B, L, H]; in blocks where the logits are many.
 
     Args:
         q, k, v, seen, ahead, causal, scale: as in `local_attention`.

@@ -10,7 +10,7 @@ LOW = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 class Attended(NamedTuple):
-    """What queries have attended to so far, in float32: their output is values / total."""
+    """The result of attention to some of the keys, in float32: the output is values / total."""
 
     top: jax.Array
     """[B, K, Q, L] largest logit; -inf before there was any."""
@@ -25,7 +25,7 @@ class Attended(NamedTuple):
         return self.total * factor, self.values * factor[..., None]
 
     def merge(self, other: "Attended") -> "Attended":
-        """What queries have attended to after two parts of their keys, of which `other` has some."""
+        """Return the result after two parts of the keys, of which `other` has some."""
         top = jnp.maximum(self.top, other.top)
         mine, theirs = self.relative_to(top), other.relative_to(top)
         return Attended(top, mine[0] + theirs[0], mine[1] + theirs[1])

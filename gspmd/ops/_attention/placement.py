@@ -1,4 +1,4 @@
-"""Where attention to a cache is computed: the cache stays, and the queries come to it."""
+"""The places of attention to a cache: the cache stays, and the queries come to it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ def by_position(doing: str, cache: Spec, key: Spec) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where everything lies while a device attends to its part of the cache."""
+    """The place of everything while a device attends to its part of the cache."""
 
     query: Spec
     key: Spec

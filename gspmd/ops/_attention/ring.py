@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from gspmd.annotate.errors import PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, run
-from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops._attention.circulation import Gathered, Ring, is_looped
 from gspmd.ops._attention.heads import Share
 from gspmd.ops._attention.local import MIXED, local_attended, local_attention, local_gradients
@@ -92,9 +92,9 @@ def attend(
 ) -> jax.Array:
     """Attend, the arrays placed as the specs say; see `whole.attention`."""
     cut = _Cut(query, key, causal, scale, share, bool(mask))
-    if ctx.lowering == "xla":
+    if ctx.compiler_chooses:
         f = partial(_whole, cut, tuple(prod(ctx.mesh[axis] for axis in axes) for axes in query.axes))
-        return checkpoint_name(compiler_chooses(ctx, f, cut.inputs, query, q, k, v, *mask, name=cut.name), MIXED)
+        return checkpoint_name(left_to_compiler(ctx, f, cut.inputs, query, q, k, v, *mask, name=cut.name), MIXED)
     return _attend(cut, ctx, q, k, v, *mask)
 
 
@@ -214,7 +214,7 @@ def _gradient(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype
 
 
 def _seen(chains: Chains, length: int, *mask: jax.Array) -> Callable[[jax.Array], jax.Array | None]:
-    """Which keys of a device's chunk are no padding; None for all."""
+    """Return which keys of a device's chunk are no padding; None for all."""
     if not mask:
         return lambda device: None
     whole = chains.send("mask", mask[0].astype(bool))

@@ -10,7 +10,7 @@ TILE = 8
 
 
 def suits(heads: int, key_heads: int, scaled: bool) -> bool:
-    """Whether heads are multiplied together: several of them, of which fewer than a tile share a key head.
+    """Return whether heads are multiplied together: several of them, of which fewer than a tile share a key head.
 
     Not int8 keys of which each has several query heads: their scales would have to be repeated, which takes longer.
     """
@@ -27,7 +27,7 @@ def attend_together(
     key_scales: jax.Array | None = None,
     value_scales: jax.Array | None = None,
 ) -> Attended:
-    """What one query of each head finds among keys, as [B, 1, H].
+    """Attend with one query of each head, as [B, 1, H].
 
         logits[b, h, t] = Σ_k Σ_d (q[b, h, d] if head h uses key head k else 0) · k[b, t, k, d]
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from gspmd.annotate.errors import Fault, SpecError, report
+from gspmd.annotate.errors import Fault, PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
-from gspmd.lowerings.xla.constrained import compiler_chooses
+from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops._attention.heads import Share, placed
 from gspmd.ops._attention.kernels import splash
 from gspmd.ops._attention.local import ALONE, MIXED, Shards, local_attention
@@ -21,6 +21,7 @@ from gspmd.ops.interface.options import flag, number
 from gspmd.ops.interface.planned_op import Chains, fault, planned_op, read, shard_index, sizes_of
 from gspmd.planner.graph.resharding import move
 from gspmd.planner.steps import Step
+from gspmd.planner.unknown import UnknownStep, UnknownSteps, is_unknown
 
 
 def attention(
@@ -96,11 +97,11 @@ def attention(
         ring.check(doing, key, ctx.mesh, causal, extras.shifted, q.shape[1], k.shape[1])
         scale = q.shape[3] ** -0.5 if scale is None else scale
         return ring.attend(query, key, causal, scale, found, ctx, q, k, v, *more)
-    if ctx.lowering == "xla":
+    if ctx.compiler_chooses:
         rows, length, heads, _ = (prod(ctx.mesh.get(axis, 1) for axis in axes) for axes in query.axes)
         f = partial(_attend, extras, causal, scale, (rows, heads, length, 1))
         ins, name = (query, key, key, *extras.specs(key)), f"attention {query}, {key}"
-        return checkpoint_name(compiler_chooses(ctx, f, ins, query, q, k, v, *more, name=name), MIXED)
+        return checkpoint_name(left_to_compiler(ctx, f, ins, query, q, k, v, *more, name=name), MIXED)
     found, spread = placed(doing, query, key, q.shape[2], k.shape[2], ctx.mesh)
     core = _Core(query, key, causal, scale, extras, found, spread)
     return _core(replace(core, kernel=_fits_kernel(core, ctx.mesh, q, k, v)), ctx, q, k, v, *more)
@@ -115,7 +116,7 @@ def _position(doing: str, offset: jax.Array | int) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Extras:
-    """Which optional operands there are."""
+    """The optional operands that there are."""
 
     masked: bool
     shifted: bool
@@ -205,7 +206,7 @@ def _check_shapes(doing: str, query: Spec, key: Spec, q, k, v, mask) -> None:
 
 
 def _forward(core: _Core, ctx: Context, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array):
-    steps, body = _value(core, k.shape, k.dtype.itemsize, ctx)
+    steps, body = _value(core, q.shape[2], k.shape, k.dtype.itemsize, ctx)
     ins = (core.query, core.key, core.key, *core.extras.specs(core.key))
     outs = (core.query, core.query.without(core.query.dims[3])) if core.kernel else core.query
     found = run(ctx, f"attention {core.query}, {core.key}", steps, body, ins, outs, q, k, v, *more)
@@ -216,7 +217,7 @@ def _forward(core: _Core, ctx: Context, q: jax.Array, k: jax.Array, v: jax.Array
 
 def _backward(core: _Core, ctx: Context, residuals, g: jax.Array):
     q, k, v, kept, more = residuals
-    steps, body = _gradient(core, k.shape, k.dtype.itemsize, ctx)
+    steps, body = _gradient(core, q.shape[2], k.shape, k.dtype.itemsize, ctx)
     of_kept = (core.query, core.query.without(core.query.dims[3]))[: len(kept)]
     ins = (core.query, core.query, core.key, core.key, *of_kept, *core.extras.specs(core.key))
     outs = (core.query, core.key, core.key)
@@ -229,9 +230,10 @@ _core = planned_op(_forward, _backward, lambda core: f"attention {core.query}, {
 
 
 @lru_cache(maxsize=1024)
-def _value(core: _Core, shape: tuple[int, ...], width: int, ctx: Context):
+def _value(core: _Core, heads: int, shape: tuple[int, ...], width: int, ctx: Context):
     # slices, which send nothing, take a device's key heads out of those it has
-    chains = Chains(ctx.mesh, **{n: _chain(core.key, core.used, shape, width, ctx, n) for n in ("key", "value")})
+    planned = _planned(core, heads, shape, width, ctx)
+    chains = Chains(ctx.mesh, **{name: planned[name] for name in ("key", "value")})
 
     def body(q, k, v, *more):
         k, v = chains.send("key", k), chains.send("value", v)
@@ -243,10 +245,8 @@ def _value(core: _Core, shape: tuple[int, ...], width: int, ctx: Context):
 
 
 @lru_cache(maxsize=1024)
-def _gradient(core: _Core, shape: tuple[int, ...], width: int, ctx: Context):
-    bring = {name: _chain(core.key, core.used, shape, width, ctx, name) for name in ("key", "value")}
-    home = {f"d_{name}": _chain(core.partial_key, core.key, shape, width, ctx, f"gradient of {name}") for name in bring}
-    chains = Chains(ctx.mesh, **bring, **home)
+def _gradient(core: _Core, heads: int, shape: tuple[int, ...], width: int, ctx: Context):
+    chains = Chains(ctx.mesh, **_planned(core, heads, shape, width, ctx))
 
     def body(g, q, k, v, *more):
         # the logits are computed again, as they are larger than all that is kept; where the value's are still at hand,
@@ -264,5 +264,26 @@ def _gradient(core: _Core, shape: tuple[int, ...], width: int, ctx: Context):
     return chains.steps, body
 
 
-def _chain(src: Spec, dst: Spec, shape: tuple[int, ...], width: int, ctx: Context, name: str) -> tuple[Step, ...]:
-    return move(src, dst, sizes_of(src, shape), ctx.mesh, width, ctx.chip, name)
+def _planned(core: _Core, heads: int, shape: tuple[int, ...], width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
+    """The chains of both passes: keys and values to the queries, and their gradients back."""
+    if is_unknown(ctx.mesh):  # which heads a device needs is not known either
+        asked = core.query, core.key, heads, shape, width, ctx
+        return {name: (UnknownStep.of(UnknownSteps(_chains, asked, name), core.key, core.key),) for name in _CHAINS}
+    sizes = sizes_of(core.key, shape)
+
+    def chain(src: Spec, dst: Spec, name: str) -> tuple[Step, ...]:
+        return move(src, dst, sizes, ctx.mesh, width, ctx.chip, name)
+
+    bring = {name: chain(core.key, core.used, name) for name in ("key", "value")}
+    return bring | {f"d_{name}": chain(core.partial_key, core.key, f"gradient of {name}") for name in bring}
+
+
+_CHAINS = ("key", "value", "d_key", "d_value")
+
+
+def _chains(query: Spec, key: Spec, heads: int, shape: tuple[int, ...], width: int, ctx: Context):
+    """Return the chains of `_planned`, once it is known where queries and keys lie."""
+    if key.without_trivial(ctx.mesh).axes[1]:
+        raise PlanError(f"keys that are cut along the sequence, as '{key}', go round a ring, which is not searched.")
+    share, spread = placed(f"cannot attend from '{query}' to '{key}'", query, key, heads, shape[2], ctx.mesh)
+    return _planned(_Core(query, key, True, None, _Extras(False, False), share, spread), heads, shape, width, ctx)

@@ -53,7 +53,7 @@ def zigzag_positions(length: int, devices: int) -> np.ndarray:
 
 
 def ring_size(key: Spec) -> int:
-    """How many devices of the mesh in force a sequence is cut over, by where the keys of attention lie."""
+    """Return over how many devices of the mesh in force a sequence is cut, by where the keys of attention lie."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else prod(mesh.shape[axis] for axis in key.axes[1])
 
@@ -85,7 +85,7 @@ def in_order(x: jax.Array, devices: int) -> jax.Array:
 
 
 class Pairs:
-    """What a device's queries attend to of the chunks of another: two products of half by half, without a mask.
+    """The products of a device's queries with the chunks of another: two of half by half, without a mask.
 
     Its late queries attend to the other's early keys. Of a device before this one the early queries do so too; of one
     behind, the late queries attend to its late keys too. Both products are one, with twice the rows.
@@ -105,7 +105,7 @@ class Pairs:
         return jnp.concatenate([early, jnp.where(self.earlier, early, late)])
 
     def found(self, found: Attended) -> Attended:
-        """What the queries [2B, L/2, ...] have found, by query [B, L, ...]."""
+        """Return the results of the queries [2B, L/2, ...], by query [B, L, ...]."""
         both, other = (Attended(*half) for half in zip(*(jnp.split(x, 2) for x in found)))
         nothing = Attended(*(jnp.full_like(x, fill) for x, fill in zip(other, (-jnp.inf, 0.0, 0.0))))
         early = Attended(*(jnp.where(self.earlier, x, none) for x, none in zip(other, nothing)))

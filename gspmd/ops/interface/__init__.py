@@ -1,1 +1,1 @@
-"""What every operation does with what it is given: specs, arrays, options; and what it is made of."""
+"""The common parts of operations: reading specs, arrays and options; and what an operation is made of."""

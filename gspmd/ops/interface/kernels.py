@@ -1,4 +1,4 @@
-"""What a Pallas kernel computes, said in its named scope: compilers see no product in it, and estimate no cycles.
+"""The work of a Pallas kernel, in its named scope: compilers see no product in it, and estimate no cycles.
 
 kernel[flops=1099511627776 bytes=402653184 steps=4096 blocks=2560 rows=1024]
 """
@@ -36,7 +36,7 @@ class KernelWork:
 
 
 def kernel_work(scopes: str) -> KernelWork | None:
-    """What the scopes of an instruction say of the kernel that it calls; None where they say nothing.
+    """Return the work of the kernel that an instruction calls, as its scopes say; None where they say nothing.
 
     >>> kernel_work("jit(f)/kernel[flops=8 bytes=4 steps=2 blocks=1 rows=1]/vmap(splash_mha_fwd)/pallas_call").flops
     8

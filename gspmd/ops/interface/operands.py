@@ -1,4 +1,4 @@
-"""What a planned operation is given: arrays, in a dtype that they have together."""
+"""The operands of a planned operation: arrays, in a dtype that they have together."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -42,7 +42,7 @@ def _array(equation: Equation, number: int, given: Any) -> jax.Array:
 
 
 def array(doing: str, name: str, given: Any, holds: str = "numbers") -> jax.Array:
-    """What is given for an operand, as an array.
+    """Return an operand as an array.
 
     Args:
         doing: what it is given for, which opens the error.

@@ -119,7 +119,8 @@ def _travels(dtype: str) -> bool:
 
 def _available(doing: str, option: str, dtype: Any) -> str:
     name = dtype_name(dtype)
-    if name in ("float64", "int64", "uint64", "complex128") and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+    config: Any = jax.config  # the types of JAX 0.10 leave its options out
+    if name in ("float64", "int64", "uint64", "complex128") and not config.jax_enable_x64:
         raise PlanError(
             f"{doing} as {name}: JAX has no dtypes of 64 bits as it is configured.\n"
             f"  Use a narrower {option}, or jax.config.update('jax_enable_x64', True)."

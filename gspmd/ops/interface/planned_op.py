@@ -1,4 +1,4 @@
-"""What the planned forms between einsums share: reading a spec, settling a statistic, which shard this is.
+"""The common parts of planned operations between einsums: reading a spec, settling a statistic, the number of a shard.
 
 A planned form (norm, softmax, embedding lookup, cross-entropy, ...) is a function that no single einsum expresses. Each
 is one shard_map in its value and one in its gradient, with exactly the collectives that its steps list.
@@ -16,10 +16,12 @@ from gspmd.annotate.errors import Fault, PlanError, SpecError, report, shown
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.blocking.collectives import emit
 from gspmd.lowerings.manual import open_in_shard_map
+from gspmd.lowerings.partitioner import may_abort, open_where_it_may_abort
 from gspmd.lowerings.program import Context
 from gspmd.lowerings.transformations.gradient import with_gradient
 from gspmd.planner.graph.resharding import move
 from gspmd.planner.steps import NumberedSteps, Step
+from gspmd.planner.unknown import UnknownMove
 
 FLOAT32 = 4
 """Bytes of a statistic on the wire: norms, softmax and losses are float32 whatever the operands are."""
@@ -67,6 +69,8 @@ def read(
         faults.append(Fault(str(spec), at, len(str(spec)), fact, f"Write '{spec.without_partial()}'."))
     if spec.is_open and ctx.in_shard_map:
         raise PlanError(open_in_shard_map(spec))
+    if spec.is_open and may_abort(ctx.mesh):
+        raise PlanError(open_where_it_may_abort(spec, ctx.mesh))
     if spec.is_open and ctx.lowering != "xla":
         dim = next(dim for dim, axes in zip(spec.dims, spec.axes) if axes == ("?",))
         faults.append(
@@ -120,6 +124,13 @@ def settle(
     return move(replace(spec, partial=tuple(axes)), spec, sizes, ctx.mesh, itemsize, ctx.chip, name, reduce)
 
 
+def steps_of(what: UnknownMove, ctx: Context, name: str) -> tuple[Step, ...]:
+    """Return the steps of a move whose places are known; `name` is that of its tensor in the plan."""
+    (before,) = what.before
+    sizes = sizes_of(before, what.shape)
+    return move(before, what.after, sizes, ctx.mesh, what.itemsize, ctx.chip, name, what.reduce)
+
+
 def planned_op(forward: Callable, backward: Callable, title: Callable[[Any], str]) -> Callable:
     """Make an operation that JAX differentiates by its own planned gradient, in the context of its call.
 
@@ -167,7 +178,8 @@ class Chains:
 
 
 def shard_index(axes: Sequence[str]) -> jax.Array | int:
-    """Which shard of a dimension this device holds, when `axes` shard it, major first. For use inside a shard_map."""
+    """Return the number of the shard of a dimension that this device holds, when `axes` shard it, major first. For use
+    inside a shard_map."""
     return jax.lax.axis_index(tuple(axes)) if axes else 0
 
 

@@ -23,8 +23,9 @@ joint = lru_cache(maxsize=16)(placements)
 
 
 @dataclass(frozen=True)
-class Choice:
-    """How one contraction runs: where its right operand is brought, the local einsum, the result, how it settles."""
+class ContractionChoice:
+    """One way to run a contraction: where its right operand is brought, the local einsum, the result, how it
+    settles."""
 
     right: Spec | None
     right_steps: tuple[Step, ...]
@@ -105,8 +106,9 @@ class ContractionTable:
         spec = self.target.spec
         return self.result_paths.number(Spec(self.dims, tuple(map(spec.axes_of, self.dims)), spec.partial))
 
-    def choice(self, held: Spec, rows: Sequence[int]) -> Choice:
-        """With the left operand at `held`, the first in the order of specs among rows that cost the same."""
+    def choice(self, held: Spec, rows: Sequence[int]) -> ContractionChoice:
+        """Return the choice with the left operand at `held`: of rows that cost the same, the first in the order of
+        specs."""
         spec, steps, row = None, (), rows[0]
         if self.right is not None:
             paths, dims = self.right_paths, self.right.spec.dims
@@ -122,7 +124,7 @@ class ContractionTable:
             local |= {dim: self.sizes[dim] // prod(mesh[axis] for axis in each.axes_of(dim)) for dim in each.dims}
         flops, seconds = self._figures(local)
         einsum = Step("einsum", (), 0, seconds, held, result, self.target.name, flops, spec)
-        return Choice(spec, steps, einsum, result, settle)
+        return ContractionChoice(spec, steps, einsum, result, settle)
 
     def _figures(self, local: dict[str, int]) -> tuple[int, float]:
         """Operations and seconds of the local einsum of pieces of these sizes."""

@@ -88,11 +88,11 @@ class ShortestPaths:
     # -- costs ---------------------------------------------------------------------------------------------------------
 
     def costs_from(self, number: int) -> np.ndarray:
-        """What every placement costs from one; kept, and not to be written to."""
+        """Return the costs from one placement to every other; kept, and not to be written to."""
         return self._costs("from", number, self.graph.coming)
 
     def costs_to(self, number: int) -> np.ndarray:
-        """What one placement costs from every other; kept, and not to be written to."""
+        """Return the costs to one placement from every other; kept, and not to be written to."""
         return self._costs("to", number, self.graph.going)
 
     def _costs(self, side: str, number: int, arcs: Arcs) -> np.ndarray:
@@ -104,7 +104,7 @@ class ShortestPaths:
         return self._kept[side, number]
 
     def onward(self, costs: np.ndarray) -> np.ndarray:
-        """What every placement costs at least, given, in place, what each costs without a step."""
+        """Lower, in place, what each placement costs without a step to what it costs at least."""
         return self._relaxed(costs, self.graph.coming)
 
     def _relaxed(self, costs: np.ndarray, arcs: Arcs) -> np.ndarray:

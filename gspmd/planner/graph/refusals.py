@@ -1,4 +1,4 @@
-"""What the search refuses, in words: imported where something is refused, for nobody else needs to read it."""
+"""Messages of the search's refusals: imported where something is refused, for nobody else needs to read them."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ def too_large(name: str, shape: Sequence[int], size: int, most_bytes: int, most_
 
 
 def no_placement(left: Tensor, contractions: Sequence[Contraction], pinned: Spec | None) -> str:
-    """Why no joint placement of the operands leads to the targets."""
+    """Say why no joint placement of the operands leads to the targets."""
     targets = ", ".join(f"'{contraction.target.spec}'" for contraction in contractions)
     via = "" if pinned is None else f" via '{pinned}'"
     return (

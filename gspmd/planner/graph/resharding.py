@@ -14,6 +14,7 @@ from gspmd.annotate.spec import Spec
 from gspmd.hardware.chips import Chip
 from gspmd.planner.graph.paths import shortest_paths
 from gspmd.planner.steps import Step
+from gspmd.planner.unknown import UnknownMove, UnknownStep, is_unknown
 
 
 def move(
@@ -53,6 +54,9 @@ def move(
     """
     if src == dst:
         return ()
+    if is_unknown(mesh):
+        shape = tuple(sizes[dim] for dim in src.dims)
+        return (UnknownStep.of(UnknownMove((src,), dst, shape, itemsize, reduce), src, dst, operand),)
     src, dst = src.without_trivial(mesh), dst.without_trivial(mesh)
     target = Spec(src.dims, tuple([dst.axes_of(dim) for dim in src.dims]), dst.partial)
     real = tuple((axis, size) for axis, size in mesh.items() if size > 1)

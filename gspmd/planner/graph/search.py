@@ -1,4 +1,4 @@
-"""Which dimension each mesh axis shards while an einsum runs: the exact search behind every plan.
+"""The exact search behind every plan: which dimension each mesh axis shards while an einsum runs.
 
 One left operand is contracted with one or several right operands. With d the cost of a shortest path (`paths`), the
 plan is the least, over all placements p of the left operand, of
@@ -18,23 +18,23 @@ import numpy as np
 
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
-from gspmd.planner.graph.contractions import Choice, ContractionTable
+from gspmd.planner.graph.contractions import ContractionChoice, ContractionTable
 from gspmd.planner.graph.paths import FAR, ShortestPaths
 from gspmd.planner.steps import Contraction, Environment, Step, Tensor
 
 
 @dataclass(frozen=True)
-class SearchResult:
+class PlacedGroup:
     """The left operand's spec during the einsums, the steps that bring it there, and a choice for each contraction."""
 
     left: Spec
     left_steps: tuple[Step, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[ContractionChoice, ...]
 
 
 @dataclass(frozen=True)
 class ResultCosts:
-    """What it costs to bring one contraction's result to every placement, and all the others to their targets."""
+    """The costs of bringing one contraction's result to every placement, and all the others to their targets."""
 
     dims: tuple[str, ...]
     paths: ShortestPaths
@@ -48,7 +48,7 @@ class NoPlacement(PlanError):
 @lru_cache(maxsize=1 << 14)
 def search(
     environment: Environment, left: Tensor, contractions: tuple[Contraction, ...], pinned: Spec | None = None
-) -> SearchResult:
+) -> PlacedGroup:
     """Find the cheapest way to bring the operands together, contract them, and bring the results to their targets.
 
     Args:
@@ -71,7 +71,7 @@ def search(
     for table, each in zip(tables, best):
         rows = np.flatnonzero((table.left_nodes == number) & (table.totals == each[number]))
         choices.append(table.choice(held, rows.tolist()))
-    return SearchResult(held, paths.steps(path, left.spec.dims, left.name), tuple(choices))
+    return PlacedGroup(held, paths.steps(path, left.spec.dims, left.name), tuple(choices))
 
 
 def result_costs(

@@ -11,21 +11,23 @@ from pathlib import Path
 
 from gspmd.training.disk import sync
 
-_FILE = "checksums"
+#: The file with the checksums.
+FILE = "checksums"
 _THREADS = 8
 
 
 def write(folder: Path) -> None:
-    """Write the size and checksum of every file of a checkpoint, once all of them are on disk."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    """Write the size and checksum of every other file of a folder, once all of them are on disk."""
+    beside = folder / f"{FILE}.tmp"  # a write that was killed may have left it
+    own = {folder / FILE, beside}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path not in own)
     with ThreadPoolExecutor(_THREADS) as threads:
         sums = threads.map(_synced_checksum, paths)
         lines = [f"{found} {path.relative_to(folder)}\n" for path, found in zip(paths, sums, strict=True)]
     text = "".join(lines).encode()
-    beside = folder / f"{_FILE}.tmp"
     beside.write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
     sync(beside)
-    beside.replace(folder / _FILE)
+    beside.replace(folder / FILE)
     for below in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         sync(below)
 
@@ -50,13 +52,13 @@ def fault_of(folder: Path, process: int = 0, processes: int = 1) -> str | None:
         'weights has 40 of its 100 bytes'
     """
     try:
-        first, _, text = (folder / _FILE).read_bytes().partition(b"\n")
+        first, _, text = (folder / FILE).read_bytes().partition(b"\n")
     except FileNotFoundError:
-        return f"its file {_FILE} is missing"
+        return f"its file {FILE} is missing"
     except OSError as error:
-        return f"its file {_FILE} cannot be read: {error.strerror}"
+        return f"its file {FILE} cannot be read: {error.strerror}"
     if hashlib.sha256(text).hexdigest().encode() != first:
-        return f"its file {_FILE} is damaged"
+        return f"its file {FILE} is damaged"
     rows = [line.split(" ", 2) for line in text.decode().splitlines()]
     # Sizes first: they need no reading.
     for _, size, path in rows:

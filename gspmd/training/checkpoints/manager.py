@@ -1,5 +1,6 @@
 """Saves of a run: in the background, complete or absent, the newest ones kept."""
 
+import errno
 import os
 import re
 import shutil
@@ -46,6 +47,7 @@ class Checkpoints:
         self._out, self._keep, self._tell = Path(out), keep, tell
         self._folder = restore.folder_of(out)
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._identity = _identity(self._folder)
         self._primary = jax.process_index() == 0
         if self._primary:
             self._clear(f"*{_PARTIAL}*")
@@ -69,11 +71,13 @@ class Checkpoints:
         """
         step, began = int(state.step), time.monotonic()
         self.wait()
+        self._check_there()
         if step in self._steps:
             return
         items = {"state": ocp.args.StandardSave(restore.tree_of(state))}
         shapes = {"shapes": restore.shapes_of(state.params), "optimizer": restore.shapes_of(state.optimizer)}
-        items["run"] = ocp.args.JsonSave({"data": dict(data)} | shapes)
+        # With its step: by the name of its folder alone, one that is renamed would be taken for another.
+        items["run"] = ocp.args.JsonSave({"step": step, "data": dict(data)} | shapes)
         with self._writing(step):
             folder = self._folder / f"{step}{_PARTIAL}"
             self._writer.save(folder, args=ocp.args.Composite(**items), force=True)
@@ -81,7 +85,8 @@ class Checkpoints:
         self._saving = self._thread.submit(self._complete, step, folder, began)
 
     def check(self) -> None:
-        """Raise OSError if a save has failed; without waiting for one in progress."""
+        """Raise OSError if a save has failed, or the folder is gone; without waiting for a save in progress."""
+        self._check_there()
         if self._saving is not None and self._saving.done():
             self.wait()
 
@@ -116,6 +121,10 @@ class Checkpoints:
             restore.check_intact(self._out, step)
         self._checked = step
         return step
+
+    def data(self, step: int) -> dict[str, Any]:
+        """Return the data that was saved with a state, of a checkpoint that `intact` has returned."""
+        return restore.read_data(self._out, step)
 
     def continue_from(self, step: int) -> None:
         """Rename checkpoints newer than a step to `<step>.aside`; the next save removes them."""
@@ -159,18 +168,39 @@ class Checkpoints:
         """Remove what a save that fails has written, and say what the operating system said of it."""
         try:
             yield
-        except (OSError, ValueError) as error:
+        except Exception as error:
+            self._check_there()  # orbax answers that by errors of many types
+            if not isinstance(error, OSError | ValueError):
+                raise
             # The array writer has error codes in its messages.
             written = re.search(r"os_error_code='(\d+)'", str(error))
             code = int(written[1]) if written else getattr(error, "errno", None)
             self._clear(f"{step}{_PARTIAL}*")
-            if code is None:
-                raise
-            raise OSError(code, f"{os.strerror(code)} while saving step {step}") from None
+            # Without a code it misses files that it has written, such as those of a folder that is being deleted.
+            reason = str(error).partition("\n")[0][:200] if code is None else os.strerror(code)
+            raise OSError(code or errno.EIO, f"{reason} while saving step {step}") from None
+
+    def _check_there(self) -> None:
+        """Refuse to go on where the folder was deleted or replaced: orbax would make it anew, without what was there.
+
+        The figures of a run lie beside it, and what is written to a deleted file is lost without an error.
+        """
+        if _identity(self._folder) != self._identity:
+            reason = f"its folder {self._folder.name} was deleted or replaced while the run went on"
+            raise OSError(errno.ENOENT, reason)
 
     def _clear(self, *patterns: str) -> None:
         for path in (path for pattern in patterns for path in self._folder.glob(pattern)):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Return what tells a folder from another one at its path; None if there is none."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _silence_unfinished_writes() -> None:

@@ -1,37 +1,40 @@
-"""Which checkpoint of a run to read, and reading it onto any mesh and layout."""
+"""The checkpoint of a run to read, and reading it onto any mesh and layout."""
 
-import json
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
+from gspmd.reading import ReadError, read_json
+from gspmd.training import processes
 from gspmd.training.checkpoints import checksums
 from gspmd.training.state import TrainState, abstract
 from gspmd.training.toml import ConfigError
 
 _FOLDER = "checkpoints"
-# Bytes of a fault that a process tells the others.
-_LONGEST = 512
 # Arrays of an optimizer that a message names.
 _SHOWN = 3
 
 
 def folder_of(out: str | Path, step: int | None = None) -> Path:
     """The folder of a run's checkpoints, or of one."""
-    folder = Path(out).resolve() / _FOLDER
+    # As Path.resolve, which has an error of its own for links in a circle.
+    folder = Path(os.path.realpath(out)) / _FOLDER
     return folder if step is None else folder / str(step)
 
 
 def saved_steps(out: str | Path) -> list[int]:
     """Return the steps of a run's checkpoints in rising order, from folder names; damaged ones are among them."""
     folder = folder_of(out)
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
+    if not os.path.isdir(folder):  # also where the name is none that a file can have
+        return []
+    # As they are written: `int` also reads 007, and digits of other scripts, and str.isdigit takes ² for one.
+    return sorted(int(path.name) for path in folder.iterdir() if re.fullmatch(r"0|[1-9][0-9]*", path.name))
 
 
 def newest(out: str | Path) -> int | None:
@@ -68,7 +71,7 @@ def newest_intact(out: str | Path, tell: Callable[[str], None], doing: str = "ca
             for each in faults:
                 tell(f"{each}; the checkpoint of step {step} is used instead.")
             return step
-        faults.append(f"{str(folder_of(out, step))!r} is damaged: {fault}")
+        faults.append(f"{str(folder_of(out, step))!r} {fault}")
     if not faults:
         raise ConfigError(doing, [f"there is no checkpoint under {str(folder_of(out))!r}."])
     raise ConfigError(doing, [*(f"{fault}." for fault in faults), "No checkpoint is intact: start anew."])
@@ -84,7 +87,7 @@ def check_intact(out: str | Path, step: int) -> None:
     if fault := _fault_of(folder_of(out, step)):
         others = [str(other) for other in saved_steps(out) if other != step]
         remedy = f"Name another step: {', '.join(others)}." if others else "Start anew."
-        fault = f"{str(folder_of(out, step))!r} is damaged: {fault}. {remedy}"
+        fault = f"{str(folder_of(out, step))!r} {fault}. {remedy}"
         raise ConfigError(f"cannot resume from step {step}:", [fault])
 
 
@@ -105,9 +108,17 @@ def read_state(out: str | Path, step: int, like: TrainState) -> tuple[TrainState
         raise ConfigError(doing, [*faults[:_SHOWN], *more, remedy])
     try:
         with ocp.StandardCheckpointer() as reader:
-            return TrainState(**reader.restore(folder / "state", tree_of(abstract(like)))), run["data"]
+            state = TrainState(**reader.restore(folder / "state", tree_of(abstract(like))))
     except (ValueError, KeyError, TypeError) as error:  # its files are those that were saved
         raise ConfigError(doing, [_first_line(error)]) from None
+    if int(state.step) != step:  # older checkpoints have their step here alone
+        raise ConfigError(f"cannot resume from step {step}:", [f"{str(folder)!r} {_misnamed(int(state.step))}."])
+    return state, run["data"]
+
+
+def read_data(out: str | Path, step: int) -> dict[str, Any]:
+    """Read the data that was saved with a state, from a checkpoint that is intact."""
+    return _read_run(folder_of(out, step))["data"]
 
 
 def load_parameters(out: str | Path, step: int, like: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -147,19 +158,40 @@ def shapes_of(tree: Any) -> dict[str, list[int]]:
 
 
 def _fault_of(folder: Path) -> str | None:
-    """As `checksums.fault_of`; every process reads its share of the files, and all of them come to one answer."""
-    fault = checksums.fault_of(folder, jax.process_index(), jax.process_count())
-    if jax.process_count() == 1:
-        return fault
-    text = np.zeros(_LONGEST, np.uint8)
-    said = np.frombuffer((fault or "").encode()[:_LONGEST], np.uint8)
-    text[: len(said)] = said
-    told = [bytes(each).rstrip(b"\0").decode(errors="replace") for each in multihost_utils.process_allgather(text)]
-    return next(filter(None, told), None)
+    """Say what is wrong with a checkpoint; every process reads its share of the files, and all come to one answer."""
+    own = checksums.fault_of(folder, processes.index(), processes.count())
+    # Not by their devices: one process may be done with its share long before another one, and Gloo does not wait.
+    damages = processes.gathered(own or "")
+
+    def fault() -> str:
+        damage = next(filter(None, damages), "")
+        # The step is read once all files are known to be intact: the one that it stands in may be another one's share.
+        return f"is damaged: {damage}" if damage else _fault_of_name(folder) or ""
+
+    return processes.told(fault) or None
+
+
+def _fault_of_name(folder: Path) -> str | None:
+    """Say that an intact checkpoint is of another step than its folder is named after; None if it is not."""
+    step = _read_run(folder).get("step")
+    return None if step is None or step == int(folder.name) else _misnamed(step)
+
+
+def _misnamed(step: int) -> str:
+    return f"is the checkpoint of step {step} under another name: rename the folder"
 
 
 def _read_run(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "run" / "metadata").read_text(encoding="utf-8"))
+    """Return what was saved beside the state; raises ConfigError if it is not what a run writes."""
+    try:
+        run = read_json(folder / "run" / "metadata")
+    except ReadError as error:
+        fault = f"{error}"
+    else:
+        if isinstance(run, dict) and all(isinstance(run.get(name), dict) for name in ("shapes", "data")):
+            return run
+        fault = "it has no shapes and data of a run"
+    raise ConfigError("cannot read the checkpoint:", [f"{str(folder / 'run' / 'metadata')!r}: {fault}."])
 
 
 def _first_line(error: Exception) -> str:

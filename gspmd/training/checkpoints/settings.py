@@ -1,18 +1,25 @@
-"""The settings of a run, kept beside its checkpoints for a resume by folder."""
+"""The settings of a run, kept beside its checkpoints for a resume by folder, with a checksum."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gspmd.reading import MissingError, ReadError, read_json
+from gspmd.training.disk import sync
 from gspmd.training.toml import ConfigError
+
+_CHECKSUM = "checksum"
 
 
 def save_settings(out: str | Path, settings: Mapping[str, Any]) -> None:
     """Write the run's settings to `<out>/config.json`, for a resume by folder."""
     path = Path(out) / "config.json"
     beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    kept = {_CHECKSUM: _checksum(settings), **settings}
+    beside.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    sync(beside)
     beside.replace(path)
 
 
@@ -20,16 +27,24 @@ def load_settings(out: str | Path) -> dict[str, Any]:
     """Return the settings of a run.
 
     Raises:
-        ConfigError: the folder holds no run.
+        ConfigError: the folder holds no run, or its settings are not those that the run wrote.
     """
+    remedy = "Give the run's settings again with --config and flags."
     path = Path(out) / "config.json"
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        settings = read_json(path)
+    except MissingError:
         raise ConfigError("cannot resume:", [f"{str(out)!r} holds no run: there is no {str(path)!r}."]) from None
-    except (OSError, ValueError) as error:
-        fault = f"{str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}."
-        raise ConfigError("cannot resume:", [fault, "Give the run's settings again with --config and flags."]) from None
+    except ReadError as error:
+        raise ConfigError("cannot resume:", [f"{str(path)!r} cannot be read: {error}.", remedy]) from None
     if not isinstance(settings, dict):
-        raise ConfigError("cannot resume:", [f"{str(path)!r} holds no settings."])
+        raise ConfigError("cannot resume:", [f"{str(path)!r} holds no settings.", remedy])
+    checksum = settings.pop(_CHECKSUM, None)  # runs of earlier versions have none
+    if checksum is not None and checksum != _checksum(settings):
+        fault = f"{str(path)!r} is damaged: it has other settings than the run wrote."
+        raise ConfigError("cannot resume:", [fault, remedy])
     return settings
+
+
+def _checksum(settings: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""From files to a corpus: texts are digested, read and checked, tokenized once to disk, and mapped into memory."""
+"""The making of a corpus: texts are digested, read and checked, tokenized once to disk, and mapped into memory."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from gspmd import host
 from gspmd.display.progress import Progress
 from gspmd.training.data import shards
 from gspmd.training.data.corpus import Corpus, digest_of
-from gspmd.training.data.sources import Faults, compression, kind, matching
+from gspmd.training.data.sources import FIELD, Faults, compression, kind, matching
 from gspmd.training.data.split import HELD_OUT, TRAIN, no_text, split
 from gspmd.training.data.tokens import Encoding, of_bytes, of_tokenizer
 from gspmd.training.toml import ConfigError
@@ -34,7 +34,7 @@ def load(
     *,
     fraction: float = 0.05,
     tokenizer: Any = None,
-    field: str = "text",
+    field: str = FIELD,
     cache: str | os.PathLike = "",
     console: Console | None = None,
 ) -> Corpus:
@@ -66,18 +66,21 @@ def load(
     encoding = of_tokenizer(tokenizer) if tokenizer is not None else of_bytes()
     name = " ".join(patterns) or "Python's standard library"
     stamps = {path: _stamp(path) for path in matching(patterns)}
+    if field != FIELD and all(kind(path) == "text" for path in stamps):
+        fault = f"no file has records with a field {field!r}: {name} is read as plain text. Leave out --data-field."
+        raise ConfigError("cannot read the data:", [fault])
     with Progress(console, "Reading the text") as progress:
         files = _files(stamps, name, progress)
         settings = [_FORMAT, fraction, field, encoding.digest, encoding.vocabulary]
         key = hashlib.sha256(json.dumps([settings, *files]).encode()).hexdigest()[:32]
         folder = (Path(cache) if cache else host.cache_folder("tokens")) / key
         with _writing_to(folder.parent):
-            index = _kept(folder)
+            index = _kept(folder, progress)
             if index is None:
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 waiting = "Waiting for another process, which is tokenizing the text"
                 with shards.locked(folder, lambda: progress.say(lambda: waiting)):
-                    index = _kept(folder, progress)
+                    index = _kept(folder, progress, tell=True)
                     if index is None:
                         shutil.rmtree(folder, ignore_errors=True)
                         taken = {path: stamps[path] for path in files.values()}
@@ -107,12 +110,15 @@ def _writing_to(folder: Path) -> Iterator[None]:
         raise ConfigError(f"cannot write tokens to {str(folder)!r}:", [fault]) from None
 
 
-def _kept(folder: Path, progress: Progress | None = None) -> dict[str, Any] | None:
-    """The index of tokens that were written before; None if there are none, or if they are damaged, which is said."""
+def _kept(folder: Path, progress: Progress, *, tell: bool = False) -> dict[str, Any] | None:
+    """The index of tokens that were written before; None if there are none, or if they are damaged, which is told."""
     try:
-        return shards.read_index(folder, (TRAIN, HELD_OUT))
+        counter = progress.counter("Checking the tokens", shards.bytes_of(folder))
+        return shards.read_index(folder, (TRAIN, HELD_OUT), folder.name, counter)
+    except FileNotFoundError:  # another process is replacing damaged tokens, for which the caller waits
+        return None
     except ValueError as error:
-        if progress:
+        if tell:
             progress.note(f"The tokens in {str(folder)!r} are damaged ({error}), and made anew.")
         return None
 
@@ -208,7 +214,7 @@ def _tokenize(
                 faults.add(f"{str(path)!r} has changed while it was read; start again.")
         faults.refuse("cannot read the data:")
         bits = 8 * gzip.packed / max(1, gzip.plain)
-        index = {"format": _FORMAT, "dtype": encoding.dtype.str, "gzip_bits_per_byte": bits}
+        index = {"key": folder.name, "format": _FORMAT, "dtype": encoding.dtype.str, "gzip_bits_per_byte": bits}
         for each, part in parts.items():
             part.writer.flush()
             index[each] = {"texts": part.texts, "bytes": part.bytes, **part.writer.description()}

@@ -15,11 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from gspmd.reading import MissingError, ReadError, read_json
 from gspmd.training.disk import sync
 
 #: Tokens of one file.
 SHARD = 1 << 26
 _INDEX = "index.json"
+# Bytes that are read at once.
+_BLOCK = 1 << 20
 
 
 class Tokens(Sequence):
@@ -98,46 +101,81 @@ class Writer:
             self._file.close()
 
     def description(self) -> dict[str, Any]:
-        """What the index keeps of them."""
+        """The description that the index keeps of them."""
         return {"shards": self._shards, "sha256": self._digest.hexdigest()}
 
 
 def write_index(folder: Path, index: Mapping[str, Any]) -> None:
-    """Write what `read_index` reads."""
+    """Write what `read_index` reads, with a checksum of its own."""
     with (folder / _INDEX).open("w", encoding="utf-8") as file:
-        file.write(json.dumps(index, indent=2) + "\n")
+        file.write(json.dumps({**index, "checksum": _checksum(index)}, indent=2) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
 
-def read_index(folder: Path, names: Sequence[str]) -> dict[str, Any] | None:
-    """Return the index of a folder of tokens, or None if there is no such folder.
+def read_index(
+    folder: Path, names: Sequence[str], key: str, read: Callable[[int], None] = lambda size: None
+) -> dict[str, Any] | None:
+    """Return the index of a folder of tokens, all of which are checked, or None if there is no such folder.
+
+    The tokens are read once, and compared with the SHA-256 in the index: a flipped bit would train on unseen otherwise.
+
+    Args:
+        folder: of the tokens.
+        names: of its parts.
+        key: what the tokens are of, as the index has it.
+        read: called with the numbers of bytes read.
 
     Raises:
-        ValueError: the folder is damaged: a file is missing, or of another size than the index says.
+        ValueError: the folder is damaged: a file is missing, of another size than the index says, or of other contents,
+            or the index itself is.
     """
     try:
-        text = (folder / _INDEX).read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        if folder.is_dir():
+        index = read_json(folder / _INDEX, unique=True)
+    except MissingError:
+        if os.path.isdir(folder):
             raise ValueError(f"{_INDEX} is missing") from None
         return None
-    try:
-        index = json.loads(text)
-        itemsize = np.dtype(index["dtype"]).itemsize
-        sizes = {
-            _file(name, number): count * itemsize
-            for name in names
-            for number, count in enumerate(index[name]["shards"])
-        }
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{_INDEX} is no index") from None
+    except ReadError as error:
+        raise ValueError(f"{_INDEX}: {error}") from None
+    if not isinstance(index, dict) or "checksum" not in index:
+        raise ValueError(f"{_INDEX} is no index of this version")
+    if index.pop("checksum") != _checksum(index):
+        raise ValueError(f"{_INDEX} has other contents than were written")
+    if index["key"] != key:
+        raise ValueError(f"{_INDEX} is that of another text or tokenizer")
+    itemsize = np.dtype(index["dtype"]).itemsize
+    sizes = {
+        _file(name, number): count * itemsize for name in names for number, count in enumerate(index[name]["shards"])
+    }
     for name, size in sizes.items():
         path = folder / name
         there = path.stat().st_size if path.exists() else None
         if there != size:
             raise ValueError(f"{name} is missing" if there is None else f"{name} has {there} bytes, and not {size}")
+    for name in names:
+        if _digest_of(folder, name, len(index[name]["shards"]), read) != index[name]["sha256"]:
+            raise ValueError(f"the tokens of {name} are not those that were written")
     return index
+
+
+def bytes_of(folder: Path) -> int:
+    """Return how many bytes of tokens there are in a folder, which need not exist."""
+    return sum(path.stat().st_size for path in folder.glob("*.tokens"))
+
+
+def _digest_of(folder: Path, name: str, count: int, read: Callable[[int], None]) -> str:
+    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+    for number in range(count):
+        with (folder / _file(name, number)).open("rb", buffering=0) as file:
+            while size := file.readinto(block):
+                digest.update(block[:size])
+                read(size)
+    return digest.hexdigest()
+
+
+def _checksum(index: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
 def read_tokens(folder: Path, name: str, index: Mapping[str, Any]) -> Tokens:
@@ -194,5 +232,6 @@ def _file(name: str, number: int) -> str:
 
 
 def _partial(folder: Path) -> str:
-    """How the names of temporary folders of this machine begin: others may share the disk, and not its locks."""
+    """Return the beginning of the names of this machine's temporary folders: others may share the disk, not its
+    locks."""
     return f".{folder.name}.{socket.gethostname()}."

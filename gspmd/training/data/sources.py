@@ -5,8 +5,8 @@ import codecs
 import glob
 import gzip
 import importlib
-import json
 import lzma
+import os
 import re
 import sys
 import sysconfig
@@ -16,22 +16,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from gspmd.reading import ReadError, parse_json
 from gspmd.training.toml import ConfigError
 
 #: Largest number of bytes that are encoded as one text; longer documents are cut.
 PIECE = 1 << 16
+#: Largest number of bytes of a line of JSON, which is whole in memory, several times while it is parsed. A file of 0.4
+#: MB may be a line of 400 MB, compressed.
+LINE = 1 << 24
 # What pip put there is not the standard library, and the tests repeat what they test.
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _RECORDS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
-_SHOWN = 100
+_SHOWN = 20
+FIELD = "text"
+"""The field of a record that has its text, unless another one is named."""
 # Where it makes no difference to the tokenizers of GPT-2 and its successors: they split blanks by what follows them.
 _BETWEEN_LINES = re.compile(rb"(?<=\S)\n(?=\S)")
 _BEFORE_WORDS = re.compile(rb" (?=\S)")
 
 
 class Faults:
-    """Collect faults, of which the first hundred are kept and all are counted.
+    """Collect faults, of which the first twenty are kept and all are counted.
 
     Example:
         >>> faults = Faults()
@@ -70,12 +76,13 @@ def matching(patterns: Sequence[str]) -> list[Path]:
     paths: set[Path] = set()
     faults = []
     for pattern in patterns:
-        # A file's own name may hold brackets; a folder is not a text.
-        names = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)
-        files = {Path(name) for name in names if Path(name).is_file()}
+        # A file's own name may hold brackets; a folder is not a text. Of a name that no file can have, such as one of
+        # 5,000 characters, Path.is_file is an error.
+        names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
+        files = {Path(name) for name in names if os.path.isfile(name)}
         if not files:
             folder = f" It is a folder; write '{pattern.rstrip('/')}/**/*.txt'."
-            faults.append(f"no file matches {pattern!r}.{folder if Path(pattern).is_dir() else ''}")
+            faults.append(f"no file matches {pattern!r}.{folder if os.path.isdir(pattern) else ''}")
         paths |= files
     if faults:
         raise ConfigError("cannot find the data:", faults)
@@ -191,35 +198,31 @@ def records(path: Path, field: str, faults: Faults) -> Iterator[bytes]:
         if not isinstance(text, str):
             faults.add(f"{str(path)!r}: {where}: {field!r} is {_NAMES.get(type(text), 'a number')}, and not a text.")
             continue
-        try:
-            encoded = text.encode()
-        except UnicodeEncodeError:  # JSON can write half of a surrogate pair
-            faults.add(f"{str(path)!r}: {where}: {field!r} has half of a surrogate pair, which is no character.")
-            continue
-        if encoded:
-            yield encoded
+        if text:
+            yield text.encode()
 
 
+_LONG = "split that text, or put it into a file of its own, of any length."
 _NAMES = {type(None): "null", bool: "true or false", dict: "an object", list: "a list", bytes: "binary"}
 
 
 def _json_lines(path: Path, field: str, faults: Faults) -> Iterator[tuple[str, Any]]:
     with opened(path, faults) as file:
-        for number, line in enumerate(file or (), 1):
+        for number, line in enumerate(iter(lambda: file.readline(LINE + 1), b"") if file else (), 1):
             where = f"line {number}"
+            if len(line) > LINE:  # the rest of it is not looked at, nor what comes after
+                faults.add(f"{str(path)!r}: {where} is longer than {LINE:,} bytes, the most that is read; {_LONG}")
+                return
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             try:
-                record = json.loads(line.decode().rstrip())
+                record = parse_json(line.decode().rstrip())
             except UnicodeDecodeError as error:
                 faults.add(f"{str(path)!r}: {where} is not UTF-8 (byte 0x{line[error.start]:02x}).")
-            except ValueError as error:
-                reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-                faults.add(f"{str(path)!r}: {where} is not JSON: {reason}.")
-            except RecursionError:
-                faults.add(f"{str(path)!r}: {where} is not read: its JSON is nested too deeply.")
+            except ReadError as error:
+                faults.add(f"{str(path)!r}: {where}: {error}.")
             else:
                 if not isinstance(record, dict):
                     faults.add(f"{str(path)!r}: {where} is {_NAMES.get(type(record), 'a value')}, and not an object.")
@@ -248,12 +251,12 @@ def _parquet(path: Path, field: str, faults: Faults) -> Iterator[tuple[str, Any]
                 for value in batch.column(0).to_pylist():
                     row += 1
                     yield f"row {row}", value
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:  # a column of text may hold other bytes
         faults.add(f"{str(path)!r} cannot be read as Parquet: {str(error).splitlines()[0]}.")
 
 
 def _end(text: bytes, most: int) -> int:
-    """Where to cut a text that is longer than `most` bytes."""
+    """Return where to cut a text that is longer than `most` bytes."""
     cuts = [match.end() for match in _BETWEEN_LINES.finditer(text, most // 2, most)]
     cuts = cuts or [match.start() for match in _BEFORE_WORDS.finditer(text, most // 2, most)]
     return cuts[-1] if cuts else _last_character(text[:most])

@@ -1,4 +1,4 @@
-"""Which texts are held out: decided by their contents alone, before anything is written."""
+"""The split of held-out texts: decided by their contents alone, before anything is written."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence

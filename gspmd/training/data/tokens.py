@@ -1,4 +1,4 @@
-"""What texts become: bytes as they are, or the ids of a tokenizer."""
+"""The tokens of texts: bytes as they are, or the ids of a tokenizer."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]"
 
 @dataclass(frozen=True)
 class Encoding:
-    """How pieces of texts become tokens, and what stands around a text.
+    """The encoding of pieces of texts as tokens, and what stands around a text.
 
     Attributes:
         vocabulary: number of ids.
@@ -87,7 +87,7 @@ def number_of_ids(backend: Any) -> int:
 
 
 def _around(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What a tokenizer puts before and after a text."""
+    """Return what a tokenizer puts before and after a text."""
     plain, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
     for at in range(len(whole) - len(plain) + 1):
         if whole[at : at + len(plain)] == plain:

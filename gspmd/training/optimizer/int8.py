@@ -18,7 +18,7 @@ _DECADES = 7
 class Int8AdamState(NamedTuple):
     """The moments: int8 codes of the first, uint8 codes of the root of the second, and their blocks' float32 scales."""
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # a tuple's method; optax finds the count of a state by this name
     mean: Tree
     mean_scale: Tree
     root: Tree
@@ -66,9 +66,9 @@ def scale_by_int8_adam(
             return step(jax.random.fold_in(key, number), count, g, *moments)
 
         leaves, tree = jax.tree.flatten(gradients)
-        moments = zip(*(tree.flatten_up_to(each) for each in state[1:]))
+        moments = zip(*(jax.tree.leaves(each) for each in state[1:]), strict=True)
         found = [one(number, g, *each) for number, (g, each) in enumerate(zip(leaves, moments))]
-        updates, *rest = (tree.unflatten(each) for each in zip(*found))
+        updates, *rest = (jax.tree.unflatten(tree, each) for each in zip(*found))
         return updates, Int8AdamState(count, *rest)
 
     return optax.GradientTransformation(init, update)

@@ -1,22 +1,44 @@
-"""A run of several processes: joined before JAX starts, watched, and ended together.
+"""A run of several processes: joined before JAX starts, compared, watched, and ended together.
 
-Reading order: joining, watch, native, rows.
+Reading order: joining, arrival, watch, native, comparison, rows.
 """
 
-from gspmd.training.processes.joining import agreed, count, fail, first, flag, index, join, leave, told, watching
+from gspmd.training.processes.comparison import compare, environment
+from gspmd.training.processes.joining import (
+    agreed,
+    count,
+    expect,
+    fail,
+    first,
+    flag,
+    gathered,
+    index,
+    join,
+    leave,
+    meet,
+    several,
+    told,
+    watching,
+)
 from gspmd.training.processes.rows import part_of, placer
 
 __all__ = [
     "agreed",
+    "compare",
     "count",
+    "environment",
+    "expect",
     "fail",
     "first",
     "flag",
+    "gathered",
     "index",
     "join",
     "leave",
+    "meet",
     "part_of",
     "placer",
+    "several",
     "told",
     "watching",
 ]

@@ -1,29 +1,58 @@
 """Joining the processes of a run, before JAX starts; leaving them together."""
 
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
-from jax._src.distributed import global_state as _runtime  # its store of keys has no public name
 
 from gspmd import host
-from gspmd.training.flags import parse_processes
+from gspmd.jax_internals import detected_processes
+from gspmd.jax_internals import distributed_runtime as _runtime
+from gspmd.training.flags import Processes, parse_processes
+from gspmd.training.processes import arrival
 from gspmd.training.processes.native import keep_apart
 from gspmd.training.processes.watch import Watch
 from gspmd.training.toml import ConfigError
 
-# Seconds for all processes to come, and for all of them to go: the first one draws its pictures meanwhile.
-_ARRIVAL, _DEPARTURE = 300, 300
+# Seconds for JAX to join processes that are all there, and for all of them to go: the first one draws its pictures
+# meanwhile.
+_JOINING, _DEPARTURE = 300, 300
 # Seconds until the first process has read the text, of which the others may have less: it is watched meanwhile.
 _PATIENCE = 24 * 3600
+# Seconds for all processes to come to a point that they pass together, such as the end of a compilation: they are
+# watched meanwhile, so only processes that have gone different ways, or one that hangs, let it pass.
+_MEETING = 2 * 3600
+# Seconds in which a fault from before the processes have met reaches the first one, or is said by who has it.
+_UNHEARD = 10
+# Seconds in which an interrupt from before then is told to the first one, if that is there.
+_QUICKLY = 1
 _watch: Watch | None = None
-_given = ""
-_questions = 0
+_given = _expected = ""
+_questions = _meetings = 0
+
+
+def expect(given: str) -> None:
+    """Let a fault that comes up before `join` reach the processes that this one was to join, which wait for it.
+
+    Args:
+        given: as of `join`, from the flags as they stand: settings may be at fault before they are read; "" for none.
+    """
+    global _expected
+    _expected = given
+
+
+def several() -> bool:
+    """Return whether this is one of several processes, or shall join them."""
+    return _watch is not None or bool(_expected)
 
 
 def join(given: str) -> None:
@@ -35,32 +64,67 @@ def join(given: str) -> None:
     Raises:
         ConfigError: no cluster is detected, or its processes do not come.
     """
-    global _watch, _given
+    global _given, _expected
+    _expected = ""
     if not given:
         return
-    doing = f"cannot join the processes of --distributed {given}:"
-    named, _given = {}, given
+    at = _found(given)
+    _given = given if given == "auto" else f"{at.address},processes={at.processes},process=I"
+    if at.processes > 1:
+        met = _come(at, arrival.LIMIT).complete
+        while not met.wait(0.2):  # without a limit, no signal would be handled
+            pass
+    named: dict[str, Any] = {}
     if given != "auto":
-        at = parse_processes(given)
-        _given = f"{at.address},processes={at.processes},process=I"
         named = {"coordinator_address": at.address, "num_processes": at.processes, "process_id": at.process}
         named["cluster_detection_method"] = "deactivate"
     # JAX would handle SIGTERM itself.
     jax.config.update("jax_enable_preemption_service", False)
-    began = time.monotonic()
-    keep_apart(lambda: _aborted(began))
+    keep_apart(_aborted)
+    limits: dict[str, Any] = {"initialization_timeout": _JOINING, "shutdown_timeout_seconds": _DEPARTURE}
     try:
-        jax.distributed.initialize(**named, initialization_timeout=_ARRIVAL, shutdown_timeout_seconds=_DEPARTURE)
-    except ValueError:  # "coordinator_address should be defined."
+        _interruptibly(partial(jax.distributed.initialize, **named, **limits))
+    except RuntimeError as error:
+        raise _not_joined(given, str(error).splitlines()[0]) from None
+    host.share_devices(count())
+
+
+def _found(given: str) -> Processes:
+    """Return the processes that `--distributed` means, and which of them this is.
+
+    Raises:
+        ConfigError: it cannot be read, or no cluster is detected.
+    """
+    if given != "auto":
+        return parse_processes(given)
+    try:
+        found = _interruptibly(detected_processes, arrival.LIMIT)
+    except RuntimeError as error:
+        raise _not_joined(given, str(error).splitlines()[0]) from None
+    if found is None:
         fault = "neither SLURM, Open MPI, Kubernetes (with jax[k8s]) nor a TPU runtime has started this process. "
         fault += "Start it with srun or mpirun, or say HOST:PORT,processes=N,process=I."
-        raise ConfigError(doing, [fault]) from None
-    except RuntimeError as error:
-        raise ConfigError(doing, [f"{str(error).splitlines()[0]}"]) from None
-    host.share_devices(count())
-    if count() > 1:
-        _watch = Watch(index(), count(), _connections())
-        _watch.start()
+        raise _not_joined(given, fault)
+    return Processes(*found)
+
+
+def _not_joined(given: str, fault: str) -> ConfigError:
+    return ConfigError(f"cannot join the processes of --distributed {given}:", [fault])
+
+
+def _come(at: Processes, limit: float) -> Watch:
+    """Come to where the processes of a run meet; from then on they watch one another.
+
+    Raises:
+        ConfigError: as of `arrival.door` and `arrival.knock`.
+    """
+    global _watch
+    if at.process == 0:
+        _watch = Watch(0, at.processes, {}, arrival.door(at), at.address)
+    else:
+        _watch = Watch(at.process, at.processes, {0: arrival.knock(at, limit)})
+    _watch.start()
+    return _watch
 
 
 def index() -> int:
@@ -78,6 +142,11 @@ def first() -> bool:
     return index() == 0
 
 
+def _client() -> Any:
+    """The client of the store of keys that all processes share; it has barriers, too."""
+    return _runtime.client
+
+
 def flag() -> str:
     """The flag that joins the processes of this run once more; empty for a run of one."""
     return f" --distributed {_given}" if count() > 1 else ""
@@ -91,8 +160,46 @@ def told(make: Callable[[], str]) -> str:
     _questions += 1
     key = f"gspmd/agreed/{_questions}"
     if first():
-        _runtime.client.key_value_set(key, make())
-    return _runtime.client.blocking_key_value_get(key, _PATIENCE * 1000)
+        _client().key_value_set(key, make())
+    return _interruptibly(_client().blocking_key_value_get, key, _PATIENCE * 1000)
+
+
+def gathered(text: str) -> list[str]:
+    """Return the texts of all processes in their order in the first one, and none elsewhere; no device takes part."""
+    global _questions
+    if count() == 1:
+        return [text]
+    _questions += 1
+    keys = [f"gspmd/gathered/{_questions}/{process}" for process in range(count())]
+    _client().key_value_set(keys[index()], text)
+    get = _client().blocking_key_value_get
+    return [_interruptibly(get, key, _PATIENCE * 1000) for key in keys] if first() else []
+
+
+def meet(before: str) -> None:
+    """Wait until all processes have come here, so that they begin together with what follows.
+
+    Call it between the compilation of a program that all of them run and its first run. There they open connections
+    for its collectives, and Gloo waits for 30 seconds for each, while one process may have found in the cache what
+    another one compiles for minutes.
+
+    Args:
+        before: what follows, for the message.
+
+    Raises:
+        RuntimeError: not all of them have come in two hours.
+    """
+    global _meetings
+    if count() == 1:
+        return
+    _meetings += 1
+    try:
+        _interruptibly(_client().wait_at_barrier, f"gspmd/meeting/{_meetings}", _MEETING * 1000)
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        waited = f"process {index()} of {count()} has waited for the others for {_MEETING // 60} minutes"
+        raise RuntimeError(f"{waited} before {before}: {str(error).splitlines()[0]}") from None
 
 
 def agreed(choose: Callable[[], Path]) -> Path:
@@ -125,49 +232,79 @@ def leave() -> None:
         _watch.leave()
 
 
-def fail(code: int, message: str) -> None:
-    """End this process, and with it the others, if there are some; else return.
+def fail(code: int, message: str, *, sure: bool = True) -> None:
+    """Say a fault once, in the first process, and end this process and with it the others. It does not return.
 
     Args:
         code: exit code.
-        message: what the first process has said, or shall say.
+        message: the fault.
+        sure: whether it is a fault of this process, and not perhaps the consequence of the loss of another one.
     """
-    if _watch:
-        _watch.fail(message)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # what is left is to wait
+    try:
+        said = False if _watch else _come_to_tell(code, message)
+        if _watch:
+            _watch.fail(message, code, sure=sure, said=said)
+            time.sleep(0.2)  # until the message has gone out
+    finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        time.sleep(0.2)  # until the message has gone out
         os._exit(code)
 
 
-def settle() -> None:
-    """After an error: wait whether another process is lost, which ends this one with a message of its own."""
+def _come_to_tell(code: int, message: str) -> bool:
+    """Come to where the expected processes meet, to tell them of a fault. Return whether this process has said it.
+
+    The first one says it once it is there, by the watch. Another one says it itself if the first does not come soon,
+    and then goes on waiting for it, since the first one would wait for this one. An interrupted process does not wait:
+    it tells the first one if that is there. Nobody waits yet for a first one that has not come.
+    """
+    spoken, interrupted = threading.Event(), code > 128
+
+    def say() -> None:
+        if not spoken.is_set():
+            spoken.set()
+            print(message, file=sys.stderr, flush=True)
+
+    late = threading.Timer(_UNHEARD, say)
+    late.daemon = True
+    late.start()
+    try:
+        at = _found(_expected)
+        if at.processes > 1 and not (interrupted and at.process == 0):
+            _come(at, _QUICKLY if interrupted else arrival.LIMIT)
+    except Exception:  # such as of an address that cannot be read: the fault of before is what counts, and is said
+        pass
+    late.cancel()
+    if _watch is None:
+        say()
+    return spoken.is_set()
+
+
+def _interruptibly(wait: Callable, *args: Any) -> Any:
+    """Return what a function returns that waits in C, where no signal is handled: in a thread, so that signals are."""
+    done: list[Any] = []
+
+    def work() -> None:
+        try:
+            done.append((wait(*args), None))
+        except Exception as error:
+            done.append((None, error))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)  # without a limit, no signal would be handled here either
+    value, error = done[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def _aborted(said: str) -> None:
+    """Say what a library's abort means: another process is lost, unless this one is alone."""
     if _watch:
         _watch.settle()
-
-
-def _aborted(began: float) -> None:
-    """Say what a library's abort means: another process is lost, or, while it is waited for, has not come."""
-    settle()
-    if _watch is None and time.monotonic() - began >= _ARRIVAL:
-        where = f"process {index()} of {count()} has waited for the others at {_runtime.coordinator_address}"
-        print(f"The run failed: {where} for {_ARRIVAL} seconds.", file=sys.stderr, flush=True)
-        os._exit(1)
-
-
-def _connections() -> dict[int, socket.socket]:
-    """Connections of the first process to all others: all of them there, elsewhere the one."""
-    key, host_name = "gspmd/watch", _runtime.coordinator_address.rsplit(":", 1)[0].strip("[]")
-    if not first():
-        port = int(_runtime.client.blocking_key_value_get(key, _ARRIVAL * 1000))
-        connection = socket.create_connection((host_name, port), timeout=_ARRIVAL)
-        connection.sendall(index().to_bytes(4, "big"))
-        return {0: connection}
-    with socket.create_server(("", 0), backlog=count()) as server:
-        server.settimeout(_ARRIVAL)
-        _runtime.client.key_value_set(key, str(server.getsockname()[1]))
-        peers = {}
-        while len(peers) < count() - 1:
-            connection, _ = server.accept()
-            peers[int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big")] = connection
-    return peers
+        _watch.fail(said)
+    else:
+        print(said, file=sys.stderr, flush=True)

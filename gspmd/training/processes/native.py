@@ -1,4 +1,4 @@
-"""What libraries write by themselves, kept apart from what the run says; and an abort of theirs, explained.
+"""The output of libraries, kept apart from that of the run; and an abort of theirs, explained.
 
 Gloo writes a line for every connection, and JAX ends a process with a stack trace of C++ when the first one is lost.
 """
@@ -15,15 +15,15 @@ from typing import IO
 _SHOWN = 4000
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _kept: list[object] = []
-"""What C refers to: the handler."""
+"""The handler, to which C refers."""
 
 
-def keep_apart(aborted: Callable[[], None]) -> None:
+def keep_apart(aborted: Callable[[str], None]) -> None:
     """Send what is not written by Python to a temporary file, and end with a message where a library aborts.
 
     Args:
-        aborted: called at an abort; it may end the process with a message. If it returns, the last that libraries
-            wrote is shown.
+        aborted: called at an abort with what is to be said of it, the last that libraries wrote; the process ends when
+            it returns.
     """
     log = tempfile.TemporaryFile()  # noqa: SIM115
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
@@ -35,16 +35,17 @@ def keep_apart(aborted: Callable[[], None]) -> None:
     _on_abort(log, aborted)
 
 
-def _on_abort(log: IO[bytes], aborted: Callable[[], None]) -> None:
+def _on_abort(log: IO[bytes], aborted: Callable[[str], None]) -> None:
     """Handle SIGABRT in the thread that aborts: Python's own handlers run in the main thread, which may never come."""
 
     @_HANDLER
     def handle(_: int) -> None:
-        aborted()
         size = os.fstat(log.fileno()).st_size
         last = os.pread(log.fileno(), _SHOWN, max(0, size - _SHOWN)).decode(errors="replace")
-        print(f"A library ended the process. It said:\n{last}", file=sys.stderr, flush=True)
-        os._exit(1)
+        try:
+            aborted(f"A library ended the process. It said:\n{last}")
+        finally:
+            os._exit(1)
 
     _kept.append(handle)
     libc = ctypes.CDLL(None)

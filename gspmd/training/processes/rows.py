@@ -17,7 +17,8 @@ def part_of(sharding: Sharding, batch: int) -> tuple[int, int]:
         sharding: of a batch, [B, L+1], with L whole.
         batch: its sequences.
     """
-    held = [index[0].indices(batch) for index in sharding.addressable_devices_indices_map((batch, 1)).values()]
+    rows = sharding.addressable_devices_indices_map((batch, 1)).values()
+    held = [index[0].indices(batch) for index in rows if index is not None]
     first, last = min(start for start, _, _ in held), max(stop for _, stop, _ in held) - 1
     sizes = (size for size in range(1, batch + 1) if batch % size == 0)
     size = next(size for size in sizes if first // size == last // size)
@@ -37,7 +38,8 @@ def placer(sharding: Sharding, batch: int) -> Callable[[np.ndarray], jax.Array]:
     def place(rows: np.ndarray) -> jax.Array:
         rows = np.asarray(rows, np.int32)
 
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # it is that of a device of this process
             start, stop, _ = index[0].indices(batch)
             return rows[start - first : stop - first, *index[1:]]
 

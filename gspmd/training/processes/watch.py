@@ -7,112 +7,337 @@ longer, and its message says neither which process it was nor what to do.
 
 import contextlib
 import os
+import re
 import selectors
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gspmd.training.processes import arrival
 
 _BEAT, _SILENCE = 2.0, 30.0
 """Seconds between two signs of life, and without one until a process is held for lost."""
-_GRACE = 5.0
-"""Seconds in which a process that has failed waits for what the others say of it."""
+_GRACE = 3.0
+"""Seconds that the first process gives itself to come to the fault that another one has told, and say it as its own."""
+_SETTLE = 1.0
+"""Seconds until an error is held for the cause of a failure: the loss of another process, which may be behind it, is
+known by then, since the system closes all connections of a process at once."""
+_ANSWER = 10.0
+"""Seconds in which the first process says a fault that it was told, before who told it says it itself."""
+_PROMPT = 10.0
+"""Seconds in which a caller has to say which process it is; whoever is none would keep its descriptor."""
+_PAUSE = 0.2
+_GREETING = re.compile(rb"here ([0-9]{1,9}) ([0-9]{1,9})")
+_END, _FAILED = re.compile("end ([0-9]{1,3})"), re.compile("failed ([0-9]{1,3}) ([01]) (.*)", re.DOTALL)
+_LONGEST = 64
+"""Bytes of a greeting, at most."""
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A fault that another process has told: its text, whether it is surely its own, and how long it may wait."""
+
+    peer: int
+    code: int
+    sure: bool
+    message: str
+    until: float
 
 
 class Watch(threading.Thread):
     """Listen to the other processes, and tell them how this one is.
 
+    A fault of any process ends all of them, and is said once, by the first. The others tell it theirs as soon as they
+    have one, and stay until they are ended: so the first fault to arrive is no consequence of another. While processes
+    are still to come, which may have the same fault, the first one stays for them, unless one is interrupted or lost.
+
     Args:
         index: of this process.
         count: number of processes.
         peers: a connection by process: those of all others for process 0, that of process 0 for any other.
+        door: where the others come in, for process 0 without connections.
+        address: of the door.
 
     Attributes:
         advice: what a message ends with: which step is saved, and how to go on.
+        complete: set once all processes are there.
     """
 
-    def __init__(self, index: int, count: int, peers: Mapping[int, socket.socket]):
+    def __init__(
+        self,
+        index: int,
+        count: int,
+        peers: Mapping[int, socket.socket],
+        door: socket.socket | None = None,
+        address: str = "",
+    ):
         super().__init__(daemon=True, name="watch")
         self._index, self._count, self._peers = index, count, dict(peers)
-        self._ended = threading.Event()
+        self._done = threading.Event()  # this process leaves
+        self._ending = threading.Lock()  # taken, and kept, by the thread that ends this process: only one says why
+        self._sending = threading.Lock()  # the main thread and this one send on the same connections
+        self._told: _Told | None = None  # the first fault of a peer
+        self._heard = dict.fromkeys(self._peers, time.monotonic())
+        self._rest = dict.fromkeys(self._peers, b"")
+        self._door, self._address, self._began = door, address, time.monotonic()
+        # Who has not said yet which process it is: what it has said, and since when it is here.
+        self._callers: dict[socket.socket, tuple[bytes, float]] = {}
+        self._over = 0  # the exit code, for those that come in later
+        self._staying = False  # for them, once the reason is said
+        self.complete = threading.Event()
         self.advice: Callable[[], str] = lambda: ""
 
     def run(self) -> None:
-        """Watch until this process leaves, or another one is lost."""
-        heard = dict.fromkeys(self._peers, time.monotonic())
-        rest, said = dict.fromkeys(self._peers, b""), 0.0
+        """Watch until this process leaves, or another one fails or is lost."""
+        try:
+            self._watch()
+        except Exception:  # nobody would notice: the processes would wait for one another for ever
+            error = traceback.format_exc().strip()
+            self._end(f"The run failed: process {self._index} cannot watch the others:\n{error}")
+
+    def _watch(self) -> None:
+        said, told_of_waiting = 0.0, False
         with selectors.DefaultSelector() as ready:
             for peer, connection in self._peers.items():
                 ready.register(connection, selectors.EVENT_READ, peer)
-            while not self._ended.is_set():
-                for key, _ in ready.select(_BEAT / 2):
-                    peer, connection = key.data, self._peers[key.data]
-                    heard[peer] = time.monotonic()
-                    try:
-                        words = connection.recv(1 << 16)
-                    except OSError:
-                        words = b""
-                    *lines, rest[peer] = (rest[peer] + words).split(b"\0")
-                    if b"done" in lines:
-                        ready.unregister(connection)
-                        del heard[peer]
-                        continue
-                    for line in lines:
-                        self._hear(peer, line.decode())
-                    if not words:
-                        self._lose(peer, "ended without a word: it was killed, or ran out of memory")
+            if self._door:
+                ready.register(self._door, selectors.EVENT_READ)
+            while not self._done.is_set():
+                for key, _ in ready.select(_BEAT / 4):
+                    if key.fileobj is self._door:
+                        self._let_in(ready)
+                    elif key.data is None:
+                        if key.fileobj in self._callers:  # or the door was closed a moment ago
+                            self._greet(key.fileobj, ready)
+                    else:
+                        self._listen(key.data, ready)
                 now = time.monotonic()
+                if self._told and now >= self._told.until:
+                    self._end_told()
                 if now - said >= _BEAT:
                     said = now
                     self._tell("beat")
-                for peer, last in heard.items():
+                for peer, last in self._heard.items():
                     if now - last > _SILENCE:
                         self._lose(peer, f"has been silent for {_SILENCE:.0f} seconds")
+                for caller in [each for each, (_, since) in self._callers.items() if now - since >= _PROMPT]:
+                    self._dismiss(caller, ready)
+                if self._door and now - self._began >= arrival.TELL and not told_of_waiting:
+                    told_of_waiting = True
+                    arrival.say_waiting(self._missing(), self._count, self._address)
+                if self._door and now - self._began >= arrival.LIMIT:
+                    where = f"{arrival.named(self._missing())} of {self._count} at {self._address}"
+                    self._end(f"The run failed: process 0 has waited for {where} for {arrival.LIMIT:.0f} seconds.")
+                if self._staying and not self._stays(self._over):
+                    os._exit(self._over)
 
     def leave(self) -> None:
         """Say that this process is done, so that its end is no loss."""
-        self._ended.set()
+        self._done.set()
         self._tell("done")
 
-    def fail(self, message: str) -> None:
-        """Say that this process fails; the first one shows it, unless it fails likewise, and ends the others."""
-        self._ended.set()
+    def fail(self, message: str, code: int = 1, *, sure: bool = True, said: bool = False) -> None:
+        """See to it that the first process says a fault of this one, once, and that all others end.
+
+        It returns where this process is to end by itself; otherwise it is ended meanwhile.
+
+        Args:
+            message: the fault.
+            code: exit code of all processes.
+            sure: whether it is a fault of its own, and not perhaps the consequence of another one's loss.
+            said: whether this process has said it already.
+        """
+        if self._index != 0:
+            if self._tell(f"failed {code} {int(sure)} {message}"):
+                time.sleep(_ANSWER)
+        elif not sure and not self._staying:
+            time.sleep(_SETTLE)
+            if self._told and self._told.message != message:
+                time.sleep(_ANSWER)  # it came first, and the watching thread is about to say it
+        while not self._ending.acquire(timeout=_PAUSE):
+            if self._staying:  # a fault is said, and what comes later, such as an interrupt, ends the stay
+                os._exit(self._over)
         if self._index == 0:
-            self._tell("end")
-        elif not self._tell(f"failed {message}"):
-            print(message, file=sys.stderr, flush=True)
+            self._over = code
+            self._tell(f"end {code}")
+        if not said:
+            _say(message if sure else self._advised(message))
+        if self._stays(code):
+            self._staying = True
+            self.join()  # which ends this process
 
     def settle(self) -> None:
-        """Wait for a moment: if the cause of an error is that another process is lost, this one ends meanwhile."""
-        self._ended.wait(_GRACE)
+        """Wait for a moment: if another process is lost, or has failed, this one is ended meanwhile."""
+        time.sleep(_SETTLE + _GRACE)
+
+    def _let_in(self, ready: selectors.BaseSelector) -> None:
+        """Take a caller at the door, who has to say which process it is."""
+        if self._door:
+            try:
+                caller, _ = self._door.accept()
+            except OSError:  # it has gone again, or there are too many open files, of which one may be closed soon
+                time.sleep(_PAUSE)
+                return
+            self._callers[caller] = b"", time.monotonic()
+            ready.register(caller, selectors.EVENT_READ)
+
+    def _greet(self, caller: Any, ready: selectors.BaseSelector) -> None:
+        """Take a caller for the process that it says it is; whoever is none has come to the wrong port."""
+        words = _received(caller)
+        before, since = self._callers[caller]
+        greeting, over, rest = (before + words).partition(b"\0")
+        if words and not over and len(greeting) < _LONGEST:
+            self._callers[caller] = greeting, since
+            return
+        says = _GREETING.fullmatch(greeting)
+        count, peer = map(int, says.groups()) if says else (0, 0)
+        if not over or peer >= count:
+            self._dismiss(caller, ready)
+            return
+        ready.unregister(caller)
+        del self._callers[caller]
+        _send(caller, arrival.WELCOME)
+        fault = ""
+        if count != self._count:
+            fault = f"process {peer} was told that there are {count} processes, and process 0 that there are "
+            fault += f"{self._count}; tell all the same."
+        elif peer == 0 or peer in self._peers:
+            fault = f"two processes are process={peer}; number them from 0 to {self._count - 1}."
+        if fault:
+            _send(caller, b"end 2\0")
+            self._end(f"The run failed: {fault}", 2)
+            return
+        with self._sending:
+            self._peers[peer], self._rest[peer], self._heard[peer] = caller, b"", time.monotonic()
+        ready.register(caller, selectors.EVENT_READ, peer)
+        self._take(peer, rest)
+        if self._over:
+            self._tell(f"end {self._over}")
+        if not self._missing():
+            self._close_door(ready)
+
+    def _dismiss(self, caller: socket.socket, ready: selectors.BaseSelector) -> None:
+        """Hang up on a caller that is no process of this run."""
+        ready.unregister(caller)
+        del self._callers[caller]
+        caller.close()
+
+    def _close_door(self, ready: selectors.BaseSelector) -> None:
+        """Leave the port to JAX, and let all processes start it."""
+        if self._door:
+            ready.unregister(self._door)
+            for caller in [*self._callers]:
+                self._dismiss(caller, ready)
+            self._door.close()
+            self._door = None
+        if not self._over:
+            self._tell("go")
+            self.complete.set()
+
+    def _missing(self) -> list[int]:
+        """The processes that have not come."""
+        return [process for process in range(1, self._count) if process not in self._peers]
+
+    def _stays(self, code: int) -> bool:
+        """Return whether this process stays after saying a fault, to tell it to those that are still to come."""
+        waits = time.monotonic() - self._began < arrival.LIMIT
+        return self._door is not None and waits and code <= 128  # beyond are the codes of signals
+
+    def _listen(self, peer: int, ready: selectors.BaseSelector) -> None:
+        """Take what another process says."""
+        connection = self._peers[peer]
+        words = _received(connection)
+        self._heard[peer] = time.monotonic()
+        lines = self._take(peer, words)
+        if b"done" in lines or not words:
+            ready.unregister(connection)
+            del self._heard[peer]
+        if not words and b"done" not in lines:
+            self._lose(peer, "ended without a word: it was killed, or ran out of memory")
+
+    def _take(self, peer: int, words: bytes) -> list[bytes]:
+        """Answer the lines in what another process says; return them."""
+        *lines, self._rest[peer] = (self._rest[peer] + words).split(b"\0")
+        for line in lines:
+            self._hear(peer, line.decode(errors="replace"))
+        return lines
 
     def _hear(self, peer: int, line: str) -> None:
-        if line == "end":
-            os._exit(1)
-        # What all of them find wrong, the main thread is about to say.
-        if line.startswith("failed ") and not self._ended.wait(_GRACE):
-            self._end(f"Process {peer} of {self._count} failed: {line.removeprefix('failed ')}")
+        if line == "go":
+            self.complete.set()
+        if (end := _END.fullmatch(line)) and self._ending.acquire(blocking=False):
+            os._exit(int(end[1]))
+        if (failed := _FAILED.fullmatch(line)) and self._told is None:
+            code, sure, message = failed.groups()
+            self._told = _Told(peer, int(code), sure == "1", message, time.monotonic() + _GRACE)
 
     def _lose(self, peer: int, how: str) -> None:
-        if not self._ended.is_set():
-            self._end(f"The run failed: process {peer} of {self._count} {how}.")
+        if self._told and self._told.peer == peer:  # it has said why
+            self._end_told()
+        self._end(self._advised(f"The run failed: process {peer} of {self._count} {how}."))
 
-    def _end(self, message: str) -> None:
-        """End this process and those that it watches."""
-        self._tell("end")
+    def _end_told(self) -> None:
+        """Say the fault that another process has told, and end."""
+        if self._told:
+            message = f"Process {self._told.peer} of {self._count} failed: {self._told.message.strip()}"
+            self._end(message if self._told.sure else self._advised(message), self._told.code, stay=True)
+
+    def _advised(self, message: str) -> str:
+        """Add to a message which step is saved, and how to go on; a traceback gets a line for it."""
+        advice = ""
         with contextlib.suppress(OSError):  # the run's folder may be lost too
-            message += self.advice()
-        print(message, file=sys.stderr, flush=True)
-        os._exit(1)
+            advice = self.advice().strip()
+        return message + ("\n" if "\n" in message else " ") + advice if advice else message
+
+    def _end(self, message: str, code: int = 1, *, stay: bool = False) -> None:
+        """End this process and those that it watches, unless another thread is ending it.
+
+        Args:
+            message: the reason.
+            code: exit code of all processes.
+            stay: whether to stay first for processes that are still to come.
+        """
+        if not self._ending.acquire(blocking=False):
+            return
+        self._over = code
+        self._tell(f"end {code}")
+        _say(message)
+        self._staying = stay and self._stays(code)
+        if not self._staying:
+            os._exit(code)
 
     def _tell(self, word: str) -> bool:
         """Send a word to all peers. Return whether one has got it."""
         got = False
-        for connection in self._peers.values():
-            try:
-                connection.sendall(word.encode() + b"\0")
-                got = True
-            except OSError:  # it is gone, which is noticed where it is read
-                pass
+        with self._sending:
+            for connection in self._peers.values():
+                got |= _send(connection, word.replace("\0", " ").encode(errors="replace") + b"\0")
         return got
+
+
+def _send(connection: socket.socket, words: bytes) -> bool:
+    """Return whether words could be sent to another process; one that is gone is noticed where it is read."""
+    try:
+        connection.sendall(words)
+        return True
+    except OSError:
+        return False
+
+
+def _received(connection: socket.socket) -> bytes:
+    """Return what another process has said; nothing if it is gone."""
+    try:
+        return connection.recv(1 << 16)
+    except OSError:
+        return b""
+
+
+def _say(message: str) -> None:
+    """Print a message that ends the process, which ends where nobody reads it, too."""
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What a run says while it trains: a progress bar, or lines where there is no terminal, and what happens beside."""
+"""The messages of a run while it trains: a progress bar, or lines where there is no terminal, and events beside."""
 
 import time
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """Dead experts: those that get no token for a whole interval."""
 
+from typing import Any
+
 import numpy as np
 
 
@@ -15,7 +17,7 @@ class DeadExperts:
         self._alive: np.ndarray | None = None
         self._dead: dict[int, tuple[int, ...]] = {}
 
-    def add(self, step: int, load: object) -> list[str]:
+    def add(self, step: int, load: Any) -> list[str]:
         """Take the loads of a step. Return, at the end of an interval, a sentence for each layer that has changed.
 
         Args:

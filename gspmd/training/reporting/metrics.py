@@ -1,14 +1,17 @@
 """Metrics of a run: one JSON object per step, TensorBoard events, and Weights & Biases if it is asked for."""
 
+import hashlib
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from gspmd.reading import ReadError, parse_json
 from gspmd.training.reporting.events import Events
 from gspmd.training.reporting.weights_and_biases import WeightsAndBiases, check_installed
 from gspmd.training.toml import ConfigError
@@ -39,12 +42,10 @@ class Metrics:
     ):
         if log:
             check_installed()
-        path, beside = Path(out) / _FILE, Path(out) / f"{_FILE}.tmp"
-        kept = [] if resumed_at is None else [row for row in read(out) if "loss" in row and row["step"] <= resumed_at]
-        # Complete before it replaces the old file, so that a full disk loses no figures.
-        beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        beside.replace(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = Path(out) / _FILE
+        kept = [] if resumed_at is None else [row for row in read(out) if row["step"] <= resumed_at]
+        self._replace(kept)
+        self._digest = hashlib.sha256(_lines(filter(_is_of_update, kept)).encode())
         self._sinks: list[Any] = [Events(out, resumed_at)]
         if log:
             self._sinks.append(WeightsAndBiases(out, settings or {}))
@@ -54,6 +55,9 @@ class Metrics:
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
         """Add one object, and events.
 
+        One without a loss is of the validation at the end, and replaces that of the same step, if there is one: a run
+        that is resumed where it has ended validates again.
+
         Args:
             step: the step's number.
             figures: scalars, each an event; [layers], an event per layer; [layers, X], a histogram per layer with
@@ -61,12 +65,26 @@ class Metrics:
                 lists in the file.
         """
         row = {"step": step, **{name: _plain(value) for name, value in figures.items()}}
-        self._file.write(json.dumps(row) + "\n")
+        line = _lines([row])
+        if _is_of_update(row):
+            self._digest.update(line.encode())
+        else:
+            rows = read(self._path.parent)
+            others = [other for other in rows if _is_of_update(other) or other["step"] != step]
+            if len(others) < len(rows):
+                self._file.close()
+                self._replace(others)
+        self._file.write(line)
         self._file.flush()
         for name, value in figures.items():
             if value is not None:
                 for sink in self._sinks:
                     sink.add(step, name, np.asarray(value))
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all updates' objects, on disk with this: a checkpoint has it, for `lost`."""
+        os.fsync(self._file.fileno())
+        return self._digest.hexdigest()
 
     def text(self, step: int, name: str, text: str) -> None:
         """Add a text, in Markdown, to the events."""
@@ -77,6 +95,13 @@ class Metrics:
         """Add a picture to the events."""
         for sink in self._sinks:
             sink.picture(step, name, png)
+
+    def _replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the file anew, complete before it replaces the old one, so that a full disk loses no figures."""
+        beside = self._path.with_name(f"{_FILE}.tmp")
+        beside.write_text(_lines(rows), encoding="utf-8")
+        beside.replace(self._path)
+        self._file = self._path.open("a", encoding="utf-8")
 
     def __enter__(self) -> "Metrics":
         return self
@@ -107,18 +132,61 @@ def read(out: str | Path) -> list[dict[str, Any]]:
     return [row for row in rows if row is not None]
 
 
-def best_validation(out: str | Path) -> tuple[float | None, int | None]:
-    """The best bits per byte of held-out text in `<out>/metrics.jsonl`, and the step they are of; None without any."""
-    scored = [(row["val_bits_per_byte"], row["step"]) for row in read(out) if row.get("val_bits_per_byte") is not None]
+def lost(out: str | Path, step: int, digest: str | None = None) -> str | None:
+    """Say which figures up to a step are lost or changed; None if they are those that were written.
+
+    Args:
+        out: the run's folder.
+        step: of the checkpoint that the run resumes from.
+        digest: what `Metrics.digest` was there; None for a checkpoint of an earlier version.
+
+    Raises:
+        ConfigError: as of `read`.
+    """
+    rows = [row for row in read(out) if _is_of_update(row) and row["step"] <= step]
+    if digest is not None and hashlib.sha256(_lines(rows).encode()).hexdigest() == digest:
+        return None
+    there, path = {row["step"] for row in rows}, str(Path(out) / _FILE)
+    if gaps := [each for each in range(1, step + 1) if each not in there]:
+        first, last = gaps[0], gaps[-1]
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        some = "" if last - first == len(gaps) - 1 else f" for {len(gaps)} steps in"
+        return f"{path!r} has no figures{some or ' of'} {steps}: they are lost, and the run goes on without them."
+    if digest is None:
+        return None
+    return f"{path!r} has other figures up to step {step} than were written: it was changed, or is damaged."
+
+
+def _is_of_update(row: Mapping[str, Any]) -> bool:
+    """Return whether this is the object of an update, and not that of a validation at the end."""
+    return "loss" in row
+
+
+def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def best_validation(out: str | Path, *, of_updates: bool = False) -> tuple[float | None, int | None]:
+    """Return the best bits per byte of held-out text in `<out>/metrics.jsonl`, and their step; None without any.
+
+    Args:
+        out: the run's folder.
+        of_updates: leave out validations at the end, which read more text than those between updates.
+    """
+    rows = [row for row in read(out) if row.get("val_bits_per_byte") is not None]
+    scored = [(row["val_bits_per_byte"], row["step"]) for row in rows if _is_of_update(row) or not of_updates]
     return min(scored, default=(None, None))
 
 
 def _object(line: str) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
+        row = parse_json(line)
+    except ReadError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return None
+    # The figure that is compared with those of the run itself.
+    return row if isinstance(row.get("val_bits_per_byte"), int | float | None) else None
 
 
 def _plain(value: Any) -> Any:

@@ -93,7 +93,7 @@ def expert_load(rows: Sequence[dict[str, Any]], path: str | Path, name: str = ""
     Returns:
         Whether there was a load to draw.
     """
-    loaded = [row for row in rows if np.ndim(row.get("load")) == 2 and np.size(row["load"])]
+    loaded = [row for row in rows if np.ndim(row.get("load", 0)) == 2 and np.size(row["load"])]
     if not loaded:
         return False
     edges, load = _binned(loaded)
@@ -102,7 +102,7 @@ def expert_load(rows: Sequence[dict[str, Any]], path: str | Path, name: str = ""
     figure = Figure(figsize=(9, 1.2 + height * layers), dpi=150, layout="constrained")
     figure.suptitle("load of every expert", x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK)
     figure.text(0.99, 0.985, name, ha="right", va="top", fontsize=10, color=_MUTED)
-    for layer, axes in enumerate(np.atleast_1d(figure.subplots(layers, 1, sharex=True))):
+    for layer, axes in enumerate(figure.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]):
         mesh = _heat(axes, edges, load[:, layer].T * experts)
         axes.set_title(f"expert layer {layer + 1} of {layers}", loc="left", fontsize=10, color=_INK)
         axes.set_title(_ending(loaded, layer), loc="right", fontsize=9, color=_MUTED)
@@ -152,7 +152,7 @@ def _ending(loaded: Sequence[dict[str, Any]], layer: int) -> str:
         ("entropy", "entropy {:.2f}"),
         ("confidence", "confidence {:.2f}"),
     ):
-        values = [row[name][layer] for row in last if np.ndim(row.get(name)) == 1 and row[name][layer] is not None]
+        values = [row[name][layer] for row in last if np.ndim(row.get(name, 0)) == 1 and row[name][layer] is not None]
         said += [text.format(np.mean(values))] if values else []
     return "at the end: " + ", ".join(said) if said else ""
 

@@ -1,4 +1,4 @@
-"""How fast a run is: tokens per second, and the model FLOPs utilization (MFU)."""
+"""The speed of a run: tokens per second, and the model FLOPs utilization (MFU)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from gspmd.hardware.chips import chip_of_device
 
 @dataclass(frozen=True)
 class Speed:
-    """What one step has to do, and what the devices could do.
+    """The work of one step, and what the devices could do.
 
         tokens per second = tokens / seconds
         MFU               = flops / (seconds · peak)

@@ -94,5 +94,5 @@ def _fresh() -> Path:
 
 
 def _numbered() -> list[Path]:
-    paths = [path for path in RUNS.iterdir() if re.fullmatch(r"\d+", path.name)] if RUNS.is_dir() else []
+    paths = [path for path in RUNS.iterdir() if re.fullmatch(r"[0-9]+", path.name)] if RUNS.is_dir() else []
     return sorted(paths, key=lambda path: int(path.name))

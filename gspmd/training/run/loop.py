@@ -1,5 +1,6 @@
 """The training loop: compile, step, measure, validate, save, and stop cleanly on a signal."""
 
+import errno
 import math
 import signal
 import time
@@ -24,7 +25,7 @@ from gspmd.training.data.split import count_of
 from gspmd.training.reporting import memory
 from gspmd.training.reporting.display import Display
 from gspmd.training.reporting.experts import DeadExperts
-from gspmd.training.reporting.metrics import Metrics, best_validation
+from gspmd.training.reporting.metrics import Metrics, best_validation, lost
 from gspmd.training.reporting.speed import Speed
 from gspmd.training.run.guard import Diverged, Guard
 from gspmd.training.run.profile import Profile
@@ -33,6 +34,15 @@ from gspmd.training.run.relayout import move
 from gspmd.training.run.signals import Interrupted, Stop
 from gspmd.training.state import TrainState
 
+# What has to be done where the system refuses to write a file of a run, by the number of its error.
+_ONCE = {
+    errno.ENOSPC: "once there is room",
+    errno.EDQUOT: "once there is room",
+    errno.EFBIG: "once files may be larger",
+    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY), "once that is moved away"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "once it may be written"),
+    errno.ENOENT: "",  # it is made anew
+}
 # Steps after which dead experts are looked for where there is no validation on the way.
 _INTERVAL = 100
 
@@ -41,17 +51,23 @@ class Unwritable(Exception):
     """The run's folder can no longer be written, or another file not be used; `step` is the newest checkpoint.
 
     Attributes:
-        reason: the message of the operating system.
         step: of the newest checkpoint; None if there is none.
         out: the run's folder.
-        file: the file, if it is none of the run's.
+        once: what has to be done before the run can go on, as "once there is room"; empty if nothing.
     """
 
-    def __init__(self, reason: str, step: int | None, out: Path, file: str | None = None):
-        self.reason, self.step, self.out, self.file = reason, step, out, file
+    def __init__(self, error: OSError, step: int | None, out: Path):
+        self.step, self.out = step, out
+        named = error.filename2 or error.filename  # of a rename, what stands in its way
+        file, reason = Path(named) if isinstance(named, str) else out, error.strerror or str(error)
+        if file.resolve().is_relative_to(out.resolve()):
+            self.once = _ONCE.get(error.errno or 0, "once it can be written")
+            within = "" if file == out else f"{file.resolve().relative_to(out.resolve())}: "
+            fault = f"cannot write to {str(out)!r}: {within}{reason}"
+        else:
+            self.once, fault = "once it can be used", f"cannot use {named!r}: {reason}"
         saved = "no step is saved" if step is None else f"step {step} is saved"
-        fault = f"cannot write to {str(out)!r}" if file is None else f"cannot use {file!r}"
-        super().__init__(f"{fault}: {reason}; {saved}.")
+        super().__init__(f"{fault}; {saved}.")
 
 
 def fit(
@@ -87,7 +103,11 @@ def fit(
         OSError: `out` can no longer be written; complete checkpoints stay intact. A save that fails is noticed at the
             next step.
     """
-    programs = program if isinstance(program, Mapping) else {0: lambda: program}
+    if isinstance(program, Mapping):
+        programs = program
+    else:
+        only = program
+        programs = {0: lambda: only}
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     with ExitStack() as opened:
         with Stop() as stop, stop.closed(console), Checkpoints(out, keep=config.keep, tell=say) as checkpoints:
@@ -95,7 +115,11 @@ def fit(
             if config.resume:
                 with Progress(console, "Looking for the checkpoint"):
                     resumed_at = checkpoints.intact(config.resume_step, say)
-            profile = Profile(config.profile, out, resumed_at or 0, record=processes.first())
+                # Before the model is built, which takes longer.
+                figures = checkpoints.data(resumed_at).get("figures")
+                if processes.first() and (fault := lost(out, resumed_at, figures)):
+                    say(fault)
+            profile = Profile(config.profile, out, resumed_at or 0, say, record=processes.first())
             program = programs[max(step for step in programs if step <= (resumed_at or 0))]()
             random = {"key": jax.random.key_data(program.key).tolist(), "rng": str(jax.random.key_impl(program.key))}
             stream, state = data.stream(corpus, config) | random, program.state
@@ -110,13 +134,14 @@ def fit(
             if processes.first():
                 save_settings(out, settings or {})
                 metrics = opened.enter_context(Metrics(out, resumed_at=resumed_at, settings=settings, log=config.log))
-                best, _ = best_validation(out)
+                best, _ = best_validation(out, of_updates=True)
             guard = Guard(config.non_finite, skipped, console)
             dead = DeadExperts(min(config.validation_every or _INTERVAL, config.steps))
             run = _Run(
                 config, program, corpus, stream, out, console, checkpoints, metrics, stop, guard, position, profile,
                 dead, best,
             )  # fmt: skip
+            processes.meet("training")  # each has restored its own part of the state
             state = run.train(state, programs)
             with run.program.context():
                 run.finish(state)
@@ -141,6 +166,7 @@ class _Run:
     profile: Profile
     dead: DeadExperts
     best: float | None
+    evaluate: Callable | None = None
 
     def train(self, state: TrainState, programs: Mapping[int, Callable[[], Program]]) -> TrainState:
         """Train in one program after another, and move the state between them."""
@@ -152,7 +178,8 @@ class _Run:
         with closing(self.profile):
             for first, last in pairwise([begin, *changes, self.config.steps]):
                 if first in changes:
-                    self.program = programs[first]()
+                    self.program, self.evaluate = programs[first](), None
+                    processes.meet("the change of layout")
                     state = move(state, self.program.state)
                 with self.program.context():
                     state = self._train(state, first, last)
@@ -195,6 +222,7 @@ class _Run:
                 self._tell(number, row)
                 if (stopping := self.stop.agreed()) or saving:
                     run = {"stream": self.stream, "position": self.position, "skipped": self.guard.skipped}
+                    run["figures"] = self.metrics.digest() if self.metrics is not None else None
                     with Progress(self.console, f"Saving step {number}"):
                         self.checkpoints.save(state, run)
                 if stopping:
@@ -243,7 +271,13 @@ class _Run:
             for number, batch in enumerate(self.corpus.validation_batches(*what, *self.program.part), 1):
                 if self.stop.agreed():
                     return {}
-                losses.append(float(self.program.evaluate(state.params, self.program.place(batch))))
+                placed = self.program.place(batch)
+                if self.evaluate is None:
+                    self.evaluate = self.program.evaluate
+                    if hasattr(self.evaluate, "lower"):
+                        self.evaluate = self.evaluate.lower(state.params, placed).compile()
+                    processes.meet("the validation")
+                losses.append(float(self.evaluate(state.params, placed)))
                 progress.say(f"Validating: batch {number} of {count}")
         return {"val_bits_per_byte": float(np.mean(losses)) / self._nats_per_token}
 
@@ -262,7 +296,10 @@ class _Run:
             lowered = self.program.step.lower(state, batch, self.program.key)
             progress.begin("Compiling the training step")
             step = lowered.compile()
-        self.console.print(f"Compiled the training step in {duration(time.perf_counter() - began)}.")
+            compiled = time.perf_counter() - began
+            progress.begin("Waiting for the other processes to compile it")
+            processes.meet("the first step")
+        self.console.print(f"Compiled the training step in {duration(compiled)}.")
         if self.program.gradients is not None:
             self.console.print(memory.table(state, self.program.gradients, step))
         return step

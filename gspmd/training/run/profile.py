@@ -1,35 +1,36 @@
 """A profile of some steps: an XProf trace in the run's folder."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
 from gspmd.training.flags import parse_profile
-from gspmd.training.toml import ConfigError
 
 _FOLDER = "profile"
 
 
 class Profile:
-    """Record the steps that were asked for, with JAX's profiler.
+    """Record the steps that were asked for, with JAX's profiler; of those before a resume, say that they are done.
 
     Args:
         steps: `"FROM:TO"`, both included; "" for none.
         out: the run's folder; the trace is put into its folder profile/.
         done: the step that the run goes on from.
+        tell: called with a line if some of the steps are done. That is no error: a run is resumed with the flags that
+            began it.
         record: whether this process records; one of several does, the first.
-
-    Raises:
-        ConfigError: the first step is already done.
     """
 
-    def __init__(self, steps: str, out: Path, done: int = 0, *, record: bool = True):
+    def __init__(
+        self, steps: str, out: Path, done: int = 0, tell: Callable[[str], None] = print, *, record: bool = True
+    ):
         self.folder, self._running = out / _FOLDER, False
         first, self._last = parse_profile(steps) if steps else (0, 0)
-        self._first = first if record else 0
+        self._first = max(first, done + 1) if record and self._last > done else 0
         if steps and first <= done:
-            fault = f"profile is {steps!r}, but step {done} is done; name steps from {done + 1} on, or leave it out."
-            raise ConfigError("cannot profile:", [fault])
+            rest = "nothing is profiled" if self._last <= done else f"the profile begins with step {done + 1}"
+            tell(f"profile is {steps!r}, but step {done} is done: {rest}.")
 
     def before(self, step: int) -> None:
         """Begin to record, if this is the first step."""

@@ -1,4 +1,4 @@
-"""What a run needs of a model: its programs, the state that it begins with, and how much it computes."""
+"""The programs that a run needs of a model, the state that it begins with, and how much it computes."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.stages import Wrapped
 
 from gspmd.training.state import TrainState
 
@@ -22,7 +23,7 @@ class Program:
     Attributes:
         state: the initial state; on a resume, the shapes and shardings of the restored one.
         step: (state, batch, key) -> (state, figures), as of `jit_step`; `figures` has `cross_entropy` and `non_finite`.
-        evaluate: (params, batch) -> mean cross-entropy in nats.
+        evaluate: (params, batch) -> mean cross-entropy in nats; compiled ahead of its run if it is jitted.
         place: puts a batch of tokens, integers [B, L+1], onto the devices: the rows of it that this process reads.
         key: the random key that the key of every step is folded from, so that nothing random depends on a resume.
         part: which part of a batch, of how many, has these rows, as of `processes.part_of`.
@@ -32,7 +33,7 @@ class Program:
     """
 
     state: TrainState
-    step: Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
+    step: Wrapped
     evaluate: Evaluate
     place: Place
     key: jax.Array

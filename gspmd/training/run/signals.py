@@ -1,4 +1,8 @@
-"""SIGINT and SIGTERM: deferred to the end of a step, where the run saves and stops."""
+"""SIGINT, SIGTERM and SIGHUP: deferred to the end of a step, where the run saves and stops.
+
+Of these, what is ignored where a run begins stays so: SIGHUP under `nohup`, and SIGINT in the background of a script,
+where it is meant for the script's foreground. SIGTERM is always heard, for that is how schedulers end a job.
+"""
 
 import os
 import signal
@@ -6,12 +10,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import current_thread, main_thread
 from types import FrameType, TracebackType
 from typing import NoReturn
 
 import jax
 from jax.experimental import multihost_utils
 from rich.console import Console
+
+from gspmd.display import terminal
+from gspmd.interruption import HungUp, Terminated
 
 
 class Interrupted(Exception):
@@ -29,24 +37,16 @@ class Interrupted(Exception):
         super().__init__("interrupted before a step was saved" if step is None else f"interrupted after step {step}")
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, where it is not deferred.
-
-    Attributes:
-        number: the signal.
-    """
-
-    number = signal.SIGTERM
-
-
 _CLOSED = b"\nStandard output is closed: stopping at the end of this step.\n"
 _HEARD = b"\nStopping at the end of this step. To stop at once: interrupt again.\n"
 
 
 class Stop:
-    """Defer SIGINT and SIGTERM until the end of a step; a second signal interrupts at once.
+    """Defer SIGINT, SIGTERM and SIGHUP until the end of a step; a second SIGINT or SIGTERM interrupts at once.
 
-    Who presses Ctrl-C in a terminal is told so: a step may take long, and the first one is compiled.
+    A terminal that is closed sends SIGHUP more than once, from the kernel and from the shell, and a machine that shuts
+    down sends SIGTERM after it: neither asks for a faster end. Ctrl-C in a terminal is answered at once, since a step
+    may take long, and the first one is compiled.
 
     Attributes:
         number: the first signal; None before it.
@@ -56,11 +56,8 @@ class Stop:
 
     def __enter__(self) -> "Stop":
         self._before = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                self._before[number] = signal.signal(number, self._ask)
-            except ValueError:  # not the main thread, which alone can handle signals
-                break
+        for number in _heard():
+            self._before[number] = signal.signal(number, self._ask)
         return self
 
     @contextmanager
@@ -91,11 +88,19 @@ class Stop:
         return self.asked
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if number == signal.SIGHUP:
+            terminal.leave()
+            self.number = self.number or number
+            return
+        if self.number in (signal.SIGINT, signal.SIGTERM):
             _raise(number, frame)
         self.number = number
         if number == signal.SIGINT and sys.stderr is not None and sys.stderr.isatty():
             os.write(2, _HEARD)  # print may be at work where the signal comes, and cannot be entered again
+
+    def interrupt(self) -> NoReturn:
+        """Raise the first signal's exception, where a program has come to a point at which it can stop."""
+        _raise(self.number or signal.SIGINT, None)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
@@ -104,17 +109,36 @@ class Stop:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Raise Terminated on SIGTERM, as KeyboardInterrupt on SIGINT."""
-    try:
-        before = signal.signal(signal.SIGTERM, _raise)
-    except ValueError:  # not the main thread
-        yield
-        return
+    """Raise Terminated on SIGTERM and HungUp on SIGHUP, as KeyboardInterrupt on SIGINT."""
+    before = {number: signal.signal(number, _raise) for number in _heard() if number != signal.SIGINT}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Ignore further signals while a program says how it has ended: its one message is to come out, and once."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _heard()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _heard() -> list[int]:
+    """The signals that are answered here; none but in the main thread, which alone can handle them."""
+    if current_thread() is not main_thread():
+        return []
+    ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]
+    return [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if number not in ignored]
 
 
 def _raise(number: int, frame: FrameType | None) -> NoReturn:
-    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+    if number == signal.SIGHUP:
+        terminal.leave()
+    kinds: dict[int, type[KeyboardInterrupt]] = {signal.SIGTERM: Terminated, signal.SIGHUP: HungUp}
+    raise kinds.get(number, KeyboardInterrupt)

@@ -17,7 +17,7 @@ Loss = Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, dict[str, jax.Arr
 
 @dataclass(frozen=True)
 class Microbatches:
-    """How a batch is split.
+    """The split of a batch.
 
     Every device splits its own sequences, so that nothing is sent; a microbatch has some of every device's.
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.stages import Wrapped
 
 from gspmd.annotate.spec import Spec
 from gspmd.training.optimizer import Norm, clip
@@ -62,7 +63,7 @@ def make_step(
             return figures, moves.gradients_to_optimizer(gradients)
 
     def differentiate(params: Tree, batch: jax.Array, key: jax.Array) -> tuple[Any, Tree]:
-        if not moves.partial or jax.sharding.get_abstract_mesh().are_all_axes_explicit:
+        if microbatches is None or not moves.partial or jax.sharding.get_abstract_mesh().are_all_axes_explicit:
             return gradients_of(params, batch, key)
         partitions = jax.tree.map(Spec.partition_spec, moves.parameters, is_leaf=lambda leaf: isinstance(leaf, Spec))
         placed = partitions, microbatches.batch.partition_spec(), jax.P()
@@ -88,7 +89,7 @@ def make_step(
     return step
 
 
-def jit_step(step: Step, state: TrainState, compiler_options: Mapping[str, str] | None = None) -> Step:
+def jit_step(step: Step, state: TrainState, compiler_options: Mapping[str, str] | None = None) -> Wrapped:
     """Jit the step so that it keeps the state's shardings, and donates the old state."""
     keep = jax.tree.map(lambda leaf: leaf.sharding, state)
     return jax.jit(step, donate_argnums=0, out_shardings=(keep, None), compiler_options=dict(compiler_options or {}))

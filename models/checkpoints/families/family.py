@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-REQUIRED = object()
+from .window import Window
+
+REQUIRED, WRONG = object(), object()
 
 
 @dataclass(frozen=True)
@@ -15,32 +17,30 @@ class Option:
 
     Attributes:
         key: its name, or names of which the first is written.
-        default: its value where it is absent or null; a function of the fields of other entries; or REQUIRED.
+        default: its value where it is absent; a function of the fields of other entries; or REQUIRED.
         names: value in the file to value here, where they are called otherwise; None if they are the same.
-        absent: values that stand for none.
+        null: its value where it is null, likewise; WRONG where null is no value of it.
     """
 
     key: str | tuple[str, ...]
     default: Any = REQUIRED
     names: Mapping[Any, Any] | None = None
-    absent: tuple[Any, ...] = (None,)
+    null: Any = WRONG
 
     @property
     def keys(self) -> tuple[str, ...]:
         """All its names."""
         return (self.key,) if isinstance(self.key, str) else self.key
 
-    def of(self, json: Mapping[str, Any]) -> tuple[str, Any]:
-        """Its name and value in a file, as the file has them; its default if it has none."""
-        return next(
-            ((key, json[key]) for key in self.keys if key in json and json[key] not in self.absent),
-            (self.keys[0], self.default),
-        )
+    def entries(self, json: Mapping[str, Any]) -> dict[str, Any]:
+        """Its names in a file, each with its value; its first name with its default if the file has none."""
+        found = {key: json[key] for key in self.keys if key in json} or {self.keys[0]: self.default}
+        return {key: self.null if value is None and self.null is not WRONG else value for key, value in found.items()}
 
 
 @dataclass(frozen=True)
 class Stored:
-    """How a parameter is stored.
+    """The stored form of a parameter.
 
     Attributes:
         name: of the tensor; {N} is the number of the layer and {X} that of the expert.
@@ -69,12 +69,13 @@ class Family:
         tensors: path of a parameter, without "blocks.0.", to how it is stored.
         derived: field to its value as a function of the other fields.
         inactive: entry to the values, its default first, under which it has no effect; other values are refused.
+        ignored_entries: entries that change nothing in this family, whatever their value.
         rope_base: the default of rope_theta; None where it cannot be set.
         partial_rotary: the default of partial_rotary_factor; None where it cannot be set.
-        window: the defaults of sliding_window and of whether it is used; None where there is none.
+        window: how it says that attention looks back over a few tokens only; None where it has no such layers.
         logit_scale: the default of the factor of the logits; None where there is none.
         scale_embedding: whether its models multiply embedded tokens by √E.
-        length: the entry with the longest sequence.
+        length: the names of the entry with the longest sequence, of which the first is written.
     """
 
     title: str
@@ -85,12 +86,13 @@ class Family:
     tensors: Mapping[str, Stored]
     derived: Mapping[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
     inactive: Mapping[str, tuple] = field(default_factory=dict)
+    ignored_entries: tuple[str, ...] = ()
     rope_base: float | None = 10000.0
     partial_rotary: float | None = None
-    window: tuple[int | None, bool] | None = None
+    window: Window | None = None
     logit_scale: float | None = None
     scale_embedding: bool = False
-    length: str = "max_position_embeddings"
+    length: tuple[str, ...] = ("max_position_embeddings",)
 
     #: Tensors that are computed, not learned: old files have them.
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq", r".*\.attn\.(masked_)?bias")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .family import Family, Option, Stored
-from .serial import ATTENTION, ENDS, FIXED, LAYER, OPTIONS, QWEN3, without
+from .serial import ATTENTION, ENDS, FIXED, LAYER, OPTIONS, QWEN3, kv_heads, without
+from .window import Window
 
 EXPERTS = without(FIXED, "moe") | {"moe.router": "top-k", "moe.every": 1, "moe.shared": 0}
 
@@ -13,8 +14,9 @@ MIXTRAL = Family(
     model_type="mixtral",
     options=OPTIONS
     | {
+        "kv_heads": kv_heads(8),
         "norm_epsilon": Option("rms_norm_eps", 1e-5),
-        "moe.experts": Option("num_local_experts", 8),
+        "moe.experts": Option(("num_local_experts", "num_experts"), 8),
         "moe.k": Option("num_experts_per_tok", 2),
     },
     fixed=EXPERTS | {"moe.renormalize": True},
@@ -28,15 +30,16 @@ MIXTRAL = Family(
         "moe.w_out": Stored(f"{LAYER}.block_sparse_moe.experts.{{X}}.w2.weight", "EF"),
     },
     rope_base=1e6,
-    window=(None, True),
+    window=Window(None),
 )
 
 QWEN3_MOE = Family(
     title="Qwen3-MoE",
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
-    options=QWEN3.options
-    | {
+    options={
+        **QWEN3.options,
+        "kv_heads": kv_heads(4),
         "head_size": OPTIONS["head_size"],
         "feed_forward": Option("moe_intermediate_size"),
         "moe.experts": Option(("num_experts", "num_local_experts"), 128),
@@ -53,6 +56,13 @@ QWEN3_MOE = Family(
         "moe.w_gate": Stored(f"{LAYER}.mlp.experts.{{X}}.gate_proj.weight", "FE"),
         "moe.w_out": Stored(f"{LAYER}.mlp.experts.{{X}}.down_proj.weight", "EF"),
     },
-    inactive={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
-    window=(4096, False),
+    inactive={
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([], None),
+        "qkv_bias": (False,),
+        "use_qk_norm": (True,),
+        "shared_expert_intermediate_size": (0, None),
+    },
+    ignored_entries=("intermediate_size",),  # of layers without experts
+    window=Window(4096, switched=True),
 )

@@ -19,6 +19,8 @@ PARALLEL = without(FIXED, "norm_bias", "qkv_bias", "out_bias", "ffn_bias", "outp
     "norm": "layer",
 }
 
+_FOUR_TIMES = lambda fields: 4 * fields["embed"]  # noqa: E731
+
 _GPTJ = "transformer.h.{N}"
 
 GPTJ = Family(
@@ -27,11 +29,11 @@ GPTJ = Family(
     model_type="gptj",
     options={
         "vocabulary": Option("vocab_size"),
-        "embed": Option("n_embd"),
-        "layers": Option("n_layer"),
-        "heads": Option("n_head"),
-        "feed_forward": Option("n_inner", lambda fields: 4 * fields["embed"]),
-        "rotary_size": Option("rotary_dim", 64, absent=()),  # null is not 64, nor does transformers take it
+        "embed": Option(("n_embd", "hidden_size")),
+        "layers": Option(("n_layer", "num_hidden_layers")),
+        "heads": Option(("n_head", "num_attention_heads")),
+        "feed_forward": Option("n_inner", _FOUR_TIMES, null=_FOUR_TIMES),
+        "rotary_size": Option("rotary_dim", 64),
         "activation": Option("activation_function", "gelu_new", GELU),
         "norm_epsilon": Option("layer_norm_epsilon", 1e-5),
         "tied": Option("tie_word_embeddings", False),
@@ -66,8 +68,9 @@ GPTJ = Family(
         "output.table": Stored("lm_head.weight", "VE"),
         "output.bias": Stored("lm_head.bias", "V"),
     },
+    inactive={"rotary": (True,), "scale_attn_weights": (True,)},
     rope_base=None,
-    length="n_positions",
+    length=("n_positions", "max_position_embeddings"),
 )
 
 PHI = Family(

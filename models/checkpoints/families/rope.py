@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from ...config import ModelConfig, RopeScaling
+from .entries import in_json, is_number
 from .family import Family
 
 #: Field of `RopeScaling` to its entry.
@@ -15,31 +17,86 @@ _SCALING = {
     "high_frequency": "high_freq_factor",
     "original_length": "original_max_position_embeddings",
 }
+_ORIGINAL = _SCALING["original_length"]
+
+ENTRIES = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", _ORIGINAL)
+"""The entries that `read_rope` reads."""
+
+#: The entries inside of `rope_scaling` and `rope_parameters`.
+_INNER = ("rope_theta", "rope_type", "type", "partial_rotary_factor", *_SCALING.values())
 
 
 def read_rope(family: Family, json: Mapping[str, Any], head_size: int, faults: list[str]) -> dict[str, Any]:
     """Return the fields rope_base, rope_scaling and rotary_size; add to the faults what is not supported.
 
     They stand in `rope_parameters`, or, as written before transformers 5, in `rope_theta`, `rope_scaling` and
-    `partial_rotary_factor`.
+    `partial_rotary_factor`. Where several say the same thing, the one counts that counts in transformers:
+    `rope_scaling` before `rope_parameters`, what stands in it before what stands beside it, but for
+    `original_max_position_embeddings`, which counts where it stands beside it.
     """
     if family.rope_base is None:
         return {"rope_base": 10000.0, "rope_scaling": None}
-    entries = dict(json.get("rope_parameters") or json.get("rope_scaling") or {})
-    base = entries.get("rope_theta") or json.get("rope_theta") or family.rope_base
+    before = len(faults)
+    name = "rope_scaling" if json.get("rope_scaling") not in (None, {}) else "rope_parameters"
+    entries = json.get(name)
+    entries = {} if entries is None else entries
+    if not isinstance(entries, dict):
+        faults.append(f"{name} is {in_json(entries)}; it must be a table of entries, or null.")
+        return {}
+    if unknown := [key for key in entries if key not in _INNER]:
+        faults.append(f"{name} has {', '.join(unknown)}, which is not supported.")
+    base = entries.get("rope_theta", json.get("rope_theta", family.rope_base))
+    if not is_number(base) or base <= 0:
+        faults.append(f"rope_theta is {in_json(base)}; it must be a positive number.")
     scaling, kind = None, entries.get("rope_type", entries.get("type", "default"))
     if kind == "llama3":
-        lacking = [key for key in _SCALING.values() if entries.get(key) is None]
-        faults += [f"{key} of the llama3 rope scaling is missing" for key in lacking]
-        scaling = None if lacking else RopeScaling(**{name: entries[key] for name, key in _SCALING.items()})
+        scaling = _llama3(family, json, entries, faults)
     elif kind != "default":
-        faults.append(f"the rope type is {kind!r}, which is not supported; 'default' and 'llama3' are")
-    found = entries.get("partial_rotary_factor", json.get("partial_rotary_factor"))
-    share = found or family.partial_rotary or 1.0
-    if family.partial_rotary is None and share != 1.0:
-        faults.append(f"partial_rotary_factor is {share}, which {family.title} models do not have")
-    size = int(head_size * share)
+        faults.append(f"the rope type is {in_json(kind)}, which is not supported; 'default' and 'llama3' are.")
+    size = _rotary_size(family, json, entries, head_size, faults)
+    if len(faults) > before:
+        return {}
     return {"rope_base": float(base), "rope_scaling": scaling, "rotary_size": 0 if size == head_size else size}
+
+
+def _llama3(
+    family: Family, json: Mapping[str, Any], entries: Mapping[str, Any], faults: list[str]
+) -> RopeScaling | None:
+    """Read the stretching of long wavelengths; None with a fault."""
+    given = {_ORIGINAL: json.get(family.length[0]), **entries}
+    if _ORIGINAL in json:
+        given[_ORIGINAL] = json[_ORIGINAL]
+    values: dict[str, Any] = {name: given.get(key) for name, key in _SCALING.items()}
+    wrong = {key: values[name] for name, key in _SCALING.items() if not is_number(values[name])}
+    for key, value in wrong.items():
+        is_it = f"is {in_json(value)}; it must be a number" if given.get(key) is not None else "is missing"
+        faults.append(f"{key} of the llama3 rope scaling {is_it}.")
+    if wrong:
+        return None
+    try:
+        return RopeScaling(**values)
+    except ValueError as error:
+        faults.append(f"its rotary embedding cannot be read: {error}.")
+        return None
+
+
+def _rotary_size(
+    family: Family, json: Mapping[str, Any], entries: Mapping[str, Any], head_size: int, faults: list[str]
+) -> int:
+    """Read how many elements of a head are rotated."""
+    default = 1.0 if family.partial_rotary is None else family.partial_rotary
+    share = entries.get("partial_rotary_factor", json.get("partial_rotary_factor", default))
+    if family.partial_rotary is None:
+        if share not in (1, None) or isinstance(share, bool):
+            faults.append(f"partial_rotary_factor is {in_json(share)}, which {family.title} models do not have.")
+        return head_size
+    if not is_number(share) or not 0 < share <= 1:
+        faults.append(f"partial_rotary_factor is {in_json(share)}; it must be a number above 0, and at most 1.")
+        return head_size
+    size = int(head_size * share)
+    if not size:  # which would stand for the whole head
+        faults.append(f"partial_rotary_factor is {share}, which is no element of a head of {head_size}.")
+    return size
 
 
 def write_rope(family: Family, config: ModelConfig) -> dict[str, Any]:
@@ -51,7 +108,10 @@ def write_rope(family: Family, config: ModelConfig) -> dict[str, Any]:
         values = {key: getattr(config.rope_scaling, name) for name, key in _SCALING.items()}
         entries["rope_scaling"] = {"rope_type": "llama3", **values}
     if family.partial_rotary is not None:
-        entries["partial_rotary_factor"] = config.rotary / config.head_size
+        share = config.rotary / config.head_size
+        if int(config.head_size * share) != config.rotary:  # as 44 · (30 / 44) is 29.999…, of which readers take 29
+            share = math.nextafter(share, 1.0)
+        entries["partial_rotary_factor"] = share
     return entries
 
 

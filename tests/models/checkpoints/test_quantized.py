@@ -1,14 +1,17 @@
 """int8 weights, and an int8 cache beside them, against transformers' float32 logits, of every family."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
 
 import gspmd_models as models
 from gspmd.moe.routers.rule import Router
-from gspmd_models.checkpoints import load
+from gspmd_models.checkpoints import load, model_config
 from gspmd_models.decoding import abstract_cache, decode_step, served
 from tests.models.checkpoints.cases import CASES
+from tests.models.test_quantization import scaled_up
 
 
 def read(model, mesh, tokens, *, int8):
@@ -32,7 +35,7 @@ def chosen(monkeypatch):
 
     def recorded(self, *given, **options):
         routing = assign(self, *given, **options)
-        jax.debug.callback(lambda expert: seen.append(np.sort(np.asarray(expert).reshape(8, -1))), routing.expert)
+        jax.debug.callback(lambda expert: seen.append(np.asarray(expert).reshape(8, -1)), routing.expert)
         return routing
 
     monkeypatch.setattr(Router, "assign", recorded)
@@ -43,19 +46,10 @@ def off(got, wanted):
     return np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
 
 
-OVER = {"llama-tied-scaled": "2.02%", "mixtral": "2.33%"}
-"""The two whose logits are farther off than 2%, and by how much."""
-
-OF_EACH = [
-    pytest.param(name, marks=pytest.mark.xfail(reason=f"its logits are {OVER[name]} off")) if name in OVER else name
-    for name in CASES
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OF_EACH)
+@pytest.mark.parametrize("name", CASES)
 def test_int8_weights_are_near_float32_and_an_int8_cache_is_near_those(name, reference, placing, chosen):
-    """Weights within 2%, the cache within 2% more.
+    """Weights within 2.5%, the cache within 1% more, at the one size of weights that `reference` draws.
 
     Of experts those tokens count that go where they went, as do all before them: another expert is another token.
     """
@@ -66,7 +60,7 @@ def test_int8_weights_are_near_float32_and_an_int8_cache_is_near_those(name, ref
             for cache in (False, True)[: 1 + int8]:
                 logits.append(read(model, mesh, wanted.tokens, int8=cache))
                 jax.effects_barrier()
-                routes.append(np.stack(chosen).reshape(wanted.prompt, -1, 8, chosen[0].shape[1]) if chosen else None)
+                routes.append(np.sort(chosen).reshape(wanted.prompt, -1, 8, chosen[0].shape[1]) if chosen else None)
                 chosen.clear()
     np.testing.assert_allclose(logits[0], wanted.logits, atol=1e-4)
     alike = np.ones((3, *wanted.tokens.shape), bool)
@@ -74,5 +68,61 @@ def test_int8_weights_are_near_float32_and_an_int8_cache_is_near_those(name, ref
         alike = np.stack([np.logical_and.accumulate((each == routes[0]).all((1, 3))).T for each in routes])
         assert alike.mean((1, 2)).min() > 0.5, alike.sum((1, 2))
     weights, cache = alike[1], alike[1] & alike[2]
-    assert off(logits[1][weights], wanted.logits[weights]) < 0.02
-    assert off(logits[2][cache], logits[1][cache]) < 0.02
+    assert off(logits[1][weights], wanted.logits[weights]) < 0.025
+    assert off(logits[2][cache], logits[1][cache]) < 0.01
+
+
+ROWS, LENGTH = 8, 32
+
+
+def drawn(shapes, std, seed):
+    """Normal weights by path, those of norms around 1."""
+    draw = np.random.default_rng(seed).standard_normal
+    return {path: np.float32(std * draw(x.shape) + path.endswith("norm")) for path, x in shapes.items()}
+
+
+@pytest.mark.turns(1)
+@pytest.mark.parametrize("name", CASES)
+def test_int8_weights_do_to_logits_what_errors_of_their_size_do(name, placing, chosen, tmp_path):
+    """The same errors with random signs: so what logits lose is the model's own doing, and no error of int8's adds up.
+
+    It is no fixed share: of the Llama here it is 1, 2 and 6%. A token that goes to another expert is another token, and
+    so are those that attend to it: with them Mixtral's 1, 2 and 6% would be 2, 5 and 11%.
+    """
+    kind, entries = CASES[name]
+    (tmp_path / "config.json").write_text(json.dumps(entries | {"architectures": [f"{kind}ForCausalLM"]}))
+    layout, mesh = placing("replicated")
+    config = model_config(tmp_path)
+    model = models.build(config, layout, mesh, jax.random.key(0))
+    ids = np.random.default_rng(1).integers(0, config.vocabulary, (ROWS, LENGTH)).astype(np.int32)
+    program, put = jax.jit(lambda weights: models.with_arrays(model, weights)(ids)[0]), models.arrays(model)
+
+    def run(weights):
+        """Logits [B, L, V], and whether every token up to each goes where it goes in `exact`."""
+        logits = np.asarray(program({path: jax.device_put(x, put[path].sharding) for path, x in weights.items()}))
+        jax.effects_barrier()
+        routes = np.stack(chosen).reshape(-1, ROWS, LENGTH, config.moe.choices) if chosen else np.zeros((1, ROWS, 1, 1))
+        chosen.clear()
+        return logits, np.sort(routes)
+
+    def error(weights, exact):
+        logits, routes = run(weights)
+        alike = np.broadcast_to((routes == exact[1]).all((0, 3)), logits.shape[:2])
+        alike = np.logical_and.accumulate(alike, axis=1)
+        assert alike.mean() > 0.3, alike.mean()
+        return off(logits[alike], exact[0][alike])
+
+    with jax.set_mesh(mesh):
+        for std in (0.1, 0.25, 0.5):
+            found = {"int8": [], "signs": []}
+            for seed in range(4):
+                plain = drawn(put, std, seed)
+                rounded = scaled_up(models.quantize(models.with_arrays(model, jax.tree.map(jax.numpy.asarray, plain))))
+                assert rounded.keys() == plain.keys()
+                signs = np.random.default_rng(100 + seed)
+                other = {p: x + (rounded[p] - x) * signs.choice([-1, 1], x.shape) for p, x in plain.items()}
+                exact = run(plain)
+                found["int8"].append(error(rounded, exact))
+                found["signs"].append(error({p: np.float32(x) for p, x in other.items()}, exact))
+            ours, theirs = map(np.median, found.values())
+            assert ours < 1.3 * theirs, (std, found)

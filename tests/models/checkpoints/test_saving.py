@@ -116,7 +116,7 @@ def test_a_model_without_a_family_leaves_nothing(trained, tmp_path):
 
 def test_values_beyond_the_dtype_are_all_named_and_nothing_is_written(placing, tmp_path):
     values = tensors()
-    values["lm_head.weight"][3, 2], values["lm_head.weight"][0, 0] = -70000.0, np.inf  # that one was there before
+    values["lm_head.weight"][3, 2] = -70000.0
     values["model.layers.1.mlp.up_proj.weight"][0, 0] = 65520.0  # half-way from the largest, which rounds up
     values["model.norm.weight"][:] = 65504.0
     (tmp_path / "in").mkdir()
@@ -129,6 +129,28 @@ def test_values_beyond_the_dtype_are_all_named_and_nothing_is_written(placing, t
     )
     assert [each.name for each in tmp_path.iterdir()] == ["in"]
     save(model, tmp_path / "out", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("preset", ["replicated", "weight-stationary-2d"])
+def test_nan_and_infinity_are_all_named_and_nothing_is_written(preset, placing, tmp_path):
+    """A reader would refuse them, and so does the writer: a run that diverged is told when it is exported."""
+    (tmp_path / "in").mkdir()
+    model, _ = load(write(tmp_path / "in", tensors()), *placing(preset), "float32")
+    values = models.arrays(model)
+    faulty = {"blocks.0.ffn.w_in": {(1, 2, 3): np.nan, (1, 5, 1): -np.inf}, "output.norm": {3: np.inf}}
+    for path, entries in faulty.items():
+        value = np.array(values[path])
+        for at, entry in entries.items():
+            value[at] = entry
+        values[path] = jax.device_put(value, values[path].sharding)
+    with pytest.raises(CheckpointError) as caught:
+        save(models.with_arrays(model, values), tmp_path / "out", dtype="bfloat16")
+    told = "values that are NaN or infinite, and so has the model; take it from before it went wrong."
+    assert caught.value.faults == (
+        f"model.layers.1.mlp.up_proj.weight has 2 of 512 {told}",
+        f"model.norm.weight has 1 of 16 {told}",
+    )
+    assert [each.name for each in tmp_path.iterdir()] == ["in"]
 
 
 def test_a_full_disk_leaves_nothing_and_says_so(trained, tmp_path, monkeypatch):

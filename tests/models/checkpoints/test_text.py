@@ -86,6 +86,33 @@ def test_end_tokens_are_those_of_the_first_file_that_names_some(folder):
     assert (tokenizer(folder).ends, tokenizer(folder).begin) == ({7, 9}, 3)
 
 
+def test_a_tokenizer_that_cuts_or_fills_up_does_neither_here(folder):
+    texts = "the end of a text", "a"
+    wanted = [tokenizer(folder).encode(text) for text in texts]
+    backend = fallback()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=32, pad_id=1, pad_token="</s>")
+    backend.save(str(folder / "tokenizer.json"))
+    assert [len(backend.encode(text).ids) for text in texts] == [32, 32]
+    assert [tokenizer(folder).encode(text) for text in texts] == wanted
+    assert [Tokenizer(backend).encode(text) for text in texts] == wanted
+
+
+@pytest.mark.parametrize("value", ["</s>", True, -1, 2.5, [2, "x"], {}])
+def test_an_end_token_that_is_no_id_is_one_message(value, folder):
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(CheckpointError, match=r"eos_token_id of config\.json is .*; it must be a token's id"):
+        tokenizer(folder)
+
+
+def test_an_end_token_that_is_no_text_is_one_message(folder):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": 2}))
+    with pytest.raises(CheckpointError, match=r"eos_token of tokenizer_config\.json is 2; it must be a token's text"):
+        tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {}}))
+    assert tokenizer(folder).ends == frozenset()
+
+
 def test_a_saved_tokenizer_is_read_as_the_same(folder, tmp_path):
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "</s>", "tokenizer_class": "LlamaTokenizer"})

@@ -1,5 +1,6 @@
 """Texts depend on their prompts, seeds and settings alone: not on the batch, chunks, bursts or layouts."""
 
+import re
 import weakref
 from dataclasses import replace
 
@@ -146,6 +147,48 @@ def test_what_cannot_be_continued_is_said(prompts, options, message, alone):
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize(
+    ("changes", "prompt", "tokens", "words"),
+    [
+        ({"context_length": 8}, 3, 5, ""),
+        (
+            {"context_length": 8}, 3, 6,
+            "a prompt of 3 tokens and 6 more are a text of 9, and the model was made for at most 8",
+        ),
+        ({"sliding_window": 8}, 3, 6, ""),  # the last token is not read
+        (
+            {"sliding_window": 8}, 3, 7,
+            "a prompt of 3 tokens and 7 more: a sequence has 9 tokens, and attention of this model looks back over the "
+            "last 8 only (sliding_window)",
+        ),
+        ({"sliding_window": 8, "context_length": 32}, 3, 6, ""),
+    ],
+)  # fmt: skip
+def test_a_text_is_no_longer_than_the_model_is_right_for(changes, prompt, tokens, words, alone):
+    config = replace(CONFIG, **changes)
+    given = Layout.load("replicated"), None, alone.mesh, [[1], [1] * prompt]
+    if not words:
+        assert make_batch(config, *given, tokens).texts == 2
+        return
+    with pytest.raises(GenerationError, match=re.escape(words)):
+        make_batch(config, *given, tokens)
+    with jax.set_mesh(alone.mesh), pytest.raises(GenerationError, match=re.escape(words)):
+        models.Generator(models.abstract(config, Layout.load("replicated"), alone.mesh)).batch(given[-1], tokens)
+
+
+@pytest.mark.parametrize(
+    ("seed", "words"),
+    [
+        (-1, "seed is -1; it must be at least 0"),
+        (2**32 - 1, "seed is 4294967295, and the last of 4 texts has seed 4294967298; a seed must be less than 2**32"),
+    ],
+)
+def test_seeds_that_would_be_those_of_other_texts_are_refused(seed, words, alone):
+    with jax.set_mesh(alone.mesh), pytest.raises(GenerationError) as error:
+        alone.generator.stream(PROMPTS[:2], 1, samples=2, seed=seed)
+    assert str(error.value) == words
+
+
 def test_settings_of_sampling_are_checked_together():
     with pytest.raises(GenerationError) as error:
         models.Sampling(temperature=-1, top_k=-1, top_p=0, min_p=2)
@@ -156,6 +199,12 @@ def test_settings_of_sampling_are_checked_together():
         "  top_p is 0; it must be greater than 0, and at most 1 (1 keeps all tokens)\n"
         "  min_p is 2; it must be between 0 (all tokens) and 1"
     )
+
+
+def test_a_temperature_by_which_logits_overflow_is_refused():
+    with pytest.raises(GenerationError, match=r"temperature is 1e-37; logits divided by it may be more"):
+        models.Sampling(temperature=1e-37)
+    assert not models.Sampling(temperature=1e-30).greedy
 
 
 def test_experts_that_choose_tokens_cannot_generate():
@@ -203,6 +252,65 @@ def test_few_programs_serve_all_lengths(alone):
     assert {size: (sizes.chunk, sizes.room) for size, sizes in found.items()} == {
         4: (16, 16), 5: (16, 16), 6: (16, 16), 16: (16, 20), 33: (32, 40), 40: (40, 48),
     }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def faulty(alone):
+    """A function (changes of arrays by path, int8) -> a generator of the model of `alone` with them."""
+
+    def make(changes, *, int8=False, dtype=None):
+        values = {path: changes.get(path, lambda x: x)(x) for path, x in models.arrays(alone.model).items()}
+        model = models.with_arrays(alone.model, values)
+        with jax.set_mesh(alone.mesh):
+            return models.Generator(models.quantize(model) if int8 else model, burst=4)
+
+    return make
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_not_finite_are_an_error_that_names_them(value, int8, temperature, faulty, alone):
+    """In int8, one channel's scale has what its weights had: rounded, they would be numbers that look sound."""
+    weight = "blocks.0.ffn.w_out"
+    generate = faulty({weight: lambda x: x.at[1, 2, 3].set(value)}, int8=int8)
+    with jax.set_mesh(alone.mesh), pytest.raises(GenerationError) as error:
+        generate(PROMPTS, 6, sampling=models.Sampling(temperature=temperature))
+    assert str(error.value) == (
+        "cannot continue text 1 after 0 new tokens: the model's logits are no numbers.\n"
+        f"  {weight.replace('w_', 's_') if int8 else weight} has NaN or infinity: "
+        "take a model whose weights are finite."
+    )
+
+
+def test_tokens_before_the_one_that_cannot_be_drawn_are_given():
+    """The embedding of one token is NaN, which the first text comes to after some others, and no other text does."""
+    machine = Machine("replicated", 1, config=replace(CONFIG, tied=False), burst=4)
+    texts = machine.texts(PROMPTS, 12)
+    others = {token for given in (*PROMPTS, *texts[1:]) for token in given}
+    at = next(at for at, token in enumerate(texts[0]) if at > 1 and token not in {*others, *texts[0][:at]})
+    values = models.arrays(machine.model)
+    values["embedding.table"] = values["embedding.table"].at[texts[0][at]].set(np.nan)
+    machine.generator.model, bursts = models.with_arrays(machine.model, values), []
+    with jax.set_mesh(machine.mesh), pytest.raises(GenerationError) as error:
+        bursts.extend(machine.generator.stream(PROMPTS, 12))
+    assert not any(burst.ended[0] for burst in bursts)
+    found = [[token for burst in bursts for token in burst.tokens[text]] for text in range(3)]
+    assert found[0] == texts[0][: at + 1]
+    assert [text[: len(part)] for text, part in zip(texts, found)] == found
+    assert str(error.value).startswith(
+        f"cannot continue text 1 after {at + 1} new tokens: the model's logits are no num"
+    )
+    assert "embedding.table has NaN or infinity" in str(error.value)
+
+
+def test_finite_weights_whose_products_overflow_are_an_error_too(faulty, alone):
+    generate = faulty({path: lambda x: x * 1e38 for path in ("blocks.0.ffn.w_in", "blocks.0.ffn.w_gate")})
+    with jax.set_mesh(alone.mesh), pytest.raises(GenerationError) as error:
+        generate(PROMPTS[:1], 6)
+    assert str(error.value).endswith(
+        "\n  Its weights are finite, so what is computed from them in float32 is not: check the model."
+    )
 
 
 def test_a_layout_that_pads_otherwise_is_refused(alone):

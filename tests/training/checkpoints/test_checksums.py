@@ -1,6 +1,7 @@
 """Damage of any kind, to any file of a checkpoint, is named in one line, and the checkpoint before it is used."""
 
 import dataclasses
+import json
 import shutil
 from contextlib import contextmanager
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from gspmd.training import Checkpoints, ConfigError, command
-from gspmd.training.checkpoints import checksums, newest_intact, saved_steps
+from gspmd.training.checkpoints import checksums, newest_intact, restore, saved_steps
 from gspmd.training.run.folder import choose_out
 
 
@@ -96,6 +97,62 @@ def test_none_that_is_intact_is_bad_input(saved, make_program, capsys):
     assert "/7' is damaged: state/" in second
     assert third.endswith("/3' is damaged: its file checksums is missing.")
     assert last == "  No checkpoint is intact: start anew."
+
+
+def test_a_process_agrees_on_damage_outside_of_its_share(saved, monkeypatch):
+    """Each of two reads half of the files, and the one that has not read a damaged one must not fail on it."""
+    folder = saved / "checkpoints" / "7"
+    metadata = folder / "run" / "metadata"
+    metadata.write_bytes(b"!" + metadata.read_bytes()[1:])
+    files = [line.split(" ", 2)[2] for line in (folder / checksums.FILE).read_text().splitlines()[1:]]
+    said, damage = [], "is damaged: run/metadata has other contents than were saved"
+    monkeypatch.setattr(restore.processes, "count", lambda: 2)
+    monkeypatch.setattr(restore.processes, "index", lambda: 1 - files.index("run/metadata") % 2)
+    monkeypatch.setattr(restore.processes, "gathered", lambda text: said.append(text) or [])
+    monkeypatch.setattr(restore.processes, "told", lambda make: damage)
+    assert restore._fault_of(folder) == damage
+    assert said == [""]
+
+
+def test_what_a_killed_write_of_checksums_leaves_is_no_file_of_the_folder(tmp_path):
+    (tmp_path / "weights").write_bytes(bytes(100))
+    (tmp_path / f"{checksums.FILE}.tmp").write_text("half of it")
+    checksums.write(tmp_path)
+    assert checksums.fault_of(tmp_path) is None
+
+
+def test_a_checkpoint_knows_its_step(saved, make_program):
+    """A folder that is renamed, or swapped with another, is not believed by its name."""
+    folder, like, said = saved / "checkpoints", make_program()[0].state, []
+    (folder / "7").rename(folder / "9")
+    misnamed = f"'{folder}/9' is the checkpoint of step 7 under another name: rename the folder"
+    with Checkpoints(saved) as checkpoints:
+        assert checkpoints.restore(like, tell=said.append)[1]["at"] == 3
+        assert said == [f"{misnamed}; the checkpoint of step 3 is used instead."]
+        with pytest.raises(ConfigError, match=f"from step 9:\n  {misnamed}. Name another step: 3.$"):
+            checkpoints.restore(like, 9)
+    (folder / "3").rename(folder / "7")
+    (folder / "9").rename(folder / "3")
+    with Checkpoints(saved) as checkpoints, pytest.raises(ConfigError) as error:
+        checkpoints.restore(like)
+    assert error.value.faults[:2] == (
+        f"'{folder}/7' is the checkpoint of step 3 under another name: rename the folder.",
+        f"'{folder}/3' is the checkpoint of step 7 under another name: rename the folder.",
+    )
+
+
+def test_an_older_checkpoint_has_its_step_in_the_state(saved, make_program):
+    folder = saved / "checkpoints" / "7"
+    told = json.loads((folder / "run" / "metadata").read_text())
+    del told["step"]
+    (folder / "run" / "metadata").write_text(json.dumps(told))
+    checksums.write(folder)
+    like = make_program()[0].state
+    with Checkpoints(saved) as checkpoints:
+        assert checkpoints.restore(like, 7)[1]["at"] == 7
+    folder.rename(folder.with_name("8"))
+    with Checkpoints(saved) as checkpoints, pytest.raises(ConfigError, match="8' is the checkpoint of step 7 under"):
+        checkpoints.restore(like, 8)
 
 
 def test_a_step_may_be_chosen(saved, make_program):

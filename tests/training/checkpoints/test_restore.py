@@ -9,7 +9,8 @@ import pytest
 import gspmd_models as models
 from gspmd.layouts import Layout, presets
 from gspmd.moe import MoEConfig
-from gspmd.training import Checkpoints, OptimizerConfig
+from gspmd.training import Checkpoints, ConfigError, OptimizerConfig
+from gspmd.training.checkpoints import restore, saved_steps
 from gspmd_models import step
 from tests.references.models import TINY
 
@@ -66,3 +67,21 @@ def test_each_layout_to_each_other_on_8_devices_4_or_1(place, tmp_path, name):
     save(tmp_path, place(name, 8))
     for number, other in enumerate(NAMES, NAMES.index(name)):  # each layout from 8 devices to 8, 4 and 1 several times
         check(tmp_path, place(other, (8, 4, 1)[number % 3]))
+
+
+@pytest.mark.parametrize("name", ["²", "٣", "007", "1_0", "5x", "-1", "+1", " 1"])
+def test_a_folder_whose_name_is_no_step_is_no_checkpoint(name, tmp_path):
+    """`int` reads some of them, and str.isdigit is true of others."""
+    (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert saved_steps(tmp_path) == []
+    (tmp_path / "checkpoints" / "10").mkdir()
+    assert saved_steps(tmp_path) == [10]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "[1]", '{"shapes": 1, "data": {}}', ""])
+def test_damaged_metadata_of_a_checkpoint_is_one_message(text, tmp_path):
+    folder = tmp_path / "checkpoints" / "5" / "run"
+    folder.mkdir(parents=True)
+    (folder / "metadata").write_text(text)
+    with pytest.raises(ConfigError, match=r"cannot read the checkpoint:\n  .*metadata': "):
+        restore.read_state(tmp_path, 5, None)

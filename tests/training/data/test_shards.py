@@ -1,6 +1,10 @@
 """Tokens on disk: complete or not there, the same whoever writes them, and no more memory for more text."""
 
+import dataclasses
+import io
 import os
+import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from gspmd.training import data
-from gspmd.training.data import preparation
+from gspmd.training.data import preparation, shards
 from gspmd.training.data.shards import Tokens
 from gspmd.training.toml import ConfigError
 from tests.training.data.conftest import WORDS
@@ -142,6 +146,64 @@ def test_what_is_damaged_is_said_and_made_anew(text, fault, cache, capsys):
         path.write_bytes(b"short")
     assert data.load(text, console=Console(width=500)).identity() == whole.identity()
     assert f"are damaged ({fault}" in capsys.readouterr().out
+
+
+def _damages(content):
+    """What can happen to a file, and not to its size, and what can happen to that."""
+    rng = np.random.default_rng(len(content))
+    for at in {0, len(content) - 1, *rng.integers(len(content), size=6)}:
+        flipped = bytearray(content)
+        flipped[at] ^= 1 << int(rng.integers(8))
+        yield bytes(flipped)
+    yield from (content[: len(content) // 2], b"", content[::-1])
+
+
+def test_no_damage_of_any_file_is_believed(text, tokenizer, cache):
+    """A flipped bit would be trained on, or change what is said of the text."""
+    whole = data.load(text, tokenizer=tokenizer)
+    (folder,) = (path for path in cache.iterdir() if path.is_dir())
+    files = sorted(folder.iterdir())
+    assert [path.name for path in files] == ["index.json", "train-00000.tokens", "validation-00000.tokens"]
+    for path in files:
+        content, damaged = path.read_bytes(), list(_damages(path.read_bytes()))
+        if path.suffix == ".json":  # every figure of it
+            damaged += [re.sub(rb"\d", b"7", content), content.replace(b'"texts": 1', b'"texts": 2', 1)]
+        for each in damaged:
+            path.write_bytes(each)
+            said = io.StringIO()
+            again = data.load(text, tokenizer=tokenizer, console=Console(file=said, width=500))
+            assert dataclasses.replace(again, train=whole.train, validation=whole.validation) == whole
+            for one, other in ((again.train, whole.train), (again.validation, whole.validation)):
+                np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+            assert "are damaged (" in said.getvalue()
+            assert path.read_bytes() == content
+
+
+def test_tokens_that_another_process_replaces_meanwhile_are_waited_for(text, cache, monkeypatch):
+    """Whoever finds damage removes the folder under a lock, and others may be reading in it without one."""
+    whole, digest, removed = data.load(text), shards._digest_of, []
+
+    def meanwhile(folder, *given):
+        if not removed:
+            removed.append(shutil.rmtree(folder))
+        return digest(folder, *given)
+
+    monkeypatch.setattr(shards, "_digest_of", meanwhile)
+    assert data.load(text).identity() == whole.identity()
+    assert removed
+
+
+def test_parts_that_are_swapped_are_not_believed(text, cache, tmp_path, capsys):
+    """Neither of one text, nor those of two."""
+    whole = data.load(text)
+    (folder,) = (path for path in cache.iterdir() if path.is_dir())
+    (tmp_path / "b.txt").write_text("another text\n" * 3000)
+    data.load([str(tmp_path / "b.txt")])
+    (other,) = (path for path in cache.iterdir() if path.is_dir() and path != folder)
+    for path in folder.iterdir():
+        shutil.copy(other / path.name, path)
+    assert data.load(text, console=Console(width=500)).identity() == whole.identity()
+    assert "are damaged (index.json is that of another text or tokenizer)" in capsys.readouterr().out
 
 
 def test_a_file_that_changes_meanwhile_is_refused(text, encoded):

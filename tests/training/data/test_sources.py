@@ -7,6 +7,7 @@ import json
 import lzma
 import random
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -59,14 +60,15 @@ def test_blank_lines_empty_texts_and_a_byte_order_mark_are_passed_over(tmp_path)
 
 
 BAD = {
-    '{"text": "a"': "line 2 is not JSON: Expecting ',' delimiter at column 13.",
+    '{"text": "a"': "line 2: it is not JSON: Expecting ',' delimiter at column 13.",
     "[1, 2]": "line 2 is a list, and not an object.",
     '{"id": 3, "body": "a"}': "line 2 has no field 'text'; it has 'id', 'body'. See --data-field.",
     '{"text": null}': "line 2: 'text' is null, and not a text.",
     '{"text": 4.5}': "line 2: 'text' is a number, and not a text.",
     '{"text": {"a": "b"}}': "line 2: 'text' is an object, and not a text.",
-    '{"text": "\\ud800"}': "line 2: 'text' has half of a surrogate pair, which is no character.",
-    "[" * 100_000: "line 2 is not read: its JSON is nested too deeply.",
+    '{"text": "\\ud800"}': "line 2: it has half of a surrogate pair, which is no character.",
+    "[" * 100_000: "line 2: it is nested more than 64 levels deep.",
+    "9" * 5000: "line 2: it has a number of more than 4,300 digits.",
     b'{"text": "\xff"}': "line 2 is not UTF-8 (byte 0xff).",
 }
 
@@ -88,7 +90,7 @@ def test_all_faults_of_all_files_are_one_message(tmp_path, tokenizer):
         data.load([f"{tmp_path}/*"], tokenizer=tokenizer)
     names = {name: repr(str(tmp_path / name)) for name in ("a.jsonl", "b.txt", "c.txt.gz", "d.jsonl.zst")}
     wanted = {
-        f"{names['a.jsonl']}: line 2 is not JSON: Expecting value at column 1.",
+        f"{names['a.jsonl']}: line 2: it is not JSON: Expecting value at column 1.",
         f"{names['a.jsonl']}: line 3 has no field 'text'; it has 'texts'. See --data-field.",
         f"{names['b.txt']}: line 300001 is not UTF-8 (byte 0xe9).",
         f"{names['c.txt.gz']} is damaged: Compressed file ended before the end-of-stream marker was reached.",
@@ -101,17 +103,50 @@ def test_all_faults_of_all_files_are_one_message(tmp_path, tokenizer):
     assert wanted <= set(error.value.faults)
 
 
+def test_a_line_that_is_too_long_is_refused_in_little_memory(tmp_path):
+    """A compressed file of 0.1 MB whose line takes 100 MB; read whole, it would take several times that."""
+    path = tmp_path / "a.jsonl.gz"
+    with gzip.open(path, "wb") as file:
+        file.write(b'{"text": "first"}\n{"text": "')
+        for _ in range(100):
+            file.write(b"a" * 2**20)
+        file.write(b'"}\n')
+    tracemalloc.start()
+    texts, faults = read(path)
+    assert tracemalloc.get_traced_memory()[1] < 3 * sources.LINE
+    tracemalloc.stop()
+    assert texts == ["first"]
+    assert faults == [
+        f"{str(path)!r}: line 2 is longer than 16,777,216 bytes, the most that is read; split that text, or put it "
+        "into a file of its own, of any length."
+    ]
+
+
+@pytest.mark.parametrize("name", ["n" * 5000, "a\0b", "n" * 300 + "/a.txt"])
+def test_a_name_that_no_file_can_have_matches_none(name):
+    with pytest.raises(ConfigError, match="no file matches"):
+        data.load([name])
+
+
 def test_bytes_need_not_be_utf8(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9 " * 100)
     assert len(data.load([f"{tmp_path}/a.txt"]).train)
 
 
-def test_of_many_faults_the_first_hundred_are_shown(tmp_path):
+def test_of_many_faults_the_first_twenty_are_shown(tmp_path):
     (tmp_path / "a.jsonl").write_text("bad\n" * 250)
     with pytest.raises(ConfigError) as error:
         data.load([f"{tmp_path}/a.jsonl"])
-    assert len(error.value.faults) == 101
-    assert error.value.faults[-1] == "... and 150 more."
+    assert len(error.value.faults) == 21
+    assert str(error.value).endswith("\n  ... and 230 more.")
+
+
+def test_a_field_where_there_are_no_records_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("plain text " * 100)
+    with pytest.raises(ConfigError) as error:
+        data.load([f"{tmp_path}/a.txt"], field="body")
+    fact = f"no file has records with a field 'body': {tmp_path}/a.txt is read as plain text. Leave out --data-field."
+    assert error.value.faults == (fact,)
 
 
 # -- Parquet -----------------------------------------------------------------------------------------------------------
@@ -172,3 +207,12 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(backend, monkeypatch, blan
         assert ids == backend.encode(text).ids
         count += len(pieces)
     assert count > 500
+
+
+def test_bytes_of_parquet_that_are_no_text_are_one_fault(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    column = arrow.array([b"a", b"\xff\xfe"]).view(arrow.string())  # which does not look at the bytes
+    parquet.write_table(arrow.table({"text": column}), tmp_path / "a.parquet")
+    _, faults = read(tmp_path / "a.parquet")
+    assert len(faults) == 1
+    assert "cannot be read as Parquet: " in faults[0]

@@ -90,7 +90,7 @@ def test_a_run_whose_disk_is_full_says_what_is_saved_and_can_go_on(make_program,
     step = newest(tmp_path)
     assert step >= 4
     assert said.startswith(f"The run failed: cannot write to '{tmp_path}': File too large; step {step} is saved.")
-    assert "To go on, once there is room: python " in said
+    assert "To go on, once files may be larger: python " in said
     assert len(said.splitlines()) == 1
     fit(dataclasses.replace(config, resume=True), make_program(steps=40)[0], corpus, tmp_path, Console(quiet=True))
     assert [row["step"] for row in metrics.read(tmp_path)] == [*range(1, 41), 40]
@@ -109,7 +109,8 @@ def test_settings_that_cannot_be_written_are_one_message(make_program, corpus, t
 
 def failure_of(checkpoints):
     """What the check of every step raises once the save in progress has failed."""
-    for _ in range(1000):
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
         try:
             checkpoints.check()
         except OSError as error:

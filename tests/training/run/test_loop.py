@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import re
 import signal
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gspmd.training import Interrupted, fit
+from gspmd.training import Interrupted, fit, processes
 from gspmd.training.checkpoints import newest
 from gspmd.training.config import TrainingConfig
 from gspmd.training.reporting import metrics
@@ -134,20 +135,94 @@ def test_a_resume_refuses_other_batches(make_program, corpus, console, tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text() == before
 
 
+def _without(*steps):
+    return lambda lines: [line for number, line in enumerate(lines, 1) if number not in steps]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda lines: lines, ""),
+        (lambda lines: [*lines, '{"step": 7, "lo'], ""),  # of a step that was not saved
+        (_without(4, 5, 6), "has no figures of steps 4 to 6: they are lost, and the run goes on without them."),
+        (_without(6), "has no figures of step 6: they are lost"),
+        (_without(2, 5), "has no figures for 2 steps in steps 2 to 5: they are lost"),
+        (lambda lines: [*lines[:5], lines[5][:40]], "has no figures of step 6: they are lost"),
+        (lambda lines: [], "has no figures of steps 1 to 6: they are lost"),
+        (None, "has no figures of steps 1 to 6: they are lost"),
+        (lambda lines: [lines[0].replace('"loss": 2', '"loss": 3'), *lines[1:]], "has other figures up to step 6 than"),
+        (lambda lines: [lines[1], lines[0], *lines[2:]], "has other figures up to step 6 than were written"),
+    ],
+    ids=["none", "killed", "truncated", "last", "two", "cut", "empty", "gone", "flipped", "swapped"],
+)
+def test_figures_that_are_lost_are_told_and_once(make_program, corpus, tmp_path, damage, said):
+    fit(replace(CONFIG, steps=6), make_program()[0], corpus, tmp_path, Console(quiet=True))
+    path, shown = tmp_path / "metrics.jsonl", io.StringIO()
+    lines = path.read_text().splitlines()[:6]  # without the last validation
+    path.unlink() if damage is None else path.write_text("\n".join(damage(lines)))
+    again = replace(CONFIG, steps=7, save_every=1, resume=True)
+    fit(again, make_program()[0], corpus, tmp_path, Console(file=shown, width=500))
+    assert said in shown.getvalue()
+    assert ("metrics.jsonl' has" in shown.getvalue()) == bool(said)
+    shown = io.StringIO()
+    fit(replace(again, steps=8), make_program()[0], corpus, tmp_path, Console(file=shown, width=500))
+    assert "metrics.jsonl' has" not in shown.getvalue()
+
+
+def test_a_damaged_line_is_told_before_the_model_is_built(make_program, corpus, console, tmp_path):
+    fit(replace(CONFIG, steps=2), make_program()[0], corpus, tmp_path, console)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().replace('{"step": 1', '"step": 1', 1))
+    with pytest.raises(ConfigError, match="line 1 is no JSON object with a step"):
+        fit(replace(CONFIG, resume=True), {0: lambda: pytest.fail("it was built")}, corpus, tmp_path, console)
+
+
 def test_figures_after_the_checkpoint_are_dropped_on_resume(make_program, corpus, console, tmp_path):
     fit(replace(CONFIG, steps=6), make_program()[0], corpus, tmp_path, console)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "loss": 1.0}\n{"step": 8, "lo')
     fit(replace(CONFIG, resume=True), make_program()[0], corpus, tmp_path, console)
-    assert [row["step"] for row in metrics.read(tmp_path)] == [*range(1, 21), 20]
+    assert [row["step"] for row in metrics.read(tmp_path)] == [*range(1, 7), 6, *range(7, 21), 20]
 
 
 def test_resume_of_a_finished_run_validates_again(make_program, corpus, console, tmp_path):
     fit(CONFIG, make_program()[0], corpus, tmp_path, console)
-    before = metrics.read(tmp_path)[-1]
-    fit(replace(CONFIG, resume=True), make_program()[0], corpus, tmp_path, console)
-    assert metrics.read(tmp_path)[-1] == before
+    before = metrics.read(tmp_path)
+    again, program = replace(CONFIG, resume=True), make_program()[0]
+
+    def interrupting(params, batch):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return program.evaluate(params, batch)
+
+    with pytest.raises(Interrupted):
+        fit(again, dataclasses.replace(program, evaluate=interrupting), corpus, tmp_path, console)
+    assert metrics.read(tmp_path) == before
+    fit(replace(again, final_validation_batches=2), program, corpus, tmp_path, console)
+    assert metrics.read(tmp_path)[:20] == before[:20]
+    assert metrics.read(tmp_path)[20]["val_bits_per_byte"] != before[20]["val_bits_per_byte"]
     assert len(metrics.read(tmp_path)) == 21
+
+
+def test_the_validation_at_the_end_stays_when_a_run_goes_on(make_program, corpus, console, tmp_path):
+    """With its step, between the updates: a curve of `val_bits_per_byte` over `step` keeps its points, in order."""
+    fit(replace(CONFIG, steps=6), make_program()[0], corpus, tmp_path, console)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(re.sub('"val_bits_per_byte": [0-9.]+', '"val_bits_per_byte": 0.5', path.read_text()))
+    before = metrics.read(tmp_path)
+    shown, again = io.StringIO(), replace(CONFIG, steps=10, save_every=2, resume=True)
+    fit(again, make_program()[0], corpus, tmp_path, Console(file=shown, width=500))
+    rows = metrics.read(tmp_path)
+    assert rows[:7] == before
+    scored = [row["step"] for row in rows if "loss" not in row]
+    assert ([row["step"] for row in rows], scored) == ([*range(1, 7), 6, *range(7, 11), 10], [6, 10])
+    # What a checkpoint of the second start says of the figures is of both.
+    fit(replace(again, steps=12), make_program()[0], corpus, tmp_path, Console(file=shown, width=500))
+    assert "metrics.jsonl' has" not in shown.getvalue()
+    # The score of step 8 is held against others between updates, and that of the end is none of them.
+    assert "bits per byte, the best so far" in shown.getvalue()
+    # The figures of steps that are done again are not kept.
+    fit(replace(again, steps=12, resume_step=10), make_program()[0], corpus, tmp_path, console)
+    assert [row["step"] for row in metrics.read(tmp_path) if "loss" not in row] == [6, 10, 12]
 
 
 def dead_expert_loss(params, tokens, key):
@@ -198,10 +273,20 @@ def test_what_happens_is_said_as_it_happens(make_program, corpus, tmp_path):
     assert closed == [32]
 
 
-def test_a_profile_of_steps_that_are_done_is_refused(make_program, corpus, console, tmp_path):
-    fit(replace(CONFIG, steps=6), make_program()[0], corpus, tmp_path, console)
-    with pytest.raises(ConfigError, match="profile is '6:7', but step 6 is done; name steps from 7 on"):
-        fit(replace(CONFIG, resume=True, profile="6:7"), make_program()[0], corpus, tmp_path, console)
+@pytest.mark.parametrize(
+    ("steps", "rest", "traces"),
+    [("2:6", "nothing is profiled", 0), ("6:7", "the profile begins with step 7", 1)],
+)
+def test_a_profile_of_steps_that_are_done_is_no_reason_not_to_resume(
+    make_program, corpus, tmp_path, steps, rest, traces
+):
+    """The flags that began a run resume it."""
+    fit(replace(CONFIG, steps=6), make_program()[0], corpus, tmp_path, Console(quiet=True))
+    said = io.StringIO()
+    again = Console(file=said, width=200)
+    fit(replace(CONFIG, steps=8, resume=True, profile=steps), make_program()[0], corpus, tmp_path, again)
+    assert f"profile is '{steps}', but step 6 is done: {rest}.\n" in said.getvalue()
+    assert len([*tmp_path.glob("profile/plugins/profile/*/*.xplane.pb")]) == traces
 
 
 def test_a_signal_in_the_last_batch_of_validation_stops_the_run_with_its_figure(
@@ -225,3 +310,38 @@ def test_handlers_are_put_back(make_program, corpus, console, tmp_path):
 def mkdir(path, name):
     (path / name).mkdir()
     return name
+
+
+class Watched:
+    """A jitted function whose compilations and runs are written down."""
+
+    def __init__(self, name, function, told):
+        self._name, self._function, self._told = name, function, told
+
+    def lower(self, *given):
+        self._function = self._function.lower(*given)
+        return self
+
+    def compile(self):
+        self._function = self._function.compile()
+        self._told.append(f"{self._name} is compiled")
+        return self
+
+    def __call__(self, *given):
+        self._told.append(f"{self._name} runs")
+        return self._function(*given)
+
+
+def test_processes_meet_between_compiling_a_program_and_its_first_run(
+    make_program, corpus, console, tmp_path, monkeypatch
+):
+    told = []
+    monkeypatch.setattr(processes, "meet", lambda before: told.append(f"all meet before {before}"))
+    program, _ = make_program(steps=3)
+    step, evaluate = Watched("step", program.step, told), Watched("evaluation", program.evaluate, told)
+    config = replace(CONFIG, steps=3, validation_every=2)
+    fit(config, dataclasses.replace(program, step=step, evaluate=evaluate), corpus, tmp_path, console)
+    runs = ["all meet before training", "step is compiled", "all meet before the first step", "step runs"]
+    runs += ["step runs", "evaluation is compiled", "all meet before the validation", "evaluation runs"]
+    assert told[: len(runs)] == runs
+    assert set(told[len(runs) :]) == {"step runs", "evaluation runs"}

@@ -85,7 +85,7 @@ def test_what_cannot_be_is_refused_before_training():
     wrong = {
         ("200",): "relayout must read STEP=LAYOUT, such as 200=zero-3 or 200=zero-3:x=8, but is '200'.",
         ("x=zero-3",): "relayout must read STEP=LAYOUT, such as 200=zero-3 or 200=zero-3:x=8, but is 'x=zero-3'.",
-        ("9=zero-3:x=a",): "mesh 'x=a': 'x=a' is not AXIS=SIZE; write x=4,y=2.",
+        ("9=zero-3:x=a",): "mesh 'x=a': mesh axis x has size 'a', which is not a whole number of at most 18 digits.",
         ("400=zero-3",): "relayout '400=zero-3' is after step 400, but the run has 400 steps; name an earlier one.",
         ("0=zero-3",): "relayout '0=zero-3' is after step 0, but 1 is the first step; name a later one.",
         (
@@ -131,8 +131,9 @@ def test_a_batch_that_does_not_fit_a_later_layout_is_refused_before_training(sta
     flags = ["--config", TINY, "--devices", "8", "--microbatches", "2", "--layout", "megatron-1d"]
     assert main.main(["train", *flags, "--relayout", "1=zero-3", "--out", "run"]) == 2
     said = capsys.readouterr().err
-    assert "cannot use layout 'zero-3' for the sizes B=4," in said
-    assert "These are the sizes of a microbatch, of which --microbatches 2 makes 2 of --batch 8." in said
+    assert "cannot use layout 'zero-3' for the sizes B=8," in said
+    assert "dimension B has size 4, which mesh axes" in said
+    assert "That is the size of a microbatch, of which there are M=2." in said
     assert not (tmp_path / "run").exists()
 
 

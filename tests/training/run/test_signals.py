@@ -1,31 +1,46 @@
-"""SIGTERM saves and counts as done; SIGINT saves and counts as interrupted."""
+"""SIGTERM saves and counts as done; SIGINT and SIGHUP save and count as interrupted."""
 
 import dataclasses
 import errno
 import io
 import os
+import pty
 import signal
+import subprocess
+import sys
 from itertools import count
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from gspmd.interruption import Terminated
 from gspmd.training import command, fit
 from gspmd.training.checkpoints import newest
 from gspmd.training.config import TrainingConfig
-from gspmd.training.run.signals import Stop, Terminated, terminable
+from gspmd.training.run.signals import Stop, terminable
 
 CONFIG = TrainingConfig(steps=20, batch=4, length=16, validation_every=0, final_validation_batches=1, save_every=6)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_in_the_middle_of_a_step_saves_at_its_end(make_program, corpus, tmp_path, capsys, number, code):
+@pytest.mark.parametrize(
+    ("numbers", "code"),
+    [
+        ([signal.SIGTERM], 0),
+        ([signal.SIGINT], 130),
+        ([signal.SIGHUP], 129),
+        ([signal.SIGHUP, signal.SIGHUP], 129),  # of the kernel, and of the shell
+        ([signal.SIGTERM, signal.SIGHUP], 0),  # as systemd has it with SendSIGHUP
+        ([signal.SIGHUP, signal.SIGTERM], 0),  # a machine that shuts down
+    ],
+)
+def test_a_signal_in_the_middle_of_a_step_saves_at_its_end(make_program, corpus, tmp_path, capsys, numbers, code):
     program, placed = make_program()[0], count(1)
 
     def place(batch):
         if next(placed) == 10:  # the devices compute step 9
-            os.kill(os.getpid(), number)
+            for number in numbers:
+                os.kill(os.getpid(), number)
         return program.place(batch)
 
     def run(argv):
@@ -41,6 +56,7 @@ def test_a_signal_in_the_middle_of_a_step_saves_at_its_end(make_program, corpus,
 
 @pytest.mark.parametrize(("saved", "number", "code"), [
     ([], signal.SIGTERM, 143), (["8"], signal.SIGTERM, 0), ([], signal.SIGINT, 130), (["8"], signal.SIGINT, 130),
+    ([], signal.SIGHUP, 129), (["8"], signal.SIGHUP, 129),
 ])  # fmt: skip
 def test_a_signal_outside_the_loop_loses_nothing_that_is_saved(tmp_path, saved, number, code):
     """While the model is built, or text is sampled at the end."""
@@ -54,6 +70,99 @@ def test_a_signal_outside_the_loop_loses_nothing_that_is_saved(tmp_path, saved, 
     before = signal.getsignal(signal.SIGTERM)
     assert command.guarded(run, []) == code
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_run_has_a_folder_is_one_line(number, capfd):
+    """While the settings or the text are read, or the devices are started."""
+    before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    try:
+        assert command.guarded(lambda argv: os.kill(os.getpid(), number), []) == 128 + number
+        assert capfd.readouterr().err == "\nInterrupted before the run began.\n"
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_before_the_first_save_is_one_line(make_program, corpus, tmp_path, capfd, number):
+    """And so are further ones, which come while that line is written."""
+    program, placed = make_program()[0], count(1)
+
+    def place(batch):
+        if next(placed) == 2:
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
+        return program.place(batch)
+
+    class Impatient(io.StringIO):
+        def write(self, text):
+            os.kill(os.getpid(), number)
+            return super().write(text)
+
+    def run(argv):
+        with command.interrupts(tmp_path):
+            fit(CONFIG, dataclasses.replace(program, place=place), corpus, tmp_path, Console(quiet=True))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stderr", said := Impatient())
+        assert command.guarded(run, []) == 128 + number
+    assert said.getvalue() == "\nInterrupted before a step was saved.\n"
+    assert newest(tmp_path) is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_what_is_ignored_stays_so(number, monkeypatch):
+    """In the background of a script, and under nohup."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with terminable(), Stop() as stop:
+            os.kill(os.getpid(), number)
+            assert not stop.asked
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.number == signal.SIGTERM
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+_IN_A_TERMINAL = """
+import fcntl, signal, sys, termios, time
+from pathlib import Path
+from gspmd.display.console import console
+from gspmd.training import command
+from gspmd.training.run.signals import Interrupted, Stop
+
+def run(argv):
+    out, shown = Path(sys.argv[1]), console()
+    with command.interrupts(out), Stop() as stop, stop.closed(shown):
+        shown.print("begun")
+        while not stop.asked:
+            shown.print("a step")
+            time.sleep(0.01)
+        shown.print("saving")
+        (out / "checkpoints" / "7").mkdir(parents=True)
+        raise Interrupted(7, out, stop.number)
+
+if sys.argv[2] == "its own":
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+sys.exit(command.guarded(run, [], "gspmd train"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("whose", "code"), [("its own", 128 + signal.SIGHUP), ("of others", 128 + signal.SIGPIPE)], ids=["", "disowned"]
+)
+def test_a_terminal_that_is_closed_saves(tmp_path, whose, code):
+    """Each write to it is an error from then on, whether a signal comes or, as to a process that is disowned, none."""
+    terminal, inside = pty.openpty()
+    given = [sys.executable, "-c", _IN_A_TERMINAL, str(tmp_path), whose]
+    with subprocess.Popen(given, stdin=inside, stdout=inside, stderr=inside, start_new_session=True) as process:
+        os.close(inside)
+        while b"a step" not in os.read(terminal, 1 << 12):
+            pass
+        os.close(terminal)
+        assert process.wait() == code
+    assert newest(tmp_path) == 7
 
 
 def test_a_second_signal_interrupts_at_once():

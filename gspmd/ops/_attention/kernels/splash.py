@@ -42,7 +42,8 @@ def fits(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStru
     """
     if not target.is_tpu() or target.device_kind() in _WITHOUT:
         return False
-    if jax.config.jax_default_matmul_precision not in _PRECISIONS:  # type: ignore[attr-defined]
+    config: Any = jax.config  # the types of JAX 0.10 leave its options out
+    if config.jax_default_matmul_precision not in _PRECISIONS:
         return False
     if q.shape[1] != k.shape[1] or not q.dtype == k.dtype == v.dtype:
         return False
@@ -89,7 +90,7 @@ class _Schedule:
         return splash.make_splash_mqa_single_device(mask, block_sizes=sizes, save_residuals=True)
 
     def work(self, q: jax.Array, k: jax.Array, products: int) -> KernelWork:
-        """What a kernel does: the forward one has 2 products a block, that of the queries 3, that of the keys 4."""
+        """Return the work of a kernel: the forward one has 2 products a block, that of queries 3, that of keys 4."""
         rows, _, heads, size = q.shape
         of_head, width = rows * heads, size * q.dtype.itemsize
         seen = self.count * (self.count + 1) // 2

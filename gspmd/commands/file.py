@@ -1,0 +1,50 @@
+"""The settings file of a command that plans or compiles a step: its tables, and a model of one's own that it names."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from gspmd.commands import configs
+from gspmd.training import OptimizerConfig, ShardingConfig, TrainingConfig
+from gspmd.training.config import load_toml
+from gspmd.training.model import finding
+from gspmd.training.toml import from_mapping
+from gspmd_models import ModelConfig
+from gspmd_models.finetuning.config import LoraConfig
+
+
+@dataclass(frozen=True)
+class File:
+    """The tables that a settings file may have; of [training], a command reads what it has flags for."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    model_class: str = ""
+
+    def beside(self, folder: Path) -> "File":
+        """Return these settings with a model of one's own that is named relatively taken from `folder`."""
+        return replace(self, model_class=finding.beside(self.model_class, folder))
+
+
+def file_of(argv: Sequence[str], default: str) -> tuple[File, str]:
+    """Return the tables of the settings file that flags name, and its name: none for a model of one's own without one.
+
+    Args:
+        argv: the flags, of which --config and --model are read: their defaults come from the file.
+        default: the config of a command without flags.
+    """
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    early.add_argument("--config", default="")
+    early.add_argument("--model", default="")
+    known = early.parse_known_args(list(argv))[0]
+    if known.model and not known.config:
+        cls, values = finding.with_model(File, {}, known.model)
+        return from_mapping(cls, values), ""
+    path = configs.find(known.config or default)
+    read = partial(finding.with_model, given=known.model, folder=Path(path).parent)
+    return load_toml(File, path, read), known.config or default

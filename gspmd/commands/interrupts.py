@@ -1,0 +1,38 @@
+"""Let an interrupt end a command in one line from its first moment on: while Python's modules are imported.
+
+This is imported before all else, by what begins a process that is a command, so it imports next to nothing.
+"""
+
+import os
+import signal
+
+# What answers a signal where nobody has asked for anything else; one that is ignored, as SIGINT is in the background of
+# a script and SIGHUP under nohup, stays so.
+_USUAL: "dict[signal.Signals, signal._HANDLER]" = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+
+
+def end(number: int, frame: object) -> None:
+    """Handle a signal by ending the process, in one line."""
+    cursor = b"\x1b[?25h" if os.isatty(2) else b""  # which a changing line has hidden
+    try:
+        os.write(2, cursor + b"\nInterrupted.\n")
+    finally:
+        os._exit(128 + number)
+
+
+def end_at_once() -> None:
+    """Let SIGINT, SIGTERM and SIGHUP end this process from here on."""
+    for number, usual in _USUAL.items():
+        if signal.getsignal(number) == usual:
+            signal.signal(number, end)
+
+
+def end_as_usual() -> None:
+    """Take back `end_at_once`."""
+    for number, usual in _USUAL.items():
+        if signal.getsignal(number) == end:
+            signal.signal(number, usual)

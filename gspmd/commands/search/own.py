@@ -1,0 +1,35 @@
+"""The search space of a model of one's own."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from gspmd.commands.search.settings import Settings
+from gspmd.commands.search.slice import Slice
+from gspmd.layouts import Layout
+from gspmd.search.answers import Space, meshes
+from gspmd.search.answers.microbatches import several
+from gspmd.training.config import parse_mesh
+from gspmd_models.search.own import OwnProblem, OwnStep
+
+
+def spaces(settings: Settings) -> Callable[[Slice], Iterator[Space]]:
+    """Return a function from a slice to every mesh of it, with every number of microbatches that may be taken.
+
+    The program is read once for each number, whatever the slice.
+
+    Raises:
+        LayoutError: the layout lacks lines of the model, or has no line that is fixed.
+    """
+    layout, subject = Layout.load(settings.layout), settings.subject
+    subject.rows(layout)
+    subject.batch_spec(layout)
+    subject.trained(layout, settings.update.frozen)
+    step = OwnStep(subject, settings.update, settings.batch, settings.length, layout, settings.given)
+    counts = (1, *several(settings.batch)) if settings.microbatches is None else (settings.microbatches,)
+
+    def of(target: Slice) -> Iterator[Space]:
+        for mesh in [parse_mesh(settings.mesh)] if settings.mesh else meshes(target.torus):
+            for count in counts:
+                yield Space(partial(OwnProblem, step, mesh, target.chip, count))
+
+    return of

@@ -1,0 +1,30 @@
+"""A terminal that is closed under a program: from then on each write to it is an error, EIO."""
+
+import os
+import stat
+from contextlib import suppress
+
+OUT, ERR = 1, 2
+
+
+def hung_up(descriptor: int) -> bool:
+    """Return whether this was a terminal, and no longer is one; whatever is no character device never was.
+
+    >>> with open(os.devnull) as nothing, open(__file__) as file:
+    ...     hung_up(nothing.fileno()), hung_up(file.fileno())
+    (False, False)
+    """
+    with suppress(OSError):
+        found = os.fstat(descriptor)
+        nothing = found.st_rdev == os.stat(os.devnull).st_rdev
+        return stat.S_ISCHR(found.st_mode) and not nothing and not os.isatty(descriptor)
+    return False
+
+
+def leave() -> None:
+    """Let standard output and error go nowhere if they were a terminal that is closed."""
+    for descriptor in (OUT, ERR):
+        if hung_up(descriptor):
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, descriptor)
+            os.close(nothing)

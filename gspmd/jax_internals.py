@@ -1,0 +1,153 @@
+"""Uses of JAX that JAX does not promise, in the releases that are supported: 0.10.2 and 0.12.
+
+JAX's public names are used everywhere. What is not public stands here, so that a new release is tried in one place:
+
+- rules of dead code elimination (`jax.interpreters.partial_eval.dce_rules`), whose signature has changed;
+- rules of partial evaluation, by which a loop's invariants are hoisted;
+- the parameters of the equations in a jaxpr (`PARAMETERS`), of which `scan`'s have changed, and the name of a call;
+- a frame of JAX that is looked for on the stack;
+- the class of errors about how arrays lie under Explicit axes;
+- the client of a run of several processes, whose store of keys has no public name, and which cluster JAX detects;
+- what XLA's compiler for host devices does with optimization barriers.
+
+tests/test_jax_internals.py holds each of them against the installed JAX, and so names what a new release has changed.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+from jax._src.clusters import ClusterEnv
+from jax._src.core import ShardingTypeError as ShardingTypeError
+from jax._src.distributed import global_state
+from jax.extend.core import Jaxpr, Primitive
+from jax.extend.core.primitives import closed_call_p
+from jax.interpreters import partial_eval
+
+PARAMETERS: dict[str, frozenset[str]] = {
+    "scan": frozenset({"jaxpr", "length", "reverse", "unroll"}),  # and what `scan_operands` reads
+    "while": frozenset({"cond_jaxpr", "cond_nconsts", "body_jaxpr", "body_nconsts"}),
+    "cond": frozenset({"branches"}),
+    "jit": frozenset({"name", "jaxpr"}),
+    "remat2": frozenset({"jaxpr", "prevent_cse", "differentiated"}),
+    "shard_map": frozenset({"jaxpr", "mesh", "in_specs", "out_specs"}),
+    "custom_jvp_call": frozenset({"call_jaxpr"}),
+    "custom_vjp_call": frozenset({"call_jaxpr"}),
+    "custom_vmap_call": frozenset({"call"}),
+    "dot_general": frozenset({"dimension_numbers"}),
+    "reshape": frozenset({"dimensions"}),
+    "broadcast_in_dim": frozenset({"broadcast_dimensions"}),
+}
+"""Primitives of whose equations parameters are read, by name, with these parameters."""
+
+CLOSED_CALL = closed_call_p.name
+"""The primitive of a plain call as equations name it: `closed_call`, and since JAX 0.12 `eval_jaxpr`."""
+
+
+# -- loops -------------------------------------------------------------------------------------------------------------
+
+
+def scan_operands(equation: Any) -> tuple[int, int]:
+    """Return how many operands of a `scan` are constants of the loop, and how many are carried; slices come last."""
+    params = equation.params
+    if "num_consts" in params:  # JAX 0.10 and 0.11
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = map(len, params["ft_in"].unpack())  # since 0.12
+    return constants, carried
+
+
+# -- dead code ---------------------------------------------------------------------------------------------------------
+
+DceRule = Callable[[list[bool], Any], tuple[list[bool], Any]]
+"""A function from (which results are used, equation) to (which operands are, the equation that is left, or None)."""
+
+_dce_rules = cast(dict[Primitive, Callable], partial_eval.dce_rules)  # JAX types it otherwise in each release
+_RULES_ASK_LIVE_INPUTS = jax.__version_info__ >= (0, 12)
+
+
+def set_dce_rule(primitive: Primitive, rule: DceRule) -> None:
+    """Say what is left of a primitive's equation of which only some results are used."""
+    # What is asked besides is which references are read later: none of our primitives takes a reference.
+    asked: Callable = (lambda used, live, equation: rule(used, equation)) if _RULES_ASK_LIVE_INPUTS else rule
+    _dce_rules[primitive] = asked
+
+
+def without_unused_results(equation: Any, used: Sequence[bool]) -> Any:
+    """Return what is left of an equation of which only these results are used.
+
+    Returns:
+        The same equation where JAX has no rule for its primitive, and None where nothing is left.
+    """
+    rule = _dce_rules.get(equation.primitive)
+    if rule is None:
+        return equation
+    live = ([True] * len(equation.invars),) if _RULES_ASK_LIVE_INPUTS else ()
+    return rule(list(used), *live, equation)[1]
+
+
+def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
+    """Return the program less what none of its results needs."""
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+# -- partial evaluation ------------------------------------------------------------------------------------------------
+
+
+def set_partial_evaluation(primitive: Primitive, evaluated: Callable, evaluated_in_checkpoint: Callable) -> None:
+    """Say how a primitive is evaluated where some operands are known and some are not yet.
+
+    Args:
+        primitive: with several results.
+        evaluated: (trace, *tracers, **parameters) -> tracers; the trace and its tracers are JAX's.
+        evaluated_in_checkpoint: the rule inside the jaxprs of a `jax.checkpoint`, or of a loop: (what may be saved,
+            which operands are unknown, which are there, equation) -> (the known equation, the staged one, which results
+            are unknown, which are there, what is kept).
+    """
+    rules, rules_in_checkpoint = partial_eval.custom_partial_eval_rules, partial_eval.partial_eval_jaxpr_custom_rules
+    cast(dict[Primitive, Callable], rules)[primitive] = evaluated
+    cast(dict[Primitive, Callable], rules_in_checkpoint)[primitive] = evaluated_in_checkpoint
+
+
+def is_hoisted_from_checkpoint() -> bool:
+    """Return whether JAX is evaluating a `jax.checkpoint` none of whose operands is unknown.
+
+    It then takes all of it out of the loop around it. Only the function of JAX that asks knows that, and it stands
+    further up the stack.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "remat_partial_eval" and frame.f_globals["__name__"] == "jax._src.ad_checkpoint":
+            return not any(frame.f_locals["in_unknowns"])
+        frame = frame.f_back
+    return False
+
+
+# -- compilers ---------------------------------------------------------------------------------------------------------
+
+HOST_MERGES_ACROSS_BARRIERS = jax.__version_info__ < (0, 11)
+"""Whether XLA:CPU eliminates common subexpressions once more after it has expanded optimization barriers."""
+
+PARTITIONER_KEEPS_AXIS_NAMES = jax.__version_info__ >= (0, 12)
+"""Whether XLA's partitioner knows shardings by the names of mesh axes, and aborts where it has to split one oddly."""
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+distributed_runtime = global_state
+"""The state of `jax.distributed.initialize`, whose `client` keeps keys and values for all processes of a run."""
+
+
+def detected_processes(limit: float) -> tuple[str, int, int] | None:
+    """Return what `jax.distributed.initialize` would detect, or None if there is no cluster.
+
+    Args:
+        limit: seconds that it may take, where the first process is asked for its address.
+
+    Returns:
+        The address of the first process, the number of processes, and which of them this is.
+    """
+    given = os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None
+    address, processes, process, _ = ClusterEnv.auto_detect_unset_distributed_params(*given, None, int(limit))
+    return None if address is None or processes is None or process is None else (address, processes, process)

@@ -1,0 +1,156 @@
+"""Equations in the names of a layout's lines: `residual, w_in -> hidden`, and the via that the layout has for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from gspmd.annotate import LayoutError, PlanError, Spec, SpecError
+from gspmd.annotate.equation import Equation, Via, parse_equation, parse_via
+from gspmd.annotate.errors import shown
+from gspmd.layouts.rules.keys import KEYS
+from gspmd.planner.unknown import unknowns_in
+
+Key = str
+Text = str
+LookUp = Callable[[Key], Text | None]
+
+_NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)?")
+_REST = re.compile(r"(?:[\s,()+]|->)*")
+
+#: The line that pins a product with a weight, by the weight's line; of a tied table, that of the output.
+_VIAS = {key.dims[1]: key.name for key in KEYS.values() if key.kind == "via"}
+_VIAS["embedding.table"] = _VIAS["output.table"]
+
+
+class UnresolvedError(LayoutError):
+    """A key has alternatives, and none has been chosen yet."""
+
+
+def via_of(weight: Key) -> Key:
+    """Return the name of the line that says where a weight meets its operand.
+
+    >>> via_of("ffn.w_in"), via_of("mixer.w_gate"), via_of("mixer.taps")
+    ('ffn.in_via', 'mixer.gate_via', 'mixer.taps_via')
+    """
+    section, _, name = weight.partition(".")
+    return _VIAS.get(weight, f"{section}.{name.removeprefix('w_')}_via")
+
+
+def names_in(text: str) -> list[str]:
+    """Return the names of an equation in reading order.
+
+    >>> names_in("residual, w_in -> hidden")
+    ['residual', 'w_in', 'hidden']
+    """
+    return _NAME.findall(text)
+
+
+def named_equation(text: str, key_of: Callable[[str], Key], look_up: LookUp) -> tuple[Equation, tuple[Key, ...]]:
+    """Read an equation whose specs are names of lines, and return it with the keys of these lines in reading order.
+
+    Args:
+      text: such as `"residual, (w_in, w_gate) -> (hidden, hidden)"`.
+      key_of: from a name to the key of its line.
+      look_up: from a key to the line's spec.
+
+    Raises:
+      LayoutError: something in it is no name of a tensor.
+      SpecError: it is no equation, or its specs do not go together.
+
+    Example:
+      >>> lines = {"ffn.residual": "BLE_x", "ffn.w_in": "E_xF", "ffn.hidden": "BLF"}
+      >>> named_equation("residual, w_in -> hidden", "ffn.{}".format, lines.get)
+      (<Equation 'BLE_x, E_xF -> BLF'>, ('ffn.residual', 'ffn.w_in', 'ffn.hidden'))
+    """
+    if not isinstance(text, str) or not _REST.fullmatch(_NAME.sub("", text)):
+        raise LayoutError(
+            f"cannot read {shown(text)}: an equation of a section has the names of lines.\n"
+            '  Write it as "residual, w_in -> hidden"; those of other sections as "attention.query".'
+        )
+    keys: list[Key] = []
+
+    def spec(name: re.Match[str]) -> str:
+        key = key_of(name[0])
+        found = None if key.endswith("via") else look_up(key)
+        if found is None:
+            raise LayoutError(f"cannot read {text!r}: {key} is no tensor of the layout.")
+        keys.append(key)
+        return found
+
+    in_specs = _NAME.sub(spec, text)
+    try:
+        return parse_equation(in_specs), tuple(keys)
+    except SpecError as error:
+        raise SpecError(f"{error}\n  It stands for the lines {text!r}.", error.faults) from None
+
+
+def pinned(equation: Equation, keys: Sequence[Key], look_up: LookUp) -> Via | None:
+    """Return the via that a layout has for an equation of its lines; None leaves it to the planner.
+
+    A layout says for a weight where it meets its operand: `in_via` of [ffn] is for `w_in`, and for `w_gate`, which lies
+    as `w_in` does where nothing else is said; in a section of one's own, `taps_via` is for `taps`, or `w_taps`.
+    In a group, a weight without such a line goes with the first: it is sharded as that over the dimensions that are
+    contracted, and as the result over the others, by mesh axes that are still free. None unless every product has a
+    line for its weight, and all that share an operand bring it to one spec.
+
+    Args:
+      equation: in specs.
+      keys: the keys of its lines in reading order, as `named_equation` returns them.
+      look_up: from a key to the line's spec, or to None where it is absent.
+    """
+    rest, products = iter(keys), []
+    for term in equation.terms:
+        operands = [[(next(rest), spec) for spec in operand.specs] for operand in term.operands]
+        if len(operands) != 2 or len(operands[0]) != 1:
+            return None  # a move, or one weight for several activations
+        met: list[tuple[Spec, Spec]] = []
+        first = operands[1][0][0]
+        for (key, weight), result in zip(operands[1], equation.outputs):
+            found = _via(key, look_up)
+            if found is not None:
+                met.append((found.specs[0], found.specs[1]))
+            elif met and _section(key) == _section(first):
+                met.append((met[0][0], _beside(*met[0], weight, result)))
+            else:
+                return None
+        left, *others = dict.fromkeys(left for left, _ in met)
+        if others and unknowns_in((left, *others)):  # a search lets them be one place
+            raise PlanError(
+                f"the vias of a group bring its operand to '{left}' and to '{others[0]}': it needs one place."
+            )
+        if others:
+            return None
+        weights = tuple(weight for _, weight in met)
+        products.append((left, weights if term.operands[1].group else weights[0]))
+    return Via.sum_of(products)
+
+
+def _section(key: Key) -> str:
+    return key.partition(".")[0]
+
+
+def _via(key: Key, look_up: LookUp) -> Via | None:
+    """Return the via that the layout writes for a weight, or for the one that its line stands in for."""
+    for each in (key, KEYS[key].default if key in KEYS else None):
+        if each is None:
+            continue
+        try:
+            text = look_up(via_of(each))
+        except UnresolvedError:
+            raise
+        except LayoutError:  # a section of one's own does not write it
+            continue
+        if text is not None:
+            return parse_via(text)
+    return None
+
+
+def _beside(left: Spec, first: Spec, weight: Spec, result: Spec) -> Spec:
+    """Return where a weight meets `left`, which the first weight of its group meets too."""
+    axes = {dim: first.axes_of(dim) for dim in weight.dims if dim in left.dims}
+    taken = left.used.union(*axes.values())
+    for dim in weight.dims:
+        if dim not in axes:
+            axes[dim] = tuple(axis for axis in result.axes_of(dim) if axis not in taken)
+    return Spec(weight.dims, tuple(axes[dim] for dim in weight.dims))

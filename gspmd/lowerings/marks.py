@@ -1,0 +1,39 @@
+"""Marks: operations that do nothing, and stand in a program where a step will be once it is known what lies where.
+
+Tracing sees of a mark how often it runs, whether it is computed again, what merges with it, and whether anybody needs
+it, as it will of the step.
+"""
+
+from functools import lru_cache
+from itertools import count
+from typing import Any
+
+import jax
+from jax.interpreters import batching
+
+from gspmd.annotate.errors import PlanError
+from gspmd.lowerings.transformations.passing import passing
+from gspmd.planner.unknown import MARK, Mark, Unknown
+
+_mark = passing(MARK)
+_numbers = count()
+
+
+def _refused(*_: Any, **__: Any) -> Any:
+    raise PlanError(
+        "cannot search a program that maps planned operations by jax.vmap: what they send grows with the batch.\n"
+        "  Write the batch as a dimension of its lines."
+    )
+
+
+batching.primitive_batchers[_mark] = _refused
+
+
+def marked(x: jax.Array, what: Unknown) -> jax.Array:
+    """Return an array as it is, with a mark that says what will be done to it, or was done to make it."""
+    return _mark.bind(x, mark=_name(what))[0]
+
+
+@lru_cache(maxsize=1 << 14)
+def _name(what: Unknown) -> Mark:
+    return Mark.of(what, f"mark {next(_numbers)}")

@@ -1,0 +1,48 @@
+"""On which meshes XLA's partitioner may end the process, and what is done there instead (docs/compiler.md)."""
+
+from collections.abc import Mapping
+
+from gspmd import jax_internals
+from gspmd.annotate.parser import OPEN
+from gspmd.annotate.spec import Spec
+
+
+def splits_badly(mesh: Mapping[str, int]) -> bool:
+    """Return whether moves that the partitioner invents by itself may need a split that a mesh does not have.
+
+    To move axes between dimensions it may split the devices of one dimension at the size of another axis: the six of
+    x=3, y=2 at 2. Since jax 0.12 shardings are kept by the names of axes; there is no name for the first 2 of x=3, and
+    the process ends with a failed check. Sizes that are powers of one prime can be split at each other, and an axis
+    alone is never split. Nor is any in a step of a plan, which gathers, slices or exchanges the last axes of a
+    dimension: on such a mesh lowering `xla` constrains an array after every step. That is done under every JAX, so that
+    an equation sends the same under each.
+
+    >>> splits_badly({"x": 3, "y": 2}), splits_badly({"x": 4, "y": 2, "z": 1}), splits_badly({"x": 6})
+    (True, False, False)
+    """
+    sizes = [size for size in mesh.values() if size > 1]
+    if len(sizes) < 2:
+        return False
+    prime = next(n for n in range(2, sizes[0] + 1) if sizes[0] % n == 0)
+    return not all(_is_power(size, prime) for size in sizes)
+
+
+def _is_power(size: int, prime: int) -> bool:
+    while size % prime == 0:
+        size //= prime
+    return size == 1
+
+
+def may_abort(mesh: Mapping[str, int]) -> bool:
+    """Return whether plain code, whose moves no plan tells, may end the process on a mesh under the installed JAX."""
+    return jax_internals.PARTITIONER_KEEPS_AXIS_NAMES and splits_badly(mesh)
+
+
+def open_where_it_may_abort(spec: Spec, mesh: Mapping[str, int]) -> str:
+    """Say why a dimension cannot be left to the compiler on a mesh where it may end the process."""
+    whole = Spec(spec.dims, tuple(() if axes == (OPEN,) else axes for axes in spec.axes), spec.partial, spec.reduced)
+    sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
+    return (
+        f"'{spec}' leaves a dimension to the compiler, which may end the process on a mesh of {sizes}: the sizes are no"
+        f" powers of one prime (docs/compiler.md).\n  Name its mesh axes, or leave it whole: '{whole}'."
+    )

@@ -1,0 +1,167 @@
+"""Marks of the experts' program where placements are not known: how many rows travel depends on them, too."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from gspmd.annotate.equation import Equation, Via
+from gspmd.annotate.errors import PlanError
+from gspmd.annotate.spec import Spec
+from gspmd.hardware.dtypes import itemsize
+from gspmd.lowerings.blocking.executor import Executor, Pieces
+from gspmd.lowerings.marks import marked
+from gspmd.lowerings.plan import make_plan
+from gspmd.lowerings.program import Context
+from gspmd.lowerings.unknown import joint_of, lying, made_of
+from gspmd.moe.dropless.rows import RowSizes
+from gspmd.planner.graph.resharding import move
+from gspmd.planner.pins import spread_over_groups
+from gspmd.planner.plan import Plan
+from gspmd.planner.steps import Step
+from gspmd.planner.unknown import Unknown, UnknownMove, UnknownSteps
+
+
+@dataclass(frozen=True)
+class StageMarks:
+    """The marks of every move, product and output of a stage; None where nothing is moved."""
+
+    moves: tuple[Unknown | None, ...]
+    products: tuple[Unknown, ...]
+    outputs: tuple[Unknown, ...]
+
+
+def marking(marks: StageMarks) -> type[Executor]:
+    """Return what runs a routine on one device, with these marks."""
+
+    class Marking(Executor):
+        def move(self, number: int, pieces: Pieces, stop: int | None = None) -> jax.Array:
+            x, mark = super().move(number, pieces, stop), marks.moves[number]
+            return x if mark is None else marked(x, mark)
+
+        def multiply(self, number: int, *operands: jax.Array) -> jax.Array:
+            return marked(super().multiply(number, *operands), marks.products[number])
+
+        def output(self, number: int, values: Pieces) -> jax.Array:
+            return marked(super().output(number, values), marks.outputs[number])
+
+    return Marking
+
+
+def stage_marks(plan: Plan, sizes: RowSizes, via: Via | None, ctx: Context) -> tuple[StageMarks, StageMarks]:
+    """Return the marks of an equation of rows and weights, and those of its gradient.
+
+    Raises:
+        PlanError: the equation has no via, or one that brings rows to several places.
+    """
+    equation, routine = plan.equation, plan.routine
+    operands, results = equation.specs[: len(plan.inputs)], equation.outputs
+    if via is None:
+        raise PlanError(f"cannot search where '{equation}' is computed: no via says where rows are multiplied.")
+    specs = spread_over_groups(equation, via.specs, operands)
+    met = [Spec(own.dims, tuple(map(spec.axes_of, own.dims))) for spec, own in zip(specs, operands)]
+    joints = [joint_of(met[0], weight) for weight in met[1:]]
+    lefts = {made_of(joint, operands[0].dims) for joint in joints}
+    if len(lefts) > 1:
+        raise PlanError(
+            f"cannot search where '{equation}' is computed: the gradient of its rows has parts that differ."
+        )
+
+    def rows(before: Spec, after: Spec, width: int) -> UnknownSteps:
+        return UnknownSteps(rows_moved, (before, after, sizes, width, ctx), "rows")
+
+    def weight(number: int, before: Spec, after: Spec) -> UnknownMove:
+        shape = tuple(dict(sizes.sizes)[dim] for dim in before.dims)
+        return UnknownMove((before,), after, shape, plan.inputs[number].itemsize)
+
+    def product(name: str) -> UnknownSteps:
+        asked = tuple(met), tuple(spec.dims for spec in results), plan.dtypes, plan.outputs[0].dtype, sizes, ctx
+        return UnknownSteps(multiplied if name.startswith("product") else multiplied_back, asked, name, is_product=True)
+
+    moves = [
+        weight(m.source, operands[m.source], met[m.source])
+        if m.source
+        else rows(operands[0], met[0], plan.inputs[0].itemsize)
+        for m in routine.moves
+    ]
+    forward = StageMarks(
+        tuple(moves),
+        tuple(product(f"product {n}") for n in range(len(routine.products))),
+        tuple(
+            rows(made_of(joint, result.dims), result, tensor.itemsize)
+            for joint, result, tensor in zip(joints, results, plan.outputs)
+        ),
+    )
+    cotangents = {
+        n: rows(result.cotangent, lying(joint, result.dims), tensor.itemsize)
+        for n, (joint, result, tensor) in enumerate(zip(joints, results, plan.outputs))
+    }
+    backward = StageMarks(
+        tuple(cotangents.get(m.source) for m in plan.backward.moves),
+        tuple(product(f"backward {n}") for n in range(len(plan.backward.products))),
+        (
+            rows(lefts.pop(), operands[0].cotangent, plan.inputs[0].itemsize),
+            *(weight(n, made_of(joint, operands[n].dims), operands[n].cotangent) for n, joint in enumerate(joints, 1)),
+        ),
+    )
+    return forward, backward
+
+
+# -- steps, once it is known where all lies ----------------------------------------------------------------------------
+
+
+def rows_moved(before: Spec, after: Spec, sizes: RowSizes, width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
+    """Return the steps of rows that have arrived, which do not leave their device.
+
+    Raises:
+        PlanError: they would.
+    """
+    if any(before.axes_of(dim) != after.axes_of(dim) for dim in "GX") or before.axes_of("C") or after.axes_of("C"):
+        raise PlanError(f"rows at '{before}' would have to leave their device for '{after}'.")
+    return {"rows": move(before, after, sizes.sent(after, ctx.mesh), ctx.mesh, width, ctx.chip)}
+
+
+def rows_sent(dispatched: Spec, there: Spec, sizes: RowSizes, dtype: str, ctx: Context) -> dict[str, tuple[Step, ...]]:
+    """Return the steps of rows to their experts, of the answers back, and of the counts of rows.
+
+    Raises:
+        PlanError: the rows of one expert are cut.
+    """
+    if there.axes_of("C"):
+        raise PlanError(f"rows at '{there}' would be cut in themselves.")
+    buffers, width = sizes.sent(there, ctx.mesh), itemsize(dtype)
+    before, after = (Spec(tuple("GXN"), (*map(spec.axes_of, "GX"), ())) for spec in (dispatched, there))
+    counted = dict(sizes.sizes) | {"N": 1}
+    return {
+        "slots": move(dispatched, there, buffers, ctx.mesh, width, ctx.chip),
+        "answers": move(there, dispatched, buffers, ctx.mesh, width, ctx.chip),
+        "counts": move(before, after, counted, ctx.mesh, itemsize("int32"), ctx.chip),
+    }
+
+
+def multiplied(*asked: Any) -> dict[str, tuple[Step, ...]]:
+    """Return the local products of an equation whose operands, and results, lie where they are multiplied."""
+    plan = _plan_of(*asked)
+    return {f"product {n}": (each.einsum,) for n, each in enumerate(plan.routine.products)}
+
+
+def multiplied_back(*asked: Any) -> dict[str, tuple[Step, ...]]:
+    """Return those of its gradient."""
+    plan = _plan_of(*asked)
+    return {f"backward {n}": (each.einsum,) for n, each in enumerate(plan.backward.products)}
+
+
+def _plan_of(
+    met: tuple[Spec, ...],
+    results: Sequence[tuple[str, ...]],
+    dtypes: tuple[str, ...],
+    dtype: str,
+    sizes: RowSizes,
+    ctx: Context,
+) -> Plan:
+    outputs = tuple(lying(joint_of(met[0], weight), dims) for weight, dims in zip(met[1:], results))
+    group = len(outputs) > 1
+    equation = Equation.product(met[0], met[1:] if group else met[1], outputs if group else outputs[0])
+    via, whole = Via.of(met[0], met[1:] if group else met[1]), tuple(sizes.multiplied(met[0], ctx.mesh).items())
+    return make_plan(equation, whole, ctx.axes, dtypes, ctx.chip, "blocking", via, None, dtype)

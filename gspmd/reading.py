@@ -1,0 +1,275 @@
+"""Read JSON, TOML and text that others wrote: of bounded size and depth, and any fault as one reason.
+
+Files come from strangers (public checkpoints), from other versions, and from disks that failed. Python's own readers
+answer some of them with errors that nobody expects of a reader (RecursionError for deep nesting, a plain ValueError
+for a number of 5,000 digits), wait for ever for a FIFO that nobody writes to, or fill the memory. Whoever reads
+through here handles one error, `ReadError`.
+"""
+
+import json
+import os
+import re
+import stat
+import sys
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+#: The largest JSON file that is read, in bytes. The tokenizers of public models have up to 35 MB.
+LARGEST = 2**26
+#: The largest TOML file that is read, in bytes: settings and layouts are written by hand, and have some kB.
+LARGEST_TOML = 2**22
+#: The deepest nesting of objects, lists and tables. What is read here has less than ten levels, and whatever walks
+#: through it later may be recursive.
+DEEPEST = 64
+
+# A dotted key of more parts than the deepest nesting. The parser copies the key at each of its dots, so 50,000 of them
+# would take it seconds. A key begins a line, a header or an entry of a table. Quantifiers are possessive, so that the
+# search is linear too.
+_PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
+_DEEP_KEY = re.compile(rf"(?:^|[\[{{,])[ \t]*+{_PART}(?:\.[ \t]*+{_PART}){{{DEEPEST}}}", re.MULTILINE)
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+# What a shell writes for the output of a command, as in `--config <(command)`: a pipe that is open already.
+_PIPES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
+
+
+#: What `whole_number` takes, for a message.
+WHOLE = "a whole number of at most 18 digits"
+
+
+class ReadError(ValueError):
+    """A file that cannot be read; the message is the reason, without the file's name and without a full stop."""
+
+
+class MissingError(ReadError):
+    """A file that is not there."""
+
+
+def open_file(path: str | os.PathLike) -> BinaryIO:
+    """Open a file to read bytes.
+
+    A FIFO or a device is refused rather than waited for: it stands where the name of a file came from a stranger.
+
+    Raises:
+        ReadError: there is no such file (`MissingError`), it is no regular one, or the system refuses it.
+    """
+    try:
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or (stat.S_ISFIFO(mode) and os.fspath(path).startswith(_PIPES))):
+            raise ReadError(f"it is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, and no regular file")
+        return open(path, "rb")
+    except (OSError, ValueError) as error:
+        raise _reason(error) from None
+
+
+def read_text(path: str | os.PathLike, most: int = LARGEST) -> str:
+    """Read a text file of at most `most` bytes.
+
+    Raises:
+        ReadError: as `open_file`; or it is larger, or no UTF-8.
+    """
+    try:
+        with open_file(path) as file:
+            data = b"".join(_chunks(file, most + 1))
+    except OSError as error:
+        raise _reason(error) from None
+    if len(data) > most:
+        raise ReadError(f"it is larger than {most:,} bytes, the most that is read")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ReadError(f"it is not UTF-8 text (byte 0x{data[error.start]:02x} in line {line})") from None
+
+
+def _chunks(file: BinaryIO, most: int) -> Iterable[bytes]:
+    """The first bytes of a file in pieces: a pipe has no size, and to read `most` at once would take as much memory."""
+    while most and (chunk := file.read(min(most, 2**20))):
+        most -= len(chunk)
+        yield chunk
+
+
+def read_json(path: str | os.PathLike, *, unique: bool = False) -> Any:
+    """Read a JSON file; `unique` as for `parse_json`.
+
+    Raises:
+        ReadError: as `read_text` and `parse_json`.
+    """
+    return parse_json(read_text(path), unique=unique)
+
+
+def read_toml(path: str | os.PathLike) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        ReadError: as `read_text` and `parse_toml`.
+    """
+    return parse_toml(read_text(path, LARGEST_TOML))
+
+
+def parse_json(text: str, *, unique: bool = False) -> Any:
+    """Parse JSON.
+
+    Args:
+        text: JSON.
+        unique: whether to refuse an object in which a key comes twice; otherwise its last value counts.
+
+    Raises:
+        ReadError: it is not JSON, or nested too deeply.
+
+    Example:
+        >>> parse_json("[" * 5000 + "]" * 5000)
+        Traceback (most recent call last):
+        gspmd.reading.ReadError: it is nested more than 64 levels deep
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_unique if unique else None)
+    except RecursionError:
+        raise _too_deep() from None
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if "\n" in text else ""
+        raise ReadError(f"it is not JSON: {error.msg} at {line}column {error.colno}") from None
+    except ReadError:
+        raise
+    except ValueError:  # of a number; the message is on Python's settings
+        raise _too_long() from None
+    # Nothing is nested deeper than brackets are opened, and few files open so many.
+    if text.count("[") + text.count("{") > DEEPEST:
+        _check_depth(value)
+    if "\\u" in text and not _is_unicode(value):
+        raise ReadError("it has half of a surrogate pair, which is no character")
+    return value
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse TOML.
+
+    Raises:
+        ReadError: it is not TOML, or nested too deeply.
+
+    Example:
+        >>> parse_toml("a.b = 1"), parse_toml("a = [1, 2]")
+        ({'a': {'b': 1}}, {'a': [1, 2]})
+    """
+    if _DEEP_KEY.search(text):
+        raise _too_deep()
+    try:
+        value = tomllib.loads(text)
+    except RecursionError:
+        raise _too_deep() from None
+    except tomllib.TOMLDecodeError as error:
+        raise ReadError(f"it is not TOML: {error}") from None
+    except ValueError as error:  # of a number, or of a date that there is not
+        raise (_too_long() if "digits" in str(error) else ReadError(f"it is not TOML: {error}")) from None
+    _check_depth(value)
+    _check_numbers(value)
+    return value
+
+
+def folder_fault(path: str | os.PathLike) -> str | None:
+    """Say why there is no folder at a path; None if there is one.
+
+    Example:
+        >>> folder_fault("/"), folder_fault("/nowhere"), folder_fault("/" + 5000 * "a")
+        (None, 'there is no such folder', 'File name too long')
+    """
+    try:
+        return None if stat.S_ISDIR(os.stat(path).st_mode) else "it is no folder"
+    except (FileNotFoundError, NotADirectoryError):
+        return "there is no such folder"
+    except (OSError, ValueError) as error:
+        return str(_reason(error))
+
+
+def whole_number(text: str) -> int | None:
+    """Parse a whole number of at most 18 digits, as a flag has it; None for any other text.
+
+    `int` alone takes digits of other scripts and underscores, and answers 5,000 digits with an error of its own;
+    `str.isdigit` is true of `²`, which `int` does not take.
+
+    Example:
+        >>> [whole_number(text) for text in ("8", " 8 ", "-8", "²", "٣", "1_000", "9" * 5000)]
+        [8, 8, None, None, None, None, None]
+    """
+    found = re.fullmatch(r"\s*([0-9]{1,18})\s*", text)
+    return int(found[1]) if found else None
+
+
+def is_inside(name: str) -> bool:
+    """Return whether a name that a file gives for one beside it stays in that folder: neither absolute, nor up by `..`.
+
+    Symbolic links are not followed: a download cache keeps a model's files as links to elsewhere.
+
+    Example:
+        >>> [is_inside(name) for name in ("a.bin", "parts/a.bin", "../a.bin", "/etc/a.bin", "")]
+        [True, True, False, False, False]
+    """
+    path = Path(name)
+    return bool(name) and "\0" not in name and not path.is_absolute() and ".." not in path.parts
+
+
+def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for key, each in pairs:
+        if key in value:
+            raise ReadError(f"{key!r} comes twice in it")
+        value[key] = each
+    return value
+
+
+def _is_unicode(value: Any) -> bool:
+    """Whether all text can be encoded: JSON can write half of a surrogate pair, and then Python's text has it."""
+    try:
+        return bool(json.dumps(value, ensure_ascii=False).encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _check_depth(value: Any) -> None:
+    """Refuse nesting that is deeper than `DEEPEST`, level by level and so without recursion."""
+    level: Sequence[Any] = [value]
+    for _ in range(DEEPEST):
+        level = [inner for each in level for inner in _inner(each)]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [each for each in values if isinstance(each, dict | list)]
+
+
+def _check_numbers(value: Any) -> None:
+    """Refuse whole numbers beyond 64 bits, as TOML itself does; Python's parser takes any, and cannot print some."""
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_numbers(each)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ReadError("it has a whole number that does not fit into 64 bits")
+
+
+def _too_deep() -> ReadError:
+    return ReadError(f"it is nested more than {DEEPEST} levels deep")
+
+
+def _too_long() -> ReadError:
+    return ReadError(f"it has a number of more than {sys.get_int_max_str_digits():,} digits")
+
+
+def _reason(error: OSError | ValueError) -> ReadError:
+    if isinstance(error, ReadError):
+        return error
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return MissingError("there is no such file")
+    if isinstance(error, OSError):
+        return ReadError(error.strerror or str(error))
+    return ReadError("its name holds a null byte" if "null" in str(error) else str(error))

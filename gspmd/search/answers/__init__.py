@@ -1,0 +1,11 @@
+"""Answers: meshes of a slice, the best layout over them, its file, and the reasons for it.
+
+Nothing here knows of a particular model, or phase: all ask a `PhaseProblem`.
+"""
+
+from gspmd.search.answers.candidate import Candidate
+from gspmd.search.answers.document import document
+from gspmd.search.answers.finding import NoneFits, SearchResult, Space, find
+from gspmd.search.answers.meshes import meshes
+
+__all__ = ["Candidate", "NoneFits", "SearchResult", "Space", "document", "find", "meshes"]

@@ -1,0 +1,276 @@
+"""The best layout over several meshes, choices of remat and numbers of microbatches, each solved while it may win."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+
+from gspmd.annotate import LayoutError, PlanError
+from gspmd.display.units import mesh_text
+from gspmd.search import Answer, NothingFits
+from gspmd.search.answers.candidate import GAIN, NEAR, TIE, Candidate, to_beat
+from gspmd.search.answers.microbatches import Range, smallest
+from gspmd.search.phase import PhaseProblem
+
+
+@dataclass(frozen=True)
+class Space:
+    """A part of the search space: one mesh, in training with one choice of remat.
+
+    Attributes:
+        phase: makes the problem there.
+        several: makes the numbers of microbatches that are searched besides, of the bytes that a device may hold; None
+            for none.
+    """
+
+    phase: Callable[[], PhaseProblem]
+    several: Callable[[float], Range] | None = None
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best of several meshes.
+
+    Attributes:
+        best: the mesh of the cheapest answer that fits.
+        answer: that answer.
+        candidates: all meshes that were looked at, by what they cost or may cost at least.
+        bound: no layout of the candidates costs less; of an answer in one microbatch, none in one.
+        several: of an answer in one microbatch, what no layout in several costs less than.
+        ranges: the numbers of microbatches that were searched besides.
+        complete: whether it was not interrupted.
+        refused: meshes that cannot be searched, with the reason.
+    """
+
+    best: Candidate
+    answer: Answer
+    candidates: tuple[Candidate, ...]
+    bound: float
+    several: float = inf
+    ranges: tuple[Range, ...] = ()
+    complete: bool = True
+    refused: Mapping[str, LayoutError | PlanError] = field(default_factory=dict)
+
+    @property
+    def microbatches(self) -> tuple[int, ...]:
+        """Their numbers that were searched, ascending."""
+        return tuple(sorted({each.microbatches for each in self.candidates}.union(*(r.counts for r in self.ranges))))
+
+    @property
+    def proof(self) -> str:
+        """The proof of the answer, in words."""
+        count, remats = len({each.named for each in self.candidates}), len({each.remat for each in self.candidates})
+        where = "this mesh" if count == 1 else f"{count} meshes"
+        chosen = [f"{remats} choices of remat"] * (remats > 1)
+        numbers = self.microbatches
+        if len(numbers) > 1 and self.best.microbatches > 1:
+            chosen.append(f"{numbers[0]} to {numbers[-1]} microbatches")
+        if self.refused:
+            mesh, fault = next(iter(self.refused.items()))
+            others = f", nor can {len(self.refused) - 1} more" if len(self.refused) > 1 else ""
+            where += f" ({mesh} cannot be searched: {str(fault).splitlines()[0].rstrip('.:')}{others})"
+        beside = f", with {' and '.join(chosen)}" if chosen else ""
+        gap = max(NEAR, 1 - self.bound / self.answer.seconds) if self.answer.seconds else NEAR
+        more = ""
+        if len(numbers) > 1 and self.best.microbatches == 1:
+            least = max(GAIN, 1 - self.several / self.answer.seconds)
+            more = f"; in {numbers[1]} to {numbers[-1]} microbatches none by {least:.2%}"
+        return f"of all layouts on {where}{beside}, none is faster by {gap:.2%}{more}"
+
+    def taking(self, best: Candidate, answer: Answer) -> SearchResult:
+        """The same search with another of its layouts for an answer, and what was proved of that."""
+        bound = self.bound
+        if best.microbatches > 1 and self.best.microbatches == 1:  # several were searched as far as they could be taken
+            bound = min(bound, self.several, to_beat(self.answer.seconds, 1))
+        return replace(self, best=best, answer=answer, bound=bound)
+
+    @property
+    def promising(self) -> list[Candidate]:
+        """The candidates on which anything fits."""
+        return [each for each in self.candidates if each.least.bytes <= each.limit]
+
+
+class NoneFits(ValueError):
+    """On no mesh does anything fit.
+
+    Attributes:
+        candidate: the mesh on which the least is missing; None if no layout is possible at all.
+        nearest: the picks that hold the fewest bytes there.
+        over: by how many bytes they exceed the limit.
+    """
+
+    def __init__(self, candidate: Candidate | None, nearest: Answer | None, over: float | None):
+        self.candidate, self.nearest, self.over = candidate, nearest, over
+        super().__init__("nothing fits on any mesh of the slice.\n  Take a larger slice, or a smaller batch.")
+
+
+Tell = Callable[[str], None]
+
+
+def find(spaces: Iterable[Space], limit: float, tell: Tell = lambda text: None) -> SearchResult:
+    """Find the cheapest layout that fits.
+
+    An interrupt ends the search with the best so far, if there is one.
+
+    Args:
+        spaces: where it may be.
+        limit: bytes that a device may hold.
+        tell: told what is being done.
+
+    Raises:
+        NoneFits: there is no layout within the limit.
+        KeyboardInterrupt: before anything was found that fits.
+    """
+    search, every = BestFirstSearch(limit, tell), [*spaces]
+    try:
+        search.gather(every)
+        search.solve()
+        search.divide(every)
+    except KeyboardInterrupt:
+        finding = search.so_far()
+        if finding is None:
+            raise
+        return finding
+    return search.finding()
+
+
+class BestFirstSearch:
+    """The state of `find`."""
+
+    def __init__(self, limit: float, tell: Tell):
+        self.limit, self.tell = limit, tell
+        self.candidates: list[Candidate] = []
+        self.ranges: list[Range] = []
+        self.refused: dict[str, LayoutError | PlanError] = {}
+        self._best: Candidate | None = None
+
+    def gather(self, spaces: Iterable[Space]) -> None:
+        """Bound the problem of each space without its limit.
+
+        Raises:
+            LayoutError, PlanError: no space can be searched.
+        """
+        for space in spaces:
+            phase = space.phase()
+            count = phase.case.microbatches
+            where = mesh_text(phase.case.mesh)
+            self.tell(f"tables of mesh {where}" + f" in {count} microbatches" * (count > 1))
+            try:
+                self.candidates.append(Candidate(phase, self.limit))
+            except NothingFits:  # no picks are allowed at all: the sizes have no such mesh
+                continue
+            except (LayoutError, PlanError) as fault:  # as of a line that is fixed over an axis that this mesh lacks
+                self.refused.setdefault(where, fault)
+        if self.refused and not self.candidates:
+            raise next(iter(self.refused.values()))
+
+    def solve(self) -> None:
+        """Solve them in the order of their bounds, while they may win."""
+        for each in sorted(self.candidates, key=_rank):
+            self._try(each)
+
+    def divide(self, spaces: Iterable[Space]) -> None:
+        """Bound numbers of microbatches, many at a time; halve what may win until there is one, and solve that."""
+        heap: list[tuple[float, int, int, int, Range]] = []
+
+        def push(each: Range) -> None:
+            self.tell(f"bounds of {each}")
+            each.tighten(self._to_beat * (1 + 2 * TIE))
+            heappush(heap, (each.bound, each.axes, each.counts[0], next(number), each))
+
+        number = count()
+        for space in spaces:
+            if space.several:
+                self.ranges.append(space.several(self.limit))
+                push(self.ranges[-1])
+        while heap:
+            bound, axes, fewest, _, each = heappop(heap)
+            if bound == inf or not self._may_win(bound, axes, fewest):
+                continue
+            for half in each.halves:
+                if isinstance(half, Range):
+                    push(half)
+                else:
+                    self.candidates.append(half)
+                    self._try(half)
+
+    def _try(self, candidate: Candidate) -> None:
+        if not self._may_win(candidate.free.seconds, *_order(candidate)):
+            return
+        where = f"{candidate.named} {candidate.in_microbatches}".strip()
+        self.tell(f"mesh {where}: at least {candidate.free.seconds:.4g} s")
+        try:
+            found = candidate.solve()
+        except NothingFits:
+            return
+        if self._may_win(found.seconds, *_order(candidate)):
+            self._best = candidate
+
+    def _may_win(self, seconds: float, axes: int, microbatches: int) -> bool:
+        """Return whether this is cheaper than the best, or as cheap on fewer axes or in fewer microbatches."""
+        if self._best is None:
+            return True
+        if microbatches > self._best.microbatches == 1 and seconds > self._to_beat:
+            return False
+        known, order = self._best.solve().seconds, _order(self._best)
+        return seconds < known * (1 - TIE) or (seconds <= known * (1 + TIE) and (axes, microbatches) < order)
+
+    @property
+    def _to_beat(self) -> float:
+        """The seconds below which several microbatches are better than what is known."""
+        return to_beat(self._best.solve().seconds, self._best.microbatches) if self._best else inf
+
+    def finding(self) -> SearchResult:
+        """Return the finding.
+
+        Raises:
+            NoneFits: nothing fits.
+        """
+        best = self._best
+        if best is None:
+            nearest = smallest(self.candidates, self.ranges)
+            if nearest is None:
+                raise NoneFits(None, None, None)
+            raise NoneFits(nearest, nearest.least, nearest.least.bytes - self.limit)
+        answer, every = best.solve(), sorted(self.candidates, key=_rank)
+        bounds = [(bound, each.microbatches > 1) for each in every if (bound := _proved(each, answer)) < inf]
+        several = min((bound for bound, more in bounds if more), default=inf)
+        bound = min(bound for bound, more in bounds if not more or best.microbatches > 1)
+        return SearchResult(best, answer, tuple(every), bound, several, tuple(self.ranges), refused=self.refused)
+
+    def so_far(self) -> SearchResult | None:
+        """Return the best so far, at an interrupt; None where nothing is known that fits."""
+        every = sorted(self.candidates, key=_rank)
+        known = [(each.so_far.seconds, *_order(each), n) for n, each in enumerate(every) if each.so_far]
+        one = min((each for each in known if each[2] == 1), default=None)
+        several = min((each for each in known if each[2] > 1), default=None)
+        first = several if several and (one is None or several[0] <= to_beat(one[0], 1)) else one
+        if first is None:
+            return None
+        best = every[first[-1]]
+        best.answer = best.so_far
+        assert best.answer is not None
+        bound = min(max(each.free.seconds, each.answer.bound if each.answer else 0.0) for each in every)
+        return SearchResult(best, best.answer, tuple(every), bound, 0.0, tuple(self.ranges), complete=False)
+
+
+def _proved(candidate: Candidate, answer: Answer) -> float:
+    """Return the least that a layout on a mesh costs, where prices may be above that; infinite where it is not
+    known."""
+    if candidate.answer:
+        return candidate.answer.bound - candidate.phase.overestimate
+    # It was left out because of what it is priced at least, or nothing fits.
+    left = candidate.phase.overestimate and candidate.free.seconds >= answer.seconds * (1 - TIE)
+    return candidate.free.seconds - candidate.phase.overestimate if left else inf
+
+
+def _rank(candidate: Candidate) -> tuple[float, int, int]:
+    return float(f"{candidate.free.seconds:.9g}"), *_order(candidate)
+
+
+def _order(candidate: Candidate) -> tuple[int, int]:
+    """Return the order in which candidates that cost the same are taken."""
+    return candidate.axes, candidate.microbatches

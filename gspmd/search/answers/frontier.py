@@ -1,0 +1,74 @@
+"""Seconds against bytes: the cheapest layout for every limit of memory, as far as a few searches know it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf, log, sqrt
+
+from gspmd.search import Answer, Search
+from gspmd.search.answers.candidate import TIE, TOLERANCE, Candidate, StepBudget
+
+SEARCHES = 12
+_NARROW = 1e-3
+"""A fraction of bytes that is not divided further."""
+SEEN = 3.0
+"""The multiple of the seconds of the cheapest layout, and of the limit's bytes, up to which they are of interest."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A layout that is the cheapest within limits from its own bytes to `limit`.
+
+    Nothing there costs less than its bound: its own seconds, to `TOLERANCE`, unless the search was long, and ended with
+    the best so far.
+    """
+
+    answer: Answer
+    limit: float
+
+
+def frontier(
+    candidate: Candidate, searches: int = SEARCHES, tell: Callable[[str], None] = lambda text: None
+) -> list[Point]:
+    """The cheapest layouts from the one that holds the fewest bytes to the one that costs the fewest seconds.
+
+    Each search is of a limit between two layouts that are known, where the most is not known yet. Between the limit of
+    one point and the bytes of the next there may be layouts that cost less than the former and no less than the latter.
+    The candidate's own answer, if it is known, is one of the points.
+
+    Returns:
+        Points by their bytes, each cheaper than those before.
+    """
+    free, least = candidate.free, candidate.least.bytes
+    points = [Point(free, inf)]
+    if least < free.bytes:
+        points.insert(0, _within(candidate, least))
+    found = candidate.answer
+    if found and least < found.bytes < free.bytes and free.seconds < found.seconds < points[0].answer.seconds:
+        points.insert(1, Point(found, candidate.limit))
+    for number in range(searches):
+        most = SEEN * free.seconds, SEEN * candidate.limit
+        gaps = [(_unknown(*pair, *most), at) for at, pair in enumerate(pairwise(points))]
+        size, at = max(gaps, default=(0.0, 0))
+        if size <= 0.0:
+            break
+        tell(f"seconds against bytes: {number + 1} of at most {searches} limits")
+        found = _within(candidate, sqrt(points[at].limit * points[at + 1].answer.bytes))
+        if found.answer.seconds >= points[at].answer.seconds * (1 - TIE):
+            points[at] = Point(points[at].answer, found.limit)
+        else:
+            points.insert(at + 1, found)
+    return points
+
+
+def _within(candidate: Candidate, limit: float) -> Point:
+    return Point(Search(candidate.within(limit), StepBudget(), TOLERANCE).best(), limit)
+
+
+def _unknown(before: Point, after: Point, slowest: float, largest: float) -> float:
+    """Return how much of interest is not known between two points: the area of a rectangle over logarithms."""
+    ratio = min(after.answer.bytes, largest) / before.limit
+    slower = min(before.answer.seconds, slowest) / after.answer.seconds
+    return log(ratio) * log(slower) if ratio > 1 + _NARROW and slower > 1 else 0.0

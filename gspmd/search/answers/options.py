@@ -1,0 +1,91 @@
+"""The options of every choice as a layout writes them, and which of them are the same but for the names of axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+from gspmd.annotate import Spec
+from gspmd.search.phase import PhaseProblem
+
+Texts = Mapping[tuple[str, str], str]
+"""Section (empty for a part of the model) and key, to the text there."""
+
+
+def written(texts: Texts, section: str, key: str) -> str | None:
+    """Return an option's text in a line: as the part of the model has it, where an overriding section says nothing."""
+    if (section, key) in texts or not section:
+        return texts.get((section, key))
+    text = texts.get(("", key))
+    return cached(text) if text and section == "cache" else text
+
+
+def cached(text: str) -> str:
+    """Return the spec of a cache of keys that lie so.
+
+    >>> cached("B_xLK_yD")
+    'B_xTK_yD'
+    """
+    return str(Spec.parse(text).rename({"L": "T"}))
+
+
+class Options:
+    """The options of a problem as lines of a layout.
+
+    Args:
+        phase: the problem.
+    """
+
+    def __init__(self, phase: PhaseProblem):
+        self.phase = phase
+        self._having: dict[tuple[str, str, str], dict[tuple[Spec, ...], frozenset[int]]] = {}
+
+    @cached_property
+    def texts(self) -> dict[str, tuple[Texts, ...]]:
+        """For each choice, the lines of each of its options."""
+        return {name: tuple(self.phase.texts(name)) for name in self.phase.choices}
+
+    @cached_property
+    def choices(self) -> dict[tuple[str, str], str]:
+        """The choice that each line comes from."""
+        return {where: name for name, options in self.texts.items() for texts in options for where in texts}
+
+    def having(self, name: str, section: str, key: str, specs: tuple[Spec, ...]) -> frozenset[int]:
+        """The options of a choice that have these specs in a line: one, or both of a via."""
+        where = name, section, key
+        if where not in self._having:
+            found: dict[tuple[Spec, ...], set[int]] = {}
+            for number, texts in enumerate(self.texts[name]):
+                if (text := written(texts, section, key)) is not None:
+                    found.setdefault(tuple(map(Spec.parse, text.split(", "))), set()).add(number)
+            self._having[where] = {each: frozenset(numbers) for each, numbers in found.items()}
+        return self._having[where].get(specs, frozenset())
+
+    def alike(self, name: str, number: int) -> list[int]:
+        """The options that are this one but for the order of mesh axes on a dimension, and axes of one size swapped.
+
+        What tells them apart is what else they stand beside, so the next best of them is no other way to shard.
+        """
+        shapes = self._shapes[name]
+        return [other for other, shape in enumerate(shapes) if shape == shapes[number]]
+
+    def kinds(self, name: str) -> list[list[int]]:
+        """The options of a choice, those that are alike together; none of a choice that has no lines."""
+        kinds: dict[tuple, list[int]] = {}
+        for number, shape in enumerate(self._shapes[name]):
+            kinds.setdefault(shape, []).append(number)
+        return [*kinds.values()] if any(self.texts[name]) else []
+
+    @cached_property
+    def _shapes(self) -> dict[str, list[tuple]]:
+        return {
+            name: [tuple((where, self._shape(text)) for where, text in texts.items()) for texts in options]
+            for name, options in self.texts.items()
+        }
+
+    def _shape(self, text: str) -> tuple:
+        """For each dimension, the sizes of its mesh axes in order."""
+        mesh, shape = self.phase.case.mesh, []
+        for spec in map(Spec.parse, text.split(", ")):
+            shape.append(tuple(tuple(sorted(mesh[axis] for axis in axes)) for axes in (*spec.axes, spec.partial)))
+        return tuple(shape)

@@ -1,0 +1,273 @@
+"""Layouts that people wrote, placed in a search's space, so that their costs can be compared term by term."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count, permutations
+from math import inf
+
+from gspmd.annotate import LayoutError, Spec
+from gspmd.layouts import Layout, presets
+from gspmd.layouts.rules.keys import KEYS
+from gspmd.search import Answer, NothingFits, Search
+from gspmd.search.answers.candidate import Candidate, to_beat
+from gspmd.search.answers.microbatches import Range
+from gspmd.search.answers.options import Options
+
+Where = tuple[str, str]
+"""Section, empty for a part of the model, and key."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A layout on a mesh.
+
+    Attributes:
+        name: of the layout.
+        candidate: the mesh.
+        mesh: its sizes, by the names of the layout's mesh axes.
+        answer: what it costs; None if it is not in the space.
+        reason: why it is not, or cannot be used.
+        usable: whether the sizes have it on this mesh.
+    """
+
+    name: str
+    candidate: Candidate
+    mesh: Mapping[str, int]
+    answer: Answer | None = None
+    reason: str = ""
+    usable: bool = True
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is known to fit."""
+        return self.answer is not None and self.answer.bytes <= self.candidate.limit
+
+
+def placed_presets(candidates: Iterable[Candidate], ranges: Iterable[Range] = ()) -> list[Placed]:
+    """Every preset on the mesh, and with the mesh axes, that are best for it; those that fit first, the cheapest first.
+
+    Presets that are the same layout under two names appear twice.
+
+    Args:
+        candidates: the meshes.
+        ranges: numbers of microbatches besides, in which those are looked for that fit.
+    """
+    # Those in several microbatches that the search came to are in its ranges: there a preset has to gain by them.
+    ranges, every = [*ranges], [*candidates]
+    first = [each for each in every if each.microbatches == 1] if ranges else every
+    spaces = [_Space(each, Search(each.unlimited)) for each in first or every]
+    layouts = [Layout.load(name) for name in presets()]
+    phase = spaces[0].of.phase.phase if spaces else "train"
+    layouts = [layout if phase == "train" else layout.phase(phase) for layout in layouts]
+    known = _Known()
+    found = [min((placed for each in spaces for placed in _placings(each, of, known)), key=_rank) for of in layouts]
+    return sorted((_divided(ranges, of, best, known) for of, best in zip(layouts, found)), key=_rank)
+
+
+def _rank(placed: Placed) -> tuple[bool, bool, bool, float]:
+    return not placed.usable, placed.answer is None, not placed.fits, placed.answer.seconds if placed.answer else 0.0
+
+
+def _divided(ranges: Iterable[Range], layout: Layout, best: Placed, known: _Known) -> Placed:
+    """The best of what is known and of a layout in any of these numbers of microbatches in which it fits."""
+    heap: list[tuple[float, int, Range]] = []
+    number = count()
+
+    def push(each: Range) -> None:
+        heappush(heap, (_bound(each, layout, _enough(best), known), next(number), each))
+
+    for each in ranges:
+        push(each)
+    while heap and heap[0][0] < (enough := _enough(best)):
+        for part in heappop(heap)[-1].halves:
+            if isinstance(part, Range):
+                push(part)
+            else:
+                placed = min(_placings(_Space(part, Search(part.unlimited)), layout, known), key=_rank)
+                dearer = placed.answer is not None and placed.answer.seconds > enough
+                best = best if dearer else min(best, placed, key=_rank)
+    return best
+
+
+def _enough(best: Placed) -> float:
+    """The seconds below which several microbatches are better than what is known."""
+    return to_beat(best.answer.seconds, best.candidate.microbatches) if best.answer and best.fits else inf
+
+
+def _bound(numbers: Range, layout: Layout, enough: float, known: _Known) -> float:
+    """Return the least that a layout costs in any of these numbers; infinite where it does not fit. See
+    `Search.at_least`."""
+    every = (known.asked(numbers, layout, own, names) for own, names in _orders(numbers, layout))
+    return min((numbers.search.at_least(enough, each) for each in every if isinstance(each, dict)), default=inf)
+
+
+@dataclass(frozen=True)
+class _Space:
+    """A candidate, and a search without its limit."""
+
+    of: Candidate
+    search: Search
+
+
+def _orders(of: Candidate | Range, layout: Layout) -> Iterator[tuple[dict[str, int], tuple[str, ...]]]:
+    """The mesh by the layout's own axes, in every order on those of the mesh; none if it has fewer."""
+    mesh = of.phase.case.mesh
+    for names in permutations(layout.axes, len(mesh)):
+        yield dict.fromkeys(layout.axes, 1) | dict(zip(names, mesh.values())), names
+
+
+def _placings(space: _Space, layout: Layout, known: _Known) -> Iterator[Placed]:
+    """The layout with its mesh axes in every order on those of the mesh."""
+    candidate = space.of
+    if len(layout.axes) < len(candidate.phase.case.mesh):
+        yield Placed(layout.name, candidate, {}, reason="it has fewer mesh axes.", usable=False)
+    for own, names in _orders(candidate, layout):
+        without = known.asked(candidate, layout, own, names)
+        if isinstance(without, _Refused):
+            yield Placed(layout.name, candidate, own, reason=without.reason, usable=without.usable)
+            continue
+        try:
+            yield Placed(layout.name, candidate, own, _best(space.search, without))
+        except LayoutError as error:
+            yield Placed(layout.name, candidate, own, reason=_short(error))
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """Why a layout is not in a space, or, if it is not `usable`, on no such mesh."""
+
+    reason: str
+    usable: bool
+
+
+class _Known:
+    """The layouts that were read: they are the same for all choices of remat."""
+
+    def __init__(self) -> None:
+        self._checked: dict[tuple, Layout | _Refused] = {}
+        self._asked: dict[tuple, dict[str, list[int]] | _Refused] = {}
+
+    def asked(
+        self, of: Candidate | Range, layout: Layout, own: Mapping[str, int], names: tuple[str, ...]
+    ) -> Mapping[str, Collection[int]] | _Refused:
+        """The options that a layout does not have with its axes in this order; or why it is not there."""
+        case = of.phase.case
+        checked = self._layout(layout, own, of.sizes)
+        if isinstance(checked, _Refused):
+            return checked
+        space = *(tuple(each.items()) for each in (case.mesh, case.sizes)), case.microbatches > 1
+        key = layout.name, checked.chosen, names, *space
+        if key not in self._asked:
+            try:
+                self._asked[key] = _without(of, checked, dict(zip(names, case.mesh)))
+            except LayoutError as error:
+                self._asked[key] = _Refused(_short(error), usable=True)
+        return self._asked[key]
+
+    def _layout(self, layout: Layout, own: Mapping[str, int], sizes: Mapping[str, int]) -> Layout | _Refused:
+        """The layout on a mesh of its own axes; or why it cannot be there."""
+        key = layout.name, tuple(own.items()), tuple(sizes.items())
+        if key not in self._checked:
+            try:
+                self._checked[key] = layout.resolved(sizes, own).check(sizes, own)
+            except LayoutError as error:
+                self._checked[key] = _Refused(_short(error), usable=False)
+        return self._checked[key]
+
+
+def _short(error: LayoutError) -> str:
+    return error.faults[0].fact if error.faults else str(error).splitlines()[0]
+
+
+def picks_of(candidate: Candidate, search: Search, layout: Layout, renamed: Mapping[str, str] | None = None) -> Answer:
+    """The picks of a layout, whose missing lines are as is best for the others.
+
+    Scales of norms, biases and token ids are not compared: they are small, and lie where the activations are.
+
+    Args:
+        candidate: has the space.
+        search: of its problem.
+        layout: resolved.
+        renamed: mesh axes of the layout, to those of the candidate; the others have size 1.
+
+    Raises:
+        LayoutError: a line is not in the space.
+    """
+    mesh = candidate.phase.case.mesh
+    names = dict(zip(mesh, mesh)) if renamed is None else renamed
+    return _best(search, _without(candidate, layout, names))
+
+
+def _best(search: Search, without: Mapping[str, Collection[int]]) -> Answer:
+    try:
+        return search.best(without=without)
+    except NothingFits:
+        raise LayoutError("each of its lines is in the space that is searched, and not all of them together.") from None
+
+
+def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) -> dict[str, list[int]]:
+    """The options that a layout does not have.
+
+    Raises:
+        LayoutError: a line is not in the space.
+    """
+    mesh, parts = of.phase.case.mesh, of.phase.case.microbatches
+    names = {own: axis for own, axis in names.items() if mesh[axis] > 1}
+    stages = layout.get("pipeline.layers")
+    if stages and any(axis in names for axis in Spec.parse(stages).used):
+        raise LayoutError(f"pipeline.layers = '{stages}' is not in the space that is searched.")
+    # Several microbatches add to gradients that [gradients] does not have as partial sums, too.
+    loss, without = layout.for_loss(parts), dict[str, list[int]]()
+    for name, options in of.options.texts.items():
+        wanted = dict(_wanted(layout, loss, {where for texts in options for where in texts}, names))
+        fits = set(range(len(options)))
+        for where, specs in wanted.items():
+            fits &= of.options.having(name, *where, specs)
+        if not fits:
+            raise LayoutError(f"{_odd(layout, of.options, name, wanted)} is not in the space that is searched.")
+        if gone := sorted({*range(len(options))} - fits):
+            without[name] = gone
+    return without
+
+
+def _odd(layout: Layout, options: Options, name: str, wanted: Mapping[Where, tuple[Spec, ...]]) -> str:
+    """The first line that no option has; all lines, where each of them is had by some."""
+    alone = (where for where, specs in wanted.items() if not options.having(name, *where, specs))
+    odd = next(([where] for where in alone), list(wanted))
+    return " with ".join(f"{section} {key}".strip() + f" = '{_text(layout, section, key)}'" for section, key in odd)
+
+
+def _wanted(
+    layout: Layout, loss: Layout, lines: Iterable[Where], names: Mapping[str, str]
+) -> Iterator[tuple[Where, tuple[Spec, ...]]]:
+    """Return the layout's text in these lines, in the candidate's mesh axes; `loss` has the gradients of its step."""
+    for section, key in sorted(lines, key=lambda line: (line[0] != "", line)):
+        text = str(loss.spec(key).cotangent) if section == "gradients" else _text(layout, section, key)
+        if text and not _follows(key):
+            yield (section, key), _read(text, names)
+
+
+def _text(layout: Layout, section: str, key: str) -> str | None:
+    if section == "cache":
+        return layout.cache(key)
+    if section and key in layout.overrides.get(section, {}):
+        return str(layout.overrides[section][key])
+    text = layout.get(key)
+    return None if text is None else str(text)
+
+
+def _follows(key: str) -> bool:
+    return key == "embedding.tokens" or (KEYS[key].kind == "parameter" and len(KEYS[key].dims) == 1)
+
+
+def _read(text: str, names: Mapping[str, str]) -> tuple[Spec, ...]:
+    """Specs in the candidate's mesh axes, without those of size 1."""
+    return tuple(_renamed(Spec.parse(part), names) for part in text.split(", "))
+
+
+def _renamed(spec: Spec, names: Mapping[str, str]) -> Spec:
+    axes = lambda held: tuple(names[axis] for axis in held if axis in names)  # noqa: E731
+    return Spec(spec.dims, tuple(map(axes, spec.axes)), axes(spec.partial))

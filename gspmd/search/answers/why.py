@@ -1,0 +1,152 @@
+"""Why not: what another spec in one line would cost, with all other lines as are best beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from gspmd.annotate import LayoutError, Spec, SpecError, parse_via
+from gspmd.annotate.errors import listed
+from gspmd.display.tables import counted
+from gspmd.search import Answer, NothingFits, Search
+from gspmd.search.answers.candidate import Candidate
+from gspmd.search.answers.options import written
+
+_NEAREST = 3
+"""Keys that an error names."""
+_SHOWN = 6
+"""Options that an error lists."""
+
+
+@dataclass(frozen=True)
+class Why:
+    """An answer beside the best one.
+
+    Attributes:
+        key, text: what was asked for.
+        candidate: the mesh.
+        best: the best answer.
+        answer: the best with this line, in memory without end if `over` is not 0.
+        over: by how many bytes every layout with this line exceeds the limit.
+    """
+
+    key: str
+    text: str
+    candidate: Candidate
+    best: Answer
+    answer: Answer
+    over: float = 0.0
+
+    @property
+    def terms(self) -> list[tuple[str, float, float]]:
+        """Each term that is another: its name, the best's seconds and this one's; the greatest change first."""
+        problem = self.candidate.problem
+        ours, theirs = problem.seconds_of(self.best.picks), problem.seconds_of(self.answer.picks)
+        changed = [(name, ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]]
+        return sorted(changed, key=lambda row: -abs(row[2] - row[1]))
+
+    @property
+    def lines(self) -> list[tuple[str, str, str]]:
+        """Each line that is another: its key, the best's text and this one's; empty where one has no such line."""
+        ours, theirs = (_written(self.candidate, answer) for answer in (self.best, self.answer))
+        keys = [*ours, *(key for key in theirs if key not in ours)]
+        return [(key, ours.get(key, ""), theirs.get(key, "")) for key in keys if ours.get(key) != theirs.get(key)]
+
+
+def _written(candidate: Candidate, answer: Answer) -> dict[str, str]:
+    return {_name(line.section, line.key): line.text for line in candidate.phase.lines(answer.picks)}
+
+
+def why(candidate: Candidate, key: str, text: str) -> Why:
+    """Solve with one line given.
+
+    Args:
+        candidate: the mesh, solved.
+        key: such as `ffn.w_in` or `optimizer.ffn.w_in`.
+        text: its spec; of a via, both.
+
+    Raises:
+        LayoutError: there is no such line, or this is none of its options; it names the fault and what is possible.
+    """
+    options, best = candidate.options, candidate.solve()
+    section, name = _line(candidate, key)
+    choice = options.choices[section, name]
+    wanted = _read(candidate, key, text)
+    fits = options.having(choice, section, name, wanted)
+    if not fits:
+        texts = (written(each, section, name) for each in options.texts[choice])
+        raise LayoutError(_no_option(candidate, key, wanted, [each for each in texts if each]))
+    without = {choice: sorted({*range(len(options.texts[choice]))} - fits)}
+    try:
+        return Why(key, text, candidate, best, candidate.best(without))
+    except NothingFits as fault:
+        if fault.nearest is None or fault.over is None:
+            raise LayoutError(f"{key} = '{text}' goes with no options of the other lines.") from None
+        answer = Search(candidate.unlimited).best(without=without)
+        return Why(key, text, candidate, best, answer, fault.over)
+
+
+def _line(candidate: Candidate, key: str) -> tuple[str, str]:
+    """Section and key of a line.
+
+    Raises:
+        LayoutError: the search has no such line.
+    """
+    known = {_name(*where): where for where in candidate.options.choices}
+    if key not in known:
+        near = get_close_matches(key, known, _NEAREST, cutoff=0.0)
+        raise LayoutError(
+            f"no line of the search is called {key!r}.\n  Nearest are {listed(map(repr, near))}. "
+            "The lines of the layout that was found are all in its file (--out), and docs/layouts.md has every key."
+        )
+    return known[key]
+
+
+def _name(section: str, key: str) -> str:
+    return f"{section}.{key}" if section else key
+
+
+def _read(candidate: Candidate, key: str, text: str) -> tuple[Spec, ...]:
+    try:
+        specs = parse_via(text).specs if key.endswith("_via") else (Spec.parse(text),)
+    except SpecError as error:
+        raise LayoutError(f"cannot read {key} = {text!r}: {error}") from None
+    return tuple(spec.without_trivial(candidate.phase.case.mesh) for spec in specs)
+
+
+def _specs(text: str) -> tuple[Spec, ...]:
+    return tuple(map(Spec.parse, text.split(", ")))
+
+
+def _no_option(candidate: Candidate, key: str, wanted: tuple[Spec, ...], texts: list[str]) -> str:
+    """Every fault of what is no option, and what is possible."""
+    faults = dict.fromkeys(_faults(candidate, wanted, _specs(texts[0])))
+    fault = "; ".join(each.removesuffix(".") for each in faults) or "it does not go with what else this part needs"
+    distinct = list(dict.fromkeys(texts))
+    near = sorted(distinct, key=lambda text: (-_alike(_specs(text), wanted), distinct.index(text)))
+    more = f", ... ({len(distinct)} in all)" if len(distinct) > _SHOWN else ""
+    asked = ", ".join(map(str, wanted))
+    return f"{key} cannot be '{asked}': {fault}.\n  Possible are {', '.join(map(repr, near[:_SHOWN]))}{more}."
+
+
+def _faults(candidate: Candidate, wanted: tuple[Spec, ...], option: tuple[Spec, ...]) -> Iterator[str]:
+    if len(wanted) != len(option):
+        yield f"it has {counted(len(wanted), 'spec')}, and needs {len(option)}."
+        return
+    for spec, other in zip(wanted, option):
+        if spec.dims != other.dims:
+            yield f"'{spec}' has dimensions {''.join(spec.dims)}, and needs {''.join(other.dims)}."
+        sizes = dict.fromkeys(spec.dims, 0) | dict(candidate.phase.case.sizes)  # a dimension of no size is said above
+        for fault in spec.faults(sizes, candidate.phase.case.mesh):
+            yield fault.fact
+
+
+def _alike(option: tuple[Spec, ...], wanted: tuple[Spec, ...]) -> int:
+    """Return the number of mesh axes that lie as was asked for."""
+    return sum(
+        spec.dims == other.dims and axis in other.axes_of(dim)
+        for spec, other in zip(option, wanted)
+        for dim, axes in zip(spec.dims, spec.axes)
+        for axis in axes
+    )

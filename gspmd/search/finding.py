@@ -1,0 +1,438 @@
+"""The cheapest layout of a program: `gspmd.search`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations
+from math import inf, prod
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+from gspmd.annotate import LayoutError, PlanError, Spec
+from gspmd.annotate.errors import shown
+from gspmd.annotate.parser import NAME
+from gspmd.display.units import amount_of_bytes, amount_of_seconds
+from gspmd.hardware.chips import Chip
+from gspmd.hardware.chips import chip as chip_called
+from gspmd.layouts import Layout
+from gspmd.lowerings.default import lowering, planned_for
+from gspmd.planner.graph.resharding import move
+from gspmd.planner.unknown import PREFIX, UnknownMove
+from gspmd.search.answer import NothingFits
+from gspmd.search.held import Held, HeldArray
+from gspmd.search.lines import Lines, choices_of
+from gspmd.search.pricing import Prices, Table
+from gspmd.search.problem import Choice, Problem, Term
+from gspmd.search.program import Build, TracedProgram, Use, read
+from gspmd.search.solver import Search
+from gspmd.search.writing import document
+from gspmd.tracing.trace import trace
+
+USABLE = 0.9
+"""The fraction of a chip's memory that a layout may use, where nothing else is said."""
+NORM = "norm of gradients"
+MOST = 2
+"""Mesh axes up to which those of the global norm are a choice: with three a search goes through all with each of 8
+sets."""
+
+
+def search(
+    build: Build,
+    layout: Layout | str,
+    mesh: Mapping[str, int] | Sequence[Mapping[str, int]],
+    *,
+    chip: Chip | str = "tpu-v4",
+    memory: float | None = None,
+    fixed: Mapping[str, str] | None = None,
+    microbatches: int = 1,
+    stop: Callable[[], bool] = lambda: False,
+) -> Found:
+    """Search the cheapest layout of a program: exactly, over every spec of every line.
+
+    The program is traced once, with an unknown in place of every dimension of every line, so that each planned step
+    says which lines it hangs on, and how often it runs, is computed again, or is merged. Its seconds follow for every
+    placement from the planner's tables, and the cheapest combination is found and proved. What no plan counts is added
+    as its passes over memory and its FLOPs. Memory is what arguments, results and intermediate arrays hold when most is
+    held, as their types say it.
+
+    Args:
+        build: from a layout and a mesh to a function and its abstract arguments, placed as the layout says, such as a
+            training step with its state and batch.
+        layout: a layout of the program, whose lines are searched; what it writes counts for nothing but dimensions.
+        mesh: sizes of the mesh axes, or several meshes, of which the best is taken.
+        chip: whose seconds, and memory.
+        memory: bytes that a device may hold; nine tenths of the chip's by default.
+        fixed: lines that are not searched, with their specs.
+        microbatches: how many parts of the batch the program computes one after the other.
+        stop: asked now and then; where it is true, the best so far is returned, with what is proved of it.
+
+    Returns:
+        What was found.
+
+    Raises:
+        NothingFits: no layout holds less than `memory`.
+        LayoutError, PlanError, SpecError: the program cannot be built or searched, or no mesh is given.
+
+    Example:
+        >>> import gspmd
+        >>> layout = gspmd.Layout.load("replicated")
+        >>> def build(layout, mesh):
+        ...     def lies(key, *shape):
+        ...         place = jax.NamedSharding(mesh, layout.spec(key).partition_spec())
+        ...         return jax.ShapeDtypeStruct(shape, "bfloat16", sharding=place)
+        ...     function = lambda x, w: layout.ffn.einsum("residual, w_in -> hidden", x, w)
+        ...     return function, lies("ffn.residual", 8, 4, 64), lies("ffn.w_in", 64, 4096)
+        >>> found = search(build, layout, {"x": 4}, fixed={"ffn.hidden": "BLF_x"})
+        >>> found.layout["ffn.in_via"], found.complete
+        ('BLE, EF_x', True)
+
+    Source: Lepikhin et al. 2020, GShard (arXiv 2006.16668), section 3, for annotations of a program's tensors; Zheng et
+        al. 2022, Alpa (arXiv 2201.12023), section 4, for the search of them; Pope et al. 2022 (arXiv 2211.05102) for
+        the notation and the placements of products.
+    Differs: the answer is exact, over every placement that the notation writes.
+    """
+    chip = chip if isinstance(chip, Chip) else chip_called(chip)
+    limit = USABLE * chip.hbm_bytes if memory is None else memory
+    meshes = [mesh] if isinstance(mesh, Mapping) else [*mesh]
+    _check_numbers(limit, microbatches, meshes)
+    lines = Lines.of(Layout.load(layout), dict(fixed or {}))
+    program = read(build, lines)
+    best: Found | None = None
+    refused: list[NothingFits | LayoutError | PlanError] = []
+    bound, left = inf, False
+    for each in meshes:
+        if left := best is not None and stop():
+            break
+        try:
+            lines.check_on(each)
+            real = {axis: size for axis, size in each.items() if size > 1}
+            found = MeshProblem(build, program, lines, real, chip, microbatches).answer(limit, stop)
+        except (NothingFits, LayoutError, PlanError) as error:  # another mesh may have an answer
+            refused.append(error)
+            continue
+        bound = min(bound, found.bound)
+        best = found if best is None or found.seconds < best.seconds else best
+    if best is None:
+        nearest = [error for error in refused if isinstance(error, NothingFits)]
+        if nearest:
+            raise min(nearest, key=lambda error: error.over or 0.0)
+        if refused:
+            raise refused[0]
+        raise PlanError(f"no mesh to search: {shown(mesh)}.\n  Give sizes of mesh axes, such as {{'x': 4}}.")
+    unknown = left or any(not isinstance(error, NothingFits) for error in refused)  # what other meshes have
+    bound = 0.0 if unknown else bound
+    return replace(best, bound=bound, complete=best.complete and bound >= best.bound)
+
+
+def _check_numbers(limit: float, microbatches: int, meshes: Sequence[Mapping[str, int]]) -> None:
+    """Refuse numbers that are none, before a program is read.
+
+    Raises:
+        PlanError: with the fault.
+    """
+    if not limit > 0:
+        raise PlanError(f"memory is {shown(limit)}.\n  Give the bytes that a device may hold, above 0.")
+    if type(microbatches) is not int or microbatches < 1:
+        raise PlanError(f"microbatches is {shown(microbatches)}.\n  Give a whole number of 1 or more.")
+    for mesh in meshes:
+        for axis, size in mesh.items():
+            if not (isinstance(axis, str) and NAME.fullmatch(axis)):
+                raise PlanError(
+                    f"a mesh axis is called {shown(axis)}.\n"
+                    "  Take a lowercase letter and then letters, digits or _, such as x or data."
+                )
+            if type(size) is not int or size < 1:
+                raise PlanError(f"mesh axis {axis} has size {shown(size)}.\n  Give a whole number of 1 or more.")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that was found.
+
+    Attributes:
+        layout: every line; its axes are those of the mesh.
+        mesh: sizes of the mesh axes.
+        seconds: predicted, of everything that was priced.
+        planned_seconds: of planned steps, as `gspmd.trace` adds them up for this layout.
+        priced_seconds: of planned steps, as the search added them up: the same, but that a norm of all gradients is
+            over all axes of a mesh of three. Where they differ by more, nothing is proved, and `bound` is 0.
+        bytes: what a device holds when most is held.
+        bound: seconds below which no layout is, on any mesh that was asked for; 0 where the search was stopped before
+            it had come to all of them.
+        complete: whether it is proved to be the cheapest on all of them.
+    """
+
+    layout: Layout
+    mesh: Mapping[str, int]
+    seconds: float
+    planned_seconds: float
+    priced_seconds: float
+    bytes: float
+    bound: float
+    complete: bool
+    chip: Chip = field(repr=False)
+    lines: Mapping[str, str] = field(repr=False)
+
+    def __str__(self) -> str:
+        mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "one device"
+        proved = f"none is below {amount_of_seconds(self.bound)}" if self.bound else "there may be cheaper ones"
+        proved = "no other is cheaper" if self.complete else proved
+        return (
+            f"{amount_of_seconds(self.seconds)} a step on {self.chip.name}, {mesh}; {proved}. "
+            f"A device holds {amount_of_bytes(self.bytes)}."
+        )
+
+    def toml(self) -> str:
+        """Return the layout as the text of a file that `Layout.load` reads."""
+        return document(str(self).splitlines(), self.mesh, self.lines)
+
+    def write(self, path: str | Path) -> None:
+        """Write the layout as a file."""
+        Path(path).write_text(self.toml())
+
+
+@dataclass(frozen=True)
+class MeshProblem:
+    """The search for the layout of a program on one mesh.
+
+    Attributes:
+        build, program, lines: the program, as it was read.
+        mesh: sizes of the mesh axes, all above 1.
+        chip: whose seconds.
+        microbatches: as of `search`.
+        dimensions: sizes by which a layout is checked, as of `gspmd.search.lines.choices_of`.
+        like: a program that differs in sizes alone, at whose moment of most bytes memory is counted; None for its own.
+        whole: the whole mesh, in order, if it has axes around those that are searched (`Lines.around`).
+    """
+
+    build: Build
+    program: TracedProgram
+    lines: Lines
+    mesh: Mapping[str, int]
+    chip: Chip
+    microbatches: int = 1
+    dimensions: Mapping[str, int] = field(default_factory=dict)
+    like: TracedProgram | None = None
+    whole: Mapping[str, int] | None = None
+
+    @cached_property
+    def prices(self) -> Prices:
+        """Prices of steps, by the options of every choice."""
+        return Prices(choices_of(self.lines, self.program.sizes, self.mesh, self.dimensions), self.mesh, self.chip)
+
+    @cached_property
+    def _prices_on_whole(self) -> Prices:
+        """Prices of steps that are planned on the whole mesh."""
+        return self.prices if self.whole is None else self.prices.on(self.whole)
+
+    @cached_property
+    def _prices_inside(self) -> Prices:
+        """Prices of steps that are planned without the axes that are around what is searched."""
+        if not self.lines.around:
+            return self.prices
+        return self.prices.on({axis: size for axis, size in self.mesh.items() if axis not in self.lines.around})
+
+    @cached_property
+    def _norms(self) -> list[Use]:
+        """Scalars that are summed over whatever shards any of many tensors, as the norm of all gradients is."""
+        return [use for use in self.program.uses if _is_norm(use) and len(self.prices.choices_in(use.what)) > 2]
+
+    @property
+    def uses(self) -> list[Use]:
+        """The steps that are priced one by one: all but such norms."""
+        return [use for use in self.program.uses if use not in self._norms]
+
+    @cached_property
+    def planned(self) -> list[Table]:
+        """The seconds of planned steps."""
+        return self.tables(self.uses)
+
+    def tables(self, uses: Iterable[Use]) -> list[Table]:
+        """Return the seconds of some of its steps, each planned on the mesh that it sees."""
+        every = [*uses]
+        if self.whole is None:
+            return self.prices.tables(every)
+        inside, outside = ([use for use in every if use.inside is where] for where in (True, False))
+        return [*self._prices_inside.tables(inside), *self._prices_on_whole.tables(outside)]
+
+    @cached_property
+    def beside(self) -> list[Table]:
+        """The seconds of what no plan counts: passes over memory, and products inside other operations."""
+        done = self.program.work
+        bandwidth, rate = self.chip.hbm_bandwidth, self.chip.flops("bfloat16")
+        passes = [self._spread(array, count * array.size / bandwidth) for array, count in done.passed.items()]
+        return passes + [self._spread(array, flops / rate) for array, flops in done.flops.items()]
+
+    @cached_property
+    def _held(self) -> Held:
+        return self.program.held(prod(self.mesh.values()), self.like)
+
+    @property
+    def arguments(self) -> list[Table]:
+        """The bytes of the program's arguments on a device."""
+        return self.spread(self.stored)
+
+    @property
+    def inner(self) -> list[Table]:
+        """The bytes of what else a device holds when most is held."""
+        return self.spread(self.others)
+
+    def spread(self, arrays: Mapping[HeldArray, float]) -> list[Table]:
+        """Return the bytes that a device has of some arrays, so many of each."""
+        return [self._spread(each, count * each.size) for each, count in arrays.items()]
+
+    @property
+    def stored(self) -> Mapping[HeldArray, int]:
+        """The arrays that are the program's arguments, by how many of each."""
+        return self._held.arguments
+
+    @property
+    def others(self) -> Mapping[HeldArray, int]:
+        """The arrays beside arguments that a device holds when most is held, by how many of each."""
+        return self._held.others
+
+    def _spread(self, array: HeldArray, amount: float) -> Table:
+        """An amount that the devices share out as they do an array."""
+        return self.prices.shared(array.unknowns, amount)
+
+    # -- the problem ---------------------------------------------------------------------------------------------------
+
+    def problem(self, limit: float | None = None) -> Problem:
+        """Return the search problem: a choice for all lines that are tied, a term for each set of choices."""
+        choices = self._choices()
+        terms = self.terms([*self.planned, *self.beside], [*self.arguments, *self.inner])
+        return _without_constants(choices, [*terms, *self._norm_terms(choices)], limit)
+
+    def stated(self, seconds: Sequence[Table], held: Sequence[Table], limit: float | None = None) -> Problem:
+        """Return a problem of the same choices, with these seconds and bytes."""
+        return _without_constants(self._choices(), self.terms(seconds, held), limit)
+
+    def _choices(self) -> list[Choice]:
+        return [Choice(option.name, tuple(range(len(option.rows)))) for option in self.prices.choices]
+
+    def terms(self, seconds: Sequence[Table], sizes: Sequence[Table]) -> list[Term]:
+        """Return tables as terms, those of one set of choices added up."""
+        names = [option.name for option in self.prices.choices]
+        time, size = _added([*seconds, *self.prices.ties]), _added(sizes)
+        found = []
+        for of in dict.fromkeys((*time, *size)):
+            shape = tuple(len(self.prices.choices[each].rows) for each in of)
+            table = np.ascontiguousarray(np.broadcast_to(time.get(of, 0.0), shape))
+            name = " and ".join(names[each] for each in of) or "always"
+            found.append(Term(name, tuple(names[each] for each in of), table, bytes=size.get(of)))
+        return found
+
+    def _norm_terms(self, choices: list[Choice]) -> list[Term]:
+        """The seconds of the norm of gradients, by the mesh axes that shard any of them; adds their choice."""
+        if not self._norms:
+            return []
+        axes = tuple(self.mesh)
+        every = tuple(each for count in range(len(axes) + 1) for each in combinations(axes, count))
+        options = every if len(axes) <= MOST else (axes,)
+        choices.append(Choice(NORM, options))
+        cost = np.array([sum(use.times * self._norm(each, use) for use in self._norms) for each in options])
+        terms = [Term(NORM, (NORM,), cost)]
+        if len(options) == 1:
+            return terms
+        masks = np.array([sum(1 << axes.index(axis) for axis in each) for each in options])
+        for number, used in self._sharding().items():
+            option = self.prices.choices[number]
+            fits = used[:, None] & ~masks[None, :] == 0
+            terms.append(Term(f"{NORM}: {option.name}", (option.name, NORM), np.where(fits, 0.0, np.inf)))
+        return terms
+
+    @cached_property
+    def overestimate(self) -> float:
+        """Seconds by which a layout may be priced above what it costs: of norms that are priced over all mesh axes."""
+        if len(self.mesh) <= MOST:
+            return 0.0
+        return sum(use.times * self._norm(tuple(self.mesh), use) for use in self._norms)
+
+    def _norm(self, axes: Sequence[str], use: Use) -> float:
+        assert isinstance(use.what, UnknownMove)
+        around = {name for name in use.what.before[0].partial if not name.startswith(PREFIX)}
+        mesh = self.whole or self.mesh
+        over = tuple(axis for axis in mesh if axis in around or axis in axes)
+        steps = move(Spec((), (), over), Spec((), ()), {}, mesh, use.what.itemsize, self.chip)
+        return sum(step.seconds for step in steps)
+
+    def _sharding(self) -> dict[int, np.ndarray]:
+        """For each choice, the mesh axes, as masks, that shard what the norms are of, by option."""
+        found: dict[int, np.ndarray] = {}
+        for use in self._norms:
+            assert isinstance(use.what, UnknownMove)
+            for name in use.what.before[0].partial:
+                number, mask = self.prices.mask_of(name)
+                if number is not None:
+                    found[number] = found.get(number, 0) | mask
+        return found
+
+    # -- the answer ----------------------------------------------------------------------------------------------------
+
+    def answer(self, limit: float | None, stop: Callable[[], bool]) -> Found:
+        """Return the cheapest layout that holds at most `limit` bytes."""
+        problem = self.problem(limit)
+        answer = Search(problem, stop).best()
+        picks = [answer.picks[option.name] for option in self.prices.choices]
+        known = self.prices.known(picks)
+        written = self.lines.written(known, settled=self.microbatches > 1)
+        layout = laid(self.lines.layout, written, self.mesh)
+        priced = sum(float(table[tuple(picks[n] for n in of)]) for of, table in self.planned)
+        if self._norms:
+            priced += float(problem.seconds_of(answer.picks)[NORM])
+        slack = self.overestimate
+        planned = planned_seconds(self.build, layout, self.mesh, self.chip)
+        # Prices may be above the trace: of norms over all axes, and where too much is in common to tabulate.
+        agrees = abs(planned - priced) <= slack + 1e-5 * planned + 1e-8
+        bound, complete = (answer.bound - slack, answer.complete and not slack) if agrees else (0.0, False)
+        return Found(
+            layout, dict(self.mesh), answer.seconds, planned, priced, answer.bytes, bound, complete, self.chip, written
+        )
+
+
+def laid(base: Layout, lines: Mapping[str, str], mesh: Mapping[str, int]) -> Layout:
+    """Return a layout with these lines, on these mesh axes, under the lowering whose seconds are searched."""
+    plain = replace(base, name="found", overrides={}, lowerings={"default": "blocking"}, padding={}, choices=())
+    vias = {key for key in plain.table if key.endswith("via")}
+    plain = replace(plain, table={key: text for key, text in plain.table.items() if key not in vias or key in lines})
+    return replace(plain.override(lines), axes=tuple(mesh), factor=tuple(mesh))
+
+
+def planned_seconds(build: Build, layout: Layout, mesh: Mapping[str, int], chip: Chip) -> float:
+    """Return the seconds of a program's planned steps in a layout, as `gspmd.trace` adds them up."""
+    axes = mesh or {"x": 1}
+    abstract = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
+    with jax.sharding.use_abstract_mesh(abstract), lowering("blocking"), planned_for(chip):
+        function, *arguments = build(layout, abstract)
+        return trace(function, *arguments).seconds
+
+
+def _is_norm(use: Use) -> bool:
+    return isinstance(use.what, UnknownMove) and not use.what.shape and bool(use.what.before[0].partial)
+
+
+def _added(tables: Sequence[Table]) -> dict[tuple[int, ...], np.ndarray]:
+    found: dict[tuple[int, ...], np.ndarray] = {}
+    for of, table in tables:
+        found[of] = found[of] + table if of in found else table
+    return found
+
+
+def _without_constants(choices: Sequence[Choice], terms: Sequence[Term], limit: float | None) -> Problem:
+    """A problem whose every term is of some choice: what is the same whatever is chosen goes with the first."""
+    choices = [*choices] or [Choice("nothing", (0,))]
+    first = choices[0]
+    found = []
+    for term in terms:
+        if term.of:
+            found.append(term)
+            continue
+        shape = (len(first.options),)
+        size = None if term.bytes is None else np.broadcast_to(term.bytes, shape)
+        found.append(Term(term.name, (first.name,), np.broadcast_to(term.seconds, shape), bytes=size))
+    return Problem(choices, found, limit)

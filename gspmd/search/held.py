@@ -1,0 +1,391 @@
+"""The memory of a program, and its passes over memory, as types say them: arrays by how often, and the moment of most
+bytes.
+
+A type under Explicit axes has the unknowns over which an array lies, so that its bytes on a device follow from where
+the lines of the layout are put.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from jax.extend.core import Jaxpr, Literal
+
+from gspmd.jax_internals import scan_operands
+from gspmd.lowerings.program import program_of
+from gspmd.lowerings.transformations.gradient import ENTERING, TOGETHER
+from gspmd.lowerings.transformations.hoisting import NEVER_HOISTED
+from gspmd.lowerings.unknown import planned_steps
+from gspmd.planner.unknown import MARK, PREFIX, Unknown, UnknownMove, UnknownProduct, UnknownSteps, unknowns_in
+from gspmd.tracing.jaxprs import all_equations, inner_jaxprs
+
+_LOOPS = ("scan", "while")
+_APART = ("dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "sort", "cond", *_LOOPS)
+_VIEWS = ("reshape", "squeeze", "broadcast_in_dim", "transpose")
+"""Operations that by themselves move nothing in memory: products read their operands in any order of dimensions."""
+_PARTLY = ("gather", "dynamic_update_slice")
+"""Operations that read, or write, a part of their operand."""
+_PASSING = ("optimization_barrier", "name", MARK, ENTERING, TOGETHER, NEVER_HOISTED)
+"""Operations whose results are their operands."""
+
+
+_MOST_UNKNOWNS = 8
+"""Unknowns of one dimension, beside the first, up to which a type says where an array lies."""
+
+
+@dataclass(frozen=True)
+class HeldArray:
+    """An array as a device holds it.
+
+    Attributes:
+        size: bytes of the whole; on a device, of what lies over mesh axes that are known.
+        unknowns: those over which it lies.
+    """
+
+    size: int
+    unknowns: tuple[str, ...]
+
+    @classmethod
+    def of(cls, aval: Any) -> HeldArray | None:
+        """Return the array of a type; None of what is no array, and of one whose type does not say where it lies."""
+        shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
+        if shape is None or dtype is None or not hasattr(dtype, "itemsize"):
+            return None
+        mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+        if mesh is not None and any(name.startswith(PREFIX) for name in mesh.auto_axes):
+            # It passes a border of Auto axes, and has a type that says it before and after.
+            return None
+        named = [name for names in unknowns_by_dimension(aval) for name in names]
+        if len(named) > len(shape) + _MOST_UNKNOWNS:
+            # What JAX hands from one half of a split shard_map to the other is typed as spread over the whole mesh.
+            return None
+        sizes = mesh.shape if mesh is not None else {}
+        size = dtype.itemsize * prod(shape) // prod(sizes[name] for name in named)
+        return cls(size, tuple(sorted(name for name in named if name.startswith(PREFIX))))
+
+
+def unknowns_by_dimension(aval: Any) -> list[tuple[str, ...]]:
+    """Return the mesh axes over which each dimension of a type lies; none of what is no array."""
+    spec = getattr(getattr(aval, "sharding", None), "spec", None)
+    parts = () if spec is None else spec.partitions
+    return [() if part is None else part if isinstance(part, tuple) else (part,) for part in parts]
+
+
+# -- a program without plain calls -------------------------------------------------------------------------------------
+
+
+class HeldValue:
+    """A value of a program, wherever it is called what.
+
+    Args:
+        aval: its type.
+        seen: of what is another in another shape, that one, whose memory it has.
+    """
+
+    def __init__(self, aval: Any, seen: HeldValue | None = None):
+        self.aval, self.array = aval, HeldArray.of(aval)
+        self.memory: HeldValue = self if seen is None else seen.memory
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of a program, with its values: a planned one, a loop, a conditional, or a primitive."""
+
+    equation: Any
+    inputs: tuple[HeldValue, ...]
+    outputs: tuple[HeldValue, ...]
+
+    @property
+    def name(self) -> str:
+        """The primitive."""
+        return self.equation.primitive.name
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether compilers fuse it with its neighbours."""
+        return self.name not in _APART and program_of(self.equation) is None and not self.inner
+
+    @property
+    def inner(self) -> list[Jaxpr]:
+        """The programs of a loop or a conditional; none of a planned operation, whose steps say what it does."""
+        return [] if program_of(self.equation) is not None else list(inner_jaxprs(self.equation))
+
+    @property
+    def carried(self) -> list[tuple[HeldValue, HeldValue]]:
+        """The carry of a loop: each value before it and after it."""
+        if self.name not in _LOOPS:
+            return []
+        params, operands = self.equation.params, self.equation.invars
+        if self.name == "scan":
+            first, count = scan_operands(self.equation)
+        else:
+            first, count = params["cond_nconsts"] + params["body_nconsts"], len(self.outputs)
+        given = iter(self.inputs)  # without literals
+        values = [None if isinstance(var, Literal) else next(given) for var in operands]
+        pairs = zip(values[first : first + count], self.outputs)
+        return [(before, after) for before, after in pairs if before is not None]
+
+
+@dataclass
+class Straight:
+    """A straight piece of a program: its operands, operations and results; calls that run once are part of it."""
+
+    inputs: list[HeldValue]
+    operations: list[Operation]
+    results: list[HeldValue]
+
+    @classmethod
+    def of(cls, jaxpr: Jaxpr) -> Straight:
+        """Return a program with its plain calls in place."""
+        values = {var: HeldValue(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)}
+        operations: list[Operation] = []
+        _inline(jaxpr, values, operations)
+        results = [values[var] for var in jaxpr.outvars if not isinstance(var, Literal)]
+        return cls([values[var] for var in jaxpr.invars], operations, results)
+
+
+def _inline(jaxpr: Jaxpr, values: dict[Any, HeldValue], operations: list[Operation]) -> None:
+    def read(var: Any) -> HeldValue:
+        return HeldValue(var.aval) if isinstance(var, Literal) else values[var]
+
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _PASSING:
+            values |= dict(zip(equation.outvars, map(read, equation.invars)))
+            continue
+        inner = [] if program_of(equation) is not None else list(inner_jaxprs(equation))
+        apart = equation.primitive.name in (*_LOOPS, "cond", "shard_map") or len(inner) != 1
+        if not inner or apart or len(inner[0].invars) != len(equation.invars):
+            given = [values[var] for var in equation.invars if not isinstance(var, Literal)]
+            seen = given[0] if given and _is_reshaped(equation) else None
+            made = [HeldValue(var.aval, seen) for var in equation.outvars]
+            operations.append(Operation(equation, tuple(given), tuple(made)))
+        else:
+            (called,) = inner
+            within = dict(zip(called.invars, map(read, equation.invars)))
+            within |= {var: HeldValue(var.aval) for var in called.constvars}
+            _inline(called, within, operations)
+            made = [HeldValue(v.aval) if isinstance(v, Literal) else within[v] for v in called.outvars]
+        values |= dict(zip(equation.outvars, made))
+
+
+def _is_reshaped(equation: Any) -> bool:
+    """Whether a result is the operand in another shape, or behind a border of Auto axes: it has no room of its own."""
+    name, before, after = equation.primitive.name, equation.invars[0].aval, equation.outvars[0].aval
+    if name in ("reshard", "mesh_cast"):
+        return HeldArray.of(before) is None
+    return name in ("reshape", "squeeze", "broadcast_in_dim", "dynamic_slice") and before.size == after.size
+
+
+# -- passes over memory ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ProgramWork:
+    """The work of a program beside its planned steps.
+
+    Attributes:
+        passed: arrays that are read or written, by how often.
+        flops: of products inside planned operations: how many, by what they make.
+    """
+
+    passed: Mapping[HeldArray, int]
+    flops: Mapping[HeldArray, int]
+
+
+def work(jaxpr: Jaxpr) -> ProgramWork:
+    """Count the passes over memory of what is elementwise, of planned operations but products, and of what loops keep.
+
+    What is elementwise is fused as far as it goes: an array counts where something else makes it or reads it.
+    """
+    passed: Counter = Counter()
+    flops: Counter = Counter()
+    _passes(jaxpr, 1, passed, flops)
+    return ProgramWork(dict(passed), dict(flops))
+
+
+def _passes(jaxpr: Jaxpr, times: int, passed: Counter, flops: Counter) -> None:
+    straight = Straight.of(jaxpr)
+    given = {*straight.inputs}
+    fused = [each for each in straight.operations if each.is_fused]
+    apart = {value for each in straight.operations if not each.is_fused for value in each.inputs} | {*straight.results}
+    for cluster in _clusters(fused):
+        within = {value for each in cluster for value in each.outputs}
+        read = {value for each in cluster for value in each.inputs} - within
+        if all(each.name in _VIEWS for each in cluster):
+            continue
+        for value in (*read, *(within & apart)):
+            _count(passed, value, times)
+    for each in straight.operations:
+        if each.is_fused:
+            continue
+        if program_of(each.equation) is not None:
+            _planned(each, times, passed, flops)
+            continue
+        trips = each.equation.params.get("length", 1) if each.name in _LOOPS else 1
+        for inner in each.inner:
+            _passes(inner, times * trips, passed, flops)
+        touched = [*each.inputs, *each.outputs] if not each.inner else []
+        if each.name == "scan":  # stacks are written, or read, slice by slice
+            constants, carried = scan_operands(each.equation)
+            stacked = [var for var in each.equation.invars[constants + carried :] if not isinstance(var, Literal)]
+            read = each.inputs[len(each.inputs) - len(stacked) :]
+            # Parameters, and a cache, are read where they are multiplied.
+            touched = [*(value for value in read if value not in given), *each.outputs[carried:]]
+        for value in touched:
+            _count(passed, value, times)
+        if each.name == "dot_general" and each.outputs[0].array is not None:
+            flops[each.outputs[0].array] += times * _dot_flops(each.equation)
+
+
+def _count(passed: Counter, value: HeldValue, times: int) -> None:
+    if value.array is not None and value.aval.shape:
+        passed[value.array] += times
+
+
+def _clusters(fused: list[Operation]) -> Iterator[list[Operation]]:
+    """The operations that are fused together: each with what makes its operands."""
+    of: dict[HeldValue, list[Operation]] = {}
+    for operation in fused:
+        near = {id(of[value]): of[value] for value in operation.inputs if value in of}
+        merged = [each for members in near.values() for each in members] + [operation]
+        for each in merged:
+            for value in each.outputs:
+                of[value] = merged
+    yield from {id(members): members for members in of.values()}.values()
+
+
+def _planned(call: Operation, times: int, passed: Counter, flops: Counter) -> None:
+    """Count what a planned operation reads and writes; products, with their operands, are priced with their steps."""
+    inside = [each for inner in inner_jaxprs(call.equation) for each in all_equations(inner)]
+    marks = [each.params["mark"].what for each in inside if each.primitive.name == MARK]
+    if any(_is_product(what) for what in marks):
+        return
+    multiplies = any(isinstance(what, UnknownSteps) and what.is_product for what in marks)
+    moved = [what.before for what in marks if multiplies and isinstance(what, UnknownMove)]
+    brought = {tuple(sorted(unknowns_in(before))) for before in moved}
+    # Of a table rows are read, and of a cache positions are written: what comes from there, or goes there, counts.
+    partly = {_type(each.invars[0]) for each in inside if each.primitive.name in _PARTLY}
+    for value in (*call.inputs, *call.outputs):
+        if _type(value) not in partly and not (value.array and value.array.unknowns in brought):
+            _count(passed, value, times)
+    done = 0 if multiplies else _flops_in(call.equation)
+    read, made = ([each.array for each in values if each.array is not None] for values in (call.inputs, call.outputs))
+    if done and made:
+        # A device has a part of the result, and attends to a part of a cache.
+        largest = [max(arrays, key=lambda array: array.size) for arrays in (read, made)]
+        unknowns = {name for array in largest for name in array.unknowns}
+        flops[HeldArray(largest[1].size, tuple(sorted(unknowns)))] += times * done
+
+
+def _type(value: Any) -> tuple:
+    return value.aval.shape, value.aval.dtype
+
+
+def _is_product(what: Unknown) -> bool:
+    """Whether a mark is priced with the local product, and the operation is nothing else."""
+    return isinstance(what, UnknownProduct) or (isinstance(what, UnknownSteps) and what.plan is planned_steps)
+
+
+def _flops_in(equation: Any) -> int:
+    """FLOPs of the products in all that an operation calls, as often as its loops run."""
+    if equation.primitive.name == "dot_general":
+        return _dot_flops(equation)
+    inside = sum(_flops_in(each) for inner in inner_jaxprs(equation) for each in inner.eqns)
+    return inside * (equation.params.get("length", 1) if equation.primitive.name == "scan" else 1)
+
+
+def _dot_flops(equation: Any) -> int:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    done = 2 * equation.outvars[0].aval.size
+    for dim in contracted:
+        done *= equation.invars[0].aval.shape[dim]
+    return done
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+Moment = tuple[int, ...]
+"""A point of a program: an operation by its number and, in a loop, which of its programs, and the point in that."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The arrays of a program at the moment when it holds most.
+
+    Attributes:
+        arguments: its arguments, by how many of each.
+        others: results that no argument has room for, and intermediate arrays.
+        moment: when that is.
+    """
+
+    arguments: Mapping[HeldArray, int]
+    others: Mapping[HeldArray, int]
+    moment: Moment
+
+
+def held(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> Held:
+    """Return the arrays that a program holds when it holds most; donated arguments hold their results.
+
+    Args:
+        jaxpr: of the program.
+        devices: over which arrays with an unknown are spread, to find the moment.
+        moment: that to take, of a program that differs in sizes alone.
+    """
+    arguments = Counter(array for var in jaxpr.invars if (array := HeldArray.of(var.aval)) is not None)
+    results = Counter(
+        array for var in jaxpr.outvars if not isinstance(var, Literal) and (array := HeldArray.of(var.aval)) is not None
+    )
+    inside, _, found = _most(jaxpr, devices, moment)
+    return Held(arguments, inside + (results - arguments), found)
+
+
+def _nominal(arrays: Counter, devices: int) -> float:
+    return sum(count * array.size / (devices if array.unknowns else 1) for array, count in arrays.items())
+
+
+def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Counter, float, Moment]:
+    """The arrays, beside operands and results, that a program holds at a moment, or when it holds most."""
+    straight = Straight.of(jaxpr)
+    outside = {value.memory for value in (*straight.inputs, *straight.results)}
+    last = {value: number for number, each in enumerate(straight.operations) for value in _memory(each.inputs)}
+    elsewhere = outside | _only_fused(straight)
+    alive: Counter = Counter()
+    best, most, when = Counter(), 0.0, ()
+    for number, each in enumerate(straight.operations):
+        asked = moment is not None and moment[:1] == (number,)
+        deeper, program = (moment[2:], moment[1]) if moment and asked else (None, None)
+        looked_into = each.inner if moment is None or asked else ()  # at a given moment, the one loop that it is in
+        inner = [(*_most(one, devices, deeper), n) for n, one in enumerate(looked_into) if program in (None, n)]
+        within, _, beyond, which = max(inner, key=lambda found: found[1]) if inner else (Counter(), 0.0, (), -1)
+        done = {value for value in _memory(each.inputs) - elsewhere if last[value] == number}
+        made = {value for value in _memory(each.outputs) if value in {*each.outputs} and value in last} - elsewhere
+        # What a loop carries is written over by what it becomes.
+        over = {after for before, after in each.carried if before.memory in done} & made
+        alive.update(value.array for value in made - over)
+        now = alive + within
+        size = _nominal(now, devices)
+        if asked or (moment is None and size > most):
+            best, most, when = now, size, (number, which, *beyond)
+        if asked:
+            break
+        alive.update(value.array for value in over)
+        alive.subtract(value.array for value in done)
+        alive = +alive
+    return best, most, when
+
+
+def _memory(values: Iterable[HeldValue]) -> set[HeldValue]:
+    """Return the arrays that some values are kept as; none of what has no array."""
+    return {value.memory for value in values if value.memory.array is not None}
+
+
+def _only_fused(straight: Straight) -> set[HeldValue]:
+    """Values that are made and read by what is fused alone, and so are never in memory."""
+    made = {value.memory for each in straight.operations if each.is_fused for value in each.outputs}
+    apart = _memory(value for each in straight.operations if not each.is_fused for value in each.inputs)
+    return made - apart - _memory(straight.results)

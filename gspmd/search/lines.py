@@ -1,0 +1,542 @@
+"""A layout whose lines are not known: an unknown for every dimension, and which of them are chosen together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from gspmd.annotate import LayoutError, PlanError, Spec, parse_via
+from gspmd.annotate.equation import Via
+from gspmd.annotate.errors import suggestion
+from gspmd.layouts import Layout
+from gspmd.layouts.naming import via_of
+from gspmd.layouts.rules import own
+from gspmd.layouts.rules.keys import ALIKE, KEYS, keys_of_override
+from gspmd.planner.graph.placements import fitting, sequences
+from gspmd.planner.unknown import PREFIX, Known, placed, unknowns_in
+
+MOST_OPTIONS = 200_000
+"""Options of one choice up to which a search is worth beginning."""
+
+_FOLLOWS = (
+    ("embedding.tokens", "attention.residual", "BL"),
+    ("attention.norm", "attention.residual", "E"),
+    ("ffn.norm", "ffn.residual", "E"),
+    ("output.norm", "ffn.residual", "E"),
+)
+"""Lines that lie as others do, though an operation would move them: another place costs a move and gains nothing."""
+
+
+@dataclass
+class Lines:
+    """The lines of a layout, each dimension of which lies over an unknown.
+
+    Attributes:
+        layout: whose lines these are; what it writes counts for nothing but dimensions.
+        dims: the dimensions of each line; of a via, those of its two operands.
+        whole: for each line, the dimensions that are not sharded.
+        vias: lines of vias, with the dimensions of both operands.
+        fixed: lines whose spec, or via, is given; nothing else is an option of them.
+        trained: lines of parameters, whose gradient and optimizer state have lines of their own.
+        around: mesh axes that are there whatever is chosen, with their sizes, such as that of the stages of a pipeline.
+        beside: of these, those over which every batch lies, before its unknown: along them pipelines run side by side.
+    """
+
+    layout: Layout
+    dims: dict[str, str]
+    whole: dict[str, set[str]]
+    vias: dict[str, tuple[str, str]]
+    fixed: Mapping[str, str] = field(default_factory=dict)
+    trained: list[str] = field(default_factory=list)
+    around: Mapping[str, int] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+    _numbers: dict[tuple[str, str], int] = field(default_factory=dict)
+    _parent: dict[str, str] = field(default_factory=dict)
+    _held: set[str] = field(default_factory=set)  # unknowns that shard nothing
+    _unread: set[str] = field(default_factory=set)  # vias that a program was given and does not read
+
+    @classmethod
+    def of(cls, layout: Layout, fixed: Mapping[str, str]) -> Lines:
+        """Return the lines that a layout writes, in the sections that describe a model, its own ones included.
+
+        Args:
+            layout: a layout of the model.
+            fixed: lines that are not searched, with their specs.
+        """
+        known = KEYS | own.keys(layout.own)
+        written = {name: known[name] for name in layout.table if name in known}
+        lines = {name: key for name, key in written.items() if key.kind != "via" and key.section != "pipeline"}
+        for key in KEYS.values():  # what lies as another line does unless it is written, and may lie elsewhere
+            if key.default in lines and key.kind != "via" and len(key.dims) > 1 and "scale" not in key.name:
+                lines.setdefault(key.name, key)
+        vias = [key for key in KEYS.values() if key.kind == "via" and key.dims[0] in lines and key.dims[1] in lines]
+        made = cls(
+            layout,
+            {name: "".join(key.dims) for name, key in lines.items()},
+            {name: {*key.local} for name, key in lines.items()},
+            {key.name: ("".join(known[key.dims[0]].dims), "".join(known[key.dims[1]].dims)) for key in vias},
+            dict(fixed),
+        )
+        parameters = {**keys_of_override("optimizer"), **layout.own}  # of one's own, the program says which are
+        made.trained = [name for name, dims in made.dims.items() if name in parameters and len(dims) > 1]
+        for key in written.values():
+            if key.kind == "via" and key.name not in KEYS:
+                made.vias[key.name] = (key.dims[0], key.dims[1])
+        made._whole_by_default()
+        # The vias of one's own weights are known when the program has been read: see `check_fixed`.
+        made.check_fixed(name for name in fixed if name in KEYS or not name.endswith("_via"))
+        for first, second, dims in (*ALIKE, *_FOLLOWS):
+            if first in made.dims and second in made.dims:
+                for dim in dims:
+                    made.tie(made.unknown(first, dim), made.unknown(second, dim))
+        if {"attention.in_via", "attention.key_via"} <= made.vias.keys():
+            for dim in made.vias["attention.in_via"][0]:  # queries, keys and values have one operand
+                made.tie(made.unknown("attention.in_via", dim), made.unknown("attention.key_via", dim))
+        return made
+
+    def check_fixed(self, names: Iterable[str] | None = None) -> None:
+        """Refuse lines that are given and that there are not.
+
+        Raises:
+            LayoutError: with the first of them.
+        """
+        for name in self.fixed if names is None else names:
+            if name not in self.dims and name not in self.vias:
+                every = (*self.dims, *self.vias)
+                raise LayoutError(
+                    f"cannot fix {name}: the layout has no such line, or the program does not read it.\n"
+                    f"  {suggestion(name, every)}Its lines are {', '.join(every)}."
+                )
+
+    def check_on(self, mesh: Mapping[str, int]) -> None:
+        """Refuse lines that are given as no mesh, or this one, can have them.
+
+        Args:
+            mesh: sizes of all mesh axes, those of size 1 too.
+
+        Raises:
+            LayoutError: with the fault.
+        """
+        self.check_fixed()
+        for line, text in self.fixed.items():
+            given = parse_via(text).specs if line in self.vias else (Spec.parse(text),)
+            wanted = "".join(self.vias[line]) if line in self.vias else self.dims[line]
+            if "".join(dim for spec in given for dim in spec.dims) != wanted:
+                raise LayoutError(f"cannot fix {line} = '{text}'.\n  Its dimensions are {wanted}.")
+            if missing := sorted(set().union(*(spec.used for spec in given)) - {*mesh}):
+                raise LayoutError(
+                    f"cannot fix {line} = '{text}': the mesh has no axis {', '.join(missing)}.\n"
+                    f"  Its axes are {', '.join(mesh)}."
+                )
+            own = self.via(line).specs if line in self.vias else (self.spec(line, self.dims[line]),)
+            for spec, unknown in zip(given, own):
+                for dim in spec.dims:
+                    if not unknown.axes_of(dim) and any(mesh[axis] > 1 for axis in spec.axes_of(dim)):
+                        raise LayoutError(
+                            f"cannot fix {line} = '{text}': the program, or a layout's rule, needs {dim} whole there.\n"
+                            f"  Leave {dim} unsharded."
+                        )
+            if any(spec.partial or spec.reduced for spec in given):
+                raise LayoutError(f"cannot fix {line} = '{text}'.\n  A line that is given is no partial sum.")
+
+    def copy(self) -> Lines:
+        """Return the same lines, tied as these are, to be read in another program."""
+        return replace(
+            self, dims={**self.dims}, vias={**self.vias}, trained=[*self.trained], _numbers={**self._numbers},
+            _parent={**self._parent}, _held={*self._held}, _unread={*self._unread},
+        )  # fmt: skip
+
+    def served(self) -> Lines:
+        """Return the lines of a program that trains nothing, and keeps keys and values in a cache."""
+        lines = self.copy()
+        lines.trained = []
+        for name, key in keys_of_override("cache").items():
+            lines.dims[f"cache.{name}"], lines.whole[f"cache.{name}"] = "".join(key.dims), {*key.local}
+        return lines
+
+    def tie_as(self, other: Lines) -> None:
+        """Tie these lines as a program has tied its copy of them, which a program like it need not find out again."""
+        self.vias |= other.vias
+        self._numbers |= other._numbers
+        self._parent |= other._parent
+        self._held |= other._held
+        self._unread |= other._unread
+
+    def _whole_by_default(self) -> None:
+        for name, dims in (("attention.key", "L"), ("attention.w_q", "D"), ("attention.w_o", "D"),
+                           ("attention.in_via", "D"), ("attention.out_via", "D")):  # fmt: skip
+            # Of query heads there are enough to split; keys that go round a ring are another program.
+            self.whole.setdefault(name, set()).update(dims)
+
+    def add_vias(self, products: Iterable[tuple[Spec, Sequence[Spec]]]) -> None:
+        """Add the lines that say where operands meet weights, which are those of lines; each group at one place.
+
+        Weights of the same dimensions, as of a gated layer or of queries, keys and values, meet it alike: each of them
+        elsewhere is many times as many ways, and none of them is cheaper but for what rounds off.
+
+        Args:
+            products: of the program, each an operand with the weights that it meets.
+        """
+        of = {Spec(spec.dims, spec.axes): name for name, dims in self.dims.items() for spec in [self.spec(name, dims)]}
+        groups: list[list[tuple[str, tuple[str, str]]]] = []
+        for left, weights in products:
+            names = [of.get(Spec(each.dims, each.axes)) for each in weights]
+            if any(name is None for name in names):  # such as an adapter's, which no line is of
+                continue
+            vias = [via_of(name) for name in names if name is not None]
+            if {*vias} & self._unread or any(name in KEYS and via not in KEYS for name, via in zip(names, vias)):
+                continue  # no layout has such a line
+            groups.append([(via, ("".join(left.dims), "".join(each.dims))) for via, each in zip(vias, weights)])
+        clashing = _clashing(groups, self.vias)
+        for group in groups:
+            if clashing & {via for via, _ in group}:
+                continue
+            first, (left_dims, _) = group[0]
+            for via, dims in group:
+                self.vias.setdefault(via, dims)
+                for dim in left_dims:
+                    self.tie(self.unknown(first, dim), self.unknown(via, dim))
+                alike = next(other for other, (_, right) in group if right == dims[1])
+                for dim in dims[1]:
+                    self.tie(self.unknown(alike, dim), self.unknown(via, dim))
+
+    # -- unknowns ------------------------------------------------------------------------------------------------------
+
+    def unknown(self, line: str, dim: str) -> str:
+        """Return the unknown over which a dimension of a line lies."""
+        # A number is shorter than the line's name: it stands in the types of everything that is traced.
+        return self._root(f"{PREFIX}{self._numbers.setdefault((line, dim), len(self._numbers))}")
+
+    def _root(self, name: str) -> str:
+        while name in self._parent:
+            name = self._parent[name]
+        return name
+
+    def described(self, unknown: str) -> str:
+        """Return what an unknown stands for, for a message."""
+        of = [f"{dim} of {line}" for line, dim in [*self._numbers] if self.unknown(line, dim) == self._root(unknown)]
+        return of[0] if of else unknown
+
+    def tie(self, one: str, other: str) -> None:
+        """Let two unknowns be one."""
+        one, other = self._root(one), self._root(other)
+        if one != other:
+            self._parent[one] = other
+            if one in self._held:
+                self._held.add(other)
+
+    def hold(self, name: str) -> None:
+        """Let an unknown shard nothing."""
+        self._held.add(self._root(name))
+
+    def spec(self, line: str, dims: str, whole: Iterable[str] = ()) -> Spec:
+        """Return a spec with an unknown for each dimension."""
+        kept = {*whole, *self.whole.get(line, ())}
+        axes = []
+        for dim in dims:
+            own = self.unknown(line, dim) if dim not in kept else None
+            first = self.beside if dim == "B" else ()
+            axes.append(first if own is None or own in self._held else (*first, own))
+        return Spec(tuple(dims), tuple(axes))
+
+    def via(self, line: str) -> Via:
+        """Return a via with an unknown for each dimension of a product."""
+        left, right = self.vias[line]
+        return Via.of(self.spec(line, left), self.spec(line, right))
+
+    def keep(self, unknowns: Collection[str], owed: Collection[str]) -> None:
+        """Drop the lines that have an unknown and none of these: the program does not have their tensors.
+
+        Args:
+            unknowns: that the program has.
+            owed: those over which it has partial sums: a parameter with neither one nor a state is not trained.
+        """
+        self.trained = [name for name in self.trained if self.owed(name) in owed or self._has_state(name, unknowns)]
+        for line, pairs in self.tensors().items():
+            if pairs and not any(name in unknowns for _, name in pairs):
+                self.dims.pop(line, None)
+                if self.vias.pop(line, None):
+                    self._unread.add(line)
+
+    def _has_state(self, name: str, unknowns: Collection[str]) -> bool:
+        return any(each in unknowns for each in unknowns_in(self.spec(f"optimizer.{name}", self.dims[name])))
+
+    def _owes(self, line: str) -> bool:
+        """Whether the gradient of a parameter may stay a partial sum."""
+        return self.owed(line) not in self._held
+
+    def owed(self, line: str) -> str:
+        """Return the unknown over which the gradient of a parameter stays a partial sum until the step ends."""
+        return self.unknown(f"gradients.{line}", "sum")
+
+    @staticmethod
+    def _pairs(spec: Spec) -> tuple[tuple[str, str], ...]:
+        return tuple((dim, name) for dim, axes in zip(spec.dims, spec.axes) for name in axes if name.startswith(PREFIX))
+
+    # -- the layout ----------------------------------------------------------------------------------------------------
+
+    def table(self) -> dict[str, str]:
+        """Return every line with its unknowns, those that override included, as `Layout.override` takes them."""
+        found = {name: str(self.spec(name, dims)) for name, dims in self.dims.items()}
+        found |= {name: str(self.via(name)) for name in self.vias}
+        for name in self.trained:
+            own, dims = self.spec(name, self.dims[name]), self.dims[name]
+            found[f"optimizer.{name}"] = str(self.spec(f"optimizer.{name}", dims))
+            found[f"gradients.{name}"] = str(own.with_partial((self.owed(name),) if self._owes(name) else ()))
+        return found
+
+    def tensors(self) -> dict[str, tuple[tuple[str, str], ...]]:
+        """Return what no mesh axis may shard twice, by line: dimensions with their unknowns.
+
+        That over which a gradient stays a partial sum has no dimension: it is a set of mesh axes that the weight
+        leaves.
+        """
+        found = {name: self._pairs(self.spec(name, dims)) for name, dims in self.dims.items()}
+        for name in self.vias:
+            found[name] = tuple(dict(pair for each in self.via(name).specs for pair in self._pairs(each)).items())
+        for name in self.trained:
+            if self._owes(name):
+                found[name] = (*found[name], ("", self.owed(name)))
+            found[f"optimizer.{name}"] = self._pairs(self.spec(f"optimizer.{name}", self.dims[name]))
+        return found
+
+    def mesh(self) -> dict[str, int]:
+        """Return the mesh that a program is traced on: every unknown, of size 1, and the axes around them."""
+        named = [name for pairs in self.tensors().values() for _, name in pairs] or [PREFIX]
+        return {**dict.fromkeys(named, 1), **self.around}
+
+    def unknowns_of(self, key: str) -> tuple[str, ...]:
+        """Return the unknowns of a line as `written` names it."""
+        section, _, rest = key.partition(".")
+        if section == "gradients":
+            return (self.owed(rest),)
+        if key in self.vias:
+            return unknowns_in(tuple(self.via(key).specs))
+        return unknowns_in(self.spec(key, self.dims[rest if section == "optimizer" else key]))
+
+    def lines_of(self, unknowns: Collection[str]) -> list[str]:
+        """Return the lines, as `written` names them, that have one of these unknowns; for a gradient, its sum."""
+        of_state = [f"{each}.{name}" for name in self.trained for each in ("gradients", "optimizer")]
+        keys = [*self.dims, *self.vias, *of_state]
+        return [key for key in keys if {*self.unknowns_of(key)} & {*unknowns}]
+
+    def written(self, known: Known, *, settled: bool = False, only: Collection[str] | None = None) -> dict[str, str]:
+        """Return every line with mesh axes in place of its unknowns, as `Layout.override` takes them.
+
+        A gradient, or an optimizer's state, that lies as its parameter is not written; nor is a line with an unknown of
+        which nothing is known.
+
+        Args:
+            known: the mesh axes of each unknown.
+            only: these lines alone; a gradient goes with its parameter.
+            settled: whether to write such gradients, too: with several microbatches they would stay partial sums.
+        """
+        found: dict[str, str] = {}
+
+        def write(key: str, *specs: Spec) -> None:
+            if (only is None or key in only) and {*unknowns_in(specs)} <= known.keys():
+                found[key] = ", ".join(str(placed(spec, known)) for spec in specs)
+
+        for name, dims in self.dims.items():
+            write(name, self.spec(name, dims))
+        for name in self.vias:
+            if only is None or name in only:
+                write(name, *self.via(name).specs)
+        for name in self.trained:
+            key, owed = f"gradients.{name}", known.get(self.owed(name), ())
+            if (settled or owed) and name in found:
+                found[key] = str(Spec.parse(found[name]).with_partial(owed))
+            key = f"optimizer.{name}"
+            write(key, self.spec(key, self.dims[name]))
+            if key in found and found[key] == found.get(name):
+                del found[key]
+        return found
+
+
+def _clashing(
+    groups: Iterable[Sequence[tuple[str, tuple[str, str]]]], written: Mapping[str, tuple[str, str]]
+) -> set[str]:
+    """Return the vias that no layout can write, since products of different dimensions would read them.
+
+    A tied autoencoder multiplies by one weight in both directions, and `k` and `w_k` have one `k_via`. The planner
+    chooses where such products meet. The weights of a group meet their operand at one place, so that if one of them has
+    no via, none has.
+    """
+    wanted: dict[str, set[tuple[str, str]]] = {via: {dims} for via, dims in written.items() if via not in KEYS}
+    every = [*groups]
+    for group in every:
+        for via, dims in group:
+            wanted.setdefault(via, set()).add(dims)
+    found = {via for via, dims in wanted.items() if len(dims) > 1 and via not in KEYS}
+    while more := {via for group in every for via, _ in group if found & {each for each, _ in group}} - found:
+        found |= more
+    return found
+
+
+@dataclass(frozen=True)
+class LineChoice:
+    """One choice of a search: unknowns that are chosen together, and every way to place them on a mesh.
+
+    Attributes:
+        name: of the first of the lines that it decides about.
+        unknowns: in the order of the columns.
+        rows: [option, unknown] the number of a sequence of mesh axes (`gspmd.planner.graph.placements.sequences`).
+    """
+
+    name: str
+    unknowns: tuple[str, ...]
+    rows: np.ndarray
+
+    def column(self, unknown: str) -> np.ndarray:
+        """Return the sequence of an unknown, by option."""
+        return self.rows[:, self.unknowns.index(unknown)]
+
+
+def choices_of(
+    lines: Lines,
+    sizes: Mapping[str, Collection[int]],
+    mesh: Mapping[str, int],
+    dimensions: Mapping[str, int] = {},
+) -> list[LineChoice]:
+    """Return every choice of a search on one mesh: what a line ties, directly or by others, is chosen together.
+
+    Args:
+        lines: of the layout.
+        sizes: of each unknown, the sizes of the dimensions over it; of one that is missing, nothing has to divide.
+        mesh: sizes of the mesh axes, all above 1.
+        dimensions: sizes by which the layout is checked, which lines have to divide even where tensors are larger, as
+            two shared experts together are.
+
+    Raises:
+        PlanError: a choice has too many options.
+    """
+    tensors, counts = lines.tensors(), tuple(mesh.values())
+    groups: list[tuple[set[str], list[str]]] = []
+    for line, pairs in tensors.items():
+        names = {name for _, name in pairs}
+        if not names:
+            continue
+        near = [group for group in groups if group[0] & names]
+        for group in near:
+            groups.remove(group)
+            names |= group[0]
+        groups.append((names, [*(each for group in near for each in group[1]), line]))
+    needed = {name: {*each} for name, each in sizes.items()}
+    for line, pairs in tensors.items():
+        for dim, name in pairs if line not in lines.vias else ():
+            if dim in dimensions:
+                needed.setdefault(name, set()).add(dimensions[dim])
+    owed = {lines.owed(name) for name in lines.trained}
+    every = frozenset(range(1 << len(counts)))
+    found = []
+    following = {first for first, _, _ in _FOLLOWS}
+    # Pipelines side by side split the batch and nothing else, but for what is updated when they are done.
+    taken = sum(1 << axis for axis, name in enumerate(mesh) if name in lines.beside)
+    free = {name for key in lines.trained for name in unknowns_in(lines.spec(f"optimizer.{key}", lines.dims[key]))}
+    beside = frozenset(mask for mask in every if not mask & taken)
+    for names, members in [part for _, tied in groups for part in _parts(tied, tensors, lines)]:
+        unknowns = tuple(dict.fromkeys(name for line in members for _, name in tensors[line] if name in names))
+        fits = {
+            name: (every if name in free else beside).intersection(*(fitting(n, counts) for n in needed.get(name, ())))
+            for name in unknowns
+        }
+        apart = [frozenset(name for _, name in tensors[line]) for line in members]
+        rows = _placements(unknowns, fits, apart, owed, len(counts), members)
+        for line in members:
+            if line in lines.fixed and names.issuperset(name for _, name in tensors[line]):
+                rows = _as_given(lines, line, unknowns, rows, mesh)
+        name = next((line for line in members if line not in following), members[0])
+        is_place = any(not names.issuperset(name for _, name in tensors[line]) for line in members)
+        found.append(LineChoice(f"{name}: place" if is_place else name, unknowns, rows))
+    return found
+
+
+def _parts(
+    members: list[str], tensors: Mapping[str, tuple[tuple[str, str], ...]], lines: Lines
+) -> Iterator[tuple[set[str], list[str]]]:
+    """The unknowns, with their lines, that are chosen together of lines that are tied.
+
+    Vias, and what lies beside them, that have no more in common than the place of a tensor are chosen one by one, and
+    that place by itself: all of them together are many times as many. In training they are together: the parts of the
+    tensor's gradient are added.
+    """
+    own = {line: {name for _, name in tensors[line]} for line in members}
+    common = set.intersection(*own.values())
+    parts: list[tuple[set[str], list[str]]] = []
+    for line in members:
+        # Lines that are tied as a whole, as where both weights of a gate meet their operand, are one choice.
+        near = [part for part in parts if part[0] & own[line] - common or part[0] == own[line]]
+        parts = [part for part in parts if part not in near]
+        lines_of_part = [*(each for _, several in near for each in several), line]
+        parts.append((own[line].union(*(names for names, _ in near)), lines_of_part))
+    if len(parts) > 1 and common and lines.vias.keys() & {*members} and not lines.trained:
+        yield common, members
+        yield from parts
+    else:
+        yield set().union(*own.values()), members
+
+
+def _as_given(
+    lines: Lines, line: str, unknowns: Sequence[str], rows: np.ndarray, mesh: Mapping[str, int]
+) -> np.ndarray:
+    """The options in which a line is as it was given; mesh axes of size 1 shard nothing.
+
+    Raises:
+        LayoutError: there is none.
+    """
+    order, axes = sequences(len(mesh)).number, list(mesh)
+    given = parse_via(lines.fixed[line]).specs if line in lines.vias else (Spec.parse(lines.fixed[line]),)
+    own = lines.via(line).specs if line in lines.vias else (lines.spec(line, lines.dims[line]),)
+    fits = np.ones(len(rows), bool)
+    for spec, unknown in zip(given, own):
+        for dim, names in zip(unknown.dims, unknown.axes):
+            wanted = tuple(axes.index(axis) for axis in spec.axes_of(dim) if axis in axes)
+            column = rows[:, unknowns.index(names[-1])] if names else np.zeros(len(rows), int)
+            fits &= column == order[wanted]
+    if not fits.any():
+        raise LayoutError(
+            f"cannot fix {line} = '{lines.fixed[line]}': on this mesh the program cannot have it so.\n"
+            "  Give another spec, or leave the line out, so that it is searched."
+        )
+    return rows[fits]
+
+
+def _placements(
+    unknowns: Sequence[str],
+    fits: Mapping[str, frozenset[int]],
+    apart: Sequence[frozenset[str]],
+    sets: Collection[str],
+    count: int,
+    lines: Sequence[str],
+) -> np.ndarray:
+    """[option, unknown] every placement in which no mesh axis stands twice in one tensor."""
+    masks, order = sequences(count).mask, sequences(count).axes
+    table, taken = np.zeros((1, 0), int), np.zeros((1, len(apart)), int)
+    for name in unknowns:
+        allowed = np.flatnonzero(np.isin(masks, [*fits[name]]))
+        if name in sets:  # whose axes have no order
+            allowed = np.array([number for number in allowed.tolist() if [*order[number]] == sorted(order[number])])
+        within = [number for number, names in enumerate(apart) if name in names]
+        free = np.ones((len(table), len(allowed)), bool)
+        for number in within:
+            free &= taken[:, number, None] & masks[allowed] == 0
+        row, picked = np.nonzero(free)
+        if len(row) > MOST_OPTIONS:
+            raise PlanError(
+                f"cannot search {', '.join(lines)} together: there are more than {MOST_OPTIONS} ways to place them.\n"
+                "  Fix some of these lines, or search a mesh of fewer axes."
+            )
+        sequence = allowed[picked]
+        table, taken = np.hstack([table[row], sequence[:, None]]), taken[row].copy()
+        for number in within:
+            taken[:, number] |= masks[sequence]
+    return table
+
+
+def unknown_layout(lines: Lines) -> Layout:
+    """Return the layout with an unknown in every line; its mesh axes are the unknowns."""
+    plain = replace(lines.layout, overrides={}, lowerings={}, padding={}, choices=())
+    axes = tuple(lines.mesh())
+    return replace(plain.override(lines.table()), axes=axes, factor=axes)

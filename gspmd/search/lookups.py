@@ -1,0 +1,124 @@
+"""Lookups of rows in a table, wherever ids, table and rows lie: what moves for them, as tables.
+
+Each mesh axis shards, while rows are looked up, what some spec has it on, as of `gspmd.ops.embed`, so that a lookup is
+a choice of its own: among all joint placements, the one at which ids, table and rows arrive in the fewest seconds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from gspmd.annotate.spec import Spec
+from gspmd.planner.graph.placements import placements, sequences
+from gspmd.planner.steps import Environment
+from gspmd.search.moves import MoveCosts, allowed
+
+
+@dataclass(frozen=True)
+class LookupPrices:
+    """A lookup, or the gradient of its table, for every place of its tensors.
+
+    Attributes:
+        environment: mesh, chip and the sizes of all dimensions.
+        ids, rows: where both may lie, as pairs.
+        tables: where the table may lie.
+        widths: bytes of an id, of a number of the table, of one of the rows, and of a scale of the table's rows, if it
+            has some.
+        backward: whether the gradient of the table is computed, which arrives where the table is, or as the partial
+            sum that the table's spec says.
+    """
+
+    environment: Environment
+    ids: Sequence[Spec]
+    rows: Sequence[Spec]
+    tables: Sequence[Spec]
+    widths: Sequence[int]
+    backward: bool
+
+    def seconds(self, name: str) -> np.ndarray:
+        """Return [pair, table] the seconds for which "ids", "rows" or "table" move; scales move with the table."""
+        total, places = self._best
+        if name in ("ids", "rows"):
+            found = np.take_along_axis(self._costs(name), places, axis=1)
+        else:
+            costs = self._costs("table") + (self._costs("scales") if "scales" in self._tensors else 0.0)
+            found = np.take_along_axis(costs.T, places, axis=0)
+        return np.where(np.isinf(total), np.inf, found)
+
+    @cached_property
+    def leaving(self) -> np.ndarray:
+        """[pair, table] seconds of the first steps of the table's move, which a loop in which it stays takes once."""
+        tensor, before, after = self.ends("table")
+        (sources, here), (targets, there) = (np.unique(each, return_inverse=True) for each in (before, after))
+        table = tensor.hoisted(sources, targets)
+        return table[here.reshape(before.shape), there.reshape(after.shape)]
+
+    def ends(self, name: str) -> tuple[MoveCosts, np.ndarray, np.ndarray]:
+        """Return the tensor called "ids", "table" or "rows", with the placements, [pair, table], of its move."""
+        tensor, fixed, free, comes = self._tensors[name]
+        at = free[self._best[1]]
+        given = np.broadcast_to(fixed[None, :] if name == "table" else fixed[:, None], at.shape)
+        return (tensor, given, at) if comes else (tensor, at, given)
+
+    @cached_property
+    def _joint(self) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
+        """Dimensions, and for each joint placement of them the sequences of mesh axes, and these as masks."""
+        dims = (*self.ids[0].dims, *self.tables[0].dims)
+        counts = tuple(size for _, size in self.environment.mesh)
+        rows, _, _ = placements(len(counts), allowed(dims, dict(self.environment.sizes), counts), [])
+        return dims, rows, sequences(len(counts)).mask[rows]
+
+    @cached_property
+    def _tensors(self) -> dict[str, tuple[MoveCosts, np.ndarray, np.ndarray, bool]]:
+        """For each tensor: its graph; where it may lie outside; where, by joint placement; whether it comes to that."""
+        vocabulary, tokens = self.tables[0].dims[:1], self.ids[0].dims
+        (id_bytes, table_bytes, row_bytes, *scale), backward = self.widths, self.backward
+        held = [each.cotangent if backward else each for each in self.tables]
+        scales = [each.without(each.dims[1]) for each in self.tables]
+        found = {}
+        for name, outside, width, summed in (
+            ("ids", self.ids, id_bytes, ()),
+            ("table", held, table_bytes, tokens if backward else ()),
+            ("rows", self.rows, row_bytes, () if backward else vocabulary),
+            *(("scales", scales, each, ()) for each in scale),
+        ):
+            tensor = MoveCosts(self.environment, outside[0].dims, "float32", width)
+            comes = name in ("ids", "scales") or backward == (name == "rows")
+            found[name] = tensor, tensor.numbers(outside), self._nodes(tensor, summed), comes
+        return found
+
+    def _nodes(self, tensor: MoveCosts, summed: Sequence[str]) -> np.ndarray:
+        dims, rows, masks = self._joint
+        columns = [dims.index(dim) for dim in summed]
+        partial = np.bitwise_or.reduce(masks[:, columns], axis=1) if columns else 0
+        return tensor.nodes([rows[:, dims.index(dim)] for dim in tensor.dims], partial)
+
+    @cached_property
+    def _best(self) -> tuple[np.ndarray, np.ndarray]:
+        """[pair, table] the fewest seconds, and at which joint placement."""
+        pairs = self._costs("ids") + self._costs("rows")
+        tables = self._costs("table") + (self._costs("scales") if "scales" in self._tensors else 0.0)
+        refused, other = self._elsewhere(self.rows), self._elsewhere(self.tables)
+        seconds, places = np.empty((len(pairs), len(tables))), np.empty((len(pairs), len(tables)), int)
+        for number, (row, odd) in enumerate(zip(pairs, refused)):
+            sums = np.where(odd & other, np.inf, row + tables)
+            places[number], seconds[number] = sums.argmin(axis=1), sums.min(axis=1)
+        return seconds, places
+
+    def _costs(self, name: str) -> np.ndarray:
+        """[option, joint placement] seconds of one tensor's move."""
+        tensor, outside, joint, comes = self._tensors[name]
+        if comes:
+            return tensor.between(outside, joint, by="sources")
+        return tensor.between(joint, outside, by="targets").T
+
+    def _elsewhere(self, specs: Sequence[Spec]) -> np.ndarray:
+        """[spec, joint placement] the mesh axes, as masks, on a dimension on which the spec does not have them."""
+        dims, _, masks = self._joint
+        axes, found = [axis for axis, _ in self.environment.mesh], []
+        for spec in specs:
+            held = {dim: sum(1 << axes.index(a) for a in spec.axes_of(dim) if a in axes) for dim in spec.dims}
+            found.append(sum(masks[:, n] & ~held.get(dim, 0) for n, dim in enumerate(dims)))
+        return np.stack(found)

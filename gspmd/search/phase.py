@@ -1,0 +1,174 @@
+"""A phase of a model as one search problem, read from its program: choices, terms, and the lines of an answer.
+
+What finds answers and explains them (`gspmd.search.answers`) asks a `PhaseProblem`, and knows of no model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from gspmd.hardware.chips import Chip
+from gspmd.layouts.rules.keys import OVERRIDES
+from gspmd.search import Problem, Term
+from gspmd.search.finding import MeshProblem
+from gspmd.search.lines import Lines
+from gspmd.search.program import Build, TracedProgram, read
+
+
+@dataclass(frozen=True)
+class LayoutLine:
+    """A line of a layout.
+
+    Attributes:
+        key: section and key, `ffn.w_in`.
+        text: its spec, or via.
+        choice: the choice that it comes from; several lines may come from one.
+        section: the overriding section that it stands in; empty for none.
+    """
+
+    key: str
+    text: str
+    choice: str
+    section: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A phase of a model on a mesh.
+
+    Attributes:
+        config: the settings of the model; None for one of one's own.
+        sizes: of every dimension, in one microbatch.
+        mesh: sizes of the mesh axes; of a pipeline, those of one stage.
+        chip: whose seconds.
+        dtype: compute dtype.
+        trains: whether there is a backward pass.
+        microbatches: how many there are.
+        side: of a pipeline, the mesh axes along which pipelines run side by side: they split the batch and nothing
+            else, and gradients stay partial sums over them, and over no others, until the step ends.
+        stages: of a pipeline, along the first mesh axis.
+        remat: what the backward pass computes again; empty where there is none, or where the program alone says it.
+        absent: lines of tensors that the model does not have, which lie as others do that it has.
+    """
+
+    config: Any
+    sizes: Mapping[str, int]
+    mesh: Mapping[str, int]
+    chip: Chip
+    dtype: str = "bfloat16"
+    trains: bool = True
+    microbatches: int = 1
+    side: tuple[str, ...] = ()
+    stages: int = 1
+    remat: str = ""
+    absent: tuple[str, ...] = ()
+
+
+class PhaseProblem(ABC):
+    """The search problem of one program on one mesh, whose choices and terms are read from it.
+
+    Attributes:
+        case: the phase of a model, and the mesh.
+        phase: "train", "prefill" or "decode".
+    """
+
+    phase = ""
+
+    def __init__(self, case: Case):
+        self.case = case
+
+    @property
+    @abstractmethod
+    def question(self) -> MeshProblem:
+        """The search on this mesh; the program is read where it is asked for first."""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The sizes of the mesh axes that shard something."""
+        return {axis: size for axis, size in self.case.mesh.items() if size > 1}
+
+    @property
+    def settles(self) -> bool:
+        """Whether gradients that are no partial sums are written, too: of several microbatches they would be some."""
+        return self.case.microbatches > 1
+
+    @cached_property
+    def choices(self) -> dict[str, Sequence[Any]]:
+        """Every choice, and its options by number."""
+        return {choice.name: choice.options for choice in self._problem.choices}
+
+    @cached_property
+    def terms(self) -> list[Term]:
+        """Every table."""
+        return [*self._problem.terms]
+
+    @cached_property
+    def _problem(self) -> Problem:
+        self.question.lines.check_on(self.case.mesh)
+        return self.question.problem()
+
+    @property
+    def overestimate(self) -> float:
+        """Seconds of the global norm where it is priced over all mesh axes, of which some may shard no weight."""
+        return self.question.overestimate
+
+    def problem(self, limit: float | None = None) -> Problem:
+        """Choices and terms; `limit` is the bytes that a device may hold."""
+        return Problem(self._problem.choices, self._problem.terms, limit)
+
+    def texts(self, name: str) -> Iterator[dict[tuple[str, str], str]]:
+        """For each option of a choice its lines."""
+        option = next((each for each in self.question.prices.choices if each.name == name), None)
+        if option is None:  # the mesh axes of the norm of gradients, which follow from where the optimizer's state lies
+            yield from ({} for _ in self.choices[name])
+            return
+        only = {*self.question.lines.lines_of(option.unknowns)}
+        for row in option.rows.tolist():
+            known = {name: self.question.prices.named(number) for name, number in zip(option.unknowns, row)}
+            lines = self.question.lines.written(known, settled=self.settles, only=only)
+            # The line that names the choice stands first: what is said of the choice is said of it.
+            yield {_where(key): lines[key] for key in sorted(lines, key=lambda key: key != name)}
+
+    def lines(self, picks: Mapping[str, int]) -> list[LayoutLine]:
+        """The lines of the layout that these picks stand for."""
+        prices = self.question.prices
+        known = prices.known([picks[option.name] for option in prices.choices])
+        found = []
+        for key, text in self.question.lines.written(known, settled=self.settles).items():
+            section, name = _where(key)
+            of = prices.choices_in_names(self.question.lines.unknowns_of(key))
+            found.append(LayoutLine(name, text, prices.choices[of[0]].name if of else "", section))
+        return found
+
+
+class RelaxedProblem(PhaseProblem):
+    """A problem of the same choices that bounds several numbers of microbatches at once."""
+
+    @abstractmethod
+    def between(self, fewest: int, most: int, limit: float | None = None) -> Problem:
+        """Return the problem whose answer is no worse than that of any number of microbatches between these two."""
+
+
+def read_alike(build: Build, alike: Lines) -> tuple[Lines, TracedProgram]:
+    """Read one of several programs that want the same lines tied, and let the others begin with its ties.
+
+    Args:
+        build: of the program.
+        alike: the lines of all of them; they are tied in place.
+
+    Returns:
+        The lines of this program, and the program.
+    """
+    lines = alike.copy()
+    program = read(build, lines)
+    alike.tie_as(lines)
+    return lines, program
+
+
+def _where(key: str) -> tuple[str, str]:
+    section, _, rest = key.partition(".")
+    return (section, rest) if section in OVERRIDES else ("", key)

@@ -1,0 +1,553 @@
+"""Prices of the steps of a program, wherever its unknown lines lie: a table for each set of choices they hang on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from gspmd.annotate import PlanError, Spec, SpecError
+from gspmd.hardware.chips import Chip
+from gspmd.hardware.dtypes import itemsize
+from gspmd.hardware.links import einsum_seconds
+from gspmd.lowerings.program import Context
+from gspmd.ops._embedding import routed
+from gspmd.planner.graph.placements import parts_of, sequences
+from gspmd.planner.steps import Environment, Step, picoseconds
+from gspmd.planner.unknown import (
+    PREFIX,
+    Known,
+    Unknown,
+    UnknownMove,
+    UnknownMoves,
+    UnknownProduct,
+    UnknownShared,
+    UnknownSteps,
+    UnknownWay,
+    placed,
+    unknowns_in,
+)
+from gspmd.search.lines import LineChoice
+from gspmd.search.lookups import LookupPrices
+from gspmd.search.moves import HOISTED, MoveCosts
+from gspmd.search.program import Chain, Use
+
+LARGEST = 20_000_000
+"""Entries of one table up to which it is worth making."""
+
+_MESHES = 2
+"""Meshes, with the choices there, whose tables are kept for other programs, as with another choice of remat."""
+
+LARGEST_SHARED = 400_000
+"""Pairs of chains up to which what they have in common is worth finding."""
+
+Table = tuple[tuple[int, ...], np.ndarray]
+"""The choices that seconds hang on, by number, rising, and the seconds with an axis for each."""
+
+Planned = tuple[tuple, ...]
+"""Steps of one tensor, one after the other: kind, mesh axes, specs before and after, what is reduced, seconds."""
+
+
+class Prices:
+    """The seconds of steps on one mesh.
+
+    Args:
+        choices: of the search.
+        mesh: sizes of the mesh axes, all above 1.
+        chip: whose seconds.
+    """
+
+    def __init__(self, choices: Sequence[LineChoice], mesh: Mapping[str, int], chip: Chip):
+        self.choices, self.mesh, self.chip = tuple(choices), dict(mesh), chip
+        self.axes, self.counts = tuple(mesh), tuple(mesh.values())
+        self.sequences = sequences(len(self.counts))
+        self._at: dict[str, dict[int, np.ndarray]] = {}
+        for number, option in enumerate(choices):
+            for name in option.unknowns:
+                self._at.setdefault(name, {})[number] = option.column(name)
+        self._moves: dict[tuple, MoveCosts] = {}
+        self._lookups: dict[tuple, LookupPrices] = {}
+        self._places_of: dict[tuple, tuple] = {}
+        options = tuple((each.unknowns, each.rows.tobytes()) for each in choices)
+        self._key = options, tuple(mesh.items()), chip
+
+    def on(self, mesh: Mapping[str, int]) -> Prices:
+        """Return the prices of the same choices on a mesh with more axes, or fewer, for steps that are planned there.
+
+        What lies over an axis that is not there is taken to be whole: no step there has it.
+        """
+        numbers, place = sequences(len(mesh)).number, {axis: number for number, axis in enumerate(mesh)}
+        named = (tuple(self.axes[axis] for axis in own) for own in self.sequences.axes)
+        there = np.array([numbers[tuple(place[axis] for axis in own if axis in place)] for own in named])
+        return Prices([replace(each, rows=there[each.rows]) for each in self.choices], mesh, self.chip)
+
+    def known(self, picks: Sequence[int]) -> dict[str, tuple[str, ...]]:
+        """Return the mesh axes of every unknown, from the option of every choice."""
+        return {
+            name: self.named(int(number))
+            for option, pick in zip(self.choices, picks)
+            for name, number in zip(option.unknowns, option.rows[pick])
+        }
+
+    def named(self, number: int) -> tuple[str, ...]:
+        """Return the mesh axes of a sequence, by its number."""
+        return tuple(self.axes[axis] for axis in self.sequences.axes[number])
+
+    def choices_in(self, what: object) -> tuple[int, ...]:
+        """Return the choices that something hangs on."""
+        return self.choices_in_names(unknowns_in(what))
+
+    def choices_in_names(self, unknowns: Iterable[str]) -> tuple[int, ...]:
+        """Return the choices of some unknowns; of one that is in several choices, what is there already or smallest."""
+        wanted = sorted((self._at[name] for name in unknowns if name in self._at), key=len)
+        found: set[int] = set()
+        for choices in wanted:
+            if not found & choices.keys():
+                found.add(min(choices, key=lambda number: (len(self.choices[number].rows), number)))
+        return tuple(sorted(found))
+
+    @property
+    def ties(self) -> list[Table]:
+        """Nothing where two choices have the same places in common, and infinite seconds elsewhere."""
+        found: list[Table] = []
+        for place, option in enumerate(self.choices):
+            for number, other in enumerate(self.choices):
+                if place != number and {*option.unknowns} < {*other.unknowns}:
+                    of = (min(place, number), max(place, number))
+                    apart = np.zeros((1, 1), bool)
+                    for name in option.unknowns:
+                        one, two = option.column(name), other.column(name)
+                        apart = apart | (one[:, None] != two[None, :])
+                    table = np.where(apart, np.inf, 0.0)
+                    found.append((of, table if place < number else table.T))
+        return found
+
+    def tables(self, uses: Iterable[Use]) -> list[Table]:
+        """Return the seconds of all uses, added up for each set of choices."""
+        counted: dict[Unknown, list[int]] = {}
+        for use in uses:
+            both = counted.setdefault(use.what, [0, 0])
+            both[0] += use.times
+            both[1] += use.once
+        found: dict[tuple[int, ...], np.ndarray] = {}
+        for what, (times, once) in counted.items():
+            if isinstance(what, UnknownShared) and self._is_too_large(self.choices_in(what)):
+                continue  # what two chains have in common is priced twice then
+            of, seconds = self.table(what, times, once)
+            found[of] = found[of] + seconds if of in found else seconds
+        return list(found.items())
+
+    def table(self, what: Unknown, times: int = 1, once: int | None = None) -> Table:
+        """Return the seconds of one step that runs so often.
+
+        Args:
+            what: the step.
+            times: how often it runs.
+            once: how often what of it leaves a loop runs, where its tensor stays the same there.
+
+        Raises:
+            PlanError: it hangs on so many choices that a table is too large.
+        """
+        of, once = self.choices_in(what), times if once is None else once
+        if self._is_too_large(of):
+            lines = "; ".join(self.choices[each].name for each in of)
+            raise PlanError(f"cannot price a step that hangs on so many lines at once: {lines}.\n  Fix some of them.")
+        if isinstance(what, UnknownShared):
+            seconds = -self._shared(what, of, times, once)
+        elif isinstance(what, UnknownWay):
+            seconds = np.where(np.isinf(self._known_table("seconds", what.move, of, self._seconds)), np.inf, 0.0)
+        else:
+            seconds = times * self._known_table("seconds", what, of, self._seconds)
+            if once < times:
+                seconds = seconds - (times - once) * self._known_table("leaving", what, of, self._leaving)
+        return of, np.broadcast_to(seconds, tuple(len(self.choices[each].rows) for each in of))
+
+    def _known_table(self, kind: str, what: Unknown, of: tuple[int, ...], made: Callable) -> np.ndarray:
+        """A table, made once for all programs with the same choices: they differ in how often steps run."""
+        known = _latest(self._key)
+        if (kind, what) not in known:
+            known[kind, what] = made(what, of)
+        return known[kind, what]
+
+    def _seconds(self, what: Unknown, of: tuple[int, ...]) -> np.ndarray:
+        """Seconds of a step that runs once."""
+        if isinstance(what, UnknownProduct):
+            return self._product(what, of)
+        if isinstance(what, UnknownSteps) and not isinstance(what, UnknownMoves):
+            return self._lookup(what, of) if what.plan is routed else self._steps(what, of)
+        assert isinstance(what, UnknownMove | UnknownMoves)
+        found = self._moved(what, of)
+        if found is None:  # its tensors can lie nowhere
+            return np.full((1,) * len(of), np.inf)
+        tensor, parts, home = found
+        if not _are_equal(parts):
+            return _added_up(tensor, parts, home)
+        (sources, here), (targets, there) = (np.unique(each, return_inverse=True) for each in (parts[0], home))
+        table = tensor.between(sources, targets, by="sources" if len(sources) <= len(targets) else "targets")
+        return table[here.reshape(parts[0].shape), there.reshape(home.shape)]
+
+    def _leaving(self, what: Unknown, of: tuple[int, ...]) -> np.ndarray:
+        """Seconds of the first steps, which leave a loop in which the tensor stays the same."""
+        nothing = np.zeros((1,) * len(of))
+        if isinstance(what, UnknownSteps) and what.plan is routed and what.name == "table":
+            found, at = self._looked_up(what, of)
+            return np.where(at[0] >= 0, found.leaving[at], 0.0) if found else nothing
+        ends = self._moved(what, of) if isinstance(what, UnknownMove | UnknownMoves) else None
+        if ends is None or not _are_equal(ends[1]):
+            return nothing
+        tensor, parts, home = ends
+        (sources, here), (targets, there) = (np.unique(each, return_inverse=True) for each in (parts[0], home))
+        return tensor.hoisted(sources, targets)[here.reshape(parts[0].shape), there.reshape(home.shape)]
+
+    def _is_too_large(self, of: tuple[int, ...]) -> bool:
+        return len(of) > 4 or prod(len(self.choices[each].rows) for each in of) > LARGEST
+
+    def mask_of(self, unknown: str) -> tuple[int | None, np.ndarray]:
+        """Return the choice of an unknown, None of one that shards nothing, and its mesh axes as masks, by option."""
+        if unknown not in self._at:
+            return None, np.zeros(1, int)
+        choice, column = next(iter(self._at[unknown].items()))
+        return choice, self.sequences.mask[column]
+
+    def shared(self, unknowns: Iterable[str], amount: float) -> Table:
+        """Return what a device has of an amount that is spread over some unknowns; one of no choice spreads nothing."""
+        names = [name for name in unknowns if name in self._at]
+        of = self.choices_in_names(names)
+        used = np.zeros((1,) * len(of), int)
+        for name in names:
+            used = used | self.sequences.mask[self._column(name, of)]
+        return of, amount / np.array(parts_of(self.counts))[used]
+
+    # -- moves ---------------------------------------------------------------------------------------------------------
+
+    def _moved(
+        self, what: UnknownMove | UnknownMoves, of: tuple[int, ...]
+    ) -> tuple[MoveCosts, list[np.ndarray], np.ndarray] | None:
+        """The graph of a tensor, where its parts come from, and where it goes; None if that can be nowhere."""
+        if isinstance(what, UnknownMoves):
+            return self._moved_as_planned(what, of)
+        tensor = self._tensor(what)
+        return tensor, [self._nodes(tensor, each, of) for each in what.before], self._nodes(tensor, what.after, of)
+
+    def _moved_as_planned(
+        self, what: UnknownMoves, of: tuple[int, ...]
+    ) -> tuple[MoveCosts, list[np.ndarray], np.ndarray] | None:
+        """Return that of a move that an operation plans, asked once for each way in which its tensors may lie."""
+        names = [name for name in unknowns_in(what.arguments) if name in self._at]
+        own = tuple(each for each in of if any(each in self._at[name] for name in names))
+        key = what.plan, what.arguments, own
+        if key not in self._places_of:
+            kinds, kind = self._kinds(names, own)
+            planned = [self._planned(what, dict(zip(names, map(self.named, row)))) for row in kinds.tolist()]
+            self._places_of[key] = planned, kind
+        planned, kind = self._places_of[key]
+        moves = [each and each[what.name] for each in planned]
+        first = next((each for each in moves if each), None)
+        if first is None:
+            return None
+        tensor, numbers = self._tensor(first), dict[Spec, int]()
+
+        def nodes(specs: Sequence[Spec | None]) -> np.ndarray:
+            for spec in specs:
+                if spec is not None and spec not in numbers:
+                    (numbers[spec],) = tensor.numbers([spec])
+            return np.array([-1 if spec is None else numbers[spec] for spec in specs])[kind]
+
+        after = nodes([each and each.after for each in moves])
+        spread = tuple(slice(None) if each in own else None for each in of)
+        if what.before is None:
+            came = nodes([each and each.before[0] for each in moves])[spread]
+        else:
+            came = self._nodes(tensor, what.before, of)
+        return tensor, [came], after[spread]
+
+    def _tensor(self, what: UnknownMove) -> MoveCosts:
+        dims = what.before[0].dims
+        key = dims, what.shape, what.itemsize, what.reduce
+        if key not in self._moves:
+            environment = Environment.of(tuple(zip(dims, what.shape)), tuple(self.mesh.items()), self.chip)
+            self._moves[key] = MoveCosts(environment, dims, "float32", what.itemsize, what.reduce)
+        return self._moves[key]
+
+    def _nodes(self, tensor: MoveCosts, spec: Spec, of: tuple[int, ...]) -> np.ndarray:
+        """The numbers of placements of a spec, by option of each choice; -1 of what is none."""
+        taken, rows = np.zeros((1,) * len(of), int), []
+        wrong = np.zeros((1,) * len(of), bool)
+        for dim in tensor.dims:
+            row, mask, twice = self._sequence(spec.axes_of(dim), of)
+            wrong = wrong | twice | (taken & mask != 0)
+            taken = taken | mask
+            rows.append(row)
+        partial = np.zeros((1,) * len(of), int)
+        for name in spec.partial:
+            partial = partial | self._sequence((name,), of)[1]
+        wrong = wrong | (partial & taken != 0)
+        full = np.broadcast_arrays(wrong, partial, *rows)
+        nodes = tensor.nodes(full[2:], np.where(full[0], 0, full[1]))
+        return np.where(full[0], -1, nodes)
+
+    def _sequence(self, names: Sequence[str], of: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The sequence of mesh axes over what one dimension names; its mask; whether an axis is there twice."""
+        number, mask = np.zeros((1,) * len(of), int), np.zeros((1,) * len(of), int)
+        twice = np.zeros((1,) * len(of), bool)
+        for name in names:
+            column = self._column(name, of)
+            each = self.sequences.mask[column]
+            twice = twice | (mask & each != 0)
+            number = column if not mask.any() else self.sequences.joined(*np.broadcast_arrays(number, column))
+            mask = mask | each
+        return number, mask, twice
+
+    def _column(self, name: str, of: tuple[int, ...]) -> np.ndarray:
+        """The sequence of an unknown, along the axis of its choice; that of a mesh axis of its own."""
+        if name in self._at:
+            choice, column = next((each, column) for each, column in self._at[name].items() if each in of)
+            return column.reshape([-1 if each == choice else 1 for each in of])
+        known = () if name.startswith(PREFIX) or name not in self.axes else (self.axes.index(name),)
+        return np.full((1,) * len(of), self.sequences.number[known])
+
+    # -- products ------------------------------------------------------------------------------------------------------
+
+    def _product(self, what: UnknownProduct, of: tuple[int, ...]) -> np.ndarray:
+        """Seconds of the local product, as the planner counts them."""
+        axes: dict[str, tuple[str, ...]] = {}
+        for spec in what.specs:
+            axes |= dict(zip(spec.dims, spec.axes))
+        parts = np.array(parts_of(self.counts))
+        cuts = np.broadcast_arrays(*(parts[self._sequence(names, of)[1]] for names in axes.values()))
+        kinds, kind = np.unique(np.stack([cut.ravel() for cut in cuts], axis=1), axis=0, return_inverse=True)
+        sizes, (one, other, made) = dict(what.sizes), what.dtypes
+        each = 2 if len(what.specs[2].dims) < len(axes) else 1  # operations: multiplied, and added where it is summed
+        widest = max((one, other), key=itemsize)
+        seconds = []
+        for row in kinds.tolist():
+            local = {dim: sizes[dim] // cut for dim, cut in zip(axes, row)}
+            touched = sum(
+                itemsize(dtype) * prod(local[dim] for dim in spec.dims)
+                for dtype, spec in zip((one, other, made), what.specs)
+            )
+            seconds.append(picoseconds(einsum_seconds(each * prod(local.values()), touched, widest, self.chip)) * 1e-12)
+        return np.array(seconds)[kind.ravel()].reshape(cuts[0].shape)
+
+    # -- what operations plan by themselves ----------------------------------------------------------------------------
+
+    @cached_property
+    def _context(self) -> Context:
+        return Context(tuple(self.mesh.items()), self.chip, True, "blocking")
+
+    def _kinds(self, names: Sequence[str], of: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """[kind, name] the different sequences of some unknowns, and which of them it is by option of each choice."""
+        if not names:
+            return np.zeros((1, 0), int), np.zeros((1,) * len(of), int)
+        columns = np.broadcast_arrays(*(self._column(name, of) for name in names))
+        kinds, kind = np.unique(np.stack([each.ravel() for each in columns], axis=1), axis=0, return_inverse=True)
+        return kinds, kind.reshape(columns[0].shape)
+
+    def _steps(self, what: UnknownSteps, of: tuple[int, ...]) -> np.ndarray:
+        """Seconds of the operation's own steps, planned once for each way in which its tensors may lie."""
+        names = [name for name in unknowns_in(what) if name in self._at]
+        kinds, kind = self._kinds(names, of)
+        found = [self._planned_seconds(what, dict(zip(names, map(self.named, row)))) for row in kinds.tolist()]
+        return np.array(found)[kind]
+
+    def _lookup(self, what: UnknownSteps, of: tuple[int, ...]) -> np.ndarray:
+        """Seconds for which a tensor of a lookup in a table moves."""
+        found, at = self._looked_up(what, of)
+        if found is None:
+            return np.full((1,) * len(of), np.inf)
+        return np.where(at[0] >= 0, found.seconds(what.name)[at], np.inf)
+
+    def _looked_up(
+        self, what: UnknownSteps, of: tuple[int, ...]
+    ) -> tuple[LookupPrices | None, tuple[np.ndarray, np.ndarray]]:
+        """A lookup in the places that its tensors may have; and in which they are, by option, -1 in none."""
+        given, backward, sizes, widths, _ = what.arguments
+        pairs, pair = self._places((given.ids, given.rows), of)
+        tables, table = self._places((given.table,), of)
+        kept, numbers = [], []
+        for places in (pairs, tables):
+            kept.append([each for each in places if each is not None])
+            number = np.cumsum([each is not None for each in places]) - 1
+            numbers.append(np.where([each is not None for each in places], number, -1))
+        pair, table = numbers[0][pair], numbers[1][table]
+        pair, table = np.broadcast_arrays(pair, table)
+        nowhere = (pair < 0) | (table < 0)
+        some = np.where(nowhere, -1, pair), np.where(nowhere, -1, table)
+        key = what.plan, what.arguments, of
+        if key not in self._lookups and all(kept):
+            environment = Environment.of(sizes, tuple(self.mesh.items()), self.chip)
+            ids, rows = zip(*kept[0])
+            tables = [each for (each,) in kept[1]]
+            self._lookups[key] = LookupPrices(environment, ids, rows, tables, widths, backward)
+        return self._lookups.get(key), some
+
+    def _places(self, specs: tuple[Spec, ...], of: tuple[int, ...]) -> tuple[list[tuple[Spec, ...] | None], np.ndarray]:
+        """The different ways in which some tensors may lie, None where they cannot, and which it is by option."""
+        names = [name for name in unknowns_in(specs) if name in self._at]
+        kinds, kind = self._kinds(names, of)
+        found: list[tuple[Spec, ...] | None] = []
+        for row in kinds.tolist():
+            try:
+                found.append(placed(specs, dict(zip(names, map(self.named, row)))))
+            except SpecError:
+                found.append(None)
+        return found, kind
+
+    def _planned_seconds(self, what: UnknownSteps, known: Known) -> float:
+        steps = self._planned_steps(what, known)
+        return np.inf if steps is None else sum(step.seconds for step in steps)
+
+    def _planned_steps(self, what: UnknownSteps, known: Known) -> tuple[Step, ...] | None:
+        steps = self._planned(what, known)
+        return None if steps is None else steps[what.name]
+
+    def _planned(self, what: UnknownSteps, known: Known) -> Mapping[str, Any] | None:
+        """All that an operation plans by itself; None where its tensors cannot lie so."""
+        try:
+            arguments = placed(what.arguments, known, {Context: self._context})
+        except SpecError:  # a mesh axis would stand twice in one spec
+            return None
+        return _planned(what.plan, arguments)
+
+    # -- what chains have in common ------------------------------------------------------------------------------------
+
+    def _shared(self, what: UnknownShared, of: tuple[int, ...], times: int, once: int) -> np.ndarray:
+        """Seconds of the first steps that a chain has in common with the one with which it has most."""
+        most = np.zeros((1,) * len(of))
+        own = self._ends(what.chain, of)
+        for other in what.others:
+            theirs = self._ends(other, of)
+            if own and theirs:
+                most = np.maximum(most, _begun(own, theirs, times, once))
+            else:
+                most = np.maximum(most, self._planned_in_common(what.chain, other, of, times, once))
+        return most
+
+    def _ends(self, what: Chain, of: tuple[int, ...]) -> tuple[MoveCosts, np.ndarray, np.ndarray] | None:
+        """The graph of a tensor, and its placements before and after a move; None where a plan says how it moves."""
+        if isinstance(what, UnknownMove | UnknownMoves):
+            found = self._moved(what, of)
+            return found and (found[0], found[1][0], found[2])
+        if what.plan is not routed:
+            return None
+        found, at = self._looked_up(what, of)
+        if found is None:
+            return None
+        tensor, before, after = found.ends(what.name)
+        nowhere = at[0] < 0
+        return tensor, np.where(nowhere, -1, before[at]), np.where(nowhere, -1, after[at])
+
+    def _planned_in_common(
+        self, one: Chain, other: Chain, of: tuple[int, ...], times: int, once: int
+    ) -> np.ndarray | float:
+        """Return that of chains that are planned one by one, for each way in which their tensors may lie."""
+        (own, at), (theirs, there) = self._chains(one, of), self._chains(other, of)
+        if len(own) * len(theirs) > LARGEST_SHARED:
+            return 0.0  # it is priced twice then
+        table = np.array([[_in_common(one, two, times, once) for two in theirs] for one in own])
+        return table[at, there]
+
+    def _chains(self, what: UnknownMove | UnknownSteps, of: tuple[int, ...]) -> tuple[list[Planned], np.ndarray]:
+        """Every chain of steps that there may be, and which it is by option of each choice."""
+        if isinstance(what, UnknownMove):
+            return self._chains_of_move(what, of)
+        names = [name for name in unknowns_in(what) if name in self._at]
+        kinds, kind = self._kinds(names, of)
+        planned = [self._planned_steps(what, dict(zip(names, map(self.named, row)))) for row in kinds.tolist()]
+        chains, which = _numbered([_chain_of(steps or ()) for steps in planned])
+        return chains, which[kind]
+
+    def _chains_of_move(self, what: UnknownMove, of: tuple[int, ...]) -> tuple[list[Planned], np.ndarray]:
+        tensor = self._tensor(what)
+        before, after = self._nodes(tensor, what.before[0], of), self._nodes(tensor, what.after, of)
+        (sources, here), (targets, there) = (np.unique(each, return_inverse=True) for each in (before, after))
+        between = tensor.steps_between(sources, targets)
+        chains, which = _numbered([_chain_of(steps, what.reduce) for row in between for steps in row])
+        which = which.reshape(len(sources), len(targets))
+        return chains, which[here.reshape(before.shape), there.reshape(after.shape)]
+
+
+@lru_cache(maxsize=1 << 17)
+def _planned(plan: Callable, arguments: tuple) -> Mapping[str, Any] | None:
+    """Plan an operation's own steps, for every search that has it; None where its tensors cannot lie so."""
+    try:
+        return plan(*arguments)
+    except (PlanError, SpecError):
+        return None
+
+
+_tables: dict[tuple, dict] = {}
+
+
+def _latest(key: tuple) -> dict:
+    """Return the tables of these choices; of others the latest alone are kept, since many meshes fill the memory."""
+    known = _tables[key] = _tables.pop(key, {})
+    while len(_tables) > _MESHES:
+        del _tables[next(iter(_tables))]
+    return known
+
+
+def forget() -> None:
+    """Drop the tables that are kept from search to search: a run whose layout was searched has no use for them."""
+    _tables.clear()
+
+
+def _are_equal(parts: Sequence[np.ndarray]) -> bool:
+    return all(np.array_equal(part, parts[0]) for part in parts[1:])
+
+
+def _chain_of(steps: Iterable[Step], reduce: str = "sum") -> Planned:
+    return tuple((step.kind, step.axes, step.before, step.after, reduce, step.seconds) for step in steps)
+
+
+def _numbered(chains: Sequence[Planned]) -> tuple[list[Planned], np.ndarray]:
+    """Every chain once, and for each of a sequence which it is."""
+    numbers = {chain: n for n, chain in enumerate(dict.fromkeys(chains))}
+    return list(numbers), np.array([numbers[chain] for chain in chains])
+
+
+def _in_common(one: Planned, other: Planned, times: int, once: int) -> float:
+    """Seconds of the first steps of two chains of one tensor: of those that leave a loop `once`, of others `times`."""
+    seconds, leaves = 0.0, True
+    for step, same in zip(one, other):
+        if step != same:
+            break
+        leaves = leaves and step[0] in HOISTED
+        seconds += step[-1] * (once if leaves else times)
+    return seconds
+
+
+def _begun(
+    one: tuple[MoveCosts, np.ndarray, np.ndarray],
+    other: tuple[MoveCosts, np.ndarray, np.ndarray],
+    times: int,
+    once: int,
+) -> np.ndarray:
+    """Seconds of the first steps of two moves of one tensor that are the same."""
+    (tensor, before, after), (beside, same, end) = one, other
+    if (tensor.shape, tensor.width, tensor.reduce) != (beside.shape, beside.width, beside.reduce):
+        return np.zeros((1,) * before.ndim)
+    # of what is nowhere the seconds are infinite elsewhere
+    before, after, same, end = (np.maximum(each, 0) for each in np.broadcast_arrays(before, after, same, end))
+    places = [np.unique(each, return_inverse=True) for each in (before, after, end)]
+    seconds, leaving = tensor.shared(*(each for each, _ in places))
+    table = times * seconds - (times - once) * leaving
+    found = table[tuple(index.reshape(before.shape) for _, index in places)]
+    return np.where(before == same, found, 0.0)
+
+
+def _added_up(tensor: MoveCosts, parts: Sequence[np.ndarray], home: np.ndarray) -> np.ndarray:
+    """Seconds to bring the parts of a sum to where it costs least to add them, and the sum from there to its place."""
+    everywhere = np.arange(len(tensor.paths.nodes))
+    full = np.broadcast_arrays(*parts)
+    kinds, kind = np.unique(np.stack([part.ravel() for part in full], axis=1), axis=0, return_inverse=True)
+    nodes = [np.unique(column, return_inverse=True) for column in kinds.T]
+    brought = sum(tensor.between(each, everywhere, by="sources")[index] for each, index in nodes)  # [kind, place]
+    targets, there = np.unique(home, return_inverse=True)
+    onward = tensor.between(everywhere, targets, by="targets")  # [place, target]
+    least = np.stack([(brought + column).min(axis=1) for column in onward.T], axis=1)  # [kind, target]
+    return least[kind.reshape(full[0].shape), there.reshape(home.shape)]

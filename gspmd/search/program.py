@@ -1,0 +1,481 @@
+"""A program whose placements are not known: how often each of its steps runs, and what a device holds of it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations
+from typing import Any, NamedTuple, TypeGuard
+
+import jax
+from jax.extend.core import Jaxpr, Literal
+from jax.sharding import AbstractMesh, AxisType
+
+import gspmd.lowerings.default as lowerings
+from gspmd.annotate import LayoutError, PlanError, Spec, SpecError
+from gspmd.annotate.errors import shown
+from gspmd.jax_internals import ShardingTypeError
+from gspmd.lowerings.program import program_of
+from gspmd.lowerings.unknown import made_alike, planned_steps
+from gspmd.planner.unknown import (
+    MARK,
+    PREFIX,
+    Unknown,
+    UnknownMove,
+    UnknownProduct,
+    UnknownShared,
+    UnknownSteps,
+    unknowns_in,
+)
+from gspmd.search.held import Held, HeldArray, ProgramWork, held, unknowns_by_dimension, work
+from gspmd.search.lines import Lines, unknown_layout
+from gspmd.tracing.compilers import OTHER
+from gspmd.tracing.jaxprs import inner_jaxprs, without_dead_code
+from gspmd.tracing.regions import Region
+from gspmd.tracing.value_numbering import Numbering
+
+Build = Callable[[Any, Any], tuple]
+"""A function from a layout and a mesh to a function and its abstract arguments."""
+
+_REFUSALS = (ShardingTypeError, TypeError, ValueError)
+"""Errors that JAX, and operations, raise where a dimension is sharded that must not be, or not so."""
+
+MOST_HELD = 3
+"""Unknowns that are held for one refusal, at most: operations take few dimensions whole, and each set is traced."""
+
+ROUNDS = 200
+"""Programs that are traced, at most, until their unknowns are tied as the program wants them."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """One step of a program.
+
+    Attributes:
+        what: the step.
+        times: how often it runs.
+        once: how often what of it leaves a loop runs, where its tensor stays the same in that loop; else `times`.
+        inside: whether it runs in a shard_map of the program's own, and is planned without that one's mesh axes.
+    """
+
+    what: Unknown
+    times: int
+    once: int
+    inside: bool = False
+
+
+@dataclass(frozen=True)
+class TracedProgram:
+    """A traced program.
+
+    Attributes:
+        uses: its steps, equal ones counted together.
+        jaxpr: less dead code.
+        arguments: its arguments that are arrays.
+        sizes: of each unknown, the sizes of the dimensions that lie over it: what shards it has to divide all of them.
+    """
+
+    uses: tuple[Use, ...]
+    jaxpr: Jaxpr
+    arguments: tuple[HeldArray, ...]
+    sizes: Mapping[str, frozenset[int]]
+    _held: dict[tuple[int, Any], Held] = field(default_factory=dict, compare=False)
+
+    @property
+    def owed(self) -> set[str]:
+        """Every unknown over which some step settles, or leaves, a partial sum."""
+        found: set[str] = set()
+        for use in self.uses:
+            if isinstance(use.what, UnknownMove):
+                found.update(name for spec in (*use.what.before, use.what.after) for name in spec.partial)
+        return found
+
+    @property
+    def times(self) -> dict[Unknown, int]:
+        """Number of times each step runs."""
+        found: dict[Unknown, int] = {}
+        for use in self.uses:
+            found[use.what] = found.get(use.what, 0) + use.times
+        return found
+
+    @cached_property
+    def work(self) -> ProgramWork:
+        """Passes over memory and FLOPs beside its steps, the same wherever its tensors lie."""
+        return work(self.jaxpr)
+
+    def held(self, devices: int, like: TracedProgram | None = None) -> Held:
+        """Return what is held when most is held, on so many devices: see `gspmd.search.held.held`.
+
+        Args:
+            devices: of the mesh.
+            like: a program that differs in sizes alone, at whose moment it is.
+        """
+        moment = like.held(devices).moment if like else None
+        if (devices, moment) not in self._held:
+            self._held[devices, moment] = held(self.jaxpr, devices, moment)
+        return self._held[devices, moment]
+
+    @property
+    def unknowns(self) -> set[str]:
+        """Every unknown that some step, or some argument, hangs on."""
+        of_steps = {name for use in self.uses for name in unknowns_in(use.what)}
+        return of_steps.union(*(array.unknowns for array in self.arguments))
+
+
+def read(build: Build, lines: Lines) -> TracedProgram:
+    """Trace a program with unknown lines, tying those that it takes for the same.
+
+    Where JAX, or an operation, refuses two unknowns that it needs to be one, they are made one; where it refuses to
+    have a dimension sharded at all, that is left whole.
+
+    Args:
+        build: from a layout and a mesh to a function and its abstract arguments.
+        lines: of the layout; unknowns are tied in place.
+
+    Raises:
+        LayoutError, PlanError, SpecError: of the program, for another reason.
+    """
+    for _ in range(ROUNDS):
+        try:
+            found = _traced(build, lines)
+        except _REFUSALS as error:
+            text = _less_meshes(str(error))
+            # JAX's own errors show types, `f32[8@unknown1]`, or `P('unknown1')`; what else a program raises is left as
+            # it is.
+            about_lines = isinstance(error, (ShardingTypeError, SpecError, PlanError, LayoutError))
+            if not (about_lines or f"@{PREFIX}" in text or f"'{PREFIX}" in text):
+                raise
+            if _resolved(text, lines) or _resolved_by_trial(build, lines, text):
+                continue
+            if not _NAME.search(text):
+                raise
+            text = _NAME.sub(lambda found: lines.described(found.group()), text.partition("\n-----")[0])
+            raise PlanError(
+                f"cannot search this program, where not every dimension may be sharded: {text.strip()}\n"
+                "  Fix the lines that it is about, as in fixed={'mixer.stream': 'BLE'}."
+            ) from None
+        if not _met(found, lines):
+            lines.keep(found.unknowns, found.owed)
+            return found
+    raise PlanError(
+        f"cannot search this program: after {ROUNDS} traces some of its lines have still to be made alike.\n"
+        "  Write one line for tensors that lie alike, or fix some of them."
+    )
+
+
+def _met(program: TracedProgram, lines: Lines) -> bool:
+    """Give each product of a weight a line that says where its operands meet, and let products of one sum be made
+    alike, which their gradient needs; whether anything was otherwise."""
+    before, tied = len(lines.vias), False
+    products: list[tuple[Spec, Sequence[Spec]]] = []
+    for use in program.uses:
+        if isinstance(use.what, UnknownSteps) and use.what.plan is made_alike:
+            _, one, other = use.what.arguments
+            for first, second in zip(one.axes, other.axes):
+                if first != second:
+                    lines.tie(*first, *second) if first and second else lines.hold(*first, *second)
+                    tied = True
+        if not (isinstance(use.what, UnknownSteps) and use.what.plan is planned_steps):
+            continue
+        equation = use.what.arguments[0]
+        for term in equation.terms:
+            if len(term.operands) == 2 and len(term.operands[0].specs) == 1:
+                products.append((term.operands[0].specs[0], term.operands[1].specs))
+    lines.add_vias(products)
+    if len(lines.vias) == before:  # all that can have a via have one
+        for use in program.uses:
+            tied = _tied_where_they_lie(use.what, lines) or tied
+    return tied or len(lines.vias) > before
+
+
+def _tied_where_they_lie(what: Unknown, lines: Lines) -> bool:
+    """Let the operands of a product of two activations, such as the logits of attention, meet where they lie, if no via
+    can say where; whether anything was otherwise.
+
+    They have a dimension in common that the result has too. For each place of all three that is another the planner
+    would be asked, and in four dimensions there are millions.
+    """
+    if not (isinstance(what, UnknownSteps) and what.plan is planned_steps):
+        return False
+    equation = what.arguments[0]
+    if len(equation.terms) > 1 or len(equation.outputs) > 1:
+        return False
+    specs = [spec for operand in equation.terms[0].operands for spec in operand.specs]
+    if len(specs) != 2 or not {*specs[0].dims} & {*specs[1].dims} & {*equation.outputs[0].dims}:
+        return False
+    tied = False
+    specs.append(equation.outputs[0])
+    for dim in {*specs[0].dims, *specs[1].dims}:
+        first, *others = [spec.axes_of(dim) for spec in specs if dim in spec.dims]
+        for other in others:
+            if first != other:
+                lines.tie(*first, *other) if first and other else lines.hold(*first, *other)
+                tied = True
+    return tied
+
+
+def _traced(build: Build, lines: Lines) -> TracedProgram:
+    axes = lines.mesh()
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
+    with jax.sharding.use_abstract_mesh(mesh), lowerings.lowering("blocking"):
+        built = build(unknown_layout(lines), mesh)
+        if not (isinstance(built, tuple) and built and callable(built[0])):
+            remedy = "Return a function and its abstract arguments: return function, x, w."
+            raise PlanError(f"build returned {shown(built)}.\n  {remedy}")
+        function, *arguments = built
+        closed = jax.make_jaxpr(function)(*arguments)
+        jaxpr = without_dead_code(closed.jaxpr)
+        region = Region(Numbering(OTHER))
+        region.bind_constants(zip(jaxpr.constvars, closed.consts, strict=True))
+        found: Counter = Counter()
+        found.update(_marks(jaxpr, region, {}))
+    uses = tuple(Use(what, count * times, count * once, inside) for (what, times, once, inside), count in found.items())
+    arguments = (HeldArray.of(var.aval) for var in jaxpr.invars)
+    return TracedProgram(
+        uses, jaxpr, tuple(array for array in arguments if array is not None), _sizes(closed.jaxpr, uses)
+    )
+
+
+_CUTS = ("slice", "dynamic_slice", "split")
+
+
+def _cuts_one(equation: Any, result: Any) -> bool:
+    """Whether one element of a longer dimension is cut off."""
+    return any(before > after == 1 for before, after in zip(equation.invars[0].aval.shape, result.aval.shape))
+
+
+def _sizes(jaxpr: Jaxpr, uses: Iterable[Use]) -> dict[str, frozenset[int]]:
+    """The sizes of the dimensions over each unknown, in every type of a program and in its steps."""
+    found: dict[str, set[int]] = {}
+
+    def note(names: Iterable[str], size: int) -> None:
+        for name in names:
+            found.setdefault(name, set()).add(size)
+
+    def note_type(aval: Any, least: int) -> None:
+        if HeldArray.of(aval) is not None:
+            for names, size in zip(unknowns_by_dimension(aval), getattr(aval, "shape", ())):
+                note(names if size >= least else (), size)
+
+    def visit(inner: Jaxpr) -> None:
+        for equation in inner.eqns:
+            for var in equation.outvars:
+                # A dimension of size 1 may be that of the parts of a stored partial sum, of which there will be as many
+                # as its mesh axes have devices. Where a tensor's own dimension has one element, its steps say so, or
+                # what has cut it off.
+                note_type(var.aval, 1 if equation.primitive.name in _CUTS and _cuts_one(equation, var) else 2)
+            if program_of(equation) is None:
+                for each in inner_jaxprs(equation):
+                    visit(each)
+
+    for var in jaxpr.invars:
+        note_type(var.aval, 1)
+    visit(jaxpr)
+    for use in uses:
+        if isinstance(use.what, UnknownMove):
+            sizes = dict(zip(use.what.before[0].dims, use.what.shape))
+            specs = (*use.what.before, use.what.after)
+        elif isinstance(use.what, UnknownProduct):
+            sizes, specs = dict(use.what.sizes), use.what.specs
+        else:
+            continue  # it is planned with its sizes, and refused where they do not divide
+        for spec in specs:
+            for dim, names in zip(spec.dims, spec.axes):
+                note(names, sizes[dim])
+    return {name: frozenset(sizes) for name, sizes in found.items()}
+
+
+Chain = UnknownMove | UnknownSteps
+
+
+class Run(NamedTuple):
+    """A step where it stands.
+
+    Attributes:
+        what: the step.
+        region: that it stands in.
+        number: of its tensor there. A loop that takes one tensor from outside twice has two.
+    """
+
+    what: Unknown
+    region: Region
+    number: int
+
+
+Chains = dict[tuple[Region, int], list[Run]]
+"""The steps of one tensor so far, by where they begin to run, and the number of the tensor there."""
+Marked = tuple[Unknown, int, int, bool]
+"""A step, and of its `Use` how often it runs, how often what leaves a loop does, and whether it is inside."""
+
+
+def _marks(jaxpr: Jaxpr, region: Region, chains: Chains, inside: bool = False) -> Iterator[Marked]:
+    """Every mark of a program that is not computed elsewhere already; of a conditional those of its largest branch."""
+    for equation in jaxpr.eqns:
+        region.visit(equation)
+        if program_of(equation) is not None:
+            for marked in _marks_of_program(equation, region, chains):
+                yield *marked, inside
+        elif equation.primitive.name == "cond":
+            branches = [marks for marks in _called(equation, region, chains, inside) if marks]
+            if len(branches) > 1:
+                raise PlanError(
+                    "cannot search a program whose conditional has planned steps in several branches.\n"
+                    "  Search each branch as a program of its own."
+                )
+            for marks in branches:
+                yield from marks
+        elif equation.params.get("length") != 0:
+            for marks in _called(equation, region, chains, inside or equation.primitive.name == "shard_map"):
+                yield from marks
+
+
+def _called(equation: Any, region: Region, chains: Chains, inside: bool) -> Iterator[list[Marked]]:
+    for inner in inner_jaxprs(equation):
+        yield list(_marks(inner, region.enter(equation, inner), chains, inside))
+        region.leave(equation, inner)
+
+
+def _marks_of_program(call: Any, region: Region, chains: Chains) -> Iterator[tuple[Unknown, int, int]]:
+    for program in inner_jaxprs(call):
+        inside = region.enter(call, program)
+        for each in program.eqns:
+            if each.primitive.name != MARK:
+                inside.visit(each)
+                yield from _marks_of_program(each, inside, chains)
+                continue
+            tensor, what = each.invars[0], each.params["mark"].what
+            placement = inside.visit(each, (each.params["mark"], 0))
+            if isinstance(tensor, Literal):
+                continue
+            number = inside.number_of(tensor, placement.region)
+            others = chains.setdefault((placement.region, number), [])
+            own = Run(what, inside, inside.number_of(tensor, inside))
+            if placement.first is None:
+                yield from _marked(own, placement.region.trips, others)
+            elif own not in others:
+                # The same step in another loop: what leaves both has run, and the rest, as a gather, runs here too.
+                yield from _marked(own, 0, others)
+        region.leave(call, program)
+
+
+def _marked(own: Run, once: int, others: list[Run]) -> Iterator[tuple[Unknown, int, int]]:
+    """A step, and what its chain has in common with earlier ones of its tensor; of those in other loops only what
+    leaves both."""
+    yield own.what, own.region.trips, once
+    chains = [(each, each.what) for each in others if _is_chain(each.what)]
+    beside = [what for each, what in chains if each[1:] == own[1:]]
+    apart = [what for each, what in chains if each[1:] != own[1:]]
+    others.append(own)
+    if _is_chain(own.what):
+        if beside:
+            yield UnknownShared(own.what, tuple(beside)), own.region.trips, once
+        elif apart and once:
+            yield UnknownShared(own.what, tuple(apart)), 0, once
+
+
+def _is_chain(what: Unknown) -> TypeGuard[Chain]:
+    """Whether it is a chain of moves of one tensor from one place, and one that may move it."""
+    if isinstance(what, UnknownMove):
+        return len(what.before) == 1 and not _stays(what.before[0], what.after)
+    return isinstance(what, UnknownSteps)
+
+
+def _stays(before: Spec, after: Spec) -> bool:
+    """Whether a tensor lies so already; over which mesh axes its gradient is a partial sum moves nothing."""
+    return before.partial == after.partial and dict(zip(before.dims, before.axes)) == dict(zip(after.dims, after.axes))
+
+
+# -- what a program refuses --------------------------------------------------------------------------------------------
+
+_NAME = re.compile(rf"{PREFIX}\d+")
+_MESH = re.compile(r"AbstractMesh\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
+_WANTED = re.compile(
+    rf"is (?:sharded over ({PREFIX}\d+)|unsharded), "
+    rf"and (?:has to be over ({PREFIX}\d+)|has to be unsharded|every device needs)"
+)  # what operations say of a dimension that lies otherwise than they need it
+_TYPE = re.compile(r"\w+\[([^\]]*)\]")
+_TUPLE = re.compile(r"\(([^()]*)\)")
+_SPEC = re.compile(r"'([^']*)'")
+_LETTER = re.compile(r"[A-Z](?=_\{|[A-Z]|$)")
+
+
+def _resolved(message: str, lines: Lines) -> bool:
+    """Tie, or hold, the unknowns that an error is about; whether there were any."""
+    message = message.split("For simplicity")[0]
+    if wanted := _WANTED.findall(message):
+        for has, needs in wanted:
+            lines.tie(has, needs) if has and needs else lines.hold(has or needs)
+        return True
+    for one, other in _pairs(message):
+        if one and other:
+            lines.tie(one, other)
+            return True
+        lines.hold(one or other)
+        return True
+    names = list(dict.fromkeys(_NAME.findall(message)))
+    if len(names) == 1:
+        lines.hold(names[0])
+        return True
+    return False
+
+
+def _resolved_by_trial(build: Build, lines: Lines, message: str) -> bool:
+    """Hold the fewest unknowns of an error without which it is another one, or none; whether there are any.
+
+    A sort, a cumulative sum or an index takes a dimension that is whole, and JAX shows the types of all its operands in
+    words that say in many ways which dimension that is.
+    """
+    names = {*_NAME.findall(message)}
+    for count in range(1, MOST_HELD + 1):
+        for some in combinations(sorted(names), count):
+            trial = lines.copy()
+            for name in some:
+                trial.hold(name)
+            try:
+                _traced(build, trial)
+            except _REFUSALS as error:
+                other = _less_meshes(str(error))
+                # The same text but for unknowns, of the same tensors, is the same refusal at the same place.
+                if _plain(other) == _plain(message) and {*_NAME.findall(other)} >= names - {*some}:
+                    continue
+            for name in some:
+                lines.hold(name)
+            return True
+    return False
+
+
+def _plain(message: str) -> str:
+    """An error's text without unknowns: `f32[8@unknown1]` as `f32[8]`, `P('unknown1')` as `P(None)`."""
+    for pattern, plain in ((rf"@{PREFIX}\d+", ""), (rf"'{PREFIX}\d+'", "None"), (rf"_\{{?{PREFIX}\d+\}}?", "")):
+        message = re.sub(pattern, plain, message)
+    return message
+
+
+def _less_meshes(message: str) -> str:
+    """An error's text without the axes of meshes, which are all unknowns that there are."""
+    return _MESH.sub("mesh", message)
+
+
+def _pairs(message: str) -> Iterator[tuple[str, str]]:
+    """The unknowns of two types, or of two specs, that an error compares, dimension by dimension; where they differ."""
+    written = [_named_dims(text) for text in _TUPLE.findall(message) if _NAME.search(text)]
+    types = [_named_dims(text) for text in _TYPE.findall(message) if _NAME.search(text)]
+    specs: dict[str, list[list[str]]] = {}  # by their letters: a query and a cache are not compared
+    for text in filter(_NAME.search, _SPEC.findall(message)):
+        specs.setdefault("".join(_LETTER.findall(text)), []).append(_spec_dims(text))
+    for found in (types, *specs.values(), written):
+        for first, *rest in [found] if found else []:
+            for second in rest:
+                if len(first) == len(second):
+                    yield from ((one, other) for one, other in zip(first, second) if one != other)
+
+
+def _named_dims(text: str) -> list[str]:
+    return [name.group() if (name := _NAME.search(part)) else "" for part in text.split(",")]
+
+
+def _spec_dims(text: str) -> list[str]:
+    return [name.group() if (name := _NAME.search(part)) else "" for part in re.findall(r"[A-Z](?:_\{[^}]*\})?", text)]

@@ -1,0 +1,83 @@
+"""A layout that was found, as the text of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import permutations
+from math import prod
+from types import MappingProxyType
+
+from gspmd.layouts.mesh import factorise
+from gspmd.layouts.rules.keys import OVERRIDES
+
+
+def document(
+    header: Iterable[str],
+    mesh: Mapping[str, int],
+    lines: Mapping[str, str],
+    lowering: str = "blocking",
+    comments: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """Return the text of a layout file; sections and lines stand in the order in which they are given.
+
+    Args:
+        header: lines of the comment at the top.
+        mesh: sizes of the mesh axes.
+        lines: every line by key, those that override with their section in front, `"optimizer.ffn.w_in"`.
+        lowering: what the layout asks for.
+        comments: what stands behind lines, by key.
+
+    Example:
+        >>> print(document(["found"], {"x": 4}, {"ffn.w_in": "EF_x", "optimizer.ffn.w_in": "E_xF"}))
+        # found
+        <BLANKLINE>
+        [mesh]
+        axes = ["x"]
+        factor = ["x"]
+        <BLANKLINE>
+        [lowering]
+        default = "blocking"
+        <BLANKLINE>
+        [ffn]
+        w_in = "EF_x"
+        <BLANKLINE>
+        [optimizer]
+        "ffn.w_in" = "E_xF"
+        <BLANKLINE>
+    """
+    blocks = [
+        "\n".join(f"# {line}".rstrip() for line in header),
+        "\n".join(["[mesh]", *_mesh(mesh)]),
+        f'[lowering]\ndefault = "{lowering}"',
+        *(_block(name, keys, lines, comments) for name, keys in _sections(lines)),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _mesh(mesh: Mapping[str, int]) -> Iterator[str]:
+    axes, devices = tuple(mesh), prod(mesh.values())
+    # The order by which as many devices become this mesh without --mesh, where there is one.
+    fits = (order for count in range(1, len(axes) + 1) for order in permutations(axes, count)
+            if factorise(devices, axes, order) == dict(mesh))  # fmt: skip
+    for name, names in (("axes", axes), ("factor", next(fits, axes))):
+        yield f"{name} = [{', '.join(f'{chr(34)}{axis}{chr(34)}' for axis in names)}]"
+
+
+def _sections(lines: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Every section with the keys of its lines; those that override others stand last."""
+    found: dict[str, list[str]] = {}
+    for key in lines:
+        found.setdefault(key.partition(".")[0], []).append(key)
+    yield from sorted(found.items(), key=lambda item: item[0] in OVERRIDES)
+
+
+def _block(name: str, keys: list[str], lines: Mapping[str, str], comments: Mapping[str, str]) -> str:
+    inside = [key.partition(".")[2] for key in keys]
+    names = [f'"{key}"' if name in OVERRIDES else key for key in inside]  # of an overriding section, with a dot
+    texts = [f'"{lines[key]}"' for key in keys]
+    widths = max(map(len, names)), max(map(len, texts))
+    rows = [f"[{name}]"]
+    for key, left, text in zip(keys, names, texts):
+        behind = f"  # {comments[key]}" if key in comments else ""
+        rows.append(f"{left.ljust(widths[0])} = {text.ljust(widths[1])}{behind}".rstrip())
+    return "\n".join(rows)

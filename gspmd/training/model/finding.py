@@ -1,0 +1,143 @@
+"""A model of one's own by name, `mixer:Mixer`: where its module is looked for, and what is wrong with what is there."""
+
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from gspmd.annotate.errors import listed
+from gspmd.training.toml import ConfigError, Dataclass
+
+T = TypeVar("T", bound=Dataclass)
+
+METHODS = ("sizes", "parameters", "loss")
+"""Methods that a class needs to be a `gspmd.training.model.Model`."""
+_NAME = re.compile(r"(?P<folder>(?:.*/)?)(?P<module>[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*)")
+
+
+def find(name: str) -> type:
+    """Return the class of a model.
+
+    Args:
+        name: `module:Name`, or `folder/module:Name`. The module is looked for in that folder, by default the current
+            one, and then where Python looks for modules.
+
+    Raises:
+        ConfigError: there is no such module, or none of that name in it, or what is there is no model.
+    """
+    doing = f"cannot use the model {name!r}:"
+    match = _NAME.fullmatch(name.replace(".py:", ":"))
+    if not match:
+        raise ConfigError(doing, ["a model is named MODULE:NAME, as mixer:Mixer for the class Mixer of mixer.py."])
+    module = _imported(doing, match["module"], Path(match["folder"]))
+    found = getattr(module, match["name"], None)
+    if found is None:
+        near = get_close_matches(match["name"], [key for key in vars(module) if not key.startswith("_")], n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(doing, [f"{module.__file__} has no {match['name']!r}.{hint}"])
+    if faults := _faults(found):
+        raise ConfigError(doing, faults)
+    return found
+
+
+def _imported(doing: str, name: str, folder: Path) -> ModuleType:
+    where = str(folder.resolve())
+    if where not in sys.path:
+        sys.path.insert(0, where)
+    try:
+        module = import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            near = get_close_matches(name, [path.stem for path in Path(where).glob("*.py")], n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            fault = f"there is no module {name!r} in {where!r}, nor where Python looks for modules.{hint}"
+            raise ConfigError(doing, [fault]) from None
+        raise ConfigError(doing, [f"its module imports {error.name!r}, which is not installed."]) from None
+    there = _file(name, folder)
+    if there and module.__file__ and not Path(module.__file__).resolve().is_relative_to(there.resolve()):
+        fault = f"Python has another module {name!r} already, {module.__file__}; give the file another name."
+        raise ConfigError(doing, [fault])
+    return module
+
+
+def _file(module: str, folder: Path) -> Path | None:
+    """Return where a folder has a module, or the package of it; None where it has neither."""
+    top = folder / module.partition(".")[0]
+    return next((path for path in (top.with_suffix(".py"), top) if path.exists()), None)
+
+
+def _faults(found: Any) -> list[str]:
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        return ["it is no dataclass; write @dataclass(frozen=True) above the class, whose fields are the settings."]
+    faults = []
+    if missing := [each for each in METHODS if not callable(getattr(found, each, None))]:
+        faults.append(f"it is no model: it lacks {listed(missing)} of the protocol gspmd.training.model.Model.")
+    if not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        faults.append("its settings could change; write @dataclass(frozen=True).")
+    faults += [
+        f"field {each.name!r} has no default; give it one, which --model.{each.name} replaces."
+        for each in dataclasses.fields(found)
+        if each.init and each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+    ]
+    return faults
+
+
+def beside(name: str, folder: Path) -> str:
+    """Take the name of a model from a folder that has its module; else return it as it is.
+
+    >>> beside("mixer:Mixer", Path("there"))
+    'mixer:Mixer'
+    """
+    name = name.replace(".py:", ":")
+    match = _NAME.fullmatch(name)
+    return os.path.join(folder, name) if match and _file(match["module"], folder / match["folder"]) else name
+
+
+def typed_with(cls: type[T], model: type) -> type[T]:
+    """Return a class of settings whose field `model` is of another type."""
+    fields = [("model", model, dataclasses.field(default_factory=model))]
+    typed = dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=True)
+    typed.__doc__, typed.__module__ = cls.__doc__, cls.__module__
+    return typed
+
+
+def with_model(
+    cls: type[T], values: Mapping[str, Any], given: str = "", folder: Path = Path(), *, again: bool = False
+) -> tuple[type[T], dict[str, Any]]:
+    """Return a class of settings with the fields of the model that is asked for, and values without its name.
+
+    Without such a model both are as they were.
+
+    Args:
+        cls: a dataclass with the fields `model`, of our own models' settings, and `model_class`.
+        values: of a settings file, or of a run; the model is named by `class` in their table `model`.
+        given: the name in the flags, which takes precedence.
+        folder: that of the file.
+        again: whether a run is resumed, whose model cannot be another one.
+
+    Raises:
+        ConfigError: as of `find`; or the run has another model.
+    """
+    table = values.get("model", {})
+    written = table.get("class", "") if isinstance(table, Mapping) else ""
+    if "model_class" in values:
+        raise ConfigError("cannot read the settings:", ["unknown key 'model_class'; write class in [model]."])
+    if not isinstance(written, str):
+        raise ConfigError("cannot read the settings:", [f"model.class must be a string, but is {written!r}."])
+    if again and given and os.path.abspath(beside(given, Path.cwd())) != os.path.abspath(written or "."):
+        was = f"the model {written!r}" if written else "one of the models that come with gspmd"
+        raise ConfigError("cannot resume:", [f"the run has {was}, and not {given!r}; leave --model out."])
+    if not (name := given or written):
+        return cls, dict(values)
+    typed = typed_with(cls, find(given or beside(written, folder)))
+    of_model = {key: value for key, value in table.items() if key != "class"}
+    training = values.get("training", {})
+    if isinstance(training, Mapping):  # what no text is sampled from has no length of it either
+        training = {"sample_bytes": 0, **training}
+    return typed, {**values, "model_class": name, "model": of_model, "training": training}

@@ -1,0 +1,332 @@
+"""A model of one's own as the builder of steps takes it: every answer checked, and named where it is wrong."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspmd.annotate.errors import LayoutError, listed
+from gspmd.annotate.spec import Spec
+from gspmd.layouts import Layout
+from gspmd.layouts.initial import drawer, folded, nested
+from gspmd.training.model.freezing import trained_paths
+from gspmd.training.model.protocol import Kept, Model, Parameter
+from gspmd.training.model.trainable import Figures, Row
+from gspmd.training.toml import ConfigError
+
+_BATCH, _LOGITS = "embedding.tokens", "output.logits"
+_OF_STEP = ("loss", "gradient_norm", "learning_rate", "non_finite", "bits_per_byte")
+"""Figures that a step, or the run, has beside those of the loss."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """A model of one's own, computed in a dtype.
+
+    Attributes:
+        model: the settings, an instance of the class.
+        dtype: what its loss takes matrices in.
+    """
+
+    model: Model
+    dtype: Any = jnp.float32
+
+    @property
+    def name(self) -> str:
+        """The name of the class."""
+        return type(self.model).__qualname__
+
+    def sizes(self, batch: int, length: int) -> dict[str, int]:
+        """Return the size of every dimension.
+
+        Raises:
+            ConfigError: the model returns anything else.
+        """
+        return self._sizes(batch, length, least=1)
+
+    def _sizes(self, batch: int, length: int, least: int) -> dict[str, int]:
+        found = self.model.sizes(batch, length)
+        good = isinstance(found, Mapping) and all(
+            isinstance(dim, str) and len(dim) == 1 and type(size) is int and size >= least
+            for dim, size in found.items()
+        )
+        if not good:
+            fault = (
+                f"sizes has to return letters with whole numbers above 0, as {{'B': 8, 'E': 64}}, and not {found!r}."
+            )
+            raise self._error([fault])
+        return dict(found)
+
+    def fixed_sizes(self) -> dict[str, int]:
+        """Return the sizes that do not depend on batch and length, as those of parameters do not."""
+        one, two = (self._sizes(each, each, least=0) for each in (1, 2))
+        return {dim: size for dim, size in one.items() if 0 < size == two.get(dim)}
+
+    def parameters(self, layout: Layout) -> dict[str, Parameter]:
+        """Return every parameter by its path, as the model has it.
+
+        Raises:
+            ConfigError: the model returns anything else than parameters, or has no sizes of their dimensions.
+        """
+        found = self.model.parameters(layout)
+        if not isinstance(found, Mapping) or not found:
+            raise self._error([f"parameters has to return a mapping of paths to Parameter, and not {found!r:.200}."])
+        sizes, faults = self.fixed_sizes(), []
+        for path, each in found.items():
+            if not (isinstance(path, str) and all(part.isidentifier() for part in path.split("."))):
+                faults.append(f"a parameter's path is names with dots between them, 'blocks.w_in', and not {path!r}.")
+            elif not isinstance(each, Parameter):
+                faults.append(f"parameter {path!r} has to be a gspmd.training.model.Parameter, and is {each!r:.200}.")
+            elif not each.dims or "N" in each.dims:
+                faults.append(f"parameter {path!r} has dims {each.dims!r}: letters, and not N, which layers= stacks.")
+            elif missing := [dim for dim in each.dims if dim not in sizes]:
+                fact = f"parameter {path!r} has dimension {listed(missing)}"
+                faults.append(f"{fact}, of which sizes gives no size that is one for every batch and length.")
+        if faults:
+            raise self._error(faults)
+        return dict(found)
+
+    def rows(self, layout: Layout) -> dict[str, Row]:
+        """Return every parameter by its path, where its line says.
+
+        Raises:
+            LayoutError: the layout lacks lines, or they have other dimensions; all at once.
+        """
+        sizes, rows, faults = self.fixed_sizes(), {}, []
+        for path, each in self.parameters(layout).items():
+            try:
+                spec = layout.spec(each.line)
+            except LayoutError as error:
+                faults.append(f"parameter {path!r} has no line {each.line!r}: {error}")
+                continue
+            if "".join(spec.dims) != each.dims:
+                fact = f"parameter {path!r} has dimensions {listed(each.dims)}"
+                faults.append(f"{fact}, and its line {each.line} = '{spec}' has {listed(spec.dims)}.")
+                continue
+            rows[path] = Row(each.line, _stacked(each, spec), each.shape(sizes), each.float32 or len(each.dims) < 2)
+        if faults:
+            doing = f"cannot place the parameters of {self.name} by layout '{layout.name}'"
+            raise LayoutError("\n  ".join([f"{doing}:", *dict.fromkeys(faults)]))
+        return rows
+
+    def optimizer_specs(self, layout: Layout) -> dict[str, Spec]:
+        """Return where the optimizer state of each parameter lies."""
+        return self._specs(layout, layout.optimizer)
+
+    def gradient_specs(self, layout: Layout) -> dict[str, Spec]:
+        """Return where the gradient of each parameter lies on its way to the optimizer."""
+        return self._specs(layout, layout.gradient)
+
+    def _specs(self, layout: Layout, text_of: Callable[[str], str]) -> dict[str, Spec]:
+        found = self.parameters(layout)
+        return {path: _stacked(each, Spec.parse(text_of(each.line))) for path, each in found.items()}
+
+    def trained(self, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
+        """Return the paths of the parameters that are trained."""
+        return trained_paths({path: each.line for path, each in self.parameters(layout).items()}, frozen)
+
+    @property
+    def batch_line(self) -> str:
+        """The line of the layout where a batch of tokens lies."""
+        return getattr(self.model, "batch_line", _BATCH)
+
+    def batch_spec(self, layout: Layout) -> Spec:
+        """Return where a batch of tokens [B, L+1] lies: as `batch_line`, with L whole."""
+        try:
+            spec = layout.spec(self.batch_line)
+        except LayoutError as error:
+            doing = f"cannot place the batch of {self.name} by layout '{layout.name}'"
+            raise LayoutError(f"{doing}, whose line is {self.batch_line!r}:\n  {error}") from None
+        if spec.dims != ("B", "L"):
+            raise LayoutError(f"a batch has dimensions B and L, and its line {self.batch_line} = '{spec}' has others.")
+        return spec.with_axes("L", ())
+
+    def cut(self, layout: Layout, microbatches: int) -> int:
+        """Return into how many parts the step cuts a batch: all of them, since no layers are stages."""
+        return microbatches
+
+    def for_loss(self, layout: Layout, microbatches: int) -> Layout:
+        """Return the layout with parameters as the loss takes them: `EF reduced-x` where [gradients] has partial sums.
+
+        With several microbatches, too: which other gradients may stay partial sums, the equations of the model alone
+        would say.
+        """
+        lines = {each.line for each in self.parameters(layout).values()}
+        gradients = {line: Spec.parse(layout.gradient(line)) for line in sorted(lines)}
+        return layout.override({line: spec.cotangent for line, spec in gradients.items() if spec.partial})
+
+    def loss(
+        self, layout: Layout, params: Mapping[str, Any], tokens: jax.Array, key: jax.Array, microbatches: int
+    ) -> tuple[jax.Array, Figures]:
+        """Return the loss of a training step, and its figures."""
+        return self._loss(layout, params, tokens, key, train=True)
+
+    def cross_entropy(
+        self, layout: Layout, params: Mapping[str, Any], tokens: jax.Array, microbatches: int
+    ) -> jax.Array:
+        """Return the mean cross-entropy of an evaluation."""
+        return self._loss(layout, params, tokens, None, train=False)[1]["cross_entropy"]
+
+    def _loss(self, layout, params, tokens, key, *, train: bool) -> tuple[jax.Array, Figures]:
+        found = self.model.loss(layout, self._taken(layout, params), tokens, key, train)
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
+            raise self._error([f"loss has to return a scalar and a mapping of figures, and not {_shown(found)}."])
+        value, figures = found
+        faults = [] if _is_scalar(value) else [f"loss has to return a float32 scalar, and not {_shown(value)}."]
+        if "cross_entropy" not in figures:
+            faults.append(f"the figures of loss lack 'cross_entropy', and have {listed(map(repr, figures)) or 'none'}.")
+        faults += [f"figure {name!r} of loss has to be a scalar, and is {_shown(figure)}."
+                   for name, figure in figures.items() if not _is_scalar(figure)]  # fmt: skip
+        faults += [f"figure {name!r} is one that every step has; take another name." for name in _OF_STEP
+                   if name in figures]  # fmt: skip
+        if faults:
+            raise self._error(faults)
+        return value, dict(figures)
+
+    def _taken(self, layout: Layout, params: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters as the methods of the model take them: nested, matrices in the dtype that it computes in."""
+        rows = self.rows(layout)
+        return nested(
+            {
+                path: value if not rows[path].is_matrix or rows[path].float32 else value.astype(self.dtype)
+                for path, value in params.items()
+            }
+        )
+
+    # -- decoding -----------------------------------------------------------------------------------------------------
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the class has the methods of `gspmd.training.model.Decoder`."""
+        return all(callable(getattr(self.model, each, None)) for each in ("kept", "step"))
+
+    @property
+    def logits_line(self) -> str:
+        """The line of the layout where logits lie."""
+        return getattr(self.model, "logits_line", _LOGITS)
+
+    def kept(self, layout: Layout, batch: int, room: int) -> dict[str, tuple[Spec, tuple[int, ...], Any]]:
+        """Return the spec, shape and dtype of all that the model keeps of so many texts of so many tokens.
+
+        Raises:
+            ConfigError: the model returns anything else than `Kept`, or has no sizes of its dimensions.
+            LayoutError: the layout lacks a line, or it has other dimensions.
+        """
+        given: Any = self.model.kept()  # type: ignore[attr-defined]
+        if not isinstance(given, Mapping) or not all(isinstance(each, Kept) for each in given.values()):
+            raise self._error(
+                [f"kept has to return a mapping of names to gspmd.training.model.Kept, and not {given!r:.200}."]
+            )
+        sizes, found = {**self.sizes(batch, 1), "T": room}, {}
+        for name, each in given.items():
+            spec = layout.spec(each.line)
+            if "".join(spec.dims) != each.dims:
+                fact = f"{name!r}, which {self.name} keeps, has dimensions {listed(each.dims)}"
+                raise LayoutError(f"{fact}, and its line {each.line} = '{spec}' has {listed(spec.dims)}.")
+            if missing := [dim for dim in each.dims if dim not in sizes]:
+                raise self._error(
+                    [f"{name!r}, which it keeps, has dimension {listed(missing)}, of which sizes gives no size."]
+                )
+            shape = (*((each.layers,) if each.layers else ()), *(sizes[dim] for dim in each.dims))
+            found[name] = _stacked(each, spec), shape, jnp.dtype(jnp.float32 if each.float32 else self.dtype)
+        return found
+
+    def step(
+        self,
+        layout: Layout,
+        params: Mapping[str, Any],
+        tokens: jax.Array,
+        position: jax.Array,
+        kept: Mapping[str, jax.Array],
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return the logits of some tokens of every text, and what the model keeps then.
+
+        Raises:
+            ConfigError: it returns anything else; every fault is named.
+        """
+        found = self.model.step(layout, self._taken(layout, params), tokens, position, kept)  # type: ignore[attr-defined]
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
+            raise self._error([f"step has to return logits and a mapping of what is kept, and not {_shown(found)}."])
+        logits, after = found
+        wanted = (*tokens.shape, self.fixed_sizes().get("V"))
+        faults = []
+        if getattr(logits, "shape", None) != wanted or not jnp.issubdtype(logits.dtype, jnp.floating):
+            faults.append(f"step has to return logits {list(wanted)}, and not {_shown(logits)}.")
+        for name in dict.fromkeys((*kept, *after)):
+            if name not in after or name not in kept:
+                faults.append(f"step {'lost' if name in kept else 'added'} {name!r} of what is kept.")
+                continue
+            before, now = kept[name], after[name]
+            if (getattr(now, "shape", None), getattr(now, "dtype", None)) != (before.shape, before.dtype):
+                faults.append(f"step has to return {name!r} as it was, {_shown(before)}, and not {_shown(now)}.")
+        if faults:
+            raise self._error(faults)
+        return logits, dict(after)
+
+    def check(
+        self, layout: Layout, mesh: Any, batch: int, length: int, microbatches: int = 1, frozen: Sequence[str] = ()
+    ) -> None:
+        """Refuse a resolved layout that a training step of these sizes cannot take.
+
+        Raises:
+            LayoutError: with every fault; or the layout asks for what is only for the models that come with gspmd.
+        """
+        doing = f"cannot use layout '{layout.name}' for a model of one's own"
+        if layout.get("pipeline.layers") is not None:
+            raise LayoutError(f"{doing}: it splits layers into stages.\n  Leave [pipeline] out.")
+        if layout.padding:
+            raise LayoutError(f"{doing}: it pads {listed(layout.padding)}.\n  Leave [padding] out.")
+        layout.check({**self.sizes(batch // microbatches, length), "B": batch, "M": microbatches}, mesh)
+        self.rows(layout)
+        self.batch_spec(layout)
+        self.trained(layout, frozen)
+
+    def num_parameters(self, layout: Layout) -> int:
+        """Return the number of its parameters."""
+        return sum(math.prod(row.shape) for row in self.rows(layout).values())
+
+    def flops_per_token(self, layout: Layout, length: int) -> float:
+        """Return the FLOPs of forward and backward pass for one token: the model's answer, or six per parameter."""
+        told = getattr(self.model, "flops_per_token", None)
+        return told(length) if told else 6.0 * self.num_parameters(layout)
+
+    def initial(self, layout: Layout, mesh: jax.sharding.Mesh, key: jax.Array) -> dict[str, jax.Array]:
+        """Draw every parameter where it lies, in float32: the same values in every layout, on every mesh.
+
+        Raises:
+            ConfigError: an initialiser returns another shape.
+        """
+        rows, found = self.rows(layout), self.parameters(layout)
+        for path, each in found.items():
+            shape = rows[path].shape[1:] if each.layers else rows[path].shape
+            drawn = jax.eval_shape(lambda key, each=each, shape=shape: each.initialise(key, shape), key)
+            if getattr(drawn, "shape", None) != shape:
+                raise self._error([f"the initialiser of {path!r} returns {_shown(drawn)}, and not shape {shape}."])
+        with jax.set_mesh(mesh):
+            return {
+                path: drawer(each.initialise, rows[path].shape, rows[path].spec.partition_spec(), bool(each.layers))(
+                    folded(key, path)
+                ).astype(jnp.float32)
+                for path, each in found.items()
+            }
+
+    def _error(self, faults: Sequence[str]) -> ConfigError:
+        return ConfigError(f"cannot use the model {self.name}:", faults)
+
+
+def _stacked(given: Parameter | Kept, spec: Spec) -> Spec:
+    if not given.layers:
+        return spec
+    return Spec(("N", *spec.dims), ((), *spec.axes), spec.partial, spec.reduced)
+
+
+def _is_scalar(value: Any) -> bool:
+    return getattr(value, "shape", None) == () and jnp.issubdtype(value.dtype, jnp.floating)
+
+
+def _shown(value: Any) -> str:
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    return f"{value!r:.200}" if shape is None else f"an array {dtype}{list(shape)}"

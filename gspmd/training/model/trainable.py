@@ -1,0 +1,84 @@
+"""The model as the builder of training steps takes it: one's own (`Own`), or the transformer of `gspmd_models.step`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+
+from gspmd.annotate.spec import Spec
+from gspmd.layouts import Layout
+
+Figures = Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter in a layout.
+
+    Attributes:
+        line: the line of the layout that says where it lies, the same for every layer.
+        spec: where it lies, with N first where layers are stacked.
+        shape: its shape.
+        float32: whether it is stored in float32, whatever `parameter_dtype` is.
+    """
+
+    line: str
+    spec: Spec
+    shape: tuple[int, ...]
+    float32: bool
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has several dimensions besides N: weight decay is for these alone."""
+        return len(set(self.spec.dims) - {"N"}) > 1
+
+
+class Trainable(Protocol):
+    """A model, for any layout: what its parameters are and where they lie, and its loss.
+
+    Parameters are flat here: path to array.
+    """
+
+    def sizes(self, batch: int, length: int) -> Mapping[str, int]:
+        """Return the size of every dimension by its letter."""
+
+    def rows(self, layout: Layout) -> Mapping[str, Row]:
+        """Return every parameter by its path, placed as the layout's lines say."""
+
+    def optimizer_specs(self, layout: Layout) -> Mapping[str, Spec]:
+        """Return where the optimizer state of each lies."""
+
+    def gradient_specs(self, layout: Layout) -> Mapping[str, Spec]:
+        """Return where the gradient of each lies on its way to the optimizer."""
+
+    def trained(self, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
+        """Return the paths of those that are trained, which are not what the patterns of `frozen` match."""
+
+    def batch_spec(self, layout: Layout) -> Spec:
+        """Return where a batch of tokens [B, L+1] lies."""
+
+    def cut(self, layout: Layout, microbatches: int) -> int:
+        """Return into how many parts the step cuts a batch, rather than the loss."""
+
+    def for_loss(self, layout: Layout, microbatches: int) -> Layout:
+        """Return the layout with parameters as the loss of a training step takes them: `EF reduced-x` for some."""
+
+    def loss(
+        self, layout: Layout, params: Mapping[str, Any], tokens: jax.Array, key: jax.Array, microbatches: int
+    ) -> tuple[jax.Array, Figures]:
+        """Return the loss of a training step, and its figures."""
+
+    def cross_entropy(
+        self, layout: Layout, params: Mapping[str, Any], tokens: jax.Array, microbatches: int
+    ) -> jax.Array:
+        """Return the mean cross-entropy of an evaluation."""
+
+    def check(
+        self, layout: Layout, mesh: Any, batch: int, length: int, microbatches: int = 1, frozen: Sequence[str] = ()
+    ) -> None:
+        """Refuse a resolved layout that a training step of these sizes, or its evaluation, cannot take.
+
+        Raises:
+            LayoutError: with every fault.
+        """

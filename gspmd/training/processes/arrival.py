@@ -1,0 +1,143 @@
+"""Meet the other processes of a run before JAX starts, at the port where JAX's service listens afterwards.
+
+JAX's own wait is silent, knows nothing of a process that is interrupted meanwhile, and takes two processes for the
+first one. Here each process comes with a connection, which `Watch` keeps for the whole run, so that whatever becomes of
+it is noticed from then on.
+"""
+
+import contextlib
+import errno
+import socket
+import sys
+import time
+
+from gspmd.reading import whole_number
+from gspmd.training.flags import Processes
+from gspmd.training.toml import ConfigError
+
+LIMIT = 300.0
+"""Seconds for all processes to come."""
+TELL = 10.0
+"""Seconds of waiting after which is said for whom."""
+WELCOME = b"welcome\0"
+"""The first process's answer to one that has come."""
+_AGAIN = 0.2
+_CONNECTING = 5.0
+"""Seconds for one attempt to connect; a process that is stopped may let the one that is connected wait for longer."""
+_IN_USE = 2.0
+"""Seconds in which a port that is in use may become free, as that of a run that has just ended."""
+
+
+def door(at: Processes) -> socket.socket:
+    """Return the socket where the first process lets the others in.
+
+    Raises:
+        ConfigError: the address cannot be read, the port is in use, or this process may not listen there.
+    """
+    _, port = _host_and_port(at)
+    until = time.monotonic() + _IN_USE
+    while True:
+        try:
+            return _listening(port, at.processes)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise ConfigError(_doing(at), [f"cannot listen on port {port}: {error.strerror}."]) from None
+        if time.monotonic() >= until:
+            fault = f"port {port} is in use on this machine: is another process process=0 too? "
+            fault += f"Number the processes from 0 to {at.processes - 1}, or name another port."
+            raise ConfigError(_doing(at), [fault])
+        time.sleep(_AGAIN)
+
+
+def knock(at: Processes, limit: float) -> socket.socket:
+    """Return the connection of another process to the first one, once that is there.
+
+    Args:
+        at: the processes, and which of them this is.
+        limit: seconds to try; it is tried once at least.
+
+    Raises:
+        ConfigError: the address cannot be read, or the first process has not come; with what was found there last.
+    """
+    where, began, said = _host_and_port(at), time.monotonic(), False
+    heard, found = b"", ""
+    connection: socket.socket | None = None
+    while True:
+        try:
+            if connection is None:
+                connection = socket.create_connection(where, timeout=_CONNECTING)
+                connection.sendall(f"here {at.processes} {at.process}\0".encode())
+                connection.settimeout(_AGAIN)
+                heard, found = b"", "what listens there does not answer"
+            # The greeting is not sent again while the connection holds: a first process that was stopped meanwhile
+            # would take the second one for that of another process.
+            words = connection.recv(len(WELCOME) - len(heard))
+            heard += words
+            if heard == WELCOME:
+                connection.settimeout(None)
+                return connection
+            if not words or not WELCOME.startswith(heard):  # such as JAX in a run that has all its processes
+                raise OSError("something else answers there; name another port")
+        except OSError as error:
+            if connection is None or not isinstance(error, TimeoutError):  # else the answer is still to come
+                found = error.strerror or str(error)
+                if connection:
+                    connection.close()
+                connection = None
+        waited = time.monotonic() - began
+        if waited >= limit:
+            if connection:
+                connection.close()
+            raise ConfigError(_doing(at), [f"process 0 has not come there in {limit:.0f} seconds: {found}."])
+        if waited >= TELL and not said:
+            said = True
+            say_waiting([0], at.processes, at.address, found)
+        if connection is None:
+            time.sleep(_AGAIN)
+
+
+def say_waiting(missing: list[int], processes: int, address: str, found: str = "") -> None:
+    """Say on stderr for whom a process waits, and what it has found where it waits."""
+    line = f"Waiting for {named(missing)} of {processes} at {address}, for at most {LIMIT:.0f} seconds"
+    with contextlib.suppress(OSError):
+        print(f"{line}: {found}." if found else f"{line}.", file=sys.stderr, flush=True)
+
+
+def named(processes: list[int]) -> str:
+    """Return the numbers of processes as words.
+
+    >>> named([1]), named([1, 2, 5]), named(list(range(1, 64)))
+    ('process 1', 'processes 1, 2 and 5', '63 processes, among them 1, 2, 3 and 4')
+    """
+    few = [str(process) for process in processes[:4]]
+    listed = " and ".join([", ".join(few[:-1]), few[-1]] if len(few) > 1 else few)
+    if len(processes) > len(few):
+        return f"{len(processes)} processes, among them {listed}"
+    return f"process {listed}" if len(few) == 1 else f"processes {listed}"
+
+
+def _host_and_port(at: Processes) -> tuple[str, int]:
+    name, _, port = at.address.rpartition(":")
+    host, number = name.strip("[]"), whole_number(port) or 0
+    try:
+        readable = bool(host.encode("idna"))  # as it is encoded to look it up
+    except UnicodeError:
+        readable = False
+    if not readable or not 0 < number < 2**16:
+        fault = f"{at.address!r} is not HOST:PORT, the name of a machine and a port from 1 to 65535."
+        raise ConfigError(_doing(at), [fault])
+    return host, number
+
+
+def _listening(port: int, processes: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=processes)
+        except OSError as error:  # where IPv6 is known and has no address
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+    return socket.create_server(("", port), backlog=processes)
+
+
+def _doing(at: Processes) -> str:
+    return f"cannot join the processes at {at.address} as process {at.process} of {at.processes}:"

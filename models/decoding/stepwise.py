@@ -1,0 +1,213 @@
+"""Texts of a model of one's own: all of them read one token after the other, of their prompts and then their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+import gspmd
+from gspmd import ops
+from gspmd.annotate import LayoutError, Spec
+from gspmd.annotate.equation import Equation
+from gspmd.layouts import Layout
+from gspmd.training.model import Own
+
+from .batch import coarse
+from .generator import Burst
+from .loop import NOTHING, PLAIN, UNDEFINED, Sampling
+from .serving import GenerationError
+
+_WHOLE = Spec(("B",), ((),))
+Arrays = Mapping[str, jax.Array]
+
+
+def fewest_rows(model: Own, layout: Layout, mesh: Any, texts: int, room: int) -> tuple[int, Layout]:
+    """Return the fewest rows for so many texts, and the layout for them, without alternatives and with L whole.
+
+    Args:
+        model: of one's own.
+        layout: where everything lies.
+        mesh: its devices.
+        texts: how many there are.
+        room: tokens that each may have.
+
+    Raises:
+        LayoutError: the mesh does not divide the model's sizes.
+    """
+    faults = []
+    # Every product of mesh axes divides the number of devices, so that one of as many numbers of rows will do.
+    for rows in range(texts, texts + mesh.size):
+        sizes = {**model.sizes(rows, 1), "T": room}
+        try:
+            return rows, layout.resolved(sizes, mesh).one_position().check(sizes, mesh)
+        except LayoutError as error:
+            faults.append(error)
+    raise faults[0]
+
+
+@dataclass(frozen=True)
+class Stepwise:
+    """Continues prompts with a model of one's own; call and iterate under `jax.set_mesh`.
+
+    No row is ever padded, so that a model need not know of padding: prompts are read in chunks as far as the shortest
+    of them goes, and from there on every row reads a token in each step, of its prompt or its own.
+
+    Attributes:
+        model: with the methods of `gspmd.training.model.Decoder`.
+        layout: as of `fewest_rows`.
+        rows: how many texts are read together, as of `fewest_rows`.
+        room: tokens that each may have.
+        chunk: tokens of the prompts that are read in one step.
+        burst: tokens of a text that come to the host together.
+    """
+
+    model: Own
+    layout: Layout
+    rows: int
+    room: int
+    chunk: int = 128
+    burst: int = 8
+
+    def stream(
+        self,
+        params: Arrays,
+        prompts: Sequence[np.ndarray],
+        tokens: int,
+        *,
+        samples: int = 1,
+        sampling: Sampling = PLAIN,
+        seed: int = 0,
+        stop: Sequence[int] = (),
+        ended: Collection[int] = (),
+    ) -> Iterator[Burst]:
+        """Continue prompts, burst by burst.
+
+        Args:
+            params: the parameters by path, each where its line says.
+            prompts, tokens, samples, sampling, seed, stop, ended: as of `Generator.stream`.
+
+        Raises:
+            GenerationError: while iterating, a text whose logits are no numbers, after the burst with what is before.
+        """
+        mesh = jax.sharding.get_mesh()
+        put = lambda values, dtype=np.int32: jax.device_put(  # noqa: E731
+            np.asarray(values, dtype), NamedSharding(mesh, jax.P())
+        )
+        texts, numbers = samples * len(prompts), np.arange(self.rows)
+        of_rows = [prompts[number // samples if number < texts else 0] for number in range(self.rows)]
+        lengths = np.array([len(ids) for ids in of_rows])
+        written = np.zeros((self.rows, coarse(int(lengths.max()))), np.int32)
+        for row, ids in zip(written, of_rows):
+            row[: len(ids)] = ids
+        kept, at = self._zeros(), 0
+        loop = self._compiled(self.loop(sampling, tuple(stop)), params, kept, written.shape[1])
+        read = None
+        if lengths.min() - 1 >= self.chunk:
+            read = (
+                jax.jit(self._read, donate_argnums=1)
+                .lower(params, kept, put(written[:, : self.chunk]), put(0))
+                .compile()
+            )
+        began = time.monotonic()
+        while read is not None and lengths.min() - 1 - at >= self.chunk:
+            kept, at = read(params, kept, put(written[:, at : at + self.chunk]), put(at)), at + self.chunk
+        state = kept, put(written[:, at]), put(np.where(numbers < texts, tokens, 0)), put(at)
+        seeds = put(np.where(numbers < texts, seed + numbers, 0), np.uint32)
+        given, counts, done = put(written), np.zeros(texts, int), np.zeros(texts, bool)
+        found: list[list[int]] = [[] for _ in range(texts)]
+        while not done.all():
+            left = int(lengths.max()) - at
+            steps = min(self.burst, left) if left > 0 else self.burst
+            alive = np.array([number not in ended for number in numbers])
+            state, made = loop(params, state, given, put(lengths), seeds, put(alive, bool), put(steps))
+            (_, _, still, position), shown = state, np.asarray(made)[:texts]
+            at, done = int(position), np.asarray(still)[:texts] == 0
+            for number, row in enumerate(shown):
+                found[number] += [int(token) for token in row if token >= 0]
+            undefined = [number for number, row in enumerate(shown) if UNDEFINED in row]
+            if at >= lengths.max() or done.all() or undefined:  # before, some text has no token yet
+                yield Burst(found, [*map(bool, done)], time.monotonic() - began)
+                counts += [len(each) for each in found]
+                found = [[] for _ in range(texts)]
+            for number in undefined:
+                raise GenerationError(
+                    f"cannot continue text {number + 1} after {counts[number]} new tokens: the model's logits are no "
+                    "numbers.\n  Check its parameters, and what it computes from them."
+                )
+
+    # -- programs -----------------------------------------------------------------------------------------------------
+
+    def step(self, params: Arrays, kept: Arrays, tokens: jax.Array, position: jax.Array) -> tuple[jax.Array, Arrays]:
+        """Return the logits of tokens [B, L] that every device has whole, and what is kept then."""
+        whole = Spec(("B", "L"), ((), ()))
+        placed = gspmd.reshard(tokens, Equation.move(whole, self.model.batch_spec(self.layout)))
+        return self.model.step(self.layout, params, placed, position, kept)
+
+    def _read(self, params: Arrays, kept: Arrays, tokens: jax.Array, position: jax.Array) -> Arrays:
+        return self.step(params, kept, tokens, position)[1]
+
+    @cached_property
+    def abstract_kept(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes, dtypes and shardings of what is kept."""
+        mesh = jax.sharding.get_mesh()
+        return {
+            name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec.partition_spec()))
+            for name, (spec, shape, dtype) in self.model.kept(self.layout, self.rows, self.room).items()
+        }
+
+    def _zeros(self) -> Arrays:
+        like = self.abstract_kept
+        made = lambda: {name: jnp.zeros(each.shape, each.dtype) for name, each in like.items()}  # noqa: E731
+        return jax.jit(made, out_shardings={name: each.sharding for name, each in like.items()})()
+
+    def loop(self, sampling: Sampling, stop: tuple[int, ...]) -> Callable[..., Any]:
+        """Build the loop of a burst: a function of the parameters, the state, which is what is kept, the tokens [B] to
+        be read, how many each text may still add [B] and the position, then prompts [B, P] and their lengths [B],
+        seeds [B], who is alive [B] and the number of steps, to the state and tokens [B, burst]."""
+        line = self.layout.spec(self.model.logits_line).without("L")
+        options = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
+
+        def run(params, state, prompts, lengths, seeds, alive, limit):
+            def unfinished(carry) -> jax.Array:
+                step, (_, _, left, _), _ = carry
+                return (step < limit) & jnp.any(left > 0)
+
+            def one_step(carry):
+                step, (kept, tokens, left, position), written = carry
+                logits, kept = self.step(params, kept, tokens[:, None], position)
+                at = jnp.full_like(tokens, position + 1)
+                drawn = ops.sample(logits[:, 0], line, "V", seeds=seeds, positions=at, top_k=sampling.top_k, **options)
+                drawn = gspmd.reshard(drawn, Equation.move(line.without("V"), _WHOLE))
+                reading, active = position + 1 < lengths, left > 0
+                following = jax.lax.dynamic_index_in_dim(prompts, position + 1, 1, keepdims=False)
+                ends = jnp.isin(drawn, jnp.asarray(stop, jnp.int32)) if stop else jnp.zeros_like(active)
+                writes = active & ~ends & ~reading
+                shown = jnp.where(writes, jnp.where(drawn < 0, UNDEFINED, drawn), NOTHING)
+                written = jax.lax.dynamic_update_slice_in_dim(written, shown[:, None], step, axis=1)
+                left = jnp.where(reading, left, jnp.where(writes & (drawn >= 0), left - 1, 0))
+                tokens = jnp.where(reading, following, jnp.where(writes & (drawn >= 0), drawn, tokens))
+                return step + 1, (kept, tokens, left, position + 1), written
+
+            kept, tokens, left, position = state
+            state = kept, tokens, jnp.where(alive, left, 0), position
+            nothing = jnp.full((self.rows, self.burst), NOTHING, jnp.int32)
+            _, state, written = jax.lax.while_loop(unfinished, one_step, (jnp.int32(0), state, nothing))
+            return state, written
+
+        return run
+
+    def _compiled(self, loop: Callable[..., Any], params: Arrays, kept: Arrays, width: int) -> Any:
+        everywhere = NamedSharding(jax.sharding.get_mesh(), jax.P())
+        like = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)  # noqa: E731
+        count, number = like(jnp.int32, self.rows), like(jnp.int32)
+        state = kept, count, count, number
+        rest = like(jnp.int32, self.rows, width), count, like(jnp.uint32, self.rows), like(jnp.bool_, self.rows), number
+        return jax.jit(loop, donate_argnums=1).lower(params, state, *rest).compile()

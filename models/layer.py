@@ -1,0 +1,114 @@
+"""The base of all layers: parameters by the names of lines, and adapters, scales and biases of products.
+
+An equation stands where the layer computes it, as `at.einsum("hidden, w_out -> residual", ...)`. Around it stand a norm
+before, and behind it the product of a low-rank adapter, the scales of an int8 weight, and a bias, each where there is
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from gspmd.layouts.naming import names_in
+from gspmd.layouts.section import Section
+
+from .config import ModelConfig
+from .finetuning.adapters import adapter
+from .vectors import matrix, scaled
+
+
+class Layer(nnx.Module):
+    """A layer that computes by the names of a layout's section.
+
+    Attributes:
+        config: the model's.
+        at: the section, `layout.ffn`.
+        dtype: compute dtype of the products.
+
+    Args:
+        weights: its parameters by name, each an attribute; `w_q_a` and `w_q_b` are the adapter of `w_q`. What is not
+            an array belongs to other layers.
+    """
+
+    def __init__(self, config: ModelConfig, at: Section, weights: Mapping[str, Any], dtype: Any):
+        self.config, self.at, self.dtype = config, at, dtype
+        for name, value in weights.items():
+            if not isinstance(value, Mapping):
+                setattr(self, name, nnx.Param(value))
+
+    def parameter(self, name: str) -> nnx.Param | None:
+        """Return a parameter by its name; None where the configuration asks for none."""
+        return getattr(self, name, None)
+
+    def vector(self, name: str) -> jax.Array:
+        """Return a parameter as it is stored."""
+        return getattr(self, name)[...]
+
+    def matrix(self, name: str) -> jax.Array:
+        """Return a weight in the compute dtype, or the int8 that is stored."""
+        return matrix(getattr(self, name), self.dtype)
+
+    def matrices(self, *names: str) -> tuple[jax.Array, ...]:
+        """Return weights in the compute dtype, or the int8 that is stored."""
+        return tuple(map(self.matrix, names))
+
+    def normed(self, where: str, x: jax.Array) -> jax.Array:
+        """Normalise x [B, L, E] over E by the configuration's norm, with the scale `norm` and the bias `norm_bias`.
+
+        Args:
+            where: the line of x, and of the result.
+            x: the input.
+        """
+        epsilon = self.config.norm_epsilon
+        if self.config.norm == "rms":
+            y = self.at.rms_norm(f"{where}, norm", x, self.vector("norm"), epsilon=epsilon)
+        else:
+            bias = self.parameter("norm_bias")
+            bias = None if bias is None else bias[...]
+            y = self.at.layer_norm(f"{where}, norm, norm_bias", x, self.vector("norm"), bias, epsilon=epsilon)
+        return checkpoint_name(y, "norm")
+
+    def adapted(self, names: str, product: jax.Array, x: jax.Array) -> jax.Array:
+        """Add what the adapter of a weight makes of x; without an adapter, the product as it is.
+
+        Args:
+            names: the product's equation, `"residual, w_q -> query"`.
+            product: what it gives.
+            x: the weight's operand.
+        """
+        _, weight, _ = names_in(names)
+        assert "." in weight or hasattr(self, weight), f"there is no weight {weight}"
+        down, up = (self.parameter(f"{weight}_{side}") for side in "ab")
+        if down is None or up is None:
+            return product
+        lora = self.config.lora
+        assert lora is not None
+        wide = adapter(self.at.key_of(weight), self.at.equation(names), x, matrix(down, x.dtype), matrix(up, x.dtype))
+        return product + (lora.alpha / lora.rank * wide).astype(product.dtype)
+
+    def affine(self, where: str, x: jax.Array, weight: str) -> jax.Array:
+        """Multiply the product of a weight by the scales of its int8 columns, and add its bias: `s_in` and `b_in`.
+
+        Args:
+            where: the line of x, and of the result.
+            x: the product, whose last dimensions are those of scales and bias.
+            weight: what the two are called behind `s_` and `b_`; both lie as the line of the bias.
+        """
+        return self.biased(where, self.scaled(where, x, weight), weight)
+
+    def scaled(self, where: str, x: jax.Array, weight: str) -> jax.Array:
+        """Multiply by the scales `s_<weight>` in float32, where there are some."""
+        assert hasattr(self, f"w_{weight}"), f"there is no weight w_{weight}"
+        scale = self.parameter(f"s_{weight}")
+        return x if scale is None else scaled(x, scale[...], self.at.spec(where), self.at.spec(f"b_{weight}"))
+
+    def biased(self, where: str, x: jax.Array, weight: str) -> jax.Array:
+        """Add the bias `b_<weight>`, where there is one."""
+        assert hasattr(self, f"w_{weight}"), f"there is no weight w_{weight}"
+        bias = self.parameter(f"b_{weight}")
+        return x if bias is None else self.at.add_bias(f"{where}, b_{weight}", x, bias[...])

@@ -1,0 +1,43 @@
+"""The problem of a phase by its name, and those in several microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from gspmd.search.answers.microbatches import Range, several
+from gspmd.search.answers.options import Options
+from gspmd.search.phase import PhaseProblem
+
+from ..config import ModelConfig
+from .serving import ServingProblem
+from .training import MOST_WITH_ADAPTERS, RelaxedTraining, TrainingProblem
+from .workload import Workload
+
+
+def problem_of(workload: Workload, mesh: Mapping[str, int]) -> PhaseProblem:
+    """The problem of a workload on a mesh, whose axes have these sizes.
+
+    Raises:
+        PlanError: the model has what is not searched; or the microbatches do not divide the batch.
+    """
+    if workload.phase != "train":
+        return ServingProblem(workload, mesh)
+    return TrainingProblem(workload, mesh)
+
+
+def several_of(workload: Workload, mesh: Mapping[str, int], limit: float) -> Range:
+    """Return all numbers of microbatches that are searched besides one; the workload's own does not count."""
+
+    def make(count: int) -> PhaseProblem:
+        return problem_of(replace(workload, microbatches=count), mesh)
+
+    phase = RelaxedTraining(workload, mesh)
+    return Range(phase, Options(phase), several(workload.batch), make, limit)
+
+
+def searched(meshes: Iterable[Mapping[str, int]], config: ModelConfig) -> list[Mapping[str, int]]:
+    """Return the meshes that can be searched for a model: of one with adapters, those of few axes."""
+    every = [*meshes]
+    few = [mesh for mesh in every if sum(size > 1 for size in mesh.values()) <= MOST_WITH_ADAPTERS]
+    return few if config.lora and few else every

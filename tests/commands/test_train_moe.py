@@ -1,0 +1,228 @@
+"""scripts/train_moe.py: bad input is one message and exit code 2; a run leaves its files; Ctrl-C can be resumed."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+
+import pytest
+
+from gspmd.commands import train
+from gspmd.training import command
+from gspmd.training.reporting import metrics
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "train_moe.py"
+TINY = ["--config", str(ROOT / "configs" / "tiny.toml"), "--devices", "8", "--platform", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def script():
+    return train
+
+
+@pytest.fixture
+def run(script, capfd, monkeypatch, tmp_path):
+    """A function of flags that returns the exit code and what stood on stderr, box drawing and line breaks removed."""
+
+    def call(*flags):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(script.models, "build", _must_not_be_reached)
+        try:
+            code = command.guarded(script.main, [*TINY, *flags])
+        except SystemExit as stop:
+            code = stop.code
+        return code, " ".join(re.sub("[│╭╮╰╯─]", " ", capfd.readouterr().err).split())
+
+    return call
+
+
+def _must_not_be_reached(*_, **__):
+    raise AssertionError("bad input got as far as building the model")
+
+
+BAD = {
+    "negative steps": (["--steps", "-5"], "steps must be positive, but is -5."),
+    "negative learning rate": (["--learning-rate", "-0.1"], "learning_rate must be positive, but is -0.1."),
+    "negative seed": (["--seed", "-1"], "seed must not be negative, but is -1."),
+    "negative devices": (["--devices", "-8"], "devices must be positive, but is -8."),
+    "negative width": (["--model.embed", "-8"], "embed is -8; it must be at least 1"),
+    "empty prompt": (["--prompt", ""], "prompt must not be empty: generated text needs something to begin with."),
+    "vocabulary": (["--model.vocabulary", "512"], "model.vocabulary must be 256, since the data is bytes, but is 512."),
+    "groups of tokens": (["--model.moe.groups", "24"], "must divide the tokens of a batch, 8 × 16 = 128, but is 24."),
+    "groups on the mesh": (["--model.moe.groups", "4"], "dimension G has size 4, which mesh axes"),
+    "digit of no number": (
+        ["--mesh", "x=²"],
+        "mesh 'x=²': mesh axis x has size '²', which is not a whole number of",
+    ),
+    "no GPU": (["--platform", "gpu", "--devices", "8"], "HostError: cannot"),
+    "not a number": (["--steps", "many"], "'many'"),
+    "unknown flag": (["--stps", "3"], "Unrecognized options: --stps"),
+    "unknown lowering": (["--lowering", "loop"], "but is 'loop'."),
+    "unknown dtype": (["--dtype", "int3"], "it must be one of 'float32', 'bfloat16', but is 'int3'."),
+    "unknown preset": (["--layout", "gshrd"], "LayoutError: no layout is called 'gshrd'. Did you mean 'gshard'?"),
+    "no layout file": (["--layout", "none/layout.toml"], "LayoutError: "),
+    "layout key": (["--set", "ffn.w_n=EF"], "no layout has a key 'ffn.w_n'. Did you mean 'ffn.w_in'?"),
+    "no equals sign": (["--set", "ffn.w_in"], "set must read KEY=SPEC, such as ffn.w_in=E_xF_y, but"),
+    "spec's axis": (["--set", "ffn.w_in=E_qF"], "ffn.w_in = E_qF"),
+    "spec's dimensions": (["--set", "ffn.w_in=EG"], "ffn.w_in must have dimensions E and F, and this has E and"),
+    "spec's syntax": (["--set", "ffn.w_in=E_F"], "ffn.w_in = E_F"),
+    "mesh syntax": (["--mesh", "x4"], "mesh 'x4': 'x4' is not AXIS=SIZE; write x=4,y=2."),
+    "mesh axis": (["--mesh", "q=8"], "the layout has no mesh axis q. It declares x, y and z."),
+    "negative mesh": (["--mesh", "x=-8"], "mesh axis x must have a positive size, but has -8."),
+    "mesh against devices": (["--mesh", "x=4"], "it has 4 devices, but --devices asks for 8. Leave one"),
+    "batch on the mesh": (["--batch", "12"], "dimension B has size 12, which mesh axes x, y and z (size 8·1·1"),
+    "missing data": (["--data", "none/*.txt"], "ConfigError: cannot find the data: no file matches 'none/*.txt'."),
+    "empty data": (["--data", "empty.txt"], "cannot train on this data: 1 file of 'empty.txt' holds no text."),
+    "little data": (["--data", "small.txt"], "has 95 bytes, but a batch of 8 sequences of 16 needs 129."),
+    "unwritable out": (["--out", "empty.txt/run"], "ConfigError: cannot write to 'empty.txt/run': Not a directory."),
+    "out is a file": (["--out", "empty.txt"], "ConfigError: cannot write to 'empty.txt': File exists."),
+    "out holds a run": (["--out", "done"], "it already holds a run, at step 7. Add --resume to go on,"),
+    "nothing to resume": (["--resume", "--out", "absent"], "there is no checkpoint under 'absent'."),
+    "no run at all": (["--resume"], "there is no run under 'runs'. Name its folder with --out."),
+    "missing config": (["--config", "none.toml"], "cannot read config 'none.toml': there is no such file."),
+    "config key": (["--config", "wrong.toml"], "unknown key 'training.stps'; did you mean 'training.steps'?"),
+    "config table": (["--config", "wrong.toml"], "unknown key 'trainin'; did you mean 'training'?"),
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_message(run, tmp_path, flags, message):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "small.txt").write_text("a" * 100)
+    (tmp_path / "wrong.toml").write_text("trainin = 1\n[training]\nstps = 3\n")
+    (tmp_path / "done" / "checkpoints" / "7").mkdir(parents=True)
+    code, error = run(*flags)
+    assert code == 2
+    assert message in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "lines", "near"),
+    [
+        (["--batch", "9", "--devices", "8"], 7, "With 1 device they divide."),
+        (["--devices", "7"], 12, "With 4 or 8 devices they divide."),
+        (["--mesh", "x=3"], 11, ""),
+    ],
+)
+def test_one_mistake_is_a_few_lines(script, capfd, flags, lines, near):
+    assert command.guarded(script.main, [*TINY[:2], *flags]) == 2
+    said = capfd.readouterr().err.rstrip().splitlines()
+    assert len(said) == lines
+    assert said[-1].endswith(near)
+
+
+def test_the_run_is_told_before_anything_is_built(script, capfd, monkeypatch, tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    told = []
+
+    def build(*_):
+        told.append(capfd.readouterr().out)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script.models, "build", build)
+    assert command.guarded(script.main, [*TINY, "--data", "a.txt", "--out", "run"]) == 130
+    lines = told[0].splitlines()
+    assert lines[0].startswith("╭─ gspmd ")
+    assert len(lines) <= 48
+    assert "none, and so no MFU: fake devices share the cores of one host" in told[0]
+    assert "│ programs  not kept" in told[0]
+    assert max(map(len, lines)) <= 80
+    assert "│ blocks.{0,1}.attention.{w_k,w_v} " in told[0]
+    assert not re.search(r"…|KiB|MiB", told[0])
+
+
+def test_without_unicode(script, monkeypatch, tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    out = TextIOWrapper(BytesIO(), encoding="ascii")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(script.models, "build", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # after all that is said before a model is built
+        script.main([*TINY, "--data", "a.txt", "--out", "run"])
+    out.flush()
+    assert re.search(rb"\d x \d+ tokens", out.buffer.getvalue())
+    assert b"?" not in out.buffer.getvalue()
+
+
+def test_help_without_unicode(script, monkeypatch):
+    out = TextIOWrapper(BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    with pytest.raises(SystemExit, match="0"):
+        command.guarded(script.main, ["--help"])
+    out.flush()
+    assert b"--model.embed" in out.buffer.getvalue()
+
+
+def test_a_model_that_the_machine_cannot_hold_is_refused_before_it_is_made(run):
+    code, said = run("--model.embed", "80000000")
+    assert code == 2
+    assert said.startswith("ConfigError: cannot hold this model: it takes ")
+    assert " GB of optimizer state on each of 8 devices, which has " in said
+
+
+def start(*flags, cwd, **more):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command_line = [sys.executable, str(SCRIPT), *TINY, *flags]
+    return subprocess.Popen(
+        command_line, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more
+    )
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Data small enough that the last validation takes no time."""
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text("".join(f"line {i} of {number}\n" for i in range(200)))
+    return f"{tmp_path}/*.txt"
+
+
+def test_bad_input_in_a_process_of_its_own(tmp_path):
+    process = start("--layout", "gshrd", cwd=tmp_path)
+    out, error = process.communicate(timeout=600)
+    assert (process.returncode, out) == (2, "")
+    # On a slow machine it is said that libraries are being imported.
+    error = re.sub(r"(Starting JAX … \d+ s\n)*", "", error, count=1)
+    assert error.startswith("LayoutError: no layout is called 'gshrd'.\n")
+    assert "Traceback" not in error
+
+
+@pytest.mark.slow
+def test_stop_and_resume_onto_another_mesh(tmp_path, text):
+    flags = ["--steps", "100000", "--data", text, "--save-every", "0", "--sample-bytes", "8"]
+    # The window of the generated text does not make so many groups.
+    flags += ["--batch", "24", "--model.moe.groups", "48"]
+    process = start(*flags, "--out", "run", cwd=tmp_path)
+    deadline = time.monotonic() + 1200
+    while len(metrics.read(tmp_path / "run")) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=600)
+    assert process.returncode == 130, error
+    said = re.search(r"Interrupted after step (\d+)\. To go on: python \S+train_moe.py --resume --out run", error)
+    step = int(said[1])
+    assert "Traceback" not in error
+    assert "8 fake host devices sharing" in out
+    assert out.index("24 × 16 tokens") < out.index("Text:") < out.index("Activations") < out.index("collectives")
+
+    # --config, --devices and --platform belong to the first start: a resume begins from the run's other settings.
+    command_line = ["--resume", "--out", "run", "--steps", str(step + 2), "--mesh", "x=4"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    resumed = subprocess.run(
+        [sys.executable, str(SCRIPT), *command_line], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"Resumed from step {step}." in resumed.stdout
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [*range(1, step + 3), step + 2]
+    assert rows[-1].keys() == {"step", "val_bits_per_byte", "gzip_bits_per_byte"}
+    for name in ("loss.png", "experts.png", "sample.txt", "checkpoints", "events"):
+        assert (tmp_path / "run" / name).exists()

@@ -1,0 +1,440 @@
+"""`gspmd.search`: the cheapest layout of any program, against every layout of a small one and against the trace."""
+
+from dataclasses import replace
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+import gspmd
+import gspmd_models as models
+from gspmd.hardware.chips import chip
+from gspmd.layouts import Layout
+from gspmd.lowerings.default import planned_for
+from gspmd.search import NothingFits
+from gspmd.search.answers.candidate import Candidate
+from gspmd.search.moves import placements
+from gspmd.training import OptimizerConfig
+from gspmd.training.step import Update
+from gspmd_models import step
+from gspmd_models.finetuning.config import LoraConfig
+from gspmd_models.search.training import RelaxedTraining, TrainingProblem
+from gspmd_models.search.workload import STEPS, Workload
+
+CHIP = chip("tpu-v5e")
+SIZES = {"B": 64, "E": 4096, "F": 8192}
+
+
+def own(**lines):
+    """A layout with a section of one's own."""
+    table = {f"mine.{name}": text for name, text in lines.items()}
+    return Layout("own", axes=("x",), factor=("x",), table=table)
+
+
+def lies(layout, mesh, key, *shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, layout.spec(key).partition_spec()))
+
+
+def one_product(layout, mesh):
+    """Build one product of x and w, which meet at a line; the result is an argument of nothing else."""
+    at = layout.section("mine")
+    arguments = lies(layout, mesh, "mine.x", 64, 4096), lies(layout, mesh, "mine.w_in", 4096, 8192)
+    return lambda x, w: at.einsum("x, w_in -> y", x, w), *arguments
+
+
+PRODUCT = own(x="BE", w_in="EF", y="BF")
+
+
+def every_layout(mesh):
+    """Every layout of `one_product`, with its planned seconds and the bytes of arguments and result."""
+    axes = AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Explicit,) * len(mesh))
+    for x, w, y in product(*(placements(dims, SIZES, mesh) for dims in ("BE", "EF", "BF"))):
+        for joint in placements("BEF", SIZES, mesh):
+            via = f"{joint.without('F')}, {joint.without('B')}"
+            layout = PRODUCT.override({"mine.x": x, "mine.w_in": w, "mine.y": y, "mine.in_via": via})
+            with jax.sharding.use_abstract_mesh(axes), gspmd.lowering("blocking"), planned_for(CHIP):
+                function, *arguments = one_product(layout, axes)
+                seconds = gspmd.trace(function, *arguments).seconds
+            held = 0
+            for spec in (x, w, y):
+                local = spec.local_shape(SIZES, mesh)
+                held += 2 * local[0] * local[1]
+            yield seconds, held
+
+
+@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 4}])
+def test_no_layout_of_all_is_cheaper(mesh):
+    every = list(every_layout(mesh))
+    assert len(every) == 3**3 * 4
+    for limit in (None, *sorted({held for _, held in every})):
+        memory = float("inf") if limit is None else limit
+        found = gspmd.search(one_product, PRODUCT, mesh, chip=CHIP, memory=memory)
+        least = min(seconds for seconds, held in every if held <= memory)
+        assert found.planned_seconds == pytest.approx(least, rel=1e-6)
+        assert found.priced_seconds == pytest.approx(found.planned_seconds, rel=1e-6)
+        assert found.complete
+        assert found.bytes <= memory
+    with pytest.raises(NothingFits):
+        gspmd.search(one_product, PRODUCT, mesh, chip=CHIP, memory=min(held for _, held in every) - 1)
+
+
+def test_the_lines_where_operands_meet_are_written():
+    found = gspmd.search(one_product, PRODUCT, {"x": 4}, chip=CHIP)
+    assert "in_via" in found.toml()
+    again = PRODUCT.override(found.lines)
+    assert again["mine.in_via"] == found.layout["mine.in_via"]
+
+
+def test_fixed_lines_stay_as_they_are():
+    found = gspmd.search(one_product, PRODUCT, {"x": 4}, chip=CHIP, fixed={"mine.x": "BE_x", "mine.y": "B_xF"})
+    assert (found.layout["mine.x"], found.layout["mine.y"]) == ("BE_x", "B_xF")
+    assert found.priced_seconds == pytest.approx(found.planned_seconds, rel=1e-6)
+
+
+def test_a_line_that_cannot_be_fixed_is_refused():
+    with pytest.raises(gspmd.LayoutError, match=r"Did you mean 'mine\.w_in'"):
+        gspmd.search(one_product, PRODUCT, {"x": 4}, chip=CHIP, fixed={"mine.w_im": "EF"})
+    with pytest.raises(gspmd.LayoutError, match=r"cannot fix mine\.x = 'B_xE'"):
+        gspmd.search(one_product, PRODUCT, {"x": 3}, chip=CHIP, fixed={"mine.x": "B_xE"})
+
+
+def test_the_best_of_several_meshes_is_taken():
+    meshes = [{"x": 8}, {"x": 2, "y": 4}]
+    alone = [gspmd.search(one_product, PRODUCT, mesh, chip=CHIP) for mesh in meshes]
+    found = gspmd.search(one_product, PRODUCT, meshes, chip=CHIP)
+    assert found.seconds == min(each.seconds for each in alone)
+    assert found.bound == min(each.bound for each in alone)
+    assert found.complete
+    stopped = gspmd.search(one_product, PRODUCT, meshes, chip=CHIP, stop=lambda: True)
+    assert stopped.mesh == meshes[0]
+    assert (stopped.bound, stopped.complete) == (0.0, False)
+    with pytest.raises(gspmd.PlanError, match="no mesh to search"):
+        gspmd.search(one_product, PRODUCT, [], chip=CHIP)
+
+
+def test_lines_that_a_program_adds_lie_alike():
+    layout = own(x="BE", y="BE", w_in="EF", w_out="FE", h="BF")
+
+    def build(layout, mesh):
+        at = layout.section("mine")
+
+        def function(x, w_in, w_out):
+            y = at.einsum("h, w_out -> y", jax.nn.relu(at.einsum("x, w_in -> h", x, w_in)), w_out)
+            return x + y
+
+        shapes = ("mine.x", 64, 512), ("mine.w_in", 512, 1024), ("mine.w_out", 1024, 512)
+        return function, *(lies(layout, mesh, *each) for each in shapes)
+
+    found = gspmd.search(build, layout, {"x": 4}, chip=CHIP)
+    assert found.layout["mine.x"] == found.layout["mine.y"]
+    assert found.priced_seconds == pytest.approx(found.planned_seconds, rel=1e-6)
+
+
+def test_what_does_not_divide_is_whole():
+    """All but the first column are a matrix of 511, which no device has an even part of."""
+    layout = own(x="BE", y="BE")
+
+    def build(layout, mesh):
+        at = layout.section("mine")
+        return lambda x: (at.move("x -> y", x), x[:, 1:]), lies(layout, mesh, "mine.x", 64, 512)
+
+    found = gspmd.search(build, layout, {"x": 4}, chip=CHIP)
+    assert found.layout["mine.x"] in ("BE", "B_xE")
+    assert found.priced_seconds == pytest.approx(found.planned_seconds, rel=1e-6)
+
+
+def test_a_fault_of_the_program_is_its_own():
+    def build(layout, mesh):
+        return lambda x: x.missing, lies(layout, mesh, "mine.x", 64, 4096)
+
+    with pytest.raises(AttributeError, match="missing"):
+        gspmd.search(build, PRODUCT, {"x": 4}, chip=CHIP)
+
+
+def test_a_step_is_searched_on_one_device():
+    found = gspmd.search(one_product, PRODUCT, {"x": 1}, chip=CHIP)
+    assert found.layout["mine.w_in"] == "EF"
+    assert found.complete
+
+
+def test_a_search_that_is_stopped_has_its_best():
+    config = models.ModelConfig(layers=2, embed=64, heads=4, kv_heads=2, head_size=16, feed_forward=128)
+    phase = TrainingProblem(Workload(config, CHIP, 8, 16), {"x": 2, "y": 2})
+    whole = phase.question.answer(None, lambda: False)
+    stopped = phase.question.answer(0.9 * whole.bytes, lambda: True)
+    assert not stopped.complete
+    assert whole.seconds <= stopped.seconds
+    assert stopped.bound <= stopped.seconds
+    assert stopped.bytes <= 0.9 * whole.bytes
+
+
+# -- training steps of models, as `gspmd search` asks for them ---------------------------------------------------------
+
+# As large as models are: nothing is allocated, and picoseconds, in which tables count, are no part of the result.
+LARGE = {
+    "layers": 2, "embed": 2048, "heads": 16, "kv_heads": 4, "head_size": 128, "feed_forward": 8192, "vocabulary": 32000,
+}  # fmt: skip
+PLAIN = Update(OptimizerConfig(), STEPS)
+UPDATES = {
+    "adapters": ({"lora": LoraConfig(4, targets=("attention.w_q", "ffn.w_in"))}, PLAIN),
+    "frozen": ({}, replace(PLAIN, frozen=("embedding.*", "attention.*"))),
+    "moments of eight bits": ({}, replace(PLAIN, optimizer=OptimizerConfig(moments="int8", moments_block=16))),
+    "parameters of sixteen bits": ({}, replace(PLAIN, parameter_dtype="bfloat16")),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_what_had_no_price_is_found_as_it_is_traced(name):
+    settings, update = UPDATES[name]
+    work = Workload(models.ModelConfig(**LARGE, **settings), CHIP, 64, 512, update=update)
+    mesh = {"x": 4, "y": 2}
+    candidate = Candidate(TrainingProblem(work, mesh), 0.9 * CHIP.hbm_bytes)
+    answer = candidate.solve()
+    found = candidate.phase.question.answer(None, lambda: False)
+    assert answer.seconds == pytest.approx(found.seconds, rel=1e-3)  # of nearly equal ones, that which holds less
+    assert found.priced_seconds == pytest.approx(found.planned_seconds, rel=1e-6)
+    step.check_step(work.config, found.layout, mesh, 64, 512, 1, update.frozen)
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_the_bound_of_microbatches_is_one(count):
+    """In seconds without a limit, and in bytes at the least of them."""
+    config = models.ModelConfig(**LARGE)
+    work = Workload(config, CHIP, 64, 512, microbatches=count)
+    mesh = {"x": 2, "y": 2}
+    exact = Candidate(TrainingProblem(work, mesh), 0.9 * CHIP.hbm_bytes)
+    bound = RelaxedTraining(work, mesh)
+    from gspmd.search import Search
+
+    assert Search(bound.between(2, 8)).best().seconds <= exact.free.seconds * (1 + 1e-9)
+    assert Search(bound.between(count, count)).best().seconds <= exact.free.seconds * (1 + 1e-9)
+    with pytest.raises(NothingFits) as fault:
+        Search(bound.between(2, count, -1.0)).best()
+    assert fault.value.nearest.bytes <= exact.least.bytes * (1 + 1e-9)
+
+
+# -- what is refused in words ------------------------------------------------------------------------------------------
+
+
+def refused(function, *arrays, layout=PRODUCT, **options):
+    """The message of a search of a function of arrays that lie as lines say."""
+
+    def build(layout, mesh):
+        return lambda *xs: function(layout.section("mine"), *xs), *(lies(layout, mesh, *each) for each in arrays)
+
+    with pytest.raises(ValueError, match=r"\w") as error:
+        gspmd.search(build, layout, {"x": 4}, chip=CHIP, **options)
+    assert "unknown" not in str(error.value)
+    return str(error.value)
+
+
+X, W = ("mine.x", 64, 4096), ("mine.w_in", 4096, 8192)
+
+
+def test_what_cannot_be_searched_is_said():
+    def either(at, x, w):
+        one = lambda x, w: at.einsum("x, w_in -> y", x, w)  # noqa: E731
+        return jax.lax.cond(x.sum() > 0, one, lambda x, w: 2 * one(x, w), x, w)
+
+    assert "conditional has planned steps in several branches" in refused(either, X, W)
+
+    def many(at, x, w):
+        return jax.vmap(lambda scale: at.einsum("x, w_in -> y", scale * x, w))(jnp.arange(3, dtype=x.dtype))
+
+    assert "jax.vmap" in refused(many, X, W)
+    product = lambda at, x, w: at.einsum("x, w_in -> y", x, w)  # noqa: E731
+    assert "the mesh has no axis q" in refused(product, X, W, fixed={"mine.x": "B_qE"})
+    assert "Its dimensions are BE" in refused(product, X, W, fixed={"mine.x": "BF"})
+    assert "no partial sum" in refused(product, X, W, fixed={"mine.x": "BE partialsum-x"})
+
+
+def test_a_users_own_error_stays():
+    def build(layout, mesh):
+        def function(x):
+            raise ValueError("mine: cannot take unknown1")
+
+        return function, lies(layout, mesh, *X)
+
+    with pytest.raises(ValueError, match="mine: cannot take unknown1"):
+        gspmd.search(build, PRODUCT, {"x": 4}, chip=CHIP)
+
+
+@pytest.mark.parametrize("size", [0, -2, 2.5, True])
+def test_sizes_of_a_mesh_are_whole_numbers(size):
+    with pytest.raises(gspmd.PlanError, match="mesh axis x has size"):
+        gspmd.search(one_product, PRODUCT, {"x": size}, chip=CHIP)
+
+
+def test_a_mesh_that_cannot_be_searched_leaves_the_others_and_no_proof():
+    found = gspmd.search(one_product, PRODUCT, [{"x": 4}, {"x": 3}], chip=CHIP, fixed={"mine.x": "B_xE"})
+    assert found.mesh == {"x": 4}
+    assert not found.complete
+
+
+def test_what_nobody_needs_has_to_divide_too():
+    """The program that runs computes it, though no result has it."""
+
+    def build(layout, mesh):
+        return lambda x: (x[:, 1:], layout.section("mine").move("x -> y", x))[1], lies(layout, mesh, "mine.x", 64, 512)
+
+    found = gspmd.search(build, own(x="BE", y="BE"), {"x": 4}, chip=CHIP)
+    assert found.layout["mine.x"] in ("BE", "B_xE")
+
+
+def test_flops_of_products_that_no_plan_has():
+    """Passes and products of plain JAX, and inside of loops, as often as they run."""
+    layout = own(x="BE", y="BE")
+
+    def build(layout, mesh):
+        def function(x):
+            return jax.lax.scan(lambda x, _: (x @ jnp.ones((4096, 4096), x.dtype), None), x, length=8)[0]
+
+        return function, lies(layout, mesh, *X)
+
+    found = gspmd.search(build, layout, {"x": 1}, chip=CHIP)
+    assert found.seconds > 8 * 2 * 64 * 4096 * 4096 / CHIP.bf16_flops
+
+
+def test_a_gate_of_one_s_own_meets_its_operand_as_the_other_weight_does():
+    layout = own(stream="BLE", w_in="EF", w_gate="EF", hidden="BLF")
+
+    def build(layout, mesh):
+        at = layout.section("mine")
+        arguments = (
+            lies(layout, mesh, "mine.stream", 8, 64, 256),
+            *(lies(layout, mesh, f"mine.{name}", 256, 512) for name in ("w_in", "w_gate")),
+        )
+        into = "stream, (w_in, w_gate) -> (hidden, hidden)"
+        return lambda x, *weights: at.einsum(into, x, weights), *arguments
+
+    found = gspmd.search(build, layout, {"x": 2, "y": 2}, chip="tpu-v5e")
+    assert found.complete
+    assert found.layout["mine.in_via"] == found.layout["mine.gate_via"]
+    assert found.priced_seconds == pytest.approx(found.planned_seconds, rel=1e-5)
+
+
+# -- programs of one's own ---------------------------------------------------------------------------------------------
+
+
+def layer(then, *shape, **lines):
+    """A layout, and how a product is built that something is done with."""
+    layout = own(stream="BLE", w="EF", hidden="BLF", **lines)
+
+    def build(layout, mesh):
+        at = layout.section("mine")
+        arguments = lies(layout, mesh, "mine.stream", *shape, 64), lies(layout, mesh, "mine.w", 64, 64)
+        return lambda x, w: then(at.einsum("stream, w -> hidden", x, w)), *arguments
+
+    return build, layout
+
+
+WHOLE = {
+    "cumulative sum": lambda h: jnp.cumsum(h, 1),
+    "sort": lambda h: jnp.sort(h, axis=1),
+    "roll": lambda h: jnp.roll(h, 1, axis=1),
+    "index": lambda h: h[:, jnp.array([3, 5])],
+    "update": lambda h: h.at[:, 0].set(0),
+    "loop": lambda h: jax.lax.scan(lambda c, t: (c + t, None), jnp.zeros_like(h[:, 0]), h.swapaxes(0, 1))[0],
+    "last element": lambda h: h[:, -1:],
+    "element of a running number": lambda h: jax.lax.dynamic_slice_in_dim(h, (h.sum() > 0).astype("int32"), 1, 1),
+}
+"""Functions that need the length whole; with a batch of one, everything else would shard it."""
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_dimension_that_a_program_needs_whole_is_left_whole_and_no_other(name):
+    build, layout = layer(WHOLE[name], 1, 4096)
+    found = gspmd.search(build, layout, {"x": 2, "y": 2}, chip=CHIP)
+    assert found.lines["mine.hidden"] == "BLF_xy"
+    wide, _ = layer(WHOLE[name], 64, 4096)  # whose batch is sharded then
+    assert gspmd.search(wide, layout, {"x": 2, "y": 2}, chip=CHIP).lines["mine.hidden"] == "B_xyLF"
+    with pytest.raises(gspmd.LayoutError, match=r"needs L whole there|the program cannot have it so"):
+        gspmd.search(wide, layout, {"x": 2, "y": 2}, chip=CHIP, fixed={"mine.hidden": "BL_xF"})
+    free, _ = layer(lambda h: h, 1, 4096)
+    assert "L_" in gspmd.search(free, layout, {"x": 2, "y": 2}, chip=CHIP).lines["mine.hidden"]
+
+
+def test_a_weight_of_products_in_both_directions_has_no_via_and_is_priced_where_the_planner_lets_them_meet():
+    layout = own(stream="BE", w="EF", hidden="BF", back="BE")
+
+    def build(layout, mesh):
+        at = layout.section("mine")
+        arguments = lies(layout, mesh, "mine.stream", 64, 256), lies(layout, mesh, "mine.w", 256, 512)
+        return lambda x, w: at.einsum("hidden, w -> back", at.einsum("stream, w -> hidden", x, w), w), *arguments
+
+    found = gspmd.search(build, layout, {"x": 2, "y": 2}, chip=CHIP)
+    assert found.complete
+    assert "mine.w_via" not in found.lines
+    assert found.priced_seconds == pytest.approx(found.planned_seconds, rel=1e-6)
+    with pytest.raises(gspmd.LayoutError, match=r"cannot fix mine\.w_via: the layout has no such line"):
+        gspmd.search(build, layout, {"x": 2, "y": 2}, chip=CHIP, fixed={"mine.w_via": "BE, EF_x"})
+
+
+def test_keys_and_their_weight_whose_names_want_one_via():
+    layout = own(stream="BLE", w_k="EHD", query="BLHD", k="BTHD", scores="BHLT")
+
+    def build(layout, mesh):
+        at = layout.section("mine")
+        shapes = {"stream": (8, 64, 256), "w_k": (256, 8, 64), "k": (8, 64, 8, 64)}
+        arguments = (lies(layout, mesh, f"mine.{name}", *shape) for name, shape in shapes.items())
+        return lambda x, w, k: at.einsum("query, k -> scores", at.einsum("stream, w_k -> query", x, w), k), *arguments
+
+    found = gspmd.search(build, layout, {"x": 2, "y": 2}, chip=CHIP)
+    assert found.complete
+    assert "mine.k_via" not in found.lines
+    query, keys, scores = (gspmd.Spec.parse(found.lines[f"mine.{name}"]) for name in ("query", "k", "scores"))
+    for dim in "BH":  # they meet where they lie
+        assert query.axes_of(dim) == keys.axes_of(dim) == scores.axes_of(dim)
+    assert found.priced_seconds == pytest.approx(found.planned_seconds, rel=1e-6)
+
+
+def test_a_via_of_one_s_own_is_fixed_by_the_name_that_an_answer_writes():
+    build, layout = layer(lambda h: h, 8, 64)
+    free = gspmd.search(build, layout, {"x": 4}, chip=CHIP)
+    assert "mine.w_via" in free.lines
+    found = gspmd.search(build, layout, {"x": 4}, chip=CHIP, fixed={"mine.w_via": "BLE, EF_x"})
+    assert found.lines["mine.w_via"] == "BLE, EF_x"
+    assert found.seconds >= free.seconds
+    with pytest.raises(gspmd.LayoutError, match=r"Did you mean 'mine\.w_via'"):
+        gspmd.search(build, layout, {"x": 4}, chip=CHIP, fixed={"mine.v_via": "BLE, EF_x"})
+
+
+def test_a_cache_by_lines_of_one_s_own_lies_with_its_heads_on_the_devices():
+    layout = own(query="BLHD", key="BLKD", cache="BKTD")
+
+    def build(layout, mesh):
+        shapes = {"query": (8, 1, 8, 64), "key": (8, 1, 8, 64), "cache": (8, 8, 256, 64)}
+        query, key, cache = (lies(layout, mesh, f"mine.{name}", *shape) for name, shape in shapes.items())
+        specs = [layout.spec(f"mine.{name}") for name in shapes]
+
+        def attend(q, k, v, keys, values, lengths):
+            return gspmd.ops.cached_attention(q, k, v, keys, values, *specs, lengths=lengths)
+
+        return attend, query, key, key, cache, cache, jax.ShapeDtypeStruct((8,), "int32")
+
+    found = gspmd.search(build, layout, {"x": 2, "y": 4}, chip=CHIP)
+    # Nothing is sent where all lie alike; batch or heads, and each device reads an eighth of the cache.
+    query, key, cache = (gspmd.Spec.parse(found.lines[f"mine.{name}"]) for name in ("query", "key", "cache"))
+    assert cache.used == {"x", "y"}
+    assert not {*cache.axes_of("T"), *cache.axes_of("D")}
+    assert query.axes_of("H") == key.axes_of("K") == cache.axes_of("K")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"microbatches": 0}, "microbatches is 0.\n  Give a whole number of 1 or more."),
+        ({"memory": -1.0}, "memory is -1.0.\n  Give the bytes"),
+        ({"mesh": {"X": 2}}, "a mesh axis is called 'X'.\n  Take a lowercase letter"),
+        ({"mesh": {"x": 0}}, "mesh axis x has size 0"),
+        ({"build": lambda layout, mesh: 3}, "build returned 3.\n  Return a function and its abstract arguments"),
+    ],
+)
+def test_a_wrong_argument_is_one_message(arguments, message):
+    build, layout = layer(lambda h: h, 8, 64)
+    asked = {"build": build, "layout": layout, "mesh": {"x": 4}} | arguments
+    with pytest.raises(gspmd.PlanError) as caught:
+        gspmd.search(**asked, chip=CHIP)
+    assert message in str(caught.value)

@@ -1,0 +1,258 @@
+"""Programs traced once with unknown lines: what they cost at random placements, against the trace of each."""
+
+import random
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+import gspmd
+import gspmd_models as models
+from gspmd.hardware.chips import chip
+from gspmd.moe import MoEConfig
+from gspmd.ops import argmax, cached_attention, sample, softmax, write_cache
+from gspmd.planner.graph.resharding import move
+from gspmd.planner.unknown import UnknownMove, placed
+from gspmd.search.lines import Lines, choices_of
+from gspmd.search.pricing import Prices
+from gspmd.search.program import read
+from gspmd.training import OptimizerConfig
+from gspmd_models import step
+from gspmd_models.finetuning.config import LoraConfig
+
+BATCH, LENGTH = 8, 16
+FLAT, CUBE = {"x": 4, "y": 2}, {"x": 2, "y": 2, "z": 2}
+TINY = {
+    "layers": 2, "embed": 64, "heads": 8, "kv_heads": 4, "head_size": 16, "feed_forward": 128, "vocabulary": 256,
+    "tied": False,
+}  # fmt: skip
+DROPLESS = MoEConfig(experts=8, router="top-k", dispatch="dropless")
+MODELS = {
+    "plain": {},
+    "tied": {"tied": True},
+    "biases": {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "output_bias": True},
+    "layer norms": {"norm": "layer", "norm_bias": True, "activation": "gelu"},
+    "norms of heads": {"qk_norm": True, "scale_embedding": True},
+    "nothing computed again": {"remat": "none"},
+    "products kept": {"remat": "dots"},
+    "adapters": {"lora": LoraConfig(4, 8.0, ("attention.w_q", "ffn.w_out"))},
+    "parallel": {"block": "parallel"},
+    "parallel, biases": {"block": "parallel", "qkv_bias": True, "out_bias": True, "ffn_bias": True, "remat": "none"},
+    "parallel, plain activation": {"block": "parallel", "activation": "gelu", "norm": "layer", "remat": "dots"},
+    "parallel, adapters": {"block": "parallel", "lora": LoraConfig(4, 8.0, ("attention.w_q", "ffn.w_out"))},
+    "parallel, experts": {"block": "parallel", "moe": MoEConfig(experts=4, router="switch")},
+    "switch": {"moe": MoEConfig(experts=4, router="switch")},
+    "two experts": {"moe": MoEConfig(experts=4, router="gshard"), "remat": "dots"},
+    "noisy router": {"moe": MoEConfig(experts=4, router="noisy-top-k"), "activation": "gelu", "remat": "none"},
+    "experts that choose": {"moe": MoEConfig(experts=4, router="expert-choice"), "remat": "selective"},
+    "larger groups": {"moe": MoEConfig(experts=8, router="st-moe", groups=4)},
+    "shared experts": {"moe": MoEConfig(experts=4, router="top-k", shared=1)},
+    "experts in every other layer": {"moe": MoEConfig(experts=4, router="top-k", every=2), "layers": 4},
+    "dropless": {"moe": MoEConfig(experts=4, router="top-k", dispatch="dropless")},
+    "dropless, products kept": {"moe": DROPLESS, "remat": "dots"},
+    "dropless and shared": {"moe": replace(DROPLESS, shared=1), "activation": "gelu", "remat": "selective"},
+    "dropless, parallel": {"moe": DROPLESS, "block": "parallel", "remat": "none"},
+}
+SLOW = {"dropless, products kept", "dropless and shared", "dropless, parallel",
+        "adapters", "parallel, adapters", "parallel, experts", "shared experts", "experts in every other layer",
+        "biases", "norms of heads", "products kept", "parallel, biases", "noisy router", "larger groups"}  # fmt: skip
+
+
+def trained(config):
+    """How a training step of a model is built."""
+    optimizer = OptimizerConfig()
+
+    def build(layout, mesh):
+        model = models.abstract(config, layout, mesh, "bfloat16", stored="float32")
+        state = step.abstract_state(model, optimizer, 10, mesh, parameter_dtype="float32")
+        arguments = state, models.abstract_batch(layout, mesh, BATCH, LENGTH), models.abstract_key(mesh)
+        return step.training_step(model, optimizer, 10, 1, parameter_dtype="float32"), *arguments
+
+    return build
+
+
+def is_norm(what):
+    """Whether a step is the sum of one number over all lines, which no table can have."""
+    return isinstance(what, UnknownMove) and not what.before[0].dims
+
+
+class Program:
+    """A program with unknown lines, and its tables on one mesh."""
+
+    def __init__(self, build, layout, mesh, whole=()):
+        self.build, self.layout, self.mesh = build, layout, mesh
+        self.lines = Lines.of(layout, {})
+        self.lines.whole = {name: {*dims, *whole} for name, dims in self.lines.whole.items()}
+        program = read(build, self.lines)
+        self.choices = choices_of(self.lines, program.sizes, mesh)
+        self.prices = Prices(self.choices, mesh, chip("tpu-v4"))
+        self.norms = [use for use in program.uses if is_norm(use.what)]
+        priced = self.prices.tables(use for use in program.uses if use not in self.norms)
+        self.tables = [*priced, *self.prices.ties]
+
+    def draw(self, rng):
+        """Draw an option of each choice such that all tables are finite."""
+        picks = [rng.randrange(len(choice.rows)) for choice in self.choices]
+        for _ in range(1000):
+            wrong = [of for of, table in self.tables if not np.isfinite(table[tuple(picks[n] for n in of)])]
+            if not wrong:
+                return picks
+            number = rng.choice(rng.choice(wrong))
+            fits = sum(  # in how many tables, by option
+                np.isfinite(table[tuple(slice(None) if n == number else picks[n] for n in of)])
+                for of, table in self.tables
+                if number in of
+            )
+            picks[number] = rng.choice(np.flatnonzero(fits == fits.max()).tolist())
+        raise AssertionError("no placement is allowed")
+
+    def priced(self, picks):
+        """What the tables say, and for the norm of all gradients its one step."""
+        known = self.prices.known(picks)
+        summed = [(use.times, *placed((use.what.before[0], use.what.after), known)) for use in self.norms]
+        norms = sum(
+            times * step.seconds
+            for times, before, after in summed
+            for step in move(before, after, {}, self.mesh, 4, self.prices.chip)
+        )
+        return norms + sum(table[tuple(picks[number] for number in of)] for of, table in self.tables)
+
+    def traced(self, picks):
+        """What the trace of the program says, in this layout."""
+        layout = self.layout.override(self.lines.written(self.prices.known(picks)))
+        layout = replace(layout, axes=tuple(self.mesh), factor=())
+        explicit = (AxisType.Explicit,) * len(self.mesh)
+        mesh = AbstractMesh(tuple(self.mesh.values()), tuple(self.mesh), axis_types=explicit)
+        with jax.sharding.use_abstract_mesh(mesh), gspmd.lowering("blocking"):
+            function, *arguments = self.build(layout, mesh)
+            return gspmd.trace(function, *arguments).seconds
+
+    def check(self, draws, seed=1):
+        """Check that both agree, but for what steps are rounded up by, a picosecond each."""
+        rng = random.Random(seed)
+        for _ in range(draws):
+            picks = self.draw(rng)
+            assert self.priced(picks) == pytest.approx(self.traced(picks), rel=1e-6)
+
+
+def of_model(name, mesh=FLAT):
+    config = models.ModelConfig(**(TINY | MODELS[name]))
+    return Program(trained(config), gspmd.Layout.load("gshard" if config.moe else "replicated"), mesh)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MODELS])
+def test_a_training_step(name):
+    of_model(name).check(2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_a_training_step_in_many_layouts(name):
+    of_model(name).check(20, seed=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "tied", "parallel", "switch", "dropless"])
+def test_a_training_step_on_three_axes(name):
+    of_model(name, CUBE).check(5)
+
+
+def test_outputs_that_are_added_are_made_alike():
+    """A plan searches the gradient of others, which no table says."""
+    lines = of_model("parallel").lines
+    one, other = ({dim: lines.unknown(f"{part}.out_via", dim) for dim in "BLEHF"} for part in ("attention", "ffn"))
+    assert {dim for dim in one if one[dim] == other[dim]} == {*"BLE"}
+
+
+SERVED = """
+[mesh]
+axes = ["x"]
+[served]
+query = "BLHD"
+key = "BLKD"
+cache = "BKTD"
+logits = "BLV"
+"""
+
+
+def served(layout, mesh):
+    """A step of decoding: attention to a cache, what it then has, and a token."""
+    spec, sizes = layout.section("served").spec, {"B": 8, "L": 4, "H": 8, "K": 4, "D": 16, "T": 32, "V": 64}
+
+    def array(spec, dtype="bfloat16", *layers):
+        spec = gspmd.Spec.parse(spec)
+        shape = (*layers, *(sizes[dim] for dim in spec.dims))
+        parts = jax.P(*(None for _ in layers), *spec.partition_spec())
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, parts))
+
+    query, key, cache, logits = (str(spec(name)) for name in ("query", "key", "cache", "logits"))
+    rows = array("B", "int32")
+
+    def step(q, k, held, stacked, new, scores, lengths):
+        answers = cached_attention(q, k, k, held, held, query, key, cache, lengths=lengths)
+        written = write_cache(stacked, new, cache, key, lengths=lengths)
+        tokens = sample(scores, logits, "V", seeds=lengths, positions=lengths, top_k=5, top_p=0.5)
+        return answers, written, tokens, argmax(scores, logits, "V"), softmax(scores, logits, "V")
+
+    arguments = array(query), array(key), array(cache), array(cache, "bfloat16", 2), array(key, "bfloat16", 2)
+    return step, *arguments, array(logits, "float32"), rows
+
+
+@pytest.mark.parametrize("mesh", [FLAT, pytest.param(CUBE, marks=pytest.mark.slow)])
+def test_a_step_of_decoding(tmp_path, mesh):
+    path = tmp_path / "served.toml"
+    path.write_text(SERVED)
+    Program(served, gspmd.Layout.load(path), mesh, whole="D").check(5)
+
+
+OWN = """
+[mesh]
+axes = ["x"]
+[mine]
+x = "BE"
+y = "BE"
+z = "BE"
+w = "EF"
+outer = "BEF"
+at_via = "BE, EF"
+"""
+
+
+def of_one_tensor(layout, mesh):
+    """One tensor that goes to two places, and a product without a sum; with gradients."""
+    mine = layout.section("mine")
+
+    def array(name, *shape):
+        sharding = NamedSharding(mesh, gspmd.Spec.parse(mine.spec(name)).partition_spec())
+        return jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)
+
+    def results(x, w):
+        y, z = mine.move("x -> y", x), mine.move("x -> z", x)
+        return y, z, mine.einsum("x, w -> outer", x, w, via="at_via")
+
+    def step(x, w, cotangents):
+        found, pull = jax.vjp(results, x, w)
+        return found, pull(cotangents)
+
+    x, w = array("x", 16, 8), array("w", 8, 32)
+    return step, x, w, (array("y", 16, 8), array("z", 16, 8), array("outer", 16, 8, 32))
+
+
+def test_first_steps_in_common(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text(OWN)
+    Program(of_one_tensor, gspmd.Layout.load(path), CUBE).check(40)
+
+
+def test_what_cannot_be_marked_is_refused(monkeypatch):
+    """A step that is planned on an unknown mesh would send nothing there."""
+    from gspmd.ops import _bias
+
+    real = _bias.move
+    mesh = {"x": 2}
+    monkeypatch.setattr(_bias, "move", lambda src, dst, sizes, _, *more: real(
+        gspmd.Spec.parse("F_x"), gspmd.Spec.parse("F"), {"F": 4}, mesh, *more))  # fmt: skip
+    with pytest.raises(gspmd.PlanError, match="cannot search where 'bias"):
+        of_model("biases")

@@ -1,0 +1,102 @@
+"""Files that others wrote: read, or refused by one reason, in bounded time and memory."""
+
+import os
+import time
+import tracemalloc
+
+import pytest
+
+from gspmd import reading
+from gspmd.reading import MissingError, ReadError, parse_json, parse_toml, read_json, read_text
+
+DEEP = 100_000
+JSON = {
+    "[" * DEEP + "]" * DEEP: "nested more than 64 levels",
+    '{"a":' * DEEP: "nested more than 64 levels",
+    "[" * 65 + "]" * 65: "nested more than 64 levels",
+    "9" * 5000: "a number of more than 4,300 digits",
+    '{"a": 1,}': "it is not JSON: .* at column",
+    '{"a": 1,\n\n "b"}': "it is not JSON: .* at line 3, column",
+    r'["\ud800"]': "half of a surrogate pair",
+    "": "it is not JSON",
+}
+TOML = {
+    "a = " + "[" * DEEP: "nested more than 64 levels",
+    "a = " + "{b = " * DEEP: "nested more than 64 levels",
+    "[" + ".".join("a" * 50_000) + "]": "nested more than 64 levels",
+    "x = 1\n" + " . ".join(['"a"'] * 50_000) + " = 1": "nested more than 64 levels",
+    "a = " + "9" * 5000: "a number of more than 4,300 digits",
+    "a = 0x" + "f" * 5000: "does not fit into 64 bits",
+    "a = 2020-02-31": "it is not TOML",
+    "a = 1\na = 2": "it is not TOML",
+}
+
+
+@pytest.mark.parametrize(("text", "reason"), JSON.items(), ids=range(len(JSON)))
+def test_json_that_cannot_be_read_is_one_reason(text, reason):
+    with pytest.raises(ReadError, match=reason):
+        parse_json(text)
+
+
+@pytest.mark.parametrize(("text", "reason"), TOML.items(), ids=range(len(TOML)))
+def test_toml_that_cannot_be_read_is_one_reason_and_soon(text, reason):
+    began = time.process_time()
+    with pytest.raises(ReadError, match=reason):
+        parse_toml(text)
+    assert time.process_time() - began < 2
+
+
+def test_what_can_be_read_is():
+    assert parse_json("[" * 64 + "]" * 64)
+    assert parse_json(r'{"a": "\ud83d\ude00", "b": [1e400, 123456789012345678901234567890]}')["a"] == "😀"
+    assert parse_json("[" + "[]," * 100 + "1]")[-1] == 1
+    assert parse_toml(f'a = "{".".join("b" * 100)}"')["a"][:3] == "b.b"
+    assert parse_json('{"a": 1, "a": 2}') == {"a": 2}
+    with pytest.raises(ReadError, match="'a' comes twice"):
+        parse_json('{"a": 1, "a": 2}', unique=True)
+
+
+def test_what_is_no_file_is_neither_waited_for_nor_read(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    os.symlink("loop", tmp_path / "loop")
+    for name, reason in {
+        "fifo": "it is a FIFO, and no regular file",
+        ".": "it is a folder",
+        "/dev/zero": "it is a device",
+        "loop": "[Ss]ymbolic links",
+        "a" * 5000: "File name too long",
+        "a\0b": "a null byte",
+    }.items():
+        with pytest.raises(ReadError, match=reason):
+            read_text(tmp_path / name)
+    for name in ("none", "none/none"):
+        with pytest.raises(MissingError, match="there is no such file"):
+            read_json(tmp_path / name)
+
+
+def test_a_pipe_of_the_shell_is_read():
+    """As of `--config <(command)`."""
+    reader, writer = os.pipe()
+    os.write(writer, b"[1, 2]")
+    os.close(writer)
+    assert read_json(f"/dev/fd/{reader}") == [1, 2]
+    os.close(reader)
+
+
+def test_the_size_is_bounded_and_so_is_the_memory(tmp_path):
+    path = tmp_path / "large"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # takes no room on the disk
+    tracemalloc.start()
+    with pytest.raises(ReadError, match="larger than 1,000 bytes"):
+        read_text(path, 1000)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+    path.write_bytes(b"a" * 10 + b"\n\xff")
+    with pytest.raises(ReadError, match=r"not UTF-8 text \(byte 0xff in line 2\)"):
+        read_text(path)
+
+
+def test_links_to_elsewhere_are_inside_and_ways_up_are_not():
+    assert not reading.is_inside("a\0b")
+    assert reading.is_inside("a..b/c..")
