@@ -159,8 +159,7 @@ class Results:
         planned: the answer before anything was compiled.
         said: what is said of each choice.
         asked: the answers to --why.
-        presets: where they are in the space.
-        traced: seconds of those that are not.
+        presets: where they are in the space, and what those outside of it cost.
         front, drawn: for --frontier, the staircase and where presets are on its mesh.
         stages: for --stages.
         shortlist: for --compile.
@@ -173,7 +172,6 @@ class Results:
     said: dict[str, LineCost] = field(default_factory=dict)
     asked: list[Why] = field(default_factory=list)
     presets: list[Placed] = field(default_factory=list)
-    traced: dict[str, float] = field(default_factory=dict)
     front: list[Point] = field(default_factory=list)
     drawn: list[Placed] = field(default_factory=list)
     stages: pipelines.Table | None = None
@@ -205,7 +203,7 @@ def look_closer(found: Results, settings: Settings, progress: Progress) -> None:
         if not is_own(settings):  # presets are layouts of our models
             progress.begin("what presets cost")
             found.presets = placed_presets(found.finding.promising, found.finding.ranges)
-            found.traced = compiling.traced(settings, found.presets)
+            found.presets = compiling.traced(settings, found.presets)
         if settings.stages:
             found.stages = staged(best, settings, progress)
         if settings.compile:
@@ -286,7 +284,7 @@ def report(found: Results, settings: Settings, target: Slice, argv: Sequence[str
     if found.presets:
         written = next((each.name for each in found.shortlist if each.answer is finding.answer), "found")
         console.print(shown.comparison(finding, found.presets, written))
-        for line in shown.outside(found.presets, found.traced):
+        for line in shown.outside(found.presets):
             console.print(line, markup=False, highlight=False)
     for asked in found.asked:
         console.print(*shown.reasons(asked), sep="\n")

@@ -20,7 +20,7 @@ from gspmd.search import Answer
 from gspmd.search.answers import Candidate, document
 from gspmd.search.answers.document import PRICED
 from gspmd.search.answers.presets import Placed
-from gspmd.training import ShardingConfig
+from gspmd.training import ConfigError, ShardingConfig
 from gspmd_models.parameters import stages_axes
 
 
@@ -156,23 +156,32 @@ def _settings(settings: Settings, listed: Listed, folder: Path) -> offline.Setti
     )  # fmt: skip
 
 
-def traced(settings: Settings, presets: Iterable[Placed]) -> dict[str, float]:
-    """Seconds by `gspmd.trace` of the presets that are not in the space and can be used; none without libtpu.
+def traced(settings: Settings, presets: Iterable[Placed]) -> list[Placed]:
+    """Return presets with the seconds by `gspmd.trace` of those that are not in the space; as they are without libtpu.
 
-    Nor of pipelines: their step has slots in which nothing is done, which a trace does not count as a plan does.
+    A preset that the step refuses, such as one that cuts blocks of int8 moments, is not `usable`. Pipelines are not
+    traced: their step has slots in which nothing is done, which a trace does not count as a plan does.
     """
-    found = {}
-    for each in presets:
-        if each.answer is not None or not each.usable or _staged(each):
-            continue
-        try:
-            target = topology(settings.topology)
-        except gspmd.PlanError:  # no compiler for TPUs is installed, which knows their devices
-            return {}
-        host.start(1, "cpu")
-        listed = Listed(each.name, each.candidate, each.candidate.free, each.mesh, preset=True)
-        found[each.name] = _traced(settings, listed, target, Path()).seconds
-    return found
+    every = [*presets]
+    wanted = [each for each in every if each.answer is None and each.usable and not _staged(each)]
+    if not wanted:
+        return every
+    try:
+        target = topology(settings.topology)
+    except gspmd.PlanError:  # no compiler for TPUs is installed, which knows their devices
+        return every
+    host.start(1, "cpu")
+    return [_outside(settings, each, target) if each in wanted else each for each in every]
+
+
+def _outside(settings: Settings, preset: Placed, target: Topology) -> Placed:
+    """A preset that is not in the space, as it is traced, or refused."""
+    listed = Listed(preset.name, preset.candidate, preset.candidate.free, preset.mesh, preset=True)
+    try:
+        return replace(preset, traced=_traced(settings, listed, target, Path()).seconds)
+    except (gspmd.LayoutError, gspmd.PlanError, ConfigError) as error:
+        faults = error.faults or str(error).splitlines()
+        return replace(preset, usable=False, reason=str(getattr(faults[0], "fact", faults[0])))
 
 
 def _staged(placed: Placed) -> bool:

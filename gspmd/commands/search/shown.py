@@ -86,13 +86,13 @@ def _mesh(mesh: Mapping[str, int]) -> str:
     return mesh_text(mesh, trivial=False)
 
 
-def outside(presets: Iterable[Placed], traced: Mapping[str, float]) -> list[str]:
+def outside(presets: Iterable[Placed]) -> list[str]:
     """A line for each preset that is outside of the space, and so has no row."""
     lines = []
     for each in presets:
-        if each.answer is None and each.name in traced:
+        if each.answer is None and each.traced is not None:
             lines.append(
-                f"{each.name} on {_mesh(each.mesh)}: {seconds(traced[each.name])} by gspmd.trace, which leaves out "
+                f"{each.name} on {_mesh(each.mesh)}: {seconds(each.traced)} by gspmd.trace, which leaves out "
                 f"attention's own products and passes over memory; {each.reason}"
             )
         elif each.answer is None:

@@ -31,6 +31,7 @@ class Placed:
         answer: what it costs; None if it is not in the space.
         reason: why it is not, or cannot be used.
         usable: whether the sizes have it on this mesh.
+        traced: its seconds by `gspmd.trace`, if it is not in the space and was traced.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Placed:
     answer: Answer | None = None
     reason: str = ""
     usable: bool = True
+    traced: float | None = None
 
     @property
     def fits(self) -> bool:
