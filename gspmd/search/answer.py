@@ -2,17 +2,19 @@
 
 from dataclasses import dataclass
 
+from gspmd.display.units import amount_of_bytes
+
 
 @dataclass(frozen=True)
 class Answer:
     """Picks of all choices, and how good they are known to be.
 
     Attributes:
-        picks: For each choice the index of its option.
-        seconds: What they cost.
-        bytes: What they hold.
-        bound: No allowed picks that fit cost fewer seconds: proved, and never above `seconds`.
-        complete: Whether the search ended by itself: `bound` is `seconds`, up to a tolerance where one was given.
+        picks: the index of the option of each choice.
+        seconds: that they cost.
+        bytes: that they hold.
+        bound: seconds below which no allowed picks are that fit: proved, and never above `seconds`.
+        complete: whether the search ended by itself: `bound` is `seconds`, up to a tolerance where one was given.
     """
 
     picks: dict[str, int]
@@ -26,24 +28,27 @@ class NothingFits(ValueError):
     """No allowed picks hold as few bytes as the limit asks for, or none are allowed at all.
 
     Attributes:
-        nearest: Allowed picks of the fewest bytes; None where none are allowed.
-        limit: The bytes that were the limit; None where there was none.
-        over: By how many bytes the nearest exceed it; None without nearest.
+        nearest: allowed picks of the fewest bytes; None where none are allowed.
+        limit: the bytes that were the limit; None where there was none.
+        over: the bytes by which the nearest exceed it; None without nearest.
     """
 
-    def __init__(self, nearest: Answer | None, limit: float | None):
+    def __init__(self, nearest: Answer | None, limit: float | None, message: str = ""):
+        """Say by how much nothing fits, in these words or in those of choices and options."""
         self.nearest = nearest
         self.limit = limit
-        self.over = None
-        if nearest is None or limit is None:
-            super().__init__(
+        self.over = None if nearest is None or limit is None else nearest.bytes - limit
+        if message:
+            pass
+        elif nearest is None or limit is None:
+            message = (
                 "no combination of options is allowed: each has a term of infinite seconds.\n"
                 "  Fix fewer choices, exclude fewer options, or give the choices more of them."
             )
         else:
-            self.over = nearest.bytes - limit
-            super().__init__(
-                f"nothing fits: the smallest combination holds {nearest.bytes:.6g} bytes, {self.over:.6g} more than "
-                f"the limit of {limit:.6g}.\n"
+            held, over, most = map(amount_of_bytes, (nearest.bytes, nearest.bytes - limit, limit))
+            message = (
+                f"nothing fits: the smallest combination holds {held}, {over} more than the limit of {most}.\n"
                 "  Raise the limit, exclude fewer options, or give the choices options that hold less."
             )
+        super().__init__(message)

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 from gspmd.annotate import LayoutError, PlanError, Spec
 from gspmd.annotate.errors import shown
 from gspmd.annotate.parser import NAME
-from gspmd.display.units import amount_of_bytes, amount_of_seconds
+from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.chips import chip as chip_called
 from gspmd.layouts import Layout
@@ -103,7 +103,7 @@ def search(
     lines = Lines.of(Layout.load(layout), dict(fixed or {}))
     program = read(build, lines)
     best: Found | None = None
-    refused: list[NothingFits | LayoutError | PlanError] = []
+    refused: list[NothingFits | LayoutError | PlanError] = []  # of a mesh each
     bound, left = inf, False
     for each in meshes:
         if left := best is not None and stop():
@@ -112,7 +112,10 @@ def search(
             lines.check_on(each)
             real = {axis: size for axis, size in each.items() if size > 1}
             found = MeshProblem(build, program, lines, real, chip, microbatches).answer(limit, stop)
-        except (NothingFits, LayoutError, PlanError) as error:  # another mesh may have an answer
+        except NothingFits as error:  # another mesh may have an answer
+            refused.append(_no_layout_fits(error, each))
+            continue
+        except (LayoutError, PlanError) as error:
             refused.append(error)
             continue
         bound = min(bound, found.bound)
@@ -127,6 +130,22 @@ def search(
     unknown = left or any(not isinstance(error, NothingFits) for error in refused)  # what other meshes have
     bound = 0.0 if unknown else bound
     return replace(best, bound=bound, complete=best.complete and bound >= best.bound)
+
+
+def _no_layout_fits(error: NothingFits, mesh: Mapping[str, int]) -> NothingFits:
+    """The same error in the words of layouts."""
+    if error.nearest is None or error.limit is None or error.over is None:
+        message = (
+            f"no layout is possible on mesh {mesh_text(mesh)}: its sizes, or the lines that are fixed, leave none.\n"
+            "  Fix fewer lines, or search other meshes."
+        )
+    else:
+        held, over, limit = map(amount_of_bytes, (error.nearest.bytes, error.over, error.limit))
+        message = (
+            f"no layout fits on mesh {mesh_text(mesh)}: the smallest holds {held} on each device, {over} more than the "
+            f"{limit} that it may hold.\n  Take more devices, or a chip with more memory."
+        )
+    return NothingFits(error.nearest, error.limit, message)
 
 
 def _check_numbers(limit: float, microbatches: int, meshes: Sequence[Mapping[str, int]]) -> None:

@@ -9,11 +9,11 @@ import numpy as np
 
 from gspmd.annotate import LayoutError, PlanError, Spec, parse_via
 from gspmd.annotate.equation import Via
-from gspmd.annotate.errors import suggestion
+from gspmd.annotate.errors import listed, suggestion
 from gspmd.layouts import Layout
 from gspmd.layouts.naming import via_of
 from gspmd.layouts.rules import own
-from gspmd.layouts.rules.keys import ALIKE, KEYS, keys_of_override
+from gspmd.layouts.rules.keys import ALIKE, KEYS, OVERRIDES, keys_of_override
 from gspmd.planner.graph.placements import fitting, sequences
 from gspmd.planner.unknown import PREFIX, Known, placed, unknowns_in
 
@@ -85,8 +85,8 @@ class Lines:
             if key.kind == "via" and key.name not in KEYS:
                 made.vias[key.name] = (key.dims[0], key.dims[1])
         made._whole_by_default()
-        # The vias of one's own weights are known when the program has been read: see `check_fixed`.
-        made.check_fixed(name for name in fixed if name in KEYS or not name.endswith("_via"))
+        # The vias of one's own weights, and what optimizer and cache hold, are known when the program has been read.
+        made.check_fixed(name for name in fixed if name in KEYS or not _is_known_later(name))
         for first, second, dims in (*ALIKE, *_FOLLOWS):
             if first in made.dims and second in made.dims:
                 for dim in dims:
@@ -103,12 +103,29 @@ class Lines:
             LayoutError: with the first of them.
         """
         for name in self.fixed if names is None else names:
-            if name not in self.dims and name not in self.vias:
-                every = (*self.dims, *self.vias)
+            if self._has(name):
+                continue
+            if name.startswith("gradients."):
                 raise LayoutError(
-                    f"cannot fix {name}: the layout has no such line, or the program does not read it.\n"
-                    f"  {suggestion(name, every)}Its lines are {', '.join(every)}."
+                    f"cannot fix {name}: where its gradient is summed is searched with each parameter.\n"
+                    f"  Fix {name.removeprefix('gradients.')}, or its optimizer state, optimizer.{name[10:]}."
                 )
+            every = [*(line for line in self.dims if line in self.layout.table or names is None), *self.vias]
+            raise LayoutError(
+                f"cannot fix {name}: the layout has no such line, or the program does not read it.\n"
+                f"  {suggestion(name, every)}Its lines are {', '.join(every)}."
+            )
+
+    def _has(self, name: str) -> bool:
+        """Whether it is a line whose spec, or via, can be given."""
+        section, _, rest = name.partition(".")
+        return name in self.dims or name in self.vias or (section == "optimizer" and rest in self.trained)
+
+    def specs_of(self, line: str) -> tuple[Spec, ...]:
+        """Return the spec of a line that can be given, with its unknowns; of a via, those of both operands."""
+        if line in self.vias:
+            return tuple(self.via(line).specs)
+        return (self.spec(line, self.dims[line if line in self.dims else line.removeprefix("optimizer.")]),)
 
     def check_on(self, mesh: Mapping[str, int]) -> None:
         """Refuse lines that are given as no mesh, or this one, can have them.
@@ -122,7 +139,8 @@ class Lines:
         self.check_fixed()
         for line, text in self.fixed.items():
             given = parse_via(text).specs if line in self.vias else (Spec.parse(text),)
-            wanted = "".join(self.vias[line]) if line in self.vias else self.dims[line]
+            own = self.specs_of(line)
+            wanted = "".join(dim for spec in own for dim in spec.dims)
             if "".join(dim for spec in given for dim in spec.dims) != wanted:
                 raise LayoutError(f"cannot fix {line} = '{text}'.\n  Its dimensions are {wanted}.")
             if missing := sorted(set().union(*(spec.used for spec in given)) - {*mesh}):
@@ -130,7 +148,6 @@ class Lines:
                     f"cannot fix {line} = '{text}': the mesh has no axis {', '.join(missing)}.\n"
                     f"  Its axes are {', '.join(mesh)}."
                 )
-            own = self.via(line).specs if line in self.vias else (self.spec(line, self.dims[line]),)
             for spec, unknown in zip(given, own):
                 for dim in spec.dims:
                     if not unknown.axes_of(dim) and any(mesh[axis] > 1 for axis in spec.axes_of(dim)):
@@ -355,6 +372,11 @@ class Lines:
         return found
 
 
+def _is_known_later(name: str) -> bool:
+    """Whether only the program says if there is such a line."""
+    return name.endswith("_via") or name.partition(".")[0] in OVERRIDES
+
+
 def _clashing(
     groups: Iterable[Sequence[tuple[str, tuple[str, str]]]], written: Mapping[str, tuple[str, str]]
 ) -> set[str]:
@@ -444,9 +466,11 @@ def choices_of(
         }
         apart = [frozenset(name for _, name in tensors[line]) for line in members]
         rows = _placements(unknowns, fits, apart, owed, len(counts), members)
+        given: list[str] = []
         for line in members:
-            if line in lines.fixed and names.issuperset(name for _, name in tensors[line]):
-                rows = _as_given(lines, line, unknowns, rows, mesh)
+            if line in lines.fixed and names.issuperset(unknowns_in(lines.specs_of(line))):
+                rows = _as_given(lines, line, unknowns, rows, mesh, given)
+                given.append(line)
         name = next((line for line in members if line not in following), members[0])
         is_place = any(not names.issuperset(name for _, name in tensors[line]) for line in members)
         found.append(LineChoice(f"{name}: place" if is_place else name, unknowns, rows))
@@ -479,25 +503,36 @@ def _parts(
 
 
 def _as_given(
-    lines: Lines, line: str, unknowns: Sequence[str], rows: np.ndarray, mesh: Mapping[str, int]
+    lines: Lines,
+    line: str,
+    unknowns: Sequence[str],
+    rows: np.ndarray,
+    mesh: Mapping[str, int],
+    before: Sequence[str],
 ) -> np.ndarray:
     """The options in which a line is as it was given; mesh axes of size 1 shard nothing.
+
+    Args:
+        lines, line, mesh: of the layout, the one that is given, and the sizes of the mesh axes.
+        unknowns, rows: the options, as of `LineChoice`.
+        before: lines whose options were taken out already.
 
     Raises:
         LayoutError: there is none.
     """
     order, axes = sequences(len(mesh)).number, list(mesh)
     given = parse_via(lines.fixed[line]).specs if line in lines.vias else (Spec.parse(lines.fixed[line]),)
-    own = lines.via(line).specs if line in lines.vias else (lines.spec(line, lines.dims[line]),)
     fits = np.ones(len(rows), bool)
-    for spec, unknown in zip(given, own):
+    for spec, unknown in zip(given, lines.specs_of(line)):
         for dim, names in zip(unknown.dims, unknown.axes):
             wanted = tuple(axes.index(axis) for axis in spec.axes_of(dim) if axis in axes)
             column = rows[:, unknowns.index(names[-1])] if names else np.zeros(len(rows), int)
             fits &= column == order[wanted]
     if not fits.any():
+        others = listed(f"{each} = '{lines.fixed[each]}'" for each in before)
+        beside = f" with {others}, given as well" if before else ""
         raise LayoutError(
-            f"cannot fix {line} = '{lines.fixed[line]}': on this mesh the program cannot have it so.\n"
+            f"cannot fix {line} = '{lines.fixed[line]}': on this mesh the program cannot have it so{beside}.\n"
             "  Give another spec, or leave the line out, so that it is searched."
         )
     return rows[fits]

@@ -829,6 +829,9 @@ def test_lines_that_are_given_stay(run, tmp_path):
     assert run(*given, "--remat", "none", "--mesh", "x=2,y=2", "--out", out)[0] == 0
     layout = Layout.load(out)
     assert (layout["ffn.w_in"], layout["attention.residual"]) == ("E_xF", "B_yLE")
+    state = ["--fixed", "ffn.w_in=E_xF", "--fixed", "optimizer.ffn.w_in=E_xF_y"]
+    assert run(*state, "--remat", "none", "--mesh", "x=2,y=2", "--microbatches", "1", "--out", out)[0] == 0
+    assert str(Layout.load(out).overrides["optimizer"]["ffn.w_in"]) == "E_xF_y"
     assert run("--phase", "decode", "--fixed", "cache.attention.key=B_xTKD", "--mesh", "x=4", "--out", out)[0] == 0
     assert '"attention.key" = "B_xTKD"' in Path(out).read_text()
     code, _, said = run("--phase", "decode", "--fixed", "cache.key=BTKD")

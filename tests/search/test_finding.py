@@ -76,8 +76,8 @@ def test_no_layout_of_all_is_cheaper(mesh):
         assert found.priced_seconds == pytest.approx(found.planned_seconds, rel=1e-6)
         assert found.complete
         assert found.bytes <= memory
-    with pytest.raises(NothingFits):
-        gspmd.search(one_product, PRODUCT, mesh, chip=CHIP, memory=min(held for _, held in every) - 1)
+    with pytest.raises(NothingFits, match=r"no layout fits on mesh x=\d: the smallest holds .* on each device"):
+        gspmd.search(one_product, PRODUCT, mesh, chip=CHIP, memory=0.9 * min(held for _, held in every))
 
 
 def test_the_lines_where_operands_meet_are_written():
@@ -98,6 +98,26 @@ def test_a_line_that_cannot_be_fixed_is_refused():
         gspmd.search(one_product, PRODUCT, {"x": 4}, chip=CHIP, fixed={"mine.w_im": "EF"})
     with pytest.raises(gspmd.LayoutError, match=r"cannot fix mine\.x = 'B_xE'"):
         gspmd.search(one_product, PRODUCT, {"x": 3}, chip=CHIP, fixed={"mine.x": "B_xE"})
+    with pytest.raises(gspmd.LayoutError, match=r"optimizer\.mine\.x: the layout has no such line"):
+        gspmd.search(one_product, PRODUCT, {"x": 4}, chip=CHIP, fixed={"optimizer.mine.x": "BE"})
+    with pytest.raises(gspmd.LayoutError, match=r"gradients\.mine\.w_in: where its gradient is summed is searched"):
+        gspmd.search(one_product, PRODUCT, {"x": 4}, chip=CHIP, fixed={"gradients.mine.w_in": "EF"})
+
+
+def test_lines_that_are_given_and_cannot_be_together_are_both_named():
+    layout = own(x="BE", w_a="EF", w_b="EF", y="BF")
+
+    def build(layout, mesh):
+        at = layout.section("mine")
+        shapes = {"x": (64, 4096), "w_a": (4096, 8192), "w_b": (4096, 8192)}
+        arguments = (lies(layout, mesh, f"mine.{name}", *shape) for name, shape in shapes.items())
+        return lambda x, a, b: at.einsum("x, (w_a, w_b) -> (y, y)", x, (a, b)), *arguments
+
+    # Both weights meet one operand, which lies at one place.
+    given = {"mine.a_via": "BE, EF", "mine.b_via": "BE_x, E_xF"}
+    said = r"cannot fix mine\.b_via = 'BE_x, E_xF': .* with mine\.a_via = 'BE, EF', given as well"
+    with pytest.raises(gspmd.LayoutError, match=said):
+        gspmd.search(build, layout, {"x": 4}, chip=CHIP, fixed=given)
 
 
 def test_the_best_of_several_meshes_is_taken():

@@ -9,7 +9,7 @@ from itertools import count
 from math import inf
 
 from gspmd.annotate import LayoutError, PlanError
-from gspmd.display.units import mesh_text
+from gspmd.display.units import amount_of_seconds, mesh_text
 from gspmd.search import Answer, NothingFits
 from gspmd.search.answers.candidate import GAIN, NEAR, TIE, Candidate, to_beat
 from gspmd.search.answers.microbatches import Range, smallest
@@ -153,11 +153,13 @@ class BestFirstSearch:
         Raises:
             LayoutError, PlanError: no space can be searched.
         """
-        for space in spaces:
+        every = [*spaces]
+        for number, space in enumerate(every, 1):
             phase = space.phase()
             count = phase.case.microbatches
             where = mesh_text(phase.case.mesh)
-            self.tell(f"tables of mesh {where}" + f" in {count} microbatches" * (count > 1))
+            parts = f" in {count} microbatches" * (count > 1)
+            self.tell(f"tables of mesh {where}{parts}, {number} of {len(every)}")
             try:
                 self.candidates.append(Candidate(phase, self.limit))
             except NothingFits:  # no picks are allowed at all: the sizes have no such mesh
@@ -201,7 +203,7 @@ class BestFirstSearch:
         if not self._may_win(candidate.free.seconds, *_order(candidate)):
             return
         where = f"{candidate.named} {candidate.in_microbatches}".strip()
-        self.tell(f"mesh {where}: at least {candidate.free.seconds:.4g} s")
+        self.tell(f"mesh {where}: at least {amount_of_seconds(candidate.free.seconds)}")
         try:
             found = candidate.solve()
         except NothingFits:
