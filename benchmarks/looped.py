@@ -193,7 +193,8 @@ def text(cell: Cell, best: float = 0.0) -> str:
 
 
 def summary(row: dict[str, Cell]) -> str:
-    """How much faster the best schedule is than either other program, and the share of communication that it hides.
+    """Return by how much the best schedule is faster than either other program, and the share of communication that it
+    hides.
 
     The papers compare with the compiler's own program, which is `xla`; what is hidden is a share of blocking's.
     """

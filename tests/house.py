@@ -23,7 +23,7 @@ def room_of(module: str) -> str:
 
 @cache
 def imports(module: str, everywhere: bool = True) -> tuple[str, ...]:
-    """What a file imports, in its order: in functions and for type checkers too, or only as it is loaded."""
+    """Return the imports of a file, in its order: in functions and for type checkers too, or only as it is loaded."""
     tree = ast.parse(FILES[module].read_text())
     names: dict[str, None] = {}
     for node in ast.walk(tree) if everywhere else _at_once(tree.body):
@@ -38,7 +38,7 @@ def imports(module: str, everywhere: bool = True) -> tuple[str, ...]:
 
 
 def _absolute(module: str, name: str, level: int) -> str:
-    """What `from name import` means in a file, with `level` dots before it."""
+    """Return the module that `from name import` means in a file, with `level` dots before it."""
     if not level:
         return name
     package = module.split(".") if FILES[module].name == "__init__.py" else module.split(".")[:-1]

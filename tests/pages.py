@@ -133,7 +133,7 @@ class Page:
         self.path, self.folder, self.session = path, folder, {"__name__": "__main__"}
 
     def run(self, block: Block) -> tuple[str, str]:
-        """What the block printed, and what is wrong with that; nothing where nothing is."""
+        """Run the block; return what it printed, and what is wrong with that."""
         if block.file:
             Path(self.folder, block.file).write_text(block.code)
         if block.language == "toml":

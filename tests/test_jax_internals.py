@@ -1,4 +1,4 @@
-"""What gspmd.jax_internals says of JAX holds for the installed release, and nothing else reaches into JAX."""
+"""gspmd.jax_internals holds for the installed release, and nothing else reaches into JAX."""
 
 import ast
 
@@ -168,7 +168,7 @@ BODIES = {
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_partial_evaluation_asks_our_rules(body):
-    """What is never hoisted stays in a loop that is differentiated, though it is the same at every step."""
+    """An operation that is never hoisted stays in a differentiated loop, though it is the same at every step."""
 
     def loss(x, w):
         return lax.scan(lambda c, _: (body(c, w), None), x, None, length=3)[0]

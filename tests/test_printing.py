@@ -97,7 +97,7 @@ SHOWN = {
 
 
 def _said(monkeypatch, encoding: str, shown: Callable[[], str]) -> str:
-    """What `print` writes to a standard output of this encoding; `shown` is made while that stands there."""
+    """Return what `print` writes to a standard output of this encoding; `shown` is made while that stands there."""
     out = TextIOWrapper(BytesIO(), encoding=encoding, newline="\n")
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", out)

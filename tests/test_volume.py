@@ -1,4 +1,4 @@
-"""What is drawn of a long product: so many cases, the same ones for a seed, and all of them over many seeds."""
+"""Draws of a long product: so many cases, the same ones for a seed, and all of them over many seeds."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_short_products_are_whole_or_left_out(monkeypatch):
 
 @dataclass(eq=False)
 class Item:
-    """What is asked of a test case: its name, and its marks."""
+    """The part of a test case that is asked for: its name, and its marks."""
 
     nodeid: str
     marks: tuple[pytest.Mark, ...] = ()
@@ -50,7 +50,7 @@ def cases(test: str, count: int, *marks: pytest.MarkDecorator) -> list[Item]:
 
 
 def test_cases_take_turns_and_all_of_them_have_one(monkeypatch):
-    """Of tests that are marked so, and of those alone; tests of one file have the same turn."""
+    """Tests without the mark take no part; tests of one file have the same turn."""
     turns, slow = pytest.mark.turns(3), pytest.mark.slow
     one, other = cases("file.py::one", 8, turns), cases("file.py::other", 8, turns)
     items = [

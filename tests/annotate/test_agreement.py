@@ -104,7 +104,7 @@ def _fields(read, what: str) -> object:
 
 
 def _located(text: str, what: str) -> object:
-    """What the diagnosing reader makes of a text that has no faults."""
+    """Return what the diagnosing reader makes of a text that has no faults."""
     if what == "spec":
         return _located_spec(Reader(text).spec())
     if what == "via":

@@ -1,4 +1,4 @@
-"""What an equation means, and the exact wording of its errors."""
+"""Equations: their meaning, and the exact wording of their errors."""
 
 import copy
 import pickle

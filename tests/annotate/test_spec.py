@@ -1,4 +1,4 @@
-"""What a spec means: reading, equality, the canonical text, editing, and what one device holds."""
+"""Specs: their meaning, reading, equality, the canonical text, editing, and the part that one device holds."""
 
 import copy
 import pickle

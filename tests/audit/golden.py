@@ -30,7 +30,7 @@ def text(ledger: Ledger) -> str:
 
 
 def header(ledger: Ledger) -> Iterator[str]:
-    """What the figures hold for."""
+    """Return the heading that says for what the figures hold."""
     mesh = " ".join(f"{axis}={size}" for axis, size in ledger.mesh.items())
     yield f"# mesh {mesh}; {model()}"
     yield f"# One training step, lowering blocking, float32: what one device sends. Rewritten by `{REWRITE}`."
@@ -70,7 +70,7 @@ def _line(kind: str, axes: str, dtype: str, count: int | str, sent: int | str, a
 
 
 def path(preset: str) -> Path:
-    """Where a preset's golden ledger stands."""
+    """Return the path of a preset's golden ledger."""
     return GOLDEN / f"{preset}.txt"
 
 

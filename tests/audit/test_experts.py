@@ -1,4 +1,4 @@
-"""What is planned is what is compiled for training steps with chunks, rows, shared experts and expert dropout."""
+"""Planned is compiled for training steps with chunks, rows, shared experts and expert dropout."""
 
 from dataclasses import replace
 

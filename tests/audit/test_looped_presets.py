@@ -1,4 +1,4 @@
-"""What is planned is what is compiled where gathers and reduce-scatters run inside the einsums, by every schedule."""
+"""Planned is compiled where gathers and reduce-scatters run inside the einsums, by every schedule."""
 
 from itertools import product
 
@@ -44,7 +44,7 @@ def test_what_is_planned_is_compiled_for_every_preset(name, lowering):
 
 
 def test_permutes_that_two_rings_share_may_be_compiled_under_the_name_of_either():
-    """Of four permutes the second ring shares three; the compiler keeps one of those, and its own, as the second's."""
+    """The second ring shares three of four permutes; the compiler keeps one of those, and its own, as the second's."""
     step = "step0.collective-permute.x"
     steps_of = lambda equation, sent, **more: planned("collective-permute", "x", sent, of=equation, **more)  # noqa: E731
     plan = [steps_of("A", 400), steps_of("B", 100)]

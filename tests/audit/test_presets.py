@@ -1,4 +1,4 @@
-"""What is planned is what is compiled, for a training step of every preset; what it sends is what it sent before."""
+"""Planned is compiled for a training step of every preset, which sends what it sent before."""
 
 from dataclasses import replace
 from functools import cache

@@ -211,7 +211,7 @@ def losses(out):
 
 
 def parameters(out, step):
-    """What a checkpoint holds, whole."""
+    """Return everything that a checkpoint holds, whole."""
     mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"), devices=jax.devices()[:1])
     return load_parameters(out, step, models.arrays(models.abstract(CONFIG, Layout.load("replicated"), mesh)))
 

@@ -87,7 +87,7 @@ def test_of_whatever_prints(output, printed):
 
 
 def test_a_thread_that_finds_it_closed_says_nothing():
-    """What takes long is said by one."""
+    """A thread says what takes long."""
     beside = "thread = Thread(target=lambda: console().print('beside')); thread.start(); thread.join()"
     with closed() as stream:
         assert into(stream, ["-c", _PRINTS.format(beside)]) == (141, "")

@@ -118,7 +118,7 @@ def test_a_given_number_of_microbatches_is_the_only_one(run, tmp_path):
 
 
 def test_microbatches_are_found_where_the_whole_batch_does_not_fit(run, tmp_path):
-    """What [training] says of them is no limit of the search."""
+    """The microbatches of [training] are no limit of the search."""
     fixed = ["--mesh", "x=4", "--remat", "full", "--batch", "64", "--length", "64"]
     code, _, one = run(*fixed, "--microbatches", "1", "--memory", "1e-9")
     assert code == 1

@@ -12,7 +12,7 @@ from gspmd.display.progress import Progress
 
 @pytest.fixture
 def console(monkeypatch):
-    """Where there is no terminal, with tenths of seconds for seconds."""
+    """Return a console as without a terminal, on which tenths of seconds stand for seconds."""
     monkeypatch.setattr(progress, "_EVERY", 0.2)
     monkeypatch.setattr(progress, "_SOON", 0.08)
     monkeypatch.setattr(progress, "_POLL", 0.02)

@@ -115,7 +115,7 @@ ALONE = jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devic
 
 
 def zeros(subject, layout, rows):
-    """What is kept of nothing."""
+    """Return the state that a decoder keeps before its first token."""
     return {name: jnp.zeros(shape, dtype) for name, (_, shape, dtype) in subject.kept(layout, rows, 32).items()}
 
 
@@ -193,7 +193,7 @@ def test_it_ends_where_it_should(make_mesh):
 
 @dataclass(frozen=True)
 class Wrong(type(RECURRENCE.model)):
-    """What a class may do wrong, by name."""
+    """Mistakes of a class, by name."""
 
     how: str = ""
 

@@ -125,7 +125,7 @@ def _curve(name, case, make_mesh):
 
 @pytest.fixture(scope="module")
 def alone():
-    """What the models learn on one device, computed once."""
+    """Return the losses of the models on one device, computed once."""
     found = {}
 
     def of(name, make_mesh):

@@ -1,4 +1,4 @@
-"""What collectives cost: by hand, against the scaling book, and what must hold of every mesh of every chip."""
+"""Costs of collectives: by hand, against the scaling book, and properties that hold on every mesh of every chip."""
 
 from itertools import product
 from math import prod

@@ -1,4 +1,4 @@
-"""What the presets cost, against the papers' formulas with every (K-1)/K, and that none of them needs a permute."""
+"""Costs of the presets, against the papers' formulas with every (K-1)/K; none of them needs a permute."""
 
 import copy
 import re

@@ -134,7 +134,7 @@ def test_int8_moves_as_it_is_and_multiplies_exactly(name, lowering, make_mesh):
 
 @pytest.mark.parametrize("lowering", ["blocking", "looped", "xla"])
 def test_int8_is_not_rounded_to_the_float8_beside_it(lowering, make_mesh):
-    """In which 100 is 96, and 17 is 16."""
+    """In float8, 100 would be 96, and 17 would be 16."""
     x = jnp.asarray([[1, 1], [0, 0.5]], jnp.float8_e4m3fn)
     w = np.array([[100, 17], [-100, 17]], np.int8)
     with jax.set_mesh(make_mesh({"x": 2})):
@@ -146,7 +146,7 @@ def test_int8_is_not_rounded_to_the_float8_beside_it(lowering, make_mesh):
 
 
 def test_accelerators_multiply_int8_in_the_dtype_beside_it():
-    """Of CPUs every product is one of float32; without a device JAX traces what an accelerator runs."""
+    """On CPUs every product is one of float32; without a device JAX traces what an accelerator runs."""
     x, w = jax.ShapeDtypeStruct((4, 8), "bfloat16"), jax.ShapeDtypeStruct((8, 4), "int8")
     for letters, *operands in (("be,ef->bf", x, w), ("ef,be->bf", w, x)):
         traced = jax.make_jaxpr(partial(local_einsum, letters))(*operands)

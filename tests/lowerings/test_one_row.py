@@ -29,7 +29,7 @@ def operands(letters):
 
 
 def made(letters, *arrays):
-    """How many numbers leave the product."""
+    """Return how many numbers leave the product."""
     program = jax.make_jaxpr(lambda *given: local_einsum(letters, *given))(*arrays)
     (product,) = (each for each in program.eqns if each.primitive.name == "dot_general")
     return product.outvars[0].aval.size
@@ -58,7 +58,7 @@ def test_a_row_of_int8_weights_stays_exact():
 
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])
 def test_plan_value_and_gradient_of_one_token(make_mesh, place, monkeypatch, lowering):
-    """What is planned of a program on a TPU is what is planned elsewhere: the second row is no work of the model's."""
+    """A program on a TPU has the plan that it has elsewhere: the second row is no work of the model's."""
     equation, mesh = "BLE_xy, (E_xF_y, E_xF_y) -> (BLF_yx, BLF_yx)", make_mesh({"x": 2, "y": 2})
     rng = np.random.default_rng(0)
     x, v, w = (rng.normal(size=size).astype(np.float32) for size in ((1, 1, 8), (8, 16), (8, 16)))

@@ -1,4 +1,4 @@
-"""Which loops are chosen, and what a plan says of them."""
+"""The choice of loops, and what a plan says of them."""
 
 import pytest
 

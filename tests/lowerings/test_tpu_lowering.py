@@ -187,7 +187,7 @@ def torus():
 
 
 def agreed(mesh, function, *arrays) -> dict:
-    """What a program sends on a TPU, if that is what was planned."""
+    """Return what a program sends on a TPU, which is what was planned."""
     with jax.set_mesh(mesh):
         assert target.is_tpu()
         abstract = [gspmd.annotate(jax.ShapeDtypeStruct(shape, "bfloat16"), spec) for spec, shape in arrays]

@@ -120,7 +120,7 @@ def _draw(program: Program, batched) -> list[jax.Array]:
 
 
 def _objective(results) -> jax.Array:
-    """Of every number of every result, nonlinear, so that a cotangent counted twice is another number."""
+    """Return a number of all results, nonlinear, so that a cotangent counted twice is another number."""
     return sum((place + 1) * jnp.sum(jnp.sin(y)) for place, y in enumerate(jax.tree.leaves(results)))
 
 
@@ -133,7 +133,7 @@ def _close(got, want, tolerance=2e-4):
 
 
 def _check(program: Program, derive, batched, lowering: str, make_mesh, axis_type: str) -> None:
-    """What `derive` makes of the planned program and of the plain one is the same."""
+    """Assert that `derive` makes the same of the planned program and of the plain one."""
     derived = derive(batched)
     with jax.set_mesh(make_mesh(MESH, axis_type)), gspmd.lowering(lowering):
         got = _local(jax.jit(derived(program.planned))(*_draw(program, batched)))
@@ -142,7 +142,7 @@ def _check(program: Program, derive, batched, lowering: str, make_mesh, axis_typ
 
 @cache
 def _plainly(program: Program, derive, batched):
-    """What `derive` makes of the plain program: once, however often the planned one is run."""
+    """Return what `derive` makes of the plain program: once, however often the planned one is run."""
     with jax.set_mesh(jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])):
         arrays = _local(_draw(program, batched))
     return _local(jax.jit(derive(batched)(program.plain))(*arrays))

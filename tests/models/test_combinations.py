@@ -6,7 +6,7 @@ from benchmarks.combinations import REFUSED, ROWS, TRAINED, Outcome, line, outco
 
 
 def rows(refused):
-    """Those that train, or those that do not."""
+    """Return the rows that train, or those that do not."""
     for number, row in enumerate(ROWS):
         if (row.reason != "") == refused:
             yield pytest.param(row, id=f"{number}-{row.name}")

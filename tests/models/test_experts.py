@@ -42,7 +42,7 @@ def test_shared_experts_lie_as_a_dense_layer_unless_the_layout_says_otherwise():
 
 
 def test_shared_experts_are_added_to_the_others(config, one_device, tokens):
-    """Where the others answer 0, they are a dense layer."""
+    """If the other experts answer 0, the shared ones are a dense layer."""
     moe = MoEConfig(experts=8, every=1, shared=1)
     dense, mixed = one_device(config()), one_device(config(moe=moe))
     values = models.arrays(mixed)

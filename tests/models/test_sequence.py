@@ -12,7 +12,7 @@ from tests.models.conftest import BATCH, LENGTH
 
 
 def bytes_per_layer(config, name, mesh, make_mesh):
-    """What one more layer of the compiled gradient keeps in memory, where nothing is kept but the residual stream."""
+    """Return the bytes that one more layer of the compiled gradient keeps, if only the residual stream is kept."""
     layout, mesh = Layout.load(name).lowered("blocking"), make_mesh(mesh)
 
     def temporary(layers):

@@ -118,7 +118,7 @@ def inputs() -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
 
 
 def loss_of(y: jax.Array, loss: jax.Array) -> jax.Array:
-    """What gradients are taken of."""
+    """Return the function whose gradients are taken."""
     return jnp.sum(jnp.sin(y)) + 10 * loss
 
 

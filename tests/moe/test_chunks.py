@@ -1,4 +1,4 @@
-"""How slots are cut into chunks: what is asked for, what divides, and what a chip's figures say."""
+"""Chunks of slots: the number that is asked for, the divisors that there are, and the figures of a chip."""
 
 from dataclasses import replace
 from importlib import util
@@ -101,7 +101,7 @@ def test_chunks_send_what_the_whole_would(cut):
 @pytest.mark.slow
 @pytest.mark.skipif(util.find_spec("libtpu") is None, reason="the compiler for TPUs, libtpu, is not installed")
 def test_on_a_tpu_most_of_what_is_sent_hides_behind_products():
-    """Where its compiler may send all-to-alls asynchronously, which it does not by itself."""
+    """The TPU compiler may send all-to-alls asynchronously here, which it does not by itself."""
     hidden = {lowering: _hidden(lowering) for lowering in ("blocking", "looped")}
     assert hidden["blocking"] < 0.1
     assert hidden["looped"] > 0.8

@@ -1,4 +1,4 @@
-"""What a layer reports: losses, loads and the router's certainty, of real tokens alone, the same on every mesh."""
+"""Figures of a layer: losses, loads and the router's certainty, of real tokens alone, the same on every mesh."""
 
 from functools import partial
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What the calls of the room refuse, each by one error: other sizes than the routing's, other types, other names."""
+"""Refusals of the room's calls, one error each: other sizes than the routing's, other types, other names."""
 
 from functools import partial
 

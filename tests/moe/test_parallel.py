@@ -57,7 +57,7 @@ def _wanted(layout, lowering, form, passes):
 
 
 def _slot_bytes(layout, form):
-    """What a device sends when its slots, or its rows, cross once."""
+    """Return the bytes that a device sends when its slots, or its rows, cross once."""
     spec = gspmd.Spec.parse(layout.specs["expert_input"])
     shards = np.prod([layout.mesh[axis] for axis in spec.axes_of("X")], dtype=int)
     groups = gspmd.Spec.parse(layout.specs["groups"]).axes_of("G")

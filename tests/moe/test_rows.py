@@ -20,7 +20,7 @@ def _routing(seed=0):
 
 
 def _buffers(routing, shards, chunks):
-    """What each group sends each shard, chunk by chunk, by loops: expert, slot, token and choice of every row."""
+    """Return what each group sends each shard, chunk by chunk, by loops: expert, slot, token and choice of a row."""
     expert, slot, kept = (np.asarray(x) for x in (routing.expert, routing.slot, routing.kept))
     buffers, start = np.empty((G, shards, len(chunks)), object), 0
     for n, size in enumerate(chunks):

@@ -1,4 +1,4 @@
-"""What every planned form is held to: one device's numbers, and no collective that the plan does not have."""
+"""The checks of every planned form: one device's numbers, and no collective that the plan does not have."""
 
 import re
 from collections import Counter
@@ -20,7 +20,7 @@ _ARRAY = re.compile(r"(?P<dtype>pred|[a-z]+\d+)\[(?P<shape>[\d,]*)\]")
 
 
 def sent(text: str) -> dict[tuple[str, int], tuple[int, int]]:
-    """What compiled HLO sends: for each kind and group size, the number of arrays, and one device's bytes."""
+    """Return what compiled HLO sends: for each kind and group size, the number of arrays, and one device's bytes."""
     counts, total = Counter(), Counter()
     for line in text.splitlines():
         found = _INSTRUCTION.search(line)

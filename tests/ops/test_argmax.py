@@ -53,7 +53,7 @@ def test_bfloat16_and_infinities(make_mesh):
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_padding_and_nan_are_no_answer(make_mesh, dtype, lowering):
-    """Of six tokens and two that pad them: whatever the six are, the answer is one of them."""
+    """Whatever six tokens beside two that pad them are, the answer is one of the six."""
     inf, nan = np.inf, np.nan
     none = [-inf] * 5
     real = [[*none, -inf], [*none, -1e35], [nan] * 6, [nan, 1, 2, nan, 2, 0], [*none, nan], [0, nan, 1, 2, 3, inf]]

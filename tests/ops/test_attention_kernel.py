@@ -146,7 +146,7 @@ def test_what_the_kernel_takes(on_tpu, make_mesh):
 
 
 def test_what_is_kept_is_not_computed_again(on_tpu, make_mesh):
-    """Of a scanned layer that keeps what attention gave, and of one that keeps nothing."""
+    """A scanned layer that keeps attention's result is compared with one that keeps nothing."""
     arrays = _arrays(130, 2, 1, 64)
 
     def kernels(*kept):

@@ -1,4 +1,4 @@
-"""What the compiler for TPUs makes of a cache that a scan over layers reads and one write extends, for a v4 slice."""
+"""A cache that a scan over layers reads and one write extends, by the compiler for TPUs, for a v4 slice."""
 
 from importlib import util
 

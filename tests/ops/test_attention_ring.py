@@ -50,7 +50,7 @@ def _devices(case):
 
 
 def shuffled(devices, length):
-    """Where each token lies, from the definition: device i has chunks i and 2n - 1 - i."""
+    """Return the place of each token, from the definition: device i has chunks i and 2n - 1 - i."""
     size, order = length // (2 * devices), []
     for device in range(devices):
         for chunk in (device, 2 * devices - 1 - device):

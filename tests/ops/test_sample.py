@@ -46,7 +46,7 @@ def noise(seed, position, vocabulary):
 
 
 def left(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """Which tokens the filters leave, by sorting, in float64."""
+    """Return the tokens that the filters leave, by sorting, in float64."""
     x = np.where(logits > -1e29, logits, -np.inf).astype(np.float64)
     weights = np.exp((x - x.max()) / (temperature or 1))
     kept = np.isfinite(x) & (weights >= min_p)

@@ -58,7 +58,7 @@ def test_a_donated_cache_is_written_in_place(lowering, make_mesh):
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])
 @pytest.mark.parametrize(("length", "dtype"), [(1, "int8"), (1, "float32"), (3, "float32")])
 def test_positions_outside_of_the_cache_are_dropped(length, dtype, lowering, make_mesh):
-    """Those below 0 too; and N may be a dimension of the specs."""
+    """Positions below 0 are dropped too; and N may be a dimension of the specs."""
     lengths = np.array([-4, -1, 0, 7, 8, 9], np.int32)
     cache, new = (
         np.zeros((2, 6, 8, 1, 2), dtype),

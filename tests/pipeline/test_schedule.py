@@ -24,7 +24,7 @@ def ticks_of(schedule, kind):
 
 @pytest.mark.parametrize("name", NAMES[:2])
 def test_the_bubble_is_that_of_the_formula(name):
-    """Of Huang et al. 2019, §2.3, and with rounds of Narayanan et al. 2021, §2.2."""
+    """The formulas are those of Huang et al. 2019, §2.3, and with rounds of Narayanan et al. 2021, §2.2."""
     for stages, microbatches, rounds in SHAPES:
         wanted = (stages - 1) / (rounds * microbatches + stages - 1)
         assert Schedule.of(name, stages, microbatches, rounds).bubble == pytest.approx(wanted)

@@ -1,4 +1,4 @@
-"""What a plan says it holds, beside what compiled programs hold: arguments, results and temporaries."""
+"""Memory of plans beside that of compiled programs: arguments, results and temporaries."""
 
 import random
 from importlib import util
@@ -106,7 +106,7 @@ def random_program(draw: random.Random) -> tuple[str, dict[str, int], dict[str, 
 
 @pytest.mark.slow
 def test_random_programs_on_host_devices(make_mesh):
-    """Of those outside a tenth, the compiler runs something earlier than it could, or fuses less."""
+    """Outside a tenth, the compiler runs something earlier than it could, or fuses less."""
     draw, ratios = random.Random(11), {}
     while len(ratios) < 60:
         equation, sizes, mesh = random_program(draw)

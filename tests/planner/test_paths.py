@@ -1,4 +1,4 @@
-"""Where the planner's numbers and memory end: large tensors, many mesh axes, many dimensions, much that is kept."""
+"""Limits of the planner's numbers and memory: large tensors, many mesh axes, many dimensions, much that is kept."""
 
 import gc
 import sys

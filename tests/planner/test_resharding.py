@@ -58,7 +58,7 @@ def test_two_moves_never_beat_one(mesh):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_larger_tensor_never_moves_sooner(mesh):
-    """Of tensors that divide alike: where a larger one divides more ways, there are more chains to choose from."""
+    """The tensors divide alike: a larger one that divides in more ways has more chains to choose from."""
     rng = random.Random(3)
     for _ in range(100):
         (src, dst, sizes), row = brute.random_move(rng, mesh), chip(rng.choice(CHIPS))
@@ -168,7 +168,7 @@ def test_steps_by_hand(equation, steps):
 
 @pytest.mark.parametrize(("equation", "steps"), WITH_A_FREE_AXIS)
 def test_an_axis_over_which_nothing_is_sharded_helps(equation, steps):
-    """What is replicated is sliced for nothing: less travels the slow way, and gathers run over more rings."""
+    """A replicated tensor is sliced for nothing: less travels the slow way, and gathers run over more rings."""
     _by_hand(equation, {"x": 4, "y": 4, "z": 4}, steps)
 
 

@@ -106,7 +106,7 @@ def _term(term: str, place, sizes, mesh, dtype: str, output) -> brute.Cost:
 @pytest.mark.parametrize("mesh", [{"x": 2, "y": 2}, {"x": 3, "y": 2}], ids=str)
 @pytest.mark.parametrize("equation", ["BE_xy, E_xF_y -> BF_yx", "B_xE_y, E_yF -> BF_x", "BE_x, EF_y -> BF_xy"])
 def test_gradients(equation, mesh):
-    """Those of a product are a group: the cotangent meets what was kept of the operands."""
+    """The gradients of a product are a group: the cotangent meets what was kept of the operands."""
     sizes = {"B": 24, "E": 96, "F": 48}
     plan = gspmd.plan(equation, sizes, mesh, lowering="blocking")
     left, right = plan.equation.operands[0].specs[0], plan.equation.operands[1].specs[0]
@@ -147,7 +147,7 @@ def test_gradients_of_a_group(sizes):
     ids=["four axes", "five axes"],
 )
 def test_a_plan_looks_at_few_arcs(monkeypatch, equation, mesh, limit):
-    """What planning takes its time for: arcs of all rounds of all tensors; the limits are 15% above the counts."""
+    """Planning takes its time for arcs of all rounds of all tensors; the limits are 15% above the counts."""
     looked_at = []
     relax = Arcs.relax
 

@@ -1,4 +1,4 @@
-"""What a compiled program sends: collectives and dot FLOPs counted in its HLO text, times the trips of its loops."""
+"""Count what a compiled program sends: collectives and dot FLOPs in its HLO text, times the trips of its loops."""
 
 import re
 from collections import Counter
@@ -20,7 +20,7 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 def collectives(text: str) -> Counter:
-    """How often every kind of collective runs."""
+    """Return how often every kind of collective runs."""
     return Counter({kind: sum(n for k, n, _ in _found(text) if k == kind) for kind in {k for k, *_ in _found(text)}})
 
 
@@ -86,7 +86,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def group_size(line: str) -> int:
-    """How many devices a collective's groups have; of a permute, which has pairs, 2."""
+    """Return how many devices a collective's groups have; of a permute, which has pairs, 2."""
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     counted = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
     if listed:

@@ -31,7 +31,9 @@ def faults(checks: Sequence[Check], each: int = 50, seconds: float = 1800) -> li
 
 
 def _answers(checks: Sequence[Check], seconds: float) -> tuple[list[str], str]:
-    """What a process says of each check, empty where it passes; and how the process ended, where it is not done."""
+    """Return the answer of a process to each check, empty where it passes; and how the process ended, if it is not
+    done.
+    """
     command = [sys.executable, "-m", "tests.references.own_process"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     given = json.dumps(checks)

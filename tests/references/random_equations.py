@@ -69,7 +69,7 @@ def cases(draw) -> Case:
 
 
 def _pins(draw, equation: Equation, mesh: Mapping[str, int]) -> list[gspmd.Spec] | None:
-    """Where operands that owe nothing are brought before they meet: each mesh axis on one dimension, or gathered."""
+    """Draw where operands that owe nothing are brought to meet: each mesh axis on one dimension, or gathered."""
     specs = [spec for operand in equation.operands for spec in operand.specs]
     if len(specs) < 2 or any(spec.partial for spec in (*specs, *equation.outputs)) or draw(st.booleans()):
         return None
@@ -301,7 +301,7 @@ def _devices(mesh: jax.sharding.Mesh):
 
 
 def _index(spec: gspmd.Spec, at: Mapping[str, int], mesh, shape: Sequence[int]) -> tuple:
-    """Where a device's piece stands in the whole: x major in `E_xy`; its own summand of an owed sum."""
+    """Return where a device's piece stands in the whole: x major in `E_xy`; its own summand of an owed sum."""
     index = [at[axis] for axis in spec.partial]
     for size, axes in zip(shape[len(spec.partial) :], spec.axes):
         length = size // prod(mesh.shape[axis] for axis in axes)

@@ -261,7 +261,7 @@ def _check(program: Program) -> None:
 
 
 def faults(seeds: Sequence[int]) -> list[str]:
-    """What is wrong with the programs of these seeds, errors included."""
+    """Return what is wrong with the programs of these seeds, errors included."""
     found = []
     for seed in seeds:
         program = draw(seed)

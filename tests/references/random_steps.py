@@ -253,7 +253,7 @@ def _from_nothing(d: Draw, mesh: Mapping[str, int], staged: bool, sizes: Mapping
 
 
 def _keys(d: Draw, query: Spec, mesh: Mapping[str, int], sizes: Mapping[str, int]) -> Spec:
-    """Where keys lie beside these queries: heads over the first of the axes of theirs, the length alike or whole."""
+    """Draw where keys lie beside these queries: heads over the first of their axes, the length alike or whole."""
     heads = query.axes_of("H")
     heads = heads[: d.one(range(len(heads) + 1))] if d.happens(0.3) else heads
     while sizes["K"] % prod(mesh[axis] for axis in heads):
@@ -311,7 +311,7 @@ def _via(d: Draw, axes: Sequence[str], mesh: Mapping[str, int], sizes: Mapping[s
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a step: `"trained"`, `"refused"`, or what is wrong with it."""
+    """The end of a step: `"trained"`, `"refused"`, or what is wrong with it."""
 
     seed: int
     outcome: str
@@ -431,7 +431,7 @@ def _two_steps(update, state, tokens, key) -> dict[str, np.ndarray]:
 
 
 def _alone(settings) -> dict[str, np.ndarray]:
-    """What the same settings compute on one device, under the replicated layout."""
+    """Return what the same settings compute on one device, under the replicated layout."""
     import jax
 
     import gspmd
@@ -486,7 +486,7 @@ def verdicts(seeds: Sequence[int], seconds: float = SECONDS) -> Iterator[Verdict
 
 
 def _ended(command: Sequence[str], said, told: Path, seconds: float) -> str:
-    """How a process ends; one that tells nothing for so many seconds is killed."""
+    """Return how a process ends; one that tells nothing for so many seconds is killed."""
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, stdout=said, stderr=said, cwd=root) as process:
         size = -1

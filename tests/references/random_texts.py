@@ -45,7 +45,7 @@ def _nearly_right(draw: random.Random, right: Sequence[str]) -> str:
 
 
 def faults(read: Callable[[str], object], given: Iterator[str], refused: type[Exception]) -> list[str]:
-    """What is wrong with a reader: another error than its own, a message without end, or too long a time.
+    """Return what is wrong with a reader: another error than its own, a message without end, or too long a time.
 
     Args:
         read: reads one text, and checks what it has read by itself.

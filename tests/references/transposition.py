@@ -1,4 +1,4 @@
-"""What JAX's own transposition makes of a plan: its steps written out in a shard_map, and differentiated through."""
+"""JAX's own transposition of a plan: its steps written out in a shard_map, and differentiated through."""
 
 from math import prod
 

@@ -1,4 +1,4 @@
-"""How much of the slow suite runs: `DRAWS=5 python -m pytest -m slow` draws five times as many random cases.
+"""The volume of the slow suite: `DRAWS=5 python -m pytest -m slow` draws five times as many random cases.
 
 Below 1, long products of parameters are drawn from too: `DRAWS=0.3` runs three in ten cases of every slow test that has
 at least `LONG`, and one in two of the tests that have fewer. Which ones depends on `DRAWS_SEED`. Left unset it is the

@@ -42,7 +42,7 @@ def drawn(problem, rng: random.Random, sharded: int | None = None) -> dict[str, 
 
 
 def allowed(problem, choice, picks: dict[str, int]) -> np.ndarray:
-    """Which options have finite cost beside these picks."""
+    """Return which options have finite cost beside these picks."""
     found = np.ones(len(choice.options), bool)
     for term in problem.terms:
         if choice.name in term.of and {*term.of} <= {*picks, choice.name}:

@@ -240,7 +240,7 @@ def test_few_numbers_are_made_and_an_interrupt_leaves_the_best_so_far():
      ([(1, None), (2, 1.0)], 2), ([(1, 3.0), (2, None)], 1), ([(1, None), (2, None)], None), ([], None)],
 )  # fmt: skip
 def test_at_an_interrupt_several_microbatches_have_to_gain_too(known, left):
-    """What is left of candidates that are known to fit by then, or are not."""
+    """Candidates that are known to fit at an interrupt are left, and others are not."""
     search = BestFirstSearch(1.0, print)
     for count, seconds in known:
         answer = seconds and Answer({}, seconds, 1.0, 0.5, True)

@@ -61,7 +61,7 @@ SLOW = {"dropless, products kept", "dropless and shared", "dropless, parallel",
 
 
 def trained(config):
-    """How a training step of a model is built."""
+    """Return how a training step of a model is built."""
     optimizer = OptimizerConfig()
 
     def build(layout, mesh):
@@ -109,7 +109,7 @@ class Program:
         raise AssertionError("no placement is allowed")
 
     def priced(self, picks):
-        """What the tables say, and for the norm of all gradients its one step."""
+        """Return the seconds of the tables, and for the norm of all gradients those of its one step."""
         known = self.prices.known(picks)
         summed = [(use.times, *placed((use.what.before[0], use.what.after), known)) for use in self.norms]
         norms = sum(
@@ -120,7 +120,7 @@ class Program:
         return norms + sum(table[tuple(picks[number] for number in of)] for of, table in self.tables)
 
     def traced(self, picks):
-        """What the trace of the program says, in this layout."""
+        """Return the seconds of the program's trace in this layout."""
         layout = self.layout.override(self.lines.written(self.prices.known(picks)))
         layout = replace(layout, axes=tuple(self.mesh), factor=())
         explicit = (AxisType.Explicit,) * len(self.mesh)

@@ -69,7 +69,7 @@ def traced(config: ModelConfig, layout: Layout, mesh, microbatches: int) -> floa
 
 
 def local_bytes(tree) -> int:
-    """Of one device's shards."""
+    """Return the bytes of one device's shards."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 

@@ -1,4 +1,4 @@
-"""What a program's equations are told to be."""
+"""The programs that a program's equations are told to have."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What trace counts is what is compiled: collectives by kind and in bytes, under gradients, loops and recomputation."""
+"""Trace counts what is compiled: collectives by kind and in bytes, under gradients, loops and recomputation."""
 
 from itertools import product
 
@@ -20,7 +20,7 @@ LOOPED = ("looped", "looped:one-way", "looped:halves", "looped:paired", "auto")
 
 @pytest.fixture(autouse=True)
 def blocking():
-    """What is not said to be looped is not: a step is then one collective."""
+    """Plan without loops unless a test asks for them: a step is then one collective."""
     with gspmd.lowering("blocking"):
         yield
 

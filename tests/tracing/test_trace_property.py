@@ -1,4 +1,4 @@
-"""What trace counts is what is compiled: random equations, alone, shared, jitted, recomputed and in loops."""
+"""Trace counts what is compiled: random equations, alone, shared, jitted, recomputed and in loops."""
 
 import re
 from dataclasses import replace
@@ -132,7 +132,7 @@ def test_planned_is_compiled_for_many(case, program, gradients):
     ],
 )
 def test_a_gradient_shares_the_permutes_of_nested_rings(equation, mesh, lowering):
-    """Of one layer, forward and backward send the same chunks round, which are placed by the same indices.
+    """Forward and backward of one layer send the same chunks round, which are placed by the same indices.
 
     JAX computes indices once for both, in a half of the shard_map of its own that hands them on as vectors.
     """

@@ -1,4 +1,4 @@
-"""What `gspmd.trace` counts once is what the compiler makes once, and what it counts twice is made twice."""
+"""`gspmd.trace` counts once what the compiler makes once, and twice what it makes twice."""
 
 import gc
 import re
@@ -103,7 +103,7 @@ def whole3(x, w, v):
 
 
 def _loop(body, length=3):
-    """What body(c) makes for numbers that change from trip to trip, in a scan."""
+    """Return body(c) for numbers that change from trip to trip, in a scan."""
     return lax.scan(lambda c, _: (c * 2, body(c) * c), 1.0, None, length=length)[1]
 
 
@@ -379,7 +379,7 @@ def test_rings_over_two_axes_merge_as_planned(make_mesh, schedule):
 
 @pytest.mark.parametrize(("move", "merges"), [(lax.all_gather, True), (lax.ppermute, True), (lax.psum, False)])
 def test_what_waits_for_something_is_merged_only_by_a_compiler_that_drops_barriers(move, merges):
-    """That of host devices until JAX 0.10; and not even it merges reductions that a barrier has kept apart."""
+    """Host devices' compiler dropped barriers until JAX 0.10; not even it merges reductions that one has kept apart."""
     kept = {"perm": [(0, 1), (1, 0)]} if move is lax.ppermute else {}
 
     def program(x, w):
@@ -415,7 +415,7 @@ TPU = {
 @pytest.mark.skipif(not util.find_spec("libtpu"), reason="needs libtpu, the compiler for TPUs")
 @pytest.mark.parametrize("name", TPU)
 def test_planned_is_compiled_for_a_tpu(name):
-    """Whose compiler takes nothing that grows out of a loop, the rest out of one, and recomputes what it is told to."""
+    """The compiler for TPUs takes out of a loop what does not grow there, and recomputes what it is told to."""
     mesh = topology("tpu-v4:2x2x2").mesh({"x": 4, "y": 2})
     planned, compiled = both(mesh, TPU[name], {"x": ("BE_x", (256, 512))})
     assert planned == compiled

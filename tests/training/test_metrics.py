@@ -1,4 +1,4 @@
-"""What is written of a step: one object in the file, and events of scalars, of layers, and of experts."""
+"""Records of a step: one object in the file, and events of scalars, of layers, and of experts."""
 
 import json
 import struct

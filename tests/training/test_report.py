@@ -1,4 +1,4 @@
-"""What is shown: tables, pictures, the header and the sample."""
+"""The printed report: tables, pictures, the header and the sample."""
 
 import io
 import json

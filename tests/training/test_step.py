@@ -152,7 +152,7 @@ def test_microbatches_that_do_not_divide_are_one_error(make_mesh):
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 def test_the_mean_over_microbatches_is_that_of_the_whole_batch(make_mesh, kind):
-    """Of gradients that are partial until they reach the optimizer, and of others."""
+    """The gradients are partial until they reach the optimizer, or are not."""
     mesh, batch = make_mesh({"x": 2, "y": 2}, kind), np.arange(64.0, dtype=np.float32).reshape(8, 8) % 5
     own = {"w": Spec.parse("E_yF"), "b": Spec.parse("E")}
     transform, figures = adamw(CONFIG, 5), []

@@ -104,7 +104,7 @@ _EMIT = {
 
 
 def permutation(before: Spec, after: Spec, mesh: Mapping[str, int]) -> list[tuple[int, int]]:
-    """Who sends to whom when every piece changes place: (source, target) pairs, each device once on either side.
+    """Return who sends to whom when every piece changes place: (source, target) pairs, each device once on either side.
 
     A device that already holds its piece keeps it; summands of a partial sum stay with their coordinates. Nothing moves
     along a mesh axis that keeps its dimension and stride, or stands on none before and after.

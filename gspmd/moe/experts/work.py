@@ -24,7 +24,7 @@ from gspmd.planner.unknown import UnknownStep, UnknownSteps, is_unknown
 
 @dataclass(frozen=True)
 class Buffers:
-    """That slots are rows sorted by expert, of which none is wasted on an expert that has fewer.
+    """Buffers whose slots are rows sorted by expert, of which none is wasted on an expert that has fewer.
 
     Attributes:
         shards: buffers that a group sends, one for each shard of the experts.

@@ -17,12 +17,12 @@ needs_libtpu = pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libt
 
 
 def flops(*lines: str, computations: str = "") -> int:
-    """Of the last instruction."""
+    """Return the FLOPs of the last instruction."""
     return product_flops(*_last(lines, computations))
 
 
 def told(*lines: str, computations: str = "") -> list[tuple[str, str]]:
-    """What of the last instruction is not counted."""
+    """Return what is said not to be counted of the last instruction."""
     return list(uncounted(*_last(lines, computations)))
 
 

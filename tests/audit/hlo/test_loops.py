@@ -1,4 +1,4 @@
-"""How often loops run: as XLA notes it, and as the TPU compiler leaves it to be worked out."""
+"""Trips of loops: as XLA notes them, and as the TPU compiler leaves them to be worked out."""
 
 from importlib import util
 

@@ -1,4 +1,4 @@
-"""Where a collective comes from: its plan's step, and the line that asked for it."""
+"""The origin of a collective: its plan's step, and the line that asked for it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What was planned beside what was compiled: every verdict, on plans and ledgers made up."""
+"""Plans beside ledgers: every verdict, on plans and ledgers made up."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What was planned beside what was compiled, on 8 host devices."""
+"""Plans beside compiled programs, on 8 host devices."""
 
 import inspect
 from importlib import util

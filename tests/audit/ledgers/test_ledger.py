@@ -25,7 +25,7 @@ def function(name: str, *lines: str, taken: str = "f32[64]{0}") -> str:
 
 
 def ledger(*lines: str, computations: str = "", mesh=MESH) -> gspmd.Ledger:
-    """Of a program whose entry takes f32[64] and has these lines."""
+    """Return the ledger of a program whose entry takes f32[64] and has these lines."""
     add = function("add", "%b = f32[] parameter(1)", "ROOT %c = f32[] add(%add.p, %b)", taken="f32[]")
     body = "\n".join(f"  {line}" for line in ("%p = f32[64]{0} parameter(0)", *lines))
     main = f"ENTRY %main (p: f32[64]) -> f32[64] {{\n{body}\n}}\n"

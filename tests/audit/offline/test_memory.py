@@ -1,4 +1,4 @@
-"""What a device holds: arguments by their shardings, temporaries by the layouts that the compiler gives them."""
+"""Memory of a device: arguments by their shardings, temporaries by the layouts that the compiler gives them."""
 
 from importlib import util
 

@@ -270,7 +270,7 @@ def test_a_machine_with_tpus_is_left_as_it_is(monkeypatch, device):
 
 
 def _flags(monkeypatch, before, devices=()):
-    """What libtpu would read after `quiet_libtpu`, by what it was and the chips that the machine has."""
+    """Return the flags that libtpu reads after `quiet_libtpu`, by its flags before and the chips of the machine."""
     for variable in host.WITHOUT_TPU:
         monkeypatch.setenv(variable, "0")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", before)

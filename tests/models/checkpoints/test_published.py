@@ -58,7 +58,7 @@ def test_text_is_encoded_and_decoded_as_by_transformers(smollm, continued, trans
 
 @pytest.mark.slow
 def test_int8_is_as_near_as_the_pages_say(smollm, continued, placing):
-    """Of the text that transformers wrote: docs/sampling.md has the figures, which are rounded up here."""
+    """The text is the one that transformers wrote; docs/sampling.md has the figures, which are rounded up here."""
     layout, mesh = placing("replicated")
     model, _ = load(smollm[0], layout, mesh, "float32", int8=True)
     program, exact, near = jax.jit(lambda weights, ids: models.with_arrays(model, weights)(ids)[0]), [], []

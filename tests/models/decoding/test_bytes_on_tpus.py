@@ -1,4 +1,4 @@
-"""What whole steps of prefill and decode send on TPUs in bfloat16: their plans, to the byte."""
+"""Plans of whole steps of prefill and decode on TPUs in bfloat16, to the byte."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""What the compiler for TPUs makes of programs that read and write a cache: it copies none of it."""
+"""Programs that read and write a cache, by the compiler for TPUs: it copies none of it."""
 
 from importlib.util import find_spec
 from math import prod

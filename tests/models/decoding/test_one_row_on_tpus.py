@@ -1,4 +1,4 @@
-"""What the compiler for TPUs makes of a decode step of one text: no slower than of four, and without copies."""
+"""A decode step of one text, by the compiler for TPUs: no slower than of four, and without copies."""
 
 from importlib.util import find_spec
 
@@ -45,7 +45,7 @@ def test_one_text_takes_no_longer_than_four(machine, weights):
 
 @pytest.mark.parametrize("cache", ["bfloat16", "int8"])
 def test_a_token_attends_with_all_heads_at_once(cache):
-    """Of 32 key heads on a v5e, whose cache is most of what a step reads; head by head it took a fifth longer.
+    """The cache of 32 key heads is most of what a step reads on a v5e; head by head it took a fifth longer.
 
     The compiler's own seconds of a plain product on a v5e are 1.35 times those of reading its matrix.
     """

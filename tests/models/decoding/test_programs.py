@@ -1,4 +1,4 @@
-"""What both programs send and hold: their plans to the byte, one gather and one reduction a block, no copied cache."""
+"""Both programs of decoding: plans to the byte, one gather and one reduction a block, no copied cache."""
 
 import jax
 import pytest

@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Texts:
-    """What is read of `tokens` [B, T] in some way: logits by row and position, and keys and values [N, B, T, K, D]."""
+    """Logits by row and position, and keys and values [N, B, T, K, D], of tokens [B, T] that are read in some way."""
 
     logits: dict[tuple[int, int], np.ndarray]
     keys: np.ndarray
@@ -162,12 +162,12 @@ def read_and_decode(case, settings, mesh, *, int8=False):
 
 
 def near(got, wanted, tolerance, whole):
-    """That numbers are equal up to `tolerance` times themselves, or times the largest of their kind."""
+    """Assert that numbers are equal up to `tolerance` times themselves, or times the largest of their kind."""
     np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance * np.abs(whole).max())
 
 
 def check(case, config, make_mesh, tolerance=1e-5, *, int8=False):
-    """That all logits, and a dense model's cache at every position that is read, are those of one device."""
+    """Assert that all logits, and a dense model's cache at every position that is read, are those of one device."""
     settings = for_serving(config(**case.config))
     mesh = make_mesh(case.mesh or Layout.load(case.decode).mesh_for(8), case.axis_type)
     _, logits, keys, values = one_device(settings)
@@ -221,7 +221,9 @@ def product():
 
 
 def check_placed(name, case, config, make_mesh):
-    """That the case holds, that the cache lies as the layout says, and that only alternatives admit too few heads."""
+    """Assert that the case holds, that the cache lies as the layout says, and that only alternatives admit too few
+    heads.
+    """
     settings, mesh = config(**case.config), make_mesh(case.mesh)
     sizes = settings.sizes(ROWS, 1) | {"T": ROOM}
     only = Layout.load(case.decode).override(placed(name, first=True)).phase("decode")

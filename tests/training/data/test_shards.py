@@ -29,7 +29,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def encoded(monkeypatch):
-    """What has been encoded, and a function that is called before anything is."""
+    """Return what has been encoded, and a function that is called before anything is."""
     done, before = [], [lambda: None]
     encode = preparation._batches
 
@@ -149,7 +149,7 @@ def test_what_is_damaged_is_said_and_made_anew(text, fault, cache, capsys):
 
 
 def _damages(content):
-    """What can happen to a file, and not to its size, and what can happen to that."""
+    """Yield damages that a file can have, and that change its size or do not."""
     rng = np.random.default_rng(len(content))
     for at in {0, len(content) - 1, *rng.integers(len(content), size=6)}:
         flipped = bytearray(content)

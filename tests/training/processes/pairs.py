@@ -47,7 +47,7 @@ class Fault(Exception):
 
 @dataclass
 class End:
-    """What became of a process.
+    """The end of a process.
 
     Attributes:
         code: exit code; minus the number of the signal that killed it.
@@ -139,7 +139,7 @@ def trained(flags: Sequence[str], where: str, which: int, prepare: Callable[[], 
 
 
 def trainings(flags: Sequence[str], others: Sequence[str] | None = None, **prepare) -> list[Callable[[], int]]:
-    """What two processes do that train: with the same flags, or the second with others."""
+    """Start two processes that train: with the same flags, or the second with others."""
     where, given = address(), (flags, flags if others is None else others)
     ready = [prepare.get(f"process_{which}", lambda: None) for which in (0, 1)]
     return [lambda which=which: trained(given[which], where, which, ready[which]) for which in (0, 1)]
@@ -285,7 +285,7 @@ def compare() -> None:
 
 
 def agree() -> None:
-    """What needs no device: texts, meetings, and the first one's word."""
+    """Check what needs no device: texts, meetings, and the first one's word."""
     for _ in range(2):
         texts = processes.gathered(f"text {processes.index()}")
         processes.meet("a test")

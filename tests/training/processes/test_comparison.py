@@ -1,4 +1,4 @@
-"""What processes were told is compared by name, and a difference is named with who has which value."""
+"""Flags of processes are compared by name, and a difference is named with who has which value."""
 
 import os
 from dataclasses import replace

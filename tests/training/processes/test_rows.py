@@ -1,4 +1,4 @@
-"""What a process reads of a batch: the rows that its devices hold, and few others."""
+"""Rows of a batch that a process reads: those that its devices hold, and few others."""
 
 import jax
 import numpy as np

@@ -29,7 +29,7 @@ LIMIT = 60
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where runs are: with a text, settings, and programs once they are compiled."""
+    """Return the folder of runs: with a text, settings, and programs once they are compiled."""
     path = tmp_path_factory.mktemp("processes")
     (path / "a.txt").write_text("".join(f"line {number}\n" for number in range(2000)))
     (path / "small.toml").write_text(SIZES)
@@ -53,7 +53,7 @@ def start_two(folder, *flags):
 
 
 def end(run, limit=300):
-    """What a process has said on stdout and stderr, once it is over, but for JAX's start, where that is slow."""
+    """Return what a process has said on stdout and stderr once it is over, but for JAX's start, if that is slow."""
     try:
         out, error = run.communicate(timeout=limit)
         return out, re.sub(r"Starting JAX … .*\n", "", error)

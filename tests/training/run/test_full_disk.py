@@ -108,7 +108,7 @@ def test_settings_that_cannot_be_written_are_one_message(make_program, corpus, t
 
 
 def failure_of(checkpoints):
-    """What the check of every step raises once the save in progress has failed."""
+    """Return what the check of every step raises once the save in progress has failed."""
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         try:
@@ -132,7 +132,7 @@ def test_a_failed_save_is_raised_by_the_check_at_the_next_step(make_program, cor
 
 
 def async_serialize_from_host():
-    """What orbax leaves behind, now and then, of a write that had not begun when another one failed."""
+    """Leave behind what orbax does, now and then, of a write that had not begun when another one failed."""
 
     async def write_fragment():
         pass

@@ -292,7 +292,7 @@ def test_a_profile_of_steps_that_are_done_is_no_reason_not_to_resume(
 def test_a_signal_in_the_last_batch_of_validation_stops_the_run_with_its_figure(
     make_program, corpus, console, tmp_path
 ):
-    """What comes after, pictures and a sample that has to be compiled, is not begun."""
+    """Pictures and a sample, which has to be compiled, are not begun."""
     program, config = make_program()[0], replace(CONFIG, steps=2, validation_every=0, final_validation_batches=1)
     stopping, called = dataclasses.replace(program, evaluate=Stopped(program.evaluate)), []
     with pytest.raises(Interrupted) as stop:
